@@ -1,0 +1,104 @@
+// gradzip._C: one line per primitive of csrc/cpu/ops.h, over addresses and sizes. Tensors are checked in gradzip/ops,
+// which is the only caller; no torch header is needed here. The GIL is released around every kernel.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <vector>
+
+#include "common/range_float.h"
+#include "cpu/ops.h"
+#include "cpu/simd.h"
+#ifdef GRADZIP_CUDA
+#include "cuda/device.h"
+#endif
+
+namespace py = pybind11;
+using namespace gradzip;
+
+namespace {
+
+// How a parameter of a primitive arrives from Python: pointers and references as addresses.
+template <class T>
+struct Argument {
+  using type = T;
+  static T pass(T value) { return value; }
+};
+template <class T>
+struct Argument<T*> {
+  using type = uintptr_t;
+  static T* pass(uintptr_t address) { return reinterpret_cast<T*>(address); }
+};
+template <class T>
+struct Argument<const T&> {
+  using type = uintptr_t;
+  static const T& pass(uintptr_t address) { return *reinterpret_cast<const T*>(address); }
+};
+
+template <auto function>
+struct Primitive;
+template <class R, class... A, R (*function)(A...)>
+struct Primitive<function> {
+  static R call(typename Argument<A>::type... arguments) { return function(Argument<A>::pass(arguments)...); }
+};
+
+template <auto function>
+void def(py::module_& m, const char* name) {
+  m.def(name, Primitive<function>::call, py::call_guard<py::gil_scoped_release>());
+}
+
+constexpr const char* kSimdNames[] = {"scalar", "avx2", "avx512"};
+
+std::vector<std::string> simd_levels() { return {kSimdNames, kSimdNames + int(cpu::best_simd()) + 1}; }
+
+void set_simd(const std::string& name) {
+  for (int level = 0; level < 3; ++level)
+    if (name == kSimdNames[level]) return cpu::set_simd(cpu::Simd(level));
+  throw py::value_error("unknown SIMD level '" + name + "', expected scalar, avx2 or avx512");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  // --- what was built
+  m.attr("compiler") = "g++ " __VERSION__;
+  m.def("simd", [] { return kSimdNames[int(cpu::simd())]; });
+  m.def("simd_levels", simd_levels);
+  m.def("set_simd", set_simd);
+#ifdef GRADZIP_CUDA
+  m.attr("cuda_built") = true;
+  m.attr("cuda_archs") = GRADZIP_CUDA_ARCHS;
+  m.def("cuda_runtime_version", cuda::runtime_version);
+  m.def("cuda_driver_version", cuda::driver_version);
+  m.def("cuda_devices", [] {
+    py::list list;
+    for (const auto& d : cuda::devices())
+      list.append(py::dict(py::arg("name") = d.name, py::arg("major") = d.major, py::arg("minor") = d.minor,
+                           py::arg("memory") = d.memory));
+    return list;
+  });
+#else
+  m.attr("cuda_built") = false;
+  m.attr("cuda_archs") = "";
+  m.def("cuda_runtime_version", [] { return 0; });
+  m.def("cuda_driver_version", [] { return 0; });
+  m.def("cuda_devices", [] { return py::list(); });
+#endif
+
+  // --- primitives
+  def<cpu::abs_max>(m, "abs_max");
+  def<cpu::select>(m, "select");
+  def<cpu::bitmap>(m, "bitmap");
+  def<cpu::compact>(m, "compact");
+  def<cpu::expand>(m, "expand");
+  def<cpu::range_float_make>(m, "range_float_make");
+  def<cpu::range_float_fit>(m, "range_float_fit");
+  def<cpu::range_float_encode>(m, "range_float_encode");
+  def<cpu::range_float_encode_packed>(m, "range_float_encode_packed");
+  def<cpu::range_float_decode>(m, "range_float_decode");
+  def<cpu::pack_bits>(m, "pack_bits");
+  def<cpu::unpack_bits>(m, "unpack_bits");
+  def<cpu::spectrum_power>(m, "spectrum_power");
+  def<cpu::spectrum_decode_add>(m, "spectrum_decode_add");
+  def<cpu::payload_checksum>(m, "payload_checksum");
+}

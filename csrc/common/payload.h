@@ -1,0 +1,38 @@
+// The header of every payload, little-endian. A payload is this header, then the method's sections, zero-padded so
+// that its length is a multiple of 16: payloads of several ranks lie one behind the other in a gathered buffer, and
+// each must start aligned and say where it ends.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+
+namespace gradzip {
+
+struct PayloadHeader {
+  uint8_t magic[2];   // "gz"
+  uint8_t version;    // kPayloadVersion
+  uint8_t method;     // which codec wrote it
+  uint32_t digest;    // of the codec's configuration: ranks configured differently find out at the first step
+  uint64_t numel;     // elements of the gradient
+  uint64_t nbytes;    // of the whole payload, header and padding included
+  uint32_t checksum;  // of all of the above (with this field 0) and all that follows
+  uint32_t flags;
+  uint8_t fields[16];  // the method's own parameters
+};
+static_assert(sizeof(PayloadHeader) == 48, "the wire format");
+
+constexpr uint8_t kPayloadVersion = 1;
+constexpr uint64_t kPayloadAlign = 16;
+constexpr uint32_t kNonFinite = 1u;  // the gradient held an inf or a NaN: every rank's average becomes NaN
+
+// One term of the checksum. Terms are added modulo 2^64, so blocks can be summed in any order by any number of
+// threads; the position enters each term, so swapped words are noticed.
+GZ_HD uint64_t checksum_term(uint64_t word, uint64_t position) {
+  uint64_t x = word + (position + 1) * 0x9E3779B97F4A7C15ull;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+  return x ^ (x >> 29);
+}
+GZ_HD uint32_t checksum_fold(uint64_t sum) { return uint32_t(sum ^ (sum >> 32)); }
+
+}  // namespace gradzip

@@ -1,0 +1,98 @@
+// The range-based N-bit float (FFT-based Gradient Sparsification, HPDC'20, section 3.2.1 and Algorithm 1).
+//
+// Everything is integer arithmetic on t(x) = bits(|x|) >> (23 - m), which is monotone in |x| and steps by one from a
+// float with an m-bit mantissa to the next. Code 0 is zero; 1..P are the positive floats t = pbase, pbase+1, ...;
+// P+1..P+Q the negative ones. The very same functions run on the CPU and in CUDA kernels, so codes agree bit for bit.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/macros.h"
+
+namespace gradzip {
+
+struct RangeFloat {
+  uint32_t pbase;     // t of eps, the smallest positive number that has a code; >= 1
+  uint32_t positive;  // P
+  uint32_t negative;  // Q; P + Q <= 2^bits - 1
+  int32_t mantissa;   // m
+  int32_t bits;       // N
+  float vmin, vmax;   // values beyond are clamped (and counted)
+};
+static_assert(sizeof(RangeFloat) == 28, "gradzip/ops/range_float.py reads these seven words");
+
+constexpr uint32_t kMaxFiniteBits = 0x7f7fffffu;  // FLT_MAX
+constexpr uint32_t kInfBits = 0x7f800000u;
+
+GZ_HD uint32_t float_bits(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  return u;
+}
+GZ_HD float bits_float(uint32_t u) {
+  float x;
+  memcpy(&x, &u, 4);
+  return x;
+}
+
+GZ_HD int range_shift(const RangeFloat& r) { return 23 - r.mantissa; }
+
+// t(|x|) rounded to nearest (ties away from zero), never up to infinity.
+GZ_HD uint32_t range_t(float magnitude, int shift) {
+  const uint32_t half = shift > 0 ? 1u << (shift - 1) : 0u;
+  const uint32_t t = (float_bits(magnitude) + half) >> shift;
+  const uint32_t most = kMaxFiniteBits >> shift;
+  return t < most ? t : most;
+}
+
+// pbase in closed form: P + Q = 2^N - 1 and P - t(max) = Q - t(|min|) = 1 - pbase give
+// pbase = ceil((t(max) + t(|min|) + 2 - (2^N - 1)) / 2). A side without room for one code (it reaches less far than
+// eps) leaves all codes to the other.
+GZ_HD RangeFloat make_range_float(int bits, int mantissa, float vmin, float vmax) {
+  RangeFloat r;
+  r.bits = bits;
+  r.mantissa = mantissa;
+  r.vmin = vmin;
+  r.vmax = vmax;
+  const int shift = range_shift(r);
+  const int64_t codes = (int64_t(1) << bits) - 1;
+  const int64_t up = range_t(vmax, shift), down = range_t(-vmin, shift);
+  int64_t pbase = (up + down + 3 - codes) >> 1;  // floor((s + 1) / 2) = ceil(s / 2), for negative s too
+  if (down < pbase) pbase = up + 1 - codes;
+  if (up < pbase) pbase = down + 1 - codes;
+  if (pbase < 1) pbase = 1;
+  const int64_t p = up - pbase + 1, q = down - pbase + 1;
+  r.pbase = uint32_t(pbase);
+  r.positive = uint32_t(p < 0 ? 0 : p);
+  r.negative = uint32_t(q < 0 ? 0 : q);
+  return r;
+}
+
+GZ_HD float range_eps(const RangeFloat& r) { return bits_float(r.pbase << range_shift(r)); }
+
+// Code of x. `noise` is 1 << (shift - 1) to round to nearest, or uniform in [0, 1 << shift) to round stochastically:
+// floats are linear within an octave, so the carry happens with the probability that makes the result unbiased.
+// `underflow` is the magnitude from which a number below eps becomes eps: eps/2, or u * eps for u uniform in (0, 1].
+// NaN becomes 0.
+GZ_HD uint32_t range_encode(const RangeFloat& r, float x, uint32_t noise, float underflow) {
+  const uint32_t u = float_bits(x), magnitude = u & 0x7fffffffu;
+  const uint32_t t = (magnitude + noise) >> range_shift(r);
+  const bool negative = (u >> 31) != 0;
+  const uint32_t limit = negative ? r.negative : r.positive;
+  uint32_t index = magnitude >= float_bits(underflow) ? 1u : 0u;
+  index = t >= r.pbase ? t - r.pbase + 1u : index;
+  index = index < limit ? index : limit;
+  index = magnitude > kInfBits ? 0u : index;
+  return index + (negative && index ? r.positive : 0u);
+}
+
+// Codes above P + Q do not occur in what range_encode writes; they decode to zero.
+GZ_HD float range_decode(const RangeFloat& r, uint32_t code) {
+  const bool negative = code > r.positive;
+  const uint32_t index = negative ? code - r.positive : code;
+  if (index == 0 || (negative && index > r.negative)) return 0.0f;
+  return bits_float(((index - 1u + r.pbase) << range_shift(r)) | (negative ? 0x80000000u : 0u));
+}
+
+}  // namespace gradzip

@@ -1,0 +1,50 @@
+// Little-endian bit streams: code i occupies bits [i * bits, (i + 1) * bits).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/simd.h"
+
+namespace gradzip::cpu {
+
+// Codes packed between hand-overs to the stream. Eight codes always end on a whole byte.
+constexpr int kBitBlock = 256;
+
+// Packs n <= kBitBlock codes into ceil(n * bits / 8) bytes; nothing beyond is written.
+GZ_INLINE void pack_block(const uint32_t* codes, int n, int bits, uint8_t* out) {
+  uint8_t stage[kBitBlock * 4 + 16];
+  uint8_t* at = stage;
+  int i = 0;
+  if (bits <= 16) {
+    for (; i + 8 <= n; i += 8, at += bits) {
+      const uint32_t* c = codes + i;
+      const uint64_t low = c[0] | uint64_t(c[1]) << bits | uint64_t(c[2]) << (2 * bits) | uint64_t(c[3]) << (3 * bits);
+      const uint64_t high = c[4] | uint64_t(c[5]) << bits | uint64_t(c[6]) << (2 * bits) | uint64_t(c[7]) << (3 * bits);
+      const unsigned __int128 all = low | static_cast<unsigned __int128>(high) << (4 * bits);
+      std::memcpy(at, &all, 16);
+    }
+  }
+  uint64_t pending = 0;
+  int filled = 0;
+  for (; i < n; ++i) {
+    pending |= uint64_t(codes[i]) << filled;
+    filled += bits;
+    for (; filled >= 8; filled -= 8, pending >>= 8) *at++ = uint8_t(pending);
+  }
+  if (filled) *at++ = uint8_t(pending);
+  std::memcpy(out, stage, size_t(at - stage));
+}
+
+// `bits` <= 57 bits from position `bit` of a stream of nbytes bytes; what lies past its end reads as 0.
+GZ_INLINE uint64_t read_bits(const uint8_t* stream, int64_t nbytes, int64_t bit, int bits) {
+  const int64_t byte = bit / 8, left = nbytes - byte;
+  uint64_t word = 0;
+  if (__builtin_expect(left >= 8, 1))
+    std::memcpy(&word, stream + byte, 8);
+  else if (left > 0)
+    std::memcpy(&word, stream + byte, size_t(left));
+  return (word >> (bit % 8)) & ((uint64_t(1) << bits) - 1);
+}
+
+}  // namespace gradzip::cpu

@@ -1,0 +1,35 @@
+// A small thread pool. OpenMP would bring a second runtime beside the one torch ships, and the idle threads of each
+// would spin on the cores the other needs.
+#pragma once
+
+#include <cstdint>
+
+namespace gradzip::cpu {
+
+// Calls task(context, i) for i in [0, tasks), on at most `threads` threads, the caller's among them. Which thread runs
+// which i is not fixed: kernels cut their work by size, never by thread count, so results do not depend on it.
+// The first exception of a task is thrown here. Survives fork(): a child makes its own pool.
+void parallel_run(int64_t tasks, int threads, void (*task)(void*, int64_t), void* context);
+
+template <class F>
+void parallel_for(int64_t tasks, int threads, F&& f) {
+  parallel_run(
+      tasks, threads, [](void* context, int64_t i) { (*static_cast<F*>(context))(i); },
+      const_cast<void*>(static_cast<const void*>(&f)));
+}
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Elements per task: big enough to hide the hand-over, small enough to stay in the L2 cache.
+constexpr int64_t kChunk = 1 << 15;
+
+// f(chunk, begin, end) over [0, n) in pieces of `chunk_size`.
+template <class F>
+void parallel_chunks(int64_t n, int64_t chunk_size, int threads, F&& f) {
+  parallel_for(ceil_div(n, chunk_size), threads, [&](int64_t chunk) {
+    const int64_t begin = chunk * chunk_size, end = begin + chunk_size;
+    f(chunk, begin, end < n ? end : n);
+  });
+}
+
+}  // namespace gradzip::cpu

@@ -1,0 +1,207 @@
+#include "common/range_float.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "common/philox.h"
+#include "cpu/bit_stream.h"
+#include "cpu/ops.h"
+#include "cpu/parallel.h"
+#include "cpu/simd.h"
+
+namespace gradzip::cpu {
+namespace {
+
+struct Range {
+  float low, high;
+};
+
+// On the bits, so that it vectorises: among positive floats, and among negative ones, larger bits are larger magnitudes.
+// NaN is passed over.
+GZ_INLINE Range range_of_body(const float* x, int64_t n) {
+  uint32_t low = 0, high = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t u = float_bits(x[i]), negative = uint32_t(int32_t(u) >> 31);  // all ones or all zeros
+    const uint32_t number = u & (0u - uint32_t((u & 0x7fffffffu) <= kInfBits)) & 0x7fffffffu;
+    const uint32_t down = number & negative, up = number & ~negative;
+    low = low > down ? low : down;
+    high = high > up ? high : up;
+  }
+  return {-bits_float(low), bits_float(high)};
+}
+GZ_SIMD_DISPATCH(Range, range_of, (const float* x, int64_t n), (x, n))
+
+// Magnitudes by exponent and the top three mantissa bits: eight bins to the octave.
+constexpr int kBinShift = 20;
+constexpr int kBins = 1 << (31 - kBinShift);
+
+// The choice of m is the same for a thousandth more or less of the values: a sample of a large tensor will do.
+// Runs of neighbours: single values far apart would cost a cache line each.
+constexpr int64_t kHistogramSample = 1 << 18, kHistogramRun = 1 << 10;
+
+std::vector<double> magnitude_histogram(const float* x, int64_t n) {
+  std::vector<double> histogram(kBins, 0.0);
+  const int64_t step = kHistogramRun * std::max<int64_t>(1, n / kHistogramSample);
+  for (int64_t begin = 0; begin < n; begin += step)
+    for (int64_t i = begin; i < std::min(n, begin + kHistogramRun); ++i)
+      histogram[(float_bits(x[i]) & 0x7fffffffu) >> kBinShift] += 1.0;
+  return histogram;
+}
+
+// Expected squared error of rounding to nearest, the values of a bin taken to lie at its middle and, within a step of
+// the format, uniformly.
+double expected_error(const RangeFloat& format, const std::vector<double>& histogram) {
+  const double eps = range_eps(format),
+               most = bits_float(uint32_t(std::max(format.positive, format.negative) + format.pbase - 1)
+                                 << range_shift(format));
+  double error = 0.0;
+  for (int bin = 0; bin < int(kInfBits >> kBinShift); ++bin) {
+    if (histogram[bin] == 0.0) continue;
+    const double low = bits_float(uint32_t(bin) << kBinShift), high = bits_float((uint32_t(bin) + 1) << kBinShift);
+    const double x = 0.5 * (low + (std::isfinite(high) ? high : low));
+    double e;
+    if (x < eps) {
+      e = std::min(x, eps - x) * std::min(x, eps - x);
+    } else {
+      const double step = std::ldexp(1.0, std::ilogb(std::min(x, most)) - format.mantissa);
+      e = step * step / 12.0 + (x > most ? (x - most) * (x - most) : 0.0);
+    }
+    error += histogram[bin] * e;
+  }
+  return error;
+}
+
+// What range_encode needs beside the value.
+struct Rounding {
+  uint32_t noise;   // 1 << (shift - 1), or the mask of the random bits
+  float underflow;  // eps / 2, or eps
+};
+
+Rounding rounding(const RangeFloat& format, bool stochastic) {
+  const int shift = range_shift(format);
+  const float eps = range_eps(format);
+  if (stochastic) return {(1u << shift) - 1, eps};
+  return {shift > 0 ? 1u << (shift - 1) : 0u, 0.5f * eps};
+}
+
+// Codes of a block, and how many values lay outside the range (NaN is outside of every range).
+GZ_INLINE int64_t encode_block(const RangeFloat& format, Rounding r, const float* x, int n, uint32_t* codes) {
+  int outside = 0;
+  for (int i = 0; i < n; ++i) {
+    codes[i] = range_encode(format, x[i], r.noise, r.underflow);
+    outside += !(x[i] >= format.vmin && x[i] <= format.vmax);
+  }
+  return outside;
+}
+
+GZ_INLINE int64_t encode_block_stochastic(const RangeFloat& format, Rounding r, const float* x, int n, uint64_t key,
+                                          int64_t first, uint32_t* codes) {
+  uint32_t words[kBitBlock];  // first is a multiple of 4
+  for (int i = 0; i < n; i += 4) {
+    const Philox4 draw = philox(key, uint64_t(first + i) / 4);
+    for (int j = 0; j < 4; ++j) words[i + j] = draw.v[j];
+  }
+  int outside = 0;
+  for (int i = 0; i < n; ++i) {
+    codes[i] = range_encode(format, x[i], words[i] & r.noise, unit_interval(words[i]) * r.underflow);
+    outside += !(x[i] >= format.vmin && x[i] <= format.vmax);
+  }
+  return outside;
+}
+
+struct Encoder {
+  RangeFloat format;
+  Rounding rounding;
+  const float* x;
+  bool stochastic;
+  uint64_t key;
+};
+
+// Codes of x[begin, end) to `codes` or, where that is null, packed.
+GZ_INLINE int64_t encode_chunk_body(const Encoder& e, int64_t begin, int64_t end, int32_t* codes, uint8_t* packed) {
+  const RangeFloat format = e.format;
+  uint32_t block[kBitBlock];
+  int64_t outside = 0;
+  for (int64_t i = begin; i < end; i += kBitBlock) {
+    const int n = int(end - i < kBitBlock ? end - i : kBitBlock);
+    uint32_t* to = codes ? reinterpret_cast<uint32_t*>(codes + i) : block;
+    if (e.stochastic)
+      outside += encode_block_stochastic(format, e.rounding, e.x + i, n, e.key, i, to);
+    else
+      outside += encode_block(format, e.rounding, e.x + i, n, to);
+    if (packed) pack_block(block, n, format.bits, packed + i / 8 * format.bits);
+  }
+  return outside;
+}
+GZ_SIMD_DISPATCH(int64_t, encode_chunk, (const Encoder& e, int64_t begin, int64_t end, int32_t* codes, uint8_t* packed),
+                 (e, begin, end, codes, packed))
+
+int64_t encode(const RangeFloat& format, const float* x, int64_t n, bool stochastic, uint64_t key, int32_t* codes,
+               uint8_t* packed, int threads) {
+  const Encoder encoder{format, rounding(format, stochastic), x, stochastic, key};
+  std::vector<int64_t> outside(ceil_div(n, kChunk), 0);
+  parallel_chunks(n, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
+    outside[chunk] = encode_chunk(encoder, begin, end, codes, packed);
+  });
+  int64_t total = 0;
+  for (int64_t o : outside) total += o;
+  return total;
+}
+
+}  // namespace
+
+void range_float_make(RangeFloat* format, int bits, int mantissa, float vmin, float vmax) {
+  *format = make_range_float(bits, mantissa, vmin, vmax);
+}
+
+void range_float_fit(RangeFloat* format, const float* x, int64_t n, int bits, int mantissa, float vmin, float vmax,
+                     int threads) {
+  if (vmin > vmax) {
+    std::vector<Range> ranges(ceil_div(n, kChunk), Range{0.0f, 0.0f});
+    parallel_chunks(n, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
+      ranges[chunk] = range_of(x + begin, end - begin);
+    });
+    vmin = vmax = 0.0f;
+    for (const Range& range : ranges) {
+      vmin = std::min(vmin, range.low);
+      vmax = std::max(vmax, range.high);
+    }
+  }
+  if (mantissa >= 0) return range_float_make(format, bits, mantissa, vmin, vmax);
+  const auto histogram = magnitude_histogram(x, n);
+  double least = std::numeric_limits<double>::infinity();
+  for (int m = 1; m <= bits; ++m) {
+    const RangeFloat candidate = make_range_float(bits, m, vmin, vmax);
+    const double error = expected_error(candidate, histogram);
+    if (m == 1 || error < least) {
+      *format = candidate;
+      least = error;
+    }
+  }
+}
+
+int64_t range_float_encode(const RangeFloat& format, const float* x, int64_t n, bool stochastic, uint64_t key,
+                           int32_t* codes, int threads) {
+  return encode(format, x, n, stochastic, key, codes, nullptr, threads);
+}
+
+int64_t range_float_encode_packed(const RangeFloat& format, const float* x, int64_t n, bool stochastic, uint64_t key,
+                                  uint8_t* packed, int threads) {
+  return encode(format, x, n, stochastic, key, nullptr, packed, threads);
+}
+
+int range_float_decode(const RangeFloat& format, const int32_t* codes, int64_t n, float* x, int threads) {
+  const uint32_t last = format.positive + format.negative;
+  std::vector<char> bad(ceil_div(n, kChunk), 0);
+  parallel_chunks(n, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      bad[chunk] |= char(uint32_t(codes[i]) > last);
+      x[i] = range_decode(format, uint32_t(codes[i]));
+    }
+  });
+  return std::any_of(bad.begin(), bad.end(), [](char b) { return b != 0; }) ? -1 : 0;
+}
+
+}  // namespace gradzip::cpu

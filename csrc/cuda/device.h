@@ -1,0 +1,26 @@
+// The CUDA runtime, driver and devices of this machine, as `gradzip info` reports them.
+//
+// Plain C++: the bindings include it without the CUDA headers.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace gradzip::cuda {
+
+struct Device {
+  std::string name;
+  int major;           // compute capability
+  int minor;
+  std::size_t memory;  // bytes
+};
+
+// Versions as CUDA numbers them: 13000 is 13.0.
+int runtime_version();  // of the runtime this was linked with
+int driver_version();   // newest version the installed driver supports; 0 when there is no driver
+
+// The devices this process may use; empty, never an exception, where there is no driver or no device.
+std::vector<Device> devices();
+
+}  // namespace gradzip::cuda

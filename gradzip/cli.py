@@ -1,0 +1,258 @@
+"""The command ``gradzip``.
+
+A sub-command is one function that takes the parsed arguments and returns the exit status, and one entry in `_parser`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import json
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradzip
+from gradzip.methods import REGISTRY
+
+# What is known about one part of the installation; `{"error": why}` for a part that is missing or broken.
+Facts = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line `arguments` (default: the process's own); the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if "run" not in options:
+        parser.print_help()
+        return 0
+    try:
+        status = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has seen enough (`gradzip info | head`). Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradzip",
+        description="Gradient compression for data-parallel PyTorch training.",
+        epilog="examples:\n  gradzip info                what is installed, built and found here\n"
+        "  gradzip info --json | jq .extension.simd",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"gradzip {gradzip.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    info = commands.add_parser(
+        "info",
+        help="what is installed, built and found here",
+        description="Prints what this installation of gradzip consists of, and which devices, engines and methods it "
+        "finds. What is missing or broken is named with the reason; the exit status is 0 all the same.",
+    )
+    info.add_argument("--json", action="store_true", help="print JSON, for programs and bug reports")
+    info.set_defaults(run=_info)
+    return parser
+
+
+def _info(options: argparse.Namespace) -> int:
+    report = installation()
+    print(json.dumps(report, indent=2) if options.json else "\n".join(_lines(report)))
+    return 0
+
+
+def installation() -> dict[str, Facts]:
+    """What `gradzip info` knows, as plain JSON types. Initialises neither Horovod nor a process group."""
+    probes: dict[str, Callable[[], Facts]] = {
+        "gradzip": lambda: {"version": gradzip.__version__, "path": str(Path(gradzip.__file__).parent)},
+        "python": _python,
+        "extension": _extension,
+        "cuda": _cuda,
+        "torch": _torch,
+        "horovod": _horovod,
+        "methods": lambda: {name: method.__name__ for name, method in REGISTRY.items()},
+    }
+    report = {}
+    for part, probe in probes.items():
+        try:
+            # What torch and Horovod warn of here (a driver that is too old, say) is in the facts.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                report[part] = probe()
+        except Exception as error:  # a part can be broken in any way: the others are reported all the same
+            report[part] = {"error": f"{type(error).__name__}: {error}"}
+    return report
+
+
+def _python() -> Facts:
+    processor = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        models = (line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line)
+        processor = next(models, processor)
+    return {
+        "version": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+
+
+def _extension() -> Facts:
+    from gradzip import _C
+
+    return {"path": _C.__file__, "compiler": _C.compiler, "simd": _C.simd(), "simd_levels": _C.simd_levels()}
+
+
+def _cuda() -> Facts:
+    from gradzip import _C
+
+    if not _C.cuda_built:
+        return {"built": False}
+    return {
+        "built": True,
+        "archs": _C.cuda_archs.split(),
+        "runtime": _cuda_version(_C.cuda_runtime_version()),
+        "driver": _cuda_version(_C.cuda_driver_version()),
+        "devices": _C.cuda_devices(),
+    }
+
+
+def _cuda_version(number: int) -> str | None:
+    """CUDA counts 1000 * major + 10 * minor, and 0 for none."""
+    return f"{number // 1000}.{number % 1000 // 10}" if number else None
+
+
+def _torch() -> Facts:
+    distributed = torch.distributed
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cuda_available": torch.cuda.is_available(),
+        "threads": torch.get_num_threads(),
+        "mkl": torch.backends.mkl.is_available(),
+        "backends": {
+            name: distributed.is_available() and getattr(distributed, f"is_{name}_available")()
+            for name in ("gloo", "nccl", "mpi")
+        },
+    }
+
+
+def _horovod() -> Facts:
+    if importlib.util.find_spec("horovod") is None:
+        return {"error": "not installed"}
+    import horovod
+    import horovod.torch as hvd
+
+    # nccl_built() is NCCL's version number.
+    return {
+        "version": horovod.__version__,
+        "path": str(Path(horovod.__file__).parent),
+        "backends": {"gloo": hvd.gloo_built(), "nccl": bool(hvd.nccl_built()), "mpi": hvd.mpi_built()},
+    }
+
+
+def _lines(report: dict[str, Facts]) -> list[str]:
+    """The report for people: a title per part, and under it aligned names and values."""
+    lines: list[str] = []
+
+    def part(title: str, facts: Facts, remedy: str, rows: Callable[[], list[tuple[str, str]]]) -> None:
+        if "error" in facts:
+            shown = [("MISSING", facts["error"]), ("", remedy)]
+        else:
+            shown = rows()
+        lines.append(title)
+        lines.extend(f"  {name:<11} {value}".rstrip() for name, value in shown if name or value)
+
+    own, python, extension, cuda = report["gradzip"], report["python"], report["extension"], report["cuda"]
+    torch_, horovod, methods = report["torch"], report["horovod"], report["methods"]
+    part(
+        f"gradzip {own.get('version', '')}",
+        own,
+        "",
+        lambda: [("path", own["path"])],
+    )
+    part(
+        f"Python {python.get('version', '')}",
+        python,
+        "",
+        lambda: [
+            ("executable", python["executable"]),
+            ("platform", python["platform"]),
+            ("processor", f"{python['processor']}, {_count(python['cores'], 'core')}"),
+        ],
+    )
+    part(
+        "kernels",
+        extension,
+        "no method that compresses works without them; build them: pip install . in gradzip's source tree (needs g++)",
+        lambda: [
+            ("extension", extension["path"]),
+            ("compiler", extension["compiler"]),
+            ("SIMD", f"{extension['simd']} in use; available: {', '.join(extension['simd_levels'])}"),
+            *_cuda_rows(cuda),
+        ],
+    )
+    part(
+        f"torch {torch_.get('version', '')}",
+        torch_,
+        "",
+        lambda: [
+            ("CUDA", _torch_cuda(torch_)),
+            ("backends", _which(torch_["backends"])),
+            ("threads", f"{torch_['threads']}, {'with' if torch_['mkl'] else 'without'} MKL"),
+        ],
+    )
+    part(
+        f"Horovod {horovod.get('version', '')}",
+        horovod,
+        "needed only for training with Horovod; gradzip's source tree builds it: scripts/bootstrap.sh",
+        lambda: [("path", horovod["path"]), ("backends", _which(horovod["backends"]))],
+    )
+    part("methods", methods, "", lambda: [(name, _summary(name)) for name in methods])
+    return [line.rstrip() for line in lines]
+
+
+def _cuda_rows(cuda: Facts) -> list[tuple[str, str]]:
+    if "error" in cuda:
+        return [("CUDA", f"broken: {cuda['error']}")]
+    if not cuda["built"]:
+        return [("CUDA", "not built (no nvcc was found, or GRADZIP_CUDA=0)")]
+    driver = f"driver for CUDA {cuda['driver']}" if cuda["driver"] else "no driver found"
+    return [
+        ("CUDA", f"built for {', '.join(cuda['archs'])}; runtime {cuda['runtime']}, {driver}"),
+        *(
+            ("", f"device {i}: {d['name']}, sm_{d['major']}{d['minor']}, {d['memory'] / 2**30:.0f} GiB")
+            for i, d in enumerate(cuda["devices"])
+        ),
+    ]
+
+
+def _torch_cuda(facts: Facts) -> str:
+    if not facts["cuda"]:
+        return "not in this build of torch"
+    return f"{facts['cuda']}, {'available' if facts['cuda_available'] else 'but no device that it can use'}"
+
+
+def _summary(name: str) -> str:
+    method = REGISTRY[name]
+    return f"{method.__name__}: {(inspect.getdoc(method) or 'no description').splitlines()[0]}"
+
+
+def _which(present: dict[str, bool]) -> str:
+    return ", ".join(name for name, there in present.items() if there) or "none"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

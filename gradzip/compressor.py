@@ -1,0 +1,243 @@
+"""What all methods share: the coroutine a driver runs, state by parameter name, error feedback, guards."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .collectives import Gather, Mean, Routine, Traffic
+
+
+class Key(NamedTuple):
+    """Names one draw of random numbers. The same key gives the same numbers on every device; nothing else does."""
+
+    seed: int
+    step: int
+    name: str
+    rank: int | str  # "shared" where all ranks must draw alike
+
+    @property
+    def bits(self) -> int:
+        """64 bits for the counter-based generator (csrc/common/philox.h)."""
+        text = f"{self.seed}/{self.step}/{self.rank}/{self.name}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+class State:
+    """What one parameter keeps between steps: its step count, the residual of error feedback, and what its method adds.
+
+    Until a step's average is known to be finite, methods replace attributes and never change a tensor in place: a step
+    that ends in a non-finite average is undone by putting the old attributes back.
+    """
+
+    def __init__(self, name: str, rank: int = 0) -> None:
+        self.name = name
+        self.rank = rank
+        self.step = 0
+        self.residual: Tensor | None = None
+        self.payload: Tensor | None = None  # what this rank sent, until the step is done
+
+    def key(self, seed: int) -> Key:
+        return Key(seed, self.step, self.name, self.rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k not in ("name", "rank", "payload") and v is not None}
+
+
+class Workspace:
+    """Memory that is used again: a fresh large tensor costs a page fault every 4 KiB, several times what the work in
+    it costs. Every buffer has a name and grows to the largest size asked for."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        numel = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[name] = torch.empty(numel, dtype=dtype)
+        return buffer[:numel].view(shape)
+
+
+@dataclass
+class Compressor(ABC):
+    """A gradient compression method: its hyper-parameters, and what it keeps for each parameter.
+
+    Subclasses are dataclasses of their hyper-parameters and define `reduce`. Hand one to
+    ``hvd.DistributedOptimizer(..., compression=)``, to `gradzip.LocalGroup`, or drive `average` yourself.
+    """
+
+    _: KW_ONLY
+    min_numel: int = 1024
+
+    # Methods that have it declare it as a hyper-parameter. (A ClassVar here would fix its place among the arguments.)
+    error_feedback = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.min_numel, int) and self.min_numel >= 0):
+            raise ValueError(f"{type(self).__name__}: got min_numel = {self.min_numel!r}, expected an integer >= 0")
+        self.states: dict[str, State] = {}
+        self.traffic = Traffic()
+        self._workspace = Workspace()
+        self._horovod: Any = None
+
+    @abstractmethod
+    def reduce(self, grad: Tensor, state: State) -> Routine:
+        """Averages `grad` over the group: the method itself, as a coroutine over collectives.
+
+        grad: the gradient in its own shape, contiguous float32, with the residual added where there is error feedback.
+        Not to be changed. Returns the average in any shape of as many elements.
+        """
+
+    def sent(self, state: State) -> Tensor:
+        """What peers saw of this rank's gradient in the step just done (for error feedback)."""
+        raise TypeError(f"{type(self).__name__} has no error feedback")
+
+    def bypasses(self, grad: Tensor) -> bool:
+        """Whether a gradient goes uncompressed: small and 1-D parameters are not worth it."""
+        return grad.dim() < 2 or grad.numel() < self.min_numel
+
+    def average(self, grad: Tensor, name: str, rank: int = 0) -> Routine:
+        """Coroutine that replaces `grad` by its average over the group, and returns it.
+
+        grad: any shape, strides and floating-point dtype, which it keeps. name: the parameter's, the same on all ranks.
+        A non-finite gradient on any rank makes the average non-finite on all, and leaves all state as it was.
+        """
+        if not grad.is_floating_point() or grad.is_sparse:
+            raise ValueError(f"gradient of {name!r}: got {grad.layout} {grad.dtype}, expected a dense float tensor")
+        self.traffic.bytes_dense += grad.numel() * grad.element_size()
+        if self.bypasses(grad):
+            average = yield Mean(grad.contiguous())
+            return grad if average is grad else grad.copy_(average)
+        state = self.states.get(name)
+        if state is None:
+            state = self.states[name] = State(name)
+        state.rank = rank
+        before = copy.copy(vars(state))
+        # The gradient is going to be replaced: where it is float32, the residual is added in place.
+        corrected = grad.float().contiguous()
+        if state.residual is not None:
+            corrected.add_(state.residual)
+        average = yield from self.reduce(corrected, state)
+        # Every rank sees the same average, so all ranks keep their state, or all ranks undo.
+        if math.isfinite(ops.abs_max(average)):
+            state.step += 1
+            if self.error_feedback:
+                residual = torch.empty_like(corrected) if state.residual is None else state.residual
+                state.residual = residual.copy_(corrected)
+                grad.copy_(average.view(grad.shape))
+                state.residual.sub_(self.sent(state).view(grad.shape))
+                state.payload = None
+                return grad
+        else:
+            vars(state).clear()
+            vars(state).update(before)
+        return grad.copy_(average.view(grad.shape))
+
+    def clone(self) -> Compressor:
+        """Same hyper-parameters, no state."""
+        return replace(self)
+
+    @property
+    def digest(self) -> int:
+        """32 bits of the configuration: what two ranks must have in common to understand each other."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        # A schedule is the same when its class is: its repr may hold an address.
+        plain = {k: type(v).__qualname__ if callable(v) else repr(v) for k, v in values.items()}
+        return zlib.crc32(f"{type(self).__name__}{sorted(plain.items())}".encode())
+
+    def state_dict(self) -> dict[str, Any]:
+        """All states as plain tensors and numbers; ``torch.load(weights_only=True)`` reads it."""
+        return {
+            "method": type(self).__name__,
+            "states": {name: state.state_dict() for name, state in self.states.items()},
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` returned; ValueError for another method's."""
+        if state_dict.get("method") != type(self).__name__:
+            raise ValueError(
+                f"{type(self).__name__}.load_state_dict: got the state of {state_dict.get('method')!r}, "
+                f"expected that of {type(self).__name__!r}"
+            )
+        self.states = {}
+        for name, values in state_dict["states"].items():
+            state = self.states[name] = State(name)
+            vars(state).update(copy.deepcopy(dict(values)))
+
+    # Horovod calls these two on the object it is given as `compression`.
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        if self._horovod is None:
+            from .horovod import FrontEnd  # upwards, and only here: what is handed to Horovod leads to its front end
+
+            self._horovod = FrontEnd(self)
+        return self._horovod.compress(tensor)
+
+    def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor if ctx is None else ctx.finish(tensor)
+
+
+@dataclass
+class GatherCompressor(Compressor):
+    """A method that is a stateless codec: encode, gather, decode every rank's payload in rank order."""
+
+    method: ClassVar[int]  # number in the payload header; never reused
+
+    @abstractmethod
+    def encode(self, grad: Tensor, key: Key) -> Tensor:
+        """The sealed payload (uint8) of a gradient (contiguous float32)."""
+
+    @abstractmethod
+    def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
+        """out += weight * what the payload holds; `out` as `accumulator` made it. PayloadError for anything that
+        `encode` of this codec cannot have written."""
+
+    def accumulator(self, numel: int) -> Tensor:
+        """Zeros to which payloads of a gradient of so many elements are added."""
+        return torch.zeros(numel, dtype=torch.float32)
+
+    def finish(self, out: Tensor, numel: int) -> Tensor:
+        """The gradient (float32, flat) that an accumulator stands for. The next call may use its memory again."""
+        return out
+
+    def seal(self, payload: Tensor, numel: int, finite: bool, fields: bytes) -> Tensor:
+        """Writes the header of a payload whose body is in place."""
+        flags = 0 if finite else ops.NON_FINITE
+        return ops.seal(payload, method=self.method, digest=self.digest, numel=numel, flags=flags, fields=fields)
+
+    def decode(self, payloads: list[Tensor], numel: int) -> Tensor:
+        """The average of the payloads, added up in order: float32, flat, in memory that the next call uses again."""
+        out = self.accumulator(numel)
+        for rank, buffer in enumerate(payloads):
+            try:
+                payload = ops.open_payload(buffer, method=self.method, digest=self.digest, numel=numel)
+                if payload.flags & ops.NON_FINITE:
+                    out.fill_(math.nan)
+                else:
+                    self.decode_add(payload, out, 1.0 / len(payloads))
+            except ops.PayloadError as error:
+                raise ops.PayloadError(f"from rank {rank} of {len(payloads)}: {error}") from None
+        return self.finish(out, numel)
+
+    def reduce(self, grad: Tensor, state: State) -> Routine:
+        state.payload = self.encode(grad, state.key(getattr(self, "seed", 0)))
+        payloads = yield Gather(state.payload)
+        try:
+            return self.decode(payloads, grad.numel())
+        except ops.PayloadError as error:
+            raise ops.PayloadError(f"{type(self).__name__}, parameter {state.name!r}: {error}") from None
+
+    def sent(self, state: State) -> Tensor:
+        assert state.payload is not None and state.residual is not None
+        return self.decode([state.payload], state.residual.numel())

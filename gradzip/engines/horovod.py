@@ -1,0 +1,61 @@
+"""Collectives on stock Horovod."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..collectives import Collective, Gather, Traffic
+
+# What Horovod's all-reduce takes of the floating-point types.
+_ALLREDUCE_DTYPES = (torch.float16, torch.float32, torch.float64)
+
+
+class Pending(NamedTuple):
+    """A collective on its way."""
+
+    collective: Collective
+    handle: int
+
+
+class HorovodEngine:
+    """Runs collectives over a Horovod process set, and counts the bytes this rank sends."""
+
+    def __init__(self, process_set: Any, traffic: Traffic) -> None:
+        self.process_set = process_set
+        self.traffic = traffic
+
+    @property
+    def size(self) -> int:
+        return self.process_set.size()
+
+    @property
+    def rank(self) -> int:
+        return self.process_set.rank()
+
+    def wire(self, tensor: Tensor) -> Tensor:
+        """The tensor as Horovod takes it: contiguous, of a type it can add up (bfloat16 travels as float32)."""
+        if tensor.is_floating_point() and tensor.dtype not in _ALLREDUCE_DTYPES:
+            tensor = tensor.float()
+        tensor = tensor.contiguous()
+        self.traffic.bytes_sent += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def launch(self, collective: Collective, name: str) -> Pending:
+        """Starts a collective; every rank must give it the same name."""
+        tensor = self.wire(collective.tensor)
+        if isinstance(collective, Gather):
+            return Pending(collective, hvd.allgather_async(tensor, name=name, process_set=self.process_set))
+        handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Average, process_set=self.process_set)
+        return Pending(collective, handle)
+
+    def wait(self, pending: Pending) -> Any:
+        """The answer of a started collective."""
+        result = hvd.synchronize(pending.handle)
+        if isinstance(pending.collective, Gather):
+            return ops.split_payloads(result, self.size)
+        return result.to(pending.collective.tensor.dtype)

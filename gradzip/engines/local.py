@@ -1,0 +1,99 @@
+"""n workers in this process, without a network: tests, convergence studies, reference results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..collectives import Collective, Gather, Routine
+from ..compressor import Compressor
+
+
+def run(collectives: Sequence[Collective]) -> list:
+    """Carries out one collective of every rank, in rank order; returns the ranks' answers."""
+    kinds = {type(c) for c in collectives}
+    if len(kinds) != 1:
+        raise RuntimeError(f"ranks ask for different collectives: {sorted(k.__name__ for k in kinds)}")
+    tensors = [c.tensor for c in collectives]
+    if kinds == {Gather}:
+        return [list(tensors) for _ in tensors]
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    total /= len(tensors)
+    return [total.clone() for _ in tensors]
+
+
+def drive(routines: Sequence[Routine]) -> list[Tensor]:
+    """Runs one routine per rank to its end, in lock-step; returns the ranks' results."""
+    answers: list = [None] * len(routines)
+    while True:
+        collectives, results = [], []
+        for routine, answer in zip(routines, answers):
+            try:
+                collectives.append(routine.send(answer))
+            except StopIteration as done:
+                results.append(done.value)
+        if not collectives:
+            return results
+        if results:
+            raise RuntimeError(f"{len(results)} of {len(routines)} ranks are done while others wait for a collective")
+        answers = run(collectives)
+
+
+class LocalGroup:
+    """A group of `size` workers in this process, each with its own clone of the compressor and its state.
+
+    >>> import gradzip
+    >>> group = gradzip.LocalGroup(gradzip.NoCompression(), size=2)
+    >>> group.average([torch.tensor([1.0]), torch.tensor([2.0])], name="weight")[0]
+    tensor([1.5000])
+    >>> group.bytes_sent
+    4
+    """
+
+    def __init__(self, compressor: Compressor, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"LocalGroup: got size = {size}, expected at least 1")
+        self.compressors = [compressor.clone() for _ in range(size)]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes per rank so far (of the rank that sent most)."""
+        return max(c.traffic.bytes_sent for c in self.compressors)
+
+    def average(self, grads: Sequence[Tensor], name: str) -> list[Tensor]:
+        """Each rank's average of the ranks' gradients in one step of the parameter `name`; `grads` stay as they are."""
+        if len(grads) != len(self.compressors):
+            raise ValueError(f"LocalGroup.average: got {len(grads)} gradients, expected {len(self.compressors)}")
+        if len({(g.shape, g.dtype) for g in grads}) != 1:
+            raise ValueError(f"LocalGroup.average: got shapes {[tuple(g.shape) for g in grads]}, expected equal ones")
+        return drive(
+            [
+                _counted(compressor.average(grad.detach().clone(), name, rank), compressor)
+                for rank, (compressor, grad) in enumerate(zip(self.compressors, grads))
+            ]
+        )
+
+
+def _counted(routine: Routine, compressor: Compressor) -> Routine:
+    answer = None
+    while True:
+        try:
+            collective = routine.send(answer)
+        except StopIteration as done:
+            return done.value
+        compressor.traffic.bytes_sent += collective.tensor.numel() * collective.tensor.element_size()
+        answer = yield collective
+
+
+def simulate(compressor: Compressor, grads: Sequence[Tensor], name: str = "gradient") -> list[Tensor]:
+    """One step of a fresh LocalGroup."""
+    return LocalGroup(compressor, len(grads)).average(grads, name)
+
+
+def roundtrip(compressor: Compressor, grad: Tensor, name: str = "gradient") -> tuple[Tensor, int]:
+    """(what peers would see of this gradient, bytes sent): one step of one fresh rank."""
+    group = LocalGroup(compressor, 1)
+    return group.average([grad], name)[0], group.bytes_sent

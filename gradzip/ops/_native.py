@@ -1,0 +1,53 @@
+"""The way from checked tensors to the kernels' raw pointers."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from gradzip import _C
+except ImportError as error:  # reported when a kernel is called, so that `import gradzip` always works
+    _missing: ImportError | None = error
+else:
+    _missing = None
+
+
+def kernels() -> ModuleType:
+    """The compiled module; RuntimeError with what to do when it was not built."""
+    if _missing is not None:
+        raise RuntimeError(
+            f"gradzip's compiled kernels cannot be loaded ({_missing}); build them with `pip install .` "
+            "in the gradzip source tree (needs g++)"
+        ) from _missing
+    return _C
+
+
+def threads() -> int:
+    return torch.get_num_threads()
+
+
+def check(x: Any, dtype: torch.dtype, what: str, numel: int | None = None) -> Tensor:
+    """`x`, contiguous, if it is a CPU tensor of that dtype and number of elements; ValueError with got and expected."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{what}: got {type(x).__name__}, expected a torch tensor")
+    if x.dtype != dtype:
+        raise ValueError(f"{what}: got {x.dtype}, expected {dtype}")
+    if x.device.type != "cpu":
+        raise ValueError(f"{what}: got a tensor on {x.device}, but this build of gradzip has kernels for the CPU only")
+    if numel is not None and x.numel() != numel:
+        raise ValueError(f"{what}: got {x.numel()} elements, expected {numel}")
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def output(out: Tensor | None, numel: int, dtype: torch.dtype, what: str = "out") -> Tensor:
+    """`out`, checked, or a new tensor: results are written where the caller wants them."""
+    if out is None:
+        return torch.empty(numel, dtype=dtype)
+    checked = check(out, dtype, what, numel)
+    if checked is not out:
+        raise ValueError(f"{what}: got strides {out.stride()}, expected a contiguous tensor")
+    return out

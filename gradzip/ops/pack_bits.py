@@ -1,0 +1,47 @@
+"""Little-endian bit streams of fixed-width codes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _native
+from .payload import PayloadError
+
+
+def packed_nbytes(numel: int, bits: int) -> int:
+    return (numel * bits + 7) // 8
+
+
+def _check_bits(bits: int, what: str) -> None:
+    if not 1 <= bits <= 32:
+        raise ValueError(f"{what}: got bits = {bits}, expected 1 to 32")
+
+
+def pack_bits(codes: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
+    """The low `bits` bits of each code, one behind the other.
+
+    codes: n elements, int32; 1 <= bits <= 32. Returns uint8 of ceil(n * bits / 8); spare bits are 0.
+
+    >>> pack_bits(torch.tensor([1, 2, 3], dtype=torch.int32), 4).tolist()
+    [33, 3]
+    """
+    _check_bits(bits, "pack_bits")
+    codes = _native.check(codes, torch.int32, "pack_bits: codes")
+    out = _native.output(out, packed_nbytes(codes.numel(), bits), torch.uint8, "pack_bits: out")
+    _native.kernels().pack_bits(codes.data_ptr(), codes.numel(), bits, out.data_ptr(), _native.threads())
+    return out
+
+
+def unpack_bits(packed: Tensor, bits: int, numel: int) -> Tensor:
+    """The inverse of `pack_bits`: int32 of `numel`. PayloadError when the stream has another length than it needs."""
+    _check_bits(bits, "unpack_bits")
+    packed = _native.check(packed, torch.uint8, "unpack_bits: packed")
+    if packed.numel() != packed_nbytes(numel, bits):
+        raise PayloadError(
+            f"unpack_bits: got {packed.numel()} bytes, expected {packed_nbytes(numel, bits)} "
+            f"for {numel} codes of {bits} bits"
+        )
+    out = torch.empty(numel, dtype=torch.int32)
+    _native.kernels().unpack_bits(packed.data_ptr(), numel, bits, out.data_ptr(), _native.threads())
+    return out

@@ -1,0 +1,69 @@
+"""Drop-out ratios that change during training: any `step -> theta` will do, these two are common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Theta = float | Callable[[int], float]
+
+
+def theta_at(theta: Theta, step: int) -> float:
+    """The value at a step, which counts a parameter's averages from 0; ValueError outside [0, 1)."""
+    value = theta(step) if callable(theta) else theta
+    if not (isinstance(value, (int, float)) and 0.0 <= value < 1.0):
+        at = f" at step {step}" if callable(theta) else ""
+        raise ValueError(f"got theta = {value!r}{at}, expected a number in [0, 1): the fraction that is dropped")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """Piecewise constant: the value of the last key that is not after the step.
+
+    The FFT paper (HPDC'20, section 4.1) recovers full accuracy by lowering theta when the learning rate falls.
+
+    >>> schedule = StepSchedule({0: 0.9, 1000: 0.5})
+    >>> schedule(999), schedule(1000)
+    (0.9, 0.5)
+    """
+
+    thetas: Mapping[int, float]
+
+    def __post_init__(self) -> None:
+        if 0 not in self.thetas:
+            raise ValueError(f"StepSchedule: got steps {sorted(self.thetas)}, expected step 0 among them")
+        for theta in self.thetas.values():
+            theta_at(theta, 0)
+
+    def __call__(self, step: int) -> float:
+        return self.thetas[max(s for s in self.thetas if s <= step)]
+
+
+@dataclass(frozen=True)
+class DiminishingTheta:
+    """theta_t = sqrt(L * eta_t) for the optimizer's present learning rate eta_t, at most `most`.
+
+    With such a theta and diminishing eta, compressed SGD converges (HPDC'20, Theorem 3.5). `lipschitz` is L, the
+    Lipschitz constant of the gradient, in practice a knob: L = theta_0^2 / eta_0 begins at theta_0.
+
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    >>> DiminishingTheta(optimizer, lipschitz=2.5)(0)
+    0.5
+    """
+
+    optimizer: torch.optim.Optimizer
+    lipschitz: float
+    most: float = 0.99
+
+    def __post_init__(self) -> None:
+        if not self.lipschitz >= 0:
+            raise ValueError(f"DiminishingTheta: got lipschitz = {self.lipschitz}, expected a number >= 0")
+        theta_at(self.most, 0)
+
+    def __call__(self, step: int) -> float:
+        rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
+        return min(math.sqrt(self.lipschitz * rate), self.most)

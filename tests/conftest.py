@@ -1,0 +1,21 @@
+import pytest
+import torch
+
+import gradzip.ops._native as native
+
+
+@pytest.fixture(params=["scalar", "avx2", "avx512"])
+def simd(request):
+    """Each instruction set that this processor has."""
+    module = native.kernels()
+    if request.param not in module.simd_levels():
+        pytest.skip(f"this processor has no {request.param}")
+    before = module.simd()
+    module.set_simd(request.param)
+    yield request.param
+    module.set_simd(before)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)

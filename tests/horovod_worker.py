@@ -1,0 +1,312 @@
+"""Scenarios that tests/test_horovod.py runs under a real horovodrun: `horovod_worker.py FOLDER [NAME ...]`.
+
+Each is a function of this rank's number and the group's size, and returns tensors and plain values.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+
+import gradzip
+
+FFT = {"theta": 0.5, "bits": 12}
+SCENARIOS = {}
+SIZE = int(os.environ.get("HOROVOD_SIZE", 1))  # as horovodrun sets it, before init()
+SUBSET = hvd.ProcessSet(range(SIZE - 1))
+
+
+def scenario(function):
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def gradient(rank, *shape, dtype=torch.float32, index=0):
+    """What rank's gradient of that shape is in every scenario; tests/test_horovod.py makes the same."""
+    generator = torch.Generator().manual_seed(1000 * index + rank)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def layers(*shapes, dtype=torch.float32):
+    return [(f"layer{i}", torch.nn.Parameter(torch.zeros(*s, dtype=dtype))) for i, s in enumerate(shapes)]
+
+
+def optimizer(named, compression, **arguments):
+    sgd = torch.optim.SGD([p for _, p in named], lr=1.0)
+    return hvd.DistributedOptimizer(sgd, named_parameters=named, compression=compression, **arguments)
+
+
+def backward(named, rank, order=None):
+    """Gives every parameter `gradient(rank, ...)` through a real backward pass, in the given order of hooks."""
+    for i in order if order is not None else range(len(named)):
+        p = named[i][1]
+        (p * gradient(rank, *p.shape, dtype=p.dtype, index=i)).sum().backward()
+
+
+def averaged(named, compression, rank, **arguments):
+    """The averages that one synchronize() leaves in the gradients."""
+    opt = optimizer(named, compression, **arguments)
+    for _ in range(arguments.get("backward_passes_per_step", 1)):
+        backward(named, rank)
+    opt.synchronize()
+    return [p.grad.clone() for _, p in named]
+
+
+SHAPES = [(64, 64), (300,), (40, 3, 3, 3), (33, 129), (7,)]
+
+
+@scenario
+def average(rank, size):
+    return averaged(layers(*SHAPES), gradzip.FFTRange(**FFT), rank)
+
+
+@scenario
+def total(rank, size):
+    return averaged(layers(*SHAPES), gradzip.FFTRange(**FFT), rank, op=hvd.Sum)
+
+
+@scenario
+def predivided(rank, size):
+    return averaged(layers(*SHAPES), gradzip.FFTRange(**FFT), rank, gradient_predivide_factor=2.0)
+
+
+@scenario
+def accumulated(rank, size):
+    return averaged(layers(*SHAPES), gradzip.FFTRange(**FFT), rank, backward_passes_per_step=2)
+
+
+@scenario
+def grouped(rank, size):
+    return averaged(layers(*SHAPES), gradzip.FFTRange(**FFT), rank, groups=2)
+
+
+@scenario
+def listed_groups(rank, size):
+    named = layers(*SHAPES)
+    return averaged(named, gradzip.FFTRange(**FFT), rank, groups=[[named[0][1], named[4][1]], [named[3][1]]])
+
+
+@scenario
+def lossless_is_stock(rank, size):
+    """NoCompression against Horovod's own none, and Cast against its fp16, for every type and layout Horovod takes."""
+    results = []
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        # One layer at a time: Horovod's fusion of several decides in which order each is added up.
+        for shape in ((40, 40), (300,)):
+            a = averaged(layers(shape, dtype=dtype), gradzip.NoCompression(), rank)[0]
+            b = averaged(layers(shape, dtype=dtype), hvd.Compression.none, rank)[0]
+            results.append(torch.equal(a, b) and a.dtype == b.dtype)
+        a = averaged(layers((40, 40), dtype=dtype), gradzip.Cast(), rank)[0]
+        b = averaged(layers((40, 40), dtype=dtype), hvd.Compression.fp16, rank)[0]
+        results.append(torch.equal(a, b) and a.dtype == b.dtype)
+    return results
+
+
+@scenario
+def odd_tensors(rank, size):
+    """Shapes, types and strides that gradients may have."""
+    torch.manual_seed(0)
+    tensors = {
+        "scalar": torch.zeros(()),
+        "empty": torch.zeros(0, 5),
+        "one": torch.zeros(1),
+        "row": torch.zeros(1, 2000),
+        "half": torch.zeros(50, 50, dtype=torch.float16),
+        "bfloat16": torch.zeros(50, 50, dtype=torch.bfloat16),
+        "bfloat16_small": torch.zeros(5, dtype=torch.bfloat16),
+        "double": torch.zeros(50, 50, dtype=torch.float64),
+        "transposed": torch.zeros(60, 50).t(),
+        "transposed_small": torch.zeros(6, 5).t(),
+        "channels_last": torch.zeros(32, 16, 3, 3).to(memory_format=torch.channels_last),
+    }
+    named = [(name, torch.nn.Parameter(t)) for name, t in tensors.items()]
+    opt = optimizer(named, gradzip.FFTRange(**FFT))
+    for index, (_, p) in enumerate(named):
+        p.grad = torch.empty_like(p, requires_grad=False).copy_(gradient(rank, *p.shape, index=index))
+    opt.synchronize()
+    return {name: (p.grad.clone(), list(p.grad.stride()), list(p.stride())) for name, p in named}
+
+
+@scenario
+def channels_last_backward(rank, size):
+    conv = torch.nn.Conv2d(16, 32, 3).to(memory_format=torch.channels_last)
+    named = list(conv.named_parameters())
+    for _, p in named:
+        torch.nn.init.constant_(p, 0.1)
+    opt = optimizer(named, gradzip.FFTRange(**FFT))
+    x = gradient(rank, 4, 16, 8, 8).to(memory_format=torch.channels_last)
+    conv(x).square().sum().backward()
+    opt.step()
+    return [p.detach().clone() for _, p in named]
+
+
+@scenario
+def sparse(rank, size):
+    """Embeddings with sparse gradients: gathered by Horovod itself, or made dense and compressed."""
+    results = {}
+    for as_dense in (False, True):
+        table = torch.nn.Embedding(200, 16, sparse=True)
+        torch.nn.init.zeros_(table.weight)
+        opt = optimizer([("table", table.weight)], gradzip.FFTRange(theta=0.0, bits=16), sparse_as_dense=as_dense)
+        table(torch.tensor([rank, 5, 199])).sum().backward()
+        opt.step()
+        results[as_dense] = table.weight.detach().clone()
+    return results
+
+
+@scenario
+def clipped(rank, size):
+    named = layers((64, 64), (300,))
+    opt = optimizer(named, gradzip.FFTRange(**FFT))
+    backward(named, rank)
+    opt.synchronize()
+    norm = torch.nn.utils.clip_grad_norm_([p for _, p in named], 1.0)
+    with opt.skip_synchronize():
+        opt.step()
+    return norm, [p.detach().clone() for _, p in named]
+
+
+@scenario
+def order_shuffled(rank, size):
+    """Hooks that fire in another order on every rank, and a parameter that only some ranks use."""
+    named = layers(*SHAPES)
+    opt = optimizer(named, gradzip.FFTRange(**FFT))
+    order = torch.randperm(len(named), generator=torch.Generator().manual_seed(rank)).tolist()
+    if rank == 0:
+        order.remove(3)
+    backward(named, rank, order)
+    opt.synchronize()
+    return [p.grad.clone() for _, p in named]
+
+
+@scenario
+def nameless(rank, size):
+    named = layers((64, 64), (300,))
+    opt = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in named], lr=1.0), compression=gradzip.FFTRange(**FFT))
+    backward(named, rank)
+    opt.synchronize()
+    return [p.grad.clone() for _, p in named]
+
+
+@scenario
+def two_optimizers(rank, size):
+    """A GAN's: one compressor, the same names, other shapes; states must not mix."""
+    compressor = gradzip.FFTRange(**FFT, error_feedback=True)
+    first, second = layers((64, 64)), layers((80, 40))
+    opts = [optimizer(first, compressor), optimizer(second, compressor)]
+    for _ in range(3):
+        for named, opt in zip((first, second), opts):
+            opt.zero_grad()
+            backward(named, rank)
+            opt.step()
+    return [p.detach().clone() for _, p in first + second]
+
+
+@scenario
+def subset(rank, size):
+    """A process set of all ranks but the last."""
+    named = layers((64, 64), (300,))
+    opt = optimizer(named, gradzip.FFTRange(**FFT), process_set=SUBSET)
+    backward(named, rank)
+    opt.synchronize()
+    return [p.grad.clone() for _, p in named]
+
+
+@scenario
+def feedback_steps(rank, size):
+    """Ten steps with error feedback and a schedule; the last average and the bytes."""
+    compressor = gradzip.FFTRange(theta=gradzip.StepSchedule({0: 0.5, 5: 0.9}), error_feedback=True)
+    named = layers((64, 64), (300,))
+    opt = optimizer(named, compressor)
+    for _ in range(10):
+        opt.zero_grad()
+        backward(named, rank)
+        opt.synchronize()
+    return [p.grad.clone() for _, p in named], compressor.traffic.bytes_sent, compressor.traffic.bytes_dense
+
+
+@scenario
+def non_finite(rank, size):
+    """An inf on the last rank alone, in the second of three steps."""
+    compressor = gradzip.FFTRange(**FFT, error_feedback=True)
+    named = layers((64, 64), (300,))
+    opt = optimizer(named, compressor)
+    results = []
+    for step in range(3):
+        opt.zero_grad()
+        for i, (_, p) in enumerate(named):
+            p.grad = gradient(rank, *p.shape, index=i)
+            if step == 1 and rank == size - 1:
+                p.grad[0] = float("inf")
+        opt.synchronize()
+        state = compressor.states["layer0"]
+        results.append([bool(p.grad.isfinite().any()) for _, p in named] + [state.step, state.residual.clone()])
+    return results
+
+
+@scenario
+def compression_class(rank, size):
+    c = gradzip.horovod.Compression
+    return [
+        issubclass(c, hvd.Compression),
+        c.none is hvd.Compression.none,
+        c.fp16 is hvd.Compression.fp16,
+        c.fft_range(theta=0.9) == gradzip.FFTRange(theta=0.9),
+    ]
+
+
+def message(function):
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@scenario
+def refused(rank, size):
+    """Errors before any communication: Horovod would hang, or average parts of gradients, if one got that far."""
+    compressor = gradzip.FFTRange()
+    named = layers((64, 64))
+
+    class Stranger:
+        """Stands where Horovod's optimizer stands in the call stack, but owns another parameter."""
+
+        def __init__(self):
+            self._compression = compressor
+            self._parameter_names = {named[0][1]: "layer0"}
+
+        def compress(self, p):
+            compressor.compress(p)
+
+    opt = optimizer(named, compressor)
+    opt.op = hvd.Adasum
+    backward_error = message(lambda: backward(named, rank))
+    return {
+        "stranger": message(lambda: Stranger().compress(torch.zeros(64, 64))),
+        "nobody": message(lambda: compressor.compress(torch.zeros(64, 64))),
+        "adasum": backward_error,
+    }
+
+
+@scenario
+def disagreement(rank, size):
+    """Ranks with other arguments."""
+    named = layers((64, 64))
+    opt = optimizer(named, gradzip.FFTRange(theta=0.5 if rank == 0 else 0.9))
+    backward(named, rank)
+    return message(opt.synchronize)
+
+
+def main():
+    folder, *names = sys.argv[1:]
+    hvd.init(process_sets=[SUBSET] if SIZE > 1 else [])
+    torch.set_num_threads(1)
+    results = {name: SCENARIOS[name](hvd.rank(), hvd.size()) for name in names or SCENARIOS}
+    torch.save(results, Path(folder) / f"{hvd.rank()}.pt")
+
+
+if __name__ == "__main__":
+    main()

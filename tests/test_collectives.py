@@ -1,0 +1,87 @@
+"""fused(): many routines, one collective per round and kind."""
+
+import pytest
+import torch
+
+import gradzip
+from gradzip.collectives import Gather, Mean, fused
+from gradzip.engines.local import drive
+
+
+def mean(x):
+    return (yield Mean(x))
+
+
+def two_rounds(x):
+    """Power iteration's shape: what is averaged second depends on what came first."""
+    first = yield Mean(x)
+    second = yield Mean(first * x)
+    return second
+
+
+def without_communication(x):
+    return x
+    yield  # a routine, all the same
+
+
+def kinds(routine):
+    """What a routine yields when everything is answered as if alone."""
+    answer, seen = None, []
+    while True:
+        try:
+            collective = routine.send(answer)
+        except StopIteration as done:
+            return seen, done.value
+        seen.append((type(collective), collective.tensor.numel()))
+        answer = [collective.tensor] if isinstance(collective, Gather) else collective.tensor
+
+
+def test_one_collective_per_round_for_all_members():
+    seen, results = kinds(fused([mean(torch.ones(2, 3)), two_rounds(torch.full((4,), 2.0)), mean(torch.ones(()))]))
+    assert seen == [(Mean, 6 + 4 + 1), (Mean, 4)]
+    assert [tuple(r.shape) for r in results] == [(2, 3), (4,), ()]
+    assert torch.equal(results[1], torch.full((4,), 4.0))
+
+
+def test_types_and_kinds_are_not_mixed():
+    codec = gradzip.FFTRange()
+    x = torch.randn(64, 64)
+    members = [
+        mean(torch.ones(3)),
+        codec.average(x.clone(), "a"),
+        mean(torch.ones(5, dtype=torch.float64)),
+        codec.average(x.clone(), "b"),
+    ]
+    seen, results = kinds(fused(members))
+    payload = gradzip.roundtrip(codec, x)[1]
+    assert seen == [(Mean, 3), (Gather, 2 * payload), (Mean, 5)]
+    assert torch.equal(results[1], results[3])
+
+
+def test_nothing_and_routines_without_a_collective():
+    assert kinds(fused([])) == ([], [])
+    x = torch.ones(2)
+    assert kinds(fused([without_communication(x)])) == ([], [x])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_fused_equals_one_by_one(size):
+    torch.manual_seed(size)
+    shapes = {"big": (64, 64), "odd": (33, 129), "bias": (7,), "conv": (16, 16, 3, 3)}
+    grads = {name: [torch.randn(shape) for _ in range(size)] for name, shape in shapes.items()}
+    compressors = [gradzip.FFTRange(theta=0.6) for _ in range(size)]
+    fused_results = drive(
+        [fused([c.average(grads[n][r].clone(), n, r) for n in shapes]) for r, c in enumerate(compressors)]
+    )
+    group = gradzip.LocalGroup(gradzip.FFTRange(theta=0.6), size)
+    for i, name in enumerate(shapes):
+        alone = group.average(grads[name], name)
+        for rank in range(size):
+            assert torch.equal(fused_results[rank][i], alone[0])
+
+
+def test_ranks_that_ask_for_different_things_are_told_so():
+    with pytest.raises(RuntimeError, match="different collectives"):
+        drive([mean(torch.ones(3)), gradzip.FFTRange().average(torch.ones(64, 64), "a")])
+    with pytest.raises(RuntimeError, match="1 of 2 ranks are done"):
+        drive([mean(torch.ones(3)), without_communication(torch.ones(3))])

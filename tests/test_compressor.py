@@ -1,0 +1,173 @@
+"""What every method gets from the base classes, shown on all registered methods."""
+
+import io
+
+import pytest
+import torch
+
+import gradzip
+from gradzip.compressor import Key
+from gradzip.methods import REGISTRY
+
+METHODS = sorted(REGISTRY)
+
+
+@pytest.fixture(params=METHODS)
+def compressor(request):
+    return gradzip.parse(request.param)
+
+
+AWKWARD = {
+    "empty": torch.zeros(0),
+    "empty_2d": torch.zeros(0, 7),
+    "scalar": torch.tensor(3.0),
+    "one": torch.tensor([[2.0]]),
+    "vector": torch.randn(5000),
+    "small": torch.randn(5, 7),
+    "matrix": torch.randn(60, 70),
+    "transposed": torch.randn(70, 60).t(),
+    "channels_last": torch.randn(16, 8, 5, 5).to(memory_format=torch.channels_last),
+    "sliced": torch.randn(80, 90)[3:70, 5:80],
+    "half": torch.randn(60, 70).half(),
+    "bfloat16": torch.randn(60, 70).bfloat16(),
+    "double": torch.randn(60, 70).double(),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", AWKWARD)
+def test_every_gradient_keeps_shape_type_and_strides(compressor, kind, size):
+    grads = [AWKWARD[kind] * (rank + 1) for rank in range(size)]
+    grads = [torch.empty_like(AWKWARD[kind]).copy_(g) for g in grads]
+    before = [g.clone() for g in grads]
+    averages = gradzip.simulate(compressor, grads)
+    for grad, was, average in zip(grads, before, averages):
+        assert average.shape == grad.shape and average.dtype == grad.dtype and average.stride() == grad.stride()
+        assert torch.equal(grad, was)  # simulate() does not touch what it is given
+        assert torch.equal(average, averages[0])  # replicas are bit-identical
+
+
+@pytest.mark.parametrize("shape", [(5000,), (5, 7), (), (31, 33)])
+def test_small_and_one_dimensional_gradients_are_averaged_exactly(compressor, shape):
+    a, b = torch.randn(shape), torch.randn(shape)
+    group = gradzip.LocalGroup(compressor, 2)
+    assert torch.equal(group.average([a, b], "w")[0], (a + b) / 2)
+    assert group.bytes_sent == 4 * a.numel()
+    assert not group.compressors[0].states
+
+
+def test_min_numel_decides_what_is_small():
+    x = torch.randn(32, 32)
+    assert gradzip.roundtrip(gradzip.FFTRange(min_numel=1024), x)[1] < x.numel() * 4
+    assert gradzip.roundtrip(gradzip.FFTRange(min_numel=1025), x)[1] == x.numel() * 4
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_non_finite_gradient_is_everybodys_and_leaves_no_trace(compressor, bad, size):
+    def finite(step):
+        return [torch.randn(64, 64, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(size)]
+
+    group, spared = gradzip.LocalGroup(compressor, size), gradzip.LocalGroup(compressor, size)
+    spoilt = finite(7)
+    spoilt[-1][3, 4] = bad
+    for step in range(3):
+        expected = spared.average(finite(step), "w")
+        if step == 1:
+            for average in group.average(spoilt, "w"):
+                assert not average.isfinite().all()
+        assert torch.equal(group.average(finite(step), "w")[0], expected[0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_error_feedback_loses_nothing(size):
+    """Sum of averages + mean residual = sum of mean gradients, to the rounding of as many float32 additions."""
+    steps, compressor = 50, gradzip.FFTRange(theta=0.95, bits=6, error_feedback=True)
+    group = gradzip.LocalGroup(compressor, size)
+    sent = wanted = torch.zeros(64, 64, dtype=torch.float64)
+    largest = 0.0
+    for _ in range(steps):
+        grads = [torch.randn(64, 64) for _ in range(size)]
+        average = group.average(grads, "w")[0]
+        sent = sent + average.double()
+        wanted = wanted + sum(g.double() for g in grads) / size
+        largest = max(largest, max(c.states["w"].residual.abs().max().item() for c in group.compressors))
+    residual = sum(c.states["w"].residual.double() for c in group.compressors) / size
+    # A step rounds a handful of times (add the residual, transform twice, average, subtract) numbers below 2 * largest.
+    bound = steps * 40 * 2**-24 * 2 * largest
+    assert (sent + residual - wanted).abs().max() < bound
+    assert residual.abs().max() > 1e3 * bound  # what is fed back is no rounding error
+
+
+def test_clones_share_nothing_but_hyper_parameters():
+    a = gradzip.FFTRange(theta=0.7)
+    b = a.clone()
+    assert a == b and a.digest == b.digest and a.states is not b.states and a.traffic is not b.traffic
+
+
+def test_digest_tells_configurations_apart_and_schedules_by_their_class():
+    base = gradzip.FFTRange()
+    others = [gradzip.FFTRange(theta=0.9), gradzip.FFTRange(bits=8), gradzip.FFTRange(block=None), gradzip.Cast()]
+    assert len({c.digest for c in [base, *others]}) == 5
+    one, two = (gradzip.FFTRange(theta=gradzip.StepSchedule({0: t})) for t in (0.5, 0.5))
+    assert one.digest == two.digest != base.digest
+
+
+def test_traffic_counts_both_sides():
+    group = gradzip.LocalGroup(gradzip.FFTRange(), 2)
+    x = torch.randn(512, 512)
+    group.average([x, x], "w")
+    group.average([x[0], x[0]], "b")
+    traffic = group.compressors[0].traffic
+    assert traffic.bytes_dense == 4 * (512 * 512 + 512)
+    assert traffic.bytes_sent == group.bytes_sent == gradzip.roundtrip(gradzip.FFTRange(), x)[1] + 4 * 512
+    assert traffic.ratio == traffic.bytes_dense / traffic.bytes_sent
+    assert gradzip.Traffic().ratio == 1.0
+
+
+def test_state_survives_a_file_that_only_holds_plain_tensors():
+    compressor = gradzip.FFTRange(theta=0.9, error_feedback=True)
+    grads = [torch.randn(64, 64) for _ in range(6)]
+    through, stopped = gradzip.LocalGroup(compressor, 1), gradzip.LocalGroup(compressor, 1)
+    for grad in grads[:3]:
+        through.average([grad], "w"), stopped.average([grad], "w")
+    file = io.BytesIO()
+    torch.save(stopped.compressors[0].state_dict(), file)
+    file.seek(0)
+    resumed = gradzip.LocalGroup(compressor, 1)
+    resumed.compressors[0].load_state_dict(torch.load(file, weights_only=True))
+    for grad in grads[3:]:
+        assert torch.equal(resumed.average([grad], "w")[0], through.average([grad], "w")[0])
+    with pytest.raises(ValueError, match="got the state of 'FFTRange', expected that of 'Cast'"):
+        gradzip.Cast().load_state_dict(compressor.state_dict())
+
+
+def test_keys_differ_in_every_part_and_never_by_chance():
+    keys = [Key(s, t, n, r) for s in (0, 1) for t in (0, 1) for n in ("a", "b") for r in (0, 1, "shared")]
+    assert len({k.bits for k in keys}) == len(keys)
+    assert Key(0, 0, "conv1.weight", 0).bits == Key(0, 0, "conv1.weight", 0).bits
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    gradzip.roundtrip(gradzip.FFTRange(rounding="stochastic"), torch.ones(64, 64))
+    assert torch.equal(torch.get_rng_state(), before)  # torch's generator is the user's
+
+
+def test_refuses_what_is_no_gradient():
+    with pytest.raises(ValueError, match="torch.int64, expected a dense float tensor"):
+        gradzip.roundtrip(gradzip.FFTRange(), torch.ones(64, 64, dtype=torch.int64))
+    with pytest.raises(ValueError, match="sparse_coo"):
+        gradzip.roundtrip(gradzip.FFTRange(), torch.ones(64, 64).to_sparse())
+    with pytest.raises(ValueError, match="got min_numel = -1"):
+        gradzip.NoCompression(min_numel=-1)
+    with pytest.raises(ValueError, match="expected torch.float16 or torch.bfloat16"):
+        gradzip.Cast(dtype=torch.int8)
+
+
+def test_local_group_refuses_ill_assorted_gradients():
+    group = gradzip.LocalGroup(gradzip.NoCompression(), 2)
+    with pytest.raises(ValueError, match="got 1 gradients, expected 2"):
+        group.average([torch.ones(3)], "w")
+    with pytest.raises(ValueError, match="expected equal ones"):
+        group.average([torch.ones(3), torch.ones(4)], "w")
+    with pytest.raises(ValueError, match="got size = 0"):
+        gradzip.LocalGroup(gradzip.NoCompression(), 0)

@@ -1,0 +1,201 @@
+"""The Horovod front end in real `horovodrun` jobs, against the same method in a LocalGroup."""
+
+import pytest
+import torch
+from launch import horovodrun, scenarios
+
+import gradzip
+
+pytest.importorskip("horovod.torch")
+from horovod_worker import FFT, SHAPES, gradient
+
+WORLDS = [2, 3]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def world(request, tmp_path_factory):
+    size = request.param
+    return size, scenarios(size, "horovod_worker.py", tmp_path_factory.mktemp(f"world{size}"))
+
+
+def expected(size, shapes=SHAPES, compressor=None, steps=1, scale=1.0, prefix="layer"):
+    """Averages that a LocalGroup of as many workers makes of the same gradients, in the last of some equal steps."""
+    group = gradzip.LocalGroup(compressor or gradzip.FFTRange(**FFT), size)
+    for _ in range(steps):
+        averages = [
+            group.average([scale * gradient(r, *s, index=i) for r in range(size)], f"{prefix}{i}")[0]
+            for i, s in enumerate(shapes)
+        ]
+    return averages
+
+
+def assert_same(of_ranks, wanted):
+    """Every rank has the same bits; those of the wanted averages, or, for uncompressed small tensors, whose sum
+    Horovod forms in an order of its own, the same to rounding."""
+    for averages in of_ranks:
+        assert len(averages) == len(wanted)
+        for got, first, want in zip(averages, of_ranks[0], wanted):
+            assert torch.equal(got, first)
+            if want.dim() >= 2 and want.numel() >= 1024:
+                assert torch.equal(got, want)
+            else:
+                torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_average(world):
+    size, results = world
+    assert_same(results["average"], expected(size))
+
+
+@pytest.mark.parametrize("name", ["grouped", "listed_groups", "nameless", "predivided"])
+def test_options_that_change_nothing(world, name):
+    size, results = world
+    shapes = [(64, 64), (300,)] if name == "nameless" else SHAPES
+    # The default names are Horovod's; with nearest rounding they do not enter the result.
+    assert_same(results[name], expected(size, shapes))
+
+
+def test_sum_is_the_average_times_the_number_of_ranks(world):
+    size, results = world
+    assert_same(results["total"], [size * x for x in expected(size)])
+
+
+def test_backward_passes_accumulate_before_compression(world):
+    size, results = world
+    assert_same(results["accumulated"], expected(size, scale=2.0))
+
+
+def test_process_set_of_some_ranks(world):
+    size, results = world
+    members, rest = results["subset"][:-1], results["subset"][-1]
+    assert_same(members, expected(size - 1, [(64, 64), (300,)]))
+    for i, untouched in enumerate(rest):
+        assert torch.equal(untouched, gradient(size - 1, *untouched.shape, index=i))
+
+
+def test_no_compression_is_stock_horovod_to_the_bit(world):
+    _, results = world
+    for flags in results["lossless_is_stock"]:
+        assert all(flags)
+
+
+def test_shapes_types_and_strides_are_kept(world):
+    size, results = world
+    local = gradzip.LocalGroup(gradzip.FFTRange(**FFT), size)
+    for index, (name, (first, strides, parameter_strides)) in enumerate(results["odd_tensors"][0].items()):
+        assert strides == parameter_strides
+        grads = [gradient(r, *first.shape, dtype=first.dtype, index=index) for r in range(size)]
+        want = local.average(grads, name)[0]
+        assert first.shape == want.shape and first.dtype == want.dtype
+        for rank in range(size):
+            assert torch.equal(results["odd_tensors"][rank][name][0], first)
+        # Uncompressed bfloat16 travels as float32 and is rounded once, not at every addition.
+        tolerance = 2e-2 if first.dtype == torch.bfloat16 else 1e-3 if first.dtype == torch.float16 else 1e-6
+        torch.testing.assert_close(first, want, rtol=tolerance, atol=tolerance)
+        if first.dim() == 2 and first.numel() > 1024:
+            assert torch.equal(first, want)
+
+
+def test_channels_last_model_trains(world):
+    _, results = world
+    for parameters in results["channels_last_backward"]:
+        for got, first in zip(parameters, results["channels_last_backward"][0]):
+            assert torch.equal(got, first) and got.isfinite().all() and not torch.all(got == 0.1)
+
+
+def test_sparse_embeddings(world):
+    size, results = world
+    want = torch.zeros(200, 16)
+    for rank in range(size):
+        for row in (rank, 5, 199):
+            want[row] -= 1.0 / size
+    for tables in results["sparse"]:
+        torch.testing.assert_close(tables[False], want)
+        torch.testing.assert_close(tables[True], want, rtol=0, atol=2e-4)  # 16-bit frequencies
+
+
+def test_clipping_between_synchronize_and_step(world):
+    size, results = world
+    averages = expected(size, [(64, 64), (300,)])
+    norm = torch.stack([a.norm() for a in averages]).norm()
+    for got_norm, parameters in results["clipped"]:
+        torch.testing.assert_close(got_norm, norm)
+        for got, average in zip(parameters, averages):
+            torch.testing.assert_close(got, -average / norm, rtol=1e-4, atol=1e-6)
+
+
+def test_hooks_in_another_order_on_every_rank(world):
+    size, results = world
+    wanted = expected(size)
+    grads = [gradient(r, *SHAPES[3], index=3) for r in range(size)]
+    grads[0].zero_()  # the rank that did not use it
+    wanted[3] = gradzip.simulate(gradzip.FFTRange(**FFT), grads)[0]
+    assert_same(results["order_shuffled"], wanted)
+
+
+def test_two_optimizers_share_a_compressor(world):
+    size, results = world
+    wanted = []
+    for shape in ((64, 64), (80, 40)):
+        group = gradzip.LocalGroup(gradzip.FFTRange(**FFT, error_feedback=True), size)
+        parameter = torch.zeros(shape)
+        for _ in range(3):
+            parameter -= group.average([gradient(r, *shape) for r in range(size)], "layer0")[0]
+        wanted.append(parameter)
+    assert_same(results["two_optimizers"], wanted)
+
+
+def test_error_feedback_and_schedule_over_steps(world):
+    size, results = world
+    compressor = gradzip.FFTRange(theta=gradzip.StepSchedule({0: 0.5, 5: 0.9}), error_feedback=True)
+    group = gradzip.LocalGroup(compressor, size)
+    for _ in range(10):
+        averages = [
+            group.average([gradient(r, *s, index=i) for r in range(size)], f"layer{i}")[0]
+            for i, s in enumerate([(64, 64), (300,)])
+        ]
+    for got, sent, dense in results["feedback_steps"]:
+        assert_same([got], averages)
+        # One number more per compressed tensor and step: what Horovod itself averages.
+        assert sent == group.bytes_sent + 10 * 4
+        assert dense == 10 * 4 * (64 * 64 + 300)
+
+
+def test_non_finite_gradient_of_one_rank(world):
+    size, results = world
+    for rank in range(size):
+        first, spoilt, last = results["non_finite"][rank]
+        (_, _, step0, residual0), (big, small, step1, residual1), (*finite, step2, residual2) = first, spoilt, last
+        assert (step0, step1, step2) == (1, 1, 2)
+        assert not big and small  # all of a compressed tensor is spoilt, one element of an uncompressed one
+        assert torch.equal(residual0, residual1) and not torch.equal(residual1, residual2)
+        assert finite == [True, True]
+
+
+def test_compression_class_is_a_subclass_of_horovods(world):
+    _, results = world
+    for flags in results["compression_class"]:
+        assert all(flags)
+
+
+def test_errors_before_any_communication(world):
+    _, results = world
+    for messages in results["refused"]:
+        assert messages["stranger"].startswith("RuntimeError: a gradient of shape (64, 64) belongs to no parameter")
+        assert "gradzip.roundtrip" in messages["nobody"]
+        assert messages["adasum"].startswith("ValueError: FFTRange with op=Adasum")
+
+
+def test_ranks_configured_differently_are_told_at_the_first_step(world):
+    _, results = world
+    for text in results["disagreement"]:
+        assert text.startswith("PayloadError: FFTRange, parameter 'layer0': from rank ")
+        assert "another configuration" in text and "same arguments" in text
+
+
+def test_one_process_alone(tmp_path):
+    job = horovodrun(1, "horovod_worker.py", tmp_path, "average")
+    assert job.returncode == 0, job.stderr
+    averages = torch.load(tmp_path / "0.pt", weights_only=True)["average"]
+    for i, (got, shape) in enumerate(zip(averages, SHAPES)):
+        assert torch.equal(got, gradient(0, *shape, index=i))  # Horovod calls no compression in a world of one

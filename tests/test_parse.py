@@ -1,0 +1,49 @@
+"""Methods named on a command line."""
+
+import pytest
+import torch
+
+import gradzip
+
+
+@pytest.mark.parametrize(
+    "spec, compressor",
+    [
+        ("none", gradzip.NoCompression()),
+        ("fp16", gradzip.Cast()),
+        ("fp16:dtype=bfloat16", gradzip.Cast(torch.bfloat16)),
+        ("fft-range", gradzip.FFTRange()),
+        ("fft-range:", gradzip.FFTRange()),
+        ("fft-range:theta=0.85,bits=10", gradzip.FFTRange(theta=0.85, bits=10)),
+        ("fft-range: block=None, value_range=(-1, 2), rounding=stochastic",
+         gradzip.FFTRange(block=None, value_range=(-1, 2), rounding="stochastic")),
+        ("fft-range:error_feedback=True,min_numel=0", gradzip.FFTRange(error_feedback=True, min_numel=0)),
+    ],
+)  # fmt: skip
+def test_specifications(spec, compressor):
+    assert gradzip.parse(spec) == compressor
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("zip", "unknown compression method 'zip', expected one of: none, fp16, fft-range"),
+        ("", "unknown compression method ''"),
+        ("fft-range:tetha=0.5", "unknown argument 'tetha', expected one of: min_numel, theta, bits"),
+        ("fft-range:0.5", "expected method:argument=value,argument=value"),
+        ("fft-range:theta=", "expected method:argument=value"),
+        ("fft-range:theta=open('x')", "expected method:argument=value"),
+        ("fft-range:**{}", "expected method:argument=value"),
+        ("fft-range:theta=1.0", r"got theta = 1.0, expected a number in \[0, 1\)"),
+        ("fft-range:theta=big", "got theta = 'big'"),
+        ("fft-range:bits=17", "got bits = 17, expected an integer from 2 to 16"),
+    ],
+)
+def test_what_is_wrong_is_said(spec, message):
+    with pytest.raises(ValueError, match=message):
+        gradzip.parse(spec)
+
+
+def test_positional_arguments_are_those_of_the_documentation():
+    assert gradzip.FFTRange(0.9, 8, 4) == gradzip.FFTRange(theta=0.9, bits=8, mantissa=4)
+    assert gradzip.Cast(torch.bfloat16).dtype == torch.bfloat16
