@@ -40,7 +40,8 @@ def check(x: Any, dtype: torch.dtype, what: str, numel: int | None = None) -> Te
         raise ValueError(f"{what}: got a tensor on {x.device}, but this build of gradzip has kernels for the CPU only")
     if numel is not None and x.numel() != numel:
         raise ValueError(f"{what}: got {x.numel()} elements, expected {numel}")
-    return x if x.is_contiguous() else x.contiguous()
+    # Conjugation and negation may be pending: kernels read memory as it is.
+    return x.resolve_conj().resolve_neg().contiguous()
 
 
 def output(out: Tensor | None, numel: int, dtype: torch.dtype, what: str = "out") -> Tensor:
