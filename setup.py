@@ -34,9 +34,8 @@ CUDA_ARCHS = ("75", "80", "86", "89", "90")
 # No -march=native: a wheel runs on other machines too, so the kernels choose AVX2 or AVX-512 when they run.
 # No multiply-add that the source does not spell out: CPU and CUDA codecs must agree to the bit, and nvcc gets
 # -fmad=false for the same reason. errno and floating-point traps are never looked at, and would stop vectorisation.
-HOST_FLAGS = (
-    "-fPIC -fvisibility=hidden -pthread -Wall -Wextra -ffp-contract=off -fno-math-errno -fno-trapping-math".split()
-)
+HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
+HOST_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 
 def fail(message: str) -> SystemExit:
@@ -88,6 +87,15 @@ def cuda_archs(nvcc: str) -> list[str]:
     return archs
 
 
+def max_jobs() -> int:
+    wanted = os.environ.get("MAX_JOBS")
+    if not wanted:
+        return len(os.sched_getaffinity(0))
+    if not wanted.isdecimal() or int(wanted) == 0:
+        raise fail(f"MAX_JOBS={wanted!r} is not understood; expected a number of compilers to run at a time")
+    return int(wanted)
+
+
 class BuildExtension(build_ext):
     """Compiles what changed, in parallel, then links."""
 
@@ -101,7 +109,7 @@ class BuildExtension(build_ext):
         archs = cuda_archs(nvcc) if nvcc else []
         sanitize = os.environ.get("GRADZIP_SANITIZE", "")
         cxx = find_cxx()
-        jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+        jobs = max_jobs()
 
         host = [*HOST_FLAGS]
         if sanitize:
@@ -163,7 +171,7 @@ def object_of(source: str, folder: Path) -> Path:
 def compile_all(commands: dict[str, list[str]], folder: Path, version: str, jobs: int) -> None:
     """Runs those of `commands` (one per source) whose object under `folder` is missing or out of date."""
     stale = {s: c for s, c in commands.items() if not up_to_date(object_of(s, folder), signature(c, version))}
-    with concurrent.futures.ThreadPoolExecutor(max(1, jobs)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(compile_one, s, c, object_of(s, folder), version) for s, c in stale.items()]
         for count, future in enumerate(concurrent.futures.as_completed(futures), 1):
             try:

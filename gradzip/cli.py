@@ -169,7 +169,7 @@ def _lines(report: dict[str, Facts]) -> list[str]:
 
     def part(title: str, facts: Facts, remedy: str, rows: Callable[[], list[tuple[str, str]]]) -> None:
         if "error" in facts:
-            shown = [("MISSING", facts["error"]), ("", remedy)]
+            shown = [("unusable", facts["error"]), ("", remedy)]
         else:
             shown = rows()
         lines.append(title)

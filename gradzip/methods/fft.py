@@ -5,6 +5,7 @@ Wang et al., FFT-based Gradient Sparsification for the Distributed Training of D
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from dataclasses import dataclass
@@ -121,6 +122,7 @@ class FFTRange(GatherCompressor):
         return signal.view(-1)[:numel]
 
 
+@functools.cache
 def transform_shape(numel: int, block: int | None) -> tuple[int, int]:
     """(rows, length) of the real transforms for a gradient of `numel` elements.
 

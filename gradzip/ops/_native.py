@@ -30,12 +30,13 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
-def check(x: Any, dtype: torch.dtype, what: str, numel: int | None = None) -> Tensor:
+def check(x: Any, dtype: torch.dtype | tuple[torch.dtype, ...], what: str, numel: int | None = None) -> Tensor:
     """`x`, contiguous, if it is a CPU tensor of that dtype and number of elements; ValueError with got and expected."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{what}: got {type(x).__name__}, expected a torch tensor")
-    if x.dtype != dtype:
-        raise ValueError(f"{what}: got {x.dtype}, expected {dtype}")
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    if x.dtype not in dtypes:
+        raise ValueError(f"{what}: got {x.dtype}, expected {' or '.join(map(str, dtypes))}")
     if x.device.type != "cpu":
         raise ValueError(f"{what}: got a tensor on {x.device}, but this build of gradzip has kernels for the CPU only")
     if numel is not None and x.numel() != numel:
@@ -46,6 +47,8 @@ def check(x: Any, dtype: torch.dtype, what: str, numel: int | None = None) -> Te
 
 def output(out: Tensor | None, numel: int, dtype: torch.dtype, what: str = "out") -> Tensor:
     """`out`, checked, or a new tensor: results are written where the caller wants them."""
+    if numel < 0:
+        raise ValueError(f"{what}: got {numel} elements to write, expected a number >= 0")
     if out is None:
         return torch.empty(numel, dtype=dtype)
     checked = check(out, dtype, what, numel)

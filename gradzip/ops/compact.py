@@ -8,6 +8,8 @@ from torch import Tensor
 from . import _native
 from .payload import PayloadError
 
+_ITEMS = (torch.float32, torch.complex64)
+
 
 def bitmap_nbytes(numel: int) -> int:
     return (numel + 7) // 8
@@ -31,7 +33,7 @@ def gather_marked(x: Tensor, bitmap: Tensor, count: int, out: Tensor | None = No
 
     x: n elements, float32 or complex64; bitmap: uint8 of ceil(n / 8) with `count` bits set. Returns `count` elements.
     """
-    x = _native.check(x, x.dtype if x.dtype in (torch.float32, torch.complex64) else torch.float32, "gather_marked: x")
+    x = _native.check(x, _ITEMS, "gather_marked: x")
     bitmap = _native.check(bitmap, torch.uint8, "gather_marked: bitmap", bitmap_nbytes(x.numel()))
     out = _native.output(out, count, x.dtype, "gather_marked: out")
     found = _native.kernels().compact(
@@ -68,9 +70,7 @@ def expand(values: Tensor, bitmap: Tensor, numel: int, out: Tensor | None = None
     values: float32 or complex64; bitmap: uint8 of ceil(numel / 8). Returns numel elements. PayloadError when the
     bitmap does not have as many bits set as there are values.
     """
-    values = _native.check(
-        values, values.dtype if values.dtype in (torch.float32, torch.complex64) else torch.float32, "expand: values"
-    )
+    values = _native.check(values, _ITEMS, "expand: values")
     bitmap = _native.check(bitmap, torch.uint8, "expand: bitmap", bitmap_nbytes(numel))
     out = _native.output(out, numel, values.dtype, "expand: out")
     found = _native.kernels().expand(

@@ -1,0 +1,52 @@
+# Everything runs in .venv, which scripts/bootstrap.sh makes and keeps up to date. `make help` lists the targets.
+
+# The steps of a target follow each other, also under make -j.
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+NP ?= 2
+COMPRESSION ?= --compression none --compression fft-range:theta=0.85,bits=10
+# horovodrun starts `python` by name in new shells: the one of .venv must come first there too.
+ENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
+
+.PHONY: help
+help: ## this list
+	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=/path/to/python3]'
+	@echo
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-12s%s\n", $$1, $$2 }'
+
+.PHONY: bootstrap
+bootstrap: ## make .venv: PyTorch, Horovod, tools and gradzip (minutes the first time, then seconds)
+	@scripts/bootstrap.sh
+
+.PHONY: train
+train: bootstrap ## train on real images with 2 ranks, without and with compression; ARGS go to examples/train.py
+	@$(ENV) horovodrun -np $(NP) python examples/train.py $(COMPRESSION) $(ARGS)
+
+.PHONY: test
+test: bootstrap ## lint, check types and run the tests; ARGS go to pytest
+	@$(ENV) ruff check .
+	@$(ENV) mypy
+	@$(ENV) pytest $(ARGS)
+
+.PHONY: lint
+lint: bootstrap ## check style, types and formatting of Python, C++ and CUDA
+	@$(ENV) ruff check .
+	@$(ENV) ruff format --check .
+	@$(ENV) mypy
+	@$(ENV) clang-format --dry-run --Werror $$(find csrc -type f)
+
+.PHONY: format
+format: bootstrap ## format Python, C++ and CUDA
+	@$(ENV) ruff check --fix-only .
+	@$(ENV) ruff format .
+	@$(ENV) clang-format -i $$(find csrc -type f)
+
+.PHONY: clean
+clean: ## remove what was built and cached here; keeps .venv and Horovod's wheels in ~/.cache/gradzip
+	@rm -rf build dist *.egg-info gradzip/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+.PHONY: distclean
+distclean: clean ## clean, and remove .venv
+	@rm -rf .venv

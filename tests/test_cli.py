@@ -1,0 +1,94 @@
+"""The command gradzip."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+import gradzip
+from gradzip import cli
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, "-m", "gradzip", *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_info():
+    done = run("info")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    for text in (f"gradzip {gradzip.__version__}", "Python 3.", "kernels", "SIMD", "torch 2.", "Horovod", "fft-range"):
+        assert text in done.stdout
+    assert max(map(len, done.stdout.splitlines())) < 240
+
+
+def test_json(capsys):
+    assert cli.main(["info", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["gradzip"]["version"] == gradzip.__version__
+    assert report["extension"]["simd"] in report["extension"]["simd_levels"]
+    assert report["methods"].keys() == gradzip.methods.REGISTRY.keys()
+    assert {"gloo", "nccl", "mpi"} == report["torch"]["backends"].keys()
+    assert report["cuda"].get("built") in (True, False)
+
+
+def test_missing_extension(capsys, monkeypatch):
+    monkeypatch.delattr(gradzip, "_C", raising=False)
+    monkeypatch.setitem(sys.modules, "gradzip._C", None)
+    assert cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "kernels\n  unusable    ModuleNotFoundError: " in out
+    assert "pip install ." in out
+    assert "torch 2." in out
+
+
+def test_missing_horovod(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "Horovod\n  unusable    not installed\n" in out
+    assert "fft-range" in out
+
+
+def test_broken_horovod(capsys, monkeypatch):
+    pytest.importorskip("horovod")
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert cli.main(["info"]) == 0
+    assert "Horovod\n  unusable    ModuleNotFoundError: " in capsys.readouterr().out
+
+
+def test_cuda_as_reported():
+    device = {"name": "NVIDIA H200", "major": 9, "minor": 0, "memory": 139 * 2**30}
+    facts = {"built": True, "archs": ["sm_80", "sm_90"], "runtime": "13.0", "driver": "13.0", "devices": [device]}
+    assert cli._cuda_rows(facts) == [
+        ("CUDA", "built for sm_80, sm_90; runtime 13.0, driver for CUDA 13.0"),
+        ("", "device 0: NVIDIA H200, sm_90, 139 GiB"),
+    ]
+    assert "no driver found" in cli._cuda_rows({**facts, "driver": None, "devices": []})[0][1]
+    assert "not built" in cli._cuda_rows({"built": False})[0][1]
+    assert cli._cuda_version(12080) == "12.8"
+    assert cli._cuda_version(0) is None
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert "gradzip info --json" in text
+    assert cli.main([]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_unknown_command(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["nonesuch"])
+    assert "invalid choice: 'nonesuch'" in capsys.readouterr().err
+
+
+def test_reader_that_stops_early():
+    command = f"{sys.executable} -m gradzip info --json | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
