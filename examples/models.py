@@ -1,0 +1,96 @@
+"""The networks `train.py` can train. All take images of any size from 8x8 up."""
+
+import torch.nn.functional as F
+from torch import nn
+
+
+def cnn(in_channels, num_classes):
+    """Three convolutions and a hidden layer: 0.19 M parameters, 131 k of them in one matrix."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveMaxPool2d(4),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 4, 128), nn.ReLU(),
+        nn.Linear(128, num_classes),
+    )  # fmt: skip
+
+
+def alexnet(in_channels, num_classes):
+    """AlexNet's five convolutions and three dense layers at 32x32 scale: 27.4 M parameters, 25 M of them dense.
+
+    With batch normalisation for AlexNet's local response normalisation: it learns in hundreds of steps, not thousands.
+    """
+
+    def convolution(channels, new_channels):
+        return (nn.Conv2d(channels, new_channels, 3, padding=1, bias=False), nn.BatchNorm2d(new_channels), nn.ReLU())
+
+    return nn.Sequential(
+        *convolution(in_channels, 64), nn.MaxPool2d(2),
+        *convolution(64, 192), nn.MaxPool2d(2),
+        *convolution(192, 384),
+        *convolution(384, 256),
+        *convolution(256, 256), nn.AdaptiveMaxPool2d(4),
+        nn.Flatten(),
+        nn.Dropout(), nn.Linear(256 * 4 * 4, 4096), nn.ReLU(),
+        nn.Dropout(), nn.Linear(4096, 2048), nn.ReLU(),
+        nn.Linear(2048, num_classes),
+    )  # fmt: skip
+
+
+class PadShortcut(nn.Module):
+    """He et al.'s shortcut without parameters (option A): drop every other pixel, fill new channels with zeros."""
+
+    def __init__(self, new_channels):
+        super().__init__()
+        self.new_channels = new_channels
+
+    def forward(self, x):
+        return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, self.new_channels))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions around a shortcut; `stride` 2 halves the image."""
+
+    def __init__(self, in_channels, channels, stride, project):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels),
+        )  # fmt: skip
+        if in_channels == channels:
+            self.shortcut = nn.Identity()
+        elif project:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(in_channels, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+            )
+        else:
+            self.shortcut = PadShortcut(channels - in_channels)
+
+    def forward(self, x):
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet(in_channels, num_classes, widths, depth, project):
+    """He et al.'s CIFAR network: a 3x3 stem, one stage of `depth` blocks per width, global average pooling."""
+    layers = [nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU()]
+    channels = widths[0]
+    for width in widths:
+        for _ in range(depth):
+            layers.append(BasicBlock(channels, width, 1 if width == channels else 2, project))
+            channels = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+
+
+def resnet20(in_channels, num_classes):
+    """ResNet-20: 0.27 M parameters."""
+    return resnet(in_channels, num_classes, widths=(16, 32, 64), depth=3, project=False)
+
+
+def resnet18(in_channels, num_classes):
+    """ResNet-18 with the CIFAR stem: 11.2 M parameters."""
+    return resnet(in_channels, num_classes, widths=(64, 128, 256, 512), depth=2, project=True)
+
+
+# name: (builder, default peak learning rate)
+MODELS = {"cnn": (cnn, 0.05), "resnet20": (resnet20, 0.1), "resnet18": (resnet18, 0.02), "alexnet": (alexnet, 0.01)}

@@ -1,0 +1,384 @@
+#!/usr/bin/env python
+"""Train an image classifier on real images with stock Horovod, once per gradient compression, and compare them."""
+
+import argparse
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from statistics import quantiles
+
+import horovod
+import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+
+import data
+import gradzip
+from models import MODELS
+
+EXAMPLES = """\
+examples:
+  python examples/train.py                                      one process, nothing to exchange
+  horovodrun -np 2 python examples/train.py                     two ranks, FFT compression
+  horovodrun -np 2 python examples/train.py --compression none --compression fft-range:theta=0.85,bits=10
+                                                                the two side by side, the first as the reference
+  horovodrun -np 2 python examples/train.py --model resnet18 --data cifar-10-batches-bin --batch-size 16 \\
+      --steps 100 --compression none --compression fp16 --compression fft-range --json results.json
+"""
+
+UNTIMED_STEPS = 5  # the first steps of a run allocate memory and negotiate with the other ranks
+
+
+def fail(message):
+    """Say what is wrong, once, and exit with status 2. Needs no communication, and works before Horovod runs."""
+    if int(os.environ.get("HOROVOD_LOCAL_RANK", 0)) > 0:
+        # The first rank of each host speaks. The launcher stops all ranks when one ends: give it the time to speak.
+        time.sleep(3)
+    else:
+        print(f"train.py: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        fail(f"{message}; see --help")
+
+
+def positive(kind):
+    def parse(text):
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"got {text}, expected a number above 0")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it when `text` is no number at all
+    return parse
+
+
+def seed(text):
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"got {text}, expected an integer from 0 to 2**63 - 1")
+    return value
+
+
+def compression(spec):
+    try:
+        gradzip.parse(spec)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return spec
+
+
+def json_path(text):
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text}, expected a file in a folder that exists")
+    return path
+
+
+def parse_arguments():
+    parser = Parser(description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="cnn", help="the network (default: %(default)s)")
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        help="a folder with CIFAR-10's binary version (default: scikit-learn's digits, 8x8 pixels)",
+    )
+    parser.add_argument(
+        "--compression",
+        metavar="SPEC",
+        action="append",
+        type=compression,
+        help="how gradients travel, for example none, fp16 or fft-range:theta=0.85,bits=10 (the "
+        "default); repeat it to compare several from the same initial weights",
+    )
+    parser.add_argument("--epochs", type=positive(int), help="passes over the data (default: digits 20, CIFAR-10 10)")
+    parser.add_argument("--steps", type=positive(int), help="stop after so many steps, if the epochs last longer")
+    parser.add_argument(
+        "--batch-size", type=positive(int), default=32, help="images per step and rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--lr",
+        type=positive(float),
+        help="peak learning rate (default: " + ", ".join(f"{name} {lr}" for name, (_, lr) in MODELS.items()) + ")",
+    )
+    parser.add_argument(
+        "--seed", type=seed, default=0, help="of weights, data order and augmentation (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=positive(int), help="torch threads per rank (default: cores / local ranks)")
+    parser.add_argument("--json", metavar="PATH", type=json_path, help="write everything measured to this file")
+    args = parser.parse_args()
+    args.compression = args.compression or ["fft-range:theta=0.85,bits=10"]
+    args.lr = args.lr or MODELS[args.model][1]
+    return args
+
+
+def cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def build(args, images):
+    """The model with the weights every rank starts from."""
+    torch.manual_seed(args.seed)
+    model = MODELS[args.model][0](images.channels, images.num_classes)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    # From here torch's generator only draws dropout masks, which should differ between ranks.
+    torch.manual_seed(args.seed + hvd.rank())
+    return model
+
+
+def learning_rate(peak, step, steps):
+    """Linear warm-up over the first twentieth of the steps, then a half cosine down to zero."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+@contextlib.contextmanager
+def progress(title, steps):
+    """Yields report(step, loss): a bar on a terminal, ten lines through a pipe (as under horovodrun), on rank 0."""
+    if hvd.rank() > 0:
+        yield lambda step, loss: None
+        return
+    try:
+        from rich import progress as rich
+    except ImportError:
+        rich = None
+    if rich and sys.stdout.isatty():
+        columns = (
+            "{task.description}",
+            rich.BarColumn(None),
+            rich.MofNCompleteColumn(),
+            "loss {task.fields[loss]:.3f}",
+            rich.TimeRemainingColumn(),
+        )
+        with rich.Progress(*columns, expand=True) as bar:
+            task = bar.add_task(title, total=steps, loss=math.nan)
+            yield lambda step, loss: bar.update(task, completed=step, loss=loss)
+        return
+
+    start, every = time.perf_counter(), math.ceil(steps / 10)
+
+    def report(step, loss):
+        if step % every == 0 or step == steps:
+            seconds = time.perf_counter() - start
+            print(f"{title}  step {step:{len(str(steps))}}/{steps}  loss {loss:.3f}  {seconds:.1f} s", flush=True)
+
+    yield report
+
+
+def train(spec, args, images, steps):
+    """One run with one compression; returns what was measured, the same on all ranks but for time and traffic."""
+    model = build(args, images)
+    compressor = gradzip.parse(spec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compressor)
+    shard = data.batches(images, batch_size=args.batch_size, rank=hvd.rank(), size=hvd.size(), seed=args.seed)
+
+    losses, times = [], []
+    start = time.perf_counter()
+    with progress(spec, steps) as report:
+        for step, (inputs, labels) in enumerate(itertools.islice(shard, steps)):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(args.lr, step, steps)
+            begin = time.perf_counter()
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            times.append(1000 * (time.perf_counter() - begin))
+            losses.append(loss.item())
+            if not math.isfinite(losses[-1]):
+                sys.exit(
+                    f"train.py: error: {spec}: the loss is {losses[-1]} in step {step} on rank {hvd.rank()}, "
+                    f"expected a finite number; try a lower --lr than {args.lr}"
+                )
+            report(step + 1, losses[-1])
+    seconds = time.perf_counter() - start
+
+    curve = hvd.allreduce(torch.tensor(losses, dtype=torch.float64), op=hvd.Average, name="loss_curve")
+    last_epoch = min(steps, len(images.train[1]) // (args.batch_size * hvd.size()))
+    if hvd.rank() == 0:
+        print(f"{spec}  testing on {len(images.test[1])} images", flush=True)
+    accuracy, test_loss = evaluate(model, images)
+    timed = times[UNTIMED_STEPS:] if len(times) > UNTIMED_STEPS + 1 else times
+    deciles = quantiles(timed, n=10, method="inclusive") if len(timed) > 1 else timed * 9
+    sent, dense = compressor.traffic.bytes_sent / steps, compressor.traffic.bytes_dense / steps
+    return {
+        "compression": spec,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "test_accuracy": accuracy,
+        "test_loss": test_loss,
+        "train_loss": curve[-last_epoch:].mean().item(),
+        "ms_per_step": deciles[4],
+        "ms_per_step_p20": deciles[1],
+        "ms_per_step_p80": deciles[7],
+        "payload_bytes_per_step": sent,
+        "uncompressed_bytes_per_step": dense,
+        "ratio": dense / sent if sent else None,
+        "replicas_identical": replicas_identical(model),
+        "steps": steps,
+        "seconds": seconds,
+        "loss_curve": [round(loss, 6) for loss in curve.tolist()],
+    }
+
+
+@torch.no_grad()
+def evaluate(model, images, batch_size=250):
+    """Accuracy and loss over the whole test set, of which every rank takes a part."""
+    model.eval()
+    pixels, labels = (array[hvd.rank() :: hvd.size()] for array in images.test)
+    totals = torch.zeros(2, dtype=torch.float64)
+    for i in range(0, len(labels), batch_size):
+        outputs = model(images.inputs(pixels[i : i + batch_size]))
+        expected = torch.from_numpy(labels[i : i + batch_size])
+        totals[0] += (outputs.argmax(1) == expected).sum()
+        totals[1] += F.cross_entropy(outputs, expected, reduction="sum")
+    totals = hvd.allreduce(totals, op=hvd.Sum, name="test_totals") / len(images.test[1])
+    return totals.tolist()
+
+
+def replicas_identical(model):
+    """Whether all ranks hold the same parameters, bit for bit. (BatchNorm's running statistics are each rank's own.)"""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    digests = hvd.allgather(torch.tensor([list(digest.digest())], dtype=torch.uint8), name="parameter_digests")
+    return bool((digests == digests[0]).all())
+
+
+def human(size):
+    """A number of bytes for people: 1234567 becomes 1.23 MB."""
+    power = 0
+    while size >= 999.5 and power < 3:
+        size, power = size / 1000, power + 1
+    return f"{size:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
+
+
+def table(runs):
+    """The lines of a table with one column per compression; from the second on, with the difference to the first."""
+    first = runs[0]
+    rows = {
+        "test accuracy": lambda run: f"{run['test_accuracy']:.2%}",
+        "test loss": lambda run: f"{run['test_loss']:.4f}",
+        "train loss": lambda run: f"{run['train_loss']:.4f}",
+        "ms per step": lambda run: f"{run['ms_per_step']:.1f}",
+        "sent per step and rank": lambda run: human(run["payload_bytes_per_step"]),
+        "uncompressed": lambda run: human(run["uncompressed_bytes_per_step"]),
+        "ratio": lambda run: f"{run['ratio']:.1f}" if run["ratio"] else "-",
+        "replicas identical": lambda run: "yes" if run["replicas_identical"] else "NO",
+    }
+    differences = {
+        "test accuracy": lambda run: f" ({100 * (run['test_accuracy'] - first['test_accuracy']):+.2f})",
+        "ms per step": lambda run: f" (x{run['ms_per_step'] / first['ms_per_step']:.2f})",
+    }
+    # A spec is stacked, its name over one argument per line, to keep the column narrow.
+    columns = [run["compression"].replace(":", ",").split(",") for run in runs]
+    height = max(map(len, columns))
+    for run, column in zip(runs, columns, strict=True):
+        column += [""] * (height - len(column))
+        for label, cell in rows.items():
+            difference = differences.get(label) if run is not first else None
+            column.append(cell(run) + (difference(run) if difference else ""))
+    labels = [""] * height + list(rows)
+    widths = [max(map(len, column)) for column in columns]
+    for i, cells in enumerate(zip(labels, *columns, strict=True)):
+        if i == height:
+            yield "-" * (max(map(len, labels)) + sum(3 + width for width in widths))
+        row = [cell.rjust(width) for cell, width in zip(cells[1:], widths, strict=True)]
+        yield "   ".join([cells[0].ljust(max(map(len, labels))), *row])
+
+
+def verdict(runs):
+    """What the table shows, in words: a line for each compression."""
+    first, *others = runs
+    if hvd.size() == 1:
+        yield "One rank exchanges gradients with nobody, so nothing was compressed: run this under horovodrun -np 2."
+    elif not others:
+        yield (
+            f"{first['compression']} sent {human(first['payload_bytes_per_step'])} for "
+            f"{human(first['uncompressed_bytes_per_step'])} of gradients; give --compression twice to compare."
+        )
+    else:
+        for run in others:
+            yield compare(run, first)
+    if not all(run["replicas_identical"] for run in runs):
+        yield "The replicas differ: these runs are not valid."
+
+
+def compare(run, first):
+    fewer = first["payload_bytes_per_step"] / run["payload_bytes_per_step"]
+    traffic = f"{fewer:.1f} times fewer" if fewer >= 1 else f"{1 / fewer:.1f} times more"
+    points = 100 * (run["test_accuracy"] - first["test_accuracy"])
+    slower = run["ms_per_step"] / first["ms_per_step"]
+    if run["ms_per_step_p20"] > first["ms_per_step"]:
+        speed = f"but takes {slower:.2f} times as long"
+        if fewer > 1:
+            speed += ": on this network, compressing costs more time than it saves"
+    elif run["ms_per_step_p80"] < first["ms_per_step"]:
+        speed = f"and is {1 / slower:.2f} times as fast"
+    else:
+        speed = "in about the same time"
+    return (
+        f"{run['compression']} sends {traffic} bytes than {first['compression']} "
+        f"({points:+.2f} points of test accuracy) {speed}."
+    )
+
+
+def main():
+    args = parse_arguments()
+    try:
+        images = data.load(args.data)
+    except data.DataError as error:
+        fail(error)
+
+    hvd.init()
+    per_epoch = len(images.train[1]) // (args.batch_size * hvd.size())
+    if per_epoch == 0:
+        fail(
+            f"got --batch-size {args.batch_size} on {hvd.size()} rank(s), expected a step to take at most the "
+            f"{len(images.train[1])} training images; choose a smaller batch"
+        )
+    args.threads = args.threads or max(1, cores() // hvd.local_size())
+    torch.set_num_threads(args.threads)
+    args.epochs = args.epochs or (20 if args.data is None else 10)
+    steps = min(args.epochs * per_epoch, args.steps or math.inf)
+    if hvd.rank() == 0:
+        print(
+            f"{args.model} on {images.name}: {len(images.train[1])} images, {hvd.size()} rank(s) x batch "
+            f"{args.batch_size}, {steps} steps, {args.threads} thread(s) a rank",
+            flush=True,
+        )
+
+    runs = [train(spec, args, images, steps) for spec in args.compression]
+    if hvd.rank() == 0:
+        print("", *table(runs), "", *verdict(runs), sep="\n", flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(results(args, images, runs), indent=1) + "\n")
+
+
+def results(args, images, runs):
+    configuration = {**vars(args), "data": images.name, "ranks": hvd.size()}
+    del configuration["json"], configuration["compression"]  # where this goes, and what each run says itself
+    versions = {
+        "gradzip": gradzip.__version__,
+        "torch": torch.__version__,
+        "horovod": horovod.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": cores(),
+    }
+    return {"configuration": configuration, "versions": versions, "runs": runs}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""The training example: its data, its networks, its errors, and a real run under horovodrun."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from launch import horovodrun
+
+pytest.importorskip("horovod.torch")
+pytest.importorskip("sklearn")
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import data  # noqa: E402
+import models  # noqa: E402
+import train  # noqa: E402
+
+
+@pytest.fixture
+def cifar10(tmp_path):
+    """A folder in the format of CIFAR-10's binary version: 20 digits a file, blown up to 32x32 pixels."""
+    pixels, labels = data.digits().train
+    colours = np.kron(pixels[:120], np.ones((1, 1, 4, 4), np.uint8)) * np.array([15, 8, 4], np.uint8)[:, None, None]
+    records = np.concatenate([labels[:120, None].astype(np.uint8), colours.reshape(120, -1)], axis=1)
+    names = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
+    for name, part in zip(names, records.reshape(6, 20, 3073), strict=True):
+        part.tofile(tmp_path / name)
+    return tmp_path
+
+
+def error_of(monkeypatch, capsys, *arguments):
+    """The line that the example ends with when it is started with wrong arguments."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        train.main()
+    captured = capsys.readouterr()
+    assert stop.value.code == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("train.py: error: ")
+    return captured.err
+
+
+def test_digits_are_split_once_and_for_all():
+    images = data.load()
+    assert images.train[0].shape == (1297, 1, 8, 8)
+    assert images.test[0].shape == (500, 1, 8, 8)
+    assert (data.load().test[1] == images.test[1]).all()
+    together = {image.tobytes() for image in np.concatenate([images.train[0], images.test[0]])}
+    assert len(together) == 1797
+
+
+def test_cifar10_is_read_record_by_record(cifar10):
+    images = data.load(cifar10)
+    pixels, labels = data.digits().train
+    assert images.train[0].shape == (100, 3, 32, 32)
+    assert images.test[0].shape == (20, 3, 32, 32)
+    assert (images.train[1] == labels[:100]).all()
+    assert (images.test[1] == labels[100:120]).all()
+    for channel, factor in enumerate((15, 8, 4)):
+        assert (images.train[0][:, channel, ::4, ::4] == factor * pixels[:100, 0]).all()
+    assert images.channels == 3
+
+
+@pytest.mark.parametrize(
+    ("break_it", "says"),
+    [
+        (lambda folder: (folder / "test_batch.bin").unlink(), "test_batch.bin: No such file or directory"),
+        (lambda folder: (folder / "test_batch.bin").write_bytes(b""), "test_batch.bin: got 0 bytes"),
+        (lambda folder: (folder / "data_batch_3.bin").write_bytes(bytes(3072)), "data_batch_3.bin: got 3072 bytes"),
+        (lambda folder: (folder / "data_batch_5.bin").write_bytes(b"\x0a" + bytes(3072)), "got label 10 in record 0"),
+    ],
+    ids=["missing", "empty", "truncated", "label"],
+)
+def test_bad_data_is_said_in_one_line(cifar10, monkeypatch, capsys, break_it, says):
+    break_it(cifar10)
+    error = error_of(monkeypatch, capsys, "--data", cifar10)
+    assert says in error
+    assert "expected" in error
+
+
+def test_missing_folder_is_said_in_one_line(tmp_path, monkeypatch, capsys):
+    assert "no such folder; expected" in error_of(monkeypatch, capsys, "--data", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--compression", "zip"),
+        ("--compression", "none", "--compression", "fft-range:theta=much"),
+        ("--compression", "fft-range:theta=2"),
+        ("--model", "transformer"),
+        ("--steps", "0"),
+        ("--lr", "nan"),
+        ("--seed", "-1"),
+        ("--json", "/nowhere/at/all.json"),
+    ],
+    ids=" ".join,
+)
+def test_bad_arguments_are_said_in_one_line(monkeypatch, capsys, arguments):
+    assert f"argument {arguments[-2]}: " in error_of(monkeypatch, capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("cnn", 188_810), ("resnet20", 269_722), ("resnet18", 11_173_962), ("alexnet", 27_445_194)],
+)
+def test_networks_have_their_published_size_and_take_both_images(name, parameters):
+    build, _ = models.MODELS[name]
+    model = build(3, 10)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+    assert build(1, 10)(torch.randn(2, 1, 8, 8)).shape == (2, 10)
+
+
+def test_cnn_has_a_layer_worth_compressing():
+    assert max(p.numel() for p in models.cnn(1, 10).parameters()) > 100_000
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_share_an_epoch_and_shuffle_the_next(size):
+    images = data.load()
+    images.train[1][:] = np.arange(1297)  # so that a label tells which image it is
+    steps = 1297 // (32 * size)
+
+    def epochs(rank):
+        shard = data.batches(images, batch_size=32, rank=rank, size=size, seed=0)
+        labels = torch.cat([labels for _, labels in itertools.islice(shard, 2 * steps)])
+        return labels.reshape(2, -1).tolist()
+
+    first, second = zip(*map(epochs, range(size)), strict=True)
+    assert len(set(itertools.chain(*first))) == 32 * size * steps
+    assert len(set(itertools.chain(*second))) == 32 * size * steps
+    assert first != second
+    assert epochs(0)[0] == first[0]
+
+
+def test_augmentation_shifts_and_mirrors_each_image():
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(1, 256, (64, 3, 8, 8), dtype=np.uint8)
+    padded = np.pad(pixels, ((0, 0), (0, 0), (4, 4), (4, 4)))
+    found = set()
+    for image, border, result in zip(pixels, padded, data.augment(pixels, rng), strict=True):
+        assert result.shape == image.shape
+        matches = [
+            (row, column, mirror)
+            for row, column, mirror in itertools.product(range(9), range(9), (1, -1))
+            if (border[:, row : row + 8, column : column + 8][:, :, ::mirror] == result).all()
+        ]
+        assert len(matches) == 1
+        found.update(matches)
+    assert len(found) > 40  # 64 draws out of 162
+
+
+def test_trains_in_one_plain_process(cifar10):
+    command = [
+        sys.executable,
+        str(EXAMPLES / "train.py"),
+        "--model",
+        "resnet20",
+        "--data",
+        str(cifar10),
+        "--epochs",
+        "1",
+    ]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert job.returncode == 0, job.stderr
+    assert "3 steps" in job.stdout
+    assert "nothing was compressed" in job.stdout
+
+
+def test_trains_under_horovodrun(tmp_path):
+    results = tmp_path / "results.json"
+    specs = ["none", "fft-range:theta=0.85,bits=10"]
+    arguments = ["--compression", specs[0], "--compression", specs[1], "--json", results]
+    job = horovodrun(2, EXAMPLES / "train.py", *arguments)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "[1]<stdout>" not in job.stdout
+    assert len(job.stdout.splitlines()) < 45
+
+    report = json.loads(results.read_text())
+    assert report["configuration"]["ranks"] == 2
+    assert report["versions"]["torch"] == torch.__version__
+    plain, compressed = report["runs"]
+    assert [run["compression"] for run in report["runs"]] == specs
+    for run in report["runs"]:
+        assert run["replicas_identical"]
+        assert run["steps"] == len(run["loss_curve"]) == 400
+        assert 0 < run["ms_per_step_p20"] <= run["ms_per_step"] <= run["ms_per_step_p80"]
+        assert run["loss_curve"][0] > 2
+        assert run["test_accuracy"] > 0.97
+    assert abs(plain["test_accuracy"] - compressed["test_accuracy"]) <= 0.01
+    # From the same weights and on the same images, the first losses are the same numbers.
+    assert plain["loss_curve"][0] == compressed["loss_curve"][0]
+    assert plain["uncompressed_bytes_per_step"] == plain["payload_bytes_per_step"] == 4 * (188_810 - 2 * 288)
+    # 15 % of the coefficients at 10 bits a number are a 21st; positions, headers and the small layers come on top.
+    assert 10 < compressed["ratio"] < 21.4
+
+
+def test_a_mistake_under_horovodrun_is_said_once():
+    job = horovodrun(2, EXAMPLES / "train.py", "--compression", "zip")
+    assert job.returncode != 0
+    assert job.stderr.count("train.py: error: ") == 1
+    assert "none" in job.stderr
+    assert "Exit code: 2" in job.stderr
