@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from launch import horovodrun, scenarios
 
 import gradzip
+from launch import horovodrun, scenarios
 
 pytest.importorskip("horovod.torch")
 from horovod_worker import FFT, SHAPES, gradient
