@@ -59,10 +59,12 @@ GZ_HD RangeFloat make_range_float(int bits, int mantissa, float vmin, float vmax
   const int64_t codes = (int64_t(1) << bits) - 1;
   const int64_t up = range_t(vmax, shift), down = range_t(-vmin, shift);
   int64_t pbase = (up + down + 3 - codes) >> 1;  // floor((s + 1) / 2) = ceil(s / 2), for negative s too
-  if (down < pbase) pbase = up + 1 - codes;
-  if (up < pbase) pbase = down + 1 - codes;
+  const bool no_negative = down < pbase, no_positive = up < pbase;
+  if (no_negative) pbase = up + 1 - codes;
+  if (no_positive) pbase = down + 1 - codes;
   if (pbase < 1) pbase = 1;
-  const int64_t p = up - pbase + 1, q = down - pbase + 1;
+  // The side left out stays so, though the new eps may be as small as its limit: the codes are all taken.
+  const int64_t p = no_positive ? 0 : up - pbase + 1, q = no_negative ? 0 : down - pbase + 1;
   r.pbase = uint32_t(pbase);
   r.positive = uint32_t(p < 0 ? 0 : p);
   r.negative = uint32_t(q < 0 ? 0 : q);
