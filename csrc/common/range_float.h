@@ -97,4 +97,26 @@ GZ_HD float range_decode(const RangeFloat& r, uint32_t code) {
   return bits_float(((index - 1u + r.pbase) << range_shift(r)) | (negative ? 0x80000000u : 0u));
 }
 
+// What range_encode needs beside the value.
+struct Rounding {
+  uint32_t noise;   // 1 << (shift - 1), or the mask of the random bits
+  float underflow;  // eps / 2, or eps
+};
+
+GZ_HD Rounding range_rounding(const RangeFloat& format, bool stochastic) {
+  const int shift = range_shift(format);
+  const float eps = range_eps(format);
+  if (stochastic) return {(1u << shift) - 1, eps};
+  return {shift > 0 ? 1u << (shift - 1) : 0u, 0.5f * eps};
+}
+
+// NaN is outside of every range.
+GZ_HD bool range_outside(const RangeFloat& format, float x) { return !(x >= format.vmin && x <= format.vmax); }
+
+// The 8 bytes from which a peer decodes, little-endian: pbase (4), P (2), m (1), N (1).
+GZ_HD uint64_t range_wire(const RangeFloat& r) {
+  return uint64_t(r.pbase) | uint64_t(r.positive & 0xffffu) << 32 | uint64_t(uint8_t(r.mantissa)) << 48 |
+         uint64_t(uint8_t(r.bits)) << 56;
+}
+
 }  // namespace gradzip
