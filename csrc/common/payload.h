@@ -33,6 +33,15 @@ GZ_HD uint64_t checksum_term(uint64_t word, uint64_t position) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
   return x ^ (x >> 29);
 }
+constexpr int kChecksumWord = 3;  // the word of the header whose lower half, the checksum itself, counts as 0
 GZ_HD uint32_t checksum_fold(uint64_t sum) { return uint32_t(sum ^ (sum >> 32)); }
+
+// What a host learns of a payload that lies in a device's memory, at one copy.
+struct PayloadInspection {
+  PayloadHeader header;
+  uint64_t begin;  // where the payload lies in the gathered buffer
+  uint64_t sum;    // of the checksum's terms, to be folded
+};
+static_assert(sizeof(PayloadInspection) == 64, "gradzip/ops/payload.py reads it");
 
 }  // namespace gradzip

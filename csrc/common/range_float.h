@@ -59,10 +59,12 @@ GZ_HD RangeFloat make_range_float(int bits, int mantissa, float vmin, float vmax
   const int64_t codes = (int64_t(1) << bits) - 1;
   const int64_t up = range_t(vmax, shift), down = range_t(-vmin, shift);
   int64_t pbase = (up + down + 3 - codes) >> 1;  // floor((s + 1) / 2) = ceil(s / 2), for negative s too
-  if (down < pbase) pbase = up + 1 - codes;
-  if (up < pbase) pbase = down + 1 - codes;
+  const bool no_negative = down < pbase, no_positive = up < pbase;
+  if (no_negative) pbase = up + 1 - codes;
+  if (no_positive) pbase = down + 1 - codes;
   if (pbase < 1) pbase = 1;
-  const int64_t p = up - pbase + 1, q = down - pbase + 1;
+  // The side left out stays so, though the new eps may be as small as its limit: the codes are all taken.
+  const int64_t p = no_positive ? 0 : up - pbase + 1, q = no_negative ? 0 : down - pbase + 1;
   r.pbase = uint32_t(pbase);
   r.positive = uint32_t(p < 0 ? 0 : p);
   r.negative = uint32_t(q < 0 ? 0 : q);
@@ -93,6 +95,28 @@ GZ_HD float range_decode(const RangeFloat& r, uint32_t code) {
   const uint32_t index = negative ? code - r.positive : code;
   if (index == 0 || (negative && index > r.negative)) return 0.0f;
   return bits_float(((index - 1u + r.pbase) << range_shift(r)) | (negative ? 0x80000000u : 0u));
+}
+
+// What range_encode needs beside the value.
+struct Rounding {
+  uint32_t noise;   // 1 << (shift - 1), or the mask of the random bits
+  float underflow;  // eps / 2, or eps
+};
+
+GZ_HD Rounding range_rounding(const RangeFloat& format, bool stochastic) {
+  const int shift = range_shift(format);
+  const float eps = range_eps(format);
+  if (stochastic) return {(1u << shift) - 1, eps};
+  return {shift > 0 ? 1u << (shift - 1) : 0u, 0.5f * eps};
+}
+
+// NaN is outside of every range.
+GZ_HD bool range_outside(const RangeFloat& format, float x) { return !(x >= format.vmin && x <= format.vmax); }
+
+// The 8 bytes from which a peer decodes, little-endian: pbase (4), P (2), m (1), N (1).
+GZ_HD uint64_t range_wire(const RangeFloat& r) {
+  return uint64_t(r.pbase) | uint64_t(r.positive & 0xffffu) << 32 | uint64_t(uint8_t(r.mantissa)) << 48 |
+         uint64_t(uint8_t(r.bits)) << 56;
 }
 
 }  // namespace gradzip

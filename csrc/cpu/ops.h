@@ -7,6 +7,7 @@
 
 #include "common/payload.h"
 #include "common/range_float.h"
+#include "common/selection.h"
 
 namespace gradzip::cpu {
 
@@ -15,14 +16,7 @@ namespace gradzip::cpu {
 float abs_max(const float* x, int64_t n, int threads);
 
 // --- select.cpp
-// The top k of |x|, 1 <= k <= n: all above `threshold`, and the first `ties` of those equal to it. NaN counts as
-// larger than infinity. Expected: one read of x.
-struct Selection {
-  float threshold;
-  int32_t unused;
-  int64_t ties;
-};
-static_assert(sizeof(Selection) == 16, "gradzip/ops/select.py reads it");
+// The top k of |x|, 1 <= k <= n. Expected: one read of x.
 void select(const float* x, int64_t n, int64_t k, Selection* selection, int threads);
 
 // --- compact.cpp

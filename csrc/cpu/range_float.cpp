@@ -1,11 +1,11 @@
 #include "common/range_float.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <vector>
 
 #include "common/philox.h"
+#include "common/range_float_fit.h"
 #include "cpu/bit_stream.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
@@ -33,57 +33,22 @@ GZ_INLINE Range range_of_body(const float* x, int64_t n) {
 }
 GZ_SIMD_DISPATCH(Range, range_of, (const float* x, int64_t n), (x, n))
 
-// Magnitudes by exponent and the top three mantissa bits: eight bins to the octave.
-constexpr int kBinShift = 20;
-constexpr int kBins = 1 << (31 - kBinShift);
-
-// The choice of m is the same for a thousandth more or less of the values: a sample of a large tensor will do.
-// Runs of neighbours: single values far apart would cost a cache line each.
-constexpr int64_t kHistogramSample = 1 << 18, kHistogramRun = 1 << 10;
-
 std::vector<double> magnitude_histogram(const float* x, int64_t n) {
   std::vector<double> histogram(kBins, 0.0);
-  const int64_t step = kHistogramRun * std::max<int64_t>(1, n / kHistogramSample);
-  for (int64_t begin = 0; begin < n; begin += step)
+  for (int64_t begin = 0; begin < n; begin += histogram_step(n))
     for (int64_t i = begin; i < std::min(n, begin + kHistogramRun); ++i)
       histogram[(float_bits(x[i]) & 0x7fffffffu) >> kBinShift] += 1.0;
   return histogram;
 }
 
-// Expected squared error of rounding to nearest, the values of a bin taken to lie at its middle and, within a step of
-// the format, uniformly.
 double expected_error(const RangeFloat& format, const std::vector<double>& histogram) {
-  const double eps = range_eps(format),
-               most = bits_float(uint32_t(std::max(format.positive, format.negative) + format.pbase - 1)
-                                 << range_shift(format));
-  double error = 0.0;
-  for (int bin = 0; bin < int(kInfBits >> kBinShift); ++bin) {
-    if (histogram[bin] == 0.0) continue;
-    const double low = bits_float(uint32_t(bin) << kBinShift), high = bits_float((uint32_t(bin) + 1) << kBinShift);
-    const double x = 0.5 * (low + (std::isfinite(high) ? high : low));
-    double e;
-    if (x < eps) {
-      e = std::min(x, eps - x) * std::min(x, eps - x);
-    } else {
-      const double step = std::ldexp(1.0, std::ilogb(std::min(x, most)) - format.mantissa);
-      e = step * step / 12.0 + (x > most ? (x - most) * (x - most) : 0.0);
-    }
-    error += histogram[bin] * e;
-  }
-  return error;
-}
-
-// What range_encode needs beside the value.
-struct Rounding {
-  uint32_t noise;   // 1 << (shift - 1), or the mask of the random bits
-  float underflow;  // eps / 2, or eps
-};
-
-Rounding rounding(const RangeFloat& format, bool stochastic) {
-  const int shift = range_shift(format);
-  const float eps = range_eps(format);
-  if (stochastic) return {(1u << shift) - 1, eps};
-  return {shift > 0 ? 1u << (shift - 1) : 0u, 0.5f * eps};
+  const double eps = range_eps(format), most = range_most(format);
+  double sums[kErrorLanes] = {};
+  for (int bin = 0; bin < kFiniteBins; ++bin)
+    if (histogram[bin] != 0.0) sums[bin % kErrorLanes] += histogram[bin] * bin_error(format, eps, most, bin);
+  for (int d = kErrorLanes / 2; d > 0; d /= 2)
+    for (int lane = 0; lane < d; ++lane) sums[lane] += sums[lane + d];
+  return sums[0];
 }
 
 // Codes of a block, and how many values lay outside the range (NaN is outside of every range).
@@ -91,7 +56,7 @@ GZ_INLINE int64_t encode_block(const RangeFloat& format, Rounding r, const float
   int outside = 0;
   for (int i = 0; i < n; ++i) {
     codes[i] = range_encode(format, x[i], r.noise, r.underflow);
-    outside += !(x[i] >= format.vmin && x[i] <= format.vmax);
+    outside += range_outside(format, x[i]);
   }
   return outside;
 }
@@ -106,7 +71,7 @@ GZ_INLINE int64_t encode_block_stochastic(const RangeFloat& format, Rounding r, 
   int outside = 0;
   for (int i = 0; i < n; ++i) {
     codes[i] = range_encode(format, x[i], words[i] & r.noise, unit_interval(words[i]) * r.underflow);
-    outside += !(x[i] >= format.vmin && x[i] <= format.vmax);
+    outside += range_outside(format, x[i]);
   }
   return outside;
 }
@@ -140,7 +105,7 @@ GZ_SIMD_DISPATCH(int64_t, encode_chunk, (const Encoder& e, int64_t begin, int64_
 
 int64_t encode(const RangeFloat& format, const float* x, int64_t n, bool stochastic, uint64_t key, int32_t* codes,
                uint8_t* packed, int threads) {
-  const Encoder encoder{format, rounding(format, stochastic), x, stochastic, key};
+  const Encoder encoder{format, range_rounding(format, stochastic), x, stochastic, key};
   std::vector<int64_t> outside(ceil_div(n, kChunk), 0);
   parallel_chunks(n, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
     outside[chunk] = encode_chunk(encoder, begin, end, codes, packed);

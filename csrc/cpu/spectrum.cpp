@@ -1,4 +1,5 @@
 // The frequency side of FFTRange: what selects coefficients, and what adds a peer's to the sum.
+#include "common/spectrum.h"
 #include "cpu/bit_stream.h"
 #include "cpu/bitmap.h"
 #include "cpu/ops.h"
@@ -7,13 +8,6 @@
 
 namespace gradzip::cpu {
 namespace {
-
-// A power of two that brings amax into [1, 2): squares neither overflow nor, down to 1e-19 of amax, vanish.
-float unit_scale(float amax) {
-  const int exponent = int(float_bits(amax) >> 23);
-  const int inverse = 254 - exponent;
-  return bits_float(uint32_t(inverse < 1 ? 1 : inverse) << 23);
-}
 
 GZ_INLINE void power_of_body(const float* spectrum, int64_t n, float scale, float weight, float* power) {
   for (int64_t i = 0; i < n; ++i) {

@@ -1,0 +1,58 @@
+// Which mantissa suits a tensor: the one with the least expected squared error on a histogram of its magnitudes. Sums are
+// formed in one order everywhere, so that CPU and CUDA choose alike.
+#pragma once
+
+#include "common/range_float.h"
+
+namespace gradzip {
+
+// Magnitudes by exponent and the top three mantissa bits: eight bins to the octave.
+constexpr int kBinShift = 20;
+constexpr int kBins = 1 << (31 - kBinShift);
+constexpr int kFiniteBins = int(kInfBits >> kBinShift);
+
+// The choice of m is the same for a thousandth more or less of the values: a sample of a large tensor will do.
+// Runs of neighbours: single values far apart would cost a cache line each. Every histogram_step(n)-th run begins one.
+constexpr int64_t kHistogramSample = 1 << 18, kHistogramRun = 1 << 10;
+GZ_HD int64_t histogram_step(int64_t n) {
+  return kHistogramRun * (n / kHistogramSample > 1 ? n / kHistogramSample : 1);
+}
+
+// The sum over bins is formed as 32 sums, of every 32nd bin each, which are then added in pairs: 0 and 16, 1 and 17, ...,
+// 0 and 8, ..., 0 and 1.
+constexpr int kErrorLanes = 32;
+
+GZ_HD double power_of_two(int exponent) {
+  const uint64_t bits = uint64_t(exponent + 1023) << 52;
+  double x;
+  memcpy(&x, &bits, 8);
+  return x;
+}
+GZ_HD int exponent_of(double x) {  // of a positive normal number
+  uint64_t bits;
+  memcpy(&bits, &x, 8);
+  return int(bits >> 52) - 1023;
+}
+
+// Largest magnitude that has a code; 0 when none has.
+GZ_HD double range_most(const RangeFloat& format) {
+  const uint32_t codes = format.positive > format.negative ? format.positive : format.negative;
+  return bits_float((codes + format.pbase - 1u) << range_shift(format));
+}
+
+// Squared error of rounding a value of a bin to nearest, expected where it lies at the middle of the bin and, within a
+// step of the format, anywhere.
+GZ_HD double bin_error(const RangeFloat& format, double eps, double most, int bin) {
+  const uint32_t next = uint32_t(bin + 1) << kBinShift;
+  const double low = bits_float(uint32_t(bin) << kBinShift), high = next < kInfBits ? bits_float(next) : low;
+  const double x = 0.5 * (low + high);
+  if (x < eps) {
+    const double nearest = eps - x < x ? eps - x : x;
+    return nearest * nearest;
+  }
+  const double reached = most < x ? most : x;
+  const double step = reached > 0.0 ? power_of_two(exponent_of(reached) - format.mantissa) : 0.0;
+  return step * step / 12.0 + (x > most ? (x - most) * (x - most) : 0.0);
+}
+
+}  // namespace gradzip

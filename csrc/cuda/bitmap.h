@@ -1,0 +1,28 @@
+// The launches that lead from a bitmap to where each tile's items begin.
+#pragma once
+
+#include "cuda/bitmap.cuh"
+#include "cuda/launch.h"
+
+namespace gradzip::cuda {
+
+struct BitmapOffsets {
+  int64_t tiles;
+  uint32_t* counts;
+  int64_t* offsets;  // one more, with the sum
+
+  BitmapOffsets(Arena& arena, int64_t n)
+      : tiles(ceil_div(n, kTile)), counts(arena.take<uint32_t>(tiles)), offsets(arena.take<int64_t>(tiles + 1)) {}
+
+  unsigned grid() const { return grid_for(tiles); }
+
+  void scan(int64_t* total, cudaStream_t stream) const {
+    launch(stream, grid_of(1), kScanBlock, scan_counts_kernel, counts, tiles, offsets, total);
+  }
+  void count(const uint8_t* bitmap, int64_t n, int64_t* total, cudaStream_t stream) const {
+    launch(stream, grid_of(grid()), kBlock, count_bits_kernel, bitmap, n, counts);
+    scan(total, stream);
+  }
+};
+
+}  // namespace gradzip::cuda

@@ -1,0 +1,66 @@
+// How launchers start kernels: on the caller's stream, with a grid that fits the device. Launch errors are thrown.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace gradzip::cuda {
+
+inline void check(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Blocks for work that comes in `pieces`, which a grid-stride loop shares out: no more than there are pieces, nor than
+// run at a time. Eight blocks of 256 threads fill a multiprocessor.
+inline unsigned grid_for(int64_t pieces, int blocks_per_multiprocessor = 8) {
+  int device = 0, multiprocessors = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  const int64_t most = int64_t(multiprocessors) * blocks_per_multiprocessor;
+  return unsigned(pieces < 1 ? 1 : pieces < most ? pieces : most);
+}
+
+template <class... P, class... A>
+void launch(cudaStream_t stream, dim3 grid, unsigned threads, void (*kernel)(P...), A... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim.x = threads;
+  config.stream = stream;
+  check(cudaLaunchKernelEx(&config, kernel, P(arguments)...), "kernel launch");
+}
+
+inline dim3 grid_of(unsigned x, unsigned y = 1) {
+  dim3 grid;
+  grid.x = x;
+  grid.y = y;
+  return grid;
+}
+
+inline void clear(void* memory, int64_t nbytes, cudaStream_t stream) {
+  check(cudaMemsetAsync(memory, 0, size_t(nbytes), stream), "cudaMemsetAsync");
+}
+
+// Cuts one workspace into arrays, each aligned to 16 bytes. With a null workspace it only measures.
+class Arena {
+ public:
+  explicit Arena(void* memory) : memory_(static_cast<char*>(memory)) {}
+
+  template <class T>
+  T* take(int64_t count) {
+    char* at = memory_ ? memory_ + used_ : nullptr;
+    used_ += ceil_div(count * int64_t(sizeof(T)), 16) * 16;
+    return reinterpret_cast<T*>(at);
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* memory_;
+  int64_t used_ = 0;
+};
+
+}  // namespace gradzip::cuda

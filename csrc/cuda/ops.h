@@ -1,0 +1,79 @@
+// Every CUDA primitive, over raw pointers to device memory, unless said otherwise. Work is queued on `stream` of the
+// current device; nothing waits for it, allocates or copies to the host, so what the CPU kernels (cpu/ops.h) return or
+// take by value is written to and read from device memory here. Results have the same bits as theirs. A primitive that
+// needs scratch memory takes a workspace of at least NAME_workspace(...) bytes, aligned to 16, which it may overwrite.
+//
+// Plain C++: the bindings include it without the CUDA headers.
+#pragma once
+
+#include <cstdint>
+
+#include "common/payload.h"
+#include "common/range_float.h"
+#include "common/selection.h"
+
+using cudaStream_t = struct CUstream_st*;
+
+namespace gradzip::cuda {
+
+// --- abs_max.cu
+void abs_max(const float* x, int64_t n, float* most, cudaStream_t stream);
+
+// --- select.cu
+// At most three reads of x; k as on the CPU.
+int64_t select_workspace(int64_t n);
+void select(const float* x, int64_t n, int64_t k, Selection* selection, void* workspace, cudaStream_t stream);
+
+// --- compact.cu
+// *set: how many bits are set.
+int64_t bitmap_workspace(int64_t n);
+void bitmap(const float* x, int64_t n, const Selection* selection, uint8_t* bitmap, int64_t* set, void* workspace,
+            cudaStream_t stream);
+// *set: how many bits are set; above `capacity` (compact), or other than `count` (expand), `out` stays as it was.
+int64_t compact_workspace(int64_t n);
+void compact(const void* values, int64_t n, int item_size, const uint8_t* bitmap, void* out, int64_t capacity,
+             int64_t* set, void* workspace, cudaStream_t stream);
+void expand(const void* values, int64_t count, int item_size, const uint8_t* bitmap, void* out, int64_t n, int64_t* set,
+            void* workspace, cudaStream_t stream);
+
+// --- range_float.cu
+int64_t range_float_fit_workspace(int64_t n);
+void range_float_fit(RangeFloat* format, const float* x, int64_t n, int bits, int mantissa, float vmin, float vmax,
+                     void* workspace, cudaStream_t stream);
+// `outside` grows by how many values were outside of [vmin, vmax].
+void range_float_encode(const RangeFloat* format, const float* x, int64_t n, bool stochastic, uint64_t key,
+                        int32_t* codes, int64_t* outside, cudaStream_t stream);
+void range_float_encode_packed(const RangeFloat* format, const float* x, int64_t n, int bits, bool stochastic,
+                               uint64_t key, uint8_t* packed, int64_t* outside, cudaStream_t stream);
+// *failed becomes 1 when a code is above P + Q, and is left alone else.
+void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t n, float* x, int32_t* failed,
+                        cudaStream_t stream);
+
+// --- pack_bits.cu
+void pack_bits(const int32_t* codes, int64_t n, int bits, uint8_t* packed, cudaStream_t stream);
+void unpack_bits(const uint8_t* packed, int64_t n, int bits, int32_t* codes, cudaStream_t stream);
+
+// --- spectrum.cu
+void spectrum_power(const float* spectrum, int64_t rows, int64_t length, const float* amax, float* power,
+                    cudaStream_t stream);
+// *failed becomes 1 when the bitmap does not have `count` bits set, and is left alone else. The spectrum becomes NaN
+// then: nobody may be waiting for the flag, and a non-finite average is what every rank knows to skip.
+int64_t spectrum_decode_add_workspace(int64_t n);
+void spectrum_decode_add(const RangeFloat* format, const uint8_t* bitmap, const uint8_t* packed, int64_t packed_bytes,
+                         int64_t count, float weight, float* spectrum, int64_t n, int32_t* failed, void* workspace,
+                         cudaStream_t stream);
+
+// --- payload.cu
+int64_t payload_checksum_workspace();
+void payload_checksum(const uint8_t* payload, int64_t nbytes, uint32_t* checksum, void* workspace, cudaStream_t stream);
+// Writes the header of a payload whose body is in place: `header` (host memory), with kNonFinite where one of the
+// `magnitudes` is not finite, the wire form of `number` (unless null) as the last 8 bytes of the fields, and the
+// checksum. Workspace as for payload_checksum.
+void payload_seal(uint8_t* payload, int64_t nbytes, const PayloadHeader& header, const float* magnitudes,
+                  int64_t magnitude_count, const RangeFloat* number, void* workspace, cudaStream_t stream);
+// Walks `count` payloads that lie one behind the other: all that a host must know about them, in one table. The walk
+// ends at the first that claims an impossible length; what it did not reach is zero.
+void payload_inspect(const uint8_t* buffer, int64_t nbytes, int64_t count, PayloadInspection* table,
+                     cudaStream_t stream);
+
+}  // namespace gradzip::cuda

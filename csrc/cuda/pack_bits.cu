@@ -1,0 +1,16 @@
+#include "cuda/pack_bits.cuh"
+
+#include "cuda/launch.h"
+#include "cuda/ops.h"
+
+namespace gradzip::cuda {
+
+void pack_bits(const int32_t* codes, int64_t n, int bits, uint8_t* packed, cudaStream_t stream) {
+  launch(stream, grid_of(grid_for(ceil_div(n, kPackTile))), kBlock, pack_bits_kernel, codes, n, bits, packed);
+}
+
+void unpack_bits(const uint8_t* packed, int64_t n, int bits, int32_t* codes, cudaStream_t stream) {
+  launch(stream, grid_of(grid_for(ceil_div(n, kBlock))), kBlock, unpack_bits_kernel, packed, n, bits, codes);
+}
+
+}  // namespace gradzip::cuda

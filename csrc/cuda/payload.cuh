@@ -1,0 +1,95 @@
+// Payload headers and checksums, so that a payload is made and checked without leaving the device.
+#pragma once
+
+#include "common/payload.h"
+#include "common/range_float.h"
+#include "cuda/block.cuh"
+
+namespace gradzip::cuda {
+
+constexpr int kChecksumBytes = 24;  // where the checksum lies in a header
+static_assert(kChecksumBytes == 8 * kChecksumWord, "in the lower half of its word");
+
+// Any alignment: a payload may be a view of anything.
+GZ_DEVICE uint64_t load_bytes8(const uint8_t* at) {
+  uint64_t word = 0;
+  for (int b = 0; b < 8; ++b) word |= uint64_t(at[b]) << (8 * b);
+  return word;
+}
+GZ_DEVICE void store_bytes(uint8_t* at, uint64_t word, int nbytes) {
+  for (int b = 0; b < nbytes; ++b) at[b] = uint8_t(word >> (8 * b));
+}
+
+// The block's part of the sum of the checksum's terms; nbytes is a multiple of 16. For thread 0.
+GZ_DEVICE uint64_t checksum_part(const uint8_t* payload, int64_t nbytes) {
+  __shared__ uint64_t partial[kLanes];
+  const bool aligned = reinterpret_cast<uintptr_t>(payload) % 16 == 0;
+  uint64_t sum = 0;
+  for (int64_t i = grid_thread(); i < nbytes / 16; i += grid_threads()) {
+    uint64_t first, second;
+    if (aligned) {
+      const ulonglong2 words = __ldg(reinterpret_cast<const ulonglong2*>(payload) + i);
+      first = words.x, second = words.y;
+    } else {
+      first = load_bytes8(payload + 16 * i), second = load_bytes8(payload + 16 * i + 8);
+    }
+    if (2 * i + 1 == kChecksumWord) second &= ~uint64_t(0xffffffffu);
+    sum += checksum_term(first, uint64_t(2 * i)) + checksum_term(second, uint64_t(2 * i + 1));
+  }
+  return block_sum(sum, partial);
+}
+static_assert(kChecksumWord % 2 == 1, "the second of two");
+
+// Zero at launch.
+struct ChecksumState {
+  uint64_t sum;
+  uint32_t ticket;
+};
+
+// The checksum, as 4 bytes to `out`.
+__global__ void __launch_bounds__(kBlock)
+    checksum_kernel(const uint8_t* payload, int64_t nbytes, ChecksumState* state, uint8_t* out) {
+  const uint64_t part = checksum_part(payload, nbytes);
+  if (threadIdx.x == 0) atomic_add(&state->sum, part);
+  if (last_block(&state->ticket) && threadIdx.x == 0) store_bytes(out, checksum_fold(state->sum), 4);
+}
+
+// The header, but for the checksum.
+__global__ void header_kernel(uint8_t* payload, PayloadHeader header, const float* magnitudes, int64_t magnitude_count,
+                              const RangeFloat* number) {
+  if (threadIdx.x != 0) return;
+  for (int64_t i = 0; i < magnitude_count; ++i)
+    if (magnitude(magnitudes[i]) >= kInfBits) header.flags |= kNonFinite;
+  uint64_t words[sizeof header / 8];
+  memcpy(words, &header, sizeof header);
+  if (number) words[sizeof header / 8 - 1] = range_wire(*number);
+  for (int i = 0; i < int(sizeof header / 8); ++i) store_bytes(payload + 8 * i, words[i], 8);
+}
+
+// Where each payload begins, by the lengths their headers claim. The table is zero at launch.
+__global__ void walk_kernel(const uint8_t* buffer, int64_t nbytes, int64_t count, PayloadInspection* table) {
+  if (threadIdx.x != 0) return;
+  int64_t begin = 0;
+  for (int64_t r = 0; r < count && nbytes - begin >= int64_t(sizeof(PayloadHeader)); ++r) {
+    uint64_t words[sizeof(PayloadHeader) / 8];
+    for (int i = 0; i < int(sizeof words / 8); ++i) words[i] = load_bytes8(buffer + begin + 8 * i);
+    memcpy(&table[r].header, words, sizeof words);
+    table[r].begin = uint64_t(begin);
+    const uint64_t claimed = table[r].header.nbytes;
+    if (claimed < sizeof(PayloadHeader) || claimed % kPayloadAlign || claimed > uint64_t(nbytes - begin)) return;
+    begin += int64_t(claimed);
+  }
+}
+
+// The sums of the payloads that the walk has found; blocks with the same y share one payload.
+__global__ void __launch_bounds__(kBlock)
+    sums_kernel(const uint8_t* buffer, int64_t nbytes, int64_t count, PayloadInspection* table) {
+  for (int64_t r = blockIdx.y; r < count; r += gridDim.y) {
+    const uint64_t claimed = table[r].header.nbytes, left = uint64_t(nbytes) - table[r].begin;
+    if (claimed < sizeof(PayloadHeader) || claimed % kPayloadAlign || claimed > left) continue;
+    const uint64_t part = checksum_part(buffer + table[r].begin, int64_t(claimed));
+    if (threadIdx.x == 0) atomic_add(&table[r].sum, part);
+  }
+}
+
+}  // namespace gradzip::cuda

@@ -1,0 +1,158 @@
+// The range-based N-bit float: fitted, encoded and decoded by the functions of common/range_float.h.
+#pragma once
+
+#include "common/philox.h"
+#include "common/range_float_fit.h"
+#include "cuda/bit_stream.cuh"
+
+namespace gradzip::cuda {
+
+// What the choice of a format looks at. Zero at launch.
+struct FitState {
+  uint32_t low, high;  // largest magnitudes below and above zero, as bits
+  uint32_t histogram[kBins];
+};
+
+__global__ void __launch_bounds__(kBlock) range_kernel(const float* x, int64_t n, FitState* state) {
+  uint32_t low = 0, high = 0;
+  for_each(x, n, [&](float value) {
+    const uint32_t u = float_bits(value), m = u & 0x7fffffffu, number = m <= kInfBits ? m : 0u;  // NaN is passed over
+    const uint32_t down = u >> 31 ? number : 0u, up = u >> 31 ? 0u : number;
+    low = low > down ? low : down;
+    high = high > up ? high : up;
+  });
+  low = warp_max(low);
+  high = warp_max(high);
+  if (lane() == 0 && low > 0) atomicMax(&state->low, low);
+  if (lane() == 0 && high > 0) atomicMax(&state->high, high);
+}
+
+__global__ void __launch_bounds__(kBlock) histogram_kernel(const float* x, int64_t n, FitState* state) {
+  __shared__ uint32_t counts[kBins];
+  for (int bin = int(threadIdx.x); bin < kBins; bin += kBlock) counts[bin] = 0;
+  __syncthreads();
+  const int64_t step = histogram_step(n);
+  for (int64_t run = blockIdx.x * step; run < n; run += gridDim.x * step)
+    for (int64_t i = run + threadIdx.x; i < n && i < run + kHistogramRun; i += kBlock)
+      atomicAdd(&counts[magnitude(__ldg(x + i)) >> kBinShift], 1u);
+  __syncthreads();
+  for (int bin = int(threadIdx.x); bin < kBins; bin += kBlock)
+    if (counts[bin]) atomicAdd(&state->histogram[bin], counts[bin]);
+}
+
+// One block, one warp for each mantissa. mantissa < 0: the best; vmin > vmax: the range that was found.
+constexpr int kMostBits = 16;
+constexpr int kFitBlock = kMostBits * kLanes;
+__global__ void __launch_bounds__(kFitBlock)
+    fit_kernel(const FitState* state, int bits, int mantissa, float vmin, float vmax, RangeFloat* format) {
+  __shared__ double errors[kMostBits];
+  if (vmin > vmax) {
+    vmin = state->low ? -bits_float(state->low) : 0.0f;
+    vmax = bits_float(state->high);
+  }
+  if (mantissa < 0) {
+    const RangeFloat candidate = make_range_float(bits, warp() + 1, vmin, vmax);
+    const double eps = range_eps(candidate), most = range_most(candidate);
+    double sum = 0.0;
+    for (int bin = lane(); bin < kFiniteBins; bin += kErrorLanes) {
+      const uint32_t count = state->histogram[bin];
+      if (count != 0) sum += double(count) * bin_error(candidate, eps, most, bin);
+    }
+    sum = warp_sum(sum);  // in pairs, as the CPU does
+    if (lane() == 0) errors[warp()] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (mantissa < 0) {
+    mantissa = 1;
+    for (int m = 2; m <= bits; ++m)
+      if (errors[m - 1] < errors[mantissa - 1]) mantissa = m;
+  }
+  *format = make_range_float(bits, mantissa, vmin, vmax);
+}
+static_assert(kErrorLanes == kLanes, "a lane forms one of the sums");
+
+// Codes of four neighbouring values, the first at a multiple of four; returns how many were out of the range.
+GZ_DEVICE int encode4(const RangeFloat& format, Rounding rounding, const float* x, int64_t first, int64_t n,
+                      bool stochastic, uint64_t key, uint32_t* codes) {
+  const int count = int(n - first < 4 ? n - first : 4);
+  float value[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (count == 4 && reinterpret_cast<uintptr_t>(x) % 16 == 0) {
+    const float4 v = __ldg(reinterpret_cast<const float4*>(x + first));
+    value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (j < count) value[j] = __ldg(x + first + j);
+  }
+  Philox4 draw{};
+  if (stochastic) draw = philox(key, uint64_t(first) / 4);
+  int outside = 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    codes[j] = stochastic ? range_encode(format, value[j], draw.v[j] & rounding.noise,
+                                         unit_interval(draw.v[j]) * rounding.underflow)
+                          : range_encode(format, value[j], rounding.noise, rounding.underflow);
+    outside += j < count && range_outside(format, value[j]);
+  }
+  return outside;
+}
+
+GZ_DEVICE void add_outside(int count, int64_t* outside) {
+  count = warp_sum(count);
+  if (lane() == 0 && count > 0) atomic_add(outside, int64_t(count));
+}
+
+// *outside grows by how many values were out of the range.
+template <bool kStochastic>
+__global__ void __launch_bounds__(kBlock)
+    encode_kernel(const RangeFloat* words, const float* x, int64_t n, uint64_t key, int32_t* codes, int64_t* outside) {
+  const RangeFloat format = *words;
+  const Rounding rounding = range_rounding(format, kStochastic);
+  int out = 0;
+  for (int64_t first = 4 * grid_thread(); first < n; first += 4 * grid_threads()) {
+    uint32_t code[4];
+    out += encode4(format, rounding, x, first, n, kStochastic, key, code);
+    if (first + 4 <= n && reinterpret_cast<uintptr_t>(codes) % 16 == 0) {
+      *reinterpret_cast<int4*>(codes + first) = make_int4(int(code[0]), int(code[1]), int(code[2]), int(code[3]));
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (first + j < n) codes[first + j] = int32_t(code[j]);
+    }
+  }
+  add_outside(out, outside);
+}
+
+// The same, packed. `bits` is the format's, which the host knows.
+template <bool kStochastic>
+__global__ void __launch_bounds__(kBlock)
+    encode_packed_kernel(const RangeFloat* words, const float* x, int64_t n, int bits, uint64_t key, uint8_t* packed,
+                         int64_t* outside) {
+  __shared__ uint32_t tile[kPackTile];
+  const RangeFloat format = *words;
+  const Rounding rounding = range_rounding(format, kStochastic);
+  int out = 0;
+  for (int64_t first = int64_t(blockIdx.x) * kPackTile; first < n; first += int64_t(gridDim.x) * kPackTile) {
+    const int64_t mine = first + 4 * int64_t(threadIdx.x);
+    if (mine < n) out += encode4(format, rounding, x, mine, n, kStochastic, key, tile + 4 * threadIdx.x);
+    __syncthreads();
+    pack_tile(tile, int(n - first < kPackTile ? n - first : kPackTile), bits, packed + first / 8 * bits);
+    __syncthreads();
+  }
+  add_outside(out, outside);
+}
+
+__global__ void __launch_bounds__(kBlock)
+    decode_kernel(const RangeFloat* words, const int32_t* codes, int64_t n, float* x, int32_t* failed) {
+  const RangeFloat format = *words;
+  bool bad = false;
+  for (int64_t i = grid_thread(); i < n; i += grid_threads()) {
+    const uint32_t code = uint32_t(__ldg(codes + i));
+    bad |= code > format.positive + format.negative;
+    x[i] = range_decode(format, code);
+  }
+  if (bad) *failed = 1;  // whoever writes, writes 1
+}
+
+}  // namespace gradzip::cuda

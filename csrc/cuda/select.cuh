@@ -1,0 +1,76 @@
+// The k-th largest magnitude, exactly: a radix select on the 31 bits of a magnitude, 11, 10 and 10 of them a pass. Each
+// pass counts the values that share the bits found so far by their next bits; the block that is done last finds the bin
+// in which the k-th largest lies. Zeros are not counted (whoever is not above them is one of them): a gradient that is
+// mostly zeros would have whole warps add to one counter, and needs one pass only.
+#pragma once
+
+#include "common/selection.h"
+#include "cuda/block.cuh"
+
+namespace gradzip::cuda {
+
+constexpr int kSelectPasses = 3;
+constexpr int kSelectBins = 2048;
+constexpr int kSelectBlock = 512;
+// Neighbouring lanes count in different copies of the histogram: gradients crowd in few bins.
+constexpr int kSelectCopies = 4;
+
+// Zero at the first pass.
+struct SelectState {
+  uint64_t histogram[kSelectPasses][kSelectBins];
+  uint64_t above;  // values larger than any with `prefix`
+  uint32_t prefix;
+  uint32_t done;
+  uint32_t ticket[kSelectPasses];
+};
+
+// The bin, counted from the top, in which the k-th largest lies.
+template <int kBins>
+GZ_DEVICE void select_find(int64_t k, int shift, bool last_pass, uint64_t* histogram, SelectState* state,
+                           Selection* selection) {
+  __shared__ uint64_t partial[kLanes];
+  constexpr int kPer = kBins / kSelectBlock;
+  const uint64_t rank = uint64_t(k) - state->above;  // among those counted here, from 1
+  const int top = kBins - 1 - int(threadIdx.x) * kPer;
+  uint64_t mine = 0, total;
+  for (int j = 0; j < kPer; ++j) mine += histogram[top - j];
+  uint64_t above = block_scan(mine, partial, &total);  // its barriers: all have read state->above
+  if (above < rank && rank <= above + mine) {
+    int bin = top;
+    for (; above + histogram[bin] < rank; --bin) above += histogram[bin];
+    state->prefix |= uint32_t(bin) << shift;
+    state->above += above;
+    if (last_pass) *selection = {bits_float(state->prefix), 0, int64_t(rank - above)};
+  }
+  if (rank > total && threadIdx.x == 0) {  // in the first pass only: it is a zero
+    state->done = 1;
+    *selection = {0.0f, 0, int64_t(rank - total)};
+  }
+}
+
+template <int kPass>
+__global__ void __launch_bounds__(kSelectBlock)
+    select_kernel(const float* x, int64_t n, int64_t k, SelectState* state, Selection* selection) {
+  constexpr int kBins = kPass == 0 ? 2048 : 1024, kShift = kPass == 0 ? 20 : kPass == 1 ? 10 : 0;
+  constexpr uint32_t kKnown = kPass == 0 ? 0u : ~0u << (kPass == 1 ? 20 : 10);
+  __shared__ uint32_t counts[kBins * kSelectCopies];
+  if (state->done) return;
+  for (int i = int(threadIdx.x); i < kBins * kSelectCopies; i += kSelectBlock) counts[i] = 0;
+  __syncthreads();
+  const uint32_t prefix = state->prefix, copy = threadIdx.x % kSelectCopies;
+  for_each(x, n, [&](float value) {
+    const uint32_t m = magnitude(value);
+    if (m != 0 && (m & kKnown) == prefix) atomicAdd(&counts[(m >> kShift) % kBins * kSelectCopies + copy], 1u);
+  });
+  __syncthreads();
+  uint64_t* histogram = state->histogram[kPass];
+  for (int bin = int(threadIdx.x); bin < kBins; bin += kSelectBlock) {
+    uint32_t count = 0;
+    for (int c = 0; c < kSelectCopies; ++c) count += counts[bin * kSelectCopies + c];
+    if (count) atomic_add(&histogram[bin], count);
+  }
+  if (!last_block(&state->ticket[kPass])) return;
+  select_find<kBins>(k, kShift, kPass == kSelectPasses - 1, histogram, state, selection);
+}
+
+}  // namespace gradzip::cuda

@@ -1,0 +1,92 @@
+// What the programs of this folder share: awkward sizes, data, exactly allocated buffers, comparison bit for bit.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cuda_runtime.h"
+
+namespace simt {
+
+inline constexpr int64_t kSizes[] = {0, 1, 2, 5, 31, 32, 33, 255, 1000, 1023, 1025, 8193, 65537, 100003};
+
+// Memory of exactly n items, `skip` items off an aligned address, filled with a pattern no kernel may rely on.
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t n, int64_t skip = 0) : n_(n), skip_(skip), data_(new T[size_t(n + skip)]) {
+    std::memset(static_cast<void*>(data_.get()), 0xA5, size_t(n + skip) * sizeof(T));
+  }
+  Buffer(const std::vector<T>& from, int64_t skip = 0) : Buffer(int64_t(from.size()), skip) {
+    if (n_) std::memcpy(static_cast<void*>(get()), from.data(), size_t(n_) * sizeof(T));
+  }
+  T* get() const { return data_.get() + skip_; }
+  operator T*() const { return get(); }
+  int64_t size() const { return n_; }
+
+ private:
+  int64_t n_, skip_;
+  std::unique_ptr<T[]> data_;
+};
+
+// Scratch memory as a caller owns it: dirty.
+inline Buffer<ulonglong2> workspace(int64_t nbytes) { return Buffer<ulonglong2>((nbytes + 15) / 16); }
+
+template <class T>
+void expect_equal(const T* got, const T* expected, int64_t n, const std::string& what) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (std::memcmp(static_cast<const void*>(got + i), static_cast<const void*>(expected + i), sizeof(T)) == 0)
+      continue;
+    unsigned long long a = 0, b = 0;
+    std::memcpy(&a, got + i, sizeof(T) < 8 ? sizeof(T) : 8);
+    std::memcpy(&b, expected + i, sizeof(T) < 8 ? sizeof(T) : 8);
+    std::fprintf(stderr, "%s: item %lld of %lld is %#llx, expected %#llx (seed %u)\n", what.c_str(), (long long)i,
+                 (long long)n, a, b, options.seed);
+    std::exit(1);
+  }
+}
+template <class T>
+void expect_equal(const T& got, const T& expected, const std::string& what) {
+  expect_equal(&got, &expected, 1, what);
+}
+
+// Gradients as they come: dense, mostly zeros, few distinct values (ties), extreme and non-finite ones.
+enum class Kind { normal, zeros, sparse, ties, wild };
+inline constexpr Kind kKinds[] = {Kind::normal, Kind::zeros, Kind::sparse, Kind::ties, Kind::wild};
+
+inline std::vector<float> data(Kind kind, int64_t n, bool finite = false) {
+  std::mt19937 random(unsigned(n) * 8 + unsigned(kind));
+  std::normal_distribution<float> normal;
+  std::vector<float> x(static_cast<size_t>(n));
+  for (auto& v : x) {
+    v = normal(random);
+    const unsigned draw = unsigned(random());
+    if (kind == Kind::zeros) v = draw & 1 ? 0.0f : -0.0f;
+    if (kind == Kind::sparse && draw % 50) v = 0.0f;
+    if (kind == Kind::ties) v = float(int(draw % 5)) - 2.0f;
+    if (kind == Kind::wild) {
+      std::memcpy(&v, &draw, 4);  // any bits: subnormals, infinities, NaNs
+      if (finite && !std::isfinite(v)) v = 1.0f;
+    }
+  }
+  return x;
+}
+
+// f() under several block and thread orders, on pretended devices of several sizes. Large inputs get fewer.
+template <class F>
+void in_any_order(int64_t n, F f) {
+  for (unsigned seed = 0; seed < (n > 10000 ? 2u : 4u); ++seed) {
+    options.seed = seed;
+    options.multiprocessors = seed % 2 ? 1 : 3;
+    f();
+  }
+}
+
+}  // namespace simt

@@ -1,0 +1,31 @@
+// The few calls of the CUDA runtime that the launchers make, over simt.h: found in place of the real header when a .cu
+// is compiled for the CPU. Streams run at once.
+#pragma once
+
+#include "simt.h"
+
+using cudaStream_t = struct CUstream_st*;
+enum cudaError_t { cudaSuccess = 0 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+};
+
+template <class... P, class... A>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), A&&... arguments) {
+  simt::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, [=] { kernel(P(arguments)...); });
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  if (bytes) std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  return *value = simt::options.multiprocessors, cudaSuccess;
+}
+inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }

@@ -1,0 +1,375 @@
+// Runs CUDA kernels on the CPU, for tests: the very same .cuh and .cu, compiled as C++ after this header.
+//
+// Every thread of a block is a fiber. A fiber runs until it must wait for others (barrier, warp collective), then
+// another one runs, in an order that `options.seed` shuffles, so that a missing barrier shows. Blocks run one after the
+// other to their end, in shuffled order: a kernel passes only if it is right with one block resident at a time,
+// whichever that is. (Blocks that wait for each other therefore hang on purpose: no kernel here may count on it.)
+//
+// Found and reported, exit status 3: threads at different barriers or gone from one, warp collectives that not all
+// their lanes reach or that read a lane outside the mask, masks that leave out the caller, bad launch configurations.
+// Shared memory is static or exactly allocated, so the address sanitizer sees accesses beyond it; it is handed from
+// block to block as it was left, so that memory nobody initialised shows.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <type_traits>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+// --- the language
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define GZ_DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(simt::dynamic_shared.get())
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(16) ulonglong2 {
+  unsigned long long x, y;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+
+// Saves the registers a call preserves on this stack, and goes on where the other stack was left. (swapcontext would ask
+// the kernel for the signal mask each time, and the address sanitizer would clear the whole stack's shadow.)
+extern "C" void simt_switch(void** from, void* to);
+asm(R"(
+.text
+simt_switch:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov %rsi, %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+)");
+
+namespace simt {
+
+struct Options {
+  unsigned seed = 0;
+  int multiprocessors = 3;  // of the pretended device: few, so that grids are smaller than the work
+};
+inline Options options;
+
+constexpr unsigned kLanes = 32;
+constexpr size_t kStackBytes = 256 << 10;
+
+enum class State { ready, barrier, warp, done };
+
+struct Fiber {
+  void* stack_pointer = nullptr;
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  void* fake_stack = nullptr;
+  unsigned thread = 0;
+  State state = State::done;
+  int line = 0;  // of the source, where it waits
+};
+
+// One warp's collective in progress. It is complete when all lanes of its mask have come.
+struct Warp {
+  unsigned mask = 0, arrived = 0;
+  int line = 0;
+  const char* what = nullptr;
+  uint64_t values[kLanes], results[kLanes];
+};
+
+inline std::vector<std::unique_ptr<Fiber>> fibers;  // kept from block to block
+inline std::vector<Warp> warps;
+inline std::function<void()> body;
+inline std::unique_ptr<unsigned char[]> dynamic_shared;
+inline Fiber* current = nullptr;
+inline void* scheduler_stack_pointer = nullptr;
+inline void* scheduler_fake_stack = nullptr;
+inline const void* scheduler_stack = nullptr;
+inline size_t scheduler_stack_bytes = 0;
+
+template <class... A>
+[[noreturn]] void fail(const char* format, A... arguments) {
+  std::fprintf(stderr, "simt: block %u, thread %u: ", blockIdx.x, current ? current->thread : 0);
+  std::fprintf(stderr, format, arguments...);
+  std::fputc('\n', stderr);
+  std::_Exit(3);
+}
+
+// The address sanitizer must know which stack is in use.
+inline void leave([[maybe_unused]] void** fake, [[maybe_unused]] const void* to, [[maybe_unused]] size_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(fake, to, bytes);
+#endif
+}
+inline void arrive([[maybe_unused]] void* fake, [[maybe_unused]] const void** from, [[maybe_unused]] size_t* bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(fake, from, bytes);
+#endif
+}
+
+inline void suspend(State state, int line) {
+  Fiber& fiber = *current;
+  fiber.state = state;
+  fiber.line = line;
+  leave(&fiber.fake_stack, scheduler_stack, scheduler_stack_bytes);
+  simt_switch(&fiber.stack_pointer, scheduler_stack_pointer);
+  arrive(fiber.fake_stack, &scheduler_stack, &scheduler_stack_bytes);
+}
+
+inline void resume(Fiber& fiber) {
+  current = &fiber;
+  threadIdx.x = fiber.thread;
+  leave(&scheduler_fake_stack, fiber.stack.get(), kStackBytes);
+  simt_switch(&scheduler_stack_pointer, fiber.stack_pointer);
+  arrive(scheduler_fake_stack, nullptr, nullptr);
+  current = nullptr;
+}
+
+inline void fiber_main() {
+  arrive(nullptr, &scheduler_stack, &scheduler_stack_bytes);
+  for (;;) {
+    body();
+    suspend(State::done, 0);
+  }
+}
+
+inline void start_fibers(unsigned threads) {
+  while (fibers.size() < threads) {
+    fibers.push_back(std::make_unique<Fiber>());
+    Fiber& fiber = *fibers.back();
+    fiber.thread = unsigned(fibers.size()) - 1;
+    // As simt_switch leaves a stack: six registers, and where to go on. fiber_main finds it as after a call.
+    auto** top =
+        reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(fiber.stack.get()) + kStackBytes) & ~uintptr_t(15));
+    *(top -= 2) = reinterpret_cast<void*>(fiber_main);
+    fiber.stack_pointer = top - 6;
+  }
+  for (unsigned t = 0; t < threads; ++t) fibers[t]->state = State::ready;
+  warps.assign(threads / kLanes, Warp{});
+}
+
+// Nobody can run: all wait at one barrier, or something is wrong.
+inline void release_barrier(unsigned threads) {
+  const Fiber* waiting = nullptr;
+  for (unsigned t = 0; t < threads; ++t) {
+    current = fibers[t].get();
+    if (current->state == State::warp) {
+      const Warp& warp = warps[t / kLanes];
+      fail("%s at line %d is waited for by lanes %08x, but only %08x came", warp.what, warp.line, warp.mask,
+           warp.arrived);
+    }
+    if (current->state == State::barrier && !waiting) waiting = current;
+  }
+  for (unsigned t = 0; t < threads; ++t) {
+    current = fibers[t].get();
+    if (current->state == State::done)
+      fail("has ended while thread %u waits at line %d", waiting->thread, waiting->line);
+    if (current->line != waiting->line)
+      fail("is at the barrier of line %d, thread %u at that of line %d", current->line, waiting->thread, waiting->line);
+    current->state = State::ready;
+  }
+  current = nullptr;
+}
+
+inline void run_block(unsigned threads, std::mt19937& random) {
+  start_fibers(threads);
+  std::vector<unsigned> order(threads);
+  std::iota(order.begin(), order.end(), 0u);
+  for (;;) {
+    // Another order every time: t and t ^ flip change places.
+    const unsigned flip = unsigned(random()) & 1023u;
+    bool progress = false, done = true;
+    for (unsigned t : order) {
+      const unsigned pick = (t ^ flip) < threads ? t ^ flip : t;
+      if (fibers[pick]->state == State::ready) {
+        resume(*fibers[pick]);
+        progress = true;
+      }
+    }
+    for (unsigned t = 0; t < threads; ++t) done = done && fibers[t]->state == State::done;
+    if (done) return;
+    if (!progress) release_barrier(threads);
+  }
+}
+
+template <class F>
+void launch(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
+  if (grid.x < 1 || grid.y < 1 || grid.y > 65535 || block.x < 1 || block.x > 1024 || block.x % kLanes || block.y != 1)
+    fail("cannot launch %u x %u blocks of %u x %u threads", grid.x, grid.y, block.x, block.y);
+  body = kernel;
+  gridDim = grid;
+  blockDim = block;
+  dynamic_shared.reset(new unsigned char[shared_bytes]);
+  std::mt19937 random(options.seed);
+  std::vector<unsigned> order(size_t(grid.x) * grid.y);
+  std::iota(order.begin(), order.end(), 0u);
+  if (options.seed) std::shuffle(order.begin(), order.end(), random);
+  for (unsigned index : order) {
+    blockIdx.x = index % grid.x;
+    blockIdx.y = index / grid.x;
+    run_block(block.x, random);
+  }
+}
+
+// What every lane of `mask` contributed, once all have.
+inline const uint64_t* exchange(const char* what, unsigned mask, uint64_t value, int line) {
+  const unsigned lane = threadIdx.x % kLanes, bit = 1u << lane;
+  Warp& warp = warps[threadIdx.x / kLanes];
+  if (!(mask & bit)) fail("%s at line %d: mask %08x leaves out lane %u itself", what, line, mask, lane);
+  if (!warp.arrived) {
+    warp.mask = mask;
+    warp.line = line;
+    warp.what = what;
+  } else if (warp.mask != mask || warp.line != line || warp.what != what) {
+    fail("is at %s of line %d with mask %08x, other lanes of its warp at %s of line %d with mask %08x", what, line,
+         mask, warp.what, warp.line, warp.mask);
+  }
+  warp.values[lane] = value;
+  warp.arrived |= bit;
+  if (warp.arrived != mask) {
+    suspend(State::warp, line);
+  } else {
+    std::memcpy(warp.results, warp.values, sizeof warp.results);
+    warp.arrived = 0;
+    const unsigned first = threadIdx.x / kLanes * kLanes;
+    for (unsigned l = 0; l < kLanes; ++l)
+      if (mask >> l & 1 && l != lane) fibers[first + l]->state = State::ready;
+  }
+  return warp.results;
+}
+
+template <class T>
+T shuffle(const char* what, unsigned mask, T value, unsigned source, int line) {
+  static_assert(std::is_trivially_copyable_v<T> && (sizeof(T) == 4 || sizeof(T) == 8), "as on the device");
+  uint64_t raw = 0;
+  std::memcpy(&raw, &value, sizeof(T));
+  const uint64_t* all = exchange(what, mask, raw, line);
+  if (!(mask >> source & 1)) fail("%s at line %d reads lane %u, outside of mask %08x", what, line, source, mask);
+  std::memcpy(&value, &all[source], sizeof(T));
+  return value;
+}
+
+inline unsigned vote(const char* what, unsigned mask, bool predicate, int line) {
+  const uint64_t* all = exchange(what, mask, predicate, line);
+  unsigned ballot = 0;
+  for (unsigned l = 0; l < kLanes; ++l)
+    if (mask >> l & 1 && all[l]) ballot |= 1u << l;
+  return ballot;
+}
+
+}  // namespace simt
+
+// --- barriers and fences
+inline void __syncthreads(int line = __builtin_LINE()) { simt::suspend(simt::State::barrier, line); }
+inline void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()) {
+  simt::exchange("__syncwarp", mask, 0, line);
+}
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+
+// --- warp collectives
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source, int line = __builtin_LINE()) {
+  return simt::shuffle("__shfl_sync", mask, value, unsigned(source) % 32, line);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes, int line = __builtin_LINE()) {
+  return simt::shuffle("__shfl_xor_sync", mask, value, (threadIdx.x ^ unsigned(lanes)) % 32, line);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, unsigned delta, int line = __builtin_LINE()) {
+  const unsigned lane = threadIdx.x % 32;
+  return simt::shuffle("__shfl_up_sync", mask, value, lane < delta ? lane : lane - delta, line);
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, unsigned delta, int line = __builtin_LINE()) {
+  const unsigned lane = threadIdx.x % 32;
+  return simt::shuffle("__shfl_down_sync", mask, value, lane + delta > 31 ? lane : lane + delta, line);
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {
+  return simt::vote("__ballot_sync", mask, predicate, line);
+}
+inline int __any_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {
+  return simt::vote("__any_sync", mask, predicate, line) != 0;
+}
+inline int __all_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {
+  return simt::vote("__all_sync", mask, predicate, line) == mask;
+}
+
+// --- atomics: one fiber runs at a time
+namespace simt {
+template <class T, class F>
+T update(T* address, F f) {
+  const T old = *address;
+  *address = f(old);
+  return old;
+}
+}  // namespace simt
+#define SIMT_ATOMIC(NAME, EXPRESSION)                                \
+  template <class T>                                                 \
+  T NAME(T* address, std::common_type_t<T> value) {                  \
+    return simt::update(address, [=](T old) { return EXPRESSION; }); \
+  }
+SIMT_ATOMIC(atomicAdd, T(old + value))
+SIMT_ATOMIC(atomicMax, old > value ? old : value)
+SIMT_ATOMIC(atomicMin, old < value ? old : value)
+SIMT_ATOMIC(atomicOr, T(old | value))
+SIMT_ATOMIC(atomicAnd, T(old& value))
+SIMT_ATOMIC(atomicExch, (void(old), value))
+#undef SIMT_ATOMIC
+template <class T>
+T atomicCAS(T* address, std::common_type_t<T> expected, std::common_type_t<T> value) {
+  return simt::update(address, [=](T old) { return old == expected ? value : old; });
+}
+
+// --- intrinsics
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
+template <class T>
+T __ldg(const T* address) {
+  return *address;
+}
+inline unsigned __float_as_uint(float x) {
+  unsigned u;
+  std::memcpy(&u, &x, 4);
+  return u;
+}
+inline float __uint_as_float(unsigned u) {
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
