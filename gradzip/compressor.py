@@ -105,7 +105,7 @@ class Compressor(ABC):
 
     def bypasses(self, grad: Tensor) -> bool:
         """Whether a gradient goes uncompressed: small and 1-D parameters are not worth it."""
-        return grad.dim() < 2 or grad.numel() < self.min_numel
+        return grad.dim() < 2 or grad.numel() < max(1, self.min_numel)
 
     def average(self, grad: Tensor, name: str, rank: int = 0) -> Routine:
         """Coroutine that replaces `grad` by its average over the group, and returns it.
@@ -129,8 +129,9 @@ class Compressor(ABC):
         if state.residual is not None:
             corrected.add_(state.residual)
         average = yield from self.reduce(corrected, state)
-        # Every rank sees the same average, so all ranks keep their state, or all ranks undo.
-        if math.isfinite(ops.abs_max(average)):
+        # Every rank sees the same average, so all ranks keep their state, or all ranks undo. In the gradient's own
+        # type: what is finite in float32 may not be in float16.
+        if ops.abs_max(average) <= torch.finfo(grad.dtype).max:
             state.step += 1
             if self.error_feedback:
                 residual = torch.empty_like(corrected) if state.residual is None else state.residual

@@ -57,17 +57,15 @@ GZ_HD RangeFloat make_range_float(int bits, int mantissa, float vmin, float vmax
   r.vmax = vmax;
   const int shift = range_shift(r);
   const int64_t codes = (int64_t(1) << bits) - 1;
-  const int64_t up = range_t(vmax, shift), down = range_t(-vmin, shift);
+  const int64_t up = range_t(vmax + 0.0f, shift), down = range_t(0.0f - vmin, shift);  // -0 has a sign bit, 0 none
   int64_t pbase = (up + down + 3 - codes) >> 1;  // floor((s + 1) / 2) = ceil(s / 2), for negative s too
-  const bool no_negative = down < pbase, no_positive = up < pbase;
-  if (no_negative) pbase = up + 1 - codes;
-  if (no_positive) pbase = down + 1 - codes;
+  // The side left out stays so: the other takes all codes, as far down as that side begins.
+  const int64_t least = up < down ? up : down, most = up < down ? down : up;
+  if (least < pbase) pbase = most + 1 - codes > least + 1 ? most + 1 - codes : least + 1;
   if (pbase < 1) pbase = 1;
-  // The side left out stays so, though the new eps may be as small as its limit: the codes are all taken.
-  const int64_t p = no_positive ? 0 : up - pbase + 1, q = no_negative ? 0 : down - pbase + 1;
   r.pbase = uint32_t(pbase);
-  r.positive = uint32_t(p < 0 ? 0 : p);
-  r.negative = uint32_t(q < 0 ? 0 : q);
+  r.positive = uint32_t(up < pbase ? 0 : up - pbase + 1);
+  r.negative = uint32_t(down < pbase ? 0 : down - pbase + 1);
   return r;
 }
 
@@ -76,14 +74,15 @@ GZ_HD float range_eps(const RangeFloat& r) { return bits_float(r.pbase << range_
 // Code of x. `noise` is 1 << (shift - 1) to round to nearest, or uniform in [0, 1 << shift) to round stochastically:
 // floats are linear within an octave, so the carry happens with the probability that makes the result unbiased.
 // `underflow` is the magnitude from which a number below eps becomes eps: eps/2, or u * eps for u uniform in (0, 1].
-// NaN becomes 0.
+// Zero stays zero, NaN becomes 0.
 GZ_HD uint32_t range_encode(const RangeFloat& r, float x, uint32_t noise, float underflow) {
   const uint32_t u = float_bits(x), magnitude = u & 0x7fffffffu;
-  const uint32_t t = (magnitude + noise) >> range_shift(r);
+  const int shift = range_shift(r);
+  const uint32_t t = (magnitude + noise) >> shift;
   const bool negative = (u >> 31) != 0;
   const uint32_t limit = negative ? r.negative : r.positive;
-  uint32_t index = magnitude >= float_bits(underflow) ? 1u : 0u;
-  index = t >= r.pbase ? t - r.pbase + 1u : index;
+  uint32_t index = magnitude != 0 && magnitude >= float_bits(underflow) ? 1u : 0u;
+  index = magnitude >= r.pbase << shift ? t - r.pbase + 1u : index;  // noise decides above eps only, underflow below
   index = index < limit ? index : limit;
   index = magnitude > kInfBits ? 0u : index;
   return index + (negative && index ? r.positive : 0u);

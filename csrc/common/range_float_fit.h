@@ -45,7 +45,9 @@ GZ_HD double range_most(const RangeFloat& format) {
 GZ_HD double bin_error(const RangeFloat& format, double eps, double most, int bin) {
   const uint32_t next = uint32_t(bin + 1) << kBinShift;
   const double low = bits_float(uint32_t(bin) << kBinShift), high = next < kInfBits ? bits_float(next) : low;
-  const double x = 0.5 * (low + high);
+  // The largest value lies in the lower half of its bin as often as not; nothing lies beyond it.
+  const double middle = 0.5 * (low + high), end = format.vmax > -format.vmin ? format.vmax : -format.vmin;
+  const double x = middle < end ? middle : end;
   if (x < eps) {
     const double nearest = eps - x < x ? eps - x : x;
     return nearest * nearest;

@@ -154,7 +154,7 @@ GZ_AVX512 void gather_avx512(const T* x, int64_t n, const uint8_t* bitmap, T* ou
       staged = 0;
     }
   }
-  std::memcpy(out, stage, size_t(staged) * sizeof(T));
+  if (staged) std::memcpy(out, stage, size_t(staged) * sizeof(T));  // `out` may be null where nothing is kept
   gather_body(x + i, n - i, bitmap + i / 8, out + staged);
 }
 

@@ -43,7 +43,7 @@ void spectrum_power(const float* spectrum, int64_t rows, int64_t length, float a
 int spectrum_decode_add(const RangeFloat& format, const uint8_t* bitmap, const uint8_t* packed, int64_t packed_bytes,
                         int64_t count, float weight, float* spectrum, int64_t n, int threads) {
   const auto offsets = bitmap_offsets(bitmap, n, threads);
-  if (offsets.back() != count) return -1;
+  if (offsets.back() != count || (n % 8 && bitmap[n / 8] >> (n % 8))) return -1;
   const auto table = decoded_values(format, weight);
   const int bits = format.bits;
   const uint64_t mask = (uint64_t(1) << bits) - 1;

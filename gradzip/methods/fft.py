@@ -5,9 +5,11 @@ Wang et al., FFT-based Gradient Sparsification for the Distributed Training of D
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -117,9 +119,21 @@ class FFTRange(GatherCompressor):
     def finish(self, out: Tensor, numel: int) -> Tensor:
         rows, length = transform_shape(numel, self.block)
         signal = self._workspace.empty("signal", (rows, length), torch.float32)
-        for part in _parts(rows, length):
-            torch.fft.irfft(out[part], n=length, norm="ortho", out=signal[part])
+        # One long row is cut among threads, and rounds as it is cut; all ranks must get the same bits.
+        with _one_thread() if rows == 1 else contextlib.nullcontext():
+            for part in _parts(rows, length):
+                torch.fft.irfft(out[part], n=length, norm="ortho", out=signal[part])
         return signal.view(-1)[:numel]
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @functools.cache
@@ -159,7 +173,11 @@ def _parts(rows: int, length: int) -> list[slice]:
 def _limits(value_range: float | tuple[float, float] | None) -> tuple[float, float] | None:
     if value_range is None:
         return None
-    low, high = value_range if isinstance(value_range, tuple) else (-value_range, value_range)
-    if not (math.isfinite(low) and math.isfinite(high) and low <= 0 <= high and low < high):
-        raise ValueError(f"FFTRange: got value_range = {value_range!r}, expected r > 0, or (min <= 0, max >= 0)")
-    return float(low), float(high)
+    pair = value_range if isinstance(value_range, tuple) else (value_range, value_range)
+    if len(pair) == 2 and all(isinstance(v, (int, float)) for v in pair):
+        low, high = pair if isinstance(value_range, tuple) else (-pair[0], pair[0])
+        # As float32, which is what values are compared with: 1e-60 is 0 there, 1e39 infinite.
+        low, high = torch.tensor([low, high], dtype=torch.float32).tolist()
+        if -math.inf < low <= 0 <= high < math.inf and low < high:
+            return low, high
+    raise ValueError(f"FFTRange: got value_range = {value_range!r}, expected r > 0, or (min <= 0, max >= 0)")

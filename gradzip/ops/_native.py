@@ -51,7 +51,11 @@ def output(out: Tensor | None, numel: int, dtype: torch.dtype, what: str = "out"
         raise ValueError(f"{what}: got {numel} elements to write, expected a number >= 0")
     if out is None:
         return torch.empty(numel, dtype=dtype)
-    checked = check(out, dtype, what, numel)
-    if checked is not out:
-        raise ValueError(f"{what}: got strides {out.stride()}, expected a contiguous tensor")
+    check_in_place(out, dtype, what, numel)
     return out
+
+
+def check_in_place(x: Tensor, dtype: torch.dtype, what: str, numel: int | None = None) -> None:
+    """`check` for a tensor that is written: it must be contiguous itself."""
+    if check(x, dtype, what, numel) is not x:
+        raise ValueError(f"{what}: got strides {x.stride()}, expected a contiguous tensor")

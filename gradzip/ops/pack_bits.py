@@ -37,6 +37,8 @@ def unpack_bits(packed: Tensor, bits: int, numel: int) -> Tensor:
     """The inverse of `pack_bits`: int32 of `numel`. PayloadError when the stream has another length than it needs."""
     _check_bits(bits, "unpack_bits")
     packed = _native.check(packed, torch.uint8, "unpack_bits: packed")
+    if numel < 0:
+        raise ValueError(f"unpack_bits: got numel = {numel}, expected a number >= 0")
     if packed.numel() != packed_nbytes(numel, bits):
         raise PayloadError(
             f"unpack_bits: got {packed.numel()} bytes, expected {packed_nbytes(numel, bits)} "

@@ -63,6 +63,11 @@ def _write_header(payload: Tensor, *values: int | bytes) -> None:
 
 def seal(payload: Tensor, *, method: int, digest: int, numel: int, flags: int, fields: bytes) -> Tensor:
     """Writes the header of a payload whose sections are in place; returns the payload."""
+    _native.check_in_place(payload, torch.uint8, "seal: payload")
+    if payload.numel() < HEADER_NBYTES or payload.numel() % PAYLOAD_ALIGN:
+        raise ValueError(f"seal: got {payload.numel()} bytes, expected a payload as new_payload makes it")
+    if len(fields) != 16:
+        raise ValueError(f"seal: got {len(fields)} bytes of fields, expected 16")
     _write_header(payload, method, digest, numel, payload.numel(), 0, flags, fields)
     _write_header(payload, method, digest, numel, payload.numel(), _checksum(payload), flags, fields)
     return payload
@@ -83,7 +88,7 @@ def _read_header(payload: Tensor) -> Header:
 
 
 def open_payload(payload: Tensor, *, method: int, digest: int, numel: int) -> Payload:
-    """A payload (uint8) opened, its header checked against what this rank would have written; PayloadError."""
+    """A payload (uint8), its header checked against what this rank would have written; PayloadError."""
     payload = _native.check(payload, torch.uint8, "payload")
     header = _read_header(payload)
     if header.method != method:
@@ -97,7 +102,7 @@ def open_payload(payload: Tensor, *, method: int, digest: int, numel: int) -> Pa
         )
     if header.numel != numel:
         raise PayloadError(f"payload of a tensor of {header.numel} elements, expected {numel}")
-    if header.nbytes != payload.numel():
+    if header.nbytes != payload.numel() or header.nbytes % PAYLOAD_ALIGN:
         raise PayloadError(f"truncated payload: got {payload.numel()} bytes, expected {header.nbytes}")
     if header.checksum != _checksum(payload):
         raise PayloadError("corrupt payload: its checksum does not match its contents")
@@ -106,6 +111,7 @@ def open_payload(payload: Tensor, *, method: int, digest: int, numel: int) -> Pa
 
 def split_payloads(buffer: Tensor, count: int) -> list[Tensor]:
     """The `count` payloads that lie one behind the other in a gathered buffer (uint8), as views; PayloadError."""
+    buffer = _native.check(buffer, torch.uint8, "split_payloads: buffer")
     payloads = []
     begin = 0
     for index in range(count):

@@ -24,8 +24,8 @@ class RangeFloat:
     With t(x) = bits(\\|x\\|) >> (23 - m) rounded to nearest, code 0 is zero, 1..P are the positive numbers t = pbase,
     pbase + 1, ... and P+1..P+Q the negative ones, P + Q <= 2^N - 1. The closed form
     pbase = ceil((t(max) + t(\\|min\\|) + 2 - (2^N - 1)) / 2) gives eps, the smallest positive number, without a search.
-    Relative error at most 2^-(m+1) in [eps, max]; smaller magnitudes become 0 or eps, whichever is nearer; larger ones
-    are clamped.
+    Relative error at most 2^-(m+1) in [eps, max] (of normal numbers); smaller magnitudes become 0 or eps, whichever is
+    nearer; larger ones are clamped.
 
     bits: 2 to 16. mantissa: 1 to bits. vmin <= 0 <= vmax, finite.
 
@@ -37,9 +37,8 @@ class RangeFloat:
     __slots__ = ("_words",)
 
     def __init__(self, bits: int, mantissa: int, vmin: float, vmax: float) -> None:
-        check_format(bits, mantissa)
-        if not (-_FLT_MAX <= vmin <= 0 <= vmax <= _FLT_MAX):
-            raise ValueError(f"RangeFloat: got the range [{vmin}, {vmax}], expected finite vmin <= 0 <= vmax")
+        check_format(bits, mantissa, required=True)
+        _check_range(vmin, vmax)
         self._words = torch.empty(7, dtype=torch.int32)
         _native.kernels().range_float_make(self._words.data_ptr(), bits, mantissa, vmin, vmax)
 
@@ -57,7 +56,9 @@ class RangeFloat:
         on their histogram, where these are not given. Deterministic."""
         check_format(bits, mantissa)
         x = _native.check(x, torch.float32, "RangeFloat.fit: x")
-        vmin, vmax = (1.0, -1.0) if value_range is None else value_range
+        if value_range is not None:
+            _check_range(*value_range)
+        vmin, vmax = (1.0, -1.0) if value_range is None else value_range  # an empty range stands for that of x
         words = torch.empty(7, dtype=torch.int32)
         _native.kernels().range_float_fit(
             words.data_ptr(),
@@ -163,6 +164,8 @@ class RangeFloat:
     @classmethod
     def from_wire(cls, data: bytes) -> RangeFloat:
         """What `to_wire` wrote; PayloadError unless every code decodes to a finite number."""
+        if len(data) != _WIRE.size:
+            raise PayloadError(f"corrupt range float: got {len(data)} bytes, expected {_WIRE.size}")
         pbase, positive, mantissa, bits = _WIRE.unpack(data)
         codes = (1 << bits) - 1
         if not (2 <= bits <= 16 and 1 <= mantissa <= bits and pbase >= 1 and positive <= codes):
@@ -177,9 +180,17 @@ class RangeFloat:
         return f"RangeFloat(bits={self.bits}, mantissa={self.mantissa}, vmin={self.vmin}, vmax={self.vmax})"
 
 
-def check_format(bits: int, mantissa: int | None) -> None:
-    """ValueError unless there is a range float of so many bits, so many of them mantissa."""
+def check_format(bits: int, mantissa: int | None, required: bool = False) -> None:
+    """ValueError unless there is a range float of so many bits, so many of them mantissa (None: to be chosen)."""
     if not (isinstance(bits, int) and 2 <= bits <= 16):
         raise ValueError(f"range float: got bits = {bits}, expected an integer from 2 to 16")
-    if mantissa is not None and not (isinstance(mantissa, int) and 1 <= mantissa <= bits):
-        raise ValueError(f"range float: got mantissa = {mantissa}, expected None or an integer from 1 to bits = {bits}")
+    if not (isinstance(mantissa, int) and 1 <= mantissa <= bits) and (required or mantissa is not None):
+        raise ValueError(
+            f"range float: got mantissa = {mantissa}, expected {'' if required else 'None or '}an integer from 1 to "
+            f"bits = {bits}"
+        )
+
+
+def _check_range(vmin: float, vmax: float) -> None:
+    if not -_FLT_MAX <= vmin <= 0 <= vmax <= _FLT_MAX:
+        raise ValueError(f"range float: got the range [{vmin}, {vmax}], expected finite vmin <= 0 <= vmax")

@@ -20,6 +20,8 @@ def spectrum_power(spectrum: Tensor, length: int, amax: float, out: Tensor | Non
     With an orthonormal transform, dropping bins costs exactly their energy / s^2 (Parseval).
     """
     spectrum = _native.check(spectrum, torch.complex64, "spectrum_power: spectrum")
+    if length < 1:
+        raise ValueError(f"spectrum_power: got length = {length}, expected at least 1")
     if spectrum.dim() != 2 or spectrum.shape[1] != length // 2 + 1:
         raise ValueError(f"spectrum_power: got {tuple(spectrum.shape)}, expected (rows, {length // 2 + 1})")
     out = _native.output(out, spectrum.numel(), torch.float32, "spectrum_power: out")
@@ -37,7 +39,7 @@ def spectrum_decode_add(
     spectrum: complex64, in place; bitmap: uint8 of ceil(numel / 8); packed: uint8 stream of 2 * count codes of
     `number`. PayloadError, and spectrum untouched, when the bitmap does not have `count` bits set.
     """
-    spectrum = _native.output(spectrum, spectrum.numel(), torch.complex64, "spectrum_decode_add: spectrum")
+    _native.check_in_place(spectrum, torch.complex64, "spectrum_decode_add: spectrum")
     bitmap = _native.check(bitmap, torch.uint8, "spectrum_decode_add: bitmap", bitmap_nbytes(spectrum.numel()))
     nbytes = packed_nbytes(2 * count, number.bits)
     packed = _native.check(packed, torch.uint8, "spectrum_decode_add: packed", nbytes)

@@ -1,0 +1,80 @@
+import concurrent.futures
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from gradzip.ops import abs_max
+from reference import LARGE, SIZES, arrays, same_everywhere, sliced
+
+
+@pytest.mark.parametrize("n", [*SIZES, LARGE])
+def test_equals_numpy(n):
+    for kind, x in arrays(n).items():
+        expected = float(np.max(np.abs(x), initial=0.0))
+        tensor = sliced(x)
+        got = same_everywhere(lambda tensor=tensor: abs_max(tensor))
+        assert got == expected or (math.isnan(got) and math.isnan(expected)), kind
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 17, 64, 1000, 32769])
+@pytest.mark.parametrize("special", [-5.0, math.inf, -math.inf, math.nan, -math.nan])
+def test_finds_one_element_wherever_it_is(n, special):
+    for at in {0, 1, n // 2, n - 2, n - 1} & set(range(n)):
+        x = torch.linspace(-1, 1, n)
+        x[at] = special
+        got = same_everywhere(lambda x=x: abs_max(x))
+        assert math.isnan(got) if math.isnan(special) else got == abs(special)
+
+
+def test_nan_outweighs_infinity():
+    for x in ([math.nan, math.inf], [math.inf, math.nan], [-math.inf, -math.nan]):
+        assert math.isnan(abs_max(torch.tensor(x)))
+
+
+def test_denormals_and_negative_zero():
+    least = float(np.finfo(np.float32).smallest_subnormal)
+    assert abs_max(torch.tensor([0.0, -least])) == least
+    assert math.copysign(1.0, abs_max(torch.tensor([-0.0]))) == 1.0
+
+
+def test_any_shape_and_strides():
+    x = torch.arange(-24.0, 0.0).view(2, 3, 4)
+    assert abs_max(x) == 24
+    assert abs_max(x.permute(2, 0, 1)[1:, :, ::2]) == 23
+    assert abs_max(torch.tensor(-2.5)) == 2.5
+
+
+@pytest.mark.parametrize(
+    "x, got",
+    [
+        ([1.0], "list"),
+        (np.ones(3, np.float32), "ndarray"),
+        (None, "NoneType"),
+        (torch.ones(3, dtype=torch.float64), "torch.float64"),
+        (torch.ones(3, dtype=torch.bfloat16), "torch.bfloat16"),
+        (torch.ones(3, dtype=torch.int32), "torch.int32"),
+    ],
+)
+def test_wrong_input(x, got):
+    with pytest.raises(ValueError, match=f"abs_max: x: got .*{got}.*, expected"):
+        abs_max(x)
+
+
+def test_kernels_may_run_on_several_threads_at_a_time():
+    x = torch.randn(LARGE, generator=torch.Generator().manual_seed(0))
+    x[LARGE // 3] = 99.0
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(lambda _: abs_max(x), range(40))) == {99.0}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_kernels_survive_fork():
+    x = torch.full((LARGE,), 3.0)
+    assert abs_max(x) == 3.0  # the pool has its threads now; the child has none of them
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if abs_max(x) == 3.0 else 1)
+    assert os.waitpid(child, 0)[1] == 0
