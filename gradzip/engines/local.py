@@ -45,7 +45,7 @@ def drive(routines: Sequence[Routine]) -> list[Tensor]:
 class LocalGroup:
     """A group of `size` workers in this process, each with its own clone of the compressor and its state.
 
-    >>> import gradzip
+    >>> import gradzip, torch
     >>> group = gradzip.LocalGroup(gradzip.NoCompression(), size=2)
     >>> group.average([torch.tensor([1.0]), torch.tensor([2.0])], name="weight")[0]
     tensor([1.5000])

@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Checks gradzip's CUDA half on a machine with an NVIDIA GPU: builds in place, runs the GPU tests, runs them again under
+# compute-sanitizer, and times the kernels. Needs no network: nvcc, and a Python with PyTorch for CUDA, pybind11,
+# setuptools, NumPy and pytest.
+#
+# usage: scripts/gpu_check.sh [FOLDER]     results go there (default: benchmarks/results): gpu_check.json, kernels_cuda.json
+#
+# Environment: PYTHON   the Python to use (default: python3)
+#              MINUTES  how long each pass of compute-sanitizer may take (default: 2)
+#
+# Every step runs, whatever became of those before it; the exit status is 0 when none failed. A sanitizer that does not
+# support the machine is reported as unavailable, which is not a pass.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${PYTHON:-python3}
+results=${1:-benchmarks/results}
+limit=$((${MINUTES:-2} * 60))
+log=$(mktemp -d)
+export PYTHONPATH=$PWD
+mkdir -p "$results"
+
+die() {
+  printf 'gpu_check: %s\n  %s\n' "$1" "$2" >&2
+  exit 2
+}
+
+command -v nvcc >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]] || die "no nvcc" "Install the CUDA toolkit, or put it on PATH."
+device=$("$python" -c 'import torch; print(torch.cuda.get_device_name(), "sm_%d%d" % torch.cuda.get_device_capability(), sep="|")' \
+  2>"$log/device") || die "PyTorch of '$python' sees no GPU: $(tail -n 1 "$log/device")" "Name another Python: PYTHON=..."
+arch=${device##*|sm_}
+echo "gpu_check: ${device%|*}, $("$python" -c 'import torch; print("torch", torch.__version__)')"
+
+names=() outcomes=() seconds=()
+
+# step NAME COMMAND...: runs it, its output in a log, and notes how it ended.
+step() {
+  local name=$1 start=$SECONDS outcome=passed
+  shift
+  printf '  %-11s ' "$name"
+  "$@" >"$log/$name" 2>&1 || outcome=failed
+  if grep -qE 'Device not supported|Unable to find .*injection|compute-sanitizer: (command )?not found' "$log/$name"; then
+    outcome=unavailable
+  fi
+  names+=("$name") outcomes+=("$outcome") seconds+=($((SECONDS - start)))
+  echo "$outcome, $((SECONDS - start)) s"
+  [[ $outcome == passed ]] || tail -n 30 "$log/$name" | sed 's/^/    /'
+}
+
+sanitize() { # sanitize TOOL: the GPU tests, without the largest sizes
+  timeout "$limit" compute-sanitizer --tool "$1" --error-exitcode 9 --target-processes all \
+    "$python" -m pytest -q -m 'cuda and not slow' -p no:cacheprovider tests
+}
+
+step build env GRADZIP_CUDA=1 GRADZIP_CUDA_ARCHS="$arch" "$python" setup.py build_ext --inplace
+step tests timeout 200 "$python" -m pytest -q -m cuda -p no:cacheprovider tests
+step memcheck sanitize memcheck
+step racecheck sanitize racecheck
+step benchmark timeout 200 "$python" benchmarks/kernels.py --device cuda --json "$results/kernels_cuda.json"
+cat "$log/benchmark"
+
+{
+  printf '{\n "device": "%s",\n "commit": "%s",\n "steps": {' "${device%|*}" "$(git describe --always --dirty 2>/dev/null)"
+  for i in "${!names[@]}"; do
+    printf '%s\n  "%s": {"outcome": "%s", "seconds": %d}' "$([[ $i == 0 ]] || echo ,)" "${names[i]}" "${outcomes[i]}" "${seconds[i]}"
+  done
+  printf '\n },\n "tests": "%s"\n}\n' "$(grep -E '(passed|failed)' "$log/tests" | tail -n 1 | tr -d '"=')"
+} >"$results/gpu_check.json"
+echo "gpu_check: results in $results"
+[[ ! " ${outcomes[*]} " == *" failed "* ]]
