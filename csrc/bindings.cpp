@@ -98,6 +98,10 @@ PYBIND11_MODULE(_C, m) {
   def<cpu::range_float_decode>(m, "range_float_decode");
   def<cpu::pack_bits>(m, "pack_bits");
   def<cpu::unpack_bits>(m, "unpack_bits");
+  def<cpu::quantize>(m, "quantize");
+  def<cpu::quantize_packed>(m, "quantize_packed");
+  def<cpu::dequantize>(m, "dequantize");
+  def<cpu::quantized_decode_add>(m, "quantized_decode_add");
   def<cpu::spectrum_power>(m, "spectrum_power");
   def<cpu::spectrum_decode_add>(m, "spectrum_decode_add");
   def<cpu::payload_checksum>(m, "payload_checksum");

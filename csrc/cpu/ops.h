@@ -56,6 +56,22 @@ int range_float_decode(const RangeFloat& format, const int32_t* codes, int64_t n
 void pack_bits(const int32_t* codes, int64_t n, int bits, uint8_t* packed, int threads);
 void unpack_bits(const uint8_t* packed, int64_t n, int bits, int32_t* codes, int threads);
 
+// --- quantize.cpp
+// QSGD: per bucket of `bucket` elements (the last one may be shorter) its norm (0: l2, 1: max) and, per element, a
+// signed level in -s..s, s = 2^(bits - 1) - 1, drawn so that s x / norm is its mean (draw i of the key belongs to x[i]).
+// 2 <= bits <= 16. NaN becomes 0 and infinity the largest float. One read of x where bucket <= kChunk.
+void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, int32_t* codes, float* norms,
+              int threads);
+// The same levels in sign and magnitude (the sign is the top bit) as a bit stream of ceil(n * bits / 8) bytes.
+void quantize_packed(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* packed,
+                     float* norms, int threads);
+// x[i] = level / s * norm. -1 when a level is beyond s, else 0.
+int dequantize(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x, int threads);
+// out[i] += weight * (level / s * norm), from the bit stream. -1, and out untouched, when a norm is negative or not
+// finite.
+int quantized_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
+                         float* out, int threads);
+
 // --- spectrum.cpp
 // power[r, c] = weight_c |s * spectrum[r, c]|^2 for `rows` rows of a real FFT of `length` reals each, length/2 + 1
 // complex bins: weight 2 for the interior bins, which stand for two each, 1 for bin 0 and, where length is even, the

@@ -17,6 +17,7 @@ from .payload import (
     seal,
     split_payloads,
 )
+from .quantize import dequantize, num_buckets, quantize, quantize_packed, quantized_decode_add
 from .range_float import RangeFloat, check_format
 from .select import select, select_threshold
 from .spectrum import spectrum_decode_add, spectrum_power
@@ -33,12 +34,17 @@ __all__ = [
     "bitmap_nbytes",
     "check_format",
     "compact",
+    "dequantize",
     "expand",
     "gather_marked",
     "new_payload",
+    "num_buckets",
     "open_payload",
     "pack_bits",
     "packed_nbytes",
+    "quantize",
+    "quantize_packed",
+    "quantized_decode_add",
     "seal",
     "select",
     "select_threshold",
