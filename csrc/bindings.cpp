@@ -102,6 +102,13 @@ PYBIND11_MODULE(_C, m) {
   def<cpu::quantize_packed>(m, "quantize_packed");
   def<cpu::dequantize>(m, "dequantize");
   def<cpu::quantized_decode_add>(m, "quantized_decode_add");
+  def<cpu::ternary_packed>(m, "ternary_packed");
+  def<cpu::ternary_decode_add>(m, "ternary_decode_add");
+  def<cpu::pack_signs>(m, "pack_signs");
+  def<cpu::majority>(m, "majority");
+  def<cpu::signs_decode_add>(m, "signs_decode_add");
+  def<cpu::one_bit_packed>(m, "one_bit_packed");
+  def<cpu::one_bit_decode_add>(m, "one_bit_decode_add");
   def<cpu::spectrum_power>(m, "spectrum_power");
   def<cpu::spectrum_decode_add>(m, "spectrum_decode_add");
   def<cpu::payload_checksum>(m, "payload_checksum");

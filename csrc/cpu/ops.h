@@ -72,6 +72,32 @@ int dequantize(const int32_t* codes, const float* norms, int64_t n, int bits, in
 int quantized_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
                          float* out, int threads);
 
+// --- ternary.cpp
+// TernGrad: sign(x) with probability min(|x|, clip) / scale, else 0; draw i of the key belongs to x[i]. Five to a byte,
+// ceil(n / 5) bytes: of each 320 elements (or what is left of them) w = ceil(320 / 5) bytes, byte j being the sum of
+// 3^k t over the trits t of elements k w + j, where t is 0 for zero, 1 for plus, 2 for minus. NaN counts as 0.
+void ternary_packed(const float* x, int64_t n, float scale, float clip, uint64_t key, uint8_t* packed, int threads);
+// out[i] += value * (-1, 0 or 1). -1, and out untouched, when a byte is above 242, which no five trits make.
+int ternary_decode_add(const uint8_t* packed, int64_t n, float value, float* out, int threads);
+
+// --- signs.cpp
+// One bit per sign, as write_signs of sign_bits.h says.
+void pack_signs(const float* x, int64_t n, uint64_t key, uint8_t* packed, int threads);
+// What most of the 1 to 65535 voters say, bit by bit; where as many say one as the other, coin i of the key decides.
+// Spare bits of voters are not looked at; those of the result are 0.
+void majority(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed, int threads);
+// out[i] += scale or, where the bit is set, -scale.
+void signs_decode_add(const uint8_t* packed, int64_t n, float scale, float* out, int threads);
+
+// --- one_bit.cpp
+// 1-bit SGD: the signs, and per row of x the means of the values whose bit is clear and of those whose bit is set (0
+// where there is none), summed in double in a fixed order. One read of x unless rows are very long.
+void one_bit_packed(const float* x, int64_t rows, int64_t columns, uint64_t key, uint8_t* packed, float* means,
+                    int threads);
+// out[i] += weight * the mean of the row and bit. -1, and out untouched, when a mean is not finite.
+int one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
+                       float* out, int threads);
+
 // --- spectrum.cpp
 // power[r, c] = weight_c |s * spectrum[r, c]|^2 for `rows` rows of a real FFT of `length` reals each, length/2 + 1
 // complex bins: weight 2 for the interior bins, which stand for two each, 1 for bin 0 and, where length is even, the

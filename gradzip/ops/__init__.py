@@ -5,6 +5,7 @@ All are deterministic: the same input gives the same bits whatever the number of
 
 from .abs_max import abs_max
 from .compact import bitmap, bitmap_nbytes, compact, expand, gather_marked
+from .one_bit import one_bit_decode_add, one_bit_packed
 from .pack_bits import pack_bits, packed_nbytes, unpack_bits
 from .payload import (
     HEADER_NBYTES,
@@ -20,7 +21,9 @@ from .payload import (
 from .quantize import dequantize, num_buckets, quantize, quantize_packed, quantized_decode_add
 from .range_float import RangeFloat, check_format
 from .select import select, select_threshold
+from .signs import majority, pack_signs, signs_decode_add
 from .spectrum import spectrum_decode_add, spectrum_power
+from .ternary import ternary_decode_add, ternary_nbytes, ternary_packed
 
 __all__ = [
     "HEADER_NBYTES",
@@ -37,10 +40,14 @@ __all__ = [
     "dequantize",
     "expand",
     "gather_marked",
+    "majority",
     "new_payload",
     "num_buckets",
+    "one_bit_decode_add",
+    "one_bit_packed",
     "open_payload",
     "pack_bits",
+    "pack_signs",
     "packed_nbytes",
     "quantize",
     "quantize_packed",
@@ -48,8 +55,12 @@ __all__ = [
     "seal",
     "select",
     "select_threshold",
+    "signs_decode_add",
     "spectrum_decode_add",
     "spectrum_power",
     "split_payloads",
+    "ternary_decode_add",
+    "ternary_nbytes",
+    "ternary_packed",
     "unpack_bits",
 ]
