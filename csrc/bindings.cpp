@@ -109,6 +109,8 @@ PYBIND11_MODULE(_C, m) {
   def<cpu::signs_decode_add>(m, "signs_decode_add");
   def<cpu::one_bit_packed>(m, "one_bit_packed");
   def<cpu::one_bit_decode_add>(m, "one_bit_decode_add");
+  def<cpu::atom_probabilities_float>(m, "atom_probabilities_float");
+  def<cpu::atom_probabilities_double>(m, "atom_probabilities_double");
   def<cpu::spectrum_power>(m, "spectrum_power");
   def<cpu::spectrum_decode_add>(m, "spectrum_decode_add");
   def<cpu::payload_checksum>(m, "payload_checksum");

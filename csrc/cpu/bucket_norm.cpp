@@ -8,9 +8,6 @@
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
 
-// g++'s own headers define "any value will do" as a variable initialised with itself, and then warn about it.
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-
 namespace gradzip::cpu {
 namespace {
 

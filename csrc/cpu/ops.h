@@ -98,6 +98,12 @@ void one_bit_packed(const float* x, int64_t rows, int64_t columns, uint64_t key,
 int one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
                        float* out, int threads);
 
+// --- atom_probabilities.cpp
+// p[i] = min(1, c |atoms[i]|), c such that they add up to the budget (or to the number of nonzero atoms, if that is
+// less). -1 when an atom is not finite. Computed in double, sums in a fixed order.
+int atom_probabilities_float(const float* atoms, int64_t n, double budget, float* p, int threads);
+int atom_probabilities_double(const double* atoms, int64_t n, double budget, double* p, int threads);
+
 // --- spectrum.cpp
 // power[r, c] = weight_c |s * spectrum[r, c]|^2 for `rows` rows of a real FFT of `length` reals each, length/2 + 1
 // complex bins: weight 2 for the interior bins, which stand for two each, 1 for bin 0 and, where length is even, the

@@ -4,6 +4,7 @@ All are deterministic: the same input gives the same bits whatever the number of
 """
 
 from .abs_max import abs_max
+from .atom_probabilities import atom_probabilities
 from .compact import bitmap, bitmap_nbytes, compact, expand, gather_marked
 from .one_bit import one_bit_decode_add, one_bit_packed
 from .pack_bits import pack_bits, packed_nbytes, unpack_bits
@@ -33,6 +34,7 @@ __all__ = [
     "PayloadError",
     "RangeFloat",
     "abs_max",
+    "atom_probabilities",
     "bitmap",
     "bitmap_nbytes",
     "check_format",
