@@ -129,8 +129,6 @@ Water by_sorting(const T* atoms, int64_t n, double unit, double threshold, doubl
 
 template <class T>
 Water fill(const T* atoms, int64_t n, double unit, double budget, int threads) {
-  const int64_t nonzero = split(atoms, n, unit, 0.0, threads).above;
-  if (double(nonzero) <= budget) return {0.0, 0.0};
   Water water{std::numeric_limits<double>::infinity(), 0.0};
   for (int64_t round = 0, above = -1; round < kRounds; ++round) {
     const Split now = split(atoms, n, unit, water.threshold, threads);
@@ -148,9 +146,10 @@ template <class T>
 int probabilities(const T* atoms, int64_t n, double budget, T* p, int threads) {
   const double most = largest(atoms, n, threads);
   if (most < 0.0) return -1;
-  // A power of two that brings the largest into [1, 2), or near it for denormals: no sum overflows.
-  const double unit = most > 0.0 ? std::ldexp(1.0, std::min(1000, -std::ilogb(most))) : 1.0;
-  const Water water = fill(atoms, n, unit, budget, threads);
+  const bool enough = double(split(atoms, n, 1.0, 0.0, threads).above) <= budget;
+  // A power of two by which sums of doubles do not overflow, and denormal ones have all their bits.
+  const double unit = enough ? 1.0 : most > 0x1p900 ? 0x1p-64 : most < 0x1p-900 ? 0x1p512 : 1.0;
+  const Water water = enough ? Water{0.0, 0.0} : fill(atoms, n, unit, budget, threads);
   parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const double m = std::fabs(double(atoms[i])) * unit;
