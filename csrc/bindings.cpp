@@ -111,6 +111,10 @@ PYBIND11_MODULE(_C, m) {
   def<cpu::one_bit_decode_add>(m, "one_bit_decode_add");
   def<cpu::atom_probabilities_float>(m, "atom_probabilities_float");
   def<cpu::atom_probabilities_double>(m, "atom_probabilities_double");
+  def<cpu::elias_encode>(m, "elias_encode");
+  def<cpu::elias_decode>(m, "elias_decode");
+  def<cpu::quantize_elias>(m, "quantize_elias");
+  def<cpu::elias_decode_add>(m, "elias_decode_add");
   def<cpu::spectrum_power>(m, "spectrum_power");
   def<cpu::spectrum_decode_add>(m, "spectrum_decode_add");
   def<cpu::payload_checksum>(m, "payload_checksum");

@@ -104,6 +104,26 @@ int one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, 
 int atom_probabilities_float(const float* atoms, int64_t n, double budget, float* p, int threads);
 int atom_probabilities_double(const double* atoms, int64_t n, double budget, double* p, int threads);
 
+// --- elias.cpp
+// Levels as Elias-coded runs (QSGD, section 3.2 and appendix A.2, with Elias' gamma code, which is never longer than
+// the recursive one below 32). n elements are cut into chunks of 4096: first the bytes of each chunk as uint16, then the
+// chunks. A chunk is a little-endian bit stream, zero-padded to a byte: for each level that is not zero gamma(zeros
+// before it + 1), its sign (1: negative), gamma(|level|); and gamma(zeros + 1) if the chunk ends in zeros. gamma(v), first
+// bit lowest: floor(log2 v) zeros, a one, the bits of v below the top one, lowest first.
+// Returns the bytes written, -1 when a level is beyond 65535, -2 when there are more than capacity.
+int64_t elias_encode(const int32_t* codes, int64_t n, uint8_t* out, int64_t capacity, int threads);
+// -1 when the bytes are not such a stream of n levels, none beyond `top`; codes may be partly written by then.
+int elias_decode(const uint8_t* stream, int64_t nbytes, int64_t n, int32_t top, int32_t* codes, int threads);
+
+// --- quantize.cpp, with the coding of elias.cpp
+// The levels of `quantize`, coded in the pass that draws them. Returns the bytes written, -2 when more than capacity.
+int64_t quantize_elias(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
+                       int64_t capacity, float* norms, int threads);
+// out[i] += weight * (level / s * norm). -1 when a norm is negative or not finite, or the bytes are not a stream of n
+// levels; out may be partly added to by then.
+int elias_decode_add(const uint8_t* stream, int64_t nbytes, const float* norms, int64_t n, int bits, int64_t bucket,
+                     float weight, float* out, int threads);
+
 // --- spectrum.cpp
 // power[r, c] = weight_c |s * spectrum[r, c]|^2 for `rows` rows of a real FFT of `length` reals each, length/2 + 1
 // complex bins: weight 2 for the interior bins, which stand for two each, 1 for bin 0 and, where length is even, the

@@ -7,6 +7,7 @@
 
 #include "cpu/bit_stream.h"
 #include "cpu/bucket_norm.h"
+#include "cpu/elias.h"
 #include "cpu/narrow_stream.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
@@ -139,6 +140,12 @@ GZ_SIMD_DISPATCH(void, add_narrow, (const uint8_t* codes, int n, int bits, float
 GZ_SIMD_DISPATCH(void, add_wide, (const uint32_t* codes, int n, int bits, float norm, float weight, float* out),
                  (codes, n, bits, norm, weight, out))
 
+GZ_INLINE void add_levels_body(const int32_t* levels, int n, int32_t s, float norm, float weight, float* out) {
+  for (int i = 0; i < n; ++i) out[i] += weight * level_value(levels[i], s, norm);
+}
+GZ_SIMD_DISPATCH(void, add_levels, (const int32_t* levels, int n, int32_t s, float norm, float weight, float* out),
+                 (levels, n, s, norm, weight, out))
+
 // Returns whether all levels are in -s..s.
 GZ_INLINE bool level_values_body(const int32_t* codes, int n, int32_t s, float norm, float* x) {
   int32_t beyond = 0;
@@ -202,6 +209,31 @@ int quantized_decode_add(const uint8_t* packed, const float* norms, int64_t n, i
     }
   });
   return 0;
+}
+
+int64_t quantize_elias(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
+                       int64_t capacity, float* norms, int threads) {
+  const bool nested = kEliasChunk % bucket == 0;  // a chunk's norms can be computed with it
+  if (!nested) bucket_norms(x, n, bucket, Norm(norm), norms, threads);
+  const Quantizer quantizer{x, norms, bucket, bits, key};
+  return elias_write(n, bits, out, capacity, threads, [&](int64_t begin, int64_t end, int32_t* levels) {
+    if (nested) bucket_norms_here(x + begin, end - begin, bucket, Norm(norm), norms + begin / bucket);
+    for (int64_t i = begin; i < end; i += kBitBlock)
+      quantizer.block(i, std::min(end, i + kBitBlock), levels + (i - begin), signed_levels);
+    return true;
+  });
+}
+
+int elias_decode_add(const uint8_t* stream, int64_t nbytes, const float* norms, int64_t n, int bits, int64_t bucket,
+                     float weight, float* out, int threads) {
+  if (!all_norms(norms, ceil_div(n, bucket))) return -1;
+  const int32_t s = top_level(bits);
+  const bool valid = elias_read(stream, nbytes, n, s, threads, [&](int64_t begin, int64_t end, const int32_t* levels) {
+    by_bucket(begin, end, bucket, [&](int64_t from, int64_t to, int64_t b) {
+      add_levels(levels + (from - begin), int(to - from), s, norms[b], weight, out + from);
+    });
+  });
+  return valid ? 0 : -1;
 }
 
 }  // namespace gradzip::cpu

@@ -6,6 +6,7 @@ All are deterministic: the same input gives the same bits whatever the number of
 from .abs_max import abs_max
 from .atom_probabilities import atom_probabilities
 from .compact import bitmap, bitmap_nbytes, compact, expand, gather_marked
+from .elias import elias_capacity, elias_decode, elias_decode_add, elias_encode, quantize_elias
 from .one_bit import one_bit_decode_add, one_bit_packed
 from .pack_bits import pack_bits, packed_nbytes, unpack_bits
 from .payload import (
@@ -40,6 +41,10 @@ __all__ = [
     "check_format",
     "compact",
     "dequantize",
+    "elias_capacity",
+    "elias_decode",
+    "elias_decode_add",
+    "elias_encode",
     "expand",
     "gather_marked",
     "majority",
@@ -52,6 +57,7 @@ __all__ = [
     "pack_signs",
     "packed_nbytes",
     "quantize",
+    "quantize_elias",
     "quantize_packed",
     "quantized_decode_add",
     "seal",

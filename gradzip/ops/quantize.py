@@ -14,7 +14,7 @@ from ._keys import check_key
 from .pack_bits import packed_nbytes
 from .payload import PayloadError
 
-_NORMS = {"l2": 0, "max": 1}
+NORMS = {"l2": 0, "max": 1}
 
 
 def num_buckets(numel: int, bucket: int) -> int:
@@ -22,17 +22,17 @@ def num_buckets(numel: int, bucket: int) -> int:
     return -(-numel // bucket)
 
 
-def _check(bits: int, bucket: int, what: str) -> None:
+def check_buckets(bits: int, bucket: int, what: str) -> None:
     if not (isinstance(bits, int) and 2 <= bits <= 16):
         raise ValueError(f"{what}: got bits = {bits!r}, expected an integer from 2 to 16")
     if not (isinstance(bucket, int) and bucket >= 1):
         raise ValueError(f"{what}: got bucket = {bucket!r}, expected an integer >= 1")
 
 
-def _check_encode(bits: int, bucket: int, norm: str, key: int, what: str) -> None:
-    _check(bits, bucket, what)
+def check_quantizer(bits: int, bucket: int, norm: str, key: int, what: str) -> None:
+    check_buckets(bits, bucket, what)
     check_key(key, what)
-    if norm not in _NORMS:
+    if norm not in NORMS:
         raise ValueError(f"{what}: got norm = {norm!r}, expected 'l2' or 'max'")
 
 
@@ -46,7 +46,7 @@ def quantize(x: Tensor, bits: int, bucket: int = 512, norm: str = "l2", key: int
     E[dequantize] = x. A bucket of zeros has norm 0 and levels 0; NaN counts as 0, infinity as the largest float. Norms
     are summed in double in a fixed order. Deterministic.
     """
-    _check_encode(bits, bucket, norm, key, "quantize")
+    check_quantizer(bits, bucket, norm, key, "quantize")
     x = _native.check(x, torch.float32, "quantize: x")
     codes = torch.empty(x.shape, dtype=torch.int32)
     norms = torch.empty(num_buckets(x.numel(), bucket), dtype=torch.float32)
@@ -55,7 +55,7 @@ def quantize(x: Tensor, bits: int, bucket: int = 512, norm: str = "l2", key: int
         x.numel(),
         bits,
         min(bucket, max(1, x.numel())),
-        _NORMS[norm],
+        NORMS[norm],
         key,
         codes.data_ptr(),
         norms.data_ptr(),
@@ -74,7 +74,7 @@ def dequantize(codes: Tensor, norms: Tensor, bits: int, bucket: int = 512) -> Te
     >>> dequantize(codes, norms, bits=8)[2].item(), norms.item()
     (-4.0, 4.0)
     """
-    _check(bits, bucket, "dequantize")
+    check_buckets(bits, bucket, "dequantize")
     codes = _native.check(codes, torch.int32, "dequantize: codes")
     n = codes.numel()
     norms = _native.check(norms, torch.float32, "dequantize: norms", num_buckets(n, bucket))
@@ -106,7 +106,7 @@ def quantize_packed(
     >>> [hex(byte) for byte in packed.tolist()]
     ['0x7', '0xf']
     """
-    _check_encode(bits, bucket, norm, key, "quantize_packed")
+    check_quantizer(bits, bucket, norm, key, "quantize_packed")
     x = _native.check(x, torch.float32, "quantize_packed: x")
     out = _native.output(out, packed_nbytes(x.numel(), bits), torch.uint8, "quantize_packed: out")
     norms = _native.output(norms, num_buckets(x.numel(), bucket), torch.float32, "quantize_packed: norms")
@@ -115,7 +115,7 @@ def quantize_packed(
         x.numel(),
         bits,
         min(bucket, max(1, x.numel())),
-        _NORMS[norm],
+        NORMS[norm],
         key,
         out.data_ptr(),
         norms.data_ptr(),
@@ -133,7 +133,7 @@ def quantized_decode_add(
     Every bit pattern decodes to a level in [-s, s]. PayloadError, and out untouched, when a length is wrong, or a norm
     is negative or not finite.
     """
-    _check(bits, bucket, "quantized_decode_add")
+    check_buckets(bits, bucket, "quantized_decode_add")
     out = _native.output(out, out.numel(), torch.float32, "quantized_decode_add: out")
     packed = _native.check(packed, torch.uint8, "quantized_decode_add: packed")
     norms = _native.check(norms, torch.float32, "quantized_decode_add: norms")
