@@ -30,23 +30,33 @@ struct RoundKeys {
 GZ_AVX2 void words_avx2(uint64_t key, uint64_t first, int count, uint32_t* words) {
   const __m256i m0 = _mm256_set1_epi64x(0xD2511F53), m1 = _mm256_set1_epi64x(0xCD9E8D57);
   const RoundKeys keys(key);
+  constexpr int kAbreast = 2;  // independent registers of counters: one alone would wait for its multiplications
   int j = 0;
-  for (; j + 16 <= count; j += 16) {
-    const __m256i counter =
-        _mm256_add_epi64(_mm256_set1_epi64x(int64_t((first + uint64_t(j)) / 4)), _mm256_set_epi64x(3, 1, 2, 0));
-    __m256i c0 = counter, c1 = _mm256_srli_epi64(counter, 32), c2 = _mm256_setzero_si256(), c3 = c2;
+  for (; j + 16 * kAbreast <= count; j += 16 * kAbreast) {
+    __m256i c0[kAbreast], c1[kAbreast], c2[kAbreast], c3[kAbreast];
+    for (int i = 0; i < kAbreast; ++i) {
+      c0[i] = _mm256_add_epi64(_mm256_set1_epi64x(int64_t((first + uint64_t(j)) / 4) + 4 * i),
+                               _mm256_set_epi64x(3, 1, 2, 0));
+      c1[i] = _mm256_srli_epi64(c0[i], 32);
+      c2[i] = c3[i] = _mm256_setzero_si256();
+    }
     for (int round = 0; round < 10; ++round) {
       const __m256i k0 = _mm256_set1_epi32(int(keys.k0[round])), k1 = _mm256_set1_epi32(int(keys.k1[round]));
-      const __m256i a = _mm256_mul_epu32(c0, m0), b = _mm256_mul_epu32(c2, m1);
-      c0 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(b, 32), c1), k0);
-      c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(a, 32), c3), k1);
-      c1 = b;
-      c3 = a;
+      for (int i = 0; i < kAbreast; ++i) {
+        const __m256i a = _mm256_mul_epu32(c0[i], m0), b = _mm256_mul_epu32(c2[i], m1);
+        c0[i] = _mm256_xor_si256(_mm256_srli_epi64(b, 32), _mm256_xor_si256(c1[i], k0));
+        c2[i] = _mm256_xor_si256(_mm256_srli_epi64(a, 32), _mm256_xor_si256(c3[i], k1));
+        c1[i] = b;
+        c3[i] = a;
+      }
     }
-    const __m256i low = _mm256_blend_epi32(c0, _mm256_slli_epi64(c1, 32), 0xaa);
-    const __m256i high = _mm256_blend_epi32(c2, _mm256_slli_epi64(c3, 32), 0xaa);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(words + j), _mm256_unpacklo_epi64(low, high));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(words + j + 8), _mm256_unpackhi_epi64(low, high));
+    for (int i = 0; i < kAbreast; ++i) {
+      const __m256i low = _mm256_blend_epi32(c0[i], _mm256_slli_epi64(c1[i], 32), 0xaa);
+      const __m256i high = _mm256_blend_epi32(c2[i], _mm256_slli_epi64(c3[i], 32), 0xaa);
+      uint32_t* to = words + j + 16 * i;
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_unpacklo_epi64(low, high));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8), _mm256_unpackhi_epi64(low, high));
+    }
   }
   words_scalar(key, first + uint64_t(j), count - j, words + j);
 }
@@ -55,7 +65,7 @@ GZ_AVX512 void words_avx512(uint64_t key, uint64_t first, int count, uint32_t* w
   const __m512i m0 = _mm512_set1_epi64(0xD2511F53), m1 = _mm512_set1_epi64(0xCD9E8D57);
   const RoundKeys keys(key);
   constexpr int kXor3 = 0x96;
-  constexpr int kAbreast = 4;  // independent registers of counters: one alone would wait for its multiplications
+  constexpr int kAbreast = 4;
   int j = 0;
   for (; j + 32 * kAbreast <= count; j += 32 * kAbreast) {
     __m512i c0[kAbreast], c1[kAbreast], c2[kAbreast], c3[kAbreast];
