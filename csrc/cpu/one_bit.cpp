@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "common/range_float.h"
+#include "cpu/bitmap.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/sign_bits.h"
@@ -69,13 +70,13 @@ GZ_AVX512 void add_sides_avx512(const float* x, int64_t rows, Lanes* lanes) {
 
 GZ_SIMD_SELECT(void, add_sides, (const float* x, int64_t rows, Lanes* lanes), (x, rows, lanes))
 
-int64_t count_bits(const uint8_t* packed, int64_t begin, int64_t end) {
+GZ_INLINE int64_t count_bits_body(const uint8_t* packed, int64_t begin, int64_t end) {
   int64_t count = 0;
   for (; begin < end && begin % 8; ++begin) count += packed[begin / 8] >> (begin % 8) & 1;
-  for (; begin + 8 <= end; begin += 8) count += __builtin_popcount(packed[begin / 8]);
-  for (; begin < end; ++begin) count += packed[begin / 8] >> (begin % 8) & 1;
+  for (; begin < end; begin += 64) count += __builtin_popcountll(load_word(packed + begin / 8, 0, end - begin));
   return count;
 }
+GZ_SIMD_DISPATCH(int64_t, count_bits, (const uint8_t* packed, int64_t begin, int64_t end), (packed, begin, end))
 
 float mean(double sum, int64_t count) {
   constexpr double kLargest = 0x1.fffffep127;
