@@ -50,6 +50,74 @@ int range_float_decode(const RangeFloat& format, const int32_t* codes, int64_t n
 void pack_bits(const int32_t* codes, int64_t n, int bits, uint8_t* packed, int threads);
 void unpack_bits(const uint8_t* packed, int64_t n, int bits, int32_t* codes, int threads);
 
+// --- quantize.cpp
+// QSGD: per bucket of `bucket` elements (the last one may be shorter) its norm (0: l2, 1: max) and, per element, a
+// signed level in -s..s, s = 2^(bits - 1) - 1, drawn so that s x / norm is its mean (draw i of the key belongs to x[i]).
+// 2 <= bits <= 16. NaN becomes 0 and infinity the largest float. One read of x where bucket <= kChunk.
+void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, int32_t* codes, float* norms,
+              int threads);
+// The same levels in sign and magnitude (the sign is the top bit) as a bit stream of ceil(n * bits / 8) bytes.
+void quantize_packed(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* packed,
+                     float* norms, int threads);
+// x[i] = level / s * norm. -1 when a level is beyond s, else 0.
+int dequantize(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x, int threads);
+// out[i] += weight * (level / s * norm), from the bit stream. -1, and out untouched, when a norm is negative or not
+// finite.
+int quantized_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
+                         float* out, int threads);
+
+// --- ternary.cpp
+// TernGrad: sign(x) with probability min(|x|, clip) / scale, else 0; draw i of the key belongs to x[i]. Five to a byte,
+// ceil(n / 5) bytes: of each 320 elements (or what is left of them) w = ceil(320 / 5) bytes, byte j being the sum of
+// 3^k t over the trits t of elements k w + j, where t is 0 for zero, 1 for plus, 2 for minus. NaN counts as 0.
+void ternary_packed(const float* x, int64_t n, float scale, float clip, uint64_t key, uint8_t* packed, int threads);
+// out[i] += value * (-1, 0 or 1). -1, and out untouched, when a byte is above 242, which no five trits make.
+int ternary_decode_add(const uint8_t* packed, int64_t n, float value, float* out, int threads);
+
+// --- signs.cpp
+// One bit per sign, as write_signs of sign_bits.h says.
+void pack_signs(const float* x, int64_t n, uint64_t key, uint8_t* packed, int threads);
+// What most of the 1 to 65535 voters say, bit by bit; where as many say one as the other, coin i of the key decides.
+// Spare bits of voters are not looked at; those of the result are 0.
+void majority(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed, int threads);
+// out[i] += scale or, where the bit is set, -scale.
+void signs_decode_add(const uint8_t* packed, int64_t n, float scale, float* out, int threads);
+
+// --- one_bit.cpp
+// 1-bit SGD: the signs, and per row of x the means of the values whose bit is clear and of those whose bit is set (0
+// where there is none), summed in double in a fixed order. One read of x unless rows are very long.
+void one_bit_packed(const float* x, int64_t rows, int64_t columns, uint64_t key, uint8_t* packed, float* means,
+                    int threads);
+// out[i] += weight * the mean of the row and bit. -1, and out untouched, when a mean is not finite.
+int one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
+                       float* out, int threads);
+
+// --- atom_probabilities.cpp
+// p[i] = min(1, c |atoms[i]|), c such that they add up to the budget (or to the number of nonzero atoms, if that is
+// less). -1 when an atom is not finite. Computed in double, sums in a fixed order.
+int atom_probabilities_float(const float* atoms, int64_t n, double budget, float* p, int threads);
+int atom_probabilities_double(const double* atoms, int64_t n, double budget, double* p, int threads);
+
+// --- elias.cpp
+// Levels as Elias-coded runs (QSGD, section 3.2 and appendix A.2, with Elias' gamma code, which is never longer than
+// the recursive one below 32). n elements are cut into chunks of 4096: first the bytes of each chunk as uint16, then the
+// chunks. A chunk is a little-endian bit stream, zero-padded to a byte: for each level that is not zero gamma(zeros
+// before it + 1), its sign (1: negative), gamma(|level|); and gamma(zeros + 1) if the chunk ends in zeros. gamma(v), first
+// bit lowest: floor(log2 v) zeros, a one, the bits of v below the top one, lowest first.
+// Returns the bytes written, -1 when a level is beyond 65535, -2 when there are more than capacity.
+int64_t elias_encode(const int32_t* codes, int64_t n, uint8_t* out, int64_t capacity, int threads);
+// -1 when the bytes are not such a stream of n levels, none beyond `top`; codes may be partly written by then.
+int elias_decode(const uint8_t* stream, int64_t nbytes, int64_t n, int32_t top, int32_t* codes, int threads);
+
+// --- quantize.cpp, with the coding of elias.cpp
+// The levels of `quantize`, coded in the pass that draws them. Returns the bytes written, -2 when more than capacity.
+int64_t quantize_elias(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
+                       int64_t capacity, float* norms, int threads);
+// out[i] += weight * (level / s * norm). -1 when a norm is negative or not finite, or the bytes are not a stream of n
+// levels; out may be partly added to by then.
+int elias_decode_add(const uint8_t* stream, int64_t nbytes, const float* norms, int64_t n, int bits, int64_t bucket,
+                     float weight, float* out, int threads);
+
 // --- spectrum.cpp
 // power[r, c] = weight_c |s * spectrum[r, c]|^2 for `rows` rows of a real FFT of `length` reals each, length/2 + 1
 // complex bins: weight 2 for the interior bins, which stand for two each, 1 for bin 0 and, where length is even, the

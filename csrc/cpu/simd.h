@@ -8,6 +8,9 @@
 
 #include <cstdint>
 
+// The intrinsics of g++ 12 make "any value will do" a variable initialised with itself, which it then warns about.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
 #define GZ_INLINE inline __attribute__((always_inline))
 #define GZ_AVX2 __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt")))
 #define GZ_AVX512 \

@@ -1,0 +1,56 @@
+// Stochastic quantization (QSGD: Alistarh et al., NeurIPS 2017, section 3.1; with one level it is TernGrad: Wen et al.,
+// NeurIPS 2017). The same functions run on the CPU and in CUDA kernels: plain float32 operations in a fixed order, so
+// levels agree bit for bit.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+#include "common/range_float.h"
+
+namespace gradzip {
+
+// Signed levels of `bits` bits, sign included: -s..s.
+GZ_HD int32_t top_level(int bits) { return (1 << (bits - 1)) - 1; }
+
+// |x| as a finite number: NaN is 0, infinity the largest float.
+GZ_HD float finite_magnitude(float x) {
+  uint32_t u = float_bits(x) & 0x7fffffffu;
+  u = u > kInfBits ? 0u : u;
+  return bits_float(u < kMaxFiniteBits ? u : kMaxFiniteBits);
+}
+
+// s |x| / norm as two multiplications. `range`, a power of two, keeps tiny and huge norms from making `factor`
+// overflow or lose bits. Norm 0 gives 0.
+struct LevelScale {
+  float range, factor;
+};
+GZ_HD LevelScale level_scale(float norm, int32_t s) {
+  if (!(norm > 0.0f)) return {0.0f, 0.0f};
+  const float range = norm < 0x1p-64f ? 0x1p100f : norm > 0x1p64f ? 0x1p-100f : 1.0f;
+  return {range, float(s) / (norm * range)};
+}
+
+// floor(t + u) for t = s |x| / norm, u uniform in [0, 1): t's integer part, and one more with the probability of its
+// fraction. Both parts are exact, so nothing but the 24 bits of u limits how unbiased that is.
+GZ_HD int32_t stochastic_level(float magnitude, LevelScale scale, int32_t s, uint32_t random) {
+  float t = magnitude * scale.range * scale.factor;
+  t = t < float(s) ? t : float(s);
+  const int32_t whole = int32_t(t);
+  const float fraction = (t - float(whole)) * 0x1p24f;
+  return whole + int32_t(float(int32_t(random >> 8)) < fraction);
+}
+
+// Sign and magnitude in `bits` bits: the sign is the top bit, zero has none. Every bit pattern is a level in -s..s.
+GZ_HD uint32_t level_code(int32_t level, bool negative, int bits) {
+  return uint32_t(level) | uint32_t(negative && level) << (bits - 1);
+}
+GZ_HD int32_t code_level(uint32_t code, int bits) {
+  const int32_t level = int32_t(code & uint32_t(top_level(bits)));
+  return code >> (bits - 1) ? -level : level;
+}
+
+// The number that a level stands for: exactly +-norm at the top, and never beyond.
+GZ_HD float level_value(int32_t level, int32_t s, float norm) { return float(level) / float(s) * norm; }
+
+}  // namespace gradzip

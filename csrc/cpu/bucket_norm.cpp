@@ -1,0 +1,126 @@
+#include "cpu/bucket_norm.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "common/quantize.h"
+#include "cpu/parallel.h"
+#include "cpu/simd.h"
+
+namespace gradzip::cpu {
+namespace {
+
+// lanes[i % 16] += x[i]^2, for whole rows of 16. The square of a float is exact in double, so a fused multiply-add gives
+// what a multiplication and an addition give.
+constexpr int kLanes = 16;
+
+void add_squares_scalar(const float* x, int64_t rows, double* lanes) {
+  for (; rows > 0; --rows, x += kLanes)
+    for (int j = 0; j < kLanes; ++j) lanes[j] += double(x[j]) * double(x[j]);
+}
+
+GZ_AVX2 void add_squares_avx2(const float* x, int64_t rows, double* lanes) {
+  __m256d sum[4];
+  for (int j = 0; j < 4; ++j) sum[j] = _mm256_loadu_pd(lanes + 4 * j);
+  for (; rows > 0; --rows, x += kLanes) {
+    for (int j = 0; j < 4; ++j) {
+      const __m256d v = _mm256_cvtps_pd(_mm_loadu_ps(x + 4 * j));
+      sum[j] = _mm256_add_pd(sum[j], _mm256_mul_pd(v, v));
+    }
+  }
+  for (int j = 0; j < 4; ++j) _mm256_storeu_pd(lanes + 4 * j, sum[j]);
+}
+
+GZ_AVX512 void add_squares_avx512(const float* x, int64_t rows, double* lanes) {
+  __m512d low = _mm512_loadu_pd(lanes), high = _mm512_loadu_pd(lanes + 8);
+  for (; rows > 0; --rows, x += kLanes) {
+    const __m512d a = _mm512_cvtps_pd(_mm256_loadu_ps(x)), b = _mm512_cvtps_pd(_mm256_loadu_ps(x + 8));
+    low = _mm512_fmadd_pd(a, a, low);
+    high = _mm512_fmadd_pd(b, b, high);
+  }
+  _mm512_storeu_pd(lanes, low);
+  _mm512_storeu_pd(lanes + 8, high);
+}
+
+GZ_SIMD_SELECT(void, add_squares, (const float* x, int64_t rows, double* lanes), (x, rows, lanes))
+
+double sum_of_squares(const float* x, int64_t n) {
+  double lanes[kLanes] = {};
+  const int64_t rows = n / kLanes;
+  add_squares(x, rows, lanes);
+  for (int64_t i = rows * kLanes; i < n; ++i) lanes[i % kLanes] += double(x[i]) * double(x[i]);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int j = 0; j < width; ++j) lanes[j] += lanes[j + width];
+  return lanes[0];
+}
+
+// Above kInfBits where x holds a NaN.
+GZ_INLINE uint32_t largest_bits_body(const float* x, int64_t n) {
+  uint32_t most = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t u = float_bits(x[i]) & 0x7fffffffu;
+    most = most > u ? most : u;
+  }
+  return most;
+}
+GZ_SIMD_DISPATCH(uint32_t, largest_bits, (const float* x, int64_t n), (x, n))
+
+}  // namespace
+
+double norm_part(const float* x, int64_t n, Norm norm) {
+  if (norm == Norm::max) {
+    const uint32_t most = largest_bits(x, n);
+    if (most < kInfBits) return bits_float(most);
+  } else {
+    const double sum = sum_of_squares(x, n);
+    if (std::isfinite(sum)) return sum;
+  }
+  // Squares of finite floats do not overflow: x holds an infinity or a NaN.
+  float finite[kNormSegment];
+  std::transform(x, x + n, finite, finite_magnitude);
+  return norm == Norm::max ? bits_float(largest_bits(finite, n)) : sum_of_squares(finite, n);
+}
+
+double norm_combine(double total, double part, Norm norm) {
+  return norm == Norm::max ? std::max(total, part) : total + part;
+}
+
+float norm_finish(double total, Norm norm) {
+  constexpr double kLargest = 0x1.fffffep127;
+  return float(std::min(norm == Norm::max ? total : std::sqrt(total), kLargest));
+}
+
+void bucket_norms_here(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms) {
+  for (int64_t begin = 0; begin < n; begin += bucket) {
+    const int64_t end = std::min(n, begin + bucket);
+    double total = 0.0;
+    for (int64_t i = begin; i < end; i += kNormSegment)
+      total = norm_combine(total, norm_part(x + i, std::min(kNormSegment, end - i), norm), norm);
+    *norms++ = norm_finish(total, norm);
+  }
+}
+
+void bucket_norms(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms, int threads) {
+  if (bucket <= kChunk) {
+    const int64_t together = std::max<int64_t>(1, kChunk / bucket) * bucket;
+    parallel_chunks(n, together, threads, [&](int64_t, int64_t begin, int64_t end) {
+      bucket_norms_here(x + begin, end - begin, bucket, norm, norms + begin / bucket);
+    });
+    return;
+  }
+  const int64_t segments = ceil_div(std::min(n, bucket), kNormSegment);  // of each bucket
+  std::vector<double> parts(segments * ceil_div(n, bucket), 0.0);
+  parallel_for(int64_t(parts.size()), threads, [&](int64_t task) {
+    const int64_t first = task / segments * bucket, begin = first + task % segments * kNormSegment;
+    const int64_t end = std::min({n, first + bucket, begin + kNormSegment});
+    if (begin < end) parts[task] = norm_part(x + begin, end - begin, norm);
+  });
+  for (size_t b = 0; b * segments < parts.size(); ++b) {
+    double total = 0.0;
+    for (int64_t s = 0; s < segments; ++s) total = norm_combine(total, parts[b * segments + s], norm);
+    norms[b] = norm_finish(total, norm);
+  }
+}
+
+}  // namespace gradzip::cpu

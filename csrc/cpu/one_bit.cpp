@@ -1,0 +1,138 @@
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "common/range_float.h"
+#include "cpu/bitmap.h"
+#include "cpu/ops.h"
+#include "cpu/parallel.h"
+#include "cpu/sign_bits.h"
+#include "cpu/simd.h"
+
+namespace gradzip::cpu {
+namespace {
+
+// Sums of the positive and of the negative values by i % 16, in double, for whole rows of 16. NaN is passed over: the
+// maximum and the minimum of it and 0 are 0.
+constexpr int kLanes = 16;
+struct Lanes {
+  double positive[kLanes], negative[kLanes];
+};
+
+void add_sides_scalar(const float* x, int64_t rows, Lanes* lanes) {
+  for (; rows > 0; --rows, x += kLanes) {
+    for (int j = 0; j < kLanes; ++j) {
+      lanes->positive[j] += double(x[j] > 0.0f ? x[j] : 0.0f);
+      lanes->negative[j] += double(x[j] < 0.0f ? x[j] : 0.0f);
+    }
+  }
+}
+
+GZ_AVX2 void add_sides_avx2(const float* x, int64_t rows, Lanes* lanes) {
+  const __m128 zero = _mm_setzero_ps();
+  __m256d up[4], down[4];
+  for (int j = 0; j < 4; ++j) {
+    up[j] = _mm256_loadu_pd(lanes->positive + 4 * j);
+    down[j] = _mm256_loadu_pd(lanes->negative + 4 * j);
+  }
+  for (; rows > 0; --rows, x += kLanes) {
+    for (int j = 0; j < 4; ++j) {
+      const __m128 v = _mm_loadu_ps(x + 4 * j);
+      up[j] = _mm256_add_pd(up[j], _mm256_cvtps_pd(_mm_max_ps(v, zero)));
+      down[j] = _mm256_add_pd(down[j], _mm256_cvtps_pd(_mm_min_ps(v, zero)));
+    }
+  }
+  for (int j = 0; j < 4; ++j) {
+    _mm256_storeu_pd(lanes->positive + 4 * j, up[j]);
+    _mm256_storeu_pd(lanes->negative + 4 * j, down[j]);
+  }
+}
+
+GZ_AVX512 void add_sides_avx512(const float* x, int64_t rows, Lanes* lanes) {
+  const __m256 zero = _mm256_setzero_ps();
+  __m512d up[2], down[2];
+  for (int j = 0; j < 2; ++j) {
+    up[j] = _mm512_loadu_pd(lanes->positive + 8 * j);
+    down[j] = _mm512_loadu_pd(lanes->negative + 8 * j);
+  }
+  for (; rows > 0; --rows, x += kLanes) {
+    for (int j = 0; j < 2; ++j) {
+      const __m256 v = _mm256_loadu_ps(x + 8 * j);
+      up[j] = _mm512_add_pd(up[j], _mm512_cvtps_pd(_mm256_max_ps(v, zero)));
+      down[j] = _mm512_add_pd(down[j], _mm512_cvtps_pd(_mm256_min_ps(v, zero)));
+    }
+  }
+  for (int j = 0; j < 2; ++j) {
+    _mm512_storeu_pd(lanes->positive + 8 * j, up[j]);
+    _mm512_storeu_pd(lanes->negative + 8 * j, down[j]);
+  }
+}
+
+GZ_SIMD_SELECT(void, add_sides, (const float* x, int64_t rows, Lanes* lanes), (x, rows, lanes))
+
+GZ_INLINE int64_t count_bits_body(const uint8_t* packed, int64_t begin, int64_t end) {
+  int64_t count = 0;
+  for (; begin < end && begin % 8; ++begin) count += packed[begin / 8] >> (begin % 8) & 1;
+  for (; begin < end; begin += 64) count += __builtin_popcountll(load_word(packed + begin / 8, 0, end - begin));
+  return count;
+}
+GZ_SIMD_DISPATCH(int64_t, count_bits, (const uint8_t* packed, int64_t begin, int64_t end), (packed, begin, end))
+
+float mean(double sum, int64_t count) {
+  constexpr double kLargest = 0x1.fffffep127;
+  return count ? float(std::max(-kLargest, std::min(kLargest, sum / double(count)))) : 0.0f;
+}
+
+void row_means(const float* x, const uint8_t* packed, int64_t begin, int64_t end, float* means) {
+  Lanes lanes{};
+  const int64_t whole = begin + (end - begin) / kLanes * kLanes;
+  add_sides(x + begin, (end - begin) / kLanes, &lanes);
+  for (int64_t i = whole; i < end; ++i) {
+    lanes.positive[i - whole] += double(x[i] > 0.0f ? x[i] : 0.0f);
+    lanes.negative[i - whole] += double(x[i] < 0.0f ? x[i] : 0.0f);
+  }
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int j = 0; j < width; ++j) {
+      lanes.positive[j] += lanes.positive[j + width];
+      lanes.negative[j] += lanes.negative[j + width];
+    }
+  }
+  const int64_t negatives = count_bits(packed, begin, end);
+  means[0] = mean(lanes.positive[0], end - begin - negatives);
+  means[1] = mean(lanes.negative[0], negatives);
+}
+
+}  // namespace
+
+void one_bit_packed(const float* x, int64_t rows, int64_t columns, uint64_t key, uint8_t* packed, float* means,
+                    int threads) {
+  const int64_t n = rows * columns, together = std::lcm<int64_t>(columns, 8);
+  if (n == 0) return std::fill(means, means + 2 * rows, 0.0f);
+  if (columns > kChunk || together > 4 * kChunk) {
+    pack_signs(x, n, key, packed, threads);
+    return parallel_for(
+        rows, threads, [&](int64_t row) { row_means(x, packed, row * columns, (row + 1) * columns, means + 2 * row); });
+  }
+  parallel_chunks(n, std::max<int64_t>(1, kChunk / together) * together, threads,
+                  [&](int64_t, int64_t begin, int64_t end) {
+                    write_signs(x, begin, end, key, packed);
+                    for (int64_t i = begin; i < end; i += columns)
+                      row_means(x, packed, i, i + columns, means + 2 * (i / columns));
+                  });
+}
+
+int one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
+                       float* out, int threads) {
+  for (int64_t i = 0; i < 2 * rows; ++i)
+    if (!std::isfinite(means[i])) return -1;
+  parallel_chunks(rows * columns, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t row = begin / columns; begin < end; ++row) {
+      const int64_t stop = std::min(end, (row + 1) * columns);
+      add_by_sign(packed, begin, stop, weight * means[2 * row], weight * means[2 * row + 1], out);
+      begin = stop;
+    }
+  });
+  return 0;
+}
+
+}  // namespace gradzip::cpu

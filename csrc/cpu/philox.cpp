@@ -1,0 +1,104 @@
+#include "cpu/philox.h"
+
+#include "common/philox.h"
+#include "cpu/simd.h"
+
+namespace gradzip::cpu {
+namespace {
+
+void words_scalar(uint64_t key, uint64_t first, int count, uint32_t* words) {
+  for (int j = 0; j < count; j += 4) {
+    const Philox4 draw = philox(key, (first + uint64_t(j)) / 4);
+    for (int k = 0; k < 4 && j + k < count; ++k) words[j + k] = draw.v[k];
+  }
+}
+
+// The keys of the ten rounds, once per block.
+struct RoundKeys {
+  uint32_t k0[10], k1[10];
+  explicit RoundKeys(uint64_t key) {
+    for (uint32_t round = 0; round < 10; ++round) {
+      k0[round] = uint32_t(key) + round * 0x9E3779B9u;
+      k1[round] = uint32_t(key >> 32) + round * 0xBB67AE85u;
+    }
+  }
+};
+
+// The wide forms keep each of the four words in the low half of a 64-bit lane, one counter to the lane: the multiplier
+// reads low halves only, so what is left in the high halves never matters, and needs no masking. Lane 2m has the m-th
+// counter of the first half, lane 2m + 1 that of the second, which is the order that unpacking puts right.
+GZ_AVX2 void words_avx2(uint64_t key, uint64_t first, int count, uint32_t* words) {
+  const __m256i m0 = _mm256_set1_epi64x(0xD2511F53), m1 = _mm256_set1_epi64x(0xCD9E8D57);
+  const RoundKeys keys(key);
+  constexpr int kAbreast = 2;  // independent registers of counters: one alone would wait for its multiplications
+  int j = 0;
+  for (; j + 16 * kAbreast <= count; j += 16 * kAbreast) {
+    __m256i c0[kAbreast], c1[kAbreast], c2[kAbreast], c3[kAbreast];
+    for (int i = 0; i < kAbreast; ++i) {
+      c0[i] = _mm256_add_epi64(_mm256_set1_epi64x(int64_t((first + uint64_t(j)) / 4) + 4 * i),
+                               _mm256_set_epi64x(3, 1, 2, 0));
+      c1[i] = _mm256_srli_epi64(c0[i], 32);
+      c2[i] = c3[i] = _mm256_setzero_si256();
+    }
+    for (int round = 0; round < 10; ++round) {
+      const __m256i k0 = _mm256_set1_epi32(int(keys.k0[round])), k1 = _mm256_set1_epi32(int(keys.k1[round]));
+      for (int i = 0; i < kAbreast; ++i) {
+        const __m256i a = _mm256_mul_epu32(c0[i], m0), b = _mm256_mul_epu32(c2[i], m1);
+        c0[i] = _mm256_xor_si256(_mm256_srli_epi64(b, 32), _mm256_xor_si256(c1[i], k0));
+        c2[i] = _mm256_xor_si256(_mm256_srli_epi64(a, 32), _mm256_xor_si256(c3[i], k1));
+        c1[i] = b;
+        c3[i] = a;
+      }
+    }
+    for (int i = 0; i < kAbreast; ++i) {
+      const __m256i low = _mm256_blend_epi32(c0[i], _mm256_slli_epi64(c1[i], 32), 0xaa);
+      const __m256i high = _mm256_blend_epi32(c2[i], _mm256_slli_epi64(c3[i], 32), 0xaa);
+      uint32_t* to = words + j + 16 * i;
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_unpacklo_epi64(low, high));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8), _mm256_unpackhi_epi64(low, high));
+    }
+  }
+  words_scalar(key, first + uint64_t(j), count - j, words + j);
+}
+
+GZ_AVX512 void words_avx512(uint64_t key, uint64_t first, int count, uint32_t* words) {
+  const __m512i m0 = _mm512_set1_epi64(0xD2511F53), m1 = _mm512_set1_epi64(0xCD9E8D57);
+  const RoundKeys keys(key);
+  constexpr int kXor3 = 0x96;
+  constexpr int kAbreast = 4;
+  int j = 0;
+  for (; j + 32 * kAbreast <= count; j += 32 * kAbreast) {
+    __m512i c0[kAbreast], c1[kAbreast], c2[kAbreast], c3[kAbreast];
+    for (int i = 0; i < kAbreast; ++i) {
+      c0[i] = _mm512_add_epi64(_mm512_set1_epi64(int64_t((first + uint64_t(j)) / 4) + 8 * i),
+                               _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0));
+      c1[i] = _mm512_srli_epi64(c0[i], 32);
+      c2[i] = c3[i] = _mm512_setzero_si512();
+    }
+    for (int round = 0; round < 10; ++round) {
+      const __m512i k0 = _mm512_set1_epi32(int(keys.k0[round])), k1 = _mm512_set1_epi32(int(keys.k1[round]));
+      for (int i = 0; i < kAbreast; ++i) {
+        const __m512i a = _mm512_mul_epu32(c0[i], m0), b = _mm512_mul_epu32(c2[i], m1);
+        c0[i] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(b, 32), c1[i], k0, kXor3);
+        c2[i] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(a, 32), c3[i], k1, kXor3);
+        c1[i] = b;
+        c3[i] = a;
+      }
+    }
+    for (int i = 0; i < kAbreast; ++i) {
+      const __m512i low = _mm512_mask_blend_epi32(0xaaaa, c0[i], _mm512_slli_epi64(c1[i], 32));
+      const __m512i high = _mm512_mask_blend_epi32(0xaaaa, c2[i], _mm512_slli_epi64(c3[i], 32));
+      _mm512_storeu_si512(words + j + 32 * i, _mm512_unpacklo_epi64(low, high));
+      _mm512_storeu_si512(words + j + 32 * i + 16, _mm512_unpackhi_epi64(low, high));
+    }
+  }
+  words_scalar(key, first + uint64_t(j), count - j, words + j);
+}
+
+GZ_SIMD_SELECT(void, words, (uint64_t key, uint64_t first, int count, uint32_t* words), (key, first, count, words))
+
+}  // namespace
+
+void philox_words(uint64_t key, uint64_t first, int count, uint32_t* out) { words(key, first, count, out); }
+
+}  // namespace gradzip::cpu

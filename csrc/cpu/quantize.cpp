@@ -1,0 +1,239 @@
+#include "common/quantize.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <numeric>
+
+#include "cpu/bit_stream.h"
+#include "cpu/bucket_norm.h"
+#include "cpu/elias.h"
+#include "cpu/narrow_stream.h"
+#include "cpu/ops.h"
+#include "cpu/parallel.h"
+#include "cpu/philox.h"
+#include "cpu/simd.h"
+
+namespace gradzip::cpu {
+namespace {
+
+// What the elements of one bucket share.
+struct Bucket {
+  LevelScale scale;
+  int32_t s;
+  int bits;
+};
+
+// Levels as signed integers, or as sign-magnitude codes of either width.
+template <class Code>
+GZ_INLINE void levels_loop(const float* x, const uint32_t* random, int n, Bucket b, Code* codes) {
+  for (int i = 0; i < n; ++i) {
+    const int32_t level = stochastic_level(finite_magnitude(x[i]), b.scale, b.s, random[i]);
+    const bool negative = float_bits(x[i]) >> 31;
+    if constexpr (std::is_signed_v<Code>)
+      codes[i] = negative ? -level : level;
+    else
+      codes[i] = Code(level_code(level, negative, b.bits));
+  }
+}
+GZ_INLINE void signed_levels_body(const float* x, const uint32_t* random, int n, Bucket b, int32_t* codes) {
+  levels_loop(x, random, n, b, codes);
+}
+GZ_INLINE void narrow_codes_body(const float* x, const uint32_t* random, int n, Bucket b, uint8_t* codes) {
+  levels_loop(x, random, n, b, codes);
+}
+GZ_INLINE void wide_codes_body(const float* x, const uint32_t* random, int n, Bucket b, uint32_t* codes) {
+  levels_loop(x, random, n, b, codes);
+}
+GZ_SIMD_DISPATCH(void, signed_levels, (const float* x, const uint32_t* random, int n, Bucket b, int32_t* codes),
+                 (x, random, n, b, codes))
+GZ_SIMD_DISPATCH(void, narrow_codes, (const float* x, const uint32_t* random, int n, Bucket b, uint8_t* codes),
+                 (x, random, n, b, codes))
+GZ_SIMD_DISPATCH(void, wide_codes, (const float* x, const uint32_t* random, int n, Bucket b, uint32_t* codes),
+                 (x, random, n, b, codes))
+
+// f(begin, end, b) for the parts of [begin, end) that lie in one bucket b each.
+template <class F>
+GZ_INLINE void by_bucket(int64_t begin, int64_t end, int64_t bucket, F&& f) {
+  for (int64_t b = begin / bucket; begin < end; ++b) {
+    const int64_t stop = std::min(end, (b + 1) * bucket);
+    f(begin, stop, b);
+    begin = stop;
+  }
+}
+
+// f(begin, end) over [0, n) in pieces of a chunk or so that begin at a multiple of 8, after their buckets' norms are
+// there. Where buckets are short their norms are computed in the same task, so that x is read from memory once.
+template <class F>
+void with_norms(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms, int threads, F&& f) {
+  const int64_t together = std::lcm<int64_t>(bucket, 8);
+  if (bucket > kChunk || together > 4 * kChunk) {
+    bucket_norms(x, n, bucket, norm, norms, threads);
+    return parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) { f(begin, end); });
+  }
+  parallel_chunks(n, std::max<int64_t>(1, kChunk / together) * together, threads,
+                  [&](int64_t, int64_t begin, int64_t end) {
+                    bucket_norms_here(x + begin, end - begin, bucket, norm, norms + begin / bucket);
+                    f(begin, end);
+                  });
+}
+
+struct Quantizer {
+  const float* x;
+  const float* norms;
+  int64_t bucket;
+  int bits;
+  uint64_t key;
+
+  Bucket parameters(int64_t b) const {
+    const int32_t s = top_level(bits);
+    return {level_scale(norms[b], s), s, bits};
+  }
+
+  // Codes of [begin, end), at most kBitBlock elements from a multiple of 4.
+  template <class Code, class Kernel>
+  GZ_INLINE void block(int64_t begin, int64_t end, Code* codes, Kernel kernel) const {
+    uint32_t random[kBitBlock];
+    philox_words(key, uint64_t(begin), int(end - begin), random);
+    by_bucket(begin, end, bucket, [&](int64_t from, int64_t to, int64_t b) {
+      kernel(x + from, random + (from - begin), int(to - from), parameters(b), codes + (from - begin));
+    });
+  }
+
+  void packed(int64_t begin, int64_t end, uint8_t* out) const {
+    for (int64_t i = begin; i < end; i += kBitBlock) {
+      const int64_t stop = std::min(end, i + kBitBlock);
+      uint8_t* to = out + i / 8 * bits;
+      if (bits <= 8) {
+        uint8_t codes[kBitBlock];
+        block(i, stop, codes, narrow_codes);
+        pack_narrow(codes, int(stop - i), bits, to);
+      } else {
+        uint32_t codes[kBitBlock];
+        block(i, stop, codes, wide_codes);
+        pack_block(codes, int(stop - i), bits, to);
+      }
+    }
+  }
+};
+
+bool all_norms(const float* norms, int64_t count) {
+  for (int64_t b = 0; b < count; ++b)
+    if (!(norms[b] >= 0.0f && std::isfinite(norms[b]))) return false;
+  return true;
+}
+
+// out[i] += weight * value: the value first, so that weight 1 onto zeros is what dequantize gives.
+template <class Code>
+GZ_INLINE void add_values_loop(const Code* codes, int n, int bits, float norm, float weight, float* out) {
+  const int32_t s = top_level(bits);
+  for (int i = 0; i < n; ++i) out[i] += weight * level_value(code_level(uint32_t(codes[i]), bits), s, norm);
+}
+GZ_INLINE void add_narrow_body(const uint8_t* codes, int n, int bits, float norm, float weight, float* out) {
+  add_values_loop(codes, n, bits, norm, weight, out);
+}
+GZ_INLINE void add_wide_body(const uint32_t* codes, int n, int bits, float norm, float weight, float* out) {
+  add_values_loop(codes, n, bits, norm, weight, out);
+}
+GZ_SIMD_DISPATCH(void, add_narrow, (const uint8_t* codes, int n, int bits, float norm, float weight, float* out),
+                 (codes, n, bits, norm, weight, out))
+GZ_SIMD_DISPATCH(void, add_wide, (const uint32_t* codes, int n, int bits, float norm, float weight, float* out),
+                 (codes, n, bits, norm, weight, out))
+
+GZ_INLINE void add_levels_body(const int32_t* levels, int n, int32_t s, float norm, float weight, float* out) {
+  for (int i = 0; i < n; ++i) out[i] += weight * level_value(levels[i], s, norm);
+}
+GZ_SIMD_DISPATCH(void, add_levels, (const int32_t* levels, int n, int32_t s, float norm, float weight, float* out),
+                 (levels, n, s, norm, weight, out))
+
+// Returns whether all levels are in -s..s.
+GZ_INLINE bool level_values_body(const int32_t* codes, int n, int32_t s, float norm, float* x) {
+  int32_t beyond = 0;
+  for (int i = 0; i < n; ++i) {
+    beyond |= int32_t(codes[i] > s) | int32_t(codes[i] < -s);
+    x[i] = level_value(codes[i], s, norm);
+  }
+  return beyond == 0;
+}
+GZ_SIMD_DISPATCH(bool, level_values, (const int32_t* codes, int n, int32_t s, float norm, float* x),
+                 (codes, n, s, norm, x))
+
+}  // namespace
+
+void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, int32_t* codes, float* norms,
+              int threads) {
+  const Quantizer quantizer{x, norms, bucket, bits, key};
+  with_norms(x, n, bucket, Norm(norm), norms, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i += kBitBlock)
+      quantizer.block(i, std::min(end, i + kBitBlock), codes + i, signed_levels);
+  });
+}
+
+void quantize_packed(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* packed,
+                     float* norms, int threads) {
+  const Quantizer quantizer{x, norms, bucket, bits, key};
+  with_norms(x, n, bucket, Norm(norm), norms, threads,
+             [&](int64_t begin, int64_t end) { quantizer.packed(begin, end, packed); });
+}
+
+int dequantize(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x, int threads) {
+  const int32_t s = top_level(bits);
+  std::atomic<bool> valid{true};
+  parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
+    by_bucket(begin, end, bucket, [&](int64_t from, int64_t to, int64_t b) {
+      if (!level_values(codes + from, int(to - from), s, norms[b], x + from)) valid = false;
+    });
+  });
+  return valid ? 0 : -1;
+}
+
+int quantized_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
+                         float* out, int threads) {
+  if (!all_norms(norms, ceil_div(n, bucket))) return -1;
+  const int64_t nbytes = ceil_div(n * bits, 8);
+  parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i += kBitBlock) {
+      const int count = int(std::min<int64_t>(end - i, kBitBlock));
+      uint8_t narrow[kBitBlock];
+      uint32_t wide[kBitBlock];
+      if (bits <= 8)
+        unpack_narrow(packed + i / 8 * bits, count, bits, narrow);
+      else
+        for (int j = 0; j < count; ++j) wide[j] = uint32_t(read_bits(packed, nbytes, (i + j) * bits, bits));
+      by_bucket(i, i + count, bucket, [&](int64_t from, int64_t to, int64_t b) {
+        if (bits <= 8)
+          add_narrow(narrow + (from - i), int(to - from), bits, norms[b], weight, out + from);
+        else
+          add_wide(wide + (from - i), int(to - from), bits, norms[b], weight, out + from);
+      });
+    }
+  });
+  return 0;
+}
+
+int64_t quantize_elias(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
+                       int64_t capacity, float* norms, int threads) {
+  const bool nested = kEliasChunk % bucket == 0;  // a chunk's norms can be computed with it
+  if (!nested) bucket_norms(x, n, bucket, Norm(norm), norms, threads);
+  const Quantizer quantizer{x, norms, bucket, bits, key};
+  return elias_write(n, bits, out, capacity, threads, [&](int64_t begin, int64_t end, int32_t* levels) {
+    if (nested) bucket_norms_here(x + begin, end - begin, bucket, Norm(norm), norms + begin / bucket);
+    for (int64_t i = begin; i < end; i += kBitBlock)
+      quantizer.block(i, std::min(end, i + kBitBlock), levels + (i - begin), signed_levels);
+    return true;
+  });
+}
+
+int elias_decode_add(const uint8_t* stream, int64_t nbytes, const float* norms, int64_t n, int bits, int64_t bucket,
+                     float weight, float* out, int threads) {
+  if (!all_norms(norms, ceil_div(n, bucket))) return -1;
+  const int32_t s = top_level(bits);
+  const bool valid = elias_read(stream, nbytes, n, s, threads, [&](int64_t begin, int64_t end, const int32_t* levels) {
+    by_bucket(begin, end, bucket, [&](int64_t from, int64_t to, int64_t b) {
+      add_levels(levels + (from - begin), int(to - from), s, norms[b], weight, out + from);
+    });
+  });
+  return valid ? 0 : -1;
+}
+
+}  // namespace gradzip::cpu

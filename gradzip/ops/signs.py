@@ -1,0 +1,79 @@
+"""One bit per sign, and the vote of several workers.
+
+Bernstein, Wang, Azizzadenesheli, Anandkumar, signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _native
+from ._keys import check_key
+from .compact import bitmap_nbytes
+from .payload import PayloadError
+
+_MOST_VOTERS = 65535
+
+
+def pack_signs(x: Tensor, key: int = 0, out: Tensor | None = None) -> Tensor:
+    """The signs of x: bit i % 8 of byte i // 8 is set where element i is negative.
+
+    x: n elements, any shape, float32. Returns uint8 of ceil(n / 8), spare bits 0, `out` where given.
+
+    0, -0 and NaN have no sign: a fair coin decides, coin i of `key` being bit i % 32 of its draw i // 32. So zeros
+    lean to neither side, on average over elements, steps and ranks (give each its own key). Deterministic.
+
+    >>> pack_signs(torch.tensor([-1.0, 2.0, -3.0])).tolist()
+    [5]
+    """
+    check_key(key, "pack_signs")
+    x = _native.check(x, torch.float32, "pack_signs: x")
+    out = _native.output(out, bitmap_nbytes(x.numel()), torch.uint8, "pack_signs: out")
+    _native.kernels().pack_signs(x.data_ptr(), x.numel(), key, out.data_ptr(), _native.threads())
+    return out
+
+
+def majority(packed: Sequence[Tensor], numel: int, key: int = 0, out: Tensor | None = None) -> Tensor:
+    """What most of the voters say, sign by sign.
+
+    packed: 1 to 65535 tensors, uint8 of ceil(numel / 8) each, as from `pack_signs`. Returns the same, `out` where
+    given. Ties, which an even number of voters can have, go to coin i of `key` (as in `pack_signs`): all ranks must
+    give the same key, another one than they packed with. PayloadError when a voter's length is wrong. Deterministic,
+    whatever the voters' order.
+
+    >>> majority([torch.tensor([b], dtype=torch.uint8) for b in (0b0011, 0b0101, 0b1111)], 4).tolist()
+    [7]
+    """
+    check_key(key, "majority")
+    if not 1 <= len(packed) <= _MOST_VOTERS:
+        raise ValueError(f"majority: got {len(packed)} voters, expected 1 to {_MOST_VOTERS}")
+    nbytes = bitmap_nbytes(numel)
+    votes = [_native.check(vote, torch.uint8, f"majority: voter {i}") for i, vote in enumerate(packed)]
+    for i, vote in enumerate(votes):
+        if vote.numel() != nbytes:
+            raise PayloadError(
+                f"majority: got {vote.numel()} bytes from voter {i}, expected {nbytes} for {numel} signs"
+            )
+    out = _native.output(out, nbytes, torch.uint8, "majority: out")
+    addresses = torch.tensor([vote.data_ptr() for vote in votes], dtype=torch.int64)
+    _native.kernels().majority(addresses.data_ptr(), len(votes), numel, key, out.data_ptr(), _native.threads())
+    return out
+
+
+def signs_decode_add(packed: Tensor, out: Tensor, scale: float = 1.0) -> None:
+    """out += scale * sign.
+
+    packed: uint8 of ceil(n / 8), as from `pack_signs` or `majority`; out: n elements, float32, in place. PayloadError,
+    and out untouched, when the length is wrong; any bits are signs.
+    """
+    out = _native.output(out, out.numel(), torch.float32, "signs_decode_add: out")
+    packed = _native.check(packed, torch.uint8, "signs_decode_add: packed")
+    if packed.numel() != bitmap_nbytes(out.numel()):
+        raise PayloadError(
+            f"signs_decode_add: got {packed.numel()} bytes, expected {bitmap_nbytes(out.numel())} "
+            f"for {out.numel()} signs"
+        )
+    _native.kernels().signs_decode_add(packed.data_ptr(), out.numel(), scale, out.data_ptr(), _native.threads())
