@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from reference import LARGE, SIZES, arrays, examples, same_everywhere, sliced
 
 from gradzip.ops import atom_probabilities
+from reference import LARGE, SIZES, arrays, examples, same_everywhere, sliced
 
 
 def algorithm_1(atoms: np.ndarray, budget: float) -> np.ndarray:

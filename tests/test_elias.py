@@ -3,7 +3,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from reference import LARGE, SIZES, Guarded, arrays, examples, resnet20_gradients, same_everywhere, sliced
 
 from gradzip.ops import (
     PayloadError,
@@ -17,6 +16,7 @@ from gradzip.ops import (
     quantize_packed,
     quantized_decode_add,
 )
+from reference import LARGE, SIZES, Guarded, arrays, examples, resnet20_gradients, same_everywhere, sliced
 
 CHUNK = 4096
 

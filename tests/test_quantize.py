@@ -1,12 +1,12 @@
 import hypothesis.strategies as st
 import numpy as np
-import philox
 import pytest
 import torch
 from hypothesis import given
-from reference import FLT_MAX, LARGE, SIZES, Guarded, arrays, examples, pack_bits, same_everywhere, sliced
 
+import philox
 from gradzip.ops import PayloadError, dequantize, packed_nbytes, quantize, quantize_packed, quantized_decode_add
+from reference import FLT_MAX, LARGE, SIZES, Guarded, arrays, examples, pack_bits, same_everywhere, sliced
 
 KEY = 0x0123_4567_89AB_CDEF
 

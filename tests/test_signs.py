@@ -1,11 +1,10 @@
 import hypothesis.strategies as st
 import numpy as np
-import philox
 import pytest
 import torch
 from hypothesis import given
-from reference import LARGE, SIZES, Guarded, arrays, bitmap, examples, same_everywhere, sliced
 
+import philox
 from gradzip.ops import (
     PayloadError,
     bitmap_nbytes,
@@ -15,6 +14,7 @@ from gradzip.ops import (
     pack_signs,
     signs_decode_add,
 )
+from reference import LARGE, SIZES, Guarded, arrays, bitmap, examples, same_everywhere, sliced
 
 KEY = 0xFEDC_BA98_7654_3210
 

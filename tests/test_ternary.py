@@ -1,12 +1,12 @@
 import hypothesis.strategies as st
 import numpy as np
-import philox
 import pytest
 import torch
 from hypothesis import given
-from reference import FLT_MAX, LARGE, SIZES, Guarded, arrays, examples, same_everywhere, sliced
 
+import philox
 from gradzip.ops import PayloadError, quantize, ternary_decode_add, ternary_nbytes, ternary_packed
+from reference import FLT_MAX, LARGE, SIZES, Guarded, arrays, examples, same_everywhere, sliced
 
 KEY = 0x0F1E_2D3C_4B5A_6978
 
