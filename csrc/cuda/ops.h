@@ -53,6 +53,21 @@ void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t 
 void pack_bits(const int32_t* codes, int64_t n, int bits, uint8_t* packed, cudaStream_t stream);
 void unpack_bits(const uint8_t* packed, int64_t n, int bits, int32_t* codes, cudaStream_t stream);
 
+// --- quantize.cu
+int64_t quantize_workspace(int64_t n);
+void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, int32_t* codes, float* norms,
+              void* workspace, cudaStream_t stream);
+int64_t quantize_packed_workspace(int64_t n);
+void quantize_packed(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* packed,
+                     float* norms, void* workspace, cudaStream_t stream);
+// *failed becomes 1 when a level is beyond the largest, and is left alone else.
+void dequantize(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,
+                int32_t* failed, cudaStream_t stream);
+// *failed becomes 1 when a norm is negative or not finite, and is left alone else. The elements of such a bucket become
+// NaN: nobody may be waiting for the flag, and a non-finite average is what every rank knows to skip.
+void quantized_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
+                          float* out, int32_t* failed, cudaStream_t stream);
+
 // --- spectrum.cu
 void spectrum_power(const float* spectrum, int64_t rows, int64_t length, const float* amax, float* power,
                     cudaStream_t stream);
