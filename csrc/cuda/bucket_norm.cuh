@@ -1,25 +1,10 @@
-// Norms of buckets, added up in the order of common/sums.h: sixteen threads, half a warp, are the lanes of a segment.
+// Norms of buckets, added up by teams.
 #pragma once
 
 #include "common/quantize.h"
-#include "common/sums.h"
-#include "cuda/block.cuh"
+#include "cuda/teams.cuh"
 
 namespace gradzip::cuda {
-
-constexpr int kTeam = kSumLanes;
-constexpr int kTeams = kLanes / kTeam;  // of a warp
-
-GZ_DEVICE int team() { return lane() / kTeam; }
-GZ_DEVICE int team_lane() { return lane() % kTeam; }
-
-// Sum over a team, in pairs. All lanes of the warp take part.
-template <class T>
-GZ_DEVICE T team_sum(T value) {
-#pragma unroll
-  for (int d = kTeam / 2; d > 0; d /= 2) value += __shfl_xor_sync(kAllLanes, value, d);
-  return value;
-}
 
 // What `count` values add to the norm of their bucket: the sum of squares, or the largest magnitude.
 template <class F>

@@ -68,6 +68,20 @@ void dequantize(const int32_t* codes, const float* norms, int64_t n, int bits, i
 void quantized_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
                           float* out, int32_t* failed, cudaStream_t stream);
 
+// --- signs.cu
+void pack_signs(const float* x, int64_t n, uint64_t key, uint8_t* packed, cudaStream_t stream);
+// The table of addresses, too, lies in device memory.
+void majority(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed, cudaStream_t stream);
+void signs_decode_add(const uint8_t* packed, int64_t n, float scale, float* out, cudaStream_t stream);
+
+// --- one_bit.cu
+int64_t one_bit_packed_workspace(int64_t n);  // n = rows * columns
+void one_bit_packed(const float* x, int64_t rows, int64_t columns, uint64_t key, uint8_t* packed, float* means,
+                    void* workspace, cudaStream_t stream);
+// *failed becomes 1 when a mean is not finite, and is left alone else. The elements of such a row become NaN.
+void one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
+                        float* out, int32_t* failed, cudaStream_t stream);
+
 // --- spectrum.cu
 void spectrum_power(const float* spectrum, int64_t rows, int64_t length, const float* amax, float* power,
                     cudaStream_t stream);
