@@ -82,6 +82,15 @@ void one_bit_packed(const float* x, int64_t rows, int64_t columns, uint64_t key,
 void one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
                         float* out, int32_t* failed, cudaStream_t stream);
 
+// --- ternary.cu
+// scale and clip (null: none) lie in device memory, where they may have been computed.
+void ternary_packed(const float* x, int64_t n, const float* scale, const float* clip, uint64_t key, uint8_t* packed,
+                    cudaStream_t stream);
+// value = float(weight * *scale). *failed becomes 1 when a byte is above 242, or *scale negative or not finite, and is
+// left alone else. The elements of such a byte, or all, become NaN.
+void ternary_decode_add(const uint8_t* packed, int64_t n, const float* scale, double weight, float* out,
+                        int32_t* failed, cudaStream_t stream);
+
 // --- spectrum.cu
 void spectrum_power(const float* spectrum, int64_t rows, int64_t length, const float* amax, float* power,
                     cudaStream_t stream);
