@@ -68,6 +68,25 @@ void dequantize(const int32_t* codes, const float* norms, int64_t n, int bits, i
 void quantized_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
                           float* out, int32_t* failed, cudaStream_t stream);
 
+// --- elias.cu
+// *nbytes becomes the length of the stream, -1 when a level is beyond 65535, -2 when it is more than the capacity; the
+// stream is whole in the first case only.
+int64_t elias_encode_workspace(int64_t n);
+void elias_encode(const int32_t* codes, int64_t n, uint8_t* out, int64_t capacity, int64_t* nbytes, void* workspace,
+                  cudaStream_t stream);
+int64_t quantize_elias_workspace(int64_t n, int bits);
+void quantize_elias(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
+                    int64_t capacity, float* norms, int64_t* nbytes, void* workspace, cudaStream_t stream);
+// *failed becomes 1 when the bytes are not a stream of n levels up to `top`, and is left alone else.
+int64_t elias_decode_workspace(int64_t n);
+void elias_decode(const uint8_t* stream_bytes, int64_t nbytes, int64_t n, int32_t top, int32_t* codes, int32_t* failed,
+                  void* workspace, cudaStream_t stream);
+// Likewise, and when a norm is negative or not finite. The elements of such a bucket, of a chunk that is not one, or all
+// where the chunks' lengths are wrong, become NaN.
+int64_t elias_decode_add_workspace(int64_t n);
+void elias_decode_add(const uint8_t* stream_bytes, int64_t nbytes, const float* norms, int64_t n, int bits,
+                      int64_t bucket, float weight, float* out, int32_t* failed, void* workspace, cudaStream_t stream);
+
 // --- signs.cu
 void pack_signs(const float* x, int64_t n, uint64_t key, uint8_t* packed, cudaStream_t stream);
 // The table of addresses, too, lies in device memory.

@@ -1,9 +1,19 @@
-#include "cuda/quantize.h"
+#include "cuda/quantize.cuh"
 
+#include <numeric>
+
+#include "cuda/bucket_norm.h"
 #include "cuda/ops.h"
 
 namespace gradzip::cuda {
 namespace {
+
+// The elements of a tile of whole buckets that begins at multiples of 8; 0 where there is none.
+int tile_of_buckets(int64_t bucket) {
+  if (bucket > kMostTile) return 0;
+  const int64_t together = std::lcm<int64_t>(bucket, 8);
+  return int(kMostTile / together * together);
+}
 
 int64_t parts_nbytes(int64_t n) { return most_norm_parts(n) * int64_t(sizeof(double)); }
 
