@@ -98,6 +98,7 @@ PYBIND11_MODULE(_C, m) {
   def<cpu::range_float_decode>(m, "range_float_decode");
   def<cpu::pack_bits>(m, "pack_bits");
   def<cpu::unpack_bits>(m, "unpack_bits");
+  def<cpu::orthogonalize>(m, "orthogonalize");
   def<cpu::spectrum_power>(m, "spectrum_power");
   def<cpu::spectrum_decode_add>(m, "spectrum_decode_add");
   def<cpu::payload_checksum>(m, "payload_checksum");

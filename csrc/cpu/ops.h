@@ -56,6 +56,15 @@ int range_float_decode(const RangeFloat& format, const int32_t* codes, int64_t n
 void pack_bits(const int32_t* codes, int64_t n, int bits, uint8_t* packed, int threads);
 void unpack_bits(const uint8_t* packed, int64_t n, int bits, int32_t* codes, int threads);
 
+// --- orthogonalize.cpp
+// Makes the columns of each matrix (row-major) orthonormal, in place, as gradzip/ops/orthogonalize.py says.
+struct Matrix {
+  float* data;
+  int64_t rows, columns;
+};
+static_assert(sizeof(Matrix) == 24, "gradzip/ops/orthogonalize.py writes it");
+void orthogonalize(const Matrix* matrices, int64_t count, int threads);
+
 // --- spectrum.cpp
 // power[r, c] = weight_c |s * spectrum[r, c]|^2 for `rows` rows of a real FFT of `length` reals each, length/2 + 1
 // complex bins: weight 2 for the interior bins, which stand for two each, 1 for bin 0 and, where length is even, the

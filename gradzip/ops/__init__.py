@@ -5,6 +5,7 @@ All are deterministic: the same input gives the same bits whatever the number of
 
 from .abs_max import abs_max
 from .compact import bitmap, bitmap_nbytes, compact, expand, gather_marked
+from .orthogonalize import orthogonalize_
 from .pack_bits import pack_bits, packed_nbytes, unpack_bits
 from .payload import (
     HEADER_NBYTES,
@@ -37,6 +38,7 @@ __all__ = [
     "gather_marked",
     "new_payload",
     "open_payload",
+    "orthogonalize_",
     "pack_bits",
     "packed_nbytes",
     "seal",

@@ -52,3 +52,11 @@ def output(out: Tensor | None, numel: int, dtype: torch.dtype, what: str = "out"
     if checked is not out:
         raise ValueError(f"{what}: got strides {out.stride()}, expected a contiguous tensor")
     return out
+
+
+def in_place(x: Any, dtype: torch.dtype, what: str) -> Tensor:
+    """`x`, if it is a contiguous CPU tensor of that dtype, which a kernel may then write to."""
+    if isinstance(x, Tensor) and x.dtype is dtype and x.is_cpu and x.is_contiguous() and not x.is_neg():
+        return x  # the only way that succeeds, kept short: some calls have hundreds of tensors
+    checked = check(x, dtype, what)
+    raise ValueError(f"{what}: got strides {x.stride()}, expected a contiguous tensor, {checked.stride()}")
