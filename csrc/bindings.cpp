@@ -96,6 +96,8 @@ PYBIND11_MODULE(_C, m) {
   def<cpu::range_float_encode>(m, "range_float_encode");
   def<cpu::range_float_encode_packed>(m, "range_float_encode_packed");
   def<cpu::range_float_decode>(m, "range_float_decode");
+  def<cpu::low_rank_project>(m, "low_rank_project");
+  def<cpu::low_rank_expand>(m, "low_rank_expand");
   def<cpu::pack_bits>(m, "pack_bits");
   def<cpu::unpack_bits>(m, "unpack_bits");
   def<cpu::orthogonalize>(m, "orthogonalize");

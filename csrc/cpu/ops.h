@@ -51,6 +51,15 @@ int64_t range_float_encode_packed(const RangeFloat& format, const float* x, int6
 // -1 when a code is above P + Q, else 0.
 int range_float_decode(const RangeFloat& format, const int32_t* codes, int64_t n, float* x, int threads);
 
+// --- low_rank.cpp
+// e += m, unless e is null; then out = x q (or x^T q where `transpose`), x being e, or m where e is null. m and e are
+// rows x columns, q columns x rank (rows x rank), out rows x rank (columns x rank), all row-major. One pass.
+void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, const float* q, int64_t rank,
+                      bool transpose, float* out, int threads);
+// e -= p q^T unless e is null, out = p q^T unless out is null, in one pass. p is rows x rank, q columns x rank.
+void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, float* e, float* out,
+                     int threads);
+
 // --- pack_bits.cpp
 // Little-endian bit stream of n codes of 1..32 bits, ceil(n * bits / 8) bytes. Higher bits of a code are dropped.
 void pack_bits(const int32_t* codes, int64_t n, int bits, uint8_t* packed, int threads);

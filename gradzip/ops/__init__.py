@@ -5,6 +5,7 @@ All are deterministic: the same input gives the same bits whatever the number of
 
 from .abs_max import abs_max
 from .compact import bitmap, bitmap_nbytes, compact, expand, gather_marked
+from .low_rank import low_rank_expand, low_rank_project, low_rank_subtract
 from .orthogonalize import orthogonalize_
 from .pack_bits import pack_bits, packed_nbytes, unpack_bits
 from .payload import (
@@ -36,6 +37,9 @@ __all__ = [
     "compact",
     "expand",
     "gather_marked",
+    "low_rank_expand",
+    "low_rank_project",
+    "low_rank_subtract",
     "new_payload",
     "open_payload",
     "orthogonalize_",
