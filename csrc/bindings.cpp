@@ -88,9 +88,16 @@ PYBIND11_MODULE(_C, m) {
   // --- primitives
   def<cpu::abs_max>(m, "abs_max");
   def<cpu::select>(m, "select");
+  def<cpu::select_sampled>(m, "select_sampled");
   def<cpu::bitmap>(m, "bitmap");
   def<cpu::compact>(m, "compact");
   def<cpu::expand>(m, "expand");
+  def<cpu::count_marked>(m, "count_marked");
+  def<cpu::marked_indices>(m, "marked_indices");
+  def<cpu::encoded_indices_nbytes>(m, "encoded_indices_nbytes");
+  def<cpu::encode_indices>(m, "encode_indices");
+  def<cpu::decode_indices>(m, "decode_indices");
+  def<cpu::sparse_decode_add>(m, "sparse_decode_add");
   def<cpu::range_float_make>(m, "range_float_make");
   def<cpu::range_float_fit>(m, "range_float_fit");
   def<cpu::range_float_encode>(m, "range_float_encode");
