@@ -157,16 +157,12 @@ bool for_each_run(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t 
     const auto offsets = bitmap_offsets(body, numel, threads);
     if (offsets.back() != count) return false;
     parallel_chunks(numel, kChunk, threads, [&](int64_t c, int64_t begin, int64_t end) {
-      int32_t indices[kIndexBlock];
-      int64_t n = 0, first = offsets[c];
-      for (int64_t i = begin; i < end; i += 64) {
-        for (uint64_t word = load_word(body + begin / 8, i - begin, end - begin); word; word &= word - 1)
-          indices[n++] = int32_t(i + __builtin_ctzll(word));
-        if (n > kIndexBlock - 64 || i + 64 >= end) {
-          f(first, n, indices);
-          first += n;
-          n = 0;
-        }
+      BitRun run;
+      int64_t first = offsets[c];
+      for (int64_t i = begin; i < end; i += kBitRun) {
+        const int64_t n = set_bits(body, i, end, run);
+        f(first, n, run.at);
+        first += n;
       }
     });
     return true;

@@ -9,12 +9,14 @@ namespace {
 
 GZ_INLINE void walk_body(const uint8_t* bitmap, int64_t n, int64_t first, const float* x, int32_t* indices,
                          float* values) {
-  for (int64_t i = 0; i < n; i += 64) {
-    for (uint64_t word = load_word(bitmap, i, n); word; word &= word - 1) {
-      const int64_t at = i + __builtin_ctzll(word);
-      *indices++ = int32_t(first + at);
-      if (x) *values++ = x[at];
-    }
+  BitRun run;
+  for (int64_t i = 0; i < n; i += kBitRun) {
+    const int64_t found = set_bits(bitmap, i, n, run);
+    for (int64_t j = 0; j < found; ++j) indices[j] = int32_t(first) + run.at[j];
+    indices += found;
+    if (!x) continue;
+    for (int64_t j = 0; j < found; ++j) values[j] = x[run.at[j]];
+    values += found;
   }
 }
 GZ_SIMD_DISPATCH(void, walk,
