@@ -122,20 +122,27 @@ GZ_INLINE bool read_block_body(const uint8_t* block, int64_t nbytes, int64_t bas
   const int k = block[0];
   const int64_t low_bytes = ceil_div(count * k, 8), unary_bits = 8 * (nbytes - 1 - low_bytes);
   if (unary_bits < 0) return false;
+  // More would pass `end`, and with as many nothing below overflows.
+  if (unary_bits > count + ((end - base) >> k) + 8) return false;
   const uint8_t *low = block + 1, *unary = low + low_bytes;
-  for (int64_t i = 0; i < count; ++i) indices[i] = int32_t(uint32_t(read_bits(low, low_bytes, i * k, k)));
-  int64_t next = base, found = 0, behind = 0;  // behind: the bit after the last 1
+  uint32_t ones[kIndexBlock];
+  int64_t found = 0;
   for (int64_t first = 0; first < unary_bits; first += 64) {
-    for (uint64_t word = load_word(unary, first, unary_bits); word; word &= word - 1) {
-      const int64_t bit = first + __builtin_ctzll(word), above = bit - behind;
-      if (found == count || above > (end - next) >> k) return false;
-      next += (above << k) + uint32_t(indices[found]);
-      if (next >= end) return false;
-      indices[found++] = int32_t(next++);
-      behind = bit + 1;
-    }
+    uint64_t word = load_word(unary, first, unary_bits);
+    const int more = __builtin_popcountll(word);
+    if (found + more > count) return false;
+    for (int j = 0; j < more; ++j, word &= word - 1) ones[found + j] = uint32_t(first + __builtin_ctzll(word));
+    found += more;
   }
-  return found == count && next == end;
+  if (found != count) return false;
+  // ones[i] - i is the sum of what gaps 0..i are above. Indices ascend whatever the bits, so the last tells for all.
+  int64_t below = base, last = base - 1;
+  for (int64_t i = 0; i < count; ++i) {
+    below += int64_t(read_bits(low, nbytes - 1, i * k, k)) + 1;
+    last = below - 1 + ((int64_t(ones[i]) - i) << k);
+    indices[i] = int32_t(last);
+  }
+  return last + 1 == end;
 }
 GZ_SIMD_DISPATCH(bool, read_block,
                  (const uint8_t* block, int64_t nbytes, int64_t base, int64_t end, int64_t count, int32_t* indices),
