@@ -168,6 +168,8 @@ def test_errors():
     with pytest.raises(ValueError, match="indices: got torch.int64, expected torch.int32"):
         ops.encode_indices(torch.tensor([1]), 100)
     stream = ops.encode_indices(torch.tensor([1, 2], dtype=torch.int32), 100)
+    with pytest.raises(ValueError, match=f"out: got 7 elements, expected {stream.numel()}"):
+        ops.encode_indices(torch.tensor([1, 2], dtype=torch.int32), 100, out=torch.empty(7, dtype=torch.uint8))
     with pytest.raises(ops.PayloadError, match="got 2 of them, expected 3, one per value"):
         ops.sparse_decode_add(stream, torch.zeros(3), torch.zeros(100))
     with pytest.raises(ops.PayloadError, match="got 2 of them, expected at most 1"):

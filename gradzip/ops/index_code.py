@@ -46,11 +46,15 @@ def encode_indices(indices: Tensor, numel: int, out: Tensor | None = None) -> Te
         count = _native.kernels().count_marked(bits.data_ptr(), numel, _native.threads())
         indices = marked_indices(bits, numel, count)
     indices = _check_indices(indices, numel, "encode_indices")
-    nbytes = encoded_indices_nbytes(indices, numel)
-    out = _native.output(out, nbytes, torch.uint8, "encode_indices: out")
-    _native.kernels().encode_indices(
-        indices.data_ptr(), indices.numel(), numel, out.data_ptr(), nbytes, _native.threads()
+    if out is None:
+        out = torch.empty(encoded_indices_nbytes(indices, numel), dtype=torch.uint8)
+    _native.in_place(out, torch.uint8, "encode_indices: out")
+    failed = _native.kernels().encode_indices(
+        indices.data_ptr(), indices.numel(), numel, out.data_ptr(), out.numel(), _native.threads()
     )
+    if failed:
+        expected = encoded_indices_nbytes(indices, numel)  # raises where the indices are wrong
+        raise ValueError(f"encode_indices: out: got {out.numel()} elements, expected {expected}")
     return out
 
 
