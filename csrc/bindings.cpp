@@ -88,14 +88,23 @@ PYBIND11_MODULE(_C, m) {
   // --- primitives
   def<cpu::abs_max>(m, "abs_max");
   def<cpu::select>(m, "select");
+  def<cpu::select_sampled>(m, "select_sampled");
   def<cpu::bitmap>(m, "bitmap");
   def<cpu::compact>(m, "compact");
   def<cpu::expand>(m, "expand");
+  def<cpu::count_marked>(m, "count_marked");
+  def<cpu::marked_indices>(m, "marked_indices");
+  def<cpu::encoded_indices_nbytes>(m, "encoded_indices_nbytes");
+  def<cpu::encode_indices>(m, "encode_indices");
+  def<cpu::decode_indices>(m, "decode_indices");
+  def<cpu::sparse_decode_add>(m, "sparse_decode_add");
   def<cpu::range_float_make>(m, "range_float_make");
   def<cpu::range_float_fit>(m, "range_float_fit");
   def<cpu::range_float_encode>(m, "range_float_encode");
   def<cpu::range_float_encode_packed>(m, "range_float_encode_packed");
   def<cpu::range_float_decode>(m, "range_float_decode");
+  def<cpu::low_rank_project>(m, "low_rank_project");
+  def<cpu::low_rank_expand>(m, "low_rank_expand");
   def<cpu::pack_bits>(m, "pack_bits");
   def<cpu::unpack_bits>(m, "unpack_bits");
   def<cpu::quantize>(m, "quantize");
@@ -115,6 +124,7 @@ PYBIND11_MODULE(_C, m) {
   def<cpu::elias_decode>(m, "elias_decode");
   def<cpu::quantize_elias>(m, "quantize_elias");
   def<cpu::elias_decode_add>(m, "elias_decode_add");
+  def<cpu::orthogonalize>(m, "orthogonalize");
   def<cpu::spectrum_power>(m, "spectrum_power");
   def<cpu::spectrum_decode_add>(m, "spectrum_decode_add");
   def<cpu::payload_checksum>(m, "payload_checksum");

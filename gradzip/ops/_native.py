@@ -51,11 +51,12 @@ def output(out: Tensor | None, numel: int, dtype: torch.dtype, what: str = "out"
         raise ValueError(f"{what}: got {numel} elements to write, expected a number >= 0")
     if out is None:
         return torch.empty(numel, dtype=dtype)
-    check_in_place(out, dtype, what, numel)
-    return out
+    return in_place(out, dtype, what, numel)
 
 
-def check_in_place(x: Tensor, dtype: torch.dtype, what: str, numel: int | None = None) -> None:
-    """`check` for a tensor that is written: it must be contiguous itself."""
-    if check(x, dtype, what, numel) is not x:
-        raise ValueError(f"{what}: got strides {x.stride()}, expected a contiguous tensor")
+def in_place(x: Any, dtype: torch.dtype, what: str, numel: int | None = None) -> Tensor:
+    """`x`, checked, for a kernel to write to: it must be contiguous itself."""
+    checked = check(x, dtype, what, numel)
+    if checked is x:
+        return x
+    raise ValueError(f"{what}: got strides {x.stride()}, expected a contiguous tensor")

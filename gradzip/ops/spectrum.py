@@ -39,7 +39,7 @@ def spectrum_decode_add(
     spectrum: complex64, in place; bitmap: uint8 of ceil(numel / 8); packed: uint8 stream of 2 * count codes of
     `number`. PayloadError, and spectrum untouched, when the bitmap does not have `count` bits set.
     """
-    _native.check_in_place(spectrum, torch.complex64, "spectrum_decode_add: spectrum")
+    _native.in_place(spectrum, torch.complex64, "spectrum_decode_add: spectrum")
     bitmap = _native.check(bitmap, torch.uint8, "spectrum_decode_add: bitmap", bitmap_nbytes(spectrum.numel()))
     nbytes = packed_nbytes(2 * count, number.bits)
     packed = _native.check(packed, torch.uint8, "spectrum_decode_add: packed", nbytes)
