@@ -80,6 +80,9 @@ class Compressor(ABC):
     _: KW_ONLY
     min_numel: int = 1024
 
+    # How many collectives a compressed gradient needs, one after the other.
+    rounds: ClassVar[int] = 1
+
     # Methods that have it declare it as a hyper-parameter. (A ClassVar here would fix its place among the arguments.)
     error_feedback = False
 
