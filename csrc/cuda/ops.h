@@ -1,7 +1,8 @@
 // Every CUDA primitive, over raw pointers to device memory, unless said otherwise. Work is queued on `stream` of the
 // current device; nothing waits for it, allocates or copies to the host, so what the CPU kernels (cpu/ops.h) return or
-// take by value is written to and read from device memory here. Results have the same bits as theirs. A primitive that
-// needs scratch memory takes a workspace of at least NAME_workspace(n) bytes, aligned to 16, which it may overwrite.
+// take by value is written to and read from device memory here. Results have the same bits as theirs, but for those of
+// NaNs that arithmetic makes. A primitive that needs scratch memory takes a workspace of at least NAME_workspace(n)
+// bytes, aligned to 16, which it may overwrite.
 //
 // Plain C++: the bindings include it without the CUDA headers.
 #pragma once
