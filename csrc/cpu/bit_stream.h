@@ -16,14 +16,20 @@ GZ_INLINE void pack_block(const uint32_t* codes, int n, int bits, uint8_t* out) 
   uint8_t stage[kBitBlock * 4 + 16];
   uint8_t* at = stage;
   int i = 0;
-  if (bits <= 16) {
-    for (; i + 8 <= n; i += 8, at += bits) {
-      const uint32_t* c = codes + i;
-      const uint64_t low = c[0] | uint64_t(c[1]) << bits | uint64_t(c[2]) << (2 * bits) | uint64_t(c[3]) << (3 * bits);
-      const uint64_t high = c[4] | uint64_t(c[5]) << bits | uint64_t(c[6]) << (2 * bits) | uint64_t(c[7]) << (3 * bits);
-      const unsigned __int128 all = low | static_cast<unsigned __int128>(high) << (4 * bits);
+  if (bits <= 16) {  // by pairs, then fours, which vectorises, then eights
+    uint64_t pairs[kBitBlock / 2], fours[kBitBlock / 4];
+    const int eights = n / 8;
+    for (int j = 0; j < 4 * eights; ++j) {
+      uint64_t pair;
+      std::memcpy(&pair, codes + 2 * j, 8);
+      pairs[j] = (pair & 0xffffffffu) | pair >> (32 - bits);
+    }
+    for (int j = 0; j < 2 * eights; ++j) fours[j] = pairs[2 * j] | pairs[2 * j + 1] << (2 * bits);
+    for (int j = 0; j < eights; ++j, at += bits) {
+      const unsigned __int128 all = fours[2 * j] | static_cast<unsigned __int128>(fours[2 * j + 1]) << (4 * bits);
       std::memcpy(at, &all, 16);
     }
+    i = 8 * eights;
   }
   uint64_t pending = 0;
   int filled = 0;

@@ -20,4 +20,26 @@ GZ_INLINE uint64_t load_word(const uint8_t* bitmap, int64_t i, int64_t n) {
   return n - i < 64 ? word & ((uint64_t(1) << (n - i)) - 1) : word;
 }
 
+// Bits walked at a time, and room for what set_bits finds among them.
+constexpr int64_t kBitRun = 2048;
+struct BitRun {
+  int32_t at[kBitRun + 4];
+};
+
+// Positions of the set bits of [first, first + kBitRun) below n; returns how many. Most words of a sparse bitmap have a
+// few bits or none: four are written whatever there is, since a mispredicted branch costs more.
+GZ_INLINE int64_t set_bits(const uint8_t* bitmap, int64_t first, int64_t n, BitRun& run) {
+  const int64_t end = first + kBitRun < n ? first + kBitRun : n;
+  int64_t found = 0;
+  for (int64_t i = first; i < end; i += 64) {
+    uint64_t word = load_word(bitmap, i, end);
+    const int count = __builtin_popcountll(word);
+    for (int j = 0; j < 4; ++j, word &= word - 1) run.at[found + j] = int32_t(i) + (word ? __builtin_ctzll(word) : 64);
+    if (__builtin_expect(count > 4, 0))
+      for (int j = 4; j < count; ++j, word &= word - 1) run.at[found + j] = int32_t(i) + __builtin_ctzll(word);
+    found += count;
+  }
+  return found;
+}
+
 }  // namespace gradzip::cpu

@@ -257,6 +257,10 @@ int64_t bitmap(const float* x, int64_t n, const Selection& selection, uint8_t* b
   return set;
 }
 
+int64_t count_marked(const uint8_t* bitmap, int64_t n, int threads) {
+  return bitmap_offsets(bitmap, n, threads).back();
+}
+
 int64_t compact(const void* values, int64_t n, int item_size, const uint8_t* bitmap, void* out, int64_t capacity,
                 int threads) {
   if (item_size == 4)

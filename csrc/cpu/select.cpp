@@ -109,11 +109,14 @@ bool bracket_by_sample(const float* x, int64_t n, int64_t k, Bracket* bracket) {
   const double share = double(k) / double(n);
   const double centre = share * double(size), margin = 5.0 * std::sqrt(centre * (1.0 - share)) + 4.0;
   const int64_t first = int64_t(centre - margin), last = int64_t(centre + margin);
-  std::sort(s.begin(), s.end(), std::greater<uint32_t>());
-  bracket->high = first < 0 ? 0x7fffffffu : s[first];
-  bracket->low = last >= size ? 0u : s[last];
-  const auto inside = std::lower_bound(s.begin(), s.end(), bracket->low, std::greater_equal<uint32_t>()) -
-                      std::lower_bound(s.begin(), s.end(), bracket->high, std::greater<uint32_t>());
+  const auto ranked = [&](int64_t rank) {
+    std::nth_element(s.begin(), s.begin() + rank, s.end(), std::greater<uint32_t>());
+    return s[rank];
+  };
+  bracket->high = first < 0 ? 0x7fffffffu : ranked(first);
+  bracket->low = last >= size ? 0u : ranked(last);
+  const auto inside =
+      std::count_if(s.begin(), s.end(), [=](uint32_t m) { return m >= bracket->low && m <= bracket->high; });
   return bracket->low == bracket->high || inside < size / 4;
 }
 

@@ -1,0 +1,80 @@
+// A threshold that keeps about k: binary search on a random sample, then one count over all. A sample that misses is
+// replaced by one four times as large; after the last, or where the sample's threshold is 0, the selection is exact.
+#include <algorithm>
+#include <vector>
+
+#include "common/philox.h"
+#include "cpu/ops.h"
+#include "cpu/parallel.h"
+#include "cpu/simd.h"
+
+namespace gradzip::cpu {
+namespace {
+
+constexpr int64_t kHits = 400;  // expected in the sample above the threshold: 5 % standard deviation
+constexpr int64_t kLeastSample = 1 << 12, kMostSample = 1 << 18;
+constexpr int kRounds = 3;
+
+GZ_INLINE int64_t at_least_body(const uint32_t* bits, int64_t n, uint32_t threshold) {
+  uint32_t count = 0;
+  for (int64_t i = 0; i < n; ++i) count += (bits[i] & 0x7fffffffu) >= threshold;
+  return count;
+}
+GZ_SIMD_DISPATCH(int64_t, at_least, (const uint32_t* bits, int64_t n, uint32_t threshold), (bits, n, threshold))
+
+int64_t count_all(const uint32_t* bits, int64_t n, uint32_t threshold, int threads) {
+  std::vector<int64_t> counts(ceil_div(n, kChunk));
+  parallel_chunks(n, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
+    counts[chunk] = at_least(bits + begin, end - begin, threshold);
+  });
+  int64_t total = 0;
+  for (int64_t c : counts) total += c;
+  return total;
+}
+
+std::vector<uint32_t> draw(const uint32_t* bits, int64_t n, int64_t size, uint64_t key, uint64_t counter) {
+  std::vector<uint32_t> sample(size);
+  for (int64_t i = 0; i < size; i += 4) {
+    const Philox4 random = philox(key, counter + uint64_t(i) / 4);
+    for (int64_t j = 0; j < 4; ++j) sample[i + j] = bits[(uint64_t(random.v[j]) * uint64_t(n)) >> 32];
+  }
+  return sample;
+}
+
+// The largest threshold that `wanted` of the sample reach, found bit by bit.
+uint32_t search(const std::vector<uint32_t>& sample, int64_t wanted) {
+  uint32_t threshold = 0;
+  for (int bit = 30; bit >= 0; --bit) {
+    const uint32_t higher = threshold | 1u << bit;
+    if (at_least(sample.data(), int64_t(sample.size()), higher) >= wanted) threshold = higher;
+  }
+  return threshold;
+}
+
+}  // namespace
+
+int64_t select_sampled(const float* x, int64_t n, int64_t k, uint64_t key, Selection* selection, int threads) {
+  const auto* bits = reinterpret_cast<const uint32_t*>(x);
+  const double share = double(k) / double(n);
+  const double wanted = double(kHits) / share;
+  int64_t size = wanted < double(kMostSample) ? int64_t(wanted) : kMostSample;
+  size = std::clamp(std::min(size, n / 8), kLeastSample, kMostSample) / 4 * 4;
+  uint64_t counter = 0;
+  for (int round = 0; round < kRounds && size <= n / 4; ++round, size *= 4) {
+    const auto sample = draw(bits, n, size, key, counter);
+    counter += uint64_t(size) / 4;
+    const uint32_t threshold = search(sample, std::max<int64_t>(1, int64_t(share * double(size) + 0.5)));
+    if (threshold == 0) break;  // mostly zeros
+    const int64_t count = count_all(bits, n, threshold, threads);
+    if (10 * count >= 9 * k && 10 * count <= 11 * k) {
+      *selection = {bits_float(threshold), 0, n};
+      return count;
+    }
+  }
+  select(x, n, k, selection, threads);
+  if ((float_bits(selection->threshold) & 0x7fffffffu) != 0) return k;
+  *selection = {bits_float(1), 0, n};  // fewer than k are not 0: those
+  return count_all(bits, n, 1, threads);
+}
+
+}  // namespace gradzip::cpu

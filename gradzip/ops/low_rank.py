@@ -1,0 +1,97 @@
+"""The passes of low-rank compression over a gradient, with error feedback fused in.
+
+M is n x m, its factors P n x r and Q m x r. Vogels et al., PowerSGD, NeurIPS 2019, Algorithms 1 and 2; Zhang et al.,
+ACP-SGD, ICDCS 2023, Algorithm 2. The sum of an element runs in one fixed order, so results have the same bits whatever
+the number of threads or the instruction set: ranks that expand the same factors get the same gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _native
+
+
+def _matrix(x: Tensor, what: str, rows: int | None = None, columns: int | None = None) -> Tensor:
+    x = _native.check(x, torch.float32, what)
+    wanted = ("n" if rows is None else rows, "r" if columns is None else columns)
+    if x.dim() != 2 or rows not in (None, x.shape[0]) or columns not in (None, x.shape[1]):
+        raise ValueError(f"{what}: got shape {tuple(x.shape)}, expected ({wanted[0]}, {wanted[1]})")
+    return x
+
+
+def _written(x: Tensor, what: str, rows: int, columns: int) -> Tensor:
+    _native.in_place(x, torch.float32, what)
+    return _matrix(x, what, rows, columns)
+
+
+def low_rank_project(
+    m: Tensor, e: Tensor | None, factor: Tensor, out: Tensor | None = None, transpose: bool = False
+) -> Tensor:
+    """e += m, then e @ factor, or eᵀ @ factor with `transpose`, in one pass over m and e.
+
+    m, e: (n, m), float32; e is changed in place, and None takes m itself. factor: (m, r), or (n, r) with `transpose`.
+    out: (n, r), or (m, r) with `transpose`. The factors must not overlap out.
+
+    >>> m, e = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 1.0]])
+    >>> low_rank_project(m, e, torch.tensor([[1.0], [10.0]])).tolist(), e.tolist()
+    ([[31.0]], [[1.0, 3.0]])
+    """
+    m = _matrix(m, "low_rank_project: m")
+    rows, columns = m.shape
+    if e is not None:
+        e = _written(e, "low_rank_project: e", rows, columns)
+    factor = _matrix(factor, "low_rank_project: factor", rows if transpose else columns)
+    rank = factor.shape[1]
+    result = (columns if transpose else rows, rank)
+    out = torch.empty(result) if out is None else _written(out, "low_rank_project: out", *result)
+    _native.kernels().low_rank_project(
+        m.data_ptr(),
+        0 if e is None else e.data_ptr(),
+        rows,
+        columns,
+        factor.data_ptr(),
+        rank,
+        transpose,
+        out.data_ptr(),
+        _native.threads(),
+    )
+    return out
+
+
+def low_rank_subtract(e: Tensor, p: Tensor, q: Tensor, out: Tensor | None = None) -> None:
+    """e -= p @ qᵀ in one pass; where `out` is given, it receives p @ qᵀ in the same pass.
+
+    e: (n, m), float32, in place; p: (n, r); q: (m, r); out: (n, m).
+    """
+    p = _matrix(p, "low_rank_subtract: p")
+    rank = p.shape[1]
+    q = _matrix(q, "low_rank_subtract: q", columns=rank)
+    e = _written(e, "low_rank_subtract: e", p.shape[0], q.shape[0])
+    if out is not None:
+        out = _written(out, "low_rank_subtract: out", p.shape[0], q.shape[0])
+    _expand(p, q, e, out)
+
+
+def low_rank_expand(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """p @ qᵀ. p: (n, r); q: (m, r); out: (n, m), float32."""
+    p = _matrix(p, "low_rank_expand: p")
+    q = _matrix(q, "low_rank_expand: q", columns=p.shape[1])
+    shape = (p.shape[0], q.shape[0])
+    out = torch.empty(shape) if out is None else _written(out, "low_rank_expand: out", *shape)
+    _expand(p, q, None, out)
+    return out
+
+
+def _expand(p: Tensor, q: Tensor, e: Tensor | None, out: Tensor | None) -> None:
+    _native.kernels().low_rank_expand(
+        p.data_ptr(),
+        q.data_ptr(),
+        p.shape[0],
+        q.shape[0],
+        p.shape[1],
+        0 if e is None else e.data_ptr(),
+        0 if out is None else out.data_ptr(),
+        _native.threads(),
+    )

@@ -1,0 +1,113 @@
+import numpy as np
+import pytest
+import torch
+
+import gradzip.ops._native as native
+from gradzip import ops
+
+SHAPES = [(1, 1), (1, 31), (3, 33), (4, 32), (5, 1025), (31, 16), (130, 65), (700, 40), (9, 3000), (2100, 7)]
+RANKS = [1, 2, 3, 4, 7, 32, 64]
+
+
+def close(result, a, b):
+    """result = a @ b to within the rounding of a float sum, whatever its order: n eps (|a| @ |b|)."""
+    a, b = a.double().numpy(), b.double().numpy()
+    bound = (a.shape[1] + 1) * 2.0**-24 * (np.abs(a) @ np.abs(b))
+    assert (np.abs(result.double().numpy() - a @ b) <= bound + 1e-40).all()
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("r", RANKS)
+@pytest.mark.parametrize("n, c", SHAPES)
+def test_project(simd, threads, n, c, r):
+    for transpose in (False, True):
+        m, e = torch.randn(n, c), torch.randn(n, c)
+        factor = torch.randn(n if transpose else c, r)
+        out = torch.full((c if transpose else n, r), float("nan"))
+        corrected = m + e
+        assert ops.low_rank_project(m, e, factor, out=out, transpose=transpose) is out
+        assert torch.equal(e, corrected)
+        close(out, corrected.t() if transpose else corrected, factor)
+        plain = ops.low_rank_project(corrected, None, factor, transpose=transpose)
+        assert torch.equal(plain, out)
+
+
+@pytest.mark.parametrize("r", RANKS)
+@pytest.mark.parametrize("n, c", SHAPES)
+def test_expand_and_subtract(simd, threads, n, c, r):
+    p, q, e = torch.randn(n, r), torch.randn(c, r), torch.randn(n, c)
+    out = ops.low_rank_expand(p, q)
+    close(out, p, q.t())
+    after, both, seen = e.clone(), e.clone(), torch.empty(n, c)
+    ops.low_rank_subtract(after, p, q)
+    assert torch.equal(after, e - out)
+    ops.low_rank_subtract(both, p, q, out=seen)
+    assert torch.equal(both, after) and torch.equal(seen, out)
+
+
+def test_bits_depend_on_neither_threads_nor_instructions(simd):
+    generator = torch.Generator().manual_seed(1)
+    n, c, r = 1500, 1100, 6
+    m, e, p, q = (torch.randn(s, generator=generator) for s in ((n, c), (n, c), (n, r), (c, r)))
+
+    def run():
+        return (
+            ops.low_rank_project(m, e.clone(), q),
+            ops.low_rank_project(m, e.clone(), p, transpose=True),
+            ops.low_rank_expand(p, q),
+        )
+
+    native.kernels().set_simd("scalar")
+    reference = run()
+    native.kernels().set_simd(simd)
+    before = torch.get_num_threads()
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        assert all(torch.equal(a, b) for a, b in zip(run(), reference))
+    torch.set_num_threads(before)
+
+
+def test_nothing_outside_is_touched():
+    whole = torch.zeros(40, 33)
+    e = whole[3:7]
+    ops.low_rank_project(torch.ones(4, 33), e, torch.ones(33, 2))
+    ops.low_rank_subtract(e, torch.ones(4, 2), torch.ones(33, 2))
+    assert whole.abs().sum() == 4 * 33 and (e == -1).all()
+
+
+def test_non_finite_stays_where_it_is():
+    m = torch.randn(9, 50)
+    m[4, 20] = float("inf")
+    p = ops.low_rank_project(m, torch.zeros(9, 50), torch.rand(50, 3))
+    assert torch.isinf(p[4]).all() and torch.isfinite(p[:4]).all() and torch.isfinite(p[5:]).all()
+
+
+@pytest.mark.parametrize("n, c", [(0, 5), (5, 0), (0, 0)])
+def test_empty(n, c):
+    assert torch.equal(ops.low_rank_project(torch.ones(n, c), torch.ones(n, c), torch.ones(c, 2)), torch.zeros(n, 2))
+    transposed = ops.low_rank_project(torch.ones(n, c), None, torch.ones(n, 2), transpose=True)
+    assert torch.equal(transposed, torch.zeros(c, 2))
+    assert ops.low_rank_expand(torch.ones(n, 2), torch.ones(c, 2)).shape == (n, c)
+
+
+def test_errors():
+    m, e, q = torch.zeros(4, 6), torch.zeros(4, 6), torch.zeros(6, 2)
+    with pytest.raises(ValueError, match=r"factor: got shape \(4, 2\), expected \(6, r\)"):
+        ops.low_rank_project(m, e, torch.zeros(4, 2))
+    with pytest.raises(ValueError, match=r"e: got shape \(6, 4\), expected \(4, 6\)"):
+        ops.low_rank_project(m, torch.zeros(6, 4), q)
+    with pytest.raises(ValueError, match=r"e: got strides \(1, 4\), expected a contiguous tensor"):
+        ops.low_rank_project(m, torch.zeros(6, 4).t(), q)
+    with pytest.raises(ValueError, match="m: got torch.float16, expected torch.float32"):
+        ops.low_rank_project(m.half(), e, q)
+    with pytest.raises(ValueError, match=r"out: got shape \(6, 2\), expected \(4, 2\)"):
+        ops.low_rank_project(m, e, q, out=torch.zeros(6, 2))
+    with pytest.raises(ValueError, match=r"q: got shape \(6, 2\), expected \(n, 3\)"):
+        ops.low_rank_subtract(e, torch.zeros(4, 3), q)
