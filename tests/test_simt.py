@@ -75,22 +75,12 @@ BROKEN = {
     "barrier before a tile's norms": (
         "quantize",
         {"cuda/quantize_tile.cuh": ("    __syncthreads();\n    tile_norms", "    tile_norms")},
-        "quantize: norms",
+        "norms, bits =",
     ),
     "barrier after a tile's norms": (
         "quantize",
         {"cuda/quantize_tile.cuh": ("buckets.first);\n    __syncthreads();", "buckets.first);")},
         "quantize, bits =",
-    ),
-    "lanes added up in another order": (
-        "quantize",
-        {
-            "cuda/teams.cuh": (
-                "for (int d = kTeam / 2; d > 0; d /= 2) value",
-                "for (int d = 1; d < kTeam; d *= 2) value",
-            )
-        },
-        "norms",
     ),
     "barrier before a chunk's tokens": (
         "elias",
@@ -104,7 +94,7 @@ BROKEN = {
     ),
     "ties to one side": (
         "signs",
-        {"cuda/signs.cuh": ("won |= equal & coins(key, word)", "won |= equal")},
+        {"cuda/signs.cuh": ("if (voters % 2 == 0 && equal)", "if (equal)")},
         "majority of",
     ),
     "a byte of no trits": (

@@ -21,23 +21,22 @@ static void test_codes(int64_t n, int top, int zeros) {
   simt::in_any_order(n, [&] {
     const auto scratch = simt::workspace(cuda::elias_encode_workspace(n));
     const simt::Buffer<int64_t> written(1);
-    for (int64_t skip = 0; skip < 4; skip += n > 10000 ? 3 : 1) {
-      const simt::Buffer<uint8_t> out(nbytes, skip);
-      cuda::elias_encode(codes, n, out, nbytes, written, scratch.get(), nullptr);
-      simt::expect_equal(*written.get(), nbytes, "elias_encode: nbytes, " + what);
-      simt::expect_equal(out.get(), expected.get(), nbytes, "elias_encode, " + what);
-      const simt::Buffer<int32_t> back(n), failed(std::vector<int32_t>{0});
-      cuda::elias_decode(out, nbytes, n, top, back, failed, simt::workspace(cuda::elias_decode_workspace(n)).get(),
-                         nullptr);
-      simt::expect_equal(*failed.get(), 0, "elias_decode: failed, " + what);
-      simt::expect_equal(back.get(), codes.get(), n, "elias_decode, " + what);
-    }
+    const simt::Buffer<uint8_t> out(nbytes, n % 4);
+    cuda::elias_encode(codes, n, out, nbytes, written, scratch.get(), nullptr);
+    simt::expect_equal(*written.get(), nbytes, "elias_encode: nbytes, " + what);
+    simt::expect_equal(out.get(), expected.get(), nbytes, "elias_encode, " + what);
+    const simt::Buffer<int32_t> back(n), failed(std::vector<int32_t>{0});
+    cuda::elias_decode(out, nbytes, n, top, back, failed, simt::workspace(cuda::elias_decode_workspace(n)).get(),
+                       nullptr);
+    simt::expect_equal(*failed.get(), 0, "elias_decode: failed, " + what);
+    simt::expect_equal(back.get(), codes.get(), n, "elias_decode, " + what);
     if (n == 0) return;
     const simt::Buffer<uint8_t> small(nbytes - 1);
     cuda::elias_encode(codes, n, small, nbytes - 1, written, scratch.get(), nullptr);
     simt::expect_equal(*written.get(), int64_t(-2), "elias_encode beyond the capacity");
     const int32_t kept = codes[n / 2];
     for (int32_t beyond : {65536, INT32_MIN}) {
+      if (n > 5000) break;
       codes[n / 2] = beyond;
       const simt::Buffer<uint8_t> out(capacity_of(n, 17));
       cuda::elias_encode(codes, n, out, out.size(), written, scratch.get(), nullptr);
@@ -123,16 +122,18 @@ int main() {
   std::vector<int64_t> sizes(simt::kSizes, simt::kSizes + std::size(simt::kSizes));
   for (int64_t n : {4095, 4096, 4097, 40000}) sizes.push_back(n);
   for (int64_t n : sizes) {
-    for (int zeros : {1, 2, 20, 3000})
+    for (int zeros : {1, 4, 3000})
       for (int top : {1, 7, 65535})
-        if (n < 10000 || (n < 50000 && top == 7)) test_codes(n, top, zeros);
+        if (n < 2000 || (n < 50000 && top == 7 && zeros == 4)) test_codes(n, top, zeros);
     for (simt::Kind kind : simt::kKinds) {
       const simt::Buffer<float> x(simt::data(kind, n), n % 4);
       for (int64_t bucket : {int64_t(1), int64_t(64), int64_t(100), int64_t(512), int64_t(4096), int64_t(30000)})
         for (int bits : {2, 4, 8, 16})
-          if (n < 2000 ? (bits + bucket + n) % 3 == 0 : bits == 4 && (n < 10000 || (bucket == 512 && n < 70000)))
+          if (n < 2000 ? (bits + bucket + n) % 3 == 0
+                       : bits == 4 && kind != simt::Kind::ties && n < 50000 &&
+                             (bucket == 512 || (bucket == 30000 && kind == simt::Kind::wild)))
             test_quantize(x, n, bits, bucket, bits == 8);
     }
   }
-  for (unsigned seed = 0; seed < 400; ++seed) test_hostile(seed % 5 ? 1 + seed * 7 % 900 : 4000 + seed * 40, seed);
+  for (unsigned seed = 0; seed < 300; ++seed) test_hostile(seed % 5 ? 1 + seed * 7 % 900 : 4000 + seed * 30, seed);
 }
