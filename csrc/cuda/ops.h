@@ -76,4 +76,13 @@ void payload_seal(uint8_t* payload, int64_t nbytes, const PayloadHeader& header,
 void payload_inspect(const uint8_t* buffer, int64_t nbytes, int64_t count, PayloadInspection* table,
                      cudaStream_t stream);
 
+// --- low_rank.cu
+// As on the CPU, any rank. The sums of low_rank_expand have the bits of the CPU; those of low_rank_project run in another
+// order, that of the sizes, and have the same bits on every device.
+int64_t low_rank_project_workspace(int64_t rows, int64_t columns, int64_t rank, bool transpose);
+void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, const float* q, int64_t rank,
+                      bool transpose, float* out, void* workspace, cudaStream_t stream);
+void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, float* e, float* out,
+                     cudaStream_t stream);
+
 }  // namespace gradzip::cuda
