@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "common/orthogonalize.h"
 #include "common/payload.h"
 #include "common/range_float.h"
 #include "common/selection.h"
@@ -84,5 +85,11 @@ void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, c
                       bool transpose, float* out, void* workspace, cudaStream_t stream);
 void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, float* e, float* out,
                      cudaStream_t stream);
+
+// --- orthogonalize.cu
+// `matrices` is a table in host memory, read before the call returns, of matrices on the device: their addresses and
+// sizes are arguments of the kernel, so nothing is copied. The bits of the CPU, but where columns depend on each other.
+int64_t orthogonalize_workspace(const Matrix* matrices, int64_t count);
+void orthogonalize(const Matrix* matrices, int64_t count, void* workspace, cudaStream_t stream);
 
 }  // namespace gradzip::cuda
