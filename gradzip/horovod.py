@@ -20,7 +20,7 @@ from .collectives import Collective, Mean, Routine
 from .compressor import Compressor
 
 if TYPE_CHECKING:
-    from .engines.horovod import HorovodEngine
+    from .engines.horovod import HorovodEngine, Pending
 
 
 class FrontEnd:
@@ -30,19 +30,18 @@ class FrontEnd:
         self.compressor = compressor
         self._scopes: WeakKeyDictionary[Any, _Scope] = WeakKeyDictionary()
 
+    @torch.no_grad()
     def compress(self, tensor: Tensor) -> tuple[Tensor, Running]:
         optimizer, parameter = _find_owner(tensor)
         scope = self._scopes.get(optimizer)
         if scope is None:
             scope = self._scopes[optimizer] = _Scope(optimizer, self.compressor, len(self._scopes))
-        name = optimizer._parameter_names[parameter]
-        with torch.no_grad():
-            running = Running(scope, name, self.compressor.average(tensor, scope.prefix + name, scope.engine.rank))
-            return running.start(tensor), running
+        running = Running(scope, optimizer._parameter_names[parameter], tensor)
+        return running.start(tensor), running
 
 
 class _Scope:
-    """One optimizer's part of a front end: its engine, and a prefix that keeps its parameters' states apart."""
+    """One optimizer's part of a front end: its engine, and what is under way."""
 
     def __init__(self, optimizer: Any, compressor: Compressor, index: int) -> None:
         import horovod.torch as hvd
@@ -57,45 +56,76 @@ class _Scope:
                 "changes; use op=hvd.Average or op=hvd.Sum"
             )
         self.sums = op == hvd.Sum
-        self.engine = HorovodEngine(optimizer.process_set, compressor.traffic)
-        self.prefix = f"optimizer{index}." if index else ""
+        self.compressor = compressor
+        self.engine: HorovodEngine = HorovodEngine(optimizer.process_set, compressor.traffic)
+        self.prefix = f"optimizer{index}." if index else ""  # keeps the states of equally named parameters apart
+        self.waiting: list[Running] = []
+
+    def complete(self) -> None:
+        """Runs all gradients that wait for a collective of ours to their ends.
+
+        Horovod calls `decompress` when it has called `compress` for all gradients, but not in the same order on every
+        rank. So a later round is started for all gradients, in the order of their names, before any is waited for.
+        """
+        while self.waiting:
+            turn, self.waiting = sorted(self.waiting, key=lambda running: running.name), []
+            for running in turn:
+                if running.advance():
+                    self.waiting.append(running)
 
 
 class Running:
     """One gradient between `compress` and `decompress`."""
 
-    def __init__(self, scope: _Scope, name: str, routine: Routine) -> None:
-        self._engine: HorovodEngine = scope.engine
-        self._sums = scope.sums
-        self._name = name
-        self._routine = routine
-        self._pending: Any = None
+    def __init__(self, scope: _Scope, name: str, grad: Tensor) -> None:
+        self.name = name
+        self._scope = scope
+        self._routine: Routine = scope.compressor.average(grad, scope.prefix + name, scope.engine.rank)
+        self._single = scope.compressor.rounds == 1 or scope.compressor.bypasses(grad)
+        self._pending: Pending | None = None
+        self._round = 1
         self._dtype: torch.dtype | None = None
+        self._result: Tensor | None = None
 
     def start(self, grad: Tensor) -> Tensor:
         """Runs the method to its first collective; returns the tensor that Horovod shall all-reduce."""
-        collective: Collective = next(self._routine)
-        if isinstance(collective, Mean):
+        engine = self._scope.engine
+        collective = next(self._routine)
+        if isinstance(collective, Mean) and self._single:
             self._dtype = collective.tensor.dtype
-            return self._engine.wire(collective.tensor)
-        self._pending = self._engine.launch(collective, f"{self._name}.gradzip")
+            return engine.wire(collective.tensor)
+        self._pending = engine.launch(collective, f"{self.name}.gradzip")
+        self._scope.waiting.append(self)
         # In the gradient's own type: Horovod's groups hold one type each.
-        return self._engine.wire(grad.new_zeros(1))
+        return engine.wire(grad.new_zeros(1))
+
+    def advance(self) -> bool:
+        """Waits for this gradient's collective and goes on to the next; whether there is one."""
+        assert self._pending is not None
+        collective = self._resume(self._scope.engine.wait(self._pending))
+        if collective is None:
+            return False
+        self._round += 1
+        self._pending = self._scope.engine.launch(collective, f"{self.name}.gradzip.{self._round}")
+        return True
 
     @torch.no_grad()
     def finish(self, reduced: Tensor) -> Tensor:
-        """Takes the answer to that collective and runs the method to its end; returns the gradient's average."""
+        """The gradient's average (or sum); `reduced` is what Horovod made of `start`'s tensor."""
+        size = self._scope.engine.size
         if self._pending is not None:
-            answer = self._engine.wait(self._pending)
-        else:
-            answer = (reduced / self._engine.size if self._sums else reduced).to(self._dtype)
+            self._scope.complete()
+        elif self._resume((reduced / size if self._scope.sums else reduced).to(self._dtype)) is not None:
+            raise RuntimeError(f"{self.name}: the method asks for a second collective, but declares rounds = 1")
+        assert self._result is not None
+        return self._result.mul_(size) if self._scope.sums else self._result
+
+    def _resume(self, answer: Any) -> Collective | None:
         try:
-            for turn in range(2, 1_000_000):
-                collective = self._routine.send(answer)
-                answer = self._engine.wait(self._engine.launch(collective, f"{self._name}.gradzip.{turn}"))
+            return self._routine.send(answer)
         except StopIteration as done:
-            return done.value.mul_(self._engine.size) if self._sums else done.value
-        raise RuntimeError(f"{self._name}: the method does not come to an end")
+            self._result = done.value
+            return None
 
 
 def _find_owner(tensor: Tensor) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ Each is a function of this rank's number and the group's size, and returns tenso
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import horovod.torch as hvd
@@ -178,6 +179,31 @@ def order_shuffled(rank, size):
         order.remove(3)
     backward(named, rank, order)
     opt.synchronize()
+    return [p.grad.clone() for _, p in named]
+
+
+@dataclass
+class PowerIteration(gradzip.Compressor):
+    """Two rounds, the second of what the first gave: Power-SGD's shape, without its compression."""
+
+    rounds = 2
+
+    def reduce(self, grad, state):
+        first = yield gradzip.Mean(grad.clone())
+        second = yield gradzip.Mean(grad * first)
+        return second
+
+
+@scenario
+def two_rounds(rank, size):
+    """Hooks in another order on every rank, and a second round for each."""
+    named = layers(*SHAPES)
+    opt = optimizer(named, PowerIteration())
+    order = torch.randperm(len(named), generator=torch.Generator().manual_seed(rank)).tolist()
+    for _ in range(3):
+        opt.zero_grad()
+        backward(named, rank, order)
+        opt.synchronize()
     return [p.grad.clone() for _, p in named]
 
 
