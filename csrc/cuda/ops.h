@@ -119,4 +119,10 @@ int64_t sparse_decode_add_workspace(int64_t numel);
 void sparse_decode_add(const uint8_t* stream, int64_t nbytes, const float* values, int64_t count, float weight,
                        float* out, int64_t numel, int32_t* failed, void* workspace, cudaStream_t cuda_stream);
 
+// --- select_sampled.cu
+// *count: how many are selected. As a rule one read of x; four at most, as on the CPU.
+int64_t select_sampled_workspace(int64_t n, int64_t k);
+void select_sampled(const float* x, int64_t n, int64_t k, uint64_t key, Selection* selection, int64_t* count,
+                    void* workspace, cudaStream_t stream);
+
 }  // namespace gradzip::cuda
