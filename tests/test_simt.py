@@ -15,7 +15,13 @@ def execute(path, *arguments):
     return subprocess.run([path, *arguments], capture_output=True, text=True, timeout=250)
 
 
-@pytest.mark.parametrize("name", ["select", "compact", "range_float", "spectrum", "payload"])
+PROGRAMS = [
+    *("select", "compact", "range_float", "spectrum", "payload"),
+    *("low_rank", "orthogonalize", "index_code", "select_sampled"),
+]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_give_the_bits_of_the_cpu(name):
     done = execute(simt_build.program(name))
     assert done.returncode == 0 and not done.stderr, done.stderr[-4000:]

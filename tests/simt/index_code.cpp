@@ -87,8 +87,7 @@ static void test_stream(int64_t numel, const std::vector<int32_t>& list, std::mt
 
   for (int spoilt = 0; spoilt < (numel > 5000 ? 8 : 32); ++spoilt) {
     std::vector<uint8_t> bytes(expected.get(), expected.get() + nbytes);
-    const size_t most =
-        spoilt % 4 ? std::min<size_t>(bytes.size(), 48) : bytes.size();  // headers and tables above all
+    const size_t most = spoilt % 4 ? std::min<size_t>(bytes.size(), 48) : bytes.size();  // headers and tables above all
     for (int b = 0; b <= spoilt % 3; ++b) bytes[random() % most] = uint8_t(random() >> (random() % 9));
     test_decode(Bytes(bytes, spoilt % 4), numel, count);
   }

@@ -4,10 +4,15 @@
 #include "cuda/abs_max.cu"
 #include "cuda/bindings.h"
 #include "cuda/compact.cu"
+#include "cuda/index_code.cu"
+#include "cuda/low_rank.cu"
+#include "cuda/marked_indices.cu"
+#include "cuda/orthogonalize.cu"
 #include "cuda/pack_bits.cu"
 #include "cuda/payload.cu"
 #include "cuda/range_float.cu"
 #include "cuda/select.cu"
+#include "cuda/select_sampled.cu"
 #include "cuda/spectrum.cu"
 
 PYBIND11_MODULE(simt_cuda, m) { gradzip::cuda::bind(m); }
