@@ -11,11 +11,11 @@ import shutil
 import types
 
 import pytest
-import simt_build
 import torch
 
 import gradzip
 import gradzip.ops._native as native
+import simt_build
 from gradzip import ops
 from gradzip.compressor import Key
 
@@ -376,3 +376,103 @@ def test_tensors_of_two_devices_are_refused():
         ops.abs_max(x)
     with pytest.raises(ValueError, match="expected one on cuda:1 like the others"):
         native.check(torch.ones(4), torch.float32, "x", device=torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("bits, bucket, norm", [(2, 64, "max"), (4, 512, "l2"), (9, 100, "l2"), (16, 5000, "max")])
+def test_quantization(on_device, n, bits, bucket, norm):
+    for x in inputs(n):
+        codes, norms = ops.quantize(x, bits, bucket, norm, 7)
+        assert same(on_device(ops.quantize, x, bits, bucket, norm, 7), (codes, norms))
+        assert same(on_device(ops.dequantize, codes, norms, bits, bucket), ops.dequantize(codes, norms, bits, bucket))
+        packed, _ = ops.quantize_packed(x, bits, bucket, norm, 7)
+        assert same(on_device(ops.quantize_packed, x, bits, bucket, norm, 7), (packed, norms))
+        stream, _ = ops.quantize_elias(x, bits, bucket, norm, 7)
+        assert same(on_device(ops.quantize_elias, x, bits, bucket, norm, 7), (stream, norms))
+        assert same(on_device(ops.elias_encode, codes), ops.elias_encode(codes))
+        assert same(on_device(ops.elias_decode, stream, n), codes.view(-1))
+        start = torch.randn(n)
+        for decode_add, body in ((ops.quantized_decode_add, packed), (ops.elias_decode_add, stream)):
+
+            def add(body, norms, out, decode_add=decode_add):
+                total = out.clone()
+                decode_add(body, norms, total, bits, bucket, 0.3)
+                return total
+
+            assert same(on_device(add, body, norms, start), add(body, norms, start))
+            if n:
+                spoilt = norms.clone()
+                spoilt[-1] = math.inf
+                assert on_device(add, body, spoilt, start)[-1].isnan()
+    if n:
+        with pytest.raises(ValueError, match="got a level beyond"):
+            on_device(ops.dequantize, torch.full((n,), 1 << bits, dtype=torch.int32), norms, bits, bucket)
+        with pytest.raises(ValueError, match="got a level beyond 65535"):
+            on_device(ops.elias_encode, torch.full((n,), 65536, dtype=torch.int32))
+        with pytest.raises(ValueError, match="less than the stream needs"):
+            on_device(ops.elias_encode, codes, torch.empty(len(stream) - 1, dtype=torch.uint8))
+        with pytest.raises(gradzip.PayloadError, match="not a stream"):
+            on_device(ops.elias_decode, stream[:-1], n)
+        assert on_device(add, stream[:-1], norms, start).isnan().all()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_signs_and_their_majority(on_device, n):
+    ballots = [ops.pack_signs(x, key) for key, x in enumerate(inputs(n))]
+    for key, x in enumerate(inputs(n)):
+        assert same(on_device(ops.pack_signs, x, key), ops.pack_signs(x, key))
+
+    def vote(*packed):
+        return ops.majority(packed, n, 11)
+
+    for voters in (1, 2, 3, 4):
+        assert same(on_device(vote, *ballots[:voters]), vote(*ballots[:voters]))
+
+    def add(packed, out):
+        total = out.clone()
+        ops.signs_decode_add(packed, total, 0.3)
+        return total
+
+    assert same(on_device(add, ballots[0], torch.ones(n)), add(ballots[0], torch.ones(n)))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 1), (7, 33), (100, 8), (2, 9000)])
+def test_one_bit(on_device, shape):
+    for x in inputs(shape[0] * shape[1]):
+        x = x.view(shape)
+        packed, means = ops.one_bit_packed(x, 5)
+        assert same(on_device(ops.one_bit_packed, x, 5), (packed, means))
+
+        def add(packed, means, out):
+            total = out.clone()
+            ops.one_bit_decode_add(packed, means, total, 0.3)
+            return total
+
+        assert same(on_device(add, packed, means, x), add(packed, means, x))
+        if x.numel():
+            spoilt = means.clone()
+            spoilt[-1] = torch.tensor([math.nan, -math.inf])
+            assert on_device(add, packed, spoilt, x)[-1].isnan().all()
+
+
+@pytest.mark.parametrize("n", [*SIZES, 320, 1601])
+def test_ternary(on_device, n):
+    for x in inputs(n):
+        scale, clip = torch.tensor([1.7]), torch.tensor([1.1])
+        expected = ops.ternary_packed(x, scale.item(), clip.item(), 3)
+        assert same(on_device(ops.ternary_packed, x, scale, clip, 3), expected)
+        assert same(on_device(ops.ternary_packed, x, scale.item(), clip.item(), 3), expected)
+        assert same(on_device(ops.ternary_packed, x, scale, None, 3), ops.ternary_packed(x, scale, None, 3))
+
+        def add(packed, scale, out):
+            total = out.clone()
+            ops.ternary_decode_add(packed, scale, total, 1 / 3)
+            return total
+
+        start = torch.randn(n)
+        for value in (0.7, scale, scale.item()):
+            assert same(on_device(add, expected, value, start), add(expected, value, start))
+        if n:
+            assert on_device(add, expected, torch.tensor([-1.0]), start).isnan().all()
+            expected[-1] = 243
+            assert on_device(add, expected, scale, start).isnan().any()

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 
 import pytest
+
 import simt_build
 from simt_build import CSRC
 
@@ -16,7 +17,7 @@ def execute(path, *arguments):
 
 
 PROGRAMS = [
-    *("select", "compact", "range_float", "spectrum", "payload"),
+    *("select", "compact", "range_float", "spectrum", "payload", "quantize", "signs", "ternary", "elias"),
     *("low_rank", "orthogonalize", "index_code", "select_sampled"),
 ]
 
@@ -103,6 +104,46 @@ BROKEN = {
         "index_code",
         {"cuda/index_code.cuh": ("return *last + 1 == end;", "return true;")},
         "heap-buffer-overflow|failed: item 0",
+    ),
+    "barrier before a tile's norms": (
+        "quantize",
+        {"cuda/quantize_tile.cuh": ("    __syncthreads();\n    tile_norms", "    tile_norms")},
+        "quantize: norms",
+    ),
+    "barrier after a tile's norms": (
+        "quantize",
+        {"cuda/quantize_tile.cuh": ("buckets.first);\n    __syncthreads();", "buckets.first);")},
+        "quantize, bits =",
+    ),
+    "lanes added up in another order": (
+        "quantize",
+        {
+            "cuda/teams.cuh": (
+                "for (int d = kTeam / 2; d > 0; d /= 2) value",
+                "for (int d = 1; d < kTeam; d *= 2) value",
+            )
+        },
+        "norms",
+    ),
+    "barrier before a chunk's tokens": (
+        "elias",
+        {"cuda/elias.cuh": ("words[w] = 0;\n  __syncthreads();", "words[w] = 0;")},
+        "elias_encode, levels",
+    ),
+    "a run past the end": (
+        "elias",
+        {"cuda/elias.cuh": ("if (next >= count) return;", "if (next > count) return;")},
+        "elias_decode",
+    ),
+    "ties to one side": (
+        "signs",
+        {"cuda/signs.cuh": ("won |= equal & coins(key, word)", "won |= equal")},
+        "majority of",
+    ),
+    "a byte of no trits": (
+        "ternary",
+        {"cuda/ternary.cuh": ("valid && byte[j] <= kTopByte", "valid && byte[j] <= kTopByte + 1")},
+        "ternary_decode_add of a byte",
     ),
     "misaligned wide load": (
         "select",

@@ -56,6 +56,63 @@ void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t 
 void pack_bits(const int32_t* codes, int64_t n, int bits, uint8_t* packed, cudaStream_t stream);
 void unpack_bits(const uint8_t* packed, int64_t n, int bits, int32_t* codes, cudaStream_t stream);
 
+// --- quantize.cu
+int64_t quantize_workspace(int64_t n);
+void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, int32_t* codes, float* norms,
+              void* workspace, cudaStream_t stream);
+int64_t quantize_packed_workspace(int64_t n);
+void quantize_packed(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* packed,
+                     float* norms, void* workspace, cudaStream_t stream);
+// *failed becomes 1 when a level is beyond the largest, and is left alone else.
+void dequantize(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,
+                int32_t* failed, cudaStream_t stream);
+// *failed becomes 1 when a norm is negative or not finite, and is left alone else. The elements of such a bucket become
+// NaN: nobody may be waiting for the flag, and a non-finite average is what every rank knows to skip.
+void quantized_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
+                          float* out, int32_t* failed, cudaStream_t stream);
+
+// --- elias.cu
+// *nbytes becomes the length of the stream, -1 when a level is beyond 65535, -2 when it is more than the capacity; the
+// stream is whole in the first case only.
+int64_t elias_encode_workspace(int64_t n);
+void elias_encode(const int32_t* codes, int64_t n, uint8_t* out, int64_t capacity, int64_t* nbytes, void* workspace,
+                  cudaStream_t stream);
+int64_t quantize_elias_workspace(int64_t n, int bits);
+void quantize_elias(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
+                    int64_t capacity, float* norms, int64_t* nbytes, void* workspace, cudaStream_t stream);
+// *failed becomes 1 when the bytes are not a stream of n levels up to `top`, and is left alone else.
+int64_t elias_decode_workspace(int64_t n);
+void elias_decode(const uint8_t* stream_bytes, int64_t nbytes, int64_t n, int32_t top, int32_t* codes, int32_t* failed,
+                  void* workspace, cudaStream_t stream);
+// Likewise, and when a norm is negative or not finite. The elements of such a bucket, of a chunk that is not one, or all
+// where the chunks' lengths are wrong, become NaN.
+int64_t elias_decode_add_workspace(int64_t n);
+void elias_decode_add(const uint8_t* stream_bytes, int64_t nbytes, const float* norms, int64_t n, int bits,
+                      int64_t bucket, float weight, float* out, int32_t* failed, void* workspace, cudaStream_t stream);
+
+// --- signs.cu
+void pack_signs(const float* x, int64_t n, uint64_t key, uint8_t* packed, cudaStream_t stream);
+// The table of addresses, too, lies in device memory.
+void majority(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed, cudaStream_t stream);
+void signs_decode_add(const uint8_t* packed, int64_t n, float scale, float* out, cudaStream_t stream);
+
+// --- one_bit.cu
+int64_t one_bit_packed_workspace(int64_t n);  // n = rows * columns
+void one_bit_packed(const float* x, int64_t rows, int64_t columns, uint64_t key, uint8_t* packed, float* means,
+                    void* workspace, cudaStream_t stream);
+// *failed becomes 1 when a mean is not finite, and is left alone else. The elements of such a row become NaN.
+void one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
+                        float* out, int32_t* failed, cudaStream_t stream);
+
+// --- ternary.cu
+// scale and clip (null: none) lie in device memory, where they may have been computed.
+void ternary_packed(const float* x, int64_t n, const float* scale, const float* clip, uint64_t key, uint8_t* packed,
+                    cudaStream_t stream);
+// value = float(weight * *scale). *failed becomes 1 when a byte is above 242, or *scale negative or not finite, and is
+// left alone else. The elements of such a byte, or all, become NaN.
+void ternary_decode_add(const uint8_t* packed, int64_t n, const float* scale, double weight, float* out,
+                        int32_t* failed, cudaStream_t stream);
+
 // --- spectrum.cu
 void spectrum_power(const float* spectrum, int64_t rows, int64_t length, const float* amax, float* power,
                     cudaStream_t stream);
