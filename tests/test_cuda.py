@@ -166,6 +166,100 @@ def test_spectra(on_device, shape):
     assert on_device(add, bits, packed, spectrum, k - 1).isnan().all()
 
 
+@pytest.mark.parametrize("n", SIZES)
+def test_sparse_indices(on_device, n):
+    for x in inputs(n):
+        for k in {0, 1, math.ceil(n / 7), n} & set(range(n + 1)):
+            found = ops.topk_abs(x, k)
+            assert same(on_device(ops.topk_abs, x, k), found)
+            indices, values = found
+            stream = ops.encode_indices(indices, n)
+            assert same(on_device(ops.encode_indices, indices, n), stream)
+            assert on_device(ops.encoded_indices_nbytes, indices, n) == stream.numel()
+            bits = ops.bitmap(x, ops.select(x, k)) if k else torch.zeros(ops.bitmap_nbytes(n), dtype=torch.uint8)
+            assert same(on_device(ops.marked_indices, bits, n, k), indices)
+            assert same(on_device(ops.encode_indices, bits, n), stream)
+            assert same(on_device(ops.decode_indices, stream, n), indices)
+
+            def encode_into(indices, out):
+                return ops.encode_indices(indices, n, out)
+
+            assert same(on_device(encode_into, indices, torch.empty_like(stream)), stream)
+
+            def add(stream, values, out):
+                total = out.clone()
+                ops.sparse_decode_add(stream, values, total, 0.3)
+                return total
+
+            out = torch.randn(n)
+            assert same(on_device(add, stream, values, out), add(stream, values, out))
+            if n and k:
+                spoilt = stream.clone()
+                spoilt[4] ^= 1
+                assert on_device(add, spoilt, values, out).isnan().all()
+                with pytest.raises(gradzip.PayloadError):
+                    on_device(ops.decode_indices, spoilt, n)
+        if n:
+            with pytest.raises(ValueError, match="not strictly ascending"):
+                on_device(ops.encode_indices, torch.tensor([n], dtype=torch.int32), n)
+
+
+@pytest.mark.parametrize("n", [1, 1000, 20000, 65537])
+def test_sampled_thresholds(on_device, n):
+    for x in inputs(n):
+        for k in {1, math.ceil(n / 100), math.ceil(n / 7), n}:
+            selection, count = ops.sampled_threshold(x, k, 99)
+            got, found = on_device(ops.sampled_threshold, x, k, 99)
+            assert found == count and same(got[:4], selection[:4]) and same(got[8:], selection[8:])
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 16, 32, 65])
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (64, 147), (33, 260), (300, 520)])
+def test_low_rank_passes(on_device, shape, rank):
+    m, residual = torch.randn(shape), torch.randn(shape)
+    p, q = torch.randn(shape[0], rank), torch.randn(shape[1], rank)
+
+    def passes(m, residual, p, q):
+        e = residual.clone()
+        first = ops.low_rank_project(m, e, q)
+        second = ops.low_rank_project(m, None, p, transpose=True)
+        less, both = e.clone(), torch.empty_like(e)
+        ops.low_rank_subtract(less, p, q, both)
+        ops.low_rank_subtract(e, p, q)
+        return first, second, less, both, e, ops.low_rank_expand(p, q)
+
+    got, expected = on_device(passes, m, residual, p, q), passes(m, residual, p, q)
+    assert same(got[2:], expected[2:])
+    for mine, wanted in zip(got[:2], expected[:2]):  # sums of some hundred products, in another order
+        assert torch.allclose(mine, wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_low_rank_factors_are_made_orthonormal(on_device):
+    shapes = [(1, 1), (64, 4), (147, 4), (3000, 4), (100, 7), (1500, 32), (40, 40), (3, 5), (0, 2)]
+    matrices = [torch.randn(shape) for shape in shapes]
+    matrices += [torch.zeros(50, 3), torch.ones(1100, 2), torch.full((9, 2), math.nan)]
+    expected = [m.clone() for m in matrices]
+    ops.orthogonalize_(expected)
+
+    def orthogonalized(*matrices):
+        copies = [m.clone() for m in matrices]
+        ops.orthogonalize_(copies)
+        return tuple(copies)
+
+    got = on_device(orthogonalized, *matrices)
+    for i, (mine, wanted) in enumerate(zip(got, expected)):
+        assert torch.allclose(mine, wanted, atol=1e-6), shapes[i : i + 1]
+    assert same(got[:6], tuple(expected[:6]))
+
+
+def test_two_devices_in_one_call_are_refused():
+    here, there = torch.ones(4, 2), torch.ones(4, 2, device="meta")
+    with pytest.raises(ValueError, match="got a tensor on meta"):
+        ops.orthogonalize_([here, there])
+    with pytest.raises(ValueError, match="got a tensor on meta"):
+        ops.low_rank_project(here, there, torch.ones(2, 1))
+
+
 METHODS = [
     gradzip.FFTRange(),
     gradzip.FFTRange(theta=0.5, bits=7, block=None),

@@ -16,7 +16,10 @@ def execute(path, *arguments):
     return subprocess.run([path, *arguments], capture_output=True, text=True, timeout=250)
 
 
-PROGRAMS = ["select", "compact", "range_float", "spectrum", "payload", "quantize", "signs", "ternary", "elias"]
+PROGRAMS = [
+    *("select", "compact", "range_float", "spectrum", "payload", "quantize", "signs", "ternary", "elias"),
+    *("low_rank", "orthogonalize", "index_code", "select_sampled"),
+]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -64,13 +67,43 @@ BROKEN = {
     ),
     "last block too early": (
         "payload",
-        {"cuda/block.cuh": ("== gridDim.x - 1;", "== gridDim.x - 2;")},
+        {"cuda/block.cuh": ("== blocks - 1;", "== blocks - 2;")},
         "payload_checksum: item",
     ),
     "word written whole at the end": (
         "range_float",
         {"cuda/bit_stream.cuh": ("first >= 0 && first + 4 <= nbytes", "first >= 0")},
         "heap-buffer-overflow",
+    ),
+    "barrier after staging": (
+        "low_rank",
+        {
+            "cuda/low_rank.cuh": (
+                "stage_factor<R>(q, begin, factor);\n    __syncthreads();",
+                "stage_factor<R>(q, begin, factor);",
+            )
+        },
+        "low_rank_project",
+    ),
+    "parts in the order of arrival": (
+        "low_rank",
+        {
+            "cuda/low_rank.cuh": (
+                "last_block(tickets + blockIdx.x / unsigned(parts), unsigned(parts))",
+                "(!tickets || part != parts - 1)",
+            )
+        },
+        "low_rank_project",
+    ),
+    "blocks that trust the table": (
+        "index_code",
+        {"cuda/index_code.cuh": (" && end_byte <= opened.nbytes - table", "")},
+        "heap-buffer-overflow",
+    ),
+    "indices beyond the end": (
+        "index_code",
+        {"cuda/index_code.cuh": ("return *last + 1 == end;", "return true;")},
+        "heap-buffer-overflow|failed: item 0",
     ),
     "barrier before a tile's norms": (
         "quantize",

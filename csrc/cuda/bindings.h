@@ -53,6 +53,23 @@ inline void bind(py::module_& m) {
   def<payload_seal_workspace>(m, "payload_seal_workspace");
   def<payload_seal>(m, "payload_seal");
   def<payload_inspect>(m, "payload_inspect");
+  def<low_rank_project_workspace>(m, "low_rank_project_workspace");
+  def<low_rank_project>(m, "low_rank_project");
+  def<low_rank_expand>(m, "low_rank_expand");
+  def<orthogonalize_workspace>(m, "orthogonalize_workspace");
+  def<orthogonalize>(m, "orthogonalize");
+  def<count_marked_workspace>(m, "count_marked_workspace");
+  def<count_marked>(m, "count_marked");
+  def<marked_indices_workspace>(m, "marked_indices_workspace");
+  def<marked_indices>(m, "marked_indices");
+  def<encode_indices_workspace>(m, "encode_indices_workspace");
+  def<encode_indices>(m, "encode_indices");
+  def<decode_indices_workspace>(m, "decode_indices_workspace");
+  def<decode_indices>(m, "decode_indices");
+  def<sparse_decode_add_workspace>(m, "sparse_decode_add_workspace");
+  def<sparse_decode_add>(m, "sparse_decode_add");
+  def<select_sampled_workspace>(m, "select_sampled_workspace");
+  def<select_sampled>(m, "select_sampled");
 }
 
 }  // namespace gradzip::cuda
