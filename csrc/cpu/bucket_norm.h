@@ -5,12 +5,12 @@
 
 namespace gradzip::cpu {
 
-enum class Norm : int { l2 = 0, max = 1 };
+enum class Norm : int { l2 = 0, max = 1, l1 = 2 };
 
 // Long buckets are summed in segments of so many elements, so that several threads can share one.
 constexpr int64_t kNormSegment = 1 << 13;
 
-// One segment's part of its bucket's norm: the sum of squares, or the largest magnitude. NaN counts as 0 and infinity
+// One segment's part of its bucket's norm: the sum of squares or of magnitudes, or the largest magnitude. NaN counts as 0 and infinity
 // as the largest float. The order of the additions is fixed, and they are done in double: nothing overflows, nothing is
 // lost to underflow, and every instruction set gets the same bits. n <= kNormSegment.
 double norm_part(const float* x, int64_t n, Norm norm);
@@ -20,10 +20,7 @@ double norm_part(const float* x, int64_t n, Norm norm);
 double norm_combine(double total, double part, Norm norm);
 float norm_finish(double total, Norm norm);
 
-// norms[b] = the norm of x[b * bucket, (b + 1) * bucket), the last bucket being what is left.
-void bucket_norms(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms, int threads);
-
-// The same for what fits one task: on the caller's thread alone.
+// The norms of buckets (`bucket_norms` in cpu/ops.h) that fit one task: on the caller's thread alone.
 void bucket_norms_here(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms);
 
 }  // namespace gradzip::cpu

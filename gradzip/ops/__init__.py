@@ -5,6 +5,7 @@ All are deterministic: the same input gives the same bits whatever the number of
 
 from .abs_max import abs_max
 from .atom_probabilities import atom_probabilities
+from .bucket_norm import bucket_norms
 from .compact import bitmap, bitmap_nbytes, compact, expand, gather_marked
 from .elias import elias_capacity, elias_decode, elias_decode_add, elias_encode, quantize_elias
 from .index_code import decode_indices, encode_indices, encoded_indices_nbytes, open_indices, sparse_decode_add
@@ -42,6 +43,7 @@ __all__ = [
     "atom_probabilities",
     "bitmap",
     "bitmap_nbytes",
+    "bucket_norms",
     "check_format",
     "compact",
     "decode_indices",
