@@ -10,13 +10,14 @@ from . import horovod, ops
 from .collectives import Gather, Mean, Traffic, fused
 from .compressor import Compressor, GatherCompressor, State
 from .engines.local import LocalGroup, roundtrip, simulate
-from .methods import Cast, FFTRange, NoCompression, parse
+from .methods import QSGD, Cast, FFTRange, NoCompression, TernGrad, parse
 from .ops import PayloadError
 from .schedule import DiminishingTheta, StepSchedule
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "QSGD",
     "Cast",
     "Compressor",
     "DiminishingTheta",
@@ -29,6 +30,7 @@ __all__ = [
     "PayloadError",
     "State",
     "StepSchedule",
+    "TernGrad",
     "Traffic",
     "fused",
     "horovod",

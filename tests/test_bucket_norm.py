@@ -13,9 +13,10 @@ ORDER = {"l2": 2, "max": np.inf, "l1": 1}
 def test_norms(n, norm):
     for name in ("normal", "zeros", "one-hot", "denormal", "infinite", "NaN"):
         array = arrays(n)[name]
+        x = sliced(array)
         finite = np.nan_to_num(array, nan=0.0, posinf=FLT_MAX, neginf=-FLT_MAX).astype(np.float64)
         for bucket in (None, 1, 7, 512, 40000) if n < 1000 else (None, 512, 40000):
-            got = same_everywhere(lambda a=sliced(array), b=bucket: bucket_norms(a, b, norm))
+            got = same_everywhere(lambda x=x, bucket=bucket: bucket_norms(x, bucket, norm))
             step = bucket or max(1, n)
             want = [np.linalg.norm(finite[i : i + step], ORDER[norm]) for i in range(0, n, step)]
             # Summed in double, rounded once.

@@ -10,11 +10,14 @@ from ..compressor import Compressor
 from .cast import Cast
 from .fft import FFTRange
 from .none import NoCompression
+from .quantize import QSGD, TernGrad
 
 REGISTRY: dict[str, type[Compressor]] = {
     "none": NoCompression,
     "fp16": Cast,
     "fft-range": FFTRange,
+    "qsgd": QSGD,
+    "terngrad": TernGrad,
 }
 
 
@@ -50,4 +53,4 @@ def _value(node: ast.expr) -> Any:
     return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)  # bare words are strings
 
 
-__all__ = ["REGISTRY", "Cast", "FFTRange", "NoCompression", "parse"]
+__all__ = ["QSGD", "REGISTRY", "Cast", "FFTRange", "NoCompression", "TernGrad", "parse"]

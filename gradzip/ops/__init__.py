@@ -24,7 +24,7 @@ from .payload import (
     seal,
     split_payloads,
 )
-from .quantize import dequantize, num_buckets, quantize, quantize_packed, quantized_decode_add
+from .quantize import check_quantizer, dequantize, num_buckets, quantize, quantize_packed, quantized_decode_add
 from .range_float import RangeFloat, check_format
 from .select import select, select_threshold
 from .signs import majority, pack_signs, signs_decode_add
@@ -45,6 +45,7 @@ __all__ = [
     "bitmap_nbytes",
     "bucket_norms",
     "check_format",
+    "check_quantizer",
     "compact",
     "decode_indices",
     "dequantize",
