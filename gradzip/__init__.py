@@ -10,7 +10,7 @@ from . import horovod, ops
 from .collectives import Gather, Mean, Traffic, fused
 from .compressor import Compressor, GatherCompressor, State
 from .engines.local import LocalGroup, roundtrip, simulate
-from .methods import QSGD, Cast, FFTRange, NoCompression, TernGrad, parse
+from .methods import QSGD, Cast, FFTRange, NoCompression, OneBitSGD, SignSGD, TernGrad, parse
 from .ops import PayloadError
 from .schedule import DiminishingTheta, StepSchedule
 
@@ -27,7 +27,9 @@ __all__ = [
     "LocalGroup",
     "Mean",
     "NoCompression",
+    "OneBitSGD",
     "PayloadError",
+    "SignSGD",
     "State",
     "StepSchedule",
     "TernGrad",

@@ -11,6 +11,7 @@ from .cast import Cast
 from .fft import FFTRange
 from .none import NoCompression
 from .quantize import QSGD, TernGrad
+from .signs import OneBitSGD, SignSGD
 
 REGISTRY: dict[str, type[Compressor]] = {
     "none": NoCompression,
@@ -18,6 +19,8 @@ REGISTRY: dict[str, type[Compressor]] = {
     "fft-range": FFTRange,
     "qsgd": QSGD,
     "terngrad": TernGrad,
+    "signsgd": SignSGD,
+    "onebit": OneBitSGD,
 }
 
 
@@ -53,4 +56,4 @@ def _value(node: ast.expr) -> Any:
     return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)  # bare words are strings
 
 
-__all__ = ["QSGD", "REGISTRY", "Cast", "FFTRange", "NoCompression", "TernGrad", "parse"]
+__all__ = ["QSGD", "REGISTRY", "Cast", "FFTRange", "NoCompression", "OneBitSGD", "SignSGD", "TernGrad", "parse"]
