@@ -33,7 +33,7 @@ GZ_DEVICE void pack_tile(const uint32_t* codes, int count, int bits, uint8_t* ou
 
 // Bytes [at, at + 4) of a stream, those past its end as 0.
 GZ_DEVICE uint32_t stream_bytes(const uint8_t* stream, int64_t nbytes, int64_t at) {
-  if (at + 4 <= nbytes) return *reinterpret_cast<const uint32_t*>(stream + at);
+  if (at + 4 <= nbytes) return __ldg(reinterpret_cast<const uint32_t*>(stream + at));
   uint32_t word = 0;
   for (int b = 0; at + b < nbytes; ++b) word |= uint32_t(stream[at + b]) << (8 * b);
   return word;

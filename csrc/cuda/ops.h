@@ -1,7 +1,8 @@
 // Every CUDA primitive, over raw pointers to device memory, unless said otherwise. Work is queued on `stream` of the
 // current device; nothing waits for it, allocates or copies to the host, so what the CPU kernels (cpu/ops.h) return or
-// take by value is written to and read from device memory here. Results have the same bits as theirs. A primitive that
-// needs scratch memory takes a workspace of at least NAME_workspace(...) bytes, aligned to 16, which it may overwrite.
+// take by value is written to and read from device memory here. Results have the same bits as theirs, but for those of
+// NaNs that arithmetic makes. A primitive that needs scratch memory takes a workspace of at least NAME_workspace(n)
+// bytes, aligned to 16, which it may overwrite.
 //
 // Plain C++: the bindings include it without the CUDA headers.
 #pragma once
@@ -33,6 +34,7 @@ void bitmap(const float* x, int64_t n, const Selection* selection, uint8_t* bitm
 int64_t compact_workspace(int64_t n);
 void compact(const void* values, int64_t n, int item_size, const uint8_t* bitmap, void* out, int64_t capacity,
              int64_t* set, void* workspace, cudaStream_t stream);
+int64_t expand_workspace(int64_t n);
 void expand(const void* values, int64_t count, int item_size, const uint8_t* bitmap, void* out, int64_t n, int64_t* set,
             void* workspace, cudaStream_t stream);
 
@@ -64,11 +66,12 @@ void spectrum_decode_add(const RangeFloat* format, const uint8_t* bitmap, const 
                          cudaStream_t stream);
 
 // --- payload.cu
-int64_t payload_checksum_workspace();
+int64_t payload_checksum_workspace(int64_t nbytes);
 void payload_checksum(const uint8_t* payload, int64_t nbytes, uint32_t* checksum, void* workspace, cudaStream_t stream);
 // Writes the header of a payload whose body is in place: `header` (host memory), with kNonFinite where one of the
 // `magnitudes` is not finite, the wire form of `number` (unless null) as the last 8 bytes of the fields, and the
-// checksum. Workspace as for payload_checksum.
+// checksum.
+int64_t payload_seal_workspace(int64_t nbytes);
 void payload_seal(uint8_t* payload, int64_t nbytes, const PayloadHeader& header, const float* magnitudes,
                   int64_t magnitude_count, const RangeFloat* number, void* workspace, cudaStream_t stream);
 // Walks `count` payloads that lie one behind the other: all that a host must know about them, in one table. The walk

@@ -38,7 +38,7 @@ def elias_encode(codes: Tensor, out: Tensor | None = None) -> Tensor:
     codes = _native.check(codes, torch.int32, "elias_encode: codes")
     if out is None:
         out = torch.empty(elias_capacity(codes.numel()), dtype=torch.uint8)
-    out = _native.output(out, out.numel(), torch.uint8, "elias_encode: out")
+    out = _native.in_place(out, torch.uint8, "elias_encode: out")
     nbytes = _native.kernels().elias_encode(
         codes.data_ptr(), codes.numel(), out.data_ptr(), out.numel(), _native.threads()
     )
@@ -85,8 +85,8 @@ def quantize_elias(
     n = x.numel()
     if out is None:
         out = torch.empty(elias_capacity(n, bits), dtype=torch.uint8)
-    out = _native.output(out, out.numel(), torch.uint8, "quantize_elias: out")
-    norms = _native.output(norms, num_buckets(n, bucket), torch.float32, "quantize_elias: norms")
+    out = _native.in_place(out, torch.uint8, "quantize_elias: out")
+    norms = _native.output(norms, num_buckets(n, bucket), torch.float32, x.device, "quantize_elias: norms")
     nbytes = _native.kernels().quantize_elias(
         x.data_ptr(),
         n,
@@ -112,7 +112,7 @@ def elias_decode_add(
     not finite, or their number is wrong.
     """
     check_buckets(bits, bucket, "elias_decode_add")
-    out = _native.output(out, out.numel(), torch.float32, "elias_decode_add: out")
+    out = _native.in_place(out, torch.float32, "elias_decode_add: out")
     buffer = _native.check(buffer, torch.uint8, "elias_decode_add: buffer")
     norms = _native.check(norms, torch.float32, "elias_decode_add: norms")
     n = out.numel()

@@ -38,8 +38,8 @@ def one_bit_packed(
     check_key(key, "one_bit_packed")
     x = _native.check(x, torch.float32, "one_bit_packed: x")
     rows, columns = _shape(x, "one_bit_packed: x")
-    out = _native.output(out, bitmap_nbytes(x.numel()), torch.uint8, "one_bit_packed: out")
-    means = _native.output(means, 2 * rows, torch.float32, "one_bit_packed: means").view(rows, 2)
+    out = _native.output(out, bitmap_nbytes(x.numel()), torch.uint8, x.device, "one_bit_packed: out")
+    means = _native.output(means, 2 * rows, torch.float32, x.device, "one_bit_packed: means").view(rows, 2)
     _native.kernels().one_bit_packed(
         x.data_ptr(), rows, columns, key, out.data_ptr(), means.data_ptr(), _native.threads()
     )
@@ -52,7 +52,7 @@ def one_bit_decode_add(packed: Tensor, means: Tensor, out: Tensor, weight: float
     packed: uint8 of ceil(rows * columns / 8); means: (rows, 2), float32; out: (rows, columns), float32, in place.
     PayloadError, and out untouched, when a length is wrong or a mean is not finite.
     """
-    out = _native.output(out, out.numel(), torch.float32, "one_bit_decode_add: out")
+    out = _native.in_place(out, torch.float32, "one_bit_decode_add: out")
     rows, columns = _shape(out, "one_bit_decode_add: out")
     packed = _native.check(packed, torch.uint8, "one_bit_decode_add: packed")
     means = _native.check(means, torch.float32, "one_bit_decode_add: means")

@@ -108,8 +108,8 @@ def quantize_packed(
     """
     check_quantizer(bits, bucket, norm, key, "quantize_packed")
     x = _native.check(x, torch.float32, "quantize_packed: x")
-    out = _native.output(out, packed_nbytes(x.numel(), bits), torch.uint8, "quantize_packed: out")
-    norms = _native.output(norms, num_buckets(x.numel(), bucket), torch.float32, "quantize_packed: norms")
+    out = _native.output(out, packed_nbytes(x.numel(), bits), torch.uint8, x.device, "quantize_packed: out")
+    norms = _native.output(norms, num_buckets(x.numel(), bucket), torch.float32, x.device, "quantize_packed: norms")
     _native.kernels().quantize_packed(
         x.data_ptr(),
         x.numel(),
@@ -134,7 +134,7 @@ def quantized_decode_add(
     is negative or not finite.
     """
     check_buckets(bits, bucket, "quantized_decode_add")
-    out = _native.output(out, out.numel(), torch.float32, "quantized_decode_add: out")
+    out = _native.in_place(out, torch.float32, "quantized_decode_add: out")
     packed = _native.check(packed, torch.uint8, "quantized_decode_add: packed")
     norms = _native.check(norms, torch.float32, "quantized_decode_add: norms")
     n = out.numel()

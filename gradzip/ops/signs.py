@@ -31,7 +31,7 @@ def pack_signs(x: Tensor, key: int = 0, out: Tensor | None = None) -> Tensor:
     """
     check_key(key, "pack_signs")
     x = _native.check(x, torch.float32, "pack_signs: x")
-    out = _native.output(out, bitmap_nbytes(x.numel()), torch.uint8, "pack_signs: out")
+    out = _native.output(out, bitmap_nbytes(x.numel()), torch.uint8, x.device, "pack_signs: out")
     _native.kernels().pack_signs(x.data_ptr(), x.numel(), key, out.data_ptr(), _native.threads())
     return out
 
@@ -57,7 +57,7 @@ def majority(packed: Sequence[Tensor], numel: int, key: int = 0, out: Tensor | N
             raise PayloadError(
                 f"majority: got {vote.numel()} bytes from voter {i}, expected {nbytes} for {numel} signs"
             )
-    out = _native.output(out, nbytes, torch.uint8, "majority: out")
+    out = _native.output(out, nbytes, torch.uint8, votes[0].device, "majority: out")
     addresses = torch.tensor([vote.data_ptr() for vote in votes], dtype=torch.int64)
     _native.kernels().majority(addresses.data_ptr(), len(votes), numel, key, out.data_ptr(), _native.threads())
     return out
@@ -69,7 +69,7 @@ def signs_decode_add(packed: Tensor, out: Tensor, scale: float = 1.0) -> None:
     packed: uint8 of ceil(n / 8), as from `pack_signs` or `majority`; out: n elements, float32, in place. PayloadError,
     and out untouched, when the length is wrong; any bits are signs.
     """
-    out = _native.output(out, out.numel(), torch.float32, "signs_decode_add: out")
+    out = _native.in_place(out, torch.float32, "signs_decode_add: out")
     packed = _native.check(packed, torch.uint8, "signs_decode_add: packed")
     if packed.numel() != bitmap_nbytes(out.numel()):
         raise PayloadError(

@@ -42,7 +42,7 @@ def ternary_packed(
     if clip is not None and not clip > 0:
         raise ValueError(f"ternary_packed: got clip = {clip}, expected None or a number > 0")
     x = _native.check(x, torch.float32, "ternary_packed: x")
-    out = _native.output(out, ternary_nbytes(x.numel()), torch.uint8, "ternary_packed: out")
+    out = _native.output(out, ternary_nbytes(x.numel()), torch.uint8, x.device, "ternary_packed: out")
     _native.kernels().ternary_packed(
         x.data_ptr(),
         x.numel(),
@@ -61,7 +61,7 @@ def ternary_decode_add(packed: Tensor, scale: float, out: Tensor, weight: float 
     packed: uint8 of ceil(n / 5), as from `ternary_packed`; out: n elements, float32, in place. PayloadError, and out
     untouched, when the length or scale is wrong or a byte is above 242, which no five trits make.
     """
-    out = _native.output(out, out.numel(), torch.float32, "ternary_decode_add: out")
+    out = _native.in_place(out, torch.float32, "ternary_decode_add: out")
     packed = _native.check(packed, torch.uint8, "ternary_decode_add: packed")
     if packed.numel() != ternary_nbytes(out.numel()):
         raise PayloadError(
