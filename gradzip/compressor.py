@@ -250,9 +250,9 @@ class GatherCompressor(Compressor):
             number=number,
         )
 
-    def non_finite(self, numel: int) -> Tensor:
+    def non_finite(self, grad: Tensor) -> Tensor:
         """The payload of a gradient that holds an inf or a NaN: a header that says so."""
-        return self.seal(ops.new_payload(0), numel, False, bytes(16))
+        return self.seal(ops.new_payload(0, grad.device), grad.numel(), False, bytes(16))
 
     def open(self, payload: Tensor, numel: int) -> ops.Payload:
         """A peer's payload, its header checked; PayloadError."""

@@ -52,20 +52,20 @@ class QSGD(GatherCompressor):
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         numel = grad.numel()
         if not math.isfinite(ops.abs_max(grad)):
-            return self.non_finite(numel)
+            return self.non_finite(grad)
         arguments = (grad, self.bits, self.bucket, self.norm, key.bits)
         norms_end = 4 * ops.num_buckets(numel, self.bucket)
         packed_nbytes = ops.packed_nbytes(numel, self.bits)
         if self.coding == "elias":
-            space = self._workspace.empty("stream", (ops.elias_capacity(numel, self.bits),), torch.uint8)
+            space = self._workspace.empty("stream", (ops.elias_capacity(numel, self.bits),), torch.uint8, grad.device)
             stream, norms = ops.quantize_elias(*arguments, out=space)
             if stream.numel() <= packed_nbytes:
-                payload = ops.new_payload(norms_end + stream.numel())
+                payload = ops.new_payload(norms_end + stream.numel(), grad.device)
                 body = payload[ops.HEADER_NBYTES :]
                 body[:norms_end] = norms.view(torch.uint8)
                 body[norms_end : norms_end + stream.numel()] = stream
                 return self.seal(payload, numel, True, _STREAM.pack(stream.numel(), True))
-        payload = ops.new_payload(norms_end + packed_nbytes)
+        payload = ops.new_payload(norms_end + packed_nbytes, grad.device)
         body = payload[ops.HEADER_NBYTES :]
         norms = body[:norms_end].view(torch.float32)
         ops.quantize_packed(*arguments, out=body[norms_end : norms_end + packed_nbytes], norms=norms)
@@ -115,9 +115,9 @@ class TernGrad(GatherCompressor):
             return (yield from super().reduce(grad, state))
         numel, largest = grad.numel(), self._largest(grad)
         headers = yield Gather(
-            self.seal(ops.new_payload(0), numel, True, _SCALE.pack(largest))
+            self.seal(ops.new_payload(0, grad.device), numel, True, _SCALE.pack(largest))
             if math.isfinite(largest)
-            else self.non_finite(numel)
+            else self.non_finite(grad)
         )
         scale = 0.0
         with blaming(f"TernGrad, parameter {state.name!r}"):
@@ -125,7 +125,7 @@ class TernGrad(GatherCompressor):
                 with blaming(f"from rank {rank} of {len(headers)}"):
                     opened = self.open(header, numel)
                     if opened.flags & ops.NON_FINITE:
-                        return torch.full((numel,), math.nan)  # on every rank: nobody waits for a second round
+                        return torch.full((numel,), math.nan, device=grad.device)  # on every rank: nobody waits for a second round
                     scale = max(scale, _scale(opened))
             state.payload = self._encode(grad, state.key(self.seed), largest, scale)
             payloads = yield Gather(state.payload)
@@ -133,7 +133,7 @@ class TernGrad(GatherCompressor):
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         largest = self._largest(grad)
-        return self._encode(grad, key, largest, largest) if math.isfinite(largest) else self.non_finite(grad.numel())
+        return self._encode(grad, key, largest, largest) if math.isfinite(largest) else self.non_finite(grad)
 
     def _largest(self, grad: Tensor) -> float:
         """The largest magnitude when those above clip * sigma are cut off, as a float32; not finite if that is not."""
@@ -145,7 +145,7 @@ class TernGrad(GatherCompressor):
 
     def _encode(self, grad: Tensor, key: Key, largest: float, scale: float) -> Tensor:
         nbytes = ops.ternary_nbytes(grad.numel())
-        payload = ops.new_payload(nbytes)
+        payload = ops.new_payload(nbytes, grad.device)
         body = payload[ops.HEADER_NBYTES :]
         ops.ternary_packed(grad, scale, largest or None, key.bits, out=body[:nbytes])
         return self.seal(payload, grad.numel(), True, _SCALE.pack(scale))

@@ -56,10 +56,10 @@ class SignSGD(GatherCompressor):
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         numel = grad.numel()
         if not math.isfinite(ops.abs_max(grad)):
-            return self.non_finite(numel)
+            return self.non_finite(grad)
         scaled = self.error_feedback or not self.majority
         scale = ops.bucket_norms(grad, norm="l1").item() / numel if scaled else 1.0
-        payload = ops.new_payload(ops.bitmap_nbytes(numel))
+        payload = ops.new_payload(ops.bitmap_nbytes(numel), grad.device)
         body = payload[ops.HEADER_NBYTES :]
         ops.pack_signs(grad, key.bits, out=body[: ops.bitmap_nbytes(numel)])
         return self.seal(payload, numel, True, _VOTE.pack(scale, key._replace(rank="shared").bits))
@@ -76,10 +76,10 @@ class SignSGD(GatherCompressor):
             with blaming(f"from rank {rank} of {len(payloads)}"):
                 payload = self.open(buffer, numel)
                 if payload.flags & ops.NON_FINITE:
-                    return torch.full((numel,), math.nan)
+                    return torch.full((numel,), math.nan, device=buffer.device)
                 ballots.append(_ballot(payload, numel))
         votes, scales, coins = zip(*ballots)
-        out = self.accumulator(numel)
+        out = self.accumulator(numel, payloads[0].device)
         # Everyone tosses the first rank's coins: they are the same, unless a rank has counted its steps otherwise.
         ops.signs_decode_add(ops.majority(votes, numel, coins[0]), out, math.fsum(scales) / len(scales))
         return self.finish(out, numel)
@@ -120,8 +120,8 @@ class OneBitSGD(GatherCompressor):
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         numel, rows = grad.numel(), grad.shape[0]
         if not math.isfinite(ops.abs_max(grad)):
-            return self.non_finite(numel)
-        payload = ops.new_payload(8 * rows + ops.bitmap_nbytes(numel))
+            return self.non_finite(grad)
+        payload = ops.new_payload(8 * rows + ops.bitmap_nbytes(numel), grad.device)
         means, signs = payload[ops.HEADER_NBYTES :][: 8 * rows + ops.bitmap_nbytes(numel)].tensor_split([8 * rows])
         ops.one_bit_packed(grad.reshape(rows, -1), key.bits, out=signs, means=means.view(torch.float32))
         return self.seal(payload, numel, True, _ROWS.pack(rows))
