@@ -10,13 +10,14 @@ from . import horovod, ops
 from .collectives import Gather, Mean, Traffic, fused
 from .compressor import Compressor, GatherCompressor, State
 from .engines.local import LocalGroup, roundtrip, simulate
-from .methods import QSGD, Cast, FFTRange, NoCompression, OneBitSGD, SignSGD, TernGrad, parse
+from .methods import ATOMO, QSGD, Cast, FFTRange, NoCompression, OneBitSGD, SignSGD, TernGrad, parse
 from .ops import PayloadError
 from .schedule import DiminishingTheta, StepSchedule
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ATOMO",
     "QSGD",
     "Cast",
     "Compressor",

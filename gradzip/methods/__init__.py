@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..compressor import Compressor
+from .atomo import ATOMO
 from .cast import Cast
 from .fft import FFTRange
 from .none import NoCompression
@@ -21,6 +22,7 @@ REGISTRY: dict[str, type[Compressor]] = {
     "terngrad": TernGrad,
     "signsgd": SignSGD,
     "onebit": OneBitSGD,
+    "atomo": ATOMO,
 }
 
 
@@ -56,4 +58,15 @@ def _value(node: ast.expr) -> Any:
     return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)  # bare words are strings
 
 
-__all__ = ["QSGD", "REGISTRY", "Cast", "FFTRange", "NoCompression", "OneBitSGD", "SignSGD", "TernGrad", "parse"]
+__all__ = [
+    "ATOMO",
+    "QSGD",
+    "REGISTRY",
+    "Cast",
+    "FFTRange",
+    "NoCompression",
+    "OneBitSGD",
+    "SignSGD",
+    "TernGrad",
+    "parse",
+]

@@ -125,7 +125,9 @@ class TernGrad(GatherCompressor):
                 with blaming(f"from rank {rank} of {len(headers)}"):
                     opened = self.open(header, numel)
                     if opened.flags & ops.NON_FINITE:
-                        return torch.full((numel,), math.nan, device=grad.device)  # on every rank: nobody waits for a second round
+                        return torch.full(
+                            (numel,), math.nan, device=grad.device
+                        )  # on every rank: nobody waits for a second round
                     scale = max(scale, _scale(opened))
             state.payload = self._encode(grad, state.key(self.seed), largest, scale)
             payloads = yield Gather(state.payload)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _native
-from .compact import bitmap_nbytes
+from .compact import bitmap_nbytes, count_marked
 from .payload import PayloadError
 from .topk import marked_indices
 
@@ -43,8 +43,7 @@ def encode_indices(indices: Tensor, numel: int, out: Tensor | None = None) -> Te
     """
     if isinstance(indices, Tensor) and indices.dtype == torch.uint8:
         bits = _native.check(indices, torch.uint8, "encode_indices: bitmap", bitmap_nbytes(numel))
-        count = _native.kernels().count_marked(bits.data_ptr(), numel, _native.threads())
-        indices = marked_indices(bits, numel, count)
+        indices = marked_indices(bits, numel, count_marked(bits, numel))
     indices = _check_indices(indices, numel, "encode_indices")
     if out is None:
         out = torch.empty(encoded_indices_nbytes(indices, numel), dtype=torch.uint8)
