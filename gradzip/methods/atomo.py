@@ -38,7 +38,8 @@ class ATOMO(GatherCompressor):
     budget: atoms kept on average, > 0, of each gradient; where it reaches for all that are not 0, the result is exact.
     For "entry" and "fourier" it counts single numbers, of which a gradient has many more than singular values. "l2" or
     "max" asks for p_i = |lambda_i| / ||lambda||_q instead, q = 2 or infinity: the best choice for the budget
-    ||lambda||_1 / ||lambda||_q (Theorem 5). With "entry" that is 1-bit QSGD, or TernGrad.
+    ||lambda||_1 / ||lambda||_q (Theorem 5). With "entry" that is 1-bit QSGD, or TernGrad without clipping. Mind the
+    variance: "l2" keeps sqrt(n) of n elements at most, and needs a learning rate to match.
 
     Atoms are drawn once and independently. When none is, peers see 0, as they must for the average to be unbiased.
 
