@@ -83,6 +83,8 @@ PYBIND11_MODULE(_C, m) {
   def<cpu::low_rank_expand>(m, "low_rank_expand");
   def<cpu::pack_bits>(m, "pack_bits");
   def<cpu::unpack_bits>(m, "unpack_bits");
+  def<cpu::bernoulli>(m, "bernoulli");
+  def<cpu::bucket_norms>(m, "bucket_norms");
   def<cpu::quantize>(m, "quantize");
   def<cpu::quantize_packed>(m, "quantize_packed");
   def<cpu::dequantize>(m, "dequantize");

@@ -10,13 +10,15 @@ from . import horovod, ops
 from .collectives import Gather, Mean, Traffic, fused
 from .compressor import Compressor, GatherCompressor, State
 from .engines.local import LocalGroup, roundtrip, simulate
-from .methods import Cast, FFTRange, NoCompression, parse
+from .methods import ATOMO, QSGD, Cast, FFTRange, NoCompression, OneBitSGD, SignSGD, TernGrad, parse
 from .ops import PayloadError
 from .schedule import DiminishingTheta, StepSchedule
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ATOMO",
+    "QSGD",
     "Cast",
     "Compressor",
     "DiminishingTheta",
@@ -26,9 +28,12 @@ __all__ = [
     "LocalGroup",
     "Mean",
     "NoCompression",
+    "OneBitSGD",
     "PayloadError",
+    "SignSGD",
     "State",
     "StepSchedule",
+    "TernGrad",
     "Traffic",
     "fused",
     "horovod",

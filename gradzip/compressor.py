@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -192,6 +193,15 @@ class Compressor(ABC):
         return tensor if ctx is None else ctx.finish(tensor)
 
 
+@contextlib.contextmanager
+def blaming(who: str) -> Iterator[None]:
+    """Says in a PayloadError whose payload it was."""
+    try:
+        yield
+    except ops.PayloadError as error:
+        raise ops.PayloadError(f"{who}: {error}") from None
+
+
 @dataclass
 class GatherCompressor(Compressor):
     """A method that is a stateless codec: encode, gather, decode every rank's payload in rank order."""
@@ -240,27 +250,31 @@ class GatherCompressor(Compressor):
             number=number,
         )
 
+    def non_finite(self, grad: Tensor) -> Tensor:
+        """The payload of a gradient that holds an inf or a NaN: a header that says so."""
+        return self.seal(ops.new_payload(0, grad.device), grad.numel(), False, bytes(16))
+
+    def open(self, payload: Tensor, numel: int) -> ops.Payload:
+        """A peer's payload, its header checked; PayloadError."""
+        return ops.open_payload(payload, method=self.method, digest=self.digest, numel=numel)
+
     def decode(self, payloads: list[Tensor], numel: int) -> Tensor:
         """The average of the payloads, added up in order: float32, flat, in memory that the next call uses again."""
         out = self.accumulator(numel, payloads[0].device)
         for rank, buffer in enumerate(payloads):
-            try:
-                payload = ops.open_payload(buffer, method=self.method, digest=self.digest, numel=numel)
+            with blaming(f"from rank {rank} of {len(payloads)}"):
+                payload = self.open(buffer, numel)
                 if payload.flags & ops.NON_FINITE:
                     out.fill_(math.nan)
                 else:
                     self.decode_add(payload, out, 1.0 / len(payloads))
-            except ops.PayloadError as error:
-                raise ops.PayloadError(f"from rank {rank} of {len(payloads)}: {error}") from None
         return self.finish(out, numel)
 
     def reduce(self, grad: Tensor, state: State) -> Routine:
         state.payload = self.encode(grad, state.key(getattr(self, "seed", 0)))
         payloads = yield Gather(state.payload)
-        try:
+        with blaming(f"{type(self).__name__}, parameter {state.name!r}"):
             return self.decode(payloads, grad.numel())
-        except ops.PayloadError as error:
-            raise ops.PayloadError(f"{type(self).__name__}, parameter {state.name!r}: {error}") from None
 
     def sent(self, state: State) -> Tensor:
         assert state.payload is not None and state.residual is not None

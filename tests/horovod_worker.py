@@ -182,6 +182,59 @@ def order_shuffled(rank, size):
     return [p.grad.clone() for _, p in named]
 
 
+# Codecs that draw from keys of their own, vote, or need a round more; a few steps of each, so that step counts and
+# residuals enter too.
+CODED = [
+    "qsgd",
+    "qsgd:bits=8,norm=max,coding=packed",
+    "terngrad",
+    "terngrad:clip=None,shared_scale=False",
+    "signsgd",
+    "signsgd:majority=False",
+    "signsgd:error_feedback=False",
+    "onebit",
+    "atomo",
+    "atomo:atoms=entry,budget=50",
+    "atomo:atoms=fourier,budget=max",
+]
+CODED_STEPS = 3
+
+
+@scenario
+def coded(rank, size):
+    """Averages of the last of some steps, and the bytes; hooks in another order on every rank."""
+    results = {}
+    for spec in CODED:
+        named = layers(*SHAPES)
+        compressor = gradzip.parse(spec)
+        opt = optimizer(named, compressor)
+        for step in range(CODED_STEPS):
+            opt.zero_grad()
+            order = torch.randperm(len(named), generator=torch.Generator().manual_seed(10 * step + rank)).tolist()
+            backward(named, rank, order)
+            opt.synchronize()
+        results[spec] = [p.grad.clone() for _, p in named], compressor.traffic.bytes_sent
+    return results
+
+
+@scenario
+def non_finite_scale(rank, size):
+    """TernGrad ends a step after its first round where a gradient is not finite, beside others that go on."""
+    compressor = gradzip.TernGrad()
+    named = layers((64, 64), (40, 50))
+    opt = optimizer(named, compressor)
+    results = []
+    for step in range(3):
+        opt.zero_grad()
+        for i, (_, p) in enumerate(named):
+            p.grad = gradient(rank, *p.shape, index=i)
+        if step == 1 and rank == size - 1:
+            named[0][1].grad[0, 0] = float("nan")
+        opt.synchronize()
+        results.append([bool(p.grad.isfinite().all()) for _, p in named])
+    return results, [compressor.states[f"layer{i}"].step for i in range(2)], [p.grad.clone() for _, p in named]
+
+
 @dataclass
 class PowerIteration(gradzip.Compressor):
     """Two rounds, the second of what the first gave: Power-SGD's shape, without its compression."""

@@ -7,7 +7,7 @@ import gradzip
 from launch import horovodrun, scenarios
 
 pytest.importorskip("horovod.torch")
-from horovod_worker import FFT, SHAPES, PowerIteration, gradient
+from horovod_worker import CODED, CODED_STEPS, FFT, SHAPES, PowerIteration, gradient
 
 WORLDS = [2, 3]
 
@@ -143,6 +143,33 @@ def test_hooks_in_another_order_on_every_rank(world):
 def test_later_rounds_do_not_wait_for_the_order_of_hooks(world):
     size, results = world
     assert_close_everywhere(results["two_rounds"], expected(size, compressor=PowerIteration()))
+
+
+@pytest.mark.parametrize("spec", CODED)
+def test_methods_that_draw_vote_or_take_two_rounds(world, spec):
+    size, results = world
+    group = gradzip.LocalGroup(gradzip.parse(spec), size)
+    for _ in range(CODED_STEPS):
+        wanted = [
+            group.average([gradient(r, *s, index=i) for r in range(size)], f"layer{i}")[0] for i, s in enumerate(SHAPES)
+        ]
+    assert_same([rank[spec][0] for rank in results["coded"]], wanted)
+    # One number more per compressed tensor and step: what Horovod itself averages.
+    compressed = sum(not group.compressors[0].bypasses(torch.zeros(s)) for s in SHAPES)
+    assert max(rank[spec][1] for rank in results["coded"]) == group.bytes_sent + CODED_STEPS * compressed * 4
+
+
+def test_a_non_finite_gradient_ends_a_step_of_two_rounds_after_the_first(world):
+    size, results = world
+    group = gradzip.LocalGroup(gradzip.TernGrad(), size)
+    shapes = [(64, 64), (40, 50)]
+    for _ in range(2):  # the step that was spoilt for the first did not count
+        first = group.average([gradient(r, *shapes[0], index=0) for r in range(size)], "layer0")[0]
+    for _ in range(3):
+        second = group.average([gradient(r, *shapes[1], index=1) for r in range(size)], "layer1")[0]
+    for finite, steps, averages in results["non_finite_scale"]:
+        assert finite == [[True, True], [False, True], [True, True]] and steps == [2, 3]
+        assert torch.equal(averages[0], first) and torch.equal(averages[1], second)
 
 
 def test_two_optimizers_share_a_compressor(world):

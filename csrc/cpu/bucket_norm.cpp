@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
 
@@ -43,11 +44,18 @@ GZ_AVX512 void add_squares_avx512(const float* x, int64_t rows, double* lanes) {
 
 GZ_SIMD_SELECT(void, add_squares, (const float* x, int64_t rows, double* lanes), (x, rows, lanes))
 
-double sum_of_squares(const float* x, int64_t n) {
+GZ_INLINE void add_magnitudes_body(const float* x, int64_t rows, double* lanes) {
+  for (; rows > 0; --rows, x += kSumLanes)
+    for (int j = 0; j < kSumLanes; ++j) lanes[j] += double(std::fabs(x[j]));
+}
+GZ_SIMD_DISPATCH(void, add_magnitudes, (const float* x, int64_t rows, double* lanes), (x, rows, lanes))
+
+double sum(const float* x, int64_t n, Norm norm) {
   double lanes[kSumLanes] = {};
   const int64_t rows = n / kSumLanes;
-  add_squares(x, rows, lanes);
-  for (int64_t i = rows * kSumLanes; i < n; ++i) lanes[i % kSumLanes] += double(x[i]) * double(x[i]);
+  norm == Norm::l1 ? add_magnitudes(x, rows, lanes) : add_squares(x, rows, lanes);
+  for (int64_t i = rows * kSumLanes; i < n; ++i)
+    lanes[i % kSumLanes] += norm == Norm::l1 ? double(std::fabs(x[i])) : double(x[i]) * double(x[i]);
   for (int width = kSumLanes / 2; width > 0; width /= 2)
     for (int j = 0; j < width; ++j) lanes[j] += lanes[j + width];
   return lanes[0];
@@ -71,20 +79,20 @@ double norm_part(const float* x, int64_t n, Norm norm) {
     const uint32_t most = largest_bits(x, n);
     if (most < kInfBits) return bits_float(most);
   } else {
-    const double sum = sum_of_squares(x, n);
-    if (std::isfinite(sum)) return sum;
+    const double total = sum(x, n, norm);
+    if (std::isfinite(total)) return total;
   }
   // Squares of finite floats do not overflow: x holds an infinity or a NaN.
   float finite[kSumSegment];
   std::transform(x, x + n, finite, finite_magnitude);
-  return norm == Norm::max ? bits_float(largest_bits(finite, n)) : sum_of_squares(finite, n);
+  return norm == Norm::max ? bits_float(largest_bits(finite, n)) : sum(finite, n, norm);
 }
 
 double norm_combine(double total, double part, Norm norm) {
   return norm == Norm::max ? std::max(total, part) : total + part;
 }
 
-float norm_finish(double total, Norm norm) { return norm_value(norm == Norm::max ? total : std::sqrt(total)); }
+float norm_finish(double total, Norm norm) { return norm_value(norm == Norm::l2 ? std::sqrt(total) : total); }
 
 void bucket_norms_here(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms) {
   for (int64_t begin = 0; begin < n; begin += bucket) {
@@ -96,7 +104,8 @@ void bucket_norms_here(const float* x, int64_t n, int64_t bucket, Norm norm, flo
   }
 }
 
-void bucket_norms(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms, int threads) {
+void bucket_norms(const float* x, int64_t n, int64_t bucket, int kind, float* norms, int threads) {
+  const Norm norm = Norm(kind);
   if (bucket <= kChunk) {
     const int64_t together = std::max<int64_t>(1, kChunk / bucket) * bucket;
     parallel_chunks(n, together, threads, [&](int64_t, int64_t begin, int64_t end) {

@@ -8,7 +8,7 @@
 
 namespace gradzip::cpu {
 
-// One segment's part of its bucket's norm: the sum of squares, or the largest magnitude. NaN counts as 0 and infinity
+// One segment's part of its bucket's norm: the sum of squares or of magnitudes, or the largest magnitude. NaN counts as 0 and infinity
 // as the largest float. The order of the additions is fixed, and they are done in double: nothing overflows, nothing is
 // lost to underflow, and every instruction set gets the same bits. n <= kSumSegment.
 double norm_part(const float* x, int64_t n, Norm norm);
@@ -17,10 +17,7 @@ double norm_part(const float* x, int64_t n, Norm norm);
 double norm_combine(double total, double part, Norm norm);
 float norm_finish(double total, Norm norm);
 
-// norms[b] = the norm of x[b * bucket, (b + 1) * bucket), the last bucket being what is left.
-void bucket_norms(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms, int threads);
-
-// The same for what fits one task: on the caller's thread alone.
+// The norms of buckets (`bucket_norms` in cpu/ops.h) that fit one task: on the caller's thread alone.
 void bucket_norms_here(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms);
 
 }  // namespace gradzip::cpu

@@ -86,6 +86,14 @@ void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t colum
 void pack_bits(const int32_t* codes, int64_t n, int bits, uint8_t* packed, int threads);
 void unpack_bits(const uint8_t* packed, int64_t n, int bits, int32_t* codes, int threads);
 
+// --- bernoulli.cpp
+// bitmap[i / 8] bit i % 8 is set where draw i of the key is below 2^32 p[i]; bits past n are 0.
+void bernoulli(const float* p, int64_t n, uint64_t key, uint8_t* bitmap, int threads);
+
+// --- bucket_norm.cpp
+// norms[b] = the norm (0: l2, 1: max, 2: l1) of x[b * bucket, (b + 1) * bucket), the last bucket being what is left.
+void bucket_norms(const float* x, int64_t n, int64_t bucket, int norm, float* norms, int threads);
+
 // --- quantize.cpp
 // QSGD: per bucket of `bucket` elements (the last one may be shorter) its norm (0: l2, 1: max) and, per element, a
 // signed level in -s..s, s = 2^(bits - 1) - 1, drawn so that s x / norm is its mean (draw i of the key belongs to x[i]).

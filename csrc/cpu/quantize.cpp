@@ -67,7 +67,7 @@ template <class F>
 void with_norms(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms, int threads, F&& f) {
   const int64_t together = std::lcm<int64_t>(bucket, 8);
   if (bucket > kChunk || together > 4 * kChunk) {
-    bucket_norms(x, n, bucket, norm, norms, threads);
+    bucket_norms(x, n, bucket, int(norm), norms, threads);
     return parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) { f(begin, end); });
   }
   parallel_chunks(n, std::max<int64_t>(1, kChunk / together) * together, threads,
@@ -213,7 +213,7 @@ int quantized_decode_add(const uint8_t* packed, const float* norms, int64_t n, i
 int64_t quantize_elias(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
                        int64_t capacity, float* norms, int threads) {
   const bool nested = kEliasChunk % bucket == 0;  // a chunk's norms can be computed with it
-  if (!nested) bucket_norms(x, n, bucket, Norm(norm), norms, threads);
+  if (!nested) bucket_norms(x, n, bucket, norm, norms, threads);
   const Quantizer quantizer{x, norms, bucket, bits, key};
   return elias_write(n, bits, out, capacity, threads, [&](int64_t begin, int64_t end, int32_t* levels) {
     if (nested) bucket_norms_here(x + begin, end - begin, bucket, Norm(norm), norms + begin / bucket);

@@ -7,14 +7,22 @@ from dataclasses import fields
 from typing import Any
 
 from ..compressor import Compressor
+from .atomo import ATOMO
 from .cast import Cast
 from .fft import FFTRange
 from .none import NoCompression
+from .quantize import QSGD, TernGrad
+from .signs import OneBitSGD, SignSGD
 
 REGISTRY: dict[str, type[Compressor]] = {
     "none": NoCompression,
     "fp16": Cast,
     "fft-range": FFTRange,
+    "qsgd": QSGD,
+    "terngrad": TernGrad,
+    "signsgd": SignSGD,
+    "onebit": OneBitSGD,
+    "atomo": ATOMO,
 }
 
 
@@ -50,4 +58,15 @@ def _value(node: ast.expr) -> Any:
     return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)  # bare words are strings
 
 
-__all__ = ["REGISTRY", "Cast", "FFTRange", "NoCompression", "parse"]
+__all__ = [
+    "ATOMO",
+    "QSGD",
+    "REGISTRY",
+    "Cast",
+    "FFTRange",
+    "NoCompression",
+    "OneBitSGD",
+    "SignSGD",
+    "TernGrad",
+    "parse",
+]

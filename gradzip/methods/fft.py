@@ -83,7 +83,7 @@ class FFTRange(GatherCompressor):
         amax = ops.abs_max_tensor(signal, out=magnitudes[:1])
         spectrum = scratch("spectrum", (rows, bins), torch.complex64)
         power = scratch("power", (rows, bins), torch.float32)
-        for part in _parts(rows, length, grad.device):
+        for part in parts(rows, length, grad.device):
             torch.fft.rfft(signal.view(rows, length)[part], norm="ortho", out=spectrum[part])
             ops.spectrum_power(spectrum[part], length, amax, out=power[part])
 
@@ -122,14 +122,14 @@ class FFTRange(GatherCompressor):
         rows, length = transform_shape(numel, self.block)
         signal = self._workspace.empty("signal", (rows, length), torch.float32, out.device)
         # One long row is cut among threads, and rounds as it is cut; all ranks must get the same bits.
-        with _one_thread() if rows == 1 else contextlib.nullcontext():
-            for part in _parts(rows, length, out.device):
+        with one_thread() if rows == 1 else contextlib.nullcontext():
+            for part in parts(rows, length, out.device):
                 torch.fft.irfft(out[part], n=length, norm="ortho", out=signal[part])
         return signal.view(-1)[:numel]
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -166,7 +166,7 @@ def _smooth(length: int) -> int:
     return best
 
 
-def _parts(rows: int, length: int, device: torch.device) -> list[slice]:
+def parts(rows: int, length: int, device: torch.device) -> list[slice]:
     """Rows that are transformed together: few enough to stay in a processor's cache until the next kernel reads them. A
     device would rather have all at once."""
     step = max(1, _PART // length) if device.type == "cpu" else rows

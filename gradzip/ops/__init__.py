@@ -7,7 +7,9 @@ device. On CUDA nothing waits for the device, unless a docstring says so.
 
 from .abs_max import abs_max, abs_max_tensor
 from .atom_probabilities import atom_probabilities
-from .compact import bitmap, bitmap_nbytes, compact, expand, gather_marked
+from .bernoulli import bernoulli
+from .bucket_norm import bucket_norms
+from .compact import bitmap, bitmap_nbytes, compact, count_marked, expand, gather_marked
 from .elias import elias_capacity, elias_decode, elias_decode_add, elias_encode, quantize_elias
 from .index_code import decode_indices, encode_indices, encoded_indices_nbytes, open_indices, sparse_decode_add
 from .low_rank import low_rank_expand, low_rank_project, low_rank_subtract
@@ -25,7 +27,7 @@ from .payload import (
     seal,
     split_payloads,
 )
-from .quantize import dequantize, num_buckets, quantize, quantize_packed, quantized_decode_add
+from .quantize import check_quantizer, dequantize, num_buckets, quantize, quantize_packed, quantized_decode_add
 from .range_float import RangeFloat, check_format
 from .select import select, select_threshold
 from .signs import majority, pack_signs, signs_decode_add
@@ -43,10 +45,14 @@ __all__ = [
     "abs_max",
     "abs_max_tensor",
     "atom_probabilities",
+    "bernoulli",
     "bitmap",
     "bitmap_nbytes",
+    "bucket_norms",
     "check_format",
+    "check_quantizer",
     "compact",
+    "count_marked",
     "decode_indices",
     "dequantize",
     "elias_capacity",

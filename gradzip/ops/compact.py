@@ -48,6 +48,17 @@ def _bitmap(x: Tensor, selection: Tensor, out: Tensor) -> Tensor | int:
     return count
 
 
+def count_marked(bitmap: Tensor, numel: int) -> int:
+    """How many of the first numel bits of a bitmap (uint8 of ceil(numel / 8)) are set. Waits for the device where it is
+    on one."""
+    bitmap = _native.check(bitmap, torch.uint8, "count_marked: bitmap", bitmap_nbytes(numel))
+    if _native.on_cuda(bitmap):
+        count = torch.empty(1, dtype=torch.int64, device=bitmap.device)
+        _native.launch("count_marked", bitmap.device, bitmap.data_ptr(), numel, count.data_ptr(), workspace_for=numel)
+        return int(count)
+    return _native.kernels().count_marked(bitmap.data_ptr(), numel, _native.threads())
+
+
 def gather_marked(x: Tensor, bitmap: Tensor, count: int, out: Tensor | None = None) -> Tensor:
     """The elements of x whose bit is set, in order.
 

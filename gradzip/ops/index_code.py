@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _native
-from .compact import bitmap_nbytes
+from .compact import bitmap_nbytes, count_marked
 from .payload import PayloadError
 from .topk import marked_indices
 
@@ -71,7 +71,7 @@ def encode_indices(indices: Tensor, numel: int, out: Tensor | None = None) -> Te
     """
     if isinstance(indices, Tensor) and indices.dtype == torch.uint8:
         bits = _native.check(indices, torch.uint8, "encode_indices: bitmap", bitmap_nbytes(numel))
-        indices = marked_indices(bits, numel, _count_marked(bits, numel))
+        indices = marked_indices(bits, numel, count_marked(bits, numel))
     indices = _check_indices(indices, numel, "encode_indices")
     if out is not None:
         _native.in_place(out, torch.uint8, "encode_indices: out", device=indices.device)
@@ -90,14 +90,6 @@ def encode_indices(indices: Tensor, numel: int, out: Tensor | None = None) -> Te
         expected = encoded_indices_nbytes(indices, numel)  # raises where the indices are wrong
         raise ValueError(f"encode_indices: out: got {out.numel()} elements, expected {expected}")
     return out
-
-
-def _count_marked(bits: Tensor, numel: int) -> int:
-    if not _native.on_cuda(bits):
-        return _native.kernels().count_marked(bits.data_ptr(), numel, _native.threads())
-    count = torch.empty(1, dtype=torch.int64, device=bits.device)
-    _native.launch("count_marked", bits.device, bits.data_ptr(), numel, count.data_ptr(), workspace_for=numel)
-    return int(count)
 
 
 def open_indices(buffer: Tensor) -> tuple[Tensor, int]:

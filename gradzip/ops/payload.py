@@ -49,6 +49,14 @@ class Payload(NamedTuple):
     fields: bytes  # 16 bytes of the method's own
     body: Tensor  # uint8: what follows the header, padding included
 
+    def sections(self, *nbytes: int) -> list[Tensor]:
+        """The body cut into sections of those lengths; PayloadError unless they and their padding are all of it."""
+        if not 0 <= self.body.numel() - sum(nbytes) < PAYLOAD_ALIGN:
+            raise PayloadError(
+                f"corrupt payload: got {self.body.numel()} bytes after the header, expected sections of {sum(nbytes)}"
+            )
+        return list(self.body[: sum(nbytes)].split(nbytes))
+
 
 def new_payload(section_nbytes: int, device: torch.device | None = None) -> Tensor:
     """uint8 buffer for a header and sections of that many bytes, padding included and zero."""

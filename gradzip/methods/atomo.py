@@ -1,0 +1,212 @@
+"""Atomic sparsification: a few atoms of the gradient, drawn so that nothing is lost on average."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import struct
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..compressor import GatherCompressor, Key
+from .fft import one_thread, parts, transform_shape
+
+_MATRICES = struct.Struct("<QQ")  # rows, atoms
+_ENTRIES = struct.Struct("<fII4x")  # magnitude of the drawn atoms, number of certain ones, of drawn ones
+_BLOCK = 4096  # longest transform
+_SHARED = 1 << 18  # elements from which a matrix is worth several threads
+
+
+@dataclass
+class ATOMO(GatherCompressor):
+    """Keeps atom i of g = sum_i lambda_i a_i with probability p_i, as lambda_i / p_i.
+
+    Wang, Sievert, Charles, Liu, Wright, Papailiopoulos, ATOMO: Communication-efficient Learning via Atomic
+    Sparsification, NeurIPS 2018. p is Algorithm 1's: the least variance, sum lambda_i^2 (1 / p_i - 1), of all unbiased
+    choices with sum p_i = budget.
+
+    atoms: what g is taken apart into.
+        "svd": singular values and their vectors. A convolution's gradient [x, y, k, k] becomes a matrix of xy / 2 rows
+        and 2 k^2 columns (section 6), or x and y k^2 where xy is odd or k = 1.
+        "entry": the elements.
+        "fourier": sines and cosines, in rows of at most 4096 elements; orthonormal, as the elements are.
+    budget: atoms kept on average, > 0, of each gradient; where it reaches for all that are not 0, the result is exact.
+    For "entry" and "fourier" it counts single numbers, of which a gradient has many more than singular values. "l2" or
+    "max" asks for p_i = |lambda_i| / ||lambda||_q instead, q = 2 or infinity: the best choice for the budget
+    ||lambda||_1 / ||lambda||_q (Theorem 5). With "entry" that is 1-bit QSGD, or TernGrad without clipping. Mind the
+    variance: "l2" keeps sqrt(n) of n elements at most, and needs a learning rate to match.
+
+    Atoms are drawn once and independently. When none is, peers see 0, as they must for the average to be unbiased.
+
+    Payload, "svd": header; for each atom sigma / p times its left vector, and its right one, as float32: 48 + 4 atoms
+    (rows + columns) bytes. Gradients for which that is more than their own size, as for any whose rank the budget
+    reaches for, go uncompressed. Others: header; values of the atoms with p = 1 as float32, and their indices; indices
+    of the drawn ones and a sign each, for lambda_i / p_i is of one magnitude for all. 48 + 4 certain + drawn / 8 bytes
+    and two streams of indices (ops.encode_indices). All padded to 16.
+    """
+
+    method: ClassVar[int] = 20
+
+    atoms: str = "svd"
+    budget: float | str = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.atoms not in ("svd", "entry", "fourier"):
+            raise ValueError(f"ATOMO: got atoms = {self.atoms!r}, expected 'svd', 'entry' or 'fourier'")
+        if isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool):
+            possible = 0 < self.budget < math.inf
+        else:
+            possible = self.budget in ("l2", "max")
+        if not possible:
+            raise ValueError(f"ATOMO: got budget = {self.budget!r}, expected a finite number > 0, 'l2' or 'max'")
+
+    def bypasses(self, grad: Tensor) -> bool:
+        if super().bypasses(grad) or self.atoms != "svd":
+            return super().bypasses(grad)
+        rows, columns = matrix_shape(grad.shape)
+        expected = 1.0 if isinstance(self.budget, str) else min(float(self.budget), rows, columns)
+        return ops.HEADER_NBYTES + 4 * expected * (rows + columns) >= 4 * grad.numel()
+
+    def probabilities(self, atoms: Tensor) -> Tensor:
+        """p of each atom: float32, of the coefficients' shape."""
+        if not isinstance(self.budget, str):
+            return ops.atom_probabilities(atoms, self.budget)
+        norm = ops.bucket_norms(atoms, norm=self.budget)
+        return atoms.abs() / norm if norm > 0 else torch.zeros_like(atoms)
+
+    def encode(self, grad: Tensor, key: Key) -> Tensor:
+        if not math.isfinite(ops.abs_max(grad)):
+            return self.non_finite(grad)
+        if self.atoms == "svd":
+            return self._encode_matrix(grad, key)
+        coefficients = grad.reshape(-1) if self.atoms == "entry" else self._transform(grad)
+        return self._encode_entries(grad, coefficients, key)
+
+    def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
+        if self.atoms == "svd":
+            self._add_matrix(payload, out, weight)
+        else:
+            self._add_entries(payload, out, weight)
+
+    def accumulator(self, numel: int, device: torch.device) -> Tensor:
+        if self.atoms != "fourier":
+            return super().accumulator(numel, device)
+        rows, length = transform_shape(numel, _BLOCK)
+        return self._workspace.empty("sum", (rows * 2 * (length // 2 + 1),), torch.float32, device).zero_()
+
+    def finish(self, out: Tensor, numel: int) -> Tensor:
+        return out if self.atoms != "fourier" else self._inverse(out, numel)
+
+    # --- singular values
+
+    def _encode_matrix(self, grad: Tensor, key: Key) -> Tensor:
+        rows, columns = matrix_shape(grad.shape)
+        # Threads that wait for each other at every step of a small matrix take many times as long.
+        with one_thread() if grad.numel() < _SHARED else contextlib.nullcontext():
+            left, sigma, right = torch.linalg.svd(grad.view(rows, columns), full_matrices=False)
+        # What is 0 but for rounding is no atom.
+        sigma[sigma <= sigma[0] * (max(rows, columns) * torch.finfo(torch.float32).eps)] = 0
+        p = self.probabilities(sigma)
+        drawn = ops.bernoulli(p, key.bits)
+        kept = ops.marked_indices(drawn, sigma.numel(), ops.count_marked(drawn, sigma.numel())).long()
+        left = left[:, kept] * (sigma[kept] / p[kept])
+        if not math.isfinite(ops.abs_max(left)):
+            return self.non_finite(grad)
+        atoms = kept.numel()
+        payload = ops.new_payload(4 * atoms * (rows + columns), grad.device)
+        body = payload[ops.HEADER_NBYTES :][: 4 * atoms * (rows + columns)].view(torch.float32)
+        body[: atoms * rows].view(rows, atoms).copy_(left)
+        body[atoms * rows :].view(columns, atoms).copy_(right[kept].t())
+        return self.seal(payload, grad.numel(), True, _MATRICES.pack(rows, atoms))
+
+    def _add_matrix(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
+        rows, atoms = _MATRICES.unpack(payload.fields)
+        if not (1 <= rows <= out.numel() and out.numel() % rows == 0):
+            raise ops.PayloadError(f"corrupt payload: it claims {rows} rows of {out.numel()} elements")
+        columns = out.numel() // rows
+        left, right = payload.sections(4 * atoms * rows, 4 * atoms * columns)
+        if atoms:
+            left, right = left.view(torch.float32).view(rows, atoms), right.view(torch.float32).view(columns, atoms)
+            ops.low_rank_subtract(out.view(rows, columns), left * -weight, right)
+
+    # --- elements of an orthonormal basis
+
+    def _encode_entries(self, grad: Tensor, coefficients: Tensor, key: Key) -> Tensor:
+        if not math.isfinite(ops.abs_max(coefficients)):  # a transform may overflow where the gradient itself does not
+            return self.non_finite(grad)
+        p = self.probabilities(coefficients)
+        certain = ops.compact(p, 1.0)[1]
+        drawn = ops.bernoulli(p, key.bits) ^ certain
+        numbers = [ops.count_marked(bits, p.numel()) for bits in (certain, drawn)]
+        values, signs = [ops.gather_marked(coefficients, bits, k) for bits, k in zip((certain, drawn), numbers)]
+        magnitude = 0.0
+        if numbers[1]:
+            # lambda / p is the same for all but rounding, which is least where both are largest.
+            most = signs.abs().argmax()
+            magnitude = (signs[most].abs().double() / ops.gather_marked(p, drawn, numbers[1])[most].double()).item()
+            if magnitude > torch.finfo(torch.float32).max:
+                return self.non_finite(grad)
+        sections = [
+            values.view(torch.uint8),
+            *(ops.encode_indices(bits, p.numel()) for bits, k in zip((certain, drawn), numbers) if k),
+            ops.pack_signs(signs),
+        ]
+        joined = torch.cat(sections)
+        payload = ops.new_payload(joined.numel(), grad.device)
+        payload[ops.HEADER_NBYTES : ops.HEADER_NBYTES + joined.numel()] = joined
+        return self.seal(payload, grad.numel(), True, _ENTRIES.pack(magnitude, *numbers))
+
+    def _add_entries(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
+        magnitude, certain, drawn = _ENTRIES.unpack(payload.fields)
+        if not 0 <= magnitude < math.inf:
+            raise ops.PayloadError(f"corrupt payload: its magnitude is {magnitude}, expected a finite number >= 0")
+        nbytes = [4 * certain]
+        for k in (certain, drawn):
+            nbytes.append(ops.open_indices(payload.body[sum(nbytes) :])[0].numel() if k else 0)
+        values, where, drawn_where, signs = payload.sections(*nbytes, ops.bitmap_nbytes(drawn))
+        if certain:
+            ops.sparse_decode_add(where, values.view(torch.float32), out, weight)
+        if drawn:
+            magnitudes = torch.zeros(drawn, device=out.device)
+            ops.signs_decode_add(signs, magnitudes, magnitude)
+            ops.sparse_decode_add(drawn_where, magnitudes, out, weight)
+
+    def _transform(self, grad: Tensor) -> Tensor:
+        """Coefficients of the cosines and sines: flat, of rows * bins * 2."""
+        rows, length = transform_shape(grad.numel(), _BLOCK)
+        scratch = functools.partial(self._workspace.empty, device=grad.device)
+        signal = scratch("signal", (rows * length,), torch.float32)
+        signal[: grad.numel()] = grad.view(-1)
+        signal[grad.numel() :] = 0
+        spectrum = scratch("spectrum", (rows, length // 2 + 1), torch.complex64)
+        for part in parts(rows, length, grad.device):
+            torch.fft.rfft(signal.view(rows, length)[part], norm="ortho", out=spectrum[part])
+        # An interior bin stands for itself and its conjugate.
+        spectrum[:, 1 : (length + 1) // 2] *= math.sqrt(2.0)
+        return torch.view_as_real(spectrum).view(-1)
+
+    def _inverse(self, coefficients: Tensor, numel: int) -> Tensor:
+        rows, length = transform_shape(numel, _BLOCK)
+        spectrum = torch.view_as_complex(coefficients.view(rows, length // 2 + 1, 2))
+        spectrum[:, 1 : (length + 1) // 2] *= math.sqrt(0.5)
+        signal = self._workspace.empty("signal", (rows, length), torch.float32, coefficients.device)
+        # As in FFTRange: one long row would round as it is cut among threads.
+        with one_thread() if rows == 1 else contextlib.nullcontext():
+            for part in parts(rows, length, coefficients.device):
+                torch.fft.irfft(spectrum[part], n=length, norm="ortho", out=signal[part])
+        return signal.view(-1)[:numel]
+
+
+def matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """(rows, columns) of the matrix whose singular values are the atoms of a gradient of that shape."""
+    kernel, numel = math.prod(shape[2:]), math.prod(shape)
+    if kernel > 1 and numel // kernel % 2 == 0:
+        return numel // kernel // 2, 2 * kernel
+    return (shape[0] if len(shape) > 1 else 1), math.prod(shape[1:] if len(shape) > 1 else shape)

@@ -1,0 +1,34 @@
+"""Norms of a whole tensor, or of each of its buckets."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _native
+from .quantize import num_buckets
+
+NORMS = {"l2": 0, "max": 1, "l1": 2}
+
+
+def bucket_norms(x: Tensor, bucket: int | None = None, norm: str = "l2") -> Tensor:
+    """The "l2", "max" or "l1" norm of each `bucket` consecutive elements, of all of them where None.
+
+    x: n elements, any shape, float32. Returns float32 of ceil(n / bucket). NaN counts as 0, infinity as the largest
+    float, which no norm exceeds. Summed in double in a fixed order: nothing underflows, and it is deterministic.
+
+    >>> bucket_norms(torch.tensor([3.0, -4.0, 5.0]), 2).tolist(), bucket_norms(torch.ones(7), norm="l1").tolist()
+    ([5.0, 5.0], [7.0])
+    """
+    x = _native.check_on_cpu(x, torch.float32, "bucket_norms: x")
+    n = x.numel()
+    bucket = max(1, n) if bucket is None else bucket
+    if not (isinstance(bucket, int) and bucket >= 1):
+        raise ValueError(f"bucket_norms: got bucket = {bucket!r}, expected None or an integer >= 1")
+    if norm not in NORMS:
+        raise ValueError(f"bucket_norms: got norm = {norm!r}, expected 'l2', 'max' or 'l1'")
+    norms = torch.empty(num_buckets(n, bucket), dtype=torch.float32)
+    _native.kernels().bucket_norms(
+        x.data_ptr(), n, min(bucket, max(1, n)), NORMS[norm], norms.data_ptr(), _native.threads()
+    )
+    return norms

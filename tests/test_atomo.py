@@ -1,0 +1,290 @@
+"""ATOMO: unbiased, of the least variance, exact where the budget reaches, and QSGD and TernGrad in disguise."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import gradzip
+from gradzip import ops
+from gradzip.compressor import Key
+from gradzip.methods.atomo import matrix_shape
+from reference import resnet20_gradients
+from unbiased import SHAPE, assert_unbiased, gradients
+
+GRADIENTS = gradients()
+N = 40 * 50
+KINDS = {"svd": 3, "entry": 100, "fourier": 100}
+
+
+def padded(nbytes):
+    return -(-nbytes // 16) * 16
+
+
+def atoms_of(kind, grad):
+    """Coefficients in float64, from NumPy's own transforms."""
+    x = grad.double().numpy()
+    if kind == "svd":
+        sigma = np.linalg.svd(x, compute_uv=False)
+        return np.where(sigma > sigma[0] * 50 * 2**-23, sigma, 0)
+    if kind == "entry":
+        return x.reshape(-1)
+    bins = np.fft.rfft(x.reshape(-1), norm="ortho")
+    bins[1:-1] *= np.sqrt(2)
+    return np.stack([bins.real, bins.imag], -1).reshape(-1)
+
+
+def optimum(atoms, budget):
+    """The p that minimises sum lambda^2 / p with sum p = budget, p <= 1: min(1, c |lambda|) by bisection for c."""
+    a = np.abs(atoms)
+    if np.count_nonzero(a) <= budget:
+        return (a > 0).astype(float)
+    low, high = 0.0, 1 / a[a > 0].min()
+    for _ in range(200):
+        c = (low + high) / 2
+        low, high = (c, high) if np.minimum(1, c * a).sum() < budget else (low, c)
+    return np.minimum(1, c * a)
+
+
+# --- Algorithm 1
+
+
+@pytest.mark.parametrize("budget", [0.5, 1, 3, 7.5])
+@pytest.mark.parametrize("decay", ["flat", "slow", "steep"])
+def test_probabilities_have_the_least_variance(decay, budget):
+    """Against a numerical optimum; and no shift of probability between two atoms helps, which, sum lambda^2 / p being
+    convex, is all that there is to try."""
+    i = np.arange(12)
+    atoms = {"flat": 1 + 0.1 * np.sin(i), "slow": 1 / (1 + i), "steep": 4.0**-i}[decay]
+    balanced = atoms.max() * budget <= atoms.sum()
+    assert balanced == (budget <= {"flat": 7.5, "slow": 3, "steep": 1}[decay])
+    p = ops.atom_probabilities(torch.from_numpy(atoms), budget).numpy()
+    assert (p.max() < 1) == balanced and abs(p.sum() - budget) < 1e-9
+    np.testing.assert_allclose(p, optimum(atoms, budget), rtol=1e-9)
+    least = (atoms**2 / p).sum()
+    if balanced:
+        np.testing.assert_allclose(least, atoms.sum() ** 2 / budget)  # Lemma 2
+    for j, k in itertools.permutations(range(12), 2):
+        for shift in (1e-2, 1e-5):
+            if p[j] > shift and p[k] < 1 - shift:
+                other = p.copy()
+                other[j], other[k] = other[j] - shift, other[k] + shift
+                assert (atoms**2 / other).sum() >= least * (1 - 1e-14)
+
+
+# --- unbiased
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [0.1, 1, 2.5])
+def test_unbiased_with_the_variance_of_the_paper(kind, name, scale):
+    budget = scale * KINDS[kind]
+    grad = GRADIENTS[name]
+    atoms = atoms_of(kind, grad)
+    atoms = np.where(np.abs(atoms) > 1e-6 * np.abs(atoms).max(), atoms, 0)
+    p = optimum(atoms, budget)
+    size = np.divide(np.abs(atoms), p, out=np.zeros_like(p), where=p > 0)
+    codec = gradzip.ATOMO(kind, budget)
+    assert_unbiased(codec, grad, grad.double().numpy(), size, p, atoms, keys=200)
+
+
+@pytest.mark.parametrize("kind, budget", [("svd", 3), ("svd", 0.5), ("entry", 40), ("fourier", 7.5), ("entry", "l2")])
+def test_as_many_atoms_as_the_budget_says(kind, budget):
+    """Binomial: within five standard errors over 400 draws; the same coefficients give the same probabilities."""
+    codec, grad = gradzip.ATOMO(kind, budget), GRADIENTS["normal"]
+    atoms = atoms_of(kind, grad)
+    if budget == "l2":
+        budget = np.abs(atoms).sum() / np.linalg.norm(atoms)
+        p = np.abs(atoms) / np.linalg.norm(atoms)
+    else:
+        p = optimum(atoms, budget)
+    assert abs(p.sum() - budget) < 1e-6
+    counts = []
+    for step in range(400):
+        fields = codec.encode(grad, Key(0, step, "w", 0))[32:48]
+        counts.append(fields.view(torch.int64)[1].item() if kind == "svd" else fields.view(torch.int32)[1:3].sum())
+    assert abs(np.mean(counts) - budget) <= 5 * np.sqrt((p * (1 - p)).sum() / 400)
+    assert np.std(counts) > 0
+
+
+def test_nothing_is_drawn_again():
+    """With half an atom on average, most draws are empty, and peers then see 0."""
+    codec, grad = gradzip.ATOMO("svd", 0.5), GRADIENTS["normal"]
+    payloads = [codec.encode(grad, Key(0, step, "w", 0)) for step in range(100)]
+    empty = [p for p in payloads if p.numel() == 48]
+    assert 40 < len(empty) < 80
+    assert not codec.decode(empty[:1], N).any()
+
+
+# --- exact
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_budget_beyond_the_rank_is_exact(kind):
+    codec = gradzip.ATOMO(kind, 10**6)
+    for name, grad in GRADIENTS.items():
+        decoded = codec.decode([codec.encode(grad, Key(0, 0, "w", 0))], N).view(SHAPE)
+        assert (decoded - grad).norm() <= 3e-6 * grad.norm(), name
+        approximation, nbytes = gradzip.roundtrip(codec, grad)
+        assert (approximation - grad).norm() <= 3e-6 * grad.norm()
+        if kind == "svd":
+            assert torch.equal(approximation, grad) and nbytes == 4 * N  # factors would be more than the matrix
+
+
+def test_a_budget_beyond_the_rank_sends_no_more_than_the_rank():
+    grad = torch.randn(64, 2) @ torch.randn(2, 96)
+    approximation, nbytes = gradzip.roundtrip(gradzip.ATOMO(budget=5), grad)
+    torch.testing.assert_close(approximation, grad, rtol=1e-4, atol=1e-5)
+    assert nbytes == 48 + 4 * 2 * (64 + 96)
+    zeros = torch.zeros(64, 96)
+    for kind in KINDS:
+        assert gradzip.roundtrip(gradzip.ATOMO(kind), zeros)[1] == 48
+        assert torch.equal(gradzip.roundtrip(gradzip.ATOMO(kind), zeros)[0], zeros)
+
+
+# --- special cases (section 4)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize(
+    "norm, other",
+    [("l2", gradzip.QSGD(bits=2, bucket=10**6)), ("max", gradzip.TernGrad(clip=None, shared_scale=False))],
+)
+def test_entries_with_norm_probabilities_are_qsgd_and_terngrad_draw_for_draw(norm, other, name):
+    atomo = gradzip.ATOMO("entry", norm)
+    for step in range(20):
+        key = Key(0, step, "w", 0)
+        ours = atomo.decode([atomo.encode(GRADIENTS[name], key)], N)
+        theirs = other.decode([other.encode(GRADIENTS[name], key)], N)
+        assert torch.equal(ours != 0, theirs != 0)
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("norm, order", [("l2", 2), ("max", np.inf)])
+def test_norm_probabilities_are_algorithm_1s(norm, order):
+    """Theorem 5: for the budget ||g||_1 / ||g||_q."""
+    x = GRADIENTS["normal"].double().numpy().reshape(-1)
+    p = gradzip.ATOMO("entry", norm).probabilities(GRADIENTS["normal"]).double().numpy().reshape(-1)
+    budget = np.abs(x).sum() / np.linalg.norm(x, order)
+    np.testing.assert_allclose(p, optimum(x, budget), rtol=1e-6)
+    np.testing.assert_allclose(
+        gradzip.ATOMO("entry", budget).probabilities(GRADIENTS["normal"]).reshape(-1), p, rtol=1e-6
+    )
+
+
+# --- sizes and shapes
+
+
+@pytest.mark.parametrize(
+    "shape, matrix",
+    [
+        ((100, 70), (100, 70)),
+        ((64, 32, 3, 3), (1024, 18)),
+        ((7, 9, 3, 3), (7, 81)),
+        ((64, 32, 1, 1), (64, 32)),
+        ((6, 5, 4), (15, 8)),
+        ((5, 7, 2), (5, 14)),
+        ((9,), (1, 9)),
+    ],
+)
+def test_matrices_are_the_papers(shape, matrix):
+    assert matrix_shape(torch.Size(shape)) == matrix
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (16, 32, 3, 3), (15, 9, 3, 3)])
+def test_svd_sizes(shape):
+    grad = torch.randn(shape)
+    for step in range(20):
+        payload = gradzip.ATOMO().encode(grad, Key(0, step, "w", 0))
+        rows, atoms = payload[32:48].view(torch.int64).tolist()
+        assert (rows, grad.numel() // rows) == matrix_shape(grad.shape)
+        assert payload.numel() == padded(48 + 4 * atoms * (rows + grad.numel() // rows))
+
+
+@pytest.mark.parametrize("kind", ["entry", "fourier"])
+@pytest.mark.parametrize("budget", [10, 1000, "l2"])
+def test_entry_sizes(kind, budget):
+    grad = torch.randn(70, 90) ** 3
+    codec = gradzip.ATOMO(kind, budget)
+    payload = codec.encode(grad, Key(0, 0, "w", 0))
+    certain, drawn = payload[36:44].view(torch.int32).tolist()
+    p = codec.probabilities(grad.reshape(-1) if kind == "entry" else codec._transform(grad))
+    marks = ops.bernoulli(p, Key(0, 0, "w", 0).bits)
+    sure = ops.compact(p, 1.0)[1]
+    streams = [ops.encode_indices(bits, p.numel()).numel() for bits in (sure, marks ^ sure)]
+    assert certain + drawn == ops.count_marked(marks, p.numel())
+    streams = [length for length, k in zip(streams, (certain, drawn)) if k]
+    assert payload.numel() == padded(48 + 4 * certain + -(-drawn // 8) + sum(streams))
+
+
+def test_real_gradients_take_few_bytes():
+    grads = resnet20_gradients()
+    numel = sum(g.numel() for g in grads.values())
+    nbytes = {
+        spec: sum(gradzip.roundtrip(gradzip.parse(spec), g)[1] for g in grads.values())
+        for spec in (
+            "atomo",
+            "atomo:atoms=entry,budget=l2",
+            "atomo:atoms=fourier,budget=l2",
+            "qsgd:bits=2,bucket=1000000",
+        )
+    }
+    assert 3 < 4 * numel / nbytes["atomo"] < 9  # 18 columns at most, and 3 atoms on average
+    # 1-bit QSGD by another name: indices and signs against runs and signs.
+    assert nbytes["atomo:atoms=entry,budget=l2"] < 1.5 * nbytes["qsgd:bits=2,bucket=1000000"]
+
+
+# --- wrong settings and payloads
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"atoms": "wavelet"}, "ATOMO: got atoms = 'wavelet', expected 'svd', 'entry' or 'fourier'"),
+        ({"budget": 0}, "ATOMO: got budget = 0, expected a finite number > 0, 'l2' or 'max'"),
+        ({"budget": -1.5}, "got budget = -1.5"),
+        ({"budget": float("inf")}, "got budget = inf"),
+        ({"budget": float("nan")}, "got budget = nan"),
+        ({"budget": True}, "got budget = True"),
+        ({"budget": "l1"}, "got budget = 'l1'"),
+        ({"budget": None}, "got budget = None"),
+    ],
+)
+def test_impossible_settings(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        gradzip.ATOMO(**arguments)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_payloads_that_do_not_fit_are_refused(kind):
+    codec, grad = gradzip.ATOMO(kind, KINDS[kind]), GRADIENTS["normal"]
+    payload = codec.encode(grad, Key(0, 0, "w", 0))
+    fields = bytes(payload[32:48].tolist())
+    for body, wrong in (
+        (payload[:-16], fields),
+        (payload[:48], fields),
+        (payload, b"\xff" * 16),
+        (payload, b"\0" * 16),
+        (payload, fields[:8] + b"\xff" * 8),
+        (payload, b"\0\0\xc0\x7f" + fields[4:]),
+    ):
+        with pytest.raises(gradzip.PayloadError, match="from rank 0 of 1: "):
+            codec.decode([codec.seal(body.clone(), N, True, wrong)], N)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_estimate_beyond_the_largest_float_is_a_non_finite_gradient(kind):
+    """Half of an atom of the largest size: nothing, or twice that size. What nothing is drawn of leaves a step."""
+    grad, results = torch.zeros(64, 64), []
+    grad[3, 3] = 3e38
+    if kind == "fourier":
+        grad[:] = 3e38
+    for seed in range(20):
+        group = gradzip.LocalGroup(gradzip.ATOMO(kind, 0.5, seed=seed), 1)
+        average = group.average([grad], "w")[0]
+        results.append(bool(average.isfinite().all()))
+        assert group.compressors[0].states["w"].step == results[-1]
+        assert not results[-1] or not average.any()
+    assert any(results) == (kind != "fourier") and not all(results)
