@@ -7,16 +7,18 @@ True
 """
 
 from . import horovod, ops
-from .collectives import Gather, Mean, Traffic, fused
+from .collectives import AllToAll, Gather, Mean, Traffic, fused
 from .compressor import Compressor, GatherCompressor, State
 from .engines.local import LocalGroup, roundtrip, simulate
-from .methods import Cast, FFTRange, NoCompression, parse
+from .methods import DGC, Cast, FFTRange, NoCompression, PerLayer, RandomK, TopK, parse
 from .ops import PayloadError
 from .schedule import DiminishingTheta, StepSchedule
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DGC",
+    "AllToAll",
     "Cast",
     "Compressor",
     "DiminishingTheta",
@@ -27,8 +29,11 @@ __all__ = [
     "Mean",
     "NoCompression",
     "PayloadError",
+    "PerLayer",
+    "RandomK",
     "State",
     "StepSchedule",
+    "TopK",
     "Traffic",
     "fused",
     "horovod",
