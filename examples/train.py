@@ -180,7 +180,8 @@ def train(spec, args, images, steps):
     """One run with one compression; returns what was measured, the same on all ranks but for time and traffic."""
     model = build(args, images)
     compressor = gradzip.parse(spec)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
+    momentum = 0.0 if isinstance(compressor, gradzip.DGC) else 0.9  # DGC brings its own
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=momentum, weight_decay=5e-4)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compressor)
     shard = data.batches(images, batch_size=args.batch_size, rank=hvd.rank(), size=hvd.size(), seed=args.seed)
 
