@@ -182,6 +182,49 @@ def order_shuffled(rank, size):
     return [p.grad.clone() for _, p in named]
 
 
+# Several steps of each: what velocities, residuals and owners of shards keep enters too.
+METHODS = [
+    "topk:theta=0.9",
+    "topk:theta=0.9,select=sampled,bits=8",
+    "randomk:theta=0.9",
+    "dgc:theta=0.9,warmup_steps=2,clip_norm=9",
+    "per-layer:layer0=none,2|3=topk(theta=0.8,exchange=scatter_reduce),default=dgc",
+    *(
+        f"{spec}exchange={exchange}"
+        for spec in ("topk:theta=0.9,", "dgc:", "fft-range:error_feedback=True,")
+        for exchange in ("scatter_reduce", "auto")
+    ),
+]
+METHOD_STEPS = 3
+
+
+@scenario
+def methods(rank, size):
+    """Averages of the last of some steps, and the bytes, hooks in another order on every rank."""
+    results = {}
+    for spec in METHODS:
+        named = layers(*SHAPES)
+        compressor = gradzip.parse(spec)
+        opt = optimizer(named, compressor)
+        for step in range(METHOD_STEPS):
+            opt.zero_grad()
+            order = torch.randperm(len(named), generator=torch.Generator().manual_seed(9 * step + rank)).tolist()
+            backward(named, rank, order)
+            opt.synchronize()
+        results[spec] = ([p.grad.clone() for _, p in named], compressor.traffic.bytes_sent)
+    return results
+
+
+@scenario
+def subset_scatters(rank, size):
+    """A process set of all ranks but the last."""
+    named = layers((64, 64), (300,))
+    opt = optimizer(named, gradzip.TopK(theta=0.9, exchange="scatter_reduce"), process_set=SUBSET)
+    backward(named, rank)
+    opt.synchronize()
+    return [p.grad.clone() for _, p in named]
+
+
 @dataclass
 class PowerIteration(gradzip.Compressor):
     """Two rounds, the second of what the first gave: Power-SGD's shape, without its compression."""

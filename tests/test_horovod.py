@@ -7,7 +7,7 @@ import gradzip
 from launch import horovodrun, scenarios
 
 pytest.importorskip("horovod.torch")
-from horovod_worker import FFT, SHAPES, PowerIteration, gradient
+from horovod_worker import FFT, METHOD_STEPS, METHODS, SHAPES, PowerIteration, gradient
 
 WORLDS = [2, 3]
 
@@ -138,6 +138,35 @@ def test_hooks_in_another_order_on_every_rank(world):
     grads[0].zero_()  # the rank that did not use it
     wanted[3] = gradzip.simulate(gradzip.FFTRange(**FFT), grads)[0]
     assert_same(results["order_shuffled"], wanted)
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_methods(world, spec):
+    size, results = world
+    group = gradzip.LocalGroup(gradzip.parse(spec), size)
+    for _ in range(METHOD_STEPS):
+        wanted = [
+            group.average([gradient(r, *shape, index=i) for r in range(size)], f"layer{i}")[0]
+            for i, shape in enumerate(SHAPES)
+        ]
+    of_ranks = [averages[spec][0] for averages in results["methods"]]
+    if "randomk" in spec or "none" in spec:  # Horovod adds them up, in an order of its own
+        assert_close_everywhere(of_ranks, wanted)
+    else:
+        assert_same(of_ranks, wanted)
+    # Besides, a number of 4 bytes per gradient that Horovod is given to all-reduce.
+    sent = [of_rank[spec][1] for of_rank in results["methods"]]
+    assert 0 <= max(sent) - group.bytes_sent <= 4 * METHOD_STEPS * len(SHAPES)
+
+
+def test_process_set_of_some_ranks_scatters(world):
+    size, results = world
+    group = gradzip.LocalGroup(gradzip.TopK(theta=0.9, exchange="scatter_reduce"), size - 1)
+    wanted = [
+        group.average([gradient(r, *shape, index=i) for r in range(size - 1)], f"layer{i}")[0]
+        for i, shape in enumerate([(64, 64), (300,)])
+    ]
+    assert_same(results["subset_scatters"][:-1], wanted)
 
 
 def test_later_rounds_do_not_wait_for_the_order_of_hooks(world):
