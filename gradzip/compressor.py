@@ -325,7 +325,7 @@ class GatherCompressor(Compressor):
         if self.error_feedback:
             state.owner_residual = average.sub_(self.decode([payload], mine.numel()).view(mine.shape))
         payloads = yield Gather(payload)
-        result = torch.empty(grad.numel())
+        result = grad.new_empty(grad.numel())
         for part, shard, payload in zip(result.split([s.numel() for s in shards]), shards, payloads):
             part.copy_(self.decode([payload], shard.numel()).view(-1))
         return result

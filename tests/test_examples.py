@@ -99,6 +99,7 @@ def test_missing_folder_is_said_in_one_line(tmp_path, monkeypatch, capsys):
         ("--model", "transformer"),
         ("--steps", "0"),
         ("--lr", "nan"),
+        ("--momentum", "1"),
         ("--seed", "-1"),
         ("--json", "/nowhere/at/all.json"),
     ],
@@ -202,6 +203,31 @@ def test_trains_under_horovodrun(tmp_path):
     assert plain["uncompressed_bytes_per_step"] == plain["payload_bytes_per_step"] == 4 * (188_810 - 2 * 288)
     # 15 % of the coefficients at 10 bits a number are a 21st; positions, headers and the small layers come on top.
     assert 10 < compressed["ratio"] < 21.4
+
+
+@pytest.mark.parametrize(
+    ("specs", "arguments"),
+    [
+        (["topk", "dgc", "per-layer:^9=none,default=topk(select=sampled,exchange=scatter_reduce)"], []),
+        # What comes late, the optimizer's momentum would carry on for as long again.
+        (["randomk"], ["--momentum", 0, "--lr", 0.5]),
+    ],
+    ids=["largest", "random"],
+)
+def test_sparse_methods_learn_digits(tmp_path, specs, arguments):
+    """All at their defaults, from the same weights, within three points of no compression."""
+    results = tmp_path / "results.json"
+    compressions = [text for spec in ["none", *specs] for text in ("--compression", spec)]
+    job = horovodrun(2, EXAMPLES / "train.py", *compressions, *arguments, "--json", results, timeout=280)
+    assert job.returncode == 0, job.stdout + job.stderr
+    plain, *runs = json.loads(results.read_text())["runs"]
+    assert plain["test_accuracy"] > 0.97
+    for run in runs:
+        assert run["replicas_identical"]
+        assert run["test_accuracy"] > plain["test_accuracy"] - 0.03, run["compression"]
+    # 1-D parameters travel uncompressed.
+    least, most = {"topk": (55, 80), "randomk": (60, 100)}[specs[0]]
+    assert least < runs[0]["ratio"] < most
 
 
 def test_a_mistake_under_horovodrun_is_said_once():
