@@ -258,7 +258,7 @@ class GatherCompressor(Compressor):
 
     def accumulator(self, numel: int) -> Tensor:
         """Zeros to which payloads of a gradient of so many elements are added."""
-        return torch.zeros(numel, dtype=torch.float32)
+        return self._workspace.empty("average", (numel,), torch.float32).zero_()
 
     def finish(self, out: Tensor, numel: int) -> Tensor:
         """The gradient (float32, flat) that an accumulator stands for. The next call may use its memory again."""
@@ -315,12 +315,11 @@ class GatherCompressor(Compressor):
         state.payload = torch.cat(payloads)
         mine = shards[state.rank]
         received = yield AllToAll(state.payload, tuple(p.numel() for p in payloads))
-        average = self.decode(received, mine.numel()).view(mine.shape)
-        left = None
-        if self.error_feedback:
-            left = getattr(state, "owner_residual", None)
-            # The group may have another size than when the residual was saved.
-            average = average + left if left is not None and left.shape == average.shape else average.clone()
+        average = self.decode(received, mine.numel()).view(mine.shape).clone()
+        left = getattr(state, "owner_residual", None)
+        # The group may have another size than when the residual was saved.
+        if left is not None and left.shape == average.shape:
+            average.add_(left)
         payload = self.encode(average, key._replace(name=f"{key.name}[owner]"))
         if self.error_feedback:
             state.owner_residual = average.sub_(self.decode([payload], mine.numel()).view(mine.shape))

@@ -54,7 +54,8 @@ class RandomK(Compressor):
         values = yield Mean(values)
         if not self.error_feedback:
             values = values * (numel / k)
-        return grad.new_zeros(numel).index_copy_(0, indices.long(), values)
+        average = self._workspace.empty("average", (numel,), grad.dtype).zero_()
+        return average.index_copy_(0, indices.long(), values)
 
     def subtract_sent(self, state: State) -> None:
         assert state.residual is not None and state.payload is not None
