@@ -26,6 +26,7 @@ from torch import Tensor
 import gradzip
 from gradzip import _C, ops
 from gradzip.compressor import Key
+from shapes import bert_base, resnet50
 
 EXAMPLES = """\
 examples:
@@ -45,8 +46,10 @@ class Case:
     peer_name: str
     valid: Callable[[], bool]
     nbytes: int  # what the algorithm must read and write
-    most_copies: float | None = None  # goals: time at most so many copies, at least so many times the peer's speed
+    # Goals: at most the time of so many copies, at least so many times the peer's speed.
+    most_copies: float | None = None
     least_speedup: float | None = None
+    data: Tensor | None = None  # what is copied to compare with, where it is not the floats all cases share
 
 
 @dataclass
@@ -86,6 +89,9 @@ def cases(n: int, device: str) -> Iterator[Case]:
     )  # fmt: skip
     for block in (4096, None):
         yield fft_case(x, block)
+    yield from index_cases(x, max(1, n // 100))
+    yield from quantizing_cases(x)
+    yield from low_rank_cases(device)
 
 
 def selection_cases(x: Tensor, k: int, suffix: str) -> Iterator[Case]:
@@ -111,6 +117,165 @@ def selection_cases(x: Tensor, k: int, suffix: str) -> Iterator[Case]:
     yield Case(
         "expand" + suffix, lambda: ops.expand(values, bitmap, n, out=out), scatter, "zeros().index_put_()",
         lambda: torch.equal(ops.expand(values, bitmap, n), scatter()), 4 * n + n // 8 + 4 * k, 2.0, None,
+    )  # fmt: skip
+
+
+def index_cases(x: Tensor, k: int) -> Iterator[Case]:
+    n = x.numel()
+    indices, values = ops.topk_abs(x, k)
+    expected = torch.topk(x.abs(), k).indices.sort().values
+
+    def topk() -> tuple[Tensor, Tensor]:
+        found = torch.topk(x.abs(), k).indices
+        return found, x[found]
+
+    yield Case(
+        "topk_abs 1%", lambda: ops.topk_abs(x, k), topk, "torch.topk, x[i]",
+        lambda: torch.equal(ops.topk_abs(x, k)[0].long(), expected), 4 * n + 8 * k, 4.0, 10.0,
+    )  # fmt: skip
+    stream = ops.encode_indices(indices, n)
+    yield Case(
+        "encode_indices 1%", lambda: ops.encode_indices(indices, n), lambda: indices.diff().to(torch.int16),
+        "diff, int16", lambda: torch.equal(ops.decode_indices(stream, n), indices), 4 * k + stream.numel(),
+    )  # fmt: skip
+    out, wanted = torch.zeros_like(x), torch.zeros_like(x).index_add_(0, indices, values)
+    yield Case(
+        "sparse_decode_add 1%", lambda: ops.sparse_decode_add(stream, values, out),
+        lambda: out.index_add_(0, indices, values), "index_add_ of decoded ones",
+        lambda: decoded(lambda acc: ops.sparse_decode_add(stream, values, acc), wanted), 12 * k + stream.numel(),
+    )  # fmt: skip
+
+
+def decoded(decode_add: Callable[[Tensor], object], wanted: Tensor) -> bool:
+    out = torch.zeros_like(wanted)
+    decode_add(out)
+    return torch.equal(out, wanted)
+
+
+def quantizing_cases(x: Tensor) -> Iterator[Case]:
+    n, bucket, key = x.numel(), 512, 12345
+    packed = torch.empty(ops.packed_nbytes(n, 4), dtype=torch.uint8, device=x.device)
+    norms = torch.empty(ops.num_buckets(n, bucket), device=x.device)
+    acc = torch.zeros_like(x)
+
+    def unbiased(decode_add: Callable[[Tensor], object], bound: float) -> bool:
+        """Within what rounding to levels can move a value, and right on the average (7 standard errors)."""
+        out = torch.zeros_like(x)
+        decode_add(out)
+        error = (out - x)[: n // bucket * bucket]
+        standard_error = error.std().item() / n**0.5
+        return bool(error.abs().max() <= bound) and abs(error.mean().item()) < 7 * standard_error
+
+    def qsgd() -> tuple[Tensor, Tensor]:
+        """The same levels, in place wherever torch can; two to a byte."""
+        rows = x[: n // bucket * bucket].view(-1, bucket)
+        norm = rows.norm(dim=1, keepdim=True)
+        level = (rows.abs() * (7 / norm)).add_(torch.rand_like(rows)).floor_().to(torch.uint8)
+        level |= (rows < 0).to(torch.uint8) << 3
+        pairs = level.view(-1, 2)
+        return pairs[:, 0] | pairs[:, 1] << 4, norm
+
+    def encode() -> None:
+        ops.quantize_packed(x, 4, bucket, "l2", key, out=packed, norms=norms)
+
+    encode()
+    step = norms.max().item() / 7
+    yield Case(
+        "quantize_packed 4 bits", encode, qsgd, "torch ops, rand_like",
+        lambda: unbiased(lambda o: ops.quantized_decode_add(packed, norms, o, 4, bucket), step), 4 * n + n // 2,
+        4.0, 8.0,
+    )  # fmt: skip
+    pairs, norm = qsgd()
+
+    def decode_pairs() -> Tensor:
+        codes = torch.stack((pairs & 15, pairs >> 4), 1).view(-1, bucket)
+        return acc[: codes.numel()].add_(((codes & 7).float() * (norm / 7) * (1 - 2 * (codes >> 3).float())).view(-1))
+
+    yield Case(
+        "quantized_decode_add 4 bits", lambda: ops.quantized_decode_add(packed, norms, acc, 4, bucket), decode_pairs,
+        "torch ops", lambda: unbiased(lambda o: ops.quantized_decode_add(packed, norms, o, 4, bucket), step),
+        8 * n + n // 2,
+    )  # fmt: skip
+    stream, _ = ops.quantize_elias(x, 4, bucket, "l2", key)
+    yield Case(
+        "quantize_elias 4 bits", lambda: ops.quantize_elias(x, 4, bucket, "l2", key), qsgd, "torch ops, not coded",
+        lambda: unbiased(lambda o: ops.elias_decode_add(stream, norms, o, 4, bucket), step), 4 * n + stream.numel(),
+    )  # fmt: skip
+    scale = float(ops.abs_max(x))
+    trits = ops.ternary_packed(x, scale, key=key)
+    yield Case(
+        "ternary_packed", lambda: ops.ternary_packed(x, scale, key=key),
+        lambda: torch.sign(x).mul_(torch.rand_like(x) * scale < x.abs()).to(torch.int8), "torch ops, a byte each",
+        lambda: unbiased(lambda o: ops.ternary_decode_add(trits, scale, o), scale), 4 * n + n // 5,
+    )  # fmt: skip
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=x.device)
+    whole = x[: n // 8 * 8]
+
+    def signs() -> Tensor:
+        return ((whole < 0).view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+
+    yield Case(
+        "pack_signs", lambda: ops.pack_signs(x), signs, "torch ops",
+        lambda: torch.equal(ops.pack_signs(whole), signs()), 4 * n + n // 8,
+    )  # fmt: skip
+    votes = [ops.pack_signs(torch.randn_like(x)) for _ in range(3)]
+    yield Case(
+        "majority of 3", lambda: ops.majority(votes, n), lambda: votes[0] & votes[1] | votes[2] & (votes[0] | votes[1]),
+        "torch bit ops",
+        lambda: torch.equal(ops.majority(votes, n), votes[0] & votes[1] | votes[2] & (votes[0] | votes[1])), n // 2,
+    )  # fmt: skip
+
+
+def low_rank_cases(device: str) -> Iterator[Case]:
+    n, r = 4096, 4
+    m, q = torch.randn(n, n, device=device), torch.randn(n, r, device=device)
+    e, p, residual = torch.zeros_like(m), torch.empty(n, r, device=device), torch.zeros_like(m)
+
+    def step() -> None:
+        ops.low_rank_project(m, e, q, out=p)
+        ops.low_rank_subtract(e, p, q)
+
+    def plain() -> Tensor:
+        """As it is usually written."""
+        corrected = m + residual
+        factor = corrected @ q
+        return corrected - factor @ q.t()
+
+    def in_place() -> None:
+        residual.add_(m)
+        torch.mm(residual, q, out=p)
+        residual.addmm_(p, q.t(), alpha=-1)
+
+    def valid() -> bool:
+        e.zero_()
+        step()
+        wanted = m.double() - (m.double() @ q.double()) @ q.double().t()
+        right = torch.allclose(e.double(), wanted, rtol=1e-4, atol=1e-3)
+        e.zero_()
+        return right
+
+    name = "low-rank step 4096^2 r=4"
+    yield Case(name, step, plain, "torch ops, new tensors", valid, 16 * n * n, 4.0, 6.0, m)
+    yield Case(name, step, in_place, "torch ops, in place", valid, 16 * n * n, 4.0, None, m)
+    for name, shapes, rank in (("ResNet-50 r=4", resnet50(), 4), ("BERT-base r=32", bert_base(), 32)):
+        matrices = [torch.randn(rows, rank, device=device) for rows, _ in shapes]
+        yield orthogonalize_case(name, matrices)
+
+
+def orthogonalize_case(name: str, matrices: list[Tensor]) -> Case:
+    # Orthonormal matrices stay as they are, at the same cost: the copies need not be made anew.
+    ours = [matrix.clone() for matrix in matrices]
+
+    def valid() -> bool:
+        ops.orthogonalize_(ours)
+        tall = [q for q in ours if q.shape[0] >= q.shape[1]]
+        eyes = [torch.eye(q.shape[1], device=q.device) for q in tall]
+        return all(torch.allclose(q.t() @ q, eye, atol=1e-5) for q, eye in zip(tall, eyes))
+
+    return Case(
+        f"orthogonalize {name}", lambda: ops.orthogonalize_(ours), lambda: [torch.linalg.qr(x) for x in matrices],
+        "loop of torch.linalg.qr", valid, 8 * sum(x.numel() for x in matrices),
+        None, 2.0, torch.cat([x.view(-1) for x in matrices]),
     )  # fmt: skip
 
 
@@ -177,8 +342,9 @@ def timed(function: Callable[[], object], device: str) -> float:
 
 
 def measure(case: Case, x: Tensor, rounds: int, device: str) -> Row:
-    out = torch.empty_like(x)
-    functions = [lambda: out.copy_(x), case.ours, case.peer]
+    data = x if case.data is None else case.data
+    out = torch.empty_like(data)
+    functions = [lambda: out.copy_(data), case.ours, case.peer]
     for function in functions:
         function()
     times = [[timed(function, device) for function in functions] for _ in range(rounds)]

@@ -1,15 +1,16 @@
-// gradzip._C: one line per primitive of csrc/cpu/ops.h, over addresses and sizes. Tensors are checked in gradzip/ops,
-// which is the only caller; no torch header is needed here. The GIL is released around every kernel.
+// gradzip._C: one line per primitive of csrc/cpu/ops.h, over addresses and sizes; gradzip._C.cuda holds those of
+// csrc/cuda/ops.h. Tensors are checked in gradzip/ops, which is the only caller; no torch header is needed here.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <string>
 #include <vector>
 
-#include "common/range_float.h"
 #include "cpu/ops.h"
 #include "cpu/simd.h"
+#include "primitive.h"
 #ifdef GRADZIP_CUDA
+#include "cuda/bindings.h"
 #include "cuda/device.h"
 #endif
 
@@ -17,35 +18,6 @@ namespace py = pybind11;
 using namespace gradzip;
 
 namespace {
-
-// How a parameter of a primitive arrives from Python: pointers and references as addresses.
-template <class T>
-struct Argument {
-  using type = T;
-  static T pass(T value) { return value; }
-};
-template <class T>
-struct Argument<T*> {
-  using type = uintptr_t;
-  static T* pass(uintptr_t address) { return reinterpret_cast<T*>(address); }
-};
-template <class T>
-struct Argument<const T&> {
-  using type = uintptr_t;
-  static const T& pass(uintptr_t address) { return *reinterpret_cast<const T*>(address); }
-};
-
-template <auto function>
-struct Primitive;
-template <class R, class... A, R (*function)(A...)>
-struct Primitive<function> {
-  static R call(typename Argument<A>::type... arguments) { return function(Argument<A>::pass(arguments)...); }
-};
-
-template <auto function>
-void def(py::module_& m, const char* name) {
-  m.def(name, Primitive<function>::call, py::call_guard<py::gil_scoped_release>());
-}
 
 constexpr const char* kSimdNames[] = {"scalar", "avx2", "avx512"};
 
@@ -86,6 +58,10 @@ PYBIND11_MODULE(_C, m) {
 #endif
 
   // --- primitives
+#ifdef GRADZIP_CUDA
+  auto on_device = m.def_submodule("cuda", "The primitives on device memory; each takes a stream.");
+  cuda::bind(on_device);
+#endif
   def<cpu::abs_max>(m, "abs_max");
   def<cpu::select>(m, "select");
   def<cpu::select_sampled>(m, "select_sampled");

@@ -69,13 +69,13 @@ class Workspace:
     it costs. Every buffer has a name and grows to the largest size asked for."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
 
-    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         numel = math.prod(shape)
-        buffer = self._buffers.get(name)
+        buffer = self._buffers.get((name, device))
         if buffer is None or buffer.numel() < numel:
-            buffer = self._buffers[name] = torch.empty(numel, dtype=dtype)
+            buffer = self._buffers[name, device] = torch.empty(numel, dtype=dtype, device=device)
         return buffer[:numel].view(shape)
 
 
@@ -256,18 +256,38 @@ class GatherCompressor(Compressor):
         """out += weight * what the payload holds; `out` as `accumulator` made it. PayloadError for anything that
         `encode` of this codec cannot have written."""
 
-    def accumulator(self, numel: int) -> Tensor:
+    def accumulator(self, numel: int, device: torch.device) -> Tensor:
         """Zeros to which payloads of a gradient of so many elements are added."""
-        return self._workspace.empty("average", (numel,), torch.float32).zero_()
+        return self._workspace.empty("average", (numel,), torch.float32, device).zero_()
 
     def finish(self, out: Tensor, numel: int) -> Tensor:
         """The gradient (float32, flat) that an accumulator stands for. The next call may use its memory again."""
         return out
 
-    def seal(self, payload: Tensor, numel: int, finite: bool, fields: bytes) -> Tensor:
-        """Writes the header of a payload whose body is in place."""
-        flags = 0 if finite else ops.NON_FINITE
-        return ops.seal(payload, method=self.method, digest=self.digest, numel=numel, flags=flags, fields=fields)
+    def seal(
+        self,
+        payload: Tensor,
+        numel: int,
+        finite: bool | Tensor,
+        fields: bytes,
+        number: ops.RangeFloat | None = None,
+    ) -> Tensor:
+        """Writes the header of a payload whose body is in place.
+
+        finite: whether the gradient was, or the magnitudes (float32) that must be; fields: 16 bytes, or 8 before a
+        `number`.
+        """
+        magnitudes = finite if isinstance(finite, Tensor) else None
+        return ops.seal(
+            payload,
+            method=self.method,
+            digest=self.digest,
+            numel=numel,
+            flags=0 if magnitudes is not None or finite else ops.NON_FINITE,
+            magnitudes=magnitudes,
+            fields=fields,
+            number=number,
+        )
 
     def open(self, payload: Tensor, numel: int) -> ops.Payload:
         """A payload of this codec's, its header checked; PayloadError."""
@@ -275,7 +295,7 @@ class GatherCompressor(Compressor):
 
     def decode(self, payloads: list[Tensor], numel: int) -> Tensor:
         """The average of the payloads, added up in order: float32, flat, in memory that the next call uses again."""
-        out = self.accumulator(numel)
+        out = self.accumulator(numel, payloads[0].device)
         for rank, buffer in enumerate(payloads):
             try:
                 payload = self.open(buffer, numel)

@@ -81,7 +81,8 @@ GZ_HD uint32_t range_encode(const RangeFloat& r, float x, uint32_t noise, float 
   const uint32_t t = (magnitude + noise) >> shift;
   const bool negative = (u >> 31) != 0;
   const uint32_t limit = negative ? r.negative : r.positive;
-  uint32_t index = magnitude != 0 && magnitude >= float_bits(underflow) ? 1u : 0u;
+  // At least the underflow, but none where that is 0: as one comparison, since two would not vectorise.
+  uint32_t index = magnitude > float_bits(underflow) - 1u ? 1u : 0u;
   index = magnitude >= r.pbase << shift ? t - r.pbase + 1u : index;  // noise decides above eps only, underflow below
   index = index < limit ? index : limit;
   index = magnitude > kInfBits ? 0u : index;

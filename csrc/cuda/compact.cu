@@ -47,6 +47,7 @@ void bitmap(const float* x, int64_t n, const Selection* selection, uint8_t* bitm
 }
 
 int64_t compact_workspace(int64_t n) { return offsets_nbytes(n); }
+int64_t expand_workspace(int64_t n) { return offsets_nbytes(n); }
 
 void compact(const void* values, int64_t n, int item_size, const uint8_t* bitmap, void* out, int64_t capacity,
              int64_t* set, void* workspace, cudaStream_t stream) {

@@ -10,7 +10,9 @@
 namespace gradzip::cuda {
 
 inline void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+  if (status == cudaSuccess) return;
+  (void)cudaGetLastError();  // left there, torch would report it as that of its own next kernel launch
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -1,7 +1,8 @@
 // Every CUDA primitive, over raw pointers to device memory, unless said otherwise. Work is queued on `stream` of the
 // current device; nothing waits for it, allocates or copies to the host, so what the CPU kernels (cpu/ops.h) return or
-// take by value is written to and read from device memory here. Results have the same bits as theirs. A primitive that
-// needs scratch memory takes a workspace of at least NAME_workspace(...) bytes, aligned to 16, which it may overwrite.
+// take by value is written to and read from device memory here. Results have the same bits as theirs, but for those of
+// NaNs that arithmetic makes. A primitive that needs scratch memory takes a workspace of at least NAME_workspace(n)
+// bytes, aligned to 16, which it may overwrite.
 //
 // Plain C++: the bindings include it without the CUDA headers.
 #pragma once
@@ -33,6 +34,7 @@ void bitmap(const float* x, int64_t n, const Selection* selection, uint8_t* bitm
 int64_t compact_workspace(int64_t n);
 void compact(const void* values, int64_t n, int item_size, const uint8_t* bitmap, void* out, int64_t capacity,
              int64_t* set, void* workspace, cudaStream_t stream);
+int64_t expand_workspace(int64_t n);
 void expand(const void* values, int64_t count, int item_size, const uint8_t* bitmap, void* out, int64_t n, int64_t* set,
             void* workspace, cudaStream_t stream);
 
@@ -53,6 +55,63 @@ void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t 
 void pack_bits(const int32_t* codes, int64_t n, int bits, uint8_t* packed, cudaStream_t stream);
 void unpack_bits(const uint8_t* packed, int64_t n, int bits, int32_t* codes, cudaStream_t stream);
 
+// --- quantize.cu
+int64_t quantize_workspace(int64_t n);
+void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, int32_t* codes, float* norms,
+              void* workspace, cudaStream_t stream);
+int64_t quantize_packed_workspace(int64_t n);
+void quantize_packed(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* packed,
+                     float* norms, void* workspace, cudaStream_t stream);
+// *failed becomes 1 when a level is beyond the largest, and is left alone else.
+void dequantize(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,
+                int32_t* failed, cudaStream_t stream);
+// *failed becomes 1 when a norm is negative or not finite, and is left alone else. The elements of such a bucket become
+// NaN: nobody may be waiting for the flag, and a non-finite average is what every rank knows to skip.
+void quantized_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
+                          float* out, int32_t* failed, cudaStream_t stream);
+
+// --- elias.cu
+// *nbytes becomes the length of the stream, -1 when a level is beyond 65535, -2 when it is more than the capacity; the
+// stream is whole in the first case only.
+int64_t elias_encode_workspace(int64_t n);
+void elias_encode(const int32_t* codes, int64_t n, uint8_t* out, int64_t capacity, int64_t* nbytes, void* workspace,
+                  cudaStream_t stream);
+int64_t quantize_elias_workspace(int64_t n, int bits);
+void quantize_elias(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
+                    int64_t capacity, float* norms, int64_t* nbytes, void* workspace, cudaStream_t stream);
+// *failed becomes 1 when the bytes are not a stream of n levels up to `top`, and is left alone else.
+int64_t elias_decode_workspace(int64_t n);
+void elias_decode(const uint8_t* stream_bytes, int64_t nbytes, int64_t n, int32_t top, int32_t* codes, int32_t* failed,
+                  void* workspace, cudaStream_t stream);
+// Likewise, and when a norm is negative or not finite. The elements of such a bucket, of a chunk that is not one, or all
+// where the chunks' lengths are wrong, become NaN.
+int64_t elias_decode_add_workspace(int64_t n);
+void elias_decode_add(const uint8_t* stream_bytes, int64_t nbytes, const float* norms, int64_t n, int bits,
+                      int64_t bucket, float weight, float* out, int32_t* failed, void* workspace, cudaStream_t stream);
+
+// --- signs.cu
+void pack_signs(const float* x, int64_t n, uint64_t key, uint8_t* packed, cudaStream_t stream);
+// The table of addresses, too, lies in device memory.
+void majority(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed, cudaStream_t stream);
+void signs_decode_add(const uint8_t* packed, int64_t n, float scale, float* out, cudaStream_t stream);
+
+// --- one_bit.cu
+int64_t one_bit_packed_workspace(int64_t n);  // n = rows * columns
+void one_bit_packed(const float* x, int64_t rows, int64_t columns, uint64_t key, uint8_t* packed, float* means,
+                    void* workspace, cudaStream_t stream);
+// *failed becomes 1 when a mean is not finite, and is left alone else. The elements of such a row become NaN.
+void one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
+                        float* out, int32_t* failed, cudaStream_t stream);
+
+// --- ternary.cu
+// scale and clip (null: none) lie in device memory, where they may have been computed.
+void ternary_packed(const float* x, int64_t n, const float* scale, const float* clip, uint64_t key, uint8_t* packed,
+                    cudaStream_t stream);
+// value = float(weight * *scale). *failed becomes 1 when a byte is above 242, or *scale negative or not finite, and is
+// left alone else. The elements of such a byte, or all, become NaN.
+void ternary_decode_add(const uint8_t* packed, int64_t n, const float* scale, double weight, float* out,
+                        int32_t* failed, cudaStream_t stream);
+
 // --- spectrum.cu
 void spectrum_power(const float* spectrum, int64_t rows, int64_t length, const float* amax, float* power,
                     cudaStream_t stream);
@@ -64,11 +123,12 @@ void spectrum_decode_add(const RangeFloat* format, const uint8_t* bitmap, const 
                          cudaStream_t stream);
 
 // --- payload.cu
-int64_t payload_checksum_workspace();
+int64_t payload_checksum_workspace(int64_t nbytes);
 void payload_checksum(const uint8_t* payload, int64_t nbytes, uint32_t* checksum, void* workspace, cudaStream_t stream);
 // Writes the header of a payload whose body is in place: `header` (host memory), with kNonFinite where one of the
 // `magnitudes` is not finite, the wire form of `number` (unless null) as the last 8 bytes of the fields, and the
-// checksum. Workspace as for payload_checksum.
+// checksum.
+int64_t payload_seal_workspace(int64_t nbytes);
 void payload_seal(uint8_t* payload, int64_t nbytes, const PayloadHeader& header, const float* magnitudes,
                   int64_t magnitude_count, const RangeFloat* number, void* workspace, cudaStream_t stream);
 // Walks `count` payloads that lie one behind the other: all that a host must know about them, in one table. The walk

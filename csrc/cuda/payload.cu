@@ -11,7 +11,8 @@ static_assert(offsetof(PayloadHeader, checksum) == kChecksumBytes, "the wire for
 static_assert(offsetof(PayloadHeader, fields) + sizeof PayloadHeader{}.fields == sizeof(PayloadHeader),
               "the number is the last word of the header");
 
-int64_t payload_checksum_workspace() { return sizeof(ChecksumState); }
+int64_t payload_checksum_workspace(int64_t) { return sizeof(ChecksumState); }
+int64_t payload_seal_workspace(int64_t) { return sizeof(ChecksumState); }
 
 void payload_checksum(const uint8_t* payload, int64_t nbytes, uint32_t* checksum, void* workspace,
                       cudaStream_t stream) {

@@ -40,14 +40,17 @@ __global__ void __launch_bounds__(kBlock)
   }
   const RangeFloat format = *words;
   const int bits = format.bits;
-  for_each_bit<true>(bitmap, n, offsets, [&](int64_t i, bool, int64_t rank) {
-    const uint32_t pair = read_bits(packed, packed_bytes, rank * 2 * bits, 2 * bits);
-    float2* bin = reinterpret_cast<float2*>(spectrum) + i;
-    float2 sum = *bin;
-    sum.x += weight * range_decode(format, pair & ((1u << bits) - 1));
-    sum.y += weight * range_decode(format, pair >> bits);
-    *bin = sum;
-  });
+  auto* bins = reinterpret_cast<float2*>(spectrum);
+  for_each_bit<true>(
+      bitmap, n, offsets,
+      [&](int64_t i, bool, int64_t rank) {
+        const uint32_t pair = read_bits(packed, packed_bytes, rank * 2 * bits, 2 * bits);
+        float2 sum = bins[i];
+        sum.x += weight * range_decode(format, pair & ((1u << bits) - 1));
+        sum.y += weight * range_decode(format, pair >> bits);
+        return sum;
+      },
+      [&](int64_t i, int64_t, float2 sum) { bins[i] = sum; });
 }
 
 }  // namespace gradzip::cuda

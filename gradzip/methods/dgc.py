@@ -86,7 +86,7 @@ class DGC(SparseCodec):
         if state.residual is None:
             return (yield from super().reduce(velocity, state))
         # Memory of all parameters together, encoded before the first collective.
-        total = self._workspace.empty("total", tuple(velocity.shape), torch.float32)
+        total = self._workspace.empty("total", tuple(velocity.shape), torch.float32, velocity.device)
         return (yield from super().reduce(torch.add(velocity, state.residual, out=total), state))
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:

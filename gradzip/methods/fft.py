@@ -63,7 +63,7 @@ class FFTRange(GatherCompressor):
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"FFTRange: got rounding = {self.rounding!r}, expected 'nearest' or 'stochastic'")
         _limits(self.value_range)
-        self.clamped = 0  # values that a fixed value_range has clamped so far
+        self.clamped: int | Tensor = 0  # values that a fixed value_range has clamped so far; on CUDA a 0-dim tensor
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         numel = grad.numel()
@@ -71,33 +71,35 @@ class FFTRange(GatherCompressor):
         bins = length // 2 + 1
         total = rows * bins
         k = max(1, round((1.0 - theta_at(self.theta, key.step)) * total))
-        scratch = self._workspace.empty
+        scratch = functools.partial(self._workspace.empty, device=grad.device)
 
         signal = grad.reshape(-1)
         if rows * length != numel:
             signal = scratch("signal", (rows * length,), torch.float32)
             signal[:numel] = grad.reshape(-1)
             signal[numel:] = 0
-        amax = ops.abs_max(signal)
+        # Two magnitudes, both on the gradient's device: nothing waits for them there.
+        magnitudes = scratch("magnitudes", (2,), torch.float32)
+        amax = ops.abs_max_tensor(signal, out=magnitudes[:1])
         spectrum = scratch("spectrum", (rows, bins), torch.complex64)
         power = scratch("power", (rows, bins), torch.float32)
-        for part in _parts(rows, length):
+        for part in _parts(rows, length, grad.device):
             torch.fft.rfft(signal.view(rows, length)[part], norm="ortho", out=spectrum[part])
             ops.spectrum_power(spectrum[part], length, amax, out=power[part])
 
         bitmap_end = ops.bitmap_nbytes(total)
         codes_end = bitmap_end + ops.packed_nbytes(2 * k, self.bits)
-        payload = ops.new_payload(codes_end)
+        payload = ops.new_payload(codes_end, grad.device)
         body = payload[ops.HEADER_NBYTES :]
         bitmap = ops.bitmap(power, ops.select(power, k), out=body[:bitmap_end])
         kept = ops.gather_marked(spectrum, bitmap, k, out=scratch("kept", (k,), torch.complex64))
         values = torch.view_as_real(kept)
         number = ops.RangeFloat.fit(values, self.bits, self.mantissa, _limits(self.value_range))
         noise = key.bits if self.rounding == "stochastic" else None
-        self.clamped += number.encode_packed(values, body[bitmap_end:codes_end], noise)
+        self.clamped = self.clamped + number.encode_packed(values, body[bitmap_end:codes_end], noise)
         # A transform may overflow where the gradient itself does not.
-        finite = math.isfinite(amax) and math.isfinite(ops.abs_max(values))
-        return self.seal(payload, numel, finite, _COUNT.pack(k) + number.to_wire())
+        ops.abs_max_tensor(values, out=magnitudes[1:])
+        return self.seal(payload, numel, magnitudes, _COUNT.pack(k), number)
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         (k,) = _COUNT.unpack(payload.fields[:8])
@@ -112,16 +114,16 @@ class FFTRange(GatherCompressor):
             )
         ops.spectrum_decode_add(out, payload.body[:bitmap_end], payload.body[bitmap_end:codes_end], k, number, weight)
 
-    def accumulator(self, numel: int) -> Tensor:
+    def accumulator(self, numel: int, device: torch.device) -> Tensor:
         rows, length = transform_shape(numel, self.block)
-        return self._workspace.empty("sum", (rows, length // 2 + 1), torch.complex64).zero_()
+        return self._workspace.empty("sum", (rows, length // 2 + 1), torch.complex64, device).zero_()
 
     def finish(self, out: Tensor, numel: int) -> Tensor:
         rows, length = transform_shape(numel, self.block)
-        signal = self._workspace.empty("signal", (rows, length), torch.float32)
+        signal = self._workspace.empty("signal", (rows, length), torch.float32, out.device)
         # One long row is cut among threads, and rounds as it is cut; all ranks must get the same bits.
         with _one_thread() if rows == 1 else contextlib.nullcontext():
-            for part in _parts(rows, length):
+            for part in _parts(rows, length, out.device):
                 torch.fft.irfft(out[part], n=length, norm="ortho", out=signal[part])
         return signal.view(-1)[:numel]
 
@@ -164,9 +166,10 @@ def _smooth(length: int) -> int:
     return best
 
 
-def _parts(rows: int, length: int) -> list[slice]:
-    """Rows that are transformed together: few enough to stay in the cache until the next kernel reads them."""
-    step = max(1, _PART // length)
+def _parts(rows: int, length: int, device: torch.device) -> list[slice]:
+    """Rows that are transformed together: few enough to stay in a processor's cache until the next kernel reads them. A
+    device would rather have all at once."""
+    step = max(1, _PART // length) if device.type == "cpu" else rows
     return [slice(begin, begin + step) for begin in range(0, rows, step)]
 
 

@@ -54,7 +54,7 @@ class RandomK(Compressor):
         values = yield Mean(values)
         if not self.error_feedback:
             values = values * (numel / k)
-        average = self._workspace.empty("average", (numel,), grad.dtype).zero_()
+        average = self._workspace.empty("average", (numel,), grad.dtype, grad.device).zero_()
         return average.index_copy_(0, indices.long(), values)
 
     def subtract_sent(self, state: State) -> None:

@@ -39,20 +39,19 @@ class SparseCodec(GatherCompressor):
         """The sealed payload of k elements: indices int32, ascending; values float32."""
         values_end = ops.packed_nbytes(values.numel(), self.bits)
         codes_end = values_end + ops.encoded_indices_nbytes(indices, numel)
-        payload = ops.new_payload(codes_end)
+        payload = ops.new_payload(codes_end, values.device)
         body = payload[ops.HEADER_NBYTES :]
-        number = b"\0" * 8
+        fields, number = _COUNT.pack(values.numel()), None
         if self.bits == 32:
+            fields += b"\0" * 8
             body[:values_end].view(torch.float32).copy_(values)
         else:
             # A mantissa of its own for each payload: the values of a sparse gradient span few octaves.
-            fitted = ops.RangeFloat.fit(values, self.bits)
-            fitted.encode_packed(values, body[:values_end])
-            number = fitted.to_wire()
+            number = ops.RangeFloat.fit(values, self.bits)
+            number.encode_packed(values, body[:values_end])
         ops.encode_indices(indices, numel, out=body[values_end:codes_end])
         # The largest elements are among those kept: what is not finite too.
-        finite = math.isfinite(ops.abs_max(values))
-        return self.seal(payload, numel, finite, _COUNT.pack(values.numel()) + number)
+        return self.seal(payload, numel, math.isfinite(ops.abs_max(values)), fields, number)
 
     def unpack(self, payload: ops.Payload) -> tuple[Tensor, Tensor]:
         """(coded indices, values float32); PayloadError."""

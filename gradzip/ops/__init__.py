@@ -1,9 +1,11 @@
 """Primitives over torch tensors: checked here, computed by C++ kernels (csrc/) on torch.get_num_threads() threads.
+Where the tensors are on a CUDA device, CUDA kernels compute them, on its current stream.
 
-All are deterministic: the same input gives the same bits whatever the number of threads or the instruction set.
+All are deterministic: the same input gives the same bits whatever the number of threads, the instruction set or the
+device. On CUDA nothing waits for the device, unless a docstring says so.
 """
 
-from .abs_max import abs_max
+from .abs_max import abs_max, abs_max_tensor
 from .atom_probabilities import atom_probabilities
 from .compact import bitmap, bitmap_nbytes, compact, expand, gather_marked
 from .elias import elias_capacity, elias_decode, elias_decode_add, elias_encode, quantize_elias
@@ -40,6 +42,7 @@ __all__ = [
     "PayloadError",
     "RangeFloat",
     "abs_max",
+    "abs_max_tensor",
     "atom_probabilities",
     "bitmap",
     "bitmap_nbytes",

@@ -30,7 +30,7 @@ def atom_probabilities(atoms: Tensor, budget: float, out: Tensor | None = None) 
     atoms = _native.check(atoms, dtype, "atom_probabilities: atoms")
     if not (budget > 0 and math.isfinite(budget)):
         raise ValueError(f"atom_probabilities: got budget = {budget}, expected a finite number > 0")
-    p = _native.output(out, atoms.numel(), dtype, "atom_probabilities: out").view(atoms.shape)
+    p = _native.output(out, atoms.numel(), dtype, atoms.device, "atom_probabilities: out").view(atoms.shape)
     kernels = _native.kernels()
     kernel = kernels.atom_probabilities_double if dtype == torch.float64 else kernels.atom_probabilities_float
     if kernel(atoms.data_ptr(), atoms.numel(), budget, p.data_ptr(), _native.threads()):

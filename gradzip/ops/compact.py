@@ -22,20 +22,57 @@ def bitmap(x: Tensor, selection: Tensor, out: Tensor | None = None) -> Tensor:
     is set where x[i] is kept; exactly k are.
     """
     x = _native.check(x, torch.float32, "bitmap: x")
-    selection = _native.check(selection, torch.uint8, "bitmap: selection", 16)
-    out = _native.output(out, bitmap_nbytes(x.numel()), torch.uint8, "bitmap: out")
-    _native.kernels().bitmap(x.data_ptr(), x.numel(), selection.data_ptr(), out.data_ptr(), _native.threads())
+    selection = _native.check(selection, torch.uint8, "bitmap: selection", 16, x.device)
+    out = _native.output(out, bitmap_nbytes(x.numel()), torch.uint8, x.device, "bitmap: out")
+    _bitmap(x, selection, out)
     return out
+
+
+def _bitmap(x: Tensor, selection: Tensor, out: Tensor) -> Tensor | int:
+    """Writes the bitmap; how many bits are set (on CUDA a tensor)."""
+    if not _native.on_cuda(x):
+        return _native.kernels().bitmap(
+            x.data_ptr(), x.numel(), selection.data_ptr(), out.data_ptr(), _native.threads()
+        )
+    count = torch.empty(1, dtype=torch.int64, device=x.device)
+    _native.launch(
+        "bitmap",
+        x.device,
+        x.data_ptr(),
+        x.numel(),
+        selection.data_ptr(),
+        out.data_ptr(),
+        count.data_ptr(),
+        workspace_for=x.numel(),
+    )
+    return count
 
 
 def gather_marked(x: Tensor, bitmap: Tensor, count: int, out: Tensor | None = None) -> Tensor:
     """The elements of x whose bit is set, in order.
 
     x: n elements, float32 or complex64; bitmap: uint8 of ceil(n / 8) with `count` bits set. Returns `count` elements.
+    ValueError when the bitmap has more or fewer bits set; on CUDA, where that would mean to wait, the result is
+    unspecified then.
     """
     x = _native.check(x, _ITEMS, "gather_marked: x")
-    bitmap = _native.check(bitmap, torch.uint8, "gather_marked: bitmap", bitmap_nbytes(x.numel()))
-    out = _native.output(out, count, x.dtype, "gather_marked: out")
+    bitmap = _native.check(bitmap, torch.uint8, "gather_marked: bitmap", bitmap_nbytes(x.numel()), x.device)
+    out = _native.output(out, count, x.dtype, x.device, "gather_marked: out")
+    if _native.on_cuda(x):
+        ignored = torch.empty(1, dtype=torch.int64, device=x.device)
+        _native.launch(
+            "compact",
+            x.device,
+            x.data_ptr(),
+            x.numel(),
+            x.element_size(),
+            bitmap.data_ptr(),
+            out.data_ptr(),
+            count,
+            ignored.data_ptr(),
+            workspace_for=x.numel(),
+        )
+        return out
     found = _native.kernels().compact(
         x.data_ptr(), x.numel(), x.element_size(), bitmap.data_ptr(), out.data_ptr(), count, _native.threads()
     )
@@ -47,7 +84,8 @@ def gather_marked(x: Tensor, bitmap: Tensor, count: int, out: Tensor | None = No
 def compact(x: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
     """Keeps \\|x\\| >= threshold: (values, bitmap).
 
-    x: n elements, float32. values: float32, in order; bitmap: uint8 of ceil(n / 8). Deterministic.
+    x: n elements, float32. values: float32, in order; bitmap: uint8 of ceil(n / 8). Deterministic. Waits for the
+    device where x is on one: how many values there are decides how much memory they need.
 
     >>> values, bits = compact(torch.tensor([4.0, 0.0, -5.0, 0.0]), 1.0)
     >>> values.tolist(), bits.tolist()
@@ -59,8 +97,8 @@ def compact(x: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
     selection = torch.empty(16, dtype=torch.uint8)
     selection[:4].view(torch.float32)[0] = float(threshold)
     selection[8:].view(torch.int64)[0] = x.numel()  # all ties
-    bits = torch.empty(bitmap_nbytes(x.numel()), dtype=torch.uint8)
-    count = _native.kernels().bitmap(x.data_ptr(), x.numel(), selection.data_ptr(), bits.data_ptr(), _native.threads())
+    bits = torch.empty(bitmap_nbytes(x.numel()), dtype=torch.uint8, device=x.device)
+    count = int(_bitmap(x, selection.to(x.device), bits))
     return gather_marked(x, bits, count), bits
 
 
@@ -68,20 +106,25 @@ def expand(values: Tensor, bitmap: Tensor, numel: int, out: Tensor | None = None
     """The inverse of `compact`: the values where bits are set, zeros elsewhere.
 
     values: float32 or complex64; bitmap: uint8 of ceil(numel / 8). Returns numel elements. PayloadError when the
-    bitmap does not have as many bits set as there are values.
+    bitmap does not have as many bits set as there are values (on CUDA, the device is waited for to know).
     """
     values = _native.check(values, _ITEMS, "expand: values")
-    bitmap = _native.check(bitmap, torch.uint8, "expand: bitmap", bitmap_nbytes(numel))
-    out = _native.output(out, numel, values.dtype, "expand: out")
-    found = _native.kernels().expand(
+    bitmap = _native.check(bitmap, torch.uint8, "expand: bitmap", bitmap_nbytes(numel), values.device)
+    out = _native.output(out, numel, values.dtype, values.device, "expand: out")
+    arguments = (
         values.data_ptr(),
         values.numel(),
         values.element_size(),
         bitmap.data_ptr(),
         out.data_ptr(),
         numel,
-        _native.threads(),
     )
+    if _native.on_cuda(values):
+        count = torch.empty(1, dtype=torch.int64, device=values.device)
+        _native.launch("expand", values.device, *arguments, count.data_ptr(), workspace_for=numel)
+        found = int(count)
+    else:
+        found = _native.kernels().expand(*arguments, _native.threads())
     if found != values.numel():
         raise PayloadError(f"expand: got {values.numel()} values, but the bitmap marks another number of elements")
     return out

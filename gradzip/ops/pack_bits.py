@@ -28,8 +28,11 @@ def pack_bits(codes: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
     """
     _check_bits(bits, "pack_bits")
     codes = _native.check(codes, torch.int32, "pack_bits: codes")
-    out = _native.output(out, packed_nbytes(codes.numel(), bits), torch.uint8, "pack_bits: out")
-    _native.kernels().pack_bits(codes.data_ptr(), codes.numel(), bits, out.data_ptr(), _native.threads())
+    out = _native.output(out, packed_nbytes(codes.numel(), bits), torch.uint8, codes.device, "pack_bits: out")
+    if _native.on_cuda(codes):
+        _native.launch("pack_bits", codes.device, codes.data_ptr(), codes.numel(), bits, out.data_ptr())
+    else:
+        _native.kernels().pack_bits(codes.data_ptr(), codes.numel(), bits, out.data_ptr(), _native.threads())
     return out
 
 
@@ -44,6 +47,9 @@ def unpack_bits(packed: Tensor, bits: int, numel: int) -> Tensor:
             f"unpack_bits: got {packed.numel()} bytes, expected {packed_nbytes(numel, bits)} "
             f"for {numel} codes of {bits} bits"
         )
-    out = torch.empty(numel, dtype=torch.int32)
-    _native.kernels().unpack_bits(packed.data_ptr(), numel, bits, out.data_ptr(), _native.threads())
+    out = torch.empty(numel, dtype=torch.int32, device=packed.device)
+    if _native.on_cuda(packed):
+        _native.launch("unpack_bits", packed.device, packed.data_ptr(), numel, bits, out.data_ptr())
+    else:
+        _native.kernels().unpack_bits(packed.data_ptr(), numel, bits, out.data_ptr(), _native.threads())
     return out

@@ -34,33 +34,39 @@ class RangeFloat:
     tensor([ 0.0000,  1.0000, -0.3125])
     """
 
-    __slots__ = ("_words",)
+    # On CUDA, `fit` leaves all but the number of bits in the device's memory: reading a property waits for it.
+    __slots__ = ("_bits", "_words")
 
     def __init__(self, bits: int, mantissa: int, vmin: float, vmax: float) -> None:
         check_format(bits, mantissa, required=True)
         _check_range(vmin, vmax)
+        self._bits = bits
         self._words = torch.empty(7, dtype=torch.int32)
         _native.kernels().range_float_make(self._words.data_ptr(), bits, mantissa, vmin, vmax)
 
     @classmethod
-    def _of_words(cls, words: Tensor) -> RangeFloat:
+    def _of_words(cls, words: Tensor, bits: int) -> RangeFloat:
         self = object.__new__(cls)
+        self._bits = bits
         self._words = words
         return self
+
+    def _words_on(self, device: torch.device) -> Tensor:
+        return self._words.to(device, non_blocking=True)
 
     @classmethod
     def fit(
         cls, x: Tensor, bits: int, mantissa: int | None = None, value_range: tuple[float, float] | None = None
     ) -> RangeFloat:
         """The format for the values x (float32): their range, and the mantissa with the least expected squared error
-        on their histogram, where these are not given. Deterministic."""
+        on their histogram, where these are not given. Deterministic; on CUDA, nothing waits for it."""
         check_format(bits, mantissa)
         x = _native.check(x, torch.float32, "RangeFloat.fit: x")
         if value_range is not None:
             _check_range(*value_range)
         vmin, vmax = (1.0, -1.0) if value_range is None else value_range  # an empty range stands for that of x
-        words = torch.empty(7, dtype=torch.int32)
-        _native.kernels().range_float_fit(
+        words = torch.empty(7, dtype=torch.int32, device=x.device)
+        arguments = (
             words.data_ptr(),
             x.data_ptr(),
             x.numel(),
@@ -68,12 +74,15 @@ class RangeFloat:
             -1 if mantissa is None else mantissa,
             vmin,
             vmax,
-            _native.threads(),
         )
-        return cls._of_words(words)
+        if _native.on_cuda(x):
+            _native.launch("range_float_fit", x.device, *arguments, workspace_for=x.numel())
+        else:
+            _native.kernels().range_float_fit(*arguments, _native.threads())
+        return cls._of_words(words, bits)
 
     def _fields(self) -> tuple[int, int, int, int, int, float, float]:
-        return _WORDS.unpack(self._words.numpy().tobytes())
+        return _WORDS.unpack(self._words.cpu().numpy().tobytes())
 
     @property
     def pbase(self) -> int:
@@ -95,7 +104,7 @@ class RangeFloat:
 
     @property
     def bits(self) -> int:
-        return self._fields()[4]
+        return self._bits
 
     @property
     def vmin(self) -> float:
@@ -118,40 +127,43 @@ class RangeFloat:
         [eps, max] and below eps), None to round to nearest. Returns int32 of the same shape. NaN becomes 0.
         """
         x = _native.check(x, torch.float32, "RangeFloat.encode: x")
-        codes = torch.empty(x.shape, dtype=torch.int32)
-        _native.kernels().range_float_encode(
-            self._words.data_ptr(),
-            x.data_ptr(),
-            x.numel(),
-            key is not None,
-            key or 0,
-            codes.data_ptr(),
-            _native.threads(),
-        )
+        codes = torch.empty(x.shape, dtype=torch.int32, device=x.device)
+        words = self._words_on(x.device)
+        arguments = (words.data_ptr(), x.data_ptr(), x.numel(), key is not None, key or 0, codes.data_ptr())
+        if _native.on_cuda(x):
+            outside = torch.zeros(1, dtype=torch.int64, device=x.device)
+            _native.launch("range_float_encode", x.device, *arguments, outside.data_ptr())
+        else:
+            _native.kernels().range_float_encode(*arguments, _native.threads())
         return codes
 
-    def encode_packed(self, x: Tensor, out: Tensor, key: int | None = None) -> int:
+    def encode_packed(self, x: Tensor, out: Tensor, key: int | None = None) -> int | Tensor:
         """The same in one pass with `pack_bits`; out: uint8 of ceil(x.numel() * bits / 8). Returns how many values lay
-        outside [vmin, vmax] and were clamped."""
+        outside [vmin, vmax] and were clamped; on CUDA as a 0-dim int64 tensor, so that nothing waits."""
         x = _native.check(x, torch.float32, "RangeFloat.encode_packed: x")
-        out = _native.output(out, packed_nbytes(x.numel(), self.bits), torch.uint8, "RangeFloat.encode_packed: out")
-        return _native.kernels().range_float_encode_packed(
-            self._words.data_ptr(),
-            x.data_ptr(),
-            x.numel(),
-            key is not None,
-            key or 0,
-            out.data_ptr(),
-            _native.threads(),
-        )
+        nbytes = packed_nbytes(x.numel(), self.bits)
+        out = _native.output(out, nbytes, torch.uint8, x.device, "RangeFloat.encode_packed: out")
+        words = self._words_on(x.device)
+        source, drawing = (words.data_ptr(), x.data_ptr(), x.numel()), (key is not None, key or 0, out.data_ptr())
+        if _native.on_cuda(x):
+            outside = torch.zeros((), dtype=torch.int64, device=x.device)
+            _native.launch("range_float_encode_packed", x.device, *source, self.bits, *drawing, outside.data_ptr())
+            return outside
+        return _native.kernels().range_float_encode_packed(*source, *drawing, _native.threads())
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values of codes (int32), float32 of the same shape; ValueError for a code above P + Q."""
+        """Values of codes (int32), float32 of the same shape; ValueError for a code above P + Q (on CUDA, the device is
+        waited for to know)."""
         codes = _native.check(codes, torch.int32, "RangeFloat.decode: codes")
-        x = torch.empty(codes.shape, dtype=torch.float32)
-        failed = _native.kernels().range_float_decode(
-            self._words.data_ptr(), codes.data_ptr(), codes.numel(), x.data_ptr(), _native.threads()
-        )
+        x = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        words = self._words_on(codes.device)
+        arguments = (words.data_ptr(), codes.data_ptr(), codes.numel(), x.data_ptr())
+        if _native.on_cuda(codes):
+            flag = torch.zeros(1, dtype=torch.int32, device=codes.device)
+            _native.launch("range_float_decode", codes.device, *arguments, flag.data_ptr())
+            failed = int(flag)
+        else:
+            failed = _native.kernels().range_float_decode(*arguments, _native.threads())
         if failed:
             raise ValueError(f"RangeFloat.decode: got a code above {self.positive + self.negative}, the last there is")
         return x
@@ -174,7 +186,7 @@ class RangeFloat:
         if positive > room:
             raise PayloadError(f"corrupt range float: {positive} numbers from pbase={pbase} pass the largest float")
         words = _WORDS.pack(pbase, positive, max(0, min(codes - positive, room)), mantissa, bits, math.nan, math.nan)
-        return cls._of_words(torch.frombuffer(bytearray(words), dtype=torch.int32))
+        return cls._of_words(torch.frombuffer(bytearray(words), dtype=torch.int32), bits)
 
     def __repr__(self) -> str:
         return f"RangeFloat(bits={self.bits}, mantissa={self.mantissa}, vmin={self.vmin}, vmax={self.vmax})"

@@ -13,12 +13,15 @@ def select(x: Tensor, k: int) -> Tensor:
 
     x: any shape, float32; 1 <= k <= x.numel(). Returns 16 bytes (uint8) that `bitmap` understands: threshold float32,
     4 bytes unused, number of ties int64. Deterministic; NaN counts as larger than infinity. Expected cost: one read
-    of x.
+    of x; on CUDA three at most. They are on x's device, and nothing waits for them.
     """
     x = _native.check(x, torch.float32, "select: x")
     if not 1 <= k <= x.numel():
         raise ValueError(f"select: got k = {k}, expected 1 to {x.numel()} (the number of elements)")
-    selection = torch.empty(16, dtype=torch.uint8)
+    selection = torch.empty(16, dtype=torch.uint8, device=x.device)
+    if _native.on_cuda(x):
+        _native.launch("select", x.device, x.data_ptr(), x.numel(), k, selection.data_ptr(), workspace_for=x.numel())
+        return selection
     _native.kernels().select(x.data_ptr(), x.numel(), k, selection.data_ptr(), _native.threads())
     return selection
 

@@ -51,7 +51,7 @@ def marked_indices(bitmap: Tensor, numel: int, count: int, out: Tensor | None = 
     if not 0 <= numel < 2**31:
         raise ValueError(f"marked_indices: got {numel} elements, expected 0 to 2^31 - 1")
     bitmap = _native.check(bitmap, torch.uint8, "marked_indices: bitmap", bitmap_nbytes(numel))
-    out = _native.output(out, count, torch.int32, "marked_indices: out")
+    out = _native.output(out, count, torch.int32, bitmap.device, "marked_indices: out")
     found = _native.kernels().marked_indices(bitmap.data_ptr(), numel, 0, count, out.data_ptr(), 0, _native.threads())
     if found != count:
         raise ValueError(f"marked_indices: got a bitmap with other than the expected {count} bits set")

@@ -37,7 +37,7 @@ static void test_checksum(int64_t nbytes) {
     const simt::Buffer<uint8_t> payload(bytes, skip);
     simt::in_any_order(nbytes, [&] {
       const simt::Buffer<uint32_t> checksum(1);
-      cuda::payload_checksum(payload, nbytes, checksum, simt::workspace(cuda::payload_checksum_workspace()).get(),
+      cuda::payload_checksum(payload, nbytes, checksum, simt::workspace(cuda::payload_checksum_workspace(nbytes)).get(),
                              nullptr);
       simt::expect_equal(*checksum.get(), expected, "payload_checksum");
     });
@@ -56,7 +56,7 @@ static void test_seal(int64_t nbytes, std::vector<float> magnitudes, bool finite
   simt::in_any_order(nbytes, [&] {
     const simt::Buffer<uint8_t> payload(body_of(nbytes));
     cuda::payload_seal(payload, nbytes, header_of(nbytes), on_device, on_device.size(), number,
-                       simt::workspace(cuda::payload_checksum_workspace()).get(), nullptr);
+                       simt::workspace(cuda::payload_seal_workspace(nbytes)).get(), nullptr);
     simt::expect_equal(payload.get(), expected.data(), nbytes, "payload_seal");
   });
 }

@@ -1,0 +1,58 @@
+// gradzip._C.cuda: one line per primitive of csrc/cuda/ops.h.
+#pragma once
+
+#include "cuda/ops.h"
+#include "primitive.h"
+
+namespace gradzip::cuda {
+
+inline void bind(py::module_& m) {
+  def<abs_max>(m, "abs_max");
+  def<select_workspace>(m, "select_workspace");
+  def<select>(m, "select");
+  def<bitmap_workspace>(m, "bitmap_workspace");
+  def<bitmap>(m, "bitmap");
+  def<compact_workspace>(m, "compact_workspace");
+  def<compact>(m, "compact");
+  def<expand_workspace>(m, "expand_workspace");
+  def<expand>(m, "expand");
+  def<range_float_fit_workspace>(m, "range_float_fit_workspace");
+  def<range_float_fit>(m, "range_float_fit");
+  def<range_float_encode>(m, "range_float_encode");
+  def<range_float_encode_packed>(m, "range_float_encode_packed");
+  def<range_float_decode>(m, "range_float_decode");
+  def<pack_bits>(m, "pack_bits");
+  def<unpack_bits>(m, "unpack_bits");
+  def<quantize_workspace>(m, "quantize_workspace");
+  def<quantize>(m, "quantize");
+  def<quantize_packed_workspace>(m, "quantize_packed_workspace");
+  def<quantize_packed>(m, "quantize_packed");
+  def<dequantize>(m, "dequantize");
+  def<quantized_decode_add>(m, "quantized_decode_add");
+  def<ternary_packed>(m, "ternary_packed");
+  def<ternary_decode_add>(m, "ternary_decode_add");
+  def<pack_signs>(m, "pack_signs");
+  def<majority>(m, "majority");
+  def<signs_decode_add>(m, "signs_decode_add");
+  def<one_bit_packed_workspace>(m, "one_bit_packed_workspace");
+  def<one_bit_packed>(m, "one_bit_packed");
+  def<one_bit_decode_add>(m, "one_bit_decode_add");
+  def<elias_encode_workspace>(m, "elias_encode_workspace");
+  def<elias_encode>(m, "elias_encode");
+  def<elias_decode_workspace>(m, "elias_decode_workspace");
+  def<elias_decode>(m, "elias_decode");
+  def<quantize_elias_workspace>(m, "quantize_elias_workspace");
+  def<quantize_elias>(m, "quantize_elias");
+  def<elias_decode_add_workspace>(m, "elias_decode_add_workspace");
+  def<elias_decode_add>(m, "elias_decode_add");
+  def<spectrum_power>(m, "spectrum_power");
+  def<spectrum_decode_add_workspace>(m, "spectrum_decode_add_workspace");
+  def<spectrum_decode_add>(m, "spectrum_decode_add");
+  def<payload_checksum_workspace>(m, "payload_checksum_workspace");
+  def<payload_checksum>(m, "payload_checksum");
+  def<payload_seal_workspace>(m, "payload_seal_workspace");
+  def<payload_seal>(m, "payload_seal");
+  def<payload_inspect>(m, "payload_inspect");
+}
+
+}  // namespace gradzip::cuda

@@ -1,0 +1,99 @@
+"""Compiles the programs of tests/simt, which run CUDA kernels on the CPU. Cached in build/simt by content."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+CSRC = ROOT / "csrc"
+SIMT = ROOT / "tests" / "simt"
+CACHE = ROOT / "build" / "simt"
+
+PLAIN = ["-std=c++17", "-O1", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
+SANITIZED = [*PLAIN, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+
+
+def cached(name: str, parts: list[str | bytes | Path], make) -> Path:
+    """The file `make(path)` writes, unless there is one that was made from the same parts (files by their content)."""
+    digest = hashlib.sha256()
+    for part in parts:
+        content = part.read_bytes() if isinstance(part, Path) else part if isinstance(part, bytes) else part.encode()
+        digest.update(hashlib.sha256(content).digest())
+    target = CACHE / f"{digest.hexdigest()[:16]}-{name}"
+    if not target.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        fresh = CACHE / f"{os.getpid()}-{target.name}"
+        make(fresh)
+        os.replace(fresh, target)
+    return target
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    assert done.returncode == 0 and not done.stdout, f"{' '.join(command)}\n{done.stdout}"
+
+
+def sources(*folders: Path) -> list[Path]:
+    return sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
+
+
+def cpu_library() -> Path:
+    """The CPU kernels, whose results are the expected ones. Not sanitized: they are tested elsewhere."""
+    flags = ["-O2", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-I{CSRC}"]
+
+    def make(target: Path) -> None:
+        objects = {path: f"{target}-{path.stem}.o" for path in sorted((CSRC / "cpu").glob("*.cpp"))}
+        with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(lambda item: run(["g++", *flags, "-c", str(item[0]), "-o", item[1]]), objects.items()))
+        run(["ar", "rcs", str(target), *objects.values()])
+        for path in objects.values():
+            os.remove(path)
+
+    return cached("cpu.a", [" ".join(flags), *sources(CSRC / "cpu", CSRC / "common")], make)
+
+
+def program(name: str, edits: dict[str, tuple[str, str]] | None = None) -> Path:
+    """The executable of tests/simt/NAME.cpp. `edits` maps a file of csrc to (text in it, text in its place)."""
+    library = cpu_library()
+    changed = {}
+    for path, (old, new) in (edits or {}).items():
+        text = (CSRC / path).read_text()
+        assert text.count(old) == 1, f"{path} has {old!r} {text.count(old)} times"
+        changed[path] = text.replace(old, new)
+    used = [f"{path}\n{text}" for path, text in changed.items()]
+    parts = [
+        name,
+        " ".join(SANITIZED),
+        library.name,
+        *used,
+        *sources(CSRC / "cuda", CSRC / "common", CSRC / "cpu", SIMT),
+    ]
+
+    def make(target: Path) -> None:
+        folder = Path(f"{target}-edited")
+        for path, text in changed.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+        include = [f"-I{path}" for path in (folder, SIMT, CSRC)]
+        run(["g++", *SANITIZED, *include, str(SIMT / f"{name}.cpp"), str(library), "-o", str(target)])
+        shutil.rmtree(folder, ignore_errors=True)
+
+    return cached(name, parts, make)
+
+
+def module() -> Path:
+    """The extension `simt_cuda`: the CUDA launchers for Python, on host memory."""
+    import pybind11  # not everybody who runs the tests builds the extension
+
+    include = [f"-I{SIMT}", f"-I{CSRC}"]
+    for path in (pybind11.get_include(), sysconfig.get_path("include")):
+        include += ["-isystem", path]
+    command = ["g++", *PLAIN, "-shared", "-fPIC", "-fvisibility=hidden", *include, str(SIMT / "module.cpp"), "-o"]
+    parts = [" ".join(command), *sources(CSRC, CSRC / "cuda", CSRC / "common", SIMT)]
+    return cached("simt_cuda.so", parts, lambda target: run([*command, str(target)]))

@@ -1,0 +1,384 @@
+"""gradzip.ops and FFTRange on CUDA give the bits they give on the CPU.
+
+Each test runs twice: on a CUDA device, where there is one, and with the same launchers compiled for the CPU (see
+tests/simt), so that all but the device itself is tested everywhere.
+"""
+
+import contextlib
+import importlib.util
+import math
+import shutil
+import types
+
+import pytest
+import torch
+
+import gradzip
+import gradzip.ops._native as native
+import simt_build
+from gradzip import ops
+from gradzip.compressor import Key
+
+SIZES = [0, 1, 31, 32, 33, 1000, 8193]
+
+
+class OnDevice:
+    """Where tensors go, and a context in which `gradzip.ops` takes the way of CUDA tensors."""
+
+    def __init__(self, device, context):
+        self.device = torch.device(device)
+        self.context = context
+
+    def __call__(self, function, *arguments, **keywords):
+        """The function's result on the device, brought back."""
+        with self.context():
+            return self.back(function(*map(self.move, arguments), **{k: self.move(v) for k, v in keywords.items()}))
+
+    def move(self, value):
+        return value.to(self.device) if isinstance(value, torch.Tensor) else value
+
+    def back(self, value):
+        if isinstance(value, tuple):
+            return tuple(map(self.back, value))
+        return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.fixture(scope="session")
+def simt_module():
+    if not shutil.which("g++"):
+        pytest.skip("no g++")
+    spec = importlib.util.spec_from_file_location("simt_cuda", simt_build.module())
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(params=["simt", pytest.param("cuda", marks=pytest.mark.cuda)])
+def on_device(request, monkeypatch):
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        return OnDevice("cuda", contextlib.nullcontext)
+    module = types.SimpleNamespace(cuda=request.getfixturevalue("simt_module"), cuda_built=True)
+
+    @contextlib.contextmanager
+    def pretend():
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "kernels", lambda: module)
+            patch.setattr(native, "on_cuda", lambda x: True)
+            patch.setattr(native, "_stream", lambda device: contextlib.nullcontext(0))
+            yield
+
+    return OnDevice("cpu", pretend)
+
+
+def same(got, expected):
+    """Bit for bit: NaN is itself, and -0 is not 0."""
+    if isinstance(expected, tuple):
+        return len(got) == len(expected) and all(map(same, got, expected))
+    if not isinstance(expected, torch.Tensor):
+        return got == expected or (got != got and expected != expected)
+    return (
+        got.dtype == expected.dtype
+        and got.shape == expected.shape
+        and torch.equal(got.contiguous().reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+    )
+
+
+def inputs(n):
+    """Gradients of n elements: dense, with ties, mostly zero, and a view that is not aligned to 16 bytes."""
+    yield torch.randn(n)
+    yield torch.randint(-2, 3, (n,)).float()
+    yield torch.randn(n) * (torch.rand(n) < 0.02)
+    yield torch.randn(n + 1)[1:]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_selection_and_packing(on_device, n):
+    for x in inputs(n):
+        assert same(on_device(ops.abs_max, x), ops.abs_max(x))
+        assert same(on_device(ops.compact, x, 0.5), ops.compact(x, 0.5))
+        values, bits = ops.compact(x, 0.5)
+        assert same(on_device(ops.expand, values, bits, n), ops.expand(values, bits, n))
+        if n == 0:
+            continue
+        if len(values):
+            with pytest.raises(gradzip.PayloadError, match="another number of elements"):
+                on_device(ops.expand, values[1:], bits, n)
+        for k in {1, math.ceil(n / 7), n}:
+            selection = ops.select(x, k)
+            bits = ops.bitmap(x, selection)
+            assert same(on_device(ops.select, x, k), selection)
+            assert same(on_device(ops.select_threshold, x, k), ops.select_threshold(x, k))
+            assert same(on_device(ops.bitmap, x, selection), bits)
+            for items in (x, torch.complex(x, -x)):
+                assert same(on_device(ops.gather_marked, items, bits, k), ops.gather_marked(items, bits, k))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("bits", [2, 7, 10, 16])
+def test_numbers_and_bit_streams(on_device, n, bits):
+    for x in inputs(n):
+        for mantissa, limits in ((None, None), (2, None), (None, (-1.0, 0.5))):
+            number = ops.RangeFloat.fit(x, bits, mantissa, limits)
+            fitted = on_device(lambda *arguments: ops.RangeFloat.fit(*arguments)._words, x, bits, mantissa, limits)
+            assert same(fitted, number._words)
+            for key in (None, 12345):
+                codes = number.encode(x, key)
+                assert same(on_device(number.encode, x, key), codes)
+                packed = ops.pack_bits(codes, bits)
+                out = torch.empty_like(packed)
+                outside = number.encode_packed(x, out, key)
+                assert int(on_device(number.encode_packed, x, out, key)) == outside
+
+                def pack(y, number=number, key=key):
+                    buffer = torch.zeros(ops.packed_nbytes(n, bits), dtype=torch.uint8, device=y.device)
+                    number.encode_packed(y, buffer, key)
+                    return buffer
+
+                assert same(on_device(pack, x), packed) and same(out, packed)
+            assert same(on_device(ops.pack_bits, codes, bits), packed)
+            assert same(on_device(ops.unpack_bits, packed, bits, n), codes)
+            assert same(on_device(number.decode, codes), number.decode(codes))
+    if n:
+        with pytest.raises(ValueError, match="got a code above"):
+            on_device(number.decode, torch.full((n,), number.positive + number.negative + 1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 6), (5, 63), (2, 4096)])
+def test_spectra(on_device, shape):
+    length = shape[1]
+    spectrum = torch.fft.rfft(torch.randn(shape), norm="ortho")
+    for amax in (2.5, torch.tensor([2.5])):
+        expected = ops.spectrum_power(spectrum, length, 2.5)
+        assert same(on_device(ops.spectrum_power, spectrum, length, amax), expected)
+    k = max(1, spectrum.numel() // 5)
+    number = ops.RangeFloat(9, 4, -2.0, 3.0)
+    bits = ops.bitmap(expected, ops.select(expected, k))
+    packed = ops.pack_bits(torch.randint(0, 400, (2 * k,), dtype=torch.int32), 9)
+
+    def add(bitmap, packed, spectrum, count):
+        total = spectrum.clone()
+        ops.spectrum_decode_add(total, bitmap, packed[: ops.packed_nbytes(2 * count, 9)], count, number, 0.25)
+        return total
+
+    assert same(on_device(add, bits, packed, spectrum, k), add(bits, packed, spectrum, k))
+    assert on_device(add, bits, packed, spectrum, k - 1).isnan().all()
+
+
+METHODS = [
+    gradzip.FFTRange(),
+    gradzip.FFTRange(theta=0.5, bits=7, block=None),
+    gradzip.FFTRange(theta=0.99, block=64, value_range=0.1, rounding="stochastic"),
+    gradzip.FFTRange(mantissa=3, error_feedback=True),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_fft_range_payloads(on_device, method):
+    """Sealed on the device, payloads are those of the CPU; the transform itself is the library's and may differ."""
+    for shape in ((40, 50), (33, 31)):
+        grad = torch.randn(shape)
+        key = Key(0, 3, "w", 1)
+        expected = method.clone()
+        mine = method.clone()
+        payload = on_device(mine.encode, grad, key)
+        wanted = expected.encode(grad, key)
+        opened = ops.open_payload(payload, method=method.method, digest=method.digest, numel=grad.numel())
+        assert opened.flags == 0 and payload.numel() == wanted.numel()
+        if on_device.device.type == "cpu":
+            assert same(payload, wanted) and int(mine.clamped) == expected.clamped
+            got = on_device(mine.decode, [payload, payload], grad.numel())
+            assert same(got, expected.decode([payload, payload], grad.numel()))
+        spoilt = grad.clone()
+        spoilt[3, 4] = math.inf
+        assert on_device(lambda g, m, k: m.decode([m.encode(g, k)], g.numel()), spoilt, mine, key).isnan().all()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_group_on_the_device(on_device, size):
+    grads = [torch.randn(60, 70) for _ in range(size)]
+    groups = [gradzip.LocalGroup(gradzip.FFTRange(error_feedback=True), size) for _ in range(2)]
+    for _ in range(3):
+        with on_device.context():
+            got = groups[0].average([on_device.move(g) for g in grads], "w")
+        expected = groups[1].average(grads, "w")
+        for average, wanted in zip(got, expected):
+            assert average.device.type == on_device.device.type
+            # A device's transform rounds otherwise, so a bin at the threshold may go and another one come.
+            assert torch.allclose(average.cpu(), wanted, atol=0.2)
+            if on_device.device.type == "cpu":
+                assert same(average, wanted)
+
+
+def gathered(on_device):
+    """Three payloads one behind the other, on the device, and each alone."""
+    method = gradzip.FFTRange()
+    payloads = [method.encode(torch.randn(40, 40 + r), Key(0, 0, "w", r)) for r in range(3)]
+    return torch.cat(payloads), payloads, method
+
+
+def test_gathered_payloads_are_opened_with_one_wait(on_device, monkeypatch):
+    buffer, payloads, method = gathered(on_device)
+    waits = []
+    inspect = ops.payload._inspect
+    monkeypatch.setattr(ops.payload, "_inspect", lambda *a: waits.append(1) or inspect(*a))
+
+    def open_all(buffer):
+        return tuple(
+            ops.open_payload(p, method=1, digest=method.digest, numel=40 * (40 + r)).body
+            for r, p in enumerate(ops.split_payloads(buffer, 3))
+        )
+
+    assert same(on_device(open_all, buffer), tuple(p[ops.HEADER_NBYTES :] for p in payloads))
+    assert len(waits) == 1
+    alone = on_device(lambda p: ops.open_payload(p, method=1, digest=method.digest, numel=1600).body, payloads[0])
+    assert same(alone, payloads[0][ops.HEADER_NBYTES :])
+
+
+@pytest.mark.parametrize(
+    "position, byte, message",
+    [
+        (0, 1, "not a gradzip payload"),
+        (2, 9, "wire format 9"),
+        (3, 9, "method number 9"),
+        (5, 1, "another configuration"),
+        (8, 1, "elements, expected"),
+        (16, 1, "claims 1 bytes|claims .* bytes, but|truncated"),
+        (23, 255, "claims .* bytes, but"),
+        (24, 1, "corrupt payload"),
+        (40, 1, "corrupt payload"),
+        (100, 1, "corrupt payload"),
+    ],
+)
+def test_spoilt_payloads_are_refused(on_device, position, byte, message):
+    buffer, payloads, method = gathered(on_device)
+    buffer[payloads[0].numel() + position] ^= byte if byte != 9 else int(payloads[1][position]) ^ 9
+
+    def open_second(buffer):
+        second = ops.split_payloads(buffer, 3)[1]
+        return ops.open_payload(second, method=1, digest=method.digest, numel=1640)
+
+    with pytest.raises(gradzip.PayloadError, match=message) as on_cpu:
+        open_second(buffer)
+    with pytest.raises(gradzip.PayloadError) as there:
+        on_device(open_second, buffer)
+    assert str(there.value) == str(on_cpu.value)
+
+
+def test_truncated_buffers_are_refused(on_device):
+    buffer, payloads, _ = gathered(on_device)
+    for nbytes in (0, 16, 47, payloads[0].numel(), payloads[0].numel() + 48, buffer.numel() - 16):
+        with pytest.raises(gradzip.PayloadError) as on_cpu:
+            ops.split_payloads(buffer[:nbytes], 3)
+        with pytest.raises(gradzip.PayloadError) as there:
+            on_device(ops.split_payloads, buffer[:nbytes], 3)
+        assert str(there.value) == str(on_cpu.value)
+
+
+def test_tensors_of_two_devices_are_refused():
+    x = torch.empty(4, device="meta")
+    with pytest.raises(ValueError, match="got a tensor on meta, expected one on the CPU or a CUDA device"):
+        ops.abs_max(x)
+    with pytest.raises(ValueError, match="expected one on cuda:1 like the others"):
+        native.check(torch.ones(4), torch.float32, "x", device=torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("bits, bucket, norm", [(2, 64, "max"), (4, 512, "l2"), (9, 100, "l2"), (16, 5000, "max")])
+def test_quantization(on_device, n, bits, bucket, norm):
+    for x in inputs(n):
+        codes, norms = ops.quantize(x, bits, bucket, norm, 7)
+        assert same(on_device(ops.quantize, x, bits, bucket, norm, 7), (codes, norms))
+        assert same(on_device(ops.dequantize, codes, norms, bits, bucket), ops.dequantize(codes, norms, bits, bucket))
+        packed, _ = ops.quantize_packed(x, bits, bucket, norm, 7)
+        assert same(on_device(ops.quantize_packed, x, bits, bucket, norm, 7), (packed, norms))
+        stream, _ = ops.quantize_elias(x, bits, bucket, norm, 7)
+        assert same(on_device(ops.quantize_elias, x, bits, bucket, norm, 7), (stream, norms))
+        assert same(on_device(ops.elias_encode, codes), ops.elias_encode(codes))
+        assert same(on_device(ops.elias_decode, stream, n), codes.view(-1))
+        start = torch.randn(n)
+        for decode_add, body in ((ops.quantized_decode_add, packed), (ops.elias_decode_add, stream)):
+
+            def add(body, norms, out, decode_add=decode_add):
+                total = out.clone()
+                decode_add(body, norms, total, bits, bucket, 0.3)
+                return total
+
+            assert same(on_device(add, body, norms, start), add(body, norms, start))
+            if n:
+                spoilt = norms.clone()
+                spoilt[-1] = math.inf
+                assert on_device(add, body, spoilt, start)[-1].isnan()
+    if n:
+        with pytest.raises(ValueError, match="got a level beyond"):
+            on_device(ops.dequantize, torch.full((n,), 1 << bits, dtype=torch.int32), norms, bits, bucket)
+        with pytest.raises(ValueError, match="got a level beyond 65535"):
+            on_device(ops.elias_encode, torch.full((n,), 65536, dtype=torch.int32))
+        with pytest.raises(ValueError, match="less than the stream needs"):
+            on_device(ops.elias_encode, codes, torch.empty(len(stream) - 1, dtype=torch.uint8))
+        with pytest.raises(gradzip.PayloadError, match="not a stream"):
+            on_device(ops.elias_decode, stream[:-1], n)
+        assert on_device(add, stream[:-1], norms, start).isnan().all()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_signs_and_their_majority(on_device, n):
+    ballots = [ops.pack_signs(x, key) for key, x in enumerate(inputs(n))]
+    for key, x in enumerate(inputs(n)):
+        assert same(on_device(ops.pack_signs, x, key), ops.pack_signs(x, key))
+
+    def vote(*packed):
+        return ops.majority(packed, n, 11)
+
+    for voters in (1, 2, 3, 4):
+        assert same(on_device(vote, *ballots[:voters]), vote(*ballots[:voters]))
+
+    def add(packed, out):
+        total = out.clone()
+        ops.signs_decode_add(packed, total, 0.3)
+        return total
+
+    assert same(on_device(add, ballots[0], torch.ones(n)), add(ballots[0], torch.ones(n)))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 1), (7, 33), (100, 8), (2, 9000)])
+def test_one_bit(on_device, shape):
+    for x in inputs(shape[0] * shape[1]):
+        x = x.view(shape)
+        packed, means = ops.one_bit_packed(x, 5)
+        assert same(on_device(ops.one_bit_packed, x, 5), (packed, means))
+
+        def add(packed, means, out):
+            total = out.clone()
+            ops.one_bit_decode_add(packed, means, total, 0.3)
+            return total
+
+        assert same(on_device(add, packed, means, x), add(packed, means, x))
+        if x.numel():
+            spoilt = means.clone()
+            spoilt[-1] = torch.tensor([math.nan, -math.inf])
+            assert on_device(add, packed, spoilt, x)[-1].isnan().all()
+
+
+@pytest.mark.parametrize("n", [*SIZES, 320, 1601])
+def test_ternary(on_device, n):
+    for x in inputs(n):
+        scale, clip = torch.tensor([1.7]), torch.tensor([1.1])
+        expected = ops.ternary_packed(x, scale.item(), clip.item(), 3)
+        assert same(on_device(ops.ternary_packed, x, scale, clip, 3), expected)
+        assert same(on_device(ops.ternary_packed, x, scale.item(), clip.item(), 3), expected)
+        assert same(on_device(ops.ternary_packed, x, scale, None, 3), ops.ternary_packed(x, scale, None, 3))
+
+        def add(packed, scale, out):
+            total = out.clone()
+            ops.ternary_decode_add(packed, scale, total, 1 / 3)
+            return total
+
+        start = torch.randn(n)
+        for value in (0.7, scale, scale.item()):
+            assert same(on_device(add, expected, value, start), add(expected, value, start))
+        if n:
+            assert on_device(add, expected, torch.tensor([-1.0]), start).isnan().all()
+            expected[-1] = 243
+            assert on_device(add, expected, scale, start).isnan().any()

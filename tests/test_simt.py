@@ -1,0 +1,187 @@
+"""The CUDA kernels and launchers, run on the CPU through tests/simt/simt.h and compared with the CPU kernels."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+import simt_build
+from simt_build import CSRC
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
+
+
+def execute(path, *arguments):
+    return subprocess.run([path, *arguments], capture_output=True, text=True, timeout=250)
+
+
+PROGRAMS = ["select", "compact", "range_float", "spectrum", "payload", "quantize", "signs", "ternary", "elias"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_kernels_give_the_bits_of_the_cpu(name):
+    done = execute(simt_build.program(name))
+    assert done.returncode == 0 and not done.stderr, done.stderr[-4000:]
+
+
+BROKEN = {
+    # counts of one thread are wiped by another that still clears
+    "barrier after clearing": (
+        "select",
+        {"cuda/select.cuh": ("counts[i] = 0;\n  __syncthreads();", "counts[i] = 0;")},
+        "select, k =",
+    ),
+    "barrier of a scan": (
+        "compact",
+        {"cuda/block.cuh": ("partial[warp()] = upto;\n  __syncthreads();", "partial[warp()] = upto;")},
+        "compact: set bits: item 0",
+    ),
+    "barrier between tiles": (
+        "range_float",
+        {"cuda/pack_bits.cuh": ("packed + first / 8 * bits);\n    __syncthreads();", "packed + first / 8 * bits);")},
+        "pack_bits, bits =",
+    ),
+    "barrier in a branch": (
+        "spectrum",
+        {
+            "cuda/bitmap.cuh": (
+                "if (threadIdx.x == 0) counts[tile] = set;",
+                "if (warp() == 0) __syncthreads(), counts[tile] = set;",
+            )
+        },
+        "simt: .*(barrier|waits|has ended)",
+    ),
+    "tail too short": (
+        "select",
+        {"cuda/block.cuh": ("if (thread < n - tail) f", "if (thread < n - tail - 1) f")},
+        "abs_max: item",
+    ),
+    "tail too long": (
+        "compact",
+        {"cuda/compact.cuh": ("value[u] = i < n ?", "value[u] = i <= n ?")},
+        "heap-buffer-overflow",
+    ),
+    "last block too early": (
+        "payload",
+        {"cuda/block.cuh": ("== gridDim.x - 1;", "== gridDim.x - 2;")},
+        "payload_checksum: item",
+    ),
+    "word written whole at the end": (
+        "range_float",
+        {"cuda/bit_stream.cuh": ("first >= 0 && first + 4 <= nbytes", "first >= 0")},
+        "heap-buffer-overflow",
+    ),
+    "barrier before a tile's norms": (
+        "quantize",
+        {"cuda/quantize_tile.cuh": ("    __syncthreads();\n    tile_norms", "    tile_norms")},
+        "quantize: norms",
+    ),
+    "barrier after a tile's norms": (
+        "quantize",
+        {"cuda/quantize_tile.cuh": ("buckets.first);\n    __syncthreads();", "buckets.first);")},
+        "quantize, bits =",
+    ),
+    "lanes added up in another order": (
+        "quantize",
+        {
+            "cuda/teams.cuh": (
+                "for (int d = kTeam / 2; d > 0; d /= 2) value",
+                "for (int d = 1; d < kTeam; d *= 2) value",
+            )
+        },
+        "norms",
+    ),
+    "barrier before a chunk's tokens": (
+        "elias",
+        {"cuda/elias.cuh": ("words[w] = 0;\n  __syncthreads();", "words[w] = 0;")},
+        "elias_encode, levels",
+    ),
+    "a run past the end": (
+        "elias",
+        {"cuda/elias.cuh": ("if (next >= count) return;", "if (next > count) return;")},
+        "elias_decode",
+    ),
+    "ties to one side": (
+        "signs",
+        {"cuda/signs.cuh": ("won |= equal & coins(key, word)", "won |= equal")},
+        "majority of",
+    ),
+    "a byte of no trits": (
+        "ternary",
+        {"cuda/ternary.cuh": ("valid && byte[j] <= kTopByte", "valid && byte[j] <= kTopByte + 1")},
+        "ternary_decode_add of a byte",
+    ),
+    "misaligned wide load": (
+        "select",
+        {"cuda/block.cuh": ("reinterpret_cast<const float4*>(x + head)", "reinterpret_cast<const float4*>(x)")},
+        "misaligned|heap-buffer-overflow|item",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_kernel_is_caught(case):
+    name, edits, message = BROKEN[case]
+    done = execute(simt_build.program(name, edits))
+    assert done.returncode != 0 and re.search(message, done.stderr), (done.returncode, done.stderr[-4000:])
+
+
+FAULTS = {
+    "exit": "thread 40: has ended while thread 0 waits at line",
+    "barriers": "is at the barrier of line",
+    "warp-and-barrier": "__syncwarp at line .* but only fffffff7 came",
+    "collectives": "other lanes of its warp at",
+    "left-out": "leaves out lane",
+    "outside": "reads lane 20, outside of mask 0000ffff",
+    "missing-barrier": "reads what is not there yet",
+    "shared-bounds": "index 64 out of bounds",
+    "dynamic-bounds": "heap-buffer-overflow",
+    "block-size": "cannot launch 1 x 1 blocks of 48 x 1 threads",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_reported(fault):
+    program = simt_build.program("faults")
+    assert execute(program, "none").returncode == 0
+    done = execute(program, fault)
+    assert done.returncode != 0 and re.search(FAULTS[fault], done.stderr), done.stderr[-4000:]
+
+
+KERNELS = sorted(path.name for path in (CSRC / "cuda").glob("*.cuh"))
+
+
+def includes(path):
+    return re.findall(r'#include ([<"].*[>"])', path.read_text())
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel_files_hold_no_host_code(name):
+    """Kernel files include kernels and common headers only, and those nothing that a device has not."""
+    for include in includes(CSRC / "cuda" / name):
+        assert re.fullmatch(r'"(cuda/\w+\.cuh|common/\w+\.h)"', include), include
+    text = (CSRC / "cuda" / name).read_text()
+    assert "std::" not in text and "cudaStream_t" not in text
+
+
+def test_common_headers_need_no_library():
+    for path in (CSRC / "common").glob("*.h"):
+        for include in includes(path):
+            assert re.fullmatch(r'"common/\w+\.h"|<cstdint>|<cstring>', include), f"{path.name}: {include}"
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+@pytest.mark.parametrize("name", [*KERNELS, *sorted(path.name for path in (CSRC / "cuda").glob("*.cu"))])
+def test_nvcc_compiles(name):
+    """Each file alone, without a warning. For the oldest device: newer ones have all it has."""
+    command = ["nvcc", "-std=c++17", "-arch=sm_75", "-fmad=false", "-ptx", f"-I{CSRC}"]
+    files = simt_build.sources(CSRC / "cuda", CSRC / "common")
+
+    def make(target):
+        alone = target.with_suffix(".cu")
+        alone.write_text(f'#include "cuda/{name}"\n')
+        simt_build.run([*command, str(alone), "-o", str(target)])
+        alone.unlink()
+
+    simt_build.cached(f"{name}.ptx", [" ".join(command), *files], make)
