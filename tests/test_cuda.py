@@ -11,11 +11,11 @@ import shutil
 import types
 
 import pytest
-import simt_build
 import torch
 
 import gradzip
 import gradzip.ops._native as native
+import simt_build
 from gradzip import ops
 from gradzip.compressor import Key
 
@@ -166,6 +166,100 @@ def test_spectra(on_device, shape):
     assert on_device(add, bits, packed, spectrum, k - 1).isnan().all()
 
 
+@pytest.mark.parametrize("n", SIZES)
+def test_sparse_indices(on_device, n):
+    for x in inputs(n):
+        for k in {0, 1, math.ceil(n / 7), n} & set(range(n + 1)):
+            found = ops.topk_abs(x, k)
+            assert same(on_device(ops.topk_abs, x, k), found)
+            indices, values = found
+            stream = ops.encode_indices(indices, n)
+            assert same(on_device(ops.encode_indices, indices, n), stream)
+            assert on_device(ops.encoded_indices_nbytes, indices, n) == stream.numel()
+            bits = ops.bitmap(x, ops.select(x, k)) if k else torch.zeros(ops.bitmap_nbytes(n), dtype=torch.uint8)
+            assert same(on_device(ops.marked_indices, bits, n, k), indices)
+            assert same(on_device(ops.encode_indices, bits, n), stream)
+            assert same(on_device(ops.decode_indices, stream, n), indices)
+
+            def encode_into(indices, out):
+                return ops.encode_indices(indices, n, out)
+
+            assert same(on_device(encode_into, indices, torch.empty_like(stream)), stream)
+
+            def add(stream, values, out):
+                total = out.clone()
+                ops.sparse_decode_add(stream, values, total, 0.3)
+                return total
+
+            out = torch.randn(n)
+            assert same(on_device(add, stream, values, out), add(stream, values, out))
+            if n and k:
+                spoilt = stream.clone()
+                spoilt[4] ^= 1
+                assert on_device(add, spoilt, values, out).isnan().all()
+                with pytest.raises(gradzip.PayloadError):
+                    on_device(ops.decode_indices, spoilt, n)
+        if n:
+            with pytest.raises(ValueError, match="not strictly ascending"):
+                on_device(ops.encode_indices, torch.tensor([n], dtype=torch.int32), n)
+
+
+@pytest.mark.parametrize("n", [1, 1000, 20000, 65537])
+def test_sampled_thresholds(on_device, n):
+    for x in inputs(n):
+        for k in {1, math.ceil(n / 100), math.ceil(n / 7), n}:
+            selection, count = ops.sampled_threshold(x, k, 99)
+            got, found = on_device(ops.sampled_threshold, x, k, 99)
+            assert found == count and same(got[:4], selection[:4]) and same(got[8:], selection[8:])
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 16, 32, 65])
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (64, 147), (33, 260), (300, 520)])
+def test_low_rank_passes(on_device, shape, rank):
+    m, residual = torch.randn(shape), torch.randn(shape)
+    p, q = torch.randn(shape[0], rank), torch.randn(shape[1], rank)
+
+    def passes(m, residual, p, q):
+        e = residual.clone()
+        first = ops.low_rank_project(m, e, q)
+        second = ops.low_rank_project(m, None, p, transpose=True)
+        less, both = e.clone(), torch.empty_like(e)
+        ops.low_rank_subtract(less, p, q, both)
+        ops.low_rank_subtract(e, p, q)
+        return first, second, less, both, e, ops.low_rank_expand(p, q)
+
+    got, expected = on_device(passes, m, residual, p, q), passes(m, residual, p, q)
+    assert same(got[2:], expected[2:])
+    for mine, wanted in zip(got[:2], expected[:2]):  # sums of some hundred products, in another order
+        assert torch.allclose(mine, wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_low_rank_factors_are_made_orthonormal(on_device):
+    shapes = [(1, 1), (64, 4), (147, 4), (3000, 4), (100, 7), (1500, 32), (40, 40), (3, 5), (0, 2)]
+    matrices = [torch.randn(shape) for shape in shapes]
+    matrices += [torch.zeros(50, 3), torch.ones(1100, 2), torch.full((9, 2), math.nan)]
+    expected = [m.clone() for m in matrices]
+    ops.orthogonalize_(expected)
+
+    def orthogonalized(*matrices):
+        copies = [m.clone() for m in matrices]
+        ops.orthogonalize_(copies)
+        return tuple(copies)
+
+    got = on_device(orthogonalized, *matrices)
+    for i, (mine, wanted) in enumerate(zip(got, expected)):
+        assert torch.allclose(mine, wanted, atol=1e-6), shapes[i : i + 1]
+    assert same(got[:6], tuple(expected[:6]))
+
+
+def test_two_devices_in_one_call_are_refused():
+    here, there = torch.ones(4, 2), torch.ones(4, 2, device="meta")
+    with pytest.raises(ValueError, match="got a tensor on meta"):
+        ops.orthogonalize_([here, there])
+    with pytest.raises(ValueError, match="got a tensor on meta"):
+        ops.low_rank_project(here, there, torch.ones(2, 1))
+
+
 METHODS = [
     gradzip.FFTRange(),
     gradzip.FFTRange(theta=0.5, bits=7, block=None),
@@ -282,3 +376,103 @@ def test_tensors_of_two_devices_are_refused():
         ops.abs_max(x)
     with pytest.raises(ValueError, match="expected one on cuda:1 like the others"):
         native.check(torch.ones(4), torch.float32, "x", device=torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("bits, bucket, norm", [(2, 64, "max"), (4, 512, "l2"), (9, 100, "l2"), (16, 5000, "max")])
+def test_quantization(on_device, n, bits, bucket, norm):
+    for x in inputs(n):
+        codes, norms = ops.quantize(x, bits, bucket, norm, 7)
+        assert same(on_device(ops.quantize, x, bits, bucket, norm, 7), (codes, norms))
+        assert same(on_device(ops.dequantize, codes, norms, bits, bucket), ops.dequantize(codes, norms, bits, bucket))
+        packed, _ = ops.quantize_packed(x, bits, bucket, norm, 7)
+        assert same(on_device(ops.quantize_packed, x, bits, bucket, norm, 7), (packed, norms))
+        stream, _ = ops.quantize_elias(x, bits, bucket, norm, 7)
+        assert same(on_device(ops.quantize_elias, x, bits, bucket, norm, 7), (stream, norms))
+        assert same(on_device(ops.elias_encode, codes), ops.elias_encode(codes))
+        assert same(on_device(ops.elias_decode, stream, n), codes.view(-1))
+        start = torch.randn(n)
+        for decode_add, body in ((ops.quantized_decode_add, packed), (ops.elias_decode_add, stream)):
+
+            def add(body, norms, out, decode_add=decode_add):
+                total = out.clone()
+                decode_add(body, norms, total, bits, bucket, 0.3)
+                return total
+
+            assert same(on_device(add, body, norms, start), add(body, norms, start))
+            if n:
+                spoilt = norms.clone()
+                spoilt[-1] = math.inf
+                assert on_device(add, body, spoilt, start)[-1].isnan()
+    if n:
+        with pytest.raises(ValueError, match="got a level beyond"):
+            on_device(ops.dequantize, torch.full((n,), 1 << bits, dtype=torch.int32), norms, bits, bucket)
+        with pytest.raises(ValueError, match="got a level beyond 65535"):
+            on_device(ops.elias_encode, torch.full((n,), 65536, dtype=torch.int32))
+        with pytest.raises(ValueError, match="less than the stream needs"):
+            on_device(ops.elias_encode, codes, torch.empty(len(stream) - 1, dtype=torch.uint8))
+        with pytest.raises(gradzip.PayloadError, match="not a stream"):
+            on_device(ops.elias_decode, stream[:-1], n)
+        assert on_device(add, stream[:-1], norms, start).isnan().all()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_signs_and_their_majority(on_device, n):
+    ballots = [ops.pack_signs(x, key) for key, x in enumerate(inputs(n))]
+    for key, x in enumerate(inputs(n)):
+        assert same(on_device(ops.pack_signs, x, key), ops.pack_signs(x, key))
+
+    def vote(*packed):
+        return ops.majority(packed, n, 11)
+
+    for voters in (1, 2, 3, 4):
+        assert same(on_device(vote, *ballots[:voters]), vote(*ballots[:voters]))
+
+    def add(packed, out):
+        total = out.clone()
+        ops.signs_decode_add(packed, total, 0.3)
+        return total
+
+    assert same(on_device(add, ballots[0], torch.ones(n)), add(ballots[0], torch.ones(n)))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 1), (7, 33), (100, 8), (2, 9000)])
+def test_one_bit(on_device, shape):
+    for x in inputs(shape[0] * shape[1]):
+        x = x.view(shape)
+        packed, means = ops.one_bit_packed(x, 5)
+        assert same(on_device(ops.one_bit_packed, x, 5), (packed, means))
+
+        def add(packed, means, out):
+            total = out.clone()
+            ops.one_bit_decode_add(packed, means, total, 0.3)
+            return total
+
+        assert same(on_device(add, packed, means, x), add(packed, means, x))
+        if x.numel():
+            spoilt = means.clone()
+            spoilt[-1] = torch.tensor([math.nan, -math.inf])
+            assert on_device(add, packed, spoilt, x)[-1].isnan().all()
+
+
+@pytest.mark.parametrize("n", [*SIZES, 320, 1601])
+def test_ternary(on_device, n):
+    for x in inputs(n):
+        scale, clip = torch.tensor([1.7]), torch.tensor([1.1])
+        expected = ops.ternary_packed(x, scale.item(), clip.item(), 3)
+        assert same(on_device(ops.ternary_packed, x, scale, clip, 3), expected)
+        assert same(on_device(ops.ternary_packed, x, scale.item(), clip.item(), 3), expected)
+        assert same(on_device(ops.ternary_packed, x, scale, None, 3), ops.ternary_packed(x, scale, None, 3))
+
+        def add(packed, scale, out):
+            total = out.clone()
+            ops.ternary_decode_add(packed, scale, total, 1 / 3)
+            return total
+
+        start = torch.randn(n)
+        for value in (0.7, scale, scale.item()):
+            assert same(on_device(add, expected, value, start), add(expected, value, start))
+        if n:
+            assert on_device(add, expected, torch.tensor([-1.0]), start).isnan().all()
+            expected[-1] = 243
+            assert on_device(add, expected, scale, start).isnan().any()

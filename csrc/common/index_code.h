@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "common/macros.h"
+
 namespace gradzip {
 
 struct IndexHeader {
@@ -25,5 +27,18 @@ struct IndexBlock {
 static_assert(sizeof(IndexBlock) == 8, "the wire format");
 
 constexpr int64_t kIndexBlock = 2048;
+
+// Which k a block of `count` > 0 gaps that add up to `span` tries: this one and the next two, the first of those that
+// make it shortest being the best. They lie about log2 of (mean gap ln 2).
+GZ_HD int index_low_bits(int64_t count, int64_t span) {
+  int middle = 0;
+  while (middle < 30 && (count << (middle + 1)) * 13 <= span * 9) ++middle;
+  return middle > 0 ? middle - 1 : 0;
+}
+
+// Bytes of a block of gaps, `above` being the sum of what they are above their low k bits.
+GZ_HD int64_t index_block_nbytes(int64_t count, int k, int64_t above) {
+  return 1 + (count * k + 7) / 8 + (count + above + 7) / 8;
+}
 
 }  // namespace gradzip

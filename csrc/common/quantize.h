@@ -10,6 +10,15 @@
 
 namespace gradzip {
 
+enum class Norm : int { l2 = 0, max = 1, l1 = 2 };  // quantizers take the first two
+
+// Rounded to float32, which keeps a norm at or above each of the magnitudes, and at most the largest float.
+GZ_HD float norm_value(double norm) {
+  constexpr double kLargest = 0x1.fffffep127;
+  return float(norm < kLargest ? norm : kLargest);
+}
+GZ_HD bool valid_norm(float norm) { return norm >= 0.0f && float_bits(norm) != kInfBits; }
+
 // Signed levels of `bits` bits, sign included: -s..s.
 GZ_HD int32_t top_level(int bits) { return (1 << (bits - 1)) - 1; }
 

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "common/macros.h"
+
 namespace gradzip {
 
 // All of |x| above `threshold`, and the first `ties` of those equal to it. NaN counts as larger than infinity.
@@ -12,5 +14,29 @@ struct Selection {
   int64_t ties;
 };
 static_assert(sizeof(Selection) == 16, "gradzip/ops/select.py reads it");
+
+// Sampling for about k of n: a first sample, then others four times as large until one comes close or they are worth no
+// more than all of the data.
+constexpr int64_t kSampleHits = 400;  // expected in the sample above the threshold: 5 % standard deviation
+constexpr int64_t kLeastSample = 1 << 12, kMostSample = 1 << 18;
+constexpr int kSampleRounds = 3;
+
+GZ_HD int64_t first_sample(int64_t n, int64_t k) {
+  const double wanted = double(kSampleHits) / (double(k) / double(n));
+  int64_t size = wanted < double(kMostSample) ? int64_t(wanted) : kMostSample;
+  size = size < n / 8 ? size : n / 8;
+  return size < kLeastSample ? kLeastSample : size / 4 * 4;
+}
+GZ_HD bool sample_pays(int64_t size, int64_t n) { return size <= n / 4; }
+
+// How many of the sample stand for k of n.
+GZ_HD int64_t sampled_rank(int64_t n, int64_t k, int64_t size) {
+  const int64_t rank = int64_t(double(k) / double(n) * double(size) + 0.5);
+  return rank > 1 ? rank : 1;
+}
+GZ_HD bool close_enough(int64_t count, int64_t k) { return 10 * count >= 9 * k && 10 * count <= 11 * k; }
+
+// Which of n < 2^32 elements a draw of 32 bits takes.
+GZ_HD int64_t sampled_index(uint32_t draw, int64_t n) { return int64_t((uint64_t(draw) * uint64_t(n)) >> 32); }
 
 }  // namespace gradzip

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <vector>
 
-#include "common/quantize.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
@@ -12,19 +11,18 @@
 namespace gradzip::cpu {
 namespace {
 
-// lanes[i % 16] += x[i]^2, for whole rows of 16. The square of a float is exact in double, so a fused multiply-add gives
+// lanes[i % kSumLanes] += x[i]^2, for whole rows of lanes. The square of a float is exact in double, so a fused multiply-add gives
 // what a multiplication and an addition give.
-constexpr int kLanes = 16;
 
 void add_squares_scalar(const float* x, int64_t rows, double* lanes) {
-  for (; rows > 0; --rows, x += kLanes)
-    for (int j = 0; j < kLanes; ++j) lanes[j] += double(x[j]) * double(x[j]);
+  for (; rows > 0; --rows, x += kSumLanes)
+    for (int j = 0; j < kSumLanes; ++j) lanes[j] += double(x[j]) * double(x[j]);
 }
 
 GZ_AVX2 void add_squares_avx2(const float* x, int64_t rows, double* lanes) {
   __m256d sum[4];
   for (int j = 0; j < 4; ++j) sum[j] = _mm256_loadu_pd(lanes + 4 * j);
-  for (; rows > 0; --rows, x += kLanes) {
+  for (; rows > 0; --rows, x += kSumLanes) {
     for (int j = 0; j < 4; ++j) {
       const __m256d v = _mm256_cvtps_pd(_mm_loadu_ps(x + 4 * j));
       sum[j] = _mm256_add_pd(sum[j], _mm256_mul_pd(v, v));
@@ -35,7 +33,7 @@ GZ_AVX2 void add_squares_avx2(const float* x, int64_t rows, double* lanes) {
 
 GZ_AVX512 void add_squares_avx512(const float* x, int64_t rows, double* lanes) {
   __m512d low = _mm512_loadu_pd(lanes), high = _mm512_loadu_pd(lanes + 8);
-  for (; rows > 0; --rows, x += kLanes) {
+  for (; rows > 0; --rows, x += kSumLanes) {
     const __m512d a = _mm512_cvtps_pd(_mm256_loadu_ps(x)), b = _mm512_cvtps_pd(_mm256_loadu_ps(x + 8));
     low = _mm512_fmadd_pd(a, a, low);
     high = _mm512_fmadd_pd(b, b, high);
@@ -47,18 +45,18 @@ GZ_AVX512 void add_squares_avx512(const float* x, int64_t rows, double* lanes) {
 GZ_SIMD_SELECT(void, add_squares, (const float* x, int64_t rows, double* lanes), (x, rows, lanes))
 
 GZ_INLINE void add_magnitudes_body(const float* x, int64_t rows, double* lanes) {
-  for (; rows > 0; --rows, x += kLanes)
-    for (int j = 0; j < kLanes; ++j) lanes[j] += double(std::fabs(x[j]));
+  for (; rows > 0; --rows, x += kSumLanes)
+    for (int j = 0; j < kSumLanes; ++j) lanes[j] += double(std::fabs(x[j]));
 }
 GZ_SIMD_DISPATCH(void, add_magnitudes, (const float* x, int64_t rows, double* lanes), (x, rows, lanes))
 
 double sum(const float* x, int64_t n, Norm norm) {
-  double lanes[kLanes] = {};
-  const int64_t rows = n / kLanes;
+  double lanes[kSumLanes] = {};
+  const int64_t rows = n / kSumLanes;
   norm == Norm::l1 ? add_magnitudes(x, rows, lanes) : add_squares(x, rows, lanes);
-  for (int64_t i = rows * kLanes; i < n; ++i)
-    lanes[i % kLanes] += norm == Norm::l1 ? double(std::fabs(x[i])) : double(x[i]) * double(x[i]);
-  for (int width = kLanes / 2; width > 0; width /= 2)
+  for (int64_t i = rows * kSumLanes; i < n; ++i)
+    lanes[i % kSumLanes] += norm == Norm::l1 ? double(std::fabs(x[i])) : double(x[i]) * double(x[i]);
+  for (int width = kSumLanes / 2; width > 0; width /= 2)
     for (int j = 0; j < width; ++j) lanes[j] += lanes[j + width];
   return lanes[0];
 }
@@ -85,7 +83,7 @@ double norm_part(const float* x, int64_t n, Norm norm) {
     if (std::isfinite(total)) return total;
   }
   // Squares of finite floats do not overflow: x holds an infinity or a NaN.
-  float finite[kNormSegment];
+  float finite[kSumSegment];
   std::transform(x, x + n, finite, finite_magnitude);
   return norm == Norm::max ? bits_float(largest_bits(finite, n)) : sum(finite, n, norm);
 }
@@ -94,17 +92,14 @@ double norm_combine(double total, double part, Norm norm) {
   return norm == Norm::max ? std::max(total, part) : total + part;
 }
 
-float norm_finish(double total, Norm norm) {
-  constexpr double kLargest = 0x1.fffffep127;
-  return float(std::min(norm == Norm::l2 ? std::sqrt(total) : total, kLargest));
-}
+float norm_finish(double total, Norm norm) { return norm_value(norm == Norm::l2 ? std::sqrt(total) : total); }
 
 void bucket_norms_here(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms) {
   for (int64_t begin = 0; begin < n; begin += bucket) {
     const int64_t end = std::min(n, begin + bucket);
     double total = 0.0;
-    for (int64_t i = begin; i < end; i += kNormSegment)
-      total = norm_combine(total, norm_part(x + i, std::min(kNormSegment, end - i), norm), norm);
+    for (int64_t i = begin; i < end; i += kSumSegment)
+      total = norm_combine(total, norm_part(x + i, std::min(kSumSegment, end - i), norm), norm);
     *norms++ = norm_finish(total, norm);
   }
 }
@@ -118,11 +113,11 @@ void bucket_norms(const float* x, int64_t n, int64_t bucket, int kind, float* no
     });
     return;
   }
-  const int64_t segments = ceil_div(std::min(n, bucket), kNormSegment);  // of each bucket
+  const int64_t segments = ceil_div(std::min(n, bucket), kSumSegment);  // of each bucket
   std::vector<double> parts(segments * ceil_div(n, bucket), 0.0);
   parallel_for(int64_t(parts.size()), threads, [&](int64_t task) {
-    const int64_t first = task / segments * bucket, begin = first + task % segments * kNormSegment;
-    const int64_t end = std::min({n, first + bucket, begin + kNormSegment});
+    const int64_t first = task / segments * bucket, begin = first + task % segments * kSumSegment;
+    const int64_t end = std::min({n, first + bucket, begin + kSumSegment});
     if (begin < end) parts[task] = norm_part(x + begin, end - begin, norm);
   });
   for (size_t b = 0; b * segments < parts.size(); ++b) {

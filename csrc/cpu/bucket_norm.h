@@ -3,20 +3,17 @@
 
 #include <cstdint>
 
+#include "common/quantize.h"
+#include "common/sums.h"
+
 namespace gradzip::cpu {
 
-enum class Norm : int { l2 = 0, max = 1, l1 = 2 };
-
-// Long buckets are summed in segments of so many elements, so that several threads can share one.
-constexpr int64_t kNormSegment = 1 << 13;
-
-// One segment's part of its bucket's norm: the sum of squares or of magnitudes, or the largest magnitude. NaN counts as 0 and infinity
-// as the largest float. The order of the additions is fixed, and they are done in double: nothing overflows, nothing is
-// lost to underflow, and every instruction set gets the same bits. n <= kNormSegment.
+// One segment's part of its bucket's norm: the sum of squares or of magnitudes, or the largest magnitude. NaN counts as
+// 0 and infinity as the largest float. The order of the additions is fixed, and they are done in double: nothing
+// overflows, nothing is lost to underflow, and every instruction set gets the same bits. n <= kSumSegment.
 double norm_part(const float* x, int64_t n, Norm norm);
 
-// Parts are combined in order, from 0, and then finished: rounded to float32, which keeps a norm at or above each of
-// the magnitudes, and at most the largest float.
+// Parts are combined in order, from 0, and then finished.
 double norm_combine(double total, double part, Norm norm);
 float norm_finish(double total, Norm norm);
 

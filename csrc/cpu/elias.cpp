@@ -45,15 +45,7 @@ GZ_AVX512 void nonzero_avx512(const int32_t* levels, int words, uint64_t* masks)
 }
 GZ_SIMD_SELECT(void, nonzero, (const int32_t* levels, int words, uint64_t* masks), (levels, words, masks))
 
-// gamma(v), first bit lowest: k = floor(log2 v) zeros, a one, and the k bits below the top one of v.
-struct Code {
-  uint64_t bits;
-  int length;
-};
-GZ_INLINE Code gamma(uint32_t v) {
-  const int k = 31 - __builtin_clz(v);
-  return {uint64_t(1) << k | uint64_t(v ^ (1u << k)) << (k + 1), 2 * k + 1};
-}
+GZ_INLINE EliasCode gamma(uint32_t v) { return gamma_code(v, 31 - __builtin_clz(v)); }
 
 // Writes 8 bytes at a time: up to 8 beyond the end.
 struct BitWriter {
@@ -79,13 +71,14 @@ GZ_INLINE int64_t write_chunk_body(const int32_t* levels, int64_t count, const u
     for (uint64_t word = masks[begin / 64]; word; word &= word - 1) {
       const int64_t i = begin + __builtin_ctzll(word);
       const int32_t level = levels[i];
-      const Code run = gamma(uint32_t(i - next + 1)), size = gamma(uint32_t(level < 0 ? -level : level));
-      writer.put(run.bits | (uint64_t(level < 0) | size.bits << 1) << run.length, run.length + 1 + size.length);
+      const EliasCode token =
+          level_token(gamma(uint32_t(i - next + 1)), level < 0, gamma(uint32_t(level < 0 ? -level : level)));
+      writer.put(token.bits, token.length);
       next = i + 1;
     }
   }
   if (next < count) {
-    const Code run = gamma(uint32_t(count - next + 1));
+    const EliasCode run = gamma(uint32_t(count - next + 1));
     writer.put(run.bits, run.length);
   }
   return writer.at - out + (writer.filled > 0);

@@ -4,10 +4,9 @@
 #include <cstdint>
 #include <functional>
 
-namespace gradzip::cpu {
+#include "common/elias.h"
 
-constexpr int64_t kEliasChunk = 1 << 12;  // elements
-constexpr int32_t kEliasTop = 65535;      // a token is at most 57 bits: it fits what is read or written at once
+namespace gradzip::cpu {
 
 // Codes n levels that levels_of(begin, end, levels) supplies chunk by chunk, on any thread; it returns false where one
 // is beyond the largest of `bits` bits, 2^(bits - 1) - 1 <= kEliasTop. Returns the bytes written, -1 when levels_of has

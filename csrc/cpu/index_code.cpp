@@ -27,10 +27,7 @@ struct BlockPlan {
 GZ_INLINE BlockPlan plan_block_body(const int32_t* indices, int64_t count, int64_t base) {
   const int64_t span = indices[count - 1] + int64_t(1) - base - count;
   if (span < 0) return {-1, 0};
-  // Near log2 of (mean gap ln 2), one of three is the best.
-  int middle = 0;
-  while (middle < 30 && (count << (middle + 1)) * 13 <= span * 9) ++middle;
-  const int low = middle > 0 ? middle - 1 : 0;
+  const int low = index_low_bits(count, span);
   int64_t above[3] = {0, 0, 0};
   int64_t next = base;
   bool ascending = true;
@@ -45,7 +42,7 @@ GZ_INLINE BlockPlan plan_block_body(const int32_t* indices, int64_t count, int64
   if (!ascending) return {-1, 0};
   BlockPlan best{-1, 0};
   for (int j = 0; j < 3; ++j) {
-    const int64_t nbytes = 1 + ceil_div(count * (low + j), 8) + ceil_div(count + above[j], 8);
+    const int64_t nbytes = index_block_nbytes(count, low + j, above[j]);
     if (best.nbytes < 0 || nbytes < best.nbytes) best = {nbytes, low + j};
   }
   return best;

@@ -1,8 +1,9 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <vector>
 
-#include "common/range_float.h"
+#include "common/one_bit.h"
 #include "cpu/bitmap.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
@@ -12,16 +13,15 @@
 namespace gradzip::cpu {
 namespace {
 
-// Sums of the positive and of the negative values by i % 16, in double, for whole rows of 16. NaN is passed over: the
-// maximum and the minimum of it and 0 are 0.
-constexpr int kLanes = 16;
+// Sums of the positive and of the negative values by i % kSumLanes, in double, for whole rows of lanes. NaN is passed
+// over: the maximum and the minimum of it and 0 are 0.
 struct Lanes {
-  double positive[kLanes], negative[kLanes];
+  double positive[kSumLanes], negative[kSumLanes];
 };
 
 void add_sides_scalar(const float* x, int64_t rows, Lanes* lanes) {
-  for (; rows > 0; --rows, x += kLanes) {
-    for (int j = 0; j < kLanes; ++j) {
+  for (; rows > 0; --rows, x += kSumLanes) {
+    for (int j = 0; j < kSumLanes; ++j) {
       lanes->positive[j] += double(x[j] > 0.0f ? x[j] : 0.0f);
       lanes->negative[j] += double(x[j] < 0.0f ? x[j] : 0.0f);
     }
@@ -35,7 +35,7 @@ GZ_AVX2 void add_sides_avx2(const float* x, int64_t rows, Lanes* lanes) {
     up[j] = _mm256_loadu_pd(lanes->positive + 4 * j);
     down[j] = _mm256_loadu_pd(lanes->negative + 4 * j);
   }
-  for (; rows > 0; --rows, x += kLanes) {
+  for (; rows > 0; --rows, x += kSumLanes) {
     for (int j = 0; j < 4; ++j) {
       const __m128 v = _mm_loadu_ps(x + 4 * j);
       up[j] = _mm256_add_pd(up[j], _mm256_cvtps_pd(_mm_max_ps(v, zero)));
@@ -55,7 +55,7 @@ GZ_AVX512 void add_sides_avx512(const float* x, int64_t rows, Lanes* lanes) {
     up[j] = _mm512_loadu_pd(lanes->positive + 8 * j);
     down[j] = _mm512_loadu_pd(lanes->negative + 8 * j);
   }
-  for (; rows > 0; --rows, x += kLanes) {
+  for (; rows > 0; --rows, x += kSumLanes) {
     for (int j = 0; j < 2; ++j) {
       const __m256 v = _mm256_loadu_ps(x + 8 * j);
       up[j] = _mm512_add_pd(up[j], _mm512_cvtps_pd(_mm256_max_ps(v, zero)));
@@ -78,28 +78,42 @@ GZ_INLINE int64_t count_bits_body(const uint8_t* packed, int64_t begin, int64_t 
 }
 GZ_SIMD_DISPATCH(int64_t, count_bits, (const uint8_t* packed, int64_t begin, int64_t end), (packed, begin, end))
 
-float mean(double sum, int64_t count) {
-  constexpr double kLargest = 0x1.fffffep127;
-  return count ? float(std::max(-kLargest, std::min(kLargest, sum / double(count)))) : 0.0f;
-}
-
-void row_means(const float* x, const uint8_t* packed, int64_t begin, int64_t end, float* means) {
+// Of [begin, end), a segment at most.
+Sides sides_of(const float* x, const uint8_t* packed, int64_t begin, int64_t end) {
   Lanes lanes{};
-  const int64_t whole = begin + (end - begin) / kLanes * kLanes;
-  add_sides(x + begin, (end - begin) / kLanes, &lanes);
+  const int64_t whole = begin + (end - begin) / kSumLanes * kSumLanes;
+  add_sides(x + begin, (end - begin) / kSumLanes, &lanes);
   for (int64_t i = whole; i < end; ++i) {
     lanes.positive[i - whole] += double(x[i] > 0.0f ? x[i] : 0.0f);
     lanes.negative[i - whole] += double(x[i] < 0.0f ? x[i] : 0.0f);
   }
-  for (int width = kLanes / 2; width > 0; width /= 2) {
+  for (int width = kSumLanes / 2; width > 0; width /= 2) {
     for (int j = 0; j < width; ++j) {
       lanes.positive[j] += lanes.positive[j + width];
       lanes.negative[j] += lanes.negative[j + width];
     }
   }
-  const int64_t negatives = count_bits(packed, begin, end);
-  means[0] = mean(lanes.positive[0], end - begin - negatives);
-  means[1] = mean(lanes.negative[0], negatives);
+  return {lanes.positive[0], lanes.negative[0], count_bits(packed, begin, end)};
+}
+
+// Of the parts of a row, in order.
+Sides combine(const Sides* parts, int64_t count) {
+  Sides all{};
+  for (int64_t i = 0; i < count; ++i) {
+    all.positive += parts[i].positive;
+    all.negative += parts[i].negative;
+    all.set += parts[i].set;
+  }
+  return all;
+}
+
+// `columns` <= kChunk.
+void row_means(const float* x, const uint8_t* packed, int64_t begin, int64_t columns, float* means) {
+  Sides parts[kChunk / kSumSegment];
+  int64_t count = 0;
+  for (int64_t i = 0; i < columns; i += kSumSegment)
+    parts[count++] = sides_of(x, packed, begin + i, begin + std::min(columns, i + kSumSegment));
+  side_means(combine(parts, count), columns, means);
 }
 
 }  // namespace
@@ -110,14 +124,21 @@ void one_bit_packed(const float* x, int64_t rows, int64_t columns, uint64_t key,
   if (n == 0) return std::fill(means, means + 2 * rows, 0.0f);
   if (columns > kChunk || together > 4 * kChunk) {
     pack_signs(x, n, key, packed, threads);
-    return parallel_for(
-        rows, threads, [&](int64_t row) { row_means(x, packed, row * columns, (row + 1) * columns, means + 2 * row); });
+    const int64_t segments = ceil_div(columns, kSumSegment);
+    std::vector<Sides> parts(size_t(rows * segments));
+    parallel_for(rows * segments, threads, [&](int64_t task) {
+      const int64_t row = task / segments, begin = row * columns + task % segments * kSumSegment;
+      parts[size_t(task)] = sides_of(x, packed, begin, std::min((row + 1) * columns, begin + kSumSegment));
+    });
+    for (int64_t row = 0; row < rows; ++row)
+      side_means(combine(parts.data() + row * segments, segments), columns, means + 2 * row);
+    return;
   }
   parallel_chunks(n, std::max<int64_t>(1, kChunk / together) * together, threads,
                   [&](int64_t, int64_t begin, int64_t end) {
                     write_signs(x, begin, end, key, packed);
                     for (int64_t i = begin; i < end; i += columns)
-                      row_means(x, packed, i, i + columns, means + 2 * (i / columns));
+                      row_means(x, packed, i, columns, means + 2 * (i / columns));
                   });
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/orthogonalize.h"
 #include "common/payload.h"
 #include "common/range_float.h"
 #include "common/selection.h"
@@ -162,11 +163,6 @@ int elias_decode_add(const uint8_t* stream, int64_t nbytes, const float* norms, 
                      float weight, float* out, int threads);
 // --- orthogonalize.cpp
 // Makes the columns of each matrix (row-major) orthonormal, in place, as gradzip/ops/orthogonalize.py says.
-struct Matrix {
-  float* data;
-  int64_t rows, columns;
-};
-static_assert(sizeof(Matrix) == 24, "gradzip/ops/orthogonalize.py writes it");
 void orthogonalize(const Matrix* matrices, int64_t count, int threads);
 
 // --- spectrum.cpp

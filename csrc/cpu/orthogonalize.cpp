@@ -13,16 +13,7 @@
 namespace gradzip::cpu {
 namespace {
 
-constexpr int64_t kRows = 1024;  // of a block: what one task does
-constexpr int64_t kPanel = 64;   // rows of it, as doubles, that stay in the L1 cache
-
-// After one round, columns deviate from orthonormal by some 1e-16 growth^2, growth being the norm of R^-1 for columns
-// scaled to length 1. Beyond this, another round.
-constexpr double kGrowthLimit = 3e3;
-// Cholesky's squared sine of the angle between a column and those before it; below, all is noise.
-constexpr double kLeastPivot = 1e-13;
-// The same angle in Gram-Schmidt: within the rounding of a float the column depends on those before it.
-constexpr double kLeastSine = 0x1p-23;
+constexpr int64_t kPanel = 64;  // rows, as doubles, that stay in the L1 cache
 
 int64_t padded(int64_t columns) { return ceil_div(columns, kDoubles) * kDoubles; }
 
@@ -204,8 +195,6 @@ GZ_INLINE void transform_block_body(float* x, int64_t rows, int64_t columns, con
 GZ_SIMD_DISPATCH(void, transform_block, (float* x, int64_t rows, int64_t columns, const double* w, double* s),
                  (x, rows, columns, w, s))
 
-enum class Verdict { done, again, dependent };
-
 // The w that makes x w orthonormal, from the Gram matrix of x, in its place. On `dependent` there is none.
 Verdict factor(double* g, int64_t columns) {
   const int64_t width = padded(columns);
@@ -327,8 +316,8 @@ struct Block {
 std::vector<Block> blocks_of(const Matrix* matrices, const std::vector<int64_t>& which) {
   std::vector<Block> blocks;
   for (int64_t m : which)
-    for (int64_t row = 0; row < matrices[m].rows; row += kRows)
-      blocks.push_back({m, row, std::min(kRows, matrices[m].rows - row)});
+    for (int64_t row = 0; row < matrices[m].rows; row += kGramRows)
+      blocks.push_back({m, row, std::min(kGramRows, matrices[m].rows - row)});
   return blocks;
 }
 

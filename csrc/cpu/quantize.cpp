@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <numeric>
 
 #include "cpu/bit_stream.h"
@@ -119,7 +118,7 @@ struct Quantizer {
 
 bool all_norms(const float* norms, int64_t count) {
   for (int64_t b = 0; b < count; ++b)
-    if (!(norms[b] >= 0.0f && std::isfinite(norms[b]))) return false;
+    if (!valid_norm(norms[b])) return false;
   return true;
 }
 

@@ -11,10 +11,6 @@
 namespace gradzip::cpu {
 namespace {
 
-constexpr int64_t kHits = 400;  // expected in the sample above the threshold: 5 % standard deviation
-constexpr int64_t kLeastSample = 1 << 12, kMostSample = 1 << 18;
-constexpr int kRounds = 3;
-
 GZ_INLINE int64_t at_least_body(const uint32_t* bits, int64_t n, uint32_t threshold) {
   uint32_t count = 0;
   for (int64_t i = 0; i < n; ++i) count += (bits[i] & 0x7fffffffu) >= threshold;
@@ -36,7 +32,7 @@ std::vector<uint32_t> draw(const uint32_t* bits, int64_t n, int64_t size, uint64
   std::vector<uint32_t> sample(size);
   for (int64_t i = 0; i < size; i += 4) {
     const Philox4 random = philox(key, counter + uint64_t(i) / 4);
-    for (int64_t j = 0; j < 4; ++j) sample[i + j] = bits[(uint64_t(random.v[j]) * uint64_t(n)) >> 32];
+    for (int64_t j = 0; j < 4; ++j) sample[i + j] = bits[sampled_index(random.v[j], n)];
   }
   return sample;
 }
@@ -55,18 +51,15 @@ uint32_t search(const std::vector<uint32_t>& sample, int64_t wanted) {
 
 int64_t select_sampled(const float* x, int64_t n, int64_t k, uint64_t key, Selection* selection, int threads) {
   const auto* bits = reinterpret_cast<const uint32_t*>(x);
-  const double share = double(k) / double(n);
-  const double wanted = double(kHits) / share;
-  int64_t size = wanted < double(kMostSample) ? int64_t(wanted) : kMostSample;
-  size = std::clamp(std::min(size, n / 8), kLeastSample, kMostSample) / 4 * 4;
+  int64_t size = first_sample(n, k);
   uint64_t counter = 0;
-  for (int round = 0; round < kRounds && size <= n / 4; ++round, size *= 4) {
+  for (int round = 0; round < kSampleRounds && sample_pays(size, n); ++round, size *= 4) {
     const auto sample = draw(bits, n, size, key, counter);
     counter += uint64_t(size) / 4;
-    const uint32_t threshold = search(sample, std::max<int64_t>(1, int64_t(share * double(size) + 0.5)));
+    const uint32_t threshold = search(sample, sampled_rank(n, k, size));
     if (threshold == 0) break;  // mostly zeros
     const int64_t count = count_all(bits, n, threshold, threads);
-    if (10 * count >= 9 * k && 10 * count <= 11 * k) {
+    if (close_enough(count, k)) {
       *selection = {bits_float(threshold), 0, n};
       return count;
     }

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <vector>
 
-#include "common/quantize.h"
+#include "common/ternary.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/philox.h"
@@ -12,22 +12,13 @@
 namespace gradzip::cpu {
 namespace {
 
-// Trits of a block are digits of its bytes plane by plane, digit k of byte j being element k * width + j: whole vectors
-// of neighbours become whole vectors of bytes. The last block of n elements is ceil(n / 5) wide.
-constexpr int kDigits = 5, kWidth = 64, kTritBlock = kDigits * kWidth;
 constexpr int64_t kTritChunk = 100 * kTritBlock;
-constexpr uint8_t kTopByte = 242;  // 3^5 - 1
 
 int width_of(int64_t n) { return int(ceil_div(n, kDigits)); }
 
-// 0 is zero, 1 is plus, 2 is minus.
 GZ_INLINE void draw_trits_body(const float* x, const uint32_t* random, int n, LevelScale scale, float clip,
                                uint8_t* trits) {
-  for (int i = 0; i < n; ++i) {
-    const float magnitude = finite_magnitude(x[i]);
-    const int32_t level = stochastic_level(magnitude < clip ? magnitude : clip, scale, 1, random[i]);
-    trits[i] = uint8_t(level << (float_bits(x[i]) >> 31));
-  }
+  for (int i = 0; i < n; ++i) trits[i] = uint8_t(draw_trit(x[i], scale, clip, random[i]));
 }
 GZ_SIMD_DISPATCH(void, draw_trits,
                  (const float* x, const uint32_t* random, int n, LevelScale scale, float clip, uint8_t* trits),
@@ -42,16 +33,16 @@ GZ_INLINE void join_trits_body(const uint8_t* trits, int width, uint8_t* bytes) 
 GZ_SIMD_DISPATCH(void, join_trits, (const uint8_t* trits, int width, uint8_t* bytes), (trits, width, bytes))
 
 GZ_INLINE void add_trits_body(const uint8_t* bytes, int width, int n, float value, float* out) {
-  uint16_t rest[kWidth];
+  uint16_t rest[kTritWidth];
   for (int j = 0; j < width; ++j) rest[j] = bytes[j];
   for (int begin = 0; begin < n; begin += width) {
     const int count = n - begin < width ? n - begin : width;
-    int32_t sign[kWidth];
+    int32_t sign[kTritWidth];
     for (int j = 0; j < width; ++j) {
-      const uint16_t third = uint16_t(rest[j] * 171u >> 9);  // exact up to 255
-      const int32_t trit = rest[j] - 3 * third;
+      const uint16_t left = uint16_t(third(rest[j]));
+      const int32_t trit = rest[j] - 3 * left;
       sign[j] = (trit & 1) - (trit >> 1);
-      rest[j] = third;
+      rest[j] = left;
     }
     for (int j = 0; j < count; ++j) out[begin + j] += value * float(sign[j]);
   }

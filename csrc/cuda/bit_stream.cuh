@@ -17,10 +17,10 @@ GZ_DEVICE uint32_t stream_word(const uint32_t* codes, int count, int bits, int b
   return word;
 }
 
-// The block packs `count` <= kPackTile codes of shared memory, each below 2^bits, into ceil(count * bits / 8) bytes;
-// nothing beyond is written. Words are aligned in memory, so only the first and last are written bytewise.
-GZ_DEVICE void pack_tile(const uint32_t* codes, int count, int bits, uint8_t* out) {
-  const int nbytes = (count * bits + 7) / 8, skew = int(reinterpret_cast<uintptr_t>(out) % 4);
+// The block packs `count` codes of shared memory, each below 2^bits, into nbytes bytes; nothing beyond is written. Words
+// are aligned in memory, so only the first and last are written bytewise.
+GZ_DEVICE void pack_bytes(const uint32_t* codes, int count, int bits, int nbytes, uint8_t* out) {
+  const int skew = int(reinterpret_cast<uintptr_t>(out) % 4);
   for (int first = 4 * int(threadIdx.x) - skew; first < nbytes; first += 4 * int(blockDim.x)) {
     if (first >= 0 && first + 4 <= nbytes) {
       *reinterpret_cast<uint32_t*>(out + first) = stream_word(codes, count, bits, 8 * first);
@@ -29,6 +29,10 @@ GZ_DEVICE void pack_tile(const uint32_t* codes, int count, int bits, uint8_t* ou
         out[b] = uint8_t(stream_word(codes, count, bits, 8 * b));
     }
   }
+}
+
+GZ_DEVICE void pack_tile(const uint32_t* codes, int count, int bits, uint8_t* out) {
+  pack_bytes(codes, count, bits, (count * bits + 7) / 8, out);
 }
 
 // Bytes [at, at + 4) of a stream, those past its end as 0.

@@ -69,7 +69,8 @@ GZ_DEVICE void for_each_bit(const uint8_t* bitmap, int64_t n, const int64_t* off
 }
 
 // counts[t] = number of bits set in tile t.
-static __global__ void __launch_bounds__(kBlock) count_bits_kernel(const uint8_t* bitmap, int64_t n, uint32_t* counts) {
+[[maybe_unused]] static __global__ void __launch_bounds__(kBlock)
+    count_bits_kernel(const uint8_t* bitmap, int64_t n, uint32_t* counts) {
   __shared__ uint32_t partial[kLanes];
   for (int64_t tile = blockIdx.x; tile * kTile < n; tile += gridDim.x) {
     const uint32_t set = block_sum(uint32_t(__popc(load_word(bitmap, tile_word(tile), n))), partial);
@@ -79,7 +80,7 @@ static __global__ void __launch_bounds__(kBlock) count_bits_kernel(const uint8_t
 
 // offsets[t] = counts[0] + ... + counts[t - 1] for t <= tiles. One block: a tile is thousands of items, so there are few.
 constexpr int kScanBlock = 1024;
-static __global__ void __launch_bounds__(kScanBlock)
+[[maybe_unused]] static __global__ void __launch_bounds__(kScanBlock)
     scan_counts_kernel(const uint32_t* counts, int64_t tiles, int64_t* offsets, int64_t* total) {
   __shared__ int64_t partial[kLanes];
   int64_t carry = 0;

@@ -84,12 +84,13 @@ GZ_DEVICE T block_scan(T value, T* partial, T* total) {
 }
 
 // --- over the grid
-// True for the block that is done last, which then sees all that the others wrote. *ticket is 0 at launch.
-GZ_DEVICE bool last_block(uint32_t* ticket) {
+// True for the block that is done last of those that share a ticket, which then sees all that the others wrote. *ticket
+// is 0 at launch.
+GZ_DEVICE bool last_block(uint32_t* ticket, unsigned blocks = gridDim.x) {
   __shared__ bool last;
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+  if (threadIdx.x == 0) last = atomicAdd(ticket, 1u) == blocks - 1;
   __syncthreads();
   __threadfence();
   return last;

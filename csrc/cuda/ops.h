@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "common/orthogonalize.h"
 #include "common/payload.h"
 #include "common/range_float.h"
 #include "common/selection.h"
@@ -55,6 +56,63 @@ void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t 
 void pack_bits(const int32_t* codes, int64_t n, int bits, uint8_t* packed, cudaStream_t stream);
 void unpack_bits(const uint8_t* packed, int64_t n, int bits, int32_t* codes, cudaStream_t stream);
 
+// --- quantize.cu
+int64_t quantize_workspace(int64_t n);
+void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, int32_t* codes, float* norms,
+              void* workspace, cudaStream_t stream);
+int64_t quantize_packed_workspace(int64_t n);
+void quantize_packed(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* packed,
+                     float* norms, void* workspace, cudaStream_t stream);
+// *failed becomes 1 when a level is beyond the largest, and is left alone else.
+void dequantize(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,
+                int32_t* failed, cudaStream_t stream);
+// *failed becomes 1 when a norm is negative or not finite, and is left alone else. The elements of such a bucket become
+// NaN: nobody may be waiting for the flag, and a non-finite average is what every rank knows to skip.
+void quantized_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
+                          float* out, int32_t* failed, cudaStream_t stream);
+
+// --- elias.cu
+// *nbytes becomes the length of the stream, -1 when a level is beyond 65535, -2 when it is more than the capacity; the
+// stream is whole in the first case only.
+int64_t elias_encode_workspace(int64_t n);
+void elias_encode(const int32_t* codes, int64_t n, uint8_t* out, int64_t capacity, int64_t* nbytes, void* workspace,
+                  cudaStream_t stream);
+int64_t quantize_elias_workspace(int64_t n, int bits);
+void quantize_elias(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
+                    int64_t capacity, float* norms, int64_t* nbytes, void* workspace, cudaStream_t stream);
+// *failed becomes 1 when the bytes are not a stream of n levels up to `top`, and is left alone else.
+int64_t elias_decode_workspace(int64_t n);
+void elias_decode(const uint8_t* stream_bytes, int64_t nbytes, int64_t n, int32_t top, int32_t* codes, int32_t* failed,
+                  void* workspace, cudaStream_t stream);
+// Likewise, and when a norm is negative or not finite. The elements of such a bucket, of a chunk that is not one, or all
+// where the chunks' lengths are wrong, become NaN.
+int64_t elias_decode_add_workspace(int64_t n);
+void elias_decode_add(const uint8_t* stream_bytes, int64_t nbytes, const float* norms, int64_t n, int bits,
+                      int64_t bucket, float weight, float* out, int32_t* failed, void* workspace, cudaStream_t stream);
+
+// --- signs.cu
+void pack_signs(const float* x, int64_t n, uint64_t key, uint8_t* packed, cudaStream_t stream);
+// The table of addresses, too, lies in device memory.
+void majority(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed, cudaStream_t stream);
+void signs_decode_add(const uint8_t* packed, int64_t n, float scale, float* out, cudaStream_t stream);
+
+// --- one_bit.cu
+int64_t one_bit_packed_workspace(int64_t n);  // n = rows * columns
+void one_bit_packed(const float* x, int64_t rows, int64_t columns, uint64_t key, uint8_t* packed, float* means,
+                    void* workspace, cudaStream_t stream);
+// *failed becomes 1 when a mean is not finite, and is left alone else. The elements of such a row become NaN.
+void one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
+                        float* out, int32_t* failed, cudaStream_t stream);
+
+// --- ternary.cu
+// scale and clip (null: none) lie in device memory, where they may have been computed.
+void ternary_packed(const float* x, int64_t n, const float* scale, const float* clip, uint64_t key, uint8_t* packed,
+                    cudaStream_t stream);
+// value = float(weight * *scale). *failed becomes 1 when a byte is above 242, or *scale negative or not finite, and is
+// left alone else. The elements of such a byte, or all, become NaN.
+void ternary_decode_add(const uint8_t* packed, int64_t n, const float* scale, double weight, float* out,
+                        int32_t* failed, cudaStream_t stream);
+
 // --- spectrum.cu
 void spectrum_power(const float* spectrum, int64_t rows, int64_t length, const float* amax, float* power,
                     cudaStream_t stream);
@@ -78,5 +136,50 @@ void payload_seal(uint8_t* payload, int64_t nbytes, const PayloadHeader& header,
 // ends at the first that claims an impossible length; what it did not reach is zero.
 void payload_inspect(const uint8_t* buffer, int64_t nbytes, int64_t count, PayloadInspection* table,
                      cudaStream_t stream);
+
+// --- low_rank.cu
+// As on the CPU, any rank. The sums of low_rank_expand have the bits of the CPU; those of low_rank_project run in another
+// order, that of the sizes, and have the same bits on every device.
+int64_t low_rank_project_workspace(int64_t rows, int64_t columns, int64_t rank, bool transpose);
+void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, const float* q, int64_t rank,
+                      bool transpose, float* out, void* workspace, cudaStream_t stream);
+void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, float* e, float* out,
+                     cudaStream_t stream);
+
+// --- orthogonalize.cu
+// `matrices` is a table in host memory, read before the call returns, of matrices on the device: their addresses and
+// sizes are arguments of the kernel, so nothing is copied. The bits of the CPU, but where columns depend on each other.
+int64_t orthogonalize_workspace(const Matrix* matrices, int64_t count);
+void orthogonalize(const Matrix* matrices, int64_t count, void* workspace, cudaStream_t stream);
+
+// --- marked_indices.cu
+// *set: how many bits are set.
+int64_t count_marked_workspace(int64_t n);
+void count_marked(const uint8_t* bitmap, int64_t n, int64_t* set, void* workspace, cudaStream_t stream);
+// *set: how many bits are set; where that is not `count`, nothing is written.
+int64_t marked_indices_workspace(int64_t n);
+void marked_indices(const uint8_t* bitmap, int64_t n, const float* x, int64_t count, int32_t* indices, float* values,
+                    int64_t* set, void* workspace, cudaStream_t stream);
+
+// --- index_code.cu
+// *nbytes: how long the stream is, -1 for indices that the CPU refuses; above `capacity`, `out` stays as it was. A
+// capacity of 0 only asks for the length.
+int64_t encode_indices_workspace(int64_t count);
+void encode_indices(const int32_t* indices, int64_t count, int64_t numel, uint8_t* out, int64_t capacity,
+                    int64_t* nbytes, void* workspace, cudaStream_t stream);
+// *failed becomes 1 when the stream is corrupt, and is left alone else; `indices` may be partly written then.
+int64_t decode_indices_workspace(int64_t numel);
+void decode_indices(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, int32_t* indices,
+                    int32_t* failed, void* workspace, cudaStream_t cuda_stream);
+// The same; `out` becomes NaN then, as that of spectrum_decode_add does.
+int64_t sparse_decode_add_workspace(int64_t numel);
+void sparse_decode_add(const uint8_t* stream, int64_t nbytes, const float* values, int64_t count, float weight,
+                       float* out, int64_t numel, int32_t* failed, void* workspace, cudaStream_t cuda_stream);
+
+// --- select_sampled.cu
+// *count: how many are selected. As a rule one read of x; four at most, as on the CPU.
+int64_t select_sampled_workspace(int64_t n, int64_t k);
+void select_sampled(const float* x, int64_t n, int64_t k, uint64_t key, Selection* selection, int64_t* count,
+                    void* workspace, cudaStream_t stream);
 
 }  // namespace gradzip::cuda

@@ -44,10 +44,12 @@ def _stream(device: torch.device) -> Iterator[int]:
         yield torch.cuda.current_stream(device).cuda_stream
 
 
-def launch(name: str, device: torch.device, *arguments: float, workspace_for: int | None = None) -> None:
+def launch(
+    name: str, device: torch.device, *arguments: float, workspace_for: int | tuple[int, ...] | None = None
+) -> None:
     """Queues a primitive of csrc/cuda/ops.h on the current stream of `device`, and does not wait for it.
 
-    workspace_for: the size for which it is asked what workspace it needs, where it takes one.
+    workspace_for: the sizes for which it is asked what workspace it needs, where it takes one.
     """
     module = kernels().cuda
     with _stream(device) as stream:
@@ -55,9 +57,30 @@ def launch(name: str, device: torch.device, *arguments: float, workspace_for: in
             getattr(module, name)(*arguments, stream)
         else:
             # Freed when the call returns: whoever gets the memory next is queued behind.
-            nbytes = getattr(module, f"{name}_workspace")(workspace_for)
+            sizes = workspace_for if isinstance(workspace_for, tuple) else (workspace_for,)
+            nbytes = getattr(module, f"{name}_workspace")(*sizes)
             workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
             getattr(module, name)(*arguments, workspace.data_ptr(), stream)
+
+
+def run(
+    name: str,
+    where: Tensor,
+    *arguments: float,
+    flag: bool = False,
+    workspace_for: int | tuple[int, ...] | None = None,
+) -> Any:
+    """Calls the primitive that takes the same arguments on both devices, on that of the tensor `where`.
+
+    Returns what the CPU's returns. On CUDA, where nothing waits, None, or with `flag` what it reports failure by: int32
+    of 1 element, 0 if it did not fail.
+    """
+    if not on_cuda(where):
+        return getattr(kernels(), name)(*arguments, threads())
+    failed = torch.zeros(1, dtype=torch.int32, device=where.device) if flag else None
+    extra = () if failed is None else (failed.data_ptr(),)
+    launch(name, where.device, *arguments, *extra, workspace_for=workspace_for)
+    return failed
 
 
 def check(

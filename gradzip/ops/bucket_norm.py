@@ -21,6 +21,8 @@ def bucket_norms(x: Tensor, bucket: int | None = None, norm: str = "l2") -> Tens
     ([5.0, 5.0], [7.0])
     """
     x = _native.check(x, torch.float32, "bucket_norms: x")
+    if _native.on_cuda(x):
+        raise ValueError(f"bucket_norms: got a tensor on {x.device}, expected one on the CPU: call .cpu() first")
     n = x.numel()
     bucket = max(1, n) if bucket is None else bucket
     if not (isinstance(bucket, int) and bucket >= 1):

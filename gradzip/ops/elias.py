@@ -22,7 +22,8 @@ def elias_capacity(numel: int, bits: int = 17) -> int:
 
 
 def elias_encode(codes: Tensor, out: Tensor | None = None) -> Tensor:
-    """Signed levels as a byte stream: short where most are zero, and the others small.
+    """Signed levels as a byte stream: short where most are zero, and the others small. On CUDA, the device is waited
+    for to know how long it is.
 
     codes: n elements, any shape, int32, magnitudes up to 65535. Returns uint8 of as many bytes as it takes: the
     beginning of `out` where given (elias_capacity(n) bytes are always enough; ValueError when it is too short).
@@ -37,11 +38,10 @@ def elias_encode(codes: Tensor, out: Tensor | None = None) -> Tensor:
     """
     codes = _native.check(codes, torch.int32, "elias_encode: codes")
     if out is None:
-        out = torch.empty(elias_capacity(codes.numel()), dtype=torch.uint8)
-    out = _native.in_place(out, torch.uint8, "elias_encode: out")
-    nbytes = _native.kernels().elias_encode(
-        codes.data_ptr(), codes.numel(), out.data_ptr(), out.numel(), _native.threads()
-    )
+        out = torch.empty(elias_capacity(codes.numel()), dtype=torch.uint8, device=codes.device)
+    out = _native.in_place(out, torch.uint8, "elias_encode: out", device=codes.device)
+    arguments = (codes.data_ptr(), codes.numel(), out.data_ptr(), out.numel())
+    nbytes = _run_sized("elias_encode", codes, *arguments, workspace_for=codes.numel())
     if nbytes == -1:
         raise ValueError(f"elias_encode: got a level beyond {_TOP}, the largest there is a code for")
     return _written(out, nbytes, "elias_encode")
@@ -50,16 +50,15 @@ def elias_encode(codes: Tensor, out: Tensor | None = None) -> Tensor:
 def elias_decode(buffer: Tensor, numel: int, top: int = _TOP) -> Tensor:
     """The levels of `elias_encode`: int32 of `numel`.
 
-    buffer: uint8. PayloadError unless it is such a stream, whole, with no level beyond `top`.
+    buffer: uint8. PayloadError unless it is such a stream, whole, with no level beyond `top` (on CUDA, the device is
+    waited for to know).
     """
     buffer = _native.check(buffer, torch.uint8, "elias_decode: buffer")
     if not 0 <= top <= _TOP:
         raise ValueError(f"elias_decode: got top = {top}, expected 0 to {_TOP}")
-    codes = torch.empty(numel, dtype=torch.int32)
-    failed = _native.kernels().elias_decode(
-        buffer.data_ptr(), buffer.numel(), numel, top, codes.data_ptr(), _native.threads()
-    )
-    if failed:
+    codes = torch.empty(numel, dtype=torch.int32, device=buffer.device)
+    arguments = (buffer.data_ptr(), buffer.numel(), numel, top, codes.data_ptr())
+    if int(_native.run("elias_decode", buffer, *arguments, flag=True, workspace_for=numel)):
         raise PayloadError(
             f"elias_decode: got {buffer.numel()} bytes that are not a stream of {numel} levels up to {top}"
         )
@@ -78,16 +77,19 @@ def quantize_elias(
     """(buffer, norms): `elias_encode` of the levels of `quantize`, in one pass over x.
 
     x: n elements, float32. buffer: uint8 of as many bytes as it takes, the beginning of `out` where given
-    (elias_capacity(n, bits) bytes are always enough); norms: float32 of ceil(n / bucket), likewise. Deterministic.
+    (elias_capacity(n, bits) bytes are always enough); norms: float32 of ceil(n / bucket), likewise. Deterministic. On
+    CUDA, the device is waited for to know how long the buffer is.
     """
     check_quantizer(bits, bucket, norm, key, "quantize_elias")
     x = _native.check(x, torch.float32, "quantize_elias: x")
     n = x.numel()
     if out is None:
-        out = torch.empty(elias_capacity(n, bits), dtype=torch.uint8)
-    out = _native.in_place(out, torch.uint8, "quantize_elias: out")
+        out = torch.empty(elias_capacity(n, bits), dtype=torch.uint8, device=x.device)
+    out = _native.in_place(out, torch.uint8, "quantize_elias: out", device=x.device)
     norms = _native.output(norms, num_buckets(n, bucket), torch.float32, x.device, "quantize_elias: norms")
-    nbytes = _native.kernels().quantize_elias(
+    nbytes = _run_sized(
+        "quantize_elias",
+        x,
         x.data_ptr(),
         n,
         bits,
@@ -97,7 +99,7 @@ def quantize_elias(
         out.data_ptr(),
         out.numel(),
         norms.data_ptr(),
-        _native.threads(),
+        workspace_for=(n, bits),
     )
     return _written(out, nbytes, "quantize_elias"), norms
 
@@ -109,19 +111,22 @@ def elias_decode_add(
 
     buffer: uint8; norms: float32 of ceil(n / bucket); out: n elements, float32, in place. PayloadError, and out partly
     added to, when the bytes are not a stream of n levels of `bits` bits; out is untouched when a norm is negative or
-    not finite, or their number is wrong.
+    not finite, or their number is wrong. On CUDA, where nothing waits for the device to know, what cannot be decoded
+    (a chunk, a bucket, or all) becomes NaN instead: all ranks skip the step.
     """
     check_buckets(bits, bucket, "elias_decode_add")
     out = _native.in_place(out, torch.float32, "elias_decode_add: out")
-    buffer = _native.check(buffer, torch.uint8, "elias_decode_add: buffer")
-    norms = _native.check(norms, torch.float32, "elias_decode_add: norms")
+    buffer = _native.check(buffer, torch.uint8, "elias_decode_add: buffer", device=out.device)
+    norms = _native.check(norms, torch.float32, "elias_decode_add: norms", device=out.device)
     n = out.numel()
     if norms.numel() != num_buckets(n, bucket):
         raise PayloadError(
             f"elias_decode_add: got {norms.numel()} norms, expected {num_buckets(n, bucket)} for {n} elements "
             f"in buckets of {bucket}"
         )
-    failed = _native.kernels().elias_decode_add(
+    failed = _native.run(
+        "elias_decode_add",
+        out,
         buffer.data_ptr(),
         buffer.numel(),
         norms.data_ptr(),
@@ -130,13 +135,23 @@ def elias_decode_add(
         min(bucket, max(1, n)),
         weight,
         out.data_ptr(),
-        _native.threads(),
+        flag=True,
+        workspace_for=n,
     )
-    if failed:
+    if failed and not _native.on_cuda(out):
         raise PayloadError(
             f"corrupt payload: got {buffer.numel()} bytes that are not a stream of {n} levels of {bits} bits, "
             "or a norm that is negative or not finite"
         )
+
+
+def _run_sized(name: str, where: Tensor, *arguments: int, workspace_for: int | tuple[int, ...]) -> int:
+    """The length of the stream that an encoder has written, or why it has not."""
+    if not _native.on_cuda(where):
+        return _native.run(name, where, *arguments)
+    nbytes = torch.empty(1, dtype=torch.int64, device=where.device)
+    _native.launch(name, where.device, *arguments, nbytes.data_ptr(), workspace_for=workspace_for)
+    return int(nbytes)
 
 
 def _written(out: Tensor, nbytes: int, what: str) -> Tensor:

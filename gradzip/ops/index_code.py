@@ -22,11 +22,36 @@ def _check_indices(indices: Tensor, numel: int, what: str) -> Tensor:
 
 
 def encoded_indices_nbytes(indices: Tensor, numel: int) -> int:
-    """How long `encode_indices` makes them, header included: at most 12 + ceil(numel / 8)."""
+    """How long `encode_indices` makes them, header included: at most 12 + ceil(numel / 8). Waits for the device where
+    they are on one."""
     indices = _check_indices(indices, numel, "encode_indices")
-    nbytes = _native.kernels().encoded_indices_nbytes(indices.data_ptr(), indices.numel(), numel, _native.threads())
+    if _native.on_cuda(indices):
+        nbytes = int(_encode_on_cuda(indices, numel, None))
+    else:
+        nbytes = _native.kernels().encoded_indices_nbytes(indices.data_ptr(), indices.numel(), numel, _native.threads())
+    return _sound_nbytes(nbytes, numel)
+
+
+def _sound_nbytes(nbytes: int, numel: int) -> int:
     if nbytes < 0:
         raise ValueError(f"encode_indices: got indices that are not strictly ascending, or not within [0, {numel})")
+    return nbytes
+
+
+def _encode_on_cuda(indices: Tensor, numel: int, out: Tensor | None) -> Tensor:
+    """Writes the stream to `out`, if it has room; its length, or -1 for unsound indices."""
+    nbytes = torch.empty(1, dtype=torch.int64, device=indices.device)
+    _native.launch(
+        "encode_indices",
+        indices.device,
+        indices.data_ptr(),
+        indices.numel(),
+        numel,
+        0 if out is None else out.data_ptr(),
+        0 if out is None else out.numel(),
+        nbytes.data_ptr(),
+        workspace_for=indices.numel(),
+    )
     return nbytes
 
 
@@ -37,6 +62,9 @@ def encode_indices(indices: Tensor, numel: int, out: Tensor | None = None) -> Te
     `encoded_indices_nbytes`. At a density of 1 % an index costs 1.02 bytes (the entropy is 1.01), at 15 % 0.61 bit per
     element; never more than a plain bitmap and 12 bytes. Deterministic.
 
+    On CUDA, only without `out` or from a bitmap does anything wait, to know the size; with it, what is written for
+    unsound indices or into an `out` of another size is unspecified.
+
     >>> stream = encode_indices(torch.tensor([3, 700], dtype=torch.int32), 100_000)
     >>> stream.numel(), decode_indices(stream, 100_000).tolist()
     (24, [3, 700])
@@ -45,9 +73,16 @@ def encode_indices(indices: Tensor, numel: int, out: Tensor | None = None) -> Te
         bits = _native.check(indices, torch.uint8, "encode_indices: bitmap", bitmap_nbytes(numel))
         indices = marked_indices(bits, numel, count_marked(bits, numel))
     indices = _check_indices(indices, numel, "encode_indices")
+    if out is not None:
+        _native.in_place(out, torch.uint8, "encode_indices: out", device=indices.device)
+    if _native.on_cuda(indices):
+        if out is not None:
+            _encode_on_cuda(indices, numel, out)
+            return out
+        most = torch.empty(_HEADER.size + bitmap_nbytes(numel), dtype=torch.uint8, device=indices.device)
+        return most[: _sound_nbytes(int(_encode_on_cuda(indices, numel, most)), numel)]
     if out is None:
         out = torch.empty(encoded_indices_nbytes(indices, numel), dtype=torch.uint8)
-    _native.in_place(out, torch.uint8, "encode_indices: out")
     failed = _native.kernels().encode_indices(
         indices.data_ptr(), indices.numel(), numel, out.data_ptr(), out.numel(), _native.threads()
     )
@@ -58,11 +93,12 @@ def encode_indices(indices: Tensor, numel: int, out: Tensor | None = None) -> Te
 
 
 def open_indices(buffer: Tensor) -> tuple[Tensor, int]:
-    """The stream that begins a buffer (uint8), and how many indices it claims; PayloadError when it is cut off."""
+    """The stream that begins a buffer (uint8), and how many indices it claims; PayloadError when it is cut off. Waits
+    for the device where the buffer is on one."""
     buffer = _native.check(buffer, torch.uint8, "open_indices: buffer")
     if buffer.numel() < _HEADER.size:
         raise PayloadError(f"truncated indices: got {buffer.numel()} bytes, expected at least {_HEADER.size}")
-    _, count, nbytes = _HEADER.unpack(buffer[: _HEADER.size].numpy().tobytes())
+    _, count, nbytes = _HEADER.unpack(buffer[: _HEADER.size].cpu().numpy().tobytes())
     if not _HEADER.size <= nbytes <= buffer.numel():
         raise PayloadError(f"truncated or corrupt indices: got {buffer.numel()} bytes, but they claim {nbytes}")
     return buffer[:nbytes], count
@@ -81,13 +117,17 @@ def decode_indices(stream: Tensor, numel: int) -> Tensor:
     """The inverse of `encode_indices`: int32, strictly ascending, below `numel`.
 
     stream: uint8, exactly what `encode_indices` wrote (`open_indices` finds it in a longer buffer). PayloadError when
-    it is corrupt, whatever the bytes are.
+    it is corrupt, whatever the bytes are (on CUDA, the device is waited for to know).
     """
     stream, count = _opened(stream, numel)
-    out = torch.empty(count, dtype=torch.int32)
-    failed = _native.kernels().decode_indices(
-        stream.data_ptr(), stream.numel(), numel, count, out.data_ptr(), _native.threads()
-    )
+    out = torch.empty(count, dtype=torch.int32, device=stream.device)
+    arguments = (stream.data_ptr(), stream.numel(), numel, count, out.data_ptr())
+    if _native.on_cuda(stream):
+        flag = torch.zeros(1, dtype=torch.int32, device=stream.device)
+        _native.launch("decode_indices", stream.device, *arguments, flag.data_ptr(), workspace_for=numel)
+        failed = bool(flag)
+    else:
+        failed = _native.kernels().decode_indices(*arguments, _native.threads())
     if failed:
         raise PayloadError(f"corrupt indices: they are not {count} ascending ones below {numel}")
     return out
@@ -98,22 +138,22 @@ def sparse_decode_add(stream: Tensor, values: Tensor, out: Tensor, weight: float
 
     stream: uint8, as for `decode_indices`; values: float32, one per index; out: float32, any shape, contiguous, in
     place. PayloadError when the stream is corrupt or has another number of indices; out then holds part of the sum,
-    but nothing outside it is written.
+    but nothing outside it is written. On CUDA, where nothing waits for the device to know, out becomes NaN instead: all
+    ranks skip the step.
     """
     _native.in_place(out, torch.float32, "sparse_decode_add: out")
-    values = _native.check(values, torch.float32, "sparse_decode_add: values")
-    stream, count = _opened(stream, out.numel())
-    if count != values.numel():
-        raise PayloadError(f"corrupt indices: got {count} of them, expected {values.numel()}, one per value")
-    failed = _native.kernels().sparse_decode_add(
-        stream.data_ptr(),
-        stream.numel(),
-        values.data_ptr(),
-        count,
-        weight,
-        out.data_ptr(),
-        out.numel(),
-        _native.threads(),
-    )
-    if failed:
+    values = _native.check(values, torch.float32, "sparse_decode_add: values", device=out.device)
+    stream = _native.check(stream, torch.uint8, "sparse_decode_add: stream", device=out.device)
+    count = values.numel()
+    arguments = (stream.data_ptr(), stream.numel(), values.data_ptr(), count, weight, out.data_ptr(), out.numel())
+    if _native.on_cuda(out):
+        if out.numel() >= 2**31:
+            raise ValueError(f"sparse_decode_add: got {out.numel()} elements, expected 0 to 2^31 - 1")
+        flag = torch.zeros(1, dtype=torch.int32, device=out.device)
+        _native.launch("sparse_decode_add", out.device, *arguments, flag.data_ptr(), workspace_for=out.numel())
+        return
+    _, claimed = _opened(stream, out.numel())
+    if claimed != count:
+        raise PayloadError(f"corrupt indices: got {claimed} of them, expected {count}, one per value")
+    if _native.kernels().sparse_decode_add(*arguments, _native.threads()):
         raise PayloadError(f"corrupt indices: they are not {count} ascending ones below {out.numel()}")

@@ -2,7 +2,9 @@
 
 M is n x m, its factors P n x r and Q m x r. Vogels et al., PowerSGD, NeurIPS 2019, Algorithms 1 and 2; Zhang et al.,
 ACP-SGD, ICDCS 2023, Algorithm 2. The sum of an element runs in one fixed order, so results have the same bits whatever
-the number of threads or the instruction set: ranks that expand the same factors get the same gradient.
+the number of threads, the instruction set or the CUDA device: ranks that expand the same factors get the same gradient,
+on CUDA as on the CPU. Only the sums of `low_rank_project` run in another order on CUDA. All tensors are on one device,
+and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -13,17 +15,29 @@ from torch import Tensor
 from . import _native
 
 
-def _matrix(x: Tensor, what: str, rows: int | None = None, columns: int | None = None) -> Tensor:
-    x = _native.check(x, torch.float32, what)
+def _matrix(
+    x: Tensor,
+    what: str,
+    rows: int | None = None,
+    columns: int | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    x = _native.check(x, torch.float32, what, device=device)
     wanted = ("n" if rows is None else rows, "r" if columns is None else columns)
     if x.dim() != 2 or rows not in (None, x.shape[0]) or columns not in (None, x.shape[1]):
         raise ValueError(f"{what}: got shape {tuple(x.shape)}, expected ({wanted[0]}, {wanted[1]})")
     return x
 
 
-def _written(x: Tensor, what: str, rows: int, columns: int) -> Tensor:
-    _native.in_place(x, torch.float32, what)
+def _written(x: Tensor, what: str, rows: int, columns: int, device: torch.device) -> Tensor:
+    _native.in_place(x, torch.float32, what, device=device)
     return _matrix(x, what, rows, columns)
+
+
+def _result(out: Tensor | None, what: str, rows: int, columns: int, device: torch.device) -> Tensor:
+    if out is None:
+        return torch.empty(rows, columns, device=device)
+    return _written(out, what, rows, columns, device)
 
 
 def low_rank_project(
@@ -41,12 +55,11 @@ def low_rank_project(
     m = _matrix(m, "low_rank_project: m")
     rows, columns = m.shape
     if e is not None:
-        e = _written(e, "low_rank_project: e", rows, columns)
-    factor = _matrix(factor, "low_rank_project: factor", rows if transpose else columns)
+        e = _written(e, "low_rank_project: e", rows, columns, m.device)
+    factor = _matrix(factor, "low_rank_project: factor", rows if transpose else columns, device=m.device)
     rank = factor.shape[1]
-    result = (columns if transpose else rows, rank)
-    out = torch.empty(result) if out is None else _written(out, "low_rank_project: out", *result)
-    _native.kernels().low_rank_project(
+    out = _result(out, "low_rank_project: out", columns if transpose else rows, rank, m.device)
+    arguments = (
         m.data_ptr(),
         0 if e is None else e.data_ptr(),
         rows,
@@ -55,8 +68,12 @@ def low_rank_project(
         rank,
         transpose,
         out.data_ptr(),
-        _native.threads(),
     )
+    if _native.on_cuda(m):
+        sizes = (rows, columns, rank, transpose)
+        _native.launch("low_rank_project", m.device, *arguments, workspace_for=sizes)
+    else:
+        _native.kernels().low_rank_project(*arguments, _native.threads())
     return out
 
 
@@ -67,25 +84,24 @@ def low_rank_subtract(e: Tensor, p: Tensor, q: Tensor, out: Tensor | None = None
     """
     p = _matrix(p, "low_rank_subtract: p")
     rank = p.shape[1]
-    q = _matrix(q, "low_rank_subtract: q", columns=rank)
-    e = _written(e, "low_rank_subtract: e", p.shape[0], q.shape[0])
+    q = _matrix(q, "low_rank_subtract: q", columns=rank, device=p.device)
+    e = _written(e, "low_rank_subtract: e", p.shape[0], q.shape[0], p.device)
     if out is not None:
-        out = _written(out, "low_rank_subtract: out", p.shape[0], q.shape[0])
+        out = _written(out, "low_rank_subtract: out", p.shape[0], q.shape[0], p.device)
     _expand(p, q, e, out)
 
 
 def low_rank_expand(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     """p @ qᵀ. p: (n, r); q: (m, r); out: (n, m), float32."""
     p = _matrix(p, "low_rank_expand: p")
-    q = _matrix(q, "low_rank_expand: q", columns=p.shape[1])
-    shape = (p.shape[0], q.shape[0])
-    out = torch.empty(shape) if out is None else _written(out, "low_rank_expand: out", *shape)
+    q = _matrix(q, "low_rank_expand: q", columns=p.shape[1], device=p.device)
+    out = _result(out, "low_rank_expand: out", p.shape[0], q.shape[0], p.device)
     _expand(p, q, None, out)
     return out
 
 
 def _expand(p: Tensor, q: Tensor, e: Tensor | None, out: Tensor | None) -> None:
-    _native.kernels().low_rank_expand(
+    arguments = (
         p.data_ptr(),
         q.data_ptr(),
         p.shape[0],
@@ -93,5 +109,8 @@ def _expand(p: Tensor, q: Tensor, e: Tensor | None, out: Tensor | None) -> None:
         p.shape[1],
         0 if e is None else e.data_ptr(),
         0 if out is None else out.data_ptr(),
-        _native.threads(),
     )
+    if _native.on_cuda(p):
+        _native.launch("low_rank_expand", p.device, *arguments)
+    else:
+        _native.kernels().low_rank_expand(*arguments, _native.threads())

@@ -40,9 +40,8 @@ def one_bit_packed(
     rows, columns = _shape(x, "one_bit_packed: x")
     out = _native.output(out, bitmap_nbytes(x.numel()), torch.uint8, x.device, "one_bit_packed: out")
     means = _native.output(means, 2 * rows, torch.float32, x.device, "one_bit_packed: means").view(rows, 2)
-    _native.kernels().one_bit_packed(
-        x.data_ptr(), rows, columns, key, out.data_ptr(), means.data_ptr(), _native.threads()
-    )
+    arguments = (x.data_ptr(), rows, columns, key, out.data_ptr(), means.data_ptr())
+    _native.run("one_bit_packed", x, *arguments, workspace_for=x.numel())
     return out, means
 
 
@@ -50,20 +49,20 @@ def one_bit_decode_add(packed: Tensor, means: Tensor, out: Tensor, weight: float
     """out += weight * the mean of each element's row and bit.
 
     packed: uint8 of ceil(rows * columns / 8); means: (rows, 2), float32; out: (rows, columns), float32, in place.
-    PayloadError, and out untouched, when a length is wrong or a mean is not finite.
+    PayloadError, and out untouched, when a length is wrong or a mean is not finite. On CUDA, where nothing waits for
+    the device to know, the elements of such a row become NaN instead: all ranks skip the step.
     """
     out = _native.in_place(out, torch.float32, "one_bit_decode_add: out")
     rows, columns = _shape(out, "one_bit_decode_add: out")
-    packed = _native.check(packed, torch.uint8, "one_bit_decode_add: packed")
-    means = _native.check(means, torch.float32, "one_bit_decode_add: means")
+    packed = _native.check(packed, torch.uint8, "one_bit_decode_add: packed", device=out.device)
+    means = _native.check(means, torch.float32, "one_bit_decode_add: means", device=out.device)
     nbytes = bitmap_nbytes(out.numel())
     if packed.numel() != nbytes or means.numel() != 2 * rows:
         raise PayloadError(
             f"one_bit_decode_add: got {packed.numel()} bytes and {means.numel()} means, expected {nbytes} and "
             f"{2 * rows} for shape {(rows, columns)}"
         )
-    failed = _native.kernels().one_bit_decode_add(
-        packed.data_ptr(), means.data_ptr(), rows, columns, weight, out.data_ptr(), _native.threads()
-    )
-    if failed:
+    arguments = (packed.data_ptr(), means.data_ptr(), rows, columns, weight, out.data_ptr())
+    failed = _native.run("one_bit_decode_add", out, *arguments, flag=True)
+    if failed and not _native.on_cuda(out):
         raise PayloadError("corrupt payload: the mean of a row is not finite")

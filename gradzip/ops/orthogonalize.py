@@ -20,7 +20,8 @@ def orthogonalize_(matrices: Tensor | Sequence[Tensor]) -> None:
     a non-finite number is replaced, after all others are done, by the coordinate axis farthest from their span (the
     first of several), made orthonormal to it; where no dimension is left (r > n), by zeros.
 
-    Deterministic, the same bits at every SIMD level, so that ranks on different processors keep the same factors.
+    Deterministic, the same bits at every SIMD level and, unless columns depend on each other, on CUDA devices, so that
+    ranks on different processors keep the same factors. On CUDA, where all matrices are on one device, nothing waits.
     Method: Cholesky QR in double, Q = A R^-1 with RᵀR = AᵀA, a second time where R is ill-conditioned (Fukaya et al.,
     CholeskyQR2, ScalA'14); Gram-Schmidt, twice, where Cholesky's pivots vanish.
 
@@ -32,8 +33,10 @@ def orthogonalize_(matrices: Tensor | Sequence[Tensor]) -> None:
     matrices = [matrices] if isinstance(matrices, Tensor) else list(matrices)
     table = array("q")  # struct Matrix of csrc/cpu/ops.h
     addresses = []
+    device = None
     for matrix in matrices:
-        _native.in_place(matrix, torch.float32, "orthogonalize_")
+        _native.in_place(matrix, torch.float32, "orthogonalize_", device=device)
+        device = matrix.device
         shape = matrix.shape
         if len(shape) != 2:
             raise ValueError(f"orthogonalize_: got a tensor of shape {tuple(shape)}, expected (n, r)")
@@ -43,4 +46,8 @@ def orthogonalize_(matrices: Tensor | Sequence[Tensor]) -> None:
             addresses.append(address)
     if len(set(addresses)) != len(addresses):
         raise ValueError("orthogonalize_: got the same matrix more than once, expected distinct ones")
-    _native.kernels().orthogonalize(table.buffer_info()[0], len(matrices), _native.threads())
+    arguments = (table.buffer_info()[0], len(matrices))
+    if device is not None and _native.on_cuda(matrices[0]):
+        _native.launch("orthogonalize", device, *arguments, workspace_for=arguments)
+    else:
+        _native.kernels().orthogonalize(*arguments, _native.threads())

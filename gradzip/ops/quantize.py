@@ -48,9 +48,11 @@ def quantize(x: Tensor, bits: int, bucket: int = 512, norm: str = "l2", key: int
     """
     check_quantizer(bits, bucket, norm, key, "quantize")
     x = _native.check(x, torch.float32, "quantize: x")
-    codes = torch.empty(x.shape, dtype=torch.int32)
-    norms = torch.empty(num_buckets(x.numel(), bucket), dtype=torch.float32)
-    _native.kernels().quantize(
+    codes = torch.empty(x.shape, dtype=torch.int32, device=x.device)
+    norms = torch.empty(num_buckets(x.numel(), bucket), dtype=torch.float32, device=x.device)
+    _native.run(
+        "quantize",
+        x,
         x.data_ptr(),
         x.numel(),
         bits,
@@ -59,7 +61,7 @@ def quantize(x: Tensor, bits: int, bucket: int = 512, norm: str = "l2", key: int
         key,
         codes.data_ptr(),
         norms.data_ptr(),
-        _native.threads(),
+        workspace_for=x.numel(),
     )
     return codes, norms
 
@@ -68,7 +70,7 @@ def dequantize(codes: Tensor, norms: Tensor, bits: int, bucket: int = 512) -> Te
     """level / s * norm: what `quantize` stands for.
 
     codes: n elements, any shape, int32; norms: float32 of ceil(n / bucket). Returns float32 of the codes' shape.
-    ValueError for a level beyond s = 2^(bits - 1) - 1.
+    ValueError for a level beyond s = 2^(bits - 1) - 1 (on CUDA, the device is waited for to know).
 
     >>> codes, norms = quantize(torch.tensor([3.0, 0.0, -4.0]), bits=8, norm="max")
     >>> dequantize(codes, norms, bits=8)[2].item(), norms.item()
@@ -77,12 +79,10 @@ def dequantize(codes: Tensor, norms: Tensor, bits: int, bucket: int = 512) -> Te
     check_buckets(bits, bucket, "dequantize")
     codes = _native.check(codes, torch.int32, "dequantize: codes")
     n = codes.numel()
-    norms = _native.check(norms, torch.float32, "dequantize: norms", num_buckets(n, bucket))
-    x = torch.empty(codes.shape, dtype=torch.float32)
-    failed = _native.kernels().dequantize(
-        codes.data_ptr(), norms.data_ptr(), n, bits, min(bucket, max(1, n)), x.data_ptr(), _native.threads()
-    )
-    if failed:
+    norms = _native.check(norms, torch.float32, "dequantize: norms", num_buckets(n, bucket), codes.device)
+    x = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    arguments = (codes.data_ptr(), norms.data_ptr(), n, bits, min(bucket, max(1, n)), x.data_ptr())
+    if int(_native.run("dequantize", codes, *arguments, flag=True)):
         raise ValueError(f"dequantize: got a level beyond {(1 << (bits - 1)) - 1}, the largest of {bits} bits")
     return x
 
@@ -110,7 +110,9 @@ def quantize_packed(
     x = _native.check(x, torch.float32, "quantize_packed: x")
     out = _native.output(out, packed_nbytes(x.numel(), bits), torch.uint8, x.device, "quantize_packed: out")
     norms = _native.output(norms, num_buckets(x.numel(), bucket), torch.float32, x.device, "quantize_packed: norms")
-    _native.kernels().quantize_packed(
+    _native.run(
+        "quantize_packed",
+        x,
         x.data_ptr(),
         x.numel(),
         bits,
@@ -119,7 +121,7 @@ def quantize_packed(
         key,
         out.data_ptr(),
         norms.data_ptr(),
-        _native.threads(),
+        workspace_for=x.numel(),
     )
     return out, norms
 
@@ -131,12 +133,13 @@ def quantized_decode_add(
 
     packed: uint8 of ceil(n * bits / 8); norms: float32 of ceil(n / bucket); out: n elements, float32, in place.
     Every bit pattern decodes to a level in [-s, s]. PayloadError, and out untouched, when a length is wrong, or a norm
-    is negative or not finite.
+    is negative or not finite. On CUDA, where nothing waits for the device to know, the elements of that bucket become
+    NaN instead: all ranks skip the step.
     """
     check_buckets(bits, bucket, "quantized_decode_add")
     out = _native.in_place(out, torch.float32, "quantized_decode_add: out")
-    packed = _native.check(packed, torch.uint8, "quantized_decode_add: packed")
-    norms = _native.check(norms, torch.float32, "quantized_decode_add: norms")
+    packed = _native.check(packed, torch.uint8, "quantized_decode_add: packed", device=out.device)
+    norms = _native.check(norms, torch.float32, "quantized_decode_add: norms", device=out.device)
     n = out.numel()
     nbytes, buckets = packed_nbytes(n, bits), num_buckets(n, bucket)
     if packed.numel() != nbytes or norms.numel() != buckets:
@@ -144,8 +147,7 @@ def quantized_decode_add(
             f"quantized_decode_add: got {packed.numel()} bytes and {norms.numel()} norms, expected {nbytes} and "
             f"{buckets} for {n} elements of {bits} bits in buckets of {bucket}"
         )
-    failed = _native.kernels().quantized_decode_add(
-        packed.data_ptr(), norms.data_ptr(), n, bits, min(bucket, max(1, n)), weight, out.data_ptr(), _native.threads()
-    )
-    if failed:
+    arguments = (packed.data_ptr(), norms.data_ptr(), n, bits, min(bucket, max(1, n)), weight, out.data_ptr())
+    failed = _native.run("quantized_decode_add", out, *arguments, flag=True)
+    if failed and not _native.on_cuda(out):
         raise PayloadError("corrupt payload: the norm of a bucket is negative or not finite")

@@ -32,7 +32,7 @@ def pack_signs(x: Tensor, key: int = 0, out: Tensor | None = None) -> Tensor:
     check_key(key, "pack_signs")
     x = _native.check(x, torch.float32, "pack_signs: x")
     out = _native.output(out, bitmap_nbytes(x.numel()), torch.uint8, x.device, "pack_signs: out")
-    _native.kernels().pack_signs(x.data_ptr(), x.numel(), key, out.data_ptr(), _native.threads())
+    _native.run("pack_signs", x, x.data_ptr(), x.numel(), key, out.data_ptr())
     return out
 
 
@@ -51,7 +51,8 @@ def majority(packed: Sequence[Tensor], numel: int, key: int = 0, out: Tensor | N
     if not 1 <= len(packed) <= _MOST_VOTERS:
         raise ValueError(f"majority: got {len(packed)} voters, expected 1 to {_MOST_VOTERS}")
     nbytes = bitmap_nbytes(numel)
-    votes = [_native.check(vote, torch.uint8, f"majority: voter {i}") for i, vote in enumerate(packed)]
+    device = packed[0].device if isinstance(packed[0], Tensor) else None
+    votes = [_native.check(vote, torch.uint8, f"majority: voter {i}", device=device) for i, vote in enumerate(packed)]
     for i, vote in enumerate(votes):
         if vote.numel() != nbytes:
             raise PayloadError(
@@ -59,7 +60,8 @@ def majority(packed: Sequence[Tensor], numel: int, key: int = 0, out: Tensor | N
             )
     out = _native.output(out, nbytes, torch.uint8, votes[0].device, "majority: out")
     addresses = torch.tensor([vote.data_ptr() for vote in votes], dtype=torch.int64)
-    _native.kernels().majority(addresses.data_ptr(), len(votes), numel, key, out.data_ptr(), _native.threads())
+    addresses = addresses.to(out.device, non_blocking=True)
+    _native.run("majority", out, addresses.data_ptr(), len(votes), numel, key, out.data_ptr())
     return out
 
 
@@ -70,10 +72,10 @@ def signs_decode_add(packed: Tensor, out: Tensor, scale: float = 1.0) -> None:
     and out untouched, when the length is wrong; any bits are signs.
     """
     out = _native.in_place(out, torch.float32, "signs_decode_add: out")
-    packed = _native.check(packed, torch.uint8, "signs_decode_add: packed")
+    packed = _native.check(packed, torch.uint8, "signs_decode_add: packed", device=out.device)
     if packed.numel() != bitmap_nbytes(out.numel()):
         raise PayloadError(
             f"signs_decode_add: got {packed.numel()} bytes, expected {bitmap_nbytes(out.numel())} "
             f"for {out.numel()} signs"
         )
-    _native.kernels().signs_decode_add(packed.data_ptr(), out.numel(), scale, out.data_ptr(), _native.threads())
+    _native.run("signs_decode_add", out, packed.data_ptr(), out.numel(), scale, out.data_ptr())

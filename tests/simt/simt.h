@@ -12,6 +12,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -355,6 +356,7 @@ T atomicCAS(T* address, std::common_type_t<T> expected, std::common_type_t<T> va
 }
 
 // --- intrinsics
+inline double __dsqrt_rn(double x) { return std::sqrt(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }

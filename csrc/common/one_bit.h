@@ -1,0 +1,30 @@
+// The two means of 1-bit SGD, from sums in double (common/sums.h) that CPU and CUDA form in one order.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+#include "common/sums.h"
+
+namespace gradzip {
+
+// Sums of the values above and below zero, NaN passed over, and how many bits are set.
+struct Sides {
+  double positive, negative;
+  int64_t set;
+};
+
+GZ_HD float side_mean(double sum, int64_t count) {
+  constexpr double kLargest = 0x1.fffffep127;
+  if (count == 0) return 0.0f;
+  const double mean = sum / double(count);
+  return float(mean > kLargest ? kLargest : mean < -kLargest ? -kLargest : mean);
+}
+
+// Of the values whose bit is clear, and of those whose bit is set.
+GZ_HD void side_means(const Sides& sides, int64_t columns, float* means) {
+  means[0] = side_mean(sides.positive, columns - sides.set);
+  means[1] = side_mean(sides.negative, sides.set);
+}
+
+}  // namespace gradzip

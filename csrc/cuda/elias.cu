@@ -1,0 +1,121 @@
+#include "cuda/elias.cuh"
+
+#include "cuda/bitmap.cuh"
+#include "cuda/bucket_norm.h"
+#include "cuda/launch.h"
+#include "cuda/ops.h"
+
+namespace gradzip::cuda {
+namespace {
+
+// Lengths of chunks, and where they begin.
+struct Chunks {
+  int64_t count;
+  uint32_t* sizes;
+  int64_t *offsets, *total;
+
+  Chunks(Arena& arena, int64_t n)
+      : count(ceil_div(n, kEliasChunk)),
+        sizes(arena.take<uint32_t>(count)),
+        offsets(arena.take<int64_t>(count + 1)),
+        total(arena.take<int64_t>(1)) {}
+
+  unsigned grid() const { return grid_for(count); }
+
+  void scan(cudaStream_t stream) const {
+    launch(stream, grid_of(1), kScanBlock, scan_counts_kernel, sizes, count, offsets, total);
+  }
+};
+
+// What encoding works with.
+struct Encoder {
+  Chunks chunks;
+  uint32_t* beyond;
+  EliasSlots slots;
+
+  Encoder(Arena& arena, int64_t n, int bits) : chunks(arena, n), beyond(arena.take<uint32_t>(1)) {
+    slots = {arena.take<uint32_t>(chunks.count * slot_words(bits)), chunks.sizes, slot_words(bits)};
+  }
+
+  void finish(uint8_t* out, int64_t capacity, int64_t* nbytes, cudaStream_t stream) const {
+    chunks.scan(stream);
+    launch(stream, grid_of(chunks.grid()), kBlock, move_chunks_kernel, slots, chunks.offsets, chunks.count, beyond, out,
+           capacity, nbytes);
+  }
+};
+
+int64_t encoder_nbytes(int64_t n, int bits) {
+  Arena arena(nullptr);
+  const Encoder encoder(arena, n, bits);
+  return arena.used();
+}
+
+int64_t chunks_nbytes(int64_t n) {
+  Arena arena(nullptr);
+  const Chunks chunks(arena, n);
+  return arena.used();
+}
+
+// Offsets of the chunks of a stream to be read.
+Chunks locate(const uint8_t* bytes, int64_t nbytes, int64_t n, void* workspace, cudaStream_t stream) {
+  Arena arena(workspace);
+  const Chunks chunks(arena, n);
+  launch(stream, grid_of(grid_for(ceil_div(chunks.count, kBlock))), kBlock, chunk_sizes_kernel, bytes, nbytes,
+         chunks.count, chunks.sizes);
+  chunks.scan(stream);
+  return chunks;
+}
+
+dim3 read_grid(const Chunks& chunks) {
+  return grid_of(grid_for(ceil_div(chunks.count, kReaders * (kReadBlock / kLanes)), 16));
+}
+
+}  // namespace
+
+int64_t elias_encode_workspace(int64_t n) { return encoder_nbytes(n, kEliasBits); }
+
+void elias_encode(const int32_t* codes, int64_t n, uint8_t* out, int64_t capacity, int64_t* nbytes, void* workspace,
+                  cudaStream_t stream) {
+  Arena arena(workspace);
+  const Encoder encoder(arena, n, kEliasBits);
+  clear(encoder.beyond, sizeof *encoder.beyond, stream);
+  launch(stream, grid_of(encoder.chunks.grid()), kBlock, elias_encode_kernel, codes, n, encoder.slots, encoder.beyond);
+  encoder.finish(out, capacity, nbytes, stream);
+}
+
+int64_t quantize_elias_workspace(int64_t n, int bits) {
+  return encoder_nbytes(n, bits) + most_norm_parts(n) * int64_t(sizeof(double));
+}
+
+void quantize_elias(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
+                    int64_t capacity, float* norms, int64_t* nbytes, void* workspace, cudaStream_t stream) {
+  Arena arena(workspace);
+  const Encoder encoder(arena, n, bits);
+  const Quantizer q{x, n, bucket, bits, Norm(norm), key, norms};
+  clear(encoder.beyond, sizeof *encoder.beyond, stream);
+  const bool nested = kEliasChunk % bucket == 0;
+  if (!nested) bucket_norms(x, n, bucket, Norm(norm), norms, arena.take<double>(most_norm_parts(n)), stream);
+  launch(stream, grid_of(encoder.chunks.grid()), kBlock,
+         nested ? quantize_elias_kernel<true> : quantize_elias_kernel<false>, q, encoder.slots);
+  encoder.finish(out, capacity, nbytes, stream);
+}
+
+int64_t elias_decode_workspace(int64_t n) { return chunks_nbytes(n); }
+
+void elias_decode(const uint8_t* bytes, int64_t nbytes, int64_t n, int32_t top, int32_t* codes, int32_t* failed,
+                  void* workspace, cudaStream_t stream) {
+  const Chunks chunks = locate(bytes, nbytes, n, workspace, stream);
+  launch(stream, read_grid(chunks), kReadBlock, elias_decode_kernel, bytes, nbytes, n, top, chunks.offsets, codes,
+         failed);
+}
+
+int64_t elias_decode_add_workspace(int64_t n) { return chunks_nbytes(n); }
+
+void elias_decode_add(const uint8_t* bytes, int64_t nbytes, const float* norms, int64_t n, int bits, int64_t bucket,
+                      float weight, float* out, int32_t* failed, void* workspace, cudaStream_t stream) {
+  const Chunks chunks = locate(bytes, nbytes, n, workspace, stream);
+  launch(stream, read_grid(chunks), kReadBlock, elias_decode_add_kernel, bytes, nbytes, norms, n, bits, bucket, weight,
+         chunks.offsets, out, failed);
+}
+
+}  // namespace gradzip::cuda

@@ -1,0 +1,313 @@
+// Elias-coded levels. A block writes a chunk into a slot of its own, tokens side by side: where each begins is a sum over
+// those before it. Then the chunks are moved together. Reading a chunk is one token after the other; a warp reads several
+// side by side, a piece at a time, and adds what it read together.
+#pragma once
+
+#include "common/elias.h"
+#include "cuda/bit_stream.cuh"
+#include "cuda/quantize_tile.cuh"
+
+namespace gradzip::cuda {
+
+static_assert(kEliasChunk == kMostTile, "levels of a chunk are drawn as a tile");
+constexpr int kChunkWords = int(kEliasChunk) / kLanes;  // of 32 elements
+constexpr int kPerThread = int(kEliasChunk) / kBlock;
+
+// 32-bit words that a chunk may take: no level is longer than one of `bits` bits without a zero before it.
+GZ_HD int slot_words(int bits) { return int(kEliasChunk) * (2 * bits - 1) / 32 + 4; }
+constexpr int kEliasBits = 17;  // of the largest level, its sign included
+constexpr int kMostSlotWords = int(kEliasChunk) * (2 * kEliasBits - 1) / 32 + 4;
+
+GZ_DEVICE EliasCode gamma(uint32_t v) { return gamma_code(v, 31 - __clz(int(v))); }
+
+GZ_DEVICE void put_bits(uint32_t* words, uint32_t at, EliasCode code) {
+  const int shift = int(at % 32);
+  uint32_t* word = words + at / 32;
+  const uint64_t rest = code.bits >> (32 - shift);
+  atomicOr(word, uint32_t(code.bits << shift));
+  if (uint32_t(rest)) atomicOr(word + 1, uint32_t(rest));
+  if (rest >> 32) atomicOr(word + 2, uint32_t(rest >> 32));
+}
+
+// The block codes `count` levels, of which this thread has number j * kBlock + threadIdx.x as level[j] (0 from count on).
+// `words` is shared memory for the longest chunk. Returns the bytes of the chunk; all threads may read the words.
+GZ_DEVICE uint32_t write_chunk(const int32_t* level, int count, uint32_t* words) {
+  __shared__ uint32_t marks[kChunkWords];  // which levels are not zero
+  __shared__ uint32_t upto[kChunkWords];  // past the last such level before the word
+  __shared__ uint32_t lengths[kChunkWords];  // bits; then where the first of a word begins
+  __shared__ uint32_t ends[2];  // past the last such level, past its bits
+  constexpr int kWordsPerLane = kChunkWords / kLanes;
+  const unsigned below = (1u << lane()) - 1;
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) {
+    const unsigned marked = __ballot_sync(kAllLanes, level[j] != 0);
+    if (lane() == 0) marks[j * warps() + warp()] = marked;
+  }
+  __syncthreads();
+  if (warp() == 0) {
+    uint32_t last = 0;
+    for (int w = kWordsPerLane * lane(); w < kWordsPerLane * (lane() + 1); ++w)
+      if (marks[w]) last = uint32_t(32 * (w + 1) - __clz(int(marks[w])));
+#pragma unroll
+    for (int d = 1; d < kLanes; d *= 2) {
+      const uint32_t before = __shfl_up_sync(kAllLanes, last, d);
+      last = lane() >= d && before > last ? before : last;
+    }
+    const uint32_t previous = __shfl_up_sync(kAllLanes, last, 1);
+    uint32_t running = lane() > 0 ? previous : 0u;
+    for (int w = kWordsPerLane * lane(); w < kWordsPerLane * (lane() + 1); ++w) {
+      upto[w] = running;
+      if (marks[w]) running = uint32_t(32 * (w + 1) - __clz(int(marks[w])));
+    }
+    if (lane() == kLanes - 1) ends[0] = running;
+  }
+  __syncthreads();
+  const auto token = [&](int j) {
+    const int w = j * warps() + warp(), i = 32 * w + lane();
+    const unsigned before = marks[w] & below;
+    const uint32_t next = before ? uint32_t(32 * (w + 1) - __clz(int(before))) : upto[w];
+    const bool negative = level[j] < 0;
+    return level_token(gamma(uint32_t(i) - next + 1), negative, gamma(uint32_t(negative ? -level[j] : level[j])));
+  };
+  uint32_t begin[kPerThread];  // of the token, within its word
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) {
+    const uint32_t length = level[j] ? uint32_t(token(j).length) : 0u, end = warp_scan(length);
+    begin[j] = end - length;
+    if (lane() == kLanes - 1) lengths[j * warps() + warp()] = end;
+  }
+  __syncthreads();
+  if (warp() == 0) {
+    uint32_t sum = 0;
+    for (int w = kWordsPerLane * lane(); w < kWordsPerLane * (lane() + 1); ++w) sum += lengths[w];
+    uint32_t at = warp_scan(sum) - sum;
+    for (int w = kWordsPerLane * lane(); w < kWordsPerLane * (lane() + 1); ++w) {
+      const uint32_t length = lengths[w];
+      lengths[w] = at;
+      at += length;
+    }
+    if (lane() == kLanes - 1) ends[1] = at;
+  }
+  __syncthreads();
+  const uint32_t zeros = uint32_t(count) - ends[0];  // that the chunk ends in
+  EliasCode last{0, 0};
+  if (zeros > 0) last = gamma(zeros + 1);
+  const uint32_t bits = ends[1] + uint32_t(last.length);
+  for (uint32_t w = threadIdx.x; 32 * w < bits; w += kBlock) words[w] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j)
+    if (level[j]) put_bits(words, lengths[j * warps() + warp()] + begin[j], token(j));
+  if (threadIdx.x == 0 && zeros > 0) put_bits(words, ends[1], last);
+  __syncthreads();
+  return (bits + 7) / 8;
+}
+
+// What the encoders leave for the kernel that moves chunks together.
+struct EliasSlots {
+  uint32_t* words;  // of slot_words each
+  uint32_t* sizes;  // bytes
+  int words_each;
+};
+
+GZ_DEVICE void store_chunk(const EliasSlots& slots, int64_t chunk, const uint32_t* words, uint32_t nbytes) {
+  uint32_t* to = slots.words + chunk * slots.words_each;
+  for (uint32_t w = threadIdx.x; 4 * w < nbytes; w += kBlock) to[w] = words[w];
+  if (threadIdx.x == 0) slots.sizes[chunk] = nbytes;
+  __syncthreads();
+}
+
+// *beyond, 0 at launch, becomes 1 when there is no code for a level.
+__global__ void __launch_bounds__(kBlock)
+    elias_encode_kernel(const int32_t* codes, int64_t n, EliasSlots slots, uint32_t* beyond) {
+  __shared__ uint32_t words[kMostSlotWords];
+  bool bad = false;
+  for (int64_t chunk = blockIdx.x; chunk * kEliasChunk < n; chunk += gridDim.x) {
+    const int64_t first = chunk * kEliasChunk, left = n - first;
+    const int count = int(left < kEliasChunk ? left : kEliasChunk);
+    int32_t level[kPerThread];
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) {
+      const int i = j * kBlock + int(threadIdx.x);
+      level[j] = i < count ? __ldg(codes + first + i) : 0;
+    }
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) {
+      const bool none = level[j] > kEliasTop || level[j] < -kEliasTop;
+      bad |= none;
+      level[j] = none ? 0 : level[j];
+    }
+    store_chunk(slots, chunk, words, write_chunk(level, count, words));
+  }
+  if (bad) *beyond = 1;  // whoever writes, writes 1
+}
+
+// With kNorms, buckets divide a chunk, and norms are computed.
+template <bool kNorms>
+__global__ void __launch_bounds__(kBlock, 3) quantize_elias_kernel(Quantizer q, EliasSlots slots) {
+  alignas(16) __shared__ uint32_t words[kMostSlotWords];
+  float* tile = reinterpret_cast<float*>(words);
+  int32_t* levels = reinterpret_cast<int32_t*>(words);
+  for (int64_t chunk = blockIdx.x; chunk * kEliasChunk < q.n; chunk += gridDim.x) {
+    const int64_t first = chunk * kEliasChunk;
+    const int count = int(q.n - first < kEliasChunk ? q.n - first : kEliasChunk);
+    quantize_tile<kNorms>(q, first, count, tile, [&](int i, const int32_t* level, const bool* negative) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) levels[i + k] = negative[k] ? -level[k] : level[k];
+    });
+    __syncthreads();
+    int32_t level[kPerThread];
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) {
+      const int i = j * kBlock + int(threadIdx.x);
+      level[j] = i < count ? levels[i] : 0;
+    }
+    store_chunk(slots, chunk, words, write_chunk(level, count, words));  // its barriers: all have their levels
+  }
+}
+
+// A block per chunk: its length, and its bytes to where those before it end. offsets[chunks] is the sum of all.
+__global__ void __launch_bounds__(kBlock)
+    move_chunks_kernel(EliasSlots slots, const int64_t* offsets, int64_t chunks, const uint32_t* beyond, uint8_t* out,
+                       int64_t capacity, int64_t* nbytes) {
+  const int64_t total = 2 * chunks + offsets[chunks];
+  if (grid_thread() == 0) *nbytes = *beyond ? -1 : total > capacity ? -2 : total;
+  if (total > capacity) return;
+  for (int64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    const uint32_t size = slots.sizes[chunk];
+    if (threadIdx.x < 2) out[2 * chunk + threadIdx.x] = uint8_t(size >> (8 * threadIdx.x));
+    // The bytes are codes of 32 bits.
+    pack_bytes(slots.words + chunk * slots.words_each, int((size + 3) / 4), 32, int(size),
+               out + 2 * chunks + offsets[chunk]);
+  }
+}
+
+// The lengths that a stream claims.
+__global__ void __launch_bounds__(kBlock)
+    chunk_sizes_kernel(const uint8_t* stream, int64_t nbytes, int64_t chunks, uint32_t* sizes) {
+  for (int64_t c = grid_thread(); c < chunks; c += grid_threads())
+    sizes[c] = 2 * c + 2 <= nbytes ? uint32_t(stream[2 * c]) | uint32_t(stream[2 * c + 1]) << 8 : 0u;
+}
+
+// Where a thread is in its chunk.
+struct ChunkReader {
+  const uint8_t* bytes;
+  int64_t nbytes, bit;
+  int next, count;  // the next element, and how many there are
+  uint32_t magnitude;  // of the level that `next` is, which has been read but not taken; 0 when there is none
+  bool negative, valid;
+
+  // Reads up to the next level that is not zero, or the end. Every token takes at least one element and is checked
+  // before it is used, so any bytes end, within the chunk.
+  GZ_DEVICE void read_token(uint32_t top) {
+    uint32_t word = read_bits(bytes, nbytes, bit, 32);
+    const int k = __ffs(int(word)) - 1;
+    if (k < 0 || k > 12) return refuse();  // more zeros than a chunk has elements
+    next += int(1u << k | (word >> (k + 1) & ((1u << k) - 1))) - 1;
+    bit += 2 * k + 1;
+    if (next >= count) return;
+    word = read_bits(bytes, nbytes, bit, 32);
+    negative = word & 1;
+    word >>= 1;
+    const int m = __ffs(int(word)) - 1;
+    if (m < 0 || m > 15) return refuse();
+    magnitude = 1u << m | (word >> (m + 1) & ((1u << m) - 1));
+    if (magnitude > top) return refuse();
+    bit += 2 * m + 2;
+  }
+  GZ_DEVICE void refuse() {
+    valid = false;
+    magnitude = 0;
+    next = count;
+  }
+};
+
+constexpr int kReaders = 8;  // chunks that a warp reads side by side
+constexpr int kPiece = 256;  // elements of each, at a time
+constexpr int kReadBlock = 4 * kLanes;  // threads
+constexpr int kRow = kPiece + 1;  // so that readers write to different banks
+
+// take(first, count, levels) for pieces of up to kPiece elements, by whole warps; spoil(first, count) after those of a
+// chunk that is not what an encoder writes. offsets[c] is where chunk c begins behind the table of lengths.
+template <class Take, class Spoil>
+GZ_DEVICE void read_chunks(const uint8_t* stream, int64_t nbytes, int64_t n, uint32_t top, const int64_t* offsets,
+                           Take take, Spoil spoil) {
+  __shared__ int32_t levels[kReadBlock / kLanes][kReaders][kRow];
+  const int64_t chunks = (n + kEliasChunk - 1) / kEliasChunk, teams = grid_threads() / kLanes;
+  const bool whole = 2 * chunks + offsets[chunks] == nbytes;
+  int32_t (*mine)[kRow] = levels[warp()];
+  for (int64_t base = grid_thread() / kLanes * kReaders; base < chunks; base += teams * kReaders) {
+    const int64_t chunk = base + lane(), first = chunk * kEliasChunk;
+    ChunkReader reader{nullptr, 0, 0, 0, 0, 0, false, true};
+    if (lane() < kReaders && chunk < chunks) {
+      reader.count = int(n - first < kEliasChunk ? n - first : kEliasChunk);
+      reader.bytes = stream + 2 * chunks + offsets[chunk];
+      reader.nbytes = offsets[chunk + 1] - offsets[chunk];
+      if (!whole) reader.refuse();
+    }
+    const int readers = int(chunks - base < kReaders ? chunks - base : kReaders);
+    for (int begin = 0; begin < kEliasChunk; begin += kPiece) {
+      const int end = begin + kPiece;
+      for (int c = 0; c < readers; ++c)
+        for (int i = lane(); i < kPiece; i += kLanes) mine[c][i] = 0;
+      __syncwarp();
+      if (lane() < readers) {
+        for (;;) {
+          if (reader.magnitude == 0 && reader.next < end && reader.next < reader.count) reader.read_token(top);
+          if (reader.magnitude == 0 || reader.next >= end) break;
+          mine[lane()][reader.next++ - begin] =
+              reader.negative ? -int32_t(reader.magnitude) : int32_t(reader.magnitude);
+          reader.magnitude = 0;
+        }
+      }
+      __syncwarp();
+      for (int c = 0; c < readers; ++c) {
+        const int64_t from = (base + c) * kEliasChunk + begin, left = n - from;
+        if (left > 0) take(from, int(left < kPiece ? left : kPiece), mine[c]);
+      }
+      __syncwarp();
+    }
+    const bool valid = reader.valid && reader.next == reader.count && (reader.bit + 7) / 8 == reader.nbytes;
+    const unsigned spoilt = __ballot_sync(kAllLanes, lane() < readers && !valid);
+    for (int c = 0; c < readers; ++c) {
+      const int64_t from = (base + c) * kEliasChunk, left = n - from;
+      if (spoilt >> c & 1) spoil(from, int(left < kEliasChunk ? left : kEliasChunk));
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kReadBlock)
+    elias_decode_kernel(const uint8_t* stream, int64_t nbytes, int64_t n, int32_t top, const int64_t* offsets,
+                        int32_t* codes, int32_t* failed) {
+  read_chunks(
+      stream, nbytes, n, uint32_t(top), offsets,
+      [&](int64_t first, int count, const int32_t* levels) {
+        for (int i = lane(); i < count; i += kLanes) codes[first + i] = levels[i];
+      },
+      [&](int64_t, int) { *failed = 1; });  // whoever writes, writes 1
+}
+
+__global__ void __launch_bounds__(kReadBlock)
+    elias_decode_add_kernel(const uint8_t* stream, int64_t nbytes, const float* norms, int64_t n, int bits,
+                            int64_t bucket, float weight, const int64_t* offsets, float* out, int32_t* failed) {
+  const int32_t s = top_level(bits);
+  bool bad = false;
+  read_chunks(
+      stream, nbytes, n, uint32_t(s), offsets,
+      [&](int64_t first, int count, const int32_t* levels) {
+        const TileBuckets buckets(first, bucket);
+        for (int i = lane(); i < count; i += kLanes) {
+          const float norm = __ldg(norms + buckets.first + buckets.index(i));
+          const bool valid = valid_norm(norm);
+          bad |= !valid;
+          out[first + i] += valid ? weight * level_value(levels[i], s, norm) : undecodable();
+        }
+      },
+      [&](int64_t first, int count) {
+        bad = true;
+        for (int i = lane(); i < count; i += kLanes) out[first + i] = undecodable();
+      });
+  if (bad) *failed = 1;
+}
+
+}  // namespace gradzip::cuda

@@ -1,0 +1,304 @@
+// Indices as a bitmap or as Rice-coded gaps (common/index_code.h), byte for byte as on the CPU. A block takes a block of
+// gaps, or a tile of the bitmap, at a time; which form it is to be, or is, every block sees for itself.
+#pragma once
+
+#include "common/index_code.h"
+#include "cuda/bit_stream.cuh"
+#include "cuda/bitmap.cuh"
+
+namespace gradzip::cuda {
+
+constexpr int kIndexPer = int(kIndexBlock) / kBlock;  // indices of a block that a thread takes
+static_assert(kIndexBlock == 2 * kPackTile && kTile == 32 * kBlock, "how the kernels below share out their work");
+
+GZ_HD int64_t index_blocks(int64_t count) { return (count + kIndexBlock - 1) / kIndexBlock; }
+
+// --- writing
+
+// The index that comes first in block b, if it can.
+GZ_DEVICE int64_t base_of(const int32_t* indices, int64_t b) {
+  return b ? __ldg(indices + b * kIndexBlock - 1) + int64_t(1) : 0;
+}
+
+// What each block takes with its best k; *unsound, 0 at launch, becomes 1 unless the indices ascend within [0, numel).
+__global__ void __launch_bounds__(kBlock) index_plan_kernel(const int32_t* indices, int64_t count, int64_t numel,
+                                                            uint32_t* nbytes, uint8_t* ks, uint32_t* unsound) {
+  __shared__ int64_t partial[kLanes];
+  for (int64_t b = blockIdx.x; b * kIndexBlock < count; b += gridDim.x) {
+    const int64_t begin = b * kIndexBlock, base = base_of(indices, b);
+    const int n = int(count - begin < kIndexBlock ? count - begin : kIndexBlock);
+    const int64_t last = __ldg(indices + begin + n - 1), span = last + 1 - base - n;
+    const int low = index_low_bits(n, span > 0 ? span : 0);
+    int64_t above[3] = {0, 0, 0};
+    bool bad = span < 0 || last >= numel;
+    for (int i = int(threadIdx.x); i < n; i += kBlock) {
+      const int64_t gap = __ldg(indices + begin + i) - (i ? __ldg(indices + begin + i - 1) + int64_t(1) : base);
+      bad |= gap < 0;
+#pragma unroll
+      for (int j = 0; j < 3; ++j) above[j] += gap >> (low + j);
+    }
+    int64_t best = 0;
+    int k = 0;
+#pragma unroll
+    for (int j = 0; j < 3; ++j) {
+      const int64_t size = index_block_nbytes(n, low + j, block_sum(above[j], partial));
+      if (j == 0 || size < best) best = size, k = low + j;
+    }
+    if (bad) *unsound = 1;  // whoever writes, writes 1
+    if (threadIdx.x != 0) continue;
+    nbytes[b] = uint32_t(best);
+    ks[b] = uint8_t(k);
+  }
+}
+
+// Little-endian, at any address, by the first threads of the block.
+GZ_DEVICE void write_bytes(uint8_t* at, uint64_t word, int nbytes) {
+  if (int(threadIdx.x) < nbytes) at[threadIdx.x] = uint8_t(word >> (8 * threadIdx.x));
+}
+
+// Unary codes of a block take at most 1256 bytes: the best k takes no more than that next to log2 of (mean gap ln 2),
+// whose gaps above it add up to at most 26 / 9 for each index.
+constexpr int kUnaryWords = 320;
+
+GZ_DEVICE void write_index_block(const int32_t* indices, int n, int64_t base, int k, int nbytes, uint8_t* out,
+                                 uint32_t* codes, uint32_t* unary, uint32_t* partial) {
+  for (int i = int(threadIdx.x); i < kUnaryWords; i += kBlock) unary[i] = 0;
+  uint32_t gap[kIndexPer], sum = 0, total;
+  const int first = int(threadIdx.x) * kIndexPer;
+  int64_t next = first ? first <= n ? __ldg(indices + first - 1) + int64_t(1) : 0 : base;
+#pragma unroll
+  for (int j = 0; j < kIndexPer; ++j) {
+    if (first + j >= n) break;
+    const int32_t index = __ldg(indices + first + j);
+    gap[j] = uint32_t(index - next);
+    next = index + int64_t(1);
+    sum += (gap[j] >> k) + 1;
+  }
+  uint32_t position = block_scan(sum, partial, &total);  // its barriers: `unary` is clear
+#pragma unroll
+  for (int j = 0; j < kIndexPer; ++j) {
+    if (first + j >= n) break;
+    codes[first + j] = gap[j] & ((1u << k) - 1);
+    position += gap[j] >> k;
+    if (position < 32 * kUnaryWords) atomicOr(&unary[position / 32], 1u << position % 32);
+    ++position;
+  }
+  __syncthreads();
+  write_bytes(out, uint64_t(k), 1);
+  const int low_bytes = (n * k + 7) / 8;
+  for (int done = 0; k > 0 && done < n; done += kPackTile)
+    pack_tile(codes + done, n - done < kPackTile ? n - done : kPackTile, k, out + 1 + done / 8 * k);
+  for (int i = int(threadIdx.x); i < nbytes - 1 - low_bytes; i += kBlock)
+    out[1 + low_bytes + i] = uint8_t(unary[i / 4] >> (i % 4 * 8));
+  __syncthreads();
+}
+
+// How many of the ascending indices are below `value`: kBlock of them are looked at at a time.
+GZ_DEVICE int64_t count_below(const int32_t* indices, int64_t count, int64_t value, uint32_t* partial) {
+  int64_t first = 0, n = count;  // the answer is in [first, first + n]
+  while (n > 0) {
+    const int64_t step = (n + kBlock - 1) / kBlock, at = first + int64_t(threadIdx.x) * step;
+    const int64_t below = block_sum(uint32_t(at < first + n && __ldg(indices + at) < value), partial);
+    if (below == 0) break;
+    const int64_t end = first + (below * step < n ? below * step : n);
+    first += (below - 1) * step + 1;
+    n = end - first;
+  }
+  return first;
+}
+
+GZ_DEVICE void write_bitmap_tile(const int32_t* indices, int64_t count, int64_t numel, int64_t tile, uint8_t* out,
+                                 uint32_t* words, uint32_t* partial) {
+  const int64_t begin = tile * kTile;
+  const int64_t last = count_below(indices, count, begin + kTile, partial);
+  words[threadIdx.x] = 0;
+  __syncthreads();
+  for (int64_t i = count_below(indices, count, begin, partial) + threadIdx.x; i < last; i += kBlock) {
+    const uint32_t bit = uint32_t(__ldg(indices + i) - begin);
+    atomicOr(&words[bit / 32], 1u << bit % 32);
+  }
+  __syncthreads();
+  store_word(out, tile_word(tile), numel, words[threadIdx.x]);
+  __syncthreads();
+}
+
+// offsets[b]: where block b begins. *nbytes becomes the length of the stream, -1 for unsound indices; nothing is written
+// when that is beyond `capacity`.
+__global__ void __launch_bounds__(kBlock)
+    index_write_kernel(const int32_t* indices, int64_t count, int64_t numel, const int64_t* offsets, const uint8_t* ks,
+                       const uint32_t* unsound, uint8_t* out, int64_t capacity, int64_t* nbytes) {
+  __shared__ uint32_t codes[kIndexBlock], unary[kUnaryWords], partial[kLanes];
+  const int64_t blocks = index_blocks(count), header = sizeof(IndexHeader),
+                table = blocks * int64_t(sizeof(IndexBlock));
+  const int64_t plain = header + (numel + 7) / 8, coded = header + table + offsets[blocks];
+  const int64_t total = *unsound ? -1 : coded < plain ? coded : plain;
+  if (grid_thread() == 0) *nbytes = total;
+  if (total < 0 || total > capacity) return;
+  if (blockIdx.x == 0) {
+    write_bytes(out, coded < plain, 4);
+    write_bytes(out + 4, uint64_t(count), 4);
+    write_bytes(out + 8, uint64_t(total), 4);
+  }
+  out += header;
+  if (coded >= plain) {
+    for (int64_t tile = blockIdx.x; tile * kTile < numel; tile += gridDim.x)
+      write_bitmap_tile(indices, count, numel, tile, out, codes, partial);
+    return;
+  }
+  for (int64_t b = blockIdx.x; b < blocks; b += gridDim.x) {
+    const int64_t begin = b * kIndexBlock;
+    const int n = int(count - begin < kIndexBlock ? count - begin : kIndexBlock);
+    write_bytes(out + b * int64_t(sizeof(IndexBlock)), uint64_t(__ldg(indices + begin + n - 1)) + 1, 4);
+    write_bytes(out + b * int64_t(sizeof(IndexBlock)) + 4, uint64_t(offsets[b + 1]), 4);
+    write_index_block(indices + begin, n, base_of(indices, b), ks[b], int(offsets[b + 1] - offsets[b]),
+                      out + table + offsets[b], codes, unary, partial);
+  }
+}
+
+// --- reading
+
+GZ_DEVICE uint32_t read_u32(const uint8_t* at) {
+  return at[0] | uint32_t(at[1]) << 8 | uint32_t(at[2]) << 16 | uint32_t(at[3]) << 24;
+}
+
+enum class IndexForm { bitmap, coded, corrupt };
+
+struct IndexStream {
+  IndexForm form;
+  const uint8_t* body;
+  int64_t nbytes;  // of the body
+};
+
+GZ_DEVICE IndexStream open_index_stream(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count) {
+  const int64_t header = sizeof(IndexHeader);
+  const IndexStream corrupt{IndexForm::corrupt, nullptr, 0};
+  if (nbytes < header || count > numel) return corrupt;
+  const uint32_t coded = read_u32(stream);
+  if (coded > 1 || read_u32(stream + 4) != count || read_u32(stream + 8) != nbytes) return corrupt;
+  const IndexStream opened{coded ? IndexForm::coded : IndexForm::bitmap, stream + header, nbytes - header};
+  if (coded) {
+    const int64_t table = index_blocks(count) * int64_t(sizeof(IndexBlock));
+    return opened.nbytes < table || (count == 0 && opened.nbytes != 0) ? corrupt : opened;
+  }
+  if (opened.nbytes != (numel + 7) / 8) return corrupt;
+  return numel % 8 && opened.body[opened.nbytes - 1] >> (numel % 8) ? corrupt : opened;
+}
+
+// How many bits of the bitmap are set in each tile; 0 where there is none.
+__global__ void __launch_bounds__(kBlock)
+    index_count_kernel(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, uint32_t* counts) {
+  __shared__ uint32_t partial[kLanes];
+  const IndexStream opened = open_index_stream(stream, nbytes, numel, count);
+  const int64_t bits = opened.form == IndexForm::bitmap ? numel : 0;
+  for (int64_t tile = blockIdx.x; tile * kTile < numel; tile += gridDim.x) {
+    const uint32_t set = block_sum(uint32_t(__popc(load_word(opened.body, tile_word(tile), bits))), partial);
+    if (threadIdx.x == 0) counts[tile] = set;
+  }
+}
+
+// The n indices of a block, in [base, end), to shared memory; false when it does not hold exactly those, up to end.
+GZ_DEVICE bool read_index_block(const uint8_t* block, int64_t nbytes, int64_t base, int64_t end, int n,
+                                uint32_t* indices, uint32_t* partial, int64_t* wide_partial, int64_t* last) {
+  const int k = block[0];
+  if (k > 31) return false;
+  const int64_t low_bytes = (n * k + 7) / 8, unary_bits = 8 * (nbytes - 1 - low_bytes);
+  if (unary_bits < 0) return false;
+  // More would pass `end`, and with as many nothing below overflows.
+  if (unary_bits > n + ((end - base) >> k) + 8) return false;
+  const uint8_t *low = block + 1, *unary = low + low_bytes;
+  uint32_t found = 0;
+  for (int64_t word = threadIdx.x; word - threadIdx.x < (unary_bits + 31) / 32; word += kBlock) {
+    uint32_t bits = load_word(unary, word, unary_bits), more;
+    uint32_t rank = found + block_scan(uint32_t(__popc(bits)), partial, &more);
+    found += more;
+    if (found > uint32_t(n)) return false;
+    for (; bits; bits &= bits - 1) indices[rank++] = uint32_t(32 * word + __ffs(int(bits)) - 1);
+  }
+  if (found != uint32_t(n)) return false;
+  // The i-th one lies i bits behind the sum of what gaps 0..i are above.
+  const int first = int(threadIdx.x) * kIndexPer;
+  int64_t gaps[kIndexPer], sum = 0, total;
+#pragma unroll
+  for (int j = 0; j < kIndexPer; ++j) {
+    const int i = first + j;
+    gaps[j] = i < n ? 1 + int64_t(k ? read_bits(low, low_bytes, int64_t(i) * k, k) : 0) : 0;
+    sum += gaps[j];
+  }
+  int64_t next = base + block_scan(sum, wide_partial, &total);  // its barriers: all indices are there
+#pragma unroll
+  for (int j = 0; j < kIndexPer; ++j) {
+    const int i = first + j;
+    next += gaps[j];
+    if (i >= n) break;
+    const int64_t index = next - 1 + ((int64_t(indices[i]) - i) << k);
+    indices[i] = uint32_t(index);
+    if (i == n - 1) *last = index;
+  }
+  __syncthreads();
+  return *last + 1 == end;  // indices ascend whatever the bits, so the last tells for all
+}
+
+// emit(index, rank, value(index, rank)) for every index of the stream. *failed becomes 1 when it is corrupt.
+template <class Value, class Emit>
+GZ_DEVICE void for_each_index(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count,
+                              const int64_t* offsets, int32_t* failed, Value value, Emit emit) {
+  __shared__ uint32_t indices[kIndexBlock], partial[kLanes];
+  __shared__ int64_t wide_partial[kLanes], last;
+  const IndexStream opened = open_index_stream(stream, nbytes, numel, count);
+  if (opened.form == IndexForm::bitmap && offsets[(numel + kTile - 1) / kTile] == count) {
+    for_each_bit<true>(
+        opened.body, numel, offsets, [&](int64_t i, bool, int64_t rank) { return value(i, rank); }, emit);
+    return;
+  }
+  if (opened.form != IndexForm::coded) {
+    *failed = 1;  // whoever writes, writes 1
+    return;
+  }
+  const int64_t blocks = index_blocks(count), table = blocks * int64_t(sizeof(IndexBlock));
+  for (int64_t b = blockIdx.x; b < blocks; b += gridDim.x) {
+    const uint8_t* entry = opened.body + b * int64_t(sizeof(IndexBlock));
+    const int64_t end = read_u32(entry), end_byte = read_u32(entry + 4);
+    const int64_t base = b ? read_u32(entry - 8) : 0, begin_byte = b ? read_u32(entry - 4) : 0;
+    const int64_t first = b * kIndexBlock;
+    const int n = int(count - first < kIndexBlock ? count - first : kIndexBlock);
+    // Each block checks where it lies, so nothing is read outside whatever the others say.
+    const bool sound = base < end && end <= numel && begin_byte < end_byte && end_byte <= opened.nbytes - table &&
+                       (b < blocks - 1 || end_byte == opened.nbytes - table) &&
+                       read_index_block(opened.body + table + begin_byte, end_byte - begin_byte, base, end, n, indices,
+                                        partial, wide_partial, &last);
+    if (sound) {
+      for (int i = int(threadIdx.x); i < n; i += kBlock)
+        emit(int64_t(indices[i]), first + i, value(int64_t(indices[i]), first + i));
+    } else {
+      *failed = 1;
+    }
+    __syncthreads();
+  }
+}
+
+__global__ void __launch_bounds__(kBlock)
+    index_decode_kernel(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, const int64_t* offsets,
+                        int32_t* indices, int32_t* failed) {
+  for_each_index(
+      stream, nbytes, numel, count, offsets, failed, [&](int64_t i, int64_t) { return int32_t(i); },
+      [&](int64_t, int64_t rank, int32_t index) { indices[rank] = index; });
+}
+
+__global__ void __launch_bounds__(kBlock)
+    sparse_decode_add_kernel(const uint8_t* stream, int64_t nbytes, const float* values, int64_t count, float weight,
+                             float* out, int64_t numel, const int64_t* offsets, int32_t* failed) {
+  for_each_index(
+      stream, nbytes, numel, count, offsets, failed,
+      [&](int64_t i, int64_t rank) { return out[i] + weight * __ldg(values + rank); },
+      [&](int64_t i, int64_t, float sum) { out[i] = sum; });
+}
+
+// Where a stream was corrupt, its sum is no number, whoever looks at the flag.
+__global__ void __launch_bounds__(kBlock)
+    sparse_spoil_kernel(const int32_t* corrupt, float* out, int64_t numel, int32_t* failed) {
+  if (!*corrupt) return;
+  if (grid_thread() == 0) *failed = 1;
+  for (int64_t i = grid_thread(); i < numel; i += grid_threads()) out[i] = bits_float(0x7fc00000u);
+}
+
+}  // namespace gradzip::cuda

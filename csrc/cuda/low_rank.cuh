@@ -1,0 +1,258 @@
+// The passes of low-rank compression over an n x c gradient. A block stages square tiles of the gradient in shared
+// memory, 16 bytes a load, adding up m and e on the way, so each is read once whichever way the product goes; threads
+// then take what outputs and factors the tile has. Parts of one output tile are added by the block that is done last, in
+// order: results depend on the sizes only, never on the device or the order of blocks.
+#pragma once
+
+#include "cuda/block.cuh"
+
+namespace gradzip::cuda {
+
+constexpr int kLowRankTile = 64;  // rows and columns
+constexpr int kLowRankQuads = kLowRankTile / 4;  // of a row
+constexpr int kLowRankStride = kLowRankQuads + 1;  // float4s: neighbouring rows start in different banks
+constexpr int kLowRankMost = 64;  // rank that one launch takes
+
+// Four floats at x, of which `left` (or fewer, or more) are there, else 0. `wide`: x is aligned to 16 bytes.
+GZ_DEVICE float4 load_quad(const float* x, int64_t left, bool wide) {
+  if (wide && left >= 4) return *reinterpret_cast<const float4*>(x);
+  return make_float4(left > 0 ? x[0] : 0.0f, left > 1 ? x[1] : 0.0f, left > 2 ? x[2] : 0.0f, left > 3 ? x[3] : 0.0f);
+}
+GZ_DEVICE void store_quad(float* x, const float4& v, int64_t left, bool wide) {
+  if (wide && left >= 4) {
+    *reinterpret_cast<float4*>(x) = v;
+    return;
+  }
+  if (left > 0) x[0] = v.x;
+  if (left > 1) x[1] = v.y;
+  if (left > 2) x[2] = v.z;
+  if (left > 3) x[3] = v.w;
+}
+
+// The gradient as the products read it: m, or e after e += m.
+struct Gradient {
+  const float* m;
+  float* e;  // or null
+  int64_t rows, columns;
+  bool wide;  // rows of both start at multiples of 16 bytes
+};
+
+GZ_DEVICE void stage_gradient(const Gradient& x, int64_t row, int64_t column, float4* tile) {
+  constexpr int kPer = kLowRankTile * kLowRankQuads / kBlock;
+  float4 value[kPer];
+#pragma unroll
+  for (int u = 0; u < kPer; ++u) {
+    const int at = int(threadIdx.x) + u * kBlock;
+    const int64_t i = row + at / kLowRankQuads, j = column + at % kLowRankQuads * 4;
+    value[u] = load_quad(x.m + i * x.columns + j, i < x.rows ? x.columns - j : 0, x.wide);
+  }
+  if (x.e) {
+    float4 sum[kPer];
+#pragma unroll
+    for (int u = 0; u < kPer; ++u) {
+      const int at = int(threadIdx.x) + u * kBlock;
+      const int64_t i = row + at / kLowRankQuads, j = column + at % kLowRankQuads * 4;
+      sum[u] = load_quad(x.e + i * x.columns + j, i < x.rows ? x.columns - j : 0, x.wide);
+    }
+#pragma unroll
+    for (int u = 0; u < kPer; ++u) {
+      const int at = int(threadIdx.x) + u * kBlock;
+      const int64_t i = row + at / kLowRankQuads, j = column + at % kLowRankQuads * 4;
+      value[u] =
+          make_float4(value[u].x + sum[u].x, value[u].y + sum[u].y, value[u].z + sum[u].z, value[u].w + sum[u].w);
+      store_quad(x.e + i * x.columns + j, value[u], i < x.rows ? x.columns - j : 0, x.wide);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kPer; ++u) {
+    const int at = int(threadIdx.x) + u * kBlock;
+    tile[at / kLowRankQuads * kLowRankStride + at % kLowRankQuads] = value[u];
+  }
+}
+
+// A factor of the gradient, (length, rank), of which one launch takes `count` <= kLowRankMost columns from `first` on.
+struct Factor {
+  const float* data;
+  int64_t length, rank, first;
+  int count;
+};
+
+// Rows [begin, begin + kLowRankTile) of it, R columns, zeros outside.
+template <int R>
+GZ_DEVICE void stage_factor(const Factor& q, int64_t begin, float* tile) {
+  for (int at = int(threadIdx.x); at < kLowRankTile * R; at += kBlock) {
+    const int64_t i = begin + at / R;
+    const int k = at % R;
+    tile[at] = i < q.length && k < q.count ? __ldg(q.data + i * q.rank + q.first + k) : 0.0f;
+  }
+}
+
+template <int K>
+GZ_DEVICE void load_factors(const float* q, float (&f)[K]) {
+  if constexpr (K % 4 == 0) {
+#pragma unroll
+    for (int k = 0; k < K; k += 4) {
+      const float4 v = *reinterpret_cast<const float4*>(q + k);
+      f[k] = v.x, f[k + 1] = v.y, f[k + 2] = v.z, f[k + 3] = v.w;
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < K; ++k) f[k] = q[k];
+  }
+}
+
+// How the threads of a block share out the outputs of a tile, kLowRankTile x R: each takes A rows (columns, where
+// transposed) and K factors, and of what is added up one of S slices.
+template <int R>
+struct LowRankShare {
+  static constexpr int K = R < 8 ? R : 8, A = R == 64 ? 2 : 1;
+  static constexpr int kOutputs = kLowRankTile / A, kGroups = R / K, S = kBlock / (kOutputs * kGroups);
+  static constexpr int kSlice = kLowRankTile / S;
+  static constexpr int kStride = R + 1;  // of the outputs in shared memory: no bank conflicts
+  static_assert(kOutputs * kGroups * S == kBlock && kSlice % 4 == 0, "all threads have work");
+  static_assert(S * kLowRankTile * kStride <= 4 * kLowRankTile * kLowRankStride, "they take the place of the tile");
+};
+
+// `partial` has room for the outputs of every block, ceil(outputs / kLowRankTile) * parts of them; `tickets`, zero at
+// launch, one for each output tile. Neither is used where parts = 1.
+template <int R, bool kTranspose>
+__global__ void __launch_bounds__(kBlock)
+    project_kernel(Gradient x, Factor q, int parts, float* out, float* partial, uint32_t* tickets) {
+  using Share = LowRankShare<R>;
+  constexpr int K = Share::K, A = Share::A, kOutputs = Share::kOutputs;
+  __shared__ float4 tile[kLowRankTile * kLowRankStride];
+  __shared__ float4 factor4[(kLowRankTile * R + 3) / 4];
+  float* factor = reinterpret_cast<float*>(factor4);
+  float* flat = reinterpret_cast<float*>(tile);
+
+  const int64_t output = blockIdx.x / unsigned(parts) * int64_t(kLowRankTile);
+  const int part = int(blockIdx.x % unsigned(parts));
+  const int64_t tiles = (q.length + kLowRankTile - 1) / kLowRankTile;
+  const int o = int(threadIdx.x) % kOutputs, group = int(threadIdx.x) / kOutputs % Share::kGroups;
+  const int slice = int(threadIdx.x) / kOutputs / Share::kGroups;
+  float acc[A][K] = {};
+  for (int64_t t = tiles * part / parts; t < tiles * (part + 1) / parts; ++t) {
+    const int64_t begin = t * kLowRankTile;
+    stage_gradient(x, kTranspose ? begin : output, kTranspose ? output : begin, tile);
+    stage_factor<R>(q, begin, factor);
+    __syncthreads();
+    const float* mine = factor + group * K;
+    if constexpr (kTranspose) {
+#pragma unroll 4
+      for (int i = slice * Share::kSlice; i < (slice + 1) * Share::kSlice; ++i) {
+        float f[K];
+        load_factors<K>(mine + i * R, f);
+#pragma unroll
+        for (int a = 0; a < A; ++a) {
+          const float v = flat[i * 4 * kLowRankStride + o + a * kOutputs];
+#pragma unroll
+          for (int k = 0; k < K; ++k) acc[a][k] = fmaf(v, f[k], acc[a][k]);
+        }
+      }
+    } else {
+#pragma unroll 2
+      for (int j = slice * Share::kSlice; j < (slice + 1) * Share::kSlice; j += 4) {
+        float v[A][4];
+#pragma unroll
+        for (int a = 0; a < A; ++a) load_factors<4>(flat + (o + a * kOutputs) * 4 * kLowRankStride + j, v[a]);
+#pragma unroll
+        for (int u = 0; u < 4; ++u) {
+          float f[K];
+          load_factors<K>(mine + (j + u) * R, f);
+#pragma unroll
+          for (int a = 0; a < A; ++a)
+#pragma unroll
+            for (int k = 0; k < K; ++k) acc[a][k] = fmaf(v[a][u], f[k], acc[a][k]);
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  // The slices, in order.
+#pragma unroll
+  for (int a = 0; a < A; ++a)
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      flat[(slice * kLowRankTile + o + a * kOutputs) * Share::kStride + group * K + k] = acc[a][k];
+  __syncthreads();
+  const int64_t outputs = kTranspose ? x.columns : x.rows;
+  partial += blockIdx.x / unsigned(parts) * int64_t(parts) * (kLowRankTile * R);
+  for (int at = int(threadIdx.x); at < kLowRankTile * R; at += kBlock) {
+    const int i = at / R, k = at % R;
+    float sum = 0.0f;
+#pragma unroll
+    for (int s = 0; s < Share::S; ++s) sum += flat[(s * kLowRankTile + i) * Share::kStride + k];
+    if (parts > 1)
+      partial[part * (kLowRankTile * R) + at] = sum;
+    else if (output + i < outputs && k < q.count)
+      out[(output + i) * q.rank + q.first + k] = sum;
+  }
+  if (parts == 1 || !last_block(tickets + blockIdx.x / unsigned(parts), unsigned(parts))) return;
+  for (int at = int(threadIdx.x); at < kLowRankTile * R; at += kBlock) {
+    const int i = at / R, k = at % R;
+    if (output + i >= outputs || k >= q.count) continue;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int p = 0; p < parts; ++p) sum += partial[p * (kLowRankTile * R) + at];
+    out[(output + i) * q.rank + q.first + k] = sum;
+  }
+}
+
+// e -= p q^T unless e is null, out = p q^T unless out is null; a block takes one tile. An element's sum runs over the
+// rank, from the first on, product by product: the bits of the CPU.
+constexpr int kExpandRanks = 32;  // at a time
+
+GZ_DEVICE void stage_columns(const float* factor, int64_t length, int64_t rank, int64_t row, int64_t first, int count,
+                             float* tile) {
+  for (int at = int(threadIdx.x); at < kLowRankTile * count; at += kBlock) {
+    const int i = at / count, k = at - i * count;
+    tile[k * 4 * kLowRankStride + i] = row + i < length ? __ldg(factor + (row + i) * rank + first + k) : 0.0f;
+  }
+}
+
+__global__ void __launch_bounds__(kBlock)
+    expand_product_kernel(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, float* e,
+                          float* out, bool wide) {
+  __shared__ float4 left[kExpandRanks * kLowRankStride], right[kExpandRanks * kLowRankStride];
+  const int64_t across = (columns + kLowRankTile - 1) / kLowRankTile;
+  const int64_t row = blockIdx.x / across * kLowRankTile, column = blockIdx.x % across * kLowRankTile;
+  const int x = int(threadIdx.x) % kLowRankQuads, y = int(threadIdx.x) / kLowRankQuads;
+  const int64_t i = row + 4 * y, j = column + 4 * x;
+  float4 old[4] = {}, acc[4] = {};
+  if (e) {
+#pragma unroll
+    for (int u = 0; u < 4; ++u) old[u] = load_quad(e + (i + u) * columns + j, i + u < rows ? columns - j : 0, wide);
+  }
+  for (int64_t first = 0; first < rank; first += kExpandRanks) {
+    const int count = int(rank - first < kExpandRanks ? rank - first : kExpandRanks);
+    stage_columns(p, rows, rank, row, first, count, reinterpret_cast<float*>(left));
+    stage_columns(q, columns, rank, column, first, count, reinterpret_cast<float*>(right));
+    __syncthreads();
+#pragma unroll 4
+    for (int k = 0; k < count; ++k) {
+      float f[4];
+      load_factors<4>(reinterpret_cast<const float*>(left + k * kLowRankStride + y), f);
+      const float4 v = right[k * kLowRankStride + x];
+#pragma unroll
+      for (int u = 0; u < 4; ++u) {
+        acc[u].x += v.x * f[u];
+        acc[u].y += v.y * f[u];
+        acc[u].z += v.z * f[u];
+        acc[u].w += v.w * f[u];
+      }
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int u = 0; u < 4; ++u) {
+    const int64_t there = i + u < rows ? columns - j : 0, at = (i + u) * columns + j;
+    if (e)
+      store_quad(e + at,
+                 make_float4(old[u].x - acc[u].x, old[u].y - acc[u].y, old[u].z - acc[u].z, old[u].w - acc[u].w), there,
+                 wide);
+    if (out) store_quad(out + at, acc[u], there, wide);
+  }
+}
+
+}  // namespace gradzip::cuda

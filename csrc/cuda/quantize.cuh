@@ -1,0 +1,101 @@
+// QSGD levels: norms, draws and packing in one read of x where buckets fit a tile.
+#pragma once
+
+#include "cuda/bit_stream.cuh"
+#include "cuda/quantize_tile.cuh"
+
+namespace gradzip::cuda {
+
+template <bool kNorms>
+__global__ void __launch_bounds__(kBlock, 4) quantize_kernel(Quantizer q, int tile_size, int32_t* codes) {
+  alignas(16) __shared__ float tile[kNorms ? kMostTile : 4];
+  for (int64_t first = int64_t(blockIdx.x) * tile_size; first < q.n; first += int64_t(gridDim.x) * tile_size) {
+    const int count = int(q.n - first < tile_size ? q.n - first : tile_size);
+    quantize_tile<kNorms>(q, first, count, tile, [&](int i, const int32_t* level, const bool* negative) {
+      int32_t code[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) code[k] = negative[k] ? -level[k] : level[k];
+      store4(codes + first, i, count, code);
+    });
+    if (kNorms) __syncthreads();
+  }
+}
+
+// Codes go to shared memory four (bits <= 8) or two to a word, and from there to the stream.
+template <bool kNorms>
+__global__ void __launch_bounds__(kBlock, 4) quantize_packed_kernel(Quantizer q, int tile_size, uint8_t* packed) {
+  alignas(16) __shared__ float tile[kMostTile];
+  uint32_t* words = reinterpret_cast<uint32_t*>(tile);
+  const int bits = q.bits, together = bits <= 8 ? 4 : 2;
+  for (int64_t first = int64_t(blockIdx.x) * tile_size; first < q.n; first += int64_t(gridDim.x) * tile_size) {
+    const int count = int(q.n - first < tile_size ? q.n - first : tile_size);
+    quantize_tile<kNorms>(q, first, count, tile, [&](int i, const int32_t* level, const bool* negative) {
+      uint32_t code[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) code[k] = level_code(level[k], negative[k], bits);
+      const uint32_t low = code[0] | code[1] << bits, high = code[2] | code[3] << bits;
+      if (together == 4) {
+        words[i / 4] = low | high << (2 * bits);
+      } else {
+        words[i / 2] = low;
+        words[i / 2 + 1] = high;
+      }
+    });
+    __syncthreads();
+    pack_bytes(words, (count + together - 1) / together, together * bits, (count * bits + 7) / 8,
+               packed + first / 8 * bits);
+    __syncthreads();
+  }
+}
+
+__global__ void __launch_bounds__(kBlock) dequantize_kernel(const int32_t* codes, const float* norms, int64_t n,
+                                                            int bits, int64_t bucket, float* x, int32_t* failed) {
+  const int32_t s = top_level(bits);
+  bool bad = false;
+  for (int64_t first = int64_t(blockIdx.x) * kMostTile; first < n; first += int64_t(gridDim.x) * kMostTile) {
+    const int count = int(n - first < kMostTile ? n - first : kMostTile);
+    const TileBuckets buckets(first, bucket);
+    for (int i = int(threadIdx.x); i < count; i += kBlock) {
+      const int32_t level = __ldg(codes + first + i);
+      bad |= level > s || level < -s;
+      x[first + i] = level_value(level, s, __ldg(norms + buckets.first + buckets.index(i)));
+    }
+  }
+  if (bad) *failed = 1;  // whoever writes, writes 1
+}
+
+__global__ void __launch_bounds__(kBlock)
+    quantized_decode_add_kernel(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket,
+                                float weight, float* out, int32_t* failed) {
+  const int32_t s = top_level(bits);
+  const int64_t nbytes = (n * bits + 7) / 8;
+  const uint32_t mask = (1u << bits) - 1;
+  bool bad = false;
+  for (int64_t first = int64_t(blockIdx.x) * kMostTile; first < n; first += int64_t(gridDim.x) * kMostTile) {
+    const int count = int(n - first < kMostTile ? n - first : kMostTile);
+    const TileBuckets buckets(first, bucket);
+    for (int i = 4 * int(threadIdx.x); i < count; i += 4 * kBlock) {
+      const int64_t bit = (first + i) * bits;
+      uint32_t low, high;  // two codes each
+      if (bits <= 8) {
+        low = read_bits(packed, nbytes, bit, 4 * bits);
+        high = low >> (2 * bits);
+      } else {
+        low = read_bits(packed, nbytes, bit, 2 * bits);
+        high = read_bits(packed, nbytes, bit + 2 * bits, 2 * bits);
+      }
+      const uint32_t code[4] = {low & mask, low >> bits & mask, high & mask, high >> bits & mask};
+      float norm = 0.0f, value[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      buckets.for_four(i, count, [&](int k, int64_t b, bool another) {
+        if (another) norm = __ldg(norms + b);
+        const bool valid = valid_norm(norm);
+        bad |= !valid;
+        value[k] = valid ? weight * level_value(code_level(code[k], bits), s, norm) : undecodable();
+      });
+      add4(out + first, i, count, value);
+    }
+  }
+  if (bad) *failed = 1;
+}
+
+}  // namespace gradzip::cuda

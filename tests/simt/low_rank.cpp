@@ -1,0 +1,79 @@
+// low_rank_project and low_rank_expand.
+#include "check.h"
+
+#include "cpu/ops.h"
+#include "cuda/low_rank.cu"
+
+using namespace gradzip;
+
+using Floats = simt::Buffer<float>;
+
+// Sums in another order than the CPU's differ by no more than rounding.
+static void expect_close(const Floats& got, const Floats& x, int64_t rows, int64_t columns, const Floats& q,
+                         int64_t rank, bool transpose) {
+  const int64_t outputs = transpose ? columns : rows, length = transpose ? rows : columns;
+  for (int64_t i = 0; i < outputs; ++i)
+    for (int64_t k = 0; k < rank; ++k) {
+      double sum = 0.0, size = 0.0;
+      for (int64_t j = 0; j < length; ++j) {
+        const double term = double(x[transpose ? j * columns + i : i * columns + j]) * double(q[j * rank + k]);
+        sum += term, size += std::fabs(term);
+      }
+      // Some length / 64 + 6 roundings one after the other; they are random, so their square root is generous.
+      const double bound = 0x1p-24 * size * (2.0 + std::sqrt(double(length))), error = double(got[i * rank + k]) - sum;
+      if (std::fabs(error) <= bound) continue;
+      std::fprintf(stderr, "low_rank_project(%d): [%lld, %lld] of %lld x %lld, rank %lld: error %g, bound %g\n",
+                   transpose, (long long)i, (long long)k, (long long)rows, (long long)columns, (long long)rank, error,
+                   bound);
+      std::exit(1);
+    }
+}
+
+static void test(int64_t rows, int64_t columns, int64_t rank, int64_t skip) {
+  const Floats m(simt::data(simt::Kind::normal, rows * columns), skip);
+  const auto residual = simt::data(simt::Kind::sparse, rows * columns);
+  const Floats p(simt::data(simt::Kind::normal, rows * rank)), q(simt::data(simt::Kind::ties, columns * rank), 1);
+  for (bool transpose : {false, true}) {
+    const int64_t outputs = transpose ? columns : rows;
+    const Floats &factor = transpose ? p : q, sum(residual), ignored(outputs * rank), first(outputs * rank);
+    cpu::low_rank_project(m, sum, rows, columns, factor, rank, transpose, ignored, 1);
+    bool again = false;
+    simt::in_any_order(rows * columns, [&] {
+      const auto scratch = simt::workspace(cuda::low_rank_project_workspace(rows, columns, rank, transpose));
+      const Floats e(residual, skip), out(outputs * rank);
+      cuda::low_rank_project(m, e, rows, columns, factor, rank, transpose, out, scratch.get(), nullptr);
+      simt::expect_equal(e.get(), sum.get(), rows * columns, "low_rank_project: e");
+      if (!again) expect_close(out, sum, rows, columns, factor, rank, transpose);
+      if (!again) std::copy_n(out.get(), out.size(), first.get());
+      again = true;
+      simt::expect_equal(out.get(), first.get(), out.size(), "low_rank_project in another order");
+    });
+    const auto scratch = simt::workspace(cuda::low_rank_project_workspace(rows, columns, rank, transpose));
+    const Floats out(outputs * rank);
+    cuda::low_rank_project(sum, nullptr, rows, columns, factor, rank, transpose, out, scratch.get(), nullptr);
+    simt::expect_equal(out.get(), first.get(), out.size(), "low_rank_project without e");
+  }
+
+  const Floats less(residual), product(rows * columns);
+  cpu::low_rank_expand(p, q, rows, columns, rank, less, product, 1);
+  simt::in_any_order(rows * columns, [&] {
+    const Floats e(residual, skip), out(rows * columns), both(rows * columns, skip);
+    cuda::low_rank_expand(p, q, rows, columns, rank, nullptr, out, nullptr);
+    simt::expect_equal(out.get(), product.get(), out.size(), "low_rank_expand");
+    cuda::low_rank_expand(p, q, rows, columns, rank, e, nullptr, nullptr);
+    simt::expect_equal(e.get(), less.get(), e.size(), "low_rank_expand: e");
+    const Floats other(residual, skip);
+    cuda::low_rank_expand(p, q, rows, columns, rank, other, both, nullptr);
+    simt::expect_equal(other.get(), less.get(), e.size(), "low_rank_expand of both: e");
+    simt::expect_equal(both.get(), product.get(), both.size(), "low_rank_expand of both");
+  });
+}
+
+int main() {
+  const int64_t shapes[][2] = {{0, 5}, {5, 0}, {1, 1}, {3, 4}, {64, 147}, {65, 64}, {31, 200}, {130, 12}, {7, 1033}};
+  for (const auto& [rows, columns] : shapes)
+    for (int64_t rank : {1, 2, 3, 4, 5, 8, 11, 16, 32, 33, 64, 70}) test(rows, columns, rank, rank % 4);
+  test(700, 300, 4, 0);
+  test(260, 1028, 4, 0);
+  test(515, 261, 32, 1);
+}

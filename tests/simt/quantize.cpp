@@ -1,0 +1,70 @@
+// quantize, quantize_packed, dequantize and quantized_decode_add.
+#include "check.h"
+
+#include "cpu/ops.h"
+#include "cuda/quantize.cu"
+
+using namespace gradzip;
+
+// Shorter than a tile's norms take, longer than a tile, and longer than a segment of a sum.
+static const int64_t kBuckets[] = {1, 3, 16, 100, 512, 520, 1001, 4096, 5000, 40000, 1 << 20};
+
+static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t bucket, int norm) {
+  bucket = std::min(bucket, std::max<int64_t>(1, n));
+  const std::string what =
+      "bits = " + std::to_string(bits) + ", bucket = " + std::to_string(bucket) + ", norm " + std::to_string(norm);
+  const int64_t nbytes = (n * bits + 7) / 8, buckets = (n + bucket - 1) / bucket;
+  const simt::Buffer<int32_t> expected_codes(n);
+  const simt::Buffer<uint8_t> expected(nbytes);
+  const simt::Buffer<float> expected_norms(buckets), expected_values(n),
+      expected_sum(simt::data(simt::Kind::normal, n));
+  cpu::quantize(x, n, bits, bucket, norm, 7, expected_codes, expected_norms, 1);
+  cpu::quantize_packed(x, n, bits, bucket, norm, 7, expected, expected_norms, 1);
+  cpu::dequantize(expected_codes, expected_norms, n, bits, bucket, expected_values, 1);
+  cpu::quantized_decode_add(expected, expected_norms, n, bits, bucket, 0.3f, expected_sum, 1);
+  simt::in_any_order(n, [&] {
+    const simt::Buffer<float> norms(buckets);
+    const simt::Buffer<int32_t> codes(n, bits % 4), failed(std::vector<int32_t>{0});
+    const auto scratch = simt::workspace(cuda::quantize_workspace(n));
+    cuda::quantize(x, n, bits, bucket, norm, 7, codes, norms, scratch.get(), nullptr);
+    simt::expect_equal(norms.get(), expected_norms.get(), buckets, "quantize: norms, " + what);
+    simt::expect_equal(codes.get(), expected_codes.get(), n, "quantize, " + what);
+    const simt::Buffer<float> norms_too(buckets);
+    const simt::Buffer<uint8_t> packed(nbytes, bits % 4);
+    cuda::quantize_packed(x, n, bits, bucket, norm, 7, packed, norms_too,
+                          simt::workspace(cuda::quantize_packed_workspace(n)).get(), nullptr);
+    simt::expect_equal(norms_too.get(), expected_norms.get(), buckets, "quantize_packed: norms, " + what);
+    simt::expect_equal(packed.get(), expected.get(), nbytes, "quantize_packed, " + what);
+    const simt::Buffer<float> values(n), sum(simt::data(simt::Kind::normal, n), bits % 4);
+    cuda::dequantize(codes, norms, n, bits, bucket, values, failed, nullptr);
+    simt::expect_equal(values.get(), expected_values.get(), n, "dequantize, " + what);
+    cuda::quantized_decode_add(packed, norms, n, bits, bucket, 0.3f, sum, failed, nullptr);
+    simt::expect_equal(sum.get(), expected_sum.get(), n, "quantized_decode_add, " + what);
+    simt::expect_equal(*failed.get(), 0, "failed, " + what);
+    if (n == 0) return;
+    codes[n / 2] = 1 << (bits - 1);
+    cuda::dequantize(codes, norms, n, bits, bucket, values, failed, nullptr);
+    simt::expect_equal(*failed.get(), 1, "dequantize of a level beyond the largest: failed");
+    *failed.get() = 0;
+    norms[buckets - 1] = n % 2 ? -1.0f : INFINITY;
+    cuda::quantized_decode_add(packed, norms, n, bits, bucket, 0.3f, sum, failed, nullptr);
+    simt::expect_equal(*failed.get(), 1, "quantized_decode_add of a norm there is not: failed");
+    for (int64_t i = (buckets - 1) * bucket; i < n; ++i)
+      simt::expect_equal(std::isnan(sum[i]), true, "quantized_decode_add of a norm there is not");
+  });
+}
+
+int main() {
+  for (int64_t n : simt::kSizes) {
+    for (simt::Kind kind : simt::kKinds) {
+      const simt::Buffer<float> x(simt::data(kind, n), n % 4);
+      for (int64_t bucket : kBuckets) {
+        const bool few = kind == simt::Kind::wild || (kind == simt::Kind::normal && bucket == 512);
+        if (n > 10000 ? bucket != (n > 70000 ? 40000 : 1001) || kind != simt::Kind::wild : n > 2000 && !few) continue;
+        for (int norm : {0, 1})
+          for (int bits : {2, 4, 5, 8, 9, 16})
+            if (bits == 4 || (n < 2000 && (bucket + n + bits) % 3 == norm)) test(x, n, bits, bucket, norm);
+      }
+    }
+  }
+}
