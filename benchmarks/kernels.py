@@ -201,6 +201,20 @@ def quantizing_cases(x: Tensor) -> Iterator[Case]:
         "quantize_elias 4 bits", lambda: ops.quantize_elias(x, 4, bucket, "l2", key), qsgd, "torch ops, not coded",
         lambda: unbiased(lambda o: ops.elias_decode_add(stream, norms, o, 4, bucket), step), 4 * n + stream.numel(),
     )  # fmt: skip
+    yield Case(
+        "bucket_norms l2, whole", lambda: ops.bucket_norms(x), lambda: torch.linalg.vector_norm(x, dtype=torch.float64),
+        "vector_norm in double", lambda: abs(ops.bucket_norms(x).item() / x.double().norm().item() - 1) < 2**-23, 4 * n,
+    )  # fmt: skip
+    p = x.abs().clamp(max=1)
+
+    def drawn_share() -> bool:
+        share = ops.count_marked(ops.bernoulli(p, key), n) / n
+        return abs(share - p.double().mean().item()) < 7 * 0.5 / n**0.5
+
+    yield Case(
+        "bernoulli", lambda: ops.bernoulli(p, key), lambda: torch.bernoulli(p), "torch.bernoulli, a float each",
+        drawn_share, 4 * n + n // 8,
+    )  # fmt: skip
     scale = float(ops.abs_max(x))
     trits = ops.ternary_packed(x, scale, key=key)
     yield Case(

@@ -8,9 +8,9 @@
 
 namespace gradzip::cpu {
 
-// One segment's part of its bucket's norm: the sum of squares or of magnitudes, or the largest magnitude. NaN counts as 0 and infinity
-// as the largest float. The order of the additions is fixed, and they are done in double: nothing overflows, nothing is
-// lost to underflow, and every instruction set gets the same bits. n <= kSumSegment.
+// One segment's part of its bucket's norm: the sum of squares or of magnitudes, or the largest magnitude. NaN counts as
+// 0 and infinity as the largest float. The order of the additions is fixed, and they are done in double: nothing
+// overflows, nothing is lost to underflow, and every instruction set gets the same bits. n <= kSumSegment.
 double norm_part(const float* x, int64_t n, Norm norm);
 
 // Parts are combined in order, from 0, and then finished.

@@ -1,0 +1,50 @@
+"""Whatever bytes a payload holds behind a right checksum: every codec decodes them or raises PayloadError."""
+
+import numpy as np
+import pytest
+import torch
+
+import gradzip
+from gradzip.compressor import Key
+
+CODECS = [
+    "fft-range",
+    "qsgd",
+    "qsgd:coding=packed",
+    "terngrad",
+    "signsgd",
+    "signsgd:majority=False",
+    "onebit",
+    "atomo",
+    "atomo:atoms=entry,budget=100",
+    "atomo:atoms=fourier,budget=l2",
+]
+
+
+@pytest.mark.parametrize("spec", CODECS)
+def test_any_bytes_are_decoded_or_refused(spec):
+    codec, rng = gradzip.parse(spec), np.random.default_rng(1)
+    numel = 33 * 41
+    refused = 0
+    for trial in range(300):
+        grad = torch.randn(33, 41, generator=torch.Generator().manual_seed(trial))
+        whole = codec.encode(grad, Key(0, trial, "w", 0))
+        data = whole.numpy().copy()
+        # Of the method's own fields, of the first bytes after them, and of all: a few anywhere, or all of a run.
+        begin, end = ((32, 48), (48, 64), (32, data.size))[trial % 3]
+        end = min(end, data.size)
+        for _ in range(rng.integers(1, 4)):
+            if begin < end:
+                data[rng.integers(begin, end)] = rng.integers(256)
+        if trial % 10 == 0:
+            data[32:48] = rng.integers(256, size=16)
+        if trial % 7 == 0:
+            data = data[: 48 + 16 * rng.integers(0, (data.size - 48) // 16 + 1)]
+        forged = torch.from_numpy(data)
+        codec.seal(forged, numel, True, data[32:48].tobytes())
+        for payloads in ([forged], [whole, forged]):
+            try:
+                assert codec.decode(payloads, numel).numel() == numel
+            except gradzip.PayloadError:
+                refused += 1
+    assert refused > 30  # lengths at least give themselves away
