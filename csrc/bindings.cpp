@@ -70,6 +70,7 @@ PYBIND11_MODULE(_C, m) {
   def<cpu::expand>(m, "expand");
   def<cpu::count_marked>(m, "count_marked");
   def<cpu::marked_indices>(m, "marked_indices");
+  def<cpu::random_indices>(m, "random_indices");
   def<cpu::encoded_indices_nbytes>(m, "encoded_indices_nbytes");
   def<cpu::encode_indices>(m, "encode_indices");
   def<cpu::decode_indices>(m, "decode_indices");

@@ -62,6 +62,13 @@ def positive(kind):
     return parse
 
 
+def fraction(text):
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a number from 0 to below 1")
+    return value
+
+
 def seed(text):
     value = int(text)
     if not 0 <= value < 2**63:
@@ -109,6 +116,9 @@ def parse_arguments():
         "--lr",
         type=positive(float),
         help="peak learning rate (default: " + ", ".join(f"{name} {lr}" for name, (_, lr) in MODELS.items()) + ")",
+    )
+    parser.add_argument(
+        "--momentum", type=fraction, default=0.9, help="the optimizer's; dgc has it instead (default: %(default)s)"
     )
     parser.add_argument(
         "--seed", type=seed, default=0, help="of weights, data order and augmentation (default: %(default)s)"
@@ -180,7 +190,8 @@ def train(spec, args, images, steps):
     """One run with one compression; returns what was measured, the same on all ranks but for time and traffic."""
     model = build(args, images)
     compressor = gradzip.parse(spec)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
+    momentum = 0.0 if isinstance(compressor, gradzip.DGC) else args.momentum  # DGC brings its own
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=momentum, weight_decay=5e-4)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compressor)
     shard = data.batches(images, batch_size=args.batch_size, rank=hvd.rank(), size=hvd.size(), seed=args.seed)
 

@@ -7,10 +7,24 @@ True
 """
 
 from . import horovod, ops
-from .collectives import Gather, Mean, Traffic, fused
+from .collectives import AllToAll, Gather, Mean, Traffic, fused
 from .compressor import Compressor, GatherCompressor, State
 from .engines.local import LocalGroup, roundtrip, simulate
-from .methods import ATOMO, QSGD, Cast, FFTRange, NoCompression, OneBitSGD, SignSGD, TernGrad, parse
+from .methods import (
+    ATOMO,
+    DGC,
+    QSGD,
+    Cast,
+    FFTRange,
+    NoCompression,
+    OneBitSGD,
+    PerLayer,
+    RandomK,
+    SignSGD,
+    TernGrad,
+    TopK,
+    parse,
+)
 from .ops import PayloadError
 from .schedule import DiminishingTheta, StepSchedule
 
@@ -18,7 +32,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ATOMO",
+    "DGC",
     "QSGD",
+    "AllToAll",
     "Cast",
     "Compressor",
     "DiminishingTheta",
@@ -30,10 +46,13 @@ __all__ = [
     "NoCompression",
     "OneBitSGD",
     "PayloadError",
+    "PerLayer",
+    "RandomK",
     "SignSGD",
     "State",
     "StepSchedule",
     "TernGrad",
+    "TopK",
     "Traffic",
     "fused",
     "horovod",

@@ -32,7 +32,22 @@ class Gather:
     tensor: Tensor
 
 
-Collective = Mean | Gather
+@dataclass(frozen=True)
+class AllToAll:
+    """A payload for each rank, one behind the other in rank order, of so many bytes.
+
+    Answered with the list of the payloads meant for this rank, in the order of the ranks that sent them.
+    """
+
+    tensor: Tensor
+    nbytes: tuple[int, ...]
+
+    @property
+    def parts(self) -> list[Tensor]:
+        return list(self.tensor.split(list(self.nbytes)))
+
+
+Collective = Mean | Gather | AllToAll
 
 # A method at work: yields collectives, is sent their results, returns the average.
 Routine = Generator[Collective, Any, Tensor]
@@ -70,16 +85,25 @@ def fused(routines: Iterable[Routine]) -> Generator[Collective, Any, list[Tensor
                 key = (type(collective), collective.tensor.dtype, collective.tensor.device)
                 wanted.setdefault(key, []).append((i, collective))
         answers = {}
-        for (kind, *_), group in wanted.items():
-            joined = torch.cat([c.tensor.reshape(-1) for _, c in group]) if len(group) > 1 else group[0][1].tensor
-            answer = yield kind(joined)
-            if len(group) == 1:
-                parts = [answer]
-            elif kind is Gather:
-                split = [ops.split_payloads(buffer, len(group)) for buffer in answer]
-                parts = [[payloads[j] for payloads in split] for j in range(len(group))]
-            else:
-                flat = answer.split([c.tensor.numel() for _, c in group])
-                parts = [part.view(c.tensor.shape) for part, (_, c) in zip(flat, group)]
+        for group in wanted.values():
+            parts = yield from _joined([collective for _, collective in group])
             answers |= {i: part for (i, _), part in zip(group, parts)}
     return [results[i] for i in range(len(members))]
+
+
+def _joined(group: list[Any]) -> Generator[Collective, Any, list[Any]]:
+    """Yields one collective for several of one kind, and takes its answer apart into theirs."""
+    if len(group) == 1:
+        return [(yield group[0])]
+    if isinstance(group[0], Mean):
+        answer = yield Mean(torch.cat([c.tensor.reshape(-1) for c in group]))
+        parts = answer.split([c.tensor.numel() for c in group])
+        return [part.view(c.tensor.shape) for part, c in zip(parts, group)]
+    if isinstance(group[0], Gather):
+        answer = yield Gather(torch.cat([c.tensor for c in group]))
+    else:
+        to_ranks = list(zip(*[c.parts for c in group]))
+        nbytes = tuple(sum(part.numel() for part in parts) for parts in to_ranks)
+        answer = yield AllToAll(torch.cat([part for parts in to_ranks for part in parts]), nbytes)
+    from_ranks = [ops.split_payloads(buffer, len(group)) for buffer in answer]
+    return [list(payloads) for payloads in zip(*from_ranks)]

@@ -9,14 +9,17 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import ops
-from .collectives import Gather, Mean, Routine, Traffic
+from .collectives import AllToAll, Gather, Mean, Routine, Traffic
+
+# What one more round costs, as bytes: some tenths of a millisecond at 1 to 10 Gb/s.
+ROUND_NBYTES = 1 << 17
 
 
 class Key(NamedTuple):
@@ -41,9 +44,10 @@ class State:
     that ends in a non-finite average is undone by putting the old attributes back.
     """
 
-    def __init__(self, name: str, rank: int = 0) -> None:
+    def __init__(self, name: str, rank: int = 0, size: int = 1) -> None:
         self.name = name
         self.rank = rank
+        self.size = size  # of the group
         self.step = 0
         self.residual: Tensor | None = None
         self.payload: Tensor | None = None  # what this rank sent, until the step is done
@@ -52,7 +56,13 @@ class State:
         return Key(seed, self.step, self.name, self.rank)
 
     def state_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("name", "rank", "payload") and v is not None}
+        temporary = ("name", "rank", "size", "payload")
+        return {k: v for k, v in vars(self).items() if k not in temporary and v is not None}
+
+    if TYPE_CHECKING:  # what methods add
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
 
 class Workspace:
@@ -81,8 +91,8 @@ class Compressor(ABC):
     _: KW_ONLY
     min_numel: int = 1024
 
-    # How many collectives a compressed gradient needs, one after the other.
-    rounds: ClassVar[int] = 1
+    # How many collectives a compressed gradient needs at most, one after the other.
+    rounds = 1
 
     # Methods that have it declare it as a hyper-parameter. (A ClassVar here would fix its place among the arguments.)
     error_feedback = False
@@ -107,14 +117,33 @@ class Compressor(ABC):
         """What peers saw of this rank's gradient in the step just done (for error feedback)."""
         raise TypeError(f"{type(self).__name__} has no error feedback")
 
+    def correct(self, grad: Tensor, state: State) -> Tensor:
+        """The gradient with what earlier steps left to be sent: what `reduce` is given. grad: contiguous float32, which
+        may be changed, and returned."""
+        return grad if state.residual is None else grad.add_(state.residual)
+
+    def keep(self, corrected: Tensor, state: State) -> None:
+        """Error feedback, before the gradient's memory is written to: takes over what was to be sent."""
+        state.residual = (torch.empty_like(corrected) if state.residual is None else state.residual).copy_(corrected)
+
+    def subtract_sent(self, state: State) -> None:
+        """Error feedback, after that: takes what was sent out of what was to be sent."""
+        assert state.residual is not None
+        state.residual.sub_(self.sent(state).view(state.residual.shape))
+
+    def part(self, name: str, shape: torch.Size) -> Compressor:
+        """The compressor in charge of a parameter."""
+        return self
+
     def bypasses(self, grad: Tensor) -> bool:
         """Whether a gradient goes uncompressed: small and 1-D parameters are not worth it."""
         return grad.dim() < 2 or grad.numel() < max(1, self.min_numel)
 
-    def average(self, grad: Tensor, name: str, rank: int = 0) -> Routine:
+    def average(self, grad: Tensor, name: str, rank: int = 0, size: int = 1) -> Routine:
         """Coroutine that replaces `grad` by its average over the group, and returns it.
 
         grad: any shape, strides and floating-point dtype, which it keeps. name: the parameter's, the same on all ranks.
+        rank, size: this rank's number and the group's size.
         A non-finite gradient on any rank makes the average non-finite on all, and leaves all state as it was.
         """
         if not grad.is_floating_point() or grad.is_sparse:
@@ -126,27 +155,25 @@ class Compressor(ABC):
         state = self.states.get(name)
         if state is None:
             state = self.states[name] = State(name)
-        state.rank = rank
+        state.rank, state.size = rank, size
         before = copy.copy(vars(state))
         # The gradient is going to be replaced: where it is float32, the residual is added in place.
-        corrected = grad.float().contiguous()
-        if state.residual is not None:
-            corrected.add_(state.residual)
+        corrected = self.correct(grad.float().contiguous(), state)
         average = yield from self.reduce(corrected, state)
         # Every rank sees the same average, so all ranks keep their state, or all ranks undo. In the gradient's own
         # type: what is finite in float32 may not be in float16.
         if ops.abs_max(average) <= torch.finfo(grad.dtype).max:
             state.step += 1
             if self.error_feedback:
-                residual = torch.empty_like(corrected) if state.residual is None else state.residual
-                state.residual = residual.copy_(corrected)
+                self.keep(corrected, state)
                 grad.copy_(average.view(grad.shape))
-                state.residual.sub_(self.sent(state).view(grad.shape))
-                state.payload = None
-                return grad
-        else:
-            vars(state).clear()
-            vars(state).update(before)
+                self.subtract_sent(state)
+            else:
+                grad.copy_(average.view(grad.shape))
+            state.payload = None
+            return grad
+        vars(state).clear()
+        vars(state).update(before)
         return grad.copy_(average.view(grad.shape))
 
     def clone(self) -> Compressor:
@@ -156,7 +183,7 @@ class Compressor(ABC):
     @property
     def digest(self) -> int:
         """32 bits of the configuration: what two ranks must have in common to understand each other."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("digest", True)}
         # A schedule is the same when its class is: its repr may hold an address.
         plain = {k: type(v).__qualname__ if callable(v) else repr(v) for k, v in values.items()}
         return zlib.crc32(f"{type(self).__name__}{sorted(plain.items())}".encode())
@@ -204,9 +231,31 @@ def blaming(who: str) -> Iterator[None]:
 
 @dataclass
 class GatherCompressor(Compressor):
-    """A method that is a stateless codec: encode, gather, decode every rank's payload in rank order."""
+    """A method that is a stateless codec.
+
+    exchange: how its payloads reach all p ranks.
+    "gather": encode, gather, decode every rank's payload in rank order. A rank receives p - 1 payloads.
+    "scatter_reduce": every rank encodes a shard for each rank (a block of rows; a piece of the flat gradient where
+    there are fewer rows than ranks), and sends each to its owner, who decodes and averages what it gets, encodes that
+    again, and all gather the results. A rank receives 2 (p - 1) / p payloads, in two rounds, and the average is
+    compressed twice: where there is error feedback, the owner keeps what its encoding left out for the next step.
+    "auto": gather, until scatter_reduce would have saved a parameter more than `ROUND_NBYTES` in a step, which is (p -
+    1)(1 - 2 / p) payloads; scatter_reduce from then on.
+    """
+
+    # Payloads are the same whichever way they travel.
+    exchange: str = field(default="gather", kw_only=True, metadata={"digest": False})
 
     method: ClassVar[int]  # number in the payload header; never reused
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.exchange not in ("gather", "scatter_reduce", "auto"):
+            raise ValueError(
+                f"{type(self).__name__}: got exchange = {self.exchange!r}, expected 'gather', 'scatter_reduce' or "
+                "'auto'"
+            )
+        self.rounds = 1 if self.exchange == "gather" else 2
 
     @abstractmethod
     def encode(self, grad: Tensor, key: Key) -> Tensor:
@@ -219,7 +268,7 @@ class GatherCompressor(Compressor):
 
     def accumulator(self, numel: int, device: torch.device) -> Tensor:
         """Zeros to which payloads of a gradient of so many elements are added."""
-        return torch.zeros(numel, dtype=torch.float32, device=device)
+        return self._workspace.empty("average", (numel,), torch.float32, device).zero_()
 
     def finish(self, out: Tensor, numel: int) -> Tensor:
         """The gradient (float32, flat) that an accumulator stands for. The next call may use its memory again."""
@@ -255,7 +304,7 @@ class GatherCompressor(Compressor):
         return self.seal(ops.new_payload(0, grad.device), grad.numel(), False, bytes(16))
 
     def open(self, payload: Tensor, numel: int) -> ops.Payload:
-        """A peer's payload, its header checked; PayloadError."""
+        """A payload of this codec's, its header checked; PayloadError."""
         return ops.open_payload(payload, method=self.method, digest=self.digest, numel=numel)
 
     def decode(self, payloads: list[Tensor], numel: int) -> Tensor:
@@ -271,11 +320,63 @@ class GatherCompressor(Compressor):
         return self.finish(out, numel)
 
     def reduce(self, grad: Tensor, state: State) -> Routine:
-        state.payload = self.encode(grad, state.key(getattr(self, "seed", 0)))
-        payloads = yield Gather(state.payload)
+        state.scattered = self._scatters(grad.numel(), state)
         with blaming(f"{type(self).__name__}, parameter {state.name!r}"):
+            if state.scattered:
+                return (yield from self._scatter_reduce(grad, state))
+            state.payload = self.encode(grad, state.key(getattr(self, "seed", 0)))
+            payloads = yield Gather(state.payload)
+            # All ranks see the same lengths, and decide alike.
+            state.payload_nbytes = sum(p.numel() for p in payloads) // len(payloads)
             return self.decode(payloads, grad.numel())
 
+    def _scatters(self, numel: int, state: State) -> bool:
+        if self.exchange == "gather" or not 1 < state.size <= numel:
+            return False
+        if self.exchange == "scatter_reduce" or getattr(state, "scattered", False):
+            return True
+        p = state.size
+        return (p - 1) * (p - 2) * getattr(state, "payload_nbytes", 0) > p * ROUND_NBYTES
+
+    def _scatter_reduce(self, grad: Tensor, state: State) -> Routine:
+        shards = split_shards(grad, state.size)
+        key = state.key(getattr(self, "seed", 0))
+        payloads = [self.encode(shard, key._replace(name=f"{key.name}[{i}]")) for i, shard in enumerate(shards)]
+        state.payload = torch.cat(payloads)
+        mine = shards[state.rank]
+        received = yield AllToAll(state.payload, tuple(p.numel() for p in payloads))
+        average = self.decode(received, mine.numel()).view(mine.shape).clone()
+        left = getattr(state, "owner_residual", None)
+        # The group may have another size than when the residual was saved.
+        if left is not None and left.shape == average.shape:
+            average.add_(left)
+        payload = self.encode(average, key._replace(name=f"{key.name}[owner]"))
+        if self.error_feedback:
+            state.owner_residual = average.sub_(self.decode([payload], mine.numel()).view(mine.shape))
+        payloads = yield Gather(payload)
+        result = grad.new_empty(grad.numel())
+        for part, shard, payload in zip(result.split([s.numel() for s in shards]), shards, payloads):
+            part.copy_(self.decode([payload], shard.numel()).view(-1))
+        return result
+
     def sent(self, state: State) -> Tensor:
+        assert state.residual is not None
+        parts = self.sent_parts(state)
+        if len(parts) == 1:
+            return self.decode([parts[0][0]], state.residual.numel())
+        return torch.cat([self.decode([payload], part.numel()).clone() for payload, part in parts])
+
+    def sent_parts(self, state: State) -> list[tuple[Tensor, Tensor]]:
+        """(payload, part of the residual, flat) for each payload that this rank has sent in the step just done."""
         assert state.payload is not None and state.residual is not None
-        return self.decode([state.payload], state.residual.numel())
+        shards = split_shards(state.residual, state.size if state.scattered else 1)
+        return [(p, s.view(-1)) for p, s in zip(ops.split_payloads(state.payload, len(shards)), shards)]
+
+
+def split_shards(grad: Tensor, size: int) -> list[Tensor]:
+    """Views that make up a contiguous tensor, in order, one for each of `size` ranks: blocks of whole rows where there
+    are enough, so that methods that look at matrices see matrices."""
+    if size == 1:
+        return [grad]
+    rows = grad if grad.dim() > 1 and grad.shape[0] >= size else grad.view(-1)
+    return list(rows.tensor_split(size))

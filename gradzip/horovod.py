@@ -80,8 +80,9 @@ class Running:
     def __init__(self, scope: _Scope, name: str, grad: Tensor) -> None:
         self.name = name
         self._scope = scope
-        self._routine: Routine = scope.compressor.average(grad, scope.prefix + name, scope.engine.rank)
-        self._single = scope.compressor.rounds == 1 or scope.compressor.bypasses(grad)
+        part, engine = scope.compressor.part(name, grad.shape), scope.engine
+        self._routine: Routine = part.average(grad, scope.prefix + name, engine.rank, engine.size)
+        self._single = part.rounds == 1 or part.bypasses(grad)
         self._pending: Pending | None = None
         self._round = 1
         self._dtype: torch.dtype | None = None

@@ -182,9 +182,8 @@ def order_shuffled(rank, size):
     return [p.grad.clone() for _, p in named]
 
 
-# Codecs that draw from keys of their own, vote, or need a round more; a few steps of each, so that step counts and
-# residuals enter too.
-CODED = [
+# Several steps of each: what velocities, residuals and owners of shards keep, and step counts, enter too.
+METHODS = [
     "qsgd",
     "qsgd:bits=8,norm=max,coding=packed",
     "terngrad",
@@ -196,24 +195,34 @@ CODED = [
     "atomo",
     "atomo:atoms=entry,budget=50",
     "atomo:atoms=fourier,budget=max",
+    "topk:theta=0.9",
+    "topk:theta=0.9,select=sampled,bits=8",
+    "randomk:theta=0.9",
+    "dgc:theta=0.9,warmup_steps=2,clip_norm=9",
+    "per-layer:layer0=none,2|3=topk(theta=0.8,exchange=scatter_reduce),default=dgc",
+    *(
+        f"{spec}exchange={exchange}"
+        for spec in ("topk:theta=0.9,", "dgc:", "fft-range:error_feedback=True,")
+        for exchange in ("scatter_reduce", "auto")
+    ),
 ]
-CODED_STEPS = 3
+METHOD_STEPS = 3
 
 
 @scenario
-def coded(rank, size):
-    """Averages of the last of some steps, and the bytes; hooks in another order on every rank."""
+def methods(rank, size):
+    """Averages of the last of some steps, and the bytes, hooks in another order on every rank."""
     results = {}
-    for spec in CODED:
+    for spec in METHODS:
         named = layers(*SHAPES)
         compressor = gradzip.parse(spec)
         opt = optimizer(named, compressor)
-        for step in range(CODED_STEPS):
+        for step in range(METHOD_STEPS):
             opt.zero_grad()
-            order = torch.randperm(len(named), generator=torch.Generator().manual_seed(10 * step + rank)).tolist()
+            order = torch.randperm(len(named), generator=torch.Generator().manual_seed(9 * step + rank)).tolist()
             backward(named, rank, order)
             opt.synchronize()
-        results[spec] = [p.grad.clone() for _, p in named], compressor.traffic.bytes_sent
+        results[spec] = ([p.grad.clone() for _, p in named], compressor.traffic.bytes_sent)
     return results
 
 
@@ -233,6 +242,16 @@ def non_finite_scale(rank, size):
         opt.synchronize()
         results.append([bool(p.grad.isfinite().all()) for _, p in named])
     return results, [compressor.states[f"layer{i}"].step for i in range(2)], [p.grad.clone() for _, p in named]
+
+
+@scenario
+def subset_scatters(rank, size):
+    """A process set of all ranks but the last."""
+    named = layers((64, 64), (300,))
+    opt = optimizer(named, gradzip.TopK(theta=0.9, exchange="scatter_reduce"), process_set=SUBSET)
+    backward(named, rank)
+    opt.synchronize()
+    return [p.grad.clone() for _, p in named]
 
 
 @dataclass

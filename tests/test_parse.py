@@ -29,7 +29,7 @@ def test_specifications(spec, compressor):
     [
         ("zip", "unknown compression method 'zip', expected one of: none, fp16, fft-range"),
         ("", "unknown compression method ''"),
-        ("fft-range:tetha=0.5", "unknown argument 'tetha', expected one of: min_numel, theta, bits"),
+        ("fft-range:tetha=0.5", "unknown argument 'tetha', expected one of: min_numel, exchange, theta, bits"),
         ("fft-range:0.5", "expected method:argument=value,argument=value"),
         ("fft-range:theta=", "expected method:argument=value"),
         ("fft-range:theta=open('x')", "expected method:argument=value"),

@@ -45,6 +45,11 @@ int64_t count_marked(const uint8_t* bitmap, int64_t n, int threads);
 int64_t marked_indices(const uint8_t* bitmap, int64_t n, const float* x, int64_t count, int32_t* indices, float* values,
                        int threads);
 
+// --- random_indices.cpp
+// k of the n indices, 0 <= k <= n < 2^31, ascending: draw i of the key chooses one of [i n / k, (i + 1) n / k), and draw k
+// by how much all are shifted, modulo n. Every index is as likely.
+void random_indices(int64_t n, int64_t k, uint64_t key, int32_t* indices, int threads);
+
 // --- index_code.cpp
 // Bytes that `indices` take in the smaller of the forms of common/index_code.h; -1 when they are not strictly ascending
 // within [0, numel), numel < 2^31.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import Collective, Gather, Traffic
+from ..collectives import AllToAll, Collective, Gather, Traffic
 
 # What Horovod's all-reduce takes of the floating-point types.
 _ALLREDUCE_DTYPES = (torch.float16, torch.float32, torch.float64)
@@ -50,6 +50,9 @@ class HorovodEngine:
         tensor = self.wire(collective.tensor)
         if isinstance(collective, Gather):
             return Pending(collective, hvd.allgather_async(tensor, name=name, process_set=self.process_set))
+        if isinstance(collective, AllToAll):
+            splits = torch.tensor(collective.nbytes, dtype=torch.int32)
+            return Pending(collective, hvd.alltoall_async(tensor, splits, name=name, process_set=self.process_set))
         handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Average, process_set=self.process_set)
         return Pending(collective, handle)
 
@@ -58,4 +61,7 @@ class HorovodEngine:
         result = hvd.synchronize(pending.handle)
         if isinstance(pending.collective, Gather):
             return ops.split_payloads(result, self.size)
+        if isinstance(pending.collective, AllToAll):
+            received, nbytes = result
+            return list(received.split(nbytes.tolist()))
         return result.to(pending.collective.tensor.dtype)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..collectives import Collective, Gather, Routine
+from ..collectives import AllToAll, Collective, Gather, Routine
 from ..compressor import Compressor
 
 
@@ -15,6 +15,11 @@ def run(collectives: Sequence[Collective]) -> list:
     kinds = {type(c) for c in collectives}
     if len(kinds) != 1:
         raise RuntimeError(f"ranks ask for different collectives: {sorted(k.__name__ for k in kinds)}")
+    if kinds == {AllToAll}:
+        sent = [c.parts for c in collectives if isinstance(c, AllToAll)]
+        if any(len(parts) != len(sent) for parts in sent):
+            raise RuntimeError(f"an all-to-all of {len(sent)} ranks: got {[len(p) for p in sent]} parts, one per rank")
+        return [list(received) for received in zip(*sent)]
     tensors = [c.tensor for c in collectives]
     if kinds == {Gather}:
         return [list(tensors) for _ in tensors]
@@ -71,7 +76,7 @@ class LocalGroup:
             raise ValueError(f"LocalGroup.average: got shapes {[tuple(g.shape) for g in grads]}, expected equal ones")
         return drive(
             [
-                _counted(compressor.average(grad.detach().clone(), name, rank), compressor)
+                _counted(compressor.average(grad.detach().clone(), name, rank, len(grads)), compressor)
                 for rank, (compressor, grad) in enumerate(zip(self.compressors, grads))
             ]
         )

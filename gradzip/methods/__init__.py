@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import fields
 from typing import Any
 
 from ..compressor import Compressor
 from .atomo import ATOMO
 from .cast import Cast
+from .dgc import DGC
 from .fft import FFTRange
 from .none import NoCompression
+from .per_layer import PerLayer, Rule
 from .quantize import QSGD, TernGrad
+from .randomk import RandomK
 from .signs import OneBitSGD, SignSGD
+from .topk import TopK
 
 REGISTRY: dict[str, type[Compressor]] = {
     "none": NoCompression,
@@ -23,6 +28,10 @@ REGISTRY: dict[str, type[Compressor]] = {
     "signsgd": SignSGD,
     "onebit": OneBitSGD,
     "atomo": ATOMO,
+    "topk": TopK,
+    "randomk": RandomK,
+    "dgc": DGC,
+    "per-layer": PerLayer,
 }
 
 
@@ -31,11 +40,19 @@ def parse(spec: str) -> Compressor:
 
     >>> parse("fft-range:theta=0.9,bits=8") == FFTRange(theta=0.9, bits=8)
     True
+
+    A method for each layer: rules of a regular expression for the parameter's name and a method, its arguments in
+    parentheses; the first that fits counts, and `default` is for the rest.
+
+    >>> parse("per-layer:^fc=none,conv=topk(theta=0.9,bits=8),default=fp16").rules[1]
+    ('conv', TopK(min_numel=1024, exchange='gather', theta=0.9, select='exact', bits=8, error_feedback=True, seed=0))
     """
     name, _, arguments = spec.partition(":")
     method = REGISTRY.get(name.strip())
     if method is None:
         raise ValueError(f"unknown compression method {name!r}, expected one of: {', '.join(REGISTRY)}")
+    if method is PerLayer:
+        return _per_layer(spec, arguments)
     known = [f.name for f in fields(method) if f.init]
     try:
         call = ast.parse(f"f({arguments})", mode="eval").body
@@ -54,19 +71,55 @@ def parse(spec: str) -> Compressor:
     return method(**values)
 
 
+def _per_layer(spec: str, arguments: str) -> PerLayer:
+    rules: list[tuple[Rule, Compressor]] = []
+    default: Compressor = NoCompression()
+    for text in _split(arguments, ","):
+        pattern, *method = _split(text, "=")
+        name = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", "=".join(method), re.DOTALL)
+        if not name:
+            raise ValueError(
+                f"compression {spec!r}: got the rule {text!r}, expected pattern=method or "
+                "pattern=method(argument=value)"
+            )
+        part = parse(f"{name[1]}:{name[2] or ''}")
+        if pattern.strip() == "default":
+            default = part
+        else:
+            rules.append((pattern.strip(), part))
+    return PerLayer(rules, default)
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Parts between separators that stand in no brackets; none of an empty text."""
+    parts, depth = [""] if text.strip() else [], 0
+    for character in text:
+        if character == separator and depth == 0:
+            parts.append("")
+            continue
+        depth += (character in "([{") - (character in ")]}")
+        if parts:
+            parts[-1] += character
+    return parts
+
+
 def _value(node: ast.expr) -> Any:
     return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)  # bare words are strings
 
 
 __all__ = [
     "ATOMO",
+    "DGC",
     "QSGD",
     "REGISTRY",
     "Cast",
     "FFTRange",
     "NoCompression",
     "OneBitSGD",
+    "PerLayer",
+    "RandomK",
     "SignSGD",
     "TernGrad",
+    "TopK",
     "parse",
 ]

@@ -97,7 +97,6 @@ class TernGrad(GatherCompressor):
     """
 
     method: ClassVar[int] = 17
-    rounds: ClassVar[int] = 2
 
     clip: float | None = 2.5
     shared_scale: bool = True
@@ -105,6 +104,13 @@ class TernGrad(GatherCompressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.shared_scale:
+            if self.exchange != "gather":
+                raise ValueError(
+                    f"TernGrad: got exchange = {self.exchange!r} with shared_scale=True, expected shared_scale=False: "
+                    "shards have scales of their own"
+                )
+            self.rounds = 2
         if self.clip is not None and not (isinstance(self.clip, (int, float)) and self.clip > 0):
             raise ValueError(f"TernGrad: got clip = {self.clip!r}, expected None or a number > 0")
         if not isinstance(self.shared_scale, bool):
@@ -125,9 +131,8 @@ class TernGrad(GatherCompressor):
                 with blaming(f"from rank {rank} of {len(headers)}"):
                     opened = self.open(header, numel)
                     if opened.flags & ops.NON_FINITE:
-                        return torch.full(
-                            (numel,), math.nan, device=grad.device
-                        )  # on every rank: nobody waits for a second round
+                        # On every rank: nobody waits for a second round.
+                        return torch.full((numel,), math.nan, device=grad.device)
                     scale = max(scale, _scale(opened))
             state.payload = self._encode(grad, state.key(self.seed), largest, scale)
             payloads = yield Gather(state.payload)

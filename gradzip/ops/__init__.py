@@ -28,6 +28,7 @@ from .payload import (
     split_payloads,
 )
 from .quantize import check_quantizer, dequantize, num_buckets, quantize, quantize_packed, quantized_decode_add
+from .random_indices import random_indices
 from .range_float import RangeFloat, check_format
 from .select import select, select_threshold
 from .signs import majority, pack_signs, signs_decode_add
@@ -82,6 +83,7 @@ __all__ = [
     "quantize_elias",
     "quantize_packed",
     "quantized_decode_add",
+    "random_indices",
     "sampled_threshold",
     "seal",
     "select",

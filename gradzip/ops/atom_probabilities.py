@@ -27,11 +27,7 @@ def atom_probabilities(atoms: Tensor, budget: float, out: Tensor | None = None) 
     tensor([1.0000, 0.2500, 0.5000, 0.2500, 0.0000])
     """
     dtype = torch.float64 if isinstance(atoms, Tensor) and atoms.dtype == torch.float64 else torch.float32
-    atoms = _native.check(atoms, dtype, "atom_probabilities: atoms")
-    if _native.on_cuda(atoms):
-        raise ValueError(
-            f"atom_probabilities: got atoms on {atoms.device}, expected them on the CPU: call .cpu() first"
-        )
+    atoms = _native.check_on_cpu(atoms, dtype, "atom_probabilities: atoms")
     if not (budget > 0 and math.isfinite(budget)):
         raise ValueError(f"atom_probabilities: got budget = {budget}, expected a finite number > 0")
     p = _native.output(out, atoms.numel(), dtype, atoms.device, "atom_probabilities: out").view(atoms.shape)

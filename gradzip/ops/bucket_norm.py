@@ -20,9 +20,7 @@ def bucket_norms(x: Tensor, bucket: int | None = None, norm: str = "l2") -> Tens
     >>> bucket_norms(torch.tensor([3.0, -4.0, 5.0]), 2).tolist(), bucket_norms(torch.ones(7), norm="l1").tolist()
     ([5.0, 5.0], [7.0])
     """
-    x = _native.check(x, torch.float32, "bucket_norms: x")
-    if _native.on_cuda(x):
-        raise ValueError(f"bucket_norms: got a tensor on {x.device}, expected one on the CPU: call .cpu() first")
+    x = _native.check_on_cpu(x, torch.float32, "bucket_norms: x")
     n = x.numel()
     bucket = max(1, n) if bucket is None else bucket
     if not (isinstance(bucket, int) and bucket >= 1):

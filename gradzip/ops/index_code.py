@@ -122,13 +122,7 @@ def decode_indices(stream: Tensor, numel: int) -> Tensor:
     stream, count = _opened(stream, numel)
     out = torch.empty(count, dtype=torch.int32, device=stream.device)
     arguments = (stream.data_ptr(), stream.numel(), numel, count, out.data_ptr())
-    if _native.on_cuda(stream):
-        flag = torch.zeros(1, dtype=torch.int32, device=stream.device)
-        _native.launch("decode_indices", stream.device, *arguments, flag.data_ptr(), workspace_for=numel)
-        failed = bool(flag)
-    else:
-        failed = _native.kernels().decode_indices(*arguments, _native.threads())
-    if failed:
+    if int(_native.run("decode_indices", stream, *arguments, flag=True, workspace_for=numel)):
         raise PayloadError(f"corrupt indices: they are not {count} ascending ones below {numel}")
     return out
 
@@ -146,14 +140,12 @@ def sparse_decode_add(stream: Tensor, values: Tensor, out: Tensor, weight: float
     stream = _native.check(stream, torch.uint8, "sparse_decode_add: stream", device=out.device)
     count = values.numel()
     arguments = (stream.data_ptr(), stream.numel(), values.data_ptr(), count, weight, out.data_ptr(), out.numel())
-    if _native.on_cuda(out):
-        if out.numel() >= 2**31:
-            raise ValueError(f"sparse_decode_add: got {out.numel()} elements, expected 0 to 2^31 - 1")
-        flag = torch.zeros(1, dtype=torch.int32, device=out.device)
-        _native.launch("sparse_decode_add", out.device, *arguments, flag.data_ptr(), workspace_for=out.numel())
-        return
-    _, claimed = _opened(stream, out.numel())
-    if claimed != count:
-        raise PayloadError(f"corrupt indices: got {claimed} of them, expected {count}, one per value")
-    if _native.kernels().sparse_decode_add(*arguments, _native.threads()):
+    if out.numel() >= 2**31:
+        raise PayloadError(f"corrupt indices: they are below 2^31, got {out.numel()} elements to add to")
+    if not _native.on_cuda(out):
+        _, claimed = _opened(stream, out.numel())
+        if claimed != count:
+            raise PayloadError(f"corrupt indices: got {claimed} of them, expected {count}, one per value")
+    failed = _native.run("sparse_decode_add", out, *arguments, flag=True, workspace_for=out.numel())
+    if not _native.on_cuda(out) and failed:
         raise PayloadError(f"corrupt indices: they are not {count} ascending ones below {out.numel()}")

@@ -69,11 +69,7 @@ def low_rank_project(
         transpose,
         out.data_ptr(),
     )
-    if _native.on_cuda(m):
-        sizes = (rows, columns, rank, transpose)
-        _native.launch("low_rank_project", m.device, *arguments, workspace_for=sizes)
-    else:
-        _native.kernels().low_rank_project(*arguments, _native.threads())
+    _native.run("low_rank_project", m, *arguments, workspace_for=(rows, columns, rank, transpose))
     return out
 
 
@@ -101,7 +97,9 @@ def low_rank_expand(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _expand(p: Tensor, q: Tensor, e: Tensor | None, out: Tensor | None) -> None:
-    arguments = (
+    _native.run(
+        "low_rank_expand",
+        p,
         p.data_ptr(),
         q.data_ptr(),
         p.shape[0],
@@ -110,7 +108,3 @@ def _expand(p: Tensor, q: Tensor, e: Tensor | None, out: Tensor | None) -> None:
         0 if e is None else e.data_ptr(),
         0 if out is None else out.data_ptr(),
     )
-    if _native.on_cuda(p):
-        _native.launch("low_rank_expand", p.device, *arguments)
-    else:
-        _native.kernels().low_rank_expand(*arguments, _native.threads())

@@ -31,7 +31,7 @@ def orthogonalize_(matrices: Tensor | Sequence[Tensor]) -> None:
     [[0.6, 0.8], [0.8, -0.6]]
     """
     matrices = [matrices] if isinstance(matrices, Tensor) else list(matrices)
-    table = array("q")  # struct Matrix of csrc/cpu/ops.h
+    table = array("q")  # struct Matrix of csrc/common/orthogonalize.h
     addresses = []
     device = None
     for matrix in matrices:
@@ -46,8 +46,6 @@ def orthogonalize_(matrices: Tensor | Sequence[Tensor]) -> None:
             addresses.append(address)
     if len(set(addresses)) != len(addresses):
         raise ValueError("orthogonalize_: got the same matrix more than once, expected distinct ones")
-    arguments = (table.buffer_info()[0], len(matrices))
-    if device is not None and _native.on_cuda(matrices[0]):
-        _native.launch("orthogonalize", device, *arguments, workspace_for=arguments)
-    else:
-        _native.kernels().orthogonalize(*arguments, _native.threads())
+    if matrices:
+        arguments = (table.buffer_info()[0], len(matrices))
+        _native.run("orthogonalize", matrices[0], *arguments, workspace_for=arguments)

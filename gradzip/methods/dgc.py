@@ -1,0 +1,116 @@
+"""Deep gradient compression.
+
+Lin, Han, Mao, Wang, Dally, Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training,
+ICLR 2018.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..collectives import Routine
+from ..compressor import Key, State
+from ..schedule import Theta, theta_at
+from .topk import SparseCodec, num_kept
+
+_WARM_UP = (0.75, 0.9375, 0.984375, 0.99609375)  # what is kept: 1/4, 1/16, 1/64, 1/256
+
+
+@dataclass
+class DGC(SparseCodec):
+    """Top-k of what each rank accumulates with momentum (Algorithm 1 and section 3).
+
+    With u the velocity and v the residual: u = momentum u + g; v = v + u; the k = round((1 - theta) n) largest of v are
+    sent; there u and v become 0 (momentum factor masking). At momentum 0 this is Top-k with error feedback.
+
+    theta: fraction of the elements that is dropped, in [0, 1), or a schedule step -> theta.
+    momentum: replaces the optimizer's, which must have none, in [0, 1). Parameters that go uncompressed get it too: on
+    their average, which is the same.
+    clip_norm: scales each parameter's own gradient down to the norm clip_norm / sqrt(ranks), before it is accumulated
+    (the paper clips the norm over all parameters; None: not at all). warmup_steps: theta is at most 75 %, 93.75 %,
+    98.4375 % and 99.6 % in their four quarters.
+
+    Payload: as TopK's, 48 + 4 k + I bytes, padded to 16; I near 1.4 bytes per index at theta = 0.999. Deterministic.
+    """
+
+    method: ClassVar[int] = 3
+    error_feedback = True
+
+    theta: Theta = 0.999
+    momentum: float = 0.9
+    clip_norm: float | None = None
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.theta):
+            theta_at(self.theta, 0)
+        if not (isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1):
+            raise ValueError(f"DGC: got momentum = {self.momentum!r}, expected a number in [0, 1)")
+        clip = self.clip_norm
+        if clip is not None and not (isinstance(clip, (int, float)) and 0 < clip < math.inf):
+            raise ValueError(f"DGC: got clip_norm = {clip!r}, expected None or a number > 0")
+        if not (isinstance(self.warmup_steps, int) and self.warmup_steps >= 0):
+            raise ValueError(f"DGC: got warmup_steps = {self.warmup_steps!r}, expected an integer >= 0")
+
+    def theta_at(self, step: int) -> float:
+        """What is dropped in a step, warm-up considered."""
+        theta = theta_at(self.theta, step)
+        return min(theta, _WARM_UP[4 * step // self.warmup_steps]) if step < self.warmup_steps else theta
+
+    def average(self, grad: Tensor, name: str, rank: int = 0, size: int = 1) -> Routine:
+        grad = yield from super().average(grad, name, rank, size)
+        if self.momentum and self.bypasses(grad) and bool(grad.isfinite().all()):
+            state = self.states.setdefault(name, State(name))
+            if (velocity := getattr(state, "velocity", None)) is not None:
+                grad.add_(velocity, alpha=self.momentum)
+            state.velocity = grad.clone()
+        return grad
+
+    def correct(self, grad: Tensor, state: State) -> Tensor:
+        """The velocity u: the residual v is only added to what is encoded."""
+        if self.clip_norm is not None:
+            norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
+            grad.mul_((self.clip_norm / math.sqrt(state.size) / norm).clamp(max=1.0))
+        if (velocity := getattr(state, "velocity", None)) is not None:
+            grad.add_(velocity, alpha=self.momentum)
+        return grad
+
+    def reduce(self, velocity: Tensor, state: State) -> Routine:
+        if state.residual is None:
+            return (yield from super().reduce(velocity, state))
+        # Memory of all parameters together, encoded before the first collective.
+        total = self._workspace.empty("total", tuple(velocity.shape), torch.float32, velocity.device)
+        return (yield from super().reduce(torch.add(velocity, state.residual, out=total), state))
+
+    def encode(self, grad: Tensor, key: Key) -> Tensor:
+        k = num_kept(self.theta_at(key.step), grad.numel())
+        return self.pack(*ops.topk_abs(grad.reshape(-1), k), grad.numel())
+
+    def keep(self, velocity: Tensor, state: State) -> None:
+        if state.residual is None:
+            state.residual = velocity.clone()
+        else:
+            state.residual.add_(velocity)
+        if self.momentum:
+            kept = getattr(state, "velocity", None)
+            state.velocity = velocity.clone() if kept is None else kept.copy_(velocity)
+
+    def subtract_sent(self, state: State) -> None:
+        assert state.residual is not None
+        parts = self.sent_parts(state)
+        begin = 0
+        for payload, residual in parts:
+            end = begin + residual.numel()
+            stream, _ = self.unpack(self.open(payload, residual.numel()))
+            sent = ops.decode_indices(stream, residual.numel()).long()
+            residual.index_fill_(0, sent, 0.0)
+            if self.momentum:
+                state.velocity.view(-1)[begin:end].index_fill_(0, sent, 0.0)
+            begin = end

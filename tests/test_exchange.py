@@ -1,0 +1,188 @@
+"""Gathering payloads and scatter-reducing them."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import gradzip
+from gradzip import ops
+from gradzip.collectives import AllToAll, Gather, Mean, fused
+from gradzip.compressor import ROUND_NBYTES, GatherCompressor, split_shards
+from gradzip.engines.local import drive
+
+SIZES = [1, 2, 3, 4]
+SHAPES = [(64, 64), (3, 2000), (1, 1031), (33, 37), (8, 16, 3, 3)]
+
+
+@dataclass
+class Lossless(GatherCompressor):
+    """float32 as it is."""
+
+    method = 200
+    error_feedback: bool = False
+
+    def encode(self, grad, key):
+        payload = ops.new_payload(4 * grad.numel())
+        payload[ops.HEADER_NBYTES :][: 4 * grad.numel()].view(torch.float32).copy_(grad.reshape(-1))
+        finite = bool(grad.isfinite().all())
+        return self.seal(payload, grad.numel(), finite, b"\0" * 16)
+
+    def decode_add(self, payload, out, weight):
+        out += weight * payload.body[: 4 * out.numel()].view(torch.float32)
+
+
+def gradients(size, shape, step=0):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, generator=generator) for _ in range(size)]
+
+
+def collectives(compressor, size, shape, rank=0):
+    """What one rank asks for, when all ranks have the same gradient."""
+    compressor, seen, answer = compressor.clone(), [], None
+    routine = compressor.average(torch.ones(shape), "w", rank, size)
+    while True:
+        try:
+            collective = routine.send(answer)
+        except StopIteration:
+            return seen
+        seen.append(type(collective))
+        if isinstance(collective, AllToAll):
+            answer = [collective.parts[rank]] * size
+        else:
+            parts = split_shards(torch.ones(shape), size)
+            payloads = [compressor.encode(part, gradzip.compressor.Key(0, 0, "", 0)) for part in parts]
+            answer = payloads if AllToAll in seen else [collective.tensor] * size
+
+
+@pytest.mark.parametrize("error_feedback", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_of_a_lossless_codec_both_are_the_same(size, shape, error_feedback):
+    gather, scatter = (
+        gradzip.LocalGroup(Lossless(exchange=exchange, error_feedback=error_feedback), size)
+        for exchange in ("gather", "scatter_reduce")
+    )
+    for step in range(3):
+        grads = gradients(size, shape, step)
+        a, b = gather.average(grads, "w"), scatter.average(grads, "w")
+        assert all(torch.equal(x, a[0]) for x in (*a, *b))
+
+
+METHODS = [
+    gradzip.FFTRange(),
+    gradzip.TopK(theta=0.9),
+    gradzip.DGC(theta=0.9),
+    gradzip.QSGD(),
+    gradzip.TernGrad(shared_scale=False),
+    gradzip.SignSGD(),
+    gradzip.OneBitSGD(),
+    gradzip.ATOMO(),
+    gradzip.ATOMO("fourier", 50),
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_replicas_are_identical_and_know_a_non_finite_gradient(size, shape, method):
+    method = dataclasses.replace(method, exchange="scatter_reduce")
+    group, spared = gradzip.LocalGroup(method, size), gradzip.LocalGroup(method, size)
+    for step in range(3):
+        grads = gradients(size, shape, step)
+        if step == 1:
+            spoilt = [g.clone() for g in grads]
+            spoilt[0].view(-1)[-1] = float("inf")  # in the shard of the last rank
+            for average in group.average(spoilt, "w"):
+                assert not average.isfinite().all()
+        averages = group.average(grads, "w")
+        assert all(torch.equal(a, averages[0]) for a in averages)
+        assert torch.equal(averages[0], spared.average(grads, "w")[0])
+
+
+def test_who_owns_what():
+    x = torch.arange(70.0).view(7, 10)
+    assert [tuple(s.shape) for s in split_shards(x, 3)] == [(3, 10), (2, 10), (2, 10)]
+    assert [tuple(s.shape) for s in split_shards(x, 8)] == [(9,)] * 6 + [(8,)] * 2
+    for size in range(1, 12):
+        assert torch.equal(torch.cat([s.reshape(-1) for s in split_shards(x, size)]), x.view(-1))
+
+
+def test_bytes_sent_are_the_shards_and_the_owned_one():
+    size, shape = 4, (400, 250)
+    grads = gradients(size, shape)
+    group = gradzip.LocalGroup(gradzip.TopK(exchange="scatter_reduce"), size)
+    group.average(grads, "w")
+    shard = max(gradzip.roundtrip(gradzip.TopK(), s)[1] for g in grads for s in split_shards(g, size))
+    assert 4.8 * shard < group.bytes_sent <= 5.2 * shard
+    # Peers receive 2 (p - 1) / p payloads, not p - 1: the shards of others, and what others own.
+    whole = gradzip.roundtrip(gradzip.TopK(), grads[0])[1]
+    received = (size - 1) * 2 * shard
+    assert received < 0.6 * (size - 1) * whole
+
+
+def test_auto_changes_when_a_round_is_cheaper_than_the_bytes():
+    gather, scatter = [Gather], [AllToAll, Gather]
+    auto, shape = Lossless(exchange="auto"), (256, 300)  # 307 kB
+    for size in (1, 2, 3, 8):
+        group = gradzip.LocalGroup(auto, size)
+        for step in range(3):
+            group.average(gradients(size, shape), "w")
+            saved = (size - 1) * (size - 2) / size * (4 * 256 * 300 + 48)
+            wanted = step > 0 and saved > ROUND_NBYTES
+            for compressor in group.compressors:
+                assert compressor.states["w"].scattered is wanted, (size, step)
+        assert wanted is (size > 2)
+    small = gradzip.LocalGroup(auto, 4)
+    for _ in range(3):
+        small.average(gradients(4, (64, 64)), "w")
+    assert not small.compressors[0].states["w"].scattered
+    assert collectives(auto, 4, (64, 64)) == collectives(Lossless(), 4, (64, 64)) == gather
+    assert collectives(Lossless(exchange="scatter_reduce"), 4, (64, 64)) == scatter
+    assert collectives(Lossless(exchange="scatter_reduce"), 1, (64, 64)) == gather
+    assert [Lossless(exchange=e).rounds for e in ("gather", "scatter_reduce", "auto")] == [1, 2, 2]
+
+
+def test_fewer_elements_than_ranks_are_gathered():
+    grads = [torch.full((1, 2), float(r)) for r in range(4)]
+    averages = gradzip.simulate(Lossless(exchange="scatter_reduce", min_numel=0), grads)
+    assert torch.equal(averages[3], torch.full((1, 2), 1.5))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_fused_equals_one_by_one(size):
+    method = gradzip.TopK(theta=0.8, exchange="scatter_reduce")
+    shapes = {"a": (64, 64), "b": (33, 129), "bias": (7,), "c": (16, 16, 3, 3)}
+    grads = {name: gradients(size, shape) for name, shape in shapes.items()}
+    compressors = [method.clone() for _ in range(size)]
+    together = drive(
+        [fused([c.average(g[r].clone(), n, r, size) for n, g in grads.items()]) for r, c in enumerate(compressors)]
+    )
+    group = gradzip.LocalGroup(method, size)
+    for i, name in enumerate(shapes):
+        alone = group.average(grads[name], name)[0]
+        assert all(torch.equal(together[rank][i], alone) for rank in range(size))
+
+
+def test_fused_asks_once_per_round_and_kind():
+    methods = [gradzip.TopK(exchange="scatter_reduce"), gradzip.TopK(exchange="scatter_reduce"), gradzip.TopK()]
+    routine = fused([m.average(torch.ones(64, 64), f"{i}", 0, 1 if i == 2 else 2) for i, m in enumerate(methods)])
+    first = next(routine)
+    assert isinstance(first, AllToAll) and len(first.nbytes) == 2 and first.tensor.numel() == sum(first.nbytes)
+    assert [len(ops.split_payloads(part, 2)) for part in first.parts] == [2, 2]
+    assert isinstance(routine.send([first.parts[0]] * 2), Gather)
+
+
+def test_a_wrong_number_of_parts_is_an_error():
+    def wrong():
+        yield AllToAll(torch.zeros(3, dtype=torch.uint8), (3,))
+
+    with pytest.raises(RuntimeError, match="an all-to-all of 2 ranks: got \\[1, 1\\] parts, one per rank"):
+        drive([wrong(), wrong()])
+    with pytest.raises(RuntimeError, match="different collectives: \\['AllToAll', 'Mean'\\]"):
+        drive([wrong(), (c for c in [Mean(torch.zeros(1))])])
+
+
+def test_the_exchange_is_no_part_of_the_digest():
+    assert Lossless().digest == Lossless(exchange="auto").digest != Lossless(error_feedback=True).digest
