@@ -205,10 +205,10 @@ def test_trains_under_horovodrun(tmp_path):
     assert 10 < compressed["ratio"] < 21.4
 
 
-def learn_digits(tmp_path, specs, arguments):
-    """The runs of a comparison with no compression, that first."""
+def runs_of(tmp_path, specs, *arguments):
+    """What the example measures with each compression, on two ranks."""
     results = tmp_path / "results.json"
-    compressions = [text for spec in ["none", *specs] for text in ("--compression", spec)]
+    compressions = [text for spec in specs for text in ("--compression", spec)]
     command = (EXAMPLES / "train.py", *compressions, *arguments, "--json", results)
     job = horovodrun(2, *command, timeout=280)
     assert job.returncode == 0, job.stdout + job.stderr
@@ -217,24 +217,19 @@ def learn_digits(tmp_path, specs, arguments):
     return runs
 
 
-@pytest.mark.parametrize(
-    ("specs", "arguments"),
-    [
-        (["qsgd", "terngrad", "signsgd", "onebit", "atomo"], []),
-        # Of a bare vote, each step moves each weight as far as the learning rate says.
-        (["signsgd:error_feedback=False"], ["--lr", 0.0003]),
-    ],
-    ids=["scaled", "votes"],
-)
-def test_few_bits_learn_digits(tmp_path, specs, arguments):
+def test_few_bits_learn_digits(tmp_path):
     """All at their defaults, from the same weights, within three points of no compression."""
-    plain, *runs = learn_digits(tmp_path, specs, arguments)
-    # The example's own learning rate is the one for gradients; it is what all are to be compared with.
-    best = 0.982 if arguments else plain["test_accuracy"]
-    assert best > 0.97
+    plain, *runs = runs_of(tmp_path, ["none", "qsgd", "terngrad", "signsgd", "onebit", "atomo"])
+    assert plain["test_accuracy"] > 0.97
     for run in runs:
         assert run["ratio"] > 10
-        assert run["test_accuracy"] > best - 0.03, run["compression"]
+        assert run["test_accuracy"] > plain["test_accuracy"] - 0.03, run["compression"]
+
+
+def test_bare_votes_learn_digits_at_a_rate_of_their_own(tmp_path):
+    """Each step moves each weight as far as the learning rate says. Without compression it is 98 % of digits."""
+    (run,) = runs_of(tmp_path, ["signsgd:error_feedback=False"], "--lr", 0.0003)
+    assert run["test_accuracy"] > 0.98 - 0.03
 
 
 @pytest.mark.parametrize(
@@ -248,7 +243,7 @@ def test_few_bits_learn_digits(tmp_path, specs, arguments):
 )
 def test_sparse_methods_learn_digits(tmp_path, specs, arguments):
     """All at their defaults, from the same weights, within three points of no compression."""
-    plain, *runs = learn_digits(tmp_path, specs, arguments)
+    plain, *runs = runs_of(tmp_path, ["none", *specs], *arguments)
     assert plain["test_accuracy"] > 0.97
     for run in runs:
         assert run["test_accuracy"] > plain["test_accuracy"] - 0.03, run["compression"]

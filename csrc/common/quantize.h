@@ -10,7 +10,7 @@
 
 namespace gradzip {
 
-enum class Norm : int { l2 = 0, max = 1, l1 = 2 };
+enum class Norm : int { l2 = 0, max = 1, l1 = 2 };  // quantizers take the first two
 
 // Rounded to float32, which keeps a norm at or above each of the magnitudes, and at most the largest float.
 GZ_HD float norm_value(double norm) {

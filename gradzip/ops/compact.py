@@ -51,12 +51,12 @@ def _bitmap(x: Tensor, selection: Tensor, out: Tensor) -> Tensor | int:
 def count_marked(bitmap: Tensor, numel: int) -> int:
     """How many of the first numel bits of a bitmap (uint8 of ceil(numel / 8)) are set. Waits for the device where it is
     on one."""
-    bitmap = _native.check(bitmap, torch.uint8, "count_marked: bitmap", bitmap_nbytes(numel))
-    if _native.on_cuda(bitmap):
-        count = torch.empty(1, dtype=torch.int64, device=bitmap.device)
-        _native.launch("count_marked", bitmap.device, bitmap.data_ptr(), numel, count.data_ptr(), workspace_for=numel)
-        return int(count)
-    return _native.kernels().count_marked(bitmap.data_ptr(), numel, _native.threads())
+    bits = _native.check(bitmap, torch.uint8, "count_marked: bitmap", bitmap_nbytes(numel))
+    if not _native.on_cuda(bits):
+        return _native.kernels().count_marked(bits.data_ptr(), numel, _native.threads())
+    count = torch.empty(1, dtype=torch.int64, device=bits.device)
+    _native.launch("count_marked", bits.device, bits.data_ptr(), numel, count.data_ptr(), workspace_for=numel)
+    return int(count)
 
 
 def gather_marked(x: Tensor, bitmap: Tensor, count: int, out: Tensor | None = None) -> Tensor:
