@@ -187,5 +187,5 @@ def test_impossible_settings():
         gradzip.SignSGD(majority=2)
     with pytest.raises(ValueError, match="SignSGD: got error_feedback = 'no', expected True or False"):
         gradzip.SignSGD(error_feedback="no")
-    with pytest.raises(ValueError, match="unknown argument 'error_feedback', expected one of: min_numel, exchange, seed"):
+    with pytest.raises(ValueError, match="unknown argument 'error_feedback', expected one of: "):
         gradzip.parse("onebit:error_feedback=False")
