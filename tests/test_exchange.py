@@ -70,7 +70,20 @@ def test_of_a_lossless_codec_both_are_the_same(size, shape, error_feedback):
         assert all(torch.equal(x, a[0]) for x in (*a, *b))
 
 
-@pytest.mark.parametrize("method", [gradzip.FFTRange(), gradzip.TopK(theta=0.9), gradzip.DGC(theta=0.9)])
+METHODS = [
+    gradzip.FFTRange(),
+    gradzip.TopK(theta=0.9),
+    gradzip.DGC(theta=0.9),
+    gradzip.QSGD(),
+    gradzip.TernGrad(shared_scale=False),
+    gradzip.SignSGD(),
+    gradzip.OneBitSGD(),
+    gradzip.ATOMO(),
+    gradzip.ATOMO("fourier", 50),
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_replicas_are_identical_and_know_a_non_finite_gradient(size, shape, method):

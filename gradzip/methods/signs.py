@@ -118,7 +118,7 @@ class OneBitSGD(GatherCompressor):
         return super().bypasses(grad) or _nbytes(grad.shape[0], grad.numel()) >= 4 * grad.numel()
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
-        numel, rows = grad.numel(), grad.shape[0]
+        numel, rows = grad.numel(), grad.shape[0] if grad.dim() > 1 else 1  # a shard may be a piece of a row
         if not math.isfinite(ops.abs_max(grad)):
             return self.non_finite(grad)
         payload = ops.new_payload(8 * rows + ops.bitmap_nbytes(numel), grad.device)

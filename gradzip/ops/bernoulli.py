@@ -21,9 +21,7 @@ def bernoulli(p: Tensor, key: int, out: Tensor | None = None) -> Tensor:
     [13]
     """
     check_key(key, "bernoulli")
-    p = _native.check(p, torch.float32, "bernoulli: p")
-    if _native.on_cuda(p):
-        raise ValueError(f"bernoulli: got a tensor on {p.device}, expected one on the CPU: call .cpu() first")
+    p = _native.check_on_cpu(p, torch.float32, "bernoulli: p")
     out = _native.output(out, bitmap_nbytes(p.numel()), torch.uint8, p.device, "bernoulli: out")
     _native.kernels().bernoulli(p.data_ptr(), p.numel(), key, out.data_ptr(), _native.threads())
     return out
