@@ -84,7 +84,7 @@ double norm_part(const float* x, int64_t n, Norm norm) {
   }
   // Squares of finite floats do not overflow: x holds an infinity or a NaN.
   float finite[kSumSegment];
-  std::transform(x, x + n, finite, finite_magnitude);
+  std::transform(x, x + n, finite, [](float value) { return finite_magnitude(value); });
   return norm == Norm::max ? bits_float(largest_bits(finite, n)) : sum(finite, n, norm);
 }
 
