@@ -247,6 +247,7 @@ class GatherCompressor(Compressor):
     exchange: str = field(default="gather", kw_only=True, metadata={"digest": False})
 
     method: ClassVar[int]  # number in the payload header; never reused
+    seed = 0  # methods that draw declare it as a hyper-parameter
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -324,7 +325,7 @@ class GatherCompressor(Compressor):
         with blaming(f"{type(self).__name__}, parameter {state.name!r}"):
             if state.scattered:
                 return (yield from self._scatter_reduce(grad, state))
-            state.payload = self.encode(grad, state.key(getattr(self, "seed", 0)))
+            state.payload = self.encode(grad, state.key(self.seed))
             payloads = yield Gather(state.payload)
             # All ranks see the same lengths, and decide alike.
             state.payload_nbytes = sum(p.numel() for p in payloads) // len(payloads)
@@ -340,7 +341,7 @@ class GatherCompressor(Compressor):
 
     def _scatter_reduce(self, grad: Tensor, state: State) -> Routine:
         shards = split_shards(grad, state.size)
-        key = state.key(getattr(self, "seed", 0))
+        key = state.key(self.seed)
         payloads = [self.encode(shard, key._replace(name=f"{key.name}[{i}]")) for i, shard in enumerate(shards)]
         state.payload = torch.cat(payloads)
         mine = shards[state.rank]

@@ -20,6 +20,12 @@ def theta_at(theta: Theta, step: int) -> float:
     return float(value)
 
 
+def check_theta(theta: Theta) -> None:
+    """ValueError for a fixed value outside [0, 1); a schedule is looked at step by step."""
+    if not callable(theta):
+        theta_at(theta, 0)
+
+
 @dataclass(frozen=True)
 class StepSchedule:
     """Piecewise constant: the value of the last key that is not after the step.

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import ops
 from ..collectives import Routine
 from ..compressor import Key, State
-from ..schedule import Theta, theta_at
+from ..schedule import Theta, check_theta, theta_at
 from .topk import SparseCodec, num_kept
 
 _WARM_UP = (0.75, 0.9375, 0.984375, 0.99609375)  # what is kept: 1/4, 1/16, 1/64, 1/256
@@ -49,8 +49,7 @@ class DGC(SparseCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not callable(self.theta):
-            theta_at(self.theta, 0)
+        check_theta(self.theta)
         if not (isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1):
             raise ValueError(f"DGC: got momentum = {self.momentum!r}, expected a number in [0, 1)")
         clip = self.clip_norm

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import ops
 from ..compressor import GatherCompressor, Key
-from ..schedule import Theta, theta_at
+from ..schedule import Theta, check_theta, theta_at
 
 _COUNT = struct.Struct("<Q")  # k, before the range float in the header's fields
 _PART = 1 << 20  # elements
@@ -55,8 +55,7 @@ class FFTRange(GatherCompressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not callable(self.theta):
-            theta_at(self.theta, 0)
+        check_theta(self.theta)
         ops.check_format(self.bits, self.mantissa)
         if self.block is not None and not (isinstance(self.block, int) and self.block >= 2):
             raise ValueError(f"FFTRange: got block = {self.block!r}, expected None or an integer >= 2")

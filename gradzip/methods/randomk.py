@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import ops
 from ..collectives import Mean, Routine
 from ..compressor import Compressor, State
-from ..schedule import Theta, theta_at
+from ..schedule import Theta, check_theta, theta_at
 from .topk import num_kept
 
 
@@ -40,8 +40,7 @@ class RandomK(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not callable(self.theta):
-            theta_at(self.theta, 0)
+        check_theta(self.theta)
 
     def reduce(self, grad: Tensor, state: State) -> Routine:
         numel = grad.numel()

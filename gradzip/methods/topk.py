@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import ops
 from ..compressor import GatherCompressor, Key, State
-from ..schedule import Theta, theta_at
+from ..schedule import Theta, check_theta, theta_at
 
 _COUNT = struct.Struct("<Q")  # k, before the range float in the header's fields
 
@@ -114,8 +114,7 @@ class TopK(SparseCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not callable(self.theta):
-            theta_at(self.theta, 0)
+        check_theta(self.theta)
         if self.select not in ("exact", "sampled"):
             raise ValueError(f"TopK: got select = {self.select!r}, expected 'exact' or 'sampled'")
         if not (isinstance(self.bits, int) and (self.bits == 32 or 2 <= self.bits <= 16)):
