@@ -7,7 +7,7 @@ True
 """
 
 from . import horovod, ops
-from .collectives import AllToAll, Gather, Mean, Traffic, fused
+from .collectives import AllToAll, Broadcast, Gather, Mean, Traffic, fused
 from .compressor import Compressor, GatherCompressor, State
 from .engines.local import LocalGroup, roundtrip, simulate
 from .methods import (
@@ -35,6 +35,7 @@ __all__ = [
     "DGC",
     "QSGD",
     "AllToAll",
+    "Broadcast",
     "Cast",
     "Compressor",
     "DiminishingTheta",

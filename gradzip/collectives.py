@@ -47,10 +47,23 @@ class AllToAll:
         return list(self.tensor.split(list(self.nbytes)))
 
 
-Collective = Mean | Gather | AllToAll
+@dataclass(frozen=True)
+class Broadcast:
+    """Rank 0's tensor, for all ranks; each hands over one of the same shape and dtype.
+
+    Answered with rank 0's, the same bits on all ranks. The engine may overwrite the tensor, and answer with it.
+    """
+
+    tensor: Tensor
+
+
+Collective = Mean | Gather | AllToAll | Broadcast
 
 # A method at work: yields collectives, is sent their results, returns the average.
-Routine = Generator[Collective, Any, Tensor]
+Routine = Generator[Collective, Any, Any]
+
+# Several methods at work: yields the collectives of a round, which may run side by side, and is sent their results.
+Joint = Generator[list[Collective], list[Any], list[Tensor]]
 
 
 @dataclass
@@ -65,7 +78,7 @@ class Traffic:
         return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
 
 
-def fused(routines: Iterable[Routine]) -> Generator[Collective, Any, list[Tensor]]:
+def fused(routines: Iterable[Routine]) -> Joint:
     """Tensor fusion: runs routines side by side, and joins what they yield into one collective per round and kind.
 
     Members may need different numbers of rounds. All ranks must fuse the same routines in the same order. Returns
@@ -74,8 +87,8 @@ def fused(routines: Iterable[Routine]) -> Generator[Collective, Any, list[Tensor
     members = list(routines)
     results: dict[int, Tensor] = {}
     answers: dict[int, Any] = dict.fromkeys(range(len(members)))
-    while answers:
-        wanted: dict[Any, list[tuple[int, Collective]]] = {}
+    while True:
+        wanted: dict[Any, dict[int, Any]] = {}
         for i, answer in answers.items():
             try:
                 collective = members[i].send(answer)
@@ -83,27 +96,34 @@ def fused(routines: Iterable[Routine]) -> Generator[Collective, Any, list[Tensor
                 results[i] = done.value
             else:
                 key = (type(collective), collective.tensor.dtype, collective.tensor.device)
-                wanted.setdefault(key, []).append((i, collective))
+                wanted.setdefault(key, {})[i] = collective
+        if not wanted:
+            return [results[i] for i in range(len(members))]
+        joined = yield [_join(list(group.values())) for group in wanted.values()]
         answers = {}
-        for group in wanted.values():
-            parts = yield from _joined([collective for _, collective in group])
-            answers |= {i: part for (i, _), part in zip(group, parts)}
-    return [results[i] for i in range(len(members))]
+        for group, answer in zip(wanted.values(), joined):
+            answers |= zip(group, _take_apart(answer, list(group.values())))
 
 
-def _joined(group: list[Any]) -> Generator[Collective, Any, list[Any]]:
-    """Yields one collective for several of one kind, and takes its answer apart into theirs."""
+def _join(group: list[Any]) -> Collective:
+    """One collective for several of one kind."""
     if len(group) == 1:
-        return [(yield group[0])]
-    if isinstance(group[0], Mean):
-        answer = yield Mean(torch.cat([c.tensor.reshape(-1) for c in group]))
+        return group[0]
+    if isinstance(group[0], (Mean, Broadcast)):
+        return type(group[0])(torch.cat([c.tensor.reshape(-1) for c in group]))
+    if isinstance(group[0], Gather):
+        return Gather(torch.cat([c.tensor for c in group]))
+    to_ranks = list(zip(*[c.parts for c in group]))
+    nbytes = tuple(sum(part.numel() for part in parts) for parts in to_ranks)
+    return AllToAll(torch.cat([part for parts in to_ranks for part in parts]), nbytes)
+
+
+def _take_apart(answer: Any, group: list[Any]) -> list[Any]:
+    """The answers of each, from that of the joined collective."""
+    if len(group) == 1:
+        return [answer]
+    if isinstance(group[0], (Mean, Broadcast)):
         parts = answer.split([c.tensor.numel() for c in group])
         return [part.view(c.tensor.shape) for part, c in zip(parts, group)]
-    if isinstance(group[0], Gather):
-        answer = yield Gather(torch.cat([c.tensor for c in group]))
-    else:
-        to_ranks = list(zip(*[c.parts for c in group]))
-        nbytes = tuple(sum(part.numel() for part in parts) for parts in to_ranks)
-        answer = yield AllToAll(torch.cat([part for parts in to_ranks for part in parts]), nbytes)
     from_ranks = [ops.split_payloads(buffer, len(group)) for buffer in answer]
     return [list(payloads) for payloads in zip(*from_ranks)]

@@ -109,8 +109,8 @@ class Compressor(ABC):
     def reduce(self, grad: Tensor, state: State) -> Routine:
         """Averages `grad` over the group: the method itself, as a coroutine over collectives.
 
-        grad: the gradient in its own shape, contiguous float32, with the residual added where there is error feedback.
-        Not to be changed. Returns the average in any shape of as many elements.
+        grad: the gradient as `correct` returned it, in its own shape, contiguous float32. Returns the average in any
+        shape of as many elements, or whatever `largest` and `settle` take for one.
         """
 
     def sent(self, state: State) -> Tensor:
@@ -121,6 +121,20 @@ class Compressor(ABC):
         """The gradient with what earlier steps left to be sent: what `reduce` is given. grad: contiguous float32, which
         may be changed, and returned."""
         return grad if state.residual is None else grad.add_(state.residual)
+
+    def largest(self, average: Any, limit: float) -> float:
+        """The largest magnitude in an average; not finite where one of its elements is not. The same number on all
+        ranks, and where it is at most `limit` any upper bound will do."""
+        return ops.abs_max(average)
+
+    def settle(self, grad: Tensor, corrected: Tensor, average: Any, state: State) -> None:
+        """The end of a step that all ranks know to be good: writes the average to `grad`, whose memory `corrected` may
+        be, and what is left to be sent to the state."""
+        if self.error_feedback:
+            self.keep(corrected, state)
+        grad.copy_(average.view(grad.shape))
+        if self.error_feedback:
+            self.subtract_sent(state)
 
     def keep(self, corrected: Tensor, state: State) -> None:
         """Error feedback, before the gradient's memory is written to: takes over what was to be sent."""
@@ -162,19 +176,15 @@ class Compressor(ABC):
         average = yield from self.reduce(corrected, state)
         # Every rank sees the same average, so all ranks keep their state, or all ranks undo. In the gradient's own
         # type: what is finite in float32 may not be in float16.
-        if ops.abs_max(average) <= torch.finfo(grad.dtype).max:
+        limit = torch.finfo(grad.dtype).max
+        if self.largest(average, limit) <= limit:
             state.step += 1
-            if self.error_feedback:
-                self.keep(corrected, state)
-                grad.copy_(average.view(grad.shape))
-                self.subtract_sent(state)
-            else:
-                grad.copy_(average.view(grad.shape))
+            self.settle(grad, corrected, average, state)
             state.payload = None
             return grad
         vars(state).clear()
         vars(state).update(before)
-        return grad.copy_(average.view(grad.shape))
+        return grad.fill_(math.nan)
 
     def clone(self) -> Compressor:
         """Same hyper-parameters, no state."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gradzip
-from gradzip.collectives import Gather, Mean, fused
+from gradzip.collectives import Broadcast, Gather, Mean, fused
 from gradzip.engines.local import drive
 
 
@@ -25,20 +25,20 @@ def without_communication(x):
 
 
 def kinds(routine):
-    """What a routine yields when everything is answered as if alone."""
+    """What fused routines yield, round by round, when everything is answered as if alone."""
     answer, seen = None, []
     while True:
         try:
-            collective = routine.send(answer)
+            collectives = routine.send(answer)
         except StopIteration as done:
             return seen, done.value
-        seen.append((type(collective), collective.tensor.numel()))
-        answer = [collective.tensor] if isinstance(collective, Gather) else collective.tensor
+        seen.append([(type(c), c.tensor.numel()) for c in collectives])
+        answer = [[c.tensor] if isinstance(c, Gather) else c.tensor for c in collectives]
 
 
 def test_one_collective_per_round_for_all_members():
     seen, results = kinds(fused([mean(torch.ones(2, 3)), two_rounds(torch.full((4,), 2.0)), mean(torch.ones(()))]))
-    assert seen == [(Mean, 6 + 4 + 1), (Mean, 4)]
+    assert seen == [[(Mean, 6 + 4 + 1)], [(Mean, 4)]]
     assert [tuple(r.shape) for r in results] == [(2, 3), (4,), ()]
     assert torch.equal(results[1], torch.full((4,), 4.0))
 
@@ -54,8 +54,23 @@ def test_types_and_kinds_are_not_mixed():
     ]
     seen, results = kinds(fused(members))
     payload = gradzip.roundtrip(codec, x)[1]
-    assert seen == [(Mean, 3), (Gather, 2 * payload), (Mean, 5)]
+    assert seen == [[(Mean, 3), (Gather, 2 * payload), (Mean, 5)]]  # one round: they run side by side
     assert torch.equal(results[1], results[3])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_broadcast_is_rank_zeros(size):
+    def routine(rank, numel):
+        return (yield Broadcast(torch.full((numel,), float(rank))))
+
+    alone = drive([routine(rank, 5) for rank in range(size)])
+    assert all(torch.equal(answer, torch.zeros(5)) for answer in alone)
+    joined = drive(
+        [fused([routine(rank, 2), mean(torch.full((3,), float(rank))), routine(rank, 4)]) for rank in range(size)]
+    )
+    for first, average, second in joined:
+        assert torch.equal(first, torch.zeros(2)) and torch.equal(second, torch.zeros(4))
+        assert torch.equal(average, torch.full((3,), (size - 1) / 2))
 
 
 def test_nothing_and_routines_without_a_collective():

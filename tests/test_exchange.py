@@ -168,10 +168,12 @@ def test_fused_equals_one_by_one(size):
 def test_fused_asks_once_per_round_and_kind():
     methods = [gradzip.TopK(exchange="scatter_reduce"), gradzip.TopK(exchange="scatter_reduce"), gradzip.TopK()]
     routine = fused([m.average(torch.ones(64, 64), f"{i}", 0, 1 if i == 2 else 2) for i, m in enumerate(methods)])
-    first = next(routine)
+    first, gather = next(routine)
+    assert isinstance(gather, Gather) and len(ops.split_payloads(gather.tensor, 1)) == 1
     assert isinstance(first, AllToAll) and len(first.nbytes) == 2 and first.tensor.numel() == sum(first.nbytes)
     assert [len(ops.split_payloads(part, 2)) for part in first.parts] == [2, 2]
-    assert isinstance(routine.send([first.parts[0]] * 2), Gather)
+    (second,) = routine.send([[first.parts[0]] * 2, [gather.tensor]])
+    assert isinstance(second, Gather) and len(ops.split_payloads(second.tensor, 2)) == 2
 
 
 def test_a_wrong_number_of_parts_is_an_error():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import AllToAll, Collective, Gather, Traffic
+from ..collectives import AllToAll, Broadcast, Collective, Gather, Traffic
 
 # What Horovod's all-reduce takes of the floating-point types.
 _ALLREDUCE_DTYPES = (torch.float16, torch.float32, torch.float64)
@@ -53,6 +53,9 @@ class HorovodEngine:
         if isinstance(collective, AllToAll):
             splits = torch.tensor(collective.nbytes, dtype=torch.int32)
             return Pending(collective, hvd.alltoall_async(tensor, splits, name=name, process_set=self.process_set))
+        if isinstance(collective, Broadcast):
+            root = self.process_set.ranks[0]
+            return Pending(collective, hvd.broadcast_async(tensor, root, name=name, process_set=self.process_set))
         handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Average, process_set=self.process_set)
         return Pending(collective, handle)
 

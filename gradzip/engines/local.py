@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from ..collectives import AllToAll, Collective, Gather, Routine
+from ..collectives import AllToAll, Broadcast, Collective, Gather, Joint, Routine
 from ..compressor import Compressor
 
 
@@ -23,6 +24,8 @@ def run(collectives: Sequence[Collective]) -> list:
     tensors = [c.tensor for c in collectives]
     if kinds == {Gather}:
         return [list(tensors) for _ in tensors]
+    if kinds == {Broadcast}:
+        return [tensors[0].clone() for _ in tensors]
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total += tensor
@@ -30,11 +33,12 @@ def run(collectives: Sequence[Collective]) -> list:
     return [total.clone() for _ in tensors]
 
 
-def drive(routines: Sequence[Routine]) -> list[Tensor]:
-    """Runs one routine per rank to its end, in lock-step; returns the ranks' results."""
+def drive(routines: Sequence[Routine | Joint]) -> list:
+    """Runs one routine (or several, fused) per rank to its end, in lock-step; returns the ranks' results."""
     answers: list = [None] * len(routines)
     while True:
-        collectives, results = [], []
+        collectives: list[Any] = []
+        results: list[Any] = []
         for routine, answer in zip(routines, answers):
             try:
                 collectives.append(routine.send(answer))
@@ -44,7 +48,10 @@ def drive(routines: Sequence[Routine]) -> list[Tensor]:
             return results
         if results:
             raise RuntimeError(f"{len(results)} of {len(routines)} ranks are done while others wait for a collective")
-        answers = run(collectives)
+        if isinstance(collectives[0], list):
+            answers = [list(of_rank) for of_rank in zip(*[run(of_ranks) for of_ranks in zip(*collectives)])]
+        else:
+            answers = run(collectives)
 
 
 class LocalGroup:
