@@ -82,6 +82,7 @@ PYBIND11_MODULE(_C, m) {
   def<cpu::range_float_decode>(m, "range_float_decode");
   def<cpu::low_rank_project>(m, "low_rank_project");
   def<cpu::low_rank_expand>(m, "low_rank_expand");
+  def<cpu::low_rank_settle>(m, "low_rank_settle");
   def<cpu::pack_bits>(m, "pack_bits");
   def<cpu::unpack_bits>(m, "unpack_bits");
   def<cpu::bernoulli>(m, "bernoulli");

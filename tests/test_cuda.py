@@ -217,18 +217,22 @@ def test_sampled_thresholds(on_device, n):
 @pytest.mark.parametrize("shape", [(0, 4), (1, 1), (64, 147), (33, 260), (300, 520)])
 def test_low_rank_passes(on_device, shape, rank):
     m, residual = torch.randn(shape), torch.randn(shape)
-    p, q = torch.randn(shape[0], rank), torch.randn(shape[1], rank)
+    p, q, sent = torch.randn(shape[0], rank), torch.randn(shape[1], rank), torch.randn(shape[0], rank)
 
-    def passes(m, residual, p, q):
+    def passes(m, residual, p, q, sent):
         e = residual.clone()
         first = ops.low_rank_project(m, e, q)
         second = ops.low_rank_project(m, None, p, transpose=True)
-        less, both = e.clone(), torch.empty_like(e)
-        ops.low_rank_subtract(less, p, q, both)
-        ops.low_rank_subtract(e, p, q)
-        return first, second, less, both, e, ops.low_rank_expand(p, q)
+        results = [first, second, e, ops.low_rank_expand(p, q)]
+        for sent_p in (p, sent):
+            gradient, kept = e.clone(), torch.empty_like(e)
+            ops.low_rank_settle(gradient, kept, sent_p, q, p, q)
+            results += [gradient, kept]
+        less = e.clone()
+        ops.low_rank_subtract(less, p, q)
+        return (*results, less)
 
-    got, expected = on_device(passes, m, residual, p, q), passes(m, residual, p, q)
+    got, expected = on_device(passes, m, residual, p, q, sent), passes(m, residual, p, q, sent)
     assert same(got[2:], expected[2:])
     for mine, wanted in zip(got[:2], expected[:2]):  # sums of some hundred products, in another order
         assert torch.allclose(mine, wanted, rtol=1e-5, atol=1e-4)

@@ -9,11 +9,16 @@ SHAPES = [(1, 1), (1, 31), (3, 33), (4, 32), (5, 1025), (31, 16), (130, 65), (70
 RANKS = [1, 2, 3, 4, 7, 32, 64]
 
 
-def close(result, a, b):
-    """result = a @ b to within the rounding of a float sum, whatever its order: n eps (|a| @ |b|)."""
+def close(result, a, b, minuend=None):
+    """result = a @ b to within the rounding of a float sum, whatever its order: n eps (|a| @ |b|). Or minuend - a @ b,
+    which is rounded once more: eps (|minuend| + |a| @ |b|)."""
     a, b = a.double().numpy(), b.double().numpy()
-    bound = (a.shape[1] + 1) * 2.0**-24 * (np.abs(a) @ np.abs(b))
-    assert (np.abs(result.double().numpy() - a @ b) <= bound + 1e-40).all()
+    exact, size = a @ b, np.abs(a) @ np.abs(b)
+    bound = (a.shape[1] + 1) * 2.0**-24 * size
+    if minuend is not None:
+        minuend = minuend.double().numpy()
+        exact, bound = minuend - exact, bound + 2.0**-24 * (np.abs(minuend) + size)
+    assert (np.abs(result.double().numpy() - exact) <= bound + 1e-40).all()
 
 
 @pytest.fixture(params=[1, 2])
@@ -45,23 +50,43 @@ def test_expand_and_subtract(simd, threads, n, c, r):
     p, q, e = torch.randn(n, r), torch.randn(c, r), torch.randn(n, c)
     out = ops.low_rank_expand(p, q)
     close(out, p, q.t())
-    after, both, seen = e.clone(), e.clone(), torch.empty(n, c)
+    after = e.clone()
     ops.low_rank_subtract(after, p, q)
     assert torch.equal(after, e - out)
-    ops.low_rank_subtract(both, p, q, out=seen)
-    assert torch.equal(both, after) and torch.equal(seen, out)
+
+
+@pytest.mark.parametrize("r", RANKS)
+@pytest.mark.parametrize("n, c", SHAPES)
+def test_settle(simd, threads, n, c, r):
+    corrected, p, q = torch.randn(n, c), torch.randn(n, r), torch.randn(c, r)
+    for sent_p in (p, torch.randn(n, r)):
+        for sent_q in (q, torch.randn(c, r)):
+            m, e = corrected.clone(), torch.full((n, c), float("nan"))
+            ops.low_rank_settle(m, e, sent_p, sent_q, p, q)
+            close(m, p, q.t())
+            close(e, sent_p, sent_q.t(), minuend=corrected)
+            assert torch.equal(m, ops.low_rank_expand(p, q))
+            assert torch.equal(e, corrected - ops.low_rank_expand(sent_p, sent_q))
+            # Nothing hangs on two tensors being one: copies give the same bits.
+            again, residual = corrected.clone(), torch.empty(n, c)
+            ops.low_rank_settle(again, residual, sent_p.clone(), sent_q.clone(), p, q)
+            assert torch.equal(again, m) and torch.equal(residual, e)
 
 
 def test_bits_depend_on_neither_threads_nor_instructions(simd):
     generator = torch.Generator().manual_seed(1)
     n, c, r = 1500, 1100, 6
-    m, e, p, q = (torch.randn(s, generator=generator) for s in ((n, c), (n, c), (n, r), (c, r)))
+    m, e, p, q, sent_p = (torch.randn(s, generator=generator) for s in ((n, c), (n, c), (n, r), (c, r), (n, r)))
 
     def run():
+        gradient, residual = m.clone(), torch.empty_like(e)
+        ops.low_rank_settle(gradient, residual, sent_p, q, p, q)
         return (
             ops.low_rank_project(m, e.clone(), q),
             ops.low_rank_project(m, e.clone(), p, transpose=True),
             ops.low_rank_expand(p, q),
+            gradient,
+            residual,
         )
 
     native.kernels().set_simd("scalar")
@@ -75,11 +100,14 @@ def test_bits_depend_on_neither_threads_nor_instructions(simd):
 
 
 def test_nothing_outside_is_touched():
-    whole = torch.zeros(40, 33)
-    e = whole[3:7]
-    ops.low_rank_project(torch.ones(4, 33), e, torch.ones(33, 2))
-    ops.low_rank_subtract(e, torch.ones(4, 2), torch.ones(33, 2))
-    assert whole.abs().sum() == 4 * 33 and (e == -1).all()
+    whole, other = torch.zeros(40, 33), torch.zeros(40, 33)
+    m, e, p, q = whole[3:7], other[3:7], torch.ones(4, 2), torch.ones(33, 2)
+    ops.low_rank_project(torch.ones(4, 33), m, q)
+    ops.low_rank_subtract(m, p, q)
+    assert whole.abs().sum() == 4 * 33 and (m == -1).all()
+    ops.low_rank_settle(m, e, p, -q, p, q)
+    assert whole.abs().sum() == 8 * 33 and (m == 2).all()
+    assert other.abs().sum() == 4 * 33 and (e == 1).all()
 
 
 def test_non_finite_stays_where_it_is():
@@ -94,7 +122,9 @@ def test_empty(n, c):
     assert torch.equal(ops.low_rank_project(torch.ones(n, c), torch.ones(n, c), torch.ones(c, 2)), torch.zeros(n, 2))
     transposed = ops.low_rank_project(torch.ones(n, c), None, torch.ones(n, 2), transpose=True)
     assert torch.equal(transposed, torch.zeros(c, 2))
-    assert ops.low_rank_expand(torch.ones(n, 2), torch.ones(c, 2)).shape == (n, c)
+    p, q = torch.ones(n, 2), torch.ones(c, 2)
+    assert ops.low_rank_expand(p, q).shape == (n, c)
+    ops.low_rank_settle(torch.ones(n, c), torch.ones(n, c), p, q, p, q)
 
 
 def test_errors():
@@ -111,3 +141,12 @@ def test_errors():
         ops.low_rank_project(m, e, q, out=torch.zeros(6, 2))
     with pytest.raises(ValueError, match=r"q: got shape \(6, 2\), expected \(n, 3\)"):
         ops.low_rank_subtract(e, torch.zeros(4, 3), q)
+    p = torch.zeros(4, 2)
+    with pytest.raises(ValueError, match=r"sent_p: got shape \(4, 3\), expected \(4, 2\)"):
+        ops.low_rank_settle(m, e, torch.zeros(4, 3), q, p, q)
+    with pytest.raises(ValueError, match=r"sent_q: got shape \(4, 2\), expected \(6, 2\)"):
+        ops.low_rank_settle(m, e, p, p, p, q)
+    with pytest.raises(ValueError, match=r"e: got shape \(6, 4\), expected \(4, 6\)"):
+        ops.low_rank_settle(m, torch.zeros(6, 4), p, q, p, q)
+    with pytest.raises(ValueError, match=r"m: got strides \(1, 4\), expected a contiguous tensor"):
+        ops.low_rank_settle(torch.zeros(6, 4).t(), e, p, q, p, q)

@@ -95,6 +95,11 @@ BROKEN = {
         },
         "low_rank_project",
     ),
+    "barrier between products": (
+        "low_rank",
+        {"cuda/low_rank.cuh": ("      }\n      __syncthreads();\n    }\n  }\n};", "      }\n    }\n  }\n};")},
+        "low_rank_settle: e",
+    ),
     "blocks that trust the table": (
         "index_code",
         {"cuda/index_code.cuh": (" && end_byte <= opened.nbytes - table", "")},

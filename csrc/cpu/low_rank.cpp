@@ -1,5 +1,5 @@
-// The passes of low-rank compression (Power-SGD, ACP-SGD) over an n x c gradient: sum and product fused, product and
-// difference fused, so that memory is read and written once for each. The narrow factor is transposed first (it is
+// The passes of low-rank compression (Power-SGD, ACP-SGD) over an n x c gradient: sum and product fused, difference and
+// product fused, so that memory is read and written once for each. The narrow factor is transposed first (it is
 // small), so that lanes run along the rows of the gradient. Every element has one fixed order of summation.
 #include <algorithm>
 #include <vector>
@@ -11,10 +11,10 @@
 namespace gradzip::cpu {
 namespace {
 
-constexpr int64_t kColumns = 1024;             // of a block: as much of a factor as stays in the cache
+constexpr int64_t kColumns = 1024;  // of a block: as much of a factor as stays in the cache
 constexpr int64_t kStride = kColumns + kFloats;  // of its rows: a power of two would put them all in one cache set
-constexpr int64_t kPanel = 8;                  // rows that a transposed product takes at a time
-constexpr int64_t kSplits = 16;                // tasks that a transposed product aims at
+constexpr int64_t kPanel = 8;  // rows that a transposed product takes at a time
+constexpr int64_t kSplits = 16;  // tasks that a transposed product aims at
 
 // Of the rows of a transposed factor, for the same reason an odd number of vectors.
 int64_t padded(int64_t columns) { return (ceil_div(columns, kFloats) | 1) * kFloats; }
@@ -181,33 +181,59 @@ void project_transposed(const Operand& x, int64_t rows, const float* q, int64_t 
   });
 }
 
-// Rows of p q^T, to be subtracted from e, stored in out, or both.
+// p q^T, with q transposed to t.
+struct Product {
+  const float *p, *t;
+};
+
+// out = first, or from - first unless `from` is null; then m = second, unless m is null.
 struct Expansion {
-  const float *p, *t;  // t: q transposed
   int64_t columns, rank;
-  float *e, *out;
+  Product first;
+  const float* from;
+  float* out;
+  Product second;
+  float* m;
+
+  bool twice() const { return second.p != first.p || second.t != first.t; }
 };
 
 template <int I, int V>
-GZ_INLINE void expand_tile(const Expansion& x, int64_t row, int64_t j) {
-  Floats acc[I][V] = {};
+GZ_INLINE void multiply_tile(const Expansion& x, const Product& factors, int64_t row, int64_t j, Floats (&acc)[I][V]) {
   for (int64_t k = 0; k < x.rank; ++k) {
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v) {
-      const Floats factor = load(x.t + k * padded(x.columns) + j + v * kFloats);
+      const Floats factor = load(factors.t + k * padded(x.columns) + j + v * kFloats);
 #pragma GCC unroll 4
-      for (int i = 0; i < I; ++i) acc[i][v] += factor * x.p[(row + i) * x.rank + k];
+      for (int i = 0; i < I; ++i) acc[i][v] += factor * factors.p[(row + i) * x.rank + k];
     }
   }
+}
+
+template <int I, int V>
+GZ_INLINE void expand_tile(const Expansion& x, int64_t row, int64_t j) {
+  const int64_t count = V == 1 ? x.columns - j : kFloats;  // floats of a vector that are there
+  Floats acc[I][V] = {};
+  multiply_tile(x, x.first, row, j, acc);
 #pragma GCC unroll 4
   for (int i = 0; i < I; ++i)
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v) {
-      const int64_t column = j + v * kFloats, at = (row + i) * x.columns + column;
-      const int64_t count = V == 1 ? x.columns - column : kFloats;
-      if (x.e) store_some(x.e + at, load_some(x.e + at, count) - acc[i][v], count);
-      if (x.out) store_some(x.out + at, acc[i][v], count);
+      const int64_t at = (row + i) * x.columns + j + v * kFloats;
+      store_some(x.out + at, x.from ? load_some(x.from + at, count) - acc[i][v] : acc[i][v], count);
     }
+  if (!x.m) return;
+  if (x.twice()) {
+#pragma GCC unroll 4
+    for (int i = 0; i < I; ++i)
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) acc[i][v] = Floats{};
+    multiply_tile(x, x.second, row, j, acc);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < I; ++i)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) store_some(x.m + (row + i) * x.columns + j + v * kFloats, acc[i][v], count);
 }
 
 template <int I>
@@ -230,6 +256,11 @@ GZ_SIMD_DISPATCH(void, expand_rows, (const Expansion& x, int64_t first, int64_t 
 // Rows of one task: some 2^15 elements, and whole groups of four.
 int64_t task_rows(int64_t columns) { return std::max<int64_t>(1, kChunk / std::max<int64_t>(columns, 1) / 4) * 4; }
 
+void expand(const Expansion& x, int64_t rows, int threads) {
+  parallel_chunks(rows, task_rows(x.columns), threads,
+                  [&](int64_t, int64_t first, int64_t last) { expand_rows(x, first, last); });
+}
+
 }  // namespace
 
 void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, const float* q, int64_t rank,
@@ -241,12 +272,17 @@ void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, c
                   [&](int64_t, int64_t first, int64_t last) { project_rows(x, first, last, t.data(), out, rank); });
 }
 
-void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, float* e, float* out,
-                     int threads) {
+void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, const float* from,
+                     float* out, int threads) {
   const auto t = transposed(q, columns, rank);
-  const Expansion x{p, t.data(), columns, rank, e, out};
-  parallel_chunks(rows, task_rows(columns), threads,
-                  [&](int64_t, int64_t first, int64_t last) { expand_rows(x, first, last); });
+  expand({columns, rank, {p, t.data()}, from, out, {}, nullptr}, rows, threads);
+}
+
+void low_rank_settle(float* m, float* e, const float* sent_p, const float* sent_q, const float* p, const float* q,
+                     int64_t rows, int64_t columns, int64_t rank, int threads) {
+  const auto t = transposed(q, columns, rank);
+  const auto sent_t = sent_q == q ? std::vector<float>() : transposed(sent_q, columns, rank);
+  expand({columns, rank, {sent_p, sent_q == q ? t.data() : sent_t.data()}, m, e, {p, t.data()}, m}, rows, threads);
 }
 
 }  // namespace gradzip::cpu

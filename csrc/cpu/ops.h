@@ -82,9 +82,12 @@ int range_float_decode(const RangeFloat& format, const int32_t* codes, int64_t n
 // rows x columns, q columns x rank (rows x rank), out rows x rank (columns x rank), all row-major. One pass.
 void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, const float* q, int64_t rank,
                       bool transpose, float* out, int threads);
-// e -= p q^T unless e is null, out = p q^T unless out is null, in one pass. p is rows x rank, q columns x rank.
-void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, float* e, float* out,
-                     int threads);
+// out = p q^T, or from - p q^T unless `from` is null; `from` may be out. p is rows x rank, q columns x rank.
+void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, const float* from,
+                     float* out, int threads);
+// e = m - sent_p sent_q^T, then m = p q^T, in one pass. The factors sent may be p and q themselves.
+void low_rank_settle(float* m, float* e, const float* sent_p, const float* sent_q, const float* p, const float* q,
+                     int64_t rows, int64_t columns, int64_t rank, int threads);
 
 // --- pack_bits.cpp
 // Little-endian bit stream of n codes of 1..32 bits, ceil(n * bits / 8) bytes. Higher bits of a code are dropped.

@@ -56,6 +56,7 @@ inline void bind(py::module_& m) {
   def<low_rank_project_workspace>(m, "low_rank_project_workspace");
   def<low_rank_project>(m, "low_rank_project");
   def<low_rank_expand>(m, "low_rank_expand");
+  def<low_rank_settle>(m, "low_rank_settle");
   def<orthogonalize_workspace>(m, "orthogonalize_workspace");
   def<orthogonalize>(m, "orthogonalize");
   def<count_marked_workspace>(m, "count_marked_workspace");

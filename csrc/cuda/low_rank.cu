@@ -60,6 +60,15 @@ ProjectKernel project_kernel_for(int padded) {
 
 bool aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
 
+void expand(int64_t rows, int64_t columns, int64_t rank, const Product& first, const float* from, float* out,
+            const Product& second, float* m, cudaStream_t stream) {
+  const int64_t tiles = ceil_div(rows, kLowRankTile) * ceil_div(columns, kLowRankTile);
+  if (tiles == 0) return;
+  const bool wide = columns % 4 == 0 && aligned(from) && aligned(out) && aligned(m);
+  launch(stream, grid_of(unsigned(tiles)), kBlock, expand_product_kernel, rows, columns, rank, first, from, out, second,
+         m, wide);
+}
+
 }  // namespace
 
 int64_t low_rank_project_workspace(int64_t rows, int64_t columns, int64_t rank, bool transpose) {
@@ -87,12 +96,14 @@ void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, c
   }
 }
 
-void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, float* e, float* out,
-                     cudaStream_t stream) {
-  const int64_t tiles = ceil_div(rows, kLowRankTile) * ceil_div(columns, kLowRankTile);
-  if (tiles == 0) return;
-  launch(stream, grid_of(unsigned(tiles)), kBlock, expand_product_kernel, p, q, rows, columns, rank, e, out,
-         columns % 4 == 0 && aligned(e) && aligned(out));
+void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, const float* from,
+                     float* out, cudaStream_t stream) {
+  expand(rows, columns, rank, {p, q}, from, out, {}, nullptr, stream);
+}
+
+void low_rank_settle(float* m, float* e, const float* sent_p, const float* sent_q, const float* p, const float* q,
+                     int64_t rows, int64_t columns, int64_t rank, cudaStream_t stream) {
+  expand(rows, columns, rank, {sent_p, sent_q}, m, e, {p, q}, m, stream);
 }
 
 }  // namespace gradzip::cuda

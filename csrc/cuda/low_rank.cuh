@@ -199,60 +199,99 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-// e -= p q^T unless e is null, out = p q^T unless out is null; a block takes one tile. An element's sum runs over the
-// rank, from the first on, product by product: the bits of the CPU.
+// Products p q^T; a block takes one tile. An element's sum runs over the rank, from the first on, product by product:
+// the bits of the CPU.
 constexpr int kExpandRanks = 32;  // at a time
 
+struct Product {
+  const float *p, *q;
+};
+struct ProductStage {
+  float4 left[kExpandRanks * kLowRankStride], right[kExpandRanks * kLowRankStride];
+};
+
 GZ_DEVICE void stage_columns(const float* factor, int64_t length, int64_t rank, int64_t row, int64_t first, int count,
-                             float* tile) {
+                             float4* stage) {
+  float* tile = reinterpret_cast<float*>(stage);
   for (int at = int(threadIdx.x); at < kLowRankTile * count; at += kBlock) {
     const int i = at / count, k = at - i * count;
     tile[k * 4 * kLowRankStride + i] = row + i < length ? __ldg(factor + (row + i) * rank + first + k) : 0.0f;
   }
 }
 
-__global__ void __launch_bounds__(kBlock)
-    expand_product_kernel(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, float* e,
-                          float* out, bool wide) {
-  __shared__ float4 left[kExpandRanks * kLowRankStride], right[kExpandRanks * kLowRankStride];
-  const int64_t across = (columns + kLowRankTile - 1) / kLowRankTile;
-  const int64_t row = blockIdx.x / across * kLowRankTile, column = blockIdx.x % across * kLowRankTile;
-  const int x = int(threadIdx.x) % kLowRankQuads, y = int(threadIdx.x) / kLowRankQuads;
-  const int64_t i = row + 4 * y, j = column + 4 * x;
-  float4 old[4] = {}, acc[4] = {};
-  if (e) {
-#pragma unroll
-    for (int u = 0; u < 4; ++u) old[u] = load_quad(e + (i + u) * columns + j, i + u < rows ? columns - j : 0, wide);
+// The tile of a thread's block and the four rows and columns in it that are the thread's own.
+struct ExpandTile {
+  int64_t rows, columns, row, column;
+  int x, y;
+  bool wide;
+
+  GZ_DEVICE ExpandTile(int64_t rows, int64_t columns, bool wide)
+      : rows(rows),
+        columns(columns),
+        x(int(threadIdx.x) % kLowRankQuads),
+        y(int(threadIdx.x) / kLowRankQuads),
+        wide(wide) {
+    const int64_t across = (columns + kLowRankTile - 1) / kLowRankTile;
+    row = blockIdx.x / across * kLowRankTile;
+    column = blockIdx.x % across * kLowRankTile;
   }
-  for (int64_t first = 0; first < rank; first += kExpandRanks) {
-    const int count = int(rank - first < kExpandRanks ? rank - first : kExpandRanks);
-    stage_columns(p, rows, rank, row, first, count, reinterpret_cast<float*>(left));
-    stage_columns(q, columns, rank, column, first, count, reinterpret_cast<float*>(right));
-    __syncthreads();
+  GZ_DEVICE int64_t at(int u) const { return (row + 4 * y + u) * columns + column + 4 * x; }
+  GZ_DEVICE int64_t left(int u) const { return row + 4 * y + u < rows ? columns - column - 4 * x : 0; }
+
+  GZ_DEVICE void load(const float* from, float4 (&value)[4]) const {
+#pragma unroll
+    for (int u = 0; u < 4; ++u) value[u] = load_quad(from + at(u), left(u), wide);
+  }
+  GZ_DEVICE void store(float* to, const float4 (&value)[4]) const {
+#pragma unroll
+    for (int u = 0; u < 4; ++u) store_quad(to + at(u), value[u], left(u), wide);
+  }
+  GZ_DEVICE void multiply(const Product& factors, int64_t rank, ProductStage& stage, float4 (&acc)[4]) const {
+#pragma unroll
+    for (int u = 0; u < 4; ++u) acc[u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int64_t first = 0; first < rank; first += kExpandRanks) {
+      const int count = int(rank - first < kExpandRanks ? rank - first : kExpandRanks);
+      stage_columns(factors.p, rows, rank, row, first, count, stage.left);
+      stage_columns(factors.q, columns, rank, column, first, count, stage.right);
+      __syncthreads();
 #pragma unroll 4
-    for (int k = 0; k < count; ++k) {
-      float f[4];
-      load_factors<4>(reinterpret_cast<const float*>(left + k * kLowRankStride + y), f);
-      const float4 v = right[k * kLowRankStride + x];
+      for (int k = 0; k < count; ++k) {
+        float f[4];
+        load_factors<4>(reinterpret_cast<const float*>(stage.left + k * kLowRankStride + y), f);
+        const float4 v = stage.right[k * kLowRankStride + x];
 #pragma unroll
-      for (int u = 0; u < 4; ++u) {
-        acc[u].x += v.x * f[u];
-        acc[u].y += v.y * f[u];
-        acc[u].z += v.z * f[u];
-        acc[u].w += v.w * f[u];
+        for (int u = 0; u < 4; ++u) {
+          acc[u].x += v.x * f[u];
+          acc[u].y += v.y * f[u];
+          acc[u].z += v.z * f[u];
+          acc[u].w += v.w * f[u];
+        }
       }
+      __syncthreads();
     }
-    __syncthreads();
   }
+};
+
+// out = first, or from - first unless `from` is null; then m = second, unless m is null.
+__global__ void __launch_bounds__(kBlock)
+    expand_product_kernel(int64_t rows, int64_t columns, int64_t rank, Product first, const float* from, float* out,
+                          Product second, float* m, bool wide) {
+  __shared__ ProductStage stage;
+  const ExpandTile tile(rows, columns, wide);
+  float4 old[4], acc[4];
+  if (from) tile.load(from, old);
+  tile.multiply(first, rank, stage, acc);
+  if (from) {
 #pragma unroll
-  for (int u = 0; u < 4; ++u) {
-    const int64_t there = i + u < rows ? columns - j : 0, at = (i + u) * columns + j;
-    if (e)
-      store_quad(e + at,
-                 make_float4(old[u].x - acc[u].x, old[u].y - acc[u].y, old[u].z - acc[u].z, old[u].w - acc[u].w), there,
-                 wide);
-    if (out) store_quad(out + at, acc[u], there, wide);
+    for (int u = 0; u < 4; ++u)
+      old[u] = make_float4(old[u].x - acc[u].x, old[u].y - acc[u].y, old[u].z - acc[u].z, old[u].w - acc[u].w);
+    tile.store(out, old);
+  } else {
+    tile.store(out, acc);
   }
+  if (!m) return;
+  if (second.p != first.p || second.q != first.q) tile.multiply(second, rank, stage, acc);
+  tile.store(m, acc);
 }
 
 }  // namespace gradzip::cuda

@@ -138,13 +138,15 @@ void payload_inspect(const uint8_t* buffer, int64_t nbytes, int64_t count, Paylo
                      cudaStream_t stream);
 
 // --- low_rank.cu
-// As on the CPU, any rank. The sums of low_rank_expand have the bits of the CPU; those of low_rank_project run in another
-// order, that of the sizes, and have the same bits on every device.
+// As on the CPU, any rank. Only the sums of low_rank_project have other bits than the CPU's: they run in another order,
+// that of the sizes, and have the same bits on every device.
 int64_t low_rank_project_workspace(int64_t rows, int64_t columns, int64_t rank, bool transpose);
 void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, const float* q, int64_t rank,
                       bool transpose, float* out, void* workspace, cudaStream_t stream);
-void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, float* e, float* out,
-                     cudaStream_t stream);
+void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, const float* from,
+                     float* out, cudaStream_t stream);
+void low_rank_settle(float* m, float* e, const float* sent_p, const float* sent_q, const float* p, const float* q,
+                     int64_t rows, int64_t columns, int64_t rank, cudaStream_t stream);
 
 // --- orthogonalize.cu
 // `matrices` is a table in host memory, read before the call returns, of matrices on the device: their addresses and

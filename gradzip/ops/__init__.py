@@ -12,7 +12,7 @@ from .bucket_norm import bucket_norms
 from .compact import bitmap, bitmap_nbytes, compact, count_marked, expand, gather_marked
 from .elias import elias_capacity, elias_decode, elias_decode_add, elias_encode, quantize_elias
 from .index_code import decode_indices, encode_indices, encoded_indices_nbytes, open_indices, sparse_decode_add
-from .low_rank import low_rank_expand, low_rank_project, low_rank_subtract
+from .low_rank import low_rank_expand, low_rank_project, low_rank_settle, low_rank_subtract
 from .one_bit import one_bit_decode_add, one_bit_packed
 from .orthogonalize import orthogonalize_
 from .pack_bits import pack_bits, packed_nbytes, unpack_bits
@@ -66,6 +66,7 @@ __all__ = [
     "gather_marked",
     "low_rank_expand",
     "low_rank_project",
+    "low_rank_settle",
     "low_rank_subtract",
     "majority",
     "marked_indices",

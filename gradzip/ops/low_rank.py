@@ -73,18 +73,37 @@ def low_rank_project(
     return out
 
 
-def low_rank_subtract(e: Tensor, p: Tensor, q: Tensor, out: Tensor | None = None) -> None:
-    """e -= p @ qᵀ in one pass; where `out` is given, it receives p @ qᵀ in the same pass.
+def low_rank_settle(m: Tensor, e: Tensor, sent_p: Tensor, sent_q: Tensor, p: Tensor, q: Tensor) -> None:
+    """e = m - sent_p @ sent_qᵀ, then m = p @ qᵀ, in one pass: what was not sent is kept, what all sent is the gradient.
 
-    e: (n, m), float32, in place; p: (n, r); q: (m, r); out: (n, m).
+    m, e: (n, m), float32, in place, e without being read; sent_p, p: (n, r); sent_q, q: (m, r). The factors sent may be
+    p and q themselves: where both are, one product is enough. m gets the bits of `low_rank_expand`(p, q). No factor may
+    overlap m or e, nor m e.
+
+    >>> m, e = torch.tensor([[31.0, 7.0]]), torch.empty(1, 2)
+    >>> low_rank_settle(m, e, torch.tensor([[3.0]]), torch.tensor([[10.0], [2.0]]), torch.ones(1, 1), torch.ones(2, 1))
+    >>> m.tolist(), e.tolist()
+    ([[1.0, 1.0]], [[1.0, 1.0]])
     """
-    p = _matrix(p, "low_rank_subtract: p")
+    _native.in_place(m, torch.float32, "low_rank_settle: m")
+    m = _matrix(m, "low_rank_settle: m")
+    rows, columns = m.shape
+    e = _written(e, "low_rank_settle: e", rows, columns, m.device)
+    p = _matrix(p, "low_rank_settle: p", rows, device=m.device)
     rank = p.shape[1]
-    q = _matrix(q, "low_rank_subtract: q", columns=rank, device=p.device)
+    q = _matrix(q, "low_rank_settle: q", columns, rank, m.device)
+    sent_p = _matrix(sent_p, "low_rank_settle: sent_p", rows, rank, m.device)
+    sent_q = _matrix(sent_q, "low_rank_settle: sent_q", columns, rank, m.device)
+    pointers = (x.data_ptr() for x in (m, e, sent_p, sent_q, p, q))
+    _native.run("low_rank_settle", m, *pointers, rows, columns, rank)
+
+
+def low_rank_subtract(e: Tensor, p: Tensor, q: Tensor) -> None:
+    """e -= p @ qᵀ in one pass. e: (n, m), float32, in place; p: (n, r); q: (m, r)."""
+    p = _matrix(p, "low_rank_subtract: p")
+    q = _matrix(q, "low_rank_subtract: q", columns=p.shape[1], device=p.device)
     e = _written(e, "low_rank_subtract: e", p.shape[0], q.shape[0], p.device)
-    if out is not None:
-        out = _written(out, "low_rank_subtract: out", p.shape[0], q.shape[0], p.device)
-    _expand(p, q, e, out)
+    _expand(p, q, e.data_ptr(), e)
 
 
 def low_rank_expand(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -92,19 +111,9 @@ def low_rank_expand(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     p = _matrix(p, "low_rank_expand: p")
     q = _matrix(q, "low_rank_expand: q", columns=p.shape[1], device=p.device)
     out = _result(out, "low_rank_expand: out", p.shape[0], q.shape[0], p.device)
-    _expand(p, q, None, out)
+    _expand(p, q, 0, out)
     return out
 
 
-def _expand(p: Tensor, q: Tensor, e: Tensor | None, out: Tensor | None) -> None:
-    _native.run(
-        "low_rank_expand",
-        p,
-        p.data_ptr(),
-        q.data_ptr(),
-        p.shape[0],
-        q.shape[0],
-        p.shape[1],
-        0 if e is None else e.data_ptr(),
-        0 if out is None else out.data_ptr(),
-    )
+def _expand(p: Tensor, q: Tensor, minuend: int, out: Tensor) -> None:
+    _native.run("low_rank_expand", p, p.data_ptr(), q.data_ptr(), *out.shape, p.shape[1], minuend, out.data_ptr())

@@ -1,4 +1,4 @@
-// low_rank_project and low_rank_expand.
+// low_rank_project, low_rank_expand and low_rank_settle.
 #include "check.h"
 
 #include "cpu/ops.h"
@@ -30,8 +30,9 @@ static void expect_close(const Floats& got, const Floats& x, int64_t rows, int64
 }
 
 static void test(int64_t rows, int64_t columns, int64_t rank, int64_t skip) {
-  const Floats m(simt::data(simt::Kind::normal, rows * columns), skip);
+  const auto values = simt::data(simt::Kind::normal, rows * columns);
   const auto residual = simt::data(simt::Kind::sparse, rows * columns);
+  const Floats m(values, skip);
   const Floats p(simt::data(simt::Kind::normal, rows * rank)), q(simt::data(simt::Kind::ties, columns * rank), 1);
   for (bool transpose : {false, true}) {
     const int64_t outputs = transpose ? columns : rows;
@@ -54,19 +55,27 @@ static void test(int64_t rows, int64_t columns, int64_t rank, int64_t skip) {
     simt::expect_equal(out.get(), first.get(), out.size(), "low_rank_project without e");
   }
 
-  const Floats less(residual), product(rows * columns);
-  cpu::low_rank_expand(p, q, rows, columns, rank, less, product, 1);
+  const Floats sent_p(simt::data(simt::Kind::sparse, rows * rank)), product(rows * columns), less(residual);
+  cpu::low_rank_expand(p, q, rows, columns, rank, nullptr, product, 1);
+  cpu::low_rank_expand(p, q, rows, columns, rank, less, less, 1);
   simt::in_any_order(rows * columns, [&] {
-    const Floats e(residual, skip), out(rows * columns), both(rows * columns, skip);
+    const Floats e(residual, skip), out(rows * columns);
     cuda::low_rank_expand(p, q, rows, columns, rank, nullptr, out, nullptr);
     simt::expect_equal(out.get(), product.get(), out.size(), "low_rank_expand");
-    cuda::low_rank_expand(p, q, rows, columns, rank, e, nullptr, nullptr);
-    simt::expect_equal(e.get(), less.get(), e.size(), "low_rank_expand: e");
-    const Floats other(residual, skip);
-    cuda::low_rank_expand(p, q, rows, columns, rank, other, both, nullptr);
-    simt::expect_equal(other.get(), less.get(), e.size(), "low_rank_expand of both: e");
-    simt::expect_equal(both.get(), product.get(), both.size(), "low_rank_expand of both");
+    cuda::low_rank_expand(p, q, rows, columns, rank, e, e, nullptr);
+    simt::expect_equal(e.get(), less.get(), e.size(), "low_rank_expand from e");
   });
+
+  for (const float* sent : {p.get(), sent_p.get()}) {
+    const Floats gradient(values), kept(rows * columns);
+    cpu::low_rank_settle(gradient, kept, sent, q, p, q, rows, columns, rank, 1);
+    simt::in_any_order(rows * columns, [&] {
+      const Floats x(values, skip), e(rows * columns, skip);
+      cuda::low_rank_settle(x, e, sent, q, p, q, rows, columns, rank, nullptr);
+      simt::expect_equal(e.get(), kept.get(), e.size(), "low_rank_settle: e");
+      simt::expect_equal(x.get(), gradient.get(), x.size(), "low_rank_settle: m");
+    });
+  }
 }
 
 int main() {
