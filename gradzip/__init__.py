@@ -11,6 +11,7 @@ from .collectives import AllToAll, Broadcast, Gather, Mean, Traffic, fused
 from .compressor import Compressor, GatherCompressor, State
 from .engines.local import LocalGroup, roundtrip, simulate
 from .methods import (
+    ACPSGD,
     ATOMO,
     DGC,
     QSGD,
@@ -19,6 +20,7 @@ from .methods import (
     NoCompression,
     OneBitSGD,
     PerLayer,
+    PowerSGD,
     RandomK,
     SignSGD,
     TernGrad,
@@ -31,6 +33,7 @@ from .schedule import DiminishingTheta, StepSchedule
 __version__ = "0.1.0"
 
 __all__ = [
+    "ACPSGD",
     "ATOMO",
     "DGC",
     "QSGD",
@@ -48,6 +51,7 @@ __all__ = [
     "OneBitSGD",
     "PayloadError",
     "PerLayer",
+    "PowerSGD",
     "RandomK",
     "SignSGD",
     "State",

@@ -199,6 +199,10 @@ METHODS = [
     "topk:theta=0.9,select=sampled,bits=8",
     "randomk:theta=0.9",
     "dgc:theta=0.9,warmup_steps=2,clip_norm=9",
+    "powersgd",
+    "powersgd:rank=2,warm_start=False",
+    "acpsgd",
+    "acpsgd:rank=2,error_feedback=False",
     "per-layer:layer0=none,2|3=topk(theta=0.8,exchange=scatter_reduce),default=dgc",
     *(
         f"{spec}exchange={exchange}"

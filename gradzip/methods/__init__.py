@@ -12,6 +12,7 @@ from .atomo import ATOMO
 from .cast import Cast
 from .dgc import DGC
 from .fft import FFTRange
+from .lowrank import ACPSGD, PowerSGD
 from .none import NoCompression
 from .per_layer import PerLayer, Rule
 from .quantize import QSGD, TernGrad
@@ -31,6 +32,8 @@ REGISTRY: dict[str, type[Compressor]] = {
     "topk": TopK,
     "randomk": RandomK,
     "dgc": DGC,
+    "powersgd": PowerSGD,
+    "acpsgd": ACPSGD,
     "per-layer": PerLayer,
 }
 
@@ -108,6 +111,7 @@ def _value(node: ast.expr) -> Any:
 
 
 __all__ = [
+    "ACPSGD",
     "ATOMO",
     "DGC",
     "QSGD",
@@ -117,6 +121,7 @@ __all__ = [
     "NoCompression",
     "OneBitSGD",
     "PerLayer",
+    "PowerSGD",
     "RandomK",
     "SignSGD",
     "TernGrad",
