@@ -133,7 +133,7 @@ def test_factors_are_the_same_on_all_ranks_whatever_torchs_seed(method, size):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_error_feedback_loses_nothing(method, options, size):
     """Sum of averages + mean residual = sum of mean gradients, to the rounding of the additions."""
-    if set(options) - {f for f in method.__dataclass_fields__}:
+    if set(options) - set(method.__dataclass_fields__):
         pytest.skip("the other method's option")
     steps = 40
     group = LocalGroup(method(rank=2, **options), size)
