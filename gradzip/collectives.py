@@ -24,12 +24,18 @@ class Mean:
 
 @dataclass(frozen=True)
 class Gather:
-    """Every rank's payload (uint8, begun by a payload header; lengths may differ).
+    """Every rank's payload (uint8, begun by a payload header; lengths may differ), or several, one behind the other.
 
-    Answered with the list of all payloads in rank order.
+    Answered with the list of what each rank sent, in rank order.
     """
 
     tensor: Tensor
+    count: int = 1  # of payloads, the same on all ranks
+
+    def of_ranks(self, gathered: Tensor, size: int) -> list[Tensor]:
+        """The answer, from what `size` ranks sent, one behind the other: payloads tell their own lengths."""
+        lengths = [payload.numel() for payload in ops.split_payloads(gathered, size * self.count)]
+        return list(gathered.split([sum(lengths[i : i + self.count]) for i in range(0, len(lengths), self.count)]))
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ def _join(group: list[Any]) -> Collective:
     if isinstance(group[0], (Mean, Broadcast)):
         return type(group[0])(torch.cat([c.tensor.reshape(-1) for c in group]))
     if isinstance(group[0], Gather):
-        return Gather(torch.cat([c.tensor for c in group]))
+        return Gather(torch.cat([c.tensor for c in group]), sum(c.count for c in group))
     to_ranks = list(zip(*[c.parts for c in group]))
     nbytes = tuple(sum(part.numel() for part in parts) for parts in to_ranks)
     return AllToAll(torch.cat([part for parts in to_ranks for part in parts]), nbytes)

@@ -7,6 +7,7 @@ all-reduce; anything else is started beside it, and Horovod is given a single nu
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -16,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .collectives import Collective, Mean, Routine
+from .collectives import Collective, Mean, Routine, fused
 from .compressor import Compressor
 
 if TYPE_CHECKING:
@@ -65,13 +66,19 @@ class _Scope:
         """Runs all gradients that wait for a collective of ours to their ends.
 
         Horovod calls `decompress` when it has called `compress` for all gradients, but not in the same order on every
-        rank. So a later round is started for all gradients, in the order of their names, before any is waited for.
+        rank. So later rounds go through all gradients in the order of their names, joined into one collective.
         """
-        while self.waiting:
-            turn, self.waiting = sorted(self.waiting, key=lambda running: running.name), []
-            for running in turn:
-                if running.advance():
-                    self.waiting.append(running)
+        turn, self.waiting = sorted(self.waiting, key=lambda running: running.name), []
+        joint = fused(running.rest() for running in turn)
+        answers: Any = None
+        for number in itertools.count(2):
+            try:
+                collectives = joint.send(answers)
+            except StopIteration:
+                return
+            name = f"{turn[0].name}.gradzip.{number}"
+            pending = [self.engine.launch(c, f"{name}.{i}") for i, c in enumerate(collectives)]
+            answers = [self.engine.wait(p) for p in pending]
 
 
 class Running:
@@ -84,7 +91,6 @@ class Running:
         self._routine: Routine = part.average(grad, scope.prefix + name, engine.rank, engine.size)
         self._single = part.rounds == 1 or part.bypasses(grad)
         self._pending: Pending | None = None
-        self._round = 1
         self._dtype: torch.dtype | None = None
         self._result: Tensor | None = None
 
@@ -100,15 +106,12 @@ class Running:
         # In the gradient's own type: Horovod's groups hold one type each.
         return engine.wire(grad.new_zeros(1))
 
-    def advance(self) -> bool:
-        """Waits for this gradient's collective and goes on to the next; whether there is one."""
+    def rest(self) -> Routine:
+        """The method from the answer of its first collective on."""
         assert self._pending is not None
-        collective = self._resume(self._scope.engine.wait(self._pending))
-        if collective is None:
-            return False
-        self._round += 1
-        self._pending = self._scope.engine.launch(collective, f"{self.name}.gradzip.{self._round}")
-        return True
+        answer = self._scope.engine.wait(self._pending)
+        while (collective := self._resume(answer)) is not None:
+            answer = yield collective
 
     @torch.no_grad()
     def finish(self, reduced: Tensor) -> Tensor:

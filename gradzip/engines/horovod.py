@@ -8,7 +8,6 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..collectives import AllToAll, Broadcast, Collective, Gather, Traffic
 
 # What Horovod's all-reduce takes of the floating-point types.
@@ -63,7 +62,7 @@ class HorovodEngine:
         """The answer of a started collective."""
         result = hvd.synchronize(pending.handle)
         if isinstance(pending.collective, Gather):
-            return ops.split_payloads(result, self.size)
+            return pending.collective.of_ranks(result, self.size)
         if isinstance(pending.collective, AllToAll):
             received, nbytes = result
             return list(received.split(nbytes.tolist()))
