@@ -97,12 +97,16 @@ class Compressor(ABC):
     # Methods that have it declare it as a hyper-parameter. (A ClassVar here would fix its place among the arguments.)
     error_feedback = False
 
+    # What of a state is in units of the gradient, and grows and shrinks with a loss scale.
+    in_gradient_units: ClassVar[tuple[str, ...]] = ("residual", "owner_residual")
+
     def __post_init__(self) -> None:
         if not (isinstance(self.min_numel, int) and self.min_numel >= 0):
             raise ValueError(f"{type(self).__name__}: got min_numel = {self.min_numel!r}, expected an integer >= 0")
         self.states: dict[str, State] = {}
         self.traffic = Traffic()
         self._workspace = Workspace()
+        self._scaler: Any = None
         self._horovod: Any = None
 
     @abstractmethod
@@ -145,6 +149,34 @@ class Compressor(ABC):
         assert state.residual is not None
         state.residual.sub_(self.sent(state).view(state.residual.shape))
 
+    def follow(self, scaler: Any) -> Compressor:
+        """Mixed precision: gradients come multiplied by ``scaler.get_scale()``, and what is kept of them is multiplied
+        by as much whenever that changes. scaler: a torch.amp.GradScaler. Returns the compressor itself.
+
+        >>> import gradzip, torch
+        >>> compressor = gradzip.TopK(theta=0.99).follow(torch.amp.GradScaler("cpu"))
+        """
+        if not callable(getattr(scaler, "get_scale", None)):
+            raise ValueError(f"follow: got {type(scaler).__name__}, expected a torch.amp.GradScaler")
+        self._scaler = scaler
+        return self
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients come multiplied by."""
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
+
+    def rescale(self, state: State) -> None:
+        """Brings what a state keeps to the present loss scale."""
+        scale = self.loss_scale
+        factor = scale / getattr(state, "loss_scale", scale)
+        if factor != 1.0:
+            for name in self.in_gradient_units:
+                if (kept := getattr(state, name, None)) is not None:
+                    kept.mul_(factor)
+        if self._scaler is not None:
+            state.loss_scale = scale
+
     def part(self, name: str, shape: torch.Size) -> Compressor:
         """The compressor in charge of a parameter."""
         return self
@@ -170,6 +202,7 @@ class Compressor(ABC):
         if state is None:
             state = self.states[name] = State(name)
         state.rank, state.size = rank, size
+        self.rescale(state)
         before = copy.copy(vars(state))
         # The gradient is going to be replaced: where it is float32, the residual is added in place.
         corrected = self.correct(grad.float().contiguous(), state)

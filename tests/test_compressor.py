@@ -174,3 +174,50 @@ def test_local_group_refuses_ill_assorted_gradients():
         group.average([torch.ones(3), torch.ones(4)], "w")
     with pytest.raises(ValueError, match="got size = 0"):
         gradzip.LocalGroup(gradzip.NoCompression(), 0)
+
+
+def grad_scaler(value):
+    scaler = torch.amp.GradScaler("cpu", init_scale=value)
+    scaler.scale(torch.zeros(()))  # only now it has its scale
+    return scaler
+
+
+KEEPING = ["topk:theta=0.9", "topk:theta=0.9,exchange=scatter_reduce", "randomk:theta=0.9", "dgc:theta=0.9,clip_norm=3"]
+KEEPING += ["signsgd", "onebit", "powersgd", "acpsgd", "fft-range:error_feedback=True"]
+KEEPING += ["per-layer:w=topk(theta=0.9),default=dgc"]
+
+
+@pytest.mark.parametrize("spec", KEEPING)
+def test_what_is_kept_follows_the_loss_scale(spec):
+    """Powers of two multiply exactly: averages have the same bits as without a loss scale."""
+    group, plain = (gradzip.LocalGroup(gradzip.parse(spec), 3) for _ in range(2))
+    scaler = grad_scaler(2.0**16)
+    for compressor in group.compressors:
+        assert compressor.follow(scaler) is compressor
+    unaware = gradzip.LocalGroup(gradzip.parse(spec), 3)
+    differs = False
+    for step, value in enumerate([2.0**16, 2.0**16, 2.0**15, 2.0**17, 2.0**17, 2.0**10]):
+        scaler.update(value)
+        for name, shape in (("w", (64, 64)), ("bias", (64,))):
+            grads = [torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(3)]
+            expected = plain.average(grads, name)[0]
+            assert torch.equal(group.average([g * value for g in grads], name)[0] / value, expected)
+            differs |= not torch.equal(unaware.average([g * value for g in grads], name)[0] / value, expected)
+    assert differs  # a compressor that follows nothing mixes residuals of several scales
+
+
+def test_a_loss_scale_outlives_a_checkpoint():
+    scaler = grad_scaler(2.0**16)
+    group, resumed = (gradzip.LocalGroup(gradzip.TopK(theta=0.9), 1) for _ in range(2))
+    for of in (group, resumed):
+        of.compressors[0].follow(scaler)
+    group.average([torch.randn(64, 64)], "w")
+    resumed.compressors[0].load_state_dict(group.compressors[0].state_dict())
+    scaler.update(2.0**15)
+    grad = torch.randn(64, 64)
+    assert torch.equal(resumed.average([grad], "w")[0], group.average([grad], "w")[0])
+
+
+def test_follows_nothing_but_scalers():
+    with pytest.raises(ValueError, match=r"follow: got int, expected a torch.amp.GradScaler"):
+        gradzip.TopK().follow(3)

@@ -41,6 +41,7 @@ class DGC(SparseCodec):
 
     method: ClassVar[int] = 3
     error_feedback = True
+    in_gradient_units = (*SparseCodec.in_gradient_units, "velocity")
 
     theta: Theta = 0.999
     momentum: float = 0.9
@@ -67,6 +68,7 @@ class DGC(SparseCodec):
         grad = yield from super().average(grad, name, rank, size)
         if self.momentum and self.bypasses(grad) and bool(grad.isfinite().all()):
             state = self.states.setdefault(name, State(name))
+            self.rescale(state)
             if (velocity := getattr(state, "velocity", None)) is not None:
                 grad.add_(velocity, alpha=self.momentum)
             state.velocity = grad.clone()
@@ -76,7 +78,7 @@ class DGC(SparseCodec):
         """The velocity u: the residual v is only added to what is encoded."""
         if self.clip_norm is not None:
             norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
-            grad.mul_((self.clip_norm / math.sqrt(state.size) / norm).clamp(max=1.0))
+            grad.mul_((self.clip_norm * self.loss_scale / math.sqrt(state.size) / norm).clamp(max=1.0))
         if (velocity := getattr(state, "velocity", None)) is not None:
             grad.add_(velocity, alpha=self.momentum)
         return grad

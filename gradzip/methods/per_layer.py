@@ -67,6 +67,11 @@ class PerLayer(Compressor):
             chosen = self._chosen[name, shape] = next(fitting, self.default)
         return chosen
 
+    def follow(self, scaler: Any) -> Compressor:
+        for part in self.parts:
+            part.follow(scaler)
+        return super().follow(scaler)
+
     def average(self, grad: Tensor, name: str, rank: int = 0, size: int = 1) -> Routine:
         return self.part(name, grad.shape).average(grad, name, rank, size)
 
