@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from . import agreement
 from .collectives import Collective, Mean, Routine, fused
 from .compressor import Compressor
 
@@ -61,6 +62,8 @@ class _Scope:
         self.engine: HorovodEngine = HorovodEngine(optimizer.process_set, compressor.traffic)
         self.prefix = f"optimizer{index}." if index else ""  # keeps the states of equally named parameters apart
         self.waiting: list[Running] = []
+        named = ((name, parameter) for parameter, name in optimizer._parameter_names.items())
+        agreement.check(self.engine.share(agreement.statement(compressor, named), f"gradzip.{index}"))
 
     def complete(self) -> None:
         """Runs all gradients that wait for a collective of ours to their ends.

@@ -395,11 +395,26 @@ def refused(rank, size):
 
 @scenario
 def disagreement(rank, size):
-    """Ranks with other arguments."""
-    named = layers((64, 64))
-    opt = optimizer(named, gradzip.FFTRange(theta=0.5 if rank == 0 else 0.9))
-    backward(named, rank)
-    return message(opt.synchronize)
+    """Rank 0 against the others: arguments, methods, versions, shapes, parameters."""
+    last = rank == size - 1
+    shape = (64, 64)
+
+    def first_step(compressor, *shapes):
+        named = layers(*shapes)
+        optimizer(named, compressor)
+        return message(lambda: backward(named, rank))
+
+    messages = {
+        "arguments": first_step(gradzip.FFTRange(theta=0.9 if last else 0.5), shape),
+        "methods": first_step(gradzip.TopK() if last else gradzip.ACPSGD(), shape),
+        "shapes": first_step(gradzip.TopK(), shape, (65, 64) if last else shape),
+        "parameters": first_step(gradzip.TopK(), *[shape] * (3 if last else 2)),
+    }
+    version = gradzip.__version__
+    gradzip.__version__ = "9.9" if last else version
+    messages["versions"] = first_step(gradzip.TopK(), shape)
+    gradzip.__version__ = version
+    return messages
 
 
 def main():

@@ -36,6 +36,12 @@ class HorovodEngine:
     def rank(self) -> int:
         return self.process_set.rank()
 
+    def share(self, line: bytes, name: str) -> list[bytes]:
+        """Every rank's line of text, in rank order. Waits for all ranks."""
+        tensor = torch.frombuffer(bytearray(line), dtype=torch.uint8)
+        gathered = hvd.allgather(tensor, name=name, process_set=self.process_set)
+        return bytes(gathered.tolist()).splitlines()
+
     def wire(self, tensor: Tensor) -> Tensor:
         """The tensor as Horovod takes it: contiguous, of a type it can add up (bfloat16 travels as float32)."""
         if tensor.is_floating_point() and tensor.dtype not in _ALLREDUCE_DTYPES:
