@@ -37,6 +37,12 @@ struct Shift {
     const int64_t i = ((n - by + 1) * k - 1) / n, last = i < k ? i : k - 1;
     wrapped = last + (Stratum(last, n, k).draw(word(last)) + by < n);
   }
+
+  // What the draw of stratum i becomes, and which of the indices that is.
+  GZ_HD int32_t index(int64_t i, int64_t drawn, int64_t n) const {
+    return int32_t(i < wrapped ? drawn + by : drawn + by - n);
+  }
+  GZ_HD int64_t place(int64_t i, int64_t k) const { return i < wrapped ? k - wrapped + i : i - wrapped; }
 };
 
 }  // namespace gradzip

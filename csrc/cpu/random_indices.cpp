@@ -17,11 +17,7 @@ void random_indices(int64_t n, int64_t k, uint64_t key, int32_t* indices, int th
     for (int64_t i = begin; i < end; ++i, stratum.next(quotient, remainder, k)) {
       const int64_t word = (i - begin) % kWords;
       if (word == 0) philox_words(key, uint64_t(i), int(end - i < kWords ? end - i : kWords), words);
-      const int64_t at = stratum.draw(words[word]) + shift.by;
-      if (i < shift.wrapped)
-        indices[k - shift.wrapped + i] = int32_t(at);
-      else
-        indices[i - shift.wrapped] = int32_t(at - n);
+      indices[shift.place(i, k)] = shift.index(i, stratum.draw(words[word]), n);
     }
   });
 }
