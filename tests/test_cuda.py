@@ -256,6 +256,38 @@ def test_low_rank_factors_are_made_orthonormal(on_device):
     assert same(got[:6], tuple(expected[:6]))
 
 
+@pytest.mark.parametrize("n", [*SIZES, 40000])
+def test_atom_probabilities(on_device, n):
+    for x in inputs(n):
+        for budget in (0.5, 3, n / 7 + 0.25, n + 1):
+            for atoms in (x, x.double()):
+                expected = ops.atom_probabilities(atoms, budget)
+                assert same(on_device(ops.atom_probabilities, atoms, budget), expected)
+    falling = 0.9 ** torch.arange(n, dtype=torch.float64)
+    assert same(on_device(ops.atom_probabilities, falling, 40 + n / 2), ops.atom_probabilities(falling, 40 + n / 2))
+    for spoilt in (math.nan, -math.inf):
+        atoms = torch.cat([x, torch.tensor([spoilt])])
+        assert on_device(ops.atom_probabilities, atoms, 3).isnan().all()
+
+
+@pytest.mark.parametrize("n", [*SIZES, 40000])
+def test_draws(on_device, n):
+    for key, p in enumerate(inputs(n)):
+        assert same(on_device(ops.bernoulli, p, key), ops.bernoulli(p, key))
+    for k in {0, 1, math.ceil(n / 7), n} & set(range(n + 1)):
+        assert same(on_device(ops.random_indices, n, k, 7, on_device.device), ops.random_indices(n, k, 7))
+
+
+@pytest.mark.parametrize("n", [*SIZES, 40000])
+@pytest.mark.parametrize("norm", ["l2", "max", "l1"])
+def test_bucket_norms(on_device, n, norm):
+    for x in inputs(n):
+        for bucket in (None, 100, 9000):
+            assert same(on_device(ops.bucket_norms, x, bucket, norm), ops.bucket_norms(x, bucket, norm))
+    x[n // 2 :][:2] = torch.tensor([math.nan, -math.inf])[: n - n // 2]
+    assert same(on_device(ops.bucket_norms, x, None, norm), ops.bucket_norms(x, None, norm))
+
+
 def test_two_devices_in_one_call_are_refused():
     here, there = torch.ones(4, 2), torch.ones(4, 2, device="meta")
     with pytest.raises(ValueError, match="got a tensor on meta"):
@@ -307,6 +339,48 @@ def test_a_group_on_the_device(on_device, size):
             assert torch.allclose(average.cpu(), wanted, atol=0.2)
             if on_device.device.type == "cpu":
                 assert same(average, wanted)
+
+
+CODECS = [
+    *("qsgd", "terngrad:shared_scale=False", "signsgd:majority=False", "onebit", "atomo", "atomo:budget=l2"),
+    *("atomo:atoms=entry,budget=100", "atomo:atoms=entry,budget=max", "atomo:atoms=fourier,budget=50"),
+]
+
+
+@pytest.mark.parametrize("spec", CODECS)
+def test_payloads_of_other_codecs(on_device, spec):
+    here, there = gradzip.parse(spec), gradzip.parse(spec)
+    for shape in ((40, 50), (8, 6, 3, 3)):
+        grad, key = torch.randn(shape), Key(0, 3, "w", 1)
+        payload = here.encode(grad, key)
+        expected = here.decode([payload, payload], grad.numel()).clone()
+        decoded = on_device(lambda p, numel: there.decode([p, p], numel).clone(), payload, grad.numel())
+        again = on_device(round_trip, there, grad, key)
+        from_library = spec.startswith("atomo") and "entry" not in spec
+        if on_device.device.type == "cpu" or not from_library:
+            assert same(on_device(there.encode, grad, key), payload) and same(decoded, expected)
+        else:  # the decomposition is the library's, and may round otherwise, or turn vectors round
+            assert torch.allclose(decoded, expected, atol=1e-5)
+        assert again.isfinite().all()
+        spoilt = grad.clone()
+        spoilt[3, 4] = math.inf
+        assert on_device(round_trip, there, spoilt, key).isnan().all()
+
+
+def round_trip(method, grad, key):
+    return method.decode([method.encode(grad, key)], grad.numel())
+
+
+@pytest.mark.parametrize("spec", ["randomk:theta=0.9", "atomo:atoms=entry,budget=100", "terngrad", "signsgd"])
+def test_groups_with_other_methods(on_device, spec):
+    """No library is involved: what the CPU gets, bit for bit."""
+    groups = [gradzip.LocalGroup(gradzip.parse(spec), 3) for _ in range(2)]
+    for _ in range(3):
+        grads = [torch.randn(60, 70) for _ in range(3)]
+        with on_device.context():
+            got = groups[0].average([on_device.move(g.clone()) for g in grads], "w")
+        for average, wanted in zip(got, groups[1].average(grads, "w")):
+            assert same(average.cpu(), wanted)
 
 
 def gathered(on_device):

@@ -18,7 +18,7 @@ def execute(path, *arguments):
 
 PROGRAMS = [
     *("select", "compact", "range_float", "spectrum", "payload", "quantize", "signs", "ternary", "elias"),
-    *("low_rank", "orthogonalize", "index_code", "select_sampled"),
+    *("low_rank", "orthogonalize", "index_code", "select_sampled", "draws", "bucket_norm", "atom_probabilities"),
 ]
 
 

@@ -1,4 +1,5 @@
-// Independent draws, each with its own probability.
+#include "common/bernoulli.h"
+
 #include <algorithm>
 
 #include "cpu/ops.h"
@@ -12,9 +13,9 @@ namespace {
 
 constexpr int64_t kDrawBlock = 1024;
 
-// -1 where the draw is below p, else 1: a sign bit each. p 2^32 and the draw are exact in double.
+// A sign bit each.
 GZ_INLINE void compare_body(const float* p, const uint32_t* random, int n, float* drawn) {
-  for (int i = 0; i < n; ++i) drawn[i] = double(random[i]) < double(p[i]) * 0x1p32 ? -1.0f : 1.0f;
+  for (int i = 0; i < n; ++i) drawn[i] = is_drawn(p[i], random[i]) ? -1.0f : 1.0f;
 }
 GZ_SIMD_DISPATCH(void, compare, (const float* p, const uint32_t* random, int n, float* drawn), (p, random, n, drawn))
 

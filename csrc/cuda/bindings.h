@@ -23,6 +23,9 @@ inline void bind(py::module_& m) {
   def<range_float_decode>(m, "range_float_decode");
   def<pack_bits>(m, "pack_bits");
   def<unpack_bits>(m, "unpack_bits");
+  def<bernoulli>(m, "bernoulli");
+  def<bucket_norms_workspace>(m, "bucket_norms_workspace");
+  def<bucket_norms>(m, "bucket_norms");
   def<quantize_workspace>(m, "quantize_workspace");
   def<quantize>(m, "quantize");
   def<quantize_packed_workspace>(m, "quantize_packed_workspace");
@@ -37,6 +40,10 @@ inline void bind(py::module_& m) {
   def<one_bit_packed_workspace>(m, "one_bit_packed_workspace");
   def<one_bit_packed>(m, "one_bit_packed");
   def<one_bit_decode_add>(m, "one_bit_decode_add");
+  def<atom_probabilities_float_workspace>(m, "atom_probabilities_float_workspace");
+  def<atom_probabilities_float>(m, "atom_probabilities_float");
+  def<atom_probabilities_double_workspace>(m, "atom_probabilities_double_workspace");
+  def<atom_probabilities_double>(m, "atom_probabilities_double");
   def<elias_encode_workspace>(m, "elias_encode_workspace");
   def<elias_encode>(m, "elias_encode");
   def<elias_decode_workspace>(m, "elias_decode_workspace");
@@ -63,6 +70,7 @@ inline void bind(py::module_& m) {
   def<count_marked>(m, "count_marked");
   def<marked_indices_workspace>(m, "marked_indices_workspace");
   def<marked_indices>(m, "marked_indices");
+  def<random_indices>(m, "random_indices");
   def<encode_indices_workspace>(m, "encode_indices_workspace");
   def<encode_indices>(m, "encode_indices");
   def<decode_indices_workspace>(m, "decode_indices_workspace");

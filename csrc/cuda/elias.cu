@@ -1,7 +1,6 @@
 #include "cuda/elias.cuh"
 
 #include "cuda/bitmap.cuh"
-#include "cuda/bucket_norm.h"
 #include "cuda/launch.h"
 #include "cuda/ops.h"
 
@@ -83,9 +82,7 @@ void elias_encode(const int32_t* codes, int64_t n, uint8_t* out, int64_t capacit
   encoder.finish(out, capacity, nbytes, stream);
 }
 
-int64_t quantize_elias_workspace(int64_t n, int bits) {
-  return encoder_nbytes(n, bits) + most_norm_parts(n) * int64_t(sizeof(double));
-}
+int64_t quantize_elias_workspace(int64_t n, int bits) { return encoder_nbytes(n, bits) + bucket_norms_workspace(n); }
 
 void quantize_elias(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
                     int64_t capacity, float* norms, int64_t* nbytes, void* workspace, cudaStream_t stream) {
@@ -94,7 +91,7 @@ void quantize_elias(const float* x, int64_t n, int bits, int64_t bucket, int nor
   const Quantizer q{x, n, bucket, bits, Norm(norm), key, norms};
   clear(encoder.beyond, sizeof *encoder.beyond, stream);
   const bool nested = kEliasChunk % bucket == 0;
-  if (!nested) bucket_norms(x, n, bucket, Norm(norm), norms, arena.take<double>(most_norm_parts(n)), stream);
+  if (!nested) bucket_norms(x, n, bucket, norm, norms, arena.take<uint8_t>(bucket_norms_workspace(n)), stream);
   launch(stream, grid_of(encoder.chunks.grid()), kBlock,
          nested ? quantize_elias_kernel<true> : quantize_elias_kernel<false>, q, encoder.slots);
   encoder.finish(out, capacity, nbytes, stream);

@@ -56,6 +56,14 @@ void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t 
 void pack_bits(const int32_t* codes, int64_t n, int bits, uint8_t* packed, cudaStream_t stream);
 void unpack_bits(const uint8_t* packed, int64_t n, int bits, int32_t* codes, cudaStream_t stream);
 
+// --- bernoulli.cu
+void bernoulli(const float* p, int64_t n, uint64_t key, uint8_t* bitmap, cudaStream_t stream);
+
+// --- bucket_norm.cu
+int64_t bucket_norms_workspace(int64_t n);
+void bucket_norms(const float* x, int64_t n, int64_t bucket, int norm, float* norms, void* workspace,
+                  cudaStream_t stream);
+
 // --- quantize.cu
 int64_t quantize_workspace(int64_t n);
 void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, int32_t* codes, float* norms,
@@ -113,6 +121,15 @@ void ternary_packed(const float* x, int64_t n, const float* scale, const float* 
 void ternary_decode_add(const uint8_t* packed, int64_t n, const float* scale, double weight, float* out,
                         int32_t* failed, cudaStream_t stream);
 
+// --- atom_probabilities.cu
+// All NaN when an atom is not finite: nobody waits to hear of it.
+int64_t atom_probabilities_float_workspace(int64_t n);
+void atom_probabilities_float(const float* atoms, int64_t n, double budget, float* p, void* workspace,
+                              cudaStream_t stream);
+int64_t atom_probabilities_double_workspace(int64_t n);
+void atom_probabilities_double(const double* atoms, int64_t n, double budget, double* p, void* workspace,
+                               cudaStream_t stream);
+
 // --- spectrum.cu
 void spectrum_power(const float* spectrum, int64_t rows, int64_t length, const float* amax, float* power,
                     cudaStream_t stream);
@@ -162,6 +179,9 @@ void count_marked(const uint8_t* bitmap, int64_t n, int64_t* set, void* workspac
 int64_t marked_indices_workspace(int64_t n);
 void marked_indices(const uint8_t* bitmap, int64_t n, const float* x, int64_t count, int32_t* indices, float* values,
                     int64_t* set, void* workspace, cudaStream_t stream);
+
+// --- random_indices.cu
+void random_indices(int64_t n, int64_t k, uint64_t key, int32_t* indices, cudaStream_t stream);
 
 // --- index_code.cu
 // *nbytes: how long the stream is, -1 for indices that the CPU refuses; above `capacity`, `out` stays as it was. A

@@ -2,7 +2,7 @@
 
 #include <numeric>
 
-#include "cuda/bucket_norm.h"
+#include "cuda/launch.h"
 #include "cuda/ops.h"
 
 namespace gradzip::cuda {
@@ -15,21 +15,19 @@ int tile_of_buckets(int64_t bucket) {
   return int(kMostTile / together * together);
 }
 
-int64_t parts_nbytes(int64_t n) { return most_norm_parts(n) * int64_t(sizeof(double)); }
-
 // Tiles whose norms are computed with them, or norms first.
 template <class T>
 void quantize_with(void (*with_norms)(Quantizer, int, T*), void (*alone)(Quantizer, int, T*), const Quantizer& q,
                    T* out, void* workspace, cudaStream_t stream) {
   const int tile = tile_of_buckets(q.bucket);
   if (tile > 0) return launch(stream, grid_of(grid_for(ceil_div(q.n, tile))), kBlock, with_norms, q, tile, out);
-  bucket_norms(q.x, q.n, q.bucket, q.norm, q.norms, static_cast<double*>(workspace), stream);
+  bucket_norms(q.x, q.n, q.bucket, int(q.norm), q.norms, workspace, stream);
   launch(stream, grid_of(grid_for(ceil_div(q.n, kMostTile))), kBlock, alone, q, kMostTile, out);
 }
 
 }  // namespace
 
-int64_t quantize_workspace(int64_t n) { return parts_nbytes(n); }
+int64_t quantize_workspace(int64_t n) { return bucket_norms_workspace(n); }
 
 void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, int32_t* codes, float* norms,
               void* workspace, cudaStream_t stream) {
@@ -37,7 +35,7 @@ void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uin
   quantize_with(quantize_kernel<true>, quantize_kernel<false>, q, codes, workspace, stream);
 }
 
-int64_t quantize_packed_workspace(int64_t n) { return parts_nbytes(n); }
+int64_t quantize_packed_workspace(int64_t n) { return bucket_norms_workspace(n); }
 
 void quantize_packed(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* packed,
                      float* norms, void* workspace, cudaStream_t stream) {

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "common/philox.h"
-#include "cuda/bucket_norm.cuh"
 #include "cuda/quads.cuh"
+#include "cuda/team_norm.cuh"
 #include "cuda/tile_buckets.cuh"
 
 namespace gradzip::cuda {

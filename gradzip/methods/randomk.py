@@ -45,7 +45,7 @@ class RandomK(Compressor):
     def reduce(self, grad: Tensor, state: State) -> Routine:
         numel = grad.numel()
         k = num_kept(theta_at(self.theta, state.step), numel)
-        indices = ops.random_indices(numel, k, state.key(self.seed)._replace(rank="shared").bits).to(grad.device)
+        indices = ops.random_indices(numel, k, state.key(self.seed)._replace(rank="shared").bits, grad.device)
         state.payload = indices
         values = grad.view(-1).index_select(0, indices)
         if not math.isfinite(ops.abs_max(grad)):

@@ -112,13 +112,6 @@ def check(
     return x.resolve_conj().resolve_neg().contiguous()
 
 
-def check_on_cpu(x: Any, dtype: torch.dtype, what: str) -> Tensor:
-    """`check` for a primitive that has no CUDA kernel."""
-    if isinstance(x, Tensor) and on_cuda(x):
-        raise ValueError(f"{what}: got a tensor on {x.device}, expected one on the CPU: call .cpu() first")
-    return check(x, dtype, what)
-
-
 def output(out: Tensor | None, numel: int, dtype: torch.dtype, device: torch.device, what: str = "out") -> Tensor:
     """`out`, checked, or a new tensor: results are written where the caller wants them."""
     if numel < 0:

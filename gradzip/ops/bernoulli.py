@@ -21,7 +21,7 @@ def bernoulli(p: Tensor, key: int, out: Tensor | None = None) -> Tensor:
     [13]
     """
     check_key(key, "bernoulli")
-    p = _native.check_on_cpu(p, torch.float32, "bernoulli: p")
+    p = _native.check(p, torch.float32, "bernoulli: p")
     out = _native.output(out, bitmap_nbytes(p.numel()), torch.uint8, p.device, "bernoulli: out")
-    _native.kernels().bernoulli(p.data_ptr(), p.numel(), key, out.data_ptr(), _native.threads())
+    _native.run("bernoulli", p, p.data_ptr(), p.numel(), key, out.data_ptr())
     return out

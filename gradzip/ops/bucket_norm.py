@@ -15,8 +15,7 @@ def bucket_norms(x: Tensor, bucket: int | None = None, norm: str = "l2") -> Tens
     """The "l2", "max" or "l1" norm of each `bucket` consecutive elements, of all of them where None.
 
     x: n elements, any shape, float32. Returns float32 of ceil(n / bucket). NaN counts as 0, infinity as the largest
-    float, which no norm exceeds. Summed in double in a fixed order: nothing underflows, and it is deterministic. On
-    CUDA, torch sums, in an order of its own.
+    float, which no norm exceeds. Summed in double in a fixed order: nothing underflows, and it is deterministic.
 
     >>> bucket_norms(torch.tensor([3.0, -4.0, 5.0]), 2).tolist(), bucket_norms(torch.ones(7), norm="l1").tolist()
     ([5.0, 5.0], [7.0])
@@ -28,19 +27,7 @@ def bucket_norms(x: Tensor, bucket: int | None = None, norm: str = "l2") -> Tens
         raise ValueError(f"bucket_norms: got bucket = {bucket!r}, expected None or an integer >= 1")
     if norm not in NORMS:
         raise ValueError(f"bucket_norms: got norm = {norm!r}, expected 'l2', 'max' or 'l1'")
-    if _native.on_cuda(x):
-        return norms_in_torch(x, bucket, norm)
-    norms = torch.empty(num_buckets(n, bucket), dtype=torch.float32)
-    _native.kernels().bucket_norms(
-        x.data_ptr(), n, min(bucket, max(1, n)), NORMS[norm], norms.data_ptr(), _native.threads()
-    )
+    norms = torch.empty(num_buckets(n, bucket), dtype=torch.float32, device=x.device)
+    arguments = (x.data_ptr(), n, min(bucket, max(1, n)), NORMS[norm], norms.data_ptr())
+    _native.run("bucket_norms", x, *arguments, workspace_for=n)
     return norms
-
-
-def norms_in_torch(x: Tensor, bucket: int, norm: str) -> Tensor:
-    """The same in torch ops, for a device without a kernel of ours."""
-    most = torch.finfo(torch.float32).max
-    wide = x.reshape(-1).nan_to_num(nan=0.0, posinf=most, neginf=-most).double()
-    rows = torch.nn.functional.pad(wide, (0, -x.numel() % bucket)).view(-1, bucket)
-    order = {"l1": 1.0, "l2": 2.0, "max": float("inf")}[norm]
-    return torch.linalg.vector_norm(rows, order, dim=1).clamp(max=most).float()

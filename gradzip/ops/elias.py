@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import _native
 from .payload import PayloadError
-from .quantize import NORMS, check_buckets, check_quantizer, num_buckets
+from .quantize import check_buckets, num_buckets, quantizer_arguments
 
 _CHUNK = 4096
 _TOP = 65535
@@ -80,27 +80,13 @@ def quantize_elias(
     (elias_capacity(n, bits) bytes are always enough); norms: float32 of ceil(n / bucket), likewise. Deterministic. On
     CUDA, the device is waited for to know how long the buffer is.
     """
-    check_quantizer(bits, bucket, norm, key, "quantize_elias")
-    x = _native.check(x, torch.float32, "quantize_elias: x")
+    x, norms, arguments = quantizer_arguments(x, bits, bucket, norm, key, norms, "quantize_elias")
     n = x.numel()
     if out is None:
         out = torch.empty(elias_capacity(n, bits), dtype=torch.uint8, device=x.device)
     out = _native.in_place(out, torch.uint8, "quantize_elias: out", device=x.device)
-    norms = _native.output(norms, num_buckets(n, bucket), torch.float32, x.device, "quantize_elias: norms")
-    nbytes = _run_sized(
-        "quantize_elias",
-        x,
-        x.data_ptr(),
-        n,
-        bits,
-        min(bucket, max(1, n)),
-        NORMS[norm],
-        key,
-        out.data_ptr(),
-        out.numel(),
-        norms.data_ptr(),
-        workspace_for=(n, bits),
-    )
+    written = (out.data_ptr(), out.numel(), norms.data_ptr())
+    nbytes = _run_sized("quantize_elias", x, *arguments, *written, workspace_for=(n, bits))
     return _written(out, nbytes, "quantize_elias"), norms
 
 

@@ -36,6 +36,17 @@ def check_quantizer(bits: int, bucket: int, norm: str, key: int, what: str) -> N
         raise ValueError(f"{what}: got norm = {norm!r}, expected 'l2' or 'max'")
 
 
+def quantizer_arguments(
+    x: Tensor, bits: int, bucket: int, norm: str, key: int, norms: Tensor | None, what: str
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """(x, norms, arguments): both checked, norms new where None, and what the kernels take about x and its levels."""
+    check_quantizer(bits, bucket, norm, key, what)
+    x = _native.check(x, torch.float32, f"{what}: x")
+    n = x.numel()
+    norms = _native.output(norms, num_buckets(n, bucket), torch.float32, x.device, f"{what}: norms")
+    return x, norms, (x.data_ptr(), n, bits, min(bucket, max(1, n)), NORMS[norm], key)
+
+
 def quantize(x: Tensor, bits: int, bucket: int = 512, norm: str = "l2", key: int = 0) -> tuple[Tensor, Tensor]:
     """(codes, norms): signed levels that are s * x / norm of their bucket on average.
 
@@ -46,23 +57,9 @@ def quantize(x: Tensor, bits: int, bucket: int = 512, norm: str = "l2", key: int
     E[dequantize] = x. A bucket of zeros has norm 0 and levels 0; NaN counts as 0, infinity as the largest float. Norms
     are summed in double in a fixed order. Deterministic.
     """
-    check_quantizer(bits, bucket, norm, key, "quantize")
-    x = _native.check(x, torch.float32, "quantize: x")
+    x, norms, arguments = quantizer_arguments(x, bits, bucket, norm, key, None, "quantize")
     codes = torch.empty(x.shape, dtype=torch.int32, device=x.device)
-    norms = torch.empty(num_buckets(x.numel(), bucket), dtype=torch.float32, device=x.device)
-    _native.run(
-        "quantize",
-        x,
-        x.data_ptr(),
-        x.numel(),
-        bits,
-        min(bucket, max(1, x.numel())),
-        NORMS[norm],
-        key,
-        codes.data_ptr(),
-        norms.data_ptr(),
-        workspace_for=x.numel(),
-    )
+    _native.run("quantize", x, *arguments, codes.data_ptr(), norms.data_ptr(), workspace_for=x.numel())
     return codes, norms
 
 
@@ -106,23 +103,9 @@ def quantize_packed(
     >>> [hex(byte) for byte in packed.tolist()]
     ['0x7', '0xf']
     """
-    check_quantizer(bits, bucket, norm, key, "quantize_packed")
-    x = _native.check(x, torch.float32, "quantize_packed: x")
+    x, norms, arguments = quantizer_arguments(x, bits, bucket, norm, key, norms, "quantize_packed")
     out = _native.output(out, packed_nbytes(x.numel(), bits), torch.uint8, x.device, "quantize_packed: out")
-    norms = _native.output(norms, num_buckets(x.numel(), bucket), torch.float32, x.device, "quantize_packed: norms")
-    _native.run(
-        "quantize_packed",
-        x,
-        x.data_ptr(),
-        x.numel(),
-        bits,
-        min(bucket, max(1, x.numel())),
-        NORMS[norm],
-        key,
-        out.data_ptr(),
-        norms.data_ptr(),
-        workspace_for=x.numel(),
-    )
+    _native.run("quantize_packed", x, *arguments, out.data_ptr(), norms.data_ptr(), workspace_for=x.numel())
     return out, norms
 
 

@@ -9,13 +9,13 @@ from . import _native
 from ._keys import check_key
 
 
-def random_indices(numel: int, k: int, key: int) -> Tensor:
+def random_indices(numel: int, k: int, key: int, device: torch.device | str = "cpu") -> Tensor:
     """k of the indices below numel, each with the probability k / numel: int32, strictly ascending.
 
-    0 <= k <= numel = n < 2^31; key: of the counter-based generator, 64 bits. Draw i of the key, a word w of 32 bits,
-    chooses one of the elements of stratum i, [i n / k, (i + 1) n / k), at floor(w size / 2^32); draw k likewise chooses
-    by how many of the n elements all are shifted, modulo n. So they lie more evenly than independent draws, and no sort
-    is needed. Deterministic.
+    0 <= k <= numel = n < 2^31; key: of the counter-based generator, 64 bits; device: where to draw. Draw i of the key,
+    a word w of 32 bits, chooses one of the elements of stratum i, [i n / k, (i + 1) n / k), at floor(w size / 2^32);
+    draw k likewise chooses by how many of the n elements all are shifted, modulo n. So they lie more evenly than
+    independent draws, and no sort is needed. Deterministic.
 
     >>> random_indices(1000, 4, key=1).tolist()
     [144, 317, 598, 893]
@@ -25,6 +25,7 @@ def random_indices(numel: int, k: int, key: int) -> Tensor:
         raise ValueError(f"random_indices: got k = {k}, expected 0 to {numel} (the number of elements)")
     if numel >= 2**31:
         raise ValueError(f"random_indices: got {numel} elements, expected fewer than 2^31")
-    indices = torch.empty(k, dtype=torch.int32)
-    _native.kernels().random_indices(numel, k, key, indices.data_ptr(), _native.threads())
+    indices = torch.empty(k, dtype=torch.int32, device=device)
+    indices = _native.check(indices, torch.int32, "random_indices: device")
+    _native.run("random_indices", indices, numel, k, key, indices.data_ptr())
     return indices

@@ -2,6 +2,7 @@
 #include "check.h"
 
 #include "cpu/ops.h"
+#include "cuda/bucket_norm.cu"
 #include "cuda/elias.cu"
 
 using namespace gradzip;

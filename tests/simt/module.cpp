@@ -2,7 +2,10 @@
 #include "cuda_runtime.h"
 
 #include "cuda/abs_max.cu"
+#include "cuda/atom_probabilities.cu"
+#include "cuda/bernoulli.cu"
 #include "cuda/bindings.h"
+#include "cuda/bucket_norm.cu"
 #include "cuda/compact.cu"
 #include "cuda/elias.cu"
 #include "cuda/index_code.cu"
@@ -13,6 +16,7 @@
 #include "cuda/pack_bits.cu"
 #include "cuda/payload.cu"
 #include "cuda/quantize.cu"
+#include "cuda/random_indices.cu"
 #include "cuda/range_float.cu"
 #include "cuda/select.cu"
 #include "cuda/select_sampled.cu"

@@ -2,6 +2,7 @@
 #include "check.h"
 
 #include "cpu/ops.h"
+#include "cuda/bucket_norm.cu"
 #include "cuda/quantize.cu"
 
 using namespace gradzip;

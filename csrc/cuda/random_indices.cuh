@@ -1,0 +1,24 @@
+// k of n at random, ascending: four strata to a thread at a time, as a draw of the generator has them.
+#pragma once
+
+#include "common/random_indices.h"
+#include "cuda/block.cuh"
+
+namespace gradzip::cuda {
+
+// quotient = n / k, remainder = n % k.
+__global__ void __launch_bounds__(kBlock)
+    random_indices_kernel(int64_t n, int64_t k, int64_t quotient, int64_t remainder, uint64_t key, Shift shift,
+                          int32_t* indices) {
+  for (int64_t first = 4 * grid_thread(); first < k; first += 4 * grid_threads()) {
+    const Philox4 draw = philox(key, uint64_t(first) / 4);
+    Stratum stratum(first, n, k);
+#pragma unroll
+    for (int j = 0; j < 4; ++j, stratum.next(quotient, remainder, k)) {
+      const int64_t i = first + j;
+      if (i < k) indices[shift.place(i, k)] = shift.index(i, stratum.draw(draw.v[j]), n);
+    }
+  }
+}
+
+}  // namespace gradzip::cuda
