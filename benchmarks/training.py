@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class Row:
     wire_bytes: list[float] = field(default_factory=list)  # of each round
     payload_bytes: float = 0.0
     parameters: int = 0
-    error: str | None = None
+    errors: list[str] = field(default_factory=list)  # of the rounds that failed
 
     @property
     def ms(self) -> float:
@@ -79,7 +79,7 @@ class Row:
     def report(self, ideal: Row | None, stock: Row | None) -> dict[str, object]:
         """Everything, for a file."""
         about: dict[str, object] = {k: v for k, v in asdict(self).items() if k not in ("rounds", "wire_bytes")}
-        if self.error is None:
+        if self.rounds:
             about |= {
                 "ms": self.ms,
                 "ms_p20": self.deciles[1],
@@ -155,8 +155,8 @@ def error_line(output: str) -> str | None:
     return next(raised, lines[-1] if lines else None)
 
 
-def measure(row: Row, args: argparse.Namespace) -> None:
-    """One round of a variant."""
+def measure(row: Row, args: argparse.Namespace) -> str:
+    """One round of a variant; how it went."""
     try:
         result = run_job(row, args)
         if not result["finite"]:
@@ -164,12 +164,13 @@ def measure(row: Row, args: argparse.Namespace) -> None:
         if row.variant != "compute" and not result["identical"]:
             raise JobError("the replicas differ")
     except JobError as error:
-        row.error = str(error)
-        return
+        row.errors.append(str(error))
+        return f"aborts: {error}"
     row.rounds.append(result["ms"])
     row.wire_bytes.append(result["wire_bytes"])
     row.payload_bytes = result["payload_bytes"]
     row.parameters = result["parameters"]
+    return f"{statistics.median(result['ms']):.1f} ms per step"
 
 
 def measure_all(args: argparse.Namespace) -> list[Row]:
@@ -183,11 +184,8 @@ def measure_all(args: argparse.Namespace) -> list[Row]:
         for number, row in itertools.product(range(args.rounds), list(group))
     ]
     for done, (row, number) in enumerate(jobs, 1):
-        if row.error:
-            continue
         start = time.perf_counter()
-        measure(row, args)
-        outcome = f"aborts: {row.error}" if row.error else f"{statistics.median(row.rounds[-1]):.1f} ms per step"
+        outcome = measure(row, args)
         print(
             f"[{done}/{len(jobs)}] {row.model}, {row.rate}, round {number + 1}, {row.variant}: {outcome} "
             f"({time.perf_counter() - start:.0f} s)",
@@ -198,7 +196,7 @@ def measure_all(args: argparse.Namespace) -> list[Row]:
 
 def reports(rows: list[Row]) -> list[dict]:
     def find(row: Row, variant: str) -> Row | None:
-        same = (r for r in rows if (r.model, r.rate, r.variant) == (row.model, row.rate, variant) and not r.error)
+        same = (r for r in rows if (r.model, r.rate, r.variant) == (row.model, row.rate, variant) and r.rounds)
         return next(same, None)
 
     return [row.report(find(row, "compute"), find(row, "horovod")) for row in rows]
@@ -215,22 +213,26 @@ def markdown(reports: list[dict], ranks: int) -> Iterator[str]:
         group = list(group)
         parameters = max(report["parameters"] for report in group)
         yield f"\n**{model}** ({parameters / 1e6:.1f} M parameters), {ranks} ranks, {network}\n"
-        yield "| variant | ms per step (p20–p80) | × stock Horovod | share of ideal | wire MB | payload MB |"
+        yield "| variant | ms per step (p20–p80) | × speed of Horovod | share of ideal | wire MB | payload MB |"
         yield "|---|---:|---:|---:|---:|---:|"
         for report in group:
-            if report["error"]:
-                error = report["error"].replace("|", "\\|")
-                yield f"| {report['variant']} | aborts: {error} | | | | |"
+            aborts = ""
+            if errors := report["errors"]:
+                rounds = len(errors) + len(report.get("ms_of_rounds", ()))
+                aborts = f"aborts in {len(errors)} of {rounds} rounds: {errors[0]}".replace("|", "\\|")
+            if "ms" not in report:
+                yield f"| {report['variant']} | {aborts} | | | | |"
                 continue
+            figures = f"{report['ms']:.1f} ({report['ms_p20']:.1f}–{report['ms_p80']:.1f})"
             yield (
-                f"| {report['variant']} | {report['ms']:.1f} ({report['ms_p20']:.1f}–{report['ms_p80']:.1f}) "
+                f"| {report['variant']} | {'; '.join(filter(None, (figures, aborts)))} "
                 f"| {cell(report['speedup'], '.2f')} | {cell(report['share_of_ideal'], '.0%')} "
                 f"| {cell(report['wire_bytes'], '.3f', 1e6)} | {cell(report['payload_bytes'], '.3f', 1e6)} |"
             )
     yield "\nBytes are per step and rank: on the wire as the shaped loopback counts them, and as each method claims."
 
 
-def at_least(least: int):
+def at_least(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
             raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least {least}")
@@ -297,6 +299,8 @@ def parse_arguments() -> argparse.Namespace:
     largest = max(args.batch_size or BATCH_SIZES.get(model, 16) for model in args.model)
     if largest * args.ranks > len(images.train[1]):
         parser.error(f"got a batch of {args.ranks} x {largest}, expected at most all {len(images.train[1])} images")
+    if version("horovod") is None and any(text.startswith("horovod") for text in args.variants):
+        parser.error("Horovod is not installed; run make bootstrap, or name variants without it")
     for rate in args.rate:
         if rate != "none":
             shaped = subprocess.run(
@@ -316,6 +320,7 @@ def version(distribution: str) -> str | None:
 
 def main() -> None:
     args = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running job is ended too
     about = {
         **provenance(), "horovod": version("horovod"), "python": platform.python_version(), "cores": os.cpu_count(),
         "data": "digits" if args.data is None else "cifar10", "ranks": args.ranks, "threads": args.threads,
@@ -331,9 +336,9 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps({"provenance": about, "rows": measured}, indent=1) + "\n")
     # That a peer aborts is a result; that one of our methods does is an error.
-    failed = [report["variant"] for report in measured if report["error"] and ":" in report["variant"]]
+    failed = {report["variant"]: None for report in measured if report["errors"] and ":" in report["variant"]}
     if failed:
-        sys.exit(f"training.py: error: not measured: {', '.join(failed)}")
+        sys.exit(f"training.py: error: failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
