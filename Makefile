@@ -13,7 +13,7 @@ ENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 help: ## this list
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=/path/to/python3]'
 	@echo
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-15s%s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-17s%s\n", $$1, $$2 }'
 
 .PHONY: bootstrap
 bootstrap: ## make .venv: PyTorch, Horovod, tools and gradzip (minutes the first time, then seconds)
@@ -32,6 +32,10 @@ test: bootstrap ## lint, check types and run the tests; ARGS go to pytest
 .PHONY: bench-kernels
 bench-kernels: bootstrap ## speed of the primitives against a copy and against torch; ARGS go to benchmarks/kernels.py
 	@$(ENV) python benchmarks/kernels.py $(ARGS)
+
+.PHONY: bench-training
+bench-training: bootstrap ## speed of training steps on slow networks; ARGS go to benchmarks/training.py
+	@$(ENV) python benchmarks/training.py $(ARGS)
 
 .PHONY: lint
 lint: bootstrap ## check style, types and formatting of Python, C++ and CUDA

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +22,9 @@ import torch
 from torch import Tensor
 
 import gradzip
-from gradzip import _C, ops
+from gradzip import ops
 from gradzip.compressor import Key
+from provenance import provenance
 from shapes import bert_base, resnet50
 
 EXAMPLES = """\
@@ -378,22 +377,6 @@ def line(row: Row) -> str:
     )
 
 
-def provenance(args: argparse.Namespace) -> dict[str, object]:
-    here = Path(__file__).parent
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
-    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) or [platform.machine()]
-    return {
-        "gradzip": gradzip.__version__,
-        "commit": commit.stdout.strip(),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else names[0],
-        "simd": _C.simd(),
-        "threads": args.threads,
-        "numel": args.numel,
-        "rounds": args.rounds,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -410,7 +393,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
 
-    about = provenance(args)
+    about = {
+        **provenance(args.device), "threads": args.threads, "numel": args.numel, "rounds": args.rounds,
+    }  # fmt: skip
     print("  ".join(f"{key} {value}" for key, value in about.items()))
     print(f"{'primitive':32} {'ms':>9} {'GB/s':>8} {'x copy':>8} {'':16} {'x peer':>8} {'':17} peer")
     x = torch.randn(args.numel, device=args.device)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "shaped_net.sh"
+from launch import SHAPED_NET, needs_network, shaped
 
 # One process sends to another as often as it is asked to; prints the seconds of each time.
 TRANSFER = """
@@ -31,26 +31,6 @@ for _ in range(4):
 peer.close()
 os.wait()
 """
-
-
-def shaped(*arguments, **options):
-    command = ["bash", str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
-
-
-def unavailable():
-    """Why a network cannot be shaped here, or None."""
-    if os.geteuid() != 0:
-        return "only root may make a network namespace"
-    missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if shutil.which(tool) is None]
-    if missing:
-        return f"not installed: {', '.join(missing)}"
-    done = shaped("1gbit", 1, "--", "true")
-    return done.stderr.strip() if done.returncode else None
-
-
-REASON = unavailable()
-needs_network = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
 def qdisc():
@@ -104,7 +84,7 @@ def test_the_command_takes_its_place():
 
 @needs_network
 def test_networks_nest():
-    done = shaped("1gbit", 2, "--", "bash", SCRIPT, "20mbit", 1, "--", "tc", "qdisc", "show", "dev", "lo")
+    done = shaped("1gbit", 2, "--", "bash", SHAPED_NET, "20mbit", 1, "--", "tc", "qdisc", "show", "dev", "lo")
     assert "rate 20Mbit" in done.stdout
     assert done.returncode == 0
 
@@ -114,7 +94,7 @@ def test_networks_nest():
 def test_nothing_stays(number):
     before = qdisc()
     code = "import os, time; print(os.readlink('/proc/self/ns/net'), flush=True); time.sleep(60)"
-    command = ["bash", str(SCRIPT), "1gbit", "2", "--", sys.executable, "-c", code]
+    command = ["bash", str(SHAPED_NET), "1gbit", "2", "--", sys.executable, "-c", code]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
     ) as job:
@@ -147,7 +127,7 @@ def test_wrong_arguments(arguments, expected):
 
 def test_missing_tools_are_named(tmp_path):
     done = subprocess.run(
-        [shutil.which("bash"), SCRIPT, "1gbit", "2", "--", "true"],
+        [shutil.which("bash"), SHAPED_NET, "1gbit", "2", "--", "true"],
         env={"PATH": str(tmp_path)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2
@@ -159,7 +139,7 @@ def test_who_is_not_root_is_told_so():
     # On the standard input, since the clone need not be readable to that user.
     done = subprocess.run(
         ["bash", "-s", "--", "1gbit", "2", "--", "true"],
-        input=SCRIPT.read_text(), capture_output=True, text=True, user=65534, extra_groups=[], cwd="/",
+        input=SHAPED_NET.read_text(), capture_output=True, text=True, user=65534, extra_groups=[], cwd="/",
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr == "shaped_net: only root may make a network namespace; run this with sudo\n"
