@@ -1,4 +1,4 @@
-"""Starts real `horovodrun` jobs for tests."""
+"""Starts real `horovodrun` and `torchrun` jobs for tests."""
 
 import os
 import subprocess
@@ -12,10 +12,20 @@ HERE = Path(__file__).parent
 
 def horovodrun(ranks, script, *arguments, timeout=120):
     """Runs a script of this folder on `ranks` processes of this machine; returns the finished process."""
-    command = [
-        str(Path(sys.executable).with_name("horovodrun")), "--network-interface", "lo", "-np", str(ranks),
-        sys.executable, str(HERE / script), *map(str, arguments),
-    ]  # fmt: skip
+    launcher = ["horovodrun", "--network-interface", "lo", "-np", str(ranks), sys.executable]
+    return launch(launcher, script, arguments, timeout)
+
+
+def torchrun(ranks, script, *arguments, timeout=120):
+    """The same with PyTorch's launcher."""
+    launcher = ["torchrun", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--nproc-per-node", str(ranks)]
+    return launch(launcher, script, arguments, timeout)
+
+
+def launch(launcher, script, arguments, timeout):
+    """Runs a launcher of this environment."""
+    name, *options = launcher
+    command = [str(Path(sys.executable).with_name(name)), *options, str(HERE / script), *map(str, arguments)]
     environment = dict(os.environ, OMP_NUM_THREADS="1", HOROVOD_STALL_CHECK_TIME_SECONDS="10",
                        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="30")  # fmt: skip
     return subprocess.run(
