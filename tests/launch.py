@@ -18,8 +18,7 @@ def horovodrun(ranks, script, *arguments, timeout=120):
 
 def torchrun(ranks, script, *arguments, timeout=120):
     """The same with PyTorch's launcher."""
-    launcher = ["torchrun", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--nproc-per-node", str(ranks)]
-    return launch(launcher, script, arguments, timeout)
+    return launch(["torchrun", "--standalone", "--nproc-per-node", str(ranks)], script, arguments, timeout)
 
 
 def launch(launcher, script, arguments, timeout):
