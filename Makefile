@@ -5,9 +5,12 @@
 .DEFAULT_GOAL := help
 
 NP ?= 2
+ENGINE ?= horovod
 COMPRESSION ?= --compression none --compression fft-range:theta=0.85,bits=10
 # horovodrun starts `python` by name in new shells: the one of .venv must come first there too.
 ENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
+LAUNCH_horovod := horovodrun -np $(NP) python
+LAUNCH_ddp := torchrun --standalone --nproc-per-node $(NP)
 
 .PHONY: help
 help: ## this list
@@ -21,7 +24,7 @@ bootstrap: ## make .venv: PyTorch, Horovod, tools and gradzip (minutes the first
 
 .PHONY: train
 train: bootstrap ## train on real images with 2 ranks, without and with compression; ARGS go to examples/train.py
-	@$(ENV) horovodrun -np $(NP) python examples/train.py $(COMPRESSION) $(ARGS)
+	@$(ENV) $(LAUNCH_$(ENGINE)) examples/train.py --engine $(ENGINE) $(COMPRESSION) $(ARGS)
 
 .PHONY: test
 test: bootstrap ## lint, check types and run the tests; ARGS go to pytest

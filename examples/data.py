@@ -1,18 +1,36 @@
-"""Real images for `train.py`: scikit-learn's digits, or a folder with CIFAR-10's binary version."""
+"""Real data for `train.py`: scikit-learn's digits or CIFAR-10, and Python's own sources or any text.
+
+A data set has a `name`, `len()` training examples (called `unit`), `batch()` and `test_batches()` of inputs and
+targets, the `dimensions` of the networks for it, a number of `epochs` to train for, and a `measure` of success.
+"""
 
 import itertools
+import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 CIFAR10_RECORD = 1 + 3 * 32 * 32  # a label, then 1024 red, 1024 green and 1024 blue pixels
+LIBRARY_BYTES = 2_000_000  # of the standard library: an epoch takes minutes on two cores
 
 
 class DataError(Exception):
     """The data cannot be used; the message is one line for the user."""
+
+
+class Measure(NamedTuple):
+    """The number that tells how good a run is: value(test accuracy, test loss), to be shown with `digits` decimals."""
+
+    label: str
+    unit: str
+    digits: int
+    value: Callable[[float, float], float]
 
 
 @dataclass(frozen=True)
@@ -22,12 +40,20 @@ class Images:
     name: str
     train: tuple
     test: tuple
+    epochs: int
     augmented: bool
     num_classes: int = 10
 
+    unit = "images"
+    measure = Measure("test accuracy, %", "points of test accuracy", 2, lambda accuracy, loss: 100 * accuracy)
+
+    def __len__(self):
+        return len(self.train[1])
+
     @property
-    def channels(self):
-        return self.train[0].shape[1]
+    def dimensions(self):
+        """Input channels and classes."""
+        return self.train[0].shape[1], self.num_classes
 
     @cached_property
     def statistics(self):
@@ -40,8 +66,60 @@ class Images:
         mean, std = self.statistics
         return torch.from_numpy((pixels - mean) / std)
 
+    def batch(self, chosen, rng):
+        """The chosen training images and their labels; `rng` is for augmentation."""
+        pixels, labels = (array[chosen] for array in self.train)
+        if self.augmented:
+            pixels = augment(pixels, rng)
+        return self.inputs(pixels), torch.from_numpy(labels)
 
-def load(folder=None):
+    def test_batches(self, rank, size, batch_size=250):
+        """This rank's part of the test images, with their labels."""
+        pixels, labels = (array[rank::size] for array in self.test)
+        for i in range(0, len(labels), batch_size):
+            part = slice(i, i + batch_size)
+            yield self.inputs(pixels[part]), torch.from_numpy(labels[part])
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text to continue: its bytes (n,) uint8, for training and for testing. A character is a byte."""
+
+    name: str
+    train: np.ndarray
+    test: np.ndarray
+    context: int = 128  # characters in a sequence
+    epochs: int = 1
+    vocabulary: int = 256
+
+    unit = "sequences"
+    measure = Measure("bits per character", "bits per character", 3, lambda accuracy, loss: loss / math.log(2))
+
+    def __len__(self):
+        return len(self.train) // self.context - 1
+
+    @property
+    def dimensions(self):
+        """Different characters, and characters in a sequence."""
+        return self.vocabulary, self.context
+
+    def sequences(self, text, starts):
+        """Sequences of characters, and for each character the next one: both (n, context) int64."""
+        characters = torch.from_numpy(text[starts[:, None] + np.arange(self.context + 1)].astype(np.int64))
+        return characters[:, :-1], characters[:, 1:]
+
+    def batch(self, chosen, rng):
+        """The chosen training sequences, each shifted by less than its length: every epoch cuts the text elsewhere."""
+        return self.sequences(self.train, chosen * self.context + rng.integers(self.context, size=len(chosen)))
+
+    def test_batches(self, rank, size, batch_size=50):
+        """This rank's part of the test text, cut into sequences."""
+        starts = np.arange(0, len(self.test) - self.context, self.context)[rank::size]
+        for i in range(0, len(starts), batch_size):
+            yield self.sequences(self.test, starts[i : i + batch_size])
+
+
+def images(folder=None):
     """CIFAR-10 from `folder`, or the digits if that is None. Raises DataError."""
     return digits() if folder is None else cifar10(Path(folder))
 
@@ -61,7 +139,7 @@ def digits():
     # The file is ordered by writer, so it is shuffled (with a seed of its own) before it is split.
     order = np.random.default_rng(0).permutation(len(labels))
     train, test = order[:1297], order[1297:]
-    return Images("digits", (pixels[train], labels[train]), (pixels[test], labels[test]), augmented=False)
+    return Images("digits", (pixels[train], labels[train]), (pixels[test], labels[test]), epochs=20, augmented=False)
 
 
 def cifar10(folder):
@@ -70,7 +148,7 @@ def cifar10(folder):
         raise DataError(f"{folder}: no such folder; expected one with CIFAR-10's binary version (data_batch_1.bin ...)")
     parts = [read_records(folder / f"data_batch_{i}.bin") for i in range(1, 6)]
     train = tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return Images("cifar10", train, read_records(folder / "test_batch.bin"), augmented=True)
+    return Images("cifar10", train, read_records(folder / "test_batch.bin"), epochs=10, augmented=True)
 
 
 def read_records(path):
@@ -94,23 +172,45 @@ def read_records(path):
     return records[:, 1:].reshape(-1, 3, 32, 32), labels
 
 
-def batches(images, *, batch_size, rank, size, seed):
-    """Endless batches (inputs, labels) for one rank.
+def text(file=None):
+    """The text in `file`, or Python's own sources if that is None; the last tenth is for testing. Raises DataError."""
+    if file is None:
+        name, raw = standard_library()
+    else:
+        name = Path(file).name
+        try:
+            raw = np.fromfile(file, dtype=np.uint8)
+        except OSError as error:
+            raise DataError(f"{file}: {error.strerror}; expected a text file") from None
+    split = len(raw) - len(raw) // 10
+    if len(raw) - split <= Text.context:
+        raise DataError(
+            f"{name}: got {len(raw)} bytes, expected at least {10 * (Text.context + 1)} (a tenth is for testing, in "
+            f"sequences of {Text.context} characters); give a longer text with --data FILE"
+        )
+    return Text(name, raw[:split], raw[split:])
 
-    All ranks draw the same order for an epoch and take disjoint parts of each step's images; what does not fill
+
+def standard_library():
+    """The sources in the top folder of Python's standard library, by name: the same for everybody with this Python."""
+    sources = sorted(Path(os.__file__).parent.glob("*.py"))
+    raw = b"".join(source.read_bytes() for source in sources)
+    return "the standard library", np.frombuffer(raw[:LIBRARY_BYTES], dtype=np.uint8)
+
+
+def batches(dataset, *, batch_size, rank, size, seed):
+    """Endless batches (inputs, targets) for one rank.
+
+    All ranks draw the same order for an epoch and take disjoint parts of each step's examples; what does not fill
     a step is left out of that epoch. Depends on nothing but the arguments.
     """
-    pixels, labels = images.train
     per_step = size * batch_size
     step = 0
     for epoch in itertools.count():
-        order = np.random.default_rng((seed, epoch)).permutation(len(labels))
+        order = np.random.default_rng((seed, epoch)).permutation(len(dataset))
         order = order[: len(order) // per_step * per_step].reshape(-1, size, batch_size)
         for chosen in order[:, rank]:
-            batch = pixels[chosen]
-            if images.augmented:
-                batch = augment(batch, np.random.default_rng((seed, rank, step)))
-            yield images.inputs(batch), torch.from_numpy(labels[chosen])
+            yield dataset.batch(chosen, np.random.default_rng((seed, rank, step)))
             step += 1
 
 

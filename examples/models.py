@@ -1,7 +1,13 @@
-"""The networks `train.py` can train. All take images of any size from 8x8 up."""
+"""The networks `train.py` can train: all but the last take images of any size from 8x8 up, the last takes text."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
 import torch.nn.functional as F
 from torch import nn
+
+import data
 
 
 def cnn(in_channels, num_classes):
@@ -92,5 +98,69 @@ def resnet18(in_channels, num_classes):
     return resnet(in_channels, num_classes, widths=(64, 128, 256, 512), depth=2, project=True)
 
 
-# name: (builder, default peak learning rate)
-MODELS = {"cnn": (cnn, 0.05), "resnet20": (resnet20, 0.1), "resnet18": (resnet18, 0.02), "alexnet": (alexnet, 0.01)}
+class DecoderBlock(nn.Module):
+    """Causal self-attention and a two-layer perceptron, each added to what it reads through a normalization."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.project = nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class CharLM(nn.Module):
+    """A decoder-only transformer: characters (n, length) int64 in, logits of each next one (n, length, vocabulary) out.
+
+    Vaswani et al. 2017, with the normalizations in front (Radford et al. 2019) and learned positions.
+    """
+
+    def __init__(self, vocabulary, context, width=192, depth=4, heads=6):
+        super().__init__()
+        self.characters, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(DecoderBlock(width, heads) for _ in range(depth)))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False))
+        for embedding in (self.characters, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, characters):
+        x = self.characters(characters) + self.positions.weight[: characters.shape[1]]
+        return self.head(self.blocks(x))
+
+
+def charlm(vocabulary, context):
+    """Four blocks of width 192: 1.9 M parameters."""
+    return CharLM(vocabulary, context)
+
+
+def sgd(parameters, lr, momentum):
+    return torch.optim.SGD(parameters, lr, momentum, weight_decay=5e-4)
+
+
+def adamw(parameters, lr, momentum):
+    return torch.optim.AdamW(parameters, lr, betas=(momentum, 0.95), weight_decay=0.1)
+
+
+class Recipe(NamedTuple):
+    """How a network is built from its data set's dimensions, what it learns from, and how."""
+
+    build: Callable[[int, int], nn.Module]
+    data: Callable
+    optimizer: Callable
+    lr: float  # at its peak
+
+
+MODELS = {
+    "cnn": Recipe(cnn, data.images, sgd, 0.05),
+    "resnet20": Recipe(resnet20, data.images, sgd, 0.1),
+    "resnet18": Recipe(resnet18, data.images, sgd, 0.02),
+    "alexnet": Recipe(alexnet, data.images, sgd, 0.01),
+    "charlm": Recipe(charlm, data.text, adamw, 0.002),
+}

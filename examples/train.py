@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train an image classifier on real images with stock Horovod, once per gradient compression, and compare them."""
+"""Train a network on real data with stock Horovod or PyTorch DDP, once per gradient compression, and compare them."""
 
 import argparse
 import contextlib
@@ -14,12 +14,11 @@ import time
 from pathlib import Path
 from statistics import quantiles
 
-import horovod
-import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 
 import data
+import engines
 import gradzip
 from models import MODELS
 
@@ -31,14 +30,15 @@ examples:
                                                                 the two side by side, the first as the reference
   horovodrun -np 2 python examples/train.py --model resnet18 --data cifar-10-batches-bin --batch-size 16 \\
       --steps 100 --compression none --compression fp16 --compression fft-range --json results.json
+  torchrun --nproc-per-node 2 examples/train.py --model charlm  a character language model, through PyTorch DDP
 """
 
 UNTIMED_STEPS = 5  # the first steps of a run allocate memory and negotiate with the other ranks
 
 
 def fail(message):
-    """Say what is wrong, once, and exit with status 2. Needs no communication, and works before Horovod runs."""
-    if int(os.environ.get("HOROVOD_LOCAL_RANK", 0)) > 0:
+    """Say what is wrong, once, and exit with status 2. Needs no communication, and works before an engine runs."""
+    if engines.local_rank() > 0:
         # The first rank of each host speaks. The launcher stops all ranks when one ends: give it the time to speak.
         time.sleep(3)
     else:
@@ -96,8 +96,15 @@ def parse_arguments():
     parser.add_argument("--model", choices=MODELS, default="cnn", help="the network (default: %(default)s)")
     parser.add_argument(
         "--data",
-        metavar="DIR",
-        help="a folder with CIFAR-10's binary version (default: scikit-learn's digits, 8x8 pixels)",
+        metavar="PATH",
+        help="a folder with CIFAR-10's binary version (default: scikit-learn's digits, 8x8 pixels); for charlm, a file "
+        "with a text (default: 2 MB of the Python standard library's sources)",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=engines.ENGINES,
+        default=engines.launcher() or "horovod",
+        help="what exchanges gradients (default: ddp if started by torchrun, otherwise horovod)",
     )
     parser.add_argument(
         "--compression",
@@ -107,18 +114,25 @@ def parse_arguments():
         help="how gradients travel, for example none, fp16 or fft-range:theta=0.85,bits=10 (the "
         "default); repeat it to compare several from the same initial weights",
     )
-    parser.add_argument("--epochs", type=positive(int), help="passes over the data (default: digits 20, CIFAR-10 10)")
+    parser.add_argument(
+        "--epochs", type=positive(int), help="passes over the data (default: digits 20, CIFAR-10 10, text 1)"
+    )
     parser.add_argument("--steps", type=positive(int), help="stop after so many steps, if the epochs last longer")
     parser.add_argument(
-        "--batch-size", type=positive(int), default=32, help="images per step and rank (default: %(default)s)"
+        "--batch-size", type=positive(int), default=32, help="examples per step and rank (default: %(default)s)"
     )
     parser.add_argument(
         "--lr",
         type=positive(float),
-        help="peak learning rate (default: " + ", ".join(f"{name} {lr}" for name, (_, lr) in MODELS.items()) + ")",
+        help="peak learning rate (default: "
+        + ", ".join(f"{name} {recipe.lr}" for name, recipe in MODELS.items())
+        + ")",
     )
     parser.add_argument(
-        "--momentum", type=fraction, default=0.9, help="the optimizer's; dgc has it instead (default: %(default)s)"
+        "--momentum",
+        type=fraction,
+        default=0.9,
+        help="the optimizer's (AdamW's beta1); dgc has it instead (default: %(default)s)",
     )
     parser.add_argument(
         "--seed", type=seed, default=0, help="of weights, data order and augmentation (default: %(default)s)"
@@ -127,22 +141,17 @@ def parse_arguments():
     parser.add_argument("--json", metavar="PATH", type=json_path, help="write everything measured to this file")
     args = parser.parse_args()
     args.compression = args.compression or ["fft-range:theta=0.85,bits=10"]
-    args.lr = args.lr or MODELS[args.model][1]
+    args.lr = args.lr or MODELS[args.model].lr
+    if engines.launcher() not in (None, args.engine):
+        parser.error(
+            f"argument --engine: got {args.engine} from a launcher for {engines.launcher()}; start it with "
+            f"{engines.ENGINES[args.engine].start}"
+        )
     return args
 
 
 def cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def build(args, images):
-    """The model with the weights every rank starts from."""
-    torch.manual_seed(args.seed)
-    model = MODELS[args.model][0](images.channels, images.num_classes)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    # From here torch's generator only draws dropout masks, which should differ between ranks.
-    torch.manual_seed(args.seed + hvd.rank())
-    return model
 
 
 def learning_rate(peak, step, steps):
@@ -154,9 +163,9 @@ def learning_rate(peak, step, steps):
 
 
 @contextlib.contextmanager
-def progress(title, steps):
+def progress(title, steps, rank):
     """Yields report(step, loss): a bar on a terminal, ten lines through a pipe (as under horovodrun), on rank 0."""
-    if hvd.rank() > 0:
+    if rank > 0:
         yield lambda step, loss: None
         return
     try:
@@ -186,41 +195,49 @@ def progress(title, steps):
     yield report
 
 
-def train(spec, args, images, steps):
+def cross_entropy(outputs, targets, reduction="mean"):
+    """Of logits (n, classes) or (n, length, classes); in nats."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction=reduction)
+
+
+def train(spec, args, dataset, steps, engine):
     """One run with one compression; returns what was measured, the same on all ranks but for time and traffic."""
-    model = build(args, images)
+    recipe = MODELS[args.model]
+    torch.manual_seed(args.seed)
+    model = recipe.build(*dataset.dimensions)
     compressor = gradzip.parse(spec)
     momentum = 0.0 if isinstance(compressor, gradzip.DGC) else args.momentum  # DGC brings its own
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=momentum, weight_decay=5e-4)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compressor)
-    shard = data.batches(images, batch_size=args.batch_size, rank=hvd.rank(), size=hvd.size(), seed=args.seed)
+    optimizer = recipe.optimizer(model.parameters(), args.lr, momentum)
+    replica, optimizer = engine.wrap(model, optimizer, compressor)
+    # From here torch's generator only draws dropout masks, which should differ between ranks.
+    torch.manual_seed(args.seed + engine.rank)
+    shard = data.batches(dataset, batch_size=args.batch_size, rank=engine.rank, size=engine.size, seed=args.seed)
 
     losses, times = [], []
     start = time.perf_counter()
-    with progress(spec, steps) as report:
-        for step, (inputs, labels) in enumerate(itertools.islice(shard, steps)):
+    with progress(spec, steps, engine.rank) as report:
+        for step, (inputs, targets) in enumerate(itertools.islice(shard, steps)):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(args.lr, step, steps)
             begin = time.perf_counter()
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(inputs), labels)
+            loss = cross_entropy(replica(inputs), targets)
             loss.backward()
             optimizer.step()
             times.append(1000 * (time.perf_counter() - begin))
             losses.append(loss.item())
             if not math.isfinite(losses[-1]):
                 sys.exit(
-                    f"train.py: error: {spec}: the loss is {losses[-1]} in step {step} on rank {hvd.rank()}, "
+                    f"train.py: error: {spec}: the loss is {losses[-1]} in step {step} on rank {engine.rank}, "
                     f"expected a finite number; try a lower --lr than {args.lr}"
                 )
             report(step + 1, losses[-1])
     seconds = time.perf_counter() - start
 
-    curve = hvd.allreduce(torch.tensor(losses, dtype=torch.float64), op=hvd.Average, name="loss_curve")
-    last_epoch = min(steps, len(images.train[1]) // (args.batch_size * hvd.size()))
-    if hvd.rank() == 0:
-        print(f"{spec}  testing on {len(images.test[1])} images", flush=True)
-    accuracy, test_loss = evaluate(model, images)
+    curve = engine.average(torch.tensor(losses, dtype=torch.float64), name="loss_curve")
+    if engine.rank == 0:
+        print(f"{spec}  testing", flush=True)
+    accuracy, test_loss = evaluate(model, dataset, engine)
     timed = times[UNTIMED_STEPS:] if len(times) > UNTIMED_STEPS + 1 else times
     deciles = quantiles(timed, n=10, method="inclusive") if len(timed) > 1 else timed * 9
     sent, dense = compressor.traffic.bytes_sent / steps, compressor.traffic.bytes_dense / steps
@@ -229,14 +246,14 @@ def train(spec, args, images, steps):
         "parameters": sum(p.numel() for p in model.parameters()),
         "test_accuracy": accuracy,
         "test_loss": test_loss,
-        "train_loss": curve[-last_epoch:].mean().item(),
+        "train_loss": curve[-max(1, steps // 10) :].mean().item(),
         "ms_per_step": deciles[4],
         "ms_per_step_p20": deciles[1],
         "ms_per_step_p80": deciles[7],
         "payload_bytes_per_step": sent,
         "uncompressed_bytes_per_step": dense,
         "ratio": dense / sent if sent else None,
-        "replicas_identical": replicas_identical(model),
+        "replicas_identical": replicas_identical(model, engine),
         "steps": steps,
         "seconds": seconds,
         "loss_curve": [round(loss, 6) for loss in curve.tolist()],
@@ -244,26 +261,25 @@ def train(spec, args, images, steps):
 
 
 @torch.no_grad()
-def evaluate(model, images, batch_size=250):
+def evaluate(model, dataset, engine):
     """Accuracy and loss over the whole test set, of which every rank takes a part."""
     model.eval()
-    pixels, labels = (array[hvd.rank() :: hvd.size()] for array in images.test)
-    totals = torch.zeros(2, dtype=torch.float64)
-    for i in range(0, len(labels), batch_size):
-        outputs = model(images.inputs(pixels[i : i + batch_size]))
-        expected = torch.from_numpy(labels[i : i + batch_size])
-        totals[0] += (outputs.argmax(1) == expected).sum()
-        totals[1] += F.cross_entropy(outputs, expected, reduction="sum")
-    totals = hvd.allreduce(totals, op=hvd.Sum, name="test_totals") / len(images.test[1])
-    return totals.tolist()
+    totals = torch.zeros(3, dtype=torch.float64)
+    for inputs, targets in dataset.test_batches(engine.rank, engine.size):
+        outputs = model(inputs)
+        totals[0] += (outputs.argmax(-1) == targets).sum()
+        totals[1] += cross_entropy(outputs, targets, reduction="sum")
+        totals[2] += targets.numel()
+    correct, loss, count = engine.average(totals, name="test_totals").tolist()
+    return correct / count, loss / count
 
 
-def replicas_identical(model):
+def replicas_identical(model, engine):
     """Whether all ranks hold the same parameters, bit for bit. (BatchNorm's running statistics are each rank's own.)"""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
-    digests = hvd.allgather(torch.tensor([list(digest.digest())], dtype=torch.uint8), name="parameter_digests")
+    digests = engine.gather(torch.tensor(list(digest.digest()), dtype=torch.uint8), name="parameter_digests")
     return bool((digests == digests[0]).all())
 
 
@@ -275,11 +291,16 @@ def human(size):
     return f"{size:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
 
 
-def table(runs):
+def score(run, measure):
+    """How good a run is, as people count it."""
+    return measure.value(run["test_accuracy"], run["test_loss"])
+
+
+def table(runs, measure):
     """The lines of a table with one column per compression; from the second on, with the difference to the first."""
     first = runs[0]
     rows = {
-        "test accuracy": lambda run: f"{run['test_accuracy']:.2%}",
+        measure.label: lambda run: f"{score(run, measure):.{measure.digits}f}",
         "test loss": lambda run: f"{run['test_loss']:.4f}",
         "train loss": lambda run: f"{run['train_loss']:.4f}",
         "ms per step": lambda run: f"{run['ms_per_step']:.1f}",
@@ -289,7 +310,7 @@ def table(runs):
         "replicas identical": lambda run: "yes" if run["replicas_identical"] else "NO",
     }
     differences = {
-        "test accuracy": lambda run: f" ({100 * (run['test_accuracy'] - first['test_accuracy']):+.2f})",
+        measure.label: lambda run: f" ({score(run, measure) - score(first, measure):+.{measure.digits}f})",
         "ms per step": lambda run: f" (x{run['ms_per_step'] / first['ms_per_step']:.2f})",
     }
     # A spec is stacked, its name over one argument per line, to keep the column narrow.
@@ -309,11 +330,11 @@ def table(runs):
         yield "   ".join([cells[0].ljust(max(map(len, labels))), *row])
 
 
-def verdict(runs):
+def verdict(runs, measure, engine):
     """What the table shows, in words: a line for each compression."""
     first, *others = runs
-    if hvd.size() == 1:
-        yield "One rank exchanges gradients with nobody, so nothing was compressed: run this under horovodrun -np 2."
+    if engine.size == 1:
+        yield f"One rank exchanges gradients with nobody, so nothing was compressed: run this under {engine.start}."
     elif not others:
         yield (
             f"{first['compression']} sent {human(first['payload_bytes_per_step'])} for "
@@ -321,15 +342,15 @@ def verdict(runs):
         )
     else:
         for run in others:
-            yield compare(run, first)
+            yield compare(run, first, measure)
     if not all(run["replicas_identical"] for run in runs):
         yield "The replicas differ: these runs are not valid."
 
 
-def compare(run, first):
+def compare(run, first, measure):
     fewer = first["payload_bytes_per_step"] / run["payload_bytes_per_step"]
     traffic = f"{fewer:.1f} times fewer" if fewer >= 1 else f"{1 / fewer:.1f} times more"
-    points = 100 * (run["test_accuracy"] - first["test_accuracy"])
+    difference = score(run, measure) - score(first, measure)
     slower = run["ms_per_step"] / first["ms_per_step"]
     if run["ms_per_step_p20"] > first["ms_per_step"]:
         speed = f"but takes {slower:.2f} times as long"
@@ -341,49 +362,53 @@ def compare(run, first):
         speed = "in about the same time"
     return (
         f"{run['compression']} sends {traffic} bytes than {first['compression']} "
-        f"({points:+.2f} points of test accuracy) {speed}."
+        f"({difference:+.{measure.digits}f} {measure.unit}) {speed}."
     )
 
 
 def main():
     args = parse_arguments()
     try:
-        images = data.load(args.data)
+        dataset = MODELS[args.model].data(args.data)
     except data.DataError as error:
         fail(error)
+    try:
+        engine = engines.ENGINES[args.engine]()
+    except ImportError as error:
+        fail(f"--engine {args.engine}: {error}; install it, or choose the other engine")
 
-    hvd.init()
-    per_epoch = len(images.train[1]) // (args.batch_size * hvd.size())
+    per_epoch = len(dataset) // (args.batch_size * engine.size)
     if per_epoch == 0:
         fail(
-            f"got --batch-size {args.batch_size} on {hvd.size()} rank(s), expected a step to take at most the "
-            f"{len(images.train[1])} training images; choose a smaller batch"
+            f"got --batch-size {args.batch_size} on {engine.size} rank(s), expected a step to take at most the "
+            f"{len(dataset)} training {dataset.unit}; choose a smaller batch"
         )
-    args.threads = args.threads or max(1, cores() // hvd.local_size())
+    args.threads = args.threads or max(1, cores() // engine.local_size)
     torch.set_num_threads(args.threads)
-    args.epochs = args.epochs or (20 if args.data is None else 10)
+    args.epochs = args.epochs or dataset.epochs
     steps = min(args.epochs * per_epoch, args.steps or math.inf)
-    if hvd.rank() == 0:
+    if engine.rank == 0:
         print(
-            f"{args.model} on {images.name}: {len(images.train[1])} images, {hvd.size()} rank(s) x batch "
+            f"{args.model} on {dataset.name}: {len(dataset)} {dataset.unit}, {engine.size} rank(s) x batch "
             f"{args.batch_size}, {steps} steps, {args.threads} thread(s) a rank",
             flush=True,
         )
 
-    runs = [train(spec, args, images, steps) for spec in args.compression]
-    if hvd.rank() == 0:
-        print("", *table(runs), "", *verdict(runs), sep="\n", flush=True)
+    runs = [train(spec, args, dataset, steps, engine) for spec in args.compression]
+    if engine.rank == 0:
+        measure = dataset.measure
+        print("", *table(runs, measure), "", *verdict(runs, measure, engine), sep="\n", flush=True)
         if args.json:
-            args.json.write_text(json.dumps(results(args, images, runs), indent=1) + "\n")
+            args.json.write_text(json.dumps(results(args, dataset, runs, engine), indent=1) + "\n")
 
 
-def results(args, images, runs):
-    configuration = {**vars(args), "data": images.name, "ranks": hvd.size()}
+def results(args, dataset, runs, engine):
+    configuration = {**vars(args), "data": dataset.name, "ranks": engine.size}
     del configuration["json"], configuration["compression"]  # where this goes, and what each run says itself
     versions = {
         "gradzip": gradzip.__version__,
         "torch": torch.__version__,
-        "horovod": horovod.__version__,
+        **engine.versions,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cores": cores(),

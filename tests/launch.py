@@ -1,4 +1,4 @@
-"""Starts real `horovodrun` jobs for tests, and commands on slow networks."""
+"""Starts real `horovodrun` and `torchrun` jobs for tests, and commands on slow networks."""
 
 import os
 import shutil
@@ -15,10 +15,19 @@ SHAPED_NET = HERE.parent / "scripts" / "shaped_net.sh"
 
 def horovodrun(ranks, script, *arguments, timeout=120):
     """Runs a script of this folder on `ranks` processes of this machine; returns the finished process."""
-    command = [
-        str(Path(sys.executable).with_name("horovodrun")), "--network-interface", "lo", "-np", str(ranks),
-        sys.executable, str(HERE / script), *map(str, arguments),
-    ]  # fmt: skip
+    launcher = ["horovodrun", "--network-interface", "lo", "-np", str(ranks), sys.executable]
+    return launch(launcher, script, arguments, timeout)
+
+
+def torchrun(ranks, script, *arguments, timeout=120):
+    """The same with PyTorch's launcher."""
+    return launch(["torchrun", "--standalone", "--nproc-per-node", str(ranks)], script, arguments, timeout)
+
+
+def launch(launcher, script, arguments, timeout):
+    """Runs a launcher of this environment."""
+    name, *options = launcher
+    command = [str(Path(sys.executable).with_name(name)), *options, str(HERE / script), *map(str, arguments)]
     environment = dict(os.environ, OMP_NUM_THREADS="1", HOROVOD_STALL_CHECK_TIME_SECONDS="10",
                        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="30")  # fmt: skip
     return subprocess.run(

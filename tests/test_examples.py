@@ -1,7 +1,8 @@
-"""The training example: its data, its networks, its errors, and a real run under horovodrun."""
+"""The training example: its data, its networks, its errors, and real runs under horovodrun and torchrun."""
 
 import itertools
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from launch import horovodrun
+from launch import horovodrun, torchrun
 
 pytest.importorskip("horovod.torch")
 pytest.importorskip("sklearn")
@@ -35,6 +36,14 @@ def cifar10(tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def text(tmp_path):
+    """A file with 25 kB of English and Python."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(Path(train.__file__).read_bytes() + Path(models.__file__).read_bytes())
+    return path
+
+
 def error_of(monkeypatch, capsys, *arguments):
     """The line that the example ends with when it is started with wrong arguments."""
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
@@ -49,16 +58,16 @@ def error_of(monkeypatch, capsys, *arguments):
 
 
 def test_digits_are_split_once_and_for_all():
-    images = data.load()
+    images = data.images()
     assert images.train[0].shape == (1297, 1, 8, 8)
     assert images.test[0].shape == (500, 1, 8, 8)
-    assert (data.load().test[1] == images.test[1]).all()
+    assert (data.images().test[1] == images.test[1]).all()
     together = {image.tobytes() for image in np.concatenate([images.train[0], images.test[0]])}
     assert len(together) == 1797
 
 
 def test_cifar10_is_read_record_by_record(cifar10):
-    images = data.load(cifar10)
+    images = data.images(cifar10)
     pixels, labels = data.digits().train
     assert images.train[0].shape == (100, 3, 32, 32)
     assert images.test[0].shape == (20, 3, 32, 32)
@@ -66,7 +75,7 @@ def test_cifar10_is_read_record_by_record(cifar10):
     assert (images.test[1] == labels[100:120]).all()
     for channel, factor in enumerate((15, 8, 4)):
         assert (images.train[0][:, channel, ::4, ::4] == factor * pixels[:100, 0]).all()
-    assert images.channels == 3
+    assert images.dimensions == (3, 10)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +100,35 @@ def test_missing_folder_is_said_in_one_line(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("missing.txt", "missing.txt: No such file or directory; expected a text file"),
+        (".", "Is a directory; expected a text file"),
+        ("short.txt", "short.txt: got 1289 bytes, expected at least 1290"),
+    ],
+)
+def test_unusable_text_is_said_in_one_line(tmp_path, monkeypatch, capsys, path, says):
+    (tmp_path / "short.txt").write_bytes(bytes(1289))
+    assert says in error_of(monkeypatch, capsys, "--model", "charlm", "--data", tmp_path / path)
+
+
+@pytest.mark.parametrize(
+    ("variable", "engine", "launcher"),
+    [("TORCHELASTIC_RUN_ID", "horovod", "horovodrun"), ("HOROVOD_RANK", "ddp", "torchrun")],
+)
+def test_an_engine_under_the_launcher_of_the_other_is_refused(monkeypatch, capsys, variable, engine, launcher):
+    monkeypatch.setenv(variable, "0")
+    assert f"start it with {launcher}" in error_of(monkeypatch, capsys, "--engine", engine)
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ("--compression", "zip"),
         ("--compression", "none", "--compression", "fft-range:theta=much"),
         ("--compression", "fft-range:theta=2"),
         ("--model", "transformer"),
+        ("--engine", "mpi"),
         ("--steps", "0"),
         ("--lr", "nan"),
         ("--momentum", "1"),
@@ -114,7 +146,7 @@ def test_bad_arguments_are_said_in_one_line(monkeypatch, capsys, arguments):
     [("cnn", 188_810), ("resnet20", 269_722), ("resnet18", 11_173_962), ("alexnet", 27_445_194)],
 )
 def test_networks_have_their_published_size_and_take_both_images(name, parameters):
-    build, _ = models.MODELS[name]
+    build = models.MODELS[name].build
     model = build(3, 10)
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
@@ -127,7 +159,7 @@ def test_cnn_has_a_layer_worth_compressing():
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_ranks_share_an_epoch_and_shuffle_the_next(size):
-    images = data.load()
+    images = data.images()
     images.train[1][:] = np.arange(1297)  # so that a label tells which image it is
     steps = 1297 // (32 * size)
 
@@ -141,6 +173,40 @@ def test_ranks_share_an_epoch_and_shuffle_the_next(size):
     assert len(set(itertools.chain(*second))) == 32 * size * steps
     assert first != second
     assert epochs(0)[0] == first[0]
+
+
+def test_text_is_cut_into_sequences(text):
+    raw = text.read_bytes()
+    dataset = data.text(text)
+    train, test = raw[: -(len(raw) // 10)], raw[-(len(raw) // 10) :]
+
+    inputs, targets = dataset.batch(np.arange(len(dataset)), np.random.default_rng(0))
+    assert inputs.shape == targets.shape == (len(dataset), dataset.context)
+    for i, (before, after) in enumerate(zip(inputs, targets, strict=True)):
+        assert (before[1:] == after[:-1]).all()
+        start = train.index(bytes([*before.tolist(), after[-1]]), i * dataset.context)
+        assert start < (i + 1) * dataset.context
+    again, _ = dataset.batch(np.arange(len(dataset)), np.random.default_rng(1))
+    assert (inputs != again).any()
+
+    # Two ranks' parts are the whole text that is tested on, but for less than a sequence at its end.
+    parts = [[batch for batch, _ in dataset.test_batches(rank, 2, batch_size=7)] for rank in range(2)]
+    assert len(parts[0]) > 1
+    rows = torch.cat(parts[0]), torch.cat(parts[1])
+    whole = [row for pair in itertools.zip_longest(*rows) for row in pair if row is not None]
+    assert 0 < len(test) - len(whole) * dataset.context <= dataset.context
+    assert bytes(torch.cat(whole).tolist()) == test[: len(whole) * dataset.context]
+
+
+def test_charlm_looks_back_only():
+    model = models.charlm(256, 128).eval()
+    assert sum(p.numel() for p in model.parameters()) == 1_899_648
+    characters = torch.randint(256, (1, 128))
+    changed = characters.clone()
+    changed[0, 70] ^= 1
+    before, after = (model(c)[0] for c in (characters, changed))
+    assert torch.equal(before[:70], after[:70])
+    assert (before[70:] != after[70:]).any(1).all()
 
 
 def test_augmentation_shifts_and_mirrors_each_image():
@@ -175,6 +241,35 @@ def test_trains_in_one_plain_process(cifar10):
     assert job.returncode == 0, job.stderr
     assert "3 steps" in job.stdout
     assert "nothing was compressed" in job.stdout
+
+
+def test_charlm_trains_alike_under_both_launchers(text, tmp_path):
+    """Horovod and DDP: from the same weights, on the same sequences."""
+
+    def losses(launch, *specs):
+        results = tmp_path / f"{launch.__name__}.json"
+        compressions = [argument for spec in specs for argument in ("--compression", spec)]
+        # One thread, so that both add up in the same order.
+        small = ("--model", "charlm", "--data", text, "--batch-size", 2, "--steps", 20, "--threads", 1)
+        job = launch(2, EXAMPLES / "train.py", *small, *compressions, "--json", results)
+        assert job.returncode == 0, job.stdout + job.stderr
+        assert "bits per character" in job.stdout
+        report = json.loads(results.read_text())
+        assert report["configuration"]["engine"] == {"horovodrun": "horovod", "torchrun": "ddp"}[launch.__name__]
+        assert ("horovod" in report["versions"]) == (launch is horovodrun)
+        for run in report["runs"]:
+            assert run["replicas_identical"]
+            assert run["test_loss"] < math.log(256) - 1  # 256 characters at random have log(256)
+            assert run["uncompressed_bytes_per_step"] == 4 * 1_899_648
+        return report["runs"]
+
+    plain, compressed = losses(horovodrun, "none", "topk:theta=0.9")
+    (ddp,) = losses(torchrun, "none")
+    assert plain["ratio"] == ddp["ratio"] == 1 < compressed["ratio"]
+    # Half of the sum of two and the sum of their halves are the same number.
+    assert ddp["loss_curve"] == plain["loss_curve"]
+    assert compressed["loss_curve"][0] == plain["loss_curve"][0]
+    assert compressed["loss_curve"][2] != plain["loss_curve"][2]
 
 
 def test_trains_under_horovodrun(tmp_path):
