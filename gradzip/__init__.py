@@ -6,7 +6,8 @@
 True
 """
 
-from . import horovod, ops
+from . import checkpoint, horovod, ops
+from ._version import __version__ as __version__
 from .collectives import AllToAll, Broadcast, Gather, Mean, Traffic, fused
 from .compressor import Compressor, GatherCompressor, State
 from .engines.local import LocalGroup, roundtrip, simulate
@@ -29,8 +30,6 @@ from .methods import (
 )
 from .ops import PayloadError
 from .schedule import DiminishingTheta, StepSchedule
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ACPSGD",
@@ -59,6 +58,7 @@ __all__ = [
     "TernGrad",
     "TopK",
     "Traffic",
+    "checkpoint",
     "fused",
     "horovod",
     "ops",

@@ -8,15 +8,19 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from . import _version
 from .compressor import Compressor
 
 
 def statement(compressor: Compressor, parameters: Iterable[tuple[str, Tensor]]) -> bytes:
     """A line that says how this rank compresses what."""
-    from . import __version__
-
     shapes = {name: f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for name, p in parameters}
-    said = {"version": __version__, "method": repr(compressor), "digest": compressor.digest, "parameters": shapes}
+    said = {
+        "version": _version.__version__,
+        "method": repr(compressor),
+        "digest": compressor.digest,
+        "parameters": shapes,
+    }
     return json.dumps(said).encode() + b"\n"
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import hashlib
 import math
+import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -51,13 +52,13 @@ class State:
         self.step = 0
         self.residual: Tensor | None = None
         self.payload: Tensor | None = None  # what this rank sent, until the step is done
+        self.loaded = False  # and not yet looked at
 
     def key(self, seed: int) -> Key:
         return Key(seed, self.step, self.name, self.rank)
 
     def state_dict(self) -> dict[str, Any]:
-        temporary = ("name", "rank", "size", "payload")
-        return {k: v for k, v in vars(self).items() if k not in temporary and v is not None}
+        return {k: v for k, v in vars(self).items() if k not in ("name", "payload", "loaded") and v is not None}
 
     if TYPE_CHECKING:  # what methods add
 
@@ -99,6 +100,9 @@ class Compressor(ABC):
 
     # What of a state is in units of the gradient, and grows and shrinks with a loss scale.
     in_gradient_units: ClassVar[tuple[str, ...]] = ("residual", "owner_residual")
+
+    # What of a state is this rank's own. The rest is the same on all.
+    of_this_rank: ClassVar[tuple[str, ...]] = ("residual", "owner_residual", "rank")
 
     def __post_init__(self) -> None:
         if not (isinstance(self.min_numel, int) and self.min_numel >= 0):
@@ -177,6 +181,33 @@ class Compressor(ABC):
         if self._scaler is not None:
             state.loss_scale = scale
 
+    def shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
+        """What shapes the tensors of a gradient's state have."""
+        return {"residual": tuple(grad.shape)}
+
+    def adopt(self, state: State, grad: Tensor, rank: int, size: int) -> None:
+        """Fits a loaded state to the gradient, and to this rank of a group of `size`."""
+        for name, shape in self.shapes(grad).items():
+            kept = getattr(state, name, None)
+            if kept is not None and tuple(kept.shape) != shape:
+                raise ValueError(
+                    f"{type(self).__name__}, parameter {state.name!r}: got a state whose {name} has the shape "
+                    f"{tuple(kept.shape)}, expected {shape}; load the state of the same model and the same arguments"
+                )
+        for name, kept in vars(state).items():
+            if isinstance(kept, Tensor):
+                setattr(state, name, kept.to(grad.device))
+        own = [name for name in self.of_this_rank if isinstance(getattr(state, name, None), Tensor)]
+        if own and (state.rank, state.size) != (rank, size):
+            warnings.warn(
+                f"the state of rank {state.rank} of {state.size} was loaded by rank {rank} of {size}: what that rank "
+                "had not sent yet is dropped",
+                stacklevel=2,
+            )
+            for name in own:
+                setattr(state, name, None)
+        state.loaded = False
+
     def part(self, name: str, shape: torch.Size) -> Compressor:
         """The compressor in charge of a parameter."""
         return self
@@ -201,6 +232,8 @@ class Compressor(ABC):
         state = self.states.get(name)
         if state is None:
             state = self.states[name] = State(name)
+        if state.loaded:
+            self.adopt(state, grad, rank, size)
         state.rank, state.size = rank, size
         self.rescale(state)
         before = copy.copy(vars(state))
@@ -239,16 +272,27 @@ class Compressor(ABC):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned; ValueError for another method's."""
+        """Takes over what `state_dict` returned; ValueError for another method's, or for what is none.
+
+        What was this rank's own is kept where the same rank of a group of the same size goes on, and dropped with a
+        warning elsewhere; `gradzip.checkpoint` puts all ranks' into one file. Shapes are checked at the first step.
+        """
+        what = f"{type(self).__name__}.load_state_dict"
         if state_dict.get("method") != type(self).__name__:
             raise ValueError(
-                f"{type(self).__name__}.load_state_dict: got the state of {state_dict.get('method')!r}, "
-                f"expected that of {type(self).__name__!r}"
+                f"{what}: got the state of {state_dict.get('method')!r}, expected that of {type(self).__name__!r}"
             )
-        self.states = {}
+        states = {}
         for name, values in state_dict["states"].items():
-            state = self.states[name] = State(name)
-            vars(state).update(copy.deepcopy(dict(values)))
+            state = states[name] = State(name)
+            for key, value in values.items():
+                kind = type(vars(state)[key]) if key in ("step", "rank", "size") else (Tensor, int, float, bool, str)
+                if not isinstance(value, kind):
+                    raise ValueError(
+                        f"{what}: got {type(value).__name__} as {key} of {name!r}, expected a tensor or number"
+                    )
+            vars(state).update(copy.deepcopy(dict(values)), loaded=True)
+        self.states = states
 
     # Horovod calls these two on the object it is given as `compression`.
 

@@ -12,6 +12,7 @@ import horovod.torch as hvd
 import torch
 
 import gradzip
+from gradzip import _version
 
 FFT = {"theta": 0.5, "bits": 12}
 SCENARIOS = {}
@@ -410,10 +411,10 @@ def disagreement(rank, size):
         "shapes": first_step(gradzip.TopK(), shape, (65, 64) if last else shape),
         "parameters": first_step(gradzip.TopK(), *[shape] * (3 if last else 2)),
     }
-    version = gradzip.__version__
-    gradzip.__version__ = "9.9" if last else version
+    version = _version.__version__
+    _version.__version__ = "9.9" if last else version
     messages["versions"] = first_step(gradzip.TopK(), shape)
-    gradzip.__version__ = version
+    _version.__version__ = version
     return messages
 
 

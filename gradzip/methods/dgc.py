@@ -41,7 +41,8 @@ class DGC(SparseCodec):
 
     method: ClassVar[int] = 3
     error_feedback = True
-    in_gradient_units = (*SparseCodec.in_gradient_units, "velocity")
+    in_gradient_units = (*SparseCodec.in_gradient_units, "velocity", "average_velocity")
+    of_this_rank = (*SparseCodec.of_this_rank, "velocity")
 
     theta: Theta = 0.999
     momentum: float = 0.9
@@ -68,11 +69,17 @@ class DGC(SparseCodec):
         grad = yield from super().average(grad, name, rank, size)
         if self.momentum and self.bypasses(grad) and bool(grad.isfinite().all()):
             state = self.states.setdefault(name, State(name))
+            if state.loaded:
+                self.adopt(state, grad, rank, size)
+            state.rank, state.size = rank, size
             self.rescale(state)
-            if (velocity := getattr(state, "velocity", None)) is not None:
+            if (velocity := getattr(state, "average_velocity", None)) is not None:
                 grad.add_(velocity, alpha=self.momentum)
-            state.velocity = grad.clone()
+            state.average_velocity = grad.clone()
         return grad
+
+    def shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(("residual", "velocity", "average_velocity"), tuple(grad.shape))
 
     def correct(self, grad: Tensor, state: State) -> Tensor:
         """The velocity u: the residual v is only added to what is encoded."""

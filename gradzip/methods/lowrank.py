@@ -64,6 +64,10 @@ class LowRank(Compressor):
     def correct(self, grad: Tensor, state: State) -> Tensor:
         return grad  # `project` adds the residual on its way
 
+    def shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
+        rows = grad.shape[0]
+        return super().shapes(grad) | {"p": (rows, self.rank), "q": (grad.numel() // rows, self.rank)}
+
     def project(self, m: Tensor, state: State, factor: Tensor, transpose: bool = False) -> Tensor:
         """m += residual, and the product of that with a factor, in one pass."""
         if state.residual is None:

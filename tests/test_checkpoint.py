@@ -1,0 +1,134 @@
+"""State dicts: every method goes on where it stopped, or says what is lost; what is no state is refused."""
+
+import io
+import warnings
+
+import pytest
+import torch
+
+import gradzip
+from gradzip.checkpoint import merge, shard
+from gradzip.methods import REGISTRY
+
+# With everything that is kept between steps switched on.
+SPECS = {
+    "fft-range": "fft-range:error_feedback=True",
+    "topk": "topk:theta=0.9,exchange=scatter_reduce",
+    "dgc": "dgc:theta=0.9",
+    "per-layer": "per-layer:w=topk(theta=0.9),default=acpsgd",
+}
+METHODS = [SPECS.get(name, name) for name in REGISTRY]
+SHAPES = {"w": (64, 48), "v": (40, 3, 3, 3), "bias": (48,)}
+
+
+def steps(group, first, last):
+    """The averages of some steps, in order."""
+    size, averages = len(group.compressors), []
+    for step in range(first, last):
+        for i, (name, shape) in enumerate(SHAPES.items()):
+            seeds = [100 * step + 10 * i + rank for rank in range(size)]
+            grads = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+            averages.append(group.average(grads, name)[0])
+    return averages
+
+
+def through_a_file(saved):
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def all_equal(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["of_each_rank", "merged"])
+@pytest.mark.parametrize("spec", METHODS)
+def test_ten_steps_are_five_a_file_and_five(spec, merged):
+    size = 3
+    group, resumed = (gradzip.LocalGroup(gradzip.parse(spec), size) for _ in range(2))
+    steps(group, 0, 5)
+    saved = [c.state_dict() for c in group.compressors]
+    if merged:
+        whole = through_a_file(merge(saved))
+        saved = [shard(whole, rank, size) for rank in range(size)]
+    for compressor, state_dict in zip(resumed.compressors, saved):
+        compressor.load_state_dict(through_a_file(state_dict))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is dropped
+        assert all_equal(steps(resumed, 5, 10), steps(group, 5, 10))
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_another_world_size_keeps_what_ranks_have_in_common(spec):
+    group, resumed = gradzip.LocalGroup(gradzip.parse(spec), 3), gradzip.LocalGroup(gradzip.parse(spec), 2)
+    steps(group, 0, 5)
+    whole = merge([c.state_dict() for c in group.compressors])
+    for rank, compressor in enumerate(resumed.compressors):
+        compressor.load_state_dict(shard(whole, rank, 2))
+    states = [getattr(c, "states", {}) for c in group.compressors]
+    lossy = any(s.residual is not None for s in states[0].values()) or "per-layer" in spec
+    if lossy:
+        with pytest.warns(UserWarning, match="the state of rank 0 of 3 was loaded by rank . of 2: what that rank had"):
+            averages = steps(resumed, 5, 8)
+    else:
+        averages = steps(resumed, 5, 8)
+    assert all(bool(a.isfinite().all()) for a in averages)
+    for name, state in resumed.compressors[0].states.items():
+        assert state.step == 8 == resumed.compressors[1].states[name].step or name == "bias"
+    if spec in ("powersgd", "acpsgd"):
+        fresh = gradzip.LocalGroup(gradzip.parse(spec), 2)
+        assert not all_equal(averages[:1], steps(fresh, 5, 6)[:1])  # the factors were kept
+
+
+def test_ranks_that_all_load_one_ranks_file_keep_no_residual_twice():
+    group, resumed = (gradzip.LocalGroup(gradzip.TopK(theta=0.9), 2) for _ in range(2))
+    steps(group, 0, 3)
+    for compressor in resumed.compressors:
+        compressor.load_state_dict(group.compressors[0].state_dict())
+    with pytest.warns(UserWarning, match="rank 0 of 2 was loaded by rank 1 of 2"):
+        steps(resumed, 3, 4)
+    residual = group.compressors[0].states["w"].residual
+    # Rank 0 has kept what it had; rank 1 starts with nothing.
+    assert residual.abs().max() > 0
+    assert resumed.compressors[0].states["w"].residual.norm() > resumed.compressors[1].states["w"].residual.norm()
+
+
+def test_what_is_no_state_is_refused():
+    group = gradzip.LocalGroup(gradzip.PowerSGD(rank=2), 1)
+    steps(group, 0, 2)
+    saved = group.compressors[0].state_dict()
+    for key, value in {"step": "two", "residual": [1.0], "q": None}.items():
+        spoilt = {"method": "PowerSGD", "states": {"w": {**saved["states"]["w"], key: value}}}
+        with pytest.raises(ValueError, match=f"PowerSGD.load_state_dict: got {type(value).__name__} as {key} of 'w'"):
+            gradzip.PowerSGD(rank=2).load_state_dict(spoilt)
+    with pytest.raises(ValueError, match="TopK.load_state_dict: got the state of 'PowerSGD', expected that of 'TopK'"):
+        gradzip.TopK().load_state_dict(saved)
+    with pytest.raises(ValueError, match="got the state of None"):
+        gradzip.TopK().load_state_dict({})
+
+
+@pytest.mark.parametrize("loads", [gradzip.PowerSGD(rank=3), gradzip.PowerSGD(rank=2)], ids=["rank", "shape"])
+def test_states_of_other_shapes_are_refused_at_the_first_step(loads):
+    group = gradzip.LocalGroup(gradzip.PowerSGD(rank=2), 1)
+    group.average([torch.randn(64, 48)], "w")
+    resumed = gradzip.LocalGroup(loads, 1)
+    resumed.compressors[0].load_state_dict(group.compressors[0].state_dict())
+    columns = 48 if loads.rank == 3 else 50
+    with pytest.raises(ValueError, match="PowerSGD, parameter 'w': got a state whose .* has the shape .*, expected"):
+        resumed.average([torch.randn(64, columns)], "w")
+
+
+def test_merge_and_shard_say_what_they_miss():
+    a, b = gradzip.TopK().state_dict(), gradzip.DGC().state_dict()
+    with pytest.raises(ValueError, match="merge: got no state dicts"):
+        merge([])
+    with pytest.raises(ValueError, match=r"merge: got the states of \['TopK', 'DGC'\], expected those of one method"):
+        merge([a, b])
+    with pytest.raises(
+        ValueError, match=r"shard: got a dict of \['method', 'states'\], expected what gradzip.checkpoint"
+    ):
+        shard(a, 0, 1)
+    with pytest.raises(ValueError, match="shard: got rank = 2 of 2, expected one from 0 to 1"):
+        shard(merge([a, a]), 2, 2)
