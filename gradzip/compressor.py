@@ -102,7 +102,7 @@ class Compressor(ABC):
     in_gradient_units: ClassVar[tuple[str, ...]] = ("residual", "owner_residual")
 
     # What of a state is this rank's own. The rest is the same on all.
-    of_this_rank: ClassVar[tuple[str, ...]] = ("residual", "owner_residual", "rank")
+    of_this_rank: ClassVar[tuple[str, ...]] = ("residual", "owner_residual")
 
     def __post_init__(self) -> None:
         if not (isinstance(self.min_numel, int) and self.min_numel >= 0):
@@ -254,7 +254,13 @@ class Compressor(ABC):
 
     def clone(self) -> Compressor:
         """Same hyper-parameters, no state."""
-        return replace(self)
+        clone = replace(self)
+        clone._scaler = self._scaler
+        return clone
+
+    def drop_in_flight(self) -> None:
+        """Forgets the gradients that are under way in a front end, when the group they went to is no more."""
+        self._horovod = None
 
     @property
     def digest(self) -> int:

@@ -170,6 +170,10 @@ def _is_gradient(tensor: Tensor, parameter: Any) -> bool:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "elastic_state":
+        from .elastic import elastic_state
+
+        return elastic_state
     if name != "Compression":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import horovod.torch as hvd

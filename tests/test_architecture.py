@@ -16,6 +16,7 @@ LAYERS = [
     ["compressor"],
     ["methods", "engines"],
     ["agreement", "checkpoint"],
+    ["elastic"],
     ["horovod"],
     ["cli", "__init__", "__main__"],
 ]

@@ -84,7 +84,9 @@ class PerLayer(Compressor):
 
     def clone(self) -> Compressor:
         rules = [(rule, part.clone()) for rule, part in self.rules]
-        return PerLayer(rules, self.default.clone(), min_numel=self.min_numel)
+        clone = PerLayer(rules, self.default.clone(), min_numel=self.min_numel)
+        clone._scaler = self._scaler
+        return clone
 
     @property
     def digest(self) -> int:
