@@ -90,6 +90,7 @@ def cases(n: int, device: str) -> Iterator[Case]:
         yield fft_case(x, block)
     yield from index_cases(x, max(1, n // 100))
     yield from quantizing_cases(x)
+    yield from sampling_cases(x, max(1, n // 100))
     yield from low_rank_cases(device)
 
 
@@ -204,16 +205,6 @@ def quantizing_cases(x: Tensor) -> Iterator[Case]:
         "bucket_norms l2, whole", lambda: ops.bucket_norms(x), lambda: torch.linalg.vector_norm(x, dtype=torch.float64),
         "vector_norm in double", lambda: abs(ops.bucket_norms(x).item() / x.double().norm().item() - 1) < 2**-23, 4 * n,
     )  # fmt: skip
-    p = x.abs().clamp(max=1)
-
-    def drawn_share() -> bool:
-        share = ops.count_marked(ops.bernoulli(p, key), n) / n
-        return abs(share - p.double().mean().item()) < 7 * 0.5 / n**0.5
-
-    yield Case(
-        "bernoulli", lambda: ops.bernoulli(p, key), lambda: torch.bernoulli(p), "torch.bernoulli, a float each",
-        drawn_share, 4 * n + n // 8,
-    )  # fmt: skip
     scale = float(ops.abs_max(x))
     trits = ops.ternary_packed(x, scale, key=key)
     yield Case(
@@ -236,6 +227,44 @@ def quantizing_cases(x: Tensor) -> Iterator[Case]:
         "majority of 3", lambda: ops.majority(votes, n), lambda: votes[0] & votes[1] | votes[2] & (votes[0] | votes[1]),
         "torch bit ops",
         lambda: torch.equal(ops.majority(votes, n), votes[0] & votes[1] | votes[2] & (votes[0] | votes[1])), n // 2,
+    )  # fmt: skip
+
+
+def sampling_cases(x: Tensor, k: int) -> Iterator[Case]:
+    n, key = x.numel(), 12345
+
+    def algorithm_1() -> Tensor:
+        """As in the paper: sorted, p = 1 down to the first atom that the budget left does not reach for."""
+        magnitudes, order = x.abs().double().sort(descending=True)
+        tails = magnitudes.flip(0).cumsum(0).flip(0)
+        left = k - torch.arange(n, device=x.device)
+        first = int((magnitudes * left <= tails).int().argmax())
+        p = torch.ones_like(magnitudes)
+        p[first:] = magnitudes[first:] * (left[first] / tails[first])
+        return torch.empty_like(x).scatter_(0, order, p.float())
+
+    yield Case(
+        "atom_probabilities 1%", lambda: ops.atom_probabilities(x, k), algorithm_1, "torch sort and cumsum",
+        lambda: torch.allclose(ops.atom_probabilities(x, k), algorithm_1(), rtol=1e-6), 8 * n,
+    )  # fmt: skip
+    p = x.abs().clamp(max=1)
+
+    def drawn_share() -> bool:
+        share = ops.count_marked(ops.bernoulli(p, key), n) / n
+        return abs(share - p.double().mean().item()) < 7 * 0.5 / n**0.5
+
+    yield Case(
+        "bernoulli", lambda: ops.bernoulli(p, key), lambda: torch.bernoulli(p), "torch.bernoulli, a float each",
+        drawn_share, 4 * n + n // 8,
+    )  # fmt: skip
+
+    def one_of_each_stratum() -> bool:
+        indices = ops.random_indices(n, k, key, x.device).long()
+        return indices.numel() == k and bool(((indices.diff() > 0) & (indices.diff() <= 2 * -(-n // k))).all())
+
+    yield Case(
+        "random_indices 1%", lambda: ops.random_indices(n, k, key, x.device),
+        lambda: torch.randperm(n, device=x.device)[:k], "torch.randperm", one_of_each_stratum, 4 * k,
     )  # fmt: skip
 
 

@@ -342,6 +342,7 @@ def test_a_group_on_the_device(on_device, size):
 
 
 CODECS = [
+    *("topk:theta=0.9,bits=8", "topk:theta=0.9,select=sampled", "dgc:theta=0.9"),
     *("qsgd", "terngrad:shared_scale=False", "signsgd:majority=False", "onebit", "atomo", "atomo:budget=l2"),
     *("atomo:atoms=entry,budget=100", "atomo:atoms=entry,budget=max", "atomo:atoms=fourier,budget=50"),
 ]
@@ -373,14 +374,15 @@ def round_trip(method, grad, key):
 
 @pytest.mark.parametrize("spec", ["randomk:theta=0.9", "atomo:atoms=entry,budget=100", "terngrad", "signsgd"])
 def test_groups_with_other_methods(on_device, spec):
-    """No library is involved: what the CPU gets, bit for bit."""
+    """What the CPU gets. Only torch's division by a number of ranks may round otherwise on a device."""
     groups = [gradzip.LocalGroup(gradzip.parse(spec), 3) for _ in range(2)]
     for _ in range(3):
         grads = [torch.randn(60, 70) for _ in range(3)]
         with on_device.context():
             got = groups[0].average([on_device.move(g.clone()) for g in grads], "w")
         for average, wanted in zip(got, groups[1].average(grads, "w")):
-            assert same(average.cpu(), wanted)
+            assert torch.allclose(average.cpu(), wanted, rtol=1e-6, atol=0)
+            assert same(average, wanted) or on_device.device.type != "cpu"
 
 
 def gathered(on_device):

@@ -140,6 +140,26 @@ BROKEN = {
         {"cuda/ternary.cuh": ("valid && byte[j] <= kTopByte", "valid && byte[j] <= kTopByte + 1")},
         "ternary_decode_add of a byte",
     ),
+    "barrier between rounds": (
+        "atom_probabilities",
+        {
+            "cuda/atom_probabilities.cuh": (
+                "if (gridDim.x > 1) return;\n    __syncthreads();",
+                "if (gridDim.x > 1) return;",
+            )
+        },
+        "atom_probabilities, budget =|barrier|waits|has ended",
+    ),
+    "ticket of the next round": (
+        "atom_probabilities",
+        {"cuda/atom_probabilities.cuh": ("state->ticket = 0;", "")},
+        "atom_probabilities, budget =",
+    ),
+    "a stratum too many": (
+        "draws",
+        {"cuda/random_indices.cuh": ("if (i < k) indices", "if (i <= k) indices")},
+        "heap-buffer-overflow|random_indices of",
+    ),
     "misaligned wide load": (
         "select",
         {"cuda/block.cuh": ("reinterpret_cast<const float4*>(x + head)", "reinterpret_cast<const float4*>(x)")},
