@@ -25,7 +25,7 @@ die() { # die WHAT REMEDY
 make_key() {
   local fresh
   fresh=$(mktemp -d "${key%/*}/new.XXXXXX" 2>/dev/null) ||
-    die "no key in ${key%/*}, and uid $(id -u) cannot make one there" \
+    die "no key in ${key%/*} that uid $(id -u) may see, and it cannot make one there" \
       "Mount a folder with one (ssh-keygen -t ed25519 -N '' -f keys/id_ed25519), or a volume: -v keys:${key%/*}"
   ssh-keygen -q -t ed25519 -N '' -C gradzip -f "$fresh/key"
   ln "$fresh/key" "$key" 2>/dev/null || [[ -e $key ]]
