@@ -185,7 +185,7 @@ main() {
   exec 9>"$venv/.lock"
   lock 9 "works on this clone"
 
-  base= lacking=
+  base='' lacking=''
   [[ -z ${PYTHON:-} ]] || choose_python
   if ! made_here || ! lacking=$(state check 2>/dev/null); then
     lacking=$'venv\npackages'

@@ -11,7 +11,7 @@
 # Every step runs, whatever became of those before it; the exit status is 0 when none failed. A sanitizer that does not
 # support the machine is reported as unavailable, which is not a pass.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 python=${PYTHON:-python3}
 results=${1:-benchmarks/results}

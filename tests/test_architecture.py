@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "gradzip"
+import gradzip
+
+PACKAGE = Path(gradzip.__file__).parent
 
 # Each layer may import itself and those before it.
 LAYERS = [
