@@ -44,10 +44,15 @@ class Horovod:
         self.versions = {"horovod": horovod.__version__}
 
     def wrap(self, model, optimizer, compressor):
-        """The network to train and its optimizer, which exchange gradients; all ranks start from rank 0's weights."""
+        """The network to train and its optimizer, which exchange gradients, and gradzip.Traffic, which counts them.
+
+        All ranks start from rank 0's weights.
+        """
         self.hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        names = model.named_parameters()
-        return model, self.hvd.DistributedOptimizer(optimizer, named_parameters=names, compression=compressor)
+        optimizer = self.hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression=compressor
+        )
+        return model, optimizer, compressor.traffic
 
     def average(self, tensor, name):
         return self.hvd.allreduce(tensor, op=self.hvd.Average, name=name)
@@ -72,19 +77,21 @@ class DDP:
         self.versions = {}
 
     def wrap(self, model, optimizer, compressor):
-        """The network to train and its optimizer, which exchange gradients; all ranks start from rank 0's weights."""
+        """The same as Horovod's."""
         if self.size == 1:  # Horovod, too, exchanges nothing then
-            return model, optimizer
+            return model, optimizer, gradzip.Traffic()
+        names = model.named_parameters()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name for it, which 2.12 lacks
             model = DistributedDataParallel(model, broadcast_buffers=False)
         if isinstance(compressor, gradzip.NoCompression):
-            model.register_comm_hook(compressor.traffic, all_reduce)
+            traffic = gradzip.Traffic()
+            model.register_comm_hook(traffic, all_reduce)
         else:
-            from gradzip import ddp
-
-            model.register_comm_hook(ddp.HookState(compressor), ddp.hook)
-        return model, optimizer
+            state = gradzip.ddp.HookState(compressor, named_parameters=names)
+            model.register_comm_hook(state, gradzip.ddp.hook)
+            traffic = state.traffic
+        return model, optimizer, traffic
 
     def average(self, tensor, name):
         tensor = tensor.clone()

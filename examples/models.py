@@ -108,6 +108,9 @@ class DecoderBlock(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.project = nn.Linear(width, width, bias=False)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        # Every block begins as the identity: it learns in hundreds of steps, and at higher rates.
+        nn.init.zeros_(self.project.weight)
+        nn.init.zeros_(self.mlp[-1].weight)
 
     def forward(self, x):
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)

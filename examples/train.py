@@ -208,7 +208,7 @@ def train(spec, args, dataset, steps, engine):
     compressor = gradzip.parse(spec)
     momentum = 0.0 if isinstance(compressor, gradzip.DGC) else args.momentum  # DGC brings its own
     optimizer = recipe.optimizer(model.parameters(), args.lr, momentum)
-    replica, optimizer = engine.wrap(model, optimizer, compressor)
+    replica, optimizer, traffic = engine.wrap(model, optimizer, compressor)
     # From here torch's generator only draws dropout masks, which should differ between ranks.
     torch.manual_seed(args.seed + engine.rank)
     shard = data.batches(dataset, batch_size=args.batch_size, rank=engine.rank, size=engine.size, seed=args.seed)
@@ -240,7 +240,7 @@ def train(spec, args, dataset, steps, engine):
     accuracy, test_loss = evaluate(model, dataset, engine)
     timed = times[UNTIMED_STEPS:] if len(times) > UNTIMED_STEPS + 1 else times
     deciles = quantiles(timed, n=10, method="inclusive") if len(timed) > 1 else timed * 9
-    sent, dense = compressor.traffic.bytes_sent / steps, compressor.traffic.bytes_dense / steps
+    sent, dense = traffic.bytes_sent / steps, traffic.bytes_dense / steps
     return {
         "compression": spec,
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -200,6 +200,8 @@ def test_text_is_cut_into_sequences(text):
 
 def test_charlm_looks_back_only():
     model = models.charlm(256, 128).eval()
+    for block in model.blocks:  # which begin as the identity
+        torch.nn.init.normal_(block.project.weight)
     assert sum(p.numel() for p in model.parameters()) == 1_899_648
     characters = torch.randint(256, (1, 128))
     changed = characters.clone()
@@ -243,35 +245,6 @@ def test_trains_in_one_plain_process(cifar10):
     assert "nothing was compressed" in job.stdout
 
 
-def test_charlm_trains_alike_under_both_launchers(text, tmp_path):
-    """Horovod and DDP: from the same weights, on the same sequences."""
-
-    def losses(launch, *specs):
-        results = tmp_path / f"{launch.__name__}.json"
-        compressions = [argument for spec in specs for argument in ("--compression", spec)]
-        # One thread, so that both add up in the same order.
-        small = ("--model", "charlm", "--data", text, "--batch-size", 2, "--steps", 20, "--threads", 1)
-        job = launch(2, EXAMPLES / "train.py", *small, *compressions, "--json", results)
-        assert job.returncode == 0, job.stdout + job.stderr
-        assert "bits per character" in job.stdout
-        report = json.loads(results.read_text())
-        assert report["configuration"]["engine"] == {"horovodrun": "horovod", "torchrun": "ddp"}[launch.__name__]
-        assert ("horovod" in report["versions"]) == (launch is horovodrun)
-        for run in report["runs"]:
-            assert run["replicas_identical"]
-            assert run["test_loss"] < math.log(256) - 1  # 256 characters at random have log(256)
-            assert run["uncompressed_bytes_per_step"] == 4 * 1_899_648
-        return report["runs"]
-
-    plain, compressed = losses(horovodrun, "none", "topk:theta=0.9")
-    (ddp,) = losses(torchrun, "none")
-    assert plain["ratio"] == ddp["ratio"] == 1 < compressed["ratio"]
-    # Half of the sum of two and the sum of their halves are the same number.
-    assert ddp["loss_curve"] == plain["loss_curve"]
-    assert compressed["loss_curve"][0] == plain["loss_curve"][0]
-    assert compressed["loss_curve"][2] != plain["loss_curve"][2]
-
-
 def test_trains_under_horovodrun(tmp_path):
     results = tmp_path / "results.json"
     specs = ["none", "fft-range:theta=0.85,bits=10"]
@@ -300,16 +273,48 @@ def test_trains_under_horovodrun(tmp_path):
     assert 10 < compressed["ratio"] < 21.4
 
 
-def runs_of(tmp_path, specs, *arguments):
+def runs_of(tmp_path, specs, *arguments, launch=horovodrun):
     """What the example measures with each compression, on two ranks."""
     results = tmp_path / "results.json"
     compressions = [text for spec in specs for text in ("--compression", spec)]
     command = (EXAMPLES / "train.py", *compressions, *arguments, "--json", results)
-    job = horovodrun(2, *command, timeout=280)
+    job = launch(2, *command, timeout=280)
     assert job.returncode == 0, job.stdout + job.stderr
-    runs = json.loads(results.read_text())["runs"]
-    assert all(run["replicas_identical"] for run in runs)
-    return runs
+    report = json.loads(results.read_text())
+    assert report["configuration"]["engine"] == ("horovod" if launch is horovodrun else "ddp")
+    assert ("horovod" in report["versions"]) == (launch is horovodrun)
+    assert all(run["replicas_identical"] for run in report["runs"])
+    return report["runs"]
+
+
+def test_charlm_trains_alike_under_both_launchers(text, tmp_path):
+    """Horovod and DDP: from the same weights, on the same sequences."""
+    # One thread, so that both add up in the same order.
+    arguments = ("--model", "charlm", "--data", text, "--batch-size", 2, "--steps", 20, "--threads", 1)
+    plain, compressed = runs_of(tmp_path, ["none", "topk:theta=0.9"], *arguments)
+    (ddp,) = runs_of(tmp_path, ["none"], *arguments, launch=torchrun)
+    for run in (plain, compressed, ddp):
+        assert run["test_loss"] < math.log(256) - 1  # log(256) is the loss of who knows nothing
+        assert run["uncompressed_bytes_per_step"] == 4 * 1_899_648
+    assert plain["ratio"] == ddp["ratio"] == 1 < compressed["ratio"]
+    # Half of the sum of two and the sum of their halves are the same number.
+    assert ddp["loss_curve"] == plain["loss_curve"]
+    assert compressed["loss_curve"][0] == plain["loss_curve"][0]
+    assert compressed["loss_curve"][2] != plain["loss_curve"][2]
+
+
+def test_methods_train_through_ddp(tmp_path):
+    pytest.importorskip("gradzip.ddp")
+    specs = ["none", "topk:theta=0.9", "per-layer:^9=none,default=fp16"]
+    plain, topk, by_name = runs_of(tmp_path, specs, "--epochs", 5, launch=torchrun)
+    for run in (plain, topk, by_name):
+        assert run["test_accuracy"] > 0.8, run["compression"]
+        assert run["uncompressed_bytes_per_step"] == 4 * (188_810 - 2 * 288)
+    assert plain["ratio"] == 1
+    assert topk["ratio"] > 7
+    # Half of all but the named layer, biases and the small first convolution.
+    halved = 64 * 32 * 9 + 64 * 64 * 9 + 128 * 10
+    assert by_name["payload_bytes_per_step"] == pytest.approx(4 * (188_810 - 2 * 288) - 2 * halved, rel=0.001)
 
 
 def test_few_bits_learn_digits(tmp_path):
