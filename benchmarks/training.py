@@ -292,13 +292,14 @@ def parse_arguments() -> argparse.Namespace:
     for path in filter(None, (args.json, args.markdown)):
         if path.is_dir() or not path.absolute().parent.is_dir():
             parser.error(f"got {path}, expected a file in a folder that exists")
-    try:
-        images = data.load(args.data)
-    except data.DataError as error:
-        parser.error(str(error))
-    largest = max(args.batch_size or BATCH_SIZES.get(model, 16) for model in args.model)
-    if largest * args.ranks > len(images.train[1]):
-        parser.error(f"got a batch of {args.ranks} x {largest}, expected at most all {len(images.train[1])} images")
+    for model in args.model:
+        try:
+            dataset = MODELS[model].data(args.data)
+        except data.DataError as error:
+            parser.error(str(error))
+        batch = args.batch_size or BATCH_SIZES.get(model, 16)
+        if batch * args.ranks > len(dataset):
+            parser.error(f"got a batch of {args.ranks} x {batch}, expected at most all {len(dataset)} {dataset.unit}")
     if version("horovod") is None and any(text.startswith("horovod") for text in args.variants):
         parser.error("Horovod is not installed; run make bootstrap, or name variants without it")
     for rate in args.rate:

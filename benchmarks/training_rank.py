@@ -164,18 +164,18 @@ def loopback_bytes() -> int:
 
 
 def measure(args: argparse.Namespace, ranks: Exchange) -> dict[str, object]:
-    images = data.load(args.data)
-    build, rate = MODELS[args.model]
+    recipe = MODELS[args.model]
+    dataset = recipe.data(args.data)
     torch.manual_seed(args.seed)
-    model = build(images.channels, images.num_classes)
+    model = recipe.build(*dataset.dimensions)
     torch.manual_seed(args.seed + RANK)  # of dropout masks, from here
     parameters = list(model.parameters())
     # There is no warm-up of the learning rate, so it is low. DGC brings its own momentum.
     momentum = 0.0 if isinstance(ranks.compressor, gradzip.DGC) else 0.9
-    optimizer = torch.optim.SGD(parameters, lr=rate / 10, momentum=momentum, weight_decay=5e-4)
+    optimizer = recipe.optimizer(parameters, recipe.lr / 10, momentum)
     model, optimizer = ranks.wrap(model, optimizer)
-    # In advance: a rank that still reads images would keep all others waiting.
-    shard = data.batches(images, batch_size=args.batch_size, rank=RANK, size=RANKS, seed=args.seed)
+    # In advance: a rank that still reads data would keep all others waiting.
+    shard = data.batches(dataset, batch_size=args.batch_size, rank=RANK, size=RANKS, seed=args.seed)
     batches = list(itertools.islice(shard, args.warmup + args.steps))
 
     losses: list[float] = []
@@ -184,7 +184,7 @@ def measure(args: argparse.Namespace, ranks: Exchange) -> dict[str, object]:
         """Milliseconds of one step."""
         start = time.perf_counter()
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), labels)
+        loss = F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
         loss.backward()
         optimizer.step()
         elapsed = time.perf_counter() - start
