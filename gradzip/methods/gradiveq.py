@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import ops
 from ..collectives import Broadcast, Gather, Mean, Routine
 from ..compressor import Compressor, State, blaming
+from .fft import one_thread
 
 _POSITION = struct.Struct("<QIB3x")  # step, how far its phase has come, the phase
 _PHASES = ("warm-up", "sampling", "compressing")
@@ -209,8 +210,9 @@ class GradiVeQ(Compressor):
             state.mean = torch.zeros_like(slices)
         state.samples[:, state.count] = first
         state.count += 1
-        # Each operation rounded by itself, alike on all hardware; a constant gradient is its own mean exactly.
-        state.mean.add_(slices.sub_(state.mean).div_(state.count))
+        # Each operation is rounded by itself, alike on all hardware; a constant gradient is its own mean exactly; and
+        # nothing overflows.
+        state.mean.add_(slices.div_(state.count).sub_(state.mean / state.count))
         if _is_full(state) and state.rank == 0:
             state.learnt = self._learnt(state)
 
@@ -336,7 +338,9 @@ def principal_weights(centred: Tensor, loss: float) -> tuple[Tensor, bool]:
     for part in centred.split(1 << 16, dim=1):
         wide = part.double()
         gram += (wide @ wide.t()).cpu()
-    eigenvalues, vectors = torch.linalg.eigh(gram)
+    # Threads that wait for each other at every step of a small matrix take many times as long.
+    with one_thread():
+        eigenvalues, vectors = torch.linalg.eigh(gram)
     eigenvalues, vectors = eigenvalues.flip(0), vectors.flip(1)
     d = min(dimension(eigenvalues, loss), max_dimension(count, size))
     weights = centred.new_zeros(max_dimension(count, size), count)
@@ -346,7 +350,8 @@ def principal_weights(centred: Tensor, loss: float) -> tuple[Tensor, bool]:
         return weights, False
     gram = gram[:earlier, :earlier]  # as it was at the last look, about the mean of then
     gram = gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()
-    before = dimension(torch.linalg.eigvalsh(gram).flip(0), loss)
+    with one_thread():
+        before = dimension(torch.linalg.eigvalsh(gram).flip(0), loss)
     return weights, abs(d - before) <= max(1, d // 20)
 
 
