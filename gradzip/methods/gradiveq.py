@@ -180,11 +180,11 @@ class GradiVeQ(Compressor):
         U^T offset = 0, so |g - U U^T g - offset|^2 = |g - offset|^2 - |U^T g|^2: nothing is decompressed.
         """
         rest = self._workspace.empty("rest", tuple(slices.shape), torch.float32, slices.device)
-        lost = _energy(torch.sub(slices, offset, out=rest)) - sum(map(_energy, compressed))
-        energy = _energy(slices)
-        if not math.isfinite(lost) or not math.isfinite(energy):
+        energy, missed, *found = _energies(slices, torch.sub(slices, offset, out=rest), *compressed)
+        lost = max(0.0, missed - sum(found))
+        if not math.isfinite(energy + lost):
             return math.nan, math.nan
-        lost = max(0.0, lost) / energy if energy else (math.inf if lost else 0.0)
+        lost = lost / energy if energy else (math.inf if lost else 0.0)
         return lost, float(self.stop is not None and lost >= self.stop)
 
     def _slices(self, grad: Tensor) -> Tensor:
@@ -355,9 +355,10 @@ def principal_weights(centred: Tensor, loss: float) -> tuple[Tensor, bool]:
     return weights, abs(d - before) <= max(1, d // 20)
 
 
-def _energy(x: Tensor) -> float:
-    """|x|^2, in double."""
-    return torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
+def _energies(*tensors: Tensor) -> list[float]:
+    """|x|^2 of each, in double; waits for the device, once."""
+    norms = torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in tensors])
+    return norms.square().tolist()
 
 
 def _is_full(state: State) -> bool:
