@@ -53,7 +53,11 @@ class GradiVeQ(Compressor):
     sampling: how sampling steps average: None, plainly, or a method without error feedback, as QSGD(bits=4) in the
     paper. Warm-up is always plain.
     stop: a rank whose own gradient loses this fraction of |g_n|^2 or more (equation 7) votes for an end of the
-    compressed steps, and a majority ends them after the step. At 1 a zero would have been as good. None: nobody votes.
+    compressed steps, and a majority ends them after the step. At 1 a zero would have done as well; None: nobody votes.
+    `states[name].loss` is the fraction of the last step.
+
+    Mind that loss is about the samples. Later gradients have parts that no sample had, the more so the larger K is:
+    with 100 samples of CIFAR-10 gradients they lose 0.2 to 0.6 in ResNet-20, but 0.7 to 0.9 where F D > 16384.
 
     Gradients of fewer than three dimensions, as those of dense layers, go uncompressed; `PerLayer` gives them another
     method. There is no error feedback: what the basis leaves out would pile up until the next sampling.
@@ -75,7 +79,7 @@ class GradiVeQ(Compressor):
     warmup_steps: int = 2500
     # Its own digest is part of ours.
     sampling: Compressor | None = field(default=None, metadata={"digest": False})
-    stop: float | None = 1.0
+    stop: float | None = 0.9
 
     def __post_init__(self) -> None:
         super().__post_init__()
