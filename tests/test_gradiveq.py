@@ -480,8 +480,8 @@ def test_ranks_in_different_steps_are_told_so(ours, theirs):
     for step in range(8):
         dicts.append(torch.load(_saved(group.compressors[0].state_dict()), weights_only=True))
         group.average(gradients(step, 1), "w")
-    names = {0: "step 0 (warm-up)", 1: "step 1 (warm-up)", 3: "step 3 (sampling, 1 samples taken)",
-             6: "step 6 (sampling, 4 samples taken)", 7: "step 7 (compressing, 2 steps left)"}  # fmt: skip
+    names = {0: "step 0 (warm-up)", 1: "step 1 (warm-up)", 3: "step 3 (sampling, 1 taken)",
+             6: "step 6 (sampling, 4 taken)", 7: "step 7 (compressing, 2 to go)"}  # fmt: skip
     group = resumed(method, [dicts[ours], dicts[ours], dicts[theirs]])
     with pytest.raises(gradzip.PayloadError) as error:
         group.average(gradients(ours, 3), "w")

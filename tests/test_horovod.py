@@ -184,7 +184,7 @@ def test_methods_that_go_through_phases(world, spec):
 def test_a_rank_that_restarts_in_another_phase_is_refused(world):
     _, results = world
     for rank, text in enumerate(results["restarted_apart"]):
-        here, there = "step 5 (compressing, 1 steps left)", "step 0 (warm-up)"
+        here, there = "step 5 (compressing, 1 to go)", "step 0 (warm-up)"
         if rank:
             here, there = there, here
         assert text.startswith("PayloadError: GradiVeQ, parameter 'layer0': from rank ")

@@ -161,8 +161,7 @@ class GradiVeQ(Compressor):
     def _average_compressed(self, grad: Tensor, state: State) -> Routine:
         """Returns the average flat, in the order of slices."""
         slices = self._slices(grad)
-        groups = slices.split(self.reuse or len(slices))
-        compressed = [compress(group, basis) for group, basis in zip(groups, state.bases)]
+        compressed = [compress(group, basis) for group, basis in zip(self._groups(slices), state.bases)]
         vote = self._vote(slices, compressed, state)
         sent = [part.reshape(-1) for part in compressed]
         *parts, votes = (yield Mean(torch.cat([*sent, sent[0].new_tensor([vote])]))).split([*map(len, sent), 1])
@@ -172,9 +171,8 @@ class GradiVeQ(Compressor):
         if 2 * round(votes) > state.size:
             state.left = 1
         average = self._workspace.empty("slices", tuple(slices.shape), torch.float32, grad.device)
-        for group, offset, part, basis in zip(
-            average.split(self.reuse or len(slices)), state.offset.split(self.reuse or len(slices)), parts, state.bases
-        ):
+        groups = zip(self._groups(average), self._groups(state.offset), parts, state.bases)
+        for group, offset, part, basis in groups:
             torch.add(decompress(part.view(len(basis), len(group)), basis), offset, out=group)
         return average.view(-1)[: grad.numel()]
 
@@ -201,12 +199,16 @@ class GradiVeQ(Compressor):
         flat[grad.numel() :] = 0
         return slices
 
+    def _groups(self, slices: Tensor) -> tuple[Tensor, ...]:
+        """Those that share a basis."""
+        return slices.split(self.reuse or len(slices))
+
     # --- sampling, and what is learnt from it
 
     def _sample(self, average: Tensor, state: State) -> None:
         """Keeps the first slice of each group, and the mean of all."""
         slices = self._slices(average)
-        first = slices[:: self.reuse or len(slices)]
+        first = torch.stack([group[0] for group in self._groups(slices)])
         if getattr(state, "samples", None) is None:
             rows = 2 * _LOOK_EVERY if isinstance(self.sample_steps, str) else self.sample_steps
             state.samples = slices.new_zeros(len(first), rows, slices.shape[1])
@@ -247,11 +249,11 @@ class GradiVeQ(Compressor):
             return
         weights = message[1:].view(number, rank, count)
         state.bases, offsets = [], []
-        groups = state.mean.split(self.reuse or len(state.mean))
-        for group, part, centred in zip(groups, weights, self._centred(state)):
+        for means, part, centred in zip(self._groups(state.mean), weights, self._centred(state)):
             part = part[(part != 0).any(1)]
-            state.bases.append(ops.low_rank_project(centred, None, part.t(), transpose=True).t().contiguous())
-            offsets.append(group - decompress(compress(group, state.bases[-1]), state.bases[-1]))
+            basis = ops.low_rank_project(centred, None, part.t(), transpose=True).t().contiguous()
+            state.bases.append(basis)
+            offsets.append(means - decompress(compress(means, basis), basis))
         state.offset = torch.cat(offsets)
         state.left, state.energy, state.lost = self.compress_steps, 0.0, 0.0
         state.samples = state.mean = None
@@ -259,8 +261,8 @@ class GradiVeQ(Compressor):
     def _centred(self, state: State) -> Iterator[Tensor]:
         """For each basis, its samples minus their mean, scaled to a largest magnitude of 1; zeros where they are all
         the same (or further apart than a float32 can tell)."""
-        for samples, mean in zip(state.samples, state.mean[:: self.reuse or len(state.mean)]):
-            difference = samples - mean
+        for samples, means in zip(state.samples, self._groups(state.mean)):
+            difference = samples - means[0]
             scale = ops.abs_max(difference)
             yield difference.div_(scale) if 0 < scale < math.inf else difference.zero_()
 
@@ -381,7 +383,7 @@ def _progress(state: State) -> int:
 def _describe(fields: bytes) -> str:
     step, progress, phase = _POSITION.unpack(fields)
     phase = _PHASES[phase] if phase < len(_PHASES) else "unknown"
-    details = {"sampling": f", {progress} samples taken", "compressing": f", {progress} steps left"}
+    details = {"sampling": f", {progress} taken", "compressing": f", {progress} to go"}
     return f"step {step} ({phase}{details.get(phase, '')})"
 
 
