@@ -175,11 +175,15 @@ class Compressor(ABC):
         scale = self.loss_scale
         factor = scale / getattr(state, "loss_scale", scale)
         if factor != 1.0:
-            for name in self.in_gradient_units:
-                if (kept := getattr(state, name, None)) is not None:
-                    kept.mul_(factor)
+            self.scale(state, factor)
         if self._scaler is not None:
             state.loss_scale = scale
+
+    def scale(self, state: State, factor: float) -> None:
+        """Multiplies what a state keeps of gradients."""
+        for name in self.in_gradient_units:
+            if (kept := getattr(state, name, None)) is not None:
+                kept.mul_(factor)
 
     def shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
         """What shapes the tensors of a gradient's state have."""
@@ -189,14 +193,17 @@ class Compressor(ABC):
         """Fits a loaded state to the gradient, and to this rank of a group of `size`."""
         for name, shape in self.shapes(grad).items():
             kept = getattr(state, name, None)
-            if kept is not None and tuple(kept.shape) != shape:
+            got = tuple(kept.shape) if isinstance(kept, Tensor) else type(kept).__name__
+            if kept is not None and got != shape:
                 raise ValueError(
                     f"{type(self).__name__}, parameter {state.name!r}: got a state whose {name} has the shape "
-                    f"{tuple(kept.shape)}, expected {shape}; load the state of the same model and the same arguments"
+                    f"{got}, expected {shape}; load the state of the same model and the same arguments"
                 )
         for name, kept in vars(state).items():
             if isinstance(kept, Tensor):
                 setattr(state, name, kept.to(grad.device))
+            elif isinstance(kept, list):
+                setattr(state, name, [part.to(grad.device) for part in kept])
         own = [name for name in self.of_this_rank if isinstance(getattr(state, name, None), Tensor)]
         if own and (state.rank, state.size) != (rank, size):
             warnings.warn(
@@ -292,8 +299,9 @@ class Compressor(ABC):
         for name, values in state_dict["states"].items():
             state = states[name] = State(name)
             for key, value in values.items():
-                kind = type(vars(state)[key]) if key in ("step", "rank", "size") else (Tensor, int, float, bool, str)
-                if not isinstance(value, kind):
+                kind = type(vars(state)[key]) if key in ("step", "rank", "size") else (Tensor, int, float)
+                tensors = isinstance(value, list) and all(isinstance(part, Tensor) for part in value)
+                if not tensors and not isinstance(value, kind):
                     raise ValueError(
                         f"{what}: got {type(value).__name__} as {key} of {name!r}, expected a tensor or number"
                     )

@@ -231,6 +231,51 @@ def methods(rank, size):
     return results
 
 
+# Warm-up, sampling, compressed steps; and sampling again, because the schedule or the majority says so.
+PHASES = {
+    "gradiveq:warmup_steps=1,sample_steps=3,compress_steps=2": 9,
+    "gradiveq:warmup_steps=1,sample_steps=3,compress_steps=9,stop=0.01": 7,
+    "gradiveq:warmup_steps=0,sample_steps=3,sampling=qsgd(exchange=scatter_reduce),reuse=1,slice_size=120": 5,
+}
+
+
+@scenario
+def phases(rank, size):
+    """Averages, bytes and phases of a method that changes what it does, hooks in another order on every rank."""
+    results = {}
+    for spec, steps in PHASES.items():
+        named, compressor = layers(*SHAPES), gradzip.parse(spec)
+        opt, results[spec] = optimizer(named, compressor), []
+        for step in range(steps):
+            opt.zero_grad()
+            for i in torch.randperm(len(named), generator=torch.Generator().manual_seed(9 * step + rank)).tolist():
+                p = named[i][1]
+                (p * gradient(rank, *p.shape, index=10 * step + i)).sum().backward()
+            opt.synchronize()
+            phase = compressor.phase(compressor.states["layer2"])
+            results[spec].append(([p.grad.clone() for _, p in named], compressor.traffic.bytes_sent, phase))
+    return results
+
+
+@scenario
+def restarted_apart(rank, size):
+    """Rank 0 takes up a checkpoint, the others begin anew."""
+    spec = next(iter(PHASES))
+    compressor, named = gradzip.parse(spec), layers((40, 3, 3, 3))
+    opt = optimizer(named, compressor)
+    for _ in range(5):
+        opt.zero_grad()
+        backward(named, rank)
+        opt.synchronize()
+    state_dict = compressor.state_dict()
+    compressor, named = gradzip.parse(spec), layers((40, 3, 3, 3))
+    if rank == 0:
+        compressor.load_state_dict(state_dict)
+    opt = optimizer(named, compressor)
+    backward(named, rank)
+    return message(opt.synchronize)
+
+
 @scenario
 def non_finite_scale(rank, size):
     """TernGrad ends a step after its first round where a gradient is not finite, beside others that go on."""

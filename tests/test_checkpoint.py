@@ -15,6 +15,7 @@ SPECS = {
     "fft-range": "fft-range:error_feedback=True",
     "topk": "topk:theta=0.9,exchange=scatter_reduce",
     "dgc": "dgc:theta=0.9",
+    "gradiveq": "gradiveq:warmup_steps=1,sample_steps=3,compress_steps=9",
     "per-layer": "per-layer:w=topk(theta=0.9),default=acpsgd",
 }
 METHODS = [SPECS.get(name, name) for name in REGISTRY]

@@ -10,8 +10,11 @@ from gradzip.compressor import Key
 from gradzip.methods import REGISTRY
 
 METHODS = sorted(REGISTRY)
-# Methods that are nothing without arguments.
-SPECS = {"per-layer": "per-layer:^g=topk(theta=0.9),default=fft-range"}
+# Methods that are nothing without arguments, or would only average in as few steps as there are here.
+SPECS = {
+    "per-layer": "per-layer:^g=topk(theta=0.9),default=fft-range",
+    "gradiveq": "gradiveq:warmup_steps=0,sample_steps=2,compress_steps=1",
+}
 
 
 @pytest.fixture(params=METHODS)
@@ -69,7 +72,7 @@ def test_min_numel_decides_what_is_small():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_non_finite_gradient_is_everybodys_and_leaves_no_trace(compressor, bad, size):
     def finite(step):
-        return [torch.randn(64, 64, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(size)]
+        return [torch.randn(16, 16, 4, 4, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(size)]
 
     group, spared = gradzip.LocalGroup(compressor, size), gradzip.LocalGroup(compressor, size)
     spoilt = finite(7)
@@ -184,6 +187,7 @@ def grad_scaler(value):
 
 KEEPING = ["topk:theta=0.9", "topk:theta=0.9,exchange=scatter_reduce", "randomk:theta=0.9", "dgc:theta=0.9,clip_norm=3"]
 KEEPING += ["signsgd", "onebit", "powersgd", "acpsgd", "fft-range:error_feedback=True"]
+KEEPING += ["gradiveq:warmup_steps=1,sample_steps=2,stop=0.6"]
 KEEPING += ["per-layer:w=topk(theta=0.9),default=dgc"]
 
 
@@ -198,7 +202,7 @@ def test_what_is_kept_follows_the_loss_scale(spec):
     differs = False
     for step, value in enumerate([2.0**16, 2.0**16, 2.0**15, 2.0**17, 2.0**17, 2.0**10]):
         scaler.update(value)
-        for name, shape in (("w", (64, 64)), ("bias", (64,))):
+        for name, shape in (("w", (64, 64)), ("conv", (16, 8, 3, 3)), ("bias", (64,))):
             grads = [torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(3)]
             expected = plain.average(grads, name)[0]
             assert torch.equal(group.average([g * value for g in grads], name)[0] / value, expected)

@@ -7,7 +7,7 @@ import gradzip
 from launch import horovodrun, scenarios
 
 pytest.importorskip("horovod.torch")
-from horovod_worker import FFT, METHOD_STEPS, METHODS, SHAPES, PowerIteration, gradient
+from horovod_worker import FFT, METHOD_STEPS, METHODS, PHASES, SHAPES, PowerIteration, gradient
 
 WORLDS = [2, 3]
 
@@ -159,6 +159,38 @@ def test_methods(world, spec):
     # Besides, a number of 4 bytes per gradient that Horovod is given to all-reduce.
     sent = [of_rank[spec][1] for of_rank in results["methods"]]
     assert 0 <= max(sent) - group.bytes_sent <= 4 * METHOD_STEPS * len(SHAPES)
+
+
+@pytest.mark.parametrize("spec", PHASES)
+def test_methods_that_go_through_phases(world, spec):
+    """Horovod adds in an order of its own: samples, and with them everything, are the same to rounding."""
+    size, results = world
+    group = gradzip.LocalGroup(gradzip.parse(spec), size)
+    for step in range(PHASES[spec]):
+        wanted = [
+            group.average([gradient(r, *shape, index=10 * step + i) for r in range(size)], f"layer{i}")[0]
+            for i, shape in enumerate(SHAPES)
+        ]
+        of_ranks = [of_rank[spec][step] for of_rank in results["phases"]]
+        phase = group.compressors[0].phase(group.compressors[0].states["layer2"])
+        assert [seen for _, _, seen in of_ranks] == [phase] * size
+        for averages, _, _ in of_ranks:
+            for got, first, want in zip(averages, of_ranks[0][0], wanted):
+                assert torch.equal(got, first)
+                assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+        # layer2 alone is compressed; Horovod itself averages a number for it.
+        sent = [of_rank[spec][step][1] for of_rank in results["phases"]]
+        assert max(sent) - group.bytes_sent == 4 * (step + 1)
+
+
+def test_a_rank_that_restarts_in_another_phase_is_refused(world):
+    _, results = world
+    for rank, text in enumerate(results["restarted_apart"]):
+        here, there = "step 5 (compressing, 1 to go)", "step 0 (warm-up)"
+        if rank:
+            here, there = there, here
+        assert text.startswith("PayloadError: GradiVeQ, parameter 'layer0': from rank ")
+        assert f"it is in {there}, this rank in {here}: load the same checkpoint on every rank" in text
 
 
 def test_process_set_of_some_ranks_scatters(world):

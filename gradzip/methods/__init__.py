@@ -12,6 +12,7 @@ from .atomo import ATOMO
 from .cast import Cast
 from .dgc import DGC
 from .fft import FFTRange
+from .gradiveq import GradiVeQ
 from .lowrank import ACPSGD, PowerSGD
 from .none import NoCompression
 from .per_layer import PerLayer, Rule
@@ -34,6 +35,7 @@ REGISTRY: dict[str, type[Compressor]] = {
     "dgc": DGC,
     "powersgd": PowerSGD,
     "acpsgd": ACPSGD,
+    "gradiveq": GradiVeQ,
     "per-layer": PerLayer,
 }
 
@@ -43,6 +45,8 @@ def parse(spec: str) -> Compressor:
 
     >>> parse("fft-range:theta=0.9,bits=8") == FFTRange(theta=0.9, bits=8)
     True
+
+    A method that is given to a method stands with its arguments in parentheses: gradiveq:sampling=qsgd(bits=4).
 
     A method for each layer: rules of a regular expression for the parameter's name and a method, its arguments in
     parentheses; the first that fits counts, and `default` is for the rest.
@@ -66,6 +70,7 @@ def parse(spec: str) -> Compressor:
             raise ValueError
     except (SyntaxError, ValueError):
         raise ValueError(f"compression {spec!r}: expected method:argument=value,argument=value") from None
+    values = {k: _called(v) if isinstance(v, ast.Call) else v for k, v in values.items()}
     for argument in values:
         if argument not in known:
             raise ValueError(
@@ -107,7 +112,15 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in REGISTRY:
+        return node
     return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)  # bare words are strings
+
+
+def _called(node: ast.Call) -> Compressor:
+    """The method in method(argument=value, ...)."""
+    name, arguments = ast.unparse(node).split("(", 1)
+    return parse(f"{name}:{arguments[:-1]}")
 
 
 __all__ = [
@@ -118,6 +131,7 @@ __all__ = [
     "REGISTRY",
     "Cast",
     "FFTRange",
+    "GradiVeQ",
     "NoCompression",
     "OneBitSGD",
     "PerLayer",
