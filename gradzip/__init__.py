@@ -6,6 +6,8 @@
 True
 """
 
+from typing import TYPE_CHECKING, Any
+
 from . import horovod, ops
 from .collectives import AllToAll, Broadcast, Gather, Mean, Traffic, fused
 from .compressor import Compressor, GatherCompressor, State
@@ -27,6 +29,9 @@ from .methods import (
 )
 from .ops import PayloadError
 from .schedule import DiminishingTheta, StepSchedule
+
+if TYPE_CHECKING:
+    from . import ddp
 
 __version__ = "0.1.0"
 
@@ -55,6 +60,7 @@ __all__ = [
     "TernGrad",
     "TopK",
     "Traffic",
+    "ddp",
     "fused",
     "horovod",
     "ops",
@@ -62,3 +68,11 @@ __all__ = [
     "roundtrip",
     "simulate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "ddp":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return importlib.import_module(".ddp", __name__)  # needs a torch with torch.distributed, unlike all else here

@@ -94,6 +94,9 @@ class Compressor(ABC):
     # How many collectives a compressed gradient needs at most, one after the other.
     rounds = 1
 
+    # Whether it sees several gradients as one long vector, where a front end has several at once.
+    flat = False
+
     # Methods that have it declare it as a hyper-parameter. (A ClassVar here would fix its place among the arguments.)
     error_feedback = False
 
@@ -165,7 +168,7 @@ class Compressor(ABC):
         self.traffic.bytes_dense += grad.numel() * grad.element_size()
         if self.bypasses(grad):
             average = yield Mean(grad.contiguous())
-            return grad if average is grad else grad.copy_(average)
+            return grad if average.data_ptr() == grad.data_ptr() else grad.copy_(average)
         state = self.states.get(name)
         if state is None:
             state = self.states[name] = State(name)

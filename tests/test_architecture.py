@@ -15,7 +15,7 @@ LAYERS = [
     ["collectives", "schedule"],
     ["compressor"],
     ["methods", "engines"],
-    ["horovod"],
+    ["horovod", "ddp"],
     ["cli", "__init__", "__main__"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
@@ -54,7 +54,7 @@ def test_imports_point_one_way(path):
 
 
 def test_methods_know_no_engine_and_engines_no_method():
-    for folder, others in (("methods", {"engines", "horovod"}), ("engines", {"methods", "horovod"})):
+    for folder, others in (("methods", {"engines", "horovod", "ddp"}), ("engines", {"methods", "horovod", "ddp"})):
         for path in (PACKAGE / folder).glob("*.py"):
             assert not others & set(imports(path)), path
 
