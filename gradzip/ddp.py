@@ -105,7 +105,7 @@ class HookState:
             plan = self._plans.get(index)
             if plan is None or not plan.fits(parameters):
                 plan = self._plans[index] = self._plan(parameters)
-            gradients = bucket.gradients()
+            gradients = [_as_laid_out(g, p) for g, p in zip(bucket.gradients(), parameters)]
             routines = {(index, i): self._average(unit, gradients) for i, unit in enumerate(plan.units)}
             self._buckets.append(_Bucket(bucket.buffer(), routines, self._engine, plan.names))
             future = self._buckets[-1].future
@@ -333,6 +333,15 @@ class _Unit:
             for name, v in zip(self.names, values):
                 vars(states[name])[key] = v
         return states
+
+
+def _as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient in the order of its elements: DDP shows it contiguous, but has written it with the strides of the
+    parameter, if its memory is dense."""
+    dense = 1 + sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride())) == parameter.numel()
+    if parameter.is_contiguous() or not dense:
+        return gradient
+    return gradient.as_strided(parameter.shape, parameter.stride())
 
 
 def _folded(state: State, engine: TorchEngine | None) -> dict[str, Any]:

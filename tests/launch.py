@@ -1,4 +1,4 @@
-"""Starts real `horovodrun` jobs for tests."""
+"""Starts real `horovodrun` and `torchrun` jobs for tests."""
 
 import os
 import subprocess
@@ -23,9 +23,21 @@ def horovodrun(ranks, script, *arguments, timeout=120):
     )
 
 
-def scenarios(ranks, script, folder, *names):
+def torchrun(ranks, script, *arguments, timeout=120):
+    """The same under `torchrun`."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+        str(HERE / script), *map(str, arguments),
+    ]  # fmt: skip
+    environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    return subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def scenarios(ranks, script, folder, *names, run=horovodrun):
     """Runs the named scenarios of a script, which saves each rank's results; returns {name: [of rank 0, ...]}."""
-    job = horovodrun(ranks, script, folder, *names)
+    job = run(ranks, script, folder, *names)
     assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
     of_ranks = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
     return {name: [results[name] for results in of_ranks] for name in of_ranks[0]}
