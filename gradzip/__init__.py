@@ -9,6 +9,7 @@ True
 from typing import TYPE_CHECKING, Any
 
 from . import horovod, ops
+from ._version import __version__ as __version__
 from .collectives import AllToAll, Broadcast, Gather, Mean, Traffic, fused
 from .compressor import Compressor, GatherCompressor, State
 from .engines.local import LocalGroup, roundtrip, simulate
@@ -32,8 +33,6 @@ from .schedule import DiminishingTheta, StepSchedule
 
 if TYPE_CHECKING:
     from . import ddp
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ATOMO",

@@ -59,6 +59,10 @@ class State:
         temporary = ("name", "rank", "size", "payload")
         return {k: v for k, v in vars(self).items() if k not in temporary and v is not None}
 
+    def by_parameter(self) -> dict[str, dict[str, Any]]:
+        """What is saved, by the names of the parameters that it is about."""
+        return {self.name: self.state_dict()}
+
     if TYPE_CHECKING:  # what methods add
 
         def __getattr__(self, name: str) -> Any: ...
@@ -107,6 +111,7 @@ class Compressor(ABC):
         self.traffic = Traffic()
         self._workspace = Workspace()
         self._horovod: Any = None
+        self._models = 0  # of DDP, that it serves
 
     @abstractmethod
     def reduce(self, grad: Tensor, state: State) -> Routine:
@@ -205,7 +210,7 @@ class Compressor(ABC):
         """All states as plain tensors and numbers; ``torch.load(weights_only=True)`` reads it."""
         return {
             "method": type(self).__name__,
-            "states": {name: state.state_dict() for name, state in self.states.items()},
+            "states": {name: v for state in self.states.values() for name, v in state.by_parameter().items()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -126,7 +126,7 @@ OPTIONS = [{"static_graph": True}, {"gradient_as_bucket_view": True}, {"find_unu
 def options(rank, size):
     """A method with two rounds, beside one that is flat, under DDP's options."""
     compressor = gradzip.PerLayer([("2|3", gradzip.TopK(theta=0.9))], gradzip.TernGrad())
-    return [Job(compressor, **option).run(rank) for option in OPTIONS]
+    return [Job(compressor.clone(), **option).run(rank) for option in OPTIONS]
 
 
 @scenario

@@ -11,10 +11,11 @@ PACKAGE = Path(__file__).parent.parent / "gradzip"
 
 # Each layer may import itself and those before it.
 LAYERS = [
-    ["ops"],
+    ["_version", "ops"],
     ["collectives", "schedule"],
     ["compressor"],
     ["methods", "engines"],
+    ["agreement", "joint"],
     ["horovod", "ddp"],
     ["cli", "__init__", "__main__"],
 ]

@@ -51,6 +51,12 @@ class TorchEngine:
             return _Exchange(self, collective, slot)
         return _Reduction(self, collective)
 
+    def share(self, line: bytes, device: torch.device) -> list[bytes]:
+        """Every rank's line of text, in rank order. Waits for all ranks."""
+        pending = self.launch(Gather(torch.frombuffer(bytearray(line), dtype=torch.uint8).to(device)), "line")
+        pending.extend()
+        return [bytes(received.tolist()) for received in pending.answer()]
+
 
 class _Alone:
     """Any collective of a group of one."""

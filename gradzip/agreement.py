@@ -1,0 +1,49 @@
+"""What ranks must have in common: they compare it before the first step, where they would otherwise wait for each other
+or average what does not belong together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from . import _version
+from .compressor import Compressor
+
+
+def statement(compressor: Compressor, parameters: Iterable[tuple[str, Tensor]]) -> bytes:
+    """A line that says how this rank compresses what."""
+    shapes = {name: f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for name, p in parameters}
+    parts = getattr(compressor, "parts", [compressor])
+    said = {
+        "version": _version.__version__,
+        "method": repr(compressor),
+        # Which says what payloads mean, and not how they travel.
+        "digest": [compressor.digest, *(getattr(part, "exchange", None) for part in parts)],
+        "parameters": shapes,
+    }
+    return json.dumps(said).encode() + b"\n"
+
+
+def check(statements: Sequence[bytes]) -> None:
+    """RuntimeError, the same on all ranks, that names both sides of the first difference. statements: in rank order."""
+    first, *others = map(json.loads, statements)
+    for rank, other in enumerate(others, start=1):
+        if other["version"] != first["version"]:
+            raise RuntimeError(
+                f"rank {rank} runs gradzip {other['version']}, rank 0 gradzip {first['version']}; install the same "
+                "version everywhere"
+            )
+        if other["digest"] != first["digest"]:
+            raise RuntimeError(
+                f"rank {rank} compresses with {other['method']}, rank 0 with {first['method']}; give all ranks the "
+                "same method and the same arguments"
+            )
+        for name in first["parameters"] | other["parameters"]:
+            sides = [said["parameters"].get(name, "no such parameter") for said in (other, first)]
+            if sides[0] != sides[1]:
+                raise RuntimeError(
+                    f"parameter {name!r}: rank {rank} has {sides[0]}, rank 0 has {sides[1]}; build the same model on "
+                    "all ranks"
+                )
