@@ -383,3 +383,17 @@ def test_what_is_no_compressor_is_refused():
     weights = [("w", torch.zeros(2)), ("w", torch.zeros(2))]
     with pytest.raises(ValueError, match="equal names"):
         gradzip.ddp.HookState(gradzip.TopK(), named_parameters=weights)
+
+
+def test_capacity_follows_the_longest_part():
+    from gradzip.engines.torch import _next_capacity
+
+    assert _next_capacity(0, 1600) == 1600  # nothing is known of how lengths vary
+    assert _next_capacity(1600, 1600) == 1600
+    assert _next_capacity(1600, 1632) == 1664 and _next_capacity(1600, 16000) == 17008
+    capacity = 16000
+    for _ in range(40):
+        smaller = _next_capacity(capacity, 1600)
+        assert 1600 <= smaller <= capacity and smaller % 16 == 0
+        capacity = smaller
+    assert capacity < 1.1 * 1600

@@ -15,6 +15,10 @@ from ..collectives import AllToAll, Broadcast, Collective, Gather, Mean, Traffic
 _PREFIX = 16  # bytes before a part: its length, and the longest that its sender sends to anyone (int64)
 
 
+# As torch 2.13 calls it, where it warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class Pending(Protocol):
     """A collective on its way."""
 
@@ -101,7 +105,7 @@ class _Exchange:
         self._engine = engine
         self._slot = slot
         self._parts = collective.parts if isinstance(collective, AllToAll) else [collective.tensor]
-        self._exchange = dist.all_to_all_single if isinstance(collective, AllToAll) else dist.all_gather_into_tensor
+        self._exchange = dist.all_to_all_single if isinstance(collective, AllToAll) else _all_gather
         self._capacity = engine._capacities.get(slot, 0)
         longest = max(part.numel() for part in self._parts)
         prefixes = torch.tensor([[part.numel(), longest] for part in self._parts]).view(torch.uint8)
