@@ -83,6 +83,10 @@ class Workspace:
             buffer = self._buffers[name, device] = torch.empty(numel, dtype=dtype, device=device)
         return buffer[:numel].view(shape)
 
+    def clear(self) -> None:
+        """Gives all memory back."""
+        self._buffers.clear()
+
 
 @dataclass
 class Compressor(ABC):

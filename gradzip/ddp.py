@@ -6,8 +6,9 @@ per kind, and starts those. All else is done when the backward pass has computed
 itself waits for the buckets: bucket by bucket, answers are decoded while those of later buckets are still on their way,
 and where methods need more rounds, each is run for all buckets together.
 
-A process group matches operations by their order. Here it is the same on all ranks, for they are all started by one
-thread, in an order that depends on nothing but the buckets and on what all ranks have received alike.
+A process group matches operations by their order. Here it is the same on all ranks: the hook is called for one bucket
+at a time, in the order of the buckets; no other thread and no callback of an operation starts any; and what is started
+at the end follows from the order of the buckets, and from lengths and results that all ranks have received alike.
 """
 # No `from __future__ import annotations`: DDP refuses hooks whose annotations are strings.
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from . import agreement
 from .collectives import Round, Routine, Traffic, adjacent
-from .compressor import Compressor, State, Workspace
+from .compressor import Compressor, State
 from .engines.torch import Pending, TorchEngine
 from .joint import JointState
 
@@ -29,7 +30,7 @@ Future: TypeAlias = torch.futures.Future[torch.Tensor]
 
 
 def hook(state: "HookState", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages the gradients of a bucket over the group, in the bucket's own memory."""
+    """Averages the gradients of a bucket over the group, in the bucket's own memory; returns a future of that."""
     return state._take(bucket)
 
 
@@ -68,7 +69,6 @@ class HookState:
         self._engine: TorchEngine | None = None
         self._plans: dict[int, _Plan] = {}  # by the bucket's index, until DDP rebuilds its buckets
         self._buckets: list[_Bucket] = []  # of this step
-        self._workspace = Workspace()
 
     @property
     def traffic(self) -> Traffic:
@@ -99,6 +99,8 @@ class HookState:
                 )
             plan = self._plans.get(index)
             if plan is None or not plan.fits(parameters):
+                for unit in plan.units if plan else []:
+                    unit.part._workspace.clear()  # DDP's first bucket is the whole model
                 plan = self._plans[index] = self._plan(names, parameters)
             gradients = [_as_laid_out(g, p) for g, p in zip(bucket.gradients(), parameters)]
             routines = {(index, i): self._average(unit, gradients) for i, unit in enumerate(plan.units)}
@@ -149,7 +151,7 @@ class HookState:
         group = self.process_group or dist.group.WORLD
         assert group is not None  # DDP is not built without one
         engine = TorchEngine(group, self.traffic)
-        named = ((name, parameter) for parameter, name in self._names.items())
+        named = ((self._prefix + name, parameter) for parameter, name in self._names.items())
         agreement.check(engine.share(agreement.statement(self.compressor, named), device))
         return engine
 
@@ -194,8 +196,9 @@ class HookState:
         if flat is not None:
             return (yield from unit.part.average(flat.view(1, -1), unit.name, *group))
         numels = [g.numel() for g in gradients]
-        flat = self._workspace.empty(unit.name, (sum(numels),), gradients[0].dtype, gradients[0].device)
-        torch.cat([g.reshape(-1) for g in gradients], out=flat)
+        if unit.memory is None:
+            unit.memory = gradients[0].new_empty(sum(numels))
+        flat = torch.cat([g.reshape(-1) for g in gradients], out=unit.memory)
         average = yield from unit.part.average(flat.view(1, -1), unit.name, *group)
         for gradient, piece in zip(gradients, average.view(-1).split(numels)):
             gradient.copy_(piece.view(gradient.shape))
@@ -247,6 +250,7 @@ class _Unit:
     def __post_init__(self) -> None:
         first, *others = self.shapes
         self.name = f"{first} and {len(others)} more" if others else first
+        self.memory: Tensor | None = None  # of the flat gradient, where a bucket has other things in between
         self._states: dict[str, State] | None = None
 
     def prepare(self, gradients: list[Tensor], rank: int, size: int) -> None:
