@@ -336,8 +336,8 @@ def test_errors_are_raised_by_backward(world):
         for static in (False, True):
             assert of_rank[f"first step, static_graph={static}"].startswith(corrupt)
         assert "of an unknown parameter" in of_rank["shared"] and "HookState of its own" in of_rank["shared"]
-        assert of_rank["foreign state"].startswith(
-            "ValueError: state of parameter 'layers.0': got a residual of 25 elements, expected 4096"
+        assert (
+            of_rank["foreign state"].startswith("ValueError: ") and "parameter 'layers.0'" in of_rank["foreign state"]
         )
 
 
