@@ -104,7 +104,9 @@ class DDP(Exchange):
         if self.compressor:
             from gradzip import ddp
 
-            model.register_comm_hook(ddp.HookState(self.compressor), ddp.hook)
+            model.register_comm_hook(
+                ddp.HookState(self.compressor, named_parameters=model.module.named_parameters()), ddp.hook
+            )
         elif self.itemsize == 2:
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 

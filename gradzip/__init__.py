@@ -6,6 +6,8 @@
 True
 """
 
+from typing import TYPE_CHECKING, Any
+
 from . import checkpoint, horovod, ops
 from ._version import __version__ as __version__
 from .collectives import AllToAll, Broadcast, Gather, Mean, Traffic, fused
@@ -31,6 +33,9 @@ from .methods import (
 )
 from .ops import PayloadError
 from .schedule import DiminishingTheta, StepSchedule
+
+if TYPE_CHECKING:
+    from . import ddp
 
 __all__ = [
     "ACPSGD",
@@ -61,6 +66,7 @@ __all__ = [
     "TopK",
     "Traffic",
     "checkpoint",
+    "ddp",
     "fused",
     "horovod",
     "ops",
@@ -68,3 +74,11 @@ __all__ = [
     "roundtrip",
     "simulate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "ddp":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return importlib.import_module(".ddp", __name__)  # needs a torch with torch.distributed, unlike all else here

@@ -15,10 +15,12 @@ from .compressor import Compressor
 def statement(compressor: Compressor, parameters: Iterable[tuple[str, Tensor]]) -> bytes:
     """A line that says how this rank compresses what."""
     shapes = {name: f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for name, p in parameters}
+    parts = getattr(compressor, "parts", [compressor])
     said = {
         "version": _version.__version__,
         "method": repr(compressor),
-        "digest": compressor.digest,
+        # Which says what payloads mean, and not how they travel.
+        "digest": [compressor.digest, *(getattr(part, "exchange", None) for part in parts)],
         "parameters": shapes,
     }
     return json.dumps(said).encode() + b"\n"

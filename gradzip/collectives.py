@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,25 +90,45 @@ def fused(routines: Iterable[Routine]) -> Joint:
     Members may need different numbers of rounds. All ranks must fuse the same routines in the same order. Returns
     their results, in order.
     """
-    members = list(routines)
-    results: dict[int, Tensor] = {}
-    answers: dict[int, Any] = dict.fromkeys(range(len(members)))
-    while True:
-        wanted: dict[Any, dict[int, Any]] = {}
-        for i, answer in answers.items():
+    members = dict(enumerate(routines))
+    turn = Round()
+    results = turn.resume(members, dict.fromkeys(members))
+    while collectives := turn.collectives():
+        answers = turn.split((yield collectives))
+        turn = Round()
+        results |= turn.resume(members, answers)
+    return [results[i] for i in members]
+
+
+class Round:
+    """What routines that run side by side ask for at one time. They may have any keys."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Any, dict[Any, Any]] = {}
+
+    def resume(self, routines: Mapping[Any, Routine], answers: Mapping[Any, Any]) -> dict[Any, Tensor]:
+        """Sends routines their answers, takes up what they ask for next, and returns the results of those that end."""
+        results = {}
+        for key, answer in answers.items():
             try:
-                collective = members[i].send(answer)
+                collective = routines[key].send(answer)
             except StopIteration as done:
-                results[i] = done.value
+                results[key] = done.value
             else:
-                key = (type(collective), collective.tensor.dtype, collective.tensor.device)
-                wanted.setdefault(key, {})[i] = collective
-        if not wanted:
-            return [results[i] for i in range(len(members))]
-        joined = yield [_join(list(group.values())) for group in wanted.values()]
-        answers = {}
-        for group, answer in zip(wanted.values(), joined):
-            answers |= zip(group, _take_apart(answer, list(group.values())))
+                kind = (type(collective), collective.tensor.dtype, collective.tensor.device)
+                self._groups.setdefault(kind, {})[key] = collective
+        return results
+
+    def collectives(self) -> list[Collective]:
+        """All that was asked for, joined into one collective per kind; they may run side by side."""
+        return [_join(list(group.values())) for group in self._groups.values()]
+
+    def split(self, answers: Iterable[Any]) -> dict[Any, Any]:
+        """The answer for each routine, from those of the joined collectives."""
+        parts: dict[Any, Any] = {}
+        for group, answer in zip(self._groups.values(), answers):
+            parts |= zip(group, _take_apart(answer, list(group.values())))
+        return parts
 
 
 def _join(group: list[Any]) -> Collective:
@@ -116,12 +136,25 @@ def _join(group: list[Any]) -> Collective:
     if len(group) == 1:
         return group[0]
     if isinstance(group[0], (Mean, Broadcast)):
-        return type(group[0])(torch.cat([c.tensor.reshape(-1) for c in group]))
+        tensors = [c.tensor for c in group]
+        joined = adjacent(tensors)
+        return type(group[0])(torch.cat([t.reshape(-1) for t in tensors]) if joined is None else joined)
     if isinstance(group[0], Gather):
         return Gather(torch.cat([c.tensor for c in group]), sum(c.count for c in group))
     to_ranks = list(zip(*[c.parts for c in group]))
     nbytes = tuple(sum(part.numel() for part in parts) for parts in to_ranks)
     return AllToAll(torch.cat([part for parts in to_ranks for part in parts]), nbytes)
+
+
+def adjacent(tensors: list[Tensor]) -> Tensor | None:
+    """One flat view of tensors that lie one behind the other in memory, as the gradients in a bucket do."""
+    first, end = tensors[0], tensors[0].storage_offset()
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and tensor.is_contiguous() and tensor.storage_offset() == end):
+            return None
+        end += tensor.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
 
 
 def _take_apart(answer: Any, group: list[Any]) -> list[Any]:

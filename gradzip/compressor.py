@@ -60,6 +60,10 @@ class State:
     def state_dict(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self).items() if k not in ("name", "payload", "loaded") and v is not None}
 
+    def by_parameter(self) -> dict[str, dict[str, Any]]:
+        """What is saved, by the names of the parameters that it is about."""
+        return {self.name: self.state_dict()}
+
     if TYPE_CHECKING:  # what methods add
 
         def __getattr__(self, name: str) -> Any: ...
@@ -80,6 +84,10 @@ class Workspace:
             buffer = self._buffers[name, device] = torch.empty(numel, dtype=dtype, device=device)
         return buffer[:numel].view(shape)
 
+    def clear(self) -> None:
+        """Gives all memory back."""
+        self._buffers.clear()
+
 
 @dataclass
 class Compressor(ABC):
@@ -94,6 +102,9 @@ class Compressor(ABC):
 
     # How many collectives a compressed gradient needs at most, one after the other.
     rounds = 1
+
+    # Whether it sees several gradients as one long vector, where a front end has several at once.
+    flat = False
 
     # Methods that have it declare it as a hyper-parameter. (A ClassVar here would fix its place among the arguments.)
     error_feedback = False
@@ -112,6 +123,7 @@ class Compressor(ABC):
         self._workspace = Workspace()
         self._scaler: Any = None
         self._horovod: Any = None
+        self._models = 0  # of DDP, that it serves
 
     @abstractmethod
     def reduce(self, grad: Tensor, state: State) -> Routine:
@@ -235,7 +247,7 @@ class Compressor(ABC):
         self.traffic.bytes_dense += grad.numel() * grad.element_size()
         if self.bypasses(grad):
             average = yield Mean(grad.contiguous())
-            return grad if average is grad else grad.copy_(average)
+            return grad if average.data_ptr() == grad.data_ptr() else grad.copy_(average)
         state = self.states.get(name)
         if state is None:
             state = self.states[name] = State(name)
@@ -281,7 +293,7 @@ class Compressor(ABC):
         """All states as plain tensors and numbers; ``torch.load(weights_only=True)`` reads it."""
         return {
             "method": type(self).__name__,
-            "states": {name: state.state_dict() for name, state in self.states.items()},
+            "states": {name: v for state in self.states.values() for name, v in state.by_parameter().items()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gradzip
-from gradzip.collectives import Broadcast, Gather, Mean, fused
+from gradzip.collectives import Broadcast, Gather, Mean, adjacent, fused
 from gradzip.engines.local import drive
 
 
@@ -100,3 +100,16 @@ def test_ranks_that_ask_for_different_things_are_told_so():
         drive([mean(torch.ones(3)), gradzip.FFTRange().average(torch.ones(64, 64), "a")])
     with pytest.raises(RuntimeError, match="1 of 2 ranks are done"):
         drive([mean(torch.ones(3)), without_communication(torch.ones(3))])
+
+
+def test_what_lies_side_by_side_is_not_copied():
+    buffer = torch.arange(30.0)
+    a, b, c = buffer[2:8].view(2, 3), buffer[8:9], buffer[9:29].view(4, 5)
+    joined = adjacent([a, b, c])
+    assert joined.data_ptr() == a.data_ptr() and torch.equal(joined, buffer[2:29])
+    (collective,) = next(fused([mean(a), mean(b), mean(c)]))
+    assert collective.tensor.data_ptr() == a.data_ptr()
+    for tensors in ([a, c], [b, a, c], [a, b, c.t()], [a, b.clone(), c], [c, torch.ones(2)]):
+        assert adjacent(tensors) is None
+        (collective,) = next(fused([mean(t) for t in tensors]))
+        assert torch.equal(collective.tensor, torch.cat([t.reshape(-1) for t in tensors]))

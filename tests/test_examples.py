@@ -304,7 +304,6 @@ def test_charlm_trains_alike_under_both_launchers(text, tmp_path):
 
 
 def test_methods_train_through_ddp(tmp_path):
-    pytest.importorskip("gradzip.ddp")
     specs = ["none", "topk:theta=0.9", "per-layer:^9=none,default=fp16"]
     plain, topk, by_name = runs_of(tmp_path, specs, "--epochs", 5, launch=torchrun)
     for run in (plain, topk, by_name):

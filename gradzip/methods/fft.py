@@ -43,6 +43,7 @@ class FFTRange(GatherCompressor):
     """
 
     method: ClassVar[int] = 1
+    flat = True
 
     theta: Theta = 0.85
     bits: int = 10

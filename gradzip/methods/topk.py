@@ -105,6 +105,7 @@ class TopK(SparseCodec):
     """
 
     method: ClassVar[int] = 2
+    flat = True
 
     theta: Theta = 0.99
     select: str = "exact"

@@ -1,0 +1,365 @@
+"""Scenarios that tests/test_ddp.py runs under a real torchrun: `ddp_worker.py FOLDER [NAME ...]`.
+
+Each is a function of this rank's number and the group's size, and returns tensors and plain values.
+"""
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import gradzip
+
+SCENARIOS = {}
+SHAPES = [(64, 64), (300,), (40, 3, 3, 3), (33, 129), (7,), (50, 40), (48, 48), (3, 500)]
+STEPS = 4
+CAP_MB = 0.012  # DDP rebuilds its buckets after the first step: one becomes three
+
+
+def scenario(function):
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def gradient(rank, step, index, *shape, dtype=torch.float32):
+    """What rank's gradient of a layer is in every scenario; tests/test_ddp.py makes the same."""
+    generator = torch.Generator().manual_seed(10000 * step + 100 * index + rank)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+class Layers(torch.nn.Module):
+    """Parameters whose gradients are what `forward` is given; those given None are not used."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.layers = torch.nn.ParameterList([torch.nn.Parameter(t) for t in tensors])
+
+    def forward(self, grads):
+        return sum((p * g).sum() for p, g in zip(self.layers, grads) if g is not None)
+
+
+class Job:
+    """A DDP model with a hook; notes which parameters share a bucket."""
+
+    def __init__(self, compressor, tensors=None, names=True, group=None, frozen=(), **arguments):
+        self.model = Layers([torch.zeros(s) for s in SHAPES] if tensors is None else tensors)
+        for i in frozen:
+            self.model.layers[i].requires_grad_(False)
+        named = list(self.model.named_parameters())
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=CAP_MB, process_group=group, **arguments)
+        self.state = gradzip.ddp.HookState(compressor, group, named if names else None)
+        numbers = {p: i for i, (_, p) in enumerate(named)}
+        self.buckets = []  # of each step
+
+        def noting(state, bucket):
+            if bucket.index() == 0:
+                self.buckets.append([])
+            self.buckets[-1].append([numbers[p] for p in bucket.parameters()])
+            return gradzip.ddp.hook(state, bucket)
+
+        self.ddp.register_comm_hook(self.state, noting)
+
+    def loss(self, rank, step, skip=(), change=None):
+        grads = [
+            None if i in skip else gradient(rank, step, i, *p.shape, dtype=p.dtype).to(p.device)
+            for i, p in enumerate(self.model.layers)
+        ]
+        if change:
+            change(grads)
+        return self.ddp(grads)
+
+    def step(self, rank, step, **arguments):
+        """The averages of one step."""
+        self.ddp.zero_grad()
+        self.loss(rank, step, **arguments).backward()
+        return self.averages()
+
+    def averages(self):
+        return [None if p.grad is None else p.grad.clone() for p in self.model.layers]
+
+    def run(self, rank, steps=STEPS):
+        averages = [self.step(rank, step) for step in range(steps)]
+        traffic = self.state.traffic
+        return {
+            "averages": averages,
+            "buckets": self.buckets,
+            "sent": traffic.bytes_sent,
+            "dense": traffic.bytes_dense,
+        }
+
+
+METHODS = [
+    "none",
+    "powersgd",
+    "acpsgd",
+    "fp16",
+    "fp16:dtype=bfloat16",
+    "qsgd",
+    "qsgd:coding=packed,exchange=scatter_reduce",
+    "terngrad",
+    "signsgd",
+    "onebit",
+    "atomo",
+    "randomk:theta=0.9",
+    "dgc:theta=0.9",
+    "dgc:theta=0.9,exchange=auto",
+    "fft-range:theta=0.5",
+    "topk:theta=0.9",
+    "per-layer:2|3=topk(theta=0.9),5=qsgd(exchange=scatter_reduce),default=dgc",
+]
+
+
+@scenario
+def methods(rank, size):
+    return {spec: Job(gradzip.parse(spec)).run(rank) for spec in METHODS}
+
+
+OPTIONS = [{"static_graph": True}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}]
+
+
+@scenario
+def options(rank, size):
+    """A method with two rounds, beside one that is flat, under DDP's options."""
+    compressor = gradzip.PerLayer([("2|3", gradzip.TopK(theta=0.9))], gradzip.TernGrad())
+    return [Job(compressor.clone(), **option).run(rank) for option in OPTIONS]
+
+
+@scenario
+def feedback(rank, size):
+    """Flat error feedback across rebuilt buckets, shards with owners and checkpoints: averages, and residuals."""
+    results = {}
+    for spec in ("topk:theta=0.9,exchange=scatter_reduce", "fft-range:theta=0.8,error_feedback=True", "topk:theta=0.9"):
+        job = Job(gradzip.parse(spec))
+        averages = job.run(rank)["averages"]
+        saved = job.state.state_dict()
+        again = Job(gradzip.parse(spec))
+        again.state.load_state_dict(saved)
+        averages += [again.step(rank, STEPS + step) for step in range(STEPS)]
+        states = again.state.state_dict()["states"]
+        results[spec] = averages, {name: s["residual"] for name, s in states.items()}, len(again.buckets[-1])
+    return results
+
+
+@scenario
+def resumed(rank, size):
+    """Training goes on from a checkpoint as if it had not stopped: states by name, or by number."""
+    results = []
+    for names in (True, False):
+        job = Job(gradzip.DGC(theta=0.9), names=names)
+        for step in range(2):
+            job.step(rank, step)
+        again = Job(gradzip.DGC(theta=0.9), names=names)
+        again.state.load_state_dict(job.state.state_dict())
+        results.append((job.step(rank, 2), again.step(rank, 2), sorted(again.state.state_dict()["states"])))
+    return results
+
+
+@scenario
+def accumulated(rank, size):
+    job = Job(gradzip.QSGD())
+    for _ in range(2):
+        job.ddp.zero_grad()
+        with job.ddp.no_sync():
+            job.loss(rank, 0).backward()
+        job.loss(rank, 1).backward()
+    return job.averages()
+
+
+@scenario
+def unused(rank, size):
+    """A layer that rank 0 does not use, and one that nobody does."""
+    job = Job(gradzip.QSGD(), find_unused_parameters=True)
+    return [job.step(rank, step, skip=(3, 5) if rank == 0 else (5,)) for step in range(2)]
+
+
+@scenario
+def frozen(rank, size):
+    job = Job(gradzip.TopK(theta=0.9), frozen=(0, 4))
+    return job.run(rank)
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64] * 2
+
+
+@scenario
+def mixed(rank, size):
+    return Job(gradzip.QSGD(), [torch.zeros(s, dtype=t) for s, t in zip(SHAPES, DTYPES)]).run(rank)
+
+
+@scenario
+def strides(rank, size):
+    tensors = [
+        torch.zeros(32, 16, 3, 3).to(memory_format=torch.channels_last),
+        torch.zeros(60, 50).t(),
+        torch.zeros(64, 64),
+    ]
+    results = []
+    for compressor in (gradzip.FFTRange(theta=0.5), gradzip.NoCompression()):
+        job = Job(compressor, tensors)
+        results.append(job.run(rank))
+        results[-1]["strides"] = [list(p.grad.stride()) == list(p.stride()) for p in job.model.layers]
+    return results
+
+
+@scenario
+def alone(rank, size):
+    """A group of one."""
+    group = [dist.new_group([r]) for r in range(size)][rank]
+    return {
+        spec: Job(gradzip.parse(spec), group=group).run(rank)
+        for spec in ("topk:theta=0.9,exchange=scatter_reduce", "terngrad", "none")
+    }
+
+
+@scenario
+def subset(rank, size):
+    """A group of all ranks but the first."""
+    group = dist.new_group(range(1, size))
+    return Job(gradzip.QSGD(exchange="scatter_reduce"), group=group).run(rank) if rank else None
+
+
+@scenario
+def two_models(rank, size):
+    """One compressor, two models with one backward pass; their buckets take turns."""
+    compressor = gradzip.TernGrad()
+    jobs = [Job(compressor, names=False) for _ in range(2)]
+    averages = []
+    for step in range(STEPS):
+        for job in jobs:
+            job.ddp.zero_grad()
+        (jobs[0].loss(rank, step) + jobs[1].loss(rank, step)).backward()
+        averages.append([job.averages() for job in jobs])
+    return averages
+
+
+@scenario
+def joined(rank, size):
+    """Ranks with fewer batches than others."""
+    job = Job(gradzip.TopK(theta=0.0, error_feedback=False))
+    averages = []
+    with job.ddp.join():
+        for step in range(3 + rank):
+            averages.append(job.step(rank, step))
+    return averages
+
+
+THETAS = {0: 0.99, 2: 0.3, 4: 0.95}
+
+
+@scenario
+def growing(rank, size):
+    """Payloads that are longer than in the step before, and shorter."""
+    return Job(gradzip.TopK(theta=gradzip.StepSchedule(THETAS))).run(rank, steps=8)
+
+
+@scenario
+def non_finite(rank, size):
+    """An inf on the last rank alone, in the second of three steps, in one layer."""
+
+    def spoil(grads):
+        grads[3][0, 0] = float("inf")
+
+    results = {}
+    for spec in ("dgc:theta=0.9,momentum=0", "topk:theta=0.9", "terngrad"):
+        job = Job(gradzip.parse(spec))
+        results[spec] = []
+        for step in range(3):
+            averages = job.step(rank, step, change=spoil if (step, rank) == (1, size - 1) else None)
+            states = job.state.state_dict()["states"]
+            results[spec].append(
+                {
+                    "finite": [bool(a.isfinite().all()) for a in averages],
+                    "steps": {name: s["step"] for name, s in states.items()},
+                    "residuals": {name: s["residual"].clone() for name, s in states.items() if "residual" in s},
+                }
+            )
+    return results
+
+
+def message(function, *arguments):
+    try:
+        function(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@dataclass
+class Damaging(gradzip.QSGD):
+    """Damages what rank 1 sends of a layer in its third step."""
+
+    def encode(self, grad, key):
+        payload = super().encode(grad, key)
+        if (key.rank, key.step, key.name) == (1, 2, "layers.3"):
+            payload[60] ^= 1
+        return payload
+
+
+@scenario
+def errors(rank, size):
+    """What the backward pass raises."""
+    results = {}
+    job = Job(Damaging())
+    results["damaged"] = [message(job.step, rank, step) for step in range(3)]
+    for name, mine, other in (
+        ("methods", gradzip.QSGD(), gradzip.TopK()),
+        ("arguments", gradzip.TopK(theta=0.9), gradzip.TopK(theta=0.8)),
+        ("exchanges", gradzip.QSGD(), gradzip.QSGD(exchange="scatter_reduce")),
+    ):
+        results[name] = message(Job(other if rank == 1 else mine).step, rank, 0)
+    results["names"] = message(Job(gradzip.QSGD(), names=rank != 1).step, rank, 0)
+    for static in (False, True):
+        job = Job(Damaging(), static_graph=static)
+        job.state.load_state_dict({"method": "Damaging", "states": {"layers.3": {"step": 2}}})
+        results[f"first step, static_graph={static}"] = message(job.step, rank, 0)
+
+    first, second = Job(gradzip.QSGD(), names=False), Layers([torch.zeros(40, 30)])
+    ddp = DistributedDataParallel(second)
+    ddp.register_comm_hook(first.state, gradzip.ddp.hook)
+    first.step(rank, 0)
+    results["shared"] = message(lambda: ddp([torch.ones(40, 30)]).backward())
+
+    job = Job(gradzip.DGC())
+    job.state.load_state_dict({"method": "DGC", "states": {"layers.0": {"step": 1, "residual": torch.zeros(5, 5)}}})
+    results["foreign state"] = message(job.step, rank, 0)
+    return results
+
+
+def die(rank, folder):
+    """Rank 1 is killed while its gradients are awaited; what others see, and when, goes to a file."""
+    job = Job(gradzip.TopK(theta=0.9))
+    for step in range(2):  # after that, nothing but gradients is exchanged
+        job.step(rank, step)
+
+    def kill(grads):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    begin = time.monotonic()
+    error = message(lambda: job.step(rank, 2, change=kill))
+    Path(folder, f"died{rank}").write_text(f"{time.monotonic() - begin} {error}")
+
+
+def main():
+    folder, *names = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if names == ["die"]:
+        die(rank, folder)
+        return
+    results = {name: SCENARIOS[name](rank, size) for name in names or SCENARIOS}
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,400 @@
+"""The DDP front end in real `torchrun` jobs, against the same method in a LocalGroup."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradzip
+from launch import HERE, scenarios, torchrun
+
+if not dist.is_available():
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+from ddp_worker import DTYPES, METHODS, OPTIONS, SHAPES, STEPS, THETAS, gradient
+
+WORLDS = [2, 3]
+ALL = range(len(SHAPES))
+COMPRESSED = [i for i, s in enumerate(SHAPES) if len(s) > 1 and torch.Size(s).numel() >= 1024]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def world(request, tmp_path_factory):
+    size = request.param
+    return size, scenarios(size, "ddp_worker.py", tmp_path_factory.mktemp(f"world{size}"), run=torchrun)
+
+
+def gradients(ranks, step, index, dtype=torch.float32):
+    return [gradient(r, step, index, *SHAPES[index], dtype=dtype) for r in ranks]
+
+
+class PerParameter:
+    """What methods make of each parameter by itself."""
+
+    def __init__(self, compressor, size, name="layers.{}"):
+        self.group = gradzip.LocalGroup(compressor, size)
+        self.name = name
+
+    def average(self, grads, buckets):
+        """grads: {index: of all ranks}."""
+        return {i: self.group.average(of_ranks, self.name.format(i))[0] for i, of_ranks in grads.items()}
+
+
+class Flat:
+    """What a method without memory makes of buckets as one vector."""
+
+    def __init__(self, compressor, size):
+        self.compressor = compressor
+
+    def average(self, grads, buckets):
+        averages = {}
+        for members in ([i for i in bucket if i in grads] for bucket in buckets):
+            if members:
+                joined = [
+                    torch.cat([g.reshape(1, -1) for g in of_rank], 1) for of_rank in zip(*map(grads.get, members))
+                ]
+                parts = gradzip.simulate(self.compressor, joined)[0].split([grads[i][0].numel() for i in members], 1)
+                averages |= {i: part.view(grads[i][0].shape) for i, part in zip(members, parts)}
+        return averages
+
+
+class TopK:
+    """Top-k with error feedback in plain torch: residuals by parameter, selection over a bucket."""
+
+    def __init__(self, theta, size):
+        self.theta = theta
+        self.step = 0
+        self.residuals = [{} for _ in range(size)]
+
+    def average(self, grads, buckets):
+        theta = self.theta(self.step) if callable(self.theta) else self.theta
+        self.step += 1
+        averages = {i: torch.zeros(of_ranks[0].shape) for i, of_ranks in grads.items()}
+        for members in ([i for i in bucket if i in grads] for bucket in buckets):
+            for rank, residuals in enumerate(self.residuals if members else []):
+                corrected = torch.cat([(grads[i][rank] + residuals.get(i, 0.0)).view(-1) for i in members])
+                kept = corrected.abs().argsort(descending=True)[: max(1, round((1 - theta) * corrected.numel()))]
+                sent = torch.zeros_like(corrected).index_copy(0, kept, corrected[kept])
+                numels = [grads[i][rank].numel() for i in members]
+                for i, s, left in zip(members, sent.split(numels), (corrected - sent).split(numels)):
+                    averages[i] += s.view(averages[i].shape) / len(self.residuals)
+                    residuals[i] = left.view(averages[i].shape)
+        return averages
+
+
+def reference(spec, size):
+    """[(indices, who averages them)] of a method; the bypassed are averaged as they are."""
+    if spec.startswith("fft-range"):
+        return [(COMPRESSED, Flat(gradzip.parse(spec), size))]
+    if spec.startswith("topk"):
+        return [(COMPRESSED, TopK(0.9, size))]
+    if spec.startswith("per-layer"):
+        rest = [i for i in ALL if i not in (2, 3, 5)]
+        return [
+            ([2, 3], TopK(0.9, size)),
+            ([5], PerParameter(gradzip.QSGD(exchange="scatter_reduce"), size)),
+            (rest, PerParameter(gradzip.DGC(), size)),
+        ]
+    return [(ALL, PerParameter(gradzip.parse(spec), size))]
+
+
+def expected(references, ranks, buckets, steps=STEPS, dtypes=None, indices=ALL):
+    """The averages of each step, by index; bypassed ones that no reference knows as plain means."""
+    results = []
+    for step in range(steps):
+        dtypes = dtypes or [torch.float32] * len(SHAPES)
+        grads = {i: gradients(ranks, step, i, dtypes[i]) for i in indices}
+        averages = {i: sum(of_ranks) / len(ranks) for i, of_ranks in grads.items()}
+        for members, method in references:
+            averages |= method.average({i: grads[i] for i in members if i in grads}, buckets[step])
+        results.append(averages)
+    return results
+
+
+def assert_equal(of_ranks, wanted, exact=COMPRESSED, ulps=4):
+    """All ranks have the same bits in all steps: the wanted ones, or, where gloo adds up in an order of its own, or the
+    reference does, those to rounding."""
+    for run in of_ranks:
+        assert len(run) == len(wanted)
+        for averages, first, want in zip(run, of_ranks[0], wanted):
+            for i, average in want.items():
+                assert torch.equal(averages[i], first[i])
+                if i in exact:
+                    assert torch.equal(averages[i], average), i
+                else:
+                    rounding = ulps * torch.finfo(average.dtype).eps
+                    torch.testing.assert_close(averages[i], average, rtol=rounding, atol=rounding)
+
+
+def bypassed(spec, index):
+    return gradzip.parse(spec).bypasses(torch.empty(SHAPES[index]))
+
+
+def runs(of_ranks, *keys):
+    for key in keys:
+        of_ranks = [of_rank[key] for of_rank in of_ranks]
+    assert all(of_rank["buckets"] == of_ranks[0]["buckets"] for of_rank in of_ranks)
+    return [of_rank["averages"] for of_rank in of_ranks], of_ranks[0]["buckets"]
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_methods(world, spec):
+    size, results = world
+    averages, buckets = runs(results["methods"], spec)
+    assert [len(step) for step in buckets] == [1, 3, 3, 3]
+    references = reference(spec, size)
+    wanted = expected(references, range(size), buckets)
+    summed = spec.startswith(("none", "fp16", "randomk", "powersgd", "acpsgd"))
+    inexact = summed or spec.startswith("topk")
+    if spec.startswith("fp16"):  # of three, gloo may round in another order
+        for steps in averages:
+            assert all(torch.equal(a, b) for s, t in zip(steps, averages[0]) for a, b in zip(s, t))
+            eps = torch.finfo(gradzip.parse(spec).dtype).eps
+            torch.testing.assert_close(steps[-1], [*wanted[-1].values()], rtol=size * eps, atol=size * eps)
+    else:
+        exact = [0, 5, 6, 7] if spec.startswith("per-layer") else [i for i in COMPRESSED if not bypassed(spec, i)]
+        # Low-rank averages pass through factors and their orthogonalization before they differ.
+        assert_equal(averages, wanted, [] if inexact else exact, ulps=64 if spec in ("powersgd", "acpsgd") else 4)
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_bytes_sent(world, spec):
+    """Payloads, 16 bytes for each exchange, some padding where lengths vary, and once what all must have in common."""
+    size, results = world
+    if any(isinstance(method, (Flat, TopK)) for _, method in reference(spec, size)):
+        return
+    group = gradzip.LocalGroup(gradzip.parse(spec), size)
+    for step in range(STEPS):
+        for i in ALL:
+            group.average(gradients(range(size), step, i), f"layers.{i}")
+    for run in results["methods"]:
+        configuration = 600 + len(repr(gradzip.parse(spec)))
+        spare = run[spec]["sent"] - group.bytes_sent
+        assert run[spec]["dense"] == STEPS * sum(4 * torch.Size(s).numel() for s in SHAPES)
+        if spec in ("none", "fp16", "randomk:theta=0.9"):
+            assert 0 < spare < configuration
+        elif spec in ("signsgd", "onebit"):  # always as long: a gather in the first step, three in the others
+            assert 0 < spare - 16 * (1 + 3 * 3) < configuration
+        else:
+            parts = size if "scatter" in spec else 1
+            gathers = 1 + 3 * 3
+            varying = 0.5 if spec == "atomo" else 0.1  # from step to step, and from rank to rank
+            assert 0 < spare < configuration + 16 * gathers * (parts + 1) + varying * group.bytes_sent
+
+
+@pytest.mark.parametrize("which", range(len(OPTIONS)), ids=str)
+def test_options_of_ddp(world, which):
+    size, results = world
+    averages, buckets = runs(results["options"], which)
+    references = [([2, 3], TopK(0.9, size)), (ALL, PerParameter(gradzip.TernGrad(), size))]
+    wanted = expected(references[::-1], range(size), buckets)
+    assert_equal(averages, wanted, [i for i in COMPRESSED if i not in (2, 3)])
+
+
+def test_nothing_is_lost_of_what_is_fed_back(world):
+    """Averages and mean residual add up to the mean gradients: over rebuilt buckets, checkpoints, owners of shards."""
+    size, results = world
+    for spec in results["feedback"][0]:
+        averages, residuals, buckets = zip(*[of_rank[spec] for of_rank in results["feedback"]])
+        assert buckets[0] == 3
+        for i in COMPRESSED:
+            assert all(torch.equal(a[i], b[i]) for run in averages for a, b in zip(run, averages[0]))
+            total = sum(step[i] for step in averages[0]) + sum(r[f"layers.{i}"] for r in residuals) / size
+            # As many steps again from the checkpoint.
+            want = sum(sum(gradients(range(size), step, i)) for step in range(2 * STEPS)) / size
+            torch.testing.assert_close(total, want, rtol=1e-5, atol=2e-5)
+            assert residuals[0][f"layers.{i}"].norm() > 0.1 * want.norm()
+
+
+def test_training_goes_on_from_a_checkpoint(world):
+    _, results = world
+    for of_rank in results["resumed"]:
+        for (without, with_, names), named in zip(of_rank, (True, False)):
+            for i in ALL:  # in the first step after it, buckets are those of a new model: gloo adds up in another order
+                rounding = 0 if i in COMPRESSED else 1e-6
+                torch.testing.assert_close(without[i], with_[i], rtol=rounding, atol=rounding)
+            assert names == [f"layers.{i}" if named else str(i) for i in ALL]
+
+
+def test_accumulated_gradients(world):
+    size, results = world
+    group = PerParameter(gradzip.QSGD(), size)
+    grads = {i: [a + b for a, b in zip(gradients(range(size), 0, i), gradients(range(size), 1, i))] for i in ALL}
+    wanted = [group.average(grads, None) for _ in range(2)][1]
+    assert_equal([[averages] for averages in results["accumulated"]], [wanted])
+
+
+def test_unused_parameters(world):
+    size, results = world
+    group = PerParameter(gradzip.QSGD(), size)
+    wanted = []
+    for step in range(2):
+        grads = {i: gradients(range(size), step, i) for i in ALL if i != 5}
+        grads[3][0].zero_()
+        wanted.append(group.average(grads, None))
+    assert_equal(results["unused"], wanted)
+    assert all(averages[5] is None for run in results["unused"] for averages in run)
+
+
+def test_frozen_parameters(world):
+    size, results = world
+    averages, buckets = runs(results["frozen"])
+    trained = [i for i in ALL if i not in (0, 4)]
+    compressed = [i for i in trained if i in COMPRESSED]
+    assert_equal(averages, expected([(compressed, TopK(0.9, size))], range(size), buckets, indices=trained), [])
+    assert all(step[i] is None for run in averages for step in run for i in (0, 4))
+
+
+def test_mixed_dtypes(world):
+    size, results = world
+    averages, buckets = runs(results["mixed"])
+    assert len(buckets[-1]) >= 4
+    references = [(ALL, PerParameter(gradzip.QSGD(), size))]
+    assert_equal(averages, expected(references, range(size), buckets, dtypes=DTYPES))
+
+
+def test_strides_are_kept(world):
+    size, results = world
+    shapes = [(32, 16, 3, 3), (50, 60), (64, 64)]
+    for which, compressor in enumerate((gradzip.FFTRange(theta=0.5), gradzip.NoCompression())):
+        averages, buckets = runs(results["strides"], which)
+        wanted = []
+        for step in range(STEPS):
+            grads = {i: [gradient(r, step, i, *s) for r in range(size)] for i, s in enumerate(shapes)}
+            wanted.append(Flat(compressor, size).average(grads, buckets[step] if which == 0 else [[0], [1], [2]]))
+        assert_equal(averages, wanted, range(3) if which == 0 else [])
+        assert all(all(of_rank[which]["strides"]) for of_rank in results["strides"])
+
+
+def test_a_group_of_one(world):
+    size, results = world
+    for spec in results["alone"][0]:
+        for rank in range(size):
+            (averages,), buckets = runs(results["alone"][rank : rank + 1], spec)
+            wanted = expected(reference(spec, 1), [rank], buckets)
+            assert_equal([averages], wanted, ALL)
+
+
+def test_a_group_of_some_ranks(world):
+    size, results = world
+    assert results["subset"][0] is None
+    averages, buckets = runs(results["subset"][1:])
+    references = [(ALL, PerParameter(gradzip.QSGD(exchange="scatter_reduce"), size - 1))]
+    assert_equal(averages, expected(references, range(1, size), buckets))
+
+
+def test_two_models_in_one_backward_pass(world):
+    size, results = world
+    for model, name in enumerate(("{}", "model1.{}")):
+        wanted = expected([(ALL, PerParameter(gradzip.TernGrad(), size, name))], range(size), [None] * STEPS)
+        assert_equal([[step[model] for step in run] for run in results["two_models"]], wanted)
+
+
+def test_ranks_that_run_out_of_data(world):
+    size, results = world
+    for rank, run in enumerate(results["joined"]):
+        assert len(run) == 3 + rank
+        for step, averages in enumerate(run):
+            for i, average in enumerate(averages):
+                active = [r for r in range(size) if step < 3 + r]
+                want = sum(gradients(active, step, i)) / size
+                assert torch.equal(average, results["joined"][-1][step][i])
+                torch.testing.assert_close(average, want, rtol=1e-6, atol=1e-6)
+
+
+def test_payloads_that_outgrow_the_last_ones(world):
+    size, results = world
+    averages, buckets = runs(results["growing"])
+    theta = gradzip.StepSchedule(THETAS)
+    assert_equal(averages, expected([(COMPRESSED, TopK(theta, size))], range(size), buckets, steps=8), [])
+
+
+def test_a_non_finite_gradient_of_one_rank(world):
+    _, results = world
+    names = {f"layers.{i}" for i in COMPRESSED}
+    for of_rank in results["non_finite"]:
+        for spec, (before, spoilt, after) in of_rank.items():
+            # Flat: of all parameters in that bucket.
+            bad = {3, 5} if spec.startswith("topk") else {3}
+            assert spoilt["finite"] == [i not in bad for i in ALL]
+            assert before["finite"] == after["finite"] == [True] * len(SHAPES)
+            assert after["steps"] == {name: 2 if int(name[-1]) in bad else 3 for name in names}
+            if spec != "terngrad":
+                for name in names:
+                    same = torch.equal(before["residuals"][name], spoilt["residuals"][name])
+                    assert same is (int(name[-1]) in bad)
+                    assert not torch.equal(spoilt["residuals"][name], after["residuals"][name])
+
+
+def test_errors_are_raised_by_backward(world):
+    size, results = world
+    for of_rank in results["errors"]:
+        corrupt = f"PayloadError: Damaging, parameter 'layers.3': from rank 1 of {size}: corrupt payload: its checksum"
+        assert of_rank["damaged"][:2] == ["no error"] * 2 and of_rank["damaged"][2].startswith(corrupt)
+        for static in (False, True):
+            assert of_rank[f"first step, static_graph={static}"].startswith(corrupt)
+        assert "of an unknown parameter" in of_rank["shared"] and "HookState of its own" in of_rank["shared"]
+        assert (
+            of_rank["foreign state"].startswith("ValueError: ") and "parameter 'layers.0'" in of_rank["foreign state"]
+        )
+
+
+def test_ranks_configured_differently_are_named_in_the_first_step(world):
+    _, results = world
+    for of_rank in results["errors"]:
+        for what, words in {
+            "methods": ("rank 1 compresses with TopK(", "rank 0 with QSGD("),
+            "arguments": ("rank 1", "theta=0.8", "rank 0", "theta=0.9"),
+            "exchanges": ("rank 1", "exchange='scatter_reduce'", "rank 0", "exchange='gather'"),
+            "names": ("parameter 'layers.0': rank 1 has no such parameter, rank 0 has float32[64, 64]",),
+        }.items():
+            assert of_rank[what].startswith("RuntimeError: ") and all(w in of_rank[what] for w in words)
+
+
+def test_a_killed_rank_is_an_error_on_the_others(tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    environment = dict(
+        os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    command = [sys.executable, str(HERE / "ddp_worker.py"), str(tmp_path), "die"]
+    ranks = [
+        subprocess.Popen(command, env=dict(environment, RANK=str(r), WORLD_SIZE="3"), stderr=subprocess.DEVNULL)
+        for r in range(3)
+    ]
+    try:
+        for process in ranks:
+            process.wait(timeout=100)
+    finally:
+        for process in ranks:
+            process.kill()
+    assert ranks[1].returncode == -9 and not (tmp_path / "died1").exists()
+    for rank in (0, 2):
+        seconds, error = (tmp_path / f"died{rank}").read_text().split(" ", 1)
+        assert "Error: " in error and float(seconds) < 60  # the group's timeout
+
+
+def test_what_is_no_compressor_is_refused():
+    with pytest.raises(TypeError, match="HookState: got 4, expected a compressor"):
+        gradzip.ddp.HookState(4)
+    weights = [("w", torch.zeros(2)), ("w", torch.zeros(2))]
+    with pytest.raises(ValueError, match="equal names"):
+        gradzip.ddp.HookState(gradzip.TopK(), named_parameters=weights)
+
+
+def test_capacity_follows_the_longest_part():
+    from gradzip.engines.torch import _next_capacity
+
+    assert _next_capacity(0, 1600) == 1600  # nothing is known of how lengths vary
+    assert _next_capacity(1600, 1600) == 1600
+    assert _next_capacity(1600, 1632) == 1664 and _next_capacity(1600, 16000) == 17008
+    capacity = 16000
+    for _ in range(40):
+        smaller = _next_capacity(capacity, 1600)
+        assert 1600 <= smaller <= capacity and smaller % 16 == 0
+        capacity = smaller
+    assert capacity < 1.1 * 1600
