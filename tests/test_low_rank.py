@@ -75,12 +75,12 @@ def test_settle(simd, threads, n, c, r):
 
 @pytest.mark.parametrize("columns", [1024, 1025])
 def test_large_matrices_settle_as_their_rows_do(simd, threads, columns):
-    n, r = 1200, 3  # more than 2^20 elements, which are written past the cache where lines are whole
+    n, r = 4100, 3  # more than 2^22 elements, which are written past the cache where lines are whole
     corrected, p, sent_p, q = (torch.randn(s) for s in ((n, columns), (n, r), (n, r), (columns, r)))
     m, e = corrected.clone(), torch.full((n, columns), float("nan"))
     ops.low_rank_settle(m, e, sent_p, q, p, q)
     product = ops.low_rank_expand(p, q)
-    for rows in (slice(0, 601), slice(601, n)):
+    for rows in (slice(0, 2001), slice(2001, n)):
         gradient, residual = corrected[rows].clone(), torch.empty_like(corrected[rows])
         ops.low_rank_settle(gradient, residual, sent_p[rows], q, p[rows], q)
         assert torch.equal(gradient, m[rows]) and torch.equal(residual, e[rows])

@@ -17,7 +17,7 @@ constexpr int64_t kPanel = 8;  // rows that a transposed product takes at a time
 constexpr int64_t kSplits = 16;  // tasks that a transposed product aims at
 constexpr int64_t kFactor = 1 << 15;  // floats of a factor that an expansion keeps in the cache
 constexpr int64_t kAhead = 8 * kFloats;  // of what an expansion reads, memory is asked for so much earlier
-constexpr int64_t kStream = 1 << 20;  // elements of a matrix that is written past the cache
+constexpr int64_t kStream = 1 << 22;  // elements of a matrix that is written past the cache
 
 // Of the rows of a transposed factor, for the same reason an odd number of vectors.
 int64_t padded(int64_t columns) { return (ceil_div(columns, kFloats) | 1) * kFloats; }
