@@ -30,6 +30,17 @@ std::vector<float> transposed(const float* q, int64_t columns, int64_t rank) {
   return t;
 }
 
+// All lanes s, for vectors of several registers (kHalves): the compiler would make 16 copies one by one. It does not
+// where they are one register, nor for half as many.
+GZ_INLINE Floats all_lanes(float s) {
+  typedef float Half __attribute__((vector_size(32)));
+  const Half half = {s, s, s, s, s, s, s, s};
+  Floats all;
+  std::memcpy(&all, &half, sizeof half);
+  std::memcpy(reinterpret_cast<char*>(&all) + sizeof half, &half, sizeof half);
+  return all;
+}
+
 // Up to 16 floats; those past `count` are 0.
 GZ_INLINE Floats load_some(const float* x, int64_t count) {
   if (count >= kFloats) return load(x);
@@ -124,7 +135,7 @@ GZ_SIMD_DISPATCH(void, project_rows, (Operand x, int64_t first, int64_t last, co
 
 // acc[k, :] += q[i, k] x[i, j..) for I rows of x, K columns of the factor and V vectors of columns of x. Here too the
 // first product reads x.
-template <bool kFirst, int I, int K, int V>
+template <bool kHalves, bool kFirst, int I, int K, int V>
 GZ_INLINE void outer_tile(const Operand& x, int64_t row, int64_t j, int64_t end, const float* q, int64_t rank,
                           float* stage, Floats (&acc)[K][V]) {
 #pragma GCC unroll 2
@@ -139,12 +150,18 @@ GZ_INLINE void outer_tile(const Operand& x, int64_t row, int64_t j, int64_t end,
       else if (rank > K)
         store(staged, value[i]);
 #pragma GCC unroll 4
-      for (int k = 0; k < K; ++k) acc[k][v] += value[i] * q[(row + i) * rank + k];
+      for (int k = 0; k < K; ++k) {
+        const float f = q[(row + i) * rank + k];
+        if constexpr (kHalves)
+          acc[k][v] += value[i] * all_lanes(f);
+        else
+          acc[k][v] += value[i] * f;
+      }
     }
   }
 }
 
-template <bool kFirst, int K, int V>
+template <bool kHalves, bool kFirst, int K, int V>
 GZ_INLINE void outer_columns(const Operand& x, int64_t row, int64_t rows, int64_t j, int64_t end, const float* q,
                              int64_t rank, float* sums, float* stage) {
   Floats acc[K][V];
@@ -153,25 +170,26 @@ GZ_INLINE void outer_columns(const Operand& x, int64_t row, int64_t rows, int64_
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v) acc[k][v] = load(sums + k * kStride + v * kFloats);
   int64_t i = 0;
-  for (; i + 4 <= rows; i += 4) outer_tile<kFirst, 4>(x, row + i, j, end, q, rank, stage + i * kStride, acc);
-  for (; i < rows; ++i) outer_tile<kFirst, 1>(x, row + i, j, end, q, rank, stage + i * kStride, acc);
+  for (; i + 4 <= rows; i += 4) outer_tile<kHalves, kFirst, 4>(x, row + i, j, end, q, rank, stage + i * kStride, acc);
+  for (; i < rows; ++i) outer_tile<kHalves, kFirst, 1>(x, row + i, j, end, q, rank, stage + i * kStride, acc);
 #pragma GCC unroll 4
   for (int k = 0; k < K; ++k)
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v) store(sums + k * kStride + v * kFloats, acc[k][v]);
 }
 
-template <bool kFirst, int K>
+template <bool kHalves, bool kFirst, int K>
 GZ_INLINE void outer_rows(const Operand& x, int64_t row, int64_t rows, int64_t begin, int64_t end, const float* q,
                           int64_t rank, float* sums, float* stage) {
   int64_t j = begin;
   for (; j + 2 * kFloats <= end; j += 2 * kFloats, sums += 2 * kFloats, stage += 2 * kFloats)
-    outer_columns<kFirst, K, 2>(x, row, rows, j, end, q, rank, sums, stage);
+    outer_columns<kHalves, kFirst, K, 2>(x, row, rows, j, end, q, rank, sums, stage);
   for (; j < end; j += kFloats, sums += kFloats, stage += kFloats)
-    outer_columns<kFirst, K, 1>(x, row, rows, j, end, q, rank, sums, stage);
+    outer_columns<kHalves, kFirst, K, 1>(x, row, rows, j, end, q, rank, sums, stage);
 }
 
 // sums[k, j - begin] = x[:, j] . q[:, k] for columns [begin, end) over rows [first, last); sums is (rank, kStride).
+template <bool kHalves>
 GZ_INLINE void project_columns_body(Operand x, int64_t first, int64_t last, int64_t begin, int64_t end, const float* q,
                                     int64_t rank, float* sums) {
   float stage[kPanel * kStride];
@@ -180,17 +198,30 @@ GZ_INLINE void project_columns_body(Operand x, int64_t first, int64_t last, int6
     const int64_t rows = i + kPanel < last ? kPanel : last - i;
     int64_t k = rank < 4 ? 1 : 4;
     if (rank < 4)
-      outer_rows<true, 1>(x, i, rows, begin, end, q, rank, sums, stage);
+      outer_rows<kHalves, true, 1>(x, i, rows, begin, end, q, rank, sums, stage);
     else
-      outer_rows<true, 4>(x, i, rows, begin, end, q, rank, sums, stage);
-    for (; k + 4 <= rank; k += 4) outer_rows<false, 4>(x, i, rows, begin, end, q + k, rank, sums + k * kStride, stage);
-    for (; k < rank; ++k) outer_rows<false, 1>(x, i, rows, begin, end, q + k, rank, sums + k * kStride, stage);
+      outer_rows<kHalves, true, 4>(x, i, rows, begin, end, q, rank, sums, stage);
+    for (; k + 4 <= rank; k += 4)
+      outer_rows<kHalves, false, 4>(x, i, rows, begin, end, q + k, rank, sums + k * kStride, stage);
+    for (; k < rank; ++k) outer_rows<kHalves, false, 1>(x, i, rows, begin, end, q + k, rank, sums + k * kStride, stage);
   }
 }
-GZ_SIMD_DISPATCH(void, project_columns,
-                 (Operand x, int64_t first, int64_t last, int64_t begin, int64_t end, const float* q, int64_t rank,
-                  float* sums),
-                 (x, first, last, begin, end, q, rank, sums))
+void project_columns_scalar(Operand x, int64_t first, int64_t last, int64_t begin, int64_t end, const float* q,
+                            int64_t rank, float* sums) {
+  project_columns_body<true>(x, first, last, begin, end, q, rank, sums);
+}
+GZ_AVX2 void project_columns_avx2(Operand x, int64_t first, int64_t last, int64_t begin, int64_t end, const float* q,
+                                  int64_t rank, float* sums) {
+  project_columns_body<true>(x, first, last, begin, end, q, rank, sums);
+}
+GZ_AVX512 void project_columns_avx512(Operand x, int64_t first, int64_t last, int64_t begin, int64_t end,
+                                      const float* q, int64_t rank, float* sums) {
+  project_columns_body<false>(x, first, last, begin, end, q, rank, sums);
+}
+GZ_SIMD_SELECT(void, project_columns,
+               (Operand x, int64_t first, int64_t last, int64_t begin, int64_t end, const float* q, int64_t rank,
+                float* sums),
+               (x, first, last, begin, end, q, rank, sums))
 
 void project_transposed(const Operand& x, int64_t rows, const float* q, int64_t rank, float* out, int threads) {
   // Blocks of columns, and where those are few, parts of the rows too: their sums are added in order.
@@ -247,22 +278,28 @@ struct Expansion {
   }
 };
 
-template <int I, int V>
+template <bool kHalves, int I, int V>
 GZ_INLINE void multiply_tile(const Expansion& x, const Product& factors, int64_t row, int64_t j, Floats (&acc)[I][V]) {
   for (int64_t k = 0; k < x.rank; ++k) {
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v) {
       const Floats factor = load(factors.t + k * padded(x.columns) + j + v * kFloats);
 #pragma GCC unroll 4
-      for (int i = 0; i < I; ++i) acc[i][v] += factor * factors.p[(row + i) * x.rank + k];
+      for (int i = 0; i < I; ++i) {
+        const float f = factors.p[(row + i) * x.rank + k];
+        if constexpr (kHalves)
+          acc[i][v] += factor * all_lanes(f);
+        else
+          acc[i][v] += factor * f;
+      }
     }
   }
 }
 
-template <int I, int V>
+template <bool kHalves, int I, int V>
 GZ_INLINE void expand_tile(const Expansion& x, int64_t row, int64_t j) {
   Floats acc[I][V] = {};
-  multiply_tile(x, x.first, row, j, acc);
+  multiply_tile<kHalves>(x, x.first, row, j, acc);
 #pragma GCC unroll 4
   for (int i = 0; i < I; ++i)
 #pragma GCC unroll 2
@@ -278,7 +315,7 @@ GZ_INLINE void expand_tile(const Expansion& x, int64_t row, int64_t j) {
     for (int i = 0; i < I; ++i)
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) acc[i][v] = Floats{};
-    multiply_tile(x, x.second, row, j, acc);
+    multiply_tile<kHalves>(x, x.second, row, j, acc);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < I; ++i)
@@ -289,24 +326,28 @@ GZ_INLINE void expand_tile(const Expansion& x, int64_t row, int64_t j) {
     }
 }
 
-template <int I>
+template <bool kHalves, int I>
 GZ_INLINE void expand_row_group(const Expansion& x, int64_t row, int64_t begin, int64_t end) {
   int64_t j = begin;
-  for (; j + 2 * kFloats <= end; j += 2 * kFloats) expand_tile<I, 2>(x, row, j);
-  for (; j < end; j += kFloats) expand_tile<I, 1>(x, row, j);
+  for (; j + 2 * kFloats <= end; j += 2 * kFloats) expand_tile<kHalves, I, 2>(x, row, j);
+  for (; j < end; j += kFloats) expand_tile<kHalves, I, 1>(x, row, j);
 }
 
+template <bool kHalves>
 GZ_INLINE void expand_rows_body(Expansion x, int64_t first, int64_t last) {
   const int64_t width = (kFactor / (2 * kFloats) / (x.rank + 1) + 1) * 2 * kFloats;
   for (int64_t begin = 0; begin < x.columns; begin += width) {
     const int64_t end = begin + width < x.columns ? begin + width : x.columns;
     int64_t i = first;
-    for (; i + 4 <= last; i += 4) expand_row_group<4>(x, i, begin, end);
-    for (; i < last; ++i) expand_row_group<1>(x, i, begin, end);
+    for (; i + 4 <= last; i += 4) expand_row_group<kHalves, 4>(x, i, begin, end);
+    for (; i < last; ++i) expand_row_group<kHalves, 1>(x, i, begin, end);
   }
   if (x.stream) _mm_sfence();
 }
-GZ_SIMD_DISPATCH(void, expand_rows, (Expansion x, int64_t first, int64_t last), (x, first, last))
+void expand_rows_scalar(Expansion x, int64_t first, int64_t last) { expand_rows_body<true>(x, first, last); }
+GZ_AVX2 void expand_rows_avx2(Expansion x, int64_t first, int64_t last) { expand_rows_body<true>(x, first, last); }
+GZ_AVX512 void expand_rows_avx512(Expansion x, int64_t first, int64_t last) { expand_rows_body<false>(x, first, last); }
+GZ_SIMD_SELECT(void, expand_rows, (Expansion x, int64_t first, int64_t last), (x, first, last))
 
 // Rows of one task: some 2^15 elements, and whole groups of four.
 int64_t task_rows(int64_t columns) { return std::max<int64_t>(1, kChunk / std::max<int64_t>(columns, 1) / 4) * 4; }
