@@ -73,6 +73,20 @@ def test_settle(simd, threads, n, c, r):
             assert torch.equal(again, m) and torch.equal(residual, e)
 
 
+@pytest.mark.parametrize("columns", [1024, 1025])
+def test_large_matrices_settle_as_their_rows_do(simd, threads, columns):
+    n, r = 4100, 3  # more than 2^22 elements, which are written past the cache where lines are whole
+    corrected, p, sent_p, q = (torch.randn(s) for s in ((n, columns), (n, r), (n, r), (columns, r)))
+    m, e = corrected.clone(), torch.full((n, columns), float("nan"))
+    ops.low_rank_settle(m, e, sent_p, q, p, q)
+    product = ops.low_rank_expand(p, q)
+    for rows in (slice(0, 2001), slice(2001, n)):
+        gradient, residual = corrected[rows].clone(), torch.empty_like(corrected[rows])
+        ops.low_rank_settle(gradient, residual, sent_p[rows], q, p[rows], q)
+        assert torch.equal(gradient, m[rows]) and torch.equal(residual, e[rows])
+    assert torch.equal(product, m)
+
+
 def test_bits_depend_on_neither_threads_nor_instructions(simd):
     generator = torch.Generator().manual_seed(1)
     n, c, r = 1500, 1100, 6
@@ -141,6 +155,8 @@ def test_errors():
         ops.low_rank_project(m, e, q, out=torch.zeros(6, 2))
     with pytest.raises(ValueError, match=r"q: got shape \(6, 2\), expected \(n, 3\)"):
         ops.low_rank_subtract(e, torch.zeros(4, 3), q)
+    with pytest.raises(ValueError, match="factor: got 0 columns, expected at least 1"):
+        ops.low_rank_project(m, e, torch.zeros(6, 0))
     p = torch.zeros(4, 2)
     with pytest.raises(ValueError, match=r"sent_p: got shape \(4, 3\), expected \(4, 2\)"):
         ops.low_rank_settle(m, e, torch.zeros(4, 3), q, p, q)

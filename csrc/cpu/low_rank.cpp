@@ -15,6 +15,9 @@ constexpr int64_t kColumns = 1024;  // of a block: as much of a factor as stays 
 constexpr int64_t kStride = kColumns + kFloats;  // of its rows: a power of two would put them all in one cache set
 constexpr int64_t kPanel = 8;  // rows that a transposed product takes at a time
 constexpr int64_t kSplits = 16;  // tasks that a transposed product aims at
+constexpr int64_t kFactor = 1 << 15;  // floats of a factor that an expansion keeps in the cache
+constexpr int64_t kAhead = 8 * kFloats;  // of what an expansion reads, memory is asked for so much earlier
+constexpr int64_t kStream = 1 << 22;  // elements of a matrix that is written past the cache
 
 // Of the rows of a transposed factor, for the same reason an odd number of vectors.
 int64_t padded(int64_t columns) { return (ceil_div(columns, kFloats) | 1) * kFloats; }
@@ -25,6 +28,17 @@ std::vector<float> transposed(const float* q, int64_t columns, int64_t rank) {
   for (int64_t k = 0; k < rank; ++k)
     for (int64_t j = 0; j < columns; ++j) t[k * padded(columns) + j] = q[j * rank + k];
   return t;
+}
+
+// All lanes s, for vectors of several registers (kHalves): the compiler would make 16 copies one by one. It does not
+// where they are one register, nor for half as many.
+GZ_INLINE Floats all_lanes(float s) {
+  typedef float Half __attribute__((vector_size(32)));
+  const Half half = {s, s, s, s, s, s, s, s};
+  Floats all;
+  std::memcpy(&all, &half, sizeof half);
+  std::memcpy(reinterpret_cast<char*>(&all) + sizeof half, &half, sizeof half);
+  return all;
 }
 
 // Up to 16 floats; those past `count` are 0.
@@ -46,37 +60,44 @@ struct Operand {
   const float* m;
   float* e;  // or null
   int64_t columns;
+
+  // Up to 16 columns of I rows, from j to no further than `end`; those past it are 0. To be read once: it makes the sum.
+  // Nothing is stored before all is loaded: rows of 2^k columns start at the same place of a page, and a load that
+  // follows a store to such a place waits for it.
+  template <int I>
+  GZ_INLINE void read(int64_t row, int64_t j, int64_t end, Floats (&v)[I]) const {
+    const int64_t at = row * columns + j, count = end - j;
+#pragma GCC unroll 4
+    for (int i = 0; i < I; ++i) v[i] = load_some(m + at + i * columns, count);
+    if (!e) return;
+#pragma GCC unroll 4
+    for (int i = 0; i < I; ++i) v[i] += load_some(e + at + i * columns, count);
+#pragma GCC unroll 4
+    for (int i = 0; i < I; ++i) store_some(e + at + i * columns, v[i], count);
+  }
 };
 
-// Reads x[row.., begin..end) from memory, once, to rows of kStride floats; spare lanes of the last vector are 0.
-GZ_INLINE void stage_rows(const Operand& x, int64_t row, int64_t rows, int64_t begin, int64_t end, float* stage) {
-  for (int64_t i = 0; i < rows; ++i, stage += kStride) {
-    const int64_t base = (row + i) * x.columns;
-    for (int64_t j = begin; j < end; j += kFloats) {
-      Floats v = load_some(x.m + base + j, end - j);
-      if (x.e) {
-        v += load_some(x.e + base + j, end - j);
-        store_some(x.e + base + j, v, end - j);
-      }
-      store(stage + j - begin, v);
-    }
-  }
-}
-
-// out[i, k] += stage[i, :] . t[k, :] for I rows and K columns of the factor.
-template <int I, int K>
-GZ_INLINE void dot_tile(const float* stage, int64_t columns, const float* t, int64_t t_stride, float* out,
-                        int64_t rank) {
+// out[i, k] += x[i, begin..end) . t[k, begin..end) for I rows and K columns of the factor. The first such product reads
+// the rows, and the multiplications cost little while it waits for memory; it leaves them in `stage` for the others.
+template <bool kFirst, int I, int K>
+GZ_INLINE void dot_tile(const Operand& x, int64_t row, int64_t begin, int64_t end, const float* t, float* out,
+                        int64_t rank, float* stage) {
   Floats acc[I][K] = {};
-  for (int64_t j = 0; j < columns; j += kFloats) {
+  for (int64_t j = begin; j < end; j += kFloats) {
     Floats factor[K];
 #pragma GCC unroll 4
-    for (int k = 0; k < K; ++k) factor[k] = load(t + k * t_stride + j);
+    for (int k = 0; k < K; ++k) factor[k] = load(t + k * padded(x.columns) + j);
+    Floats v[I];
+    if (kFirst) x.read(row, j, end, v);
 #pragma GCC unroll 4
     for (int i = 0; i < I; ++i) {
-      const Floats v = load(stage + i * kStride + j);
+      float* staged = stage + i * kStride + j - begin;
+      if (!kFirst)
+        v[i] = load(staged);
+      else if (rank > K)
+        store(staged, v[i]);
 #pragma GCC unroll 4
-      for (int k = 0; k < K; ++k) acc[i][k] += v * factor[k];
+      for (int k = 0; k < K; ++k) acc[i][k] += v[i] * factor[k];
     }
   }
 #pragma GCC unroll 4
@@ -92,72 +113,115 @@ GZ_INLINE void dot_rows(const Operand& x, int64_t row, const float* t, float* ou
   for (int64_t i = 0; i < I * rank; ++i) out[i] = 0.0f;
   for (int64_t begin = 0; begin < x.columns; begin += kColumns) {
     const int64_t end = begin + kColumns < x.columns ? begin + kColumns : x.columns;
-    stage_rows(x, row, I, begin, end, stage);
-    int64_t k = 0;
-    for (; k + 4 <= rank; k += 4) dot_tile<I, 4>(stage, end - begin, t + k * stride + begin, stride, out + k, rank);
-    for (; k < rank; ++k) dot_tile<I, 1>(stage, end - begin, t + k * stride + begin, stride, out + k, rank);
+    int64_t k = rank < 4 ? 1 : 4;
+    if (rank < 4)
+      dot_tile<true, I, 1>(x, row, begin, end, t, out, rank, stage);
+    else
+      dot_tile<true, I, 4>(x, row, begin, end, t, out, rank, stage);
+    for (; k + 4 <= rank; k += 4) dot_tile<false, I, 4>(x, row, begin, end, t + k * stride, out + k, rank, stage);
+    for (; k < rank; ++k) dot_tile<false, I, 1>(x, row, begin, end, t + k * stride, out + k, rank, stage);
   }
 }
 
 // out[i, :] = x[i, :] q for rows [first, last).
-GZ_INLINE void project_rows_body(const Operand& x, int64_t first, int64_t last, const float* t, float* out,
-                                 int64_t rank) {
+GZ_INLINE void project_rows_body(Operand x, int64_t first, int64_t last, const float* t, float* out, int64_t rank) {
   float stage[4 * kStride];
   int64_t i = first;
   for (; i + 4 <= last; i += 4) dot_rows<4>(x, i, t, out, rank, stage);
   for (; i < last; ++i) dot_rows<1>(x, i, t, out, rank, stage);
 }
-GZ_SIMD_DISPATCH(void, project_rows,
-                 (const Operand& x, int64_t first, int64_t last, const float* t, float* out, int64_t rank),
+GZ_SIMD_DISPATCH(void, project_rows, (Operand x, int64_t first, int64_t last, const float* t, float* out, int64_t rank),
                  (x, first, last, t, out, rank))
 
-// sums[k, :] += q[i, k] stage[i, :] over the rows, K columns of the factor and V vectors of columns.
-template <int K, int V>
-GZ_INLINE void outer_tile(const float* stage, int64_t rows, const float* q, int64_t rank, float* sums) {
+// acc[k, :] += q[i, k] x[i, j..) for I rows of x, K columns of the factor and V vectors of columns of x. Here too the
+// first product reads x.
+template <bool kHalves, bool kFirst, int I, int K, int V>
+GZ_INLINE void outer_tile(const Operand& x, int64_t row, int64_t j, int64_t end, const float* q, int64_t rank,
+                          float* stage, Floats (&acc)[K][V]) {
+#pragma GCC unroll 2
+  for (int v = 0; v < V; ++v) {
+    Floats value[I];
+    if (kFirst) x.read(row, j + v * kFloats, end, value);
+#pragma GCC unroll 4
+    for (int i = 0; i < I; ++i) {
+      float* staged = stage + i * kStride + v * kFloats;
+      if (!kFirst)
+        value[i] = load(staged);
+      else if (rank > K)
+        store(staged, value[i]);
+#pragma GCC unroll 4
+      for (int k = 0; k < K; ++k) {
+        const float f = q[(row + i) * rank + k];
+        if constexpr (kHalves)
+          acc[k][v] += value[i] * all_lanes(f);
+        else
+          acc[k][v] += value[i] * f;
+      }
+    }
+  }
+}
+
+template <bool kHalves, bool kFirst, int K, int V>
+GZ_INLINE void outer_columns(const Operand& x, int64_t row, int64_t rows, int64_t j, int64_t end, const float* q,
+                             int64_t rank, float* sums, float* stage) {
   Floats acc[K][V];
 #pragma GCC unroll 4
   for (int k = 0; k < K; ++k)
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v) acc[k][v] = load(sums + k * kStride + v * kFloats);
-  for (int64_t i = 0; i < rows; ++i) {
-#pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) {
-      const Floats value = load(stage + i * kStride + v * kFloats);
-#pragma GCC unroll 4
-      for (int k = 0; k < K; ++k) acc[k][v] += value * q[i * rank + k];
-    }
-  }
+  int64_t i = 0;
+  for (; i + 4 <= rows; i += 4) outer_tile<kHalves, kFirst, 4>(x, row + i, j, end, q, rank, stage + i * kStride, acc);
+  for (; i < rows; ++i) outer_tile<kHalves, kFirst, 1>(x, row + i, j, end, q, rank, stage + i * kStride, acc);
 #pragma GCC unroll 4
   for (int k = 0; k < K; ++k)
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v) store(sums + k * kStride + v * kFloats, acc[k][v]);
 }
 
-template <int K>
-GZ_INLINE void outer_rows(const float* stage, int64_t rows, int64_t columns, const float* q, int64_t rank,
-                          float* sums) {
-  int64_t j = 0;
-  for (; j + 2 * kFloats <= columns; j += 2 * kFloats) outer_tile<K, 2>(stage + j, rows, q, rank, sums + j);
-  for (; j < columns; j += kFloats) outer_tile<K, 1>(stage + j, rows, q, rank, sums + j);
+template <bool kHalves, bool kFirst, int K>
+GZ_INLINE void outer_rows(const Operand& x, int64_t row, int64_t rows, int64_t begin, int64_t end, const float* q,
+                          int64_t rank, float* sums, float* stage) {
+  int64_t j = begin;
+  for (; j + 2 * kFloats <= end; j += 2 * kFloats, sums += 2 * kFloats, stage += 2 * kFloats)
+    outer_columns<kHalves, kFirst, K, 2>(x, row, rows, j, end, q, rank, sums, stage);
+  for (; j < end; j += kFloats, sums += kFloats, stage += kFloats)
+    outer_columns<kHalves, kFirst, K, 1>(x, row, rows, j, end, q, rank, sums, stage);
 }
 
 // sums[k, j - begin] = x[:, j] . q[:, k] for columns [begin, end) over rows [first, last); sums is (rank, kStride).
-GZ_INLINE void project_columns_body(const Operand& x, int64_t first, int64_t last, int64_t begin, int64_t end,
-                                    const float* q, int64_t rank, float* sums) {
+template <bool kHalves>
+GZ_INLINE void project_columns_body(Operand x, int64_t first, int64_t last, int64_t begin, int64_t end, const float* q,
+                                    int64_t rank, float* sums) {
   float stage[kPanel * kStride];
   for (int64_t i = 0; i < rank * kStride; ++i) sums[i] = 0.0f;
   for (int64_t i = first; i < last; i += kPanel) {
     const int64_t rows = i + kPanel < last ? kPanel : last - i;
-    stage_rows(x, i, rows, begin, end, stage);
-    int64_t k = 0;
-    for (; k + 4 <= rank; k += 4) outer_rows<4>(stage, rows, end - begin, q + i * rank + k, rank, sums + k * kStride);
-    for (; k < rank; ++k) outer_rows<1>(stage, rows, end - begin, q + i * rank + k, rank, sums + k * kStride);
+    int64_t k = rank < 4 ? 1 : 4;
+    if (rank < 4)
+      outer_rows<kHalves, true, 1>(x, i, rows, begin, end, q, rank, sums, stage);
+    else
+      outer_rows<kHalves, true, 4>(x, i, rows, begin, end, q, rank, sums, stage);
+    for (; k + 4 <= rank; k += 4)
+      outer_rows<kHalves, false, 4>(x, i, rows, begin, end, q + k, rank, sums + k * kStride, stage);
+    for (; k < rank; ++k) outer_rows<kHalves, false, 1>(x, i, rows, begin, end, q + k, rank, sums + k * kStride, stage);
   }
 }
-GZ_SIMD_DISPATCH(void, project_columns,
-                 (const Operand& x, int64_t first, int64_t last, int64_t begin, int64_t end, const float* q,
-                  int64_t rank, float* sums),
-                 (x, first, last, begin, end, q, rank, sums))
+void project_columns_scalar(Operand x, int64_t first, int64_t last, int64_t begin, int64_t end, const float* q,
+                            int64_t rank, float* sums) {
+  project_columns_body<true>(x, first, last, begin, end, q, rank, sums);
+}
+GZ_AVX2 void project_columns_avx2(Operand x, int64_t first, int64_t last, int64_t begin, int64_t end, const float* q,
+                                  int64_t rank, float* sums) {
+  project_columns_body<true>(x, first, last, begin, end, q, rank, sums);
+}
+GZ_AVX512 void project_columns_avx512(Operand x, int64_t first, int64_t last, int64_t begin, int64_t end,
+                                      const float* q, int64_t rank, float* sums) {
+  project_columns_body<false>(x, first, last, begin, end, q, rank, sums);
+}
+GZ_SIMD_SELECT(void, project_columns,
+               (Operand x, int64_t first, int64_t last, int64_t begin, int64_t end, const float* q, int64_t rank,
+                float* sums),
+               (x, first, last, begin, end, q, rank, sums))
 
 void project_transposed(const Operand& x, int64_t rows, const float* q, int64_t rank, float* out, int threads) {
   // Blocks of columns, and where those are few, parts of the rows too: their sums are added in order.
@@ -181,6 +245,15 @@ void project_transposed(const Operand& x, int64_t rows, const float* q, int64_t 
   });
 }
 
+// Past the cache: a line that is written whole need not be read first. Four stores fill it as well as one of 64 bytes,
+// and need no AVX. `x` is a multiple of 64 bytes.
+GZ_INLINE void stream_store(float* x, const Floats& v) {
+  float stage[kFloats];
+  store(stage, v);
+#pragma GCC unroll 4
+  for (int i = 0; i < kFloats; i += 4) _mm_stream_ps(x + i, _mm_loadu_ps(stage + i));
+}
+
 // p q^T, with q transposed to t.
 struct Product {
   const float *p, *t;
@@ -192,35 +265,49 @@ struct Expansion {
   Product first;
   const float* from;
   float* out;
-  Product second;
-  float* m;
+  Product second = {};
+  float* m = nullptr;
+  bool stream = false;  // write past the cache
 
   bool twice() const { return second.p != first.p || second.t != first.t; }
+  GZ_INLINE void put(float* to, const Floats& v, int64_t count) const {
+    if (stream)
+      stream_store(to, v);
+    else
+      store_some(to, v, count);
+  }
 };
 
-template <int I, int V>
+template <bool kHalves, int I, int V>
 GZ_INLINE void multiply_tile(const Expansion& x, const Product& factors, int64_t row, int64_t j, Floats (&acc)[I][V]) {
   for (int64_t k = 0; k < x.rank; ++k) {
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v) {
       const Floats factor = load(factors.t + k * padded(x.columns) + j + v * kFloats);
 #pragma GCC unroll 4
-      for (int i = 0; i < I; ++i) acc[i][v] += factor * factors.p[(row + i) * x.rank + k];
+      for (int i = 0; i < I; ++i) {
+        const float f = factors.p[(row + i) * x.rank + k];
+        if constexpr (kHalves)
+          acc[i][v] += factor * all_lanes(f);
+        else
+          acc[i][v] += factor * f;
+      }
     }
   }
 }
 
-template <int I, int V>
+template <bool kHalves, int I, int V>
 GZ_INLINE void expand_tile(const Expansion& x, int64_t row, int64_t j) {
-  const int64_t count = V == 1 ? x.columns - j : kFloats;  // floats of a vector that are there
   Floats acc[I][V] = {};
-  multiply_tile(x, x.first, row, j, acc);
+  multiply_tile<kHalves>(x, x.first, row, j, acc);
 #pragma GCC unroll 4
   for (int i = 0; i < I; ++i)
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v) {
-      const int64_t at = (row + i) * x.columns + j + v * kFloats;
-      store_some(x.out + at, x.from ? load_some(x.from + at, count) - acc[i][v] : acc[i][v], count);
+      const int64_t column = j + v * kFloats, at = (row + i) * x.columns + column;
+      const int64_t count = V == 1 ? x.columns - column : kFloats;
+      if (x.from) __builtin_prefetch(x.from + at + kAhead);
+      x.put(x.out + at, x.from ? load_some(x.from + at, count) - acc[i][v] : acc[i][v], count);
     }
   if (!x.m) return;
   if (x.twice()) {
@@ -228,35 +315,46 @@ GZ_INLINE void expand_tile(const Expansion& x, int64_t row, int64_t j) {
     for (int i = 0; i < I; ++i)
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) acc[i][v] = Floats{};
-    multiply_tile(x, x.second, row, j, acc);
+    multiply_tile<kHalves>(x, x.second, row, j, acc);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < I; ++i)
 #pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) store_some(x.m + (row + i) * x.columns + j + v * kFloats, acc[i][v], count);
+    for (int v = 0; v < V; ++v) {
+      const int64_t column = j + v * kFloats;
+      x.put(x.m + (row + i) * x.columns + column, acc[i][v], V == 1 ? x.columns - column : kFloats);
+    }
 }
 
-template <int I>
+template <bool kHalves, int I>
 GZ_INLINE void expand_row_group(const Expansion& x, int64_t row, int64_t begin, int64_t end) {
   int64_t j = begin;
-  for (; j + 2 * kFloats <= end; j += 2 * kFloats) expand_tile<I, 2>(x, row, j);
-  for (; j < end; j += kFloats) expand_tile<I, 1>(x, row, j);
+  for (; j + 2 * kFloats <= end; j += 2 * kFloats) expand_tile<kHalves, I, 2>(x, row, j);
+  for (; j < end; j += kFloats) expand_tile<kHalves, I, 1>(x, row, j);
 }
 
-GZ_INLINE void expand_rows_body(const Expansion& x, int64_t first, int64_t last) {
-  for (int64_t begin = 0; begin < x.columns; begin += kColumns) {
-    const int64_t end = begin + kColumns < x.columns ? begin + kColumns : x.columns;
+template <bool kHalves>
+GZ_INLINE void expand_rows_body(Expansion x, int64_t first, int64_t last) {
+  const int64_t width = (kFactor / (2 * kFloats) / (x.rank + 1) + 1) * 2 * kFloats;
+  for (int64_t begin = 0; begin < x.columns; begin += width) {
+    const int64_t end = begin + width < x.columns ? begin + width : x.columns;
     int64_t i = first;
-    for (; i + 4 <= last; i += 4) expand_row_group<4>(x, i, begin, end);
-    for (; i < last; ++i) expand_row_group<1>(x, i, begin, end);
+    for (; i + 4 <= last; i += 4) expand_row_group<kHalves, 4>(x, i, begin, end);
+    for (; i < last; ++i) expand_row_group<kHalves, 1>(x, i, begin, end);
   }
+  if (x.stream) _mm_sfence();
 }
-GZ_SIMD_DISPATCH(void, expand_rows, (const Expansion& x, int64_t first, int64_t last), (x, first, last))
+void expand_rows_scalar(Expansion x, int64_t first, int64_t last) { expand_rows_body<true>(x, first, last); }
+GZ_AVX2 void expand_rows_avx2(Expansion x, int64_t first, int64_t last) { expand_rows_body<true>(x, first, last); }
+GZ_AVX512 void expand_rows_avx512(Expansion x, int64_t first, int64_t last) { expand_rows_body<false>(x, first, last); }
+GZ_SIMD_SELECT(void, expand_rows, (Expansion x, int64_t first, int64_t last), (x, first, last))
 
 // Rows of one task: some 2^15 elements, and whole groups of four.
 int64_t task_rows(int64_t columns) { return std::max<int64_t>(1, kChunk / std::max<int64_t>(columns, 1) / 4) * 4; }
 
-void expand(const Expansion& x, int64_t rows, int threads) {
+void expand(Expansion x, int64_t rows, int threads) {
+  const auto aligned = [](const float* to) { return reinterpret_cast<uintptr_t>(to) % sizeof(Floats) == 0; };
+  x.stream = rows * x.columns >= kStream && x.columns % kFloats == 0 && aligned(x.out) && aligned(x.m);
   parallel_chunks(rows, task_rows(x.columns), threads,
                   [&](int64_t, int64_t first, int64_t last) { expand_rows(x, first, last); });
 }
@@ -275,7 +373,7 @@ void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, c
 void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, const float* from,
                      float* out, int threads) {
   const auto t = transposed(q, columns, rank);
-  expand({columns, rank, {p, t.data()}, from, out, {}, nullptr}, rows, threads);
+  expand({columns, rank, {p, t.data()}, from, out}, rows, threads);
 }
 
 void low_rank_settle(float* m, float* e, const float* sent_p, const float* sent_q, const float* p, const float* q,

@@ -79,7 +79,7 @@ int range_float_decode(const RangeFloat& format, const int32_t* codes, int64_t n
 
 // --- low_rank.cpp
 // e += m, unless e is null; then out = x q (or x^T q where `transpose`), x being e, or m where e is null. m and e are
-// rows x columns, q columns x rank (rows x rank), out rows x rank (columns x rank), all row-major. One pass.
+// rows x columns, q columns x rank (rows x rank), out rows x rank (columns x rank), all row-major; rank >= 1. One pass.
 void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, const float* q, int64_t rank,
                       bool transpose, float* out, int threads);
 // out = p q^T, or from - p q^T unless `from` is null; `from` may be out. p is rows x rank, q columns x rank.

@@ -84,7 +84,7 @@ void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, c
   Arena arena(workspace);
   const Partials partials(arena, cut, padded_rank(rank));
   Gradient x{m, e, rows, columns, columns % 4 == 0 && aligned(m) && aligned(e)};
-  for (int64_t first = 0; first < rank || first == 0; first += kLowRankMost) {
+  for (int64_t first = 0; first < rank; first += kLowRankMost) {
     const int64_t count = rank - first < kLowRankMost ? rank - first : kLowRankMost;
     const Factor factor{q, transpose ? rows : columns, rank, first, int(count)};
     const int padded = padded_rank(count);

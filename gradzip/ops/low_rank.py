@@ -58,6 +58,8 @@ def low_rank_project(
         e = _written(e, "low_rank_project: e", rows, columns, m.device)
     factor = _matrix(factor, "low_rank_project: factor", rows if transpose else columns, device=m.device)
     rank = factor.shape[1]
+    if rank == 0:
+        raise ValueError("low_rank_project: factor: got 0 columns, expected at least 1")
     out = _result(out, "low_rank_project: out", columns if transpose else rows, rank, m.device)
     arguments = (
         m.data_ptr(),
