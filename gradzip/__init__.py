@@ -31,6 +31,7 @@ from .methods import (
     TopK,
     parse,
 )
+from .monitor import ReplicaMonitor
 from .ops import PayloadError
 from .schedule import DiminishingTheta, StepSchedule
 
@@ -59,6 +60,7 @@ __all__ = [
     "PerLayer",
     "PowerSGD",
     "RandomK",
+    "ReplicaMonitor",
     "SignSGD",
     "State",
     "StepSchedule",

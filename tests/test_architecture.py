@@ -17,7 +17,7 @@ LAYERS = [
     ["collectives", "schedule"],
     ["compressor"],
     ["methods", "engines"],
-    ["agreement", "checkpoint", "joint"],
+    ["agreement", "checkpoint", "joint", "monitor"],
     ["elastic"],
     ["horovod", "ddp"],
     ["cli", "__init__", "__main__"],
