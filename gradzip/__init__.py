@@ -7,7 +7,7 @@ True
 """
 
 from . import horovod, ops
-from .collectives import AllToAll, Broadcast, Gather, Mean, Traffic, fused
+from .collectives import AllToAll, Broadcast, Gather, Mean, RingSum, Traffic, fused
 from .compressor import Compressor, GatherCompressor, State
 from .engines.local import LocalGroup, roundtrip, simulate
 from .methods import (
@@ -49,6 +49,7 @@ __all__ = [
     "PayloadError",
     "PerLayer",
     "RandomK",
+    "RingSum",
     "SignSGD",
     "State",
     "StepSchedule",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,7 +58,41 @@ class Broadcast:
     tensor: Tensor
 
 
-Collective = Mean | Gather | AllToAll | Broadcast
+@dataclass(frozen=True)
+class RingSum:
+    """Sum over the ranks of segments that are compressed, and decompressed, while others are on the wire.
+
+    Yu et al., GradiVeQ, NeurIPS 2018, Algorithm 1. Answered with None, once every segment was decoded.
+
+    numels: elements of each segment as it travels, the same on all ranks. There may be any number of segments; with as
+    many for each rank as `ring_segments` makes, a rank compresses one while others travel.
+    encode(i): this rank's segment i, contiguous, numels[i] elements of `dtype` on `device`. It is left as it is, and
+    has to stay so until the sum is done.
+    decode(i, total): takes the sum of segment i over the ranks, the same bits on all. The next RingSum may use its
+    memory again. Called once for every segment, in an order of the engine's own.
+    merge(i, partial): for what cannot be summed as it travels: what came of segment i with this rank's added to it, as
+    it travels on. It may not change `partial`. Only the rank where a segment's trip begins is then asked to encode it.
+    None: partial + encode(i), and encode(i) runs while `partial` is downloaded.
+    """
+
+    numels: tuple[int, ...]
+    encode: Callable[[int], Tensor]
+    decode: Callable[[int, Tensor], None]
+    merge: Callable[[int, Tensor], Tensor] | None = None
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def add(self, i: int, partial: Tensor, own: Tensor | None = None) -> Tensor:
+        """`partial` with this rank's segment i in it; it may be overwritten unless there is a `merge`.
+
+        own: encode(i), where that was called already.
+        """
+        if self.merge is not None:
+            return self.merge(i, partial)
+        return partial.add_(self.encode(i) if own is None else own)
+
+
+Collective = Mean | Gather | AllToAll | Broadcast | RingSum
 
 # A method at work: yields collectives, is sent their results, returns the average.
 Routine = Generator[Collective, Any, Any]
@@ -78,6 +113,35 @@ class Traffic:
         return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
 
 
+def sent_nbytes(collective: Collective) -> int:
+    """Bytes that one rank puts on the wire, an all-reduce counted as if each had one peer."""
+    if isinstance(collective, RingSum):
+        return sum(collective.numels) * collective.dtype.itemsize
+    return collective.tensor.numel() * collective.tensor.element_size()
+
+
+# What a segment of a ring weighs on the wire at most: little to wait for at either end, much next to a message's cost.
+SEGMENT_NBYTES = 1 << 17
+
+
+def ring_segments(rows: int, size: int, row_nbytes: float) -> list[slice]:
+    """Cuts rows that are compressed independently into segments for a ring of `size` ranks: equally many for each.
+
+    row_nbytes: what a row weighs on the wire. Segments differ by at most one row.
+
+    >>> ring_segments(7, 2, 4.0)
+    [slice(0, 4, None), slice(4, 7, None)]
+    >>> len(ring_segments(1 << 20, 3, 4.0))  # 4 MiB
+    33
+    """
+    if size < 1:
+        raise ValueError(f"ring_segments: got size = {size}, expected at least 1")
+    per_rank = max(1, -(-int(rows * row_nbytes) // (size * SEGMENT_NBYTES)))
+    count = min(rows, size * per_rank)
+    edges = [-(-rows * i // count) for i in range(count + 1)] if count else []
+    return [slice(begin, end) for begin, end in itertools.pairwise(edges)]
+
+
 def fused(routines: Iterable[Routine]) -> Joint:
     """Tensor fusion: runs routines side by side, and joins what they yield into one collective per round and kind.
 
@@ -95,7 +159,11 @@ def fused(routines: Iterable[Routine]) -> Joint:
             except StopIteration as done:
                 results[i] = done.value
             else:
-                key = (type(collective), collective.tensor.dtype, collective.tensor.device)
+                key: tuple
+                if isinstance(collective, RingSum):
+                    key = (RingSum, collective.dtype, collective.device, collective.merge is None)
+                else:
+                    key = (type(collective), collective.tensor.dtype, collective.tensor.device)
                 wanted.setdefault(key, {})[i] = collective
         if not wanted:
             return [results[i] for i in range(len(members))]
@@ -113,9 +181,35 @@ def _join(group: list[Any]) -> Collective:
         return type(group[0])(torch.cat([c.tensor.reshape(-1) for c in group]))
     if isinstance(group[0], Gather):
         return Gather(torch.cat([c.tensor for c in group]))
+    if isinstance(group[0], RingSum):
+        return _join_rings(group)
     to_ranks = list(zip(*[c.parts for c in group]))
     nbytes = tuple(sum(part.numel() for part in parts) for parts in to_ranks)
     return AllToAll(torch.cat([part for parts in to_ranks for part in parts]), nbytes)
+
+
+def _join_rings(group: list[RingSum]) -> RingSum:
+    owners = [(ring, i) for ring in group for i in range(len(ring.numels))]
+
+    def encode(i: int) -> Tensor:
+        ring, own = owners[i]
+        return ring.encode(own)
+
+    def decode(i: int, total: Tensor) -> None:
+        ring, own = owners[i]
+        ring.decode(own, total)
+
+    def merge(i: int, partial: Tensor) -> Tensor:
+        ring, own = owners[i]
+        return ring.add(own, partial)
+
+    return replace(
+        group[0],
+        numels=tuple(numel for ring in group for numel in ring.numels),
+        encode=encode,
+        decode=decode,
+        merge=None if group[0].merge is None else merge,
+    )
 
 
 def _take_apart(answer: Any, group: list[Any]) -> list[Any]:
@@ -125,5 +219,7 @@ def _take_apart(answer: Any, group: list[Any]) -> list[Any]:
     if isinstance(group[0], (Mean, Broadcast)):
         parts = answer.split([c.tensor.numel() for c in group])
         return [part.view(c.tensor.shape) for part, c in zip(parts, group)]
+    if isinstance(group[0], RingSum):
+        return [None] * len(group)
     from_ranks = [ops.split_payloads(buffer, len(group)) for buffer in answer]
     return [list(payloads) for payloads in zip(*from_ranks)]
