@@ -33,6 +33,10 @@ test: bootstrap ## lint, check types and run the tests; ARGS go to pytest
 bench-kernels: bootstrap ## speed of the primitives against a copy and against torch; ARGS go to benchmarks/kernels.py
 	@$(ENV) python benchmarks/kernels.py $(ARGS)
 
+.PHONY: bench-ring
+bench-ring: bootstrap ## aggregation times in a ring, compressed in three ways; ARGS go to benchmarks/ring.py
+	@$(ENV) python benchmarks/ring.py $(ARGS)
+
 .PHONY: lint
 lint: bootstrap ## check style, types and formatting of Python, C++ and CUDA
 	@$(ENV) ruff check .

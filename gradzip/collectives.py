@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -120,24 +121,27 @@ def sent_nbytes(collective: Collective) -> int:
     return collective.tensor.numel() * collective.tensor.element_size()
 
 
-# What a segment of a ring weighs on the wire at most: little to wait for at either end, much next to a message's cost.
+# A segment of a ring weighs so much on the wire that what a message costs is little beside it. From so many for each
+# rank on they grow instead: a rank hides all but one of them at either end.
 SEGMENT_NBYTES = 1 << 17
+SEGMENTS_PER_RANK = 32
 
 
 def ring_segments(rows: int, size: int, row_nbytes: float) -> list[slice]:
     """Cuts rows that are compressed independently into segments for a ring of `size` ranks: equally many for each.
 
-    row_nbytes: what a row weighs on the wire. Segments differ by at most one row.
+    row_nbytes: what a row weighs on the wire. Segments differ by at most one row, and none is empty: of fewer rows than
+    ranks, there is one for each row.
 
     >>> ring_segments(7, 2, 4.0)
     [slice(0, 4, None), slice(4, 7, None)]
-    >>> len(ring_segments(1 << 20, 3, 4.0))  # 4 MiB
-    33
+    >>> len(ring_segments(1 << 18, 3, 4.0)), len(ring_segments(1 << 30, 3, 4.0))  # 1 MiB, 4 GiB
+    (9, 96)
     """
     if size < 1:
         raise ValueError(f"ring_segments: got size = {size}, expected at least 1")
-    per_rank = max(1, -(-int(rows * row_nbytes) // (size * SEGMENT_NBYTES)))
-    count = min(rows, size * per_rank)
+    per_rank = math.ceil(rows * row_nbytes / (size * SEGMENT_NBYTES))
+    count = min(rows, size * min(max(1, per_rank), SEGMENTS_PER_RANK))
     edges = [-(-rows * i // count) for i in range(count + 1)] if count else []
     return [slice(begin, end) for begin, end in itertools.pairwise(edges)]
 

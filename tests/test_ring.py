@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import gradzip
+from gradzip import ops
 from gradzip.collectives import RingSum, fused, ring_segments, sent_nbytes
 from gradzip.compressor import Key
 from gradzip.engines.local import drive
@@ -163,6 +164,16 @@ def test_compression_and_decompression_come_before_waiting(world):
                 assert at["send", step * count + leaving] < at["received", step * count + arriving]
 
 
+def test_payloads_that_are_cut_off_are_found():
+    x = torch.randn(1024)
+    payload = codec_ring(QSGD, x, [slice(0, 1024)], Key(0, 0, "w", 0)).encode(0)
+    longer = torch.cat([payload, payload.new_zeros(16)])
+    assert torch.equal(ops.first_payload(longer), payload)
+    for nbytes in (0, 47, 48, payload.numel() - 1):
+        with pytest.raises(gradzip.PayloadError, match="truncated"):
+            ops.first_payload(payload[:nbytes])
+
+
 def test_segments_of_a_wrong_size_are_refused(world):
     _, results = world
     for rank, messages in enumerate(results["wrong_size"]):
@@ -249,14 +260,14 @@ def test_damaged_payloads_are_found():
 
 
 def test_segments():
-    for rows in (0, 1, 2, 7, 1000, 99_991):
+    for rows in (0, 1, 2, 7, 1000, 99_991, 1_000_003):
         for size in (1, 2, 3, 5):
             segments = ring_segments(rows, size, 16.0)
-            assert [i for s in segments for i in range(rows)[s]] == list(range(rows))
+            assert [i for s in segments for i in range(s.start, s.stop)] == list(range(rows))
             lengths = [s.stop - s.start for s in segments]
             assert not lengths or (max(lengths) - min(lengths) <= 1 and min(lengths) >= 1)
-            assert len(segments) % size == 0 or len(segments) == rows
-            assert not lengths or 16 * (max(lengths) - 1) < 2**17
+            assert len(segments) % size == 0 or len(segments) == rows < size
+            assert not lengths or 16 * (max(lengths) - 1) < 2**17 or len(segments) == 32 * size
     with pytest.raises(ValueError, match="size = 0"):
         ring_segments(5, 0, 4.0)
 

@@ -276,7 +276,7 @@ def group_from_horovod(process_set: Any = None, timeout: float = 60.0) -> Any:
     store: Any = None
     told: Any = None
     if rank == 0:
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=patience)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
         store.set("token", token)
         everywhere = [
             a.address for of_one in psutil.net_if_addrs().values() for a in of_one if a.family == socket.AF_INET
