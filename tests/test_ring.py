@@ -182,6 +182,15 @@ def test_segments_of_a_wrong_size_are_refused(world):
         assert "not contiguous" in messages[2]
 
 
+def test_ranks_that_run_different_sums_are_told_so(world):
+    size, results = world
+    for rank, message in enumerate(results["different_sums"]):
+        if size == 1:
+            assert message is None
+        else:
+            assert f"rank {rank}: could not" in message and "whether it ran the same sum" in message
+
+
 @pytest.mark.parametrize(("failure", "longest"), [("dies", 1.5), ("stalls", 2.5)])
 def test_a_lost_neighbour_is_an_error_in_time(tmp_path, failure, longest):
     results, statuses = processes(3, "ring_worker.py", tmp_path, failure)

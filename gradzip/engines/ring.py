@@ -8,6 +8,7 @@ import re
 import secrets
 import socket
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,8 @@ class Ring:
     """Runs `RingSum`s over a group: Yu et al., GradiVeQ, NeurIPS 2018, Algorithm 1.
 
     group: a torch.distributed.ProcessGroup, gloo for tensors on the CPU and NCCL for those on a device; or what
-    `group_from_horovod` made. All ranks run the same sums in the same order: nothing is matched by name.
+    `group_from_horovod` made. All ranks run the same sums in the same order: nothing is matched by name. Ranks that run
+    sums of different segments wait for each other until the timeout.
     timeout: seconds to wait for one segment before `RingError`. On a device the host waits for nothing, and the group's
     own timeout counts.
     lockstep: whether a receive begins only with a send, the two as one operation. NCCL needs that, and it is the
@@ -127,6 +129,8 @@ class _Wire:
     def __init__(self, ring: Ring, what: RingSum) -> None:
         self.ring = ring
         self.what = what
+        # Messages of different sums never match: gloo would take a shorter one, and abort the process for a longer one.
+        self.first_tag = zlib.crc32(f"{what.numels}{what.dtype}".encode())
         n, count = ring.size, len(what.numels)
         coming = [
             (step, first + (ring.rank - step - 1) % n) for step in range(2 * n - 2) for first in range(0, count, n)
@@ -171,7 +175,7 @@ class _Wire:
 
     def tag(self, message: tuple[int, int]) -> int:
         step, segment = message
-        return step * len(self.what.numels) + segment
+        return (self.first_tag + step * len(self.what.numels) + segment) % (1 << 31)
 
     def wait(self, action: str, message: tuple[int, int], works: list[Any]) -> None:
         with self.watched(action, message):
@@ -195,7 +199,7 @@ class _Wire:
             raise RingError(
                 f"ring of {ring.size} ranks, rank {ring.rank}: could not {action} segment {message[1]} of "
                 f"{len(self.what.numels)} {peer}, waited {seconds:.1f} s of {ring.timeout:g} ({reason}); see what "
-                "became of that rank, and restart the job"
+                "became of that rank, and whether it ran the same sum, and restart the job"
             ) from error
 
 
