@@ -7,7 +7,7 @@ import datetime
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -70,6 +70,15 @@ def linear(x, size):
         encode=lambda i: slices[segments[i]] @ u,
         decode=lambda i, total: torch.mm(total.view(-1, 6), u.t(), out=slices[segments[i]]),
     )
+
+
+@dataclass
+class Projection(gradzip.Compressor):
+    """A method that yields a RingSum."""
+
+    def reduce(self, grad, state):
+        yield linear(grad, state.size)
+        return grad.div_(state.size)
 
 
 def quantized(rank, size):
@@ -273,12 +282,18 @@ def stock_horovod(ring):
     engine = HorovodEngine(hvd.global_process_set, gradzip.Traffic())
     x = vector(ring.rank, 48 * 1001)
     assert engine.wait(engine.launch(linear(x, ring.size), "linear")) is None
+    parameter = torch.nn.Parameter(torch.zeros(1001, 48))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([parameter], lr=1.0), named_parameters=[("w", parameter)], compression=Projection()
+    )
+    (parameter * vector(ring.rank, 48 * 1001).view(1001, 48)).sum().backward()
+    optimizer.synchronize()
     nothing = plain(torch.empty(0), [])
     assert engine.wait(engine.launch(nothing, "nothing")) is None
     try:
         engine.launch(quantized(ring.rank, ring.size)[1], "quantized")
     except ValueError as error:
-        return [x, engine.traffic.bytes_sent, str(error)]
+        return [x, parameter.grad, engine.traffic.bytes_sent, str(error)]
 
 
 def own_group(folder):

@@ -11,7 +11,7 @@ from gradzip.compressor import Key
 from gradzip.engines.local import drive
 from gradzip.engines.ring import codec_ring
 from launch import processes, scenarios
-from ring_worker import CUTS, LENGTH, QSGD, basis, cut, linear, plain, quantized, vector
+from ring_worker import CUTS, LENGTH, QSGD, Projection, basis, cut, linear, plain, quantized, vector
 
 WORLDS = [1, 2, 3, 5]
 
@@ -219,8 +219,9 @@ def test_beside_horovod(tmp_path):
             torch.testing.assert_close(averages[step], wanted, rtol=1e-5, atol=1e-6)
         assert not of_rings
     exact = together(size, lambda rank: (x := vector(rank, 48 * 1001), linear(x, size)))[0]
-    for x, nbytes, refusal in results["stock_horovod"]:
+    for x, average, nbytes, refusal in results["stock_horovod"]:
         torch.testing.assert_close(x, exact, rtol=0, atol=1e-5)  # added up in another order
+        torch.testing.assert_close(average, exact.view(1001, 48) / size, rtol=0, atol=1e-5)
         assert nbytes == 4 * 6 * 1001
         assert "quantized: a RingSum that merges at every hop on stock Horovod" in refusal
 
@@ -279,6 +280,15 @@ def test_segments():
             assert not lengths or 16 * (max(lengths) - 1) < 2**17 or len(segments) == 32 * size
     with pytest.raises(ValueError, match="size = 0"):
         ring_segments(5, 0, 4.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_method_that_yields_it(size):
+    group = gradzip.LocalGroup(Projection(), size)
+    averages = group.average([vector(rank, 48 * 100).view(100, 48) for rank in range(size)], "w")
+    wanted = together(size, lambda rank: (x := vector(rank, 48 * 100), linear(x, size)))[0] / size
+    assert torch.equal(assert_identical(averages), wanted.view(100, 48))
+    assert group.bytes_sent == 4 * 6 * 100
 
 
 def test_what_a_ring_puts_on_the_wire_counts():
