@@ -123,7 +123,7 @@ def sent_nbytes(collective: Collective) -> int:
 
 # A segment of a ring weighs so much on the wire that what a message costs is little beside it. From so many for each
 # rank on they grow instead: a rank hides all but one of them at either end.
-SEGMENT_NBYTES = 1 << 17
+SEGMENT_NBYTES = 1 << 18
 SEGMENTS_PER_RANK = 32
 
 
@@ -136,7 +136,7 @@ def ring_segments(rows: int, size: int, row_nbytes: float) -> list[slice]:
     >>> ring_segments(7, 2, 4.0)
     [slice(0, 4, None), slice(4, 7, None)]
     >>> len(ring_segments(1 << 18, 3, 4.0)), len(ring_segments(1 << 30, 3, 4.0))  # 1 MiB, 4 GiB
-    (9, 96)
+    (6, 96)
     """
     if size < 1:
         raise ValueError(f"ring_segments: got size = {size}, expected at least 1")

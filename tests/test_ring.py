@@ -115,7 +115,7 @@ def test_other_types(world):
 def test_decode_add_encode_is_within_its_bound(world):
     size, results = world
     got = assert_identical(results["merged"]).double()
-    segments = ring_segments(LENGTH, size, 0.5 * 20)
+    segments = ring_segments(LENGTH, size, 50)
     xs = [vector(rank, LENGTH).double() for rank in range(size)]
     for i, s in enumerate(segments):
         # In the order of the ring: every encoding is off by less than a level, a seventh of the largest of the bucket.
@@ -132,8 +132,8 @@ def test_decode_add_encode_is_within_its_bound(world):
 def test_an_infinite_gradient_is_known_to_all(world):
     size, results = world
     for x, count in results["not_finite"]:
-        last = ring_segments(LENGTH, size, 0.5 * 20)[-1]
-        assert count == len(ring_segments(LENGTH, size, 0.5 * 20))
+        last = ring_segments(LENGTH, size, 50)[-1]
+        assert count == len(ring_segments(LENGTH, size, 50))
         assert x[last].isnan().all() and x[: last.start].isfinite().all()
 
 
@@ -277,7 +277,7 @@ def test_segments():
             lengths = [s.stop - s.start for s in segments]
             assert not lengths or (max(lengths) - min(lengths) <= 1 and min(lengths) >= 1)
             assert len(segments) % size == 0 or len(segments) == rows < size
-            assert not lengths or 16 * (max(lengths) - 1) < 2**17 or len(segments) == 32 * size
+            assert not lengths or 16 * (max(lengths) - 1) < 2**18 or len(segments) == 32 * size
     with pytest.raises(ValueError, match="size = 0"):
         ring_segments(5, 0, 4.0)
 
