@@ -40,6 +40,10 @@ bench-kernels: bootstrap ## speed of the primitives against a copy and against t
 bench-training: bootstrap ## speed of training steps on slow networks; ARGS go to benchmarks/training.py
 	@$(ENV) python benchmarks/training.py $(ARGS)
 
+.PHONY: bench-ring
+bench-ring: bootstrap ## aggregation times in a ring, compressed in three ways; ARGS go to benchmarks/ring.py
+	@$(ENV) python benchmarks/ring.py $(ARGS)
+
 .PHONY: lint
 lint: bootstrap ## check style, types and formatting of Python, C++ and CUDA
 	@$(ENV) ruff check .

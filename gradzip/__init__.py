@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import checkpoint, horovod, ops
 from ._version import __version__ as __version__
-from .collectives import AllToAll, Broadcast, Gather, Mean, Traffic, fused
+from .collectives import AllToAll, Broadcast, Gather, Mean, RingSum, Traffic, fused
 from .compressor import Compressor, GatherCompressor, State
 from .engines.local import LocalGroup, roundtrip, simulate
 from .methods import (
@@ -61,6 +61,7 @@ __all__ = [
     "PowerSGD",
     "RandomK",
     "ReplicaMonitor",
+    "RingSum",
     "SignSGD",
     "State",
     "StepSchedule",

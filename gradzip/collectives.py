@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,7 +65,41 @@ class Broadcast:
     tensor: Tensor
 
 
-Collective = Mean | Gather | AllToAll | Broadcast
+@dataclass(frozen=True)
+class RingSum:
+    """Sum over the ranks of segments that are compressed, and decompressed, while others are on the wire.
+
+    Yu et al., GradiVeQ, NeurIPS 2018, Algorithm 1. Answered with None, once every segment was decoded.
+
+    numels: elements of each segment as it travels, the same on all ranks. There may be any number of segments; with as
+    many for each rank as `ring_segments` makes, a rank compresses one while others travel.
+    encode(i): this rank's segment i, contiguous, numels[i] elements of `dtype` on `device`. It is left as it is, and
+    has to stay so until the sum is done.
+    decode(i, total): takes the sum of segment i over the ranks, the same bits on all. The next RingSum may use its
+    memory again. Called once for every segment, in an order of the engine's own.
+    merge(i, partial): for what cannot be summed as it travels: what came of segment i with this rank's added to it, as
+    it travels on. It may not change `partial`. Only the rank where a segment's trip begins is then asked to encode it.
+    None: partial + encode(i), and encode(i) runs while `partial` is downloaded.
+    """
+
+    numels: tuple[int, ...]
+    encode: Callable[[int], Tensor]
+    decode: Callable[[int, Tensor], None]
+    merge: Callable[[int, Tensor], Tensor] | None = None
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def add(self, i: int, partial: Tensor, own: Tensor | None = None) -> Tensor:
+        """`partial` with this rank's segment i in it; it may be overwritten unless there is a `merge`.
+
+        own: encode(i), where that was called already.
+        """
+        if self.merge is not None:
+            return self.merge(i, partial)
+        return partial.add_(self.encode(i) if own is None else own)
+
+
+Collective = Mean | Gather | AllToAll | Broadcast | RingSum
 
 # A method at work: yields collectives, is sent their results, returns the average.
 Routine = Generator[Collective, Any, Any]
@@ -82,6 +118,38 @@ class Traffic:
     @property
     def ratio(self) -> float:
         return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
+
+
+def sent_nbytes(collective: Collective) -> int:
+    """Bytes that one rank puts on the wire, an all-reduce counted as if each had one peer."""
+    if isinstance(collective, RingSum):
+        return sum(collective.numels) * collective.dtype.itemsize
+    return collective.tensor.numel() * collective.tensor.element_size()
+
+
+# A segment of a ring weighs so much on the wire that what a message costs is little beside it. From so many for each
+# rank on they grow instead: a rank hides all but one of them at either end.
+SEGMENT_NBYTES = 1 << 18
+SEGMENTS_PER_RANK = 32
+
+
+def ring_segments(rows: int, size: int, row_nbytes: float) -> list[slice]:
+    """Cuts rows that are compressed independently into segments for a ring of `size` ranks: equally many for each.
+
+    row_nbytes: what a row weighs on the wire. Segments differ by at most one row, and none is empty: of fewer rows than
+    ranks, there is one for each row.
+
+    >>> ring_segments(7, 2, 4.0)
+    [slice(0, 4, None), slice(4, 7, None)]
+    >>> len(ring_segments(1 << 18, 3, 4.0)), len(ring_segments(1 << 30, 3, 4.0))  # 1 MiB, 4 GiB
+    (6, 96)
+    """
+    if size < 1:
+        raise ValueError(f"ring_segments: got size = {size}, expected at least 1")
+    per_rank = math.ceil(rows * row_nbytes / (size * SEGMENT_NBYTES))
+    count = min(rows, size * min(max(1, per_rank), SEGMENTS_PER_RANK))
+    edges = [-(-rows * i // count) for i in range(count + 1)] if count else []
+    return [slice(begin, end) for begin, end in itertools.pairwise(edges)]
 
 
 def fused(routines: Iterable[Routine]) -> Joint:
@@ -115,7 +183,11 @@ class Round:
             except StopIteration as done:
                 results[key] = done.value
             else:
-                kind = (type(collective), collective.tensor.dtype, collective.tensor.device)
+                kind: tuple
+                if isinstance(collective, RingSum):
+                    kind = (RingSum, collective.dtype, collective.device, collective.merge is None)
+                else:
+                    kind = (type(collective), collective.tensor.dtype, collective.tensor.device)
                 self._groups.setdefault(kind, {})[key] = collective
         return results
 
@@ -141,6 +213,8 @@ def _join(group: list[Any]) -> Collective:
         return type(group[0])(torch.cat([t.reshape(-1) for t in tensors]) if joined is None else joined)
     if isinstance(group[0], Gather):
         return Gather(torch.cat([c.tensor for c in group]), sum(c.count for c in group))
+    if isinstance(group[0], RingSum):
+        return _join_rings(group)
     to_ranks = list(zip(*[c.parts for c in group]))
     nbytes = tuple(sum(part.numel() for part in parts) for parts in to_ranks)
     return AllToAll(torch.cat([part for parts in to_ranks for part in parts]), nbytes)
@@ -157,6 +231,30 @@ def adjacent(tensors: list[Tensor]) -> Tensor | None:
     return first.as_strided((end - first.storage_offset(),), (1,))
 
 
+def _join_rings(group: list[RingSum]) -> RingSum:
+    owners = [(ring, i) for ring in group for i in range(len(ring.numels))]
+
+    def encode(i: int) -> Tensor:
+        ring, own = owners[i]
+        return ring.encode(own)
+
+    def decode(i: int, total: Tensor) -> None:
+        ring, own = owners[i]
+        ring.decode(own, total)
+
+    def merge(i: int, partial: Tensor) -> Tensor:
+        ring, own = owners[i]
+        return ring.add(own, partial)
+
+    return replace(
+        group[0],
+        numels=tuple(numel for ring in group for numel in ring.numels),
+        encode=encode,
+        decode=decode,
+        merge=None if group[0].merge is None else merge,
+    )
+
+
 def _take_apart(answer: Any, group: list[Any]) -> list[Any]:
     """The answers of each, from that of the joined collective."""
     if len(group) == 1:
@@ -164,5 +262,7 @@ def _take_apart(answer: Any, group: list[Any]) -> list[Any]:
     if isinstance(group[0], (Mean, Broadcast)):
         parts = answer.split([c.tensor.numel() for c in group])
         return [part.view(c.tensor.shape) for part, c in zip(parts, group)]
+    if isinstance(group[0], RingSum):
+        return [None] * len(group)
     from_ranks = [ops.split_payloads(buffer, len(group)) for buffer in answer]
     return [list(payloads) for payloads in zip(*from_ranks)]

@@ -65,3 +65,29 @@ def why_not_shaped():
 
 _REASON = why_not_shaped()
 needs_network = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
+
+
+def processes(ranks, script, folder, *names, timeout=120):
+    """Runs a script of this folder in `ranks` processes that meet in a folder, where each saves its results; returns
+    {name: [of rank 0, ...]}, None for ranks that saved none, and the exit statuses."""
+    environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", WORLD_SIZE=str(ranks))
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / script), str(folder), *names], env=environment | {"RANK": str(rank)},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        outputs = [job.communicate(timeout=timeout)[0] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    saved = [Path(folder) / f"{rank}.pt" for rank in range(ranks)]
+    of_ranks = [torch.load(path, weights_only=True) if path.exists() else None for path in saved]
+    first = next((results for results in of_ranks if results is not None), None)
+    assert first is not None, "\n".join(outputs)[-8000:]
+    return (
+        {name: [results and results[name] for results in of_ranks] for name in first},
+        [job.returncode for job in jobs],
+    )

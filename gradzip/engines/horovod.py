@@ -8,7 +8,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from ..collectives import AllToAll, Broadcast, Collective, Gather, Traffic
+from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, Traffic
 
 # What Horovod's all-reduce takes of the floating-point types.
 _ALLREDUCE_DTYPES = (torch.float16, torch.float32, torch.float64)
@@ -52,6 +52,8 @@ class HorovodEngine:
 
     def launch(self, collective: Collective, name: str) -> Pending:
         """Starts a collective; every rank must give it the same name."""
+        if isinstance(collective, RingSum):
+            return self._launch_ring_sum(collective, name)
         tensor = self.wire(collective.tensor)
         if isinstance(collective, Gather):
             return Pending(collective, hvd.allgather_async(tensor, name=name, process_set=self.process_set))
@@ -64,6 +66,18 @@ class HorovodEngine:
         handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Average, process_set=self.process_set)
         return Pending(collective, handle)
 
+    def _launch_ring_sum(self, ring: RingSum, name: str) -> Pending:
+        """The same sum as one all-reduce: stock Horovod sends nothing from one rank to another."""
+        if ring.merge is not None:
+            raise ValueError(
+                f"{name}: a RingSum that merges at every hop on stock Horovod, which can only add; run it with "
+                "gradzip.engines.ring.Ring(group_from_horovod())"
+            )
+        encoded = [ring.encode(i).reshape(-1) for i in range(len(ring.numels))]
+        tensor = self.wire(torch.cat(encoded) if encoded else torch.empty(0, dtype=ring.dtype, device=ring.device))
+        handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, process_set=self.process_set)
+        return Pending(ring, handle)
+
     def wait(self, pending: Pending) -> Any:
         """The answer of a started collective."""
         result = hvd.synchronize(pending.handle)
@@ -72,4 +86,9 @@ class HorovodEngine:
         if isinstance(pending.collective, AllToAll):
             received, nbytes = result
             return list(received.split(nbytes.tolist()))
+        if isinstance(pending.collective, RingSum):
+            ring = pending.collective
+            for i, total in enumerate(result.to(ring.dtype).split(list(ring.numels))):
+                ring.decode(i, total)
+            return None
         return result.to(pending.collective.tensor.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..collectives import AllToAll, Broadcast, Collective, Gather, Joint, Routine
+from ..collectives import AllToAll, Broadcast, Collective, Gather, Joint, RingSum, Routine, sent_nbytes
 from ..compressor import Compressor
 
 
@@ -16,12 +16,14 @@ def run(collectives: Sequence[Collective]) -> list:
     kinds = {type(c) for c in collectives}
     if len(kinds) != 1:
         raise RuntimeError(f"ranks ask for different collectives: {sorted(k.__name__ for k in kinds)}")
+    if kinds == {RingSum}:
+        return _ring_sum([c for c in collectives if isinstance(c, RingSum)])
     if kinds == {AllToAll}:
         sent = [c.parts for c in collectives if isinstance(c, AllToAll)]
         if any(len(parts) != len(sent) for parts in sent):
             raise RuntimeError(f"an all-to-all of {len(sent)} ranks: got {[len(p) for p in sent]} parts, one per rank")
         return [list(received) for received in zip(*sent)]
-    tensors = [c.tensor for c in collectives]
+    tensors = [c.tensor for c in collectives if not isinstance(c, RingSum)]
     if kinds == {Gather}:
         return [list(tensors) for _ in tensors]
     if kinds == {Broadcast}:
@@ -31,6 +33,20 @@ def run(collectives: Sequence[Collective]) -> list:
         total += tensor
     total /= len(tensors)
     return [total.clone() for _ in tensors]
+
+
+def _ring_sum(rings: Sequence[RingSum]) -> list[None]:
+    """Each segment starts at another rank and is added up around the ring: the bits of `engines.ring`."""
+    size = len(rings)
+    if len({ring.numels for ring in rings}) != 1:
+        raise RuntimeError(f"a ring of {size} ranks: got segments of {[r.numels for r in rings]}, expected equal ones")
+    for i in range(len(rings[0].numels)):
+        total = rings[i % size].encode(i).clone()
+        for hop in range(1, size):
+            total = rings[(i + hop) % size].add(i, total)
+        for ring in rings:
+            ring.decode(i, total)
+    return [None] * size
 
 
 def drive(routines: Sequence[Routine | Joint]) -> list:
@@ -96,7 +112,7 @@ def _counted(routine: Routine, compressor: Compressor) -> Routine:
             collective = routine.send(answer)
         except StopIteration as done:
             return done.value
-        compressor.traffic.bytes_sent += collective.tensor.numel() * collective.tensor.element_size()
+        compressor.traffic.bytes_sent += sent_nbytes(collective)
         answer = yield collective
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
-from ..collectives import AllToAll, Broadcast, Collective, Gather, Mean, Traffic
+from ..collectives import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, Traffic
+from .ring import Ring
 
 _PREFIX = 16  # bytes before a part: its length, and the longest that its sender sends to anyone (int64)
 
@@ -47,8 +49,16 @@ class TorchEngine:
         self.size = group.size()
         self._capacities: dict[Hashable, int] = {}
 
+    @cached_property
+    def ring(self) -> Ring:
+        """For sums around a ring: on a group of its own, where nothing else comes between."""
+        ranks = dist.get_process_group_ranks(self.group)
+        return Ring(dist.new_group(ranks, use_local_synchronization=True), traffic=self.traffic)
+
     def launch(self, collective: Collective, slot: Hashable) -> Pending:
         """Starts a collective. slot: names what is alike in length from step to step; the same on all ranks."""
+        if isinstance(collective, RingSum):
+            return _Rotation(self, collective)
         if self.size == 1:
             return _Alone(self, collective)
         if isinstance(collective, (Gather, AllToAll)):
@@ -62,10 +72,25 @@ class TorchEngine:
         return [bytes(received.tolist()) for received in pending.answer()]
 
 
-class _Alone:
-    """Any collective of a group of one."""
+class _Rotation:
+    """A sum around the ring, which runs while it is waited for: all its work is done by whoever waits."""
 
-    def __init__(self, engine: TorchEngine, collective: Collective) -> None:
+    def __init__(self, engine: TorchEngine, ring: RingSum) -> None:
+        self._engine = engine
+        self._ring = ring
+
+    def extend(self) -> bool:
+        self._engine.ring.run(self._ring)
+        return False
+
+    def answer(self) -> None:
+        return None
+
+
+class _Alone:
+    """Any other collective of a group of one."""
+
+    def __init__(self, engine: TorchEngine, collective: Mean | Gather | AllToAll | Broadcast) -> None:
         self._collective = collective
         engine.traffic.bytes_sent += collective.tensor.nbytes
 

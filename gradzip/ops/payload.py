@@ -204,3 +204,15 @@ def split_payloads(buffer: Tensor, count: int) -> list[Tensor]:
     if begin != buffer.numel():
         raise PayloadError(f"got {buffer.numel()} bytes, expected {begin} in {count} payloads")
     return payloads
+
+
+def first_payload(buffer: Tensor) -> Tensor:
+    """The payload at the beginning of a buffer (uint8) that may be longer, as a view; PayloadError.
+
+    Waits for the device where the buffer is on one.
+    """
+    buffer = _native.check(buffer, torch.uint8, "first_payload: buffer")
+    nbytes = _read_header(buffer, _inspect(buffer, 1)[0] if _native.on_cuda(buffer) else None).nbytes
+    if nbytes > buffer.numel():
+        raise PayloadError(f"truncated payload: got {buffer.numel()} bytes, expected {nbytes}")
+    return buffer[:nbytes]
