@@ -37,6 +37,10 @@ test: bootstrap ## lint, check types and run the tests; ARGS go to pytest
 fuzz: bootstrap ## hostile payloads for every decoder, for SECONDS (60); ARGS go to tests/fuzz.py
 	@$(ENV) python tests/fuzz.py --seconds $(SECONDS) $(ARGS)
 
+.PHONY: load
+load: bootstrap ## 2000 steps of 200 parameters with each engine, and what is left behind; ARGS go to pytest
+	@$(ENV) pytest tests/test_load.py --load-steps 2000 --timeout 1800 $(ARGS)
+
 .PHONY: bench-kernels
 bench-kernels: bootstrap ## speed of the primitives against a copy and against torch; ARGS go to benchmarks/kernels.py
 	@$(ENV) python benchmarks/kernels.py $(ARGS)

@@ -45,9 +45,8 @@ def horovod(compressor, model, sgd):
 
 def ddp(compressor, model, sgd):
     """The same of DistributedDataParallel and its hook."""
-    import torch.distributed as dist
-
     import gradzip.ddp
+    import torch.distributed as dist
 
     dist.init_process_group("gloo")
     parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
@@ -63,7 +62,7 @@ def held(under_way):
     return {
         "bytes": pages * resource.getpagesize(),
         "blocks": sys.getallocatedblocks(),  # of Python's own allocator: all its small objects
-        "tensors": sum(isinstance(x, torch.Tensor) for x in gc.get_objects()),
+        "tensors": sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()),
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "under way": under_way(),
