@@ -48,6 +48,7 @@ SPECS = [
 # One element, less than a byte of bits, uneven, more than one chunk or block of every format.
 SHAPES = [(1, 1), (1, 7), (33, 41), (16, 6, 3, 3), (75, 131)]
 
+LARGEST_MB = 64  # a thousand times the largest gradient
 DECODE_SECONDS = 20  # thousands of times what a decode takes: a hang, not a slow machine
 HEADER, FIELDS = 48, 32
 
@@ -339,7 +340,11 @@ def fuzz(place: Path, folder: Path, *arguments: str, echo: bool = False) -> tupl
     command = [sys.executable, "-u", __file__, "--slot", str(slot), *arguments]
     said = []
     with subprocess.Popen(
-        command, env=sanitized.environment(place), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=sanitized.environment(place, LARGEST_MB),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         for line in process.stdout:
             said.append(line)
@@ -373,6 +378,7 @@ def main() -> int:
     if not arguments.slot:
         if sanitized.runtime() is None:
             raise SystemExit("fuzz: this compiler has no address sanitizer; install g++ with libasan")
+        print("building with sanitizers what has changed", flush=True)
         return fuzz(sanitized.build(), FOLDER, *sys.argv[1:], echo=True)[0]
     if arguments.case:
         case = Case.from_bytes(arguments.case.read_bytes())

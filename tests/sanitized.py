@@ -18,14 +18,14 @@ def runtime():
     return found if os.path.isabs(found) else None
 
 
-def environment(place):
-    """Of a process that imports the build in `place`, and dies of the first error that a sanitizer finds."""
+def environment(place, largest_mb=1024):
+    """Of a process that imports the build in `place`, and dies of the first error that a sanitizer finds, or of an
+    allocation of more than so many mebibytes."""
     return os.environ | {
         "PYTHONPATH": str(place),
         "LD_PRELOAD": runtime(),
-        # torch and Python keep memory until the end; what we look for is access, not leaks. No one gradient or payload
-        # of a test takes a gibibyte.
-        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:max_allocation_size_mb=1024",
+        # torch and Python keep memory until the end; what we look for is access, not leaks.
+        "ASAN_OPTIONS": f"detect_leaks=0:abort_on_error=1:max_allocation_size_mb={largest_mb}",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     }
 

@@ -122,9 +122,12 @@ def test_what_no_decoder_should_do_is_found(does, message):
 def test_a_decoder_that_hangs_is_ended(tmp_path):
     script = (
         "import fuzz, test_fuzz\n"
+        f"slot = fuzz.Path({str(tmp_path / 'slot')!r})\n"
+        # Once everything is loaded, three seconds are long.
+        "fuzz.work(fuzz.Corpus(lambda spec: test_fuzz.Trusting()), slot, 0, 200, 10, ['a method'])\n"
         "fuzz.DECODE_SECONDS = 3\n"
         "corpus = fuzz.Corpus(lambda spec: test_fuzz.Trusting(does='hangs'))\n"
-        f"fuzz.work(corpus, fuzz.Path({str(tmp_path / 'slot')!r}), 0, 200, None, ['a method'])\n"
+        "fuzz.work(corpus, slot, 0, 200, None, ['a method'])\n"
     )
     folder, root = Path(__file__).parent, sanitized.ROOT
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (root, folder)))}
