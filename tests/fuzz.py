@@ -376,8 +376,8 @@ def main() -> int:
     parser.add_argument("--slot", type=Path, help=argparse.SUPPRESS)  # the process that does the work
     arguments = parser.parse_args()
     if not arguments.slot:
-        if sanitized.runtime() is None:
-            raise SystemExit("fuzz: this compiler has no address sanitizer; install g++ with libasan")
+        if (reason := sanitized.why_not()) is not None:
+            raise SystemExit(f"fuzz: {reason}; it needs a checkout, and g++ with libasan")
         print("building with sanitizers what has changed", flush=True)
         return fuzz(sanitized.build(), FOLDER, *sys.argv[1:], echo=True)[0]
     if arguments.case:

@@ -15,11 +15,8 @@ SHAPED_NET = HERE.parent / "scripts" / "shaped_net.sh"
 
 def horovodrun(ranks, script, *arguments, timeout=120):
     """Runs a script of this folder on `ranks` processes of this machine; returns the finished process."""
-    return launch(horovod_launcher(ranks), script, arguments, timeout)
-
-
-def horovod_launcher(ranks):
-    return ["horovodrun", "--network-interface", "lo", "-np", str(ranks), sys.executable]
+    launcher = ["horovodrun", "--network-interface", "lo", "-np", str(ranks), sys.executable]
+    return launch(launcher, script, arguments, timeout)
 
 
 def torchrun(ranks, script, *arguments, timeout=120):
@@ -29,19 +26,13 @@ def torchrun(ranks, script, *arguments, timeout=120):
 
 def launch(launcher, script, arguments, timeout):
     """Runs a launcher of this environment."""
-    command, environment = invocation(launcher, script, arguments)
-    return subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
-    )
-
-
-def invocation(launcher, script, arguments):
-    """The command that runs a launcher of this environment, and its environment."""
     name, *options = launcher
     command = [str(Path(sys.executable).with_name(name)), *options, str(HERE / script), *map(str, arguments)]
     environment = dict(os.environ, OMP_NUM_THREADS="1", HOROVOD_STALL_CHECK_TIME_SECONDS="10",
                        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="30")  # fmt: skip
-    return command, environment
+    return subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def scenarios(ranks, script, folder, *names):

@@ -18,6 +18,13 @@ def runtime():
     return found if os.path.isabs(found) else None
 
 
+def why_not():
+    """Why there can be no such build here, or None."""
+    if not (ROOT / "gradzip").is_dir():
+        return "the sources of the package, which it builds, are not here"
+    return None if runtime() else "this compiler has no address sanitizer"
+
+
 def environment(place, largest_mb=1024):
     """Of a process that imports the build in `place`, and dies of the first error that a sanitizer finds, or of an
     allocation of more than so many mebibytes."""

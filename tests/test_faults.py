@@ -3,17 +3,16 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from launch import horovod_launcher, invocation
-
 pytest.importorskip("horovod.torch")
 
 # Horovod notices a closed connection at once. Its launcher kills whoever has not ended 5 seconds after it asked.
-SECONDS_TO_NOTICE = 5
+SECONDS_TO_NOTICE = 10
 SECONDS_TO_END = 40
 
 
@@ -46,12 +45,14 @@ def step_of(path):
     ],
 )
 def test_a_killed_rank_ends_the_others(method, ranks, killed, tmp_path):
-    command, environment = invocation(horovod_launcher(ranks), "fault_worker.py", [method, tmp_path])
     log = tmp_path / "log"
     with open(log, "w") as output:
         job = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
+            [Path(sys.executable).with_name("horovodrun"), "--network-interface", "lo", "-np", str(ranks),
+             sys.executable, Path(__file__).with_name("fault_worker.py"), method, tmp_path],
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
     pids = {}
     try:
         wait_for(

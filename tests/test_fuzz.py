@@ -19,7 +19,7 @@ from gradzip import ops
 from gradzip.compressor import GatherCompressor, Key
 from gradzip.methods import REGISTRY
 
-needs_sanitizers = pytest.mark.skipif(sanitized.runtime() is None, reason="this compiler has no address sanitizer")
+needs_sanitizers = pytest.mark.skipif(sanitized.why_not() is not None, reason=str(sanitized.why_not()))
 
 
 def test_every_decoder_is_fuzzed():
@@ -36,7 +36,7 @@ def test_cases_can_be_had_again():
 @needs_sanitizers
 def test_any_payload_is_decoded_or_refused_in_time_and_memory(tmp_path):
     """The same payloads in every run; `make fuzz` tries others, for longer."""
-    status, said = fuzz.fuzz(sanitized.build(), tmp_path, "--seed", "0", "--trials", "1500", "--seconds", "30")
+    status, said = fuzz.fuzz(sanitized.build(), tmp_path, "--seed", "0", "--trials", "1500", "--seconds", "12")
     assert status == 0, said[-6000:]
     tried, _, decoded, _, refused, *_ = said.splitlines()[-1].partition(": ")[2].split()
     assert int(decoded) > int(tried) / 10 and int(refused) > int(tried) / 10 and int(tried) > 50
@@ -50,13 +50,6 @@ BROKEN = {
         "const int64_t byte = bit / 8, left = 8;",
         "qsgd",
         "ERROR: AddressSanitizer",
-    ),
-    "shifts by more bits than there are": (
-        "csrc/cpu/elias.cpp",
-        "if (m > 15) return false;",
-        "",
-        "qsgd:bits=16,bucket=7",
-        "runtime error: shift exponent",
     ),
 }
 
