@@ -42,35 +42,23 @@ def test_any_payload_is_decoded_or_refused_in_time_and_memory(tmp_path):
     assert int(decoded) > int(tried) / 10 and int(refused) > int(tried) / 10 and int(tried) > 50
 
 
-# A guard of a decoder, what stands in its place in a broken copy, a method that needs it, and where that one dies.
-BROKEN = {
-    "reads past the end of a payload": (
-        "csrc/cpu/elias.cpp",
-        "const int64_t byte = bit / 8, left = nbytes - byte;",
-        "const int64_t byte = bit / 8, left = 8;",
-        "qsgd",
-        "ERROR: AddressSanitizer",
-    ),
-}
-
-
 @pytest.mark.slow
 @needs_sanitizers
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_decoder_is_caught(name, tmp_path):
-    file, sound, replaced, spec, message = BROKEN[name]
+def test_a_decoder_that_reads_past_the_end_is_caught(tmp_path):
+    """A copy whose Elias decoder takes eight bytes wherever it is."""
     sanitized.build()  # its objects save compiling the rest
-    sanitized.broken(tmp_path / "tree", file, sound, replaced)
+    guard = "const int64_t byte = bit / 8, left = nbytes - byte;"
+    sanitized.broken(tmp_path / "tree", "csrc/cpu/elias.cpp", guard, guard.replace("nbytes - byte", "8"))
     place = sanitized.build(tmp_path / "tree")
-    status, said = fuzz.fuzz(place, tmp_path, "--seed", "0", "--seconds", "60", "--method", spec)
-    assert status != 0 and message in said, said[-6000:]
+    status, said = fuzz.fuzz(place, tmp_path, "--seed", "0", "--seconds", "60", "--method", "qsgd")
+    assert status != 0 and "ERROR: AddressSanitizer" in said, said[-6000:]
     # The payload is kept; it is caught again in the broken copy, and harmless in the sound one.
     (kept,) = tmp_path.glob("finding-*")
     assert f"seed 0, trial {Case.from_bytes(kept.read_bytes()).trial};" in said and str(kept) in said
     status, said = fuzz.fuzz(place, tmp_path, str(kept))
-    assert status != 0 and message in said
+    assert status != 0 and "ERROR: AddressSanitizer" in said
     status, said = fuzz.fuzz(sanitized.build(), tmp_path, str(kept))
-    assert status == 0 and said.splitlines()[-1].startswith(f"{spec}, shape ")
+    assert status == 0 and said.splitlines()[-1].startswith("qsgd, shape ")
 
 
 @dataclasses.dataclass
