@@ -6,6 +6,7 @@
 
 NP ?= 2
 ENGINE ?= horovod
+SECONDS ?= 60
 COMPRESSION ?= --compression none --compression fft-range:theta=0.85,bits=10
 # horovodrun starts `python` by name in new shells: the one of .venv must come first there too.
 ENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
@@ -31,6 +32,14 @@ test: bootstrap ## lint, check types and run the tests; ARGS go to pytest
 	@$(ENV) ruff check .
 	@$(ENV) mypy
 	@$(ENV) pytest $(ARGS)
+
+.PHONY: fuzz
+fuzz: bootstrap ## hostile payloads for every decoder, for SECONDS (60); ARGS go to tests/fuzz.py
+	@$(ENV) python tests/fuzz.py --seconds $(SECONDS) $(ARGS)
+
+.PHONY: load
+load: bootstrap ## 2000 steps of 200 parameters with each engine, and what is left behind; ARGS go to pytest
+	@$(ENV) pytest tests/test_load.py --load-steps 2000 --timeout 1800 $(ARGS)
 
 .PHONY: bench-kernels
 bench-kernels: bootstrap ## speed of the primitives against a copy and against torch; ARGS go to benchmarks/kernels.py

@@ -4,6 +4,10 @@ import torch
 import gradzip.ops._native as native
 
 
+def pytest_addoption(parser):
+    parser.addoption("--load-steps", type=int, default=120, help="steps of tests/test_load.py (make load: 2000)")
+
+
 @pytest.fixture(params=["scalar", "avx2", "avx512"])
 def simd(request):
     """Each instruction set that this processor has."""

@@ -131,6 +131,8 @@ class ATOMO(GatherCompressor):
         if not (1 <= rows <= out.numel() and out.numel() % rows == 0):
             raise ops.PayloadError(f"corrupt payload: it claims {rows} rows of {out.numel()} elements")
         columns = out.numel() // rows
+        if atoms > min(rows, columns):  # each costs a product as large as the gradient, and no matrix has more
+            raise ops.PayloadError(f"corrupt payload: it claims {atoms} atoms of a matrix of {rows} x {columns}")
         left, right = payload.sections(4 * atoms * rows, 4 * atoms * columns)
         if atoms:
             left, right = left.view(torch.float32).view(rows, atoms), right.view(torch.float32).view(columns, atoms)
@@ -167,6 +169,8 @@ class ATOMO(GatherCompressor):
         magnitude, certain, drawn = _ENTRIES.unpack(payload.fields)
         if not 0 <= magnitude < math.inf:
             raise ops.PayloadError(f"corrupt payload: its magnitude is {magnitude}, expected a finite number >= 0")
+        if certain + drawn > out.numel():
+            raise ops.PayloadError(f"corrupt payload: it claims {certain} + {drawn} atoms of {out.numel()}")
         nbytes = [4 * certain]
         for k in (certain, drawn):
             nbytes.append(ops.open_indices(payload.body[sum(nbytes) :])[0].numel() if k else 0)

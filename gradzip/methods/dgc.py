@@ -116,7 +116,7 @@ class DGC(SparseCodec):
         begin = 0
         for payload, residual in parts:
             end = begin + residual.numel()
-            stream, _ = self.unpack(self.open(payload, residual.numel()))
+            stream, _ = self.unpack(self.open(payload, residual.numel()), residual.numel())
             sent = ops.decode_indices(stream, residual.numel()).long()
             residual.index_fill_(0, sent, 0.0)
             if self.momentum:

@@ -53,9 +53,12 @@ class SparseCodec(GatherCompressor):
         # The largest elements are among those kept: what is not finite too.
         return self.seal(payload, numel, math.isfinite(ops.abs_max(values)), fields, number)
 
-    def unpack(self, payload: ops.Payload) -> tuple[Tensor, Tensor]:
-        """(coded indices, values float32); PayloadError."""
+    def unpack(self, payload: ops.Payload, numel: int) -> tuple[Tensor, Tensor]:
+        """(coded indices, values float32) of at most `numel` elements; PayloadError."""
         (k,) = _COUNT.unpack(payload.fields[:8])
+        # Before there is memory for them: at 2 bits, values take 16 times the bytes that claim to hold them.
+        if k > numel:
+            raise ops.PayloadError(f"corrupt payload: it claims {k} values of {numel} elements")
         values_end = ops.packed_nbytes(k, self.bits)
         if values_end > payload.body.numel():
             raise ops.PayloadError(
@@ -78,7 +81,7 @@ class SparseCodec(GatherCompressor):
         return stream, values
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
-        stream, values = self.unpack(payload)
+        stream, values = self.unpack(payload, out.numel())
         ops.sparse_decode_add(stream, values, out, weight)
 
     def subtract_sent(self, state: State) -> None:

@@ -1,0 +1,47 @@
+"""Trains until something ends it: `fault_worker.py METHOD FOLDER`.
+
+Writes FOLDER/RANK.pid, FOLDER/RANK.step after every step, and FOLDER/RANK.error with what ended it.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+
+import gradzip
+
+STEPS = 100_000  # some minutes
+
+
+def main():
+    method, folder = sys.argv[1:]
+    hvd.init()
+    mine = str(Path(folder, str(hvd.rank())))
+    Path(f"{mine}.pid").write_text(str(os.getpid()))
+    # The launcher also asks the others to end. What is of interest here is whether they do so by themselves.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        named_parameters=model.named_parameters(),
+        compression=gradzip.parse(method),
+    )
+    try:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+            Path(f"{mine}.step").write_text(str(step))
+    except BaseException as error:
+        Path(f"{mine}.error").write_text(f"{time.time()} {type(error).__name__}: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    main()
