@@ -45,8 +45,9 @@ def horovod(compressor, model, sgd):
 
 def ddp(compressor, model, sgd):
     """The same of DistributedDataParallel and its hook."""
-    import gradzip.ddp
     import torch.distributed as dist
+
+    import gradzip.ddp
 
     dist.init_process_group("gloo")
     parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
