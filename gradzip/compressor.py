@@ -104,6 +104,9 @@ class Compressor(ABC):
     # What of a state is this rank's own. The rest is the same on all.
     of_this_rank: ClassVar[tuple[str, ...]] = ("residual", "owner_residual")
 
+    # And what of that belongs to the shard that this rank owns in a group of this size.
+    of_this_shard: ClassVar[tuple[str, ...]] = ("owner_residual",)
+
     def __post_init__(self) -> None:
         if not (isinstance(self.min_numel, int) and self.min_numel >= 0):
             raise ValueError(f"{type(self).__name__}: got min_numel = {self.min_numel!r}, expected an integer >= 0")
@@ -208,6 +211,19 @@ class Compressor(ABC):
                 setattr(state, name, None)
         state.loaded = False
 
+    def place(self, state: State, rank: int, size: int) -> None:
+        """Says of which rank of a group of what size a state is: who owns another shard now has nothing left of it."""
+        if (state.rank, state.size) != (rank, size):
+            for name in self.of_this_shard:
+                if hasattr(state, name):
+                    setattr(state, name, None)
+        state.rank, state.size = rank, size
+
+    def move(self, rank: int, size: int) -> None:
+        """Goes on as another rank, or in a group of another size: what this rank has not sent yet stays its own."""
+        for state in self.states.values():
+            self.place(state, rank, size)
+
     def part(self, name: str, shape: torch.Size) -> Compressor:
         """The compressor in charge of a parameter."""
         return self
@@ -234,7 +250,7 @@ class Compressor(ABC):
             state = self.states[name] = State(name)
         if state.loaded:
             self.adopt(state, grad, rank, size)
-        state.rank, state.size = rank, size
+        self.place(state, rank, size)
         self.rescale(state)
         before = copy.copy(vars(state))
         # The gradient is going to be replaced: where it is float32, the residual is added in place.
@@ -258,9 +274,14 @@ class Compressor(ABC):
         clone._scaler = self._scaler
         return clone
 
-    def drop_in_flight(self) -> None:
-        """Forgets the gradients that are under way in a front end, when the group they went to is no more."""
-        self._horovod = None
+    @property
+    def front_end(self) -> Any:
+        """What Horovod's calls lead to."""
+        if self._horovod is None:
+            from .horovod import FrontEnd  # upwards, and only here: what is handed to Horovod leads to its front end
+
+            self._horovod = FrontEnd(self)
+        return self._horovod
 
     @property
     def digest(self) -> int:
@@ -274,6 +295,7 @@ class Compressor(ABC):
         """All states as plain tensors and numbers; ``torch.load(weights_only=True)`` reads it."""
         return {
             "method": type(self).__name__,
+            "of_this_rank": list(self.of_this_rank),
             "states": {name: state.state_dict() for name, state in self.states.items()},
         }
 
@@ -303,11 +325,7 @@ class Compressor(ABC):
     # Horovod calls these two on the object it is given as `compression`.
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        if self._horovod is None:
-            from .horovod import FrontEnd  # upwards, and only here: what is handed to Horovod leads to its front end
-
-            self._horovod = FrontEnd(self)
-        return self._horovod.compress(tensor)
+        return self.front_end.compress(tensor)
 
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
         return tensor if ctx is None else ctx.finish(tensor)
@@ -440,9 +458,7 @@ class GatherCompressor(Compressor):
         mine = shards[state.rank]
         received = yield AllToAll(state.payload, tuple(p.numel() for p in payloads))
         average = self.decode(received, mine.numel()).view(mine.shape).clone()
-        left = getattr(state, "owner_residual", None)
-        # The group may have another size than when the residual was saved.
-        if left is not None and left.shape == average.shape:
+        if (left := getattr(state, "owner_residual", None)) is not None:
             average.add_(left)
         payload = self.encode(average, key._replace(name=f"{key.name}[owner]"))
         if self.error_feedback:
