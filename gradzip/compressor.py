@@ -114,6 +114,7 @@ class Compressor(ABC):
         self.traffic = Traffic()
         self._workspace = Workspace()
         self._scaler: Any = None
+        self._undo: dict[str, dict[str, Any]] = {}
         self._horovod: Any = None
 
     @abstractmethod
@@ -160,6 +161,9 @@ class Compressor(ABC):
         """Mixed precision: gradients come multiplied by ``scaler.get_scale()``, and what is kept of them is multiplied
         by as much whenever that changes. scaler: a torch.amp.GradScaler. Returns the compressor itself.
 
+        It skips the step of an optimizer that has one gradient that is not finite. So that no other parameter loses
+        what it sent then, all keep a copy of what they had before: Horovod's front end has them go back to it.
+
         >>> import gradzip, torch
         >>> compressor = gradzip.TopK(theta=0.99).follow(torch.amp.GradScaler("cpu"))
         """
@@ -183,6 +187,23 @@ class Compressor(ABC):
                     kept.mul_(factor)
         if self._scaler is not None:
             state.loss_scale = scale
+
+    @property
+    def follows(self) -> bool:
+        """Whether gradients come multiplied by a loss scale."""
+        return self._scaler is not None
+
+    def remember(self, state: State, before: Mapping[str, Any]) -> None:
+        """Under a loss scale, keeps what a state was before the step that it is about to end."""
+        if self.follows:
+            kept = self.in_gradient_units  # changed in place
+            self._undo[state.name] = {k: v.clone() if k in kept and v is not None else v for k, v in before.items()}
+
+    def take_back(self, name: str) -> None:
+        """Undoes the last step of a parameter, which the optimizer skips."""
+        if (before := self._undo.pop(name, None)) is not None:
+            vars(self.states[name]).clear()
+            vars(self.states[name]).update(before)
 
     def shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
         """What shapes the tensors of a gradient's state have."""
@@ -242,6 +263,7 @@ class Compressor(ABC):
         if not grad.is_floating_point() or grad.is_sparse:
             raise ValueError(f"gradient of {name!r}: got {grad.layout} {grad.dtype}, expected a dense float tensor")
         self.traffic.bytes_dense += grad.numel() * grad.element_size()
+        self._undo.pop(name, None)
         if self.bypasses(grad):
             average = yield Mean(grad.contiguous())
             return grad if average is grad else grad.copy_(average)
@@ -260,6 +282,7 @@ class Compressor(ABC):
         # type: what is finite in float32 may not be in float16.
         limit = torch.finfo(grad.dtype).max
         if self.largest(average, limit) <= limit:
+            self.remember(state, before)
             state.step += 1
             self.settle(grad, corrected, average, state)
             state.payload = None

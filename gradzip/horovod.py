@@ -20,6 +20,7 @@ from torch import Tensor
 from . import agreement
 from .collectives import Collective, Mean, Routine, fused
 from .compressor import Compressor
+from .methods.none import NoCompression
 
 if TYPE_CHECKING:
     from .engines.horovod import HorovodEngine, Pending
@@ -46,7 +47,7 @@ class FrontEnd:
             scope = _Scope(optimizer, self.compressor, self._num_scopes, self.prefix(optimizer))
             self._scopes[optimizer] = scope
             self._num_scopes += 1
-        running = Running(scope, optimizer._parameter_names[parameter], tensor)
+        running = Running(scope, optimizer._parameter_names[parameter], tensor, frozen=not parameter.requires_grad)
         return running.start(tensor), running
 
     def drop_in_flight(self) -> None:
@@ -91,7 +92,11 @@ class _Scope:
         self.compressor = compressor
         self.engine: HorovodEngine = HorovodEngine(optimizer.process_set, compressor.traffic)
         self.prefix = prefix
+        self.plain = NoCompression()
+        self.plain.traffic = compressor.traffic
         self.waiting: list[Running] = []
+        self.under_way = 0
+        self._finished: list[Running] = []
         self._handles = optimizer._handles
         self._group = (self.engine.rank, self.engine.size)
         named = ((name, parameter) for parameter, name in optimizer._parameter_names.items())
@@ -101,6 +106,19 @@ class _Scope:
         """Whether Horovod has started anew since, with other ranks (elastic training), or its optimizer has dropped
         what was under way: loading a state dict does that, and it is the first thing after a worker was lost."""
         return optimizer._handles is not self._handles or (self.engine.rank, self.engine.size) != self._group
+
+    def finished(self, running: Running) -> None:
+        """Under a loss scale, one gradient that is not finite makes the optimizer skip the step of all: then the steps
+        of the others are taken back, when the last one of them is finished."""
+        self.under_way -= 1
+        if self.compressor.follows:
+            self._finished.append(running)
+        if self.under_way:
+            return
+        step, self._finished = self._finished, []
+        if not all(r.result.isfinite().all() for r in step if r.result is not None):
+            for r in step:
+                r.part.take_back(self.prefix + r.name)
 
     def complete(self) -> None:
         """Runs all gradients that wait for a collective of ours to their ends.
@@ -124,15 +142,18 @@ class _Scope:
 class Running:
     """One gradient between `compress` and `decompress`."""
 
-    def __init__(self, scope: _Scope, name: str, grad: Tensor) -> None:
+    def __init__(self, scope: _Scope, name: str, grad: Tensor, frozen: bool) -> None:
         self.name = name
         self._scope = scope
         part, engine = scope.compressor.part(name, grad.shape), scope.engine
-        self._routine: Routine = part.average(grad, scope.prefix + name, engine.rank, engine.size)
-        self._single = part.rounds == 1 or part.bypasses(grad)
+        # Horovod averages zeros for a frozen parameter. What is left to be sent of it would move it all the same.
+        self.part = scope.plain if frozen else part
+        self._routine: Routine = self.part.average(grad, scope.prefix + name, engine.rank, engine.size)
+        self._single = self.part.rounds == 1 or self.part.bypasses(grad)
+        scope.under_way += 1
         self._pending: Pending | None = None
         self._dtype: torch.dtype | None = None
-        self._result: Tensor | None = None
+        self.result: Tensor | None = None
 
     def start(self, grad: Tensor) -> Tensor:
         """Runs the method to its first collective; returns the tensor that Horovod shall all-reduce."""
@@ -161,14 +182,17 @@ class Running:
             self._scope.complete()
         elif self._resume((reduced / size if self._scope.sums else reduced).to(self._dtype)) is not None:
             raise RuntimeError(f"{self.name}: the method asks for a second collective, but declares rounds = 1")
-        assert self._result is not None
-        return self._result.mul_(size) if self._scope.sums else self._result
+        assert self.result is not None
+        if self._scope.sums:
+            self.result.mul_(size)
+        self._scope.finished(self)
+        return self.result
 
     def _resume(self, answer: Any) -> Collective | None:
         try:
             return self._routine.send(answer)
         except StopIteration as done:
-            self._result = done.value
+            self.result = done.value
             return None
 
 

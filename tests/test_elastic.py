@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +28,7 @@ def elastic_horovodrun(folder, *arguments, timeout):
     (folder / "discover").write_text(f"#!/bin/sh\ncat '{folder}/hosts'\n")
     (folder / "discover").chmod(0o755)
     # A rank that waits for one that is not the dead one's neighbour finds out by this timeout.
-    limits = ["--network-interface", "lo", "--gloo-timeout-seconds", "8"]
+    limits = ["--network-interface", "lo", "--gloo-timeout-seconds", "10"]
     elastic = ["-np", "2", "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(folder / "discover")]
     command = [str(Path(sys.executable).with_name("horovodrun")), *limits, *elastic, sys.executable]
     with open(folder / "output", "w") as output:
@@ -41,10 +40,10 @@ def elastic_horovodrun(folder, *arguments, timeout):
         try:
             job.wait(timeout)
         finally:
-            # Each worker has a session of its own.
-            family = [*psutil.Process(job.pid).children(recursive=True)] if job.poll() is None else []
-            for process in family:
-                process.send_signal(signal.SIGKILL)
+            # Each worker has a session of its own, and this folder as an argument.
+            for process in psutil.process_iter(["cmdline"]):
+                if str(folder) in (process.info["cmdline"] or []):
+                    process.kill()
             job.kill()
             job.wait()
     return job.returncode, (folder / "output").read_text()

@@ -73,6 +73,7 @@ class DGC(SparseCodec):
                 self.adopt(state, grad, rank, size)
             self.place(state, rank, size)
             self.rescale(state)
+            self.remember(state, vars(state))
             if (velocity := getattr(state, "average_velocity", None)) is not None:
                 grad.add_(velocity, alpha=self.momentum)
             state.average_velocity = grad.clone()
