@@ -12,9 +12,13 @@ from . import _version
 from .compressor import Compressor
 
 
-def statement(compressor: Compressor, parameters: Iterable[tuple[str, Tensor]]) -> bytes:
-    """A line that says how this rank compresses what."""
-    shapes = {name: f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for name, p in parameters}
+def statement(compressor: Compressor, parameters: Iterable[tuple[str, Tensor]], prefix: str = "") -> bytes:
+    """A line that says how this rank compresses what, and how far it is. prefix: of the names of their states."""
+    shapes, steps = {}, {}
+    for name, p in parameters:
+        shapes[name] = f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}"
+        if (state := compressor.part(name, p.shape).states.get(prefix + name)) is not None:
+            steps[name] = state.step
     parts = getattr(compressor, "parts", [compressor])
     said = {
         "version": _version.__version__,
@@ -22,6 +26,7 @@ def statement(compressor: Compressor, parameters: Iterable[tuple[str, Tensor]]) 
         # Which says what payloads mean, and not how they travel.
         "digest": [compressor.digest, *(getattr(part, "exchange", None) for part in parts)],
         "parameters": shapes,
+        "steps": steps,
     }
     return json.dumps(said).encode() + b"\n"
 
@@ -46,4 +51,12 @@ def check(statements: Sequence[bytes]) -> None:
                 raise RuntimeError(
                     f"parameter {name!r}: rank {rank} has {sides[0]}, rank 0 has {sides[1]}; build the same model on "
                     "all ranks"
+                )
+        for name in first["steps"] | other["steps"]:
+            steps = [said["steps"].get(name, 0) for said in (other, first)]
+            if steps[0] != steps[1]:
+                raise RuntimeError(
+                    f"parameter {name!r}: rank {rank} has compressed it {steps[0]} times, rank 0 {steps[1]} times; "
+                    "load the compressor's state on all ranks or on none, and train elastically with "
+                    "gradzip.horovod.elastic_state in place of hvd.elastic.TorchState"
                 )

@@ -12,10 +12,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .methods import REGISTRY
-
-_METHODS = {method.__name__: method for method in REGISTRY.values()}
-
 
 def merge(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The state dicts of all ranks, in rank order, as one of plain tensors: what they have in common, once."""
@@ -52,7 +48,7 @@ def split(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     if "parts" in state_dict:
         halves = [split(part) for part in state_dict["parts"]]
         return {**state_dict, "parts": [common for common, _ in halves]}, {"parts": [own for _, own in halves]}
-    is_own = _METHODS[state_dict["method"]].of_this_rank
+    is_own = state_dict["of_this_rank"]
     states = state_dict["states"].items()
     common = {name: {k: v for k, v in values.items() if k not in is_own} for name, values in states}
     own = {name: {k: v for k, v in values.items() if k in is_own} for name, values in states}

@@ -115,6 +115,9 @@ class Compressor(ABC):
     # What of a state is this rank's own. The rest is the same on all.
     of_this_rank: ClassVar[tuple[str, ...]] = ("residual", "owner_residual")
 
+    # And what of that belongs to the shard that this rank owns in a group of this size.
+    of_this_shard: ClassVar[tuple[str, ...]] = ("owner_residual",)
+
     def __post_init__(self) -> None:
         if not (isinstance(self.min_numel, int) and self.min_numel >= 0):
             raise ValueError(f"{type(self).__name__}: got min_numel = {self.min_numel!r}, expected an integer >= 0")
@@ -122,6 +125,7 @@ class Compressor(ABC):
         self.traffic = Traffic()
         self._workspace = Workspace()
         self._scaler: Any = None
+        self._undo: dict[str, dict[str, Any]] = {}
         self._horovod: Any = None
         self._models = 0  # of DDP, that it serves
 
@@ -169,6 +173,9 @@ class Compressor(ABC):
         """Mixed precision: gradients come multiplied by ``scaler.get_scale()``, and what is kept of them is multiplied
         by as much whenever that changes. scaler: a torch.amp.GradScaler. Returns the compressor itself.
 
+        It skips the step of an optimizer that has one gradient that is not finite. So that no other parameter loses
+        what it sent then, all keep a copy of what they had before, and the front ends have them go back to it.
+
         >>> import gradzip, torch
         >>> compressor = gradzip.TopK(theta=0.99).follow(torch.amp.GradScaler("cpu"))
         """
@@ -196,6 +203,23 @@ class Compressor(ABC):
         for name in self.in_gradient_units:
             if (kept := getattr(state, name, None)) is not None:
                 kept.mul_(factor)
+
+    @property
+    def follows(self) -> bool:
+        """Whether gradients come multiplied by a loss scale."""
+        return self._scaler is not None
+
+    def remember(self, state: State, before: Mapping[str, Any]) -> None:
+        """Under a loss scale, keeps what a state was before the step that it is about to end."""
+        if self.follows:
+            kept = self.in_gradient_units  # changed in place
+            self._undo[state.name] = {k: v.clone() if k in kept and v is not None else v for k, v in before.items()}
+
+    def take_back(self, name: str) -> None:
+        """Undoes the last step of a parameter, which the optimizer skips."""
+        if (before := self._undo.pop(name, None)) is not None:
+            vars(self.states[name]).clear()
+            vars(self.states[name]).update(before)
 
     def shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
         """What shapes the tensors of a gradient's state have."""
@@ -227,6 +251,19 @@ class Compressor(ABC):
                 setattr(state, name, None)
         state.loaded = False
 
+    def place(self, state: State, rank: int, size: int) -> None:
+        """Says of which rank of a group of what size a state is: who owns another shard now has nothing left of it."""
+        if (state.rank, state.size) != (rank, size):
+            for name in self.of_this_shard:
+                if hasattr(state, name):
+                    setattr(state, name, None)
+        state.rank, state.size = rank, size
+
+    def move(self, rank: int, size: int) -> None:
+        """Goes on as another rank, or in a group of another size: what this rank has not sent yet stays its own."""
+        for state in self.states.values():
+            self.place(state, rank, size)
+
     def part(self, name: str, shape: torch.Size) -> Compressor:
         """The compressor in charge of a parameter."""
         return self
@@ -245,6 +282,7 @@ class Compressor(ABC):
         if not grad.is_floating_point() or grad.is_sparse:
             raise ValueError(f"gradient of {name!r}: got {grad.layout} {grad.dtype}, expected a dense float tensor")
         self.traffic.bytes_dense += grad.numel() * grad.element_size()
+        self._undo.pop(name, None)
         if self.bypasses(grad):
             average = yield Mean(grad.contiguous())
             return grad if average.data_ptr() == grad.data_ptr() else grad.copy_(average)
@@ -253,7 +291,7 @@ class Compressor(ABC):
             state = self.states[name] = State(name)
         if state.loaded:
             self.adopt(state, grad, rank, size)
-        state.rank, state.size = rank, size
+        self.place(state, rank, size)
         self.rescale(state)
         before = copy.copy(vars(state))
         # The gradient is going to be replaced: where it is float32, the residual is added in place.
@@ -263,6 +301,7 @@ class Compressor(ABC):
         # type: what is finite in float32 may not be in float16.
         limit = torch.finfo(grad.dtype).max
         if self.largest(average, limit) <= limit:
+            self.remember(state, before)
             state.step += 1
             self.settle(grad, corrected, average, state)
             state.payload = None
@@ -277,9 +316,14 @@ class Compressor(ABC):
         clone._scaler = self._scaler
         return clone
 
-    def drop_in_flight(self) -> None:
-        """Forgets the gradients that are under way in a front end, when the group they went to is no more."""
-        self._horovod = None
+    @property
+    def front_end(self) -> Any:
+        """What Horovod's calls lead to."""
+        if self._horovod is None:
+            from .horovod import FrontEnd  # upwards, and only here: what is handed to Horovod leads to its front end
+
+            self._horovod = FrontEnd(self)
+        return self._horovod
 
     @property
     def digest(self) -> int:
@@ -293,6 +337,7 @@ class Compressor(ABC):
         """All states as plain tensors and numbers; ``torch.load(weights_only=True)`` reads it."""
         return {
             "method": type(self).__name__,
+            "of_this_rank": list(self.of_this_rank),
             "states": {name: v for state in self.states.values() for name, v in state.by_parameter().items()},
         }
 
@@ -323,11 +368,7 @@ class Compressor(ABC):
     # Horovod calls these two on the object it is given as `compression`.
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        if self._horovod is None:
-            from .horovod import FrontEnd  # upwards, and only here: what is handed to Horovod leads to its front end
-
-            self._horovod = FrontEnd(self)
-        return self._horovod.compress(tensor)
+        return self.front_end.compress(tensor)
 
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
         return tensor if ctx is None else ctx.finish(tensor)
@@ -460,9 +501,7 @@ class GatherCompressor(Compressor):
         mine = shards[state.rank]
         received = yield AllToAll(state.payload, tuple(p.numel() for p in payloads))
         average = self.decode(received, mine.numel()).view(mine.shape).clone()
-        left = getattr(state, "owner_residual", None)
-        # The group may have another size than when the residual was saved.
-        if left is not None and left.shape == average.shape:
+        if (left := getattr(state, "owner_residual", None)) is not None:
             average.add_(left)
         payload = self.encode(average, key._replace(name=f"{key.name}[owner]"))
         if self.error_feedback:

@@ -143,6 +143,11 @@ class HookState:
             answers = turn.split([p.answer() for p in pending])
             turn = Round()
             turn.resume(routines, answers)
+        if self.compressor.follows and not all(bool(bucket.buffer.isfinite().all()) for bucket in buckets):
+            # GradScaler skips the step: of all parameters, not only of the one that is not finite.
+            for index in range(len(buckets)):
+                for unit in self._plans[index].units:
+                    unit.part.take_back(unit.name)
         for bucket in buckets:
             bucket.future.set_result(bucket.buffer)
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from . import agreement
 from .collectives import Collective, Mean, Routine, fused
 from .compressor import Compressor
+from .methods.none import NoCompression
 
 if TYPE_CHECKING:
     from .engines.horovod import HorovodEngine, Pending
@@ -31,21 +32,51 @@ class FrontEnd:
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
         self._scopes: WeakKeyDictionary[Any, _Scope] = WeakKeyDictionary()
+        self._num_scopes = 0
+        self._named: list[dict[str, ref[Any]]] = []
 
     @torch.no_grad()
     def compress(self, tensor: Tensor) -> tuple[Tensor, Running]:
         optimizer, parameter = _find_owner(tensor)
         scope = self._scopes.get(optimizer)
+        if scope is not None and scope.is_stale(optimizer):
+            self.drop_in_flight()
+            scope = None
         if scope is None:
-            scope = self._scopes[optimizer] = _Scope(optimizer, self.compressor, len(self._scopes))
-        running = Running(scope, optimizer._parameter_names[parameter], tensor)
+            # Numbered anew after a drop, as a worker does it that joins then.
+            scope = _Scope(optimizer, self.compressor, self._num_scopes, self.prefix(optimizer))
+            self._scopes[optimizer] = scope
+            self._num_scopes += 1
+        running = Running(scope, optimizer._parameter_names[parameter], tensor, frozen=not parameter.requires_grad)
         return running.start(tensor), running
+
+    def drop_in_flight(self) -> None:
+        """Forgets what is under way, and what was agreed on: the group that did is no more."""
+        self._scopes.clear()
+        self._num_scopes = 0
+
+    def prefix(self, optimizer: Any) -> str:
+        """What keeps the states of equally named parameters of several optimizers apart.
+
+        The first optimizer that comes with a name has it without a prefix; and so has a later one of the same
+        parameters. That a parameter is gone frees no name: when it goes is not the same on all ranks.
+        """
+        names = {name: parameter for parameter, name in optimizer._parameter_names.items()}
+
+        def fits(known: dict[str, ref[Any]]) -> bool:
+            return all(name not in known or known[name]() is parameter for name, parameter in names.items())
+
+        index = next((i for i, known in enumerate(self._named) if fits(known)), len(self._named))
+        if index == len(self._named):
+            self._named.append({})
+        self._named[index].update((name, ref(parameter)) for name, parameter in names.items())
+        return f"optimizer{index}." if index else ""
 
 
 class _Scope:
     """One optimizer's part of a front end: its engine, and what is under way."""
 
-    def __init__(self, optimizer: Any, compressor: Compressor, index: int) -> None:
+    def __init__(self, optimizer: Any, compressor: Compressor, number: int, prefix: str) -> None:
         import horovod.torch as hvd
 
         from .engines.horovod import HorovodEngine
@@ -60,10 +91,34 @@ class _Scope:
         self.sums = op == hvd.Sum
         self.compressor = compressor
         self.engine: HorovodEngine = HorovodEngine(optimizer.process_set, compressor.traffic)
-        self.prefix = f"optimizer{index}." if index else ""  # keeps the states of equally named parameters apart
+        self.prefix = prefix
+        self.plain = NoCompression()
+        self.plain.traffic = compressor.traffic
         self.waiting: list[Running] = []
+        self.under_way = 0
+        self._finished: list[Running] = []
+        self._handles = optimizer._handles
+        self._group = (self.engine.rank, self.engine.size)
         named = ((name, parameter) for parameter, name in optimizer._parameter_names.items())
-        agreement.check(self.engine.share(agreement.statement(compressor, named), f"gradzip.{index}"))
+        agreement.check(self.engine.share(agreement.statement(compressor, named, prefix), f"gradzip.{number}"))
+
+    def is_stale(self, optimizer: Any) -> bool:
+        """Whether Horovod has started anew since, with other ranks (elastic training), or its optimizer has dropped
+        what was under way: loading a state dict does that, and it is the first thing after a worker was lost."""
+        return optimizer._handles is not self._handles or (self.engine.rank, self.engine.size) != self._group
+
+    def finished(self, running: Running) -> None:
+        """Under a loss scale, one gradient that is not finite makes the optimizer skip the step of all: then the steps
+        of the others are taken back, when the last one of them is finished."""
+        self.under_way -= 1
+        if self.compressor.follows:
+            self._finished.append(running)
+        if self.under_way:
+            return
+        step, self._finished = self._finished, []
+        if not all(r.result.isfinite().all() for r in step if r.result is not None):
+            for r in step:
+                r.part.take_back(self.prefix + r.name)
 
     def complete(self) -> None:
         """Runs all gradients that wait for a collective of ours to their ends.
@@ -87,15 +142,18 @@ class _Scope:
 class Running:
     """One gradient between `compress` and `decompress`."""
 
-    def __init__(self, scope: _Scope, name: str, grad: Tensor) -> None:
+    def __init__(self, scope: _Scope, name: str, grad: Tensor, frozen: bool) -> None:
         self.name = name
         self._scope = scope
         part, engine = scope.compressor.part(name, grad.shape), scope.engine
-        self._routine: Routine = part.average(grad, scope.prefix + name, engine.rank, engine.size)
-        self._single = part.rounds == 1 or part.bypasses(grad)
+        # Horovod averages zeros for a frozen parameter. What is left to be sent of it would move it all the same.
+        self.part = scope.plain if frozen else part
+        self._routine: Routine = self.part.average(grad, scope.prefix + name, engine.rank, engine.size)
+        self._single = self.part.rounds == 1 or self.part.bypasses(grad)
+        scope.under_way += 1
         self._pending: Pending | None = None
         self._dtype: torch.dtype | None = None
-        self._result: Tensor | None = None
+        self.result: Tensor | None = None
 
     def start(self, grad: Tensor) -> Tensor:
         """Runs the method to its first collective; returns the tensor that Horovod shall all-reduce."""
@@ -124,14 +182,17 @@ class Running:
             self._scope.complete()
         elif self._resume((reduced / size if self._scope.sums else reduced).to(self._dtype)) is not None:
             raise RuntimeError(f"{self.name}: the method asks for a second collective, but declares rounds = 1")
-        assert self._result is not None
-        return self._result.mul_(size) if self._scope.sums else self._result
+        assert self.result is not None
+        if self._scope.sums:
+            self.result.mul_(size)
+        self._scope.finished(self)
+        return self.result
 
     def _resume(self, answer: Any) -> Collective | None:
         try:
             return self._routine.send(answer)
         except StopIteration as done:
-            self._result = done.value
+            self.result = done.value
             return None
 
 

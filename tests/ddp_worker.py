@@ -283,6 +283,26 @@ def non_finite(rank, size):
     return results
 
 
+@scenario
+def overflow(rank, size):
+    """The same under a GradScaler, which skips the whole step: what each parameter keeps, before and after it."""
+    results = {}
+    for spec in ("topk:theta=0.9", "acpsgd"):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        scaler.scale(torch.zeros(()))
+        job = Job(gradzip.parse(spec).follow(scaler))
+        results[spec] = []
+        for step in range(4):
+
+            def spoil(grads):
+                grads[3][0, 0] = float("inf")
+
+            job.step(rank, step, change=spoil if (step, rank) == (2, size - 1) else None)
+            states = job.state.state_dict()["states"]
+            results[spec].append({n: (s["step"], s["residual"].clone()) for n, s in states.items()})
+    return results
+
+
 def message(function, *arguments):
     try:
         function(*arguments)

@@ -126,7 +126,8 @@ def test_merge_and_shard_say_what_they_miss():
     with pytest.raises(ValueError, match=r"merge: got the states of \['TopK', 'DGC'\], expected those of one method"):
         merge([a, b])
     with pytest.raises(
-        ValueError, match=r"shard: got a dict of \['method', 'states'\], expected what gradzip.checkpoint"
+        ValueError,
+        match=r"shard: got a dict of \['method', 'of_this_rank', 'states'\], expected what gradzip.checkpoint",
     ):
         shard(a, 0, 1)
     with pytest.raises(ValueError, match="shard: got rank = 2 of 2, expected one from 0 to 1"):

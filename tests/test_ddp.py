@@ -329,6 +329,17 @@ def test_a_non_finite_gradient_of_one_rank(world):
                     assert not torch.equal(spoilt["residuals"][name], after["residuals"][name])
 
 
+def test_a_step_that_is_skipped_is_taken_back_for_all_parameters(world):
+    _, results = world
+    for of_rank in results["overflow"]:
+        for _, before, spoilt, after in of_rank.values():
+            assert before.keys() == spoilt.keys() == after.keys() and len(before) > 3
+            for name, (step, residual) in before.items():
+                assert spoilt[name][0] == step == after[name][0] - 1 == 2
+                assert torch.equal(spoilt[name][1], residual)
+                assert not torch.equal(after[name][1], residual)
+
+
 def test_errors_are_raised_by_backward(world):
     size, results = world
     for of_rank in results["errors"]:

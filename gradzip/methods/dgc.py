@@ -71,8 +71,9 @@ class DGC(SparseCodec):
             state = self.states.setdefault(name, State(name))
             if state.loaded:
                 self.adopt(state, grad, rank, size)
-            state.rank, state.size = rank, size
+            self.place(state, rank, size)
             self.rescale(state)
+            self.remember(state, vars(state))
             if (velocity := getattr(state, "average_velocity", None)) is not None:
                 grad.add_(velocity, alpha=self.momentum)
             state.average_velocity = grad.clone()

@@ -72,6 +72,10 @@ class PerLayer(Compressor):
             part.follow(scaler)
         return super().follow(scaler)
 
+    def move(self, rank: int, size: int) -> None:
+        for part in self.parts:
+            part.move(rank, size)
+
     def average(self, grad: Tensor, name: str, rank: int = 0, size: int = 1) -> Routine:
         return self.part(name, grad.shape).average(grad, name, rank, size)
 

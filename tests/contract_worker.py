@@ -1,0 +1,271 @@
+"""Scenarios that tests/test_contract.py runs under a real horovodrun, with every registered method:
+`contract_worker.py FOLDER [NAME ...]`. Each returns what is left in gradients or parameters, by method."""
+
+import copy
+import os
+import sys
+import zlib
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+
+import gradzip
+from gradzip.methods import REGISTRY
+
+# Where the defaults would leave something out that is kept between steps, or need arguments.
+SPECIAL = {
+    "fft-range": "fft-range:theta=0.5,error_feedback=True",
+    "topk": "topk:theta=0.9,exchange=scatter_reduce",
+    "randomk": "randomk:theta=0.9",
+    "dgc": "dgc:theta=0.9",
+    "per-layer": "per-layer:w=topk(theta=0.9),default=acpsgd",
+}
+SPECS = [SPECIAL.get(name, name) for name in REGISTRY]
+SHAPES = {"b": (48,), "v": (32, 8, 3, 3), "w": (64, 48)}
+STEPS = 3
+NAMELESS = [f"allreduce.noname.0.{i}" for i in range(len(SHAPES))]
+ALONE = hvd.ProcessSet([0])
+SCENARIOS = {}
+
+
+def scenario(function):
+    SCENARIOS[function.__name__] = lambda rank: {spec: function(spec, rank) for spec in SPECS}
+    return function
+
+
+def gradient(name, rank, step, shape=None):
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{rank}/{step}".encode()))
+    return torch.randn(shape or SHAPES[name], generator=generator)
+
+
+def parameters(shapes=SHAPES):
+    return {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+
+
+def distributed(named, compression, names=True, **arguments):
+    sgd = torch.optim.SGD(named.values(), lr=0.5)
+    named_parameters = list(named.items()) if names else None
+    return hvd.DistributedOptimizer(sgd, named_parameters=named_parameters, compression=compression, **arguments)
+
+
+def backward(named, rank, step, scale=lambda loss: loss, spoilt=()):
+    """Gives each parameter that wants one its gradient, in another order of hooks on every rank."""
+    order = torch.randperm(len(named), generator=torch.Generator().manual_seed(10 * step + rank)).tolist()
+    for name, p in [list(named.items())[i] for i in order]:
+        if p.requires_grad:
+            grad = gradient(name, rank, step, p.shape)
+            if name in spoilt:
+                grad[-1] = float("inf")
+            scale((p * grad).sum()).backward()
+
+
+def grads(named):
+    return {name: p.grad.to_dense().clone() for name, p in named.items()}
+
+
+def run(spec, rank, passes=1, **arguments):
+    """What synchronize() leaves in the gradients in the last of some steps."""
+    named = parameters()
+    opt = distributed(named, gradzip.parse(spec), backward_passes_per_step=passes, **arguments)
+    for step in range(STEPS):
+        opt.zero_grad()
+        for i in range(passes):
+            backward(named, rank, passes * step + i)
+        opt.synchronize()
+    return grads(named)
+
+
+@scenario
+def summed(spec, rank):
+    return run(spec, rank, op=hvd.Sum)
+
+
+@scenario
+def averaged(spec, rank):
+    return run(spec, rank)
+
+
+@scenario
+def predivided(spec, rank):
+    return run(spec, rank, gradient_predivide_factor=4.0)
+
+
+@scenario
+def accumulated(spec, rank):
+    return run(spec, rank, passes=2)
+
+
+@scenario
+def in_groups(spec, rank):
+    return run(spec, rank, groups=2)
+
+
+@scenario
+def nameless(spec, rank):
+    return run(spec, rank, names=False)
+
+
+@scenario
+def in_a_process_set(spec, rank):
+    """Of rank 0 alone; the other one's gradients stay what they are."""
+    return run(spec, rank, process_set=ALONE)
+
+
+@scenario
+def in_listed_groups(spec, rank):
+    named = parameters()
+    opt = distributed(named, gradzip.parse(spec), groups=[[named["w"], named["b"]]])
+    for step in range(STEPS):
+        opt.zero_grad()
+        backward(named, rank, step)
+        opt.synchronize()
+    return grads(named)
+
+
+@scenario
+def unused_on_one_rank(spec, rank):
+    named = parameters()
+    opt = distributed(named, gradzip.parse(spec))
+    for step in range(STEPS):
+        opt.zero_grad()
+        backward({n: p for n, p in named.items() if not (rank == 0 and n == "w")}, rank, step)
+        opt.synchronize()
+    return grads(named)
+
+
+@scenario
+def frozen_and_thawed(spec, rank):
+    """In the second step; the parameters after each step, and the last averages."""
+    named, after = parameters(), []
+    opt = distributed(named, gradzip.parse(spec))
+    for step in range(STEPS):
+        opt.zero_grad()
+        for name in ("w", "b"):
+            named[name].requires_grad = step != 1
+        backward(named, rank, step)
+        opt.step()
+        after.append({name: p.detach().clone() for name, p in named.items()})
+    return after, grads(named)
+
+
+@scenario
+def clipped(spec, rank):
+    """The norm of all averages, and the parameters after a step of the norm 1."""
+    named = parameters()
+    opt = distributed(named, gradzip.parse(spec))
+    backward(named, rank, 0)
+    opt.synchronize()
+    norm = torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
+    with opt.skip_synchronize():
+        opt.step()
+    return norm, {name: p.detach().clone() for name, p in named.items()}
+
+
+@scenario
+def two_optimizers(spec, rank):
+    """A GAN's: one compressor, equal names, one of equal shape."""
+    compressor = gradzip.parse(spec)
+    pairs = [parameters(), parameters({"w": (50, 60), "v": SHAPES["v"]})]
+    opts = [distributed(named, compressor) for named in pairs]
+    for step in range(STEPS):
+        for i, (named, opt) in enumerate(zip(pairs, opts)):
+            opt.zero_grad()
+            backward(named, rank, 100 * i + step)
+            opt.step()
+    return [grads(named) for named in pairs]
+
+
+@scenario
+def an_optimizer_made_anew(spec, rank):
+    """For the same parameters, after a step: it finds what was kept of them."""
+    named, compressor = parameters(), gradzip.parse(spec)
+    for step in range(STEPS):
+        opt = distributed(named, compressor)
+        opt.zero_grad()
+        backward(named, rank, step)
+        opt.synchronize()
+        opt._grad_accs.clear()  # and with them its hooks: as when it is collected, but at once
+    return grads(named)
+
+
+def table_gradient(rank, step):
+    """(indices, what they are multiplied by)"""
+    return torch.tensor([rank, 5, 199, 5]), gradient("table", rank, step, (4, 16))
+
+
+@scenario
+def sparse(spec, rank):
+    """An embedding's sparse gradients and a dense one: the averages, made dense and not, and the dense bytes seen."""
+    results = []
+    for as_dense in (True, False):
+        named = {"table": torch.nn.Parameter(torch.zeros(200, 16)), **parameters({"w": SHAPES["w"]})}
+        compressor = gradzip.parse(spec)
+        opt = distributed(named, compressor, sparse_as_dense=as_dense)
+        for step in range(STEPS):
+            opt.zero_grad()
+            indices, factors = table_gradient(rank, step)
+            rows = torch.nn.functional.embedding(indices, named["table"], sparse=True)
+            (rows * factors).sum().backward()
+            backward({"w": named["w"]}, rank, step)
+            opt.synchronize()
+        results.append((grads(named), named["table"].grad.is_sparse, compressor.traffic.bytes_dense))
+    return results
+
+
+AMP_STEPS = 7
+OVERFLOWS = 2  # in this step, on the last rank, in one parameter
+
+
+@scenario
+def loss_scaled(spec, rank):
+    """With GradScaler: scales, parameters and states after every step, and the last averages, unscaled."""
+    named = parameters()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    compressor = gradzip.parse(spec).follow(scaler)
+    opt = distributed(named, compressor)
+    scales, after, states = [], [], []
+    for step in range(AMP_STEPS):
+        opt.zero_grad()
+        scales.append(scaler.get_scale())
+        spoilt = ["v"] if step == OVERFLOWS and rank == hvd.size() - 1 else []
+        backward(named, rank, step, scaler.scale, spoilt)
+        opt.synchronize()
+        scaler.unscale_(opt)
+        with opt.skip_synchronize():
+            scaler.step(opt)
+        scaler.update()
+        after.append({name: p.detach().clone() for name, p in named.items()})
+        states.append(copy.deepcopy(compressor.state_dict()))
+    return scales, after, states, grads(named)
+
+
+@scenario
+def autocast(spec, rank):
+    """A network under bfloat16 autocast: this rank's own gradients in every step, and the last averages."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.ReLU(), torch.nn.Linear(64, 48))
+    named, own = dict(network.named_parameters()), []
+    for name, p in named.items():
+        p.register_hook(lambda grad, name=name: own[-1].__setitem__(name, grad.clone()))
+    opt = distributed(named, gradzip.parse(spec))
+    for step in range(STEPS):
+        own.append({})
+        opt.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = network(gradient("x", rank, step, (16, 48))).float().square().mean()
+        loss.backward()
+        opt.synchronize()
+    return own, grads(named)
+
+
+def main():
+    folder, *names = sys.argv[1:]
+    hvd.init(process_sets=[ALONE] if int(os.environ.get("HOROVOD_SIZE", 1)) > 1 else [])
+    torch.set_num_threads(1)
+    results = {name: SCENARIOS[name](hvd.rank()) for name in names or SCENARIOS}
+    torch.save(results, Path(folder) / f"{hvd.rank()}.pt")
+
+
+if __name__ == "__main__":
+    main()
