@@ -263,7 +263,8 @@ class GradiVeQ(Compressor):
         state.bases, offsets = [], []
         for means, part, centred in zip(self._groups(state.mean), weights, self._centred(state)):
             part = part[(part != 0).any(1)]
-            basis = ops.low_rank_project(centred, None, part.t(), transpose=True).t().contiguous()
+            # Slices that are always the same have no direction.
+            basis = decompress(part.t(), centred).contiguous() if len(part) else centred.new_empty(0, size)
             state.bases.append(basis)
             offsets.append(means - decompress(compress(means, basis), basis))
         state.offset = torch.cat(offsets)
