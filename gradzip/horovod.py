@@ -105,8 +105,10 @@ class Running:
         if isinstance(collective, Mean) and self._single:
             self._dtype = collective.tensor.dtype
             return engine.wire(collective.tensor)
-        rotates = isinstance(collective, RingSum)
-        self._pending = collective if rotates else engine.launch(collective, f"{self.name}.gradzip")
+        if isinstance(collective, RingSum):
+            self._pending = collective
+        else:
+            self._pending = engine.launch(collective, f"{self.name}.gradzip")
         self._scope.waiting.append(self)
         # In the gradient's own type: Horovod's groups hold one type each.
         return engine.wire(grad.new_zeros(1))

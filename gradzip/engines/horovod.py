@@ -17,9 +17,6 @@ from .ring import Ring, RingError, group_from_horovod
 # What Horovod's all-reduce takes of the floating-point types.
 _ALLREDUCE_DTYPES = (torch.float16, torch.float32, torch.float64)
 
-# Seconds that a ring waits for a rank that does other things first, such as to save a checkpoint.
-_PATIENCE = 1800.0
-
 
 class Pending(NamedTuple):
     """A collective on its way."""
@@ -50,7 +47,7 @@ class HorovodEngine:
     @cached_property
     def ring(self) -> Ring:
         """For sums around a ring. Made when the first one is waited for, by all ranks."""
-        return Ring(group_from_horovod(self.process_set), timeout=_PATIENCE, traffic=self.traffic)
+        return Ring(group_from_horovod(self.process_set), traffic=self.traffic)
 
     def share(self, line: bytes, name: str) -> list[bytes]:
         """Every rank's line of text, in rank order. Waits for all ranks."""
