@@ -74,9 +74,10 @@ class RingSum:
     numels: elements of each segment as it travels, the same on all ranks. There may be any number of segments; with as
     many for each rank as `ring_segments` makes, a rank compresses one while others travel.
     encode(i): this rank's segment i, contiguous, numels[i] elements of `dtype` on `device`. It is left as it is, and
-    has to stay so until the sum is done.
+    has to stay so until the sum is done. Called once for every segment, in an order of the engine's own, and before
+    decode(i).
     decode(i, total): takes the sum of segment i over the ranks, the same bits on all. The next RingSum may use its
-    memory again. Called once for every segment, in an order of the engine's own.
+    memory again. Called once for every segment, in such an order.
     merge(i, partial): for what cannot be summed as it travels: what came of segment i with this rank's added to it, as
     it travels on. It may not change `partial`. Only the rank where a segment's trip begins is then asked to encode it.
     None: partial + encode(i), and encode(i) runs while `partial` is downloaded.

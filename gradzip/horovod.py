@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import agreement
-from .collectives import Collective, Mean, Routine, fused
+from .collectives import Collective, Mean, RingSum, Routine, fused
 from .compressor import Compressor
 from .methods.none import NoCompression
 
@@ -124,7 +124,8 @@ class _Scope:
         """Runs all gradients that wait for a collective of ours to their ends.
 
         Horovod calls `decompress` when it has called `compress` for all gradients, but not in the same order on every
-        rank. So later rounds go through all gradients in the order of their names, joined into one collective.
+        rank. So later rounds go through all gradients in the order of their names, joined into one collective. Rings,
+        which nothing but their order matches, are such a round from the beginning.
         """
         turn, self.waiting = sorted(self.waiting, key=lambda running: running.name), []
         joint = fused(running.rest() for running in turn)
@@ -151,7 +152,7 @@ class Running:
         self._routine: Routine = self.part.average(grad, scope.prefix + name, engine.rank, engine.size)
         self._single = self.part.rounds == 1 or self.part.bypasses(grad)
         scope.under_way += 1
-        self._pending: Pending | None = None
+        self._pending: Pending | RingSum | None = None
         self._dtype: torch.dtype | None = None
         self.result: Tensor | None = None
 
@@ -162,15 +163,19 @@ class Running:
         if isinstance(collective, Mean) and self._single:
             self._dtype = collective.tensor.dtype
             return engine.wire(collective.tensor)
-        self._pending = engine.launch(collective, f"{self.name}.gradzip")
+        if isinstance(collective, RingSum):
+            self._pending = collective
+        else:
+            self._pending = engine.launch(collective, f"{self.name}.gradzip")
         self._scope.waiting.append(self)
         # In the gradient's own type: Horovod's groups hold one type each.
         return engine.wire(grad.new_zeros(1))
 
     def rest(self) -> Routine:
-        """The method from the answer of its first collective on."""
-        assert self._pending is not None
-        answer = self._scope.engine.wait(self._pending)
+        """The method from the answer of its first collective on; from the collective itself if that is a ring."""
+        first = self._pending
+        assert first is not None
+        answer = (yield first) if isinstance(first, RingSum) else self._scope.engine.wait(first)
         while (collective := self._resume(answer)) is not None:
             answer = yield collective
 

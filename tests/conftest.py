@@ -23,3 +23,12 @@ def simd(request):
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread():
+    """With more, torch adds up products of matrices in more parts; ranks under a launcher have one, too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -40,9 +40,10 @@ class Layers(torch.nn.Module):
     def __init__(self, tensors):
         super().__init__()
         self.layers = torch.nn.ParameterList([torch.nn.Parameter(t) for t in tensors])
+        self.order = list(range(len(tensors)))  # of use
 
     def forward(self, grads):
-        return sum((p * g).sum() for p, g in zip(self.layers, grads) if g is not None)
+        return sum((self.layers[i] * grads[i]).sum() for i in self.order if grads[i] is not None)
 
 
 class Job:
@@ -119,6 +120,38 @@ METHODS = [
 @scenario
 def methods(rank, size):
     return {spec: Job(gradzip.parse(spec)).run(rank) for spec in METHODS}
+
+
+# Sampling gathers payloads, and rings have one order: all has the bits of a LocalGroup.
+CONVOLUTIONS = [(40, 3, 3, 3), (16, 12, 3, 3), (64, 64), (8, 8, 5, 5), (300,)]
+RING = (
+    "gradiveq:warmup_steps=0,sample_steps=3,compress_steps={},sampling=qsgd(bits=8),stop=None,slice_size=200,"
+    "exchange=ring"
+)
+RINGS = [
+    RING.format(3),
+    f"per-layer:layers.1={RING.replace(':', '(').format(1)}),default={RING.replace(':', '(').format(9)})",
+]
+
+
+@scenario
+def rings(rank, size):
+    """Layers used in another order on odd ranks; in between training goes on from a checkpoint."""
+    results = {}
+    for spec in RINGS:
+        job = Job(gradzip.parse(spec), [torch.zeros(s) for s in CONVOLUTIONS])
+        averages, buckets = [], []
+        for step in range(8):
+            if step == 4:
+                saved = job.state.state_dict()
+                job = Job(gradzip.parse(spec), [torch.zeros(s) for s in CONVOLUTIONS])
+                job.state.load_state_dict(saved)
+            if rank % 2:
+                job.model.order.reverse()
+            averages.append(job.step(rank, step))
+            buckets.append(job.buckets[-1])
+        results[spec] = {"averages": averages, "buckets": buckets}
+    return results
 
 
 OPTIONS = [{"static_graph": True}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}]

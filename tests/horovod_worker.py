@@ -257,6 +257,44 @@ def phases(rank, size):
     return results
 
 
+# Sampling gathers payloads, and rings have one order: all has the bits of a LocalGroup.
+CONVOLUTIONS = [(40, 3, 3, 3), (16, 12, 3, 3), (64, 64), (8, 8, 5, 5), (300,)]
+RING = (
+    "gradiveq:warmup_steps=0,sample_steps=3,compress_steps={},sampling=qsgd(bits=8),stop=None,slice_size=200,"
+    "exchange=ring"
+)
+RINGS = [
+    RING.format(4),
+    f"per-layer:layer1={RING.replace(':', '(').format(1)}),default={RING.replace(':', '(').format(9)})",
+]
+RING_STEPS = 9
+
+
+@scenario
+def rings(rank, size):
+    """Averages and bytes, hooks in another order on every rank. In between training goes on from a checkpoint, and
+    what is under way is dropped, as when elastic training has lost a worker."""
+    results = {}
+    for spec in RINGS:
+        named, compressor = layers(*CONVOLUTIONS), gradzip.parse(spec)
+        opt, results[spec] = optimizer(named, compressor), []
+        for step in range(RING_STEPS):
+            if step == 4:
+                named, again = layers(*CONVOLUTIONS), gradzip.parse(spec)
+                again.load_state_dict(compressor.state_dict())
+                opt, compressor = optimizer(named, again), again
+            if step == 5:
+                compressor.drop_in_flight()
+            opt.zero_grad()
+            sent = compressor.traffic.bytes_sent
+            for i in torch.randperm(len(named), generator=torch.Generator().manual_seed(9 * step + rank)).tolist():
+                p = named[i][1]
+                (p * gradient(rank, *p.shape, index=10 * step + i)).sum().backward()
+            opt.synchronize()
+            results[spec].append(([p.grad.clone() for _, p in named], compressor.traffic.bytes_sent - sent))
+    return results
+
+
 @scenario
 def restarted_apart(rank, size):
     """Rank 0 takes up a checkpoint, the others begin anew."""

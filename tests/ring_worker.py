@@ -21,6 +21,9 @@ from gradzip.engines.ring import Ring, RingError, codec_ring, group_from_horovod
 UNDER_HOROVOD = "HOROVOD_SIZE" in os.environ
 if UNDER_HOROVOD:
     import horovod.torch as hvd
+    from horovod.common.exceptions import HorovodInternalError
+
+    from gradzip.engines.horovod import HorovodEngine
 
     SUBSET = hvd.ProcessSet(range(int(os.environ["HOROVOD_SIZE"]) - 1))
 
@@ -275,25 +278,45 @@ def beside_horovod(ring):
     return [results, averages]
 
 
-def stock_horovod(ring):
-    """The same sums as one all-reduce; what cannot be added is refused."""
-    from gradzip.engines.horovod import HorovodEngine
-
+def horovod_engine(ring):
+    """Sums on a ring that Horovod's engine makes, and through an optimizer."""
     engine = HorovodEngine(hvd.global_process_set, gradzip.Traffic())
     x = vector(ring.rank, 48 * 1001)
     assert engine.wait(engine.launch(linear(x, ring.size), "linear")) is None
+    y, what = quantized(ring.rank, ring.size)
+    assert engine.wait(engine.launch(what, "quantized")) is None
     parameter = torch.nn.Parameter(torch.zeros(1001, 48))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([parameter], lr=1.0), named_parameters=[("w", parameter)], compression=Projection()
     )
     (parameter * vector(ring.rank, 48 * 1001).view(1001, 48)).sum().backward()
     optimizer.synchronize()
-    nothing = plain(torch.empty(0), [])
-    assert engine.wait(engine.launch(nothing, "nothing")) is None
+    return [x, y, parameter.grad]
+
+
+def as_one(ring):
+    """The same sums as one all-reduce; what cannot be added is refused."""
+    engine = HorovodEngine(hvd.global_process_set, gradzip.Traffic())
+    x = vector(ring.rank, 48 * 1001)
+    assert engine.wait(engine.launch_as_one(linear(x, ring.size), "linear")) is None
+    assert engine.wait(engine.launch_as_one(plain(torch.empty(0), []), "nothing")) is None
     try:
-        engine.launch(quantized(ring.rank, ring.size)[1], "quantized")
+        engine.launch_as_one(quantized(ring.rank, ring.size)[1], "quantized")
     except ValueError as error:
-        return [x, parameter.grad, engine.traffic.bytes_sent, str(error)]
+        return [x, engine.traffic.bytes_sent, str(error)]
+
+
+def left_alone(ring):
+    """Rank 1 closes its end of an engine's ring: what Horovod's elastic training is told on the others."""
+    engine = HorovodEngine(hvd.global_process_set, gradzip.Traffic())
+    engine.ring.timeout = 20.0
+    if ring.rank == 1:
+        del engine.ring
+        return ""
+    try:
+        engine.wait(engine.launch(linear(vector(ring.rank, 48 * 1001), ring.size), "linear"))
+    except HorovodInternalError as error:
+        return str(error)
 
 
 def own_group(folder):
@@ -309,7 +332,7 @@ def main():
     folder, *names = sys.argv[1:]
     folder = Path(folder)
     torch.set_num_threads(1)
-    known = SCENARIOS | {f.__name__: f for f in (dies, stalls, beside_horovod, stock_horovod)}
+    known = SCENARIOS | {f.__name__: f for f in (dies, stalls, beside_horovod, horovod_engine, as_one, left_alone)}
     if UNDER_HOROVOD:
         hvd.init(process_sets=[SUBSET])
         group = group_from_horovod()

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 
 import gradzip
+from gradzip.collectives import fused
+from gradzip.engines.local import drive
 from launch import HERE, scenarios, torchrun
 
 if not dist.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
-from ddp_worker import DTYPES, METHODS, OPTIONS, SHAPES, STEPS, THETAS, gradient
+from ddp_worker import CONVOLUTIONS, DTYPES, METHODS, OPTIONS, RINGS, SHAPES, STEPS, THETAS, gradient
 
 WORLDS = [2, 3]
 ALL = range(len(SHAPES))
@@ -183,6 +185,29 @@ def test_bytes_sent(world, spec):
             gathers = 1 + 3 * 3
             varying = 0.5 if spec == "atomo" else 0.1  # from step to step, and from rank to rank
             assert 0 < spare < configuration + 16 * gathers * (parts + 1) + varying * group.bytes_sent
+
+
+@pytest.mark.parametrize("spec", RINGS)
+def test_rings_of_buckets(world, spec, one_thread):
+    """The bits of a LocalGroup, where the gradients of a bucket go together."""
+    size, results = world
+    of_ranks, buckets = runs(results["rings"], spec)
+    assert len(buckets[0]) == 1 < len(buckets[-1])
+    compressors = [gradzip.parse(spec) for _ in range(size)]
+    wanted, phases = [], []
+    for step, of_step in enumerate(buckets):
+        wanted.append({})
+        for bucket in of_step:
+            routines = [
+                fused([c.average(gradient(r, step, i, *CONVOLUTIONS[i]), f"layers.{i}", r, size) for i in bucket])
+                for r, c in enumerate(compressors)
+            ]
+            wanted[-1] |= zip(bucket, drive(routines)[0])
+        parts = {i: compressors[0].part(f"layers.{i}", torch.Size(CONVOLUTIONS[i])) for i in (0, 1)}
+        phases.append([part.phase(part.states[f"layers.{i}"]) for i, part in parts.items()])
+    assert_equal(of_ranks, wanted, [i for i, shape in enumerate(CONVOLUTIONS) if len(shape) == 4])
+    # Some sample while others compress, unless all do the same.
+    assert ["compressing"] * 2 in phases if spec == RINGS[0] else ["compressing", "sampling"] in phases
 
 
 @pytest.mark.parametrize("which", range(len(OPTIONS)), ids=str)

@@ -4,10 +4,23 @@ import pytest
 import torch
 
 import gradzip
+from gradzip.collectives import fused
+from gradzip.engines.local import drive
 from launch import horovodrun, scenarios
 
 pytest.importorskip("horovod.torch")
-from horovod_worker import FFT, METHOD_STEPS, METHODS, PHASES, SHAPES, PowerIteration, gradient
+from horovod_worker import (
+    CONVOLUTIONS,
+    FFT,
+    METHOD_STEPS,
+    METHODS,
+    PHASES,
+    RING_STEPS,
+    RINGS,
+    SHAPES,
+    PowerIteration,
+    gradient,
+)
 
 WORLDS = [2, 3]
 
@@ -181,6 +194,38 @@ def test_methods_that_go_through_phases(world, spec):
         # layer2 alone is compressed; Horovod itself averages a number for it.
         sent = [of_rank[spec][step][1] for of_rank in results["phases"]]
         assert max(sent) - group.bytes_sent == 4 * (step + 1)
+
+
+@pytest.mark.parametrize("spec", RINGS)
+def test_one_ring_for_all_gradients(world, spec, one_thread):
+    """The bits of a LocalGroup whose gradients go together, in the order of their names."""
+    size, results = world
+    compressors = [gradzip.parse(spec) for _ in range(size)]
+    phases = []
+    for step in range(RING_STEPS):
+        routines = []
+        for rank, compressor in enumerate(compressors):
+            grads = [gradient(rank, *shape, index=10 * step + i) for i, shape in enumerate(CONVOLUTIONS)]
+            routines.append(fused([compressor.average(g, f"layer{i}", rank, size) for i, g in enumerate(grads)]))
+        wanted = drive(routines)[0]
+        parts = [compressors[0].part(f"layer{i}", torch.Size(CONVOLUTIONS[i])) for i in (0, 1, 3)]
+        states = [part.states[f"layer{i}"] for part, i in zip(parts, (0, 1, 3))]
+        phases.append([part.phase(state) for part, state in zip(parts, states)])
+        of_ranks = [of_rank[spec][step] for of_rank in results["rings"]]
+        for averages, _ in of_ranks:
+            for got, first, want in zip(averages, of_ranks[0][0], wanted):
+                assert torch.equal(got, first)
+                if want.dim() == 4:
+                    assert torch.equal(got, want)
+        if spec == RINGS[0] and step == 5:
+            # Coordinates and votes travel 2 (n - 1) hops each; beside them Horovod has a number for each gradient,
+            # and those that go uncompressed.
+            slices = [-(-torch.Size(CONVOLUTIONS[i]).numel() // 200) for i in (0, 1, 3)]
+            on_ring = sum(len(s.bases[0]) * m + min(m, size) for s, m in zip(states, slices))
+            uncompressed = 64 * 64 + 300 + len(states)
+            assert sum(sent for _, sent in of_ranks) == 4 * (2 * (size - 1) * on_ring + size * uncompressed)
+    # Some sample while others compress, unless all do the same.
+    assert ["compressing", "compressing" if spec == RINGS[0] else "sampling", "compressing"] in phases
 
 
 def test_a_rank_that_restarts_in_another_phase_is_refused(world):

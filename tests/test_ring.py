@@ -207,7 +207,8 @@ def test_a_lost_neighbour_is_an_error_in_time(tmp_path, failure, longest):
 def test_beside_horovod(tmp_path):
     pytest.importorskip("horovod.torch")
     size = 3
-    results = scenarios(size, "ring_worker.py", tmp_path, "large", "merged", "beside_horovod", "stock_horovod")
+    names = ["large", "merged", "beside_horovod", "horovod_engine", "as_one", "left_alone"]
+    results = scenarios(size, "ring_worker.py", tmp_path, *names)
     assert_is_sum(assert_identical([x for x, _ in results["large"]]), size, 300_001)
     assert torch.equal(results["merged"][2], together(size, lambda rank: quantized(rank, size))[0])
     for rank, (of_rings, averages) in enumerate(results["beside_horovod"]):
@@ -219,11 +220,15 @@ def test_beside_horovod(tmp_path):
             torch.testing.assert_close(averages[step], wanted, rtol=1e-5, atol=1e-6)
         assert not of_rings
     exact = together(size, lambda rank: (x := vector(rank, 48 * 1001), linear(x, size)))[0]
-    for x, average, nbytes, refusal in results["stock_horovod"]:
+    for x, y, average in results["horovod_engine"]:
+        assert torch.equal(x, exact) and torch.equal(y, results["merged"][2])
+        assert torch.equal(average, exact.view(1001, 48) / size)
+    for x, nbytes, refusal in results["as_one"]:
         torch.testing.assert_close(x, exact, rtol=0, atol=1e-5)  # added up in another order
-        torch.testing.assert_close(average, exact.view(1001, 48) / size, rtol=0, atol=1e-5)
         assert nbytes == 4 * 6 * 1001
-        assert "quantized: a RingSum that merges at every hop on stock Horovod" in refusal
+        assert refusal.startswith("quantized: got a RingSum that merges at every hop")
+    for rank in (0, 2):
+        assert f"ring of 3 ranks, rank {rank}: could not" in results["left_alone"][rank]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import torch
+import torch.distributed as dist
+from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
 from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, Traffic
+from .ring import Ring, RingError, group_from_horovod
 
 # What Horovod's all-reduce takes of the floating-point types.
 _ALLREDUCE_DTYPES = (torch.float16, torch.float32, torch.float64)
@@ -18,11 +22,15 @@ class Pending(NamedTuple):
     """A collective on its way."""
 
     collective: Collective
-    handle: int
+    handle: int | None  # None: it runs while it is waited for
 
 
 class HorovodEngine:
-    """Runs collectives over a Horovod process set, and counts the bytes this rank sends."""
+    """Runs collectives over a Horovod process set, and counts the bytes this rank sends.
+
+    Collectives are matched by their names; a RingSum, which runs around a group of its own while it is waited for, by
+    its order among them. Where torch has no gloo, and on a device, it is one all-reduce.
+    """
 
     def __init__(self, process_set: Any, traffic: Traffic) -> None:
         self.process_set = process_set
@@ -35,6 +43,11 @@ class HorovodEngine:
     @property
     def rank(self) -> int:
         return self.process_set.rank()
+
+    @cached_property
+    def ring(self) -> Ring:
+        """For sums around a ring. Made when the first one is waited for, by all ranks."""
+        return Ring(group_from_horovod(self.process_set), traffic=self.traffic)
 
     def share(self, line: bytes, name: str) -> list[bytes]:
         """Every rank's line of text, in rank order. Waits for all ranks."""
@@ -53,7 +66,9 @@ class HorovodEngine:
     def launch(self, collective: Collective, name: str) -> Pending:
         """Starts a collective; every rank must give it the same name."""
         if isinstance(collective, RingSum):
-            return self._launch_ring_sum(collective, name)
+            if collective.device.type == "cpu" and dist.is_available() and dist.is_gloo_available():
+                return Pending(collective, None)
+            return self.launch_as_one(collective, name)
         tensor = self.wire(collective.tensor)
         if isinstance(collective, Gather):
             return Pending(collective, hvd.allgather_async(tensor, name=name, process_set=self.process_set))
@@ -66,12 +81,12 @@ class HorovodEngine:
         handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Average, process_set=self.process_set)
         return Pending(collective, handle)
 
-    def _launch_ring_sum(self, ring: RingSum, name: str) -> Pending:
+    def launch_as_one(self, ring: RingSum, name: str) -> Pending:
         """The same sum as one all-reduce: stock Horovod sends nothing from one rank to another."""
         if ring.merge is not None:
             raise ValueError(
-                f"{name}: a RingSum that merges at every hop on stock Horovod, which can only add; run it with "
-                "gradzip.engines.ring.Ring(group_from_horovod())"
+                f"{name}: got a RingSum that merges at every hop, expected one that Horovod can add up; such rings "
+                "need tensors on the CPU, and a torch with gloo"
             )
         encoded = [ring.encode(i).reshape(-1) for i in range(len(ring.numels))]
         tensor = self.wire(torch.cat(encoded) if encoded else torch.empty(0, dtype=ring.dtype, device=ring.device))
@@ -80,6 +95,14 @@ class HorovodEngine:
 
     def wait(self, pending: Pending) -> Any:
         """The answer of a started collective."""
+        if pending.handle is None:
+            assert isinstance(pending.collective, RingSum)
+            try:
+                self.ring.run(pending.collective)
+            except RingError as error:
+                # As when a collective of Horovod's own fails: elastic training goes on from there.
+                raise HorovodInternalError(str(error)) from error
+            return None
         result = hvd.synchronize(pending.handle)
         if isinstance(pending.collective, Gather):
             return pending.collective.of_ranks(result, self.size)

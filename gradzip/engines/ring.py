@@ -32,8 +32,8 @@ class Ring:
     group: a torch.distributed.ProcessGroup, gloo for tensors on the CPU and NCCL for those on a device; or what
     `group_from_horovod` made. All ranks run the same sums in the same order: nothing is matched by name. Ranks that run
     sums of different segments wait for each other until the timeout.
-    timeout: seconds to wait for one segment before `RingError`. On a device the host waits for nothing, and the group's
-    own timeout counts.
+    timeout: seconds to wait for one segment before `RingError`; by default half an hour, as process groups have it, for
+    a rank may save a checkpoint first. On a device the host waits for nothing, and the group's own timeout counts.
     lockstep: whether a receive begins only with a send, the two as one operation. NCCL needs that, and it is the
     default on a device. Otherwise all receives are announced at the beginning: no sender has to ask first, behind
     other data on a slow wire.
@@ -43,7 +43,7 @@ class Ring:
     """
 
     def __init__(
-        self, group: Any, timeout: float = 60.0, traffic: Traffic | None = None, lockstep: bool | None = None
+        self, group: Any, timeout: float = 1800.0, traffic: Traffic | None = None, lockstep: bool | None = None
     ) -> None:
         if not timeout > 0:
             raise ValueError(f"Ring: got timeout = {timeout!r}, expected seconds > 0")
@@ -268,7 +268,7 @@ def group_from_horovod(process_set: Any = None, timeout: float = 60.0) -> Any:
 
     Collective: all its ranks call it. Rank 0 listens on a free port and tells its addresses; the first that all ranks
     reach is taken (the loopback on one host), and each rank is reached where it reached rank 0 from. timeout: seconds
-    for the group to form, and for its operations.
+    for the group to form, and for operations that are given none.
     """
     import horovod.torch as hvd
     import psutil  # Horovod depends on it

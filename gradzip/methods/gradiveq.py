@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import Broadcast, Gather, Mean, Routine
+from ..collectives import Broadcast, Gather, Mean, RingSum, Routine, ring_segments
 from ..compressor import Compressor, State, blaming
 from .fft import one_thread
 
@@ -55,6 +55,10 @@ class GradiVeQ(Compressor):
     stop: a rank votes for an end of the compressed steps when its own gradients have lost this fraction or more, and a
     majority ends them after the step. The fraction is equation (7) over |g_n|^2, each summed over the compressed steps
     so far, for gradients differ much in size. At 1 zeros would have done as well; None: nobody votes.
+    exchange: how compressed steps average. "mean": all is compressed, one all-reduce runs beside the rest of the
+    backward pass, all is decompressed. "ring": at the end of the backward pass segments of slices go around a ring, and
+    are compressed and decompressed while others are on the wire (Algorithm 1). The averages are the same, but for the
+    order in which the ranks' numbers are added up.
 
     Mind that loss is about the samples. Later gradients have parts that no sample had, the more so the larger K is:
     with 100 samples of CIFAR-10 gradients they lose 0.2 to 0.6 in ResNet-20, but 0.7 to 0.9 where F D > 16384.
@@ -62,11 +66,12 @@ class GradiVeQ(Compressor):
     Gradients of fewer than three dimensions, as those of dense layers, go uncompressed; `PerLayer` gives them another
     method. There is no error feedback: what the basis leaves out would pile up until the next sampling.
 
-    What travels: 4 d bytes per slice and 4 for the vote, through an all-reduce. Before that, once, rank 0's U, as
+    What travels: 4 d bytes per slice, and 4 in each segment for the vote. Before that, once, rank 0's U, as
     combinations of samples that all ranks hold: 4 (1 + sample_steps^2) bytes for each basis. In the first step of a
     process (and after `load_state_dict`) a payload header, by which ranks that are in different phases, or configured
     differently, find out. Memory: 4 K sample_steps bytes for each basis: a multiple of the gradient where K is a large
-    part of it. Products run in one fixed order: all ranks have the same basis and the same average, to the bit.
+    part of it; on a ring, the gradient's size besides. Products run in one fixed order: all ranks have the same basis
+    and the same average, to the bit.
     """
 
     method: ClassVar[int] = 32
@@ -81,6 +86,8 @@ class GradiVeQ(Compressor):
     # Its own digest is part of ours.
     sampling: Compressor | None = field(default=None, metadata={"digest": False})
     stop: float | None = 0.9
+    # Coordinates are the same whichever way they travel.
+    exchange: str = field(default="mean", kw_only=True, metadata={"digest": False})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,6 +117,8 @@ class GradiVeQ(Compressor):
                 f"GradiVeQ: got sampling = {method!r}, expected None or a method that keeps nothing between steps, "
                 "such as QSGD(bits=4); on a command line, sampling=qsgd(bits=4)"
             )
+        if self.exchange not in ("mean", "ring"):
+            raise ValueError(f"GradiVeQ: got exchange = {self.exchange!r}, expected 'mean' or 'ring'")
         # At most: whether all agree on where they are, rank 0's basis (or its wish for more samples), the average.
         self.rounds = 2 + (1 if method is None else method.rounds)
         self._agreed: set[str] = set()  # parameters of which it is known that all ranks are in the same step
@@ -171,41 +180,79 @@ class GradiVeQ(Compressor):
     # --- compressed steps
 
     def _average_compressed(self, grad: Tensor, state: State) -> Routine:
-        """Returns the average flat, in the order of slices."""
-        slices = self._slices(grad)
-        compressed = [compress(group, basis) for group, basis in zip(self._groups(slices), state.bases)]
-        vote = self._vote(slices, compressed, state)
-        sent = [part.reshape(-1) for part in compressed]
-        *parts, votes = (yield Mean(torch.cat([*sent, sent[0].new_tensor([vote])]))).split([*map(len, sent), 1])
-        votes = votes.item() * state.size
-        if not math.isfinite(votes):  # with d = 0 nothing else would tell
-            return torch.full((grad.numel(),), math.nan, device=grad.device)
-        if 2 * round(votes) > state.size:
-            state.left = 1
-        average = self._workspace.empty("slices", tuple(slices.shape), torch.float32, grad.device)
-        groups = zip(self._groups(average), self._groups(state.offset), parts, state.bases)
-        for group, offset, part, basis in groups:
-            torch.add(decompress(part.view(len(basis), len(group)), basis), offset, out=group)
-        return average.view(-1)[: grad.numel()]
+        """Returns the average flat, in the order of slices.
 
-    def _vote(self, slices: Tensor, compressed: list[Tensor], state: State) -> float:
-        """1 for an end of the compressed steps, else 0; NaN where this rank's gradient is not finite.
+        A segment travels as its coordinates and one number more: in the segment that a rank compresses last, which
+        differs from rank to rank, its vote, and 0 in the others.
+        """
+        ring = self.exchange == "ring"
+        # Those of other gradients are laid out before the ring turns.
+        slices = self._slices(grad, f"slices of {state.name}" if ring else "slices")
+        coordinates = sum(len(group) * len(basis) for group, basis in zip(self._groups(slices), state.bases))
+        whole = slice(0, len(slices))
+        cut = ring_segments(len(slices), state.size, 4 * coordinates / len(slices)) if ring else [whole]
+        segments = [self._runs(rows, state.bases) for rows in cut]
+        shapes = [[(len(basis), rows.stop - rows.start) for rows, basis in runs] for runs in segments]
+        numels = [[*map(math.prod, of_runs), 1] for of_runs in shapes]
+        energies: list[Tensor] = []
+        votes: list[Tensor] = []
+
+        def encode(i: int) -> Tensor:
+            compressed = [compress(slices[rows], basis).reshape(-1) for rows, basis in segments[i]]
+            energies.append(self._energies(slices[cut[i]], state.offset[cut[i]], compressed))
+            vote = self._vote(energies, state) if len(energies) == len(segments) else 0.0
+            return torch.cat([*compressed, slices.new_tensor([vote])])
+
+        def decode(i: int, mean: Tensor) -> None:
+            """Puts the average in the place of the segment."""
+            *parts, vote = mean.split(numels[i])
+            votes.append(vote)
+            for part, shape, (rows, basis) in zip(parts, shapes[i], segments[i]):
+                torch.add(decompress(part.view(shape), basis), state.offset[rows], out=slices[rows])
+
+        if ring:
+            of_segments = tuple(map(sum, numels))
+            yield RingSum(of_segments, encode, lambda i, total: decode(i, total / state.size), device=grad.device)
+        else:
+            decode(0, (yield Mean(encode(0))))
+        voted = torch.cat(votes).sum().item() * state.size
+        if not math.isfinite(voted):  # with d = 0 nothing else would tell
+            return torch.full((grad.numel(),), math.nan, device=grad.device)
+        if 2 * round(voted) > state.size:
+            state.left = 1
+        return slices.view(-1)[: grad.numel()]
+
+    def _runs(self, rows: slice, bases: list[Tensor]) -> list[tuple[slice, Tensor]]:
+        """Those of the rows that share a basis, and that basis."""
+        begin, end = rows.start, rows.stop
+        reuse = self.reuse or end
+        groups = range(begin // reuse, -(-end // reuse))
+        return [(slice(max(begin, g * reuse), min(end, (g + 1) * reuse)), bases[g]) for g in groups]
+
+    def _energies(self, slices: Tensor, offset: Tensor, compressed: list[Tensor]) -> Tensor:
+        """|g|^2, |g - offset|^2 and |U^T g|^2 of some slices, in double."""
+        rest = self._workspace.empty("rest", tuple(slices.shape), torch.float32, slices.device)
+        tensors = [slices, torch.sub(slices, offset, out=rest), torch.cat(compressed)]
+        return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in tensors]).square()
+
+    def _vote(self, energies: list[Tensor], state: State) -> float:
+        """1 for an end of the compressed steps, else 0; NaN where this rank's gradient is not finite. energies: of all
+        segments; waits for the device, once.
 
         U^T offset = 0, so |g - U U^T g - offset|^2 = |g - offset|^2 - |U^T g|^2: nothing is decompressed.
         """
-        rest = self._workspace.empty("rest", tuple(slices.shape), torch.float32, slices.device)
-        energy, missed, *found = _energies(slices, torch.sub(slices, state.offset, out=rest), *compressed)
+        energy, missed, found = torch.stack(energies).sum(0).tolist()
         if not math.isfinite(energy):
             return math.nan
         state.energy += energy
-        state.lost += max(0.0, missed - sum(found))
+        state.lost += max(0.0, missed - found)
         return float(self.stop is not None and state.lost > 0 and state.lost >= self.stop * state.energy)
 
-    def _slices(self, grad: Tensor) -> Tensor:
-        """(slices, K); the next call uses the memory again."""
+    def _slices(self, grad: Tensor, memory: str = "slices") -> Tensor:
+        """(slices, K); the next call uses the memory of that name again."""
         size = min(self.slice_size, grad.numel()) if self.slice_size else best_slice_size(grad.shape)
         number = -(-grad.numel() // size)
-        slices = self._workspace.empty("slices", (number, size), torch.float32, grad.device)
+        slices = self._workspace.empty(memory, (number, size), torch.float32, grad.device)
         flat = slices.view(-1)
         unflatten(flat[: grad.numel()], grad.shape).copy_(grad)
         flat[grad.numel() :] = 0
@@ -263,7 +310,8 @@ class GradiVeQ(Compressor):
         state.bases, offsets = [], []
         for means, part, centred in zip(self._groups(state.mean), weights, self._centred(state)):
             part = part[(part != 0).any(1)]
-            basis = ops.low_rank_project(centred, None, part.t(), transpose=True).t().contiguous()
+            # Slices that are always the same have no direction.
+            basis = decompress(part.t(), centred).contiguous() if len(part) else centred.new_empty(0, size)
             state.bases.append(basis)
             offsets.append(means - decompress(compress(means, basis), basis))
         state.offset = torch.cat(offsets)
@@ -371,12 +419,6 @@ def principal_weights(centred: Tensor, loss: float) -> tuple[Tensor, bool]:
     with one_thread():
         before = dimension(torch.linalg.eigvalsh(gram).flip(0), loss)
     return weights, abs(d - before) <= max(1, d // 20)
-
-
-def _energies(*tensors: Tensor) -> list[float]:
-    """|x|^2 of each, in double; waits for the device, once."""
-    norms = torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in tensors])
-    return norms.square().tolist()
 
 
 def _is_full(state: State) -> bool:
