@@ -230,12 +230,8 @@ def test_one_ring_for_all_gradients(world, spec, one_thread):
 
 def test_a_rank_that_restarts_in_another_phase_is_refused(world):
     _, results = world
-    for rank, text in enumerate(results["restarted_apart"]):
-        here, there = "step 5 (compressing, 1 to go)", "step 0 (warm-up)"
-        if rank:
-            here, there = there, here
-        assert text.startswith("PayloadError: GradiVeQ, parameter 'layer0': from rank ")
-        assert f"it is in {there}, this rank in {here}: load the same checkpoint on every rank" in text
+    for text in results["restarted_apart"]:
+        assert text.startswith("RuntimeError: parameter 'layer0': rank 1 has compressed it 0 times, rank 0 5 times;")
 
 
 def test_process_set_of_some_ranks_scatters(world):
