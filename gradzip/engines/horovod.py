@@ -97,8 +97,9 @@ class HorovodEngine:
         """The answer of a started collective."""
         if pending.handle is None:
             assert isinstance(pending.collective, RingSum)
+            ring = self.ring
             try:
-                self.ring.run(pending.collective)
+                ring.run(pending.collective)
             except RingError as error:
                 # As when a collective of Horovod's own fails: elastic training goes on from there.
                 raise HorovodInternalError(str(error)) from error

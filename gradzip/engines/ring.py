@@ -288,18 +288,22 @@ def group_from_horovod(process_set: Any = None, timeout: float = 60.0) -> Any:
         told = token, store.port, sorted(set(everywhere), key=lambda address: not address.startswith("127."))
     root = members.ranks[0]
     token, port, addresses = hvd.broadcast_object(told, root, name=f"{name}.addresses", process_set=members)
-    reached = [_reach(address, port, token) for address in addresses]
-    ok = torch.tensor([float(here is not None) for here in reached])
-    by_all = hvd.allreduce(ok, name=f"{name}.reached", op=hvd.Min, process_set=members).tolist()
-    if not any(by_all):
+    mine: tuple[str, Any] | None = None
+    reached = []
+    for address in addresses:
+        mine = (address, store) if rank == 0 else _reach(address, port, token, patience)
+        if mine is not None:
+            reached.append(address)
+        ok = torch.tensor([float(mine is not None)])
+        if hvd.allreduce(ok, name=f"{name}.reached", op=hvd.Min, process_set=members).item():
+            break
+    else:
         raise RingError(
             f"group_from_horovod: got no address of rank 0 that all {size} ranks reach among {addresses} (rank {rank} "
-            f"reaches {[a for a, here in zip(addresses, reached) if here]}); open TCP between the hosts"
+            f"reaches {reached}); open TCP between the hosts"
         )
-    chosen = by_all.index(1.0)
-    here = reached[chosen]
-    if rank:
-        store = dist.TCPStore(addresses[chosen], port, is_master=False, timeout=patience)
+    assert mine is not None
+    here, store = mine
     gloo: Any = dist.ProcessGroupGloo  # of which torch's type stubs know little
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=here)]
@@ -307,13 +311,14 @@ def group_from_horovod(process_set: Any = None, timeout: float = 60.0) -> Any:
     return gloo(dist.PrefixStore(name, store), rank, size, options)
 
 
-def _reach(address: str, port: int, token: str) -> str | None:
-    """This host's address as seen from `address`, if the store with that token is there; else None."""
+def _reach(address: str, port: int, token: str, patience: datetime.timedelta) -> tuple[str, Any] | None:
+    """This host's address as seen from `address`, and the store with that token, if it is there; else None."""
     try:
         with socket.create_connection((address, port), timeout=3) as connection:
             here = connection.getsockname()[0]
+        # Something is there, and soon tells what; but torch may wait seconds for the names of hosts, which it logs.
         # Another host has a 127.0.0.1 of its own, where something else may listen.
-        store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=3))
-        return here if store.get("token").decode() == token else None
+        store = dist.TCPStore(address, port, is_master=False, timeout=patience)
+        return (here, store) if store.get("token").decode() == token else None
     except (OSError, RuntimeError):
         return None
