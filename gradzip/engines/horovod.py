@@ -93,17 +93,18 @@ class HorovodEngine:
         handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, process_set=self.process_set)
         return Pending(ring, handle)
 
+    def _rotate(self, collective: Any) -> None:
+        ring = self.ring
+        try:
+            ring.run(collective)
+        except RingError as error:
+            # As when a collective of Horovod's own fails: elastic training goes on from there.
+            raise HorovodInternalError(str(error)) from error
+
     def wait(self, pending: Pending) -> Any:
         """The answer of a started collective."""
         if pending.handle is None:
-            assert isinstance(pending.collective, RingSum)
-            ring = self.ring
-            try:
-                ring.run(pending.collective)
-            except RingError as error:
-                # As when a collective of Horovod's own fails: elastic training goes on from there.
-                raise HorovodInternalError(str(error)) from error
-            return None
+            return self._rotate(pending.collective)
         result = hvd.synchronize(pending.handle)
         if isinstance(pending.collective, Gather):
             return pending.collective.of_ranks(result, self.size)
