@@ -400,6 +400,7 @@ def main():
         print("", *table(runs, measure), "", *verdict(runs, measure, engine), sep="\n", flush=True)
         if args.json:
             args.json.write_text(json.dumps(results(args, dataset, runs, engine), indent=1) + "\n")
+    engine.end()
 
 
 def results(args, dataset, runs, engine):

@@ -412,6 +412,7 @@ def main():
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # at once: a thread of torch's that lets go of a Python object too late would abort the process
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ def main():
     torch.save(state, folder / f"{rank}.pt")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+        os._exit(0)  # at once: a thread of torch's that lets go of a Python object too late would abort the process
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import sanitized
 from sanitized import ROOT
 
 # Which tests: all whose names say that they mutate, forge, truncate or try any bytes, and the awkward sizes.
+# Whose tests start processes of the usual build.
+LAUNCHERS = {"horovod", "elastic", "ddp", "contract", "examples", "ring"}
 SELECTION = "any_ or mutat or forge or corrupt or trunc or hostile or split_of or round_trip or awkward"
 
 
@@ -26,7 +28,9 @@ def test_decoders_stay_within_their_memory(tmp_path):
         f"assert gradzip.__file__.startswith({str(place)!r}), gradzip.__file__\n"
         "sys.exit(pytest.main(sys.argv[1:]))\n"
     )
-    files = sorted(str(path) for path in (ROOT / "tests").glob("test_*.py") if "horovod" not in path.name)
+    files = sorted(
+        str(path) for path in (ROOT / "tests").glob("test_*.py") if not LAUNCHERS & set(path.stem.split("_"))
+    )
     run = subprocess.run(
         [sys.executable, "-c", check, "-q", "-x", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-k", SELECTION,
          "-m", "not slow", "--deselect", __file__, *files],
