@@ -312,7 +312,11 @@ class Compressor(ABC):
 
     def clone(self) -> Compressor:
         """Same hyper-parameters, no state."""
-        clone = replace(self)
+        return self._clone_with()
+
+    def _clone_with(self, **parts: Any) -> Compressor:
+        """A clone; parts: clones of the compressors among the hyper-parameters."""
+        clone = replace(self, **parts)
         clone._scaler = self._scaler
         return clone
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -127,9 +127,7 @@ class GradiVeQ(Compressor):
         return grad.dim() < 3 or super().bypasses(grad)
 
     def clone(self) -> Compressor:
-        clone = replace(self, sampling=None if self.sampling is None else self.sampling.clone())
-        clone._scaler = self._scaler
-        return clone
+        return self._clone_with(sampling=None if self.sampling is None else self.sampling.clone())
 
     @property
     def digest(self) -> int:

@@ -88,9 +88,7 @@ class PerLayer(Compressor):
 
     def clone(self) -> Compressor:
         rules = [(rule, part.clone()) for rule, part in self.rules]
-        clone = PerLayer(rules, self.default.clone(), min_numel=self.min_numel)
-        clone._scaler = self._scaler
-        return clone
+        return self._clone_with(rules=rules, default=self.default.clone())
 
     @property
     def digest(self) -> int:
