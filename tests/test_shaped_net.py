@@ -94,7 +94,8 @@ def test_networks_nest():
 def test_nothing_stays(number):
     before = qdisc()
     code = "import os, time; print(os.readlink('/proc/self/ns/net'), flush=True); time.sleep(60)"
-    command = ["bash", str(SHAPED_NET), "1gbit", "2", "--", sys.executable, "-c", code]
+    # A shell's background jobs, of which these tests may be one, are started with SIGINT ignored.
+    command = ["env", "--default-signal=INT", "bash", SHAPED_NET, "1gbit", "2", "--", sys.executable, "-c", code]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
     ) as job:
