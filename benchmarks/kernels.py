@@ -202,6 +202,11 @@ def quantizing_cases(x: Tensor) -> Iterator[Case]:
         lambda: unbiased(lambda o: ops.elias_decode_add(stream, norms, o, 4, bucket), step), 4 * n + stream.numel(),
     )  # fmt: skip
     yield Case(
+        "elias_decode_add 4 bits", lambda: ops.elias_decode_add(stream, norms, acc, 4, bucket), decode_pairs,
+        "torch ops, not coded", lambda: unbiased(lambda o: ops.elias_decode_add(stream, norms, o, 4, bucket), step),
+        8 * n + stream.numel(),
+    )  # fmt: skip
+    yield Case(
         "bucket_norms l2, whole", lambda: ops.bucket_norms(x), lambda: torch.linalg.vector_norm(x, dtype=torch.float64),
         "vector_norm in double", lambda: abs(ops.bucket_norms(x).item() / x.double().norm().item() - 1) < 2**-23, 4 * n,
     )  # fmt: skip

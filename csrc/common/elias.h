@@ -16,12 +16,12 @@ struct EliasCode {
 };
 
 // gamma(v), first bit lowest: k = floor(log2 v) zeros, a one, and the k bits below the top one of v.
-GZ_HD EliasCode gamma_code(uint32_t v, int k) {
+GZ_HD constexpr EliasCode gamma_code(uint32_t v, int k) {
   return {uint64_t(1) << k | uint64_t(v ^ (1u << k)) << (k + 1), 2 * k + 1};
 }
 
 // A level that is not zero: gamma of the zeros before it + 1, its sign, gamma of its magnitude.
-GZ_HD EliasCode level_token(EliasCode run, bool negative, EliasCode size) {
+GZ_HD constexpr EliasCode level_token(EliasCode run, bool negative, EliasCode size) {
   return {run.bits | (uint64_t(negative) | size.bits << 1) << run.length, run.length + 1 + size.length};
 }
 

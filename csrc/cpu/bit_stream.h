@@ -42,15 +42,20 @@ GZ_INLINE void pack_block(const uint32_t* codes, int n, int bits, uint8_t* out) 
   std::memcpy(out, stage, size_t(at - stage));
 }
 
-// `bits` <= 57 bits from position `bit` of a stream of nbytes bytes; what lies past its end reads as 0.
-GZ_INLINE uint64_t read_bits(const uint8_t* stream, int64_t nbytes, int64_t bit, int bits) {
+// 57 bits or more from position `bit` of a stream of nbytes bytes; what lies past its end reads as 0.
+GZ_INLINE uint64_t window(const uint8_t* stream, int64_t nbytes, int64_t bit) {
   const int64_t byte = bit / 8, left = nbytes - byte;
   uint64_t word = 0;
   if (__builtin_expect(left >= 8, 1))
     std::memcpy(&word, stream + byte, 8);
   else if (left > 0)
     std::memcpy(&word, stream + byte, size_t(left));
-  return (word >> (bit % 8)) & ((uint64_t(1) << bits) - 1);
+  return word >> (bit % 8);
+}
+
+// The first `bits` <= 57 of them.
+GZ_INLINE uint64_t read_bits(const uint8_t* stream, int64_t nbytes, int64_t bit, int bits) {
+  return window(stream, nbytes, bit) & ((uint64_t(1) << bits) - 1);
 }
 
 }  // namespace gradzip::cpu

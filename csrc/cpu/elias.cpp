@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <vector>
 
 #include "common/quantize.h"
+#include "cpu/bit_stream.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
@@ -86,42 +88,113 @@ GZ_INLINE int64_t write_chunk_body(const int32_t* levels, int64_t count, const u
 GZ_SIMD_DISPATCH(int64_t, write_chunk, (const int32_t* levels, int64_t count, const uint64_t* masks, uint8_t* out),
                  (levels, count, masks, out))
 
-// 57 bits or more from `bit` on; what lies past the end reads as 0.
-GZ_INLINE uint64_t window(const uint8_t* stream, int64_t nbytes, int64_t bit) {
-  const int64_t byte = bit / 8, left = nbytes - byte;
-  uint64_t word = 0;
-  if (__builtin_expect(left >= 8, 1))
-    std::memcpy(&word, stream + byte, 8);
-  else if (left > 0)
-    std::memcpy(&word, stream + byte, size_t(left));
-  return word >> (bit % 8);
-}
+// The tokens of up to kTableBits bits, by the bits that begin with them.
+constexpr int kTableBits = 11;
+constexpr int kTokensAtOnce = 57 / kTableBits;  // that a window holds for sure
 
-// Every token takes at least one element and is checked before it is used, so any bytes end here, within `levels`.
-GZ_INLINE bool read_chunk_body(const uint8_t* stream, int64_t nbytes, int64_t count, int32_t top, int32_t* levels) {
-  std::memset(levels, 0, size_t(count) * sizeof *levels);
+struct Token {
+  uint8_t length = 0;    // 0: longer than the table knows
+  uint8_t elements = 0;  // zeros, and the one that is not
+  int16_t level = 0;
+};
+
+struct TokenTable {
+  Token of[1 << kTableBits];
+  int most_elements = 0;
+
+  constexpr TokenTable() : of{} {
+    constexpr int kMost = 1 << kTableBits / 2;
+    for (int elements = 1; elements < kMost; ++elements)
+      for (int level = 1 - kMost; level < kMost; ++level) {
+        if (level == 0) continue;
+        const uint32_t magnitude = uint32_t(level < 0 ? -level : level);
+        const EliasCode token = level_token(gamma_code(uint32_t(elements), log2(uint32_t(elements))), level < 0,
+                                            gamma_code(magnitude, log2(magnitude)));
+        if (token.length > kTableBits) continue;
+        for (uint64_t word = token.bits; word < 1 << kTableBits; word += uint64_t(1) << token.length)
+          of[word] = {uint8_t(token.length), uint8_t(elements), int16_t(level)};
+        most_elements = std::max(most_elements, elements);
+      }
+  }
+  static constexpr int log2(uint32_t v) { return v < 2 ? 0 : 1 + log2(v / 2); }
+};
+constexpr TokenTable kTokens;
+
+// A chunk being read. Any bytes lead to an end, within `levels`: a token takes at least one element, and is checked
+// before it is used.
+struct ChunkReader {
+  const uint8_t* stream;
+  int64_t nbytes, count;
+  int32_t* levels;  // zeros at first
   int64_t bit = 0, next = 0;
-  while (next < count) {
+  int32_t largest = 0;
+
+  // Whether as many tokens of the table as are read at once fit.
+  GZ_INLINE bool room() const {
+    return next <= count - kTokensAtOnce * kTokens.most_elements && bit <= 8 * (nbytes - 8);
+  }
+  GZ_INLINE void put(Token token) {
+    bit += token.length;
+    next += token.elements;
+    levels[next - 1] = token.level;
+    largest = std::max<int32_t>(largest, std::abs(token.level));
+  }
+  // Reads a token; false when there is none left, or none that is valid.
+  GZ_INLINE bool step() {
+    if (next >= count) return false;
     uint64_t word = window(stream, nbytes, bit);
     const int k = word ? __builtin_ctzll(word) : 64;
-    if (k > 12) return false;  // more zeros than a chunk has elements
+    if (k > 12) return refuse();  // more zeros than a chunk has elements
     next += int64_t(1 << k | (word >> (k + 1) & ((1u << k) - 1))) - 1;
     bit += 2 * k + 1;
-    if (next >= count) break;
+    if (next >= count) return false;
     word >>= 2 * k + 1;
     const bool negative = word & 1;
     word >>= 1;
     const int m = word ? __builtin_ctzll(word) : 64;
-    if (m > 15) return false;
+    if (m > 15) return refuse();
     const int32_t level = int32_t(1u << m | (uint32_t(word >> (m + 1)) & ((1u << m) - 1)));
-    if (level > top) return false;
+    largest = std::max(largest, level);
     levels[next++] = negative ? -level : level;
     bit += 2 * m + 2;
+    return true;
   }
-  return next == count && ceil_div(bit, 8) == nbytes;
+  GZ_INLINE bool refuse() {
+    next = count + 1;
+    return false;
+  }
+  GZ_INLINE bool whole(int32_t top) const { return next == count && largest <= top && ceil_div(bit, 8) == nbytes; }
+};
+
+// Where a token begins is known when the one before it has been read, which takes longer than it takes work: two chunks
+// are read side by side.
+GZ_INLINE bool read_chunks_body(ChunkReader a, ChunkReader b, int32_t top) {
+  // Of sparse chunks, where tokens are long, the table knows too few.
+  const bool dense = 16 * (a.nbytes + b.nbytes) > a.count + b.count;
+  while (dense && a.room() && b.room()) {
+    uint64_t of_a = window(a.stream, a.nbytes, a.bit), of_b = window(b.stream, b.nbytes, b.bit);
+    for (int j = 0; j < kTokensAtOnce; ++j) {
+      const Token next_a = kTokens.of[of_a % (1 << kTableBits)], next_b = kTokens.of[of_b % (1 << kTableBits)];
+      if (!next_a.length || !next_b.length) {
+        a.step();
+        b.step();
+        break;
+      }
+      a.put(next_a);
+      b.put(next_b);
+      of_a >>= next_a.length;
+      of_b >>= next_b.length;
+    }
+  }
+  while (a.step() & b.step()) {
+  }
+  while (a.step()) {
+  }
+  while (b.step()) {
+  }
+  return a.whole(top) && b.whole(top);
 }
-GZ_SIMD_DISPATCH(bool, read_chunk, (const uint8_t* stream, int64_t nbytes, int64_t count, int32_t top, int32_t* levels),
-                 (stream, nbytes, count, top, levels))
+GZ_SIMD_DISPATCH(bool, read_chunks, (ChunkReader a, ChunkReader b, int32_t top), (a, b, top))
 
 // Chunks coded at a time: enough to keep threads busy, few enough for what they wrote to stay in the cache until it is
 // moved to where it belongs.
@@ -175,11 +248,17 @@ bool elias_read(const uint8_t* stream, int64_t nbytes, int64_t n, int32_t top, i
   }
   if (offsets[chunks] != nbytes) return false;
   std::atomic<bool> valid{true};
-  parallel_for(chunks, threads, [&](int64_t c) {
-    const int64_t begin = c * kEliasChunk, count = std::min(kEliasChunk, n - begin);
-    int32_t levels[kEliasChunk];
-    if (read_chunk(stream + offsets[c], offsets[c + 1] - offsets[c], count, top, levels))
-      take(begin, begin + count, levels);
+  parallel_for(ceil_div(chunks, 2), threads, [&](int64_t pair) {
+    int32_t levels[2 * kEliasChunk];
+    const int64_t begin = 2 * pair * kEliasChunk, end = std::min(begin + 2 * kEliasChunk, n);
+    const int64_t middle = std::min(begin + kEliasChunk, end);
+    std::fill(levels, levels + (end - begin), 0);
+    const int64_t* offset = &offsets[2 * pair];
+    const bool second = middle < end;
+    const ChunkReader a{stream + offset[0], offset[1] - offset[0], middle - begin, levels};
+    const ChunkReader b{stream + offset[1], second ? offset[2] - offset[1] : 0, end - middle, levels + kEliasChunk};
+    if (read_chunks(a, b, top))
+      take(begin, end, levels);
     else
       valid = false;
   });
