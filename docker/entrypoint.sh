@@ -56,10 +56,14 @@ main() {
   (($# == 1)) || die "sshd takes no arguments, got: ${*:2}" "Its port is GRADZIP_SSH_PORT."
   [[ -e $key ]] || make_key
   take_key
-  # MaxStartups: horovodrun opens a connection per rank, all at once. SetEnv: a session starts with an empty PATH.
+  # Where root's sshd confines what it does for strangers; the package leaves it to the init system.
+  ((EUID)) || install -d -m 755 /run/sshd
+  # MaxStartups: horovodrun opens a connection per rank, all at once. SetEnv: a session starts with a PATH of sshd's own.
+  # StrictModes: what it looks at was written above, or is a folder over it (a mounted home, /tmp), as others made it.
   exec /usr/sbin/sshd -D -e -f /dev/null -p "$port" -h "$ssh/id_ed25519" \
     -o PidFile=none -o UsePAM=no -o PasswordAuthentication=no -o KbdInteractiveAuthentication=no \
-    -o "AuthorizedKeysFile=$ssh/authorized_keys" -o MaxStartups=1000 -o "SetEnv=PATH=$PATH"
+    -o "AuthorizedKeysFile=$ssh/authorized_keys" -o StrictModes=no -o MaxStartups=1000 \
+    -o "SetEnv=PATH=$PATH"
 }
 
 # Sourced, it only defines its functions.
