@@ -306,6 +306,29 @@ def as_one(ring):
         return [x, engine.traffic.bytes_sent, str(error)]
 
 
+def sent_by_interface():
+    """Bytes so far."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    return {name.strip(): int(counts.split()[8]) for name, _, counts in (line.partition(":") for line in lines)}
+
+
+def between_hosts(ring):
+    """A sum, and what each of this host's interfaces has sent of it: one that Horovod is told to use, one that gloo is,
+    and any."""
+    results = []
+    for gloo, horovod in (("", os.environ["HOROVOD_GLOO_IFACE"]), ("eth0", "eth1"), ("", "")):
+        os.environ |= {"GLOO_SOCKET_IFNAME": gloo, "HOROVOD_GLOO_IFACE": horovod}
+        ring = Ring(group_from_horovod())
+        x = vector(ring.rank, 300_001)
+        hvd.barrier()
+        before = sent_by_interface()
+        hvd.barrier()  # ranks of one host count the same
+        ring.run(plain(x, ring_segments(300_001, ring.size, 4.0)))
+        hvd.barrier()
+        results.append([x, {name: nbytes - before[name] for name, nbytes in sent_by_interface().items()}])
+    return results
+
+
 def left_alone(ring):
     """Rank 1 closes its end of an engine's ring: what Horovod's elastic training is told on the others."""
     engine = HorovodEngine(hvd.global_process_set, gradzip.Traffic())
@@ -332,7 +355,8 @@ def main():
     folder, *names = sys.argv[1:]
     folder = Path(folder)
     torch.set_num_threads(1)
-    known = SCENARIOS | {f.__name__: f for f in (dies, stalls, beside_horovod, horovod_engine, as_one, left_alone)}
+    others = (dies, stalls, beside_horovod, horovod_engine, as_one, between_hosts, left_alone)
+    known = SCENARIOS | {f.__name__: f for f in others}
     if UNDER_HOROVOD:
         hvd.init(process_sets=[SUBSET])
         group = group_from_horovod()

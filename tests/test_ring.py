@@ -1,5 +1,10 @@
 """The ring all-reduce in the compressed domain: real processes over gloo, against plain sums."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +15,45 @@ from gradzip.collectives import RingSum, fused, ring_segments, sent_nbytes
 from gradzip.compressor import Key
 from gradzip.engines.local import drive
 from gradzip.engines.ring import codec_ring
-from launch import processes, scenarios
+from launch import HERE, needs_network, processes, scenarios
 from ring_worker import CUTS, LENGTH, QSGD, Projection, basis, cut, linear, plain, quantized, vector
 
 WORLDS = [1, 2, 3, 5]
+
+# `FOLDER COMMAND...`: runs the command on the first of two hosts, which are network namespaces with two cables between
+# them, eth0 and eth1: 10.1.CABLE.HOST. Each has a loopback, and one more interface that leads nowhere, of the same
+# address. On the first, `ssh` starts what it is given on the second, which ends with this shell. Horovod, which takes
+# the interface that it is told, but resolves the host's name for process sets, finds the address that is the name.
+TWO_HOSTS = r"""
+set -euo pipefail
+coproc unshare --net --uts cat
+while [[ /proc/self/ns/uts -ef /proc/$COPROC_PID/ns/uts ]]; do sleep 0.02; done
+inside="nsenter --net=/proc/$COPROC_PID/ns/net --uts=/proc/$COPROC_PID/ns/uts"
+for cable in 0 1; do
+  ip link add eth$cable type veth peer name eth$cable netns $COPROC_PID
+  ip address add 10.1.$cable.1/24 dev eth$cable
+  $inside ip address add 10.1.$cable.2/24 dev eth$cable
+done
+hostname 10.1.1.1
+$inside hostname 10.1.1.2
+for host in "" "$inside"; do
+  $host ip link add away type veth peer name nowhere
+  $host ip address add 10.0.0.7/32 dev away
+  for interface in lo eth0 eth1 away nowhere; do $host ip link set $interface up; done
+done
+cat >"$1/ssh" <<EOF
+#!/bin/bash
+while [[ \$1 == -o ]]; do shift 2; done
+shift
+while [[ \$1 == -o ]]; do shift 2; done
+exec $inside bash -c "\$*"
+EOF
+chmod +x "$1/ssh"
+PATH=$1:$PATH
+shift
+"$@"
+exit 0
+"""
 
 
 @pytest.fixture(scope="module", params=WORLDS)
@@ -229,6 +269,30 @@ def test_beside_horovod(tmp_path):
         assert refusal.startswith("quantized: got a RingSum that merges at every hop")
     for rank in (0, 2):
         assert f"ring of 3 ranks, rank {rank}: could not" in results["left_alone"][rank]
+
+
+@needs_network
+def test_between_hosts_it_takes_the_interface_it_is_told(tmp_path):
+    """And any that leads to the others, where it is told none."""
+    pytest.importorskip("horovod.torch")
+    command = [
+        Path(sys.executable).with_name("horovodrun"), "--network-interface", "eth1", "-np", "3",
+        "-H", "10.1.1.1:1,10.1.1.2:2", sys.executable, HERE / "ring_worker.py", tmp_path, "between_hosts",
+    ]  # fmt: skip
+    job = subprocess.run(
+        ["unshare", "--net", "--uts", "bash", "-c", TWO_HOSTS, "two_hosts", tmp_path, *command],
+        env=dict(os.environ, OMP_NUM_THREADS="1"), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=90,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
+    of_ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True)["between_hosts"] for rank in range(3)]
+    for index, wanted in enumerate(["eth1", "eth0", None]):
+        assert_is_sum(assert_identical([of_rank[index][0] for of_rank in of_ranks]), 3, 300_001)
+        for _, sent in (of_rank[index] for of_rank in of_ranks):
+            # One rank of each host sends to the other host: 2 (n - 1) / n of the sum.
+            cables = {name for name in ("eth0", "eth1") if sent[name] >= 4 / 3 * 4 * 300_000}
+            assert cables == {wanted} or (wanted is None and len(cables) == 1), sent
+            assert sent["away"] == 0
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

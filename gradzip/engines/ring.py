@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import re
 import secrets
 import socket
@@ -267,8 +268,10 @@ def group_from_horovod(process_set: Any = None, timeout: float = 60.0) -> Any:
     """A gloo process group of a Horovod process set's ranks (default: all), beside Horovod and torch.distributed.
 
     Collective: all its ranks call it. Rank 0 listens on a free port and tells its addresses; the first that all ranks
-    reach is taken (the loopback on one host), and each rank is reached where it reached rank 0 from. timeout: seconds
-    for the group to form, and for operations that are given none.
+    reach is taken, and each rank is reached where it reached rank 0 from. On rank 0 the environment says which come
+    first: those of the interfaces in GLOO_SOCKET_IFNAME, or else of HOROVOD_GLOO_IFACE, which is what `horovodrun
+    --network-interface` sets; then the loopback. timeout: seconds for the group to form, and for operations that are
+    given none.
     """
     import horovod.torch as hvd
     import psutil  # Horovod depends on it
@@ -282,10 +285,14 @@ def group_from_horovod(process_set: Any = None, timeout: float = 60.0) -> Any:
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
         store.set("token", token)
+        wanted = (os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("HOROVOD_GLOO_IFACE", "")).split(",")
         everywhere = [
-            a.address for of_one in psutil.net_if_addrs().values() for a in of_one if a.family == socket.AF_INET
+            (interface not in wanted, not a.address.startswith("127."), a.address)
+            for interface, of_one in psutil.net_if_addrs().items()
+            for a in of_one
+            if a.family == socket.AF_INET
         ]
-        told = token, store.port, sorted(set(everywhere), key=lambda address: not address.startswith("127."))
+        told = token, store.port, [address for *_, address in sorted(everywhere)]
     root = members.ranks[0]
     token, port, addresses = hvd.broadcast_object(told, root, name=f"{name}.addresses", process_set=members)
     mine: tuple[str, Any] | None = None
