@@ -18,6 +18,7 @@ from horovod_worker import (
     RING_STEPS,
     RINGS,
     SHAPES,
+    SPOILT,
     PowerIteration,
     gradient,
 )
@@ -251,14 +252,17 @@ def test_later_rounds_do_not_wait_for_the_order_of_hooks(world):
 
 def test_a_non_finite_gradient_ends_a_step_of_two_rounds_after_the_first(world):
     size, results = world
-    group = gradzip.LocalGroup(gradzip.TernGrad(), size)
-    shapes = [(64, 64), (40, 50)]
+    spec = "terngrad"
+    group, shapes = gradzip.LocalGroup(gradzip.parse(spec), size), SPOILT[spec][0]
     for _ in range(2):  # the step that was spoilt for the first did not count
         first = group.average([gradient(r, *shapes[0], index=0) for r in range(size)], "layer0")[0]
     for _ in range(3):
         second = group.average([gradient(r, *shapes[1], index=1) for r in range(size)], "layer1")[0]
-    for finite, steps, averages in results["non_finite_scale"]:
-        assert finite == [[True, True], [False, True], [True, True]] and steps == [2, 3]
+    for steps in (of_rank[spec] for of_rank in results["non_finite"]):
+        finite = [[bool(x.isfinite().all()) for x in averages] for averages, _ in steps]
+        assert finite == [[True, True], [False, True], [True, True]]
+        averages, states = steps[-1]
+        assert [states[f"layer{i}"]["step"] for i in range(2)] == [2, 3]
         assert torch.equal(averages[0], first) and torch.equal(averages[1], second)
 
 
@@ -291,14 +295,16 @@ def test_error_feedback_and_schedule_over_steps(world):
 
 
 def test_non_finite_gradient_of_one_rank(world):
-    size, results = world
-    for rank in range(size):
-        first, spoilt, last = results["non_finite"][rank]
-        (_, _, step0, residual0), (big, small, step1, residual1), (*finite, step2, residual2) = first, spoilt, last
-        assert (step0, step1, step2) == (1, 1, 2)
-        assert not big and small  # all of a compressed tensor is spoilt, one element of an uncompressed one
-        assert torch.equal(residual0, residual1) and not torch.equal(residual1, residual2)
-        assert finite == [True, True]
+    _, results = world
+    for of_rank in results["non_finite"]:
+        (first, before), ((big, small), spoilt), (last, after) = of_rank[next(iter(SPOILT))]
+        # All of a compressed tensor is spoilt, one element of an uncompressed one.
+        assert not big.isfinite().any() and small[1:].isfinite().all() and not small[0].isfinite()
+        assert all(bool(x.isfinite().all()) for x in first + last)
+        states = [states["layer0"] for states in (before, spoilt, after)]
+        assert [state["step"] for state in states] == [1, 1, 2]
+        assert torch.equal(states[0]["residual"], states[1]["residual"])
+        assert not torch.equal(states[1]["residual"], states[2]["residual"])
 
 
 def test_compression_class_is_a_subclass_of_horovods(world):
