@@ -26,7 +26,13 @@ class ReplicaMonitor:
     Averages of compressed gradients are the same on all ranks, to the bit; parameters that differ anyway were treated
     differently: random numbers, a step that one rank skipped, an optimizer that is not deterministic, broken memory.
 
+    named_parameters: (name, tensor) of what is compared: dense tensors of any type, to the bit, so that a NaN equals
+    the same NaN. What differs in an optimizer's state shows in the parameters one step later. Buffers, as BatchNorm's,
+    are of what each rank has seen; where they should be the same, give `model.state_dict().items()`. Tensors are kept:
+    load and move models in place.
     process_group: of torch.distributed, where that averages gradients; otherwise all ranks of Horovod's or torch's.
+
+    All ranks compare in the same step: a worker that joins an elastic job takes over `steps` from the others.
     """
 
     def __init__(
@@ -41,6 +47,9 @@ class ReplicaMonitor:
             if not (isinstance(every, int) and every >= 0):
                 raise ValueError(f"ReplicaMonitor: got {name} = {every!r}, expected an integer >= 0")
         self.parameters = dict(named_parameters)
+        for name, parameter in self.parameters.items():
+            if parameter.layout != torch.strided:
+                raise ValueError(f"ReplicaMonitor: got {name!r} of {parameter.layout}, expected dense tensors")
         self.check_every = check_every
         self.broadcast_every = broadcast_every
         self.process_group = process_group

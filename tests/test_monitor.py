@@ -7,19 +7,48 @@ import gradzip
 from launch import horovodrun, torchrun
 
 
-@pytest.mark.parametrize("run", [horovodrun, torchrun])
-def test_replicas_that_differ_are_found_and_mended(tmp_path, run):
+@pytest.fixture(scope="module", params=[horovodrun, torchrun], ids=lambda run: run.__name__)
+def ranks(request, tmp_path_factory):
+    run, folder = request.param, tmp_path_factory.mktemp("monitor")
     if run is horovodrun:
         pytest.importorskip("horovod.torch")
-    job = run(3, "monitor_worker.py", tmp_path)
+    job = run(3, "monitor_worker.py", folder)
     assert job.returncode == 0, job.stdout + job.stderr
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(3)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(3)]
+
+
+def test_replicas_that_differ_are_found_and_mended(ranks):
     for rank in ranks:
         assert rank["unconnected"].startswith("ReplicaMonitor: got neither Horovod nor torch.distributed initialized")
         *fine, different, step7, mended = rank["messages"]
         assert fine == [""] * 5 and step7 == mended == ""
         assert different.startswith("step 6: rank 1 and rank 0 differ in 1 of 6 parameters, the first is '1.weight';")
         assert torch.equal(rank["weight"], ranks[0]["weight"])
+
+
+def test_a_bit_is_found_in_tensors_of_every_kind(ranks):
+    for said, tensors in (rank["flips"] for rank in ranks):
+        for what, message in said.items():
+            if what == "" or "mended" in what:
+                assert message == "", what
+            else:
+                assert f"rank 2 and rank 0 differ in 1 of 9 parameters, the first is {what!r};" in message
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, ranks[0]["flips"][1][name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_is_not_a_parameter_is_compared_if_it_is_given(ranks):
+    for rank in ranks:
+        fine, all_fine, of_batch, buffers, momentum, momenta, spoilt = rank["trained"]
+        assert fine == all_fine == of_batch == momentum == ""
+        assert "rank 1 and rank 0 differ in 2 of 7 parameters, the first is '1.running_mean';" in buffers
+        assert "rank 1 and rank 0 differ in 1 of 4 parameters, the first is 'momentum 0';" in momenta
+        assert "rank 1 and rank 0 differ in 1 of 4 parameters, the first is '0.weight';" in spoilt
+
+
+def test_sparse_tensors_are_refused():
+    with pytest.raises(ValueError, match="ReplicaMonitor: got 'w' of torch.sparse_coo, expected dense tensors"):
+        gradzip.ReplicaMonitor([("w", torch.eye(3).to_sparse())])
 
 
 def test_bad_intervals():
