@@ -81,6 +81,18 @@ def test_another_world_size_keeps_what_ranks_have_in_common(spec):
         assert not all_equal(averages[:1], steps(fresh, 5, 6)[:1])  # the factors were kept
 
 
+def test_every_rank_votes_about_its_own_gradients_after_a_merge():
+    """GradiVeQ ends compressed steps by what each rank's own gradients have lost in them."""
+    group, resumed = (gradzip.LocalGroup(gradzip.parse(SPECS["gradiveq"]), 3) for _ in range(2))
+    steps(group, 0, 6)
+    whole = merge([c.state_dict() for c in group.compressors])
+    for rank, compressor in enumerate(resumed.compressors):
+        compressor.load_state_dict(shard(whole, rank, 3))
+    of_ranks = [[(c.states["v"].energy, c.states["v"].lost) for c in g.compressors] for g in (group, resumed)]
+    assert of_ranks[0] == of_ranks[1]
+    assert len(set(of_ranks[0])) == 3
+
+
 def test_ranks_that_all_load_one_ranks_file_keep_no_residual_twice():
     group, resumed = (gradzip.LocalGroup(gradzip.TopK(theta=0.9), 2) for _ in range(2))
     steps(group, 0, 3)

@@ -76,6 +76,7 @@ class GradiVeQ(Compressor):
 
     method: ClassVar[int] = 32
     in_gradient_units = ("samples", "mean", "offset")
+    of_this_rank = ("energy", "lost")
 
     loss: float = 0.01
     slice_size: int | None = None
@@ -242,8 +243,9 @@ class GradiVeQ(Compressor):
         energy, missed, found = torch.stack(energies).sum(0).tolist()
         if not math.isfinite(energy):
             return math.nan
-        state.energy += energy
-        state.lost += max(0.0, missed - found)
+        # Nothing of compressed steps before, where what this rank kept was lost.
+        state.energy = getattr(state, "energy", 0.0) + energy
+        state.lost = getattr(state, "lost", 0.0) + max(0.0, missed - found)
         return float(self.stop is not None and state.lost > 0 and state.lost >= self.stop * state.energy)
 
     def _slices(self, grad: Tensor, memory: str = "slices") -> Tensor:
@@ -329,7 +331,9 @@ class GradiVeQ(Compressor):
     def _agree(self, grad: Tensor, state: State) -> Routine:
         """Compares (step, phase) with the other ranks', at a size that no phase changes; PayloadError.
 
-        Once for each process: from then on they go through the phases together.
+        Once for each process, and for each state that is loaded: from then on they go through the phases together. The
+        front ends compare steps, too, but before the first one only, and know nothing of where in a cycle a vote, which
+        is not the same in every run, has put a step: bases of different ages would pass for each other's.
         """
         fields = _POSITION.pack(state.step, _progress(state), _PHASES.index(self.phase(state)))
         method, digest, numel = self.method, self.digest, grad.numel()
