@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -15,25 +16,25 @@ import torch
 import gradzip
 
 pytest.importorskip("horovod.torch")
-from elastic_worker import COMMIT_EVERY, HOSTS, KILLED, LAST_STEP, SPECS, loss, networks
+from elastic_worker import COMMIT_EVERY, HOSTS, PLANS, Plan, batches, loss, networks
 
 HERE = Path(__file__).parent
-SIZES = [2, 3, 3, 2]  # of the worlds, one after the other
 
 
-def elastic_horovodrun(folder, *arguments, timeout):
-    """Runs the worker on two processes that may become one to three, as folder/hosts says at a time; returns the
-    finished job's exit code and output."""
-    (folder / "hosts").write_text("".join(f"{name}:1\n" for name in HOSTS[:2]))
+def elastic_horovodrun(folder, name, timeout):
+    """Runs that plan on as many processes as folder/hosts says at a time, up to three; returns the finished job's exit
+    code and output."""
+    begin = PLANS[name].sizes[0]
+    (folder / "hosts").write_text("".join(f"{name}:1\n" for name in HOSTS[:begin]))
     (folder / "discover").write_text(f"#!/bin/sh\ncat '{folder}/hosts'\n")
     (folder / "discover").chmod(0o755)
     # A rank that waits for one that is not the dead one's neighbour finds out by this timeout.
-    limits = ["--network-interface", "lo", "--gloo-timeout-seconds", "10"]
-    elastic = ["-np", "2", "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(folder / "discover")]
+    limits = ["--network-interface", "lo", "--gloo-timeout-seconds", "30"]
+    elastic = ["-np", str(begin), "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(folder / "discover")]
     command = [str(Path(sys.executable).with_name("horovodrun")), *limits, *elastic, sys.executable]
     with open(folder / "output", "w") as output:
         job = subprocess.Popen(
-            [*command, str(HERE / "elastic_worker.py"), *arguments, str(folder)],
+            [*command, str(HERE / "elastic_worker.py"), name, str(folder)],
             env=dict(os.environ, OMP_NUM_THREADS="1"), stdin=subprocess.DEVNULL, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
@@ -49,18 +50,29 @@ def elastic_horovodrun(folder, *arguments, timeout):
     return job.returncode, (folder / "output").read_text()
 
 
-@pytest.fixture(scope="module")
-def records(tmp_path_factory):
-    """What every worker wrote, by generation: [{(host, event, step): record}, ...]; and the models before and after."""
-    folder = tmp_path_factory.mktemp("elastic")
-    code, output = elastic_horovodrun(folder, timeout=110)
+@dataclass
+class Job:
+    """What every worker of a plan wrote, by generation: [{(host, event, step): record}, ...]; and the models and
+    optimizers before and after."""
+
+    plan: Plan
+    generations: list[dict]
+    begin: list[dict]
+    end: list[dict]
+
+
+@pytest.fixture(scope="module", params=["joined", "grouped"])
+def job(request, tmp_path_factory):
+    folder, plan = tmp_path_factory.mktemp(request.param), PLANS[request.param]
+    code, output = elastic_horovodrun(folder, request.param, timeout=110)
     assert code == 0, output[-6000:]
-    generations = [{} for _ in SIZES]
+    generations = [{} for _ in plan.sizes]
     for host in HOSTS:
-        for line in (folder / f"{host}.jsonl").read_text().splitlines():
+        path = folder / f"{host}.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else ():
             record = json.loads(line)
             generations[record["generation"]][host, record["event"], record["step"]] = record
-    return generations, *(torch.load(folder / f"{name}.pt", weights_only=True) for name in ("begin", "end"))
+    return Job(plan, generations, *(torch.load(folder / f"{name}.pt", weights_only=True) for name in ("begin", "end")))
 
 
 def world(generation):
@@ -69,20 +81,22 @@ def world(generation):
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def test_workers_join_are_lost_and_are_replaced(records):
-    worlds = [world(generation) for generation in records[0]]
-    assert [len(hosts) for hosts in worlds] == SIZES
-    for generation, hosts in zip(records[0], worlds):
+def test_workers_join_are_lost_and_are_replaced(job):
+    worlds = [world(generation) for generation in job.generations]
+    assert [len(hosts) for hosts in worlds] == job.plan.sizes
+    for generation, hosts in zip(job.generations, worlds):
         assert {record["size"] for record in generation.values()} == {len(hosts)}
-    killed = [worlds[generation][1] for generation in KILLED]
-    assert worlds[0] == worlds[1][:2]  # one more
-    assert worlds[2] == [*(h for h in worlds[1] if h != killed[0]), *(h for h in HOSTS if h not in worlds[1])]
-    assert worlds[3] == [h for h in worlds[2] if h != killed[1]]
-    assert all((host, "end", LAST_STEP) in records[0][3] for host in worlds[3])
+    for number, (before, after) in enumerate(itertools.pairwise(worlds)):
+        stay = before.copy()
+        if number in job.plan.killed:
+            del stay[job.plan.killed[number][0]]
+        assert after[: len(stay)] == stay
+        assert set(after[len(stay) :]).isdisjoint(itertools.chain(*worlds[: number + 1]))
+    assert all((host, "end", job.plan.last_step) in job.generations[-1] for host in worlds[-1])
 
 
-def test_replicas_are_identical_after_every_step(records):
-    for generation in records[0]:
+def test_replicas_are_identical_after_every_step(job):
+    for generation in job.generations:
         steps = {step for _, _, step in generation}
         assert len(steps) > 3
         for step in steps:
@@ -93,8 +107,9 @@ def test_replicas_are_identical_after_every_step(records):
                     assert all(record[what] == there[0][what] for record in there), (what, event, step)
 
 
-def test_survivors_go_on_from_the_last_commit_with_their_residuals(records):
-    for before, after in zip(records[0], records[0][1:]):
+def test_survivors_go_on_from_the_last_commit_with_their_residuals(job):
+    has_residuals = [gradzip.parse(spec).error_feedback for spec, _ in job.plan.models]
+    for before, after in itertools.pairwise(job.generations):
         commit = max(step for _, event, step in before if event == "commit")
         newest = max(step for _, _, step in before)
         assert newest - COMMIT_EVERY < commit <= newest
@@ -104,28 +119,28 @@ def test_survivors_go_on_from_the_last_commit_with_their_residuals(records):
                 committed = before[host, "commit", commit]
                 for what in ("model", "momentum", "common", "steps", "own"):
                     assert begin[what] == committed[what], what
-                assert [len(residuals) for residuals in begin["own"]] == [2, 2]
+                assert [len(residuals) for residuals in begin["own"]] == [2 * has for has in has_residuals]
             else:
-                assert begin["own"] == [{}, {}]  # a new worker has nothing left to send
+                assert not any(begin["own"])  # a new worker has nothing left to send
         # What was done after the commit is undone: steps count on from there.
         assert all(count == commit for counts in begin["steps"] for count in counts.values())
 
 
-def test_steps_in_mid_air_are_dropped(records):
-    for number, (step, _) in KILLED.items():
-        generation = records[0][number]
+def test_steps_in_mid_air_are_dropped(job):
+    for number, (_, step, _, _) in job.plan.killed.items():
+        generation = job.generations[number]
         assert max(s for _, _, s in generation) == step
         assert max(s for _, event, s in generation if event == "commit") < step
 
 
-def replay(generations, begin):
+def replay(job):
     """The same training in one process, without any failure: of each world, the steps that counted."""
-    networks_, kept = list(networks()), {}
-    for part, state_dict in zip(itertools.chain(*networks_), begin):
+    networks_, kept = list(networks(job.plan)), {}
+    for part, state_dict in zip(itertools.chain(*networks_), job.begin):
         part.load_state_dict(state_dict)
-    last = [max(s for _, event, s in g if event == "commit") for g in generations]
-    for hosts, first, end in zip(map(world, generations), [0, *last], last):
-        groups = [gradzip.LocalGroup(gradzip.parse(spec), len(hosts)) for spec in SPECS]
+    last = [max(s for _, event, s in g if event == "commit") for g in job.generations]
+    for hosts, first, end in zip(map(world, job.generations), [0, *last], last):
+        groups = [gradzip.LocalGroup(gradzip.parse(spec), len(hosts)) for spec, _ in job.plan.models]
         for i, group in enumerate(groups):
             for rank, (host, compressor) in enumerate(zip(hosts, group.compressors)):
                 compressor.states = copy.deepcopy(kept.get((i, host), kept.get((i, hosts[0]), {})))
@@ -136,11 +151,12 @@ def replay(generations, begin):
                         state.owner_residual = None  # of another shard
                     state.rank, state.size = rank, len(hosts)
         for step in range(first, end):
-            for (network, optimizer), group in zip(networks_, groups):
+            for (network, optimizer), group, (_, options) in zip(networks_, groups, job.plan.models):
                 grads = []
                 for rank in range(len(hosts)):
                     optimizer.zero_grad()
-                    loss(network, step, rank).backward()
+                    for batch in batches(step, rank, options):
+                        loss(network, batch).backward()
                     grads.append([p.grad.clone() for p in network.parameters()])
                 for (name, p), *own in zip(network.named_parameters(), *grads):
                     p.grad = group.average(own, name)[0]
@@ -150,16 +166,15 @@ def replay(generations, begin):
     return [network.state_dict() for network, _ in networks_]
 
 
-def test_the_same_as_without_any_failure(records):
-    generations, begin, end = records
-    for spec, ours, theirs, first in zip(SPECS, end[::2], replay(generations, begin), begin[::2]):
+def test_the_same_as_without_any_failure(job):
+    for (spec, _), ours, theirs, first in zip(job.plan.models, job.end[::2], replay(job), job.begin[::2]):
         for name, got in ours.items():
             moved = (theirs[name] - first[name]).norm()
             assert (got - theirs[name]).norm() < 1e-5 * moved, (spec, name)
 
 
-def test_horovods_own_state_is_refused_when_a_worker_joins(tmp_path):
-    code, output = elastic_horovodrun(tmp_path, "plain", timeout=60)
+def test_horovods_own_state_is_refused_when_a_worker_is_replaced(tmp_path):
+    code, output = elastic_horovodrun(tmp_path, "plain", timeout=110)
     assert code != 0
-    assert output.count("parameter '0.weight': rank 2 has compressed it 0 times, rank 0 6 times; load the") == 3, output
+    assert output.count("parameter '0.weight': rank 1 has compressed it 0 times, rank 0 6 times; load the") == 2, output
     assert "train elastically with gradzip.horovod.elastic_state" in output
