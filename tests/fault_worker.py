@@ -1,6 +1,7 @@
-"""Trains until something ends it: `fault_worker.py METHOD FOLDER`.
+"""Trains until something ends it: `fault_worker.py METHOD FOLDER [raises|leaves]`.
 
-Writes FOLDER/RANK.pid, FOLDER/RANK.step after every step, and FOLDER/RANK.error with what ended it.
+Writes FOLDER/RANK.pid, FOLDER/RANK.step after every step, and FOLDER/RANK.error with what ended it. In step 3 the last
+rank raises an error half-way through the backward pass, or leaves as if all were done.
 """
 
 import os
@@ -17,8 +18,12 @@ import gradzip
 STEPS = 100_000  # some minutes
 
 
+def stumble(_):
+    raise ValueError("stumbled")
+
+
 def main():
-    method, folder = sys.argv[1:]
+    method, folder, *fault = sys.argv[1:]
     hvd.init()
     mine = str(Path(folder, str(hvd.rank())))
     Path(f"{mine}.pid").write_text(str(os.getpid()))
@@ -35,7 +40,12 @@ def main():
     try:
         for step in range(STEPS):
             optimizer.zero_grad()
-            model(torch.randn(4, 64)).square().mean().backward()
+            hidden = model[:4](torch.randn(4, 64))
+            if fault and step == 3 and hvd.rank() == hvd.size() - 1:
+                if fault == ["leaves"]:
+                    sys.exit()
+                hidden.register_hook(stumble)
+            model[4:](hidden).square().mean().backward()
             optimizer.step()
             Path(f"{mine}.step").write_text(str(step))
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""A rank that is killed in mid-training ends the job with an error, in a real `horovodrun`: nobody waits for ever."""
+"""What ends one rank in mid-training ends the job with an error, in a real `horovodrun`: nobody waits for ever."""
 
 import os
 import signal
@@ -14,6 +14,8 @@ pytest.importorskip("horovod.torch")
 # Horovod notices a closed connection at once. Its launcher kills whoever has not ended 5 seconds after it asked.
 SECONDS_TO_NOTICE = 10
 SECONDS_TO_END = 40
+GLOO_TIMEOUT = 30  # seconds that Horovod waits for what a rank says in every cycle
+LIMITS = {"OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_TIMEOUT)}
 
 
 def wait_for(condition, seconds, what):
@@ -36,6 +38,46 @@ def step_of(path):
     return int(text) if text else -1
 
 
+@pytest.fixture
+def start(tmp_path):
+    """start(method, ranks, *fault): a job that trains."""
+    jobs = []
+
+    def start(method, ranks, *fault):
+        with open(tmp_path / "log", "w") as output:
+            job = subprocess.Popen(
+                [Path(sys.executable).with_name("horovodrun"), "--network-interface", "lo", "-np", str(ranks),
+                 sys.executable, Path(__file__).with_name("fault_worker.py"), method, tmp_path, *fault],
+                env=os.environ | LIMITS, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        jobs.append(job)
+        wait_for(
+            lambda: job.poll() is not None or all(step_of(tmp_path / f"{r}.step") >= 2 for r in range(ranks)),
+            90, "three steps on every rank",
+        )  # fmt: skip
+        assert fault or job.poll() is None, (tmp_path / "log").read_text()[-4000:]
+        return job, {rank: int((tmp_path / f"{rank}.pid").read_text()) for rank in range(ranks)}
+
+    yield start
+    for path in tmp_path.glob("*.pid"):
+        if is_running(pid := int(path.read_text())):
+            os.kill(pid, signal.SIGKILL)
+    for job in jobs:
+        job.kill()
+        job.wait()
+
+
+def error_of(folder, rank):
+    """When a rank was told what."""
+    path = folder / f"{rank}.error"
+    when, _, error = path.read_text().partition(" ") if path.exists() else ("0", "", "")
+    return float(when), error
+
+
+def assert_none_is_left(pids):
+    wait_for(lambda: not any(map(is_running, pids.values())), 10, "the end of all processes")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method, ranks, killed",
@@ -44,36 +86,46 @@ def step_of(path):
         ("powersgd", 2, 0),  # two rounds of averages; rank 0 is Horovod's coordinator
     ],
 )
-def test_a_killed_rank_ends_the_others(method, ranks, killed, tmp_path):
-    log = tmp_path / "log"
-    with open(log, "w") as output:
-        job = subprocess.Popen(
-            [Path(sys.executable).with_name("horovodrun"), "--network-interface", "lo", "-np", str(ranks),
-             sys.executable, Path(__file__).with_name("fault_worker.py"), method, tmp_path],
-            env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    pids = {}
-    try:
-        wait_for(
-            lambda: job.poll() is not None or all(step_of(tmp_path / f"{r}.step") >= 3 for r in range(ranks)),
-            90, "three steps on every rank",
-        )  # fmt: skip
-        assert job.poll() is None, log.read_text()[-4000:]
-        pids = {rank: int((tmp_path / f"{rank}.pid").read_text()) for rank in range(ranks)}
-        began = time.time()
-        os.kill(pids[killed], signal.SIGKILL)
-        assert job.wait(SECONDS_TO_END) != 0
-        for rank in set(range(ranks)) - {killed}:
-            when, _, error = (tmp_path / f"{rank}.error").read_text().partition(" ")
-            assert error.startswith("HorovodInternalError"), error
-            assert float(when) - began < SECONDS_TO_NOTICE
-        assert not (tmp_path / f"{killed}.error").exists()
-        wait_for(lambda: not any(map(is_running, pids.values())), 10, "the end of all processes")
-    finally:
-        for path in tmp_path.glob("*.pid"):
-            if is_running(pid := int(path.read_text())):
-                os.kill(pid, signal.SIGKILL)
-        if job.poll() is None:
-            job.kill()
-        job.wait()
+def test_a_killed_rank_ends_the_others(start, method, ranks, killed, tmp_path):
+    job, pids = start(method, ranks)
+    began = time.time()
+    os.kill(pids[killed], signal.SIGKILL)
+    assert job.wait(SECONDS_TO_END) != 0
+    for rank in set(range(ranks)) - {killed}:
+        when, error = error_of(tmp_path, rank)
+        assert error.startswith("HorovodInternalError"), error
+        assert when - began < SECONDS_TO_NOTICE
+    assert not (tmp_path / f"{killed}.error").exists()
+    assert_none_is_left(pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["topk:theta=0.9", "powersgd"])
+@pytest.mark.parametrize("fault", ["raises", "leaves"])
+def test_a_rank_that_ends_by_itself_ends_the_others(start, method, fault, tmp_path):
+    job, pids = start(method, 2, fault)
+    assert job.wait(SECONDS_TO_END) != 0
+    (ended, own), (when, error) = (error_of(tmp_path, rank) for rank in (1, 0))
+    assert own == {"raises": "ValueError: stumbled", "leaves": "SystemExit: "}[fault]
+    assert error.startswith("HorovodInternalError"), error
+    assert when - ended < SECONDS_TO_NOTICE
+    assert_none_is_left(pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["topk:theta=0.9", "powersgd"])
+def test_a_rank_that_stops_ends_the_job_when_horovod_has_waited_long_enough(start, method, tmp_path):
+    job, pids = start(method, 2)
+    os.kill(pids[1], signal.SIGSTOP)
+    assert job.wait(GLOO_TIMEOUT + SECONDS_TO_END) != 0
+    assert error_of(tmp_path, 0)[1].startswith("HorovodInternalError")
+    assert_none_is_left(pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["topk:theta=0.9", "powersgd"])
+def test_an_interrupted_job_leaves_nobody_behind(start, method):
+    job, pids = start(method, 2)
+    job.send_signal(signal.SIGINT)
+    assert job.wait(SECONDS_TO_END) != 0
+    assert_none_is_left(pids)
