@@ -64,7 +64,7 @@ class Job:
 @pytest.fixture(scope="module", params=["joined", "grouped"])
 def job(request, tmp_path_factory):
     folder, plan = tmp_path_factory.mktemp(request.param), PLANS[request.param]
-    code, output = elastic_horovodrun(folder, request.param, timeout=110)
+    code, output = elastic_horovodrun(folder, request.param, timeout=240)
     assert code == 0, output[-6000:]
     generations = [{} for _ in plan.sizes]
     for host in HOSTS:
