@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..compressor import GatherCompressor, Key
-from .fft import one_thread, parts, transform_shape
+from .fft import inverse_transform, one_thread, parts, transform_shape
 
 _MATRICES = struct.Struct("<QQ")  # rows, atoms
 _ENTRIES = struct.Struct("<fII4x")  # magnitude of the drawn atoms, number of certain ones, of drawn ones
@@ -201,10 +201,7 @@ class ATOMO(GatherCompressor):
         spectrum = torch.view_as_complex(coefficients.view(rows, length // 2 + 1, 2))
         spectrum[:, 1 : (length + 1) // 2] *= math.sqrt(0.5)
         signal = self._workspace.empty("signal", (rows, length), torch.float32, coefficients.device)
-        # As in FFTRange: one long row would round as it is cut among threads.
-        with one_thread() if rows == 1 else contextlib.nullcontext():
-            for part in parts(rows, length, coefficients.device):
-                torch.fft.irfft(spectrum[part], n=length, norm="ortho", out=signal[part])
+        inverse_transform(spectrum, signal)
         return signal.view(-1)[:numel]
 
 

@@ -121,10 +121,7 @@ class FFTRange(GatherCompressor):
     def finish(self, out: Tensor, numel: int) -> Tensor:
         rows, length = transform_shape(numel, self.block)
         signal = self._workspace.empty("signal", (rows, length), torch.float32, out.device)
-        # One long row is cut among threads, and rounds as it is cut; all ranks must get the same bits.
-        with one_thread() if rows == 1 else contextlib.nullcontext():
-            for part in parts(rows, length, out.device):
-                torch.fft.irfft(out[part], n=length, norm="ortho", out=signal[part])
+        inverse_transform(out, signal)
         return signal.view(-1)[:numel]
 
 
@@ -171,6 +168,15 @@ def parts(rows: int, length: int, device: torch.device) -> list[slice]:
     device would rather have all at once."""
     step = max(1, _PART // length) if device.type == "cpu" else rows
     return [slice(begin, begin + step) for begin in range(0, rows, step)]
+
+
+def inverse_transform(spectrum: Tensor, signal: Tensor) -> None:
+    """Writes rows of signals, of which `spectrum` has the orthonormal transforms: the same bits on all ranks."""
+    rows, length = signal.shape
+    for part in parts(rows, length, signal.device):
+        # Several rows are dealt out among threads; a long one by itself is cut, and rounds as it is cut.
+        with one_thread() if len(signal[part]) == 1 else contextlib.nullcontext():
+            torch.fft.irfft(spectrum[part], n=length, norm="ortho", out=signal[part])
 
 
 def _limits(value_range: float | tuple[float, float] | None) -> tuple[float, float] | None:
