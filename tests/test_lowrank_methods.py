@@ -165,6 +165,22 @@ def test_zero_gradients_average_to_zero_and_recover(method):
 
 
 @BOTH
+@pytest.mark.parametrize("first", [torch.zeros(56, 56), torch.ones(56, 56)], ids=["zeros", "of rank 1"])
+def test_a_gradient_of_less_than_the_rank_costs_no_rank_for_ever(method, first):
+    """Where units are dead, orthogonalizing completes a factor by axes along which there is nothing."""
+
+    def with_dead_units(grad):
+        return torch.nn.functional.pad(grad, (8, 0, 8, 0))
+
+    group, grad = LocalGroup(method(rank=4, error_feedback=False), 2), with_dead_units(low_rank(56, 56, 4))
+    for _ in range(3):
+        group.average([with_dead_units(first)] * 2, "w")
+    for _ in range(4):
+        (average, _) = group.average([grad] * 2, "w")
+    assert (average - grad).norm() < 1e-4 * grad.norm()  # as `test_matrices_of_the_rank_are_recovered` has it
+
+
+@BOTH
 @pytest.mark.parametrize("rank", [1, 4, 32, 200])
 @pytest.mark.parametrize(
     "shape", [(1, 5000), (5000, 1), (2, 3000), (64, 32, 3, 3), (64, 3, 7, 7), (100, 100), (33, 65)]

@@ -94,6 +94,15 @@ class LowRank(Compressor):
         generator = np.random.Generator(np.random.Philox(key=state.key(self.seed)._replace(rank="shared").bits))
         return torch.from_numpy(generator.random((rows, self.rank), dtype=np.float32) - np.float32(0.5)).to(device)
 
+    def revived(self, factor: Tensor, state: State) -> Tensor:
+        """A factor to go on from, with random columns for those that are 0, as all are after a gradient of zeros.
+
+        `orthogonalize_` would make axes of them. Along those the gradient may have nothing, as rows and columns of dead
+        units do: then they would be 0 ever after, and the rank that much less.
+        """
+        alive = factor.any(dim=0)
+        return factor if alive.all() else self.random_factor(len(factor), state, factor.device).where(~alive, factor)
+
 
 @dataclass
 class PowerSGD(LowRank):
@@ -120,7 +129,7 @@ class PowerSGD(LowRank):
         q = yield Mean(ops.low_rank_project(m, None, p, transpose=True))
         # What Q spans counts. Scaled, so that the next P is of the gradient's magnitude, not of its square's.
         largest = ops.abs_max(q)
-        state.q = q / largest if largest > 0 else None
+        state.q = self.revived(q / largest if largest > 0 else q, state)
         return Factors(p, q, p, q)
 
 
@@ -150,5 +159,5 @@ class ACPSGD(LowRank):
         own = self.project(m, state, fixed, transpose)
         mean = yield Mean(own.clone())
         setattr(state, known, fixed)
-        setattr(state, wanted, mean.clone())
+        setattr(state, wanted, self.revived(mean, state).clone())
         return Factors(fixed, mean, fixed, own) if transpose else Factors(mean, fixed, own, fixed)
