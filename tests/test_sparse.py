@@ -204,6 +204,17 @@ def test_dgc_gives_what_it_does_not_compress_the_momentum_of_sgd():
     torch.testing.assert_close(moved, parameter.detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 3e4), (torch.float32, 1.5e38)])
+def test_a_velocity_that_overflows_leaves_no_trace(dtype, size):
+    """1.9 times this is finite, 2.71 times it is not."""
+    grad = torch.full((300,), size, dtype=dtype)
+    group = LocalGroup(DGC(momentum=0.9), 1)
+    once, twice, thrice = [group.average([grad], "b")[0] for _ in range(3)]
+    assert torch.equal(once, grad) and twice.isfinite().all() and not thrice.isfinite().any()
+    after = group.average([torch.zeros_like(grad)], "b")[0]
+    torch.testing.assert_close(after, 0.9 * twice, rtol=torch.finfo(dtype).eps, atol=0)
+
+
 def test_dgc_warms_up_exponentially():
     compressor = DGC(theta=0.999, warmup_steps=8)
     thetas = [0.75, 0.75, 0.9375, 0.9375, 0.984375, 0.984375, 0.99609375, 0.99609375, 0.999, 0.999]

@@ -67,16 +67,18 @@ class DGC(SparseCodec):
 
     def average(self, grad: Tensor, name: str, rank: int = 0, size: int = 1) -> Routine:
         grad = yield from super().average(grad, name, rank, size)
-        if self.momentum and self.bypasses(grad) and bool(grad.isfinite().all()):
+        if self.momentum and self.bypasses(grad):
             state = self.states.setdefault(name, State(name))
             if state.loaded:
                 self.adopt(state, grad, rank, size)
             self.place(state, rank, size)
             self.rescale(state)
-            self.remember(state, vars(state))
             if (velocity := getattr(state, "average_velocity", None)) is not None:
                 grad.add_(velocity, alpha=self.momentum)
-            state.average_velocity = grad.clone()
+            # The velocity may overflow where the average does not, and would stay so.
+            if grad.isfinite().all():
+                self.remember(state, vars(state))
+                state.average_velocity = grad.clone()
         return grad
 
     def shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
