@@ -1,6 +1,7 @@
 """A method for each layer."""
 
 import io
+import pickle
 import re
 
 import pytest
@@ -85,6 +86,21 @@ def test_state_survives_a_file():
         )
     with pytest.raises(ValueError, match="got the state of 'TopK', expected that of 'PerLayer'"):
         mixed().load_state_dict(TopK().state_dict())
+
+
+def test_a_pickle_goes_on_where_it_was_made():
+    """As one does that is handed to torch.multiprocessing.spawn."""
+    compressor = PerLayer([(r"^fc\.", TopK(theta=0.9)), (re.compile("conv"), FFTRange())])
+    group = LocalGroup(compressor, 1)
+    for step in range(2):
+        for name, of_ranks in grads(step, 1).items():
+            group.average(of_ranks, name)
+    copied = pickle.loads(pickle.dumps(group.compressors[0]))
+    assert copied == compressor and copied.digest == compressor.digest
+    assert all(part.traffic is copied.traffic for part in copied.parts)
+    for name, (grad,) in grads(2, 1).items():
+        (expected,) = group.average([grad], name)
+        assert torch.equal(drive([copied.average(grad.clone(), name)])[0], expected)
 
 
 def test_clones_share_nothing_and_the_digest_covers_rules_and_parts():

@@ -17,7 +17,8 @@ from .none import NoCompression
 
 _RULE = "(regular expression or predicate(name, shape), compressor)"
 
-Rule = str | re.Pattern[str] | Callable[[str, torch.Size], bool]
+Predicate = Callable[[str, torch.Size], bool]
+Rule = str | re.Pattern[str] | Predicate
 
 
 @dataclass
@@ -43,7 +44,7 @@ class PerLayer(Compressor):
         super().__post_init__()
         if not self.rules:
             raise ValueError(f"PerLayer: got no rules, expected a list of {_RULE}")
-        self._tests: list[Callable[[str, torch.Size], bool]] = []
+        self._tests: list[re.Pattern[str] | Predicate] = []
         for rule in self.rules:
             if not (isinstance(rule, tuple) and len(rule) == 2):
                 raise ValueError(f"PerLayer: got the rule {rule!r}, expected {_RULE}")
@@ -63,7 +64,7 @@ class PerLayer(Compressor):
     def part(self, name: str, shape: torch.Size) -> Compressor:
         chosen = self._chosen.get((name, shape))
         if chosen is None:
-            fitting = (part for test, part in zip(self._tests, self.parts) if test(name, shape))
+            fitting = (part for test, part in zip(self._tests, self.parts) if _fits(test, name, shape))
             chosen = self._chosen[name, shape] = next(fitting, self.default)
         return chosen
 
@@ -110,16 +111,19 @@ class PerLayer(Compressor):
             part.load_state_dict(values)
 
 
-def _test(rule: Rule) -> Callable[[str, torch.Size], bool]:
+def _test(rule: Rule) -> re.Pattern[str] | Predicate:
     if isinstance(rule, (str, re.Pattern)):
         try:
-            pattern = re.compile(rule)
+            return re.compile(rule)
         except re.error as error:
             raise ValueError(f"PerLayer: got the regular expression {rule!r}: {error}") from None
-        return lambda name, shape: pattern.search(name) is not None
     if not callable(rule):
         raise ValueError(f"PerLayer: got the rule {rule!r}, expected a regular expression or predicate(name, shape)")
     return rule
+
+
+def _fits(test: re.Pattern[str] | Predicate, name: str, shape: torch.Size) -> bool:
+    return test.search(name) is not None if isinstance(test, re.Pattern) else test(name, shape)
 
 
 def _text(rule: Rule) -> str:
