@@ -247,7 +247,8 @@ def _torch_cuda(facts: Facts) -> str:
 
 def _summary(name: str) -> str:
     method = REGISTRY[name]
-    return f"{method.__name__}: {(inspect.getdoc(method) or 'no description').splitlines()[0]}"
+    first = (inspect.getdoc(method) or "no description").partition("\n\n")[0]
+    return f"{method.__name__}: {' '.join(first.split())}"
 
 
 def _which(present: dict[str, bool]) -> str:

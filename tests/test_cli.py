@@ -22,6 +22,9 @@ def test_info():
     for text in (f"gradzip {gradzip.__version__}", "Python 3.", "kernels", "SIMD", "torch 2.", "Horovod", "fft-range"):
         assert text in done.stdout
     assert max(map(len, done.stdout.splitlines())) < 240
+    methods = done.stdout.partition("\nmethods\n")[2].splitlines()
+    assert len(methods) == len(gradzip.methods.REGISTRY)
+    assert all(line.endswith(".") for line in methods)  # no sentence is cut off
 
 
 def test_json(capsys):

@@ -18,6 +18,9 @@ import gradzip
         ("fft-range: block=None, value_range=(-1, 2), rounding=stochastic",
          gradzip.FFTRange(block=None, value_range=(-1, 2), rounding="stochastic")),
         ("fft-range:error_feedback=True,min_numel=0", gradzip.FFTRange(error_feedback=True, min_numel=0)),
+        ("topk:error_feedback=false", gradzip.TopK(error_feedback=False)),
+        ("powersgd:warm_start=FALSE,error_feedback=true", gradzip.PowerSGD(warm_start=False)),
+        ("terngrad:clip=none", gradzip.TernGrad(clip=None)),
     ],
 )  # fmt: skip
 def test_specifications(spec, compressor):
@@ -30,17 +33,40 @@ def test_specifications(spec, compressor):
         ("zip", "unknown compression method 'zip', expected one of: none, fp16, fft-range"),
         ("", "unknown compression method ''"),
         ("fft-range:tetha=0.5", "unknown argument 'tetha', expected one of: min_numel, exchange, theta, bits"),
-        ("fft-range:0.5", "expected method:argument=value,argument=value"),
+        ("top-k", "unknown compression method 'top-k', did you mean 'topk'\\? There are: none, fp16, fft-range"),
+        ("FFTRange", "did you mean 'fft-range'"),
+        ("OneBitSGD", "did you mean 'onebit'"),
+        ("Cast", "did you mean 'fp16'"),
+        (
+            "topk(theta=0.9)",
+            r"unknown compression method 'topk\(theta=0.9\)', expected arguments after a colon: topk:arg",
+        ),
+        ("fft-range:0.5", "'fft-range:0.5': expected method:argument=value,argument=value with min_numel, exch"),
         ("fft-range:theta=", "expected method:argument=value"),
         ("fft-range:theta=open('x')", "expected method:argument=value"),
         ("fft-range:**{}", "expected method:argument=value"),
+        ("topk:theta=0.9,theta=0.8", "expected method:argument=value"),
         ("fft-range:theta=1.0", r"got theta = 1.0, expected a number in \[0, 1\)"),
         ("fft-range:theta=big", "got theta = 'big'"),
         ("fft-range:bits=17", "got bits = 17, expected an integer from 2 to 16"),
+        ("topk:theta=85", "^compression 'topk:theta=85': got theta = 85, expected a number"),
+        ("per-layer", "^compression 'per-layer': got no rules, expected per-layer:pattern=method"),
+        ("per-layer:fc", "^compression 'per-layer:fc': got the rule 'fc', expected pattern=method or"),
+        (
+            "per-layer:fc=topkk",
+            "^compression 'per-layer:fc=topkk': unknown compression method 'topkk', did you mean 'topk'",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(spec, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
+        gradzip.parse(spec)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("spec", [None, 0.9, gradzip.TopK(), gradzip.TopK])
+def test_what_is_no_text_is_refused(spec):
+    with pytest.raises(TypeError, match=r"parse: got .*, expected a text such as 'topk:theta=0.99'"):
         gradzip.parse(spec)
 
 

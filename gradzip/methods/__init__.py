@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import re
 from dataclasses import fields
 from typing import Any
@@ -54,42 +55,60 @@ def parse(spec: str) -> Compressor:
     >>> parse("per-layer:^fc=none,conv=topk(theta=0.9,bits=8),default=fp16").rules[1]
     ('conv', TopK(min_numel=1024, exchange='gather', theta=0.9, select='exact', bits=8, error_feedback=True, seed=0))
     """
+    if not isinstance(spec, str):
+        raise TypeError(f"parse: got {spec!r}, expected a text such as 'topk:theta=0.99'")
     name, _, arguments = spec.partition(":")
     method = REGISTRY.get(name.strip())
     if method is None:
-        raise ValueError(f"unknown compression method {name!r}, expected one of: {', '.join(REGISTRY)}")
-    if method is PerLayer:
-        return _per_layer(spec, arguments)
+        raise ValueError(f"unknown compression method {name!r}, {_hint(name)}")
+    try:
+        return _per_layer(arguments) if method is PerLayer else method(**_arguments(method, arguments))
+    except ValueError as error:
+        raise ValueError(f"compression {spec!r}: {error}") from None
+
+
+def _hint(name: str) -> str:
+    """What may have been meant by a name that is none: a class's, one that is spelt in another way, or a call."""
+    word = re.split(r"[^\w-]", name.strip(), maxsplit=1)[0]
+    if word in REGISTRY:
+        return f"expected arguments after a colon: {word}:argument=value,argument=value"
+    spellings = {_letters(text): known for known, method in REGISTRY.items() for text in (known, method.__name__)}
+    close = difflib.get_close_matches(_letters(word), spellings, 1)
+    guess = f"did you mean {spellings[close[0]]!r}? There are" if close else "expected one of"
+    return f"{guess}: {', '.join(REGISTRY)}"
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _arguments(method: type[Compressor], text: str) -> dict[str, Any]:
     known = [f.name for f in fields(method) if f.init]
     try:
-        call = ast.parse(f"f({arguments})", mode="eval").body
+        call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError
         values = {k.arg: _value(k.value) for k in call.keywords if k.arg}
         if len(values) < len(call.keywords):
             raise ValueError
     except (SyntaxError, ValueError):
-        raise ValueError(f"compression {spec!r}: expected method:argument=value,argument=value") from None
-    values = {k: _called(v) if isinstance(v, ast.Call) else v for k, v in values.items()}
+        raise ValueError(f"expected method:argument=value,argument=value with {', '.join(known)}") from None
     for argument in values:
         if argument not in known:
-            raise ValueError(
-                f"compression {spec!r}: unknown argument {argument!r}, expected one of: {', '.join(known)}"
-            )
-    return method(**values)
+            raise ValueError(f"unknown argument {argument!r}, expected one of: {', '.join(known)}")
+    return {k: _called(v) if isinstance(v, ast.Call) else v for k, v in values.items()}
 
 
-def _per_layer(spec: str, arguments: str) -> PerLayer:
+def _per_layer(arguments: str) -> PerLayer:
+    if not arguments.strip():
+        raise ValueError("got no rules, expected per-layer:pattern=method(argument=value),default=method")
     rules: list[tuple[Rule, Compressor]] = []
     default: Compressor = NoCompression()
     for text in _split(arguments, ","):
         pattern, *method = _split(text, "=")
         name = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", "=".join(method), re.DOTALL)
         if not name:
-            raise ValueError(
-                f"compression {spec!r}: got the rule {text!r}, expected pattern=method or "
-                "pattern=method(argument=value)"
-            )
+            raise ValueError(f"got the rule {text!r}, expected pattern=method or pattern=method(argument=value)")
         part = parse(f"{name[1]}:{name[2] or ''}")
         if pattern.strip() == "default":
             default = part
@@ -114,7 +133,9 @@ def _split(text: str, separator: str) -> list[str]:
 def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in REGISTRY:
         return node
-    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)  # bare words are strings
+    if isinstance(node, ast.Name):  # bare words are strings, but for how shells and YAML spell Python's constants
+        return {"true": True, "false": False, "none": None}.get(node.id.lower(), node.id)
+    return ast.literal_eval(node)
 
 
 def _called(node: ast.Call) -> Compressor:
