@@ -371,8 +371,10 @@ class Compressor(ABC):
 
     # Horovod calls these two on the object it is given as `compression`.
 
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        return self.front_end.compress(tensor)
+    def compress(self, *tensor: Tensor) -> tuple[Tensor, Any]:
+        if not tensor:  # it is called on the class, as Horovod's own compressions are
+            raise TypeError("compression: got a class, expected an instance of it, as in compression=gradzip.TopK()")
+        return self.front_end.compress(*tensor)
 
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
         return tensor if ctx is None else ctx.finish(tensor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from threading import Lock
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -26,61 +26,73 @@ if TYPE_CHECKING:
     from .engines.horovod import HorovodEngine, Pending
 
 
+# A backward pass has a thread for each device.
+_one_at_a_time = Lock()
+
+
 class FrontEnd:
     """What leads from Horovod's two calls to a compressor. One per compressor; it may serve several optimizers."""
 
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
         self._scopes: WeakKeyDictionary[Any, _Scope] = WeakKeyDictionary()
-        self._num_scopes = 0
-        self._named: list[dict[str, ref[Any]]] = []
+        self._named: dict[str, dict[str, ref[Any]]] = {}  # by the prefix
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The copy of a compressor serves no optimizer yet.
+        return FrontEnd, (self.compressor,)
 
     @torch.no_grad()
     def compress(self, tensor: Tensor) -> tuple[Tensor, Running]:
         optimizer, parameter = _find_owner(tensor)
-        scope = self._scopes.get(optimizer)
-        if scope is not None and scope.is_stale(optimizer):
-            self.drop_in_flight()
-            scope = None
-        if scope is None:
-            # Numbered anew after a drop, as a worker does it that joins then.
-            scope = _Scope(optimizer, self.compressor, self._num_scopes, self.prefix(optimizer))
-            self._scopes[optimizer] = scope
-            self._num_scopes += 1
-        running = Running(scope, optimizer._parameter_names[parameter], tensor, frozen=not parameter.requires_grad)
-        return running.start(tensor), running
+        with _one_at_a_time:
+            scope = self._scopes.get(optimizer)
+            if scope is None or scope.engine.is_over:
+                scope = self._scopes[optimizer] = _Scope(optimizer, self)
+            scope.keep_up(optimizer)
+            running = Running(scope, optimizer._parameter_names[parameter], tensor, frozen=not parameter.requires_grad)
+            wire = running.start(tensor)
+            scope.under_way += 1
+            return wire, running
 
     def drop_in_flight(self) -> None:
         """Forgets what is under way, and what was agreed on: the group that did is no more."""
         self._scopes.clear()
-        self._num_scopes = 0
 
     def prefix(self, optimizer: Any) -> str:
         """What keeps the states of equally named parameters of several optimizers apart.
 
         The first optimizer that comes with a name has it without a prefix; and so has a later one of the same
-        parameters. That a parameter is gone frees no name: when it goes is not the same on all ranks.
+        parameters. That a parameter is gone frees its state, but no name: when it goes is not the same on all ranks.
+        Optimizers of a process set are counted apart: its ranks need not have others in common.
         """
+        for known_prefix, known in self._named.items():
+            for name, parameter in known.items():
+                if parameter() is None:
+                    for part in getattr(self.compressor, "parts", [self.compressor]):
+                        part.states.pop(known_prefix + name, None)
         names = {name: parameter for parameter, name in optimizer._parameter_names.items()}
 
         def fits(known: dict[str, ref[Any]]) -> bool:
             return all(name not in known or known[name]() is parameter for name, parameter in names.items())
 
-        index = next((i for i, known in enumerate(self._named) if fits(known)), len(self._named))
-        if index == len(self._named):
-            self._named.append({})
-        self._named[index].update((name, ref(parameter)) for name, parameter in names.items())
-        return f"optimizer{index}." if index else ""
+        number = optimizer.process_set.process_set_id
+        group = f"process_set{number}." if number else ""
+        prefixes = itertools.chain([group], (f"{group}optimizer{i}." for i in itertools.count(1)))
+        prefix = next(p for p in prefixes if fits(self._named.get(p, {})))
+        self._named.setdefault(prefix, {}).update((name, ref(parameter)) for name, parameter in names.items())
+        return prefix
 
 
 class _Scope:
     """One optimizer's part of a front end: its engine, and what is under way."""
 
-    def __init__(self, optimizer: Any, compressor: Compressor, number: int, prefix: str) -> None:
+    def __init__(self, optimizer: Any, front_end: FrontEnd) -> None:
         import horovod.torch as hvd
 
         from .engines.horovod import HorovodEngine
 
+        compressor = front_end.compressor
         # Horovod's class for Adasum has no `op`.
         op = getattr(optimizer, "op", hvd.Adasum)
         if op not in (hvd.Average, hvd.Sum):
@@ -91,21 +103,21 @@ class _Scope:
         self.sums = op == hvd.Sum
         self.compressor = compressor
         self.engine: HorovodEngine = HorovodEngine(optimizer.process_set, compressor.traffic)
-        self.prefix = prefix
+        self.prefix = front_end.prefix(optimizer)
         self.plain = NoCompression()
         self.plain.traffic = compressor.traffic
         self.waiting: list[Running] = []
         self.under_way = 0
         self._finished: list[Running] = []
         self._handles = optimizer._handles
-        self._group = (self.engine.rank, self.engine.size)
         named = ((name, parameter) for parameter, name in optimizer._parameter_names.items())
-        agreement.check(self.engine.share(agreement.statement(compressor, named, prefix), f"gradzip.{number}"))
+        agreement.check(self.engine.share(agreement.statement(compressor, named, self.prefix), "gradzip"))
 
-    def is_stale(self, optimizer: Any) -> bool:
-        """Whether Horovod has started anew since, with other ranks (elastic training), or its optimizer has dropped
-        what was under way: loading a state dict does that, and it is the first thing after a worker was lost."""
-        return optimizer._handles is not self._handles or (self.engine.rank, self.engine.size) != self._group
+    def keep_up(self, optimizer: Any) -> None:
+        """Drops what is under way where the optimizer has: loading a state dict does that, maybe on one rank alone."""
+        if optimizer._handles is not self._handles:
+            self._handles = optimizer._handles
+            self.waiting, self.under_way, self._finished = [], 0, []
 
     def finished(self, running: Running) -> None:
         """Under a loss scale, one gradient that is not finite makes the optimizer skip the step of all: then the steps
@@ -151,7 +163,6 @@ class Running:
         self.part = scope.plain if frozen else part
         self._routine: Routine = self.part.average(grad, scope.prefix + name, engine.rank, engine.size)
         self._single = self.part.rounds == 1 or self.part.bypasses(grad)
-        scope.under_way += 1
         self._pending: Pending | RingSum | None = None
         self._dtype: torch.dtype | None = None
         self.result: Tensor | None = None
@@ -246,11 +257,8 @@ def __getattr__(name: str) -> Any:
 
     from .methods import REGISTRY
 
-    def factory(method: Callable[..., Compressor]) -> staticmethod:
-        return staticmethod(lambda *args, **kwargs: method(*args, **kwargs))
-
     # .none and .fp16 stay Horovod's own.
-    names = {key.replace("-", "_"): factory(method) for key, method in REGISTRY.items()}
-    members = {key: make for key, make in names.items() if not hasattr(hvd.Compression, key)}
+    names = {key.replace("-", "_"): method for key, method in REGISTRY.items()}
+    members = {key: method for key, method in names.items() if not hasattr(hvd.Compression, key)}
     globals()[name] = type(name, (hvd.Compression,), members)
     return globals()[name]

@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import torch
 import torch.distributed as dist
 from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
 from torch import Tensor
 
 from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, Traffic
@@ -35,6 +36,12 @@ class HorovodEngine:
     def __init__(self, process_set: Any, traffic: Traffic) -> None:
         self.process_set = process_set
         self.traffic = traffic
+        self._handles = mpi_ops._handle_map
+
+    @property
+    def is_over(self) -> bool:
+        """Whether Horovod was started anew since, maybe with other ranks: it has a new map of handles then."""
+        return mpi_ops._handle_map is not self._handles
 
     @property
     def size(self) -> int:
