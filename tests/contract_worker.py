@@ -2,13 +2,16 @@
 `contract_worker.py FOLDER [NAME ...]`. Each returns what is left in gradients or parameters, by method."""
 
 import copy
+import gc
 import os
 import sys
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import horovod.torch as hvd
 import torch
+from horovod.torch import mpi_ops
 
 import gradzip
 from gradzip.methods import REGISTRY
@@ -189,6 +192,180 @@ def an_optimizer_made_anew(spec, rank):
     return grads(named)
 
 
+@scenario
+def two_process_sets(spec, rank):
+    """One compressor: of rank 0 alone, and of all ranks. One of them has a part in both."""
+    compressor = gradzip.parse(spec)
+    pairs = [parameters(), parameters()]
+    opts = [distributed(pairs[0], compressor, process_set=ALONE), distributed(pairs[1], compressor)]
+    for step in range(STEPS):
+        for i, (named, opt) in enumerate(zip(pairs, opts)):
+            opt.zero_grad()
+            backward(named, rank, 100 * i + step)
+            opt.step()
+    return [grads(named) for named in pairs]
+
+
+@scenario
+def a_thread_for_each_device(spec, rank):
+    """As where a model is on two: its parts' hooks run side by side."""
+    named = parameters()
+    opt = distributed(named, gradzip.parse(spec))
+    for step in range(STEPS):
+        opt.zero_grad()
+        with ThreadPoolExecutor(len(named)) as pool:
+            list(pool.map(lambda item, step=step: backward(dict([item]), rank, step), named.items()))
+        opt.synchronize()
+    return grads(named)
+
+
+@scenario
+def loaded_on_one_rank(spec, rank):
+    """Rank 0 goes back to an optimizer's state in mid-training, and shares it, as Horovod's examples do."""
+    named = parameters()
+    opt = distributed(named, gradzip.parse(spec))
+    for step in range(STEPS):
+        if step == 1 and rank == 0:
+            opt.load_state_dict(opt.state_dict())
+        hvd.broadcast_optimizer_state(opt, root_rank=0)
+        opt.zero_grad()
+        backward(named, rank, step)
+        opt.synchronize()
+    return grads(named)
+
+
+@scenario
+def dropped_in_mid_step(spec, rank):
+    """What is under way when training begins anew, after an exception, say, is as if it had never been."""
+    named = parameters()
+    opt = distributed(named, gradzip.parse(spec))
+    for step in range(STEPS):
+        opt.zero_grad()
+        if step == 1:
+            backward(named, rank, 50)
+            for handle in list(mpi_ops._handle_map):
+                hvd.synchronize(handle)  # their names are free again
+            opt.load_state_dict(opt.state_dict())
+            opt.zero_grad()
+        backward(named, rank, step)
+        opt.synchronize()
+    return grads(named)
+
+
+@scenario
+def copied(spec, rank):
+    """A model and its compressor, half-way: the copies go on as they would have."""
+    named, compressor = parameters(), gradzip.parse(spec)
+    opt = distributed(named, compressor)
+    for step in range(STEPS):
+        if step == 1:
+            named, compressor = copy.deepcopy((named, compressor))
+            opt = distributed(named, compressor)
+        opt.zero_grad()
+        backward(named, rank, step)
+        opt.synchronize()
+    return grads(named)
+
+
+@scenario
+def in_a_closure(spec, rank):
+    """step() synchronizes before it calls the closure, when there is nothing new to average."""
+    named = parameters()
+    opt = distributed(named, gradzip.parse(spec))
+    for step in range(2):
+
+        def closure(step=step):
+            opt.zero_grad()
+            backward(named, rank, step)
+            opt.synchronize()
+
+        opt.step(closure)
+    return grads(named)
+
+
+@scenario
+def stepped_early(spec, rank):
+    """After one of two backward passes, and then after both."""
+    named = parameters()
+    opt = distributed(named, gradzip.parse(spec), backward_passes_per_step=2)
+    backward(named, rank, 0)
+    opt.step()
+    opt.zero_grad()
+    backward(named, rank, 1)
+    backward(named, rank, 2)
+    opt.synchronize()
+    return grads(named)
+
+
+@scenario
+def in_one_buffer(spec, rank):
+    """Gradients that are views of one buffer stay so, and the averages are in it."""
+    named = parameters()
+    buffer = torch.zeros(sum(p.numel() for p in named.values()))
+    for p, view in zip(named.values(), buffer.split([p.numel() for p in named.values()])):
+        p.grad = view.view_as(p)
+    kept = {name: p.grad for name, p in named.items()}
+    opt = distributed(named, gradzip.parse(spec))
+    for step in range(STEPS):
+        buffer.zero_()
+        backward(named, rank, step)
+        opt.synchronize()
+    parts = buffer.split([p.numel() for p in named.values()])
+    averages = {name: part.view_as(p).clone() for (name, p), part in zip(named.items(), parts)}
+    return averages, all(p.grad is kept[name] for name, p in named.items())
+
+
+@scenario
+def one_after_the_other(spec, rank):
+    """Models and optimizers that come and go, one compressor: for how many parameters it keeps something after each."""
+    compressor, kept = gradzip.parse(spec), []
+    gc.freeze()  # what is there already need not be looked through again and again
+    for _ in range(3):
+        named = parameters()
+        opt = distributed(named, compressor)
+        backward(named, rank, 0)
+        opt.step()
+        kept.append(sum(len(part.states) for part in getattr(compressor, "parts", [compressor])))
+        opt._grad_accs.clear()  # its hooks, and with them the circle that holds it
+        del named, opt
+        gc.collect()
+    return kept
+
+
+def message(function):
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@scenario
+def misused(spec, rank, compression=None):
+    """What Horovod's optimizer says, and goes on after."""
+    named = parameters()
+    opt = distributed(named, compression or gradzip.parse(spec))
+    backward(named, rank, 0)
+    messages = [message(opt.zero_grad), message(lambda: backward(named, rank, 1))]
+    opt.synchronize()
+    opt.zero_grad()
+    backward(named, rank, 2)
+    opt.step()
+    return messages, {name: p.detach().clone() for name, p in named.items()}
+
+
+@scenario
+def refused(spec, rank):
+    """What is no instance, and gradients that are no real numbers: in the backward pass, and nothing waits for it."""
+    named = parameters({"z": (48, 48)})
+    opt = distributed(named, type(gradzip.parse(spec)))
+    of_class = message(lambda: backward(named, rank, 0))
+    opt._grad_accs.clear()
+    named = {"z": torch.nn.Parameter(torch.zeros(48, 48, dtype=torch.complex64))}
+    distributed(named, gradzip.parse(spec))
+    return of_class, message(lambda: named["z"].real.sum().backward())
+
+
 def table_gradient(rank, step):
     """(indices, what they are multiplied by)"""
     return torch.tensor([rank, 5, 199, 5]), gradient("table", rank, step, (4, 16))
@@ -264,6 +441,7 @@ def main():
     hvd.init(process_sets=[ALONE] if int(os.environ.get("HOROVOD_SIZE", 1)) > 1 else [])
     torch.set_num_threads(1)
     results = {name: SCENARIOS[name](hvd.rank()) for name in names or SCENARIOS}
+    results["stock_misused"] = misused(None, hvd.rank(), hvd.Compression.none)
     torch.save(results, Path(folder) / f"{hvd.rank()}.pt")
 
 

@@ -60,8 +60,20 @@ every_method = pytest.mark.parametrize("spec", SPECS)
 
 
 @every_method
-@pytest.mark.parametrize("name", ["averaged", "predivided", "in_groups", "in_listed_groups"])
-def test_options_that_change_nothing(results, spec, name):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "averaged",
+        "predivided",
+        "in_groups",
+        "in_listed_groups",
+        "a_thread_for_each_device",
+        "loaded_on_one_rank",
+        "dropped_in_mid_step",
+        "copied",
+    ],
+)
+def test_what_changes_nothing(results, spec, name):
     assert_same(spec, [r[spec] for r in results[name]], expected(spec, each(range(STEPS), gradient)))
 
 
@@ -78,6 +90,55 @@ def test_backward_passes_accumulate_before_compression(results, spec):
 
 
 @every_method
+def test_a_step_before_all_backward_passes(results, spec):
+    both = lambda n, r, s: gradient(n, r, 1) + gradient(n, r, 2) if s else gradient(n, r, 0)  # noqa: E731
+    assert_same(spec, [r[spec] for r in results["stepped_early"]], expected(spec, each(range(2), both)))
+
+
+@every_method
+def test_a_closure(results, spec):
+    """Horovod averages what there is before it calls the closure: zeros, and then the last averages."""
+    group, zeros = gradzip.LocalGroup(gradzip.parse(spec), SIZE), lambda n, r, s: torch.zeros(SHAPES[n])
+    before = each([0], zeros)[0]
+    for step in each(range(2), gradient):
+        for grads in (before, step):
+            averages = {n: group.average([g.clone() for g in of_ranks], n)[0] for n, of_ranks in grads.items()}
+        before = {name: [average] * SIZE for name, average in averages.items()}
+    assert_same(spec, [r[spec] for r in results["in_a_closure"]], averages)
+
+
+@every_method
+def test_averages_are_where_the_gradients_were(results, spec):
+    of_ranks = [r[spec] for r in results["in_one_buffer"]]
+    assert_same(spec, [averages for averages, _ in of_ranks], expected(spec, each(range(STEPS), gradient)))
+    assert all(same for _, same in of_ranks)
+
+
+@every_method
+def test_what_is_kept_of_parameters_goes_with_them(results, spec):
+    for kept in (r[spec] for r in results["one_after_the_other"]):
+        assert len(set(kept)) == 1 and kept[0] <= len(SHAPES)
+
+
+@every_method
+def test_horovods_own_complaints(results, spec):
+    for got, (messages, after) in zip(results["misused"], results["stock_misused"]):
+        assert all(text.startswith("AssertionError: ") for text in messages)
+        assert got[spec][0] == messages
+        assert got[spec][1].keys() == after.keys()
+
+
+@every_method
+def test_what_can_not_be_compressed_is_refused_in_the_backward_pass(results, spec):
+    for of_class, of_complex in (r[spec] for r in results["refused"]):
+        assert of_class.startswith("TypeError: compression: got a class, expected an instance of it")
+        assert (
+            of_complex
+            == "ValueError: gradient of 'z': got torch.strided torch.complex64, expected a dense float tensor"
+        )
+
+
+@every_method
 def test_without_names_they_are_horovods(results, spec):
     gradients = [dict(zip(NAMELESS, step.values())) for step in each(range(STEPS), gradient)]
     of_ranks = [dict(zip(NAMELESS, r[spec].values())) for r in results["nameless"]]
@@ -87,10 +148,21 @@ def test_without_names_they_are_horovods(results, spec):
 @every_method
 def test_a_process_set_is_a_group_of_its_own(results, spec):
     (first, other) = (r[spec] for r in results["in_a_process_set"])
-    gradients = [{name: grads[:1] for name, grads in step.items()} for step in each(range(STEPS), gradient)]
-    assert_same(spec, [first], expected(spec, gradients))
+    assert_same(spec, [first], expected(spec, alone(range(STEPS)), prefix="process_set1."))
     for name, untouched in other.items():
         assert torch.equal(untouched, gradient(name, 1, STEPS - 1))
+
+
+def alone(steps):
+    """Rank 0's gradients, without the others."""
+    return [{name: grads[:1] for name, grads in step.items()} for step in each(steps, gradient)]
+
+
+@every_method
+def test_two_process_sets_share_a_compressor(results, spec):
+    ((own, first), (_, other)) = (r[spec] for r in results["two_process_sets"])
+    assert_same(spec, [own], expected(spec, alone(range(STEPS)), prefix="process_set1."))
+    assert_same(spec, [first, other], expected(spec, each(range(100, 100 + STEPS), gradient)))
 
 
 @every_method
