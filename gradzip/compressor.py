@@ -127,7 +127,7 @@ class Compressor(ABC):
         self._scaler: Any = None
         self._undo: dict[str, dict[str, Any]] = {}
         self._horovod: Any = None
-        self._models = 0  # of DDP, that it serves
+        self._models: list[Any] = []  # of DDP, that it serves
 
     @abstractmethod
     def reduce(self, grad: Tensor, state: State) -> Routine:

@@ -12,18 +12,21 @@ at the end follows from the order of the buckets, and from lengths and results t
 """
 # No `from __future__ import annotations`: DDP refuses hooks whose annotations are strings.
 
-from collections.abc import Hashable, Iterable, Mapping
+import contextlib
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import agreement
-from .collectives import Round, Routine, Traffic, adjacent
+from .collectives import Mean, Round, Routine, Traffic, adjacent
 from .compressor import Compressor, State
-from .engines.torch import Pending, TorchEngine
+from .engines.torch import Pending, TorchEngine, nbytes_of
 from .joint import JointState
 
 Future: TypeAlias = torch.futures.Future[torch.Tensor]
@@ -43,8 +46,12 @@ class HookState:
     should survive a change of the buckets.
 
     Each DDP model needs a HookState of its own; several may share a compressor, and their states are kept apart, by a
-    prefix for all but the first. Methods that are `flat` see the parameters of a bucket that they are in charge of as
-    one vector.
+    prefix for all but the first. One for parameters that an earlier one was for, as when a model is wrapped anew, finds
+    what was kept of them. Methods that are `flat` see the parameters of a bucket that they are in charge of as one
+    vector.
+
+    Under `compressor.follow(scaler)` one optimizer has to step all parameters of the model: a gradient that is not
+    finite takes back the step of all.
 
     `backward()` raises what goes wrong, such as `PayloadError`; and, in the first step, a RuntimeError that names both
     where ranks run different methods.
@@ -60,12 +67,16 @@ class HookState:
             raise TypeError(f"HookState: got {compressor!r}, expected a compressor, such as gradzip.TopK()")
         self.compressor = compressor
         self.process_group = process_group
-        self._names = {} if named_parameters is None else {p: name for name, p in named_parameters}
-        if len(set(self._names.values())) < len(self._names):
+        named = {} if named_parameters is None else {p: name for name, p in named_parameters}
+        if len(set(named.values())) < len(named):
             raise ValueError("HookState: got named_parameters with equal names, expected a name for each parameter")
         self._all_known = named_parameters is not None
-        self._prefix = f"model{compressor._models}." if compressor._models else ""
-        compressor._models += 1
+        model = next((model for model in compressor._models if model.has(named)), None)
+        if model is None:
+            model = _Model(f"model{len(compressor._models)}." if compressor._models else "")
+            compressor._models.append(model)
+        model.names.update(named)
+        self._model: _Model = model
         self._engine: TorchEngine | None = None
         self._plans: dict[int, _Plan] = {}  # by the bucket's index, until DDP rebuilds its buckets
         self._buckets: list[_Bucket] = []  # of this step
@@ -84,35 +95,49 @@ class HookState:
         self.compressor.load_state_dict(state_dict)
         self._plans = {}
 
-    @torch.no_grad()
     def _take(self, bucket: dist.GradBucket) -> Future:
         """The hook: starts the averaging of a bucket."""
         try:
-            index, parameters = bucket.index(), bucket.parameters()
-            names = [self._name(p) for p in parameters]
-            if self._engine is None:
-                self._engine = self._connect(bucket.buffer().device)
-            if index != len(self._buckets):
-                raise RuntimeError(
-                    f"HookState: got bucket {index}, expected bucket {len(self._buckets)} of the same model: "
-                    "give each DDP model a HookState of its own"
-                )
-            plan = self._plans.get(index)
-            if plan is None or not plan.fits(parameters):
-                for unit in plan.units if plan else []:
-                    unit.part._workspace.clear()  # DDP's first bucket is the whole model
-                plan = self._plans[index] = self._plan(names, parameters)
-            gradients = [_as_laid_out(g, p) for g, p in zip(bucket.gradients(), parameters)]
-            routines = {(index, i): self._average(unit, gradients) for i, unit in enumerate(plan.units)}
-            self._buckets.append(_Bucket(bucket.buffer(), routines, self._engine, (index, *names)))
-            future = self._buckets[-1].future
-            if bucket.is_last():
-                self._all_known = True
-                self._finish_later()
+            with _as_written(bucket.buffer().device):
+                self._start(bucket)
+                future = self._buckets[-1].future
+                if bucket.is_last():
+                    self._all_known = True
+                    self._finish_later()
         except BaseException:
             self._buckets = []
             raise
         return future
+
+    def _start(self, bucket: dist.GradBucket) -> None:
+        index, parameters = bucket.index(), bucket.parameters()
+        if not self._model.names:
+            self._model = next((m for m in self.compressor._models if parameters[0] in m.names), self._model)
+        if index == 0 and self._buckets and not set(parameters).isdisjoint(self._plans[0].parameters):
+            self._buckets = []  # of a backward pass that came to no end
+        names = [self._name(p) for p in parameters]
+        group = self.process_group or dist.group.WORLD
+        assert group is not None  # DDP is not built without one
+        if self._engine is None or self._engine.group is not group:
+            self._engine = self._connect(group, bucket.buffer().device)
+        if index != len(self._buckets):
+            raise RuntimeError(
+                f"HookState: got bucket {index}, expected bucket {len(self._buckets)} of the same model: "
+                "give each DDP model a HookState of its own"
+            )
+        plan = self._plans.get(index)
+        if plan is None or not plan.fits(parameters):
+            # The buckets are cut anew, and those behind this one, too: what is kept for them may be taken apart.
+            for later in [i for i in self._plans if i >= index]:
+                for unit in self._plans.pop(later).units:
+                    unit.part._workspace.clear()  # DDP's first bucket is the whole model
+            plan = self._plans[index] = self._plan(names, parameters)
+        if bucket.buffer().is_sparse:
+            routines = {(index, 0): self._average_sparse(bucket.buffer())}
+        else:
+            gradients = [_as_laid_out(g, p) for g, p in zip(bucket.gradients(), parameters)]
+            routines = {(index, i): self._average(unit, gradients) for i, unit in enumerate(plan.units)}
+        self._buckets.append(_Bucket(bucket.buffer(), routines, self._engine, (index, *names)))
 
     def _finish_later(self) -> None:
         # DDP waits for the buckets in a callback of its own at the end of the backward pass, which it asks for when
@@ -123,11 +148,16 @@ class HookState:
         else:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
-    @torch.no_grad()
     def _finish(self) -> None:
         """Runs all buckets' routines to their ends."""
-        assert self._engine is not None
         buckets, self._buckets = self._buckets, []
+        with _as_written(buckets[0].buffer.device):
+            self._end(buckets)
+        for bucket in buckets:
+            bucket.future.set_result(bucket.buffer)
+
+    def _end(self, buckets: list["_Bucket"]) -> None:
+        assert self._engine is not None
         turn = Round()
         # Those with parts that were longer than expected come last: the rest of them is on its way meanwhile.
         late = [bucket for bucket in buckets if not bucket.resume_if_there(turn)]
@@ -143,32 +173,32 @@ class HookState:
             answers = turn.split([p.answer() for p in pending])
             turn = Round()
             turn.resume(routines, answers)
-        if self.compressor.follows and not all(bool(bucket.buffer.isfinite().all()) for bucket in buckets):
-            # GradScaler skips the step: of all parameters, not only of the one that is not finite.
-            for index in range(len(buckets)):
-                for unit in self._plans[index].units:
-                    unit.part.take_back(unit.name)
-        for bucket in buckets:
-            bucket.future.set_result(bucket.buffer)
+        if not self.compressor.follows:
+            return
+        # GradScaler skips the step of all parameters, not only of the one that is not finite.
+        averages = [b.buffer._values() if b.buffer.is_sparse else b.buffer for b in buckets]
+        skipped = not all(bool(average.isfinite().all()) for average in averages)
+        for unit in [unit for index in range(len(buckets)) for unit in self._plans[index].units]:
+            if skipped:
+                unit.part.take_back(unit.name)
+            unit.part._undo.pop(unit.name, None)  # not to be held until the next step
 
-    def _connect(self, device: torch.device) -> TorchEngine:
+    def _connect(self, group: dist.ProcessGroup, device: torch.device) -> TorchEngine:
         """The engine, when it is sure that all ranks run the same method."""
-        group = self.process_group or dist.group.WORLD
-        assert group is not None  # DDP is not built without one
         engine = TorchEngine(group, self.traffic)
-        named = ((self._prefix + name, parameter) for parameter, name in self._names.items())
+        named = ((self._model.prefix + name, parameter) for parameter, name in self._model.names.items())
         agreement.check(engine.share(agreement.statement(self.compressor, named), device))
         return engine
 
     def _name(self, parameter: Tensor) -> str:
-        name = self._names.get(parameter)
+        name = self._model.names.get(parameter)
         if name is None:
             if self._all_known:
                 raise RuntimeError(
                     f"HookState: got a gradient of shape {tuple(parameter.shape)} of an unknown parameter, expected "
                     "those of named_parameters, or of the first step; give each DDP model a HookState of its own"
                 )
-            name = self._names[parameter] = str(len(self._names))
+            name = self._model.names[parameter] = str(next(self._model.numbers))
         return name
 
     def _plan(self, names: list[str], parameters: list[Tensor]) -> "_Plan":
@@ -180,7 +210,7 @@ class HookState:
             members.setdefault(("flat", id(part)) if flat else i, []).append(i)
         units = []
         for indices in members.values():
-            shapes = {self._prefix + names[i]: parameters[i].shape for i in indices}
+            shapes = {self._model.prefix + names[i]: parameters[i].shape for i in indices}
             units.append(_Unit(parts[indices[0]], indices, shapes))
         for unit in units:  # those of the buckets before these
             for state in list(unit.part.states.values()):
@@ -208,6 +238,26 @@ class HookState:
         for gradient, piece in zip(gradients, average.view(-1).split(numels)):
             gradient.copy_(piece.view(gradient.shape))
         return average
+
+    def _average_sparse(self, gradient: Tensor) -> Routine:
+        """Of an embedding with sparse=True, alone in its bucket: as without compression."""
+        self.traffic.bytes_dense += nbytes_of(gradient)
+        return (yield Mean(gradient))
+
+
+class _Model:
+    """The names of a model's parameters, which a compressor remembers as long as they live."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.names: Any = WeakIdKeyDictionary()
+        self.numbers = itertools.count()  # for those that are given no names
+
+    def has(self, named: Mapping[Tensor, str]) -> bool:
+        """Whether these are parameters of this model; others may have come, but none that takes another's name."""
+        owners = {name: parameter for parameter, name in self.names.items()}
+        same = all(owners.get(name, parameter) is parameter for parameter, name in named.items())
+        return same and any(parameter in self.names for parameter in named)
 
 
 class _Bucket:
@@ -272,6 +322,13 @@ class _Unit:
             for name in found:
                 del states[name]
             states[self.name] = JointState.of(self.name, self.shapes, found)
+
+
+@contextlib.contextmanager
+def _as_written(device: torch.device) -> Iterator[None]:
+    """Methods compute as they say, whatever the backward pass was called in: autocast would change their types."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def _as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:

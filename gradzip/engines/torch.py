@@ -92,7 +92,7 @@ class _Alone:
 
     def __init__(self, engine: TorchEngine, collective: Mean | Gather | AllToAll | Broadcast) -> None:
         self._collective = collective
-        engine.traffic.bytes_sent += collective.tensor.nbytes
+        engine.traffic.bytes_sent += nbytes_of(collective.tensor)
 
     def extend(self) -> bool:
         return False
@@ -103,12 +103,14 @@ class _Alone:
 
 
 class _Reduction:
-    """Mean, as a sum that is divided (gloo has no average; ranks end with the same bits), and Broadcast."""
+    """Mean, as a sum that is divided (gloo has no average; ranks end with the same bits), and Broadcast. A mean may be
+    one of sparse tensors."""
 
     def __init__(self, engine: TorchEngine, collective: Mean | Broadcast) -> None:
-        self._tensor = collective.tensor.contiguous()
+        tensor = collective.tensor
+        self._tensor = tensor if tensor.is_sparse else tensor.contiguous()
         self._divisor = engine.size if isinstance(collective, Mean) else None
-        engine.traffic.bytes_sent += self._tensor.nbytes
+        engine.traffic.bytes_sent += nbytes_of(tensor)
         if self._divisor:
             self._work = dist.all_reduce(self._tensor, group=engine.group, async_op=True)
         else:
@@ -176,6 +178,12 @@ class _Exchange:
             self._work.wait()
             received = [torch.cat(halves) for halves in zip(received, self._rest)]
         return [part[:nbytes] for part, nbytes in zip(received, self._nbytes)]
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor, which may be a sparse one."""
+    parts = [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
+    return sum(part.nbytes for part in parts)
 
 
 def _fill(row: Tensor, content: Tensor) -> None:
