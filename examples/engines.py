@@ -55,6 +55,12 @@ class Horovod:
         )
         return model, optimizer, compressor.traffic
 
+    def step(self, optimizer, scaler):
+        """A step of what `wrap` returned, unless `scaler` finds gradients that are not finite, as all ranks then do."""
+        optimizer.synchronize()  # what the scaler looks at are the averages
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+
     def end(self):
         """Ends the process, when all is done."""
 
@@ -96,6 +102,10 @@ class DDP:
             model.register_comm_hook(state, gradzip.ddp.hook)
             traffic = state.traffic
         return model, optimizer, traffic
+
+    def step(self, optimizer, scaler):
+        """The same as Horovod's."""
+        scaler.step(optimizer)
 
     def end(self):
         """The same as Horovod's.

@@ -31,8 +31,10 @@ examples:
   horovodrun -np 2 python examples/train.py --model resnet18 --data cifar-10-batches-bin --batch-size 16 \\
       --steps 100 --compression none --compression fp16 --compression fft-range --json results.json
   torchrun --nproc-per-node 2 examples/train.py --model charlm  a character language model, through PyTorch DDP
+  torchrun --nproc-per-node 2 examples/train.py --amp fp16      in mixed precision, with a loss scale
 """
 
+AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 UNTIMED_STEPS = 5  # the first steps of a run allocate memory and negotiate with the other ranks
 
 
@@ -135,6 +137,11 @@ def parse_arguments():
         help="the optimizer's (AdamW's beta1); dgc has it instead (default: %(default)s)",
     )
     parser.add_argument(
+        "--amp",
+        choices=AMP,
+        help="mixed precision: forward passes under torch.autocast; fp16 also scales the loss (default: float32)",
+    )
+    parser.add_argument(
         "--seed", type=seed, default=0, help="of weights, data order and augmentation (default: %(default)s)"
     )
     parser.add_argument("--threads", type=positive(int), help="torch threads per rank (default: cores / local ranks)")
@@ -208,6 +215,9 @@ def train(spec, args, dataset, steps, engine):
     compressor = gradzip.parse(spec)
     momentum = 0.0 if isinstance(compressor, gradzip.DGC) else args.momentum  # DGC brings its own
     optimizer = recipe.optimizer(model.parameters(), args.lr, momentum)
+    scaler = torch.amp.GradScaler("cpu", enabled=args.amp == "fp16")
+    if scaler.is_enabled():
+        compressor.follow(scaler)  # what is left to be sent grows and shrinks with the gradients
     replica, optimizer, traffic = engine.wrap(model, optimizer, compressor)
     # From here torch's generator only draws dropout masks, which should differ between ranks.
     torch.manual_seed(args.seed + engine.rank)
@@ -221,9 +231,11 @@ def train(spec, args, dataset, steps, engine):
                 group["lr"] = learning_rate(args.lr, step, steps)
             begin = time.perf_counter()
             optimizer.zero_grad()
-            loss = cross_entropy(replica(inputs), targets)
-            loss.backward()
-            optimizer.step()
+            with torch.autocast("cpu", AMP.get(args.amp), enabled=args.amp is not None):
+                loss = cross_entropy(replica(inputs), targets)
+            scaler.scale(loss).backward()
+            engine.step(optimizer, scaler)
+            scaler.update()
             times.append(1000 * (time.perf_counter() - begin))
             losses.append(loss.item())
             if not math.isfinite(losses[-1]):

@@ -115,7 +115,10 @@ class HookState:
             self._model = next((m for m in self.compressor._models if parameters[0] in m.names), self._model)
         if index == 0 and self._buckets and not set(parameters).isdisjoint(self._plans[0].parameters):
             self._buckets = []  # of a backward pass that came to no end
-        names = [self._name(p) for p in parameters]
+        plan = self._plans.get(index)
+        if plan is not None and not plan.fits(parameters):
+            plan = None
+        names = [self._name(p) for p in parameters] if plan is None else plan.names
         group = self.process_group or dist.group.WORLD
         assert group is not None  # DDP is not built without one
         if self._engine is None or self._engine.group is not group:
@@ -125,8 +128,7 @@ class HookState:
                 f"HookState: got bucket {index}, expected bucket {len(self._buckets)} of the same model: "
                 "give each DDP model a HookState of its own"
             )
-        plan = self._plans.get(index)
-        if plan is None or not plan.fits(parameters):
+        if plan is None:
             # The buckets are cut anew, and those behind this one, too: what is kept for them may be taken apart.
             for later in [i for i in self._plans if i >= index]:
                 for unit in self._plans.pop(later).units:
@@ -217,7 +219,7 @@ class HookState:
                 if isinstance(state, JointState) and state.members.keys() & unit.shapes.keys():
                     del unit.part.states[state.name]
                     unit.part.states |= state.apart()
-        return _Plan(parameters, units)
+        return _Plan(parameters, names, units)
 
     def _average(self, unit: "_Unit", of_bucket: list[Tensor]) -> Routine:
         """Replaces a unit's gradients by their averages."""
@@ -288,6 +290,7 @@ class _Plan:
     """What is to be done with a bucket of these parameters."""
 
     parameters: list[Tensor]
+    names: list[str]
     units: list["_Unit"]
 
     def fits(self, parameters: list[Tensor]) -> bool:

@@ -3,6 +3,7 @@
 Each is a function of this rank's number and the group's size, and returns tensors and plain values.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -49,13 +50,13 @@ class Layers(torch.nn.Module):
 class Job:
     """A DDP model with a hook; notes which parameters share a bucket."""
 
-    def __init__(self, compressor, tensors=None, names=True, group=None, frozen=(), **arguments):
-        self.model = Layers([torch.zeros(s) for s in SHAPES] if tensors is None else tensors)
+    def __init__(self, compressor, tensors=None, names=True, group=None, frozen=(), state=None, **arguments):
+        self.model = tensors if isinstance(tensors, Layers) else Layers(tensors or [torch.zeros(s) for s in SHAPES])
         for i in frozen:
             self.model.layers[i].requires_grad_(False)
         named = list(self.model.named_parameters())
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=CAP_MB, process_group=group, **arguments)
-        self.state = gradzip.ddp.HookState(compressor, group, named if names else None)
+        self.state = state or gradzip.ddp.HookState(compressor, group, named if names else None)
         numbers = {p: i for i, (_, p) in enumerate(named)}
         self.buckets = []  # of each step
 
@@ -182,27 +183,81 @@ def feedback(rank, size):
 
 @scenario
 def resumed(rank, size):
-    """Training goes on from a checkpoint as if it had not stopped: states by name, or by number."""
-    results = []
-    for names in (True, False):
-        job = Job(gradzip.DGC(theta=0.9), names=names)
-        for step in range(2):
-            job.step(rank, step)
-        again = Job(gradzip.DGC(theta=0.9), names=names)
-        again.state.load_state_dict(job.state.state_dict())
-        results.append((job.step(rank, 2), again.step(rank, 2), sorted(again.state.state_dict()["states"])))
-    return results
+    """Training goes on from a checkpoint as if it had not stopped, with states by number."""
+    job = Job(gradzip.DGC(theta=0.9), names=False)
+    for step in range(2):
+        job.step(rank, step)
+    again = Job(gradzip.DGC(theta=0.9), names=False)
+    again.state.load_state_dict(job.state.state_dict())
+    return job.step(rank, 2), again.step(rank, 2), sorted(again.state.state_dict()["states"])
 
 
 @scenario
-def accumulated(rank, size):
-    job = Job(gradzip.QSGD())
-    for _ in range(2):
+def wrapped_anew(rank, size):
+    """The same parameters in another DDP model with another HookState."""
+    compressor, averages = gradzip.DGC(theta=0.9), []
+    job = Job(compressor, names=False)
+    for step in range(4):
+        if step == 2:
+            job = Job(compressor, job.model, names=False)
+        averages.append(job.step(rank, step))
+    return averages, sorted(compressor.state_dict()["states"])
+
+
+def table_gradient(rank, step):
+    """(rows, what is added to them)"""
+    return torch.tensor([rank, 5, 199, 5]), gradient(rank, step, 50, 4, 16)
+
+
+class Table(torch.nn.Module):
+    """A table with a sparse gradient, and a matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(200, 16, sparse=True)
+        self.matrix = torch.nn.Parameter(torch.zeros(40, 40))
+
+    def forward(self, rows, factors, grad):
+        return (self.table(rows) * factors).sum() + (self.matrix * grad).sum()
+
+
+@scenario
+def sparse(rank, size):
+    model, compressor, averages = Table(), gradzip.TopK(theta=0.9), []
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(gradzip.ddp.HookState(compressor), gradzip.ddp.hook)
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(*table_gradient(rank, step), gradient(rank, step, 0, 40, 40)).backward()
+        assert model.table.weight.grad.is_sparse
+        averages.append(model.table.weight.grad.to_dense())
+    return averages, compressor.traffic.bytes_dense
+
+
+@scenario
+def held(rank, size):
+    """Bytes of all tensors between two steps, without and with a loss scale."""
+    results = []
+    for follows in (False, True):
+        before = tensor_nbytes()
+        compressor = gradzip.TopK(theta=0.9)
+        if follows:
+            scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+            scaler.scale(torch.zeros(()))
+            compressor.follow(scaler)
+        job = Job(compressor)
+        for step in range(3):
+            job.step(rank, step)
         job.ddp.zero_grad()
-        with job.ddp.no_sync():
-            job.loss(rank, 0).backward()
-        job.loss(rank, 1).backward()
-    return job.averages()
+        results.append(tensor_nbytes() - before)
+    return results
+
+
+def tensor_nbytes():
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.layout == torch.strided}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @scenario
@@ -316,26 +371,6 @@ def non_finite(rank, size):
     return results
 
 
-@scenario
-def overflow(rank, size):
-    """The same under a GradScaler, which skips the whole step: what each parameter keeps, before and after it."""
-    results = {}
-    for spec in ("topk:theta=0.9", "acpsgd"):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-        scaler.scale(torch.zeros(()))
-        job = Job(gradzip.parse(spec).follow(scaler))
-        results[spec] = []
-        for step in range(4):
-
-            def spoil(grads):
-                grads[3][0, 0] = float("inf")
-
-            job.step(rank, step, change=spoil if (step, rank) == (2, size - 1) else None)
-            states = job.state.state_dict()["states"]
-            results[spec].append({n: (s["step"], s["residual"].clone()) for n, s in states.items()})
-    return results
-
-
 def message(function, *arguments):
     try:
         function(*arguments)
@@ -383,6 +418,21 @@ def errors(rank, size):
     job.state.load_state_dict({"method": "DGC", "states": {"layers.0": {"step": 1, "residual": torch.zeros(5, 5)}}})
     results["foreign state"] = message(job.step, rank, 0)
     return results
+
+
+@scenario
+def made_anew(rank, size):
+    """The process group, and with it the DDP model, between steps."""
+    job, averages = Job(gradzip.DGC(theta=0.9)), []
+    for step in range(4):
+        if step == 2:
+            state, store = job.state, dist.distributed_c10d._get_default_store()
+            dist.barrier()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.PrefixStore("anew", store), rank=rank, world_size=size)
+            job = Job(state.compressor, job.model, state=state)
+        averages.append(job.step(rank, step))
+    return averages, job.state._engine.group is dist.group.WORLD
 
 
 def die(rank, folder):

@@ -325,6 +325,21 @@ def test_few_bits_learn_digits(tmp_path):
         assert run["test_accuracy"] > plain["test_accuracy"] - 0.03, run["compression"]
 
 
+@pytest.mark.parametrize(
+    ("amp", "launch", "arguments"),
+    [("bf16", torchrun, []), ("bf16", horovodrun, []), ("fp16", torchrun, ["--batch-size", 8, "--epochs", 4])],
+    ids=["bf16-ddp", "bf16-horovod", "fp16-ddp"],
+)
+def test_mixed_precision_learns_digits(tmp_path, amp, launch, arguments):
+    """From the same weights, within three points of no compression in the same precision."""
+    specs = ["none", "fft-range", "acpsgd", "qsgd"]
+    plain, *runs = runs_of(tmp_path, specs, "--amp", amp, "--threads", 1, *arguments, launch=launch)
+    assert plain["test_accuracy"] > 0.97
+    for run in runs:
+        assert run["ratio"] > 10
+        assert run["test_accuracy"] > plain["test_accuracy"] - 0.03, run["compression"]
+
+
 def test_bare_votes_learn_digits_at_a_rate_of_their_own(tmp_path):
     """Each step moves each weight as far as the learning rate says. Without compression it is 98 % of digits."""
     (run,) = runs_of(tmp_path, ["signsgd:error_feedback=False"], "--lr", 0.0003)
