@@ -381,6 +381,13 @@ class Compressor(ABC):
 
 
 @contextlib.contextmanager
+def as_written(device: torch.device) -> Iterator[None]:
+    """Methods compute as they say, whatever the backward pass was called in: autocast would change their types."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+@contextlib.contextmanager
 def blaming(who: str) -> Iterator[None]:
     """Says in a PayloadError whose payload it was."""
     try:

@@ -12,9 +12,8 @@ at the end follows from the order of the buckets, and from lengths and results t
 """
 # No `from __future__ import annotations`: DDP refuses hooks whose annotations are strings.
 
-import contextlib
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -25,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import agreement
 from .collectives import Mean, Round, Routine, Traffic, adjacent
-from .compressor import Compressor, State
+from .compressor import Compressor, State, as_written
 from .engines.torch import Pending, TorchEngine, nbytes_of
 from .joint import JointState
 
@@ -98,7 +97,7 @@ class HookState:
     def _take(self, bucket: dist.GradBucket) -> Future:
         """The hook: starts the averaging of a bucket."""
         try:
-            with _as_written(bucket.buffer().device):
+            with as_written(bucket.buffer().device):
                 self._start(bucket)
                 future = self._buckets[-1].future
                 if bucket.is_last():
@@ -153,7 +152,7 @@ class HookState:
     def _finish(self) -> None:
         """Runs all buckets' routines to their ends."""
         buckets, self._buckets = self._buckets, []
-        with _as_written(buckets[0].buffer.device):
+        with as_written(buckets[0].buffer.device):
             self._end(buckets)
         for bucket in buckets:
             bucket.future.set_result(bucket.buffer)
@@ -325,13 +324,6 @@ class _Unit:
             for name in found:
                 del states[name]
             states[self.name] = JointState.of(self.name, self.shapes, found)
-
-
-@contextlib.contextmanager
-def _as_written(device: torch.device) -> Iterator[None]:
-    """Methods compute as they say, whatever the backward pass was called in: autocast would change their types."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
 
 
 def _as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import agreement
 from .collectives import Collective, Mean, RingSum, Routine, fused
-from .compressor import Compressor
+from .compressor import Compressor, as_written
 from .methods.none import NoCompression
 
 if TYPE_CHECKING:
@@ -42,10 +42,9 @@ class FrontEnd:
         # The copy of a compressor serves no optimizer yet.
         return FrontEnd, (self.compressor,)
 
-    @torch.no_grad()
     def compress(self, tensor: Tensor) -> tuple[Tensor, Running]:
         optimizer, parameter = _find_owner(tensor)
-        with _one_at_a_time:
+        with _one_at_a_time, as_written(tensor.device):
             scope = self._scopes.get(optimizer)
             if scope is None or scope.engine.is_over:
                 scope = self._scopes[optimizer] = _Scope(optimizer, self)
@@ -190,17 +189,17 @@ class Running:
         while (collective := self._resume(answer)) is not None:
             answer = yield collective
 
-    @torch.no_grad()
     def finish(self, reduced: Tensor) -> Tensor:
         """The gradient's average (or sum); `reduced` is what Horovod made of `start`'s tensor."""
         size = self._scope.engine.size
-        if self._pending is not None:
-            self._scope.complete()
-        elif self._resume((reduced / size if self._scope.sums else reduced).to(self._dtype)) is not None:
-            raise RuntimeError(f"{self.name}: the method asks for a second collective, but declares rounds = 1")
-        assert self.result is not None
-        if self._scope.sums:
-            self.result.mul_(size)
+        with as_written(reduced.device):
+            if self._pending is not None:
+                self._scope.complete()
+            elif self._resume((reduced / size if self._scope.sums else reduced).to(self._dtype)) is not None:
+                raise RuntimeError(f"{self.name}: the method asks for a second collective, but declares rounds = 1")
+            assert self.result is not None
+            if self._scope.sums:
+                self.result.mul_(size)
         self._scope.finished(self)
         return self.result
 

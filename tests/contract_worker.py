@@ -419,7 +419,8 @@ def loss_scaled(spec, rank):
 
 @scenario
 def autocast(spec, rank):
-    """A network under bfloat16 autocast: this rank's own gradients in every step, and the last averages."""
+    """A network under bfloat16 autocast, the backward pass and all: this rank's own gradients in every step, and the
+    last averages."""
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.ReLU(), torch.nn.Linear(64, 48))
     named, own = dict(network.named_parameters()), []
@@ -430,9 +431,8 @@ def autocast(spec, rank):
         own.append({})
         opt.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = network(gradient("x", rank, step, (16, 48))).float().square().mean()
-        loss.backward()
-        opt.synchronize()
+            network(gradient("x", rank, step, (16, 48))).float().square().mean().backward()
+            opt.synchronize()
     return own, grads(named)
 
 
