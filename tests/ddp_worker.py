@@ -422,8 +422,8 @@ def errors(rank, size):
 
 @scenario
 def made_anew(rank, size):
-    """The process group, and with it the DDP model, between steps."""
-    job, averages = Job(gradzip.DGC(theta=0.9)), []
+    """The process group, and with it the DDP model, between steps; the HookState stays."""
+    job, averages, buckets = Job(gradzip.TopK(theta=0.9)), [], []
     for step in range(4):
         if step == 2:
             state, store = job.state, dist.distributed_c10d._get_default_store()
@@ -432,7 +432,8 @@ def made_anew(rank, size):
             dist.init_process_group("gloo", store=dist.PrefixStore("anew", store), rank=rank, world_size=size)
             job = Job(state.compressor, job.model, state=state)
         averages.append(job.step(rank, step))
-    return averages, job.state._engine.group is dist.group.WORLD
+        buckets.append(job.buckets[-1])
+    return {"averages": averages, "buckets": buckets, "is_new": job.state._engine.group is dist.group.WORLD}
 
 
 def die(rank, folder):

@@ -268,9 +268,10 @@ def test_a_loss_scale_costs_no_memory_between_steps(world):
 
 def test_a_process_group_that_is_made_anew_is_taken(world):
     size, results = world
-    wanted = expected([(ALL, PerParameter(gradzip.DGC(theta=0.9), size))], range(size), [None] * 4)
-    assert_equal([averages for averages, _ in results["made_anew"]], wanted)
-    assert all(is_new for _, is_new in results["made_anew"])
+    averages, buckets = runs(results["made_anew"])
+    assert [len(step) for step in buckets] == [1, 3, 1, 3]
+    assert_equal(averages, expected([(COMPRESSED, TopK(0.9, size))], range(size), buckets), [])
+    assert all(of_rank["is_new"] for of_rank in results["made_anew"])
 
 
 def test_unused_parameters(world):

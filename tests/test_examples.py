@@ -326,15 +326,18 @@ def test_few_bits_learn_digits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("amp", "launch", "arguments"),
-    [("bf16", torchrun, []), ("bf16", horovodrun, []), ("fp16", torchrun, ["--batch-size", 8, "--epochs", 4])],
+    ("amp", "launch", "specs", "arguments"),
+    [
+        ("bf16", torchrun, ["fft-range", "acpsgd", "qsgd"], []),
+        ("bf16", horovodrun, ["qsgd"], ["--epochs", 6]),
+        ("fp16", torchrun, ["acpsgd"], ["--batch-size", 8, "--epochs", 4]),  # processors are slow at it
+    ],
     ids=["bf16-ddp", "bf16-horovod", "fp16-ddp"],
 )
-def test_mixed_precision_learns_digits(tmp_path, amp, launch, arguments):
+def test_mixed_precision_learns_digits(tmp_path, amp, launch, specs, arguments):
     """From the same weights, within three points of no compression in the same precision."""
-    specs = ["none", "fft-range", "acpsgd", "qsgd"]
-    plain, *runs = runs_of(tmp_path, specs, "--amp", amp, "--threads", 1, *arguments, launch=launch)
-    assert plain["test_accuracy"] > 0.97
+    plain, *runs = runs_of(tmp_path, ["none", *specs], "--amp", amp, "--threads", 1, *arguments, launch=launch)
+    assert plain["test_accuracy"] > 0.96
     for run in runs:
         assert run["ratio"] > 10
         assert run["test_accuracy"] > plain["test_accuracy"] - 0.03, run["compression"]
