@@ -274,6 +274,16 @@ def test_payloads_that_do_not_fit_are_refused(kind):
             codec.decode([codec.seal(body.clone(), N, True, wrong)], N)
 
 
+def test_a_singular_value_beyond_the_largest_float_is_a_non_finite_gradient():
+    """The one of 64 x 64 equal numbers is 64 times such a number."""
+    for size, finite in ((2.0**120, True), (2.0**122, False)):
+        group = gradzip.LocalGroup(gradzip.ATOMO(), 1)
+        (average,) = group.average([torch.full((64, 64), size)], "w")
+        expected = torch.full((64, 64), size if finite else torch.nan)
+        torch.testing.assert_close(average, expected, rtol=64 * 2**-23, atol=0, equal_nan=True)
+        assert group.compressors[0].states["w"].step == finite
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_estimate_beyond_the_largest_float_is_a_non_finite_gradient(kind):
     """Half of an atom of the largest size: nothing, or twice that size. What nothing is drawn of leaves a step."""

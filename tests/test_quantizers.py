@@ -138,6 +138,15 @@ def test_a_non_finite_gradient_ends_the_step_after_the_first_round():
     assert group.bytes_sent == 48
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_norm_beyond_the_largest_float_is_a_non_finite_gradient(shared):
+    """That of 64 x 64 equal numbers is 64 times such a number; without it there is no sigma to clip at."""
+    for size, clip, finite in ((2.0**121, 2.5, True), (2.0**122, 2.5, False), (2.0**122, None, True)):
+        grad = torch.full((64, 64), size)
+        for average in gradzip.simulate(gradzip.TernGrad(clip=clip, shared_scale=shared), [grad, grad]):
+            assert torch.equal(average, grad) if finite else average.isnan().all()
+
+
 # --- both
 
 

@@ -69,6 +69,17 @@ def test_an_element_of_zero_is_a_coin_of_each_rank():
     assert torch.equal(gradzip.simulate(codec, [zeros] * 3)[0], zeros)  # scaled by mean |g| = 0
 
 
+@pytest.mark.parametrize("majority", [False, True])
+def test_a_sum_beyond_the_largest_float_is_a_non_finite_gradient(majority):
+    """That of 64 x 64 equal numbers is 4096 times such a number."""
+    for size, finite in ((2.0**115, True), (2.0**116, False)):
+        group = gradzip.LocalGroup(gradzip.SignSGD(majority=majority), 2)
+        grad = torch.full((64, 64), size)
+        for average in group.average([grad, grad], "w"):
+            assert torch.equal(average, grad) if finite else average.isnan().all()
+        assert [c.states["w"].step for c in group.compressors] == [finite] * 2
+
+
 def test_a_sign_costs_a_bit():
     for shape in ((32, 32), (31, 37), (512, 512)):
         grad = torch.randn(shape)

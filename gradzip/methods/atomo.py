@@ -111,6 +111,8 @@ class ATOMO(GatherCompressor):
         # Threads that wait for each other at every step of a small matrix take many times as long.
         with one_thread() if grad.numel() < _SHARED else contextlib.nullcontext():
             left, sigma, right = torch.linalg.svd(grad.view(rows, columns), full_matrices=False)
+        if not math.isfinite(ops.abs_max(sigma)):  # which may overflow where the gradient itself does not
+            return self.non_finite(grad)
         # What is 0 but for rounding is no atom.
         sigma[sigma <= sigma[0] * (max(rows, columns) * torch.finfo(torch.float32).eps)] = 0
         p = self.probabilities(sigma)

@@ -143,11 +143,15 @@ class TernGrad(GatherCompressor):
         return self._encode(grad, key, largest, largest) if math.isfinite(largest) else self.non_finite(grad)
 
     def _largest(self, grad: Tensor) -> float:
-        """The largest magnitude when those above clip * sigma are cut off, as a float32; not finite if that is not."""
+        """The largest magnitude when those above clip * sigma are cut off, as a float32; not finite if that is not, or
+        if the norm, which sigma comes from, reaches the largest float."""
         largest = ops.abs_max(grad)
         if self.clip is None or not math.isfinite(largest):
             return largest
-        sigma = ops.bucket_norms(grad).item() / math.sqrt(grad.numel())
+        norm = ops.bucket_norms(grad).item()
+        if norm >= torch.finfo(torch.float32).max:
+            return math.inf
+        sigma = norm / math.sqrt(grad.numel())
         return torch.tensor(min(largest, self.clip * sigma), dtype=torch.float32).item()
 
     def _encode(self, grad: Tensor, key: Key, largest: float, scale: float) -> Tensor:

@@ -55,14 +55,15 @@ class SignSGD(GatherCompressor):
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         numel = grad.numel()
-        if not math.isfinite(ops.abs_max(grad)):
-            return self.non_finite(grad)
         scaled = self.error_feedback or not self.majority
-        scale = ops.bucket_norms(grad, norm="l1").item() / numel if scaled else 1.0
+        total = ops.bucket_norms(grad, norm="l1").item() if scaled else float(numel)
+        # The sum is cut off at the largest float, where the mean cannot be told from it.
+        if not math.isfinite(ops.abs_max(grad)) or total >= torch.finfo(torch.float32).max:
+            return self.non_finite(grad)
         payload = ops.new_payload(ops.bitmap_nbytes(numel), grad.device)
         body = payload[ops.HEADER_NBYTES :]
         ops.pack_signs(grad, key.bits, out=body[: ops.bitmap_nbytes(numel)])
-        return self.seal(payload, numel, True, _VOTE.pack(scale, key._replace(rank="shared").bits))
+        return self.seal(payload, numel, True, _VOTE.pack(total / numel, key._replace(rank="shared").bits))
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         signs, scale, _ = _ballot(payload, out.numel())
