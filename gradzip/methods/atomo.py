@@ -35,7 +35,8 @@ class ATOMO(GatherCompressor):
         and 2 k^2 columns (section 6), or x and y k^2 where xy is odd or k = 1.
         "entry": the elements.
         "fourier": sines and cosines, in rows of at most 4096 elements; orthonormal, as the elements are.
-    budget: atoms kept on average, > 0, of each gradient; where it reaches for all that are not 0, the result is exact.
+    budget: atoms kept on average, > 0, of each gradient, or of each shard that is scattered; where it reaches for all
+        that are not 0, the result is exact.
     For "entry" and "fourier" it counts single numbers, of which a gradient has many more than singular values. "l2" or
     "max" asks for p_i = |lambda_i| / ||lambda||_q instead, q = 2 or infinity: the best choice for the budget
     ||lambda||_1 / ||lambda||_q (Theorem 5). With "entry" that is 1-bit QSGD, or TernGrad without clipping. Mind the

@@ -33,7 +33,8 @@ class FFTRange(GatherCompressor):
     value_range: None fits the range to every payload; r or (min, max) fixes it, as in the paper, and `clamped` counts
     what lies beyond.
     block: longest transform. A longer gradient is cut into rows of one length, at most that; None transforms it whole.
-    rounding: "nearest", or "stochastic", which is unbiased and draws from `seed`.
+    rounding: "nearest", or "stochastic", which draws from `seed` and is unbiased, but for values beyond the largest one
+    that has a code; a range that is fitted ends within half a step of it, 2^-(m+1) of its size.
 
     Payload: header; status bitmap of the C bins; real and imaginary parts of the k = round((1 - theta) C) kept bins,
     N bits each. 48 + C/8 + 2kN/8 bytes, C = n/2 + 1 per row: 16 times less than float32 at theta = 0.85, N = 10.
