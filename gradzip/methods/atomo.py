@@ -45,10 +45,11 @@ class ATOMO(GatherCompressor):
     Atoms are drawn once and independently. When none is, peers see 0, as they must for the average to be unbiased.
 
     Payload, "svd": header; for each atom sigma / p times its left vector, and its right one, as float32: 48 + 4 atoms
-    (rows + columns) bytes. Gradients for which that is more than their own size, as for any whose rank the budget
-    reaches for, go uncompressed. Others: header; values of the atoms with p = 1 as float32, and their indices; indices
-    of the drawn ones and a sign each, for lambda_i / p_i is of one magnitude for all. 48 + 4 certain + drawn / 8 bytes
-    and two streams of indices (ops.encode_indices). All padded to 16.
+    (rows + columns) bytes. Gradients for which that is more than their own size with `budget` atoms, as for any whose
+    rank the budget reaches for, go uncompressed; where "l2" or "max" says how many there are, with one atom. Others:
+    header; values of the atoms with p = 1 as float32, and their indices; indices of the drawn ones and a sign each, for
+    lambda_i / p_i is of one magnitude for all. 48 + 4 certain + drawn / 8 bytes and two streams of indices
+    (ops.encode_indices). All padded to 16.
     """
 
     method: ClassVar[int] = 20
