@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradzip.ops import abs_max
+from gradzip.ops import abs_max, signs_decode_add
 from reference import LARGE, SIZES, arrays, same_everywhere, sliced
 
 
@@ -78,3 +78,19 @@ def test_kernels_survive_fork():
     if child == 0:
         os._exit(0 if abs_max(x) == 3.0 else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_all_threads_flush_denormals_where_the_caller_does():
+    """It is a setting of each thread, and which of them takes what is chance."""
+    threads, packed = torch.get_num_threads(), torch.zeros(1 << 19, dtype=torch.uint8)
+    torch.set_num_threads(2)
+    try:
+        for flush in (False, True) * 5:
+            if not torch.set_flush_denormal(flush):
+                pytest.skip("this processor does not flush denormals")
+            bits = torch.full((8 * packed.numel(),), 1000, dtype=torch.int32)
+            signs_decode_add(packed, bits.view(torch.float32), 0.0)
+            assert bool((bits == (0 if flush else 1000)).all())
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)

@@ -1,5 +1,6 @@
 #include "cpu/parallel.h"
 
+#include <immintrin.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -17,6 +18,8 @@ struct Job {
   void* context;
   int64_t tasks;
   int helpers_wanted;
+  // How floats are rounded, and whether denormals are flushed, is a setting of each thread: helpers take the caller's.
+  unsigned float_mode = _mm_getcsr();
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
   std::exception_ptr error;
@@ -61,6 +64,7 @@ class Pool {
       --job->helpers_wanted;
       ++active_;
       lock.unlock();
+      _mm_setcsr(job->float_mode);
       job->work();
       lock.lock();
       if (--active_ == 0) done_.notify_one();
