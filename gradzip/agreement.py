@@ -12,6 +12,23 @@ from . import _version
 from .compressor import Compressor
 
 
+def by_name(named_parameters: Iterable[tuple[str, Tensor]], what: str) -> dict[str, Tensor]:
+    """What `model.named_parameters()` gives, as a dict; ValueError for anything else, and for equal names."""
+    expected = "expected (name, tensor) pairs, as of model.named_parameters()"
+    try:
+        pairs = list(named_parameters)
+    except TypeError:
+        raise ValueError(f"{what}: got {type(named_parameters).__name__}, {expected}") from None
+    for pair in pairs:
+        name, tensor = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
+        if not (isinstance(name, str) and isinstance(tensor, Tensor)):
+            raise ValueError(f"{what}: got named_parameters of {type(pair).__name__}, {expected}")
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        raise ValueError(f"{what}: got named_parameters with equal names, expected a name for each parameter")
+    return named
+
+
 def statement(compressor: Compressor, parameters: Iterable[tuple[str, Tensor]], prefix: str = "") -> bytes:
     """A line that says how this rank compresses what, and how far it is. prefix: of the names of their states."""
     shapes, steps = {}, {}

@@ -15,8 +15,9 @@ from typing import Any
 
 def merge(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The state dicts of all ranks, in rank order, as one of plain tensors: what they have in common, once."""
-    if not state_dicts:
-        raise ValueError("merge: got no state dicts, expected one for each rank")
+    if not state_dicts or isinstance(state_dicts, Mapping):
+        got = "a single state dict" if state_dicts else "no state dicts"
+        raise ValueError(f"merge: got {got}, expected a list of one for each rank")
     methods = [state_dict.get("method") for state_dict in state_dicts]
     if len(set(methods)) > 1:
         raise ValueError(f"merge: got the states of {methods}, expected those of one method")

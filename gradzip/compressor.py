@@ -121,6 +121,13 @@ class Compressor(ABC):
     def __post_init__(self) -> None:
         if not (isinstance(self.min_numel, int) and self.min_numel >= 0):
             raise ValueError(f"{type(self).__name__}: got min_numel = {self.min_numel!r}, expected an integer >= 0")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            # What a shell or a file calls false is a text, and true.
+            if f.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{type(self).__name__}: got {f.name} = {value!r}, expected True or False")
+            if f.name == "seed" and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(f"{type(self).__name__}: got seed = {value!r}, expected an integer")
         self.states: dict[str, State] = {}
         self.traffic = Traffic()
         self._workspace = Workspace()
@@ -179,8 +186,8 @@ class Compressor(ABC):
         >>> import gradzip, torch
         >>> compressor = gradzip.TopK(theta=0.99).follow(torch.amp.GradScaler("cpu"))
         """
-        if not callable(getattr(scaler, "get_scale", None)):
-            raise ValueError(f"follow: got {type(scaler).__name__}, expected a torch.amp.GradScaler")
+        if isinstance(scaler, type) or not callable(getattr(scaler, "get_scale", None)):
+            raise ValueError(f"follow: got {scaler!r}, expected a torch.amp.GradScaler, as in follow(scaler)")
         self._scaler = scaler
         return self
 
@@ -195,7 +202,7 @@ class Compressor(ABC):
         factor = scale / getattr(state, "loss_scale", scale)
         if factor != 1.0:
             self.scale(state, factor)
-        if self._scaler is not None:
+        if self.follows or factor != 1.0:
             state.loss_scale = scale
 
     def scale(self, state: State, factor: float) -> None:
@@ -291,6 +298,11 @@ class Compressor(ABC):
             state = self.states[name] = State(name)
         if state.loaded:
             self.adopt(state, grad, rank, size)
+        if state.residual is not None and state.residual.shape != grad.shape:
+            raise ValueError(
+                f"{type(self).__name__}, parameter {name!r}: got a gradient of shape {tuple(grad.shape)}, expected "
+                f"{tuple(state.residual.shape)} as in the step before; give each parameter a name of its own"
+            )
         self.place(state, rank, size)
         self.rescale(state)
         before = copy.copy(vars(state))
@@ -352,6 +364,8 @@ class Compressor(ABC):
         warning elsewhere; `gradzip.checkpoint` puts all ranks' into one file. Shapes are checked at the first step.
         """
         what = f"{type(self).__name__}.load_state_dict"
+        if "ranks" in state_dict:
+            raise ValueError(f"{what}: got all ranks' states, expected gradzip.checkpoint.shard(states, rank, size)")
         if state_dict.get("method") != type(self).__name__:
             raise ValueError(
                 f"{what}: got the state of {state_dict.get('method')!r}, expected that of {type(self).__name__!r}"
@@ -428,6 +442,10 @@ class GatherCompressor(Compressor):
     @abstractmethod
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         """The sealed payload (uint8) of a gradient (contiguous float32)."""
+
+    def encode_average(self, average: Tensor, key: Key) -> Tensor:
+        """The same of a shard's average, which its owner sends to all ranks."""
+        return self.encode(average, key)
 
     @abstractmethod
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
@@ -516,7 +534,7 @@ class GatherCompressor(Compressor):
         average = self.decode(received, mine.numel()).view(mine.shape).clone()
         if (left := getattr(state, "owner_residual", None)) is not None:
             average.add_(left)
-        payload = self.encode(average, key._replace(name=f"{key.name}[owner]"))
+        payload = self.encode_average(average, key._replace(name=f"{key.name}[owner]"))
         if self.error_feedback:
             state.owner_residual = average.sub_(self.decode([payload], mine.numel()).view(mine.shape))
         payloads = yield Gather(payload)

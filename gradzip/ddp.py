@@ -33,6 +33,8 @@ Future: TypeAlias = torch.futures.Future[torch.Tensor]
 
 def hook(state: "HookState", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages the gradients of a bucket over the group, in the bucket's own memory; returns a future of that."""
+    if not isinstance(state, HookState):
+        raise TypeError(f"hook: got {state!r} as its state, expected one as of gradzip.ddp.HookState(gradzip.TopK())")
     return state._take(bucket)
 
 
@@ -66,9 +68,12 @@ class HookState:
             raise TypeError(f"HookState: got {compressor!r}, expected a compressor, such as gradzip.TopK()")
         self.compressor = compressor
         self.process_group = process_group
-        named = {} if named_parameters is None else {p: name for name, p in named_parameters}
-        if len(set(named.values())) < len(named):
-            raise ValueError("HookState: got named_parameters with equal names, expected a name for each parameter")
+        if named_parameters is None and getattr(compressor, "looks_at_names", False):
+            raise ValueError(
+                f"HookState: got no names of parameters, expected named_parameters=model.named_parameters(), at which "
+                f"rules of {type(compressor).__name__} look"
+            )
+        named = {p: name for name, p in agreement.by_name(named_parameters or (), "HookState").items()}
         self._all_known = named_parameters is not None
         model = next((model for model in compressor._models if model.has(named)), None)
         if model is None:
@@ -118,6 +123,9 @@ class HookState:
         if plan is not None and not plan.fits(parameters):
             plan = None
         names = [self._name(p) for p in parameters] if plan is None else plan.names
+        for name, parameter in zip(names, parameters):
+            if not parameter.is_floating_point():  # of a complex one, DDP's bucket is one of twice as many real numbers
+                raise ValueError(f"gradient of {name!r}: got {parameter.dtype}, expected a real floating-point type")
         group = self.process_group or dist.group.WORLD
         assert group is not None  # DDP is not built without one
         if self._engine is None or self._engine.group is not group:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import agreement
 from .collectives import Traffic
 
 
@@ -46,7 +47,7 @@ class ReplicaMonitor:
         for name, every in (("check_every", check_every), ("broadcast_every", broadcast_every)):
             if not (isinstance(every, int) and every >= 0):
                 raise ValueError(f"ReplicaMonitor: got {name} = {every!r}, expected an integer >= 0")
-        self.parameters = dict(named_parameters)
+        self.parameters = agreement.by_name(named_parameters, "ReplicaMonitor")
         for name, parameter in self.parameters.items():
             if parameter.layout != torch.strided:
                 raise ValueError(f"ReplicaMonitor: got {name!r} of {parameter.layout}, expected dense tensors")

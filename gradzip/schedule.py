@@ -16,7 +16,8 @@ def theta_at(theta: Theta, step: int) -> float:
     value = theta(step) if callable(theta) else theta
     if not (isinstance(value, (int, float)) and 0.0 <= value < 1.0):
         at = f" at step {step}" if callable(theta) else ""
-        raise ValueError(f"got theta = {value!r}{at}, expected a number in [0, 1): the fraction that is dropped")
+        hint = f"; {value!r} % is {value / 100}" if isinstance(value, (int, float)) and 1 < value < 100 else ""
+        raise ValueError(f"got theta = {value!r}{at}, expected a number in [0, 1): the fraction that is dropped{hint}")
     return float(value)
 
 

@@ -135,6 +135,12 @@ def test_merge_and_shard_say_what_they_miss():
     a, b = gradzip.TopK().state_dict(), gradzip.DGC().state_dict()
     with pytest.raises(ValueError, match="merge: got no state dicts"):
         merge([])
+    with pytest.raises(ValueError, match="merge: got a single state dict, expected a list"):
+        merge(a)
+    with pytest.raises(
+        ValueError, match=r"TopK.load_state_dict: got all ranks' states, expected gradzip.checkpoint.sh"
+    ):
+        gradzip.TopK().load_state_dict(merge([a, a]))
     with pytest.raises(ValueError, match=r"merge: got the states of \['TopK', 'DGC'\], expected those of one method"):
         merge([a, b])
     with pytest.raises(

@@ -1,5 +1,6 @@
 """What every method gets from the base classes, shown on all registered methods."""
 
+import dataclasses
 import io
 
 import pytest
@@ -173,10 +174,58 @@ def test_local_group_refuses_ill_assorted_gradients():
     group = gradzip.LocalGroup(gradzip.NoCompression(), 2)
     with pytest.raises(ValueError, match="got 1 gradients, expected 2"):
         group.average([torch.ones(3)], "w")
-    with pytest.raises(ValueError, match="expected equal ones"):
+    with pytest.raises(ValueError, match=r"float32 \(3,\), torch.float32 \(4,\), expected equal types and shapes"):
         group.average([torch.ones(3), torch.ones(4)], "w")
-    with pytest.raises(ValueError, match="got size = 0"):
-        gradzip.LocalGroup(gradzip.NoCompression(), 0)
+    with pytest.raises(ValueError, match=r"float32 \(3,\), torch.float16 \(3,\), expected equal types and shapes"):
+        group.average([torch.ones(3), torch.ones(3).half()], "w")
+    with pytest.raises(TypeError, match="got a gradient of type list, expected tensors"):
+        group.average([torch.ones(3), [1.0]], "w")
+    for size in (0, "2"):
+        with pytest.raises(ValueError, match=f"got size = {size!r}, expected an integer >= 1"):
+            gradzip.LocalGroup(gradzip.NoCompression(), size)
+    for compressor in (gradzip.TopK, "topk"):
+        with pytest.raises(TypeError, match="expected a compressor, such as gradzip.TopK()"):
+            gradzip.roundtrip(compressor, torch.ones(3))
+
+
+def test_switches_and_seeds_are_no_texts():
+    for key in METHODS:
+        for f in dataclasses.fields(REGISTRY[key]):
+            if isinstance(f.default, bool):
+                with pytest.raises(ValueError, match=f"got {f.name} = 'no', expected True or False"):
+                    REGISTRY[key](**{f.name: "no"})
+            elif f.name == "seed":
+                with pytest.raises(ValueError, match="got seed = '1', expected an integer"):
+                    REGISTRY[key](seed="1")
+
+
+def test_a_name_is_that_of_one_parameter():
+    group = gradzip.LocalGroup(gradzip.TopK(theta=0.9), 1)
+    group.average([torch.randn(64, 48)], "w")
+    words = r"TopK, parameter 'w': got a gradient of shape \(48, 64\), expected \(64, 48\) as in the step before"
+    with pytest.raises(ValueError, match=words):
+        group.average([torch.randn(48, 64)], "w")
+
+
+@pytest.mark.parametrize("setting", ["dtype", "device"])
+def test_torchs_defaults_are_the_users(compressor, setting):
+    """Whatever tensors that nobody says more about are made of, and where."""
+    own = [[torch.randn(64, 48), torch.randn(64, 16, 3, 3)] for _ in range(3)]
+
+    def averages():
+        group = gradzip.LocalGroup(compressor, 2)
+        return [group.average([g.clone(), g / 2], f"g{i}")[0] for grads in own for i, g in enumerate(grads)]
+
+    expected = averages()
+    (torch.set_default_dtype if setting == "dtype" else torch.set_default_device)(
+        torch.float64 if setting == "dtype" else "meta"
+    )
+    try:
+        got = averages()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected))
 
 
 def grad_scaler(value):
@@ -222,6 +271,21 @@ def test_a_loss_scale_outlives_a_checkpoint():
     assert torch.equal(resumed.average([grad], "w")[0], group.average([grad], "w")[0])
 
 
+def test_a_loss_scale_may_end_with_a_checkpoint():
+    scaler = grad_scaler(2.0**10)
+    grads = [torch.randn(64, 64) for _ in range(4)]
+    group, plain, resumed = (gradzip.LocalGroup(gradzip.TopK(theta=0.9), 1) for _ in range(3))
+    group.compressors[0].follow(scaler)
+    group.average([grads[0] * 2.0**10], "w")
+    plain.average([grads[0]], "w")
+    resumed.compressors[0].load_state_dict(group.compressors[0].state_dict())
+    for grad in grads[1:]:
+        assert torch.equal(resumed.average([grad], "w")[0], plain.average([grad], "w")[0])
+
+
 def test_follows_nothing_but_scalers():
-    with pytest.raises(ValueError, match=r"follow: got int, expected a torch.amp.GradScaler"):
-        gradzip.TopK().follow(3)
+    for scaler in (3, torch.amp.GradScaler):
+        with pytest.raises(
+            ValueError, match=r"follow: got .*, expected a torch.amp.GradScaler, as in follow\(scaler\)"
+        ):
+            gradzip.TopK().follow(scaler)

@@ -383,6 +383,11 @@ def test_errors_are_raised_by_backward(world):
         assert of_rank["damaged"][:2] == ["no error"] * 2 and of_rank["damaged"][2].startswith(corrupt)
         for static in (False, True):
             assert of_rank[f"first step, static_graph={static}"].startswith(corrupt)
+        assert "got torch.complex64, expected a real floating-point type" in of_rank["complex"]
+        assert (
+            "hook: got TopK(" in of_rank["no state"]
+            and "expected one as of gradzip.ddp.HookState(" in of_rank["no state"]
+        )
         assert "of an unknown parameter" in of_rank["shared"] and "HookState of its own" in of_rank["shared"]
         assert (
             of_rank["foreign state"].startswith("ValueError: ") and "parameter 'layers.0'" in of_rank["foreign state"]
@@ -399,6 +404,21 @@ def test_ranks_configured_differently_are_named_in_the_first_step(world):
             "names": ("parameter 'layers.0': rank 1 has no such parameter, rank 0 has float32[64, 64]",),
         }.items():
             assert of_rank[what].startswith("RuntimeError: ") and all(w in of_rank[what] for w in words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((gradzip.TopK,), TypeError, "HookState: got <class .*, expected a compressor, such as gradzip.TopK()"),
+        ((gradzip.TopK(), None, torch.nn.Linear(2, 2)), ValueError, "got Linear, expected .* model.named_parameters()"),
+        ((gradzip.TopK(), None, torch.nn.Linear(2, 2).parameters()), ValueError, "got named_parameters of Parameter,"),
+        ((gradzip.TopK(), None, [("w", torch.ones(2))] * 2), ValueError, "got named_parameters with equal names"),
+        ((gradzip.parse("per-layer:^fc=none"),), ValueError, "got no names of parameters, .* rules of PerLayer look"),
+    ],
+)
+def test_impossible_states(arguments, error, message):
+    with pytest.raises(error, match=message):
+        gradzip.ddp.HookState(*arguments)
 
 
 def test_a_killed_rank_is_an_error_on_the_others(tmp_path):

@@ -116,6 +116,18 @@ def test_shared_scale_averages_are_unbiased():
     assert abs(error.sum() / variance.sum() - 1) < 5 * np.sqrt(2 * 1.2 * (variance**2).sum()) / variance.sum()
 
 
+def test_owners_of_shards_cut_nothing_off_averages():
+    """Along a sparse gradient, whose sigma is small: by the spread of the draws, which must tell a tenth."""
+    grads = [GRADIENTS["mostly zero"] + 0.01 * torch.randn(SHAPE) for _ in range(3)]
+    shards = zip(*[np.array_split(g.double().numpy(), 3) for g in grads])  # each is cut off by itself
+    mean = np.concatenate([sum(clipped(shard, 2.5) for shard in of_ranks) / 3 for of_ranks in shards])
+    group = gradzip.LocalGroup(gradzip.TernGrad(shared_scale=False, exchange="scatter_reduce"), 3)
+    along = [(group.average(grads, "w")[0].double().numpy() * mean).sum() / (mean**2).sum() for _ in range(400)]
+    error = 5 * np.std(along) / np.sqrt(len(along))
+    assert error < 0.1
+    assert abs(np.mean(along) - 1) < error
+
+
 @pytest.mark.parametrize("shape", [(32, 32), (31, 37), (64, 700)])
 def test_terngrad_sizes(shape):
     grad = torch.randn(shape)

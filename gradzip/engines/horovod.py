@@ -80,7 +80,7 @@ class HorovodEngine:
         if isinstance(collective, Gather):
             return Pending(collective, hvd.allgather_async(tensor, name=name, process_set=self.process_set))
         if isinstance(collective, AllToAll):
-            splits = torch.tensor(collective.nbytes, dtype=torch.int32)
+            splits = torch.tensor(collective.nbytes, dtype=torch.int32, device="cpu")
             return Pending(collective, hvd.alltoall_async(tensor, splits, name=name, process_set=self.process_set))
         if isinstance(collective, Broadcast):
             root = self.process_set.ranks[0]

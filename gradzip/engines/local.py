@@ -82,8 +82,10 @@ class LocalGroup:
     """
 
     def __init__(self, compressor: Compressor, size: int) -> None:
-        if size < 1:
-            raise ValueError(f"LocalGroup: got size = {size}, expected at least 1")
+        if not isinstance(compressor, Compressor):
+            raise TypeError(f"LocalGroup: got {compressor!r}, expected a compressor, such as gradzip.TopK()")
+        if not (isinstance(size, int) and size >= 1):
+            raise ValueError(f"LocalGroup: got size = {size!r}, expected an integer >= 1")
         self.compressors = [compressor.clone() for _ in range(size)]
 
     @property
@@ -95,8 +97,11 @@ class LocalGroup:
         """Each rank's average of the ranks' gradients in one step of the parameter `name`; `grads` stay as they are."""
         if len(grads) != len(self.compressors):
             raise ValueError(f"LocalGroup.average: got {len(grads)} gradients, expected {len(self.compressors)}")
+        if others := [type(g).__name__ for g in grads if not isinstance(g, Tensor)]:
+            raise TypeError(f"LocalGroup.average: got a gradient of type {others[0]}, expected tensors")
         if len({(g.shape, g.dtype) for g in grads}) != 1:
-            raise ValueError(f"LocalGroup.average: got shapes {[tuple(g.shape) for g in grads]}, expected equal ones")
+            kinds = [f"{g.dtype} {tuple(g.shape)}" for g in grads]
+            raise ValueError(f"LocalGroup.average: got gradients {', '.join(kinds)}, expected equal types and shapes")
         return drive(
             [
                 _counted(compressor.average(grad.detach().clone(), name, rank, len(grads)), compressor)

@@ -301,7 +301,7 @@ def group_from_horovod(process_set: Any = None, timeout: float = 60.0) -> Any:
         mine = (address, store) if rank == 0 else _reach(address, port, token, patience)
         if mine is not None:
             reached.append(address)
-        ok = torch.tensor([float(mine is not None)])
+        ok = torch.tensor([float(mine is not None)], device="cpu")
         if hvd.allreduce(ok, name=f"{name}.reached", op=hvd.Min, process_set=members).item():
             break
     else:

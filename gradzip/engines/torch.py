@@ -135,7 +135,7 @@ class _Exchange:
         self._exchange = dist.all_to_all_single if isinstance(collective, AllToAll) else _all_gather
         self._capacity = engine._capacities.get(slot, 0)
         longest = max(part.numel() for part in self._parts)
-        prefixes = torch.tensor([[part.numel(), longest] for part in self._parts]).view(torch.uint8)
+        prefixes = torch.tensor([[part.numel(), longest] for part in self._parts], device="cpu").view(torch.uint8)
         heads = self._message(_PREFIX + self._capacity)
         heads[:, :_PREFIX].copy_(prefixes, non_blocking=True)
         for row, part in zip(heads[:, _PREFIX:], self._parts):

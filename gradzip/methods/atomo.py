@@ -182,7 +182,7 @@ class ATOMO(GatherCompressor):
         if certain:
             ops.sparse_decode_add(where, values.view(torch.float32), out, weight)
         if drawn:
-            magnitudes = torch.zeros(drawn, device=out.device)
+            magnitudes = torch.zeros(drawn, dtype=torch.float32, device=out.device)
             ops.signs_decode_add(signs, magnitudes, magnitude)
             ops.sparse_decode_add(drawn_where, magnitudes, out, weight)
 

@@ -187,7 +187,7 @@ def _limits(value_range: float | tuple[float, float] | None) -> tuple[float, flo
     if len(pair) == 2 and all(isinstance(v, (int, float)) for v in pair):
         low, high = pair if isinstance(value_range, tuple) else (-pair[0], pair[0])
         # As float32, which is what values are compared with: 1e-60 is 0 there, 1e39 infinite.
-        low, high = torch.tensor([low, high], dtype=torch.float32).tolist()
+        low, high = torch.tensor([low, high], dtype=torch.float32, device="cpu").tolist()
         if -math.inf < low <= 0 <= high < math.inf and low < high:
             return low, high
     raise ValueError(f"FFTRange: got value_range = {value_range!r}, expected r > 0, or (min <= 0, max >= 0)")

@@ -216,7 +216,7 @@ class GradiVeQ(Compressor):
             decode(0, (yield Mean(encode(0))))
         voted = torch.cat(votes).sum().item() * state.size
         if not math.isfinite(voted):  # with d = 0 nothing else would tell
-            return torch.full((grad.numel(),), math.nan, device=grad.device)
+            return torch.full((grad.numel(),), math.nan, dtype=torch.float32, device=grad.device)
         if 2 * round(voted) > state.size:
             state.left = 1
         return slices.view(-1)[: grad.numel()]
@@ -402,7 +402,7 @@ def principal_weights(centred: Tensor, loss: float) -> tuple[Tensor, bool]:
     in place of the K x K covariance: its eigenvalues are the same.
     """
     count, size = centred.shape
-    gram = torch.zeros(count, count, dtype=torch.float64)
+    gram = torch.zeros(count, count, dtype=torch.float64, device="cpu")
     for part in centred.split(1 << 16, dim=1):
         wide = part.double()
         gram += (wide @ wide.t()).cpu()

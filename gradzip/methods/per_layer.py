@@ -42,8 +42,9 @@ class PerLayer(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.rules:
-            raise ValueError(f"PerLayer: got no rules, expected a list of {_RULE}")
+        if not self.rules or not isinstance(self.rules, Sequence):
+            got = f"rules = {self.rules!r}" if self.rules else "no rules"
+            raise ValueError(f"PerLayer: got {got}, expected a list of {_RULE}")
         self._tests: list[re.Pattern[str] | Predicate] = []
         for rule in self.rules:
             if not (isinstance(rule, tuple) and len(rule) == 2):
@@ -60,6 +61,11 @@ class PerLayer(Compressor):
     def parts(self) -> list[Compressor]:
         """The compressors of all rules, and the default."""
         return [*(compressor for _, compressor in self.rules), self.default]
+
+    @property
+    def looks_at_names(self) -> bool:
+        """Whether a parameter needs its name to be given its compressor."""
+        return any(isinstance(test, re.Pattern) for test in self._tests)
 
     def part(self, name: str, shape: torch.Size) -> Compressor:
         chosen = self._chosen.get((name, shape))

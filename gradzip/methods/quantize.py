@@ -113,8 +113,6 @@ class TernGrad(GatherCompressor):
             self.rounds = 2
         if self.clip is not None and not (isinstance(self.clip, (int, float)) and self.clip > 0):
             raise ValueError(f"TernGrad: got clip = {self.clip!r}, expected None or a number > 0")
-        if not isinstance(self.shared_scale, bool):
-            raise ValueError(f"TernGrad: got shared_scale = {self.shared_scale!r}, expected True or False")
 
     def reduce(self, grad: Tensor, state: State) -> Routine:
         if not self.shared_scale:
@@ -132,14 +130,20 @@ class TernGrad(GatherCompressor):
                     opened = self.open(header, numel)
                     if opened.flags & ops.NON_FINITE:
                         # On every rank: nobody waits for a second round.
-                        return torch.full((numel,), math.nan, device=grad.device)
+                        return torch.full((numel,), math.nan, dtype=torch.float32, device=grad.device)
                     scale = max(scale, _scale(opened))
             state.payload = self._encode(grad, state.key(self.seed), largest, scale)
             payloads = yield Gather(state.payload)
             return self.decode(payloads, numel)
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
-        largest = self._largest(grad)
+        return self._encode_by_itself(grad, key, self._largest(grad))
+
+    def encode_average(self, average: Tensor, key: Key) -> Tensor:
+        # What ranks sent was cut off. Cut off once more, sparse gradients, whose sigma is small, would lose a third.
+        return self._encode_by_itself(average, key, ops.abs_max(average))
+
+    def _encode_by_itself(self, grad: Tensor, key: Key, largest: float) -> Tensor:
         return self._encode(grad, key, largest, largest) if math.isfinite(largest) else self.non_finite(grad)
 
     def _largest(self, grad: Tensor) -> float:
@@ -152,7 +156,7 @@ class TernGrad(GatherCompressor):
         if norm >= torch.finfo(torch.float32).max:
             return math.inf
         sigma = norm / math.sqrt(grad.numel())
-        return torch.tensor(min(largest, self.clip * sigma), dtype=torch.float32).item()
+        return torch.tensor(min(largest, self.clip * sigma), dtype=torch.float32, device="cpu").item()
 
     def _encode(self, grad: Tensor, key: Key, largest: float, scale: float) -> Tensor:
         nbytes = ops.ternary_nbytes(grad.numel())

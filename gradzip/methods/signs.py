@@ -47,12 +47,6 @@ class SignSGD(GatherCompressor):
     error_feedback: bool = True
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("majority", "error_feedback"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"SignSGD: got {name} = {getattr(self, name)!r}, expected True or False")
-
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         numel = grad.numel()
         scaled = self.error_feedback or not self.majority
@@ -77,7 +71,7 @@ class SignSGD(GatherCompressor):
             with blaming(f"from rank {rank} of {len(payloads)}"):
                 payload = self.open(buffer, numel)
                 if payload.flags & ops.NON_FINITE:
-                    return torch.full((numel,), math.nan, device=buffer.device)
+                    return torch.full((numel,), math.nan, dtype=torch.float32, device=buffer.device)
                 ballots.append(_ballot(payload, numel))
         votes, scales, coins = zip(*ballots)
         out = self.accumulator(numel, payloads[0].device)

@@ -105,7 +105,7 @@ def compact(x: Tensor, threshold: float | Tensor) -> tuple[Tensor, Tensor]:
     x = _native.check(x, torch.float32, "compact: x")
     if float(threshold) < 0 or float(threshold) != float(threshold):
         raise ValueError(f"compact: got threshold {float(threshold)}, expected a number >= 0")
-    selection = torch.empty(16, dtype=torch.uint8)
+    selection = torch.empty(16, dtype=torch.uint8, device="cpu")
     selection[:4].view(torch.float32)[0] = float(threshold)
     selection[8:].view(torch.int64)[0] = x.numel()  # all ties
     bits = torch.empty(bitmap_nbytes(x.numel()), dtype=torch.uint8, device=x.device)

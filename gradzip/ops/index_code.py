@@ -82,7 +82,7 @@ def encode_indices(indices: Tensor, numel: int, out: Tensor | None = None) -> Te
         most = torch.empty(_HEADER.size + bitmap_nbytes(numel), dtype=torch.uint8, device=indices.device)
         return most[: _sound_nbytes(int(_encode_on_cuda(indices, numel, most)), numel)]
     if out is None:
-        out = torch.empty(encoded_indices_nbytes(indices, numel), dtype=torch.uint8)
+        out = torch.empty(encoded_indices_nbytes(indices, numel), dtype=torch.uint8, device=indices.device)
     failed = _native.kernels().encode_indices(
         indices.data_ptr(), indices.numel(), numel, out.data_ptr(), out.numel(), _native.threads()
     )

@@ -36,7 +36,7 @@ def _written(x: Tensor, what: str, rows: int, columns: int, device: torch.device
 
 def _result(out: Tensor | None, what: str, rows: int, columns: int, device: torch.device) -> Tensor:
     if out is None:
-        return torch.empty(rows, columns, device=device)
+        return torch.empty(rows, columns, dtype=torch.float32, device=device)
     return _written(out, what, rows, columns, device)
 
 

@@ -98,7 +98,7 @@ def seal(
         header = bytearray(_HEADER.pack(b"gz", VERSION, method, digest, numel, payload.numel(), 0, flags, fields))
         host = torch.frombuffer(header, dtype=torch.uint8)
         if magnitudes is None:
-            magnitudes = torch.empty(0, device=device)
+            magnitudes = torch.empty(0, dtype=torch.float32, device=device)
         magnitudes = _native.check(magnitudes, torch.float32, "seal: magnitudes", device=device)
         words = None if number is None else number._words_on(device)
         _native.launch(

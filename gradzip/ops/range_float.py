@@ -41,7 +41,7 @@ class RangeFloat:
         check_format(bits, mantissa, required=True)
         _check_range(vmin, vmax)
         self._bits = bits
-        self._words = torch.empty(7, dtype=torch.int32)
+        self._words = torch.empty(7, dtype=torch.int32, device="cpu")
         _native.kernels().range_float_make(self._words.data_ptr(), bits, mantissa, vmin, vmax)
 
     @classmethod

@@ -59,7 +59,7 @@ def majority(packed: Sequence[Tensor], numel: int, key: int = 0, out: Tensor | N
                 f"majority: got {vote.numel()} bytes from voter {i}, expected {nbytes} for {numel} signs"
             )
     out = _native.output(out, nbytes, torch.uint8, votes[0].device, "majority: out")
-    addresses = torch.tensor([vote.data_ptr() for vote in votes], dtype=torch.int64)
+    addresses = torch.tensor([vote.data_ptr() for vote in votes], dtype=torch.int64, device="cpu")
     addresses = addresses.to(out.device, non_blocking=True)
     _native.run("majority", out, addresses.data_ptr(), len(votes), numel, key, out.data_ptr())
     return out

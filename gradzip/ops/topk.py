@@ -26,7 +26,8 @@ def topk_abs(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"topk_abs: got k = {k}, expected 0 to {x.numel()} (the number of elements)")
     if x.numel() >= 2**31:
         raise ValueError(f"topk_abs: got {x.numel()} elements, expected fewer than 2^31")
-    indices, values = torch.empty(k, dtype=torch.int32, device=x.device), torch.empty(k, device=x.device)
+    indices = torch.empty(k, dtype=torch.int32, device=x.device)
+    values = torch.empty(k, dtype=torch.float32, device=x.device)
     if k:
         _marked_indices(bitmap(x, select(x, k)), x.numel(), x, indices, values)
     return indices, values
