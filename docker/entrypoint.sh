@@ -47,6 +47,16 @@ take_key() {
   chmod 600 "$ssh"/*
 }
 
+# Horovod's ranks listen at the address of their host's name, whatever interface they are told.
+check_name() { # check_name NAME
+  local address=''
+  read -r address _ < <(getent ahosts "$1") || true
+  [[ -z $address || $address == 127.* || $address == ::1 ]] || return 0
+  printf 'entrypoint: %s\n  %s\n' \
+    "this host's name, $1, stands for ${address:-no address}: ranks on other nodes will not reach its own" \
+    "Mount a list of the nodes and their addresses: -v hosts:/etc/hosts:ro" >&2
+}
+
 main() {
   (($#)) || die "nothing to run" "Say what: entrypoint.sh sshd, or entrypoint.sh COMMAND..."
   if [[ $1 != sshd ]]; then
@@ -56,9 +66,10 @@ main() {
   (($# == 1)) || die "sshd takes no arguments, got: ${*:2}" "Its port is GRADZIP_SSH_PORT."
   [[ -e $key ]] || make_key
   take_key
+  check_name "$(uname -n)"
   # Where root's sshd confines what it does for strangers; the package leaves it to the init system.
   ((EUID)) || install -d -m 755 /run/sshd
-  # MaxStartups: horovodrun opens a connection per rank, all at once. SetEnv: a session starts with a PATH of sshd's own.
+  # MaxStartups: horovodrun opens a connection per rank, all at once. SetEnv: else a session has a PATH of sshd's own.
   # StrictModes: what it looks at was written above, or is a folder over it (a mounted home, /tmp), as others made it.
   exec /usr/sbin/sshd -D -e -f /dev/null -p "$port" -h "$ssh/id_ed25519" \
     -o PidFile=none -o UsePAM=no -o PasswordAuthentication=no -o KbdInteractiveAuthentication=no \

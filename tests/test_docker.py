@@ -305,6 +305,21 @@ def test_refusals(home):
     assert "is not a private key without passphrase" in refusal(home, "sshd")
 
 
+@pytest.mark.parametrize(
+    ("name", "address"),
+    [
+        ("localhost", r"(127\.|::1)"),
+        ("127.0.1.1", r"127\.0\.1\.1"),  # as Debian has a machine's own name
+        ("x" * 64, "no address"),  # longer than a name can be: no server is asked
+        ("192.0.2.1", None),
+    ],
+)
+def test_name_that_others_cannot_reach(home, name, address):
+    look = f"source {DOCKER}/entrypoint.sh; check_name {name}"
+    told = subprocess.run(["bash", "-c", look], env=home, capture_output=True, text=True, check=True).stderr
+    assert re.match(f"entrypoint: this host's name, {name}, stands for {address}", told) if address else not told
+
+
 def refusal(environment, *command):
     done = enter(environment, *command)
     assert done.returncode == 1
