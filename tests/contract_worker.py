@@ -5,7 +5,6 @@ import copy
 import gc
 import os
 import sys
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,19 +13,8 @@ import torch
 from horovod.torch import mpi_ops
 
 import gradzip
-from gradzip.methods import REGISTRY
+from contract import AMP_STEPS, OVERFLOWS, SHAPES, SPECS, STEPS, gradient
 
-# Where the defaults would leave something out that is kept between steps, or need arguments.
-SPECIAL = {
-    "fft-range": "fft-range:theta=0.5,error_feedback=True",
-    "topk": "topk:theta=0.9,exchange=scatter_reduce",
-    "randomk": "randomk:theta=0.9",
-    "dgc": "dgc:theta=0.9",
-    "per-layer": "per-layer:w=topk(theta=0.9),default=acpsgd",
-}
-SPECS = [SPECIAL.get(name, name) for name in REGISTRY]
-SHAPES = {"b": (48,), "v": (32, 8, 3, 3), "w": (64, 48)}
-STEPS = 3
 NAMELESS = [f"allreduce.noname.0.{i}" for i in range(len(SHAPES))]
 ALONE = hvd.ProcessSet([0])
 SCENARIOS = {}
@@ -35,11 +23,6 @@ SCENARIOS = {}
 def scenario(function):
     SCENARIOS[function.__name__] = lambda rank: {spec: function(spec, rank) for spec in SPECS}
     return function
-
-
-def gradient(name, rank, step, shape=None):
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{rank}/{step}".encode()))
-    return torch.randn(shape or SHAPES[name], generator=generator)
 
 
 def parameters(shapes=SHAPES):
@@ -388,10 +371,6 @@ def sparse(spec, rank):
             opt.synchronize()
         results.append((grads(named), named["table"].grad.is_sparse, compressor.traffic.bytes_dense))
     return results
-
-
-AMP_STEPS = 7
-OVERFLOWS = 2  # in this step, on the last rank, in one parameter
 
 
 @scenario

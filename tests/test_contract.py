@@ -5,20 +5,12 @@ import pytest
 import torch
 
 import gradzip
+from contract import AMP_SCALES, OVERFLOWS, SHAPES, SPECS, STEPS, assert_equal_states, each, expected, gradient
 from gradzip.compressor import GatherCompressor
 from launch import scenarios
 
 pytest.importorskip("horovod.torch")
-from contract_worker import (
-    AMP_STEPS,
-    NAMELESS,
-    OVERFLOWS,
-    SHAPES,
-    SPECS,
-    STEPS,
-    gradient,
-    table_gradient,
-)
+from contract_worker import NAMELESS, table_gradient
 
 SIZE = 2
 
@@ -26,19 +18,6 @@ SIZE = 2
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     return scenarios(SIZE, "contract_worker.py", tmp_path_factory.mktemp("contract"))
-
-
-def each(steps, of_rank, names=None):
-    """Gradients that `of_rank(name, rank, step)` gives, of every step: [{name: [of rank 0, ...]}, ...]."""
-    return [{name: [of_rank(name, r, step) for r in range(SIZE)] for name in names or SHAPES} for step in steps]
-
-
-def expected(spec, gradients, prefix=""):
-    """A LocalGroup's averages of the last step."""
-    group = gradzip.LocalGroup(gradzip.parse(spec), len(next(iter(gradients[0].values()))))
-    for step in gradients:
-        averages = {name: group.average([g.clone() for g in grads], prefix + name)[0] for name, grads in step.items()}
-    return averages
 
 
 def assert_same(spec, of_ranks, wanted):
@@ -233,26 +212,13 @@ def test_sparse_gradients(results, spec):
     assert_same(spec, [{"w": averages["w"]} for _, (averages, *_) in of_ranks], {"w": wanted["w"]})
 
 
-def assert_equal_states(a, b):
-    assert type(a) is type(b)
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_equal_states(a[key], b[key])
-    elif isinstance(a, list):
-        for x, y in zip(a, b, strict=True):
-            assert_equal_states(x, y)
-    else:
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
 @every_method
 def test_an_overflow_on_one_rank_skips_the_step_and_changes_no_state(results, spec):
-    good = [step for step in range(AMP_STEPS) if step != OVERFLOWS]
+    good = [step for step in range(len(AMP_SCALES)) if step != OVERFLOWS]
     wanted = expected(spec, each(good, gradient))
     of_ranks = [r[spec] for r in results["loss_scaled"]]
     for scales, after, states, averages in of_ranks:
-        assert scales == [1024.0] * 3 + [512.0] * 3 + [1024.0]
+        assert scales == AMP_SCALES
         for name in SHAPES:
             assert torch.equal(after[OVERFLOWS][name], after[OVERFLOWS - 1][name])
             assert torch.equal(after[-1][name], of_ranks[0][1][-1][name])
