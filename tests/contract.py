@@ -24,6 +24,8 @@ AMP_STEPS = 7
 OVERFLOWS = 2  # in this step, on the last rank, in one parameter
 AMP_SCALES = [1024.0] * 3 + [512.0] * 3 + [1024.0]  # of a GradScaler(init_scale=1024.0, growth_interval=3) then
 
+TIMEOUT = 280  # seconds for all scenarios, which take far less where nothing else runs; pytest's own limit is 300
+
 
 def gradient(name, rank, step, shape=None):
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{rank}/{step}".encode()))

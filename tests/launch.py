@@ -38,9 +38,9 @@ def torchrun(ranks, script, *arguments, timeout=120):
     )
 
 
-def scenarios(ranks, script, folder, *names, run=horovodrun):
+def scenarios(ranks, script, folder, *names, run=horovodrun, timeout=120):
     """Runs the named scenarios of a script, which saves each rank's results; returns {name: [of rank 0, ...]}."""
-    job = run(ranks, script, folder, *names)
+    job = run(ranks, script, folder, *names, timeout=timeout)
     assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
     of_ranks = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
     return {name: [results[name] for results in of_ranks] for name in of_ranks[0]}

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import gradzip
-from contract import AMP_SCALES, OVERFLOWS, SHAPES, SPECS, STEPS, assert_equal_states, each, expected, gradient
+from contract import AMP_SCALES, OVERFLOWS, SHAPES, SPECS, STEPS, TIMEOUT, assert_equal_states, each, expected, gradient
 from gradzip.compressor import GatherCompressor
 from launch import scenarios
 
@@ -17,7 +17,7 @@ SIZE = 2
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return scenarios(SIZE, "contract_worker.py", tmp_path_factory.mktemp("contract"))
+    return scenarios(SIZE, "contract_worker.py", tmp_path_factory.mktemp("contract"), timeout=TIMEOUT)
 
 
 def assert_same(spec, of_ranks, wanted):

@@ -1,14 +1,13 @@
 """DDP's options and the habits of training mean what they mean without compression, with every registered method:
 against the same method in LocalGroups, which know no DDP."""
 
-import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import gradzip
-from contract import AMP_SCALES, OVERFLOWS, SPECS, STEPS, assert_equal_states, each, gradient
+from contract import AMP_SCALES, OVERFLOWS, SPECS, STEPS, TIMEOUT, assert_equal_states, each, gradient
 from launch import scenarios, torchrun
 
 if not dist.is_available():
@@ -21,8 +20,8 @@ GOOD = [step for step in range(len(AMP_SCALES)) if step != OVERFLOWS]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    patient = functools.partial(torchrun, timeout=300)  # it takes a quarter of a minute where nothing else runs
-    return scenarios(SIZE, "ddp_contract_worker.py", tmp_path_factory.mktemp("contract"), run=patient)
+    folder = tmp_path_factory.mktemp("contract")
+    return scenarios(SIZE, "ddp_contract_worker.py", folder, run=torchrun, timeout=TIMEOUT)
 
 
 class Expected:
