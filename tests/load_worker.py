@@ -36,11 +36,11 @@ class Model(torch.nn.Module):
 def horovod(compressor, model, sgd):
     """(rank, the optimizer, the model that takes a batch, how many operations are under way)."""
     import horovod.torch as hvd
-    from horovod.torch.mpi_ops import _handle_map
+    from horovod.torch import mpi_ops
 
     hvd.init()
     optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters(), compression=compressor)
-    return hvd.rank(), optimizer, model, lambda: len(_handle_map)
+    return hvd.rank(), optimizer, model, lambda: len(mpi_ops._handle_map)  # init() made it anew
 
 
 def ddp(compressor, model, sgd):
