@@ -56,6 +56,13 @@ def test_new_payloads_are_the_old_ones(name):
     assert len(different) <= 4, f"bytes {different} differ: did the wire format change?"
 
 
+def test_no_two_methods_share_a_number():
+    """By it a payload of another method is told."""
+    numbers = [method.method for method in REGISTRY.values() if hasattr(method, "method")]
+    assert len(numbers) > 1
+    assert len(set(numbers)) == len(numbers), sorted(numbers)
+
+
 def write():
     GOLDEN.mkdir(exist_ok=True)
     for name, spec in CODECS.items():
