@@ -11,6 +11,10 @@
 # Every step runs, whatever became of those before it; the exit status is 0 when none failed. A sanitizer that does not
 # support the machine is reported as unavailable, which is not a pass.
 set -uo pipefail
+if [[ ${1-} == -h || ${1-} == --help ]]; then
+  sed -n '2,/^set/ { /^#/ s/^# \{0,1\}//p }' "${BASH_SOURCE[0]}"
+  exit
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 python=${PYTHON:-python3}

@@ -1,7 +1,9 @@
 """What the documentation says is so: tests and files that it names exist, and its figures are those measured."""
 
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,18 @@ def test_links_lead_somewhere(page):
         if anchor:
             titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], link
+
+
+@pytest.mark.parametrize("script", ["gpu_check.sh", "shaped_net.sh"])
+def test_scripts_say_what_they_are_for(script):
+    path = ROOT / "scripts" / script
+    # Whatever else it would do, it does not get far without a Python.
+    environment = dict(os.environ, PYTHON="false")
+    done = subprocess.run(["bash", path, "--help"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"\nusage: scripts/{script} " in done.stdout
+    assert all(line in path.read_text() for line in done.stdout.splitlines())
+    assert "set -" not in done.stdout
 
 
 @pytest.mark.parametrize("header", ["| name | class |", "| name on a command line |"])
