@@ -316,9 +316,14 @@ def test_methods_train_through_ddp(tmp_path):
     assert by_name["payload_bytes_per_step"] == pytest.approx(4 * (188_810 - 2 * 288) - 2 * halved, rel=0.001)
 
 
-def test_few_bits_learn_digits(tmp_path):
+@pytest.mark.parametrize(
+    "specs",
+    [["qsgd", "terngrad", "signsgd", "onebit"], ["atomo", "powersgd", "acpsgd"]],
+    ids=["quantized", "low-rank"],
+)
+def test_few_bytes_learn_digits(tmp_path, specs):
     """All at their defaults, from the same weights, within three points of no compression."""
-    plain, *runs = runs_of(tmp_path, ["none", "qsgd", "terngrad", "signsgd", "onebit", "atomo"])
+    plain, *runs = runs_of(tmp_path, ["none", *specs])
     assert plain["test_accuracy"] > 0.97
     for run in runs:
         assert run["ratio"] > 10
