@@ -1,7 +1,6 @@
 """DDP's options and the habits of training mean what they mean without compression, with every registered method:
 against the same method in LocalGroups, which know no DDP."""
 
-
 import pytest
 import torch
 import torch.distributed as dist
