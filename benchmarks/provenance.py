@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,15 +15,16 @@ from gradzip import _C
 
 
 def provenance(device: str = "cpu") -> dict[str, object]:
-    """Versions, the commit (with -dirty where the checkout differs from it), and the processor or the GPU."""
+    """Versions, the commit (with -dirty where the checkout differs from it; empty where there is no checkout, or no
+    git), and the processor or the GPU."""
     here = Path(__file__).parent
     # Slow networks need root, to whom git would not describe another user's checkout.
     describe = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty"]
-    commit = subprocess.run(describe, cwd=here, capture_output=True, text=True)
+    commit = subprocess.run(describe, cwd=here, capture_output=True, text=True).stdout if shutil.which("git") else ""
     names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) or [platform.machine()]
     return {
         "gradzip": gradzip.__version__,
-        "commit": commit.stdout.strip(),
+        "commit": commit.strip(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else names[0],
         "simd": _C.simd(),

@@ -49,6 +49,7 @@ def tree(tmp_path):
     (folder / "csrc" / "bindings.cpp").write_text(MODULE)
     (folder / "csrc" / "answer.h").write_text("int answer();\n")
     (folder / "csrc" / "cpu" / "answer.cpp").write_text("int answer() { return 41; }\n")
+    (folder / "gradzip" / "__init__.py").touch()  # so that it is not another gradzip that is imported
     project = '[project]\nname = "gradzip"\nversion = "0"\n\n[tool.setuptools]\npackages = []\n'
     (folder / "pyproject.toml").write_text(project)
     return folder

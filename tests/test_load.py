@@ -33,7 +33,7 @@ def test_nothing_is_left_of_a_step(engine, method, tmp_path, pytestconfig):
     for (before, after), parameters, states, counts in results:
         print(engine, method, {what: after[what] - before[what] for what in before})
         assert after["bytes"] - before["bytes"] < GROWTH
-        assert after["tensors"] == before["tensors"]
+        assert after["tensors"] <= before["tensors"]
         # Caches and interned strings come and go; one object for each gradient and step would be COMPRESSED a step.
         assert after["blocks"] - before["blocks"] < COMPRESSED / 20 * steps
         assert after["files"] <= before["files"] and after["threads"] <= before["threads"]
