@@ -28,7 +28,7 @@ train: bootstrap ## train on real images with 2 ranks, without and with compress
 	@$(ENV) $(LAUNCH_$(ENGINE)) examples/train.py --engine $(ENGINE) $(COMPRESSION) $(ARGS)
 
 .PHONY: test
-test: bootstrap ## lint, check types and run the tests; ARGS go to pytest
+test: bootstrap ## lint, check types and run the tests; ARGS go to pytest (--long: all of them)
 	@$(ENV) ruff check .
 	@$(ENV) mypy
 	@$(ENV) pytest $(ARGS)
@@ -39,7 +39,7 @@ fuzz: bootstrap ## hostile payloads for every decoder, for SECONDS (60); ARGS go
 
 .PHONY: load
 load: bootstrap ## 2000 steps of 200 parameters with each engine, and what is left behind; ARGS go to pytest
-	@$(ENV) pytest tests/test_load.py --load-steps 2000 --timeout 1800 $(ARGS)
+	@$(ENV) pytest tests/test_load.py --long --load-steps 2000 --timeout 1800 $(ARGS)
 
 .PHONY: bench-kernels
 bench-kernels: bootstrap ## speed of the primitives against a copy and against torch; ARGS go to benchmarks/kernels.py

@@ -5,7 +5,15 @@ import gradzip.ops._native as native
 
 
 def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="also run what takes long for what it shows beside the rest")
     parser.addoption("--load-steps", type=int, default=120, help="steps of tests/test_load.py (make load: 2000)")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--long"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="long: make test ARGS=--long"))
 
 
 @pytest.fixture(params=["scalar", "avx2", "avx512"])

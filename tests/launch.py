@@ -19,8 +19,9 @@ def horovodrun(ranks, script, *arguments, timeout=120):
         str(Path(sys.executable).with_name("horovodrun")), "--network-interface", "lo", "-np", str(ranks),
         sys.executable, str(HERE / script), *map(str, arguments),
     ]  # fmt: skip
+    # A busy machine may keep a rank from its turn for longer than gloo's 30 seconds.
     environment = dict(os.environ, OMP_NUM_THREADS="1", HOROVOD_STALL_CHECK_TIME_SECONDS="10",
-                       HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="30")  # fmt: skip
+                       HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="30", HOROVOD_GLOO_TIMEOUT_SECONDS="100")  # fmt: skip
     return subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
     )

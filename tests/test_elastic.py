@@ -61,7 +61,7 @@ class Job:
     end: list[dict]
 
 
-@pytest.fixture(scope="module", params=["joined", "grouped"])
+@pytest.fixture(scope="module", params=["joined", pytest.param("grouped", marks=pytest.mark.long)])
 def job(request, tmp_path_factory):
     folder, plan = tmp_path_factory.mktemp(request.param), PLANS[request.param]
     code, output = elastic_horovodrun(folder, request.param, timeout=240)

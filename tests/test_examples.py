@@ -335,7 +335,9 @@ def test_few_bytes_learn_digits(tmp_path, specs):
     [
         ("bf16", torchrun, ["fft-range", "acpsgd"], []),
         ("bf16", horovodrun, ["qsgd"], ["--epochs", 6]),
-        ("fp16", torchrun, ["acpsgd"], ["--batch-size", 8, "--epochs", 4]),  # processors are slow at it
+        pytest.param(  # processors are slow at it
+            "fp16", torchrun, ["acpsgd"], ["--batch-size", 8, "--epochs", 4], marks=pytest.mark.long
+        ),
     ],
     ids=["bf16-ddp", "bf16-horovod", "fp16-ddp"],
 )
@@ -348,6 +350,7 @@ def test_mixed_precision_learns_digits(tmp_path, amp, launch, specs, arguments):
         assert run["test_accuracy"] > plain["test_accuracy"] - 0.03, run["compression"]
 
 
+@pytest.mark.long
 def test_bare_votes_learn_digits_at_a_rate_of_their_own(tmp_path):
     """Each step moves each weight as far as the learning rate says. Without compression it is 98 % of digits."""
     (run,) = runs_of(tmp_path, ["signsgd:error_feedback=False"], "--lr", 0.0003)

@@ -111,7 +111,7 @@ def test_a_rank_that_ends_by_itself_ends_the_others(start, method, fault, tmp_pa
     assert_none_is_left(pids)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_stops_ends_the_job_when_horovod_has_waited_long_enough(start, tmp_path):
     job, pids = start("powersgd", 2)
     os.kill(pids[1], signal.SIGSTOP)

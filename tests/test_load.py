@@ -22,7 +22,7 @@ GROWTH = 4 << 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["topk:theta=0.9", "acpsgd"])
+@pytest.mark.parametrize("method", ["topk:theta=0.9", pytest.param("acpsgd", marks=pytest.mark.long)])
 @pytest.mark.parametrize("engine", ["horovod", "ddp"])
 def test_nothing_is_left_of_a_step(engine, method, tmp_path, pytestconfig):
     steps = pytestconfig.getoption("--load-steps")
