@@ -36,7 +36,7 @@ def statement(compressor: Compressor, parameters: Iterable[tuple[str, Tensor]], 
         shapes[name] = f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}"
         if (state := compressor.part(name, p.shape).states.get(prefix + name)) is not None:
             steps[name] = state.step
-    parts = getattr(compressor, "parts", [compressor])
+    parts = compressor.parts
     said = {
         "version": _version.__version__,
         "method": repr(compressor),

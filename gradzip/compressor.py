@@ -271,6 +271,16 @@ class Compressor(ABC):
         for state in self.states.values():
             self.place(state, rank, size)
 
+    @property
+    def parts(self) -> list[Compressor]:
+        """The compressors that may be in charge of parameters."""
+        return [self]
+
+    @property
+    def looks_at_names(self) -> bool:
+        """Whether a parameter's name decides which one is in charge of it."""
+        return False
+
     def part(self, name: str, shape: torch.Size) -> Compressor:
         """The compressor in charge of a parameter."""
         return self

@@ -68,7 +68,7 @@ class HookState:
             raise TypeError(f"HookState: got {compressor!r}, expected a compressor, such as gradzip.TopK()")
         self.compressor = compressor
         self.process_group = process_group
-        if named_parameters is None and getattr(compressor, "looks_at_names", False):
+        if named_parameters is None and compressor.looks_at_names:
             raise ValueError(
                 f"HookState: got no names of parameters, expected named_parameters=model.named_parameters(), at which "
                 f"rules of {type(compressor).__name__} look"
@@ -123,9 +123,6 @@ class HookState:
         if plan is not None and not plan.fits(parameters):
             plan = None
         names = [self._name(p) for p in parameters] if plan is None else plan.names
-        for name, parameter in zip(names, parameters):
-            if not parameter.is_floating_point():  # of a complex one, DDP's bucket is one of twice as many real numbers
-                raise ValueError(f"gradient of {name!r}: got {parameter.dtype}, expected a real floating-point type")
         group = self.process_group or dist.group.WORLD
         assert group is not None  # DDP is not built without one
         if self._engine is None or self._engine.group is not group:
@@ -212,6 +209,9 @@ class HookState:
 
     def _plan(self, names: list[str], parameters: list[Tensor]) -> "_Plan":
         """Who averages what of a bucket whose parameters have not been seen together before."""
+        for name, parameter in zip(names, parameters):
+            if not parameter.is_floating_point():  # of a complex one, DDP's bucket is one of twice as many real numbers
+                raise ValueError(f"gradient of {name!r}: got {parameter.dtype}, expected a real floating-point type")
         members: dict[Any, list[int]] = {}
         parts = [self.compressor.part(name, p.shape) for name, p in zip(names, parameters)]
         for i, (part, parameter) in enumerate(zip(parts, parameters)):

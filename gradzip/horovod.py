@@ -68,7 +68,7 @@ class FrontEnd:
         for known_prefix, known in self._named.items():
             for name, parameter in known.items():
                 if parameter() is None:
-                    for part in getattr(self.compressor, "parts", [self.compressor]):
+                    for part in self.compressor.parts:
                         part.states.pop(known_prefix + name, None)
         names = {name: parameter for parameter, name in optimizer._parameter_names.items()}
 

@@ -148,18 +148,23 @@ def clipped(spec, rank):
     return norm, {name: p.detach().clone() for name, p in named.items()}
 
 
-@scenario
-def two_optimizers(spec, rank):
-    """A GAN's: one compressor, equal names, one of equal shape."""
-    compressor = gradzip.parse(spec)
-    pairs = [parameters(), parameters({"w": (50, 60), "v": SHAPES["v"]})]
-    opts = [distributed(named, compressor) for named in pairs]
+def in_turns(pairs, opts, rank):
+    """Steps of several optimizers, each with parameters of its own: the last averages of each."""
     for step in range(STEPS):
         for i, (named, opt) in enumerate(zip(pairs, opts)):
             opt.zero_grad()
             backward(named, rank, 100 * i + step)
             opt.step()
     return [grads(named) for named in pairs]
+
+
+@scenario
+def two_optimizers(spec, rank):
+    """A GAN's: one compressor, equal names, one of equal shape."""
+    compressor = gradzip.parse(spec)
+    pairs = [parameters(), parameters({"w": (50, 60), "v": SHAPES["v"]})]
+    opts = [distributed(named, compressor) for named in pairs]
+    return in_turns(pairs, opts, rank)
 
 
 @scenario
@@ -181,12 +186,7 @@ def two_process_sets(spec, rank):
     compressor = gradzip.parse(spec)
     pairs = [parameters(), parameters()]
     opts = [distributed(pairs[0], compressor, process_set=ALONE), distributed(pairs[1], compressor)]
-    for step in range(STEPS):
-        for i, (named, opt) in enumerate(zip(pairs, opts)):
-            opt.zero_grad()
-            backward(named, rank, 100 * i + step)
-            opt.step()
-    return [grads(named) for named in pairs]
+    return in_turns(pairs, opts, rank)
 
 
 @scenario
