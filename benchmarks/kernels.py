@@ -23,7 +23,7 @@ from torch import Tensor
 
 import gradzip
 from gradzip import ops
-from gradzip.compressor import Key
+from gradzip.state import Key
 from provenance import provenance
 from shapes import bert_base, resnet50
 

@@ -37,8 +37,8 @@ from torch import Tensor
 
 import gradzip
 from gradzip.collectives import RingSum, ring_segments
-from gradzip.compressor import Key
 from gradzip.engines.ring import Ring, codec_ring
+from gradzip.state import Key
 
 HERE = Path(__file__).parent
 SLICE, DIMENSIONS = 768, 96

@@ -8,65 +8,38 @@ True
 
 from typing import TYPE_CHECKING, Any
 
-from . import checkpoint, horovod, ops
+from . import checkpoint, horovod, methods, ops
 from ._version import __version__ as __version__
-from .collectives import AllToAll, Broadcast, Gather, Mean, RingSum, Traffic, fused
-from .compressor import Compressor, GatherCompressor, State
+from .collectives import AllToAll, Broadcast, Gather, Mean, RingSum, Traffic
+from .compressor import Compressor
 from .engines.local import LocalGroup, roundtrip, simulate
-from .methods import (
-    ACPSGD,
-    ATOMO,
-    DGC,
-    QSGD,
-    Cast,
-    FFTRange,
-    GradiVeQ,
-    NoCompression,
-    OneBitSGD,
-    PerLayer,
-    PowerSGD,
-    RandomK,
-    SignSGD,
-    TernGrad,
-    TopK,
-    parse,
-)
+from .fusion import fused
+from .gather import GatherCompressor
+from .methods import *  # noqa: F403 (the classes in its __all__)
 from .monitor import ReplicaMonitor
 from .ops import PayloadError
+from .registry import register
 from .schedule import DiminishingTheta, StepSchedule
+from .spec import parse
+from .state import State
 
 if TYPE_CHECKING:
     from . import ddp
 
 __all__ = [
-    "ACPSGD",
-    "ATOMO",
-    "DGC",
-    "QSGD",
     "AllToAll",
     "Broadcast",
-    "Cast",
     "Compressor",
     "DiminishingTheta",
-    "FFTRange",
     "Gather",
     "GatherCompressor",
-    "GradiVeQ",
     "LocalGroup",
     "Mean",
-    "NoCompression",
-    "OneBitSGD",
     "PayloadError",
-    "PerLayer",
-    "PowerSGD",
-    "RandomK",
     "ReplicaMonitor",
     "RingSum",
-    "SignSGD",
     "State",
     "StepSchedule",
-    "TernGrad",
-    "TopK",
     "Traffic",
     "checkpoint",
     "ddp",
@@ -74,9 +47,11 @@ __all__ = [
     "horovod",
     "ops",
     "parse",
+    "register",
     "roundtrip",
     "simulate",
 ]
+__all__ += methods.__all__
 
 
 def __getattr__(name: str) -> Any:
@@ -84,4 +59,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return importlib.import_module(".ddp", __name__)  # needs a torch with torch.distributed, unlike all else here
+    return importlib.import_module(".ddp", __name__)  # needs a torch with torch.distributed, which the rest does not

@@ -1,8 +1,9 @@
-"""One file for the states of all ranks.
+"""One state dict for all ranks.
 
 >>> import gradzip
 >>> compressor = gradzip.TopK(theta=0.99)
->>> merged = merge([compressor.state_dict()])  # all ranks': hvd.allgather_object(compressor.state_dict(), name="state")
+>>> state_dicts = [compressor.state_dict()]  # hvd.allgather_object(compressor.state_dict(), name="state")
+>>> merged = merge(state_dicts)
 >>> compressor.load_state_dict(shard(merged, rank=0, size=1))
 """
 
@@ -14,7 +15,11 @@ from typing import Any
 
 
 def merge(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state dicts of all ranks, in rank order, as one of plain tensors: what they have in common, once."""
+    """Merge the state dicts of all ranks, in rank order. Fields that are the same on all ranks are stored once.
+
+    Raises:
+        ValueError: no list of state dicts, or of different methods.
+    """
     if not state_dicts or isinstance(state_dicts, Mapping):
         got = "a single state dict" if state_dicts else "no state dicts"
         raise ValueError(f"merge: got {got}, expected a list of one for each rank")
@@ -26,10 +31,13 @@ def merge(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def shard(merged: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """One rank's state dict, for its compressor's `load_state_dict`, from what `merge` returned.
+    """The state dict of one rank, for `load_state_dict`, from a merged one.
 
-    In a group of another size than the saved one it holds what all ranks had in common; what a rank had not sent yet
-    is dropped, with a warning.
+    In a group of another size than the saved one, fields that differ between ranks (residuals) are dropped with a
+    warning.
+
+    Raises:
+        ValueError: not a result of `merge`, or no such rank.
     """
     if "common" not in merged or "ranks" not in merged:
         raise ValueError(f"shard: got a dict of {sorted(merged)}, expected what gradzip.checkpoint.merge returned")
@@ -38,26 +46,24 @@ def shard(merged: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
     saved = merged["ranks"]
     if size == len(saved):
         return join(merged["common"], saved[rank], rank, size)
-    warnings.warn(
-        f"shard: the states of {len(saved)} ranks for {size}: what ranks had not sent yet is dropped", stacklevel=2
-    )
+    warnings.warn(f"shard: the states of {len(saved)} ranks for {size}: residuals are dropped", stacklevel=2)
     return join(merged["common"], None, rank, size)
 
 
 def split(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What all ranks have in common, and what is this one's own."""
+    """Split a state dict into the fields that are the same on all ranks, and the rank-local ones."""
     if "parts" in state_dict:
         halves = [split(part) for part in state_dict["parts"]]
         return {**state_dict, "parts": [common for common, _ in halves]}, {"parts": [own for _, own in halves]}
-    is_own = state_dict["of_this_rank"]
+    local = state_dict["rank_local"]
     states = state_dict["states"].items()
-    common = {name: {k: v for k, v in values.items() if k not in is_own} for name, values in states}
-    own = {name: {k: v for k, v in values.items() if k in is_own} for name, values in states}
+    common = {name: {k: v for k, v in fields.items() if k not in local} for name, fields in states}
+    own = {name: {k: v for k, v in fields.items() if k in local} for name, fields in states}
     return {**state_dict, "states": common}, {"states": own}
 
 
 def join(common: Mapping[str, Any], own: Mapping[str, Any] | None, rank: int, size: int) -> dict[str, Any]:
-    """The state dict of rank `rank` of `size`, of two halves as `split` returns them; `own` may be missing."""
+    """The state dict of rank `rank` of `size`, from the two results of `split`; own: None if it is lost."""
     if "parts" in common:
         owns = [None] * len(common["parts"]) if own is None else own["parts"]
         return {**common, "parts": [join(c, o, rank, size) for c, o in zip(common["parts"], owns)]}

@@ -1,6 +1,6 @@
 """The command ``gradzip``.
 
-A sub-command is one function that takes the parsed arguments and returns the exit status, and one entry in `_parser`.
+A subcommand is a function from the parsed arguments to the exit status, and an entry in `_parser`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 import gradzip
-from gradzip.methods import REGISTRY
+from gradzip.registry import registered
 
-# What is known about one part of the installation; `{"error": why}` for a part that is missing or broken.
+# Facts about one part of the installation; `{"error": reason}` if it is missing or broken.
 Facts = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line `arguments` (default: the process's own); the exit status."""
+    """Run the command line (default: that of the process). Returns the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if "run" not in options:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has seen enough (`gradzip info | head`). Python would complain again when it closes stdout.
+        # The reader closed the pipe (`gradzip info | head`). Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status
@@ -57,8 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser(
         "info",
         help="what is installed, built and found here",
-        description="Prints what this installation of gradzip consists of, and which devices, engines and methods it "
-        "finds. What is missing or broken is named with the reason; the exit status is 0 all the same.",
+        description="Show the parts of this installation of gradzip, and the devices, engines and methods that it "
+        "finds. Missing or broken parts are listed with the reason; the exit status is 0 in any case.",
     )
     info.add_argument("--json", action="store_true", help="print JSON, for programs and bug reports")
     info.set_defaults(run=_info)
@@ -72,7 +72,7 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def installation() -> dict[str, Facts]:
-    """What `gradzip info` knows, as plain JSON types. Initialises neither Horovod nor a process group."""
+    """The report of `gradzip info` in JSON types. Initializes neither Horovod nor a process group."""
     probes: dict[str, Callable[[], Facts]] = {
         "gradzip": lambda: {"version": gradzip.__version__, "path": str(Path(gradzip.__file__).parent)},
         "python": _python,
@@ -80,16 +80,16 @@ def installation() -> dict[str, Facts]:
         "cuda": _cuda,
         "torch": _torch,
         "horovod": _horovod,
-        "methods": lambda: {name: method.__name__ for name, method in REGISTRY.items()},
+        "methods": lambda: {name: method.__name__ for name, method in registered().items()},
     }
     report = {}
     for part, probe in probes.items():
         try:
-            # What torch and Horovod warn of here (a driver that is too old, say) is in the facts.
+            # Warnings of torch and Horovod, such as an old driver, are in the facts.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 report[part] = probe()
-        except Exception as error:  # a part can be broken in any way: the others are reported all the same
+        except Exception as error:  # a part can be broken in any way; report the others
             report[part] = {"error": f"{type(error).__name__}: {error}"}
     return report
 
@@ -246,7 +246,7 @@ def _torch_cuda(facts: Facts) -> str:
 
 
 def _summary(name: str) -> str:
-    method = REGISTRY[name]
+    method = registered()[name]
     first = (inspect.getdoc(method) or "no description").partition("\n\n")[0]
     return f"{method.__name__}: {' '.join(first.split())}"
 

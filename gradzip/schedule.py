@@ -1,4 +1,4 @@
-"""Drop-out ratios that change during training: any `step -> theta` will do, these two are common."""
+"""Sparsification ratios that change during training. Any function step -> theta works; these two are common."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ Theta = float | Callable[[int], float]
 
 
 def theta_at(theta: Theta, step: int) -> float:
-    """The value at a step, which counts a parameter's averages from 0; ValueError outside [0, 1)."""
+    """The value of theta at a step. Raises ValueError outside of [0, 1).
+
+    step: number of averages of the parameter so far.
+    """
     value = theta(step) if callable(theta) else theta
     if not (isinstance(value, (int, float)) and 0.0 <= value < 1.0):
         at = f" at step {step}" if callable(theta) else ""
@@ -22,14 +25,14 @@ def theta_at(theta: Theta, step: int) -> float:
 
 
 def check_theta(theta: Theta) -> None:
-    """ValueError for a fixed value outside [0, 1); a schedule is looked at step by step."""
+    """Raise ValueError for a fixed value outside of [0, 1). A schedule is checked in every step."""
     if not callable(theta):
         theta_at(theta, 0)
 
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """Piecewise constant: the value of the last key that is not after the step.
+    """Piecewise constant theta: the value of the last key that is not after the step.
 
     The FFT paper (HPDC'20, section 4.1) recovers full accuracy by lowering theta when the learning rate falls.
 
@@ -52,10 +55,13 @@ class StepSchedule:
 
 @dataclass(frozen=True)
 class DiminishingTheta:
-    """theta_t = sqrt(L * eta_t) for the optimizer's present learning rate eta_t, at most `most`.
+    """theta_t = sqrt(L * eta_t) for the optimizer's current learning rate eta_t, at most `most`.
 
-    With such a theta and diminishing eta, compressed SGD converges (HPDC'20, Theorem 3.5). `lipschitz` is L, the
-    Lipschitz constant of the gradient, in practice a knob: L = theta_0^2 / eta_0 begins at theta_0.
+    With this theta and diminishing eta, compressed SGD converges (HPDC'20, Theorem 3.5).
+
+    Args:
+        lipschitz: L, the Lipschitz constant of the gradient. In practice a tuning parameter: L = theta_0^2 / eta_0
+            starts at theta_0.
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     >>> DiminishingTheta(optimizer, lipschitz=2.5)(0)

@@ -1,23 +1,15 @@
-"""What the contracts of Horovod (test_contract.py) and of DDP (test_ddp_contract.py) have in common: every registered
-method, the gradients it is given, and what has to come of them."""
+"""Shared by the contract suites: every registered method, its gradients, and the expected averages."""
 
 import zlib
 
 import torch
 
 import gradzip
-from gradzip.methods import REGISTRY
+from gradzip.registry import registered
 
-# Where the defaults would leave something out that is kept between steps, or need arguments.
-SPECIAL = {
-    "fft-range": "fft-range:theta=0.5,error_feedback=True",
-    "topk": "topk:theta=0.9,exchange=scatter_reduce",
-    "randomk": "randomk:theta=0.9",
-    "dgc": "dgc:theta=0.9",
-    "gradiveq": "gradiveq:warmup_steps=0,sample_steps=2,compress_steps=2",
-    "per-layer": r"per-layer:\bw\b=topk(theta=0.9),default=acpsgd",
-}
-SPECS = [SPECIAL.get(name, name) for name in REGISTRY]
+# With the arguments that each method registers for this purpose.
+EXAMPLES = {name: f"{name}:{method.example}".removesuffix(":") for name, method in registered().items()}
+SPECS = list(EXAMPLES.values())
 SHAPES = {"b": (48,), "v": (32, 8, 3, 3), "w": (64, 48)}
 STEPS = 3
 AMP_STEPS = 7

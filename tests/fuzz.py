@@ -32,7 +32,9 @@ import gradzip
 import gradzip.ops._native as native
 import sanitized
 from gradzip import ops
-from gradzip.compressor import GatherCompressor, Key
+from gradzip.averaging import averaged
+from gradzip.gather import GatherCompressor
+from gradzip.state import Key
 
 FOLDER = sanitized.ROOT / "build" / "fuzz"
 
@@ -176,7 +178,7 @@ def make_case(corpus: Corpus, seed: int, trial: int, specs: list[str]) -> Case:
     data += bytes(max(0, HEADER - len(data)))
     payload = torch.frombuffer(data, dtype=torch.uint8)
     codec = corpus.codec(spec, shape)
-    header = {"method": codec.method, "digest": codec.digest, "numel": numel}
+    header = {"method": codec.number, "digest": codec.digest, "numel": numel}
     if rng.integers(16) == 0:  # of another gradient, by its own account
         header["numel"] = extreme(rng, len(data), numel) % 2**64
     flags = int.from_bytes(data[28:32], "little")
@@ -281,7 +283,7 @@ def hear(codec: GatherCompressor, case: Case, forged: torch.Tensor) -> None:
         return
     fresh = codec.clone()
     grad = torch.ones(case.shape) if len(case.shape) > 1 else torch.ones(1, case.numel)
-    routine = fresh.average(grad, "weight", case.trial // 4 % 2, 2)
+    routine = averaged(fresh, grad, "weight", case.trial // 4 % 2, 2)
     answer = None
     try:
         while True:

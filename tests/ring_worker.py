@@ -14,9 +14,12 @@ import torch
 import torch.distributed as dist
 
 import gradzip
-from gradzip.collectives import RingSum, fused, ring_segments
-from gradzip.compressor import Key
-from gradzip.engines.ring import Ring, RingError, codec_ring, group_from_horovod
+from gradzip.codec_ring import codec_ring
+from gradzip.collectives import RingSum, ring_segments
+from gradzip.engines.horovod_group import group_from_horovod
+from gradzip.engines.ring import Ring, RingError
+from gradzip.fusion import fused
+from gradzip.state import Key
 
 UNDER_HOROVOD = "HOROVOD_SIZE" in os.environ
 if UNDER_HOROVOD:
@@ -282,9 +285,9 @@ def horovod_engine(ring):
     """Sums on a ring that Horovod's engine makes, and through an optimizer."""
     engine = HorovodEngine(hvd.global_process_set, gradzip.Traffic())
     x = vector(ring.rank, 48 * 1001)
-    assert engine.wait(engine.launch(linear(x, ring.size), "linear")) is None
+    assert engine.run(linear(x, ring.size), "linear") is None
     y, what = quantized(ring.rank, ring.size)
-    assert engine.wait(engine.launch(what, "quantized")) is None
+    assert engine.run(what, "quantized") is None
     parameter = torch.nn.Parameter(torch.zeros(1001, 48))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([parameter], lr=1.0), named_parameters=[("w", parameter)], compression=Projection()
@@ -298,10 +301,10 @@ def as_one(ring):
     """The same sums as one all-reduce; what cannot be added is refused."""
     engine = HorovodEngine(hvd.global_process_set, gradzip.Traffic())
     x = vector(ring.rank, 48 * 1001)
-    assert engine.wait(engine.launch_as_one(linear(x, ring.size), "linear")) is None
-    assert engine.wait(engine.launch_as_one(plain(torch.empty(0), []), "nothing")) is None
+    assert engine.launch_as_allreduce(linear(x, ring.size), "linear").result() is None
+    assert engine.launch_as_allreduce(plain(torch.empty(0), []), "nothing").result() is None
     try:
-        engine.launch_as_one(quantized(ring.rank, ring.size)[1], "quantized")
+        engine.launch_as_allreduce(quantized(ring.rank, ring.size)[1], "quantized")
     except ValueError as error:
         return [x, engine.traffic.bytes_sent, str(error)]
 
@@ -337,7 +340,7 @@ def left_alone(ring):
         del engine.ring
         return ""
     try:
-        engine.wait(engine.launch(linear(vector(ring.rank, 48 * 1001), ring.size), "linear"))
+        engine.run(linear(vector(ring.rank, 48 * 1001), ring.size), "linear")
     except HorovodInternalError as error:
         return str(error)
 

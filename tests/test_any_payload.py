@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import gradzip
-from gradzip.compressor import Key
+from gradzip.state import Key
 
 CODECS = [
     "fft-range",

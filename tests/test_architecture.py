@@ -1,6 +1,7 @@
-"""Imports point one way: csrc -> ops -> methods -> engines -> front ends -> command line. And cost nothing."""
+"""Imports point one way, from primitives to the command line, without a circle. And importing has no side effects."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,56 +12,82 @@ import gradzip
 
 PACKAGE = Path(gradzip.__file__).parent
 
-# Each layer may import itself and those before it.
-LAYERS = [
-    ["_version", "ops"],
-    ["collectives", "schedule"],
-    ["compressor"],
-    ["methods", "engines"],
-    ["agreement", "checkpoint", "joint", "monitor"],
-    ["elastic"],
-    ["horovod", "ddp"],
-    ["cli", "__init__", "__main__"],
+# Modules and packages in order: each may import those before it, and, within a package, modules of its own.
+ORDER = [
+    "_version",
+    "ops",
+    "state",
+    "memory",
+    "collectives",
+    "fusion",
+    "compressor",
+    "gather",
+    "registry",
+    "schedule",
+    "methods",
+    "spec",
+    "codec_ring",
+    "averaging",
+    "engines",
+    "handshake",
+    "checkpoint",
+    "monitor",
+    "horovod",
+    "ddp",
+    "__init__",
+    "cli",
+    "__main__",
 ]
-RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-
-# The one way up: Horovod calls the compressor it was given, which leads to its front end.
-ALLOWED = {("compressor", "horovod"), ("ops", "_C"), ("cli", "_C")}
 
 
-def top(name):
-    return name.partition(".")[0]
+def module_name(path):
+    return path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
 
 
-def imports(path):
-    """Modules of this package that a file imports, anywhere in it, as first components."""
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imports(name):
+    """Modules of this package that a module imports, anywhere in its file. The package itself is `__init__`."""
+    path = MODULES[name]
     package = ["gradzip", *path.relative_to(PACKAGE).parts[:-1]]
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            stems = [(alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             stem = ".".join([*base, *([node.module] if node.module else [])])
-            names = [stem] if stem != "gradzip" else [f"gradzip.{alias.name}" for alias in node.names]
+            stems = [(stem, alias.name) for alias in node.names]
         else:
             continue
-        yield from (top(n.removeprefix("gradzip.")) for n in names if n.startswith("gradzip."))
+        for stem, attribute in stems:
+            if stem != "gradzip" and not stem.startswith("gradzip."):
+                continue
+            stem = stem.removeprefix("gradzip").removeprefix(".")
+            # `from package import module` imports the module; `from module import name` only the module.
+            inner = f"{stem}.{attribute}".removeprefix(".")
+            if inner in MODULES:
+                found.add(inner)
+            elif inner != "_C":
+                found.add(stem or "__init__")
+    return found - {name}
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_point_one_way(path):
-    own = top(path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."))
-    for imported in imports(path):
-        if (own, imported) in ALLOWED or own == imported or imported not in RANK:
-            assert (own, imported) in ALLOWED or own == imported or own == "__init__", f"{own} imports {imported}"
-        else:
-            assert RANK[imported] <= RANK[own], f"{path.name} imports gradzip.{imported}, which is above it"
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_one_way(name):
+    own = name.partition(".")[0]
+    for imported in imports(name):
+        top = imported.partition(".")[0]
+        assert top == own or ORDER.index(top) < ORDER.index(own), f"gradzip.{name} imports gradzip.{imported}"
 
 
-def test_methods_know_no_engine_and_engines_no_method():
-    for folder, others in (("methods", {"engines", "horovod", "ddp"}), ("engines", {"methods", "horovod", "ddp"})):
-        for path in (PACKAGE / folder).glob("*.py"):
-            assert not others & set(imports(path)), path
+def test_no_module_imports_itself_by_way_of_others():
+    graphlib.TopologicalSorter({name: imports(name) for name in MODULES}).prepare()
+
+
+def test_every_module_has_its_place():
+    assert {name.partition(".")[0] for name in MODULES} == set(ORDER)
 
 
 def test_import_loads_no_framework_and_changes_nothing():

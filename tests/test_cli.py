@@ -9,6 +9,7 @@ import pytest
 
 import gradzip
 from gradzip import cli
+from gradzip.registry import registered
 
 
 def run(*arguments):
@@ -23,7 +24,7 @@ def test_info():
         assert text in done.stdout
     assert max(map(len, done.stdout.splitlines())) < 240
     methods = done.stdout.partition("\nmethods\n")[2].splitlines()
-    assert len(methods) == len(gradzip.methods.REGISTRY)
+    assert len(methods) == len(registered())
     assert all(line.endswith(".") for line in methods)  # no sentence is cut off
 
 
@@ -32,7 +33,7 @@ def test_json(capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["gradzip"]["version"] == gradzip.__version__
     assert report["extension"]["simd"] in report["extension"]["simd_levels"]
-    assert report["methods"].keys() == gradzip.methods.REGISTRY.keys()
+    assert report["methods"].keys() == registered().keys()
     assert {"gloo", "nccl", "mpi"} == report["torch"]["backends"].keys()
     assert report["cuda"].get("built") in (True, False)
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import gradzip
-from gradzip.collectives import Broadcast, Gather, Mean, adjacent, fused
+from gradzip.averaging import averaged
+from gradzip.collectives import Broadcast, Gather, Mean
 from gradzip.engines.local import drive
+from gradzip.fusion import adjacent, fused
 
 
 def mean(x):
@@ -48,9 +50,9 @@ def test_types_and_kinds_are_not_mixed():
     x = torch.randn(64, 64)
     members = [
         mean(torch.ones(3)),
-        codec.average(x.clone(), "a"),
+        averaged(codec, x.clone(), "a"),
         mean(torch.ones(5, dtype=torch.float64)),
-        codec.average(x.clone(), "b"),
+        averaged(codec, x.clone(), "b"),
     ]
     seen, results = kinds(fused(members))
     payload = gradzip.roundtrip(codec, x)[1]
@@ -86,7 +88,7 @@ def test_fused_equals_one_by_one(size):
     grads = {name: [torch.randn(shape) for _ in range(size)] for name, shape in shapes.items()}
     compressors = [gradzip.FFTRange(theta=0.6) for _ in range(size)]
     fused_results = drive(
-        [fused([c.average(grads[n][r].clone(), n, r) for n in shapes]) for r, c in enumerate(compressors)]
+        [fused([averaged(c, grads[n][r].clone(), n, r) for n in shapes]) for r, c in enumerate(compressors)]
     )
     group = gradzip.LocalGroup(gradzip.FFTRange(theta=0.6), size)
     for i, name in enumerate(shapes):
@@ -97,7 +99,7 @@ def test_fused_equals_one_by_one(size):
 
 def test_ranks_that_ask_for_different_things_are_told_so():
     with pytest.raises(RuntimeError, match="different collectives"):
-        drive([mean(torch.ones(3)), gradzip.FFTRange().average(torch.ones(64, 64), "a")])
+        drive([mean(torch.ones(3)), averaged(gradzip.FFTRange(), torch.ones(64, 64), "a")])
     with pytest.raises(RuntimeError, match="1 of 2 ranks are done"):
         drive([mean(torch.ones(3)), without_communication(torch.ones(3))])
 

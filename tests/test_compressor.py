@@ -7,20 +7,17 @@ import pytest
 import torch
 
 import gradzip
-from gradzip.compressor import Key
-from gradzip.methods import REGISTRY
+from contract import EXAMPLES
+from gradzip.registry import registered
+from gradzip.state import Key
 
-METHODS = sorted(REGISTRY)
-# Methods that are nothing without arguments, or would only average in as few steps as there are here.
-SPECS = {
-    "per-layer": "per-layer:^g=topk(theta=0.9),default=fft-range",
-    "gradiveq": "gradiveq:warmup_steps=0,sample_steps=2,compress_steps=1",
-}
+# Every method with its defaults, and with the arguments that it registers for tests. PerLayer has no defaults.
+SPECS = sorted({*EXAMPLES.values(), *EXAMPLES} - {"per-layer"})
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(params=SPECS)
 def compressor(request):
-    return gradzip.parse(SPECS.get(request.param, request.param))
+    return gradzip.parse(request.param)
 
 
 AWKWARD = {
@@ -189,14 +186,14 @@ def test_local_group_refuses_ill_assorted_gradients():
 
 
 def test_switches_and_seeds_are_no_texts():
-    for key in METHODS:
-        for f in dataclasses.fields(REGISTRY[key]):
+    for method in registered().values():
+        for f in dataclasses.fields(method):
             if isinstance(f.default, bool):
                 with pytest.raises(ValueError, match=f"got {f.name} = 'no', expected True or False"):
-                    REGISTRY[key](**{f.name: "no"})
+                    method(**{f.name: "no"})
             elif f.name == "seed":
                 with pytest.raises(ValueError, match="got seed = '1', expected an integer"):
-                    REGISTRY[key](seed="1")
+                    method(seed="1")
 
 
 def test_a_name_is_that_of_one_parameter():

@@ -6,7 +6,7 @@ import torch
 
 import gradzip
 from contract import AMP_SCALES, OVERFLOWS, SHAPES, SPECS, STEPS, TIMEOUT, assert_equal_states, each, expected, gradient
-from gradzip.compressor import GatherCompressor
+from gradzip.gather import GatherCompressor
 from launch import scenarios
 
 pytest.importorskip("horovod.torch")
@@ -26,7 +26,7 @@ def assert_same(spec, of_ranks, wanted):
         assert got.keys() == wanted.keys()
         for name, want in wanted.items():
             assert torch.equal(got[name], of_ranks[0][name]), name
-            part = gradzip.parse(spec).part(name, want.shape)
+            part = gradzip.parse(spec).method_for(name, want.shape)
             if isinstance(part, GatherCompressor) and not part.bypasses(want):
                 assert torch.equal(got[name], want), name
             elif isinstance(part, gradzip.Cast):  # one rounding to 11 bits more or less

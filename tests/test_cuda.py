@@ -17,7 +17,7 @@ import gradzip
 import gradzip.ops._native as native
 import simt_build
 from gradzip import ops
-from gradzip.compressor import Key
+from gradzip.state import Key
 
 SIZES = [0, 1, 31, 32, 33, 1000, 8193]
 
@@ -314,7 +314,7 @@ def test_fft_range_payloads(on_device, method):
         mine = method.clone()
         payload = on_device(mine.encode, grad, key)
         wanted = expected.encode(grad, key)
-        opened = ops.open_payload(payload, method=method.method, digest=method.digest, numel=grad.numel())
+        opened = ops.open_payload(payload, method=method.number, digest=method.digest, numel=grad.numel())
         assert opened.flags == 0 and payload.numel() == wanted.numel()
         if on_device.device.type == "cpu":
             assert same(payload, wanted) and int(mine.clamped) == expected.clamped

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 import gradzip
-from gradzip.collectives import fused
+from gradzip.averaging import averaged
 from gradzip.engines.local import drive
+from gradzip.fusion import fused
 from launch import HERE, scenarios, torchrun
 
 if not dist.is_available():
@@ -199,11 +200,11 @@ def test_rings_of_buckets(world, spec, one_thread):
         wanted.append({})
         for bucket in of_step:
             routines = [
-                fused([c.average(gradient(r, step, i, *CONVOLUTIONS[i]), f"layers.{i}", r, size) for i in bucket])
+                fused([averaged(c, gradient(r, step, i, *CONVOLUTIONS[i]), f"layers.{i}", r, size) for i in bucket])
                 for r, c in enumerate(compressors)
             ]
             wanted[-1] |= zip(bucket, drive(routines)[0])
-        parts = {i: compressors[0].part(f"layers.{i}", torch.Size(CONVOLUTIONS[i])) for i in (0, 1)}
+        parts = {i: compressors[0].method_for(f"layers.{i}", torch.Size(CONVOLUTIONS[i])) for i in (0, 1)}
         phases.append([part.phase(part.states[f"layers.{i}"]) for i, part in parts.items()])
     assert_equal(of_ranks, wanted, [i for i, shape in enumerate(CONVOLUTIONS) if len(shape) == 4])
     # Some sample while others compress, unless all do the same.
@@ -454,14 +455,14 @@ def test_what_is_no_compressor_is_refused():
 
 
 def test_capacity_follows_the_longest_part():
-    from gradzip.engines.torch import _next_capacity
+    from gradzip.engines.torch import next_capacity
 
-    assert _next_capacity(0, 1600) == 1600  # nothing is known of how lengths vary
-    assert _next_capacity(1600, 1600) == 1600
-    assert _next_capacity(1600, 1632) == 1664 and _next_capacity(1600, 16000) == 17008
+    assert next_capacity(0, 1600) == 1600  # nothing is known of how lengths vary
+    assert next_capacity(1600, 1600) == 1600
+    assert next_capacity(1600, 1632) == 1664 and next_capacity(1600, 16000) == 17008
     capacity = 16000
     for _ in range(40):
-        smaller = _next_capacity(capacity, 1600)
+        smaller = next_capacity(capacity, 1600)
         assert 1600 <= smaller <= capacity and smaller % 16 == 0
         capacity = smaller
     assert capacity < 1.1 * 1600

@@ -61,8 +61,8 @@ class Expected:
         units = {}
         compressor = gradzip.parse(self.spec)
         for name in bucket:
-            part = compressor.part(name, grads[name][0].shape)
-            flat = part.flat and not part.bypasses(grads[name][0])
+            part = compressor.method_for(name, grads[name][0].shape)
+            flat = part.per_bucket and not part.bypasses(grads[name][0])
             units.setdefault(id(part) if flat else name, []).append(name)
         return [tuple(names) for names in units.values()]
 

@@ -8,9 +8,12 @@ import torch
 
 import gradzip
 from gradzip import ops
-from gradzip.collectives import AllToAll, Gather, Mean, fused
-from gradzip.compressor import ROUND_NBYTES, GatherCompressor, split_shards
+from gradzip.averaging import averaged
+from gradzip.collectives import AllToAll, Gather, Mean
 from gradzip.engines.local import drive
+from gradzip.fusion import fused
+from gradzip.gather import ROUND_NBYTES, GatherCompressor
+from gradzip.state import split_shards
 
 SIZES = [1, 2, 3, 4]
 SHAPES = [(64, 64), (3, 2000), (1, 1031), (33, 37), (8, 16, 3, 3)]
@@ -20,7 +23,7 @@ SHAPES = [(64, 64), (3, 2000), (1, 1031), (33, 37), (8, 16, 3, 3)]
 class Lossless(GatherCompressor):
     """float32 as it is."""
 
-    method = 200
+    number = 200
     error_feedback: bool = False
 
     def encode(self, grad, key):
@@ -41,7 +44,7 @@ def gradients(size, shape, step=0):
 def collectives(compressor, size, shape, rank=0):
     """What one rank asks for, when all ranks have the same gradient."""
     compressor, seen, answer = compressor.clone(), [], None
-    routine = compressor.average(torch.ones(shape), "w", rank, size)
+    routine = averaged(compressor, torch.ones(shape), "w", rank, size)
     while True:
         try:
             collective = routine.send(answer)
@@ -52,7 +55,7 @@ def collectives(compressor, size, shape, rank=0):
             answer = [collective.parts[rank]] * size
         else:
             parts = split_shards(torch.ones(shape), size)
-            payloads = [compressor.encode(part, gradzip.compressor.Key(0, 0, "", 0)) for part in parts]
+            payloads = [compressor.encode(part, gradzip.state.Key(0, 0, "", 0)) for part in parts]
             answer = payloads if AllToAll in seen else [collective.tensor] * size
 
 
@@ -157,7 +160,7 @@ def test_fused_equals_one_by_one(size):
     grads = {name: gradients(size, shape) for name, shape in shapes.items()}
     compressors = [method.clone() for _ in range(size)]
     together = drive(
-        [fused([c.average(g[r].clone(), n, r, size) for n, g in grads.items()]) for r, c in enumerate(compressors)]
+        [fused([averaged(c, g[r].clone(), n, r, size) for n, g in grads.items()]) for r, c in enumerate(compressors)]
     )
     group = gradzip.LocalGroup(method, size)
     for i, name in enumerate(shapes):
@@ -167,7 +170,7 @@ def test_fused_equals_one_by_one(size):
 
 def test_fused_asks_once_per_round_and_kind():
     methods = [gradzip.TopK(exchange="scatter_reduce"), gradzip.TopK(exchange="scatter_reduce"), gradzip.TopK()]
-    routine = fused([m.average(torch.ones(64, 64), f"{i}", 0, 1 if i == 2 else 2) for i, m in enumerate(methods)])
+    routine = fused([averaged(m, torch.ones(64, 64), f"{i}", 0, 1 if i == 2 else 2) for i, m in enumerate(methods)])
     first, gather = next(routine)
     assert isinstance(gather, Gather) and len(ops.split_payloads(gather.tensor, 1)) == 1
     assert isinstance(first, AllToAll) and len(first.nbytes) == 2 and first.tensor.numel() == sum(first.nbytes)

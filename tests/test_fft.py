@@ -7,9 +7,10 @@ import torch
 
 import gradzip
 from gradzip import FFTRange, LocalGroup, StepSchedule, roundtrip, simulate
-from gradzip.compressor import Key
+from gradzip.averaging import averaged
 from gradzip.engines.local import drive
 from gradzip.methods.fft import transform_shape
+from gradzip.state import Key
 from reference import (
     FLT_MAX,
     U,
@@ -336,7 +337,7 @@ def test_dtype_shape_and_strides_are_kept(layout, dtype):
         grads.append(storage.as_strided(empty.shape, empty.stride(), empty.storage_offset()).copy_(value))
     before = [(g.shape, g.stride(), g.data_ptr()) for g in grads]
     codecs = [FFTRange(), FFTRange()]
-    averages = drive([codec.average(g, "w", rank) for rank, (codec, g) in enumerate(zip(codecs, grads))])
+    averages = drive([averaged(codec, g, "w", rank) for rank, (codec, g) in enumerate(zip(codecs, grads))])
     for average, was in zip(averages, before):
         assert (average.shape, average.stride(), average.data_ptr()) == was  # in place of the gradient
         assert average.dtype == dtype
@@ -569,4 +570,4 @@ def test_wrong_arguments(arguments):
                                   torch.ones(40, 40, dtype=torch.complex64)])  # fmt: skip
 def test_wrong_gradients(grad):
     with pytest.raises(ValueError, match="gradient of 'w': got .*, expected a dense float tensor"):
-        drive([FFTRange().average(grad, "w")])
+        drive([averaged(FFTRange(), grad, "w")])

@@ -16,14 +16,15 @@ import gradzip
 import sanitized
 from fuzz import Case, Corpus, Finding
 from gradzip import ops
-from gradzip.compressor import GatherCompressor, Key
-from gradzip.methods import REGISTRY
+from gradzip.gather import GatherCompressor
+from gradzip.registry import registered
+from gradzip.state import Key
 
 needs_sanitizers = pytest.mark.skipif(sanitized.why_not() is not None, reason=str(sanitized.why_not()))
 
 
 def test_every_decoder_is_fuzzed():
-    gathering = {method for method in REGISTRY.values() if issubclass(method, GatherCompressor)}
+    gathering = {method for method in registered().values() if issubclass(method, GatherCompressor)}
     assert {type(gradzip.parse(spec)) for spec in fuzz.SPECS} == gathering
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import gradzip
 from gradzip import QSGD, Cast, GradiVeQ, LocalGroup
-from gradzip.collectives import fused
+from gradzip.averaging import averaged
 from gradzip.engines.local import drive
+from gradzip.fusion import fused
 from gradzip.methods.gradiveq import (
     best_slice_size,
     compress,
@@ -524,7 +525,7 @@ def test_ranks_in_different_steps_are_told_so(ours, theirs):
     text = f"it is in {names[theirs]}, this rank in {names[ours]}: load the same checkpoint on every rank"
     assert "GradiVeQ, parameter 'w': from rank 2 of 3: " + text in str(error.value)
     # The others', too.
-    routines = [c.average(g, "w", r, 3) for r, (c, g) in enumerate(zip(group.compressors, gradients(0, 3)))]
+    routines = [averaged(c, g, "w", r, 3) for r, (c, g) in enumerate(zip(group.compressors, gradients(0, 3)))]
     answers = [next(routine).tensor for routine in routines]
     for routine in routines:
         with pytest.raises(gradzip.PayloadError, match="load the same checkpoint"):
@@ -666,7 +667,7 @@ def test_fused_with_others_in_other_phases(size, exchange):
             for n in names
         }
         routines = [
-            fused([c.average(grads[n][rank].clone(), n, rank, size) for n in names])
+            fused([averaged(c, grads[n][rank].clone(), n, rank, size) for n in names])
             for rank, c in enumerate(compressors)
         ]
         of_ranks = drive(routines)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import gradzip
-from gradzip.collectives import fused
+from gradzip.averaging import averaged
 from gradzip.engines.local import drive
+from gradzip.fusion import fused
 from launch import horovodrun, scenarios
 
 pytest.importorskip("horovod.torch")
@@ -207,9 +208,9 @@ def test_one_ring_for_all_gradients(world, spec, one_thread):
         routines = []
         for rank, compressor in enumerate(compressors):
             grads = [gradient(rank, *shape, index=10 * step + i) for i, shape in enumerate(CONVOLUTIONS)]
-            routines.append(fused([compressor.average(g, f"layer{i}", rank, size) for i, g in enumerate(grads)]))
+            routines.append(fused([averaged(compressor, g, f"layer{i}", rank, size) for i, g in enumerate(grads)]))
         wanted = drive(routines)[0]
-        parts = [compressors[0].part(f"layer{i}", torch.Size(CONVOLUTIONS[i])) for i in (0, 1, 3)]
+        parts = [compressors[0].method_for(f"layer{i}", torch.Size(CONVOLUTIONS[i])) for i in (0, 1, 3)]
         states = [part.states[f"layer{i}"] for part, i in zip(parts, (0, 1, 3))]
         phases.append([part.phase(state) for part, state in zip(parts, states)])
         of_ranks = [of_rank[spec][step] for of_rank in results["rings"]]

@@ -9,8 +9,9 @@ import torch
 
 import gradzip
 from gradzip import Cast, FFTRange, LocalGroup, NoCompression, PerLayer, TopK
-from gradzip.collectives import fused
+from gradzip.averaging import averaged
 from gradzip.engines.local import drive
+from gradzip.fusion import fused
 
 SHAPES = {"conv1.weight": (16, 8, 3, 3), "fc.weight": (40, 50), "fc.bias": (40,), "other": (64, 64)}
 
@@ -25,7 +26,7 @@ def grads(step, size):
 
 
 def part_of(compressor, name):
-    return compressor.part(name, torch.Size(SHAPES[name]))
+    return compressor.method_for(name, torch.Size(SHAPES[name]))
 
 
 def test_the_first_rule_that_fits_decides():
@@ -37,7 +38,7 @@ def test_the_first_rule_that_fits_decides():
     both = PerLayer([("weight", Cast()), ("conv", TopK())])
     assert isinstance(part_of(both, "conv1.weight"), Cast)
     assert part_of(both, "other") == NoCompression()
-    assert isinstance(PerLayer([(re.compile("CONV", re.I), TopK())]).part("conv1", torch.Size([3])), TopK)
+    assert isinstance(PerLayer([(re.compile("CONV", re.I), TopK())]).method_for("conv1", torch.Size([3])), TopK)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -59,7 +60,7 @@ def test_fused_with_the_others():
     of_ranks = grads(0, 2)
     compressors = [mixed().clone() for _ in range(2)]
     together = drive(
-        [fused([c.average(g[r].clone(), n, r, 2) for n, g in of_ranks.items()]) for r, c in enumerate(compressors)]
+        [fused([averaged(c, g[r].clone(), n, r, 2) for n, g in of_ranks.items()]) for r, c in enumerate(compressors)]
     )
     group = LocalGroup(mixed(), 2)
     for i, (name, g) in enumerate(of_ranks.items()):
@@ -78,7 +79,7 @@ def test_state_survives_a_file():
     resumed.compressors[0].load_state_dict(torch.load(file, weights_only=True))
     for name, of_ranks in grads(3, 1).items():
         assert torch.equal(resumed.average(of_ranks, name)[0], through.average(of_ranks, name)[0])
-    with pytest.raises(ValueError, match="got the states of 3 compressors, expected 2: one for each rule"):
+    with pytest.raises(ValueError, match="got the states of 3 compressors, expected 2: one for each of its parts"):
         PerLayer([("fc", TopK())]).load_state_dict(mixed().state_dict())
     with pytest.raises(ValueError, match="got the state of 'FFTRange', expected that of 'TopK'"):
         PerLayer([("fc", TopK()), ("a", TopK())], FFTRange()).load_state_dict(
@@ -100,7 +101,7 @@ def test_a_pickle_goes_on_where_it_was_made():
     assert all(part.traffic is copied.traffic for part in copied.parts)
     for name, (grad,) in grads(2, 1).items():
         (expected,) = group.average([grad], name)
-        assert torch.equal(drive([copied.average(grad.clone(), name)])[0], expected)
+        assert torch.equal(drive([averaged(copied, grad.clone(), name)])[0], expected)
 
 
 def test_clones_share_nothing_and_the_digest_covers_rules_and_parts():

@@ -6,7 +6,7 @@ import torch
 
 import gradzip
 from gradzip import ops
-from gradzip.compressor import Key
+from gradzip.state import Key
 from reference import resnet20_gradients
 from unbiased import SHAPE, assert_unbiased, gradients
 

@@ -11,10 +11,11 @@ import torch
 
 import gradzip
 from gradzip import ops
-from gradzip.collectives import RingSum, fused, ring_segments, sent_nbytes
-from gradzip.compressor import Key
+from gradzip.codec_ring import codec_ring
+from gradzip.collectives import RingSum, ring_segments, sent_nbytes
 from gradzip.engines.local import drive
-from gradzip.engines.ring import codec_ring
+from gradzip.fusion import fused
+from gradzip.state import Key
 from launch import HERE, needs_network, processes, scenarios
 from ring_worker import CUTS, LENGTH, QSGD, Projection, basis, cut, linear, plain, quantized, vector
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gradzip
-from gradzip.compressor import Key
+from gradzip.state import Key
 from reference import resnet20_gradients
 
 N = 64 * 64
@@ -94,8 +94,8 @@ def test_feedback_is_of_what_this_rank_sent():
 
     @dataclass
     class Recorded(gradzip.SignSGD):
-        def sent(self, state):
-            sent = super().sent(state)
+        def transmitted(self, state):
+            sent = super().transmitted(state)
             self.total = getattr(self, "total", 0) + sent.double().view(64, 64)
             return sent
 

@@ -9,7 +9,7 @@ import torch
 
 import gradzip
 from gradzip import DGC, LocalGroup, RandomK, TopK, roundtrip, simulate
-from gradzip.compressor import Key
+from gradzip.state import Key
 from reference import U, by_magnitude, resnet20_gradients
 
 KEY = Key(0, 0, "w", 0)

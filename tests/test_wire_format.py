@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import gradzip
-from gradzip.compressor import GatherCompressor, Key
-from gradzip.methods import REGISTRY
+from gradzip.gather import GatherCompressor
+from gradzip.registry import registered
+from gradzip.state import Key
 
 GOLDEN = Path(__file__).parent / "golden"
-CODECS = {name: name for name, method in sorted(REGISTRY.items()) if issubclass(method, GatherCompressor)}
+CODECS = {name: name for name, method in sorted(registered().items()) if issubclass(method, GatherCompressor)}
 CODECS |= {
     "atomo": "atomo:atoms=entry,budget=100",
     "atomo-svd": "atomo",
@@ -58,7 +59,7 @@ def test_new_payloads_are_the_old_ones(name):
 
 def test_no_two_methods_share_a_number():
     """By it a payload of another method is told."""
-    numbers = [method.method for method in REGISTRY.values() if hasattr(method, "method")]
+    numbers = [method.number for method in registered().values() if hasattr(method, "number")]
     assert len(numbers) > 1
     assert len(set(numbers)) == len(numbers), sorted(numbers)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from gradzip.compressor import Key
+from gradzip.state import Key
 
 SHAPE = (40, 50)
 

@@ -1,18 +1,19 @@
-"""n workers in this process, without a network: tests, convergence studies, reference results."""
+"""n workers in one process, without a network: for tests, convergence studies and reference results."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
-from ..collectives import AllToAll, Broadcast, Collective, Gather, Joint, RingSum, Routine, sent_nbytes
+from ..averaging import averaged
+from ..collectives import AllToAll, Broadcast, Collective, Done, Gather, RingSum, Routine, Traffic, advance, sent_nbytes
 from ..compressor import Compressor
+from ..fusion import FusedRoutine
 
 
 def run(collectives: Sequence[Collective]) -> list:
-    """Carries out one collective of every rank, in rank order; returns the ranks' answers."""
+    """Run one collective of every rank, in rank order; return the ranks' results."""
     kinds = {type(c) for c in collectives}
     if len(kinds) != 1:
         raise RuntimeError(f"ranks ask for different collectives: {sorted(k.__name__ for k in kinds)}")
@@ -36,7 +37,7 @@ def run(collectives: Sequence[Collective]) -> list:
 
 
 def _ring_sum(rings: Sequence[RingSum]) -> list[None]:
-    """Each segment starts at another rank and is added up around the ring: the bits of `engines.ring`."""
+    """Start each segment at another rank, and add it up around the ring: the same bits as `engines.ring`."""
     size = len(rings)
     if len({ring.numels for ring in rings}) != 1:
         raise RuntimeError(f"a ring of {size} ranks: got segments of {[r.numels for r in rings]}, expected equal ones")
@@ -49,29 +50,29 @@ def _ring_sum(rings: Sequence[RingSum]) -> list[None]:
     return [None] * size
 
 
-def drive(routines: Sequence[Routine | Joint]) -> list:
-    """Runs one routine (or several, fused) per rank to its end, in lock-step; returns the ranks' results."""
-    answers: list = [None] * len(routines)
+def drive(routines: Sequence[Routine | FusedRoutine], traffics: Sequence[Traffic] | None = None) -> list:
+    """Run one routine (or fused routine) per rank to its end, in lock-step; return the ranks' results.
+
+    traffics: count the bytes that the ranks send.
+    """
+    results: list = [None] * len(routines)
     while True:
-        collectives: list[Any] = []
-        results: list[Any] = []
-        for routine, answer in zip(routines, answers):
-            try:
-                collectives.append(routine.send(answer))
-            except StopIteration as done:
-                results.append(done.value)
-        if not collectives:
-            return results
-        if results:
-            raise RuntimeError(f"{len(results)} of {len(routines)} ranks are done while others wait for a collective")
+        collectives = [advance(routine, result) for routine, result in zip(routines, results)]
+        done = [c.result for c in collectives if isinstance(c, Done)]
+        if len(done) == len(routines):
+            return done
+        if done:
+            raise RuntimeError(f"{len(done)} of {len(routines)} ranks are done while others wait for a collective")
+        for traffic, collective in zip(traffics or (), collectives):
+            traffic.bytes_sent += sent_nbytes(collective)
         if isinstance(collectives[0], list):
-            answers = [list(of_rank) for of_rank in zip(*[run(of_ranks) for of_ranks in zip(*collectives)])]
+            results = [list(of_rank) for of_rank in zip(*[run(of_ranks) for of_ranks in zip(*collectives)])]
         else:
-            answers = run(collectives)
+            results = run(collectives)
 
 
 class LocalGroup:
-    """A group of `size` workers in this process, each with its own clone of the compressor and its state.
+    """A group of `size` workers in one process, each with its own clone of the compressor and its state.
 
     >>> import gradzip, torch
     >>> group = gradzip.LocalGroup(gradzip.NoCompression(), size=2)
@@ -90,11 +91,17 @@ class LocalGroup:
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes per rank so far (of the rank that sent most)."""
+        """Payload bytes per rank so far, of the rank that sent most."""
         return max(c.traffic.bytes_sent for c in self.compressors)
 
     def average(self, grads: Sequence[Tensor], name: str) -> list[Tensor]:
-        """Each rank's average of the ranks' gradients in one step of the parameter `name`; `grads` stay as they are."""
+        """Average the ranks' gradients in one step of the parameter `name`.
+
+        Args:
+            grads: one gradient per rank, of equal shapes and dtypes. They are not changed.
+
+        Returns each rank's average: identical tensors.
+        """
         if len(grads) != len(self.compressors):
             raise ValueError(f"LocalGroup.average: got {len(grads)} gradients, expected {len(self.compressors)}")
         if others := [type(g).__name__ for g in grads if not isinstance(g, Tensor)]:
@@ -102,31 +109,22 @@ class LocalGroup:
         if len({(g.shape, g.dtype) for g in grads}) != 1:
             kinds = [f"{g.dtype} {tuple(g.shape)}" for g in grads]
             raise ValueError(f"LocalGroup.average: got gradients {', '.join(kinds)}, expected equal types and shapes")
-        return drive(
-            [
-                _counted(compressor.average(grad.detach().clone(), name, rank, len(grads)), compressor)
-                for rank, (compressor, grad) in enumerate(zip(self.compressors, grads))
-            ]
-        )
-
-
-def _counted(routine: Routine, compressor: Compressor) -> Routine:
-    answer = None
-    while True:
-        try:
-            collective = routine.send(answer)
-        except StopIteration as done:
-            return done.value
-        compressor.traffic.bytes_sent += sent_nbytes(collective)
-        answer = yield collective
+        routines = [
+            averaged(compressor, grad.detach().clone(), name, rank, len(grads))
+            for rank, (compressor, grad) in enumerate(zip(self.compressors, grads))
+        ]
+        return drive(routines, [compressor.traffic for compressor in self.compressors])
 
 
 def simulate(compressor: Compressor, grads: Sequence[Tensor], name: str = "gradient") -> list[Tensor]:
-    """One step of a fresh LocalGroup."""
+    """One step of a fresh `LocalGroup`."""
     return LocalGroup(compressor, len(grads)).average(grads, name)
 
 
 def roundtrip(compressor: Compressor, grad: Tensor, name: str = "gradient") -> tuple[Tensor, int]:
-    """(what peers would see of this gradient, bytes sent): one step of one fresh rank."""
+    """Compress and decompress a gradient: one step of one fresh rank.
+
+    Returns (what peers would see of the gradient, bytes sent).
+    """
     group = LocalGroup(compressor, 1)
     return group.average([grad], name)[0], group.bytes_sent

@@ -1,10 +1,9 @@
-"""Collectives over a torch process group."""
+"""Collectives on a torch process group."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,99 +11,93 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, Traffic
+from .base import Engine, Pending
 from .ring import Ring
 
-_PREFIX = 16  # bytes before a part: its length, and the longest that its sender sends to anyone (int64)
+_PREFIX = 16  # bytes before a part: its length, and the length of its sender's longest part (int64)
 
 
-# As torch 2.13 calls it, where it warns of the old name.
+# The name in torch 2.13, which warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Pending(Protocol):
-    """A collective on its way."""
+class TorchEngine(Engine):
+    """Runs collectives over a process group. Bytes sent include padding.
 
-    def extend(self) -> bool:
-        """Waits for what was started. Where that was not all, starts the rest, and says so: on all ranks alike."""
+    A process group matches operations by their order: all ranks must call `launch` and `send_overflow` in the same
+    order.
 
-    def answer(self) -> Any:
-        """What the routine is to be sent; `extend` was called before."""
+    Payload lengths differ between ranks and steps, but torch needs equal lengths. Exchanging lengths before every
+    gather would cost a round. Instead every part has the capacity that was sufficient in the last step, starts with
+    its length, and sends what did not fit in a second operation. All ranks see the lengths of the longest parts, so
+    all compute the same capacity.
 
-
-class TorchEngine:
-    """Runs collectives over a process group, and counts the bytes this rank sends, padding included.
-
-    Operations of a process group are matched by their order: all ranks must call `launch` and `extend` in the same one.
-
-    Payloads differ in length from rank to rank and from step to step, and torch wants equal ones. A size exchange
-    before every gather would cost a round. So every part is given the room that is known to have been enough the last
-    time (capacity), begins with its length, and what did not fit follows in a second operation. All ranks see the
-    lengths of the longest parts, so all have the same idea of the capacity.
+    device: of the tensors that `allgather_bytes` makes, one that the group's backend supports.
     """
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, device: torch.device) -> None:
         self.group = group
         self.traffic = traffic
+        self.device = device
         self.rank = group.rank()
         self.size = group.size()
-        self._capacities: dict[Hashable, int] = {}
+        self.capacities: dict[str, int] = {}  # by slot
 
     @cached_property
     def ring(self) -> Ring:
-        """For sums around a ring: on a group of its own, where nothing else comes between."""
+        """The ring for RingSums, on a process group of its own, where no other operation can come between."""
         ranks = dist.get_process_group_ranks(self.group)
         return Ring(dist.new_group(ranks, use_local_synchronization=True), traffic=self.traffic)
 
-    def launch(self, collective: Collective, slot: Hashable) -> Pending:
-        """Starts a collective. slot: names what is alike in length from step to step; the same on all ranks."""
+    def launch(self, collective: Collective, slot: str) -> Pending:
         if isinstance(collective, RingSum):
-            return _Rotation(self, collective)
+            return _PendingRing(self, collective)
         if self.size == 1:
-            return _Alone(self, collective)
+            return _PendingSingle(self, collective)
         if isinstance(collective, (Gather, AllToAll)):
-            return _Exchange(self, collective, slot)
-        return _Reduction(self, collective)
+            return _PendingExchange(self, collective, slot)
+        return _PendingReduction(self, collective)
 
-    def share(self, line: bytes, device: torch.device) -> list[bytes]:
-        """Every rank's line of text, in rank order. Waits for all ranks."""
-        pending = self.launch(Gather(torch.frombuffer(bytearray(line), dtype=torch.uint8).to(device)), "line")
-        pending.extend()
-        return [bytes(received.tolist()) for received in pending.answer()]
+    def allgather_bytes(self, data: bytes, slot: str) -> list[bytes]:
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        return [bytes(received.tolist()) for received in self.run(Gather(tensor), slot)]
 
 
-class _Rotation:
-    """A sum around the ring, which runs while it is waited for: all its work is done by whoever waits."""
+class _PendingRing:
+    """A RingSum. It runs in `send_overflow`: the waiting thread does all the work."""
 
     def __init__(self, engine: TorchEngine, ring: RingSum) -> None:
         self._engine = engine
         self._ring = ring
 
-    def extend(self) -> bool:
+    def send_overflow(self) -> bool:
         self._engine.ring.run(self._ring)
         return False
 
-    def answer(self) -> None:
+    def result(self) -> None:
         return None
 
 
-class _Alone:
-    """Any other collective of a group of one."""
+class _PendingSingle:
+    """Any other collective in a group of one rank."""
 
     def __init__(self, engine: TorchEngine, collective: Mean | Gather | AllToAll | Broadcast) -> None:
         self._collective = collective
         engine.traffic.bytes_sent += nbytes_of(collective.tensor)
 
-    def extend(self) -> bool:
+    def send_overflow(self) -> bool:
         return False
 
-    def answer(self) -> Any:
+    def result(self) -> Any:
         tensor = self._collective.tensor
         return [tensor] if isinstance(self._collective, (Gather, AllToAll)) else tensor
 
 
-class _Reduction:
-    """Mean, as a sum that is divided (gloo has no average; ranks end with the same bits), and Broadcast. A mean may be
-    one of sparse tensors."""
+class _PendingReduction:
+    """Mean, as a sum and a division (gloo has no average; all ranks get the same bits), and Broadcast.
+
+    The tensor of a Mean may be sparse.
+    """
 
     def __init__(self, engine: TorchEngine, collective: Mean | Broadcast) -> None:
         tensor = collective.tensor
@@ -117,31 +110,31 @@ class _Reduction:
             root = dist.get_global_rank(engine.group, 0)
             self._work = dist.broadcast(self._tensor, root, group=engine.group, async_op=True)
 
-    def extend(self) -> bool:
+    def send_overflow(self) -> bool:
         self._work.wait()
         return False
 
-    def answer(self) -> Tensor:
+    def result(self) -> Tensor:
         return self._tensor.div_(self._divisor) if self._divisor else self._tensor
 
 
-class _Exchange:
-    """Gather, where all ranks get the one part that this rank has, and AllToAll, where each gets one of its own."""
+class _PendingExchange:
+    """Gather, where a rank sends one part to all ranks, and AllToAll, where it sends each rank a part of its own."""
 
-    def __init__(self, engine: TorchEngine, collective: Gather | AllToAll, slot: Hashable) -> None:
+    def __init__(self, engine: TorchEngine, collective: Gather | AllToAll, slot: str) -> None:
         self._engine = engine
         self._slot = slot
         self._parts = collective.parts if isinstance(collective, AllToAll) else [collective.tensor]
         self._exchange = dist.all_to_all_single if isinstance(collective, AllToAll) else _all_gather
-        self._capacity = engine._capacities.get(slot, 0)
+        self._capacity = engine.capacities.get(slot, 0)
         longest = max(part.numel() for part in self._parts)
         prefixes = torch.tensor([[part.numel(), longest] for part in self._parts], device="cpu").view(torch.uint8)
-        heads = self._message(_PREFIX + self._capacity)
-        heads[:, :_PREFIX].copy_(prefixes, non_blocking=True)
-        for row, part in zip(heads[:, _PREFIX:], self._parts):
+        first = self._message(_PREFIX + self._capacity)
+        first[:, :_PREFIX].copy_(prefixes, non_blocking=True)
+        for row, part in zip(first[:, _PREFIX:], self._parts):
             _fill(row, part[: self._capacity])
-        self._heads, self._work = self._start(heads)
-        self._rest: Tensor | None = None
+        self._received, self._work = self._start(first)
+        self._overflow: Tensor | None = None
 
     def _message(self, nbytes: int) -> Tensor:
         return torch.empty((len(self._parts), nbytes), dtype=torch.uint8, device=self._parts[0].device)
@@ -152,10 +145,10 @@ class _Exchange:
         engine.traffic.bytes_sent += message.numel()
         return received, self._exchange(received.view(-1), message.view(-1), group=engine.group, async_op=True)
 
-    def extend(self) -> bool:
+    def send_overflow(self) -> bool:
         engine, capacity = self._engine, self._capacity
         self._work.wait()
-        prefixes = self._heads[:, :_PREFIX].contiguous().cpu().view(torch.int64).tolist()
+        prefixes = self._received[:, :_PREFIX].contiguous().cpu().view(torch.int64).tolist()
         for rank, (nbytes, longest) in enumerate(prefixes):
             if not 0 <= nbytes <= longest:
                 raise ops.PayloadError(
@@ -163,25 +156,25 @@ class _Exchange:
                 )
         self._nbytes = [nbytes for nbytes, _ in prefixes]
         needed = max(longest for _, longest in prefixes)
-        engine._capacities[self._slot] = _next_capacity(capacity, needed)
+        engine.capacities[self._slot] = next_capacity(capacity, needed)
         if needed <= capacity:
             return False
         message = self._message(needed - capacity)
         for row, part in zip(message, self._parts):
             _fill(row, part[capacity:])
-        self._rest, self._work = self._start(message)
+        self._overflow, self._work = self._start(message)
         return True
 
-    def answer(self) -> list[Tensor]:
-        received = list(self._heads[:, _PREFIX:])
-        if self._rest is not None:
+    def result(self) -> list[Tensor]:
+        received = list(self._received[:, _PREFIX:])
+        if self._overflow is not None:
             self._work.wait()
-            received = [torch.cat(halves) for halves in zip(received, self._rest)]
+            received = [torch.cat(halves) for halves in zip(received, self._overflow)]
         return [part[:nbytes] for part, nbytes in zip(received, self._nbytes)]
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    """Bytes of a tensor, which may be a sparse one."""
+    """Bytes of a dense or sparse tensor."""
     parts = [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
     return sum(part.nbytes for part in parts)
 
@@ -191,10 +184,10 @@ def _fill(row: Tensor, content: Tensor) -> None:
     row[content.numel() :].zero_()
 
 
-def _next_capacity(capacity: int, needed: int) -> int:
-    """The room for the next step's parts: what was enough, and where lengths vary, a little more for a while."""
+def next_capacity(capacity: int, needed: int) -> int:
+    """Capacity for the next step: what was needed, and, if lengths vary, a margin that decays."""
     if needed > capacity:
-        spare = min(needed - capacity, needed // 16) if capacity else 0
+        margin = min(needed - capacity, needed // 16) if capacity else 0
     else:
-        spare = (capacity - needed) * 7 // 8
-    return -(-(needed + spare) // ops.PAYLOAD_ALIGN) * ops.PAYLOAD_ALIGN
+        margin = (capacity - needed) * 7 // 8
+    return -(-(needed + margin) // ops.PAYLOAD_ALIGN) * ops.PAYLOAD_ALIGN

@@ -7,13 +7,14 @@ import functools
 import math
 import struct
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..compressor import GatherCompressor, Key
+from ..gather import GatherCompressor
+from ..registry import register
+from ..state import Key
 from .fft import inverse_transform, one_thread, parts, transform_shape
 
 _MATRICES = struct.Struct("<QQ")  # rows, atoms
@@ -22,6 +23,7 @@ _BLOCK = 4096  # longest transform
 _SHARED = 1 << 18  # elements from which a matrix is worth several threads
 
 
+@register("atomo", number=20)
 @dataclass
 class ATOMO(GatherCompressor):
     """Keeps atom i of g = sum_i lambda_i a_i with probability p_i, as lambda_i / p_i.
@@ -51,8 +53,6 @@ class ATOMO(GatherCompressor):
     lambda_i / p_i is of one magnitude for all. 48 + 4 certain + drawn / 8 bytes and two streams of indices
     (ops.encode_indices). All padded to 16.
     """
-
-    method: ClassVar[int] = 20
 
     atoms: str = "svd"
     budget: float | str = 3
@@ -101,7 +101,7 @@ class ATOMO(GatherCompressor):
         if self.atoms != "fourier":
             return super().accumulator(numel, device)
         rows, length = transform_shape(numel, _BLOCK)
-        return self._workspace.empty("sum", (rows * 2 * (length // 2 + 1),), torch.float32, device).zero_()
+        return self.workspace.empty("sum", (rows * 2 * (length // 2 + 1),), torch.float32, device).zero_()
 
     def finish(self, out: Tensor, numel: int) -> Tensor:
         return out if self.atoms != "fourier" else self._inverse(out, numel)
@@ -189,7 +189,7 @@ class ATOMO(GatherCompressor):
     def _transform(self, grad: Tensor) -> Tensor:
         """Coefficients of the cosines and sines: flat, of rows * bins * 2."""
         rows, length = transform_shape(grad.numel(), _BLOCK)
-        scratch = functools.partial(self._workspace.empty, device=grad.device)
+        scratch = functools.partial(self.workspace.empty, device=grad.device)
         signal = scratch("signal", (rows * length,), torch.float32)
         signal[: grad.numel()] = grad.view(-1)
         signal[grad.numel() :] = 0
@@ -204,7 +204,7 @@ class ATOMO(GatherCompressor):
         rows, length = transform_shape(numel, _BLOCK)
         spectrum = torch.view_as_complex(coefficients.view(rows, length // 2 + 1, 2))
         spectrum[:, 1 : (length + 1) // 2] *= math.sqrt(0.5)
-        signal = self._workspace.empty("signal", (rows, length), torch.float32, coefficients.device)
+        signal = self.workspace.empty("signal", (rows, length), torch.float32, coefficients.device)
         inverse_transform(spectrum, signal)
         return signal.view(-1)[:numel]
 

@@ -8,16 +8,20 @@ import torch
 from torch import Tensor
 
 from ..collectives import Mean, Routine
-from ..compressor import Compressor, State
+from ..compressor import Compressor
+from ..registry import register
+from ..state import State
 
 
+@register("fp16")
 @dataclass
 class Cast(Compressor):
     """Casts gradients to a 16-bit type and averages those.
 
-    dtype: torch.float16 (magnitudes above 65504, or sums above it on the way, become infinite, and the step is one that
-    GradScaler skips) or torch.bfloat16 (float32's range, 8 bits of precision; Horovod cannot average it, so there it
-    travels as float32 and saves nothing). A name such as "float16" will do.
+    Args:
+        dtype: torch.float16 or torch.bfloat16, or the name of one, such as "float16". In float16, magnitudes and
+            partial sums above 65504 overflow, and GradScaler skips the step. bfloat16 has float32's range and 8 bits
+            of precision; Horovod cannot average it, so it is sent as float32 there, which saves nothing.
     """
 
     dtype: torch.dtype = torch.float16

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import Routine
-from ..compressor import Key, State
+from ..registry import register
 from ..schedule import Theta, check_theta, theta_at
+from ..state import Key, State
 from .topk import SparseCodec, num_kept
 
 _WARM_UP = (0.75, 0.9375, 0.984375, 0.99609375)  # what is kept: 1/4, 1/16, 1/64, 1/256
 
 
+@register("dgc", number=3, example="theta=0.9")
 @dataclass
 class DGC(SparseCodec):
     """Top-k of what each rank accumulates with momentum (Algorithm 1 and section 3).
@@ -39,10 +41,9 @@ class DGC(SparseCodec):
     Payload: as TopK's, 48 + 4 k + I bytes, padded to 16; I near 1.4 bytes per index at theta = 0.999. Deterministic.
     """
 
-    method: ClassVar[int] = 3
     error_feedback = True
-    in_gradient_units = (*SparseCodec.in_gradient_units, "velocity", "average_velocity")
-    of_this_rank = (*SparseCodec.of_this_rank, "velocity")
+    loss_scaled: ClassVar = {**SparseCodec.loss_scaled, "velocity": 1, "average_velocity": 1}
+    rank_local = (*SparseCodec.rank_local, "velocity")
 
     theta: Theta = 0.999
     momentum: float = 0.9
@@ -59,36 +60,29 @@ class DGC(SparseCodec):
             raise ValueError(f"DGC: got clip_norm = {clip!r}, expected None or a number > 0")
         if not (isinstance(self.warmup_steps, int) and self.warmup_steps >= 0):
             raise ValueError(f"DGC: got warmup_steps = {self.warmup_steps!r}, expected an integer >= 0")
+        self.changes_uncompressed = self.momentum > 0
 
     def theta_at(self, step: int) -> float:
         """What is dropped in a step, warm-up considered."""
         theta = theta_at(self.theta, step)
         return min(theta, _WARM_UP[4 * step // self.warmup_steps]) if step < self.warmup_steps else theta
 
-    def average(self, grad: Tensor, name: str, rank: int = 0, size: int = 1) -> Routine:
-        grad = yield from super().average(grad, name, rank, size)
-        if self.momentum and self.bypasses(grad):
-            state = self.states.setdefault(name, State(name))
-            if state.loaded:
-                self.adopt(state, grad, rank, size)
-            self.place(state, rank, size)
-            self.rescale(state)
-            if (velocity := getattr(state, "average_velocity", None)) is not None:
-                grad.add_(velocity, alpha=self.momentum)
-            # The velocity may overflow where the average does not, and would stay so.
-            if grad.isfinite().all():
-                self.remember(state, vars(state))
-                state.average_velocity = grad.clone()
-        return grad
+    def apply_uncompressed(self, average: Tensor, state: State) -> None:
+        """Momentum for a gradient that goes uncompressed: on its average, which gives the same."""
+        if (velocity := getattr(state, "average_velocity", None)) is not None:
+            average.add_(velocity, alpha=self.momentum)
+        # The velocity may overflow although the average did not, and would not recover.
+        if average.isfinite().all():
+            state.average_velocity = average.clone()
 
-    def shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys(("residual", "velocity", "average_velocity"), tuple(grad.shape))
 
-    def correct(self, grad: Tensor, state: State) -> Tensor:
+    def add_residual(self, grad: Tensor, state: State) -> Tensor:
         """The velocity u: the residual v is only added to what is encoded."""
         if self.clip_norm is not None:
             norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
-            grad.mul_((self.clip_norm * self.loss_scale / math.sqrt(state.size) / norm).clamp(max=1.0))
+            grad.mul_((self.clip_norm * self.memory.loss_scale / math.sqrt(state.size) / norm).clamp(max=1.0))
         if (velocity := getattr(state, "velocity", None)) is not None:
             grad.add_(velocity, alpha=self.momentum)
         return grad
@@ -97,14 +91,14 @@ class DGC(SparseCodec):
         if state.residual is None:
             return (yield from super().reduce(velocity, state))
         # Memory of all parameters together, encoded before the first collective.
-        total = self._workspace.empty("total", tuple(velocity.shape), torch.float32, velocity.device)
+        total = self.workspace.empty("total", tuple(velocity.shape), torch.float32, velocity.device)
         return (yield from super().reduce(torch.add(velocity, state.residual, out=total), state))
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         k = num_kept(self.theta_at(key.step), grad.numel())
         return self.pack(*ops.topk_abs(grad.reshape(-1), k), grad.numel())
 
-    def keep(self, velocity: Tensor, state: State) -> None:
+    def store_residual(self, velocity: Tensor, state: State) -> None:
         if state.residual is None:
             state.residual = velocity.clone()
         else:
@@ -113,9 +107,9 @@ class DGC(SparseCodec):
             kept = getattr(state, "velocity", None)
             state.velocity = velocity.clone() if kept is None else kept.copy_(velocity)
 
-    def subtract_sent(self, state: State) -> None:
+    def subtract_transmitted(self, state: State) -> None:
         assert state.residual is not None
-        parts = self.sent_parts(state)
+        parts = self.transmitted_parts(state)
         begin = 0
         for payload, residual in parts:
             end = begin + residual.numel()

@@ -11,19 +11,21 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..compressor import GatherCompressor, Key
+from ..gather import GatherCompressor
+from ..registry import register
 from ..schedule import Theta, check_theta, theta_at
+from ..state import Key
 
 _COUNT = struct.Struct("<Q")  # k, before the range float in the header's fields
 _PART = 1 << 20  # elements
 
 
+@register("fft-range", number=1, example="theta=0.5,error_feedback=True")
 @dataclass
 class FFTRange(GatherCompressor):
     """Keeps the largest frequencies of the gradient, as N-bit floats fitted to their range (HPDC'20, Figure 3).
@@ -43,8 +45,7 @@ class FFTRange(GatherCompressor):
     Deterministic; bits of the transform itself depend on the FFT library, as all ranks share.
     """
 
-    method: ClassVar[int] = 1
-    flat = True
+    per_bucket = True
 
     theta: Theta = 0.85
     bits: int = 10
@@ -72,7 +73,7 @@ class FFTRange(GatherCompressor):
         bins = length // 2 + 1
         total = rows * bins
         k = max(1, round((1.0 - theta_at(self.theta, key.step)) * total))
-        scratch = functools.partial(self._workspace.empty, device=grad.device)
+        scratch = functools.partial(self.workspace.empty, device=grad.device)
 
         signal = grad.reshape(-1)
         if rows * length != numel:
@@ -117,11 +118,11 @@ class FFTRange(GatherCompressor):
 
     def accumulator(self, numel: int, device: torch.device) -> Tensor:
         rows, length = transform_shape(numel, self.block)
-        return self._workspace.empty("sum", (rows, length // 2 + 1), torch.complex64, device).zero_()
+        return self.workspace.empty("sum", (rows, length // 2 + 1), torch.complex64, device).zero_()
 
     def finish(self, out: Tensor, numel: int) -> Tensor:
         rows, length = transform_shape(numel, self.block)
-        signal = self._workspace.empty("signal", (rows, length), torch.float32, out.device)
+        signal = self.workspace.empty("signal", (rows, length), torch.float32, out.device)
         inverse_transform(out, signal)
         return signal.view(-1)[:numel]
 

@@ -17,16 +17,21 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import Broadcast, Gather, Mean, RingSum, Routine, ring_segments
-from ..compressor import Compressor, State, blaming
+from ..compressor import Compressor
+from ..gather import attribute_payload_errors
+from ..registry import register
+from ..state import State
 from .fft import one_thread
 
 _POSITION = struct.Struct("<QIB3x")  # step, how far its phase has come, the phase
 _PHASES = ("warm-up", "sampling", "compressing")
 _SLICE = 768  # of a 3x3 convolution of 16 by 16 channels, in the paper
 _LOOK_EVERY, _LOOK_MOST = 25, 200  # samples, for "auto"
-_STATEFUL = ("average", "correct", "largest", "settle")  # what a method overrides that is more than its `reduce`
+# Hooks besides `reduce`. A method that overrides one of them cannot serve as `sampling`.
+_HOOKS = ("method_for", "add_residual", "max_abs_bound", "apply_average")
 
 
+@register("gradiveq", number=32, example="warmup_steps=0,sample_steps=2,compress_steps=2")
 @dataclass
 class GradiVeQ(Compressor):
     """Averages the coordinates of gradient slices in the basis of their principal components.
@@ -74,9 +79,9 @@ class GradiVeQ(Compressor):
     and the same average, to the bit.
     """
 
-    method: ClassVar[int] = 32
-    in_gradient_units = ("samples", "mean", "offset")
-    of_this_rank = ("energy", "lost")
+    number: ClassVar[int]
+    loss_scaled: ClassVar = {"samples": 1, "mean": 1, "offset": 1, "energy": 2, "lost": 2}
+    rank_local = ("energy", "lost")
 
     loss: float = 0.01
     slice_size: int | None = None
@@ -112,7 +117,7 @@ class GradiVeQ(Compressor):
         if method is not None and (
             not isinstance(method, Compressor)
             or method.error_feedback
-            or any(getattr(type(method), own) is not getattr(Compressor, own) for own in _STATEFUL)
+            or any(getattr(type(method), own) is not getattr(Compressor, own) for own in _HOOKS)
         ):
             raise ValueError(
                 f"GradiVeQ: got sampling = {method!r}, expected None or a method that keeps nothing between steps, "
@@ -127,9 +132,6 @@ class GradiVeQ(Compressor):
     def bypasses(self, grad: Tensor) -> bool:
         return grad.dim() < 3 or super().bypasses(grad)
 
-    def clone(self) -> Compressor:
-        return self._clone_with(sampling=None if self.sampling is None else self.sampling.clone())
-
     @property
     def digest(self) -> int:
         sampling = 0 if self.sampling is None else self.sampling.digest
@@ -139,12 +141,7 @@ class GradiVeQ(Compressor):
         super().load_state_dict(state_dict)
         self._agreed.clear()
 
-    def scale(self, state: State, factor: float) -> None:
-        super().scale(state, factor)
-        if getattr(state, "energy", None) is not None:
-            state.energy, state.lost = state.energy * factor**2, state.lost * factor**2
-
-    def shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
         slices = tuple(self._slices(grad).shape)
         return {"mean": slices, "offset": slices}
 
@@ -166,7 +163,7 @@ class GradiVeQ(Compressor):
             return (yield from self.sampling.reduce(grad, state))
         return (yield Mean(grad))
 
-    def settle(self, grad: Tensor, corrected: Tensor, average: Any, state: State) -> None:
+    def apply_average(self, grad: Tensor, corrected: Tensor, average: Any, state: State) -> None:
         if getattr(state, "bases", None) is not None:
             average = unflatten(average, grad.shape)
             state.left -= 1
@@ -174,7 +171,7 @@ class GradiVeQ(Compressor):
                 state.bases = state.offset = state.samples = None
         elif state.step > self.warmup_steps:  # the step just done is counted
             self._sample(average.view(grad.shape), state)
-        super().settle(grad, corrected, average, state)
+        super().apply_average(grad, corrected, average, state)
 
     # --- compressed steps
 
@@ -230,7 +227,7 @@ class GradiVeQ(Compressor):
 
     def _energies(self, slices: Tensor, offset: Tensor, compressed: list[Tensor]) -> Tensor:
         """|g|^2, |g - offset|^2 and |U^T g|^2 of some slices, in double."""
-        rest = self._workspace.empty("rest", tuple(slices.shape), torch.float32, slices.device)
+        rest = self.workspace.empty("rest", tuple(slices.shape), torch.float32, slices.device)
         tensors = [slices, torch.sub(slices, offset, out=rest), torch.cat(compressed)]
         return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in tensors]).square()
 
@@ -252,7 +249,7 @@ class GradiVeQ(Compressor):
         """(slices, K); the next call uses the memory of that name again."""
         size = min(self.slice_size, grad.numel()) if self.slice_size else best_slice_size(grad.shape)
         number = -(-grad.numel() // size)
-        slices = self._workspace.empty(memory, (number, size), torch.float32, grad.device)
+        slices = self.workspace.empty(memory, (number, size), torch.float32, grad.device)
         flat = slices.view(-1)
         unflatten(flat[: grad.numel()], grad.shape).copy_(grad)
         flat[grad.numel() :] = 0
@@ -336,13 +333,13 @@ class GradiVeQ(Compressor):
         is not the same in every run, has put a step: bases of different ages would pass for each other's.
         """
         fields = _POSITION.pack(state.step, _progress(state), _PHASES.index(self.phase(state)))
-        method, digest, numel = self.method, self.digest, grad.numel()
+        number, digest, numel = self.number, self.digest, grad.numel()
         header = ops.new_payload(0, grad.device)
-        payloads = yield Gather(ops.seal(header, method=method, digest=digest, numel=numel, fields=fields))
-        with blaming(f"GradiVeQ, parameter {state.name!r}"):
+        payloads = yield Gather(ops.seal(header, method=number, digest=digest, numel=numel, fields=fields))
+        with attribute_payload_errors(f"GradiVeQ, parameter {state.name!r}"):
             for rank, payload in enumerate(payloads):
-                with blaming(f"from rank {rank} of {len(payloads)}"):
-                    theirs = ops.open_payload(payload, method=method, digest=digest, numel=numel).fields
+                with attribute_payload_errors(f"from rank {rank} of {len(payloads)}"):
+                    theirs = ops.open_payload(payload, method=number, digest=digest, numel=numel).fields
                     if theirs != fields:
                         raise ops.PayloadError(
                             f"it is in {_describe(theirs)}, this rank in {_describe(fields)}: load the same "

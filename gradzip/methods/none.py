@@ -1,4 +1,4 @@
-"""No compression: the row to compare every other with."""
+"""No compression: the baseline."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..collectives import Mean, Routine
-from ..compressor import Compressor, State
+from ..compressor import Compressor
+from ..registry import register
+from ..state import State
 
 
+@register("none")
 @dataclass
 class NoCompression(Compressor):
-    """The plain average."""
+    """Averages gradients uncompressed, by an all-reduce."""
 
     def bypasses(self, grad: Tensor) -> bool:
         return True

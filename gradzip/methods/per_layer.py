@@ -1,18 +1,19 @@
-"""A method for each parameter, by its name or shape."""
+"""A method for each parameter, chosen by its name or shape."""
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..collectives import Routine
-from ..compressor import Compressor, State
+from ..compressor import Compressor
+from ..registry import register
+from ..state import State
 from .none import NoCompression
 
 _RULE = "(regular expression or predicate(name, shape), compressor)"
@@ -21,20 +22,25 @@ Predicate = Callable[[str, torch.Size], bool]
 Rule = str | re.Pattern[str] | Predicate
 
 
+@register("per-layer", example=r"\bw\b=topk(theta=0.9),default=acpsgd")
 @dataclass
 class PerLayer(Compressor):
-    """The compressor of the first rule that fits a parameter; `default` where none does.
+    """Compresses each parameter by the compressor of the first rule that matches it.
 
-    rules: (regular expression to be found in the parameter's name, or predicate(name, shape)) and compressor, in order.
-    The compressors decide by their own `min_numel` what they leave uncompressed, and keep the states of their
-    parameters.
+    TernGrad's authors, for example, leave the last layer uncompressed (Wen et al., NeurIPS 2017, section 3.2).
 
-    TernGrad, say, leaves the last layer alone (Wen et al., NeurIPS 2017, section 3.2).
+    Args:
+        rules: pairs of a rule and a compressor. A rule is a regular expression to search for in the parameter's name,
+            or a predicate(name, shape). The compressors' own `min_numel` counts, and each keeps the states of its
+            parameters.
+        default: for parameters that no rule matches.
 
     >>> from gradzip import Cast, NoCompression
     >>> compressor = PerLayer([(r"^fc\\.", NoCompression()), (lambda name, shape: len(shape) == 4, Cast())])
-    >>> compressor.part("fc.weight", torch.Size([10, 64])), compressor.part("conv1.weight", torch.Size([64, 3, 3, 3]))
-    (NoCompression(min_numel=1024), Cast(min_numel=1024, dtype=torch.float16))
+    >>> compressor.method_for("fc.weight", torch.Size([10, 64]))
+    NoCompression(min_numel=1024)
+    >>> compressor.method_for("conv1.weight", torch.Size([64, 3, 3, 3]))
+    Cast(min_numel=1024, dtype=torch.float16)
     """
 
     rules: Sequence[tuple[Rule, Compressor]]
@@ -59,62 +65,31 @@ class PerLayer(Compressor):
 
     @property
     def parts(self) -> list[Compressor]:
-        """The compressors of all rules, and the default."""
+        """The compressors of all rules, then the default."""
         return [*(compressor for _, compressor in self.rules), self.default]
 
     @property
-    def looks_at_names(self) -> bool:
-        """Whether a parameter needs its name to be given its compressor."""
+    def selects_by_name(self) -> bool:
         return any(isinstance(test, re.Pattern) for test in self._tests)
 
-    def part(self, name: str, shape: torch.Size) -> Compressor:
+    def method_for(self, name: str, shape: torch.Size) -> Compressor:
         chosen = self._chosen.get((name, shape))
         if chosen is None:
-            fitting = (part for test, part in zip(self._tests, self.parts) if _fits(test, name, shape))
-            chosen = self._chosen[name, shape] = next(fitting, self.default)
+            matches = (part for test, part in zip(self._tests, self.parts) if _matches(test, name, shape))
+            chosen = self._chosen[name, shape] = next(matches, self.default)
         return chosen
 
-    def follow(self, scaler: Any) -> Compressor:
-        for part in self.parts:
-            part.follow(scaler)
-        return super().follow(scaler)
-
-    def move(self, rank: int, size: int) -> None:
-        for part in self.parts:
-            part.move(rank, size)
-
-    def average(self, grad: Tensor, name: str, rank: int = 0, size: int = 1) -> Routine:
-        return self.part(name, grad.shape).average(grad, name, rank, size)
-
-    def reduce(self, grad: Tensor, state: State) -> Routine:
-        return self.part(state.name, grad.shape).reduce(grad, state)
-
     def bypasses(self, grad: Tensor) -> bool:
-        """Whether a gradient goes uncompressed whatever its name is."""
+        """Whether every rule's compressor bypasses a gradient of this shape."""
         return all(part.bypasses(grad) for part in self.parts)
 
-    def clone(self) -> Compressor:
-        rules = [(rule, part.clone()) for rule, part in self.rules]
-        return self._clone_with(rules=rules, default=self.default.clone())
+    def reduce(self, grad: Tensor, state: State) -> Routine:
+        return self.method_for(state.name, grad.shape).reduce(grad, state)
 
     @property
     def digest(self) -> int:
         rules = [_text(rule) for rule, _ in self.rules]
         return zlib.crc32(f"PerLayer{rules}{[part.digest for part in self.parts]}".encode())
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"method": "PerLayer", "parts": [part.state_dict() for part in self.parts]}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        super().load_state_dict({"method": state_dict.get("method"), "states": {}})
-        saved = state_dict["parts"]
-        if len(saved) != len(self.parts):
-            raise ValueError(
-                f"PerLayer.load_state_dict: got the states of {len(saved)} compressors, expected {len(self.parts)}: "
-                "one for each rule and the default"
-            )
-        for part, values in zip(self.parts, saved):
-            part.load_state_dict(values)
 
 
 def _test(rule: Rule) -> re.Pattern[str] | Predicate:
@@ -128,12 +103,12 @@ def _test(rule: Rule) -> re.Pattern[str] | Predicate:
     return rule
 
 
-def _fits(test: re.Pattern[str] | Predicate, name: str, shape: torch.Size) -> bool:
+def _matches(test: re.Pattern[str] | Predicate, name: str, shape: torch.Size) -> bool:
     return test.search(name) is not None if isinstance(test, re.Pattern) else test(name, shape)
 
 
 def _text(rule: Rule) -> str:
-    """What a rule adds to the digest: a predicate's repr may hold an address."""
+    """A rule's part of the digest. Predicates count by name: their repr may hold an address."""
     if isinstance(rule, str):
         return rule
     return rule.pattern if isinstance(rule, re.Pattern) else getattr(rule, "__qualname__", type(rule).__qualname__)

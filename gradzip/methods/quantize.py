@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..collectives import Gather, Routine
-from ..compressor import GatherCompressor, Key, State, blaming
+from ..gather import GatherCompressor, attribute_payload_errors
+from ..registry import register
+from ..state import Key, State
 
 _STREAM = struct.Struct("<QB7x")  # bytes of the levels, whether they are Elias-coded
 _SCALE = struct.Struct("<f12x")
 
 
+@register("qsgd", number=16)
 @dataclass
 class QSGD(GatherCompressor):
     """Levels -s to s of the norm of their bucket, s = 2^(bits - 1) - 1.
@@ -34,8 +36,6 @@ class QSGD(GatherCompressor):
     Payload: header; a float32 norm for each bucket; levels. 48 + 4 ceil(n / bucket) + n bits / 8 bytes, padded to 16,
     and with "elias" at most that.
     """
-
-    method: ClassVar[int] = 16
 
     bits: int = 4
     bucket: int = 512
@@ -57,7 +57,7 @@ class QSGD(GatherCompressor):
         norms_end = 4 * ops.num_buckets(numel, self.bucket)
         packed_nbytes = ops.packed_nbytes(numel, self.bits)
         if self.coding == "elias":
-            space = self._workspace.empty("stream", (ops.elias_capacity(numel, self.bits),), torch.uint8, grad.device)
+            space = self.workspace.empty("stream", (ops.elias_capacity(numel, self.bits),), torch.uint8, grad.device)
             stream, norms = ops.quantize_elias(*arguments, out=space)
             if stream.numel() <= packed_nbytes:
                 payload = ops.new_payload(norms_end + stream.numel(), grad.device)
@@ -78,6 +78,7 @@ class QSGD(GatherCompressor):
         decode_add(stream, norms.view(torch.float32), out, self.bits, self.bucket, weight)
 
 
+@register("terngrad", number=17)
 @dataclass
 class TernGrad(GatherCompressor):
     """-1, 0 or 1 times one number.
@@ -95,8 +96,6 @@ class TernGrad(GatherCompressor):
     Payload: header, which holds the scale; five elements to a byte. 48 + ceil(n / 5) bytes, padded to 16, and with
     shared_scale 48 more: 1.6 bits an element.
     """
-
-    method: ClassVar[int] = 17
 
     clip: float | None = 2.5
     shared_scale: bool = True
@@ -124,9 +123,9 @@ class TernGrad(GatherCompressor):
             else self.non_finite(grad)
         )
         scale = 0.0
-        with blaming(f"TernGrad, parameter {state.name!r}"):
+        with attribute_payload_errors(f"TernGrad, parameter {state.name!r}"):
             for rank, header in enumerate(headers):
-                with blaming(f"from rank {rank} of {len(headers)}"):
+                with attribute_payload_errors(f"from rank {rank} of {len(headers)}"):
                     opened = self.open(header, numel)
                     if opened.flags & ops.NON_FINITE:
                         # On every rank: nobody waits for a second round.

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import Mean, Routine
-from ..compressor import Compressor, State
+from ..compressor import Compressor
+from ..registry import register
 from ..schedule import Theta, check_theta, theta_at
+from ..state import State
 from .topk import num_kept
 
 
+@register("randomk", example="theta=0.9")
 @dataclass
 class RandomK(Compressor):
     """Averages k = round((1 - theta) n) elements, the same ones on all ranks, others at every step.
@@ -53,9 +56,9 @@ class RandomK(Compressor):
         values = yield Mean(values)
         if not self.error_feedback:
             values = values * (numel / k)
-        average = self._workspace.empty("average", (numel,), grad.dtype, grad.device).zero_()
+        average = self.workspace.empty("average", (numel,), grad.dtype, grad.device).zero_()
         return average.index_copy_(0, indices.long(), values)
 
-    def subtract_sent(self, state: State) -> None:
+    def subtract_transmitted(self, state: State) -> None:
         assert state.residual is not None and state.payload is not None
         state.residual.view(-1).index_fill_(0, state.payload.long(), 0.0)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..compressor import GatherCompressor, Key, blaming
+from ..gather import GatherCompressor, attribute_payload_errors
+from ..registry import register
+from ..state import Key
 
 _VOTE = struct.Struct("<f4xQ")  # scale, key of the coins that decide ties
 _ROWS = struct.Struct("<Q8x")
 
 
+@register("signsgd", number=18)
 @dataclass
 class SignSGD(GatherCompressor):
     """Signs, by majority vote or averaged.
@@ -40,8 +42,6 @@ class SignSGD(GatherCompressor):
 
     Payload: header, which holds s_i; a bit for each element. 48 + ceil(n / 8) bytes, padded to 16.
     """
-
-    method: ClassVar[int] = 18
 
     majority: bool = True
     error_feedback: bool = True
@@ -68,7 +68,7 @@ class SignSGD(GatherCompressor):
             return super().decode(payloads, numel)
         ballots = []
         for rank, buffer in enumerate(payloads):
-            with blaming(f"from rank {rank} of {len(payloads)}"):
+            with attribute_payload_errors(f"from rank {rank} of {len(payloads)}"):
                 payload = self.open(buffer, numel)
                 if payload.flags & ops.NON_FINITE:
                     return torch.full((numel,), math.nan, dtype=torch.float32, device=buffer.device)
@@ -88,6 +88,7 @@ def _ballot(payload: ops.Payload, numel: int) -> tuple[Tensor, float, int]:
     return signs, scale, coins
 
 
+@register("onebit", number=19)
 @dataclass
 class OneBitSGD(GatherCompressor):
     """Signs, and for every output unit the means of its positive and of its negative elements; always error feedback.
@@ -104,7 +105,6 @@ class OneBitSGD(GatherCompressor):
     Gradients with rows too short for that to be less than the gradient itself go uncompressed.
     """
 
-    method: ClassVar[int] = 19
     error_feedback = True
 
     seed: int = 0

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..compressor import GatherCompressor, Key, State
+from ..gather import GatherCompressor
+from ..registry import register
 from ..schedule import Theta, check_theta, theta_at
+from ..state import Key, State
 
 _COUNT = struct.Struct("<Q")  # k, before the range float in the header's fields
 
@@ -84,12 +85,13 @@ class SparseCodec(GatherCompressor):
         stream, values = self.unpack(payload, out.numel())
         ops.sparse_decode_add(stream, values, out, weight)
 
-    def subtract_sent(self, state: State) -> None:
+    def subtract_transmitted(self, state: State) -> None:
         # In place of the general way, which decodes to a dense tensor: the same bits, k elements touched.
-        for payload, part in self.sent_parts(state):
+        for payload, part in self.transmitted_parts(state):
             self.decode_add(self.open(payload, part.numel()), part, -1.0)
 
 
+@register("topk", number=2, example="theta=0.9,exchange=scatter_reduce")
 @dataclass
 class TopK(SparseCodec):
     """Keeps the elements of largest magnitude: the best approximation by so many, with the squared error of the rest.
@@ -107,8 +109,7 @@ class TopK(SparseCodec):
     Deterministic. Payloads are added into the average one after the other, k elements of each.
     """
 
-    method: ClassVar[int] = 2
-    flat = True
+    per_bucket = True
 
     theta: Theta = 0.99
     select: str = "exact"

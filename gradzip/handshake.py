@@ -1,5 +1,7 @@
-"""What ranks must have in common: they compare it before the first step, where they would otherwise wait for each other
-or average what does not belong together."""
+"""What ranks compare before the first step: version, method, parameters, step counts.
+
+Ranks that differ in them would wait for each other forever, or average tensors that do not belong together.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from . import _version
 from .compressor import Compressor
 
 
-def by_name(named_parameters: Iterable[tuple[str, Tensor]], what: str) -> dict[str, Tensor]:
-    """What `model.named_parameters()` gives, as a dict; ValueError for anything else, and for equal names."""
+def parameters_by_name(named_parameters: Iterable[tuple[str, Tensor]], what: str) -> dict[str, Tensor]:
+    """The pairs of `model.named_parameters()` as a dict. Raises ValueError for anything else, and for equal names."""
     expected = "expected (name, tensor) pairs, as of model.named_parameters()"
     try:
         pairs = list(named_parameters)
@@ -29,28 +31,32 @@ def by_name(named_parameters: Iterable[tuple[str, Tensor]], what: str) -> dict[s
     return named
 
 
-def statement(compressor: Compressor, parameters: Iterable[tuple[str, Tensor]], prefix: str = "") -> bytes:
-    """A line that says how this rank compresses what, and how far it is. prefix: of the names of their states."""
+def describe(compressor: Compressor, parameters: Iterable[tuple[str, Tensor]], prefix: str = "") -> bytes:
+    """Describe this rank's configuration as a line of JSON, for `compare`. prefix: of the names of the states."""
     shapes, steps = {}, {}
     for name, p in parameters:
         shapes[name] = f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}"
-        if (state := compressor.part(name, p.shape).states.get(prefix + name)) is not None:
+        if (state := compressor.method_for(name, p.shape).states.get(prefix + name)) is not None:
             steps[name] = state.step
     parts = compressor.parts
-    said = {
+    description = {
         "version": _version.__version__,
         "method": repr(compressor),
-        # Which says what payloads mean, and not how they travel.
+        # A digest does not depend on how payloads travel.
         "digest": [compressor.digest, *(getattr(part, "exchange", None) for part in parts)],
         "parameters": shapes,
         "steps": steps,
     }
-    return json.dumps(said).encode() + b"\n"
+    return json.dumps(description).encode() + b"\n"
 
 
-def check(statements: Sequence[bytes]) -> None:
-    """RuntimeError, the same on all ranks, that names both sides of the first difference. statements: in rank order."""
-    first, *others = map(json.loads, statements)
+def compare(descriptions: Sequence[bytes]) -> None:
+    """Compare the descriptions of all ranks, in rank order.
+
+    Raises:
+        RuntimeError: names both sides of the first difference; the same on all ranks.
+    """
+    first, *others = map(json.loads, descriptions)
     for rank, other in enumerate(others, start=1):
         if other["version"] != first["version"]:
             raise RuntimeError(
@@ -63,14 +69,14 @@ def check(statements: Sequence[bytes]) -> None:
                 "same method and the same arguments"
             )
         for name in first["parameters"] | other["parameters"]:
-            sides = [said["parameters"].get(name, "no such parameter") for said in (other, first)]
+            sides = [side["parameters"].get(name, "no such parameter") for side in (other, first)]
             if sides[0] != sides[1]:
                 raise RuntimeError(
                     f"parameter {name!r}: rank {rank} has {sides[0]}, rank 0 has {sides[1]}; build the same model on "
                     "all ranks"
                 )
         for name in first["steps"] | other["steps"]:
-            steps = [said["steps"].get(name, 0) for said in (other, first)]
+            steps = [side["steps"].get(name, 0) for side in (other, first)]
             if steps[0] != steps[1]:
                 raise RuntimeError(
                     f"parameter {name!r}: rank {rank} has compressed it {steps[0]} times, rank 0 {steps[1]} times; "

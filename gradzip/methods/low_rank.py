@@ -18,7 +18,9 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import Mean, Routine
-from ..compressor import Compressor, State
+from ..compressor import Compressor
+from ..registry import register
+from ..state import State
 
 
 class Factors(NamedTuple):
@@ -61,12 +63,12 @@ class LowRank(Compressor):
         rows, columns = grad.shape[0], grad.numel() // grad.shape[0]
         return (rows + columns) * self.rank >= rows * columns
 
-    def correct(self, grad: Tensor, state: State) -> Tensor:
+    def add_residual(self, grad: Tensor, state: State) -> Tensor:
         return grad  # `project` adds the residual on its way
 
-    def shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
         rows = grad.shape[0]
-        return super().shapes(grad) | {"p": (rows, self.rank), "q": (grad.numel() // rows, self.rank)}
+        return super().state_shapes(grad) | {"p": (rows, self.rank), "q": (grad.numel() // rows, self.rank)}
 
     def project(self, m: Tensor, state: State, factor: Tensor, transpose: bool = False) -> Tensor:
         """m += residual, and the product of that with a factor, in one pass."""
@@ -74,11 +76,11 @@ class LowRank(Compressor):
             return ops.low_rank_project(m, None, factor, transpose=transpose)
         return ops.low_rank_project(state.residual.view(m.shape), m, factor, transpose=transpose)
 
-    def largest(self, average: Factors, limit: float) -> float:
+    def max_abs_bound(self, average: Factors, limit: float) -> float:
         bound = self.rank * ops.abs_max(average.p) * ops.abs_max(average.q)
         return bound if bound <= limit else ops.abs_max(ops.low_rank_expand(average.p, average.q))
 
-    def settle(self, grad: Tensor, corrected: Tensor, average: Factors, state: State) -> None:
+    def apply_average(self, grad: Tensor, corrected: Tensor, average: Factors, state: State) -> None:
         m = corrected.view(corrected.shape[0], -1)
         if not self.error_feedback:
             ops.low_rank_expand(average.p, average.q, out=m)
@@ -94,7 +96,7 @@ class LowRank(Compressor):
         generator = np.random.Generator(np.random.Philox(key=state.key(self.seed)._replace(rank="shared").bits))
         return torch.from_numpy(generator.random((rows, self.rank), dtype=np.float32) - np.float32(0.5)).to(device)
 
-    def revived(self, factor: Tensor, state: State) -> Tensor:
+    def replace_zero_columns(self, factor: Tensor, state: State) -> Tensor:
         """A factor to go on from, with random columns for those that are 0, as all are after a gradient of zeros.
 
         `orthogonalize_` would make axes of them. Along those the gradient may have nothing, as rows and columns of dead
@@ -104,6 +106,7 @@ class LowRank(Compressor):
         return factor if alive.all() else self.random_factor(len(factor), state, factor.device).where(~alive, factor)
 
 
+@register("powersgd")
 @dataclass
 class PowerSGD(LowRank):
     """One step of power iteration per training step: P = orthogonalize(mean(G Q)), Q = mean(Gᵀ P), average = P Qᵀ.
@@ -129,10 +132,11 @@ class PowerSGD(LowRank):
         q = yield Mean(ops.low_rank_project(m, None, p, transpose=True))
         # What Q spans counts. Scaled, so that the next P is of the gradient's magnitude, not of its square's.
         largest = ops.abs_max(q)
-        state.q = self.revived(q / largest if largest > 0 else q, state)
+        state.q = self.replace_zero_columns(q / largest if largest > 0 else q, state)
         return Factors(p, q, p, q)
 
 
+@register("acpsgd")
 @dataclass
 class ACPSGD(LowRank):
     """Alternate compressed Power-SGD: P = mean(G Q) in one step, Q = mean(Gᵀ P) in the next, with the other one
@@ -159,5 +163,5 @@ class ACPSGD(LowRank):
         own = self.project(m, state, fixed, transpose)
         mean = yield Mean(own.clone())
         setattr(state, known, fixed)
-        setattr(state, wanted, self.revived(mean, state).clone())
+        setattr(state, wanted, self.replace_zero_columns(mean, state).clone())
         return Factors(fixed, mean, fixed, own) if transpose else Factors(mean, fixed, own, fixed)

@@ -10,7 +10,7 @@ import torch
 
 import gradzip
 from gradzip import ACPSGD, LocalGroup, PowerSGD, simulate
-from gradzip.methods.lowrank import Factors
+from gradzip.methods.low_rank import Factors
 
 BOTH = pytest.mark.parametrize("method", [PowerSGD, ACPSGD])
 EPS = 2.0**-24
@@ -246,11 +246,11 @@ def test_the_largest_of_an_average_is_exact_where_it_matters():
     p, q = torch.tensor([[1.0, 0.0], [0.0, 300.0]]), torch.tensor([[-300.0, 0.0], [0.0, 1.0]])
     factors = Factors(p, q, p, q)
     compressor = PowerSGD(rank=2)
-    assert 300 <= compressor.largest(factors, 1e6) <= 1e6
-    assert compressor.largest(factors, 65504.0) == 300  # though 2 * 300 * 300 is more
-    assert compressor.largest(factors, 200.0) == 300
+    assert 300 <= compressor.max_abs_bound(factors, 1e6) <= 1e6
+    assert compressor.max_abs_bound(factors, 65504.0) == 300  # though 2 * 300 * 300 is more
+    assert compressor.max_abs_bound(factors, 200.0) == 300
     for bad in (math.inf, math.nan):
-        assert not math.isfinite(compressor.largest(Factors(p, q * bad, p, q), 65504.0))
+        assert not math.isfinite(compressor.max_abs_bound(Factors(p, q * bad, p, q), 65504.0))
 
 
 @BOTH

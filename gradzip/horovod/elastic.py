@@ -1,6 +1,6 @@
-"""Elastic Horovod: what methods keep survives when workers come and go.
+"""Elastic Horovod: the states of compressors survive when workers join and leave.
 
-Horovod's state objects save, restore and broadcast whatever they have a handler for. Here is one for compressors.
+Horovod's state objects save, restore and broadcast values by handlers. This is the handler for compressors.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import torch
 from horovod.torch.elastic import TorchState
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
-from .checkpoint import join, split
-from .compressor import Compressor
+from ..checkpoint import join, split
+from ..compressor import Compressor
+from .front_end import front_end
 
 
 def elastic_state(**values: Any) -> TorchState:
-    """A `hvd.elastic.TorchState` of these values, and of the compressors of those that are a DistributedOptimizer.
+    """A `hvd.elastic.TorchState` of these values, and of the compressors of every DistributedOptimizer among them.
 
         state = gradzip.horovod.elastic_state(model=model, optimizer=optimizer, batch=0)
 
-    What all ranks have in common (factors, bases, step counts) comes from rank 0, a worker that was there before; what
-    a worker had not sent yet stays its own, and is lost with it. Work in flight is dropped when a worker is lost, back
-    to the last commit. Make it before the first step, and with the same names on all workers.
+    Fields that are the same on all ranks (factors, bases, step counts) are broadcast from rank 0, a worker that was
+    there before. A worker keeps its residuals, and they are lost with it. When a worker is lost, gradients in flight
+    are dropped, and states return to the last commit. Create it before the first step, with the same names on all
+    workers.
     """
     registry = get_handler_registry()
     if (Compressor, CompressorHandler) not in registry:
@@ -34,14 +36,16 @@ def elastic_state(**values: Any) -> TorchState:
         compressor = getattr(value, "_compression", None)
         if isinstance(compressor, Compressor):
             compressors[id(compressor)] = compressor
-            # In this order on all workers, whichever optimizer steps first when one joins.
-            compressor.front_end.prefix(value)
+            # Assign prefixes in this order on all workers, whichever optimizer steps first when a worker joins.
+            front_end(compressor).prefix(compressor, value)
     return ElasticState(**values, **{f"compressor{i}": c for i, c in enumerate(compressors.values())})
 
 
 class ElasticState(TorchState):
-    """Horovod's, but models are shared after their optimizers: to make the state of a new worker's optimizer, Horovod
-    has it step, and with weight decay that changes the model."""
+    """Horovod's state, but models are broadcast after optimizers.
+
+    Horovod lets a new worker's optimizer step to create its state. With weight decay that changes the model.
+    """
 
     _handlers: dict[str, StateHandler]
 
@@ -53,7 +57,7 @@ class ElasticState(TorchState):
 
 
 class CompressorHandler(StateHandler):
-    """Saves, restores and synchronizes the states of a compressor."""
+    """Saves, restores and broadcasts the states of a compressor."""
 
     def __init__(self, compressor: Compressor) -> None:
         super().__init__(compressor)
@@ -64,13 +68,14 @@ class CompressorHandler(StateHandler):
 
     def restore(self) -> None:
         self.value.load_state_dict(self._saved)
-        self.value.front_end.drop_in_flight()
+        front_end(self.value).drop_in_flight()
 
     def sync(self) -> None:
         rank, size = hvd.rank(), hvd.size()
-        self.value.move(rank, size)
+        for part in self.value.parts:
+            part.memory.change_group(rank, size)
         common, own = split(self.value.state_dict())
         common = hvd.broadcast_object(common, root_rank=0, name="gradzip.elastic")
         self.value.load_state_dict(join(common, own, rank, size))
-        self.value.front_end.drop_in_flight()
+        front_end(self.value).drop_in_flight()
         self.save()

@@ -1,0 +1,138 @@
+"""Tensor fusion: the collectives of several routines joined into one collective per round and kind."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .collectives import AllToAll, Broadcast, Collective, Done, Gather, Mean, RingSum, Routine, advance
+
+# Fused routines: yields the collectives of a round, which may run concurrently, and is sent the list of their results.
+FusedRoutine = Generator[list[Collective], list[Any], list[Any]]
+
+
+def fused(routines: Iterable[Routine]) -> FusedRoutine:
+    """Run routines in lock-step, and join what they yield into one collective per round and kind.
+
+    Routines may need different numbers of rounds. All ranks must fuse the same routines in the same order. Returns
+    their results, in order.
+    """
+    members = dict(enumerate(routines))
+    current = Round()
+    returned = current.advance(members, dict.fromkeys(members))
+    while collectives := current.collectives():
+        results = current.split((yield collectives))
+        current = Round()
+        returned |= current.advance(members, results)
+    return [returned[i] for i in members]
+
+
+class Round:
+    """The collectives that several routines wait for at one time. Routines are told apart by a key of any type."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Any, dict[Any, Any]] = {}  # kind -> key -> collective
+
+    def advance(self, routines: Mapping[Any, Routine], results: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Send routines the results of their last collectives, and add their next ones to this round.
+
+        Returns what those routines returned that are done, by key.
+        """
+        returned = {}
+        for key, result in results.items():
+            collective = advance(routines[key], result)
+            if isinstance(collective, Done):
+                returned[key] = collective.result
+            else:
+                self.add(key, collective)
+        return returned
+
+    def add(self, key: Any, collective: Collective) -> None:
+        """Add a collective that the routine `key` waits for."""
+        kind: tuple
+        if isinstance(collective, RingSum):
+            kind = (RingSum, collective.dtype, collective.device, collective.merge is None)
+        else:
+            kind = (type(collective), collective.tensor.dtype, collective.tensor.device)
+        self._groups.setdefault(kind, {})[key] = collective
+
+    def collectives(self) -> list[Collective]:
+        """The collectives of this round, joined into one per kind. They may run concurrently."""
+        return [_join(list(group.values())) for group in self._groups.values()]
+
+    def split(self, results: Iterable[Any]) -> dict[Any, Any]:
+        """The result for each routine, by key, from the results of the joined collectives."""
+        parts: dict[Any, Any] = {}
+        for group, result in zip(self._groups.values(), results):
+            parts |= zip(group, _split(result, list(group.values())))
+        return parts
+
+
+def _join(group: list[Any]) -> Collective:
+    """One collective for several of one kind."""
+    if len(group) == 1:
+        return group[0]
+    if isinstance(group[0], (Mean, Broadcast)):
+        tensors = [c.tensor for c in group]
+        joined = adjacent(tensors)
+        return type(group[0])(torch.cat([t.reshape(-1) for t in tensors]) if joined is None else joined)
+    if isinstance(group[0], Gather):
+        return Gather(torch.cat([c.tensor for c in group]), sum(c.count for c in group))
+    if isinstance(group[0], RingSum):
+        return _join_rings(group)
+    by_rank = list(zip(*[c.parts for c in group]))
+    nbytes = tuple(sum(part.numel() for part in parts) for parts in by_rank)
+    return AllToAll(torch.cat([part for parts in by_rank for part in parts]), nbytes)
+
+
+def _split(result: Any, group: list[Any]) -> list[Any]:
+    """The results of several collectives, from the result of the joined one."""
+    if len(group) == 1:
+        return [result]
+    if isinstance(group[0], (Mean, Broadcast)):
+        parts = result.split([c.tensor.numel() for c in group])
+        return [part.view(c.tensor.shape) for part, c in zip(parts, group)]
+    if isinstance(group[0], RingSum):
+        return [None] * len(group)
+    by_rank = [ops.split_payloads(buffer, len(group)) for buffer in result]
+    return [list(payloads) for payloads in zip(*by_rank)]
+
+
+def _join_rings(group: list[RingSum]) -> RingSum:
+    segments = [(ring, i) for ring in group for i in range(len(ring.numels))]
+
+    def encode(i: int) -> Tensor:
+        ring, own = segments[i]
+        return ring.encode(own)
+
+    def decode(i: int, total: Tensor) -> None:
+        ring, own = segments[i]
+        ring.decode(own, total)
+
+    def merge(i: int, partial: Tensor) -> Tensor:
+        ring, own = segments[i]
+        return ring.add(own, partial)
+
+    return replace(
+        group[0],
+        numels=tuple(numel for ring in group for numel in ring.numels),
+        encode=encode,
+        decode=decode,
+        merge=None if group[0].merge is None else merge,
+    )
+
+
+def adjacent(tensors: list[Tensor]) -> Tensor | None:
+    """One flat view of tensors that are adjacent in memory, as the gradients of a bucket are; None if they are not."""
+    first, end = tensors[0], tensors[0].storage_offset()
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and tensor.is_contiguous() and tensor.storage_offset() == end):
+            return None
+        end += tensor.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))

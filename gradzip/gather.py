@@ -1,0 +1,194 @@
+"""Methods whose payloads cannot be added: stateless codecs, and how their payloads reach all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .collectives import AllToAll, Gather, Routine
+from .compressor import Compressor
+from .state import Key, State, split_shards
+
+# What one more round costs, in bytes: some tenths of a millisecond at 1 to 10 Gb/s.
+ROUND_NBYTES = 1 << 17
+
+
+@dataclass
+class GatherCompressor(Compressor):
+    """A method that is a stateless codec: `encode` and `decode_add`.
+
+    Args:
+        exchange: how payloads reach all p ranks.
+
+            "gather": encode, all-gather, decode every rank's payload in rank order. A rank receives p - 1 payloads.
+
+            "scatter_reduce": every rank encodes one shard for each rank (a block of rows; a piece of the flat gradient
+            if there are fewer rows than ranks) and sends it to the shard's owner. The owner decodes and averages what
+            it receives, encodes the average, and all ranks gather the results. A rank receives 2 (p - 1) / p payloads
+            in two rounds, and the average is compressed twice. With error feedback, the owner keeps a residual of the
+            second compression.
+
+            "auto": "gather", until "scatter_reduce" would have saved a parameter more than `ROUND_NBYTES` in a step,
+            that is (p - 1)(1 - 2 / p) payloads; "scatter_reduce" from then on.
+    """
+
+    # Payloads do not depend on the exchange.
+    exchange: str = field(default="gather", kw_only=True, metadata={"digest": False})
+
+    number: ClassVar[int]  # of the method in payload headers, set by `register`
+    seed = 0  # methods that draw random numbers declare it as a hyper-parameter
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.exchange not in ("gather", "scatter_reduce", "auto"):
+            raise ValueError(
+                f"{type(self).__name__}: got exchange = {self.exchange!r}, expected 'gather', 'scatter_reduce' or "
+                "'auto'"
+            )
+        self.rounds = 1 if self.exchange == "gather" else 2
+
+    # --- the codec
+
+    @abstractmethod
+    def encode(self, grad: Tensor, key: Key) -> Tensor:
+        """The sealed payload (uint8) of a gradient (contiguous float32). key: of the random draws, if any."""
+
+    def encode_average(self, average: Tensor, key: Key) -> Tensor:
+        """The payload of a shard's average, which its owner sends to all ranks."""
+        return self.encode(average, key)
+
+    @abstractmethod
+    def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
+        """Add `weight` times the decoded payload to `out`, which `accumulator` made.
+
+        Raises:
+            PayloadError: `encode` of this codec cannot have written the payload.
+        """
+
+    def accumulator(self, numel: int, device: torch.device) -> Tensor:
+        """Zeros to which the payloads of a gradient of `numel` elements are added."""
+        return self.workspace.empty("average", (numel,), torch.float32, device).zero_()
+
+    def finish(self, out: Tensor, numel: int) -> Tensor:
+        """The gradient (float32, flat) from an accumulator. The next call may reuse its memory."""
+        return out
+
+    def decode(self, payloads: list[Tensor], numel: int) -> Tensor:
+        """The average of payloads, added in order: float32, flat. The next call reuses its memory."""
+        out = self.accumulator(numel, payloads[0].device)
+        for rank, buffer in enumerate(payloads):
+            with attribute_payload_errors(f"from rank {rank} of {len(payloads)}"):
+                payload = self.open(buffer, numel)
+                if payload.flags & ops.NON_FINITE:
+                    out.fill_(math.nan)
+                else:
+                    self.decode_add(payload, out, 1.0 / len(payloads))
+        return self.finish(out, numel)
+
+    # --- payload headers
+
+    def open(self, payload: Tensor, numel: int) -> ops.Payload:
+        """Check the header of a payload for a gradient of `numel` elements. Raises PayloadError."""
+        return ops.open_payload(payload, method=self.number, digest=self.digest, numel=numel)
+
+    def seal(
+        self,
+        payload: Tensor,
+        numel: int,
+        finite: bool | Tensor,
+        fields: bytes,
+        number: ops.RangeFloat | None = None,
+    ) -> Tensor:
+        """Write the header of a payload whose body is complete.
+
+        Args:
+            finite: whether the gradient is finite, or magnitudes (float32) that are finite if it is.
+            fields: 16 bytes of the method's own; 8 if there is a `number`, which takes the other 8.
+        """
+        magnitudes = finite if isinstance(finite, Tensor) else None
+        return ops.seal(
+            payload,
+            method=self.number,
+            digest=self.digest,
+            numel=numel,
+            flags=0 if magnitudes is not None or finite else ops.NON_FINITE,
+            magnitudes=magnitudes,
+            fields=fields,
+            number=number,
+        )
+
+    def non_finite(self, grad: Tensor) -> Tensor:
+        """The payload of a gradient that is not finite: a header with a flag."""
+        return self.seal(ops.new_payload(0, grad.device), grad.numel(), False, bytes(16))
+
+    # --- the exchange
+
+    def reduce(self, grad: Tensor, state: State) -> Routine:
+        state.scattered = self._scatters(grad.numel(), state)
+        with attribute_payload_errors(f"{type(self).__name__}, parameter {state.name!r}"):
+            if state.scattered:
+                return (yield from self._scatter_reduce(grad, state))
+            state.payload = self.encode(grad, state.key(self.seed))
+            payloads = yield Gather(state.payload)
+            # All ranks see the same lengths, and decide alike.
+            state.payload_nbytes = sum(p.numel() for p in payloads) // len(payloads)
+            return self.decode(payloads, grad.numel())
+
+    def _scatters(self, numel: int, state: State) -> bool:
+        if self.exchange == "gather" or not 1 < state.size <= numel:
+            return False
+        if self.exchange == "scatter_reduce" or getattr(state, "scattered", False):
+            return True
+        p = state.size
+        return (p - 1) * (p - 2) * getattr(state, "payload_nbytes", 0) > p * ROUND_NBYTES
+
+    def _scatter_reduce(self, grad: Tensor, state: State) -> Routine:
+        shards = split_shards(grad, state.size)
+        key = state.key(self.seed)
+        payloads = [self.encode(shard, key._replace(name=f"{key.name}[{i}]")) for i, shard in enumerate(shards)]
+        state.payload = torch.cat(payloads)
+        mine = shards[state.rank]
+        received = yield AllToAll(state.payload, tuple(p.numel() for p in payloads))
+        average = self.decode(received, mine.numel()).view(mine.shape).clone()
+        if (residual := getattr(state, "owner_residual", None)) is not None:
+            average.add_(residual)
+        payload = self.encode_average(average, key._replace(name=f"{key.name}[owner]"))
+        if self.error_feedback:
+            state.owner_residual = average.sub_(self.decode([payload], mine.numel()).view(mine.shape))
+        payloads = yield Gather(payload)
+        result = grad.new_empty(grad.numel())
+        for part, shard, payload in zip(result.split([s.numel() for s in shards]), shards, payloads):
+            part.copy_(self.decode([payload], shard.numel()).view(-1))
+        return result
+
+    # --- error feedback
+
+    def transmitted(self, state: State) -> Tensor:
+        assert state.residual is not None
+        parts = self.transmitted_parts(state)
+        if len(parts) == 1:
+            return self.decode([parts[0][0]], state.residual.numel())
+        return torch.cat([self.decode([payload], part.numel()).clone() for payload, part in parts])
+
+    def transmitted_parts(self, state: State) -> list[tuple[Tensor, Tensor]]:
+        """(payload, its part of the residual, flat) for each payload that this rank sent in the current step."""
+        assert state.payload is not None and state.residual is not None
+        shards = split_shards(state.residual, state.size if state.scattered else 1)
+        return [(p, s.view(-1)) for p, s in zip(ops.split_payloads(state.payload, len(shards)), shards)]
+
+
+@contextlib.contextmanager
+def attribute_payload_errors(source: str) -> Iterator[None]:
+    """Prefix the text of a PayloadError with the payload's source."""
+    try:
+        yield
+    except ops.PayloadError as error:
+        raise ops.PayloadError(f"{source}: {error}") from None

@@ -1,0 +1,196 @@
+"""All states of one compressor: loss scale, rollback, rank changes, state dict."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from .state import BucketState, State
+
+
+class Memory:
+    """The states that one compressor keeps, by parameter name.
+
+    Args:
+        method: name of the compressor's class, for errors and state dicts.
+        loss_scaled: state fields to multiply when the loss scale changes, and the power of the loss scale that they
+            are proportional to.
+        rank_local: state fields that differ between ranks. All other fields are the same on all ranks.
+        shard_local: those of them that belong to the shard which this rank owns in a group of this size.
+    """
+
+    def __init__(
+        self, method: str, loss_scaled: Mapping[str, int], rank_local: tuple[str, ...], shard_local: tuple[str, ...]
+    ) -> None:
+        self.method = method
+        self.loss_scaled = loss_scaled
+        self.rank_local = rank_local
+        self.shard_local = shard_local
+        self.states: dict[str, State] = {}
+        self.scaler: Any = None  # a torch.amp.GradScaler
+        self._snapshots: dict[str, dict[str, Any]] = {}
+
+    def begin_step(self, name: str, grad: Tensor, shapes: Mapping[str, tuple[int, ...]], rank: int, size: int) -> State:
+        """Get a parameter's state ready for a step: checked, on the gradient's device, rescaled to the loss scale.
+
+        Args:
+            shapes: shapes of the state's tensors for this gradient, by field.
+            rank, size: this rank's number and the world size.
+
+        Raises:
+            ValueError: the state belongs to a gradient of another shape.
+        """
+        state = self.states.get(name)
+        if state is None:
+            state = self.states[name] = State(name)
+        if state.loaded:
+            self.restore(state, grad, shapes, rank, size)
+        if state.residual is not None and state.residual.shape != grad.shape:
+            raise ValueError(
+                f"{self.method}, parameter {name!r}: got a gradient of shape {tuple(grad.shape)}, expected "
+                f"{tuple(state.residual.shape)} as in the step before; give each parameter a name of its own"
+            )
+        state.set_rank(rank, size, self.shard_local)
+        self._rescale(state)
+        return state
+
+    # --- loss scale
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that gradients are multiplied by."""
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
+
+    def _rescale(self, state: State) -> None:
+        scale = self.loss_scale
+        factor = scale / getattr(state, "loss_scale", scale)
+        if factor != 1.0:
+            for name, power in self.loss_scaled.items():
+                value = getattr(state, name, None)
+                if isinstance(value, Tensor):
+                    value.mul_(factor**power)
+                elif value is not None:
+                    setattr(state, name, value * factor**power)
+        if self.scaler is not None or factor != 1.0:
+            state.loss_scale = scale
+
+    # --- rollback of a step that GradScaler skips
+
+    def snapshot(self, state: State, before: Mapping[str, Any]) -> None:
+        """With a loss scale, keep the fields that a state had before the current step, for `rollback`."""
+        if self.scaler is not None:
+            # Only loss-scaled tensors are changed in place.
+            self._snapshots[state.name] = {
+                name: value.clone() if name in self.loss_scaled and isinstance(value, Tensor) else value
+                for name, value in before.items()
+            }
+
+    def discard_snapshot(self, name: str) -> None:
+        """Free the snapshot of a parameter."""
+        self._snapshots.pop(name, None)
+
+    def rollback(self, name: str) -> None:
+        """Undo the last step of a parameter."""
+        if (before := self._snapshots.pop(name, None)) is not None:
+            self.states[name].replace_fields(before)
+
+    # --- rank and world size
+
+    def change_group(self, rank: int, size: int) -> None:
+        """Continue as another rank, or in a group of another size. Residuals are kept."""
+        for state in self.states.values():
+            state.set_rank(rank, size, self.shard_local)
+
+    # --- buckets
+
+    def concatenate(self, name: str, gradients: Mapping[str, Tensor], shapes: Any, rank: int, size: int) -> None:
+        """Replace the states of several parameters by one `BucketState`.
+
+        Args:
+            gradients: the parameters' gradients, by name.
+            shapes: function from a gradient to the shapes of its state's tensors, by field.
+        """
+        found = {parameter: self.states[parameter] for parameter in gradients if parameter in self.states}
+        for parameter, state in found.items():
+            if state.loaded:
+                self.restore(state, gradients[parameter], shapes(gradients[parameter]), rank, size)
+        for parameter in found:
+            del self.states[parameter]
+        of_bucket = {parameter: gradient.shape for parameter, gradient in gradients.items()}
+        self.states[name] = BucketState.concatenate(name, of_bucket, found)
+
+    def split_buckets(self, parameters: set[str]) -> None:
+        """Replace the bucket states that hold any of these parameters by states of single parameters."""
+        for state in list(self.states.values()):
+            if isinstance(state, BucketState) and state.shapes.keys() & parameters:
+                del self.states[state.name]
+                self.states |= state.split()
+
+    # --- state dict
+
+    def restore(self, state: State, grad: Tensor, shapes: Mapping[str, tuple[int, ...]], rank: int, size: int) -> None:
+        """Fit a loaded state to the gradient, and to this rank. Drop rank-local fields of another rank with a warning.
+
+        Raises:
+            ValueError: a tensor of the state has another shape than expected for this gradient.
+        """
+        for name, shape in shapes.items():
+            value = getattr(state, name, None)
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if value is not None and got != shape:
+                raise ValueError(
+                    f"{self.method}, parameter {state.name!r}: got a state whose {name} has the shape "
+                    f"{got}, expected {shape}; load the state of the same model and the same arguments"
+                )
+        for name, value in vars(state).items():
+            if isinstance(value, Tensor):
+                setattr(state, name, value.to(grad.device))
+            elif isinstance(value, list):
+                setattr(state, name, [tensor.to(grad.device) for tensor in value])
+        rank_local = [name for name in self.rank_local if isinstance(getattr(state, name, None), Tensor)]
+        if rank_local and (state.rank, state.size) != (rank, size):
+            warnings.warn(
+                f"the state of rank {state.rank} of {state.size} was loaded by rank {rank} of {size}: residuals of "
+                "that rank are dropped",
+                stacklevel=2,
+            )
+            for name in rank_local:
+                setattr(state, name, None)
+        state.loaded = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """All states, as plain tensors and numbers."""
+        return {
+            "method": self.method,
+            "rank_local": list(self.rank_local),
+            "states": {name: fields for state in self.states.values() for name, fields in state.state_dicts().items()},
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict. Raises ValueError if it belongs to another method or is malformed."""
+        what = f"{self.method}.load_state_dict"
+        self.check_method(state_dict)
+        states = {}
+        for name, fields in state_dict["states"].items():
+            state = states[name] = State(name)
+            for key, value in fields.items():
+                kind = type(vars(state)[key]) if key in ("step", "rank", "size") else (Tensor, int, float)
+                tensors = isinstance(value, list) and all(isinstance(item, Tensor) for item in value)
+                if not tensors and not isinstance(value, kind):
+                    raise ValueError(
+                        f"{what}: got {type(value).__name__} as {key} of {name!r}, expected a tensor or number"
+                    )
+            vars(state).update(copy.deepcopy(dict(fields)), loaded=True)
+        self.states = states
+
+    def check_method(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise ValueError for the state dict of another method, or of all ranks."""
+        what = f"{self.method}.load_state_dict"
+        if "ranks" in state_dict:
+            raise ValueError(f"{what}: got all ranks' states, expected gradzip.checkpoint.shard(states, rank, size)")
+        if state_dict.get("method") != self.method:
+            raise ValueError(f"{what}: got the state of {state_dict.get('method')!r}, expected that of {self.method!r}")

@@ -1,0 +1,62 @@
+"""The methods by name. A class joins by a decorator; a package of its own joins by an entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import TypeVar
+
+from .compressor import Compressor
+from .gather import GatherCompressor
+
+# Modules named by entry points of this group are imported, and register their methods.
+ENTRY_POINT_GROUP = "gradzip.methods"
+
+REGISTRY: dict[str, type[Compressor]] = {}
+
+Method = TypeVar("Method", bound=type[Compressor])
+
+
+def register(name: str, *, number: int | None = None, example: str = "") -> Callable[[Method], Method]:
+    """Register a method, as a class decorator.
+
+    Args:
+        name: on a command line (`gradzip.parse`).
+        number: in payload headers, 1 to 255, of methods with payloads. Never reused: a payload of another method is
+            recognized by it. gradzip itself uses numbers up to 127.
+        example: arguments, as on a command line, with which a few steps on small gradients use everything that the
+            method keeps between steps. The contract tests run with them.
+
+    Raises:
+        ValueError: the name or the number is taken, or a method with payloads has no number.
+
+    >>> from gradzip import GatherCompressor
+    >>> @register("mine", number=200)  # doctest: +SKIP
+    ... class Mine(GatherCompressor): ...
+    """
+
+    def decorate(method: Method) -> Method:
+        what = f"register({name!r}): got {method.__name__}"
+        if (other := REGISTRY.get(name, method)).__qualname__ != method.__qualname__:
+            raise ValueError(f"{what}, expected another name: {other.__name__} has this one")
+        if number is None and issubclass(method, GatherCompressor):
+            raise ValueError(f"{what}, whose payloads need a number, expected register({name!r}, number=1 to 255)")
+        if number is not None:
+            if not (isinstance(number, int) and 1 <= number <= 255):
+                raise ValueError(f"{what} with number = {number!r}, expected an integer from 1 to 255")
+            taken = {getattr(m, "number", None): m.__name__ for m in REGISTRY.values() if m is not other}
+            if number in taken:
+                raise ValueError(f"{what} with number = {number}, expected another one: {taken[number]} has it")
+            method.number = number  # type: ignore[attr-defined]
+        method.example = example
+        REGISTRY[name] = method
+        return method
+
+    return decorate
+
+
+def registered() -> dict[str, type[Compressor]]:
+    """All methods by name, those of other packages included. Imports the modules that entry points name."""
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        entry_point.load()
+    return dict(sorted(REGISTRY.items()))

@@ -1,0 +1,181 @@
+"""The state of one parameter between steps, that of a bucket of parameters, and reusable memory."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Key(NamedTuple):
+    """The key of one random draw. Equal keys give equal numbers on every device, other keys independent ones."""
+
+    seed: int
+    step: int
+    name: str
+    rank: int | str  # "shared" where all ranks must draw the same numbers
+
+    @property
+    def bits(self) -> int:
+        """The key as 64 bits, for the counter-based generator (csrc/common/philox.h)."""
+        text = f"{self.seed}/{self.step}/{self.rank}/{self.name}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+class State:
+    """State of one parameter: step count, residual, and the fields that its method adds.
+
+    Methods assign new tensors to fields and do not change a tensor in place until the step's average is known to be
+    finite. A step whose average is not finite is undone by restoring the fields.
+    """
+
+    # Fields that a state dict does not hold.
+    TRANSIENT: tuple[str, ...] = ("name", "payload", "loaded")
+
+    def __init__(self, name: str, rank: int = 0, size: int = 1) -> None:
+        self.name = name
+        self.rank = rank
+        self.size = size  # of the group
+        self.step = 0
+        self.residual: Tensor | None = None
+        self.payload: Tensor | None = None  # sent by this rank in the current step
+        self.loaded = False  # from a state dict, and not yet checked against a gradient
+
+    def key(self, seed: int) -> Key:
+        """The key of this rank's random draw in the current step."""
+        return Key(seed, self.step, self.name, self.rank)
+
+    def fields(self) -> dict[str, Any]:
+        """A shallow copy of all fields, for `replace_fields`."""
+        return dict(vars(self))
+
+    def replace_fields(self, fields: Mapping[str, Any]) -> None:
+        """Restore what `fields` returned; drop fields that were added since."""
+        vars(self).clear()
+        vars(self).update(fields)
+
+    def set_rank(self, rank: int, size: int, shard_local: tuple[str, ...]) -> None:
+        """Record rank and world size; drop the shard-local fields if they changed."""
+        if (self.rank, self.size) != (rank, size):
+            for name in shard_local:
+                if hasattr(self, name):
+                    setattr(self, name, None)
+        self.rank, self.size = rank, size
+
+    def state_dict(self) -> dict[str, Any]:
+        """The fields to save: tensors, lists of tensors and numbers."""
+        return {k: v for k, v in vars(self).items() if k not in self.TRANSIENT and v is not None}
+
+    def state_dicts(self) -> dict[str, dict[str, Any]]:
+        """State dicts by parameter name."""
+        return {self.name: self.state_dict()}
+
+    if TYPE_CHECKING:  # fields that methods add
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+class BucketState(State):
+    """State of a bucket: several parameters' gradients, concatenated to a tensor of shape (1, elements).
+
+    The set of parameters changes, because DDP rebuilds its buckets after the first step. A bucket's state is therefore
+    built from the states of its parameters, and split into such again; it is saved in that form, too.
+    """
+
+    TRANSIENT = (*State.TRANSIENT, "shapes")
+
+    def __init__(self, name: str, shapes: Mapping[str, torch.Size]) -> None:
+        super().__init__(name)
+        self.shapes = dict(shapes)  # by parameter name, in the order of the concatenation
+
+    @classmethod
+    def concatenate(cls, name: str, shapes: Mapping[str, torch.Size], states: Mapping[str, State]) -> BucketState:
+        """Build a bucket's state. states: of those parameters that have one; the others count as zeros."""
+        bucket = cls(name, shapes)
+        saved = {parameter: _with_owner_residual(state) for parameter, state in states.items()}
+        for key in dict.fromkeys(key for fields in saved.values() for key in fields):
+            values = {parameter: fields[key] for parameter, fields in saved.items() if key in fields}
+            some = next(iter(values.values()))
+            if isinstance(some, Tensor):
+                parts = [
+                    values[parameter].reshape(-1) if parameter in values else some.new_zeros(shape.numel())
+                    for parameter, shape in shapes.items()
+                ]
+                vars(bucket)[key] = torch.cat(parts).view(1, -1)
+            else:  # equal for all parameters, unless a bucket has skipped a step
+                vars(bucket)[key] = sum(values.values()) if key == "payload_nbytes" else max(values.values())
+        return bucket
+
+    def split(self) -> dict[str, State]:
+        """The states of the parameters, in memory of their own."""
+        states = {parameter: State(parameter, self.rank, self.size) for parameter in self.shapes}
+        numels = {parameter: shape.numel() for parameter, shape in self.shapes.items()}
+        for key, value in _with_owner_residual(self).items():
+            if isinstance(value, Tensor):
+                pieces = value.view(-1).split(list(numels.values()))
+                values = [piece.view(shape).clone() for piece, shape in zip(pieces, self.shapes.values())]
+            elif key == "payload_nbytes":
+                values = [value * numel // sum(numels.values()) for numel in numels.values()]
+            else:
+                values = [value] * len(numels)
+            for state, part in zip(states.values(), values):
+                vars(state)[key] = part
+        return states
+
+    def state_dicts(self) -> dict[str, dict[str, Any]]:
+        return {parameter: state.state_dict() for parameter, state in self.split().items()}
+
+
+def _with_owner_residual(state: State) -> dict[str, Any]:
+    """The fields to save, with the residual that this rank keeps as the owner of a shard added to its own residual.
+
+    The owner's residual was left over from an average, to which this rank's gradient contributes one of `size` parts.
+    """
+    fields = state.state_dict()
+    owner = fields.pop("owner_residual", None)
+    if owner is not None:
+        fields["residual"] = fields["residual"].clone()
+        shards = split_shards(fields["residual"], state.size)
+        # The group may have another size than when the state was saved.
+        if state.rank < len(shards) and shards[state.rank].shape == owner.shape:
+            shards[state.rank].add_(owner, alpha=state.size)
+    return fields
+
+
+def split_shards(tensor: Tensor, size: int) -> list[Tensor]:
+    """Split a contiguous tensor into views, in order, one for each of `size` ranks.
+
+    Shards are blocks of whole rows where there are at least `size` rows, so that methods for matrices get matrices;
+    otherwise they are pieces of the flat tensor.
+    """
+    if size == 1:
+        return [tensor]
+    rows = tensor if tensor.dim() > 1 and tensor.shape[0] >= size else tensor.view(-1)
+    return list(rows.tensor_split(size))
+
+
+class Workspace:
+    """Reusable buffers. A fresh large tensor costs a page fault every 4 KiB: several times the work done in it.
+
+    Every buffer has a name, and grows to the largest size that was asked for.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialized tensor in the buffer `name`. The next call with that name reuses its memory."""
+        numel = math.prod(shape)
+        buffer = self._buffers.get((name, device))
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[name, device] = torch.empty(numel, dtype=dtype, device=device)
+        return buffer[:numel].view(shape)
+
+    def clear(self) -> None:
+        """Free all buffers."""
+        self._buffers.clear()
