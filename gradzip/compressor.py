@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from . import ops
 from .collectives import Routine, Traffic
+from .hyper_parameters import check_types, cloned, digest_of
 from .memory import Memory
 from .state import State, Workspace
 
@@ -59,13 +59,7 @@ class Compressor(ABC):
     def __post_init__(self) -> None:
         if not (isinstance(self.min_numel, int) and self.min_numel >= 0):
             raise ValueError(f"{type(self).__name__}: got min_numel = {self.min_numel!r}, expected an integer >= 0")
-        for f in fields(self):
-            value = getattr(self, f.name)
-            # A shell or a YAML file may give the string "false", which is true.
-            if f.type == "bool" and not isinstance(value, bool):
-                raise ValueError(f"{type(self).__name__}: got {f.name} = {value!r}, expected True or False")
-            if f.name == "seed" and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ValueError(f"{type(self).__name__}: got seed = {value!r}, expected an integer")
+        check_types(self)
         self.memory = Memory(type(self).__name__, self.loss_scaled, self.rank_local, self.shard_local)
         self.traffic = Traffic()
         self.workspace = Workspace()
@@ -152,17 +146,14 @@ class Compressor(ABC):
 
     def clone(self) -> Compressor:
         """A compressor with the same hyper-parameters and loss scale, and no state."""
-        clone = replace(self, **{f.name: _clone(getattr(self, f.name)) for f in fields(self) if f.init})
+        clone = replace(self, **{f.name: cloned(getattr(self, f.name)) for f in fields(self) if f.init})
         clone.memory.scaler = self.memory.scaler
         return clone
 
     @property
     def digest(self) -> int:
         """32 bits of the configuration: ranks with equal digests understand each other's payloads."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("digest", True)}
-        # Schedules count as equal if their classes are: their repr may hold an address.
-        plain = {k: type(v).__qualname__ if callable(v) else repr(v) for k, v in values.items()}
-        return zlib.crc32(f"{type(self).__name__}{sorted(plain.items())}".encode())
+        return digest_of(self)
 
     def follow(self, scaler: Any) -> Compressor:
         """Rescale states when the loss scale changes, for training in mixed precision.
@@ -228,12 +219,3 @@ class Compressor(ABC):
 
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
         return tensor if ctx is None else ctx.finish(tensor)
-
-
-def _clone(value: Any) -> Any:
-    """A hyper-parameter, with the compressors in it cloned."""
-    if isinstance(value, Compressor):
-        return value.clone()
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(map(_clone, value)) if isinstance(value, tuple) else [_clone(item) for item in value]
-    return {key: _clone(item) for key, item in value.items()} if isinstance(value, dict) else value

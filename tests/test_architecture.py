@@ -20,6 +20,7 @@ ORDER = [
     "memory",
     "collectives",
     "fusion",
+    "hyper_parameters",
     "compressor",
     "gather",
     "registry",
