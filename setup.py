@@ -178,7 +178,8 @@ class BuildExtension(build_ext):
         folder = Path("build") / "-".join(variant)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "build.ninja").write_text(ninja_file(folder, ext.sources, nvcc, sanitize))
-        done = subprocess.run([ninja, "-f", folder / "build.ninja", "-j", jobs])
+        # The compilers of a killed build keep the lock of bootstrap.sh, which they inherit.
+        done = subprocess.run([ninja, "-f", folder / "build.ninja", "-j", jobs], close_fds=False)
         if done.returncode:
             raise fail(f"ninja failed, exit status {done.returncode}; what it printed is above")
         built, target = folder / "_C.so", Path(self.get_ext_fullpath(ext.name))

@@ -91,23 +91,23 @@ def start(clone, path, **environment):
 
 
 def bootstrap(clone, path, **environment):
-    process = start(clone, path, **environment)
-    out, error = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+    run = start(clone, path, **environment)
+    run.out, run.error = run.communicate(timeout=120)
+    return run
 
 
 def builds(clone):
     return (clone.parent / "builds").read_text().count("\n")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_repairs(clone, path):
     def works(steps):
         """Whether a run does these steps, and the next one none."""
         done = bootstrap(clone, path)
-        assert done.returncode == 0, done
-        assert [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")] == steps.split()
-        assert bootstrap(clone, path).stdout == UP_TO_DATE
+        assert done.returncode == 0, done.error
+        assert [line.split()[0] for line in done.out.splitlines() if line.startswith("  ")] == steps.split()
+        assert bootstrap(clone, path).out == UP_TO_DATE
         installed = clone / ".venv" / "bin" / "python"
         subprocess.run([installed, "-I", "-c", "import torch, horovod.torch, gradzip"], check=True)
 
@@ -138,7 +138,7 @@ def test_repairs(clone, path):
     assert builds(clone) == 4, "for another torch"
 
     (clone / "build.txt").write_text("[1/2] csrc/x.cpp\n[2/2] _C.so\n")
-    assert bootstrap(clone, path).stdout == f"  [1/2] csrc/x.cpp\n  [2/2] _C.so\n{UP_TO_DATE}"
+    assert bootstrap(clone, path).out == f"  [1/2] csrc/x.cpp\n  [2/2] _C.so\n{UP_TO_DATE}"
     (clone / "build.txt").write_text("ninja: no work to do.")
 
     clone = clone.rename(clone.parent / "moved")
@@ -163,8 +163,8 @@ def test_missing_tools(clone, path):
         """Whether a run fails with these texts, before it makes anything."""
         done = bootstrap(clone, path, **environment)
         assert done.returncode == 1
-        assert not [text for text in texts if text not in done.stderr], done.stderr
-        assert len(done.stderr.splitlines()) == 2, "one line says what is wrong, one what to do"
+        assert not [text for text in texts if text not in done.error], done.error
+        assert len(done.error.splitlines()) == 2, "one line says what is wrong, one what to do"
         assert not (clone / ".venv" / "bin").exists()
 
     refused("no usable Python (python3: ", "PYTHON=/path/to/python3.11", PYTHON="")
@@ -187,11 +187,11 @@ def test_no_network(clone, path):
         clone, path, PIP_INDEX_URL="http://127.0.0.1:9/", PIP_RETRIES="1", PIP_NO_INDEX="0", PIP_FIND_LINKS=""
     )
     assert done.returncode == 1
-    assert "  packages  installing" in done.stdout
-    assert "The package index cannot be reached" in done.stderr
+    assert "  packages  installing" in done.out
+    assert "The package index cannot be reached" in done.error
     log = clone / ".venv" / "log" / "packages.log"
-    assert str(log) in done.stderr
-    assert log.read_text().splitlines()[-1] in done.stderr
+    assert str(log) in done.error
+    assert log.read_text().splitlines()[-1] in done.error
 
 
 @pytest.mark.parametrize(
