@@ -84,6 +84,7 @@ require_compilers() { # before minutes of downloads, not after
 }
 
 made_here() { # whether .venv was made whole, at this path (its scripts hold it), and with the PYTHON asked for
+  local path by
   { read -r path && read -r by; } 2>/dev/null <"$venv/made" && [[ $path == "$venv" && $by == "${base:-$by}" && -x $python ]]
 }
 

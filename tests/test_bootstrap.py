@@ -16,48 +16,45 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = "as bash cat cp env find flock g++ grep head ld make mkdir mv rm sed sha256sum sleep sort tail tee tr dirname"
-BACKEND = """
-import shutil
+UP_TO_DATE = "bootstrap: .venv is up to date\n"
+FILES = {
+    "scripts/requirements.txt": "torch==1\nnumpy==1\n",
+    "scripts/horovod.txt": "horovod==3 --hash=sha256:0\n",
+    "scripts/build_horovod.sh": "#!/bin/sh\necho >>../builds\n[ ! -e ../hang ] || sleep 60\ncp ../horovod-3* $2\n",
+    "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n',
+    "backend.py": """import shutil
 def build_editable(folder, *_):
     return shutil.copy("../wheels/gradzip-0-py3-none-any.whl", folder).rpartition("/")[2]
-"""
-UP_TO_DATE = "bootstrap: .venv is up to date\n"
+""",
+    "setup.py": 'print(open("build.txt").read())\n',
+    "build.txt": "ninja: no work to do.",
+}
 
 
 def wheel(folder, name, version, module):
-    """Write a wheel of one module and return its path."""
+    """Write a wheel of one module."""
     info = f"{name}-{version}.dist-info"
     files = {module: "x = 1\n", f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
     files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    record = "".join(f"{path},,{len(text)}\n" for path, text in files.items())
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{name}-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for file, text in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}.items():
-            archive.writestr(file, text)
-    return path
+    files[f"{info}/RECORD"] = "".join(f"{path},,{len(text)}\n" for path, text in files.items())
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
 
 
 @pytest.fixture
 def clone(tmp_path):
-    """A clone in a folder whose name has a space. A file `hang` makes the build of Horovod hang."""
+    """A clone in a folder whose name has a space. A file `hang` beside it makes the build of Horovod hang."""
     folder = tmp_path / "a clone"
     (folder / "scripts").mkdir(parents=True)
+    (tmp_path / "wheels").mkdir()
     shutil.copy(ROOT / "scripts" / "bootstrap.sh", folder / "scripts")
+    for name, text in FILES.items():
+        (folder / name).write_text(text.replace("../", f"{tmp_path}/"))
+    (folder / "scripts" / "build_horovod.sh").chmod(0o755)
     for name, version in (("torch", "1"), ("torch", "2"), ("numpy", "1"), ("gradzip", "0")):
         wheel(tmp_path / "wheels", name, version, f"{name}.py")
-    built = wheel(tmp_path / "horovod", "horovod", "3", "horovod/torch.py")
-    program(
-        folder / "scripts" / "build_horovod.sh",
-        f'echo >>"{tmp_path}/builds"\n[ ! -e "{tmp_path}/hang" ] || sleep 60\ncp "{built}" "$2"\n',
-    )
-    (folder / "scripts" / "requirements.txt").write_text("torch==1\nnumpy==1\n")
-    (folder / "scripts" / "horovod.txt").write_text("horovod==3 --hash=sha256:0\n")
-    backend = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-    (folder / "pyproject.toml").write_text(f'{backend}[project]\nname = "gradzip"\nversion = "0"\n')
-    (folder / "backend.py").write_text(BACKEND)
-    (folder / "setup.py").write_text('print(open("build.txt").read())\n')
-    (folder / "build.txt").write_text("ninja: no work to do.")
+    wheel(tmp_path, "horovod", "3", "horovod/torch.py")
     return folder
 
 
