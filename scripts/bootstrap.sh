@@ -96,7 +96,7 @@ horovod_recipe() { # what a built Horovod depends on, besides the versions in it
 stamp() { # a digest of what .venv is installed from, and of the name and size of every file in it
   {
     cat "$root"/scripts/*.txt "$root/pyproject.toml" && horovod_recipe
-    find "$venv/bin" "$venv/lib" -name __pycache__ -prune -o ! -type d -printf '%P %s\n' | sort
+    find "$venv/bin" "$venv/lib" -name __pycache__ -prune -o ! -type d -printf '%P %s\n' 2>/dev/null | sort
   } | sha256sum
 }
 
@@ -134,7 +134,7 @@ horovod() {
 import importlib.metadata as metadata, platform, sys
 print("torch", metadata.version("torch"), sys.implementation.cache_tag, platform.machine(), *platform.libc_ver(), sep="-")
 ')-$(horovod_recipe | sha256sum | head -c 8)
-  exec 8>"$wheels.lock" && lock 8 && { install_horovod "$wheels" || {
+  exec 8>"$wheels.lock" && lock 8 && { { [[ -d $wheels ]] && install_horovod "$wheels"; } || {
     rm -rf "$wheels.new" && mkdir "$wheels.new" && "$root/scripts/build_horovod.sh" "$venv" "$wheels.new" &&
       rm -rf "$wheels" && mv "$wheels.new" "$wheels" && install_horovod "$wheels"
   }; } && exec 8>&-
