@@ -1,6 +1,6 @@
-# Everything runs in .venv, which scripts/bootstrap.sh makes and keeps up to date. `make help` lists the targets.
+# All targets run in .venv, which scripts/bootstrap.sh makes and keeps up to date. `make help` lists them.
 
-# The steps of a target follow each other, also under make -j.
+# Run the steps of a target one after the other, also under make -j.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -8,19 +8,19 @@ NP ?= 2
 ENGINE ?= horovod
 SECONDS ?= 60
 COMPRESSION ?= --compression none --compression fft-range:theta=0.85,bits=10
-# horovodrun starts `python` by name in new shells: the one of .venv must come first there too.
+# horovodrun starts `python` in new shells, where .venv must come first on PATH too.
 ENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 LAUNCH_horovod := horovodrun -np $(NP) python
 LAUNCH_ddp := torchrun --standalone --nproc-per-node $(NP)
 
 .PHONY: help
-help: ## this list
+help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=/path/to/python3]'
 	@echo
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-17s%s\n", $$1, $$2 }'
 
 .PHONY: bootstrap
-bootstrap: ## make .venv: PyTorch, Horovod, tools and gradzip (minutes the first time, then seconds)
+bootstrap: ## make .venv with PyTorch, Horovod, tools and gradzip (minutes, then a second)
 	@scripts/bootstrap.sh
 
 .PHONY: train
@@ -34,23 +34,23 @@ test: bootstrap ## lint, check types and run the tests; ARGS go to pytest (--lon
 	@$(ENV) pytest $(ARGS)
 
 .PHONY: fuzz
-fuzz: bootstrap ## hostile payloads for every decoder, for SECONDS (60); ARGS go to tests/fuzz.py
+fuzz: bootstrap ## feed hostile payloads to every decoder for SECONDS (60); ARGS go to tests/fuzz.py
 	@$(ENV) python tests/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 .PHONY: load
-load: bootstrap ## 2000 steps of 200 parameters with each engine, and what is left behind; ARGS go to pytest
+load: bootstrap ## run 2000 steps of 200 parameters with each engine, check for leaks; ARGS go to pytest
 	@$(ENV) pytest tests/test_load.py --long --load-steps 2000 --timeout 1800 $(ARGS)
 
 .PHONY: bench-kernels
-bench-kernels: bootstrap ## speed of the primitives against a copy and against torch; ARGS go to benchmarks/kernels.py
+bench-kernels: bootstrap ## time the primitives, a copy and torch; ARGS go to benchmarks/kernels.py
 	@$(ENV) python benchmarks/kernels.py $(ARGS)
 
 .PHONY: bench-training
-bench-training: bootstrap ## speed of training steps on slow networks; ARGS go to benchmarks/training.py
+bench-training: bootstrap ## time training steps on slow networks; ARGS go to benchmarks/training.py
 	@$(ENV) python benchmarks/training.py $(ARGS)
 
 .PHONY: bench-ring
-bench-ring: bootstrap ## aggregation times in a ring, compressed in three ways; ARGS go to benchmarks/ring.py
+bench-ring: bootstrap ## time three compressed ring all-reduces; ARGS go to benchmarks/ring.py
 	@$(ENV) python benchmarks/ring.py $(ARGS)
 
 .PHONY: lint
@@ -67,7 +67,7 @@ format: bootstrap ## format Python, C++ and CUDA
 	@$(ENV) clang-format -i $$(find csrc -type f)
 
 .PHONY: clean
-clean: ## remove what was built and cached here; keeps .venv and Horovod's wheels in ~/.cache/gradzip
+clean: ## remove build outputs and tool caches; keep .venv and ~/.cache/gradzip
 	@rm -rf build dist *.egg-info gradzip/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 

@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# What a container runs first: it takes the job's ssh key, then serves ssh or runs a command. Needs no root.
+# Entrypoint of the images: install the job's ssh key, then serve ssh or run a command. Needs no root.
 #
-# usage: entrypoint.sh sshd           a node: serves ssh until it is stopped; horovodrun starts ranks through it
-#        entrypoint.sh COMMAND...     runs the command: horovodrun, gradzip-test, bash, ...
+# usage: entrypoint.sh sshd           be a node: serve ssh until stopped; horovodrun starts ranks through it
+#        entrypoint.sh COMMAND...     run the command: horovodrun, gradzip-test, bash, ...
 #
-# All nodes of a job share one key pair. It is the user's key and every host's: who holds it is a node of the job, and
-# ssh trusts no one else. It is mounted, or made by the first node where the folder is an empty volume. No image holds
-# one.
+# All nodes of a job share one key pair, which is both the user's key and every host's. ssh trusts only holders of that
+# key. It is mounted; if the folder is an empty volume, the first node makes it. Images hold no key.
 #
-# Environment: GRADZIP_KEYS      the folder with id_ed25519 (default: /keys)
-#              GRADZIP_SSH_PORT  where nodes serve ssh (default: 2222)
+# Environment: GRADZIP_KEYS      folder of id_ed25519 (default: /keys)
+#              GRADZIP_SSH_PORT  port of ssh (default: 2222)
 set -euo pipefail
 
 key=${GRADZIP_KEYS:-/keys}/id_ed25519
@@ -21,7 +20,7 @@ die() { # die WHAT REMEDY
   exit 1
 }
 
-# Nodes may start at the same moment: the first link wins, and no one sees half a key.
+# Nodes may start at the same moment: the first link wins, and none sees half a key.
 make_key() {
   local fresh
   fresh=$(mktemp -d "${key%/*}/new.XXXXXX" 2>/dev/null) ||
@@ -32,7 +31,7 @@ make_key() {
   rm -r "$fresh"
 }
 
-# Copied, because ssh refuses a key that others may read, or that another uid owns, as mounted ones often are.
+# Copy the key: ssh refuses one that others may read or that another uid owns, as is usual for mounted files.
 take_key() {
   local public
   [[ -r $key ]] || die "uid $(id -u) cannot read $key" "Make it that uid's own, or build with --build-arg UID=..."
@@ -47,7 +46,7 @@ take_key() {
   chmod 600 "$ssh"/*
 }
 
-# Horovod's ranks listen at the address of their host's name, whatever interface they are told.
+# Warn if the host's name resolves to loopback. Horovod's ranks listen at that address, whatever interface is set.
 check_name() { # check_name NAME
   local address=''
   read -r address _ < <(getent ahosts "$1") || true
@@ -67,10 +66,10 @@ main() {
   [[ -e $key ]] || make_key
   take_key
   check_name "$(uname -n)"
-  # Where root's sshd confines what it does for strangers; the package leaves it to the init system.
+  # sshd of root needs its privilege separation folder, which the package leaves to the init system.
   ((EUID)) || install -d -m 755 /run/sshd
-  # MaxStartups: horovodrun opens a connection per rank, all at once. SetEnv: else a session has a PATH of sshd's own.
-  # StrictModes: what it looks at was written above, or is a folder over it (a mounted home, /tmp), as others made it.
+  # MaxStartups: horovodrun opens one connection per rank at once. SetEnv: sessions would get sshd's own PATH.
+  # StrictModes: the files were written above, and parent folders (a mounted home, /tmp) may have any mode.
   exec /usr/sbin/sshd -D -e -f /dev/null -p "$port" -h "$ssh/id_ed25519" \
     -o PidFile=none -o UsePAM=no -o PasswordAuthentication=no -o KbdInteractiveAuthentication=no \
     -o "AuthorizedKeysFile=$ssh/authorized_keys" -o StrictModes=no -o MaxStartups=1000 \

@@ -1,236 +1,168 @@
 #!/usr/bin/env bash
-# Makes .venv: PyTorch, Horovod (built from source), the test and lint tools, and gradzip itself, editable.
+# Make or repair .venv: PyTorch, Horovod (built from source), the test and lint tools, and gradzip itself, editable.
 #
-# usage: scripts/bootstrap.sh        (`make train` and `make test` call it; run again, it only does what is missing)
+# usage: scripts/bootstrap.sh        (`make test`, `make train` and others run it first)
 #
 # Environment: PYTHON         the Python to use, 3.10 to 3.13 (default: python3, else one of those on PATH)
-#              GRADZIP_CACHE  where Horovod's built wheels are kept for the next clone (default: ~/.cache/gradzip)
-#              GRADZIP_CUDA   auto, 0 or 1: whether gradzip's CUDA kernels are built (see setup.py)
+#              GRADZIP_CACHE  folder of Horovod's built wheels (default: ~/.cache/gradzip)
 #              MAX_JOBS       compilers to run at a time (default: one per core, as memory permits)
+#              GRADZIP_CUDA and the others of setup.py
 #
-# It may be killed at any moment: scripts/venv_state.py looks at what is really there, and the next run repairs it.
-# What each step printed is in .venv/log/STEP.log.
+# All installing is skipped while .venv/done holds the current `stamp`; what to compile is up to ninja. Every step may be
+# repeated, so the next run repairs a killed one. The output of each step is in .venv/log.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=$root/.venv
-log=$venv/log
-python=$venv/bin/python
+venv=$root/.venv python=$root/.venv/bin/python log=$root/.venv/log
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off
-# These would send installs or imports elsewhere, or (make's) restrict the compilers of a sub-make.
+# These would redirect installs or imports, or (make's) limit the compilers of a sub-make.
 unset PYTHONPATH PYTHONHOME PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER MAKEFLAGS MFLAGS MAKELEVEL
 
-die() { # die WHAT REMEDY: the end, when something is missing
+die() { # die WHAT REMEDY
   printf 'bootstrap: %s\n  %s\n' "$1" "$2" >&2
   exit 1
 }
 
-# The likely cause of a failure, with its remedy, as its log tells.
-explain() {
+explain() { # explain LOG: print the likely cause of a failure, with its remedy if it is known
   local log=$1
   has() { grep -qiE "$1" "$log"; }
   if has 'no space left on device|disk quota exceeded'; then
-    echo "The disk is full. Free some space (df -h), or put caches elsewhere: GRADZIP_CACHE=..., TMPDIR=..., PIP_CACHE_DIR=..."
+    echo "The disk is full. Free some space (df -h), or move caches: GRADZIP_CACHE=..., TMPDIR=..., PIP_CACHE_DIR=..."
   elif has 'name resolution|connection (refused|reset|broken)|network is unreachable|proxyerror|timed out|sslerror|max retries|from versions: none'; then
-    echo "The package index cannot be reached. Check the network, or name a proxy (HTTPS_PROXY) or a mirror (PIP_INDEX_URL)."
+    echo "The package index cannot be reached. Check the network, or set a proxy (HTTPS_PROXY) or a mirror (PIP_INDEX_URL)."
   elif has 'no matching distribution|could not find a version'; then
-    echo "The package index has no such release for this Python ($("$python" -V 2>&1)). Try another: PYTHON=python3.11 $0"
-  elif has 'do not match the hashes'; then
-    echo "A download is not what was expected, byte for byte. Try again, or check the mirror in PIP_INDEX_URL."
-  elif has 'Python\.h: no such file'; then
-    echo "Python's headers are missing. Install them (Debian, Ubuntu: apt install python3-dev)."
+    echo "The package index has no such release for this Python. Try another: PYTHON=python3.11 $0"
   elif has 'fatal error: Killed|signal terminated program|cannot allocate memory|MemoryError'; then
     echo "The machine ran out of memory. Run fewer compilers at a time: MAX_JOBS=1 $0"
-  elif has 'CMake Error'; then
-    echo "CMake refused: $(grep -m1 -A2 'CMake Error' "$log" | tr -s '\n ' ' ')"
-  elif has '[0-9]: (fatal )?error:'; then
-    echo "First error: $(grep -m1 -E '[0-9]: (fatal )?error:' "$log" | sed 's/^ *//')"
-  elif has 'gradzip build:'; then
-    grep -m1 'gradzip build:' "$log" | sed 's/^ *//'
+  else
+    grep -m1 -A1 -E 'CMake Error|[0-9]: (fatal )?error:|gradzip build:|E[Rr][Rr][Oo][Rr]:' "$log" | tr -s '\n ' ' ' | sed 's/^ */First error: /'
   fi
 }
 
-# step NAME WHAT COMMAND...: runs the command, its output in NAME's log, and says in one line what it does, how long
-# it took and, should it fail, why.
-step() {
-  local name=$1 what=$2 status=0 start
-  shift 2
-  start=$(date +%s%N)
-  printf '  %-9s %s ... ' "$name" "$what"
-  "$@" >>"$log/$name.log" 2>&1 || status=$?
-  if ((status == 0)); then
-    local tenths=$((($(date +%s%N) - start) / 100000000))
-    printf '%d.%d s\n' $((tenths / 10)) $((tenths % 10))
-    return
-  fi
-  printf 'failed\n'
-  {
-    echo
-    tail -n 20 "$log/$name.log"
-    printf '\nbootstrap: %s failed (exit status %d); all it printed is in %s\n' "$name" "$status" "$log/$name.log"
-    explain "$log/$name.log" | sed 's/^/  /'
-  } >&2
-  exit 1
+failed() { # failed STEP
+  { printf '\n' && tail -n 20 "$log/$1.log"; } >&2
+  die "$1 failed; all it printed is in $log/$1.log" "$(explain "$log/$1.log")"
 }
 
-# Prints why Python $1 will not do; nothing if it will.
-unfit() {
-  command -v "$1" >/dev/null || { echo "not found"; return; }
-  "$1" - 2>&1 <<'PYTHON' || echo "does not run"
-import os, sys
-if not (3, 10) <= sys.version_info[:2] <= (3, 13):
-    print("is Python %d.%d.%d, expected 3.10 to 3.13" % sys.version_info[:3])
-    sys.exit()
-import sysconfig
-try:
-    import ensurepip, venv
-except ImportError as error:
-    print("has no %s module (Debian, Ubuntu: apt install python3-venv)" % error.name)
-    sys.exit()
-if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
-    print("has no headers to compile with (Debian, Ubuntu: apt install python3-dev)")
-PYTHON
+step() { # step NAME WHAT COMMAND...
+  local start=$SECONDS
+  printf '  %-9s %s ... ' "$1" "$2"
+  "${@:3}" >"$log/$1.log" 2>&1 || failed "$1"
+  echo "$((SECONDS - start)) s"
 }
 
-# Sets `base` to the Python to make .venv with, never one inside a virtual environment: that may be .venv itself.
-choose_python() {
-  local candidate reason reasons=()
-  local candidates=(python3 python3.13 python3.12 python3.11 python3.10)
+lock() { # lock FD: wait for other runs that hold the same file
+  command -v flock >/dev/null || return 0
+  flock -n "$1" || { echo "bootstrap: waiting for another run" && flock "$1"; }
+}
+
+choose_python() { # set `base`, which is never a Python inside a virtual environment
+  local candidate found reasons='' candidates=(python3 python3.13 python3.12 python3.11 python3.10)
   [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
   for candidate in "${candidates[@]}"; do
-    reason=$(unfit "$candidate")
-    if [[ -z $reason ]]; then
-      base=$("$candidate" -c 'import os, sys; print(os.path.realpath(sys._base_executable))')
-      return
-    fi
-    reasons+=("$candidate: ${reason##*$'\n'}")
+    found=$("$candidate" -c '
+import os, sys, sysconfig
+if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+    sys.exit("is Python %d.%d.%d, expected 3.10 to 3.13" % sys.version_info[:3])
+import ensurepip, venv
+if not os.path.exists(sysconfig.get_path("include") + "/Python.h"):
+    sys.exit("has no headers to compile with")
+print(os.path.realpath(sys._base_executable))' 2>&1) && base=$found && return
+    reasons+="$candidate: ${found##*$'\n'}; "
   done
-  die "no usable Python ($(printf '%s; ' "${reasons[@]}" | sed 's/; $//'))" \
-    "Install Python 3.10 to 3.13 with its venv module and headers, or name one: PYTHON=/path/to/python3.11 $0"
+  die "no usable Python (${reasons%; })" "Install Python 3.10 to 3.13 with venv and headers (Debian, Ubuntu: \
+apt install python3-venv python3-dev), or name one: PYTHON=/path/to/python3.11 $0"
 }
 
-# Before minutes of downloads, not after.
-require_compilers() {
+require_compilers() { # before minutes of downloads, not after
   local cxx=${CXX:-g++} error
-  command -v "${cxx%% *}" >/dev/null ||
-    die "no C++ compiler: '$cxx' is not on PATH" \
-      "Install g++ (Debian, Ubuntu: apt install g++ make), or name another: CXX=clang++ $0"
   # shellcheck disable=SC2086 # CXX may hold options
-  error=$(echo '#include <optional>
-    int main() { return std::optional<int>{0}.value(); }' | $cxx -std=c++17 -x c++ - -o /dev/null 2>&1) ||
+  error=$(echo '#include <optional>' | $cxx -std=c++17 -x c++ -c - -o /dev/null 2>&1) ||
     die "'$cxx' does not compile C++17: ${error%%$'\n'*}" \
-      "Install a whole g++ 8 or newer (Debian, Ubuntu: apt install g++), or name another: CXX=clang++ $0"
-  command -v make >/dev/null ||
-    die "no make: Horovod is built with it" "Install it (Debian, Ubuntu: apt install make)."
+      "Install g++ 8 or newer (Debian, Ubuntu: apt install g++ make), or name another: CXX=clang++ $0"
+  command -v make >/dev/null || die "no make, which builds Horovod" "Install it (Debian, Ubuntu: apt install make)."
 }
 
-state() { "$python" "$root/scripts/venv_state.py" "$@"; }
-
-# Whether .venv was made whole, at this path (its scripts hold it) and, where one is asked for, with that Python.
-made_here() {
+made_here() { # whether .venv was made whole, at this path (its scripts hold it), and with the PYTHON asked for
   local path by
-  { read -r path && read -r by; } 2>/dev/null <"$venv/made" || return
-  [[ $path == "$venv" && (-z ${PYTHON:-} || $by == "$base") ]]
+  { read -r path && read -r by; } 2>/dev/null <"$venv/made" && [[ $path == "$venv" && $by == "${base:-$by}" && -x $python ]]
+}
+
+horovod_recipe() { # what a built Horovod depends on, besides the versions in its wheel's folder
+  cat "$root/scripts/build_horovod.sh"
+  env | sort | sed -n '/^HOROVOD_\(BUILD_\|CUDA_\|GPU\|NCCL_\|WITH\)/p' | tr '\n' '\0'
+}
+
+stamp() { # a digest of what .venv is installed from, and of the name and size of every file in it
+  {
+    cat "$root"/scripts/*.txt "$root/pyproject.toml" && horovod_recipe
+    find "$venv/bin" "$venv/lib" -name __pycache__ -prune -o ! -type d -printf '%P %s\n' 2>/dev/null | sort
+  } | sha256sum
 }
 
 make_venv() {
-  find "$venv" -mindepth 1 -maxdepth 1 ! -name log ! -name .lock -exec rm -rf {} + &&
-    "$base" -m venv "$venv" &&
-    "$python" -m pip --version &&
-    printf '%s\n%s\n' "$venv" "$base" >"$venv/made"
+  rm -rf "$root"/.venv/{made,bin,lib,lib64,share,include} && "$base" -m venv "$venv" && printf '%s\n' "$venv" "$base" >"$venv/made"
 }
 
 install_packages() {
-  # --no-compile: most of torch's modules are never imported, and those that are get compiled then.
-  state repair && "$python" -m pip install --no-compile -r "$root/scripts/requirements.txt"
+  # pip installs a package again if its metadata is gone: here, that of every package which lacks a part.
+  # --no-compile: most of torch's modules are never imported.
+  "$python" -c '
+import csv, os, pathlib, shutil, sysconfig
+site = pathlib.Path(sysconfig.get_path("purelib"))
+for info in site.glob("*.dist-info"):
+    try:
+        rows = csv.reader((info / "RECORD").open(newline=""))
+        whole = all(not size or os.stat(site / name).st_size == int(size) for name, _, size in rows)
+    except (OSError, ValueError):
+        whole = False
+    if not whole:
+        shutil.rmtree(info)
+for moved_aside in site.glob("~*"):
+    shutil.rmtree(moved_aside)' && "$python" -m pip install --no-compile -r "$root/scripts/requirements.txt"
 }
 
-intact() { # intact WHEEL: whether it is there and none of its bytes changed
-  "$python" -c 'import sys, zipfile; sys.exit(zipfile.ZipFile(sys.argv[1]).testzip() is not None)' "$1" 2>/dev/null
+install_horovod() { # install_horovod FOLDER; fails if the wheel there is damaged (zip checksums) or does not work
+  "$python" -m pip install --no-index --no-deps --force-reinstall "$1"/horovod-*.whl &&
+    "$python" -c 'import horovod.torch'
 }
 
-# Built aside and moved into place: what is in the cache is whole.
-build_horovod() {
-  rm -rf "$wheels.new" && mkdir "$wheels.new" &&
-    "$root/scripts/build_horovod.sh" "$venv" "$wheels.new" &&
-    rm -rf "$wheels" && mv "$wheels.new" "$wheels"
-}
-
-install_horovod() {
-  # A wheel of another torch may be installed in the same version: --force-reinstall.
-  state repair && "$python" -m pip install --no-index --no-deps --force-reinstall "$wheels"/horovod-*.whl &&
-    state mark horovod
-}
-
-install_gradzip() {
-  state repair && "$python" -m pip install -v --no-build-isolation --no-deps -e "$root" && state mark gradzip
-}
-
-confirm() { # confirm STEP: that what was just done is there and works
-  local reason
-  reason=$(state check "$1")
-  [[ -z $reason ]] || die "$1: installed, but ${reason#*$'\t'}" "Its log is $log/$1.log; to start afresh: rm -rf '$venv'"
-}
-
-lacks() { grep -q "^$1\b" <<<"$lacking"; }
-
-lock() { # lock FD WHAT: one at a time; flock is part of every Linux, and without it only time is lost
-  command -v flock >/dev/null || return 0
-  flock -n "$1" || { echo "bootstrap: waiting for another one that $2"; flock "$1"; }
+horovod() {
+  local cache=${GRADZIP_CACHE:-${XDG_CACHE_HOME:-${HOME:-$venv}/.cache}/gradzip} wheels
+  mkdir -p "$cache" && [[ -w $cache ]] || { cache=$venv/cache && mkdir -p "$cache"; }
+  wheels=$cache/$(sed -n 's/^horovod==\([^ ]*\).*/horovod-\1/p' "$root/scripts/horovod.txt")-$("$python" -c '
+import importlib.metadata as metadata, platform, sys
+print("torch", metadata.version("torch"), sys.implementation.cache_tag, platform.machine(), *platform.libc_ver(), sep="-")
+')-$(horovod_recipe | sha256sum | head -c 8)
+  exec 8>"$wheels.lock" && lock 8 && { { [[ -d $wheels ]] && install_horovod "$wheels"; } || {
+    rm -rf "$wheels.new" && mkdir "$wheels.new" && "$root/scripts/build_horovod.sh" "$venv" "$wheels.new" &&
+      rm -rf "$wheels" && mv "$wheels.new" "$wheels" && install_horovod "$wheels"
+  }; } && exec 8>&-
 }
 
 main() {
-  exec </dev/null # nothing here asks a question, and nothing must wait for an answer
+  local base=''
+  exec </dev/null # so that nothing waits for an answer
   mkdir -p "$log"
   exec 9>"$venv/.lock"
-  lock 9 "works on this clone"
-
-  base='' lacking=''
+  lock 9
   [[ -z ${PYTHON:-} ]] || choose_python
-  if ! made_here || ! lacking=$(state check 2>/dev/null); then
-    lacking=$'venv\npackages'
-  elif [[ -z $lacking ]]; then
-    echo "bootstrap: .venv is up to date"
-    return
-  fi
-
-  echo "bootstrap: making .venv (logs in .venv/log)"
-  rm -f "$log"/*.log
-  require_compilers
-  if lacks venv; then
-    [[ -n $base ]] || choose_python
-    step venv "with $("$base" -V 2>&1)" make_venv
-  fi
-  if lacks packages; then
-    step packages "installing what scripts/requirements.txt pins" install_packages
-    confirm packages
-    lacking=$(state check horovod gradzip) # both may have been made for other packages
-  fi
-  if lacks horovod; then
-    local from_cache=yes
-    cache=${GRADZIP_CACHE:-${XDG_CACHE_HOME:-${HOME:-$venv}/.cache}/gradzip}
-    mkdir -p "$cache" 2>/dev/null && [[ -w $cache ]] || { cache=$venv/cache && mkdir -p "$cache"; }
-    key=$(state key)
-    wheels=$cache/$key
-    exec 8>"$wheels.lock"
-    lock 8 "builds the same Horovod"
-    intact "$wheels"/horovod-*.whl || {
-      from_cache=
-      step horovod "building it for $("$python" -c 'import torch; print("torch", torch.__version__)'), 2 to 4 minutes" build_horovod
-    }
-    step horovod "installing the wheel kept in $cache" install_horovod
-    if [[ $from_cache && -n $(state check horovod) ]]; then
-      step horovod "that wheel does not work here, building another, 2 to 4 minutes" build_horovod
-      step horovod "installing it" install_horovod
+  if ! made_here || [[ $(stamp) != "$(cat "$venv/done" 2>&1)" ]]; then
+    echo "bootstrap: making .venv (logs in .venv/log)"
+    rm -f "$venv/done" "$log"/*.log
+    require_compilers
+    if ! made_here || ! "$python" -m pip --version >/dev/null 2>&1; then
+      [[ -n $base ]] || choose_python
+      step venv "with $("$base" -V)" make_venv
     fi
-    confirm horovod
-    exec 8>&-
+    step packages "installing scripts/requirements.txt" install_packages
+    step horovod "from the cache, else built (2 to 4 minutes)" horovod
+    step gradzip "building the extension, installing" "$python" -m pip install -v --no-build-isolation --no-deps -e "$root"
+    stamp >"$venv/done"
   fi
-  if lacks gradzip; then
-    step gradzip "building its extension and installing it, editable" install_gradzip
-    confirm gradzip
-  fi
-  echo "bootstrap: .venv is ready"
+  (cd "$root" && "$python" setup.py -q build_ext --inplace) 2>&1 | tee "$log/extension.log" | sed -un 's/^\[/  [/p' ||
+    failed extension
+  echo "bootstrap: .venv is up to date"
 }
 
 # Sourced, it only defines its functions.

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Checks gradzip's CUDA half on a machine with an NVIDIA GPU: builds in place, runs the GPU tests, runs them again under
-# compute-sanitizer, and times the kernels. Needs no network: nvcc, and a Python with PyTorch for CUDA, pybind11,
-# setuptools, NumPy and pytest.
+# Check gradzip's CUDA half on a machine with an NVIDIA GPU: builds in place, runs the GPU tests, repeats them under
+# compute-sanitizer, and times the kernels. Needs nvcc, ninja, and a Python with PyTorch for CUDA, pybind11, setuptools,
+# NumPy and pytest. Needs no network.
 #
-# usage: scripts/gpu_check.sh [FOLDER]     results go there (default: benchmarks/results): gpu_check.json, kernels_cuda.json
+# usage: scripts/gpu_check.sh [FOLDER]     writes gpu_check.json and kernels_cuda.json to FOLDER (default: benchmarks/results)
 #
 # Environment: PYTHON   the Python to use (default: python3)
 #              MINUTES  how long each pass of compute-sanitizer may take (default: 2)
 #
-# Every step runs, whatever became of those before it; the exit status is 0 when none failed. A sanitizer that does not
-# support the machine is reported as unavailable, which is not a pass.
+# A failed step does not stop the next ones; the exit status is 0 if none failed. A sanitizer that does not support the
+# machine is reported as unavailable, not as passed.
 set -uo pipefail
 if [[ ${1-} == -h || ${1-} == --help ]]; then
   sed -n '2,/^set/ { /^#/ s/^# \{0,1\}//p }' "${BASH_SOURCE[0]}"
@@ -37,7 +37,7 @@ echo "gpu_check: ${device%|*}, $("$python" -c 'import torch; print("torch", torc
 
 names=() outcomes=() seconds=()
 
-# step NAME COMMAND...: runs it, its output in a log, and notes how it ended.
+# step NAME COMMAND...: run the command, log its output and record the outcome.
 step() {
   local name=$1 start=$SECONDS outcome=passed
   shift

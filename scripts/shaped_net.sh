@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Runs a command on a slow network of its own: a network namespace whose loopback carries as much as RANKS links of RATE.
+# Run a command in a network namespace whose loopback has the bandwidth of RANKS links of RATE.
 #
 # usage: scripts/shaped_net.sh RATE RANKS -- COMMAND...
 #
-#   RATE   of one rank's link: a number and kbit, mbit or gbit
-#   RANKS  how many processes COMMAND starts; all that they send shares one loopback, so it gets RANKS times RATE
+#   RATE   bandwidth of one rank's link: a number and kbit, mbit or gbit
+#   RANKS  number of processes that COMMAND starts; they share one loopback, which gets RANKS times RATE
 #
 # examples:
 #   scripts/shaped_net.sh 1gbit 2 -- horovodrun -np 2 python examples/train.py
 #   scripts/shaped_net.sh 250mbit 4 -- torchrun --standalone --nproc-per-node 4 train.py
 #   scripts/shaped_net.sh 100mbit 2 -- bash -c 'horovodrun -np 2 python train.py; grep lo: /proc/net/dev'
 #
-# Needs root and iproute2. COMMAND takes this process's place, with its input, output, signals and exit status. Nothing
-# outside is changed, and nothing needs cleaning up: the namespace has no name and ends with its last process, however
-# that ends. So any number of these may run at once, or inside each other. In it there is only loopback (/proc/net/dev
-# counts each byte once), and the host is called localhost, since its own name may stand for an interface left outside.
+# Needs root and iproute2. COMMAND replaces this process and keeps its input, output, signals and exit status. Nothing
+# outside changes and nothing needs cleaning up: the unnamed namespace ends with its last process. So several of these may
+# run at once or nested. The namespace has only loopback (/proc/net/dev counts each byte once), and its host name is
+# localhost, because the machine's own name may resolve to an interface outside.
 set -euo pipefail
 
 die() { # die WHAT REMEDY
@@ -22,14 +22,14 @@ die() { # die WHAT REMEDY
   exit 2
 }
 
-# What runs inside: shapes loopback to so many bits per second, then becomes the command.
+# Runs inside: shape loopback to this many bits per second, then exec the command.
 shape() {
   local bits=$1
   shift
-  # Packets of 64 KiB, loopback's own, would need a bucket of as much: at 100 Mb/s they would come in lumps of 5 ms.
+  # Loopback's default packets of 64 KiB would need a bucket as large: bursts of 5 ms at 100 Mb/s.
   local mtu=9000 frame=9014
-  # The bucket is what may pass at once after a pause. A millisecond's worth makes up for timers that fire late when all
-  # cores compute, and is at most what a short exchange can gain. The queue drops nothing: TCP holds back by itself.
+  # The bucket is what may pass at once after a pause. One millisecond compensates for late timers on busy cores, and is
+  # the most a short exchange can gain. The queue is long enough to drop nothing: TCP limits itself.
   local burst=$((bits / 8000 > 2 * frame ? bits / 8000 : 2 * frame))
   hostname localhost
   ip link set lo mtu $mtu up

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests the gradzip that is installed, not the one in the checkout: the tests, and all they need besides the package,
-# are copied to a folder of their own, so that a file missing from the installed package is missed.
+# Test the installed gradzip, not the checkout. The tests and what they need are copied to a folder without the package,
+# so that they fail if the installed package lacks a file.
 #
 # usage: scripts/test_installed.sh [PYTEST_ARGUMENT...]
 #
@@ -12,7 +12,7 @@ root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 work=$(mktemp -d "${TMPDIR:-/tmp}/gradzip-test.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 
-# All but the package, the history, and what was built or cached.
+# Everything but the package, the history, build outputs and caches.
 (cd "$root" && tar -c --exclude=./gradzip --exclude=./.git --exclude=./.venv --exclude=./build --exclude='./.*_cache' .) |
   tar -x -C "$work"
 cd "$work"
