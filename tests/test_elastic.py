@@ -143,7 +143,7 @@ def replay(job):
         groups = [gradzip.LocalGroup(gradzip.parse(spec), len(hosts)) for spec, _ in job.plan.models]
         for i, group in enumerate(groups):
             for rank, (host, compressor) in enumerate(zip(hosts, group.compressors)):
-                compressor.states = copy.deepcopy(kept.get((i, host), kept.get((i, hosts[0]), {})))
+                compressor.memory.states = copy.deepcopy(kept.get((i, host), kept.get((i, hosts[0]), {})))
                 for state in compressor.states.values():
                     if (i, host) not in kept:
                         state.residual = None
