@@ -484,7 +484,7 @@ class GatherCompressor(Compressor):
         `number`.
         """
         magnitudes = finite if isinstance(finite, Tensor) else None
-        return ops.seal(
+        return ops.seal_payload(
             payload,
             method=self.method,
             digest=self.digest,

@@ -338,7 +338,7 @@ class GradiVeQ(Compressor):
         fields = _POSITION.pack(state.step, _progress(state), _PHASES.index(self.phase(state)))
         method, digest, numel = self.method, self.digest, grad.numel()
         header = ops.new_payload(0, grad.device)
-        payloads = yield Gather(ops.seal(header, method=method, digest=digest, numel=numel, fields=fields))
+        payloads = yield Gather(ops.seal_payload(header, method=method, digest=digest, numel=numel, fields=fields))
         with blaming(f"GradiVeQ, parameter {state.name!r}"):
             for rank, payload in enumerate(payloads):
                 with blaming(f"from rank {rank} of {len(payloads)}"):
