@@ -133,16 +133,16 @@ def index_cases(x: Tensor, k: int) -> Iterator[Case]:
         "topk_abs 1%", lambda: ops.topk_abs(x, k), topk, "torch.topk, x[i]",
         lambda: torch.equal(ops.topk_abs(x, k)[0].long(), expected), 4 * n + 8 * k, 4.0, 10.0,
     )  # fmt: skip
-    stream = ops.encode_indices(indices, n)
+    stream = ops.index_code_encode(indices, n)
     yield Case(
-        "encode_indices 1%", lambda: ops.encode_indices(indices, n), lambda: indices.diff().to(torch.int16),
-        "diff, int16", lambda: torch.equal(ops.decode_indices(stream, n), indices), 4 * k + stream.numel(),
+        "index_code_encode 1%", lambda: ops.index_code_encode(indices, n), lambda: indices.diff().to(torch.int16),
+        "diff, int16", lambda: torch.equal(ops.index_code_decode(stream, n), indices), 4 * k + stream.numel(),
     )  # fmt: skip
     out, wanted = torch.zeros_like(x), torch.zeros_like(x).index_add_(0, indices, values)
     yield Case(
-        "sparse_decode_add 1%", lambda: ops.sparse_decode_add(stream, values, out),
+        "index_code_decode_add 1%", lambda: ops.index_code_decode_add(stream, values, out),
         lambda: out.index_add_(0, indices, values), "index_add_ of decoded ones",
-        lambda: decoded(lambda acc: ops.sparse_decode_add(stream, values, acc), wanted), 12 * k + stream.numel(),
+        lambda: decoded(lambda acc: ops.index_code_decode_add(stream, values, acc), wanted), 12 * k + stream.numel(),
     )  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def quantizing_cases(x: Tensor) -> Iterator[Case]:
     step = norms.max().item() / 7
     yield Case(
         "quantize_packed 4 bits", encode, qsgd, "torch ops, rand_like",
-        lambda: unbiased(lambda o: ops.quantized_decode_add(packed, norms, o, 4, bucket), step), 4 * n + n // 2,
+        lambda: unbiased(lambda o: ops.quantize_decode_add(packed, norms, o, 4, bucket), step), 4 * n + n // 2,
         4.0, 8.0,
     )  # fmt: skip
     pairs, norm = qsgd()
@@ -192,13 +192,13 @@ def quantizing_cases(x: Tensor) -> Iterator[Case]:
         return acc[: codes.numel()].add_(((codes & 7).float() * (norm / 7) * (1 - 2 * (codes >> 3).float())).view(-1))
 
     yield Case(
-        "quantized_decode_add 4 bits", lambda: ops.quantized_decode_add(packed, norms, acc, 4, bucket), decode_pairs,
-        "torch ops", lambda: unbiased(lambda o: ops.quantized_decode_add(packed, norms, o, 4, bucket), step),
+        "quantize_decode_add 4 bits", lambda: ops.quantize_decode_add(packed, norms, acc, 4, bucket), decode_pairs,
+        "torch ops", lambda: unbiased(lambda o: ops.quantize_decode_add(packed, norms, o, 4, bucket), step),
         8 * n + n // 2,
     )  # fmt: skip
-    stream, _ = ops.quantize_elias(x, 4, bucket, "l2", key)
+    stream, _ = ops.elias_quantize(x, 4, bucket, "l2", key)
     yield Case(
-        "quantize_elias 4 bits", lambda: ops.quantize_elias(x, 4, bucket, "l2", key), qsgd, "torch ops, not coded",
+        "elias_quantize 4 bits", lambda: ops.elias_quantize(x, 4, bucket, "l2", key), qsgd, "torch ops, not coded",
         lambda: unbiased(lambda o: ops.elias_decode_add(stream, norms, o, 4, bucket), step), 4 * n + stream.numel(),
     )  # fmt: skip
     yield Case(
@@ -255,7 +255,7 @@ def sampling_cases(x: Tensor, k: int) -> Iterator[Case]:
     p = x.abs().clamp(max=1)
 
     def drawn_share() -> bool:
-        share = ops.count_marked(ops.bernoulli(p, key), n) / n
+        share = ops.bitmap_count(ops.bernoulli(p, key), n) / n
         return abs(share - p.double().mean().item()) < 7 * 0.5 / n**0.5
 
     yield Case(
@@ -282,7 +282,7 @@ def low_rank_cases(device: str) -> Iterator[Case]:
 
     def step() -> None:
         ops.low_rank_project(e, m, q, out=p)
-        ops.low_rank_settle(m, e, p, q, p, q)
+        ops.low_rank_apply_average(m, e, p, q, p, q)
 
     def plain() -> None:
         """As it is usually written."""

@@ -1,14 +1,15 @@
-// gradzip._C: one line per primitive of csrc/cpu/ops.h, over addresses and sizes; gradzip._C.cuda holds those of
-// csrc/cuda/ops.h. Tensors are checked in gradzip/ops, which is the only caller; no torch header is needed here.
+// gradzip._C: the kernels of csrc/cpu/ops.h, over addresses and sizes; gradzip._C.cuda: those of csrc/cuda/ops.h. Only
+// gradzip/ops calls them, and it checks the tensors; no torch header is needed here.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <string>
 #include <vector>
 
+#include "bind.h"
 #include "cpu/ops.h"
 #include "cpu/simd.h"
-#include "primitive.h"
+#include "kernels.h"
 #ifdef GRADZIP_CUDA
 #include "cuda/bindings.h"
 #include "cuda/device.h"
@@ -57,55 +58,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("cuda_devices", [] { return py::list(); });
 #endif
 
-  // --- primitives
+  // --- kernels
+#define KERNEL(name) bind_cpu<cpu::name>(m, #name);
+  GRADZIP_KERNELS(KERNEL)
+#undef KERNEL
 #ifdef GRADZIP_CUDA
-  auto on_device = m.def_submodule("cuda", "The primitives on device memory; each takes a stream.");
+  auto on_device = m.def_submodule("cuda", "The kernels on device memory.");
   cuda::bind(on_device);
 #endif
-  def<cpu::abs_max>(m, "abs_max");
-  def<cpu::select>(m, "select");
-  def<cpu::select_sampled>(m, "select_sampled");
-  def<cpu::bitmap>(m, "bitmap");
-  def<cpu::compact>(m, "compact");
-  def<cpu::expand>(m, "expand");
-  def<cpu::count_marked>(m, "count_marked");
-  def<cpu::marked_indices>(m, "marked_indices");
-  def<cpu::random_indices>(m, "random_indices");
-  def<cpu::encoded_indices_nbytes>(m, "encoded_indices_nbytes");
-  def<cpu::encode_indices>(m, "encode_indices");
-  def<cpu::decode_indices>(m, "decode_indices");
-  def<cpu::sparse_decode_add>(m, "sparse_decode_add");
-  def<cpu::range_float_make>(m, "range_float_make");
-  def<cpu::range_float_fit>(m, "range_float_fit");
-  def<cpu::range_float_encode>(m, "range_float_encode");
-  def<cpu::range_float_encode_packed>(m, "range_float_encode_packed");
-  def<cpu::range_float_decode>(m, "range_float_decode");
-  def<cpu::low_rank_project>(m, "low_rank_project");
-  def<cpu::low_rank_expand>(m, "low_rank_expand");
-  def<cpu::low_rank_settle>(m, "low_rank_settle");
-  def<cpu::pack_bits>(m, "pack_bits");
-  def<cpu::unpack_bits>(m, "unpack_bits");
-  def<cpu::bernoulli>(m, "bernoulli");
-  def<cpu::bucket_norms>(m, "bucket_norms");
-  def<cpu::quantize>(m, "quantize");
-  def<cpu::quantize_packed>(m, "quantize_packed");
-  def<cpu::dequantize>(m, "dequantize");
-  def<cpu::quantized_decode_add>(m, "quantized_decode_add");
-  def<cpu::ternary_packed>(m, "ternary_packed");
-  def<cpu::ternary_decode_add>(m, "ternary_decode_add");
-  def<cpu::pack_signs>(m, "pack_signs");
-  def<cpu::majority>(m, "majority");
-  def<cpu::signs_decode_add>(m, "signs_decode_add");
-  def<cpu::one_bit_packed>(m, "one_bit_packed");
-  def<cpu::one_bit_decode_add>(m, "one_bit_decode_add");
-  def<cpu::atom_probabilities_float>(m, "atom_probabilities_float");
-  def<cpu::atom_probabilities_double>(m, "atom_probabilities_double");
-  def<cpu::elias_encode>(m, "elias_encode");
-  def<cpu::elias_decode>(m, "elias_decode");
-  def<cpu::quantize_elias>(m, "quantize_elias");
-  def<cpu::elias_decode_add>(m, "elias_decode_add");
-  def<cpu::orthogonalize>(m, "orthogonalize");
-  def<cpu::spectrum_power>(m, "spectrum_power");
-  def<cpu::spectrum_decode_add>(m, "spectrum_decode_add");
-  def<cpu::payload_checksum>(m, "payload_checksum");
 }

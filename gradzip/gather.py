@@ -114,7 +114,7 @@ class GatherCompressor(Compressor):
             fields: 16 bytes of the method's own; 8 if there is a `number`, which takes the other 8.
         """
         magnitudes = finite if isinstance(finite, Tensor) else None
-        return ops.seal(
+        return ops.seal_payload(
             payload,
             method=self.number,
             digest=self.digest,

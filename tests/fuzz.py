@@ -182,7 +182,7 @@ def make_case(corpus: Corpus, seed: int, trial: int, specs: list[str]) -> Case:
     if rng.integers(16) == 0:  # of another gradient, by its own account
         header["numel"] = extreme(rng, len(data), numel) % 2**64
     flags = int.from_bytes(data[28:32], "little")
-    ops.seal(payload, **header, flags=flags, fields=bytes(data[FIELDS:HEADER]))
+    ops.seal_payload(payload, **header, flags=flags, fields=bytes(data[FIELDS:HEADER]))
     if rng.integers(32) == 0:  # of another length, likewise: the checksum does not cover more than there is
         struct.pack_into("<Q", data, 16, extreme(rng, len(data), numel) % 2**64)
     return Case(spec, shape, seed, trial, bytes(data))

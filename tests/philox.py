@@ -30,3 +30,8 @@ def coins(key: int, count: int) -> np.ndarray:
     """Single bits: bit i % 32 of draw i // 32."""
     each = words(key, -(-count // 32))
     return (each[np.arange(count) // 32] >> (np.arange(count, dtype=np.uint32) % 32)) & 1 == 1
+
+
+def negative(x: np.ndarray, key: int) -> np.ndarray:
+    """Whether each sign bit is set: x < 0, and a coin if x has no sign."""
+    return np.where((x == 0) | np.isnan(x), coins(key, x.size), x < 0)

@@ -213,8 +213,8 @@ def test_entry_sizes(kind, budget):
     p = codec.probabilities(grad.reshape(-1) if kind == "entry" else codec._transform(grad))
     marks = ops.bernoulli(p, Key(0, 0, "w", 0).bits)
     sure = ops.compact(p, 1.0)[1]
-    streams = [ops.encode_indices(bits, p.numel()).numel() for bits in (sure, marks ^ sure)]
-    assert certain + drawn == ops.count_marked(marks, p.numel())
+    streams = [ops.index_code_encode(bits, p.numel()).numel() for bits in (sure, marks ^ sure)]
+    assert certain + drawn == ops.bitmap_count(marks, p.numel())
     streams = [length for length, k in zip(streams, (certain, drawn)) if k]
     assert payload.numel() == padded(48 + 4 * certain + -(-drawn // 8) + sum(streams))
 

@@ -59,7 +59,7 @@ def test_gather_and_expand_equal_numpy(n, dtype):
         packed, unpacked = Guarded(count, tensor.dtype), Guarded(n, tensor.dtype)
 
         def both(bits=bits, count=count, packed=packed, unpacked=unpacked):
-            ops.gather_marked(tensor, bits, count, out=packed.out)
+            ops.compact_values(tensor, bits, count, out=packed.out)
             ops.expand(packed.out, bits, n, out=unpacked.out)
             assert packed.intact() and unpacked.intact()
             return packed.out.clone(), unpacked.out.clone()
@@ -67,7 +67,7 @@ def test_gather_and_expand_equal_numpy(n, dtype):
         values, dense = same_everywhere(both)
         assert np.array_equal(values.numpy(), x[mask])
         assert np.array_equal(dense.numpy(), np.where(mask, x, 0))
-        assert torch.equal(ops.gather_marked(tensor, bits, count), values)
+        assert torch.equal(ops.compact_values(tensor, bits, count), values)
         assert torch.equal(ops.expand(values, bits, n), dense)
 
 
@@ -100,7 +100,7 @@ def test_any_bitmap_is_expanded_or_refused(bits, spare, values):
             ops.expand(torch.ones(values), bits, n, out=fenced.out)
         room = Guarded(values, torch.float32)
         with pytest.raises(ValueError, match=f"expected {values} bits set"):
-            ops.gather_marked(torch.ones(n), bits, values, out=room.out)
+            ops.compact_values(torch.ones(n), bits, values, out=room.out)
         assert room.intact()
     assert fenced.intact()
 
@@ -108,15 +108,15 @@ def test_any_bitmap_is_expanded_or_refused(bits, spare, values):
 @pytest.mark.parametrize("count", [3, 5])
 def test_a_count_other_than_the_bitmaps(count):
     bits = torch.tensor([0b10110100], dtype=u8)
-    with pytest.raises(ValueError, match=f"gather_marked: got .* expected {count} bits"):
-        ops.gather_marked(torch.ones(8), bits, count)
+    with pytest.raises(ValueError, match=f"compact_values: got .* expected {count} bits"):
+        ops.compact_values(torch.ones(8), bits, count)
 
 
 def test_lazily_conjugated_and_negated_tensors():
     """torch keeps x.conj() and -x.imag as flags on the same memory."""
     x = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
     bits = torch.tensor([3], dtype=u8)
-    assert torch.equal(ops.gather_marked(x.conj(), bits, 2), x.conj().resolve_conj())
+    assert torch.equal(ops.compact_values(x.conj(), bits, 2), x.conj().resolve_conj())
     assert torch.equal(ops.expand(x.conj(), bits, 2), x.conj().resolve_conj())
     negated = torch._neg_view(torch.tensor([1.0, -2.0]))
     assert ops.compact(negated, 0.0)[0].tolist() == [-1.0, 2.0]
@@ -127,16 +127,16 @@ def test_wrong_values(x):
     bits = torch.zeros(1, dtype=u8)
     with pytest.raises(ValueError, match="compact: x: got .*, expected torch.float32|got .*, expected a torch tensor"):
         ops.compact(x, 1.0)
-    with pytest.raises(ValueError, match="gather_marked: x: got .*, expected"):
-        ops.gather_marked(x, bits, 0)
+    with pytest.raises(ValueError, match="compact_values: x: got .*, expected"):
+        ops.compact_values(x, bits, 0)
     with pytest.raises(ValueError, match="expand: values: got .*, expected"):
         ops.expand(x, bits, 8)
 
 
 @pytest.mark.parametrize("bits", [None, torch.zeros(2, dtype=u8), torch.zeros(0, dtype=u8), torch.zeros(1)])
 def test_wrong_bitmap(bits):
-    with pytest.raises(ValueError, match="gather_marked: bitmap: got .*, expected"):
-        ops.gather_marked(torch.ones(8), bits, 0)
+    with pytest.raises(ValueError, match="compact_values: bitmap: got .*, expected"):
+        ops.compact_values(torch.ones(8), bits, 0)
     with pytest.raises(ValueError, match="expand: bitmap: got .*, expected"):
         ops.expand(torch.ones(0), bits, 8)
 
@@ -144,8 +144,8 @@ def test_wrong_bitmap(bits):
 def test_wrong_output():
     bits = torch.tensor([1], dtype=u8)
     for out in (torch.empty(2), torch.empty(1, dtype=torch.float64), [0.0]):
-        with pytest.raises(ValueError, match="gather_marked: out: got .*, expected"):
-            ops.gather_marked(torch.ones(8), bits, 1, out=out)
+        with pytest.raises(ValueError, match="compact_values: out: got .*, expected"):
+            ops.compact_values(torch.ones(8), bits, 1, out=out)
     for out in (torch.empty(7), torch.empty(16)[::2], torch.empty(8, dtype=torch.complex64)):
         with pytest.raises(ValueError, match="expand: out: got .*, expected"):
             ops.expand(torch.ones(1), bits, 8, out=out)
@@ -153,6 +153,6 @@ def test_wrong_output():
 
 def test_negative_sizes():
     with pytest.raises(ValueError, match="got .*-1.*expected"):
-        ops.gather_marked(torch.ones(8), torch.zeros(1, dtype=u8), -1)
+        ops.compact_values(torch.ones(8), torch.zeros(1, dtype=u8), -1)
     with pytest.raises(ValueError, match="got .*-1.*expected"):
         ops.expand(torch.empty(0), torch.empty(0, dtype=u8), -1)

@@ -112,7 +112,7 @@ def test_selection_and_packing(on_device, n):
             assert same(on_device(ops.select_threshold, x, k), ops.select_threshold(x, k))
             assert same(on_device(ops.bitmap, x, selection), bits)
             for items in (x, torch.complex(x, -x)):
-                assert same(on_device(ops.gather_marked, items, bits, k), ops.gather_marked(items, bits, k))
+                assert same(on_device(ops.compact_values, items, bits, k), ops.compact_values(items, bits, k))
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -173,22 +173,22 @@ def test_sparse_indices(on_device, n):
             found = ops.topk_abs(x, k)
             assert same(on_device(ops.topk_abs, x, k), found)
             indices, values = found
-            stream = ops.encode_indices(indices, n)
-            assert same(on_device(ops.encode_indices, indices, n), stream)
-            assert on_device(ops.encoded_indices_nbytes, indices, n) == stream.numel()
+            stream = ops.index_code_encode(indices, n)
+            assert same(on_device(ops.index_code_encode, indices, n), stream)
+            assert on_device(ops.index_code_nbytes, indices, n) == stream.numel()
             bits = ops.bitmap(x, ops.select(x, k)) if k else torch.zeros(ops.bitmap_nbytes(n), dtype=torch.uint8)
-            assert same(on_device(ops.marked_indices, bits, n, k), indices)
-            assert same(on_device(ops.encode_indices, bits, n), stream)
-            assert same(on_device(ops.decode_indices, stream, n), indices)
+            assert same(on_device(ops.bitmap_indices, bits, n, k), indices)
+            assert same(on_device(ops.index_code_encode, bits, n), stream)
+            assert same(on_device(ops.index_code_decode, stream, n), indices)
 
             def encode_into(indices, out):
-                return ops.encode_indices(indices, n, out)
+                return ops.index_code_encode(indices, n, out)
 
             assert same(on_device(encode_into, indices, torch.empty_like(stream)), stream)
 
             def add(stream, values, out):
                 total = out.clone()
-                ops.sparse_decode_add(stream, values, total, 0.3)
+                ops.index_code_decode_add(stream, values, total, 0.3)
                 return total
 
             out = torch.randn(n)
@@ -198,18 +198,18 @@ def test_sparse_indices(on_device, n):
                 spoilt[4] ^= 1
                 assert on_device(add, spoilt, values, out).isnan().all()
                 with pytest.raises(gradzip.PayloadError):
-                    on_device(ops.decode_indices, spoilt, n)
+                    on_device(ops.index_code_decode, spoilt, n)
         if n:
             with pytest.raises(ValueError, match="not strictly ascending"):
-                on_device(ops.encode_indices, torch.tensor([n], dtype=torch.int32), n)
+                on_device(ops.index_code_encode, torch.tensor([n], dtype=torch.int32), n)
 
 
 @pytest.mark.parametrize("n", [1, 1000, 20000, 65537])
 def test_sampled_thresholds(on_device, n):
     for x in inputs(n):
         for k in {1, math.ceil(n / 100), math.ceil(n / 7), n}:
-            selection, count = ops.sampled_threshold(x, k, 99)
-            got, found = on_device(ops.sampled_threshold, x, k, 99)
+            selection, count = ops.select_sampled(x, k, 99)
+            got, found = on_device(ops.select_sampled, x, k, 99)
             assert found == count and same(got[:4], selection[:4]) and same(got[8:], selection[8:])
 
 
@@ -226,7 +226,7 @@ def test_low_rank_passes(on_device, shape, rank):
         results = [first, second, e, ops.low_rank_expand(p, q)]
         for sent_p in (p, sent):
             gradient, kept = e.clone(), torch.empty_like(e)
-            ops.low_rank_settle(gradient, kept, sent_p, q, p, q)
+            ops.low_rank_apply_average(gradient, kept, sent_p, q, p, q)
             results += [gradient, kept]
         less = e.clone()
         ops.low_rank_subtract(less, p, q)
@@ -467,12 +467,12 @@ def test_quantization(on_device, n, bits, bucket, norm):
         assert same(on_device(ops.dequantize, codes, norms, bits, bucket), ops.dequantize(codes, norms, bits, bucket))
         packed, _ = ops.quantize_packed(x, bits, bucket, norm, 7)
         assert same(on_device(ops.quantize_packed, x, bits, bucket, norm, 7), (packed, norms))
-        stream, _ = ops.quantize_elias(x, bits, bucket, norm, 7)
-        assert same(on_device(ops.quantize_elias, x, bits, bucket, norm, 7), (stream, norms))
+        stream, _ = ops.elias_quantize(x, bits, bucket, norm, 7)
+        assert same(on_device(ops.elias_quantize, x, bits, bucket, norm, 7), (stream, norms))
         assert same(on_device(ops.elias_encode, codes), ops.elias_encode(codes))
         assert same(on_device(ops.elias_decode, stream, n), codes.view(-1))
         start = torch.randn(n)
-        for decode_add, body in ((ops.quantized_decode_add, packed), (ops.elias_decode_add, stream)):
+        for decode_add, body in ((ops.quantize_decode_add, packed), (ops.elias_decode_add, stream)):
 
             def add(body, norms, out, decode_add=decode_add):
                 total = out.clone()

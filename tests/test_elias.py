@@ -10,11 +10,11 @@ from gradzip.ops import (
     elias_decode,
     elias_decode_add,
     elias_encode,
+    elias_quantize,
     packed_nbytes,
     quantize,
-    quantize_elias,
+    quantize_decode_add,
     quantize_packed,
-    quantized_decode_add,
 )
 from reference import LARGE, SIZES, Guarded, arrays, examples, resnet20_gradients, same_everywhere, sliced
 
@@ -79,7 +79,7 @@ def test_fused_is_quantize_then_encode(bits, bucket, norm):
         out = Guarded(elias_capacity(n, bits), torch.uint8)
 
         def run(x=x, out=out):
-            buffer, norms = quantize_elias(x, bits, bucket, norm, 7, out.out)
+            buffer, norms = elias_quantize(x, bits, bucket, norm, 7, out.out)
             total = torch.ones(x.numel())
             elias_decode_add(buffer, norms, total, bits, bucket, 0.3)
             return buffer.clone(), norms, total
@@ -89,14 +89,14 @@ def test_fused_is_quantize_then_encode(bits, bucket, norm):
         assert torch.equal(buffer, elias_encode(codes)) and torch.equal(norms, expected_norms) and out.intact()
         packed, _ = quantize_packed(x, bits, bucket, norm, 7)
         expected = torch.ones(n)
-        quantized_decode_add(packed, norms, expected, bits, bucket, 0.3)
+        quantize_decode_add(packed, norms, expected, bits, bucket, 0.3)
         assert torch.equal(total, expected)
 
 
 def test_real_gradients_cost_well_under_four_bits():
     """4-bit QSGD, l2 norm, buckets of 512, the table counted: below half of the packed codes."""
     gradient = torch.cat([g.reshape(-1) for g in resnet20_gradients().values()])
-    buffer, _ = quantize_elias(gradient, 4, 512, "l2", 1)
+    buffer, _ = elias_quantize(gradient, 4, 512, "l2", 1)
     assert 0.5 < buffer.numel() * 8 / gradient.numel() < 1.9
     assert 2 * buffer.numel() < packed_nbytes(gradient.numel(), 4)
 
@@ -137,7 +137,7 @@ def test_any_bytes(data, n, bits):
 @given(st.data(), st.integers(1, 9000), st.sampled_from([2, 4, 8, 16]))
 def test_mutated_streams(data, n, bits):
     x = torch.from_numpy(np.random.default_rng(n).standard_normal(n).astype(np.float32))
-    stream = bytearray(quantize_elias(x, bits, 64, "l2", 1)[0].numpy().tobytes())
+    stream = bytearray(elias_quantize(x, bits, 64, "l2", 1)[0].numpy().tobytes())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(stream) - 1)) if stream else 0
         what = data.draw(st.sampled_from(["flip", "set", "cut", "insert", "drop"]))
@@ -156,15 +156,15 @@ def test_mutated_streams(data, n, bits):
 
 def test_what_is_wrong_is_said():
     x = torch.randn(5000)
-    buffer, norms = quantize_elias(x, 4)
+    buffer, norms = elias_quantize(x, 4)
     bad = norms.clone()
     bad[0] = float("nan")
     for f, error, message in [
         (lambda: elias_encode(torch.tensor([65536], dtype=torch.int32)), ValueError, "got a level beyond 65535"),
         (lambda: elias_encode(torch.tensor([-(2**31)], dtype=torch.int32)), ValueError, "got a level beyond 65535"),
         (lambda: elias_encode(x), ValueError, "got torch.float32, expected torch.int32"),
-        (lambda: quantize_elias(x, 4, out=torch.empty(100, dtype=torch.uint8)), ValueError, "out: got 100 bytes"),
-        (lambda: quantize_elias(x, 1), ValueError, "got bits = 1, expected an integer from 2 to 16"),
+        (lambda: elias_quantize(x, 4, out=torch.empty(100, dtype=torch.uint8)), ValueError, "out: got 100 bytes"),
+        (lambda: elias_quantize(x, 1), ValueError, "got bits = 1, expected an integer from 2 to 16"),
         (lambda: elias_decode(buffer[:-1], 5000), PayloadError, "bytes that are not a stream of 5000 levels"),
         (lambda: elias_decode(buffer, 4999), PayloadError, "bytes that are not a stream of 4999 levels"),
         (lambda: elias_decode(buffer, 5000, 0), PayloadError, "levels up to 0"),

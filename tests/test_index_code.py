@@ -45,20 +45,20 @@ def reference_decode(stream, numel):
 def test_round_trip(n):
     for share in (0.0, 0.0001, 0.01, 0.15, 0.5, 1.0):
         indices = chosen(n, share)
-        stream = same_everywhere(lambda indices=indices: ops.encode_indices(indices, n))
-        assert stream.numel() == ops.encoded_indices_nbytes(indices, n) <= 12 + (n + 7) // 8
-        assert torch.equal(same_everywhere(lambda stream=stream: ops.decode_indices(stream, n)), indices)
+        stream = same_everywhere(lambda indices=indices: ops.index_code_encode(indices, n))
+        assert stream.numel() == ops.index_code_nbytes(indices, n) <= 12 + (n + 7) // 8
+        assert torch.equal(same_everywhere(lambda stream=stream: ops.index_code_decode(stream, n)), indices)
         if n <= 5000 or share == 0.01:
             assert reference_decode(stream, n) == indices.tolist()
         bits = np.zeros(n, bool)
         bits[indices.numpy()] = True
         bitmap = torch.from_numpy(np.packbits(bits, bitorder="little"))
-        assert torch.equal(same_everywhere(lambda bitmap=bitmap: ops.encode_indices(bitmap, n)), stream)
+        assert torch.equal(same_everywhere(lambda bitmap=bitmap: ops.index_code_encode(bitmap, n)), stream)
         values, start = torch.randn(indices.numel()), torch.randn(n)
 
         def add(stream=stream, values=values, start=start):
             out = start.clone()
-            ops.sparse_decode_add(stream, values, out, 0.25)
+            ops.index_code_decode_add(stream, values, out, 0.25)
             return out
 
         expected = start.clone()
@@ -72,7 +72,7 @@ def test_size_is_near_the_entropy(share):
     indices = chosen(n, share)
     p = indices.numel() / n
     entropy = -(p * math.log2(p) + (1 - p) * math.log2(1 - p)) * n / 8
-    nbytes = ops.encoded_indices_nbytes(indices, n)
+    nbytes = ops.index_code_nbytes(indices, n)
     assert entropy < nbytes < 1.06 * entropy
     if share == 0.01:
         assert nbytes / indices.numel() <= 1.03
@@ -82,23 +82,23 @@ def test_each_block_has_its_own_parameter():
     """A dense part and a sparse one cost what each costs by itself, not what their mean density does."""
     n = 3_000_000
     dense, sparse = chosen(n, 0.15), chosen(n, 0.001)
-    apart = ops.encoded_indices_nbytes(dense, n) + ops.encoded_indices_nbytes(sparse, n)
-    together = ops.encoded_indices_nbytes(torch.cat([dense, sparse + n]), 2 * n)
+    apart = ops.index_code_nbytes(dense, n) + ops.index_code_nbytes(sparse, n)
+    together = ops.index_code_nbytes(torch.cat([dense, sparse + n]), 2 * n)
     assert 0.99 * apart < together < 1.01 * apart
 
 
 def test_extremes():
     last = 2**31 - 2
     indices = torch.tensor([0, last], dtype=torch.int32)
-    assert ops.decode_indices(ops.encode_indices(indices, 2**31 - 1), 2**31 - 1).tolist() == [0, last]
+    assert ops.index_code_decode(ops.index_code_encode(indices, 2**31 - 1), 2**31 - 1).tolist() == [0, last]
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.sets(st.integers(0, 20000), max_size=300), st.integers(20001, 10**6))
 def test_any_set(indices, numel):
     indices = torch.tensor(sorted(indices), dtype=torch.int32)
-    stream = ops.encode_indices(indices, numel)
-    assert torch.equal(ops.decode_indices(stream, numel), indices)
+    stream = ops.index_code_encode(indices, numel)
+    assert torch.equal(ops.index_code_decode(stream, numel), indices)
 
 
 def check_never_harmful(stream, numel):
@@ -106,15 +106,15 @@ def check_never_harmful(stream, numel):
     guarded = torch.zeros(numel + 64)
     out = guarded[32 : 32 + numel]
     try:
-        indices = ops.decode_indices(stream, numel)
+        indices = ops.index_code_decode(stream, numel)
     except ops.PayloadError:
         count = struct.unpack_from("<I", stream.numpy().tobytes(), 4)[0] if len(stream) >= 8 else 0
         with pytest.raises(ops.PayloadError):
-            ops.sparse_decode_add(stream, torch.ones(min(count, numel)), out)
+            ops.index_code_decode_add(stream, torch.ones(min(count, numel)), out)
     else:
         assert (indices.diff() > 0).all()
         assert not len(indices) or (indices[0] >= 0 and indices[-1] < numel)
-        ops.sparse_decode_add(stream, torch.ones(len(indices)), out)
+        ops.index_code_decode_add(stream, torch.ones(len(indices)), out)
     assert guarded[:32].sum() == 0 and guarded[32 + numel :].sum() == 0
 
 
@@ -123,7 +123,7 @@ def check_never_harmful(stream, numel):
 def test_corrupt_streams(data):
     numel = data.draw(st.sampled_from([40, 3000, 90000]))
     share = data.draw(st.sampled_from([0.0, 0.02, 0.2, 0.7]))
-    stream = ops.encode_indices(chosen(numel, share, data.draw(st.integers(0, 9))), numel).clone()
+    stream = ops.index_code_encode(chosen(numel, share, data.draw(st.integers(0, 9))), numel).clone()
     for _ in range(data.draw(st.integers(1, 4))):
         where = data.draw(st.integers(0, min(stream.numel() - 1, data.draw(st.sampled_from([40, 10**9])))))
         stream[where] = data.draw(st.integers(0, 255))
@@ -140,19 +140,19 @@ def test_random_streams(body, coded, count, numel):
 
 def test_a_stream_within_a_buffer():
     indices = chosen(3000, 0.05)
-    stream = ops.encode_indices(indices, 3000)
+    stream = ops.index_code_encode(indices, 3000)
     buffer = torch.cat([stream, torch.full((9,), 255, dtype=torch.uint8)])
-    opened, count = ops.open_indices(buffer)
+    opened, count = ops.index_code_open(buffer)
     assert count == indices.numel() and torch.equal(opened, stream)
     with pytest.raises(ops.PayloadError, match=f"got {buffer.numel()} bytes, expected {stream.numel()}"):
-        ops.decode_indices(buffer, 3000)
+        ops.index_code_decode(buffer, 3000)
     with pytest.raises(ops.PayloadError, match=f"got {stream.numel() - 1} bytes, but they claim {stream.numel()}"):
-        ops.open_indices(stream[:-1])
+        ops.index_code_open(stream[:-1])
 
 
 def test_golden():
     """The wire format cannot change unnoticed."""
-    stream = ops.encode_indices(torch.tensor([3, 4, 700, 1000], dtype=torch.int32), 1001)
+    stream = ops.index_code_encode(torch.tensor([3, 4, 700, 1000], dtype=torch.int32), 1001)
     assert stream.numpy().tobytes().hex() == GOLDEN
 
 
@@ -162,15 +162,15 @@ GOLDEN = "01000000040000001a000000e903000006000000080300b72b53"
 def test_errors():
     for wrong in ([3, 3], [4, 3], [-1, 2], [5, 100]):
         with pytest.raises(ValueError, match=r"not strictly ascending, or not within \[0, 100\)"):
-            ops.encode_indices(torch.tensor(wrong, dtype=torch.int32), 100)
+            ops.index_code_encode(torch.tensor(wrong, dtype=torch.int32), 100)
     with pytest.raises(ValueError, match="indices: got torch.int64, expected torch.int32"):
-        ops.encode_indices(torch.tensor([1]), 100)
-    stream = ops.encode_indices(torch.tensor([1, 2], dtype=torch.int32), 100)
+        ops.index_code_encode(torch.tensor([1]), 100)
+    stream = ops.index_code_encode(torch.tensor([1, 2], dtype=torch.int32), 100)
     with pytest.raises(ValueError, match=f"out: got 7 elements, expected {stream.numel()}"):
-        ops.encode_indices(torch.tensor([1, 2], dtype=torch.int32), 100, out=torch.empty(7, dtype=torch.uint8))
+        ops.index_code_encode(torch.tensor([1, 2], dtype=torch.int32), 100, out=torch.empty(7, dtype=torch.uint8))
     with pytest.raises(ops.PayloadError, match="got 2 of them, expected 3, one per value"):
-        ops.sparse_decode_add(stream, torch.zeros(3), torch.zeros(100))
+        ops.index_code_decode_add(stream, torch.zeros(3), torch.zeros(100))
     with pytest.raises(ops.PayloadError, match="got 2 of them, expected at most 1"):
-        ops.decode_indices(stream, 1)
+        ops.index_code_decode(stream, 1)
     with pytest.raises(ValueError, match="expected a contiguous tensor"):
-        ops.sparse_decode_add(stream, torch.zeros(2), torch.zeros(10, 10).t())
+        ops.index_code_decode_add(stream, torch.zeros(2), torch.zeros(10, 10).t())

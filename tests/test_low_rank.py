@@ -62,14 +62,14 @@ def test_settle(simd, threads, n, c, r):
     for sent_p in (p, torch.randn(n, r)):
         for sent_q in (q, torch.randn(c, r)):
             m, e = corrected.clone(), torch.full((n, c), float("nan"))
-            ops.low_rank_settle(m, e, sent_p, sent_q, p, q)
+            ops.low_rank_apply_average(m, e, sent_p, sent_q, p, q)
             close(m, p, q.t())
             close(e, sent_p, sent_q.t(), minuend=corrected)
             assert torch.equal(m, ops.low_rank_expand(p, q))
             assert torch.equal(e, corrected - ops.low_rank_expand(sent_p, sent_q))
             # Nothing hangs on two tensors being one: copies give the same bits.
             again, residual = corrected.clone(), torch.empty(n, c)
-            ops.low_rank_settle(again, residual, sent_p.clone(), sent_q.clone(), p, q)
+            ops.low_rank_apply_average(again, residual, sent_p.clone(), sent_q.clone(), p, q)
             assert torch.equal(again, m) and torch.equal(residual, e)
 
 
@@ -78,11 +78,11 @@ def test_large_matrices_settle_as_their_rows_do(simd, threads, columns):
     n, r = 4100, 3  # more than 2^22 elements, which are written past the cache where lines are whole
     corrected, p, sent_p, q = (torch.randn(s) for s in ((n, columns), (n, r), (n, r), (columns, r)))
     m, e = corrected.clone(), torch.full((n, columns), float("nan"))
-    ops.low_rank_settle(m, e, sent_p, q, p, q)
+    ops.low_rank_apply_average(m, e, sent_p, q, p, q)
     product = ops.low_rank_expand(p, q)
     for rows in (slice(0, 2001), slice(2001, n)):
         gradient, residual = corrected[rows].clone(), torch.empty_like(corrected[rows])
-        ops.low_rank_settle(gradient, residual, sent_p[rows], q, p[rows], q)
+        ops.low_rank_apply_average(gradient, residual, sent_p[rows], q, p[rows], q)
         assert torch.equal(gradient, m[rows]) and torch.equal(residual, e[rows])
     assert torch.equal(product, m)
 
@@ -94,7 +94,7 @@ def test_bits_depend_on_neither_threads_nor_instructions(simd):
 
     def run():
         gradient, residual = m.clone(), torch.empty_like(e)
-        ops.low_rank_settle(gradient, residual, sent_p, q, p, q)
+        ops.low_rank_apply_average(gradient, residual, sent_p, q, p, q)
         return (
             ops.low_rank_project(m, e.clone(), q),
             ops.low_rank_project(m, e.clone(), p, transpose=True),
@@ -119,7 +119,7 @@ def test_nothing_outside_is_touched():
     ops.low_rank_project(torch.ones(4, 33), m, q)
     ops.low_rank_subtract(m, p, q)
     assert whole.abs().sum() == 4 * 33 and (m == -1).all()
-    ops.low_rank_settle(m, e, p, -q, p, q)
+    ops.low_rank_apply_average(m, e, p, -q, p, q)
     assert whole.abs().sum() == 8 * 33 and (m == 2).all()
     assert other.abs().sum() == 4 * 33 and (e == 1).all()
 
@@ -138,7 +138,7 @@ def test_empty(n, c):
     assert torch.equal(transposed, torch.zeros(c, 2))
     p, q = torch.ones(n, 2), torch.ones(c, 2)
     assert ops.low_rank_expand(p, q).shape == (n, c)
-    ops.low_rank_settle(torch.ones(n, c), torch.ones(n, c), p, q, p, q)
+    ops.low_rank_apply_average(torch.ones(n, c), torch.ones(n, c), p, q, p, q)
 
 
 def test_errors():
@@ -159,10 +159,10 @@ def test_errors():
         ops.low_rank_project(m, e, torch.zeros(6, 0))
     p = torch.zeros(4, 2)
     with pytest.raises(ValueError, match=r"sent_p: got shape \(4, 3\), expected \(4, 2\)"):
-        ops.low_rank_settle(m, e, torch.zeros(4, 3), q, p, q)
+        ops.low_rank_apply_average(m, e, torch.zeros(4, 3), q, p, q)
     with pytest.raises(ValueError, match=r"sent_q: got shape \(4, 2\), expected \(6, 2\)"):
-        ops.low_rank_settle(m, e, p, p, p, q)
+        ops.low_rank_apply_average(m, e, p, p, p, q)
     with pytest.raises(ValueError, match=r"e: got shape \(6, 4\), expected \(4, 6\)"):
-        ops.low_rank_settle(m, torch.zeros(6, 4), p, q, p, q)
+        ops.low_rank_apply_average(m, torch.zeros(6, 4), p, q, p, q)
     with pytest.raises(ValueError, match=r"m: got strides \(1, 4\), expected a contiguous tensor"):
-        ops.low_rank_settle(torch.zeros(6, 4).t(), e, p, q, p, q)
+        ops.low_rank_apply_average(torch.zeros(6, 4).t(), e, p, q, p, q)

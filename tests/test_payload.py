@@ -23,7 +23,7 @@ def buffer(data: bytes) -> torch.Tensor:
 def sealed(section: bytes, **header) -> torch.Tensor:
     payload = ops.new_payload(len(section))
     payload[ops.HEADER_NBYTES : ops.HEADER_NBYTES + len(section)] = buffer(section)
-    return ops.seal(payload, **{**HEADER_VALUES, **header})
+    return ops.seal_payload(payload, **{**HEADER_VALUES, **header})
 
 
 HEADER_VALUES = {"method": 3, "digest": 0xDEADBEEF, "numel": 77, "flags": 0, "fields": bytes(range(16))}
@@ -90,7 +90,7 @@ def test_checksum_equals_numpy(nbytes):
     def seal():
         payload = ops.new_payload(section.size)
         payload[48:] = torch.from_numpy(section)
-        return ops.seal(payload, **HEADER_VALUES)
+        return ops.seal_payload(payload, **HEADER_VALUES)
 
     payload = same_everywhere(seal) if nbytes < 10**6 else seal()
     data = payload.numpy().tobytes()
@@ -130,7 +130,7 @@ def test_not_a_buffer(payload):
 def test_nothing_goes_unchecked():
     """A payload is whole 16-byte units: bytes beyond the last whole word would have no checksum."""
     with pytest.raises(ValueError, match="got 50.*expected"):
-        ops.seal(torch.zeros(50, dtype=torch.uint8), **HEADER_VALUES)
+        ops.seal_payload(torch.zeros(50, dtype=torch.uint8), **HEADER_VALUES)
     data = bytearray(sealed(b"abc").numpy().tobytes() + b"xyz")
     data[16:24] = struct.pack("<Q", len(data))
     data[24:28] = struct.pack("<I", checksum(bytes(data[:64])))
@@ -141,7 +141,7 @@ def test_nothing_goes_unchecked():
 @pytest.mark.parametrize("fields", [b"", bytes(15), bytes(17)])
 def test_fields_of_another_length(fields):
     with pytest.raises(ValueError, match=f"got {len(fields)}.*expected 16"):
-        ops.seal(ops.new_payload(0), **{**HEADER_VALUES, "fields": fields})
+        ops.seal_payload(ops.new_payload(0), **{**HEADER_VALUES, "fields": fields})
 
 
 # --- split

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 import philox
-from gradzip.ops import PayloadError, dequantize, packed_nbytes, quantize, quantize_packed, quantized_decode_add
+from gradzip.ops import PayloadError, dequantize, packed_nbytes, quantize, quantize_decode_add, quantize_packed
 from reference import FLT_MAX, LARGE, SIZES, Guarded, arrays, examples, pack_bits, same_everywhere, sliced
 
 KEY = 0x0123_4567_89AB_CDEF
@@ -57,7 +57,7 @@ def test_same_bits_everywhere_and_packed_like_the_codes(bits, bucket):
             codes, norms = quantize(x, bits, bucket, "l2", KEY)
             packed, norms_too = quantize_packed(x, bits, bucket, "l2", KEY, out.out, norm_out.out)
             total = torch.ones(x.numel())
-            quantized_decode_add(packed, norms, total, bits, bucket, 0.3)
+            quantize_decode_add(packed, norms, total, bits, bucket, 0.3)
             return codes, norms, packed.clone(), norms_too.clone(), dequantize(codes, norms, bits, bucket), total
 
         codes, norms, packed, norms_too, values, total = same_everywhere(run)
@@ -122,11 +122,11 @@ def test_any_bytes_decode_to_bounded_levels_or_are_refused(data, bits, bucket, n
     packed = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     norms = torch.full((-(-n // bucket),), 2.0)
     if len(data) == packed_nbytes(n, bits):
-        quantized_decode_add(packed, norms, out.out, bits, bucket)
+        quantize_decode_add(packed, norms, out.out, bits, bucket)
         assert out.out.abs().max() <= 2.0 if n else True
     else:
         with pytest.raises(PayloadError, match=f"got {len(data)} bytes"):
-            quantized_decode_add(packed, norms, out.out, bits, bucket)
+            quantize_decode_add(packed, norms, out.out, bits, bucket)
     assert out.intact()
 
 
@@ -136,7 +136,7 @@ def test_corrupt_norms_are_refused(bad):
     norms[3] = bad
     out = torch.zeros(1000)
     with pytest.raises(PayloadError, match="norm of a bucket"):
-        quantized_decode_add(packed, norms, out, 4, 100)
+        quantize_decode_add(packed, norms, out, 4, 100)
     assert not out.any()
 
 
@@ -162,7 +162,7 @@ def test_what_is_wrong_is_said():
     with pytest.raises(ValueError, match="out: got 49 elements, expected 50"):
         quantize_packed(x, 4, out=torch.empty(49, dtype=torch.uint8))
     with pytest.raises(PayloadError, match="expected 50 and 10 for 100 elements of 4 bits in buckets of 10"):
-        quantized_decode_add(torch.empty(50, dtype=torch.uint8), norms[:9], x, 4, 10)
+        quantize_decode_add(torch.empty(50, dtype=torch.uint8), norms[:9], x, 4, 10)
 
 
 def test_a_bucket_longer_than_any_tensor():

@@ -46,7 +46,7 @@ def test_qsgd_sizes(shape):
         assert nbytes == limit
         for norm in ("l2", "max"):
             elias = gradzip.QSGD(bits=bits, bucket=bucket, norm=norm, min_numel=0)
-            stream, _ = ops.quantize_elias(grad, bits, bucket, norm, Key(0, 0, "gradient", 0).bits)
+            stream, _ = ops.elias_quantize(grad, bits, bucket, norm, Key(0, 0, "gradient", 0).bits)
             approximated, nbytes = gradzip.roundtrip(elias, grad)
             assert nbytes == min(limit, padded(48 + 4 * -(-n // bucket) + stream.numel()))
             assert norm == "max" or torch.equal(approximated, approximation)  # the coding does not change the levels

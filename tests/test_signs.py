@@ -9,19 +9,12 @@ from gradzip.ops import (
     PayloadError,
     bitmap_nbytes,
     majority,
-    one_bit_decode_add,
-    one_bit_packed,
     pack_signs,
     signs_decode_add,
 )
 from reference import LARGE, SIZES, Guarded, arrays, bitmap, examples, same_everywhere, sliced
 
 KEY = 0xFEDC_BA98_7654_3210
-
-
-def negative(x: np.ndarray, key: int) -> np.ndarray:
-    """x < 0, and a coin where x has no sign."""
-    return np.where((x == 0) | np.isnan(x), philox.coins(key, x.size), x < 0)
 
 
 def bits(packed: torch.Tensor, n: int) -> np.ndarray:
@@ -40,7 +33,7 @@ def test_signs_and_coins(n):
             return out.out.clone(), total
 
         packed, total = same_everywhere(run)
-        expected = negative(array, KEY)
+        expected = philox.negative(array, KEY)
         assert np.array_equal(packed.numpy(), bitmap(expected)), name
         assert np.array_equal(total.numpy(), np.where(expected, np.float32(0.25), np.float32(0.75)))
         assert out.intact()
@@ -87,48 +80,6 @@ def test_hypothesis_majority_of_constant_ballots(values, n):
             assert found[i] == (2 * count > len(values))
 
 
-# --- 1-bit SGD
-
-
-@pytest.mark.parametrize(
-    "rows, columns", [(0, 5), (3, 0), (1, 1), (5, 7), (33, 31), (64, 576), (3, 40001), (1, 200003)]
-)
-def test_one_bit_means(rows, columns):
-    for name, array in arrays(rows * columns).items():
-        if rows * columns > 10000 and name not in ("heavy-tailed", "NaN", "few values"):
-            continue
-        x = sliced(array.reshape(rows, columns))
-
-        def run(x=x):
-            packed, means = one_bit_packed(x, KEY)
-            total = torch.ones(x.shape)
-            one_bit_decode_add(packed, means, total, 0.5)
-            return packed, means, total
-
-        packed, means, total = same_everywhere(run)
-        assert torch.equal(packed, pack_signs(x, KEY)), name
-        side = negative(array, KEY).reshape(rows, columns)
-        finite = np.where(np.isnan(array), 0.0, array).reshape(rows, columns).astype(np.float64)
-        for bit in (0, 1):
-            chosen = side == bool(bit)
-            with np.errstate(invalid="ignore"):
-                expected = np.where(chosen, finite, 0).sum(1) / np.maximum(chosen.sum(1), 1)
-            expected = np.clip(expected, -float(np.finfo(np.float32).max), float(np.finfo(np.float32).max))
-            np.testing.assert_allclose(means[:, bit].numpy(), expected, rtol=2**-22, atol=2.0**-149, err_msg=name)
-        value = np.where(side, means[:, 1:].numpy(), means[:, :1].numpy())
-        assert np.array_equal(total.numpy(), np.float32(1) + np.float32(0.5) * value)
-
-
-def test_one_bit_leaves_the_least_squared_error():
-    x = torch.randn(8, 100)
-    packed, means = one_bit_packed(x)
-    for shift in ((0.01, 0), (-0.01, 0), (0, 0.01), (0, -0.01)):
-        best, other = torch.zeros(8, 100), torch.zeros(8, 100)
-        one_bit_decode_add(packed, means, best)
-        one_bit_decode_add(packed, means + torch.tensor(shift), other)
-        assert ((x - best) ** 2).sum() < ((x - other) ** 2).sum()
-
-
 def test_what_is_wrong_is_said():
     byte = torch.zeros(1, dtype=torch.uint8)
     for f, error, message in [
@@ -138,10 +89,6 @@ def test_what_is_wrong_is_said():
         (lambda: majority([], 3), ValueError, "got 0 voters, expected 1 to 65535"),
         (lambda: majority([byte, byte], 9), PayloadError, "got 1 bytes from voter 0, expected 2 for 9 signs"),
         (lambda: signs_decode_add(byte, torch.ones(9)), PayloadError, "got 1 bytes, expected 2 for 9 signs"),
-        (lambda: one_bit_packed(torch.ones(9)), ValueError, r"got shape \(9,\), expected \(rows, columns\)"),
-        (lambda: one_bit_decode_add(byte, torch.ones(1, 2), torch.ones(3, 3)), PayloadError, "expected 2 and 6 for"),
-        (lambda: one_bit_decode_add(byte, torch.full((1, 2), float("nan")), torch.ones(1, 3)), PayloadError,
-         "mean of a row is not finite"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(error, match=message):
             f()

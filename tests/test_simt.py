@@ -16,10 +16,7 @@ def execute(path, *arguments):
     return subprocess.run([path, *arguments], capture_output=True, text=True, timeout=250)
 
 
-PROGRAMS = [
-    *("select", "compact", "range_float", "spectrum", "payload", "quantize", "signs", "ternary", "elias"),
-    *("low_rank", "orthogonalize", "index_code", "select_sampled", "draws", "bucket_norm", "atom_probabilities"),
-]
+PROGRAMS = sorted({path.stem for path in simt_build.SIMT.glob("*.cpp")} - {"faults", "module"})
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -41,14 +38,14 @@ BROKEN = {
         "compact: set bits: item 0",
     ),
     "barrier between tiles": (
-        "range_float",
+        "pack_bits",
         {"cuda/pack_bits.cuh": ("packed + first / 8 * bits);\n    __syncthreads();", "packed + first / 8 * bits);")},
         "pack_bits, bits =",
     ),
     "barrier in a branch": (
         "spectrum",
         {
-            "cuda/bitmap.cuh": (
+            "cuda/bitmap_tiles.cuh": (
                 "if (threadIdx.x == 0) counts[tile] = set;",
                 "if (warp() == 0) __syncthreads(), counts[tile] = set;",
             )
@@ -56,19 +53,19 @@ BROKEN = {
         "simt: .*(barrier|waits|has ended)",
     ),
     "tail too short": (
-        "select",
+        "abs_max",
         {"cuda/block.cuh": ("if (thread < n - tail) f", "if (thread < n - tail - 1) f")},
         "abs_max: item",
     ),
     "tail too long": (
-        "compact",
-        {"cuda/compact.cuh": ("value[u] = i < n ?", "value[u] = i <= n ?")},
+        "bitmap",
+        {"cuda/bitmap.cuh": ("value[u] = i < n ?", "value[u] = i <= n ?")},
         "heap-buffer-overflow",
     ),
     "last block too early": (
         "payload",
         {"cuda/block.cuh": ("== blocks - 1;", "== blocks - 2;")},
-        "payload_checksum: item",
+        "payload_seal: item",
     ),
     "word written whole at the end": (
         "range_float",
@@ -98,7 +95,7 @@ BROKEN = {
     "barrier between products": (
         "low_rank",
         {"cuda/low_rank.cuh": ("      }\n      __syncthreads();\n    }\n  }\n};", "      }\n    }\n  }\n};")},
-        "low_rank_settle: e",
+        "low_rank_apply_average: e",
     ),
     "blocks that trust the table": (
         "index_code",
@@ -133,7 +130,7 @@ BROKEN = {
     "ties to one side": (
         "signs",
         {"cuda/signs.cuh": ("if (voters % 2 == 0 && equal)", "if (equal)")},
-        "majority of",
+        "signs_majority of",
     ),
     "a byte of no trits": (
         "ternary",
@@ -156,7 +153,7 @@ BROKEN = {
         "atom_probabilities, budget =",
     ),
     "a stratum too many": (
-        "draws",
+        "random_indices",
         {"cuda/random_indices.cuh": ("if (i < k) indices", "if (i <= k) indices")},
         "heap-buffer-overflow|random_indices of",
     ),

@@ -276,7 +276,7 @@ def test_payload_bytes_are_those_of_the_formula(theta, bits):
         n, k = grad.numel(), kept(grad.numel(), theta)
         flat = grad.reshape(-1)
         indices, _ = gradzip.ops.topk_abs(flat, k)
-        coded = gradzip.ops.encoded_indices_nbytes(indices, n)
+        coded = gradzip.ops.index_code_nbytes(indices, n)
         assert coded <= 12 + -(-n // 8)
         nbytes = -(-(48 + -(-k * bits // 8) + coded) // 16) * 16
         assert roundtrip(TopK(theta=theta, bits=bits), grad)[1] == nbytes
@@ -339,7 +339,7 @@ def test_a_decoder_never_trusts_bytes(bits):
         damaged[torch.from_numpy(at)] = torch.from_numpy(rng.integers(0, 256, 3, dtype=np.uint8))
         cut = damaged[: damaged.numel() - 16 * int(rng.integers(0, 3))].clone()
         fields = cut[32:48].numpy().tobytes()
-        gradzip.ops.seal(cut, method=2, digest=codec.digest, numel=4096, flags=0, fields=fields)
+        gradzip.ops.seal_payload(cut, method=2, digest=codec.digest, numel=4096, flags=0, fields=fields)
         out = torch.zeros(4096)
         try:
             codec.decode_add(codec.open(cut, 4096), out, 1.0)

@@ -20,14 +20,14 @@ GZ_SIMD_DISPATCH(uint32_t, abs_max_bits, (const float* x, int64_t n), (x, n))
 
 }  // namespace
 
-float abs_max(const float* x, int64_t n, int threads) {
+void abs_max(const float* x, int64_t n, float* most, int threads) {
   std::vector<uint32_t> partial(ceil_div(n, kChunk), 0);
   parallel_chunks(n, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
     partial[chunk] = abs_max_bits(x + begin, end - begin);
   });
-  uint32_t most = 0;
-  for (uint32_t p : partial) most = most > p ? most : p;
-  return bits_float(most);
+  uint32_t bits = 0;
+  for (uint32_t p : partial) bits = bits > p ? bits : p;
+  *most = bits_float(bits);
 }
 
 }  // namespace gradzip::cpu

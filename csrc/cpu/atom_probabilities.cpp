@@ -85,7 +85,7 @@ Split combine(const std::vector<Split>& parts) {
 }
 
 template <class T, class S, class A>
-int probabilities(const T* atoms, int64_t n, double budget, T* p, int threads, S split, A apply) {
+void probabilities(const T* atoms, int64_t n, double budget, T* p, int32_t* failed, int threads, S split, A apply) {
   static_assert(kChunk % kSplitSegment == 0, "a task's parts are its own");
   std::vector<Split> parts(size_t(ceil_div(n, kSplitSegment)));
   Water water{};
@@ -96,20 +96,22 @@ int probabilities(const T* atoms, int64_t n, double budget, T* p, int threads, S
     });
     fill_water(&water, combine(parts), budget);
   }
-  if (water.stage == Filling::failed) return -1;
+  if (water.stage == Filling::failed) {
+    *failed = 1;
+    return;
+  }
   parallel_chunks(n, kChunk, threads,
                   [&](int64_t, int64_t begin, int64_t end) { apply(atoms + begin, end - begin, water, p + begin); });
-  return 0;
 }
 
 }  // namespace
 
-int atom_probabilities_float(const float* atoms, int64_t n, double budget, float* p, int threads) {
-  return probabilities(atoms, n, budget, p, threads, split_floats, apply_floats);
+void atom_probabilities_float(const float* atoms, int64_t n, double budget, float* p, int32_t* failed, int threads) {
+  probabilities(atoms, n, budget, p, failed, threads, split_floats, apply_floats);
 }
 
-int atom_probabilities_double(const double* atoms, int64_t n, double budget, double* p, int threads) {
-  return probabilities(atoms, n, budget, p, threads, split_doubles, apply_doubles);
+void atom_probabilities_double(const double* atoms, int64_t n, double budget, double* p, int32_t* failed, int threads) {
+  probabilities(atoms, n, budget, p, failed, threads, split_doubles, apply_doubles);
 }
 
 }  // namespace gradzip::cpu

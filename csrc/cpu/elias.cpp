@@ -1,4 +1,4 @@
-#include "cpu/elias.h"
+#include "common/elias.h"
 
 #include <algorithm>
 #include <atomic>
@@ -7,10 +7,11 @@
 #include <memory>
 #include <vector>
 
-#include "common/quantize.h"
 #include "cpu/bit_stream.h"
+#include "cpu/bucket_norms.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
+#include "cpu/quantize.h"
 #include "cpu/simd.h"
 
 namespace gradzip::cpu {
@@ -200,10 +201,11 @@ GZ_SIMD_DISPATCH(bool, read_chunks, (ChunkReader a, ChunkReader b, int32_t top),
 // moved to where it belongs.
 constexpr int64_t kTogether = 256;
 
-}  // namespace
-
-int64_t elias_write(int64_t n, int bits, uint8_t* out, int64_t capacity, int threads,
-                    const std::function<bool(int64_t, int64_t, int32_t*)>& levels_of) {
+// Codes n levels that levels_of(begin, end, levels) supplies chunk by chunk, on any thread. It returns false if one is
+// beyond the largest of `bits` bits, 2^(bits - 1) - 1 <= kEliasTop. Returns the number of bytes written; -1 if levels_of
+// returned false, -2 if the capacity does not suffice.
+template <class LevelsOf>
+int64_t elias_write(int64_t n, int bits, uint8_t* out, int64_t capacity, int threads, LevelsOf levels_of) {
   const int64_t chunks = ceil_div(n, kEliasChunk), slot = kEliasChunk * (2 * bits - 1) / 8 + 16;
   std::unique_ptr<uint8_t[]> scratch(new uint8_t[size_t(std::min(chunks, kTogether) * slot)]);
   int64_t sizes[kTogether], total = 2 * chunks;
@@ -236,8 +238,10 @@ int64_t elias_write(int64_t n, int bits, uint8_t* out, int64_t capacity, int thr
   return total;
 }
 
-bool elias_read(const uint8_t* stream, int64_t nbytes, int64_t n, int32_t top, int threads,
-                const std::function<void(int64_t, int64_t, const int32_t*)>& take) {
+// The inverse: take(begin, end, levels) for each chunk, on any thread. Returns false if the bytes are not a stream of n
+// levels of magnitude `top` at most; some chunks may have been taken by then.
+template <class Take>
+bool elias_read(const uint8_t* stream, int64_t nbytes, int64_t n, int32_t top, int threads, Take take) {
   const int64_t chunks = ceil_div(n, kEliasChunk);
   if (nbytes < 2 * chunks) return false;
   std::vector<int64_t> offsets(chunks + 1, 2 * chunks);
@@ -265,8 +269,16 @@ bool elias_read(const uint8_t* stream, int64_t nbytes, int64_t n, int32_t top, i
   return valid;
 }
 
-int64_t elias_encode(const int32_t* codes, int64_t n, uint8_t* out, int64_t capacity, int threads) {
-  return elias_write(n, 17, out, capacity, threads, [&](int64_t begin, int64_t end, int32_t* levels) {
+GZ_INLINE void add_levels_body(const int32_t* levels, int n, int32_t s, float norm, float weight, float* out) {
+  for (int i = 0; i < n; ++i) out[i] += weight * level_value(levels[i], s, norm);
+}
+GZ_SIMD_DISPATCH(void, add_levels, (const int32_t* levels, int n, int32_t s, float norm, float weight, float* out),
+                 (levels, n, s, norm, weight, out))
+
+}  // namespace
+
+void elias_encode(const int32_t* codes, int64_t n, uint8_t* out, int64_t capacity, int64_t* nbytes, int threads) {
+  *nbytes = elias_write(n, 17, out, capacity, threads, [&](int64_t begin, int64_t end, int32_t* levels) {
     int32_t beyond = 0;
     for (int64_t i = begin; i < end; ++i) beyond |= int32_t(codes[i] > kEliasTop) | int32_t(codes[i] < -kEliasTop);
     std::copy(codes + begin, codes + end, levels);
@@ -274,12 +286,37 @@ int64_t elias_encode(const int32_t* codes, int64_t n, uint8_t* out, int64_t capa
   });
 }
 
-int elias_decode(const uint8_t* stream, int64_t nbytes, int64_t n, int32_t top, int32_t* codes, int threads) {
+void elias_decode(const uint8_t* stream, int64_t nbytes, int64_t n, int32_t top, int32_t* codes, int32_t* failed,
+                  int threads) {
   const bool valid =
       elias_read(stream, nbytes, n, top, threads, [&](int64_t begin, int64_t end, const int32_t* levels) {
         std::copy(levels, levels + (end - begin), codes + begin);
       });
-  return valid ? 0 : -1;
+  if (!valid) *failed = 1;
+}
+
+void elias_quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
+                    int64_t capacity, float* norms, int64_t* nbytes, int threads) {
+  const bool nested = kEliasChunk % bucket == 0;  // a chunk's norms can be computed with it
+  if (!nested) bucket_norms(x, n, bucket, norm, norms, threads);
+  const Quantizer quantizer{x, norms, bucket, bits, key};
+  *nbytes = elias_write(n, bits, out, capacity, threads, [&](int64_t begin, int64_t end, int32_t* levels) {
+    if (nested) bucket_norms_here(x + begin, end - begin, bucket, Norm(norm), norms + begin / bucket);
+    quantize_levels(quantizer, begin, end, levels);
+    return true;
+  });
+}
+
+void elias_decode_add(const uint8_t* stream, int64_t nbytes, const float* norms, int64_t n, int bits, int64_t bucket,
+                      float weight, float* out, int32_t* failed, int threads) {
+  const int32_t s = top_level(bits);
+  const bool valid = all_norms(norms, ceil_div(n, bucket)) &&
+                     elias_read(stream, nbytes, n, s, threads, [&](int64_t begin, int64_t end, const int32_t* levels) {
+                       by_bucket(begin, end, bucket, [&](int64_t from, int64_t to, int64_t b) {
+                         add_levels(levels + (from - begin), int(to - from), s, norms[b], weight, out + from);
+                       });
+                     });
+  if (!valid) *failed = 1;
 }
 
 }  // namespace gradzip::cpu

@@ -200,19 +200,17 @@ bool for_each_run(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t 
 
 }  // namespace
 
-int64_t encoded_indices_nbytes(const int32_t* indices, int64_t count, int64_t numel, int threads) {
-  return make_plan(indices, count, numel, threads).nbytes;
-}
-
-int encode_indices(const int32_t* indices, int64_t count, int64_t numel, uint8_t* out, int64_t nbytes, int threads) {
+void index_code_encode(const int32_t* indices, int64_t count, int64_t numel, uint8_t* out, int64_t capacity,
+                       int64_t* nbytes, int threads) {
   const Plan plan = make_plan(indices, count, numel, threads);
-  if (plan.nbytes < 0 || plan.nbytes != nbytes) return -1;
-  const IndexHeader header{plan.coded, uint32_t(count), uint32_t(nbytes)};
+  *nbytes = plan.nbytes;
+  if (plan.nbytes < 0 || plan.nbytes > capacity) return;
+  const IndexHeader header{plan.coded, uint32_t(count), uint32_t(plan.nbytes)};
   std::memcpy(out, &header, sizeof header);
   out += sizeof header;
   if (!plan.coded) {
     write_bitmap(indices, count, numel, out, threads);
-    return 0;
+    return;
   }
   std::vector<IndexBlock> table(plan.blocks.size());
   uint32_t end_byte = 0;
@@ -226,24 +224,24 @@ int encode_indices(const int32_t* indices, int64_t count, int64_t numel, uint8_t
     write_block(indices + begin, end - begin, base_of(indices, b), plan.blocks[b],
                 out + table_bytes + (b ? table[b - 1].end_byte : 0));
   });
-  return 0;
 }
 
-int decode_indices(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, int32_t* indices, int threads) {
+void index_code_decode(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, int32_t* indices,
+                       int32_t* failed, int threads) {
   const bool sound =
       for_each_run(stream, nbytes, numel, count, threads, [&](int64_t first, int64_t n, const int32_t* run) {
         std::memcpy(indices + first, run, size_t(n) * sizeof(int32_t));
       });
-  return sound ? 0 : -1;
+  if (!sound) *failed = 1;
 }
 
-int sparse_decode_add(const uint8_t* stream, int64_t nbytes, const float* values, int64_t count, float weight,
-                      float* out, int64_t numel, int threads) {
+void index_code_decode_add(const uint8_t* stream, int64_t nbytes, const float* values, int64_t count, float weight,
+                           float* out, int64_t numel, int32_t* failed, int threads) {
   const bool sound =
       for_each_run(stream, nbytes, numel, count, threads, [&](int64_t first, int64_t n, const int32_t* run) {
         for (int64_t i = 0; i < n; ++i) out[run[i]] += weight * values[first + i];
       });
-  return sound ? 0 : -1;
+  if (!sound) *failed = 1;
 }
 
 }  // namespace gradzip::cpu

@@ -376,8 +376,8 @@ void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t colum
   expand({columns, rank, {p, t.data()}, from, out}, rows, threads);
 }
 
-void low_rank_settle(float* m, float* e, const float* sent_p, const float* sent_q, const float* p, const float* q,
-                     int64_t rows, int64_t columns, int64_t rank, int threads) {
+void low_rank_apply_average(float* m, float* e, const float* sent_p, const float* sent_q, const float* p,
+                            const float* q, int64_t rows, int64_t columns, int64_t rank, int threads) {
   const auto t = transposed(q, columns, rank);
   const auto sent_t = sent_q == q ? std::vector<float>() : transposed(sent_q, columns, rank);
   expand({columns, rank, {sent_p, sent_q == q ? t.data() : sent_t.data()}, m, e, {p, t.data()}, m}, rows, threads);

@@ -123,7 +123,7 @@ void one_bit_packed(const float* x, int64_t rows, int64_t columns, uint64_t key,
   const int64_t n = rows * columns, together = std::lcm<int64_t>(columns, 8);
   if (n == 0) return std::fill(means, means + 2 * rows, 0.0f);
   if (columns > kChunk || together > 4 * kChunk) {
-    pack_signs(x, n, key, packed, threads);
+    signs_pack(x, n, key, packed, threads);
     const int64_t segments = ceil_div(columns, kSumSegment);
     std::vector<Sides> parts(size_t(rows * segments));
     parallel_for(rows * segments, threads, [&](int64_t task) {
@@ -142,10 +142,13 @@ void one_bit_packed(const float* x, int64_t rows, int64_t columns, uint64_t key,
                   });
 }
 
-int one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
-                       float* out, int threads) {
-  for (int64_t i = 0; i < 2 * rows; ++i)
-    if (!std::isfinite(means[i])) return -1;
+void one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
+                        float* out, int32_t* failed, int threads) {
+  for (int64_t i = 0; i < 2 * rows; ++i) {
+    if (std::isfinite(means[i])) continue;
+    *failed = 1;
+    return;
+  }
   parallel_chunks(rows * columns, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
     for (int64_t row = begin / columns; begin < end; ++row) {
       const int64_t stop = std::min(end, (row + 1) * columns);
@@ -153,7 +156,6 @@ int one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, 
       begin = stop;
     }
   });
-  return 0;
 }
 
 }  // namespace gradzip::cpu

@@ -1,6 +1,14 @@
-// Every CPU primitive, over raw pointers. Lengths are in elements; `threads` is the most to use; nothing here depends
-// on how many that is. The caller owns all memory and has checked sizes (gradzip/ops). Determinism: same input, same
-// output, bit for bit, at every SIMD level.
+// The CPU kernels. Parameters are raw pointers and sizes in elements; the caller (gradzip/ops) owns all memory and has
+// checked all sizes. `threads` is the maximum number of threads. Results have the same bits for any number of threads
+// and at every SIMD level.
+//
+// Naming: a kernel is named after its file, STEM or STEM_VERB. csrc/cuda/ops.h declares the same kernels with the same
+// parameters, but for threads, workspace and stream; csrc/kernels.h lists them for the Python bindings.
+//
+// Results other than arrays are written through the pointer that precedes `threads`:
+//   int32_t* failed    set to 1 if the input is invalid or corrupt, unchanged otherwise
+//   int64_t* count, found, nbytes, outside    as documented with each kernel
+// Unless documented otherwise, no array is written when *failed is set.
 #pragma once
 
 #include <cstdint>
@@ -12,179 +20,196 @@
 
 namespace gradzip::cpu {
 
-// --- abs_max.cpp
-// max |x|; 0 when n = 0; NaN when any x is NaN. One read of x.
-float abs_max(const float* x, int64_t n, int threads);
+// --- abs_max
+// *most = max |x|: 0 if n is 0, NaN if any x is NaN. One read of x.
+void abs_max(const float* x, int64_t n, float* most, int threads);
 
-// --- select.cpp
-// The top k of |x|, 1 <= k <= n. Expected: one read of x.
+// --- select
+// The k largest |x|, 1 <= k <= n; of equal magnitudes, those with the lowest index. Expected cost: one read of x.
 void select(const float* x, int64_t n, int64_t k, Selection* selection, int threads);
 
-// --- select_sampled.cpp
-// About k of |x|, 1 <= k <= n: returns how many, within 10 % of k, or exactly k (by `select`) where samples do not come
-// that close, or all that are not 0 where those are fewer. Draws from `key`. Expected: one read of x.
-int64_t select_sampled(const float* x, int64_t n, int64_t k, uint64_t key, Selection* selection, int threads);
+// --- select_sampled
+// About k of the largest |x|, 1 <= k <= n, by a threshold found on a random sample (drawn with `key`). *count is the
+// number selected: within 10 % of k; or exactly k, by `select`, if no sample comes that close; or the number of nonzero
+// elements if that is less than k. Expected cost: one read of x.
+void select_sampled(const float* x, int64_t n, int64_t k, uint64_t key, Selection* selection, int64_t* count,
+                    int threads);
 
-// --- compact.cpp
-// bitmap[i / 8] bit i % 8 is set where x[i] is selected; bits past n are 0. Returns how many are set.
-int64_t bitmap(const float* x, int64_t n, const Selection& selection, uint8_t* bitmap, int threads);
-// The values whose bit is set, in order (prefix-sum packing; HPDC'20, section 3.2), for items of 4 or 8 bytes.
-// Returns how many there are, at most capacity: more set bits than that return -1 and write nothing.
-int64_t compact(const void* values, int64_t n, int item_size, const uint8_t* bitmap, void* out, int64_t capacity,
-                int threads);
-// The inverse: out[i] = the next value where bit i is set, else 0. -1 when the bitmap does not have `count` bits.
-int64_t expand(const void* values, int64_t count, int item_size, const uint8_t* bitmap, void* out, int64_t n,
-               int threads);
+// --- bitmap
+// Bit i % 8 of bitmap[i / 8] is set if x[i] is selected; bits past n are 0. *count is the number of bits set.
+void bitmap(const float* x, int64_t n, const Selection* selection, uint8_t* bitmap, int64_t* count, int threads);
+// *count = the number of bits set among the first n.
+void bitmap_count(const uint8_t* bitmap, int64_t n, int64_t* count, int threads);
+// Indices of the set bits, ascending, and, if x is not null, the values of x at those indices. *found is the number of
+// bits set; if it differs from `count`, no array is written.
+void bitmap_indices(const uint8_t* bitmap, int64_t n, const float* x, int64_t count, int32_t* indices, float* values,
+                    int64_t* found, int threads);
 
-// How many of the first n bits are set.
-int64_t count_marked(const uint8_t* bitmap, int64_t n, int threads);
+// --- compact
+// The values whose bit is set, in order (prefix-sum packing; HPDC'20, section 3.2). Items have 4 or 8 bytes. *found is
+// the number of bits set; if it exceeds `capacity`, `out` is not written.
+void compact(const void* values, int64_t n, int item_size, const uint8_t* bitmap, void* out, int64_t capacity,
+             int64_t* found, int threads);
+// The inverse: out[i] is the next value if bit i is set, 0 otherwise. *found is the number of bits set; if it differs
+// from `count`, `out` is not written.
+void compact_expand(const void* values, int64_t count, int item_size, const uint8_t* bitmap, void* out, int64_t n,
+                    int64_t* found, int threads);
 
-// --- marked_indices.cpp
-// Where the bitmap is set, ascending, and unless x is null the values there. -1, and nothing written, when it does not
-// have exactly `count` bits set.
-int64_t marked_indices(const uint8_t* bitmap, int64_t n, const float* x, int64_t count, int32_t* indices, float* values,
-                       int threads);
-
-// --- random_indices.cpp
-// k of the n indices, 0 <= k <= n < 2^31, ascending: draw i of the key chooses one of [i n / k, (i + 1) n / k), and draw k
-// by how much all are shifted, modulo n. Every index is as likely.
+// --- random_indices
+// k of the n indices, ascending, 0 <= k <= n < 2^31. Draw i of the key picks one index of [i n / k, (i + 1) n / k); draw
+// k picks a shift that is added to all of them, modulo n. Every index has the same probability.
 void random_indices(int64_t n, int64_t k, uint64_t key, int32_t* indices, int threads);
 
-// --- index_code.cpp
-// Bytes that `indices` take in the smaller of the forms of common/index_code.h; -1 when they are not strictly ascending
-// within [0, numel), numel < 2^31.
-int64_t encoded_indices_nbytes(const int32_t* indices, int64_t count, int64_t numel, int threads);
-// Writes those nbytes; -1, and nothing written, when they do not fit the indices.
-int encode_indices(const int32_t* indices, int64_t count, int64_t numel, uint8_t* out, int64_t nbytes, int threads);
-// -1 when the stream is anything but `count` strictly ascending indices below numel, which it may be without harm.
-int decode_indices(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, int32_t* indices, int threads);
-// out[index i] += weight * values[i]. -1 as above; part of the sum is in `out` then.
-int sparse_decode_add(const uint8_t* stream, int64_t nbytes, const float* values, int64_t count, float weight,
-                      float* out, int64_t numel, int threads);
+// --- index_code
+// Encodes indices in the smaller of the two forms of common/index_code.h. *nbytes is the size of the stream; -1 if the
+// indices are not strictly ascending within [0, numel), numel < 2^31. `out` is written only if `capacity` suffices; a
+// capacity of 0 computes the size only.
+void index_code_encode(const int32_t* indices, int64_t count, int64_t numel, uint8_t* out, int64_t capacity,
+                       int64_t* nbytes, int threads);
+// *failed: the stream is not `count` strictly ascending indices below numel. It may hold any bytes. `indices` may be
+// partly written on failure.
+void index_code_decode(const uint8_t* bytes, int64_t nbytes, int64_t numel, int64_t count, int32_t* indices,
+                       int32_t* failed, int threads);
+// out[index i] += weight * values[i]. *failed as above; `out` then holds part of the sum.
+void index_code_decode_add(const uint8_t* bytes, int64_t nbytes, const float* values, int64_t count, float weight,
+                           float* out, int64_t numel, int32_t* failed, int threads);
 
-// --- range_float.cpp
-// Fits the format to the values: the range is theirs where vmin > vmax, else as given; mantissa < 0 picks the one with
-// the least expected squared error on the histogram of the values.
+// --- range_float
+// Fits a format to the values x. The range is that of x if vmin > vmax, [vmin, vmax] otherwise. mantissa < 0 picks the
+// mantissa with the least expected squared error on the histogram of x.
 void range_float_fit(RangeFloat* format, const float* x, int64_t n, int bits, int mantissa, float vmin, float vmax,
                      int threads);
-void range_float_make(RangeFloat* format, int bits, int mantissa, float vmin, float vmax);
-// Codes of x, as integers or as a packed bit stream (ceil(n * bits / 8) bytes). Rounds to nearest, or stochastically
-// (draw i of the key belongs to x[i]). Returns how many values were outside [vmin, vmax].
-int64_t range_float_encode(const RangeFloat& format, const float* x, int64_t n, bool stochastic, uint64_t key,
-                           int32_t* codes, int threads);
-int64_t range_float_encode_packed(const RangeFloat& format, const float* x, int64_t n, bool stochastic, uint64_t key,
-                                  uint8_t* packed, int threads);
-// -1 when a code is above P + Q, else 0.
-int range_float_decode(const RangeFloat& format, const int32_t* codes, int64_t n, float* x, int threads);
+// Codes of x, rounded to nearest or stochastically (draw i of the key rounds x[i]). *outside is the number of
+// values outside [vmin, vmax].
+void range_float_encode(const RangeFloat* format, const float* x, int64_t n, bool stochastic, uint64_t key,
+                        int32_t* codes, int64_t* outside, int threads);
+// The same codes as a bit stream of ceil(n * bits / 8) bytes. `bits` is that of the format.
+void range_float_encode_packed(const RangeFloat* format, const float* x, int64_t n, int bits, bool stochastic,
+                               uint64_t key, uint8_t* packed, int64_t* outside, int threads);
+// *failed: a code is above P + Q. x is written nevertheless.
+void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t n, float* x, int32_t* failed,
+                        int threads);
 
-// --- low_rank.cpp
-// e += m, unless e is null; then out = x q (or x^T q where `transpose`), x being e, or m where e is null. m and e are
-// rows x columns, q columns x rank (rows x rank), out rows x rank (columns x rank), all row-major; rank >= 1. One pass.
+// --- low_rank
+// e += m, unless e is null; then out = x q (or x^T q if `transpose`), where x is e, or m if e is null. m and e are
+// rows x columns, q is columns x rank (rows x rank), out is rows x rank (columns x rank); all row-major, rank >= 1. One
+// pass over m and e.
 void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, const float* q, int64_t rank,
                       bool transpose, float* out, int threads);
-// out = p q^T, or from - p q^T unless `from` is null; `from` may be out. p is rows x rank, q columns x rank.
+// out = p q^T, or from - p q^T if `from` is not null; `from` may be out. p is rows x rank, q is columns x rank.
 void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, const float* from,
                      float* out, int threads);
-// e = m - sent_p sent_q^T, then m = p q^T, in one pass. The factors sent may be p and q themselves.
-void low_rank_settle(float* m, float* e, const float* sent_p, const float* sent_q, const float* p, const float* q,
-                     int64_t rows, int64_t columns, int64_t rank, int threads);
+// e = m - sent_p sent_q^T, then m = p q^T, in one pass. sent_p and sent_q may be p and q themselves.
+void low_rank_apply_average(float* m, float* e, const float* sent_p, const float* sent_q, const float* p,
+                            const float* q, int64_t rows, int64_t columns, int64_t rank, int threads);
 
-// --- pack_bits.cpp
+// --- pack_bits
 // Little-endian bit stream of n codes of 1..32 bits, ceil(n * bits / 8) bytes. Higher bits of a code are dropped.
 void pack_bits(const int32_t* codes, int64_t n, int bits, uint8_t* packed, int threads);
-void unpack_bits(const uint8_t* packed, int64_t n, int bits, int32_t* codes, int threads);
+void pack_bits_unpack(const uint8_t* packed, int64_t n, int bits, int32_t* codes, int threads);
 
-// --- bernoulli.cpp
-// bitmap[i / 8] bit i % 8 is set where draw i of the key is below 2^32 p[i]; bits past n are 0.
+// --- bernoulli
+// Bit i % 8 of bitmap[i / 8] is set if draw i of the key is below 2^32 p[i]; bits past n are 0.
 void bernoulli(const float* p, int64_t n, uint64_t key, uint8_t* bitmap, int threads);
 
-// --- bucket_norm.cpp
-// norms[b] = the norm (0: l2, 1: max, 2: l1) of x[b * bucket, (b + 1) * bucket), the last bucket being what is left.
+// --- bucket_norms
+// norms[b] = the norm (0: l2, 1: max, 2: l1) of x[b * bucket, (b + 1) * bucket). The last bucket may be shorter.
 void bucket_norms(const float* x, int64_t n, int64_t bucket, int norm, float* norms, int threads);
 
-// --- quantize.cpp
-// QSGD: per bucket of `bucket` elements (the last one may be shorter) its norm (0: l2, 1: max) and, per element, a
-// signed level in -s..s, s = 2^(bits - 1) - 1, drawn so that s x / norm is its mean (draw i of the key belongs to x[i]).
-// 2 <= bits <= 16. NaN becomes 0 and infinity the largest float. One read of x where bucket <= kChunk.
+// --- quantize
+// QSGD: the norm (0: l2, 1: max) of each bucket of `bucket` elements (the last one may be shorter) and, per element, a
+// signed level in -s..s, s = 2^(bits - 1) - 1, drawn so that its expectation is s x / norm (draw i of the key rounds
+// x[i]). 2 <= bits <= 16. NaN counts as 0 and infinity as the largest float. One read of x if bucket <= kChunk.
 void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, int32_t* codes, float* norms,
               int threads);
-// The same levels in sign and magnitude (the sign is the top bit) as a bit stream of ceil(n * bits / 8) bytes.
+// The same levels in sign-magnitude form (the sign is the top bit) as a bit stream of ceil(n * bits / 8) bytes.
 void quantize_packed(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* packed,
                      float* norms, int threads);
-// x[i] = level / s * norm. -1 when a level is beyond s, else 0.
-int dequantize(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x, int threads);
-// out[i] += weight * (level / s * norm), from the bit stream. -1, and out untouched, when a norm is negative or not
-// finite.
-int quantized_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
-                         float* out, int threads);
+// x[i] = level / s * norm. *failed: a level is beyond s. x is written nevertheless.
+void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,
+                     int32_t* failed, int threads);
+// out[i] += weight * (level / s * norm), from the bit stream. *failed: a norm is negative or not finite.
+void quantize_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
+                         float* out, int32_t* failed, int threads);
 
-// --- ternary.cpp
-// TernGrad: sign(x) with probability min(|x|, clip) / scale, else 0; draw i of the key belongs to x[i]. Five to a byte,
-// ceil(n / 5) bytes: of each 320 elements (or what is left of them) w = ceil(320 / 5) bytes, byte j being the sum of
-// 3^k t over the trits t of elements k w + j, where t is 0 for zero, 1 for plus, 2 for minus. NaN counts as 0.
-void ternary_packed(const float* x, int64_t n, float scale, float clip, uint64_t key, uint8_t* packed, int threads);
-// out[i] += value * (-1, 0 or 1). -1, and out untouched, when a byte is above 242, which no five trits make.
-int ternary_decode_add(const uint8_t* packed, int64_t n, float value, float* out, int threads);
+// --- ternary
+// TernGrad: sign(x) with probability min(|x|, *clip) / *scale, else 0; draw i of the key decides for x[i]. A null clip
+// does not clip. NaN counts as 0. Five trits to a byte, ceil(n / 5) bytes: each 320 elements (the last group may be
+// shorter) take w = ceil(320 / 5) bytes, byte j being the sum of 3^k t over the trits t of elements k w + j; t is 0 for
+// zero, 1 for plus, 2 for minus.
+void ternary_packed(const float* x, int64_t n, const float* scale, const float* clip, uint64_t key, uint8_t* packed,
+                    int threads);
+// out[i] += float(weight * *scale) * (-1, 0 or 1); a null scale is 1. *failed: *scale is negative or not finite, or a
+// byte is above 242, the largest that five trits make.
+void ternary_decode_add(const uint8_t* packed, int64_t n, const float* scale, double weight, float* out,
+                        int32_t* failed, int threads);
 
-// --- signs.cpp
-// One bit per sign, as write_signs of sign_bits.h says.
-void pack_signs(const float* x, int64_t n, uint64_t key, uint8_t* packed, int threads);
-// What most of the 1 to 65535 voters say, bit by bit; where as many say one as the other, coin i of the key decides.
-// Spare bits of voters are not looked at; those of the result are 0.
-void majority(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed, int threads);
-// out[i] += scale or, where the bit is set, -scale.
+// --- signs
+// One bit per sign, by the rule of write_signs in sign_bits.h.
+void signs_pack(const float* x, int64_t n, uint64_t key, uint8_t* packed, int threads);
+// The majority of 1 to 65535 votes, bit by bit; on a tie, coin i of the key decides. Bits past n are ignored in the
+// votes and 0 in the result.
+void signs_majority(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed, int threads);
+// out[i] += scale, or -scale if the bit is set.
 void signs_decode_add(const uint8_t* packed, int64_t n, float scale, float* out, int threads);
 
-// --- one_bit.cpp
-// 1-bit SGD: the signs, and per row of x the means of the values whose bit is clear and of those whose bit is set (0
-// where there is none), summed in double in a fixed order. One read of x unless rows are very long.
+// --- one_bit
+// 1-bit SGD: the signs and, per row of x, the mean of the values whose bit is clear and of those whose bit is set (0 if
+// there are none), summed in double in a fixed order. One read of x unless rows are very long.
 void one_bit_packed(const float* x, int64_t rows, int64_t columns, uint64_t key, uint8_t* packed, float* means,
                     int threads);
-// out[i] += weight * the mean of the row and bit. -1, and out untouched, when a mean is not finite.
-int one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
-                       float* out, int threads);
+// out[i] += weight * the mean for its row and bit. *failed: a mean is not finite.
+void one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
+                        float* out, int32_t* failed, int threads);
 
-// --- atom_probabilities.cpp
-// p[i] = min(1, c |atoms[i]|), c such that they add up to the budget (or to the number of nonzero atoms, if that is
-// less). -1 when an atom is not finite. Computed in double, sums in a fixed order.
-int atom_probabilities_float(const float* atoms, int64_t n, double budget, float* p, int threads);
-int atom_probabilities_double(const double* atoms, int64_t n, double budget, double* p, int threads);
+// --- atom_probabilities
+// p[i] = min(1, c |atoms[i]|) with c such that they sum to the budget (or to the number of nonzero atoms if that is
+// less). Computed in double, sums in a fixed order. *failed: an atom is not finite.
+void atom_probabilities_float(const float* atoms, int64_t n, double budget, float* p, int32_t* failed, int threads);
+void atom_probabilities_double(const double* atoms, int64_t n, double budget, double* p, int32_t* failed, int threads);
 
-// --- elias.cpp
-// Levels as Elias-coded runs (QSGD, section 3.2 and appendix A.2, with Elias' gamma code, which is never longer than
-// the recursive one below 32). n elements are cut into chunks of 4096: first the bytes of each chunk as uint16, then the
-// chunks. A chunk is a little-endian bit stream, zero-padded to a byte: for each level that is not zero gamma(zeros
-// before it + 1), its sign (1: negative), gamma(|level|); and gamma(zeros + 1) if the chunk ends in zeros. gamma(v), first
-// bit lowest: floor(log2 v) zeros, a one, the bits of v below the top one, lowest first.
-// Returns the bytes written, -1 when a level is beyond 65535, -2 when there are more than capacity.
-int64_t elias_encode(const int32_t* codes, int64_t n, uint8_t* out, int64_t capacity, int threads);
-// -1 when the bytes are not such a stream of n levels, none beyond `top`; codes may be partly written by then.
-int elias_decode(const uint8_t* stream, int64_t nbytes, int64_t n, int32_t top, int32_t* codes, int threads);
+// --- elias
+// Elias-coded levels (QSGD, section 3.2 and appendix A.2, with Elias' gamma code, which is never longer than the
+// recursive one below 32). The stream: n elements are cut into chunks of 4096; first the size of each chunk in bytes, as
+// uint16, then the chunks. A chunk is a little-endian bit stream, zero-padded to a whole byte. Each nonzero level is
+// gamma(number of zeros before it + 1), its sign (1: negative), gamma(|level|); trailing zeros are gamma(zeros + 1).
+// gamma(v), lowest bit first: floor(log2 v) zeros, a one, the bits of v below its top bit, lowest first.
+// *nbytes is the size of the stream; -1 if a level is beyond 65535, -2 if the capacity does not suffice. The stream is
+// complete in the first case only.
+void elias_encode(const int32_t* codes, int64_t n, uint8_t* out, int64_t capacity, int64_t* nbytes, int threads);
+// *failed: the bytes are not a stream of n levels of magnitude `top` at most. `codes` may be partly written on failure.
+void elias_decode(const uint8_t* bytes, int64_t nbytes, int64_t n, int32_t top, int32_t* codes, int32_t* failed,
+                  int threads);
+// The levels of `quantize`, encoded as they are drawn. *nbytes as in elias_encode.
+void elias_quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
+                    int64_t capacity, float* norms, int64_t* nbytes, int threads);
+// out[i] += weight * (level / s * norm). *failed: a norm is negative or not finite (`out` is then unchanged), or the
+// bytes are not a stream of n levels (`out` then holds part of the sum).
+void elias_decode_add(const uint8_t* bytes, int64_t nbytes, const float* norms, int64_t n, int bits, int64_t bucket,
+                      float weight, float* out, int32_t* failed, int threads);
 
-// --- quantize.cpp, with the coding of elias.cpp
-// The levels of `quantize`, coded in the pass that draws them. Returns the bytes written, -2 when more than capacity.
-int64_t quantize_elias(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
-                       int64_t capacity, float* norms, int threads);
-// out[i] += weight * (level / s * norm). -1 when a norm is negative or not finite, or the bytes are not a stream of n
-// levels; out may be partly added to by then.
-int elias_decode_add(const uint8_t* stream, int64_t nbytes, const float* norms, int64_t n, int bits, int64_t bucket,
-                     float weight, float* out, int threads);
-// --- orthogonalize.cpp
-// Makes the columns of each matrix (row-major) orthonormal, in place, as gradzip/ops/orthogonalize.py says.
+// --- orthogonalize
+// Makes the columns of each matrix (row-major) orthonormal, in place; gradzip/ops/orthogonalize.py has the details.
 void orthogonalize(const Matrix* matrices, int64_t count, int threads);
 
-// --- spectrum.cpp
-// power[r, c] = weight_c |s * spectrum[r, c]|^2 for `rows` rows of a real FFT of `length` reals each, length/2 + 1
-// complex bins: weight 2 for the interior bins, which stand for two each, 1 for bin 0 and, where length is even, the
-// last; s is the power of two that brings amax into [1, 2), so that squares keep within range.
-void spectrum_power(const float* spectrum, int64_t rows, int64_t length, float amax, float* power, int threads);
-// spectrum[i] += weight * (the next two codes of `packed`, as range floats) where bit i is set, i < n complex bins.
-// -1, and spectrum untouched, when the bitmap does not have exactly `count` bits in n (or any past them).
-int spectrum_decode_add(const RangeFloat& format, const uint8_t* bitmap, const uint8_t* packed, int64_t packed_bytes,
-                        int64_t count, float weight, float* spectrum, int64_t n, int threads);
+// --- spectrum
+// power[r, c] = weight_c |s * spectrum[r, c]|^2 for `rows` rows of a real FFT of length `length`, length / 2 + 1 complex
+// bins each. The weight is 2 for interior bins, which stand for two each, and 1 for bin 0 and, if length is even, the
+// last bin. s is the power of two that scales *amax into [1, 2), so that squares stay within range.
+void spectrum_power(const float* spectrum, int64_t rows, int64_t length, const float* amax, float* power, int threads);
+// spectrum[i] += weight * (the next two codes of `packed`, decoded) if bit i is set, for i < n complex bins. *failed: the
+// bitmap does not have exactly `count` of the first n bits set, or has bits set past them.
+void spectrum_decode_add(const RangeFloat* format, const uint8_t* bitmap, const uint8_t* packed, int64_t packed_bytes,
+                         int64_t count, float weight, float* spectrum, int64_t n, int32_t* failed, int threads);
 
-// --- payload.cpp
-// Checksum of a payload whose header field for it counts as 0. nbytes is a multiple of 16.
-uint32_t payload_checksum(const uint8_t* payload, int64_t nbytes, int threads);
+// --- payload
+// Writes the header of a payload whose sections are in place: *header, with kNonFinite set if one of the magnitudes is
+// not finite, the wire form of *number (unless null) as the last 8 bytes of the fields, and the checksum. nbytes is a
+// multiple of 16.
+void payload_seal(uint8_t* payload, int64_t nbytes, const PayloadHeader* header, const float* magnitudes,
+                  int64_t magnitude_count, const RangeFloat* number, int threads);
+// Fills the table with the headers and checksums of `count` consecutive payloads. Stops at the first header with an
+// invalid size; later entries, and its checksum, are 0.
+void payload_inspect(const uint8_t* buffer, int64_t nbytes, int64_t count, PayloadInspection* table, int threads);
 
 }  // namespace gradzip::cpu

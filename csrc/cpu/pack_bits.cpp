@@ -26,7 +26,7 @@ void pack_bits(const int32_t* codes, int64_t n, int bits, uint8_t* packed, int t
   });
 }
 
-void unpack_bits(const uint8_t* packed, int64_t n, int bits, int32_t* codes, int threads) {
+void pack_bits_unpack(const uint8_t* packed, int64_t n, int bits, int32_t* codes, int threads) {
   const int64_t nbytes = ceil_div(n * bits, 8);
   parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) codes[i] = int32_t(uint32_t(read_bits(packed, nbytes, i * bits, bits)));

@@ -1,4 +1,5 @@
-#include <cstddef>
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -20,9 +21,8 @@ GZ_INLINE uint64_t checksum_body(const uint8_t* bytes, int64_t first, int64_t la
 }
 GZ_SIMD_DISPATCH(uint64_t, checksum, (const uint8_t* bytes, int64_t first, int64_t last), (bytes, first, last))
 
-}  // namespace
-
-uint32_t payload_checksum(const uint8_t* payload, int64_t nbytes, int threads) {
+// The sum of the checksum's terms, to be folded. The checksum itself counts as 0.
+uint64_t checksum_sum(const uint8_t* payload, int64_t nbytes, int threads) {
   PayloadHeader header;
   std::memcpy(&header, payload, sizeof header);
   header.checksum = 0;
@@ -33,7 +33,36 @@ uint32_t payload_checksum(const uint8_t* payload, int64_t nbytes, int threads) {
   });
   uint64_t sum = checksum(reinterpret_cast<const uint8_t*>(&header), 0, kHeaderWords);
   for (uint64_t p : partial) sum += p;
-  return checksum_fold(sum);
+  return sum;
+}
+
+}  // namespace
+
+void payload_seal(uint8_t* payload, int64_t nbytes, const PayloadHeader* header, const float* magnitudes,
+                  int64_t magnitude_count, const RangeFloat* number, int threads) {
+  PayloadHeader sealed = *header;
+  for (int64_t i = 0; i < magnitude_count; ++i)
+    if (!std::isfinite(magnitudes[i])) sealed.flags |= kNonFinite;
+  if (number) {
+    const uint64_t wire = range_wire(*number);
+    std::memcpy(sealed.fields + sizeof sealed.fields - sizeof wire, &wire, sizeof wire);
+  }
+  std::memcpy(payload, &sealed, sizeof sealed);
+  sealed.checksum = checksum_fold(checksum_sum(payload, nbytes, threads));
+  std::memcpy(payload, &sealed, sizeof sealed);
+}
+
+void payload_inspect(const uint8_t* buffer, int64_t nbytes, int64_t count, PayloadInspection* table, int threads) {
+  std::fill(table, table + count, PayloadInspection{});
+  int64_t begin = 0;
+  for (int64_t r = 0; r < count && nbytes - begin >= int64_t(sizeof(PayloadHeader)); ++r) {
+    std::memcpy(&table[r].header, buffer + begin, sizeof(PayloadHeader));
+    table[r].begin = uint64_t(begin);
+    const uint64_t claimed = table[r].header.nbytes;
+    if (claimed < sizeof(PayloadHeader) || claimed % kPayloadAlign || claimed > uint64_t(nbytes - begin)) return;
+    table[r].sum = checksum_sum(buffer + begin, int64_t(claimed), threads);
+    begin += int64_t(claimed);
+  }
 }
 
 }  // namespace gradzip::cpu

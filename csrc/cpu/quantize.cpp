@@ -1,12 +1,11 @@
-#include "common/quantize.h"
+#include "cpu/quantize.h"
 
 #include <algorithm>
 #include <atomic>
 #include <numeric>
 
 #include "cpu/bit_stream.h"
-#include "cpu/bucket_norm.h"
-#include "cpu/elias.h"
+#include "cpu/bucket_norms.h"
 #include "cpu/narrow_stream.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
@@ -51,16 +50,6 @@ GZ_SIMD_DISPATCH(void, narrow_codes, (const float* x, const uint32_t* random, in
 GZ_SIMD_DISPATCH(void, wide_codes, (const float* x, const uint32_t* random, int n, Bucket b, uint32_t* codes),
                  (x, random, n, b, codes))
 
-// f(begin, end, b) for the parts of [begin, end) that lie in one bucket b each.
-template <class F>
-GZ_INLINE void by_bucket(int64_t begin, int64_t end, int64_t bucket, F&& f) {
-  for (int64_t b = begin / bucket; begin < end; ++b) {
-    const int64_t stop = std::min(end, (b + 1) * bucket);
-    f(begin, stop, b);
-    begin = stop;
-  }
-}
-
 // f(begin, end) over [0, n) in pieces of a chunk or so that begin at a multiple of 8, after their buckets' norms are
 // there. Where buckets are short their norms are computed in the same task, so that x is read from memory once.
 template <class F>
@@ -77,52 +66,38 @@ void with_norms(const float* x, int64_t n, int64_t bucket, Norm norm, float* nor
                   });
 }
 
-struct Quantizer {
-  const float* x;
-  const float* norms;
-  int64_t bucket;
-  int bits;
-  uint64_t key;
-
-  Bucket parameters(int64_t b) const {
-    const int32_t s = top_level(bits);
-    return {level_scale(norms[b], s), s, bits};
-  }
-
-  // Codes of [begin, end), at most kBitBlock elements from a multiple of 4.
-  template <class Code, class Kernel>
-  GZ_INLINE void block(int64_t begin, int64_t end, Code* codes, Kernel kernel) const {
-    uint32_t random[kBitBlock];
-    philox_words(key, uint64_t(begin), int(end - begin), random);
-    by_bucket(begin, end, bucket, [&](int64_t from, int64_t to, int64_t b) {
-      kernel(x + from, random + (from - begin), int(to - from), parameters(b), codes + (from - begin));
-    });
-  }
-
-  void packed(int64_t begin, int64_t end, uint8_t* out) const {
-    for (int64_t i = begin; i < end; i += kBitBlock) {
-      const int64_t stop = std::min(end, i + kBitBlock);
-      uint8_t* to = out + i / 8 * bits;
-      if (bits <= 8) {
-        uint8_t codes[kBitBlock];
-        block(i, stop, codes, narrow_codes);
-        pack_narrow(codes, int(stop - i), bits, to);
-      } else {
-        uint32_t codes[kBitBlock];
-        block(i, stop, codes, wide_codes);
-        pack_block(codes, int(stop - i), bits, to);
-      }
-    }
-  }
-};
-
-bool all_norms(const float* norms, int64_t count) {
-  for (int64_t b = 0; b < count; ++b)
-    if (!valid_norm(norms[b])) return false;
-  return true;
+Bucket bucket_of(const Quantizer& q, int64_t b) {
+  const int32_t s = top_level(q.bits);
+  return {level_scale(q.norms[b], s), s, q.bits};
 }
 
-// out[i] += weight * value: the value first, so that weight 1 onto zeros is what dequantize gives.
+// Codes of [begin, end), at most kBitBlock elements from a multiple of 4.
+template <class Code, class Kernel>
+GZ_INLINE void quantize_block(const Quantizer& q, int64_t begin, int64_t end, Code* codes, Kernel kernel) {
+  uint32_t random[kBitBlock];
+  philox_words(q.key, uint64_t(begin), int(end - begin), random);
+  by_bucket(begin, end, q.bucket, [&](int64_t from, int64_t to, int64_t b) {
+    kernel(q.x + from, random + (from - begin), int(to - from), bucket_of(q, b), codes + (from - begin));
+  });
+}
+
+void packed_levels(const Quantizer& q, int64_t begin, int64_t end, uint8_t* out) {
+  for (int64_t i = begin; i < end; i += kBitBlock) {
+    const int64_t stop = std::min(end, i + kBitBlock);
+    uint8_t* to = out + i / 8 * q.bits;
+    if (q.bits <= 8) {
+      uint8_t codes[kBitBlock];
+      quantize_block(q, i, stop, codes, narrow_codes);
+      pack_narrow(codes, int(stop - i), q.bits, to);
+    } else {
+      uint32_t codes[kBitBlock];
+      quantize_block(q, i, stop, codes, wide_codes);
+      pack_block(codes, int(stop - i), q.bits, to);
+    }
+  }
+}
+
+// out[i] += weight * value: the value first, so that weight 1 onto zeros is what quantize_decode gives.
 template <class Code>
 GZ_INLINE void add_values_loop(const Code* codes, int n, int bits, float norm, float weight, float* out) {
   const int32_t s = top_level(bits);
@@ -139,12 +114,6 @@ GZ_SIMD_DISPATCH(void, add_narrow, (const uint8_t* codes, int n, int bits, float
 GZ_SIMD_DISPATCH(void, add_wide, (const uint32_t* codes, int n, int bits, float norm, float weight, float* out),
                  (codes, n, bits, norm, weight, out))
 
-GZ_INLINE void add_levels_body(const int32_t* levels, int n, int32_t s, float norm, float weight, float* out) {
-  for (int i = 0; i < n; ++i) out[i] += weight * level_value(levels[i], s, norm);
-}
-GZ_SIMD_DISPATCH(void, add_levels, (const int32_t* levels, int n, int32_t s, float norm, float weight, float* out),
-                 (levels, n, s, norm, weight, out))
-
 // Returns whether all levels are in -s..s.
 GZ_INLINE bool level_values_body(const int32_t* codes, int n, int32_t s, float norm, float* x) {
   int32_t beyond = 0;
@@ -159,23 +128,27 @@ GZ_SIMD_DISPATCH(bool, level_values, (const int32_t* codes, int n, int32_t s, fl
 
 }  // namespace
 
+void quantize_levels(const Quantizer& q, int64_t begin, int64_t end, int32_t* levels) {
+  for (int64_t i = begin; i < end; i += kBitBlock)
+    quantize_block(q, i, std::min(end, i + kBitBlock), levels + (i - begin), signed_levels);
+}
+
 void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, int32_t* codes, float* norms,
               int threads) {
   const Quantizer quantizer{x, norms, bucket, bits, key};
-  with_norms(x, n, bucket, Norm(norm), norms, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i += kBitBlock)
-      quantizer.block(i, std::min(end, i + kBitBlock), codes + i, signed_levels);
-  });
+  with_norms(x, n, bucket, Norm(norm), norms, threads,
+             [&](int64_t begin, int64_t end) { quantize_levels(quantizer, begin, end, codes + begin); });
 }
 
 void quantize_packed(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* packed,
                      float* norms, int threads) {
   const Quantizer quantizer{x, norms, bucket, bits, key};
   with_norms(x, n, bucket, Norm(norm), norms, threads,
-             [&](int64_t begin, int64_t end) { quantizer.packed(begin, end, packed); });
+             [&](int64_t begin, int64_t end) { packed_levels(quantizer, begin, end, packed); });
 }
 
-int dequantize(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x, int threads) {
+void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,
+                     int32_t* failed, int threads) {
   const int32_t s = top_level(bits);
   std::atomic<bool> valid{true};
   parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
@@ -183,12 +156,15 @@ int dequantize(const int32_t* codes, const float* norms, int64_t n, int bits, in
       if (!level_values(codes + from, int(to - from), s, norms[b], x + from)) valid = false;
     });
   });
-  return valid ? 0 : -1;
+  if (!valid) *failed = 1;
 }
 
-int quantized_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
-                         float* out, int threads) {
-  if (!all_norms(norms, ceil_div(n, bucket))) return -1;
+void quantize_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
+                         float* out, int32_t* failed, int threads) {
+  if (!all_norms(norms, ceil_div(n, bucket))) {
+    *failed = 1;
+    return;
+  }
   const int64_t nbytes = ceil_div(n * bits, 8);
   parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += kBitBlock) {
@@ -207,32 +183,6 @@ int quantized_decode_add(const uint8_t* packed, const float* norms, int64_t n, i
       });
     }
   });
-  return 0;
-}
-
-int64_t quantize_elias(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
-                       int64_t capacity, float* norms, int threads) {
-  const bool nested = kEliasChunk % bucket == 0;  // a chunk's norms can be computed with it
-  if (!nested) bucket_norms(x, n, bucket, norm, norms, threads);
-  const Quantizer quantizer{x, norms, bucket, bits, key};
-  return elias_write(n, bits, out, capacity, threads, [&](int64_t begin, int64_t end, int32_t* levels) {
-    if (nested) bucket_norms_here(x + begin, end - begin, bucket, Norm(norm), norms + begin / bucket);
-    for (int64_t i = begin; i < end; i += kBitBlock)
-      quantizer.block(i, std::min(end, i + kBitBlock), levels + (i - begin), signed_levels);
-    return true;
-  });
-}
-
-int elias_decode_add(const uint8_t* stream, int64_t nbytes, const float* norms, int64_t n, int bits, int64_t bucket,
-                     float weight, float* out, int threads) {
-  if (!all_norms(norms, ceil_div(n, bucket))) return -1;
-  const int32_t s = top_level(bits);
-  const bool valid = elias_read(stream, nbytes, n, s, threads, [&](int64_t begin, int64_t end, const int32_t* levels) {
-    by_bucket(begin, end, bucket, [&](int64_t from, int64_t to, int64_t b) {
-      add_levels(levels + (from - begin), int(to - from), s, norms[b], weight, out + from);
-    });
-  });
-  return valid ? 0 : -1;
 }
 
 }  // namespace gradzip::cpu

@@ -103,23 +103,18 @@ GZ_INLINE int64_t encode_chunk_body(const Encoder& e, int64_t begin, int64_t end
 GZ_SIMD_DISPATCH(int64_t, encode_chunk, (const Encoder& e, int64_t begin, int64_t end, int32_t* codes, uint8_t* packed),
                  (e, begin, end, codes, packed))
 
-int64_t encode(const RangeFloat& format, const float* x, int64_t n, bool stochastic, uint64_t key, int32_t* codes,
-               uint8_t* packed, int threads) {
+void encode(const RangeFloat& format, const float* x, int64_t n, bool stochastic, uint64_t key, int32_t* codes,
+            uint8_t* packed, int64_t* outside, int threads) {
   const Encoder encoder{format, range_rounding(format, stochastic), x, stochastic, key};
-  std::vector<int64_t> outside(ceil_div(n, kChunk), 0);
+  std::vector<int64_t> counts(ceil_div(n, kChunk), 0);
   parallel_chunks(n, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
-    outside[chunk] = encode_chunk(encoder, begin, end, codes, packed);
+    counts[chunk] = encode_chunk(encoder, begin, end, codes, packed);
   });
-  int64_t total = 0;
-  for (int64_t o : outside) total += o;
-  return total;
+  *outside = 0;
+  for (int64_t count : counts) *outside += count;
 }
 
 }  // namespace
-
-void range_float_make(RangeFloat* format, int bits, int mantissa, float vmin, float vmax) {
-  *format = make_range_float(bits, mantissa, vmin, vmax);
-}
 
 void range_float_fit(RangeFloat* format, const float* x, int64_t n, int bits, int mantissa, float vmin, float vmax,
                      int threads) {
@@ -134,7 +129,10 @@ void range_float_fit(RangeFloat* format, const float* x, int64_t n, int bits, in
       vmax = std::max(vmax, range.high);
     }
   }
-  if (mantissa >= 0) return range_float_make(format, bits, mantissa, vmin, vmax);
+  if (mantissa >= 0) {
+    *format = make_range_float(bits, mantissa, vmin, vmax);
+    return;
+  }
   const auto histogram = magnitude_histogram(x, n);
   double least = std::numeric_limits<double>::infinity();
   for (int m = 1; m <= bits; ++m) {
@@ -147,26 +145,28 @@ void range_float_fit(RangeFloat* format, const float* x, int64_t n, int bits, in
   }
 }
 
-int64_t range_float_encode(const RangeFloat& format, const float* x, int64_t n, bool stochastic, uint64_t key,
-                           int32_t* codes, int threads) {
-  return encode(format, x, n, stochastic, key, codes, nullptr, threads);
+void range_float_encode(const RangeFloat* format, const float* x, int64_t n, bool stochastic, uint64_t key,
+                        int32_t* codes, int64_t* outside, int threads) {
+  encode(*format, x, n, stochastic, key, codes, nullptr, outside, threads);
 }
 
-int64_t range_float_encode_packed(const RangeFloat& format, const float* x, int64_t n, bool stochastic, uint64_t key,
-                                  uint8_t* packed, int threads) {
-  return encode(format, x, n, stochastic, key, nullptr, packed, threads);
+void range_float_encode_packed(const RangeFloat* format, const float* x, int64_t n, int, bool stochastic, uint64_t key,
+                               uint8_t* packed, int64_t* outside, int threads) {
+  encode(*format, x, n, stochastic, key, nullptr, packed, outside, threads);
 }
 
-int range_float_decode(const RangeFloat& format, const int32_t* codes, int64_t n, float* x, int threads) {
-  const uint32_t last = format.positive + format.negative;
+void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t n, float* x, int32_t* failed,
+                        int threads) {
+  const RangeFloat number = *format;
+  const uint32_t last = number.positive + number.negative;
   std::vector<char> bad(ceil_div(n, kChunk), 0);
   parallel_chunks(n, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       bad[chunk] |= char(uint32_t(codes[i]) > last);
-      x[i] = range_decode(format, uint32_t(codes[i]));
+      x[i] = range_decode(number, uint32_t(codes[i]));
     }
   });
-  return std::any_of(bad.begin(), bad.end(), [](char b) { return b != 0; }) ? -1 : 0;
+  if (std::any_of(bad.begin(), bad.end(), [](char b) { return b != 0; })) *failed = 1;
 }
 
 }  // namespace gradzip::cpu

@@ -49,7 +49,8 @@ uint32_t search(const std::vector<uint32_t>& sample, int64_t wanted) {
 
 }  // namespace
 
-int64_t select_sampled(const float* x, int64_t n, int64_t k, uint64_t key, Selection* selection, int threads) {
+void select_sampled(const float* x, int64_t n, int64_t k, uint64_t key, Selection* selection, int64_t* count,
+                    int threads) {
   const auto* bits = reinterpret_cast<const uint32_t*>(x);
   int64_t size = first_sample(n, k);
   uint64_t counter = 0;
@@ -58,16 +59,17 @@ int64_t select_sampled(const float* x, int64_t n, int64_t k, uint64_t key, Selec
     counter += uint64_t(size) / 4;
     const uint32_t threshold = search(sample, sampled_rank(n, k, size));
     if (threshold == 0) break;  // mostly zeros
-    const int64_t count = count_all(bits, n, threshold, threads);
-    if (close_enough(count, k)) {
+    *count = count_all(bits, n, threshold, threads);
+    if (close_enough(*count, k)) {
       *selection = {bits_float(threshold), 0, n};
-      return count;
+      return;
     }
   }
   select(x, n, k, selection, threads);
-  if ((float_bits(selection->threshold) & 0x7fffffffu) != 0) return k;
+  *count = k;
+  if ((float_bits(selection->threshold) & 0x7fffffffu) != 0) return;
   *selection = {bits_float(1), 0, n};  // fewer than k are not 0: those
-  return count_all(bits, n, 1, threads);
+  *count = count_all(bits, n, 1, threads);
 }
 
 }  // namespace gradzip::cpu

@@ -182,12 +182,12 @@ void add_by_sign(const uint8_t* packed, int64_t begin, int64_t end, float positi
   add_pair(packed, begin, end, positive, negative, out);
 }
 
-void pack_signs(const float* x, int64_t n, uint64_t key, uint8_t* packed, int threads) {
+void signs_pack(const float* x, int64_t n, uint64_t key, uint8_t* packed, int threads) {
   parallel_chunks(n, kChunk, threads,
                   [&](int64_t, int64_t begin, int64_t end) { write_signs(x, begin, end, key, packed); });
 }
 
-void majority(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed, int threads) {
+void signs_majority(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed, int threads) {
   parallel_chunks(n, 8 * kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += 64 * kVoteWords)
       vote_block(votes, voters, i, std::min<int64_t>(end - i, 64 * kVoteWords), key, packed);

@@ -27,9 +27,9 @@ std::vector<float> decoded_values(const RangeFloat& format, float weight) {
 
 }  // namespace
 
-void spectrum_power(const float* spectrum, int64_t rows, int64_t length, float amax, float* power, int threads) {
+void spectrum_power(const float* spectrum, int64_t rows, int64_t length, const float* amax, float* power, int threads) {
   const int64_t bins = length / 2 + 1, n = rows * bins;
-  const float scale = unit_scale(amax);
+  const float scale = unit_scale(*amax);
   parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
     power_of(spectrum + 2 * begin, end - begin, scale, 2.0f, power + begin);
     // Halving is exact, so the bins that stand for one are put right afterwards.
@@ -40,12 +40,15 @@ void spectrum_power(const float* spectrum, int64_t rows, int64_t length, float a
   });
 }
 
-int spectrum_decode_add(const RangeFloat& format, const uint8_t* bitmap, const uint8_t* packed, int64_t packed_bytes,
-                        int64_t count, float weight, float* spectrum, int64_t n, int threads) {
+void spectrum_decode_add(const RangeFloat* format, const uint8_t* bitmap, const uint8_t* packed, int64_t packed_bytes,
+                         int64_t count, float weight, float* spectrum, int64_t n, int32_t* failed, int threads) {
   const auto offsets = bitmap_offsets(bitmap, n, threads);
-  if (offsets.back() != count || (n % 8 && bitmap[n / 8] >> (n % 8))) return -1;
-  const auto table = decoded_values(format, weight);
-  const int bits = format.bits;
+  if (offsets.back() != count || (n % 8 && bitmap[n / 8] >> (n % 8))) {
+    *failed = 1;
+    return;
+  }
+  const auto table = decoded_values(*format, weight);
+  const int bits = format->bits;
   const uint64_t mask = (uint64_t(1) << bits) - 1;
   parallel_chunks(n, kChunk, threads, [&](int64_t c, int64_t begin, int64_t end) {
     int64_t position = offsets[c] * 2 * bits;
@@ -59,7 +62,6 @@ int spectrum_decode_add(const RangeFloat& format, const uint8_t* bitmap, const u
       }
     }
   });
-  return 0;
 }
 
 }  // namespace gradzip::cpu

@@ -1,6 +1,7 @@
 // Ternary gradients (TernGrad), five trits to a byte.
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "common/ternary.h"
@@ -59,35 +60,42 @@ GZ_SIMD_DISPATCH(uint8_t, largest_byte, (const uint8_t* bytes, int64_t n), (byte
 
 }  // namespace
 
-void ternary_packed(const float* x, int64_t n, float scale, float clip, uint64_t key, uint8_t* packed, int threads) {
-  const LevelScale level = level_scale(scale, 1);
+void ternary_packed(const float* x, int64_t n, const float* scale, const float* clip, uint64_t key, uint8_t* packed,
+                    int threads) {
+  const LevelScale level = level_scale(*scale, 1);
+  const float most = clip ? *clip : std::numeric_limits<float>::infinity();
   parallel_chunks(n, kTritChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += kTritBlock) {
       const int count = int(std::min<int64_t>(end - i, kTritBlock)), width = width_of(count);
       uint32_t random[kTritBlock];
       uint8_t trits[kTritBlock];
       philox_words(key, uint64_t(i), count, random);
-      draw_trits(x + i, random, count, level, clip, trits);
+      draw_trits(x + i, random, count, level, most, trits);
       std::fill(trits + count, trits + kDigits * width, uint8_t(0));
       join_trits(trits, width, packed + i / kDigits);
     }
   });
 }
 
-int ternary_decode_add(const uint8_t* packed, int64_t n, float value, float* out, int threads) {
+void ternary_decode_add(const uint8_t* packed, int64_t n, const float* scale, double weight, float* out,
+                        int32_t* failed, int threads) {
+  const float factor = scale ? *scale : 1.0f, value = float(weight * double(factor));
+  bool valid = valid_norm(factor);
   std::vector<uint8_t> most(ceil_div(n, kTritChunk), 0);
   parallel_chunks(n, kTritChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
     most[chunk] = largest_byte(packed + begin / kDigits, width_of(end - begin));
   });
-  for (uint8_t m : most)
-    if (m > kTopByte) return -1;
+  for (uint8_t m : most) valid &= m <= kTopByte;
+  if (!valid) {
+    *failed = 1;
+    return;
+  }
   parallel_chunks(n, kTritChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += kTritBlock) {
       const int count = int(std::min<int64_t>(end - i, kTritBlock));
       add_trits(packed + i / kDigits, width_of(count), count, value, out + i);
     }
   });
-  return 0;
 }
 
 }  // namespace gradzip::cpu

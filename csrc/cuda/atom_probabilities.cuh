@@ -61,8 +61,9 @@ __global__ void __launch_bounds__(kBlock)
 
 template <class T>
 __global__ void __launch_bounds__(kBlock)
-    atom_probabilities_kernel(const T* atoms, int64_t n, const WaterState* state, T* p) {
+    atom_probabilities_kernel(const T* atoms, int64_t n, const WaterState* state, T* p, int32_t* failed) {
   const Water water = state->water;
+  if (water.stage == Filling::failed && grid_thread() == 0) report(failed);
   for (int64_t i = grid_thread(); i < n; i += grid_threads())
     p[i] = water.stage == Filling::failed ? T(undecodable()) : T(atom_probability(water, fabs(double(atoms[i]))));
 }

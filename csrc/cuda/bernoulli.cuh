@@ -3,7 +3,7 @@
 
 #include "common/bernoulli.h"
 #include "common/philox.h"
-#include "cuda/bitmap.cuh"
+#include "cuda/bitmap_tiles.cuh"
 #include "cuda/quads.cuh"
 
 namespace gradzip::cuda {

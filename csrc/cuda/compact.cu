@@ -1,6 +1,6 @@
 #include "cuda/compact.cuh"
 
-#include "cuda/bitmap.h"
+#include "cuda/bitmap_tiles.h"
 #include "cuda/launch.h"
 #include "cuda/ops.h"
 
@@ -24,45 +24,26 @@ void expand_items(const void* values, int64_t count, const uint8_t* bitmap, void
          tiles.offsets, static_cast<T*>(out), n);
 }
 
-int64_t offsets_nbytes(int64_t n) {
-  Arena arena(nullptr);
-  BitmapOffsets tiles(arena, n);
-  return arena.used();
-}
-
 }  // namespace
 
-int64_t bitmap_workspace(int64_t n) { return offsets_nbytes(n) + 16; }
-
-void bitmap(const float* x, int64_t n, const Selection* selection, uint8_t* bitmap, int64_t* set, void* workspace,
-            cudaStream_t stream) {
+int64_t compact(void* workspace, const void* values, int64_t n, int item_size, const uint8_t* bitmap, void* out,
+                int64_t capacity, int64_t* found, cudaStream_t stream) {
   Arena arena(workspace);
   const BitmapOffsets tiles(arena, n);
-  auto* ties = arena.take<int64_t>(1);
-  clear(set, sizeof *set, stream);
-  launch(stream, grid_of(tiles.grid()), kBlock, mark_kernel, x, n, selection, bitmap, tiles.counts, set);
-  tiles.scan(ties, stream);
-  launch(stream, grid_of(tiles.grid()), kBlock, drop_ties_kernel, x, n, selection, tiles.counts, tiles.offsets, bitmap,
-         set);
-}
-
-int64_t compact_workspace(int64_t n) { return offsets_nbytes(n); }
-int64_t expand_workspace(int64_t n) { return offsets_nbytes(n); }
-
-void compact(const void* values, int64_t n, int item_size, const uint8_t* bitmap, void* out, int64_t capacity,
-             int64_t* set, void* workspace, cudaStream_t stream) {
-  Arena arena(workspace);
-  const BitmapOffsets tiles(arena, n);
-  tiles.count(bitmap, n, set, stream);
+  if (!workspace) return arena.nbytes();
+  tiles.count(bitmap, n, found, stream);
   (item_size == 4 ? compact_items<uint32_t> : compact_items<Item8>)(values, n, bitmap, out, capacity, tiles, stream);
+  return 0;
 }
 
-void expand(const void* values, int64_t count, int item_size, const uint8_t* bitmap, void* out, int64_t n, int64_t* set,
-            void* workspace, cudaStream_t stream) {
+int64_t compact_expand(void* workspace, const void* values, int64_t count, int item_size, const uint8_t* bitmap,
+                       void* out, int64_t n, int64_t* found, cudaStream_t stream) {
   Arena arena(workspace);
   const BitmapOffsets tiles(arena, n);
-  tiles.count(bitmap, n, set, stream);
+  if (!workspace) return arena.nbytes();
+  tiles.count(bitmap, n, found, stream);
   (item_size == 4 ? expand_items<uint32_t> : expand_items<Item8>)(values, count, bitmap, out, n, tiles, stream);
+  return 0;
 }
 
 }  // namespace gradzip::cuda

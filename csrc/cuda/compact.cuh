@@ -2,79 +2,9 @@
 // says. Tiles are counted first: that reads the bitmap once more, a thirty-second of the items.
 #pragma once
 
-#include "common/selection.h"
-#include "cuda/bitmap.cuh"
+#include "cuda/bitmap_tiles.cuh"
 
 namespace gradzip::cuda {
-
-// A warp's words of the bits "at least the threshold" and "equal to it", one of each per lane.
-struct Marks {
-  uint32_t reach, equal;
-};
-
-GZ_DEVICE Marks mark_words(const float* x, int64_t first, int64_t n, uint32_t threshold) {
-  Marks marks{0, 0};
-  for (int j = 0; j < kLanes; j += 8) {
-    float value[8];
-#pragma unroll
-    for (int u = 0; u < 8; ++u) {
-      const int64_t i = first + 32 * (j + u) + lane();
-      value[u] = i < n ? __ldg(x + i) : 0.0f;
-    }
-#pragma unroll
-    for (int u = 0; u < 8; ++u) {
-      const bool inside = first + 32 * (j + u) + lane() < n;
-      const uint32_t m = magnitude(value[u]);
-      const unsigned reach = __ballot_sync(kAllLanes, inside && m >= threshold);
-      const unsigned equal = __ballot_sync(kAllLanes, inside && m == threshold);
-      if (lane() == j + u) marks = {reach, equal};
-    }
-  }
-  return marks;
-}
-
-GZ_DEVICE uint32_t threshold_of(const Selection* selection) {
-  return magnitude(selection->threshold);  // -0 is 0
-}
-
-// The bitmap, all ties in it; how many there are in each tile; and *set, 0 at launch, how many bits are set.
-__global__ void __launch_bounds__(kBlock) mark_kernel(const float* x, int64_t n, const Selection* selection,
-                                                      uint8_t* bitmap, uint32_t* equals, int64_t* set) {
-  __shared__ uint32_t partial[kLanes];
-  const uint32_t threshold = threshold_of(selection);
-  int64_t total = 0;
-  for (int64_t tile = blockIdx.x; tile * kTile < n; tile += gridDim.x) {
-    const Marks marks = mark_words(x, tile * kTile + warp() * kWarpBits, n, threshold);
-    store_word(bitmap, tile_word(tile), n, marks.reach);
-    // Both fit 16 bits.
-    const uint32_t sums = block_sum(uint32_t(__popc(marks.reach)) | uint32_t(__popc(marks.equal)) << 16, partial);
-    if (threadIdx.x == 0) equals[tile] = sums >> 16;
-    total += sums & 0xffff;
-  }
-  if (threadIdx.x == 0 && total > 0) atomic_add(set, total);
-}
-static_assert(kTile < 1 << 16, "two counts in a word");
-
-// Clears all but the first `ties` of the values equal to the threshold. Only tiles that hold surplus ones are read.
-__global__ void __launch_bounds__(kBlock)
-    drop_ties_kernel(const float* x, int64_t n, const Selection* selection, const uint32_t* equals,
-                     const int64_t* offsets, uint8_t* bitmap, int64_t* set) {
-  __shared__ int32_t partial[kLanes];
-  const uint32_t threshold = threshold_of(selection);
-  for (int64_t tile = blockIdx.x; tile * kTile < n; tile += gridDim.x) {
-    const int64_t left = selection->ties - offsets[tile], keep = left > 0 ? left : 0;
-    const int64_t surplus = int64_t(equals[tile]) - keep;
-    if (surplus <= 0) continue;
-    const Marks marks = mark_words(x, tile * kTile + warp() * kWarpBits, n, threshold);
-    int32_t total;
-    int64_t rank = block_scan(int32_t(__popc(marks.equal)), partial, &total);
-    uint32_t word = marks.reach;
-    for (uint32_t rest = marks.equal; rest; rest &= rest - 1, ++rank)
-      if (rank >= keep) word &= ~(rest & (0u - rest));
-    store_word(bitmap, tile_word(tile), n, word);
-    if (threadIdx.x == 0) atomic_add(set, -surplus);
-  }
-}
 
 template <class T>
 __global__ void __launch_bounds__(kBlock)

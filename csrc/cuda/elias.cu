@@ -1,6 +1,6 @@
 #include "cuda/elias.cuh"
 
-#include "cuda/bitmap.cuh"
+#include "cuda/bitmap_tiles.cuh"
 #include "cuda/launch.h"
 #include "cuda/ops.h"
 
@@ -43,26 +43,11 @@ struct Encoder {
   }
 };
 
-int64_t encoder_nbytes(int64_t n, int bits) {
-  Arena arena(nullptr);
-  const Encoder encoder(arena, n, bits);
-  return arena.used();
-}
-
-int64_t chunks_nbytes(int64_t n) {
-  Arena arena(nullptr);
-  const Chunks chunks(arena, n);
-  return arena.used();
-}
-
-// Offsets of the chunks of a stream to be read.
-Chunks locate(const uint8_t* bytes, int64_t nbytes, int64_t n, void* workspace, cudaStream_t stream) {
-  Arena arena(workspace);
-  const Chunks chunks(arena, n);
+// Computes the offsets of the chunks of a stream.
+void locate(const Chunks& chunks, const uint8_t* bytes, int64_t nbytes, cudaStream_t stream) {
   launch(stream, grid_of(grid_for(ceil_div(chunks.count, kBlock))), kBlock, chunk_sizes_kernel, bytes, nbytes,
          chunks.count, chunks.sizes);
   chunks.scan(stream);
-  return chunks;
 }
 
 dim3 read_grid(const Chunks& chunks) {
@@ -71,48 +56,53 @@ dim3 read_grid(const Chunks& chunks) {
 
 }  // namespace
 
-int64_t elias_encode_workspace(int64_t n) { return encoder_nbytes(n, kEliasBits); }
-
-void elias_encode(const int32_t* codes, int64_t n, uint8_t* out, int64_t capacity, int64_t* nbytes, void* workspace,
-                  cudaStream_t stream) {
+int64_t elias_encode(void* workspace, const int32_t* codes, int64_t n, uint8_t* out, int64_t capacity, int64_t* nbytes,
+                     cudaStream_t stream) {
   Arena arena(workspace);
   const Encoder encoder(arena, n, kEliasBits);
+  if (!workspace) return arena.nbytes();
   clear(encoder.beyond, sizeof *encoder.beyond, stream);
   launch(stream, grid_of(encoder.chunks.grid()), kBlock, elias_encode_kernel, codes, n, encoder.slots, encoder.beyond);
   encoder.finish(out, capacity, nbytes, stream);
+  return 0;
 }
 
-int64_t quantize_elias_workspace(int64_t n, int bits) { return encoder_nbytes(n, bits) + bucket_norms_workspace(n); }
-
-void quantize_elias(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
-                    int64_t capacity, float* norms, int64_t* nbytes, void* workspace, cudaStream_t stream) {
+int64_t elias_quantize(void* workspace, const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key,
+                       uint8_t* out, int64_t capacity, float* norms, int64_t* nbytes, cudaStream_t stream) {
+  const bool nested = kEliasChunk % bucket == 0;  // a chunk's norms can be computed with it
+  const Quantizer q{x, n, bucket, bits, Norm(norm), key, norms};
   Arena arena(workspace);
   const Encoder encoder(arena, n, bits);
-  const Quantizer q{x, n, bucket, bits, Norm(norm), key, norms};
+  auto* scratch = nested ? nullptr : arena.take<uint8_t>(bucket_norms(nullptr, x, n, bucket, norm, norms, stream));
+  if (!workspace) return arena.nbytes();
   clear(encoder.beyond, sizeof *encoder.beyond, stream);
-  const bool nested = kEliasChunk % bucket == 0;
-  if (!nested) bucket_norms(x, n, bucket, norm, norms, arena.take<uint8_t>(bucket_norms_workspace(n)), stream);
+  if (!nested) bucket_norms(scratch, x, n, bucket, norm, norms, stream);
   launch(stream, grid_of(encoder.chunks.grid()), kBlock,
-         nested ? quantize_elias_kernel<true> : quantize_elias_kernel<false>, q, encoder.slots);
+         nested ? elias_quantize_kernel<true> : elias_quantize_kernel<false>, q, encoder.slots);
   encoder.finish(out, capacity, nbytes, stream);
+  return 0;
 }
 
-int64_t elias_decode_workspace(int64_t n) { return chunks_nbytes(n); }
-
-void elias_decode(const uint8_t* bytes, int64_t nbytes, int64_t n, int32_t top, int32_t* codes, int32_t* failed,
-                  void* workspace, cudaStream_t stream) {
-  const Chunks chunks = locate(bytes, nbytes, n, workspace, stream);
+int64_t elias_decode(void* workspace, const uint8_t* bytes, int64_t nbytes, int64_t n, int32_t top, int32_t* codes,
+                     int32_t* failed, cudaStream_t stream) {
+  Arena arena(workspace);
+  const Chunks chunks(arena, n);
+  if (!workspace) return arena.nbytes();
+  locate(chunks, bytes, nbytes, stream);
   launch(stream, read_grid(chunks), kReadBlock, elias_decode_kernel, bytes, nbytes, n, top, chunks.offsets, codes,
          failed);
+  return 0;
 }
 
-int64_t elias_decode_add_workspace(int64_t n) { return chunks_nbytes(n); }
-
-void elias_decode_add(const uint8_t* bytes, int64_t nbytes, const float* norms, int64_t n, int bits, int64_t bucket,
-                      float weight, float* out, int32_t* failed, void* workspace, cudaStream_t stream) {
-  const Chunks chunks = locate(bytes, nbytes, n, workspace, stream);
+int64_t elias_decode_add(void* workspace, const uint8_t* bytes, int64_t nbytes, const float* norms, int64_t n, int bits,
+                         int64_t bucket, float weight, float* out, int32_t* failed, cudaStream_t stream) {
+  Arena arena(workspace);
+  const Chunks chunks(arena, n);
+  if (!workspace) return arena.nbytes();
+  locate(chunks, bytes, nbytes, stream);
   launch(stream, read_grid(chunks), kReadBlock, elias_decode_add_kernel, bytes, nbytes, norms, n, bits, bucket, weight,
          chunks.offsets, out, failed);
+  return 0;
 }
 
 }  // namespace gradzip::cuda

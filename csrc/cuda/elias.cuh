@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kBlock)
 
 // With kNorms, buckets divide a chunk, and norms are computed.
 template <bool kNorms>
-__global__ void __launch_bounds__(kBlock, 3) quantize_elias_kernel(Quantizer q, EliasSlots slots) {
+__global__ void __launch_bounds__(kBlock, 3) elias_quantize_kernel(Quantizer q, EliasSlots slots) {
   alignas(16) __shared__ uint32_t words[kMostSlotWords];
   float* tile = reinterpret_cast<float*>(words);
   int32_t* levels = reinterpret_cast<int32_t*>(words);
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kReadBlock)
       [&](int64_t first, int count, const int32_t* levels) {
         for (int i = lane(); i < count; i += kLanes) codes[first + i] = levels[i];
       },
-      [&](int64_t, int) { *failed = 1; });  // whoever writes, writes 1
+      [&](int64_t, int) { report(failed); });
 }
 
 __global__ void __launch_bounds__(kReadBlock)
@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(kReadBlock)
         bad = true;
         for (int i = lane(); i < count; i += kLanes) out[first + i] = undecodable();
       });
-  if (bad) *failed = 1;
+  if (bad) report(failed);
 }
 
 }  // namespace gradzip::cuda

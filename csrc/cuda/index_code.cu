@@ -1,6 +1,6 @@
 #include "cuda/index_code.cuh"
 
-#include "cuda/bitmap.h"
+#include "cuda/bitmap_tiles.h"
 #include "cuda/launch.h"
 #include "cuda/ops.h"
 
@@ -22,10 +22,10 @@ struct IndexPlan {
 };
 
 // The launches that lead from a stream to where each tile's bits begin, if it has a bitmap.
-void count_tiles(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, const BitmapOffsets& tiles,
-                 int64_t* total, cudaStream_t cuda_stream) {
-  launch(cuda_stream, grid_of(tiles.grid()), kBlock, index_count_kernel, stream, nbytes, numel, count, tiles.counts);
-  tiles.scan(total, cuda_stream);
+void count_tiles(const uint8_t* bytes, int64_t nbytes, int64_t numel, int64_t count, const BitmapOffsets& tiles,
+                 int64_t* total, cudaStream_t stream) {
+  launch(stream, grid_of(tiles.grid()), kBlock, index_count_kernel, bytes, nbytes, numel, count, tiles.counts);
+  tiles.scan(total, stream);
 }
 
 unsigned grid_of_indices(const BitmapOffsets& tiles, int64_t count) {
@@ -34,16 +34,11 @@ unsigned grid_of_indices(const BitmapOffsets& tiles, int64_t count) {
 
 }  // namespace
 
-int64_t encode_indices_workspace(int64_t count) {
-  Arena arena(nullptr);
-  IndexPlan(arena, count);
-  return arena.used();
-}
-
-void encode_indices(const int32_t* indices, int64_t count, int64_t numel, uint8_t* out, int64_t capacity,
-                    int64_t* nbytes, void* workspace, cudaStream_t stream) {
+int64_t index_code_encode(void* workspace, const int32_t* indices, int64_t count, int64_t numel, uint8_t* out,
+                          int64_t capacity, int64_t* nbytes, cudaStream_t stream) {
   Arena arena(workspace);
   const IndexPlan plan(arena, count);
+  if (!workspace) return arena.nbytes();
   const int64_t blocks = index_blocks(count), tiles = ceil_div(numel, kTile);
   clear(plan.unsound, sizeof *plan.unsound, stream);
   launch(stream, grid_of(grid_for(blocks)), kBlock, index_plan_kernel, indices, count, numel, plan.nbytes, plan.ks,
@@ -51,37 +46,34 @@ void encode_indices(const int32_t* indices, int64_t count, int64_t numel, uint8_
   launch(stream, grid_of(1), kScanBlock, scan_counts_kernel, plan.nbytes, blocks, plan.offsets, plan.total);
   launch(stream, grid_of(capacity > 0 ? grid_for(blocks > tiles ? blocks : tiles) : 1), kBlock, index_write_kernel,
          indices, count, numel, plan.offsets, plan.ks, plan.unsound, out, capacity, nbytes);
+  return 0;
 }
 
-int64_t decode_indices_workspace(int64_t numel) {
-  Arena arena(nullptr);
-  BitmapOffsets tiles(arena, numel);
-  return arena.used() + 16;
-}
-
-void decode_indices(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, int32_t* indices,
-                    int32_t* failed, void* workspace, cudaStream_t cuda_stream) {
+int64_t index_code_decode(void* workspace, const uint8_t* bytes, int64_t nbytes, int64_t numel, int64_t count,
+                          int32_t* indices, int32_t* failed, cudaStream_t stream) {
   Arena arena(workspace);
   const BitmapOffsets tiles(arena, numel);
-  count_tiles(stream, nbytes, numel, count, tiles, arena.take<int64_t>(1), cuda_stream);
-  launch(cuda_stream, grid_of(grid_of_indices(tiles, count)), kBlock, index_decode_kernel, stream, nbytes, numel, count,
+  auto* total = arena.take<int64_t>(1);
+  if (!workspace) return arena.nbytes();
+  count_tiles(bytes, nbytes, numel, count, tiles, total, stream);
+  launch(stream, grid_of(grid_of_indices(tiles, count)), kBlock, index_code_decode_kernel, bytes, nbytes, numel, count,
          tiles.offsets, indices, failed);
+  return 0;
 }
 
-int64_t sparse_decode_add_workspace(int64_t numel) { return decode_indices_workspace(numel) + 16; }
-
-void sparse_decode_add(const uint8_t* stream, int64_t nbytes, const float* values, int64_t count, float weight,
-                       float* out, int64_t numel, int32_t* failed, void* workspace, cudaStream_t cuda_stream) {
+int64_t index_code_decode_add(void* workspace, const uint8_t* bytes, int64_t nbytes, const float* values, int64_t count,
+                              float weight, float* out, int64_t numel, int32_t* failed, cudaStream_t stream) {
   Arena arena(workspace);
   const BitmapOffsets tiles(arena, numel);
   auto* total = arena.take<int64_t>(1);
   auto* corrupt = arena.take<int32_t>(1);
-  clear(corrupt, sizeof *corrupt, cuda_stream);
-  count_tiles(stream, nbytes, numel, count, tiles, total, cuda_stream);
-  launch(cuda_stream, grid_of(grid_of_indices(tiles, count)), kBlock, sparse_decode_add_kernel, stream, nbytes, values,
+  if (!workspace) return arena.nbytes();
+  clear(corrupt, sizeof *corrupt, stream);
+  count_tiles(bytes, nbytes, numel, count, tiles, total, stream);
+  launch(stream, grid_of(grid_of_indices(tiles, count)), kBlock, index_code_decode_add_kernel, bytes, nbytes, values,
          count, weight, out, numel, tiles.offsets, corrupt);
-  launch(cuda_stream, grid_of(grid_for(ceil_div(numel, 16 * kBlock))), kBlock, sparse_spoil_kernel, corrupt, out, numel,
-         failed);
+  launch(stream, grid_of(grid_for(ceil_div(numel, 16 * kBlock))), kBlock, spoil_kernel, corrupt, out, numel, failed);
+  return 0;
 }
 
 }  // namespace gradzip::cuda

@@ -4,7 +4,7 @@
 
 #include "common/index_code.h"
 #include "cuda/bit_stream.cuh"
-#include "cuda/bitmap.cuh"
+#include "cuda/bitmap_tiles.cuh"
 
 namespace gradzip::cuda {
 
@@ -251,7 +251,7 @@ GZ_DEVICE void for_each_index(const uint8_t* stream, int64_t nbytes, int64_t num
     return;
   }
   if (opened.form != IndexForm::coded) {
-    *failed = 1;  // whoever writes, writes 1
+    report(failed);
     return;
   }
   const int64_t blocks = index_blocks(count), table = blocks * int64_t(sizeof(IndexBlock));
@@ -270,23 +270,23 @@ GZ_DEVICE void for_each_index(const uint8_t* stream, int64_t nbytes, int64_t num
       for (int i = int(threadIdx.x); i < n; i += kBlock)
         emit(int64_t(indices[i]), first + i, value(int64_t(indices[i]), first + i));
     } else {
-      *failed = 1;
+      report(failed);
     }
     __syncthreads();
   }
 }
 
 __global__ void __launch_bounds__(kBlock)
-    index_decode_kernel(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, const int64_t* offsets,
-                        int32_t* indices, int32_t* failed) {
+    index_code_decode_kernel(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count,
+                             const int64_t* offsets, int32_t* indices, int32_t* failed) {
   for_each_index(
       stream, nbytes, numel, count, offsets, failed, [&](int64_t i, int64_t) { return int32_t(i); },
       [&](int64_t, int64_t rank, int32_t index) { indices[rank] = index; });
 }
 
 __global__ void __launch_bounds__(kBlock)
-    sparse_decode_add_kernel(const uint8_t* stream, int64_t nbytes, const float* values, int64_t count, float weight,
-                             float* out, int64_t numel, const int64_t* offsets, int32_t* failed) {
+    index_code_decode_add_kernel(const uint8_t* stream, int64_t nbytes, const float* values, int64_t count,
+                                 float weight, float* out, int64_t numel, const int64_t* offsets, int32_t* failed) {
   for_each_index(
       stream, nbytes, numel, count, offsets, failed,
       [&](int64_t i, int64_t rank) { return out[i] + weight * __ldg(values + rank); },
@@ -295,9 +295,9 @@ __global__ void __launch_bounds__(kBlock)
 
 // Where a stream was corrupt, its sum is no number, whoever looks at the flag.
 __global__ void __launch_bounds__(kBlock)
-    sparse_spoil_kernel(const int32_t* corrupt, float* out, int64_t numel, int32_t* failed) {
+    spoil_kernel(const int32_t* corrupt, float* out, int64_t numel, int32_t* failed) {
   if (!*corrupt) return;
-  if (grid_thread() == 0) *failed = 1;
+  if (grid_thread() == 0) report(failed);
   for (int64_t i = grid_thread(); i < numel; i += grid_threads()) out[i] = bits_float(0x7fc00000u);
 }
 

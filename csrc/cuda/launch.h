@@ -47,10 +47,11 @@ inline void clear(void* memory, int64_t nbytes, cudaStream_t stream) {
   check(cudaMemsetAsync(memory, 0, size_t(nbytes), stream), "cudaMemsetAsync");
 }
 
-// Cuts one workspace into arrays, each aligned to 16 bytes. With a null workspace it only measures.
+// Cuts a workspace into arrays, each aligned to 16 bytes. A launcher takes all its arrays first, whether the workspace is
+// null or not, then returns nbytes() if it is null: both phases run the same lines, so they agree on the size.
 class Arena {
  public:
-  explicit Arena(void* memory) : memory_(static_cast<char*>(memory)) {}
+  explicit Arena(void* workspace) : memory_(static_cast<char*>(workspace)) {}
 
   template <class T>
   T* take(int64_t count) {
@@ -58,7 +59,8 @@ class Arena {
     used_ += ceil_div(count * int64_t(sizeof(T)), 16) * 16;
     return reinterpret_cast<T*>(at);
   }
-  int64_t used() const { return used_; }
+  // Bytes taken so far; never 0, which would mean that no second call is needed.
+  int64_t nbytes() const { return used_ > 0 ? used_ : 16; }
 
  private:
   char* memory_;

@@ -71,18 +71,13 @@ void expand(int64_t rows, int64_t columns, int64_t rank, const Product& first, c
 
 }  // namespace
 
-int64_t low_rank_project_workspace(int64_t rows, int64_t columns, int64_t rank, bool transpose) {
-  Arena arena(nullptr);
-  Partials(arena, transpose ? Cut(columns, rows) : Cut(rows, columns), padded_rank(rank));
-  return arena.used();
-}
-
-void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, const float* q, int64_t rank,
-                      bool transpose, float* out, void* workspace, cudaStream_t stream) {
+int64_t low_rank_project(void* workspace, const float* m, float* e, int64_t rows, int64_t columns, const float* q,
+                         int64_t rank, bool transpose, float* out, cudaStream_t stream) {
   const Cut cut = transpose ? Cut(columns, rows) : Cut(rows, columns);
-  if (cut.tiles == 0) return;
+  if (cut.tiles == 0) return 0;
   Arena arena(workspace);
   const Partials partials(arena, cut, padded_rank(rank));
+  if (!workspace) return arena.nbytes();
   Gradient x{m, e, rows, columns, columns % 4 == 0 && aligned(m) && aligned(e)};
   for (int64_t first = 0; first < rank; first += kLowRankMost) {
     const int64_t count = rank - first < kLowRankMost ? rank - first : kLowRankMost;
@@ -94,6 +89,7 @@ void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, c
            out, partials.sums, partials.tickets);
     if (e) x.m = e, x.e = nullptr;  // the sum is made
   }
+  return 0;
 }
 
 void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, const float* from,
@@ -101,8 +97,8 @@ void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t colum
   expand(rows, columns, rank, {p, q}, from, out, {}, nullptr, stream);
 }
 
-void low_rank_settle(float* m, float* e, const float* sent_p, const float* sent_q, const float* p, const float* q,
-                     int64_t rows, int64_t columns, int64_t rank, cudaStream_t stream) {
+void low_rank_apply_average(float* m, float* e, const float* sent_p, const float* sent_q, const float* p,
+                            const float* q, int64_t rows, int64_t columns, int64_t rank, cudaStream_t stream) {
   expand(rows, columns, rank, {sent_p, sent_q}, m, e, {p, q}, m, stream);
 }
 

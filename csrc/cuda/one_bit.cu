@@ -5,20 +5,23 @@
 
 namespace gradzip::cuda {
 
-// Rows of several segments have less than twice as many of them as fit.
-int64_t one_bit_packed_workspace(int64_t n) { return 2 * ceil_div(n, kSumSegment) * int64_t(sizeof(Sides)); }
-
-void one_bit_packed(const float* x, int64_t rows, int64_t columns, uint64_t key, uint8_t* packed, float* means,
-                    void* workspace, cudaStream_t stream) {
-  if (rows * columns == 0) return clear(means, 2 * rows * int64_t(sizeof(float)), stream);
-  pack_signs(x, rows * columns, key, packed, stream);
-  auto* parts = static_cast<Sides*>(workspace);
+int64_t one_bit_packed(void* workspace, const float* x, int64_t rows, int64_t columns, uint64_t key, uint8_t* packed,
+                       float* means, cudaStream_t stream) {
+  if (rows * columns == 0) {
+    clear(means, 2 * rows * int64_t(sizeof(float)), stream);
+    return 0;
+  }
   const int64_t segments = ceil_div(columns, kSumSegment);
+  Arena arena(workspace);
+  auto* parts = arena.take<Sides>(segments > 1 ? rows * segments : 0);
+  if (!workspace) return arena.nbytes();
+  signs_pack(x, rows * columns, key, packed, stream);
   launch(stream, grid_of(grid_for(ceil_div(rows * segments, kBlock / kTeam))), kBlock, side_sums_kernel, x, rows,
          columns, segments, packed, parts, means);
   if (segments > 1)
     launch(stream, grid_of(grid_for(ceil_div(rows, kBlock / kLanes))), kBlock, combine_sides_kernel, parts, rows,
            columns, segments, means);
+  return 0;
 }
 
 void one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,

@@ -28,25 +28,18 @@ struct OrthoLaunch {
 
 }  // namespace
 
-int64_t orthogonalize_workspace(const Matrix* matrices, int64_t count) {
-  int64_t most = 0;
+int64_t orthogonalize(void* workspace, const Matrix* matrices, int64_t count, cudaStream_t stream) {
+  int64_t nbytes = 0;
   for (int64_t at = 0; at < count;) {
-    Arena arena(nullptr);
-    OrthoLaunch(matrices, count, &at, arena);
-    most = arena.used() > most ? arena.used() : most;
-  }
-  return most;
-}
-
-void orthogonalize(const Matrix* matrices, int64_t count, void* workspace, cudaStream_t stream) {
-  for (int64_t at = 0; at < count;) {
-    Arena arena(workspace);  // launches follow one another: they may use the same
+    Arena arena(workspace);  // launches run one after the other, so they share the workspace
     const OrthoLaunch next(matrices, count, &at, arena);
-    if (next.table.count == 0) continue;
+    nbytes = arena.nbytes() > nbytes ? arena.nbytes() : nbytes;
+    if (!workspace || next.table.count == 0) continue;
     clear(next.states, kOrthoBatch * int64_t(sizeof(OrthoState)), stream);
     for (int pass = 0; pass < (next.tall ? 2 : 1); ++pass)
       launch(stream, grid_of(unsigned(next.blocks)), kBlock, orthogonalize_kernel, next.table, next.states, pass);
   }
+  return workspace ? 0 : nbytes;
 }
 
 }  // namespace gradzip::cuda

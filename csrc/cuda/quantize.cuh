@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kBlock, 4) quantize_packed_kernel(Quantizer q,
   }
 }
 
-__global__ void __launch_bounds__(kBlock) dequantize_kernel(const int32_t* codes, const float* norms, int64_t n,
-                                                            int bits, int64_t bucket, float* x, int32_t* failed) {
+__global__ void __launch_bounds__(kBlock) quantize_decode_kernel(const int32_t* codes, const float* norms, int64_t n,
+                                                                 int bits, int64_t bucket, float* x, int32_t* failed) {
   const int32_t s = top_level(bits);
   bool bad = false;
   for (int64_t first = int64_t(blockIdx.x) * kMostTile; first < n; first += int64_t(gridDim.x) * kMostTile) {
@@ -61,12 +61,12 @@ __global__ void __launch_bounds__(kBlock) dequantize_kernel(const int32_t* codes
       x[first + i] = level_value(level, s, __ldg(norms + buckets.first + buckets.index(i)));
     }
   }
-  if (bad) *failed = 1;  // whoever writes, writes 1
+  if (bad) report(failed);
 }
 
 __global__ void __launch_bounds__(kBlock)
-    quantized_decode_add_kernel(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket,
-                                float weight, float* out, int32_t* failed) {
+    quantize_decode_add_kernel(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket,
+                               float weight, float* out, int32_t* failed) {
   const int32_t s = top_level(bits);
   const int64_t nbytes = (n * bits + 7) / 8;
   const uint32_t mask = (1u << bits) - 1;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kBlock)
       add4(out + first, i, count, value);
     }
   }
-  if (bad) *failed = 1;
+  if (bad) report(failed);
 }
 
 }  // namespace gradzip::cuda

@@ -5,26 +5,29 @@
 
 namespace gradzip::cuda {
 
-int64_t range_float_fit_workspace(int64_t) { return sizeof(FitState); }
-
-void range_float_fit(RangeFloat* format, const float* x, int64_t n, int bits, int mantissa, float vmin, float vmax,
-                     void* workspace, cudaStream_t stream) {
-  auto* state = static_cast<FitState*>(workspace);
+int64_t range_float_fit(void* workspace, RangeFloat* format, const float* x, int64_t n, int bits, int mantissa,
+                        float vmin, float vmax, cudaStream_t stream) {
+  Arena arena(workspace);
+  auto* state = arena.take<FitState>(1);
+  if (!workspace) return arena.nbytes();
   clear(state, sizeof *state, stream);
   if (vmin > vmax) launch(stream, grid_of(grid_for(ceil_div(n, 16 * kBlock))), kBlock, range_kernel, x, n, state);
   if (mantissa < 0)
     launch(stream, grid_of(grid_for(ceil_div(n, histogram_step(n)), 1)), kBlock, histogram_kernel, x, n, state);
   launch(stream, grid_of(1), kFitBlock, fit_kernel, state, bits, mantissa, vmin, vmax, format);
+  return 0;
 }
 
 void range_float_encode(const RangeFloat* format, const float* x, int64_t n, bool stochastic, uint64_t key,
                         int32_t* codes, int64_t* outside, cudaStream_t stream) {
+  clear(outside, sizeof *outside, stream);
   launch(stream, grid_of(grid_for(ceil_div(n, 4 * kBlock))), kBlock,
          stochastic ? encode_kernel<true> : encode_kernel<false>, format, x, n, key, codes, outside);
 }
 
 void range_float_encode_packed(const RangeFloat* format, const float* x, int64_t n, int bits, bool stochastic,
                                uint64_t key, uint8_t* packed, int64_t* outside, cudaStream_t stream) {
+  clear(outside, sizeof *outside, stream);
   launch(stream, grid_of(grid_for(ceil_div(n, kPackTile))), kBlock,
          stochastic ? encode_packed_kernel<true> : encode_packed_kernel<false>, format, x, n, bits, key, packed,
          outside);

@@ -5,12 +5,15 @@
 
 namespace gradzip::cuda {
 
-void pack_signs(const float* x, int64_t n, uint64_t key, uint8_t* packed, cudaStream_t stream) {
-  launch(stream, grid_of(grid_for(ceil_div(n, kTile))), kBlock, pack_signs_kernel, x, n, key, packed);
+void signs_pack(const float* x, int64_t n, uint64_t key, uint8_t* packed, cudaStream_t stream) {
+  launch(stream, grid_of(grid_for(ceil_div(n, kTile))), kBlock, signs_pack_kernel, x, n, key, packed);
 }
 
-void majority(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed, cudaStream_t stream) {
-  const auto kernel = voters < 1 << 4 ? majority_kernel<4> : voters < 1 << 8 ? majority_kernel<8> : majority_kernel<16>;
+void signs_majority(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed,
+                    cudaStream_t stream) {
+  const auto kernel = voters < 1 << 4   ? signs_majority_kernel<4>
+                      : voters < 1 << 8 ? signs_majority_kernel<8>
+                                        : signs_majority_kernel<16>;
   launch(stream, grid_of(grid_for(ceil_div(n, 32 * kBlock))), kBlock, kernel, votes, voters, n, key, packed);
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/philox.h"
-#include "cuda/bitmap.cuh"
+#include "cuda/bitmap_tiles.cuh"
 #include "cuda/quads.cuh"
 
 namespace gradzip::cuda {
@@ -14,7 +14,7 @@ GZ_DEVICE uint32_t coins(uint64_t key, int64_t word) {
   return word & 2 ? high : low;
 }
 
-__global__ void __launch_bounds__(kBlock) pack_signs_kernel(const float* x, int64_t n, uint64_t key, uint8_t* packed) {
+__global__ void __launch_bounds__(kBlock) signs_pack_kernel(const float* x, int64_t n, uint64_t key, uint8_t* packed) {
   for (int64_t tile = blockIdx.x; tile * kTile < n; tile += gridDim.x) {
     const int64_t first = tile * kTile + warp() * kWarpBits, word = tile_word(tile);
     uint32_t negative = 0, unsigned_ = 0;
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kBlock) pack_signs_kernel(const float* x, int6
 // and the lowest plane together; its carries ripple through the others. voters < 2^kPlanes.
 template <int kPlanes>
 __global__ void __launch_bounds__(kBlock)
-    majority_kernel(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed) {
+    signs_majority_kernel(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed) {
   for (int64_t word = grid_thread(); 32 * word < n; word += grid_threads()) {
     uint32_t planes[kPlanes] = {};
     for (int v = 0; v < voters; v += 2) {

@@ -3,7 +3,7 @@
 
 #include "common/spectrum.h"
 #include "cuda/bit_stream.cuh"
-#include "cuda/bitmap.cuh"
+#include "cuda/bitmap_tiles.cuh"
 
 namespace gradzip::cuda {
 
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kBlock)
                       int64_t packed_bytes, int64_t count, float weight, float* spectrum, int64_t n, int32_t* failed) {
   if (offsets[(n + kTile - 1) / kTile] != count) {
     for (int64_t i = grid_thread(); i < 2 * n; i += grid_threads()) spectrum[i] = bits_float(0x7fc00000u);
-    if (grid_thread() == 0) *failed = 1;
+    if (grid_thread() == 0) report(failed);
     return;
   }
   const RangeFloat format = *words;

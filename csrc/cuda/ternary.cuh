@@ -76,8 +76,8 @@ GZ_DEVICE float take_trit(uint32_t* byte, float value) {
 __global__ void __launch_bounds__(kBlock)
     ternary_decode_add_kernel(const uint8_t* packed, int64_t n, const float* scale, double weight, float* out,
                               int32_t* failed) {
-  const bool valid = valid_norm(*scale);
-  const float value = float(weight * double(*scale));
+  const float factor = scale ? *scale : 1.0f, value = float(weight * double(factor));
+  const bool valid = valid_norm(factor);
   bool bad = !valid;
   for (int64_t task = grid_thread(); task < n / kTritBlock * kTritThreads; task += grid_threads()) {
     const TritQuad quad(task);
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kBlock)
     bad |= !trits;
     for (int k = 0; k < digits; ++k) out[element + k * width] += take_trit(&byte, trits ? value : undecodable());
   });
-  if (bad) *failed = 1;  // whoever writes, writes 1
+  if (bad) report(failed);
 }
 
 }  // namespace gradzip::cuda

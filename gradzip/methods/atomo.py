@@ -51,7 +51,7 @@ class ATOMO(GatherCompressor):
     rank the budget reaches for, go uncompressed; where "l2" or "max" says how many there are, with one atom. Others:
     header; values of the atoms with p = 1 as float32, and their indices; indices of the drawn ones and a sign each, for
     lambda_i / p_i is of one magnitude for all. 48 + 4 certain + drawn / 8 bytes and two streams of indices
-    (ops.encode_indices). All padded to 16.
+    (ops.index_code_encode). All padded to 16.
     """
 
     atoms: str = "svd"
@@ -119,7 +119,7 @@ class ATOMO(GatherCompressor):
         sigma[sigma <= sigma[0] * (max(rows, columns) * torch.finfo(torch.float32).eps)] = 0
         p = self.probabilities(sigma)
         drawn = ops.bernoulli(p, key.bits)
-        kept = ops.marked_indices(drawn, sigma.numel(), ops.count_marked(drawn, sigma.numel())).long()
+        kept = ops.bitmap_indices(drawn, sigma.numel(), ops.bitmap_count(drawn, sigma.numel())).long()
         left = left[:, kept] * (sigma[kept] / p[kept])
         if not math.isfinite(ops.abs_max(left)):
             return self.non_finite(grad)
@@ -150,18 +150,18 @@ class ATOMO(GatherCompressor):
         p = self.probabilities(coefficients)
         certain = ops.compact(p, 1.0)[1]
         drawn = ops.bernoulli(p, key.bits) ^ certain
-        numbers = [ops.count_marked(bits, p.numel()) for bits in (certain, drawn)]
-        values, signs = [ops.gather_marked(coefficients, bits, k) for bits, k in zip((certain, drawn), numbers)]
+        numbers = [ops.bitmap_count(bits, p.numel()) for bits in (certain, drawn)]
+        values, signs = [ops.compact_values(coefficients, bits, k) for bits, k in zip((certain, drawn), numbers)]
         magnitude = 0.0
         if numbers[1]:
             # lambda / p is the same for all but rounding, which is least where both are largest.
             most = signs.abs().argmax()
-            magnitude = (signs[most].abs().double() / ops.gather_marked(p, drawn, numbers[1])[most].double()).item()
+            magnitude = (signs[most].abs().double() / ops.compact_values(p, drawn, numbers[1])[most].double()).item()
             if magnitude > torch.finfo(torch.float32).max:
                 return self.non_finite(grad)
         sections = [
             values.view(torch.uint8),
-            *(ops.encode_indices(bits, p.numel()) for bits, k in zip((certain, drawn), numbers) if k),
+            *(ops.index_code_encode(bits, p.numel()) for bits, k in zip((certain, drawn), numbers) if k),
             ops.pack_signs(signs),
         ]
         joined = torch.cat(sections)
@@ -177,14 +177,14 @@ class ATOMO(GatherCompressor):
             raise ops.PayloadError(f"corrupt payload: it claims {certain} + {drawn} atoms of {out.numel()}")
         nbytes = [4 * certain]
         for k in (certain, drawn):
-            nbytes.append(ops.open_indices(payload.body[sum(nbytes) :])[0].numel() if k else 0)
+            nbytes.append(ops.index_code_open(payload.body[sum(nbytes) :])[0].numel() if k else 0)
         values, where, drawn_where, signs = payload.sections(*nbytes, ops.bitmap_nbytes(drawn))
         if certain:
-            ops.sparse_decode_add(where, values.view(torch.float32), out, weight)
+            ops.index_code_decode_add(where, values.view(torch.float32), out, weight)
         if drawn:
             magnitudes = torch.zeros(drawn, dtype=torch.float32, device=out.device)
             ops.signs_decode_add(signs, magnitudes, magnitude)
-            ops.sparse_decode_add(drawn_where, magnitudes, out, weight)
+            ops.index_code_decode_add(drawn_where, magnitudes, out, weight)
 
     def _transform(self, grad: Tensor) -> Tensor:
         """Coefficients of the cosines and sines: flat, of rows * bins * 2."""

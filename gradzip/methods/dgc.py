@@ -114,7 +114,7 @@ class DGC(SparseCodec):
         for payload, residual in parts:
             end = begin + residual.numel()
             stream, _ = self.unpack(self.open(payload, residual.numel()), residual.numel())
-            sent = ops.decode_indices(stream, residual.numel()).long()
+            sent = ops.index_code_decode(stream, residual.numel()).long()
             residual.index_fill_(0, sent, 0.0)
             if self.momentum:
                 state.velocity.view(-1)[begin:end].index_fill_(0, sent, 0.0)

@@ -94,7 +94,7 @@ class FFTRange(GatherCompressor):
         payload = ops.new_payload(codes_end, grad.device)
         body = payload[ops.HEADER_NBYTES :]
         bitmap = ops.bitmap(power, ops.select(power, k), out=body[:bitmap_end])
-        kept = ops.gather_marked(spectrum, bitmap, k, out=scratch("kept", (k,), torch.complex64))
+        kept = ops.compact_values(spectrum, bitmap, k, out=scratch("kept", (k,), torch.complex64))
         values = torch.view_as_real(kept)
         number = ops.RangeFloat.fit(values, self.bits, self.mantissa, _limits(self.value_range))
         noise = key.bits if self.rounding == "stochastic" else None

@@ -335,7 +335,7 @@ class GradiVeQ(Compressor):
         fields = _POSITION.pack(state.step, _progress(state), _PHASES.index(self.phase(state)))
         number, digest, numel = self.number, self.digest, grad.numel()
         header = ops.new_payload(0, grad.device)
-        payloads = yield Gather(ops.seal(header, method=number, digest=digest, numel=numel, fields=fields))
+        payloads = yield Gather(ops.seal_payload(header, method=number, digest=digest, numel=numel, fields=fields))
         with attribute_payload_errors(f"GradiVeQ, parameter {state.name!r}"):
             for rank, payload in enumerate(payloads):
                 with attribute_payload_errors(f"from rank {rank} of {len(payloads)}"):

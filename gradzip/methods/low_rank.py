@@ -87,7 +87,8 @@ class LowRank(Compressor):
         else:
             if state.residual is None:
                 state.residual = torch.empty_like(corrected)
-            ops.low_rank_settle(m, state.residual.view(m.shape), average.sent_p, average.sent_q, average.p, average.q)
+            residual = state.residual.view(m.shape)
+            ops.low_rank_apply_average(m, residual, average.sent_p, average.sent_q, average.p, average.q)
         if corrected is not grad:
             grad.copy_(corrected)
 

@@ -58,7 +58,7 @@ class QSGD(GatherCompressor):
         packed_nbytes = ops.packed_nbytes(numel, self.bits)
         if self.coding == "elias":
             space = self.workspace.empty("stream", (ops.elias_capacity(numel, self.bits),), torch.uint8, grad.device)
-            stream, norms = ops.quantize_elias(*arguments, out=space)
+            stream, norms = ops.elias_quantize(*arguments, out=space)
             if stream.numel() <= packed_nbytes:
                 payload = ops.new_payload(norms_end + stream.numel(), grad.device)
                 body = payload[ops.HEADER_NBYTES :]
@@ -74,7 +74,7 @@ class QSGD(GatherCompressor):
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         nbytes, elias = _STREAM.unpack(payload.fields)
         norms, stream = payload.sections(4 * ops.num_buckets(out.numel(), self.bucket), nbytes)
-        decode_add = ops.elias_decode_add if elias else ops.quantized_decode_add
+        decode_add = ops.elias_decode_add if elias else ops.quantize_decode_add
         decode_add(stream, norms.view(torch.float32), out, self.bits, self.bucket, weight)
 
 

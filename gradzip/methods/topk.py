@@ -39,7 +39,7 @@ class SparseCodec(GatherCompressor):
     def pack(self, indices: Tensor, values: Tensor, numel: int) -> Tensor:
         """The sealed payload of k elements: indices int32, ascending; values float32."""
         values_end = ops.packed_nbytes(values.numel(), self.bits)
-        codes_end = values_end + ops.encoded_indices_nbytes(indices, numel)
+        codes_end = values_end + ops.index_code_nbytes(indices, numel)
         payload = ops.new_payload(codes_end, values.device)
         body = payload[ops.HEADER_NBYTES :]
         fields, number = _COUNT.pack(values.numel()), None
@@ -50,7 +50,7 @@ class SparseCodec(GatherCompressor):
             # A mantissa of its own for each payload: the values of a sparse gradient span few octaves.
             number = ops.RangeFloat.fit(values, self.bits)
             number.encode_packed(values, body[:values_end])
-        ops.encode_indices(indices, numel, out=body[values_end:codes_end])
+        ops.index_code_encode(indices, numel, out=body[values_end:codes_end])
         # The largest elements are among those kept: what is not finite too.
         return self.seal(payload, numel, math.isfinite(ops.abs_max(values)), fields, number)
 
@@ -65,7 +65,7 @@ class SparseCodec(GatherCompressor):
             raise ops.PayloadError(
                 f"corrupt payload: it claims {k} values, but {payload.body.numel()} bytes do not hold them"
             )
-        stream, _ = ops.open_indices(payload.body[values_end:])
+        stream, _ = ops.index_code_open(payload.body[values_end:])
         if payload.body.numel() - values_end - stream.numel() >= ops.PAYLOAD_ALIGN:
             raise ops.PayloadError(f"corrupt payload: its {k} values and indices do not fill it")
         packed = payload.body[:values_end]
@@ -83,7 +83,7 @@ class SparseCodec(GatherCompressor):
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         stream, values = self.unpack(payload, out.numel())
-        ops.sparse_decode_add(stream, values, out, weight)
+        ops.index_code_decode_add(stream, values, out, weight)
 
     def subtract_transmitted(self, state: State) -> None:
         # In place of the general way, which decodes to a dense tensor: the same bits, k elements touched.
@@ -129,9 +129,9 @@ class TopK(SparseCodec):
         flat = grad.reshape(-1)
         k = num_kept(theta_at(self.theta, key.step), flat.numel())
         if self.select == "sampled":
-            selection, k = ops.sampled_threshold(flat, k, key.bits)
+            selection, k = ops.select_sampled(flat, k, key.bits)
             marks = ops.bitmap(flat, selection)
-            indices, values = ops.marked_indices(marks, flat.numel(), k), ops.gather_marked(flat, marks, k)
+            indices, values = ops.bitmap_indices(marks, flat.numel(), k), ops.compact_values(flat, marks, k)
         else:
             indices, values = ops.topk_abs(flat, k)
         return self.pack(indices, values, flat.numel())

@@ -1,7 +1,11 @@
-"""The way from checked tensors to the kernels' raw pointers."""
+"""Calls kernels of csrc on checked tensors.
+
+A kernel has the same name and parameters on both devices (csrc/cpu/ops.h); `run` picks the device of a tensor.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -19,7 +23,7 @@ else:
 
 
 def kernels() -> ModuleType:
-    """The compiled module; RuntimeError with what to do when it was not built."""
+    """Return the compiled module. Raises RuntimeError, with what to do, if it was not built."""
     if _missing is not None:
         raise RuntimeError(
             f"gradzip's compiled kernels cannot be loaded ({_missing}); build them with `pip install .` "
@@ -28,59 +32,62 @@ def kernels() -> ModuleType:
     return _C
 
 
-def threads() -> int:
-    return torch.get_num_threads()
-
-
 def on_cuda(x: Tensor) -> bool:
-    """Whether the CUDA kernels are for x."""
+    """Whether x is on a CUDA device."""
     return x.device.type == "cuda"
 
 
 @contextmanager
 def _stream(device: torch.device) -> Iterator[int]:
-    """Makes `device` the current one; its current stream, as an address."""
+    """Make `device` the current one and yield the address of its current stream."""
     with torch.cuda.device(device):
         yield torch.cuda.current_stream(device).cuda_stream
 
 
-def launch(
-    name: str, device: torch.device, *arguments: float, workspace_for: int | tuple[int, ...] | None = None
-) -> None:
-    """Queues a primitive of csrc/cuda/ops.h on the current stream of `device`, and does not wait for it.
+def run(name: str, where: Tensor, *arguments: float) -> None:
+    """Run a kernel on the device of `where`; on CUDA, queue it on the current stream."""
+    if not on_cuda(where):
+        getattr(kernels(), name)(*arguments, torch.get_num_threads())
+        return
+    kernel = getattr(kernels().cuda, name)
+    with _stream(where.device) as stream:
+        nbytes = kernel(0, *arguments, stream)  # runs the kernel unless it needs a workspace
+        if nbytes:
+            # Freed on return: whoever gets the memory next is queued behind.
+            workspace = torch.empty(nbytes, dtype=torch.uint8, device=where.device)
+            kernel(workspace.data_ptr(), *arguments, stream)
 
-    workspace_for: the sizes for which it is asked what workspace it needs, where it takes one.
+
+def run_count(name: str, where: Tensor, *arguments: float) -> int | Tensor:
+    """Run a kernel whose last parameter is an ``int64_t*``.
+
+    Returns the number it writes: on CUDA a tensor of 1 element, so that nothing waits for the device.
     """
-    module = kernels().cuda
-    with _stream(device) as stream:
-        if workspace_for is None:
-            getattr(module, name)(*arguments, stream)
-        else:
-            # Freed when the call returns: whoever gets the memory next is queued behind.
-            sizes = workspace_for if isinstance(workspace_for, tuple) else (workspace_for,)
-            nbytes = getattr(module, f"{name}_workspace")(*sizes)
-            workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            getattr(module, name)(*arguments, workspace.data_ptr(), stream)
+    if on_cuda(where):
+        count = torch.empty(1, dtype=torch.int64, device=where.device)
+        run(name, where, *arguments, count.data_ptr())
+        return count
+    number = array("q", (0,))
+    run(name, where, *arguments, number.buffer_info()[0])
+    return number[0]
 
 
-def run(
-    name: str,
-    where: Tensor,
-    *arguments: float,
-    flag: bool = False,
-    workspace_for: int | tuple[int, ...] | None = None,
-) -> Any:
-    """Calls the primitive that takes the same arguments on both devices, on that of the tensor `where`.
+def run_failed(name: str, where: Tensor, *arguments: float, wait: bool = False) -> bool:
+    """Run a kernel whose last parameter is ``int32_t* failed``.
 
-    Returns what the CPU's returns. On CUDA, where nothing waits, None, or with `flag` what it reports failure by: int32
-    of 1 element, 0 if it did not fail.
+    Returns whether it failed. On CUDA that is known only after waiting for the device: without `wait`, returns False,
+    and the kernel itself marks what it could not decode with NaN.
     """
     if not on_cuda(where):
-        return getattr(kernels(), name)(*arguments, threads())
-    failed = torch.zeros(1, dtype=torch.int32, device=where.device) if flag else None
-    extra = () if failed is None else (failed.data_ptr(),)
-    launch(name, where.device, *arguments, *extra, workspace_for=workspace_for)
-    return failed
+        flag = array("i", (0,))
+        run(name, where, *arguments, flag.buffer_info()[0])
+        return bool(flag[0])
+    if not wait:
+        run(name, where, *arguments, 0)
+        return False
+    on_device = torch.zeros(1, dtype=torch.int32, device=where.device)
+    run(name, where, *arguments, on_device.data_ptr())
+    return bool(on_device)
 
 
 def check(
@@ -90,8 +97,11 @@ def check(
     numel: int | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """`x`, contiguous, if it is a tensor of that dtype, number of elements and device, one that there are kernels for;
-    ValueError with got and expected."""
+    """Return `x`, contiguous.
+
+    Raises ValueError unless it is a tensor of that dtype, number of elements and device, on a device that this build
+    has kernels for.
+    """
     if not isinstance(x, Tensor):
         raise ValueError(f"{what}: got {type(x).__name__}, expected a torch tensor")
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
@@ -108,12 +118,31 @@ def check(
         raise ValueError(f"{what}: got a tensor on {x.device}, expected one on {device} like the others")
     if numel is not None and x.numel() != numel:
         raise ValueError(f"{what}: got {x.numel()} elements, expected {numel}")
-    # Conjugation and negation may be pending: kernels read memory as it is.
+    # Conjugation and negation may be lazy: kernels read memory as it is.
     return x.resolve_conj().resolve_neg().contiguous()
 
 
+def check_key(key: int, what: str) -> int:
+    """Return `key`, a 64-bit key of the random generator (csrc/common/philox.h). Raises ValueError for others."""
+    if not (isinstance(key, int) and 0 <= key < 1 << 64):
+        raise ValueError(f"{what}: got key = {key!r}, expected an integer from 0 to 2**64 - 1")
+    return key
+
+
+def scalar(value: float | Tensor, where: Tensor, what: str) -> tuple[int, Tensor | array[float]]:
+    """Return the address of `value` as a float32 on the device of `where`, and the object that owns its memory."""
+    if isinstance(value, Tensor):
+        value = check(value, torch.float32, what, 1, where.device)
+        return value.data_ptr(), value
+    if not on_cuda(where):
+        number = array("f", (value,))
+        return number.buffer_info()[0], number
+    on_device = torch.full((1,), value, dtype=torch.float32, device=where.device)
+    return on_device.data_ptr(), on_device
+
+
 def output(out: Tensor | None, numel: int, dtype: torch.dtype, device: torch.device, what: str = "out") -> Tensor:
-    """`out`, checked, or a new tensor: results are written where the caller wants them."""
+    """Return `out`, checked by `in_place`, or a new tensor if it is None."""
     if numel < 0:
         raise ValueError(f"{what}: got {numel} elements to write, expected a number >= 0")
     if out is None:
@@ -124,7 +153,7 @@ def output(out: Tensor | None, numel: int, dtype: torch.dtype, device: torch.dev
 def in_place(
     x: Any, dtype: torch.dtype, what: str, numel: int | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """`x`, checked, for a kernel to write to: it must be contiguous itself."""
+    """Return `x`, checked, for a kernel to write to. Raises ValueError if it is not contiguous."""
     checked = check(x, dtype, what, numel, device)
     if checked is x:
         return x

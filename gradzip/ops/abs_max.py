@@ -9,19 +9,17 @@ from . import _native
 
 
 def abs_max(x: Tensor) -> float:
-    """max |x|, 0 for an empty tensor, NaN when any element is NaN.
+    """Return max |x|: 0 for an empty tensor, NaN if any element is NaN.
 
-    x: any shape, float32. One read of x, deterministic. ``math.isfinite(abs_max(x))`` is the cheapest check that all
-    of x is finite. Waits for the device where x is on one.
+    x: any shape, float32. One read of x. Deterministic. Waits for the device if x is on CUDA.
+    ``math.isfinite(abs_max(x))`` is the cheapest check that all elements are finite.
     """
     return abs_max_tensor(x).item()
 
 
 def abs_max_tensor(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """The same, as a float32 tensor of one element on x's device: nothing waits for it."""
+    """Return max |x| as a float32 tensor of 1 element on x's device, without waiting for it."""
     x = _native.check(x, torch.float32, "abs_max: x")
     out = _native.output(out, 1, torch.float32, x.device, "abs_max: out")
-    if _native.on_cuda(x):
-        _native.launch("abs_max", x.device, x.data_ptr(), x.numel(), out.data_ptr())
-        return out
-    return out.fill_(_native.kernels().abs_max(x.data_ptr(), x.numel(), _native.threads()))
+    _native.run("abs_max", x, x.data_ptr(), x.numel(), out.data_ptr())
+    return out

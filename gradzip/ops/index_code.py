@@ -8,94 +8,77 @@ import torch
 from torch import Tensor
 
 from . import _native
-from .compact import bitmap_nbytes, count_marked
-from .payload import PayloadError
-from .topk import marked_indices
+from .bitmap import bitmap_count, bitmap_indices, bitmap_nbytes
+from .errors import PayloadError
 
 _HEADER = struct.Struct("<III")  # coded, count, nbytes
 
 
-def _check_indices(indices: Tensor, numel: int, what: str) -> Tensor:
+def _check_indices(indices: Tensor, numel: int) -> Tensor:
     if not 0 <= numel < 2**31:
-        raise ValueError(f"{what}: got {numel} elements, expected 0 to 2^31 - 1")
-    return _native.check(indices, torch.int32, f"{what}: indices")
+        raise ValueError(f"index_code_encode: got {numel} elements, expected 0 to 2^31 - 1")
+    return _native.check(indices, torch.int32, "index_code_encode: indices")
 
 
-def encoded_indices_nbytes(indices: Tensor, numel: int) -> int:
-    """How long `encode_indices` makes them, header included: at most 12 + ceil(numel / 8). Waits for the device where
-    they are on one."""
-    indices = _check_indices(indices, numel, "encode_indices")
-    if _native.on_cuda(indices):
-        nbytes = int(_encode_on_cuda(indices, numel, None))
-    else:
-        nbytes = _native.kernels().encoded_indices_nbytes(indices.data_ptr(), indices.numel(), numel, _native.threads())
-    return _sound_nbytes(nbytes, numel)
+def _encode(indices: Tensor, numel: int, out: Tensor | None) -> int | Tensor:
+    """Write the stream to `out` if it has room; return its size, or -1 for invalid indices."""
+    address, capacity = (0, 0) if out is None else (out.data_ptr(), out.numel())
+    arguments = (indices.data_ptr(), indices.numel(), numel, address, capacity)
+    return _native.run_count("index_code_encode", indices, *arguments)
 
 
-def _sound_nbytes(nbytes: int, numel: int) -> int:
+def _valid_nbytes(nbytes: int, numel: int) -> int:
     if nbytes < 0:
-        raise ValueError(f"encode_indices: got indices that are not strictly ascending, or not within [0, {numel})")
+        raise ValueError(f"index_code_encode: got indices that are not strictly ascending, or not within [0, {numel})")
     return nbytes
 
 
-def _encode_on_cuda(indices: Tensor, numel: int, out: Tensor | None) -> Tensor:
-    """Writes the stream to `out`, if it has room; its length, or -1 for unsound indices."""
-    nbytes = torch.empty(1, dtype=torch.int64, device=indices.device)
-    _native.launch(
-        "encode_indices",
-        indices.device,
-        indices.data_ptr(),
-        indices.numel(),
-        numel,
-        0 if out is None else out.data_ptr(),
-        0 if out is None else out.numel(),
-        nbytes.data_ptr(),
-        workspace_for=indices.numel(),
-    )
-    return nbytes
+def index_code_nbytes(indices: Tensor, numel: int) -> int:
+    """Return the size of the stream of `index_code_encode`, header included: at most 12 + ceil(numel / 8).
+
+    indices: int32. Raises ValueError as `index_code_encode` does. Waits for the device if they are on CUDA.
+    """
+    indices = _check_indices(indices, numel)
+    return _valid_nbytes(int(_encode(indices, numel, None)), numel)
 
 
-def encode_indices(indices: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-    """Ascending indices below `numel`, coded.
+def index_code_encode(indices: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+    """Encode ascending indices below `numel`.
 
     indices: int32, strictly ascending, or a bitmap of them (uint8 of ceil(numel / 8)). out: uint8 of
-    `encoded_indices_nbytes`. At a density of 1 % an index costs 1.02 bytes (the entropy is 1.01), at 15 % 0.61 bit per
-    element; never more than a plain bitmap and 12 bytes. Deterministic.
+    `index_code_nbytes`. Returns uint8, `out` if given. At a density of 1 % an index costs 1.02 bytes (the entropy is
+    1.01); at 15 % it costs 0.61 bit per element; never more than a plain bitmap and 12 bytes. Deterministic.
 
-    On CUDA, only without `out` or from a bitmap does anything wait, to know the size; with it, what is written for
-    unsound indices or into an `out` of another size is unspecified.
+    Raises ValueError if the indices are not ascending or `out` has another size. On CUDA, waits for the device to know
+    the size if the indices are a bitmap or there is no `out`; otherwise it does not wait, and what is written for
+    invalid indices or to an `out` of another size is unspecified.
 
-    >>> stream = encode_indices(torch.tensor([3, 700], dtype=torch.int32), 100_000)
-    >>> stream.numel(), decode_indices(stream, 100_000).tolist()
+    >>> stream = index_code_encode(torch.tensor([3, 700], dtype=torch.int32), 100_000)
+    >>> stream.numel(), index_code_decode(stream, 100_000).tolist()
     (24, [3, 700])
     """
     if isinstance(indices, Tensor) and indices.dtype == torch.uint8:
-        bits = _native.check(indices, torch.uint8, "encode_indices: bitmap", bitmap_nbytes(numel))
-        indices = marked_indices(bits, numel, count_marked(bits, numel))
-    indices = _check_indices(indices, numel, "encode_indices")
-    if out is not None:
-        _native.in_place(out, torch.uint8, "encode_indices: out", device=indices.device)
-    if _native.on_cuda(indices):
-        if out is not None:
-            _encode_on_cuda(indices, numel, out)
-            return out
+        bits = _native.check(indices, torch.uint8, "index_code_encode: bitmap", bitmap_nbytes(numel))
+        indices = bitmap_indices(bits, numel, bitmap_count(bits, numel))
+    indices = _check_indices(indices, numel)
+    if out is None and _native.on_cuda(indices):  # waits once, for a buffer that is large enough in any case
         most = torch.empty(_HEADER.size + bitmap_nbytes(numel), dtype=torch.uint8, device=indices.device)
-        return most[: _sound_nbytes(int(_encode_on_cuda(indices, numel, most)), numel)]
+        return most[: _valid_nbytes(int(_encode(indices, numel, most)), numel)]
     if out is None:
-        out = torch.empty(encoded_indices_nbytes(indices, numel), dtype=torch.uint8, device=indices.device)
-    failed = _native.kernels().encode_indices(
-        indices.data_ptr(), indices.numel(), numel, out.data_ptr(), out.numel(), _native.threads()
-    )
-    if failed:
-        expected = encoded_indices_nbytes(indices, numel)  # raises where the indices are wrong
-        raise ValueError(f"encode_indices: out: got {out.numel()} elements, expected {expected}")
+        out = torch.empty(index_code_nbytes(indices, numel), dtype=torch.uint8, device=indices.device)
+    _native.in_place(out, torch.uint8, "index_code_encode: out", device=indices.device)
+    nbytes = _encode(indices, numel, out)
+    if isinstance(nbytes, int) and _valid_nbytes(nbytes, numel) != out.numel():
+        raise ValueError(f"index_code_encode: out: got {out.numel()} elements, expected {nbytes}")
     return out
 
 
-def open_indices(buffer: Tensor) -> tuple[Tensor, int]:
-    """The stream that begins a buffer (uint8), and how many indices it claims; PayloadError when it is cut off. Waits
-    for the device where the buffer is on one."""
-    buffer = _native.check(buffer, torch.uint8, "open_indices: buffer")
+def index_code_open(buffer: Tensor) -> tuple[Tensor, int]:
+    """Return the stream at the beginning of a buffer, as a view, and the number of indices it claims.
+
+    buffer: uint8. Raises PayloadError if the stream is truncated. Waits for the device if the buffer is on CUDA.
+    """
+    buffer = _native.check(buffer, torch.uint8, "index_code_open: buffer")
     if buffer.numel() < _HEADER.size:
         raise PayloadError(f"truncated indices: got {buffer.numel()} bytes, expected at least {_HEADER.size}")
     _, count, nbytes = _HEADER.unpack(buffer[: _HEADER.size].cpu().numpy().tobytes())
@@ -105,7 +88,7 @@ def open_indices(buffer: Tensor) -> tuple[Tensor, int]:
 
 
 def _opened(stream: Tensor, numel: int) -> tuple[Tensor, int]:
-    opened, count = open_indices(stream)
+    opened, count = index_code_open(stream)
     if opened.numel() != stream.numel():
         raise PayloadError(f"corrupt indices: got {stream.numel()} bytes, expected {opened.numel()}")
     if not 0 <= numel < 2**31 or count > numel:
@@ -113,39 +96,38 @@ def _opened(stream: Tensor, numel: int) -> tuple[Tensor, int]:
     return opened, count
 
 
-def decode_indices(stream: Tensor, numel: int) -> Tensor:
-    """The inverse of `encode_indices`: int32, strictly ascending, below `numel`.
+def index_code_decode(stream: Tensor, numel: int) -> Tensor:
+    """Return the indices that `index_code_encode` encoded: int32, strictly ascending, below `numel`.
 
-    stream: uint8, exactly what `encode_indices` wrote (`open_indices` finds it in a longer buffer). PayloadError when
-    it is corrupt, whatever the bytes are (on CUDA, the device is waited for to know).
+    stream: uint8, exactly what `index_code_encode` wrote (`index_code_open` finds it in a longer buffer). Raises
+    PayloadError if it is corrupt; any bytes are safe. Waits for the device if the stream is on CUDA.
     """
     stream, count = _opened(stream, numel)
     out = torch.empty(count, dtype=torch.int32, device=stream.device)
     arguments = (stream.data_ptr(), stream.numel(), numel, count, out.data_ptr())
-    if int(_native.run("decode_indices", stream, *arguments, flag=True, workspace_for=numel)):
+    if _native.run_failed("index_code_decode", stream, *arguments, wait=True):
         raise PayloadError(f"corrupt indices: they are not {count} ascending ones below {numel}")
     return out
 
 
-def sparse_decode_add(stream: Tensor, values: Tensor, out: Tensor, weight: float = 1.0) -> None:
-    """out[i] += weight * value, for each index i of the stream and its value.
+def index_code_decode_add(stream: Tensor, values: Tensor, out: Tensor, weight: float = 1.0) -> None:
+    """Add weight * value to out[i], for each index i of the stream and its value.
 
-    stream: uint8, as for `decode_indices`; values: float32, one per index; out: float32, any shape, contiguous, in
-    place. PayloadError when the stream is corrupt or has another number of indices; out then holds part of the sum,
-    but nothing outside it is written. On CUDA, where nothing waits for the device to know, out becomes NaN instead: all
-    ranks skip the step.
+    stream: uint8, as for `index_code_decode`; values: float32, one per index; out: float32, any shape, contiguous, in
+    place. Raises PayloadError if the stream is corrupt or has another number of indices; out then holds part of the
+    sum, and nothing outside it is written. On CUDA, which does not wait for the device, out becomes NaN instead, so
+    that all ranks skip the step.
     """
-    _native.in_place(out, torch.float32, "sparse_decode_add: out")
-    values = _native.check(values, torch.float32, "sparse_decode_add: values", device=out.device)
-    stream = _native.check(stream, torch.uint8, "sparse_decode_add: stream", device=out.device)
+    _native.in_place(out, torch.float32, "index_code_decode_add: out")
+    values = _native.check(values, torch.float32, "index_code_decode_add: values", device=out.device)
+    stream = _native.check(stream, torch.uint8, "index_code_decode_add: stream", device=out.device)
     count = values.numel()
-    arguments = (stream.data_ptr(), stream.numel(), values.data_ptr(), count, weight, out.data_ptr(), out.numel())
     if out.numel() >= 2**31:
         raise PayloadError(f"corrupt indices: they are below 2^31, got {out.numel()} elements to add to")
     if not _native.on_cuda(out):
         _, claimed = _opened(stream, out.numel())
         if claimed != count:
             raise PayloadError(f"corrupt indices: got {claimed} of them, expected {count}, one per value")
-    failed = _native.run("sparse_decode_add", out, *arguments, flag=True, workspace_for=out.numel())
-    if not _native.on_cuda(out) and failed:
+    arguments = (stream.data_ptr(), stream.numel(), values.data_ptr(), count, weight, out.data_ptr(), out.numel())
+    if _native.run_failed("index_code_decode_add", out, *arguments):
         raise PayloadError(f"corrupt indices: they are not {count} ascending ones below {out.numel()}")

@@ -1,10 +1,10 @@
-"""The passes of low-rank compression over a gradient, with error feedback fused in.
+"""The passes of low-rank compression over a gradient, fused with error feedback.
 
 M is n x m, its factors P n x r and Q m x r. Vogels et al., PowerSGD, NeurIPS 2019, Algorithms 1 and 2; Zhang et al.,
-ACP-SGD, ICDCS 2023, Algorithm 2. The sum of an element runs in one fixed order, so results have the same bits whatever
-the number of threads, the instruction set or the CUDA device: ranks that expand the same factors get the same gradient,
-on CUDA as on the CPU. Only the sums of `low_rank_project` run in another order on CUDA. All tensors are on one device,
-and nothing waits for it.
+ACP-SGD, ICDCS 2023, Algorithm 2. Each sum runs in one fixed order, so results have the same bits for any number of
+threads, SIMD level or device: ranks that expand the same factors get the same gradient. The one exception is
+`low_rank_project`, whose sums run in another order on CUDA. All tensors are float32 and on one device; nothing waits
+for it.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ def _matrix(
     device: torch.device | None = None,
 ) -> Tensor:
     x = _native.check(x, torch.float32, what, device=device)
-    wanted = ("n" if rows is None else rows, "r" if columns is None else columns)
+    expected = ("n" if rows is None else rows, "r" if columns is None else columns)
     if x.dim() != 2 or rows not in (None, x.shape[0]) or columns not in (None, x.shape[1]):
-        raise ValueError(f"{what}: got shape {tuple(x.shape)}, expected ({wanted[0]}, {wanted[1]})")
+        raise ValueError(f"{what}: got shape {tuple(x.shape)}, expected ({expected[0]}, {expected[1]})")
     return x
 
 
-def _written(x: Tensor, what: str, rows: int, columns: int, device: torch.device) -> Tensor:
+def _in_place(x: Tensor, what: str, rows: int, columns: int, device: torch.device) -> Tensor:
     _native.in_place(x, torch.float32, what, device=device)
     return _matrix(x, what, rows, columns)
 
 
-def _result(out: Tensor | None, what: str, rows: int, columns: int, device: torch.device) -> Tensor:
+def _output(out: Tensor | None, what: str, rows: int, columns: int, device: torch.device) -> Tensor:
     if out is None:
         return torch.empty(rows, columns, dtype=torch.float32, device=device)
-    return _written(out, what, rows, columns, device)
+    return _in_place(out, what, rows, columns, device)
 
 
 def low_rank_project(
     m: Tensor, e: Tensor | None, factor: Tensor, out: Tensor | None = None, transpose: bool = False
 ) -> Tensor:
-    """e += m, then e @ factor, or eᵀ @ factor with `transpose`, in one pass over m and e.
+    """Compute e += m, then return e @ factor, or eᵀ @ factor with `transpose`, in one pass over m and e.
 
-    m, e: (n, m), float32; e is changed in place, and None takes m itself. factor: (m, r), or (n, r) with `transpose`.
-    out: (n, r), or (m, r) with `transpose`. The factors must not overlap out.
+    m, e: (n, m); e is changed in place; if e is None, m itself is projected. factor: (m, r), or (n, r) with
+    `transpose`. Returns (n, r), or (m, r) with `transpose`, in `out` if given. The factor must not overlap out.
 
     >>> m, e = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 1.0]])
     >>> low_rank_project(m, e, torch.tensor([[1.0], [10.0]])).tolist(), e.tolist()
@@ -55,12 +55,12 @@ def low_rank_project(
     m = _matrix(m, "low_rank_project: m")
     rows, columns = m.shape
     if e is not None:
-        e = _written(e, "low_rank_project: e", rows, columns, m.device)
+        e = _in_place(e, "low_rank_project: e", rows, columns, m.device)
     factor = _matrix(factor, "low_rank_project: factor", rows if transpose else columns, device=m.device)
     rank = factor.shape[1]
     if rank == 0:
         raise ValueError("low_rank_project: factor: got 0 columns, expected at least 1")
-    out = _result(out, "low_rank_project: out", columns if transpose else rows, rank, m.device)
+    out = _output(out, "low_rank_project: out", columns if transpose else rows, rank, m.device)
     arguments = (
         m.data_ptr(),
         0 if e is None else e.data_ptr(),
@@ -71,48 +71,49 @@ def low_rank_project(
         transpose,
         out.data_ptr(),
     )
-    _native.run("low_rank_project", m, *arguments, workspace_for=(rows, columns, rank, transpose))
+    _native.run("low_rank_project", m, *arguments)
     return out
 
 
-def low_rank_settle(m: Tensor, e: Tensor, sent_p: Tensor, sent_q: Tensor, p: Tensor, q: Tensor) -> None:
-    """e = m - sent_p @ sent_qᵀ, then m = p @ qᵀ, in one pass: what was not sent is kept, what all sent is the gradient.
+def low_rank_apply_average(m: Tensor, e: Tensor, sent_p: Tensor, sent_q: Tensor, p: Tensor, q: Tensor) -> None:
+    """Set e = m - sent_p @ sent_qᵀ (the new residual), then m = p @ qᵀ (the average gradient), in one pass.
 
-    m, e: (n, m), float32, in place, e without being read; sent_p, p: (n, r); sent_q, q: (m, r). The factors sent may be
-    p and q themselves: where both are, one product is enough. m gets the bits of `low_rank_expand`(p, q). No factor may
-    overlap m or e, nor m e.
+    m, e: (n, m), in place; e is not read. sent_p, p: (n, r); sent_q, q: (m, r). The factors sent may be p and q
+    themselves; if both are, one product is computed. m gets the bits of `low_rank_expand(p, q)`. No factor may overlap
+    m or e, nor m e.
 
     >>> m, e = torch.tensor([[31.0, 7.0]]), torch.empty(1, 2)
-    >>> low_rank_settle(m, e, torch.tensor([[3.0]]), torch.tensor([[10.0], [2.0]]), torch.ones(1, 1), torch.ones(2, 1))
+    >>> sent_p, sent_q = torch.tensor([[3.0]]), torch.tensor([[10.0], [2.0]])
+    >>> low_rank_apply_average(m, e, sent_p, sent_q, torch.ones(1, 1), torch.ones(2, 1))
     >>> m.tolist(), e.tolist()
     ([[1.0, 1.0]], [[1.0, 1.0]])
     """
-    _native.in_place(m, torch.float32, "low_rank_settle: m")
-    m = _matrix(m, "low_rank_settle: m")
+    _native.in_place(m, torch.float32, "low_rank_apply_average: m")
+    m = _matrix(m, "low_rank_apply_average: m")
     rows, columns = m.shape
-    e = _written(e, "low_rank_settle: e", rows, columns, m.device)
-    p = _matrix(p, "low_rank_settle: p", rows, device=m.device)
+    e = _in_place(e, "low_rank_apply_average: e", rows, columns, m.device)
+    p = _matrix(p, "low_rank_apply_average: p", rows, device=m.device)
     rank = p.shape[1]
-    q = _matrix(q, "low_rank_settle: q", columns, rank, m.device)
-    sent_p = _matrix(sent_p, "low_rank_settle: sent_p", rows, rank, m.device)
-    sent_q = _matrix(sent_q, "low_rank_settle: sent_q", columns, rank, m.device)
-    pointers = (x.data_ptr() for x in (m, e, sent_p, sent_q, p, q))
-    _native.run("low_rank_settle", m, *pointers, rows, columns, rank)
+    q = _matrix(q, "low_rank_apply_average: q", columns, rank, m.device)
+    sent_p = _matrix(sent_p, "low_rank_apply_average: sent_p", rows, rank, m.device)
+    sent_q = _matrix(sent_q, "low_rank_apply_average: sent_q", columns, rank, m.device)
+    addresses = (x.data_ptr() for x in (m, e, sent_p, sent_q, p, q))
+    _native.run("low_rank_apply_average", m, *addresses, rows, columns, rank)
 
 
 def low_rank_subtract(e: Tensor, p: Tensor, q: Tensor) -> None:
-    """e -= p @ qᵀ in one pass. e: (n, m), float32, in place; p: (n, r); q: (m, r)."""
+    """Compute e -= p @ qᵀ in one pass. e: (n, m), in place; p: (n, r); q: (m, r)."""
     p = _matrix(p, "low_rank_subtract: p")
     q = _matrix(q, "low_rank_subtract: q", columns=p.shape[1], device=p.device)
-    e = _written(e, "low_rank_subtract: e", p.shape[0], q.shape[0], p.device)
+    e = _in_place(e, "low_rank_subtract: e", p.shape[0], q.shape[0], p.device)
     _expand(p, q, e.data_ptr(), e)
 
 
 def low_rank_expand(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """p @ qᵀ. p: (n, r); q: (m, r); out: (n, m), float32."""
+    """Return p @ qᵀ: (n, m), in `out` if given. p: (n, r); q: (m, r)."""
     p = _matrix(p, "low_rank_expand: p")
     q = _matrix(q, "low_rank_expand: q", columns=p.shape[1], device=p.device)
-    out = _result(out, "low_rank_expand: out", p.shape[0], q.shape[0], p.device)
+    out = _output(out, "low_rank_expand: out", p.shape[0], q.shape[0], p.device)
     _expand(p, q, 0, out)
     return out
 

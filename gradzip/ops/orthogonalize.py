@@ -12,18 +12,20 @@ from . import _native
 
 
 def orthogonalize_(matrices: Tensor | Sequence[Tensor]) -> None:
-    """Makes the columns of each matrix orthonormal, in place: one call for all of a model's matrices.
+    """Make the columns of each matrix orthonormal, in place: one call for all of a model's matrices.
 
-    matrices: (n, r) each, float32, contiguous, none of them overlapping another. For n >= r the columns become Q of a
-    QR decomposition with a positive diagonal of R: they span what they spanned, \\|QᵀQ - I\\| <= 1e-6 sqrt(r), whatever
-    their scale. Never NaN: a column that depends on those before it (sine of the angle below 2^-23), is zero, or holds
-    a non-finite number is replaced, after all others are done, by the coordinate axis farthest from their span (the
-    first of several), made orthonormal to it; where no dimension is left (r > n), by zeros.
+    matrices: (n, r) each, float32, contiguous, not overlapping, all on one device. If n >= r, the columns become Q of
+    a QR decomposition with a positive diagonal of R: they span the same space, and \\|QᵀQ - I\\| <= 1e-6 sqrt(r) at any
+    scale. Never NaN: a column that depends on those before it (sine of the angle below 2^-23), is zero, or holds a
+    non-finite number is replaced, after all others are done, by the coordinate axis farthest from their span (the first
+    of several), made orthonormal to it; or by zeros if no dimension is left (r > n).
 
-    Deterministic, the same bits at every SIMD level and, unless columns depend on each other, on CUDA devices, so that
-    ranks on different processors keep the same factors. On CUDA, where all matrices are on one device, nothing waits.
-    Method: Cholesky QR in double, Q = A R^-1 with RᵀR = AᵀA, a second time where R is ill-conditioned (Fukaya et al.,
-    CholeskyQR2, ScalA'14); Gram-Schmidt, twice, where Cholesky's pivots vanish.
+    Deterministic: the same bits at every SIMD level and, unless columns depend on each other, on CUDA devices, so that
+    ranks on different processors keep the same factors. Does not wait for the device. Raises ValueError for another
+    shape, dtype or device, or for the same matrix twice.
+
+    Method: Cholesky QR in double, Q = A R^-1 with RᵀR = AᵀA, a second time if R is ill-conditioned (Fukaya et al.,
+    CholeskyQR2, ScalA'14); Gram-Schmidt, twice, if Cholesky's pivots vanish.
 
     >>> q = torch.tensor([[3.0, 6.0], [4.0, 8.0]])
     >>> orthogonalize_(q)
@@ -47,5 +49,4 @@ def orthogonalize_(matrices: Tensor | Sequence[Tensor]) -> None:
     if len(set(addresses)) != len(addresses):
         raise ValueError("orthogonalize_: got the same matrix more than once, expected distinct ones")
     if matrices:
-        arguments = (table.buffer_info()[0], len(matrices))
-        _native.run("orthogonalize", matrices[0], *arguments, workspace_for=arguments)
+        _native.run("orthogonalize", matrices[0], table.buffer_info()[0], len(matrices))

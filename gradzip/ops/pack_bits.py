@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from . import _native
-from .payload import PayloadError
+from .errors import PayloadError
 
 
 def packed_nbytes(numel: int, bits: int) -> int:
+    """Return the size of a stream of `numel` codes of `bits` bits."""
     return (numel * bits + 7) // 8
 
 
@@ -19,9 +20,10 @@ def _check_bits(bits: int, what: str) -> None:
 
 
 def pack_bits(codes: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
-    """The low `bits` bits of each code, one behind the other.
+    """Return the low `bits` bits of each code as a bit stream.
 
-    codes: n elements, int32; 1 <= bits <= 32. Returns uint8 of ceil(n * bits / 8); spare bits are 0.
+    codes: n elements, int32; 1 <= bits <= 32. Returns uint8 of ceil(n * bits / 8), in `out` if given; spare bits are 0.
+    Deterministic. Does not wait for the device.
 
     >>> pack_bits(torch.tensor([1, 2, 3], dtype=torch.int32), 4).tolist()
     [33, 3]
@@ -29,15 +31,15 @@ def pack_bits(codes: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
     _check_bits(bits, "pack_bits")
     codes = _native.check(codes, torch.int32, "pack_bits: codes")
     out = _native.output(out, packed_nbytes(codes.numel(), bits), torch.uint8, codes.device, "pack_bits: out")
-    if _native.on_cuda(codes):
-        _native.launch("pack_bits", codes.device, codes.data_ptr(), codes.numel(), bits, out.data_ptr())
-    else:
-        _native.kernels().pack_bits(codes.data_ptr(), codes.numel(), bits, out.data_ptr(), _native.threads())
+    _native.run("pack_bits", codes, codes.data_ptr(), codes.numel(), bits, out.data_ptr())
     return out
 
 
 def unpack_bits(packed: Tensor, bits: int, numel: int) -> Tensor:
-    """The inverse of `pack_bits`: int32 of `numel`. PayloadError when the stream has another length than it needs."""
+    """Return the codes that `pack_bits` packed: int32 of `numel`.
+
+    packed: uint8. Raises PayloadError if its size is not that of `numel` codes. Does not wait for the device.
+    """
     _check_bits(bits, "unpack_bits")
     packed = _native.check(packed, torch.uint8, "unpack_bits: packed")
     if numel < 0:
@@ -48,8 +50,5 @@ def unpack_bits(packed: Tensor, bits: int, numel: int) -> Tensor:
             f"for {numel} codes of {bits} bits"
         )
     out = torch.empty(numel, dtype=torch.int32, device=packed.device)
-    if _native.on_cuda(packed):
-        _native.launch("unpack_bits", packed.device, packed.data_ptr(), numel, bits, out.data_ptr())
-    else:
-        _native.kernels().unpack_bits(packed.data_ptr(), numel, bits, out.data_ptr(), _native.threads())
+    _native.run("pack_bits_unpack", packed, packed.data_ptr(), numel, bits, out.data_ptr())
     return out

@@ -1,22 +1,22 @@
-"""The one buffer a gather-type method puts on the wire for one tensor: header, checks, checksum.
+"""The one buffer that a gather-type method puts on the wire for one tensor: header, sections, checksum.
 
 Layout, little-endian (csrc/common/payload.h): magic "gz", version, method number, digest of the codec's configuration
-(4 bytes), number of elements (8), bytes of the payload (8), checksum (4), flags (4), 16 bytes of the method's own; then
-the method's sections, zero-padded to a multiple of 16 bytes.
+(4 bytes), number of elements (8), size of the payload in bytes (8), checksum (4), flags (4), 16 bytes of fields of the
+method; then the method's sections, zero-padded to a multiple of 16 bytes.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from array import array
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _native
-
-if TYPE_CHECKING:
-    from .range_float import RangeFloat
+from .errors import PayloadError
+from .range_float import RangeFloat
 
 VERSION = 1
 PAYLOAD_ALIGN = 16
@@ -24,11 +24,7 @@ NON_FINITE = 1
 _HEADER = struct.Struct("<2sBBIQQII16s")
 HEADER_NBYTES = _HEADER.size
 _TABLE = struct.Struct(f"<{HEADER_NBYTES}sQQ")  # struct PayloadInspection of csrc/common/payload.h
-_SEEN = "_gradzip_seen"  # attribute of a payload in a device's memory: its _Inspection
-
-
-class PayloadError(ValueError):
-    """A payload that is truncated, corrupt, or was written by another method, configuration or version."""
+_INSPECTION = "_gradzip_inspection"  # attribute of a payload on CUDA: its _Inspection
 
 
 class Header(NamedTuple):
@@ -43,14 +39,17 @@ class Header(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """A payload whose header was found right."""
+    """A payload whose header and checksum are valid."""
 
     flags: int
-    fields: bytes  # 16 bytes of the method's own
+    fields: bytes  # 16 bytes of the method
     body: Tensor  # uint8: what follows the header, padding included
 
     def sections(self, *nbytes: int) -> list[Tensor]:
-        """The body cut into sections of those lengths; PayloadError unless they and their padding are all of it."""
+        """Cut the body into sections of the given sizes.
+
+        Raises PayloadError unless the sections and their padding are the whole body.
+        """
         if not 0 <= self.body.numel() - sum(nbytes) < PAYLOAD_ALIGN:
             raise PayloadError(
                 f"corrupt payload: got {self.body.numel()} bytes after the header, expected sections of {sum(nbytes)}"
@@ -59,18 +58,14 @@ class Payload(NamedTuple):
 
 
 def new_payload(section_nbytes: int, device: torch.device | None = None) -> Tensor:
-    """uint8 buffer for a header and sections of that many bytes, padding included and zero."""
+    """Return a uint8 buffer for a header and sections of that many bytes, with zero padding."""
     nbytes = -(-(HEADER_NBYTES + section_nbytes) // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
     payload = torch.empty(nbytes, dtype=torch.uint8, device=device)
     payload[HEADER_NBYTES + section_nbytes :].zero_()
     return payload
 
 
-def _checksum(payload: Tensor) -> int:
-    return _native.kernels().payload_checksum(payload.data_ptr(), payload.numel(), _native.threads())
-
-
-def seal(
+def seal_payload(
     payload: Tensor,
     *,
     method: int,
@@ -81,68 +76,57 @@ def seal(
     magnitudes: Tensor | None = None,
     number: RangeFloat | None = None,
 ) -> Tensor:
-    """Writes the header of a payload whose sections are in place; returns the payload.
+    """Write the header of a payload whose sections are in place, and return the payload.
 
-    fields: 16 bytes, or 8 where `number` is given, whose wire form follows them. magnitudes: float32, as from
-    `abs_max_tensor`; unless all are finite, the flags say that the gradient is not. On CUDA, `magnitudes` and `number`
-    may be results that are not there yet: nothing waits for them.
+    payload: uint8, from `new_payload`, in place. fields: 16 bytes, or 8 if `number` is given, whose wire form follows
+    them. magnitudes: float32, as from `abs_max_tensor`; NON_FINITE is added to the flags unless all are finite. Does
+    not wait for the device: on CUDA, `magnitudes` and `number` may be results that are still being computed.
     """
-    _native.in_place(payload, torch.uint8, "seal: payload")
+    _native.in_place(payload, torch.uint8, "seal_payload: payload")
     if payload.numel() < HEADER_NBYTES or payload.numel() % PAYLOAD_ALIGN:
-        raise ValueError(f"seal: got {payload.numel()} bytes, expected a payload as new_payload makes it")
+        raise ValueError(f"seal_payload: got {payload.numel()} bytes, expected a payload as new_payload makes it")
     expected = 16 if number is None else 8
     if len(fields) != expected:
-        raise ValueError(f"seal: got {len(fields)} bytes of fields, expected {expected}")
-    if _native.on_cuda(payload):
-        device = payload.device
-        header = bytearray(_HEADER.pack(b"gz", VERSION, method, digest, numel, payload.numel(), 0, flags, fields))
-        host = torch.frombuffer(header, dtype=torch.uint8)
-        if magnitudes is None:
-            magnitudes = torch.empty(0, dtype=torch.float32, device=device)
-        magnitudes = _native.check(magnitudes, torch.float32, "seal: magnitudes", device=device)
-        words = None if number is None else number._words_on(device)
-        _native.launch(
-            "payload_seal",
-            device,
-            payload.data_ptr(),
-            payload.numel(),
-            host.data_ptr(),
-            magnitudes.data_ptr(),
-            magnitudes.numel(),
-            0 if words is None else words.data_ptr(),
-            workspace_for=payload.numel(),
-        )
-        return payload
-    if magnitudes is not None and not magnitudes.isfinite().all():
-        flags |= NON_FINITE
-    if number is not None:
-        fields += number.to_wire()
-    memory = payload[:HEADER_NBYTES].numpy().data
-    _HEADER.pack_into(memory, 0, b"gz", VERSION, method, digest, numel, payload.numel(), 0, flags, fields)
-    checksum = _checksum(payload)
-    _HEADER.pack_into(memory, 0, b"gz", VERSION, method, digest, numel, payload.numel(), checksum, flags, fields)
+        raise ValueError(f"seal_payload: got {len(fields)} bytes of fields, expected {expected}")
+    if magnitudes is not None:
+        magnitudes = _native.check(magnitudes, torch.float32, "seal_payload: magnitudes", device=payload.device)
+    header = array("B", _HEADER.pack(b"gz", VERSION, method, digest, numel, payload.numel(), 0, flags, fields))
+    words = None if number is None else number._words_on(payload.device)
+    _native.run(
+        "payload_seal",
+        payload,
+        payload.data_ptr(),
+        payload.numel(),
+        header.buffer_info()[0],
+        0 if magnitudes is None else magnitudes.data_ptr(),
+        0 if magnitudes is None else magnitudes.numel(),
+        0 if words is None else words.data_ptr(),
+    )
     return payload
 
 
 class _Inspection(NamedTuple):
-    """What the host knows of a payload in a device's memory."""
-
     header: bytes
-    checksum: int  # of what is there, where the header makes sense
+    checksum: int  # of the payload's contents, if the size in the header is valid
 
 
 def _inspect(buffer: Tensor, count: int) -> list[_Inspection]:
-    """Of `count` payloads one behind the other; waits for the device, once."""
+    """Read the headers and compute the checksums of `count` consecutive payloads; waits for the device, once."""
     table = torch.empty((count, _TABLE.size), dtype=torch.uint8, device=buffer.device)
-    _native.launch("payload_inspect", buffer.device, buffer.data_ptr(), buffer.numel(), count, table.data_ptr())
-    rows = [_TABLE.unpack(row.tobytes()) for row in table.cpu().numpy()]
+    _native.run("payload_inspect", buffer, buffer.data_ptr(), buffer.numel(), count, table.data_ptr())
+    rows = _TABLE.iter_unpack(table.cpu().numpy().tobytes())
     return [_Inspection(header, (total ^ total >> 32) & 0xFFFFFFFF) for header, _, total in rows]
 
 
-def _read_header(payload: Tensor, seen: _Inspection | None) -> Header:
+def _inspect_on_cuda(buffer: Tensor, count: int) -> list[_Inspection] | list[None]:
+    """Inspect payloads on CUDA; in host memory, headers are read in place and checksums when a payload is opened."""
+    return _inspect(buffer, count) if _native.on_cuda(buffer) else [None] * count
+
+
+def _read_header(payload: Tensor, inspection: _Inspection | None) -> Header:
     if payload.numel() < HEADER_NBYTES:
         raise PayloadError(f"truncated payload: got {payload.numel()} bytes, expected at least {HEADER_NBYTES}")
-    magic, *rest = _HEADER.unpack(seen.header if seen else payload[:HEADER_NBYTES].numpy().tobytes())
+    magic, *rest = _HEADER.unpack(inspection.header if inspection else payload[:HEADER_NBYTES].numpy().tobytes())
     header = Header(*rest)
     if magic != b"gz":
         raise PayloadError(f"not a gradzip payload: it begins with {magic!r}, expected b'gz'")
@@ -154,15 +138,16 @@ def _read_header(payload: Tensor, seen: _Inspection | None) -> Header:
 
 
 def open_payload(payload: Tensor, *, method: int, digest: int, numel: int) -> Payload:
-    """A payload (uint8), its header checked against what this rank would have written; PayloadError.
+    """Check the header and checksum of a payload against what this rank would have written.
 
-    Waits for the device where the payload is on one, unless `split_payloads` has.
+    payload: uint8, exactly one payload. Raises PayloadError if they differ. Waits for the device if the payload is on
+    CUDA, unless it comes from `split_payloads`, which already waited.
     """
-    seen = getattr(payload, _SEEN, None)
+    inspection = getattr(payload, _INSPECTION, None)
     payload = _native.check(payload, torch.uint8, "payload")
-    if seen is None and _native.on_cuda(payload):
-        seen = _inspect(payload, 1)[0]
-    header = _read_header(payload, seen)
+    if inspection is None:
+        inspection = _inspect(payload, 1)[0]
+    header = _read_header(payload, inspection)
     if header.method != method:
         raise PayloadError(
             f"payload of method number {header.method}, expected {method}: give every rank the same method"
@@ -176,29 +161,30 @@ def open_payload(payload: Tensor, *, method: int, digest: int, numel: int) -> Pa
         raise PayloadError(f"payload of a tensor of {header.numel} elements, expected {numel}")
     if header.nbytes != payload.numel() or header.nbytes % PAYLOAD_ALIGN:
         raise PayloadError(f"truncated payload: got {payload.numel()} bytes, expected {header.nbytes}")
-    if header.checksum != (seen.checksum if seen else _checksum(payload)):
+    if header.checksum != inspection.checksum:
         raise PayloadError("corrupt payload: its checksum does not match its contents")
     return Payload(header.flags, header.fields, payload[HEADER_NBYTES:])
 
 
 def split_payloads(buffer: Tensor, count: int) -> list[Tensor]:
-    """The `count` payloads that lie one behind the other in a gathered buffer (uint8), as views; PayloadError.
+    """Return the `count` consecutive payloads of a gathered buffer, as views.
 
-    Waits for the device where the buffer is on one: that once, for the lengths and all else that is to be known.
+    buffer: uint8. Raises PayloadError unless they fill the buffer exactly. Waits for the device if the buffer is on
+    CUDA, once for all payloads; `open_payload` then need not.
     """
     buffer = _native.check(buffer, torch.uint8, "split_payloads: buffer")
-    seen = _inspect(buffer, count) if _native.on_cuda(buffer) else [None] * count
+    inspections = _inspect_on_cuda(buffer, count)
     payloads = []
     begin = 0
-    for index in range(count):
-        nbytes = _read_header(buffer[begin:], seen[index]).nbytes
+    for index, inspection in enumerate(inspections):
+        nbytes = _read_header(buffer[begin:], inspection).nbytes
         if nbytes < HEADER_NBYTES or nbytes % PAYLOAD_ALIGN or nbytes > buffer.numel() - begin:
             raise PayloadError(
                 f"payload {index} of {count} claims {nbytes} bytes, but {buffer.numel() - begin} are left"
             )
         payload = buffer[begin : begin + nbytes]
-        if seen[index] is not None:
-            setattr(payload, _SEEN, seen[index])
+        if inspection is not None:
+            setattr(payload, _INSPECTION, inspection)
         payloads.append(payload)
         begin += nbytes
     if begin != buffer.numel():
@@ -207,12 +193,12 @@ def split_payloads(buffer: Tensor, count: int) -> list[Tensor]:
 
 
 def first_payload(buffer: Tensor) -> Tensor:
-    """The payload at the beginning of a buffer (uint8) that may be longer, as a view; PayloadError.
+    """Return the payload at the beginning of a buffer that may be longer, as a view.
 
-    Waits for the device where the buffer is on one.
+    buffer: uint8. Raises PayloadError if the payload is truncated. Waits for the device if the buffer is on CUDA.
     """
     buffer = _native.check(buffer, torch.uint8, "first_payload: buffer")
-    nbytes = _read_header(buffer, _inspect(buffer, 1)[0] if _native.on_cuda(buffer) else None).nbytes
+    nbytes = _read_header(buffer, _inspect_on_cuda(buffer, 1)[0]).nbytes
     if nbytes > buffer.numel():
         raise PayloadError(f"truncated payload: got {buffer.numel()} bytes, expected {nbytes}")
     return buffer[:nbytes]

@@ -6,21 +6,20 @@ import torch
 from torch import Tensor
 
 from . import _native
-from ._keys import check_key
 
 
 def random_indices(numel: int, k: int, key: int, device: torch.device | str = "cpu") -> Tensor:
-    """k of the indices below numel, each with the probability k / numel: int32, strictly ascending.
+    """Return k of the indices below numel, each with probability k / numel: int32, strictly ascending.
 
-    0 <= k <= numel = n < 2^31; key: of the counter-based generator, 64 bits; device: where to draw. Draw i of the key,
-    a word w of 32 bits, chooses one of the elements of stratum i, [i n / k, (i + 1) n / k), at floor(w size / 2^32);
-    draw k likewise chooses by how many of the n elements all are shifted, modulo n. So they lie more evenly than
-    independent draws, and no sort is needed. Deterministic.
+    0 <= k <= numel = n < 2^31; key: 64-bit key of the random generator; device: where to draw. Draw i of the key, a
+    word w of 32 bits, picks the element at floor(w size / 2^32) of stratum i, [i n / k, (i + 1) n / k); draw k picks a
+    shift of 0 to n - 1 in the same way, which is added to all of them, modulo n. They are spread more evenly than
+    independent draws, and no sort is needed. Deterministic. Does not wait for the device.
 
     >>> random_indices(1000, 4, key=1).tolist()
     [144, 317, 598, 893]
     """
-    check_key(key, "random_indices")
+    _native.check_key(key, "random_indices")
     if not 0 <= k <= numel:
         raise ValueError(f"random_indices: got k = {k}, expected 0 to {numel} (the number of elements)")
     if numel >= 2**31:

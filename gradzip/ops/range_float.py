@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from . import _native
+from .errors import PayloadError
 from .pack_bits import packed_nbytes
-from .payload import PayloadError
 
 _FLT_MAX = 3.4028234663852886e38
 _FLT_MAX_BITS = 0x7F7FFFFF
@@ -19,7 +19,7 @@ _WIRE = struct.Struct("<IHBB")
 
 
 class RangeFloat:
-    """A float of `bits` bits, `mantissa` of them mantissa, that covers [vmin, vmax] and no more.
+    """A float of `bits` bits, `mantissa` of them mantissa, that covers exactly [vmin, vmax].
 
     With t(x) = bits(\\|x\\|) >> (23 - m) rounded to nearest, code 0 is zero, 1..P are the positive numbers t = pbase,
     pbase + 1, ... and P+1..P+Q the negative ones, P + Q <= 2^N - 1. The closed form
@@ -34,15 +34,15 @@ class RangeFloat:
     tensor([ 0.0000,  1.0000, -0.3125])
     """
 
-    # On CUDA, `fit` leaves all but the number of bits in the device's memory: reading a property waits for it.
+    # `fit` on CUDA leaves all but the number of bits in device memory: reading a property waits for the device.
     __slots__ = ("_bits", "_words")
 
     def __init__(self, bits: int, mantissa: int, vmin: float, vmax: float) -> None:
         check_format(bits, mantissa, required=True)
         _check_range(vmin, vmax)
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         self._bits = bits
-        self._words = torch.empty(7, dtype=torch.int32, device="cpu")
-        _native.kernels().range_float_make(self._words.data_ptr(), bits, mantissa, vmin, vmax)
+        self._words = self._fit(nothing, bits, mantissa, vmin, vmax)
 
     @classmethod
     def _of_words(cls, words: Tensor, bits: int) -> RangeFloat:
@@ -58,28 +58,23 @@ class RangeFloat:
     def fit(
         cls, x: Tensor, bits: int, mantissa: int | None = None, value_range: tuple[float, float] | None = None
     ) -> RangeFloat:
-        """The format for the values x (float32): their range, and the mantissa with the least expected squared error
-        on their histogram, where these are not given. Deterministic; on CUDA, nothing waits for it."""
+        """Return a format for the values x.
+
+        x: any shape, float32. value_range: (vmin, vmax), or None for the range of x. mantissa: None for the one with
+        the least expected squared error on the histogram of x. Deterministic. Does not wait for the device.
+        """
         check_format(bits, mantissa)
         x = _native.check(x, torch.float32, "RangeFloat.fit: x")
         if value_range is not None:
             _check_range(*value_range)
         vmin, vmax = (1.0, -1.0) if value_range is None else value_range  # an empty range stands for that of x
+        return cls._of_words(cls._fit(x, bits, -1 if mantissa is None else mantissa, vmin, vmax), bits)
+
+    @staticmethod
+    def _fit(x: Tensor, bits: int, mantissa: int, vmin: float, vmax: float) -> Tensor:
         words = torch.empty(7, dtype=torch.int32, device=x.device)
-        arguments = (
-            words.data_ptr(),
-            x.data_ptr(),
-            x.numel(),
-            bits,
-            -1 if mantissa is None else mantissa,
-            vmin,
-            vmax,
-        )
-        if _native.on_cuda(x):
-            _native.launch("range_float_fit", x.device, *arguments, workspace_for=x.numel())
-        else:
-            _native.kernels().range_float_fit(*arguments, _native.threads())
-        return cls._of_words(words, bits)
+        _native.run("range_float_fit", x, words.data_ptr(), x.data_ptr(), x.numel(), bits, mantissa, vmin, vmax)
+        return words
 
     def _fields(self) -> tuple[int, int, int, int, int, float, float]:
         return _WORDS.unpack(self._words.cpu().numpy().tobytes())
@@ -121,61 +116,55 @@ class RangeFloat:
         return struct.unpack("<f", struct.pack("<I", pbase << (23 - mantissa)))[0]
 
     def encode(self, x: Tensor, key: int | None = None) -> Tensor:
-        """Codes of x.
+        """Return the codes of x.
 
-        x: any shape, float32; key: 64-bit key of the random generator to round stochastically (unbiased within
-        [eps, max] and below eps), None to round to nearest. Returns int32 of the same shape. NaN becomes 0.
+        x: any shape, float32; key: 64-bit key of the random generator to round stochastically (unbiased up to max),
+        None to round to nearest. Returns int32 of the same shape. NaN becomes 0. Deterministic. Does not wait for the
+        device.
         """
         x = _native.check(x, torch.float32, "RangeFloat.encode: x")
         codes = torch.empty(x.shape, dtype=torch.int32, device=x.device)
         words = self._words_on(x.device)
         arguments = (words.data_ptr(), x.data_ptr(), x.numel(), key is not None, key or 0, codes.data_ptr())
-        if _native.on_cuda(x):
-            outside = torch.zeros(1, dtype=torch.int64, device=x.device)
-            _native.launch("range_float_encode", x.device, *arguments, outside.data_ptr())
-        else:
-            _native.kernels().range_float_encode(*arguments, _native.threads())
+        _native.run_count("range_float_encode", x, *arguments)
         return codes
 
     def encode_packed(self, x: Tensor, out: Tensor, key: int | None = None) -> int | Tensor:
-        """The same in one pass with `pack_bits`; out: uint8 of ceil(x.numel() * bits / 8). Returns how many values lay
-        outside [vmin, vmax] and were clamped; on CUDA as a 0-dim int64 tensor, so that nothing waits."""
+        """Write the codes of x as a bit stream, in one pass over x.
+
+        x and key as for `encode`; out: uint8 of ceil(x.numel() * bits / 8), in place. Returns the number of values that
+        were outside [vmin, vmax] and were clamped; on CUDA as a 0-dim int64 tensor, so that nothing waits for the
+        device.
+        """
         x = _native.check(x, torch.float32, "RangeFloat.encode_packed: x")
         nbytes = packed_nbytes(x.numel(), self.bits)
         out = _native.output(out, nbytes, torch.uint8, x.device, "RangeFloat.encode_packed: out")
         words = self._words_on(x.device)
-        source, drawing = (words.data_ptr(), x.data_ptr(), x.numel()), (key is not None, key or 0, out.data_ptr())
-        if _native.on_cuda(x):
-            outside = torch.zeros((), dtype=torch.int64, device=x.device)
-            _native.launch("range_float_encode_packed", x.device, *source, self.bits, *drawing, outside.data_ptr())
-            return outside
-        return _native.kernels().range_float_encode_packed(*source, *drawing, _native.threads())
+        source = (words.data_ptr(), x.data_ptr(), x.numel(), self.bits, key is not None, key or 0)
+        return _native.run_count("range_float_encode_packed", x, *source, out.data_ptr())
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values of codes (int32), float32 of the same shape; ValueError for a code above P + Q (on CUDA, the device is
-        waited for to know)."""
+        """Return the values of codes.
+
+        codes: any shape, int32. Returns float32 of the same shape. Deterministic. Raises ValueError for a code above
+        P + Q. Waits for the device if the codes are on CUDA.
+        """
         codes = _native.check(codes, torch.int32, "RangeFloat.decode: codes")
         x = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         words = self._words_on(codes.device)
         arguments = (words.data_ptr(), codes.data_ptr(), codes.numel(), x.data_ptr())
-        if _native.on_cuda(codes):
-            flag = torch.zeros(1, dtype=torch.int32, device=codes.device)
-            _native.launch("range_float_decode", codes.device, *arguments, flag.data_ptr())
-            failed = int(flag)
-        else:
-            failed = _native.kernels().range_float_decode(*arguments, _native.threads())
-        if failed:
+        if _native.run_failed("range_float_decode", codes, *arguments, wait=True):
             raise ValueError(f"RangeFloat.decode: got a code above {self.positive + self.negative}, the last there is")
         return x
 
     def to_wire(self) -> bytes:
-        """8 bytes from which a peer decodes."""
+        """Return the 8 bytes from which a peer decodes. Waits for the device if the format was fitted on CUDA."""
         pbase, positive, _, mantissa, bits, *_ = self._fields()
         return _WIRE.pack(pbase, positive, mantissa, bits)
 
     @classmethod
     def from_wire(cls, data: bytes) -> RangeFloat:
-        """What `to_wire` wrote; PayloadError unless every code decodes to a finite number."""
+        """Read what `to_wire` wrote. Raises PayloadError unless every code decodes to a finite number."""
         if len(data) != _WIRE.size:
             raise PayloadError(f"corrupt range float: got {len(data)} bytes, expected {_WIRE.size}")
         pbase, positive, mantissa, bits = _WIRE.unpack(data)
@@ -193,7 +182,7 @@ class RangeFloat:
 
 
 def check_format(bits: int, mantissa: int | None, required: bool = False) -> None:
-    """ValueError unless there is a range float of so many bits, so many of them mantissa (None: to be chosen)."""
+    """Raise ValueError unless `bits` and `mantissa` are valid; a mantissa of None is, unless `required`."""
     if not (isinstance(bits, int) and 2 <= bits <= 16):
         raise ValueError(f"range float: got bits = {bits}, expected an integer from 2 to 16")
     if not (isinstance(mantissa, int) and 1 <= mantissa <= bits) and (required or mantissa is not None):

@@ -11,43 +11,43 @@ import torch
 from torch import Tensor
 
 from . import _native
-from ._keys import check_key
-from .compact import bitmap_nbytes
-from .payload import PayloadError
+from .bitmap import bitmap_nbytes
+from .errors import PayloadError
 
 _MOST_VOTERS = 65535
 
 
 def pack_signs(x: Tensor, key: int = 0, out: Tensor | None = None) -> Tensor:
-    """The signs of x: bit i % 8 of byte i // 8 is set where element i is negative.
+    """Return the signs of x: bit i % 8 of byte i // 8 is set if element i is negative.
 
-    x: n elements, any shape, float32. Returns uint8 of ceil(n / 8), spare bits 0, `out` where given.
+    x: n elements, any shape, float32. Returns uint8 of ceil(n / 8), in `out` if given; spare bits are 0.
 
-    0, -0 and NaN have no sign: a fair coin decides, coin i of `key` being bit i % 32 of its draw i // 32. So zeros
-    lean to neither side, on average over elements, steps and ranks (give each its own key). Deterministic.
+    0, -0 and NaN have no sign: a fair coin decides, coin i being bit i % 32 of draw i // 32 of `key`. So zeros are not
+    biased to either sign, on average over elements, steps and ranks (give each its own key). Deterministic. Does not
+    wait for the device.
 
     >>> pack_signs(torch.tensor([-1.0, 2.0, -3.0])).tolist()
     [5]
     """
-    check_key(key, "pack_signs")
+    _native.check_key(key, "pack_signs")
     x = _native.check(x, torch.float32, "pack_signs: x")
     out = _native.output(out, bitmap_nbytes(x.numel()), torch.uint8, x.device, "pack_signs: out")
-    _native.run("pack_signs", x, x.data_ptr(), x.numel(), key, out.data_ptr())
+    _native.run("signs_pack", x, x.data_ptr(), x.numel(), key, out.data_ptr())
     return out
 
 
 def majority(packed: Sequence[Tensor], numel: int, key: int = 0, out: Tensor | None = None) -> Tensor:
-    """What most of the voters say, sign by sign.
+    """Return the majority of the votes, sign by sign.
 
-    packed: 1 to 65535 tensors, uint8 of ceil(numel / 8) each, as from `pack_signs`. Returns the same, `out` where
-    given. Ties, which an even number of voters can have, go to coin i of `key` (as in `pack_signs`): all ranks must
-    give the same key, another one than they packed with. PayloadError when a voter's length is wrong. Deterministic,
-    whatever the voters' order.
+    packed: 1 to 65535 tensors, uint8 of ceil(numel / 8) each, as from `pack_signs`. Returns uint8 of the same size, in
+    `out` if given. Ties, which an even number of voters can have, go to coin i of `key` (as in `pack_signs`): all ranks
+    must give the same key, which must differ from the keys they packed with. Raises PayloadError if the size of a vote
+    is wrong. Deterministic and independent of the order of the votes. Does not wait for the device.
 
     >>> majority([torch.tensor([b], dtype=torch.uint8) for b in (0b0011, 0b0101, 0b1111)], 4).tolist()
     [7]
     """
-    check_key(key, "majority")
+    _native.check_key(key, "majority")
     if not 1 <= len(packed) <= _MOST_VOTERS:
         raise ValueError(f"majority: got {len(packed)} voters, expected 1 to {_MOST_VOTERS}")
     nbytes = bitmap_nbytes(numel)
@@ -61,15 +61,16 @@ def majority(packed: Sequence[Tensor], numel: int, key: int = 0, out: Tensor | N
     out = _native.output(out, nbytes, torch.uint8, votes[0].device, "majority: out")
     addresses = torch.tensor([vote.data_ptr() for vote in votes], dtype=torch.int64, device="cpu")
     addresses = addresses.to(out.device, non_blocking=True)
-    _native.run("majority", out, addresses.data_ptr(), len(votes), numel, key, out.data_ptr())
+    _native.run("signs_majority", out, addresses.data_ptr(), len(votes), numel, key, out.data_ptr())
     return out
 
 
 def signs_decode_add(packed: Tensor, out: Tensor, scale: float = 1.0) -> None:
-    """out += scale * sign.
+    """Add scale * sign to each element of `out`.
 
-    packed: uint8 of ceil(n / 8), as from `pack_signs` or `majority`; out: n elements, float32, in place. PayloadError,
-    and out untouched, when the length is wrong; any bits are signs.
+    packed: uint8 of ceil(n / 8), as from `pack_signs` or `majority`; out: n elements, float32, in place. Deterministic.
+    Raises PayloadError, with out unchanged, if the size is wrong; any bits are valid signs. Does not wait for the
+    device.
     """
     out = _native.in_place(out, torch.float32, "signs_decode_add: out")
     packed = _native.check(packed, torch.uint8, "signs_decode_add: packed", device=out.device)

@@ -12,55 +12,55 @@ import torch
 from torch import Tensor
 
 from . import _native
-from ._keys import check_key
-from .payload import PayloadError
+from .errors import PayloadError
 
 
 def ternary_nbytes(numel: int) -> int:
-    """Five elements to a byte: 1.6 bits each."""
+    """Return the size of `numel` packed trits, five to a byte: 1.6 bits each."""
     return (numel + 4) // 5
 
 
 def ternary_packed(
     x: Tensor, scale: float | Tensor, clip: float | Tensor | None = None, key: int = 0, out: Tensor | None = None
 ) -> Tensor:
-    """sign(x) * Bernoulli(min(\\|x\\|, clip) / scale), five to a byte.
+    """Return sign(x) * Bernoulli(min(\\|x\\|, clip) / scale), five trits to a byte.
 
-    x: n elements, any shape, float32; scale: finite, >= 0; clip: > 0, None for no clipping. Where x is on a CUDA device
-    both may be tensors there, float32 of 1 element: nothing waits for them, nor are they checked. Returns uint8 of
-    ceil(n / 5), `out` where given. Of every 320 elements (of what is left of them, at the end) w = ceil(320 / 5) bytes
-    are made: byte j is the sum of 3^k t over the elements k * w + j, t = 0 for zero, 1 for plus, 2 for minus.
+    x: n elements, any shape, float32; scale: finite, >= 0; clip: > 0, or None to clip nothing. If x is on CUDA, scale
+    and clip may be tensors there, float32 of 1 element; nothing waits for them, and their values are not checked.
+    Returns uint8 of ceil(n / 5), in `out` if given. Each 320 elements (the last group may be shorter) take
+    w = ceil(320 / 5) bytes: byte j is the sum of 3^k t over the elements k * w + j, t = 0 for zero, 1 for plus, 2 for
+    minus.
 
-    Unbiased, E[scale * trit] = clipped x, where scale >= max \\|clipped x\\|; above scale the probability stays 1.
+    Unbiased, E[scale * trit] = clipped x, if scale >= max \\|clipped x\\|; elements above scale have probability 1.
     scale 0 gives zeros; NaN counts as 0. Draw i of `key` belongs to element i. Deterministic.
 
     >>> ternary_packed(torch.tensor([1.0, -1.0, 0.0, 0.0, 1.0]), scale=1.0).tolist()  # 1 + 2 * 3 + 1 * 81
     [88]
     """
-    check_key(key, "ternary_packed")
+    _native.check_key(key, "ternary_packed")
     x = _native.check(x, torch.float32, "ternary_packed: x")
-    scale, clip = _number(scale, x), None if clip is None else _number(clip, x)
-    if not isinstance(scale, Tensor) and not (math.isfinite(scale) and scale >= 0):
-        raise ValueError(f"ternary_packed: got scale = {scale}, expected a finite number >= 0")
-    if not isinstance(clip, Tensor) and clip is not None and not clip > 0:
-        raise ValueError(f"ternary_packed: got clip = {clip}, expected None or a number > 0")
+    if not _stays_on_device(scale, x):
+        scale = float(scale)
+        if not (math.isfinite(scale) and scale >= 0):
+            raise ValueError(f"ternary_packed: got scale = {scale}, expected a finite number >= 0")
+    if clip is not None and not _stays_on_device(clip, x):
+        clip = float(clip)
+        if not clip > 0:
+            raise ValueError(f"ternary_packed: got clip = {clip}, expected None or a number > 0")
     out = _native.output(out, ternary_nbytes(x.numel()), torch.uint8, x.device, "ternary_packed: out")
-    if _native.on_cuda(x):
-        scale, clip = _on_device(scale, x), None if clip is None else _on_device(clip, x)
-        limits: tuple[float, float] = (scale.data_ptr(), 0 if clip is None else clip.data_ptr())
-    else:
-        limits = (float(scale), math.inf if clip is None else float(clip))
-    _native.run("ternary_packed", x, x.data_ptr(), x.numel(), *limits, key, out.data_ptr())
+    scale_address, _scale = _native.scalar(scale, x, "ternary_packed: scale")
+    clip_address, _clip = (0, None) if clip is None else _native.scalar(clip, x, "ternary_packed: clip")
+    _native.run("ternary_packed", x, x.data_ptr(), x.numel(), scale_address, clip_address, key, out.data_ptr())
     return out
 
 
 def ternary_decode_add(packed: Tensor, scale: float | Tensor, out: Tensor, weight: float = 1.0) -> None:
-    """out += weight * scale * trit.
+    """Add weight * scale * trit to each element of `out`.
 
-    packed: uint8 of ceil(n / 5), as from `ternary_packed`; out: n elements, float32, in place. PayloadError, and out
-    untouched, when the length or scale is wrong or a byte is above 242, which no five trits make. On CUDA, where
-    nothing waits for the device to know, the elements of such a byte become NaN instead, or all where the scale is a
-    tensor and wrong: all ranks skip the step.
+    packed: uint8 of ceil(n / 5), as from `ternary_packed`; scale as there; out: n elements, float32, in place.
+    Deterministic. Raises PayloadError, with out unchanged, if the size or the scale is wrong or a byte is above 242,
+    the largest that five trits make. On CUDA, which does not wait for the device, the elements of such a byte become
+    NaN instead, or all of them if the scale is a tensor and wrong, so that all ranks skip the step.
     """
     out = _native.in_place(out, torch.float32, "ternary_decode_add: out")
     packed = _native.check(packed, torch.uint8, "ternary_decode_add: packed", device=out.device)
@@ -69,26 +69,18 @@ def ternary_decode_add(packed: Tensor, scale: float | Tensor, out: Tensor, weigh
             f"ternary_decode_add: got {packed.numel()} bytes, expected {ternary_nbytes(out.numel())} "
             f"for {out.numel()} elements"
         )
-    scale = _number(scale, out)
-    if not isinstance(scale, Tensor) and not (math.isfinite(scale) and scale >= 0):
-        raise PayloadError(f"corrupt payload: its scale is {scale}, expected a finite number >= 0")
-    if _native.on_cuda(out):
-        if not isinstance(scale, Tensor):  # one product of two doubles, as on the CPU
-            scale, weight = 1.0, weight * scale
-        scale = _on_device(scale, out)
-        arguments = (packed.data_ptr(), out.numel(), scale.data_ptr(), weight, out.data_ptr())
-        _native.run("ternary_decode_add", out, *arguments, flag=True)
-        return
-    if _native.run("ternary_decode_add", out, packed.data_ptr(), out.numel(), weight * float(scale), out.data_ptr()):
+    if isinstance(scale, Tensor) and _stays_on_device(scale, out):
+        address = _native.scalar(scale, out, "ternary_decode_add: scale")[0]
+    else:
+        scale = float(scale)
+        if not (math.isfinite(scale) and scale >= 0):
+            raise PayloadError(f"corrupt payload: its scale is {scale}, expected a finite number >= 0")
+        address, weight = 0, weight * scale  # a product of doubles, rounded once
+    arguments = (packed.data_ptr(), out.numel(), address, weight, out.data_ptr())
+    if _native.run_failed("ternary_decode_add", out, *arguments):
         raise PayloadError("corrupt payload: got a byte above 242, the largest that five trits make")
 
 
-def _number(value: float | Tensor, where: Tensor) -> float | Tensor:
-    """`value` as a number, unless it is a tensor on the CUDA device of `where`."""
-    return value if isinstance(value, Tensor) and _native.on_cuda(where) else float(value)
-
-
-def _on_device(value: float | Tensor, where: Tensor) -> Tensor:
-    if isinstance(value, Tensor):
-        return _native.check(value, torch.float32, "ternary: scale or clip", 1, where.device)
-    return torch.full((1,), value, dtype=torch.float32, device=where.device)
+def _stays_on_device(value: float | Tensor, where: Tensor) -> bool:
+    """Whether `value` is a tensor that is passed on unread: reading it would wait for the device."""
+    return isinstance(value, Tensor) and _native.on_cuda(where)

@@ -6,28 +6,25 @@
 
 using namespace gradzip;
 
-static int cpu_probabilities(const float* atoms, int64_t n, double budget, float* p) {
-  return cpu::atom_probabilities_float(atoms, n, budget, p, 1);
-}
-static int cpu_probabilities(const double* atoms, int64_t n, double budget, double* p) {
-  return cpu::atom_probabilities_double(atoms, n, budget, p, 1);
-}
+static auto cpu_kernel(float) { return cpu::atom_probabilities_float; }
+static auto cpu_kernel(double) { return cpu::atom_probabilities_double; }
+static auto cuda_kernel(float) { return cuda::atom_probabilities_float; }
+static auto cuda_kernel(double) { return cuda::atom_probabilities_double; }
 
 template <class T>
 static void test(const std::vector<T>& values, double budget) {
   const int64_t n = int64_t(values.size());
   const simt::Buffer<T> atoms(values, n % 3);
   const simt::Buffer<T> expected(n);
-  const bool failed = cpu_probabilities(atoms, n, budget, expected) != 0;
+  int32_t failed = 0;
+  cpu_kernel(T())(atoms, n, budget, expected, &failed, 1);
   simt::in_any_order(n, [&] {
     const simt::Buffer<T> p(n, n % 2);
     const std::string what = "atom_probabilities, budget = " + std::to_string(budget);
-    if constexpr (sizeof(T) == 4)
-      cuda::atom_probabilities_float(atoms, n, budget, p,
-                                     simt::workspace(cuda::atom_probabilities_float_workspace(n)).get(), nullptr);
-    else
-      cuda::atom_probabilities_double(atoms, n, budget, p,
-                                      simt::workspace(cuda::atom_probabilities_double_workspace(n)).get(), nullptr);
+    const simt::Buffer<int32_t> flag(std::vector<int32_t>{0});
+    simt::call(cuda_kernel(T()), atoms, n, budget, p, flag);
+    simt::expect_equal(*flag.get(), failed, what + ": failed");
+    simt::call(cuda_kernel(T()), atoms, n, budget, p, nullptr);
     for (int64_t i = 0; failed && i < n; ++i) simt::expect_equal(std::isnan(p[i]), true, what + ", not finite");
     if (!failed) simt::expect_equal(p.get(), expected.get(), n, what);
   });

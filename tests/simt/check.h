@@ -36,8 +36,17 @@ class Buffer {
   std::unique_ptr<T[]> data_;
 };
 
-// Scratch memory as a caller owns it: dirty.
-inline Buffer<ulonglong2> workspace(int64_t nbytes) { return Buffer<ulonglong2>((nbytes + 15) / 16); }
+// Both phases of a kernel that takes a workspace (cuda/ops.h), without the stream. The workspace is dirty and has
+// exactly the size that the kernel asks for.
+template <class Kernel, class... A>
+void call(Kernel kernel, const A&... arguments) {
+  const int before = launches;
+  const int64_t nbytes = kernel(nullptr, arguments..., nullptr);
+  if (nbytes == 0) return;
+  if (launches != before) fail("a kernel was launched without the workspace it needs");
+  const Buffer<ulonglong2> workspace((nbytes + 15) / 16);
+  if (kernel(workspace.get(), arguments..., nullptr) != 0) fail("a kernel asks for its workspace a second time");
+}
 
 template <class T>
 void expect_equal(const T* got, const T* expected, int64_t n, const std::string& what) {

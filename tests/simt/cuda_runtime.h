@@ -14,8 +14,13 @@ struct cudaLaunchConfig_t {
   cudaStream_t stream = nullptr;
 };
 
+namespace simt {
+inline int launches = 0;
+}
+
 template <class... P, class... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), A&&... arguments) {
+  ++simt::launches;
   simt::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, [=] { kernel(P(arguments)...); });
   return cudaSuccess;
 }

@@ -1,4 +1,4 @@
-// low_rank_project, low_rank_expand and low_rank_settle.
+// low_rank_project, low_rank_expand and low_rank_apply_average.
 #include "check.h"
 
 #include "cpu/ops.h"
@@ -40,18 +40,16 @@ static void test(int64_t rows, int64_t columns, int64_t rank, int64_t skip) {
     cpu::low_rank_project(m, sum, rows, columns, factor, rank, transpose, ignored, 1);
     bool again = false;
     simt::in_any_order(rows * columns, [&] {
-      const auto scratch = simt::workspace(cuda::low_rank_project_workspace(rows, columns, rank, transpose));
       const Floats e(residual, skip), out(outputs * rank);
-      cuda::low_rank_project(m, e, rows, columns, factor, rank, transpose, out, scratch.get(), nullptr);
+      simt::call(cuda::low_rank_project, m, e, rows, columns, factor, rank, transpose, out);
       simt::expect_equal(e.get(), sum.get(), rows * columns, "low_rank_project: e");
       if (!again) expect_close(out, sum, rows, columns, factor, rank, transpose);
       if (!again) std::copy_n(out.get(), out.size(), first.get());
       again = true;
       simt::expect_equal(out.get(), first.get(), out.size(), "low_rank_project in another order");
     });
-    const auto scratch = simt::workspace(cuda::low_rank_project_workspace(rows, columns, rank, transpose));
     const Floats out(outputs * rank);
-    cuda::low_rank_project(sum, nullptr, rows, columns, factor, rank, transpose, out, scratch.get(), nullptr);
+    simt::call(cuda::low_rank_project, sum, nullptr, rows, columns, factor, rank, transpose, out);
     simt::expect_equal(out.get(), first.get(), out.size(), "low_rank_project without e");
   }
 
@@ -68,12 +66,12 @@ static void test(int64_t rows, int64_t columns, int64_t rank, int64_t skip) {
 
   for (const float* sent : {p.get(), sent_p.get()}) {
     const Floats gradient(values), kept(rows * columns);
-    cpu::low_rank_settle(gradient, kept, sent, q, p, q, rows, columns, rank, 1);
+    cpu::low_rank_apply_average(gradient, kept, sent, q, p, q, rows, columns, rank, 1);
     simt::in_any_order(rows * columns, [&] {
       const Floats x(values, skip), e(rows * columns, skip);
-      cuda::low_rank_settle(x, e, sent, q, p, q, rows, columns, rank, nullptr);
-      simt::expect_equal(e.get(), kept.get(), e.size(), "low_rank_settle: e");
-      simt::expect_equal(x.get(), gradient.get(), x.size(), "low_rank_settle: m");
+      cuda::low_rank_apply_average(x, e, sent, q, p, q, rows, columns, rank, nullptr);
+      simt::expect_equal(e.get(), kept.get(), e.size(), "low_rank_apply_average: e");
+      simt::expect_equal(x.get(), gradient.get(), x.size(), "low_rank_apply_average: m");
     });
   }
 }

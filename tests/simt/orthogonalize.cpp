@@ -86,8 +86,7 @@ int main() {
       table[i].data = got.back().get();
     }
     const int64_t count = int64_t(table.size());
-    cuda::orthogonalize(table.data(), count, simt::workspace(cuda::orthogonalize_workspace(table.data(), count)).get(),
-                        nullptr);
+    simt::call(cuda::orthogonalize, table.data(), count);
     double away = 0.0;
     for (size_t i = 0; i < cases.size(); ++i) {
       const auto [rows, columns, kind, exact] = cases[i];

@@ -1,4 +1,4 @@
-// payload_checksum, payload_seal and payload_inspect.
+// payload_seal and payload_inspect.
 #include "check.h"
 
 #include "cpu/ops.h"
@@ -21,27 +21,9 @@ static Bytes body_of(int64_t nbytes) {
   return bytes;
 }
 
-// What the host writes.
-static Bytes sealed(Bytes bytes, PayloadHeader header) {
-  header.checksum = 0;
-  std::memcpy(bytes.data(), &header, sizeof header);
-  header.checksum = cpu::payload_checksum(bytes.data(), int64_t(bytes.size()), 1);
-  std::memcpy(bytes.data(), &header, sizeof header);
+static Bytes sealed(Bytes bytes, const PayloadHeader& header) {
+  cpu::payload_seal(bytes.data(), int64_t(bytes.size()), &header, nullptr, 0, nullptr, 1);
   return bytes;
-}
-
-static void test_checksum(int64_t nbytes) {
-  const Bytes bytes = body_of(nbytes);
-  const uint32_t expected = cpu::payload_checksum(bytes.data(), nbytes, 1);
-  for (int64_t skip : {0, 1, 8, 16}) {
-    const simt::Buffer<uint8_t> payload(bytes, skip);
-    simt::in_any_order(nbytes, [&] {
-      const simt::Buffer<uint32_t> checksum(1);
-      cuda::payload_checksum(payload, nbytes, checksum, simt::workspace(cuda::payload_checksum_workspace(nbytes)).get(),
-                             nullptr);
-      simt::expect_equal(*checksum.get(), expected, "payload_checksum");
-    });
-  }
 }
 
 static void test_seal(int64_t nbytes, std::vector<float> magnitudes, bool finite, const RangeFloat* number) {
@@ -52,11 +34,14 @@ static void test_seal(int64_t nbytes, std::vector<float> magnitudes, bool finite
     std::memcpy(header.fields + 8, &wire, 8);
   }
   const Bytes expected = sealed(body_of(nbytes), header);
+  header = header_of(nbytes);
+  Bytes on_cpu = body_of(nbytes);
+  cpu::payload_seal(on_cpu.data(), nbytes, &header, magnitudes.data(), int64_t(magnitudes.size()), number, 1);
+  simt::expect_equal(on_cpu.data(), expected.data(), nbytes, "payload_seal on the CPU");
   const simt::Buffer<float> on_device(magnitudes);
   simt::in_any_order(nbytes, [&] {
     const simt::Buffer<uint8_t> payload(body_of(nbytes));
-    cuda::payload_seal(payload, nbytes, header_of(nbytes), on_device, on_device.size(), number,
-                       simt::workspace(cuda::payload_seal_workspace(nbytes)).get(), nullptr);
+    simt::call(cuda::payload_seal, payload, nbytes, &header, on_device, on_device.size(), number);
     simt::expect_equal(payload.get(), expected.data(), nbytes, "payload_seal");
   });
 }
@@ -74,9 +59,12 @@ static void test_inspect(const std::vector<int64_t>& lengths) {
   }
   const int64_t count = int64_t(lengths.size());
   const auto compare = [&](const simt::Buffer<uint8_t>& buffer, int64_t valid) {
+    const simt::Buffer<PayloadInspection> on_cpu(count);
+    cpu::payload_inspect(buffer, buffer.size(), count, on_cpu, 1);
     simt::in_any_order(buffer.size(), [&] {
       const simt::Buffer<PayloadInspection> table(count);
       cuda::payload_inspect(buffer, buffer.size(), count, table, nullptr);
+      simt::expect_equal(table.get(), on_cpu.get(), count, "payload_inspect");
       for (int64_t r = 0; r < valid; ++r) {
         simt::expect_equal(table[r].header, expected[size_t(r)].header, "payload_inspect: header");
         simt::expect_equal(table[r].begin, expected[size_t(r)].begin, "payload_inspect: begin");
@@ -99,10 +87,9 @@ static void test_inspect(const std::vector<int64_t>& lengths) {
 
 int main() {
   RangeFloat number;
-  cpu::range_float_make(&number, 10, 4, -1.0f, 3.0f);
+  cpu::range_float_fit(&number, nullptr, 0, 10, 4, -1.0f, 3.0f, 1);
   const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
   for (int64_t nbytes : {48, 64, 80, 1024, 4096 + 16, 100000}) {
-    test_checksum(nbytes);
     test_seal(nbytes, {}, true, nullptr);
     test_seal(nbytes, {0.0f, 3e38f}, true, &number);
     test_seal(nbytes, {1.0f, inf}, false, &number);

@@ -1,8 +1,8 @@
-// quantize, quantize_packed, dequantize and quantized_decode_add.
+// quantize, quantize_packed, quantize_decode and quantize_decode_add.
 #include "check.h"
 
 #include "cpu/ops.h"
-#include "cuda/bucket_norm.cu"
+#include "cuda/bucket_norms.cu"
 #include "cuda/quantize.cu"
 
 using namespace gradzip;
@@ -21,37 +21,37 @@ static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t buck
       expected_sum(simt::data(simt::Kind::normal, n));
   cpu::quantize(x, n, bits, bucket, norm, 7, expected_codes, expected_norms, 1);
   cpu::quantize_packed(x, n, bits, bucket, norm, 7, expected, expected_norms, 1);
-  cpu::dequantize(expected_codes, expected_norms, n, bits, bucket, expected_values, 1);
-  cpu::quantized_decode_add(expected, expected_norms, n, bits, bucket, 0.3f, expected_sum, 1);
+  int32_t refused = 0;
+  cpu::quantize_decode(expected_codes, expected_norms, n, bits, bucket, expected_values, &refused, 1);
+  cpu::quantize_decode_add(expected, expected_norms, n, bits, bucket, 0.3f, expected_sum, &refused, 1);
+  simt::expect_equal(refused, 0, "failed on the CPU");
   simt::in_any_order(n, [&] {
     const simt::Buffer<float> norms(buckets);
     const simt::Buffer<int32_t> codes(n, bits % 4), failed(std::vector<int32_t>{0});
-    const auto scratch = simt::workspace(cuda::quantize_workspace(n));
-    cuda::quantize(x, n, bits, bucket, norm, 7, codes, norms, scratch.get(), nullptr);
+    simt::call(cuda::quantize, x, n, bits, bucket, norm, 7, codes, norms);
     simt::expect_equal(norms.get(), expected_norms.get(), buckets, "quantize: norms, " + what);
     simt::expect_equal(codes.get(), expected_codes.get(), n, "quantize, " + what);
     const simt::Buffer<float> norms_too(buckets);
     const simt::Buffer<uint8_t> packed(nbytes, bits % 4);
-    cuda::quantize_packed(x, n, bits, bucket, norm, 7, packed, norms_too,
-                          simt::workspace(cuda::quantize_packed_workspace(n)).get(), nullptr);
+    simt::call(cuda::quantize_packed, x, n, bits, bucket, norm, 7, packed, norms_too);
     simt::expect_equal(norms_too.get(), expected_norms.get(), buckets, "quantize_packed: norms, " + what);
     simt::expect_equal(packed.get(), expected.get(), nbytes, "quantize_packed, " + what);
     const simt::Buffer<float> values(n), sum(simt::data(simt::Kind::normal, n), bits % 4);
-    cuda::dequantize(codes, norms, n, bits, bucket, values, failed, nullptr);
-    simt::expect_equal(values.get(), expected_values.get(), n, "dequantize, " + what);
-    cuda::quantized_decode_add(packed, norms, n, bits, bucket, 0.3f, sum, failed, nullptr);
-    simt::expect_equal(sum.get(), expected_sum.get(), n, "quantized_decode_add, " + what);
+    cuda::quantize_decode(codes, norms, n, bits, bucket, values, failed, nullptr);
+    simt::expect_equal(values.get(), expected_values.get(), n, "quantize_decode, " + what);
+    cuda::quantize_decode_add(packed, norms, n, bits, bucket, 0.3f, sum, failed, nullptr);
+    simt::expect_equal(sum.get(), expected_sum.get(), n, "quantize_decode_add, " + what);
     simt::expect_equal(*failed.get(), 0, "failed, " + what);
     if (n == 0) return;
     codes[n / 2] = 1 << (bits - 1);
-    cuda::dequantize(codes, norms, n, bits, bucket, values, failed, nullptr);
-    simt::expect_equal(*failed.get(), 1, "dequantize of a level beyond the largest: failed");
+    cuda::quantize_decode(codes, norms, n, bits, bucket, values, failed, nullptr);
+    simt::expect_equal(*failed.get(), 1, "quantize_decode of a level beyond the largest: failed");
     *failed.get() = 0;
     norms[buckets - 1] = n % 2 ? -1.0f : INFINITY;
-    cuda::quantized_decode_add(packed, norms, n, bits, bucket, 0.3f, sum, failed, nullptr);
-    simt::expect_equal(*failed.get(), 1, "quantized_decode_add of a norm there is not: failed");
+    cuda::quantize_decode_add(packed, norms, n, bits, bucket, 0.3f, sum, failed, nullptr);
+    simt::expect_equal(*failed.get(), 1, "quantize_decode_add of a norm there is not: failed");
     for (int64_t i = (buckets - 1) * bucket; i < n; ++i)
-      simt::expect_equal(std::isnan(sum[i]), true, "quantized_decode_add of a norm there is not");
+      simt::expect_equal(std::isnan(sum[i]), true, "quantize_decode_add of a norm there is not");
   });
 }
 

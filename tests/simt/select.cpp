@@ -1,8 +1,7 @@
-// abs_max and select.
+// select.
 #include "check.h"
 
 #include "cpu/ops.h"
-#include "cuda/abs_max.cu"
 #include "cuda/select.cu"
 
 using namespace gradzip;
@@ -11,18 +10,13 @@ int main() {
   for (int64_t n : simt::kSizes) {
     for (simt::Kind kind : simt::kKinds) {
       const simt::Buffer<float> x(simt::data(kind, n), n % 4);
-      simt::in_any_order(n, [&] {
-        const simt::Buffer<float> most(1);
-        cuda::abs_max(x, n, most, nullptr);
-        simt::expect_equal(*most.get(), cpu::abs_max(x, n, 1), "abs_max");
-      });
       for (int64_t k : {int64_t(1), n / 7, n / 2, n - 1, n}) {
         if (k < 1 || k > n || (n > 50000 && k != n / 7 && kind != simt::Kind::ties)) continue;
         Selection expected;
         cpu::select(x, n, k, &expected, 1);
         simt::in_any_order(n, [&] {
           const simt::Buffer<Selection> selection(1);
-          cuda::select(x, n, k, selection, simt::workspace(cuda::select_workspace(n)).get(), nullptr);
+          simt::call(cuda::select, x, n, k, selection);
           simt::expect_equal(*selection.get(), expected, "select, k = " + std::to_string(k));
         });
       }

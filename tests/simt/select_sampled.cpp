@@ -15,13 +15,13 @@ int main() {
         if (k < 1) continue;
         Selection expected;
         const uint64_t key = uint64_t(n) * 0x9E3779B97F4A7C15u + uint64_t(k);
-        const int64_t kept = cpu::select_sampled(x, n, k, key, &expected, 1);
+        int64_t kept;
+        cpu::select_sampled(x, n, k, key, &expected, &kept, 1);
         expected.unused = 0;
         simt::in_any_order(n > 50000 ? n : 20000, [&] {
           const simt::Buffer<Selection> selection(1);
           const simt::Buffer<int64_t> count(1);
-          cuda::select_sampled(x, n, k, key, selection, count,
-                               simt::workspace(cuda::select_sampled_workspace(n, k)).get(), nullptr);
+          simt::call(cuda::select_sampled, x, n, k, key, selection, count);
           simt::expect_equal(*count.get(), kept, "select_sampled: count");
           simt::expect_equal(*selection.get(), expected, "select_sampled, k = " + std::to_string(k));
         });

@@ -14,7 +14,7 @@ static void test_power(int64_t rows, int64_t length, simt::Kind kind) {
   const auto* parts = reinterpret_cast<const float*>(spectrum.get());
   for (float amax : {0.0f, 1e-40f, 3.5f, 3e38f, std::numeric_limits<float>::infinity()}) {
     const simt::Buffer<float> expected(n), at(std::vector<float>{amax});
-    cpu::spectrum_power(parts, rows, length, amax, expected, 1);
+    cpu::spectrum_power(parts, rows, length, &amax, expected, 1);
     simt::in_any_order(n, [&] {
       const simt::Buffer<float> power(n);
       cuda::spectrum_power(parts, rows, length, at, power, nullptr);
@@ -37,7 +37,7 @@ static void test_decode_add(int64_t n, int bits, int one_in) {
   simt::Buffer<uint8_t> packed(nbytes, (n + 1) % 4);
   for (int64_t i = 0; i < nbytes; ++i) packed[i] = uint8_t(random());
   RangeFloat number;
-  cpu::range_float_make(&number, bits, bits / 2, -2.0f, 1.0f);
+  cpu::range_float_fit(&number, nullptr, 0, bits, bits / 2, -2.0f, 1.0f, 1);
   const simt::Buffer<RangeFloat> format(std::vector<RangeFloat>{number});
 
   // Aligned as complex numbers are.
@@ -49,17 +49,16 @@ static void test_decode_add(int64_t n, int bits, int one_in) {
   };
   const auto floats = [](const simt::Buffer<float2>& b) { return reinterpret_cast<float*>(b.get()); };
   const auto expected = fresh();
-  cpu::spectrum_decode_add(number, bitmap, packed, nbytes, count, 0.3f, floats(expected), n, 1);
+  int32_t refused = 0;
+  cpu::spectrum_decode_add(&number, bitmap, packed, nbytes, count, 0.3f, floats(expected), n, &refused, 1);
+  simt::expect_equal(refused, 0, "spectrum_decode_add on the CPU: failed");
   simt::in_any_order(n, [&] {
-    const auto scratch = simt::workspace(cuda::spectrum_decode_add_workspace(n));
     const auto spectrum = fresh();
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
-    cuda::spectrum_decode_add(format, bitmap, packed, nbytes, count, 0.3f, floats(spectrum), n, failed, scratch.get(),
-                              nullptr);
+    simt::call(cuda::spectrum_decode_add, format, bitmap, packed, nbytes, count, 0.3f, floats(spectrum), n, failed);
     simt::expect_equal(floats(spectrum), floats(expected), 2 * n, "spectrum_decode_add");
     simt::expect_equal(*failed.get(), 0, "spectrum_decode_add: failed");
-    cuda::spectrum_decode_add(format, bitmap, packed, nbytes, count + 1, 0.3f, floats(spectrum), n, failed,
-                              scratch.get(), nullptr);
+    simt::call(cuda::spectrum_decode_add, format, bitmap, packed, nbytes, count + 1, 0.3f, floats(spectrum), n, failed);
     simt::expect_equal(*failed.get(), 1, "spectrum_decode_add of another count: failed");
     for (int64_t i = 0; i < 2 * n; ++i)
       if (!std::isnan(floats(spectrum)[i])) std::fprintf(stderr, "another count gives a number\n"), std::exit(1);

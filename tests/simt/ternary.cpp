@@ -12,8 +12,10 @@ static void test(const simt::Buffer<float>& x, int64_t n, float scale, float cli
   const std::string what = "scale = " + std::to_string(scale) + ", clip = " + std::to_string(clip);
   const simt::Buffer<uint8_t> expected(nbytes);
   const simt::Buffer<float> expected_sum(simt::data(simt::Kind::normal, n));
-  cpu::ternary_packed(x, n, scale, clip, 3, expected, 1);
-  cpu::ternary_decode_add(expected, n, float(weight * double(scale)), expected_sum, 1);
+  int32_t refused = 0;
+  cpu::ternary_packed(x, n, &scale, std::isinf(clip) ? nullptr : &clip, 3, expected, 1);
+  cpu::ternary_decode_add(expected, n, &scale, weight, expected_sum, &refused, 1);
+  simt::expect_equal(refused, 0, "ternary_decode_add on the CPU: failed");
   simt::in_any_order(n, [&] {
     const simt::Buffer<float> scales(std::vector<float>{scale}), clips(std::vector<float>{clip});
     const simt::Buffer<uint8_t> packed(nbytes, n % 4);
@@ -24,6 +26,9 @@ static void test(const simt::Buffer<float>& x, int64_t n, float scale, float cli
     cuda::ternary_decode_add(packed, n, scales, weight, sum, failed, nullptr);
     simt::expect_equal(sum.get(), expected_sum.get(), n, "ternary_decode_add, " + what);
     simt::expect_equal(*failed.get(), 0, "ternary_decode_add: failed, " + what);
+    const simt::Buffer<float> unscaled(simt::data(simt::Kind::normal, n));
+    cuda::ternary_decode_add(packed, n, nullptr, weight * double(scale), unscaled, nullptr, nullptr);
+    simt::expect_equal(unscaled.get(), expected_sum.get(), n, "ternary_decode_add without a scale, " + what);
     if (n == 0) return;
     for (int64_t i : {int64_t(0), nbytes - 1}) {
       const simt::Buffer<float> spoilt(n);

@@ -2,7 +2,7 @@
 #include "check.h"
 
 #include "cpu/ops.h"
-#include "cuda/bucket_norm.cu"
+#include "cuda/bucket_norms.cu"
 
 using namespace gradzip;
 
@@ -18,8 +18,7 @@ int main() {
           cpu::bucket_norms(x, n, bucket, norm, expected, 1);
           simt::in_any_order(n, [&] {
             const simt::Buffer<float> norms(buckets);
-            cuda::bucket_norms(x, n, bucket, norm, norms, simt::workspace(cuda::bucket_norms_workspace(n)).get(),
-                               nullptr);
+            simt::call(cuda::bucket_norms, x, n, bucket, norm, norms);
             simt::expect_equal(norms.get(), expected.get(), buckets,
                                "norms " + std::to_string(norm) + " of buckets of " + std::to_string(bucket));
           });

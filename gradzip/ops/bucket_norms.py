@@ -6,16 +6,21 @@ import torch
 from torch import Tensor
 
 from . import _native
-from .quantize import num_buckets
 
-NORMS = {"l2": 0, "max": 1, "l1": 2}
+NORMS = {"l2": 0, "max": 1, "l1": 2}  # numbers as in csrc/cpu/ops.h
+
+
+def num_buckets(numel: int, bucket: int) -> int:
+    """Return the number of buckets of `bucket` elements; the last one may be shorter."""
+    return -(-numel // bucket)
 
 
 def bucket_norms(x: Tensor, bucket: int | None = None, norm: str = "l2") -> Tensor:
-    """The "l2", "max" or "l1" norm of each `bucket` consecutive elements, of all of them where None.
+    """Return the norm of each `bucket` consecutive elements, or of all of them if None.
 
-    x: n elements, any shape, float32. Returns float32 of ceil(n / bucket). NaN counts as 0, infinity as the largest
-    float, which no norm exceeds. Summed in double in a fixed order: nothing underflows, and it is deterministic.
+    x: n elements, any shape, float32; norm: "l2", "max" or "l1". Returns float32 of ceil(n / bucket). NaN counts as 0,
+    infinity as the largest float, which no norm exceeds. Summed in double in a fixed order: no underflow,
+    deterministic. Does not wait for the device.
 
     >>> bucket_norms(torch.tensor([3.0, -4.0, 5.0]), 2).tolist(), bucket_norms(torch.ones(7), norm="l1").tolist()
     ([5.0, 5.0], [7.0])
@@ -28,6 +33,5 @@ def bucket_norms(x: Tensor, bucket: int | None = None, norm: str = "l2") -> Tens
     if norm not in NORMS:
         raise ValueError(f"bucket_norms: got norm = {norm!r}, expected 'l2', 'max' or 'l1'")
     norms = torch.empty(num_buckets(n, bucket), dtype=torch.float32, device=x.device)
-    arguments = (x.data_ptr(), n, min(bucket, max(1, n)), NORMS[norm], norms.data_ptr())
-    _native.run("bucket_norms", x, *arguments, workspace_for=n)
+    _native.run("bucket_norms", x, x.data_ptr(), n, min(bucket, max(1, n)), NORMS[norm], norms.data_ptr())
     return norms

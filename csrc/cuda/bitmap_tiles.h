@@ -1,7 +1,7 @@
 // The launches that lead from a bitmap to where each tile's items begin.
 #pragma once
 
-#include "cuda/bitmap.cuh"
+#include "cuda/bitmap_tiles.cuh"
 #include "cuda/launch.h"
 
 namespace gradzip::cuda {

@@ -1,4 +1,4 @@
-#include "cpu/bucket_norm.h"
+#include "cpu/bucket_norms.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,0 +1,49 @@
+// Every kernel, for the bindings of gradzip._C (csrc/cpu) and gradzip._C.cuda (csrc/cuda).
+#pragma once
+
+#define GRADZIP_KERNELS(KERNEL)     \
+  KERNEL(abs_max)                   \
+  KERNEL(select)                    \
+  KERNEL(select_sampled)            \
+  KERNEL(bitmap)                    \
+  KERNEL(bitmap_count)              \
+  KERNEL(bitmap_indices)            \
+  KERNEL(compact)                   \
+  KERNEL(compact_expand)            \
+  KERNEL(random_indices)            \
+  KERNEL(index_code_encode)         \
+  KERNEL(index_code_decode)         \
+  KERNEL(index_code_decode_add)     \
+  KERNEL(range_float_fit)           \
+  KERNEL(range_float_encode)        \
+  KERNEL(range_float_encode_packed) \
+  KERNEL(range_float_decode)        \
+  KERNEL(low_rank_project)          \
+  KERNEL(low_rank_expand)           \
+  KERNEL(low_rank_apply_average)    \
+  KERNEL(pack_bits)                 \
+  KERNEL(pack_bits_unpack)          \
+  KERNEL(bernoulli)                 \
+  KERNEL(bucket_norms)              \
+  KERNEL(quantize)                  \
+  KERNEL(quantize_packed)           \
+  KERNEL(quantize_decode)           \
+  KERNEL(quantize_decode_add)       \
+  KERNEL(ternary_packed)            \
+  KERNEL(ternary_decode_add)        \
+  KERNEL(signs_pack)                \
+  KERNEL(signs_majority)            \
+  KERNEL(signs_decode_add)          \
+  KERNEL(one_bit_packed)            \
+  KERNEL(one_bit_decode_add)        \
+  KERNEL(atom_probabilities_float)  \
+  KERNEL(atom_probabilities_double) \
+  KERNEL(elias_encode)              \
+  KERNEL(elias_decode)              \
+  KERNEL(elias_quantize)            \
+  KERNEL(elias_decode_add)          \
+  KERNEL(orthogonalize)             \
+  KERNEL(spectrum_power)            \
+  KERNEL(spectrum_decode_add)       \
+  KERNEL(payload_seal)              \
+  KERNEL(payload_inspect)
