@@ -16,7 +16,14 @@ import socket
 import sys
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-PRELOADED = ("torch", "torch.distributed.launcher.api", "horovod.torch", "horovod.runner.launch", "sklearn.datasets")
+PRELOADED = [
+    "torch",
+    "torch._dynamo",  # the first optimizer imports it, for as long as torch itself
+    "torch.distributed.launcher.api",
+    "horovod.torch",
+    "horovod.runner.launch",
+    "sklearn.datasets",
+]
 
 
 def receive(connection):
