@@ -31,7 +31,7 @@ train: bootstrap ## train on real images with 2 ranks, without and with compress
 test: bootstrap ## lint, check types and run the tests; ARGS go to pytest (--long: all of them)
 	@$(ENV) ruff check .
 	@$(ENV) mypy
-	@$(ENV) pytest $(ARGS)
+	@$(ENV) pytest -n auto $(ARGS)
 
 .PHONY: fuzz
 fuzz: bootstrap ## feed hostile payloads to every decoder for SECONDS (60); ARGS go to tests/fuzz.py

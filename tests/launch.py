@@ -1,24 +1,45 @@
 """Starts real `horovodrun` and `torchrun` jobs for tests, and commands on slow networks."""
 
+import atexit
+import functools
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 HERE = Path(__file__).parent
+WARM = HERE / "warm.py"
 SHAPED_NET = HERE.parent / "scripts" / "shaped_net.sh"
 
 
+@functools.cache
+def python():
+    """Return the command that stands for `python` in a job: one that has torch and Horovod loaded (tests/warm.py)."""
+    if not hasattr(os, "pidfd_open"):  # Linux has it
+        return [sys.executable]
+    name = f"gradzip-tests-{os.getpid()}-{time.monotonic_ns()}"
+    server = subprocess.Popen(
+        [sys.executable, WARM, name], env=dict(os.environ, OMP_NUM_THREADS="1"),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    atexit.register(server.communicate)  # closes its standard input, at which it ends
+    assert server.stdout.readline() == "ready\n"
+    return [sys.executable, "-S", "-E", str(WARM), name]
+
+
+def launcher():
+    """Return the command that starts `horovodrun` on this machine. With --gloo it does not look for MPI."""
+    return [*python(), str(Path(sys.executable).with_name("horovodrun")), "--gloo", "--network-interface", "lo"]
+
+
 def horovodrun(ranks, script, *arguments, timeout=120):
-    """Runs a script of this folder on `ranks` processes of this machine; returns the finished process."""
-    command = [
-        str(Path(sys.executable).with_name("horovodrun")), "--network-interface", "lo", "-np", str(ranks),
-        sys.executable, str(HERE / script), *map(str, arguments),
-    ]  # fmt: skip
+    """Run a script of this folder on `ranks` processes of this machine. Return the finished process."""
+    command = [*launcher(), "-np", str(ranks), *python(), str(HERE / script), *map(str, arguments)]
     # A busy machine may keep a rank from its turn for longer than gloo's 30 seconds.
     environment = dict(os.environ, OMP_NUM_THREADS="1", HOROVOD_STALL_CHECK_TIME_SECONDS="10",
                        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="30", HOROVOD_GLOO_TIMEOUT_SECONDS="100")  # fmt: skip
@@ -28,11 +49,9 @@ def horovodrun(ranks, script, *arguments, timeout=120):
 
 
 def torchrun(ranks, script, *arguments, timeout=120):
-    """The same under `torchrun`."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-        str(HERE / script), *map(str, arguments),
-    ]  # fmt: skip
+    """Run a script under `torchrun`, as `horovodrun` does."""
+    options = ["--standalone", "--nproc-per-node", str(ranks), "--no-python"]
+    command = [*python(), "-m", "torch.distributed.run", *options, *python(), str(HERE / script), *map(str, arguments)]
     environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     return subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
@@ -74,7 +93,7 @@ def processes(ranks, script, folder, *names, timeout=120):
     environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", WORLD_SIZE=str(ranks))
     jobs = [
         subprocess.Popen(
-            [sys.executable, str(HERE / script), str(folder), *names], env=environment | {"RANK": str(rank)},
+            [*python(), str(HERE / script), str(folder), *names], env=environment | {"RANK": str(rank)},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(ranks)

@@ -78,7 +78,7 @@ def trained(rank):
     momenta = [(f"momentum {i}", s["momentum_buffer"]) for i, s in enumerate(optimizer.state.values())]
     alone = gradzip.ReplicaMonitor(model.named_parameters())
     said = [told(monitor.check) for monitor in (alone, gradzip.ReplicaMonitor([*model.state_dict().items(), *momenta]))]
-    model((rank + 1) * torch.randn(8, 6) + rank)  # other means and other variances
+    model(torch.randn(8, 6) * (1 + rank) + rank)
     said += [told(monitor.check) for monitor in (alone, gradzip.ReplicaMonitor(model.state_dict().items()))]
     if rank == 1:
         flip(momenta[0][1], 22)

@@ -3,7 +3,6 @@
 import os
 import socket
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import gradzip
 from gradzip.averaging import averaged
 from gradzip.engines.local import drive
 from gradzip.fusion import fused
-from launch import HERE, scenarios, torchrun
+from launch import HERE, python, scenarios, torchrun
 
 if not dist.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
@@ -429,7 +428,7 @@ def test_a_killed_rank_is_an_error_on_the_others(tmp_path):
     environment = dict(
         os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    command = [sys.executable, str(HERE / "ddp_worker.py"), str(tmp_path), "die"]
+    command = [*python(), str(HERE / "ddp_worker.py"), str(tmp_path), "die"]
     ranks = [
         subprocess.Popen(command, env=dict(environment, RANK=str(r), WORLD_SIZE="3"), stderr=subprocess.DEVNULL)
         for r in range(3)

@@ -5,20 +5,17 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
 import gradzip
+from launch import HERE, launcher, python
 
 pytest.importorskip("horovod.torch")
 from elastic_worker import COMMIT_EVERY, HOSTS, PLANS, Plan, batches, loss, networks
-
-HERE = Path(__file__).parent
 
 
 def elastic_horovodrun(folder, name, timeout):
@@ -29,9 +26,9 @@ def elastic_horovodrun(folder, name, timeout):
     (folder / "discover").write_text(f"#!/bin/sh\ncat '{folder}/hosts'\n")
     (folder / "discover").chmod(0o755)
     # A rank that waits for one that is not the dead one's neighbour finds out by this timeout.
-    limits = ["--network-interface", "lo", "--gloo-timeout-seconds", "30"]
+    limits = ["--gloo-timeout-seconds", "30"]
     elastic = ["-np", str(begin), "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(folder / "discover")]
-    command = [str(Path(sys.executable).with_name("horovodrun")), *limits, *elastic, sys.executable]
+    command = [*launcher(), *limits, *elastic, *python()]
     with open(folder / "output", "w") as output:
         job = subprocess.Popen(
             [*command, str(HERE / "elastic_worker.py"), name, str(folder)],

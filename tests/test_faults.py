@@ -3,11 +3,12 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from launch import HERE, launcher, python
 
 pytest.importorskip("horovod.torch")
 
@@ -46,8 +47,7 @@ def start(tmp_path):
     def start(method, ranks, *fault):
         with open(tmp_path / "log", "w") as output:
             job = subprocess.Popen(
-                [Path(sys.executable).with_name("horovodrun"), "--network-interface", "lo", "-np", str(ranks),
-                 sys.executable, Path(__file__).with_name("fault_worker.py"), method, tmp_path, *fault],
+                [*launcher(), "-np", str(ranks), *python(), HERE / "fault_worker.py", method, tmp_path, *fault],
                 env=os.environ | LIMITS, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         jobs.append(job)
