@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import TypeVar
@@ -56,7 +57,12 @@ def register(name: str, *, number: int | None = None, example: str = "") -> Call
 
 
 def registered() -> dict[str, type[Compressor]]:
-    """All methods by name, those of other packages included. Imports the modules that entry points name."""
+    """All methods by name, those of other packages included."""
+    _import_entry_points()
+    return dict(sorted(REGISTRY.items()))
+
+
+@functools.cache
+def _import_entry_points() -> None:
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         entry_point.load()
-    return dict(sorted(REGISTRY.items()))
