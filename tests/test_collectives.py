@@ -1,4 +1,4 @@
-"""fused(): many routines, one collective per round and kind."""
+"""Tensor fusion: several routines share one collective per round and kind."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def mean(x):
 
 
 def two_rounds(x):
-    """Power iteration's shape: what is averaged second depends on what came first."""
+    """As in a power iteration, the second collective depends on the result of the first."""
     first = yield Mean(x)
     second = yield Mean(first * x)
     return second
@@ -23,11 +23,11 @@ def two_rounds(x):
 
 def without_communication(x):
     return x
-    yield  # a routine, all the same
+    yield  # makes this a generator
 
 
-def kinds(routine):
-    """What fused routines yield, round by round, when everything is answered as if alone."""
+def collectives_by_round(routine):
+    """The collectives of each round in a group of one rank, and the results."""
     answer, seen = None, []
     while True:
         try:
@@ -39,13 +39,15 @@ def kinds(routine):
 
 
 def test_one_collective_per_round_for_all_members():
-    seen, results = kinds(fused([mean(torch.ones(2, 3)), two_rounds(torch.full((4,), 2.0)), mean(torch.ones(()))]))
+    seen, results = collectives_by_round(
+        fused([mean(torch.ones(2, 3)), two_rounds(torch.full((4,), 2.0)), mean(torch.ones(()))])
+    )
     assert seen == [[(Mean, 6 + 4 + 1)], [(Mean, 4)]]
     assert [tuple(r.shape) for r in results] == [(2, 3), (4,), ()]
     assert torch.equal(results[1], torch.full((4,), 4.0))
 
 
-def test_types_and_kinds_are_not_mixed():
+def test_dtypes_and_kinds_are_not_mixed():
     codec = gradzip.FFTRange()
     x = torch.randn(64, 64)
     members = [
@@ -54,14 +56,14 @@ def test_types_and_kinds_are_not_mixed():
         mean(torch.ones(5, dtype=torch.float64)),
         averaged(codec, x.clone(), "b"),
     ]
-    seen, results = kinds(fused(members))
+    seen, results = collectives_by_round(fused(members))
     payload = gradzip.roundtrip(codec, x)[1]
-    assert seen == [[(Mean, 3), (Gather, 2 * payload), (Mean, 5)]]  # one round: they run side by side
+    assert seen == [[(Mean, 3), (Gather, 2 * payload), (Mean, 5)]]  # in one round, so they may run concurrently
     assert torch.equal(results[1], results[3])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_broadcast_is_rank_zeros(size):
+def test_broadcast_gives_the_tensor_of_rank_0(size):
     def routine(rank, numel):
         return (yield Broadcast(torch.full((numel,), float(rank))))
 
@@ -75,14 +77,14 @@ def test_a_broadcast_is_rank_zeros(size):
         assert torch.equal(average, torch.full((3,), (size - 1) / 2))
 
 
-def test_nothing_and_routines_without_a_collective():
-    assert kinds(fused([])) == ([], [])
+def test_no_routines_and_routines_without_collectives():
+    assert collectives_by_round(fused([])) == ([], [])
     x = torch.ones(2)
-    assert kinds(fused([without_communication(x)])) == ([], [x])
+    assert collectives_by_round(fused([without_communication(x)])) == ([], [x])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_fused_equals_one_by_one(size):
+def test_fused_equals_separate(size):
     torch.manual_seed(size)
     shapes = {"big": (64, 64), "odd": (33, 129), "bias": (7,), "conv": (16, 16, 3, 3)}
     grads = {name: [torch.randn(shape) for _ in range(size)] for name, shape in shapes.items()}
@@ -97,14 +99,14 @@ def test_fused_equals_one_by_one(size):
             assert torch.equal(fused_results[rank][i], alone[0])
 
 
-def test_ranks_that_ask_for_different_things_are_told_so():
+def test_different_collectives_on_ranks_are_an_error():
     with pytest.raises(RuntimeError, match="different collectives"):
         drive([mean(torch.ones(3)), averaged(gradzip.FFTRange(), torch.ones(64, 64), "a")])
     with pytest.raises(RuntimeError, match="1 of 2 ranks are done"):
         drive([mean(torch.ones(3)), without_communication(torch.ones(3))])
 
 
-def test_what_lies_side_by_side_is_not_copied():
+def test_adjacent_tensors_are_not_copied():
     buffer = torch.arange(30.0)
     a, b, c = buffer[2:8].view(2, 3), buffer[8:9], buffer[9:29].view(4, 5)
     joined = adjacent([a, b, c])

@@ -1,4 +1,4 @@
-"""What every method gets from the base classes, shown on all registered methods."""
+"""Behaviour that all methods inherit from the base classes, tested on every registered method."""
 
 import dataclasses
 import io
@@ -11,7 +11,7 @@ from contract import EXAMPLES
 from gradzip.registry import registered
 from gradzip.state import Key
 
-# Every method with its defaults, and with the arguments that it registers for tests. PerLayer has no defaults.
+# Each method with its default arguments, and with its `example` arguments. PerLayer has no defaults.
 SPECS = sorted({*EXAMPLES.values(), *EXAMPLES} - {"per-layer"})
 
 
@@ -20,7 +20,7 @@ def compressor(request):
     return gradzip.parse(request.param)
 
 
-AWKWARD = {
+GRADIENTS = {
     "empty": torch.zeros(0),
     "empty_2d": torch.zeros(0, 7),
     "scalar": torch.tensor(3.0),
@@ -38,29 +38,29 @@ AWKWARD = {
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", AWKWARD)
-def test_every_gradient_keeps_shape_type_and_strides(compressor, kind, size):
-    grads = [AWKWARD[kind] * (rank + 1) for rank in range(size)]
-    grads = [torch.empty_like(AWKWARD[kind]).copy_(g) for g in grads]
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_shape_dtype_and_strides_are_kept_on_all_ranks(compressor, kind, size):
+    grads = [GRADIENTS[kind] * (rank + 1) for rank in range(size)]
+    grads = [torch.empty_like(GRADIENTS[kind]).copy_(g) for g in grads]
     before = [g.clone() for g in grads]
     averages = gradzip.simulate(compressor, grads)
     for grad, was, average in zip(grads, before, averages):
         assert average.shape == grad.shape and average.dtype == grad.dtype and average.stride() == grad.stride()
-        assert torch.equal(grad, was)  # simulate() does not touch what it is given
+        assert torch.equal(grad, was)  # simulate() does not change its arguments
         assert torch.equal(average, averages[0])  # replicas are bit-identical
 
 
 @pytest.mark.parametrize("shape", [(5000,), (5, 7), (), (31, 33)])
-def test_small_and_one_dimensional_gradients_are_averaged_exactly(compressor, shape):
+def test_small_and_1d_gradients_are_averaged_exactly(compressor, shape):
     a, b = torch.randn(shape), torch.randn(shape)
     group = gradzip.LocalGroup(compressor, 2)
     assert torch.equal(group.average([a, b], "w")[0], (a + b) / 2)
     assert group.bytes_sent == 4 * a.numel()
-    # But for DGC, which takes the optimizer's part, they leave nothing behind.
+    # No state is kept, except by DGC, which applies momentum to them.
     assert not group.compressors[0].states or isinstance(compressor, gradzip.DGC)
 
 
-def test_min_numel_decides_what_is_small():
+def test_min_numel():
     x = torch.randn(32, 32)
     assert gradzip.roundtrip(gradzip.FFTRange(min_numel=1024), x)[1] < x.numel() * 4
     assert gradzip.roundtrip(gradzip.FFTRange(min_numel=1025), x)[1] == x.numel() * 4
@@ -68,7 +68,7 @@ def test_min_numel_decides_what_is_small():
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_non_finite_gradient_is_everybodys_and_leaves_no_trace(compressor, bad, size):
+def test_non_finite_gradient_reaches_all_ranks_and_changes_no_state(compressor, bad, size):
     def finite(step):
         return [torch.randn(16, 16, 4, 4, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(size)]
 
@@ -84,8 +84,8 @@ def test_a_non_finite_gradient_is_everybodys_and_leaves_no_trace(compressor, bad
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_error_feedback_loses_nothing(size):
-    """Sum of averages + mean residual = sum of mean gradients, to the rounding of as many float32 additions."""
+def test_error_feedback_conserves_the_sum(size):
+    """Sum of averages + mean residual = sum of mean gradients, up to the rounding of float32 additions."""
     steps, compressor = 50, gradzip.FFTRange(theta=0.95, bits=6, error_feedback=True)
     group = gradzip.LocalGroup(compressor, size)
     sent = wanted = torch.zeros(64, 64, dtype=torch.float64)
@@ -100,16 +100,16 @@ def test_error_feedback_loses_nothing(size):
     # A step rounds a handful of times (add the residual, transform twice, average, subtract) numbers below 2 * largest.
     bound = steps * 40 * 2**-24 * 2 * largest
     assert (sent + residual - wanted).abs().max() < bound
-    assert residual.abs().max() > 1e3 * bound  # what is fed back is no rounding error
+    assert residual.abs().max() > 1e3 * bound  # the residual is not just rounding
 
 
-def test_clones_share_nothing_but_hyper_parameters():
+def test_clone_shares_hyper_parameters_only():
     a = gradzip.FFTRange(theta=0.7)
     b = a.clone()
     assert a == b and a.digest == b.digest and a.states is not b.states and a.traffic is not b.traffic
 
 
-def test_digest_tells_configurations_apart_and_schedules_by_their_class():
+def test_digest_covers_hyper_parameters_and_schedule_classes():
     base = gradzip.FFTRange()
     others = [gradzip.FFTRange(theta=0.9), gradzip.FFTRange(bits=8), gradzip.FFTRange(block=None), gradzip.Cast()]
     assert len({c.digest for c in [base, *others]}) == 5
@@ -117,7 +117,7 @@ def test_digest_tells_configurations_apart_and_schedules_by_their_class():
     assert one.digest == two.digest != base.digest
 
 
-def test_traffic_counts_both_sides():
+def test_traffic_counts_compressed_and_dense_bytes():
     group = gradzip.LocalGroup(gradzip.FFTRange(), 2)
     x = torch.randn(512, 512)
     group.average([x, x], "w")
@@ -129,7 +129,7 @@ def test_traffic_counts_both_sides():
     assert gradzip.Traffic().ratio == 1.0
 
 
-def test_state_survives_a_file_that_only_holds_plain_tensors():
+def test_state_dict_survives_torch_save_with_weights_only():
     compressor = gradzip.FFTRange(theta=0.9, error_feedback=True)
     grads = [torch.randn(64, 64) for _ in range(6)]
     through, stopped = gradzip.LocalGroup(compressor, 1), gradzip.LocalGroup(compressor, 1)
@@ -146,17 +146,17 @@ def test_state_survives_a_file_that_only_holds_plain_tensors():
         gradzip.Cast().load_state_dict(compressor.state_dict())
 
 
-def test_keys_differ_in_every_part_and_never_by_chance():
+def test_random_keys_are_unique_and_reproducible():
     keys = [Key(s, t, n, r) for s in (0, 1) for t in (0, 1) for n in ("a", "b") for r in (0, 1, "shared")]
     assert len({k.bits for k in keys}) == len(keys)
     assert Key(0, 0, "conv1.weight", 0).bits == Key(0, 0, "conv1.weight", 0).bits
     torch.manual_seed(1)
     before = torch.get_rng_state()
     gradzip.roundtrip(gradzip.FFTRange(rounding="stochastic"), torch.ones(64, 64))
-    assert torch.equal(torch.get_rng_state(), before)  # torch's generator is the user's
+    assert torch.equal(torch.get_rng_state(), before)  # torch's global generator is not used
 
 
-def test_refuses_what_is_no_gradient():
+def test_invalid_gradients_and_arguments_are_refused():
     with pytest.raises(ValueError, match="torch.int64, expected a dense float tensor"):
         gradzip.roundtrip(gradzip.FFTRange(), torch.ones(64, 64, dtype=torch.int64))
     with pytest.raises(ValueError, match="sparse_coo"):
@@ -167,7 +167,7 @@ def test_refuses_what_is_no_gradient():
         gradzip.Cast(dtype=torch.int8)
 
 
-def test_local_group_refuses_ill_assorted_gradients():
+def test_local_group_refuses_mismatched_gradients():
     group = gradzip.LocalGroup(gradzip.NoCompression(), 2)
     with pytest.raises(ValueError, match="got 1 gradients, expected 2"):
         group.average([torch.ones(3)], "w")
@@ -185,7 +185,7 @@ def test_local_group_refuses_ill_assorted_gradients():
             gradzip.roundtrip(compressor, torch.ones(3))
 
 
-def test_switches_and_seeds_are_no_texts():
+def test_bool_and_seed_arguments_reject_strings():
     for method in registered().values():
         for f in dataclasses.fields(method):
             if isinstance(f.default, bool):
@@ -196,7 +196,7 @@ def test_switches_and_seeds_are_no_texts():
                     method(seed="1")
 
 
-def test_a_name_is_that_of_one_parameter():
+def test_shape_change_of_a_parameter_is_refused():
     group = gradzip.LocalGroup(gradzip.TopK(theta=0.9), 1)
     group.average([torch.randn(64, 48)], "w")
     words = r"TopK, parameter 'w': got a gradient of shape \(48, 64\), expected \(64, 48\) as in the step before"
@@ -205,8 +205,8 @@ def test_a_name_is_that_of_one_parameter():
 
 
 @pytest.mark.parametrize("setting", ["dtype", "device"])
-def test_torchs_defaults_are_the_users(compressor, setting):
-    """Whatever tensors that nobody says more about are made of, and where."""
+def test_torch_default_dtype_and_device_do_not_matter(compressor, setting):
+    """Tensors are created with explicit dtype and device."""
     own = [[torch.randn(64, 48), torch.randn(64, 16, 3, 3)] for _ in range(3)]
 
     def averages():
@@ -227,19 +227,24 @@ def test_torchs_defaults_are_the_users(compressor, setting):
 
 def grad_scaler(value):
     scaler = torch.amp.GradScaler("cpu", init_scale=value)
-    scaler.scale(torch.zeros(()))  # only now it has its scale
+    scaler.scale(torch.zeros(()))  # initializes the scale lazily
     return scaler
 
 
-KEEPING = ["topk:theta=0.9", "topk:theta=0.9,exchange=scatter_reduce", "randomk:theta=0.9", "dgc:theta=0.9,clip_norm=3"]
-KEEPING += ["signsgd", "onebit", "powersgd", "acpsgd", "fft-range:error_feedback=True"]
-KEEPING += ["gradiveq:warmup_steps=1,sample_steps=2,stop=0.6"]
-KEEPING += ["per-layer:w=topk(theta=0.9),default=dgc"]
+STATEFUL = [
+    "topk:theta=0.9",
+    "topk:theta=0.9,exchange=scatter_reduce",
+    "randomk:theta=0.9",
+    "dgc:theta=0.9,clip_norm=3",
+]
+STATEFUL += ["signsgd", "onebit", "powersgd", "acpsgd", "fft-range:error_feedback=True"]
+STATEFUL += ["gradiveq:warmup_steps=1,sample_steps=2,stop=0.6"]
+STATEFUL += ["per-layer:w=topk(theta=0.9),default=dgc"]
 
 
-@pytest.mark.parametrize("spec", KEEPING)
-def test_what_is_kept_follows_the_loss_scale(spec):
-    """Powers of two multiply exactly: averages have the same bits as without a loss scale."""
+@pytest.mark.parametrize("spec", STATEFUL)
+def test_states_follow_the_loss_scale(spec):
+    """Powers of two multiply exactly, so averages have the same bits as without a loss scale."""
     group, plain = (gradzip.LocalGroup(gradzip.parse(spec), 3) for _ in range(2))
     scaler = grad_scaler(2.0**16)
     for compressor in group.compressors:
@@ -253,10 +258,10 @@ def test_what_is_kept_follows_the_loss_scale(spec):
             expected = plain.average(grads, name)[0]
             assert torch.equal(group.average([g * value for g in grads], name)[0] / value, expected)
             differs |= not torch.equal(unaware.average([g * value for g in grads], name)[0] / value, expected)
-    assert differs  # a compressor that follows nothing mixes residuals of several scales
+    assert differs  # without `follow`, residuals of several scales are mixed
 
 
-def test_a_loss_scale_outlives_a_checkpoint():
+def test_loss_scale_survives_a_checkpoint():
     scaler = grad_scaler(2.0**16)
     group, resumed = (gradzip.LocalGroup(gradzip.TopK(theta=0.9), 1) for _ in range(2))
     for of in (group, resumed):
@@ -268,7 +273,7 @@ def test_a_loss_scale_outlives_a_checkpoint():
     assert torch.equal(resumed.average([grad], "w")[0], group.average([grad], "w")[0])
 
 
-def test_a_loss_scale_may_end_with_a_checkpoint():
+def test_checkpoint_with_loss_scale_resumes_without_one():
     scaler = grad_scaler(2.0**10)
     grads = [torch.randn(64, 64) for _ in range(4)]
     group, plain, resumed = (gradzip.LocalGroup(gradzip.TopK(theta=0.9), 1) for _ in range(3))
@@ -280,7 +285,7 @@ def test_a_loss_scale_may_end_with_a_checkpoint():
         assert torch.equal(resumed.average([grad], "w")[0], plain.average([grad], "w")[0])
 
 
-def test_follows_nothing_but_scalers():
+def test_follow_accepts_grad_scalers_only():
     for scaler in (3, torch.amp.GradScaler):
         with pytest.raises(
             ValueError, match=r"follow: got .*, expected a torch.amp.GradScaler, as in follow\(scaler\)"

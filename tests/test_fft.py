@@ -9,7 +9,7 @@ import gradzip
 from gradzip import FFTRange, LocalGroup, StepSchedule, roundtrip, simulate
 from gradzip.averaging import averaged
 from gradzip.engines.local import drive
-from gradzip.methods.fft import transform_shape
+from gradzip.methods.transform import transform_shape
 from gradzip.state import Key
 from reference import (
     FLT_MAX,

@@ -16,14 +16,8 @@ from gradzip import QSGD, Cast, GradiVeQ, LocalGroup
 from gradzip.averaging import averaged
 from gradzip.engines.local import drive
 from gradzip.fusion import fused
-from gradzip.methods.gradiveq import (
-    best_slice_size,
-    compress,
-    decompress,
-    dimension,
-    principal_weights,
-    unflatten,
-)
+from gradzip.methods.gradiveq import best_slice_size, compress, decompress, unflatten
+from gradzip.methods.pca import dimension, principal_weights
 from reference import U
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -192,7 +186,7 @@ def test_principal_weights_lose_no_more_than_allowed_and_no_dimension_less_would
     width = decay ** torch.arange(size)
     samples = torch.randn(count, size, generator=generator) * width + 3
     centred = samples - samples.mean(0)
-    weights, _ = principal_weights(centred, loss)
+    weights, _ = principal_weights(centred, loss, recent=25)
     assert weights.shape == (min(count - 1, size), count)
     basis = (weights.double() @ centred.double())[(weights != 0).any(1)]
     d = len(basis)

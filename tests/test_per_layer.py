@@ -138,7 +138,7 @@ def test_rounds_and_bypass_are_those_of_the_parts():
         (lambda: PerLayer(["fc"]), "got the rule 'fc', expected "),
         (lambda: PerLayer([("fc", "topk")]), "got 'topk', expected a compressor"),
         (lambda: PerLayer([("fc", TopK())], default=None), "got None, expected a compressor"),
-        (lambda: PerLayer([("fc", mixed())]), "expected a compressor that is no PerLayer itself"),
+        (lambda: PerLayer([("fc", mixed())]), "expected a compressor other than PerLayer"),
         (lambda: gradzip.parse("per-layer"), "got no rules"),
         (lambda: gradzip.parse("per-layer:default=fp16"), "got no rules"),
         (lambda: gradzip.parse("per-layer:fc"), "got the rule 'fc', expected pattern=method"),

@@ -1,9 +1,10 @@
-"""Payloads of every codec, kept in tests/golden: the wire format cannot change unnoticed.
+"""Golden payloads of every codec, in tests/golden, detect changes of the wire format.
 
-A change on purpose raises the version in csrc/common/payload.h and gradzip/ops/payload.py, gets a "wire format" line in
-CHANGELOG.md, and writes the files anew: `python tests/test_wire_format.py`.
+An intended change increments the version in csrc/common/payload.h and gradzip/ops/payload.py, gets a "wire format" line
+in CHANGELOG.md, and rewrites the golden files: `python tests/test_wire_format.py`.
 """
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -22,43 +23,106 @@ CODECS |= {
     "atomo-svd": "atomo",
     "atomo-fourier": "atomo:atoms=fourier,budget=50",
 }
-# Of float32 numbers from a library, whose last bits may differ.
+SHAPE = (40, 30)
+NUMEL = 1200
+# Payloads of float32 numbers from LAPACK or an FFT library, whose rounding differs between libraries.
 FROM_LIBRARIES = ("atomo-svd", "atomo-fourier")
 
 
 def gradient():
-    """40 x 30 numbers of mixed sizes and signs that need no generator."""
-    i = torch.arange(1200, dtype=torch.float64)
-    return (torch.sin(i * i / 7) / (1 + i % 17)).float().reshape(40, 30)
+    """Numbers of various magnitudes and signs, computed without a random generator."""
+    i = torch.arange(NUMEL, dtype=torch.float64)
+    return (torch.sin(i * i / 7) / (1 + i % 17)).float().reshape(SHAPE)
+
+
+def golden_payload(name):
+    return torch.from_numpy(np.fromfile(GOLDEN / f"{name}.payload", dtype=np.uint8))
+
+
+def golden_decoded(name):
+    return torch.from_numpy(np.fromfile(GOLDEN / f"{name}.decoded", dtype=np.float32))
+
+
+def encode(name):
+    return gradzip.parse(CODECS[name]).encode(gradient(), Key(0, 0, "golden", 0))
+
+
+def decode(name, payload):
+    return gradzip.parse(CODECS[name]).decode([payload], NUMEL).view(-1)
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_old_payloads_decode_to_what_they_always_did(name):
-    codec = gradzip.parse(CODECS[name])
-    payload = torch.from_numpy(np.fromfile(GOLDEN / f"{name}.payload", dtype=np.uint8))
-    decoded = torch.from_numpy(np.fromfile(GOLDEN / f"{name}.decoded", dtype=np.float32))
-    # To the rounding of whichever transform library is at work.
-    torch.testing.assert_close(codec.decode([payload], 1200).view(-1), decoded, rtol=1e-5, atol=1e-6)
+def test_golden_payloads_decode_to_golden_values(name):
+    # Up to the rounding of the transform library.
+    torch.testing.assert_close(decode(name, golden_payload(name)), golden_decoded(name), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", CODECS)
-def test_new_payloads_are_the_old_ones(name):
-    """Where rounding goes another way a code may differ by one: a byte or two, the checksum, and nothing else."""
-    codec = gradzip.parse(CODECS[name])
-    payload = codec.encode(gradient(), Key(0, 0, "golden", 0))
-    new, old = payload.numpy(), np.fromfile(GOLDEN / f"{name}.payload", dtype=np.uint8)
-    assert new.shape == old.shape
-    if name in FROM_LIBRARIES:
-        decoded = torch.from_numpy(np.fromfile(GOLDEN / f"{name}.decoded", dtype=np.float32))
-        torch.testing.assert_close(codec.decode([payload], 1200).view(-1), decoded, rtol=1e-4, atol=1e-5)
-        return
+@pytest.mark.parametrize("name", [name for name in CODECS if name not in FROM_LIBRARIES])
+def test_encoding_gives_the_golden_payload(name):
+    """Rounding may change a code by one: one or two bytes, and the checksum. Nothing else may differ."""
+    new, golden = encode(name).numpy(), golden_payload(name).numpy()
+    assert new.shape == golden.shape
     checksum = range(24, 28)
-    different = [i for i in np.flatnonzero(new != old) if i not in checksum]
+    different = [i for i in np.flatnonzero(new != golden) if i not in checksum]
     assert len(different) <= 4, f"bytes {different} differ: did the wire format change?"
 
 
-def test_no_two_methods_share_a_number():
-    """By it a payload of another method is told."""
+def test_encoding_gives_the_golden_fourier_payload():
+    """Numbers of atoms are equal, and decoded values up to the rounding of the transform library."""
+    name = "atomo-fourier"
+    new, golden = encode(name), golden_payload(name)
+    assert_equal_headers(new, golden)
+    assert torch.equal(new[36:48], golden[36:48])
+    torch.testing.assert_close(decode(name, new), golden_decoded(name), rtol=1e-4, atol=1e-5)
+
+
+def assert_equal_headers(new, golden):
+    """Equal lengths, and equal headers but for the checksum and the method's own fields."""
+    assert new.shape == golden.shape
+    assert torch.equal(new[:24], golden[:24]) and torch.equal(new[28:32], golden[28:32])
+
+
+def svd_atoms(decoded):
+    """A decoded gradient in the float64 singular vectors of `gradient()`: coefficients, and the norm of the rest."""
+    left, _, right = np.linalg.svd(gradient().double().numpy(), full_matrices=False)
+    decoded = decoded.double().numpy().reshape(SHAPE)
+    coefficients = np.diag(left.T @ decoded @ right.T)
+    return coefficients, np.linalg.norm(decoded - (left * coefficients) @ right)
+
+
+def test_encoding_gives_the_golden_svd_payload():
+    """The atoms drawn are those of the golden payload, to the accuracy that any LAPACK has.
+
+    A computed decomposition is that of g + E, with |E| = c eps sigma_1 for a modest c (LAPACK Users' Guide, section
+    4.9); c = 10 here. It changes singular values by |E| at most, and the vectors of atom k by an angle of
+    |E| / gap_k each (Wedin), where gap_k is the distance of sigma_k from the next singular value. All p are below 1, so
+    p_k = budget sigma_k / sum sigma, and each atom is sent with the coefficient sigma_k / p_k = sum sigma / budget.
+    """
+    sigma = np.linalg.svd(gradient().double().numpy(), compute_uv=False)
+    budget = gradzip.parse(CODECS["atomo-svd"]).budget
+    assert budget * sigma[0] < sigma.sum()  # all p < 1
+    sent = sigma.sum() / budget
+    gap = np.abs(sigma[:, None] - sigma + np.diag(np.full(len(sigma), np.inf))).min(1)
+    error = 10 * 2.0**-23 * sigma[0]
+    new, golden = encode("atomo-svd"), golden_payload("atomo-svd")
+    assert_equal_headers(new, golden)
+    assert torch.equal(new[32:48], golden[32:48])  # rows, number of atoms
+    drawn = svd_atoms(decode("atomo-svd", golden))[0] > sent / 2
+    angles = math.sqrt(2) * error / gap[drawn]  # of both vectors
+    # The bounds are tight enough to be of use.
+    assert angles.max() < 2e-4
+    for payload in (golden, new):
+        coefficients, rest = svd_atoms(decode("atomo-svd", payload))
+        rounding = 8 * 2.0**-24  # of factors, products and their sum
+        # The errors of sum sigma, of sigma_k / p_k, and of the cosines of the angles.
+        relative = len(sigma) * error / sigma.sum() + 2 * error / sigma[drawn] + angles**2 + rounding
+        assert (np.abs(coefficients[drawn] / sent - 1) <= relative).all()
+        assert np.abs(coefficients[~drawn]).max() <= sent * ((angles**2).sum() + rounding)
+        assert rest <= sent * (np.sqrt((angles**2).sum()) + rounding)
+
+
+def test_method_numbers_are_unique():
+    """Payloads of another method are detected by its number."""
     numbers = [method.number for method in registered().values() if hasattr(method, "number")]
     assert len(numbers) > 1
     assert len(set(numbers)) == len(numbers), sorted(numbers)
@@ -66,11 +130,10 @@ def test_no_two_methods_share_a_number():
 
 def write():
     GOLDEN.mkdir(exist_ok=True)
-    for name, spec in CODECS.items():
-        codec = gradzip.parse(spec)
-        payload = codec.encode(gradient(), Key(0, 0, "golden", 0))
+    for name in CODECS:
+        payload = encode(name)
         payload.numpy().tofile(GOLDEN / f"{name}.payload")
-        codec.decode([payload], 1200).numpy().tofile(GOLDEN / f"{name}.decoded")
+        decode(name, payload).numpy().tofile(GOLDEN / f"{name}.decoded")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The methods. Each file registers its own; its classes become public here, and so in `gradzip`."""
+"""The methods. Each file registers its own; what `__all__` names here is public in `gradzip`."""
 
 from .atomo import ATOMO
 from .cast import Cast

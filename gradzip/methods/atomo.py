@@ -1,4 +1,4 @@
-"""Atomic sparsification: a few atoms of the gradient, drawn so that nothing is lost on average."""
+"""Unbiased sparsification of a gradient's atoms: singular values, elements or frequencies."""
 
 from __future__ import annotations
 
@@ -15,43 +15,56 @@ from .. import ops
 from ..gather import GatherCompressor
 from ..registry import register
 from ..state import Key
-from .fft import inverse_transform, one_thread, parts, transform_shape
+from .threads import one_thread
+from .transform import inverse_transform, row_chunks, transform_shape
 
 _MATRICES = struct.Struct("<QQ")  # rows, atoms
-_ENTRIES = struct.Struct("<fII4x")  # magnitude of the drawn atoms, number of certain ones, of drawn ones
+_ENTRIES = struct.Struct("<fII4x")  # magnitude of drawn atoms; how many atoms are certain (p = 1), how many drawn
 _BLOCK = 4096  # longest transform
-_SHARED = 1 << 18  # elements from which a matrix is worth several threads
+_THREADS_NUMEL = 1 << 18  # decompose smaller matrices in one thread, which is faster
 
 
 @register("atomo", number=20)
 @dataclass
 class ATOMO(GatherCompressor):
-    """Keeps atom i of g = sum_i lambda_i a_i with probability p_i, as lambda_i / p_i.
+    """Sends a random choice of the gradient's atoms, scaled so that the average is unbiased.
 
-    Wang, Sievert, Charles, Liu, Wright, Papailiopoulos, ATOMO: Communication-efficient Learning via Atomic
-    Sparsification, NeurIPS 2018. p is Algorithm 1's: the least variance, sum lambda_i^2 (1 / p_i - 1), of all unbiased
-    choices with sum p_i = budget.
+    Atom i of the decomposition g = sum_i lambda_i a_i is sent with probability p_i, as (lambda_i / p_i) a_i. The
+    variance is sum lambda_i^2 (1 / p_i - 1), and Algorithm 1 finds the p that minimises it for sum p_i = budget. Atoms
+    are drawn independently; if none is drawn, peers see 0.
 
-    atoms: what g is taken apart into.
-        "svd": singular values and their vectors. A convolution's gradient [x, y, k, k] becomes a matrix of xy / 2 rows
-        and 2 k^2 columns (section 6), or x and y k^2 where xy is odd or k = 1.
-        "entry": the elements.
-        "fourier": sines and cosines, in rows of at most 4096 elements; orthonormal, as the elements are.
-    budget: atoms kept on average, > 0, of each gradient, or of each shard that is scattered; where it reaches for all
-        that are not 0, the result is exact.
-    For "entry" and "fourier" it counts single numbers, of which a gradient has many more than singular values. "l2" or
-    "max" asks for p_i = |lambda_i| / ||lambda||_q instead, q = 2 or infinity: the best choice for the budget
-    ||lambda||_1 / ||lambda||_q (Theorem 5). With "entry" that is 1-bit QSGD, or TernGrad without clipping. Mind the
-    variance: "l2" keeps sqrt(n) of n elements at most, and needs a learning rate to match.
+    Args:
+        atoms: what the gradient is decomposed into.
 
-    Atoms are drawn once and independently. When none is, peers see 0, as they must for the average to be unbiased.
+            "svd": singular values with their vectors. The gradient [x, y, k, k] of a convolution is seen as a matrix of
+            xy / 2 rows and 2 k^2 columns (section 6), or of x rows and y k^2 columns if xy is odd or k = 1.
 
-    Payload, "svd": header; for each atom sigma / p times its left vector, and its right one, as float32: 48 + 4 atoms
-    (rows + columns) bytes. Gradients for which that is more than their own size with `budget` atoms, as for any whose
-    rank the budget reaches for, go uncompressed; where "l2" or "max" says how many there are, with one atom. Others:
-    header; values of the atoms with p = 1 as float32, and their indices; indices of the drawn ones and a sign each, for
-    lambda_i / p_i is of one magnitude for all. 48 + 4 certain + drawn / 8 bytes and two streams of indices
-    (ops.index_code_encode). All padded to 16.
+            "entry": elements.
+
+            "fourier": sines and cosines in rows of at most 4096 elements, an orthonormal basis.
+
+        budget: expected number of atoms sent, > 0, for each gradient (or shard of a gradient). If the budget covers all
+            atoms that are not 0, the result is exact. For "entry" and "fourier" an atom is a single number, so use a
+            far larger budget than for "svd".
+
+            "l2" or "max": p_i = |lambda_i| / ||lambda||_q, with q = 2 or infinity: the optimal p for the budget
+            ||lambda||_1 / ||lambda||_q (Theorem 5). With "entry" this is 1-bit QSGD, or TernGrad without clipping. With
+            "l2", at most sqrt(n) of n elements are sent: choose the learning rate for that variance.
+        seed: of the draws.
+
+    Payload, "svd": header; for each atom, the left vector times sigma / p, and the right vector, as float32: 48 + 4
+    atoms (rows + columns) bytes, padded to 16. Gradients bypass compression if this is not less than 4 n bytes for
+    `budget` atoms (for one atom with "l2" or "max"), and so whenever the budget covers the full rank.
+
+    Payload, "entry" and "fourier": header; float32 values of the atoms with p = 1, and their indices; indices of the
+    drawn atoms, and a sign for each, because lambda_i / p_i has the same magnitude for all of them: 48 + 4 certain +
+    drawn / 8 bytes and two streams of coded indices (gradzip/ops/index_code.py), padded to 16.
+
+    Deterministic for a seed; "svd" and "fourier" depend on the LAPACK and FFT libraries. Encoding synchronises a CUDA
+    device, to learn how many atoms were drawn.
+
+    Source: Wang, Sievert, Charles, Liu, Wright, Papailiopoulos, ATOMO: Communication-efficient Learning via Atomic
+    Sparsification, NeurIPS 2018.
     """
 
     atoms: str = "svd"
@@ -63,10 +76,10 @@ class ATOMO(GatherCompressor):
         if self.atoms not in ("svd", "entry", "fourier"):
             raise ValueError(f"ATOMO: got atoms = {self.atoms!r}, expected 'svd', 'entry' or 'fourier'")
         if isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool):
-            possible = 0 < self.budget < math.inf
+            valid = 0 < self.budget < math.inf
         else:
-            possible = self.budget in ("l2", "max")
-        if not possible:
+            valid = self.budget in ("l2", "max")
+        if not valid:
             raise ValueError(f"ATOMO: got budget = {self.budget!r}, expected a finite number > 0, 'l2' or 'max'")
 
     def bypasses(self, grad: Tensor) -> bool:
@@ -77,7 +90,7 @@ class ATOMO(GatherCompressor):
         return ops.HEADER_NBYTES + 4 * expected * (rows + columns) >= 4 * grad.numel()
 
     def probabilities(self, atoms: Tensor) -> Tensor:
-        """p of each atom: float32, of the coefficients' shape."""
+        """The probability p of each atom, from its coefficient lambda: float32, of the same shape."""
         if not isinstance(self.budget, str):
             return ops.atom_probabilities(atoms, self.budget)
         norm = ops.bucket_norms(atoms, norm=self.budget)
@@ -110,12 +123,11 @@ class ATOMO(GatherCompressor):
 
     def _encode_matrix(self, grad: Tensor, key: Key) -> Tensor:
         rows, columns = matrix_shape(grad.shape)
-        # Threads that wait for each other at every step of a small matrix take many times as long.
-        with one_thread() if grad.numel() < _SHARED else contextlib.nullcontext():
+        with one_thread() if grad.numel() < _THREADS_NUMEL else contextlib.nullcontext():
             left, sigma, right = torch.linalg.svd(grad.view(rows, columns), full_matrices=False)
-        if not math.isfinite(ops.abs_max(sigma)):  # which may overflow where the gradient itself does not
+        if not math.isfinite(ops.abs_max(sigma)):  # sigma may overflow even if the gradient is finite
             return self.non_finite(grad)
-        # What is 0 but for rounding is no atom.
+        # Singular values within rounding of 0 are not atoms.
         sigma[sigma <= sigma[0] * (max(rows, columns) * torch.finfo(torch.float32).eps)] = 0
         p = self.probabilities(sigma)
         drawn = ops.bernoulli(p, key.bits)
@@ -135,7 +147,7 @@ class ATOMO(GatherCompressor):
         if not (1 <= rows <= out.numel() and out.numel() % rows == 0):
             raise ops.PayloadError(f"corrupt payload: it claims {rows} rows of {out.numel()} elements")
         columns = out.numel() // rows
-        if atoms > min(rows, columns):  # each costs a product as large as the gradient, and no matrix has more
+        if atoms > min(rows, columns):  # more would only cost time: each is a product as large as the gradient
             raise ops.PayloadError(f"corrupt payload: it claims {atoms} atoms of a matrix of {rows} x {columns}")
         left, right = payload.sections(4 * atoms * rows, 4 * atoms * columns)
         if atoms:
@@ -145,7 +157,7 @@ class ATOMO(GatherCompressor):
     # --- elements of an orthonormal basis
 
     def _encode_entries(self, grad: Tensor, coefficients: Tensor, key: Key) -> Tensor:
-        if not math.isfinite(ops.abs_max(coefficients)):  # a transform may overflow where the gradient itself does not
+        if not math.isfinite(ops.abs_max(coefficients)):  # a transform may overflow even if the gradient is finite
             return self.non_finite(grad)
         p = self.probabilities(coefficients)
         certain = ops.compact(p, 1.0)[1]
@@ -154,7 +166,7 @@ class ATOMO(GatherCompressor):
         values, signs = [ops.compact_values(coefficients, bits, k) for bits, k in zip((certain, drawn), numbers)]
         magnitude = 0.0
         if numbers[1]:
-            # lambda / p is the same for all but rounding, which is least where both are largest.
+            # |lambda| / p is the same for all drawn atoms up to rounding, which is least where both are largest.
             most = signs.abs().argmax()
             magnitude = (signs[most].abs().double() / ops.compact_values(p, drawn, numbers[1])[most].double()).item()
             if magnitude > torch.finfo(torch.float32).max:
@@ -187,16 +199,16 @@ class ATOMO(GatherCompressor):
             ops.index_code_decode_add(drawn_where, magnitudes, out, weight)
 
     def _transform(self, grad: Tensor) -> Tensor:
-        """Coefficients of the cosines and sines: flat, of rows * bins * 2."""
+        """Coefficients of the cosines and sines: flat, rows * bins * 2 numbers."""
         rows, length = transform_shape(grad.numel(), _BLOCK)
         scratch = functools.partial(self.workspace.empty, device=grad.device)
         signal = scratch("signal", (rows * length,), torch.float32)
         signal[: grad.numel()] = grad.view(-1)
         signal[grad.numel() :] = 0
         spectrum = scratch("spectrum", (rows, length // 2 + 1), torch.complex64)
-        for part in parts(rows, length, grad.device):
-            torch.fft.rfft(signal.view(rows, length)[part], norm="ortho", out=spectrum[part])
-        # An interior bin stands for itself and its conjugate.
+        for chunk in row_chunks(rows, length, grad.device):
+            torch.fft.rfft(signal.view(rows, length)[chunk], norm="ortho", out=spectrum[chunk])
+        # An interior bin of a real transform stands for itself and its conjugate.
         spectrum[:, 1 : (length + 1) // 2] *= math.sqrt(2.0)
         return torch.view_as_real(spectrum).view(-1)
 

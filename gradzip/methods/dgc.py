@@ -1,8 +1,4 @@
-"""Deep gradient compression.
-
-Lin, Han, Mao, Wang, Dally, Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training,
-ICLR 2018.
-"""
+"""Deep gradient compression: sparsification with momentum correction."""
 
 from __future__ import annotations
 
@@ -20,25 +16,36 @@ from ..schedule import Theta, check_theta, theta_at
 from ..state import Key, State
 from .topk import SparseCodec, num_kept
 
-_WARM_UP = (0.75, 0.9375, 0.984375, 0.99609375)  # what is kept: 1/4, 1/16, 1/64, 1/256
+_WARM_UP_THETA = (0.75, 0.9375, 0.984375, 0.99609375)  # in the four quarters of the warm-up
 
 
 @register("dgc", number=3, example="theta=0.9")
 @dataclass
 class DGC(SparseCodec):
-    """Top-k of what each rank accumulates with momentum (Algorithm 1 and section 3).
+    """Sends the k largest elements of a residual that accumulates gradients with momentum.
 
-    With u the velocity and v the residual: u = momentum u + g; v = v + u; the k = round((1 - theta) n) largest of v are
-    sent; there u and v become 0 (momentum factor masking). At momentum 0 this is Top-k with error feedback.
+    For the gradient g, velocity u and residual v of a rank (Algorithm 1, with momentum factor masking):
 
-    theta: fraction of the elements that is dropped, in [0, 1), or a schedule step -> theta.
-    momentum: replaces the optimizer's, which must have none, in [0, 1). Parameters that go uncompressed get it too: on
-    their average, which is the same.
-    clip_norm: scales each parameter's own gradient down to the norm clip_norm / sqrt(ranks), before it is accumulated
-    (the paper clips the norm over all parameters; None: not at all). warmup_steps: theta is at most 75 %, 93.75 %,
-    98.4375 % and 99.6 % in their four quarters.
+        u = momentum u + g
+        v = v + u
+        send the k = round((1 - theta) n) largest elements of v, and set u and v to 0 there
 
-    Payload: as TopK's, 48 + 4 k + I bytes, padded to 16; I near 1.4 bytes per index at theta = 0.999. Deterministic.
+    With momentum = 0 this is Top-k with error feedback.
+
+    Args:
+        theta: fraction of the elements that is dropped, in [0, 1), or a schedule step -> theta.
+        momentum: in [0, 1). It replaces the momentum of the optimizer, which must have none. Parameters that bypass
+            compression get it on their average, which is equivalent.
+        clip_norm: before accumulation, scale each parameter's gradient down to the norm clip_norm / sqrt(world size).
+            The paper clips the norm over all parameters. None does not clip.
+        warmup_steps: theta is at most 75 %, 93.75 %, 98.4375 % and 99.6 % in the four quarters of these steps.
+
+    Payload: that of `TopK`, 48 + 4 k + I bytes, padded to 16; I is about 1.4 bytes per index at theta = 0.999.
+
+    Deterministic. Encoding synchronises a CUDA device, as in `TopK`.
+
+    Source: Lin, Han, Mao, Wang, Dally, Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed
+    Training, ICLR 2018.
     """
 
     error_feedback = True
@@ -63,15 +70,14 @@ class DGC(SparseCodec):
         self.changes_uncompressed = self.momentum > 0
 
     def theta_at(self, step: int) -> float:
-        """What is dropped in a step, warm-up considered."""
+        """The value of theta at a step, limited during warm-up."""
         theta = theta_at(self.theta, step)
-        return min(theta, _WARM_UP[4 * step // self.warmup_steps]) if step < self.warmup_steps else theta
+        return min(theta, _WARM_UP_THETA[4 * step // self.warmup_steps]) if step < self.warmup_steps else theta
 
     def apply_uncompressed(self, average: Tensor, state: State) -> None:
-        """Momentum for a gradient that goes uncompressed: on its average, which gives the same."""
         if (velocity := getattr(state, "average_velocity", None)) is not None:
             average.add_(velocity, alpha=self.momentum)
-        # The velocity may overflow although the average did not, and would not recover.
+        # The velocity may overflow even if the average did not. Stored, it would never become finite again.
         if average.isfinite().all():
             state.average_velocity = average.clone()
 
@@ -79,7 +85,7 @@ class DGC(SparseCodec):
         return dict.fromkeys(("residual", "velocity", "average_velocity"), tuple(grad.shape))
 
     def add_residual(self, grad: Tensor, state: State) -> Tensor:
-        """The velocity u: the residual v is only added to what is encoded."""
+        """The velocity u. `reduce` adds the residual v."""
         if self.clip_norm is not None:
             norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
             grad.mul_((self.clip_norm * self.memory.loss_scale / math.sqrt(state.size) / norm).clamp(max=1.0))
@@ -90,7 +96,7 @@ class DGC(SparseCodec):
     def reduce(self, velocity: Tensor, state: State) -> Routine:
         if state.residual is None:
             return (yield from super().reduce(velocity, state))
-        # Memory of all parameters together, encoded before the first collective.
+        # One buffer serves all parameters: it is encoded before the first collective is yielded.
         total = self.workspace.empty("total", tuple(velocity.shape), torch.float32, velocity.device)
         return (yield from super().reduce(torch.add(velocity, state.residual, out=total), state))
 

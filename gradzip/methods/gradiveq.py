@@ -1,8 +1,4 @@
-"""Vector quantization that commutes with the sum: slices of a convolution's gradient in a basis of few vectors.
-
-Yu, Lin, Narra, Li, Li, Kim, Schwing, Annavaram, Avestimehr, GradiVeQ: Vector Quantization for Bandwidth-Efficient
-Gradient Aggregation in Distributed CNN Training, NeurIPS 2018.
-"""
+"""Vector quantization that commutes with the sum: principal components of slices of a convolution's gradient."""
 
 from __future__ import annotations
 
@@ -21,62 +17,71 @@ from ..compressor import Compressor
 from ..gather import attribute_payload_errors
 from ..registry import register
 from ..state import State
-from .fft import one_thread
+from .pca import max_dimension, principal_weights
 
-_POSITION = struct.Struct("<QIB3x")  # step, how far its phase has come, the phase
+_POSITION = struct.Struct("<QIB3x")  # step, progress in its phase, index of the phase
 _PHASES = ("warm-up", "sampling", "compressing")
-_SLICE = 768  # of a 3x3 convolution of 16 by 16 channels, in the paper
-_LOOK_EVERY, _LOOK_MOST = 25, 200  # samples, for "auto"
-# Hooks besides `reduce`. A method that overrides one of them cannot serve as `sampling`.
+_SLICE_SIZE = 768  # the paper's, for a 3x3 convolution of 16 by 16 channels
+_CHECK_EVERY, _MAX_SAMPLES = 25, 200  # with sample_steps="auto"
+# A method that overrides any of these hooks cannot be used for `sampling`, which only calls its `reduce`.
 _HOOKS = ("method_for", "add_residual", "max_abs_bound", "apply_average")
 
 
 @register("gradiveq", number=32, example="warmup_steps=0,sample_steps=2,compress_steps=2")
 @dataclass
 class GradiVeQ(Compressor):
-    """Averages the coordinates of gradient slices in the basis of their principal components.
+    """Averages slices of a convolution's gradient in the basis of their principal components.
 
-    The gradient of a convolution, [F, D, *kernel], is laid out so that the F elements of one place are neighbours, then
-    along depth, width and height, and cut into slices of K elements. After `warmup_steps` plain averages come, again
-    and again, `sample_steps` averages that every rank keeps samples of, and `compress_steps` in which only
+    The gradient [F, D, *kernel] is laid out with F fastest, then D, width and height, and cut into slices g_n of K
+    elements. After `warmup_steps` uncompressed steps, training repeats a cycle: `sample_steps` steps, whose averages
+    every rank samples, and `compress_steps` steps that average compressed slices:
 
-        g'_n = U^T g_n    (equation 3; d numbers for K)
+        compress      g'_n = U^T g_n                            (equation 3), d numbers instead of K
+        decompress    g^_n = U mean(g'_n) + (I - U U^T) mu_n    (equations 4 and 5)
 
-    is averaged, and g^ = U mean(g'_n) + (I - U U^T) mu is the result: equations (4) and (5), but that U^T mu, which all
-    ranks know, is not subtracted first and added afterwards, so that g' is linear in g. U holds the first d principal
-    components of the samples, d by equation (6), and mu is their mean (of averages, where the paper's is one of sums).
+    U holds the first d principal components of the samples, with d from equation (6), and mu is the mean of the
+    averages. All ranks know U^T mu, so it is not subtracted before compression, as in the paper, and g' is linear in g.
 
-    loss: lambda of equation (6), in [0, 1): the fraction of the samples' variance that may be lost. d also stays below
-    their number, and leaves out eigenvalues that are rounding (below 1.2e-7 of the sum of all).
-    slice_size: K; None takes F D times a divisor of the kernel's size, the one nearest to 768; so K = F D where F D is
-    larger, for slices are alike at multiples of F D only (figure 5). Slices need not fit: the last one is padded with
-    zeros, which costs d numbers like any other and keeps all of a gradient in one product of matrices.
-    reuse: slices, one behind the other, that share the basis of the first of them; None: all of a gradient. mu is each
-    slice's own.
-    sample_steps: 2 or more, or "auto": every 25 samples rank 0 looks whether d has changed by more than a twentieth
-    (and by more than 1) since the last time, and ends the sampling when it has not, or at 200.
-    sampling: how sampling steps average: None, plainly, or a method without error feedback, as QSGD(bits=4) in the
-    paper. Warm-up is always plain.
-    stop: a rank votes for an end of the compressed steps when its own gradients have lost this fraction or more, and a
-    majority ends them after the step. The fraction is equation (7) over |g_n|^2, each summed over the compressed steps
-    so far, for gradients differ much in size. At 1 zeros would have done as well; None: nobody votes.
-    exchange: how compressed steps average. "mean": all is compressed, one all-reduce runs beside the rest of the
-    backward pass, all is decompressed. "ring": at the end of the backward pass segments of slices go around a ring, and
-    are compressed and decompressed while others are on the wire (Algorithm 1). The averages are the same, but for the
-    order in which the ranks' numbers are added up.
+    Later gradients have components that no sample had, and more of them the larger K is. With 100 samples of CIFAR-10
+    gradients, they lose 0.2 to 0.6 of their energy in ResNet-20, but 0.7 to 0.9 in layers with F D > 16384.
 
-    Mind that loss is about the samples. Later gradients have parts that no sample had, the more so the larger K is:
-    with 100 samples of CIFAR-10 gradients they lose 0.2 to 0.6 in ResNet-20, but 0.7 to 0.9 where F D > 16384.
+    Gradients of fewer than three dimensions, such as those of dense layers, bypass compression; `PerLayer` can choose
+    another method for them. There is no error feedback: residuals outside of the basis would accumulate until the next
+    sampling.
 
-    Gradients of fewer than three dimensions, as those of dense layers, go uncompressed; `PerLayer` gives them another
-    method. There is no error feedback: what the basis leaves out would pile up until the next sampling.
+    Args:
+        loss: lambda of equation (6), in [0, 1): the fraction of the samples' variance that may be lost. d is also less
+            than the number of samples, and leaves out eigenvalues below float32's resolution of their sum (1.2e-7).
+        slice_size: K. None chooses the multiple of F D, by a divisor of the kernel's size, that is nearest to 768.
+            Slices correlate only at multiples of F D (figure 5). The last slice is padded with zeros.
+        reuse: number of consecutive slices that share the basis computed from the first of them. None: all slices of a
+            gradient. Each slice has its own mu.
+        sample_steps: 2 or more, or "auto". With "auto", rank 0 computes d every 25 samples, and ends the sampling when
+            d has changed by at most 1/20 (or by 1), or at 200 samples.
+        compress_steps: compressed steps in a cycle.
+        warmup_steps: uncompressed steps before the first cycle.
+        sampling: the method that averages sampling steps, without error feedback, such as the paper's QSGD(bits=4).
+            None does not compress them.
+        stop: a rank votes to end the compressed steps when they have lost this fraction of its own gradients' energy
+            or more: equation (7) over |g_n|^2, each summed over the compressed steps so far. A majority ends them after
+            the current step. At a loss of 1, zeros would do as well. None never votes.
+        exchange: how compressed steps average. "mean": compress all slices, one all-reduce, which overlaps with the
+            backward pass, decompress all. "ring": at the end of the backward pass, segments of slices go around a ring,
+            and are compressed and decompressed while other segments are on the wire (Algorithm 1). Averages differ
+            only by the order in which the ranks' numbers are added.
 
-    What travels: 4 d bytes per slice, and 4 in each segment for the vote. Before that, once, rank 0's U, as
-    combinations of samples that all ranks hold: 4 (1 + sample_steps^2) bytes for each basis. In the first step of a
-    process (and after `load_state_dict`) a payload header, by which ranks that are in different phases, or configured
-    differently, find out. Memory: 4 K sample_steps bytes for each basis: a multiple of the gradient where K is a large
-    part of it; on a ring, the gradient's size besides. Products run in one fixed order: all ranks have the same basis
-    and the same average, to the bit.
+    Payload: 4 d bytes for each slice, and 4 bytes for the vote in each segment. Once per cycle, rank 0 broadcasts U, as
+    weights of the samples: 4 (1 + sample_steps^2) bytes for each basis. In the first step of a process and after
+    `load_state_dict`, a payload header of 48 bytes is gathered, to compare the ranks' configurations and phases.
+
+    Memory: 4 K sample_steps bytes for each basis, which is a multiple of the gradient if K is a large part of it; with
+    "ring", one more copy of the gradient.
+
+    Deterministic: products run in one fixed order, so all ranks get the same basis and the same average, to the bit.
+    A compressed step synchronises a CUDA device, to compute the vote.
+
+    Source: Yu, Lin, Narra, Li, Li, Kim, Schwing, Annavaram, Avestimehr, GradiVeQ: Vector Quantization for
+    Bandwidth-Efficient Gradient Aggregation in Distributed CNN Training, NeurIPS 2018.
     """
 
     number: ClassVar[int]
@@ -89,10 +94,10 @@ class GradiVeQ(Compressor):
     sample_steps: int | str = 100
     compress_steps: int = 400
     warmup_steps: int = 2500
-    # Its own digest is part of ours.
+    # Counted by its own digest.
     sampling: Compressor | None = field(default=None, metadata={"digest": False})
     stop: float | None = 0.9
-    # Coordinates are the same whichever way they travel.
+    # Payloads do not depend on the exchange.
     exchange: str = field(default="mean", kw_only=True, metadata={"digest": False})
 
     def __post_init__(self) -> None:
@@ -125,9 +130,9 @@ class GradiVeQ(Compressor):
             )
         if self.exchange not in ("mean", "ring"):
             raise ValueError(f"GradiVeQ: got exchange = {self.exchange!r}, expected 'mean' or 'ring'")
-        # At most: whether all agree on where they are, rank 0's basis (or its wish for more samples), the average.
+        # At most: the gather of positions, the broadcast of bases, the average.
         self.rounds = 2 + (1 if method is None else method.rounds)
-        self._agreed: set[str] = set()  # parameters of which it is known that all ranks are in the same step
+        self._in_step: set[str] = set()  # parameters whose step and phase are known to be the same on all ranks
 
     def bypasses(self, grad: Tensor) -> bool:
         return grad.dim() < 3 or super().bypasses(grad)
@@ -139,23 +144,23 @@ class GradiVeQ(Compressor):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._agreed.clear()
+        self._in_step.clear()
 
     def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
         slices = tuple(self._slices(grad).shape)
         return {"mean": slices, "offset": slices}
 
     def phase(self, state: State) -> str:
-        """What a parameter's next step is part of: "warm-up", "sampling" or "compressing"."""
+        """The phase of a parameter's next step: "warm-up", "sampling" or "compressing"."""
         if state.step < self.warmup_steps:
             return "warm-up"
         return "sampling" if getattr(state, "bases", None) is None else "compressing"
 
     def reduce(self, grad: Tensor, state: State) -> Routine:
-        if state.name not in self._agreed:
-            yield from self._agree(grad, state)
+        if state.name not in self._in_step:
+            yield from self._check_position(grad, state)
         if _is_full(state):
-            yield from self._learn(state)
+            yield from self._broadcast_bases(state)
         phase = self.phase(state)
         if phase == "compressing":
             return (yield from self._average_compressed(grad, state))
@@ -169,57 +174,57 @@ class GradiVeQ(Compressor):
             state.left -= 1
             if state.left == 0:
                 state.bases = state.offset = state.samples = None
-        elif state.step > self.warmup_steps:  # the step just done is counted
+        elif state.step > self.warmup_steps:  # `step` already counts the current one
             self._sample(average.view(grad.shape), state)
         super().apply_average(grad, corrected, average, state)
 
     # --- compressed steps
 
     def _average_compressed(self, grad: Tensor, state: State) -> Routine:
-        """Returns the average flat, in the order of slices.
+        """Average a gradient by its coordinates. Returns the average flat, in the order of slices.
 
-        A segment travels as its coordinates and one number more: in the segment that a rank compresses last, which
-        differs from rank to rank, its vote, and 0 in the others.
+        A segment is sent as its coordinates and one more number: the vote in the segment that this rank compresses last
+        (another one on each rank), 0 in the other segments.
         """
         ring = self.exchange == "ring"
-        # Those of other gradients are laid out before the ring turns.
+        # A ring starts after the slices of all gradients are laid out, so each needs its own memory.
         slices = self._slices(grad, f"slices of {state.name}" if ring else "slices")
         coordinates = sum(len(group) * len(basis) for group, basis in zip(self._groups(slices), state.bases))
         whole = slice(0, len(slices))
-        cut = ring_segments(len(slices), state.size, 4 * coordinates / len(slices)) if ring else [whole]
-        segments = [self._runs(rows, state.bases) for rows in cut]
-        shapes = [[(len(basis), rows.stop - rows.start) for rows, basis in runs] for runs in segments]
-        numels = [[*map(math.prod, of_runs), 1] for of_runs in shapes]
+        segments = ring_segments(len(slices), state.size, 4 * coordinates / len(slices)) if ring else [whole]
+        runs = [self._split_by_basis(segment, state.bases) for segment in segments]
+        shapes = [[(len(basis), rows.stop - rows.start) for rows, basis in of_segment] for of_segment in runs]
+        numels = [[*map(math.prod, of_segment), 1] for of_segment in shapes]
         energies: list[Tensor] = []
         votes: list[Tensor] = []
 
         def encode(i: int) -> Tensor:
-            compressed = [compress(slices[rows], basis).reshape(-1) for rows, basis in segments[i]]
-            energies.append(self._energies(slices[cut[i]], state.offset[cut[i]], compressed))
+            compressed = [compress(slices[rows], basis).reshape(-1) for rows, basis in runs[i]]
+            energies.append(self._energies(slices[segments[i]], state.offset[segments[i]], compressed))
             vote = self._vote(energies, state) if len(energies) == len(segments) else 0.0
             return torch.cat([*compressed, slices.new_tensor([vote])])
 
         def decode(i: int, mean: Tensor) -> None:
-            """Puts the average in the place of the segment."""
+            """Overwrite the segment by its average."""
             *parts, vote = mean.split(numels[i])
             votes.append(vote)
-            for part, shape, (rows, basis) in zip(parts, shapes[i], segments[i]):
+            for part, shape, (rows, basis) in zip(parts, shapes[i], runs[i]):
                 torch.add(decompress(part.view(shape), basis), state.offset[rows], out=slices[rows])
 
         if ring:
-            of_segments = tuple(map(sum, numels))
-            yield RingSum(of_segments, encode, lambda i, total: decode(i, total / state.size), device=grad.device)
+            totals = tuple(map(sum, numels))
+            yield RingSum(totals, encode, lambda i, total: decode(i, total / state.size), device=grad.device)
         else:
             decode(0, (yield Mean(encode(0))))
         voted = torch.cat(votes).sum().item() * state.size
-        if not math.isfinite(voted):  # with d = 0 nothing else would tell
+        if not math.isfinite(voted):  # if d = 0, no coordinate shows that a gradient is not finite
             return torch.full((grad.numel(),), math.nan, dtype=torch.float32, device=grad.device)
         if 2 * round(voted) > state.size:
             state.left = 1
         return slices.view(-1)[: grad.numel()]
 
-    def _runs(self, rows: slice, bases: list[Tensor]) -> list[tuple[slice, Tensor]]:
-        """Those of the rows that share a basis, and that basis."""
+    def _split_by_basis(self, rows: slice, bases: list[Tensor]) -> list[tuple[slice, Tensor]]:
+        """Split rows into runs that share a basis: (rows of the run, basis)."""
         begin, end = rows.start, rows.stop
         reuse = self.reuse or end
         groups = range(begin // reuse, -(-end // reuse))
@@ -232,21 +237,21 @@ class GradiVeQ(Compressor):
         return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in tensors]).square()
 
     def _vote(self, energies: list[Tensor], state: State) -> float:
-        """1 for an end of the compressed steps, else 0; NaN where this rank's gradient is not finite. energies: of all
-        segments; waits for the device, once.
+        """1 to end the compressed steps, 0 to continue, NaN if this rank's gradient is not finite.
 
-        U^T offset = 0, so |g - U U^T g - offset|^2 = |g - offset|^2 - |U^T g|^2: nothing is decompressed.
+        energies: of all segments. Because U^T offset = 0, the energy lost is |g - U U^T g - offset|^2 =
+        |g - offset|^2 - |U^T g|^2, so nothing is decompressed. Synchronises the device.
         """
         energy, missed, found = torch.stack(energies).sum(0).tolist()
         if not math.isfinite(energy):
             return math.nan
-        # Nothing of compressed steps before, where what this rank kept was lost.
+        # Both fields are rank-local: a checkpoint that another rank loads in compressed steps has lost them.
         state.energy = getattr(state, "energy", 0.0) + energy
         state.lost = getattr(state, "lost", 0.0) + max(0.0, missed - found)
         return float(self.stop is not None and state.lost > 0 and state.lost >= self.stop * state.energy)
 
     def _slices(self, grad: Tensor, memory: str = "slices") -> Tensor:
-        """(slices, K); the next call uses the memory of that name again."""
+        """The slices of a gradient, shape (slices, K). The next call with the same `memory` overwrites them."""
         size = min(self.slice_size, grad.numel()) if self.slice_size else best_slice_size(grad.shape)
         number = -(-grad.numel() // size)
         slices = self.workspace.empty(memory, (number, size), torch.float32, grad.device)
@@ -256,58 +261,58 @@ class GradiVeQ(Compressor):
         return slices
 
     def _groups(self, slices: Tensor) -> tuple[Tensor, ...]:
-        """Those that share a basis."""
+        """Split slices into groups that share a basis."""
         return slices.split(self.reuse or len(slices))
 
-    # --- sampling, and what is learnt from it
+    # --- sampling, and the bases computed from samples
 
     def _sample(self, average: Tensor, state: State) -> None:
-        """Keeps the first slice of each group, and the mean of all."""
+        """Sample the first slice of each group, and update the mean of all slices."""
         slices = self._slices(average)
         first = torch.stack([group[0] for group in self._groups(slices)])
         if getattr(state, "samples", None) is None:
-            rows = 2 * _LOOK_EVERY if isinstance(self.sample_steps, str) else self.sample_steps
+            rows = 2 * _CHECK_EVERY if isinstance(self.sample_steps, str) else self.sample_steps
             state.samples = slices.new_zeros(len(first), rows, slices.shape[1])
             state.count = 0
             state.mean = torch.zeros_like(slices)
         state.samples[:, state.count] = first
         state.count += 1
-        # Each operation is rounded by itself, alike on all hardware; a constant gradient is its own mean exactly; and
+        # Separate operations round alike on all hardware. In this form the mean of equal gradients is exact, and
         # nothing overflows.
         state.mean.add_(slices.div_(state.count).sub_(state.mean / state.count))
         if _is_full(state) and state.rank == 0:
-            state.learnt = self._learnt(state)
+            state.learnt = self._encode_bases(state)
 
-    def _learnt(self, state: State) -> Tensor:
-        """Rank 0's part: 1 if the sampling is done, else 0; then for each basis the weights of the samples."""
+    def _encode_bases(self, state: State) -> Tensor:
+        """What rank 0 broadcasts: 1 if sampling is done, else 0; then each basis, as weights of its samples."""
         parts, done = [], True
         for centred in self._centred(state):
-            weights, stable = principal_weights(centred, self.loss)
+            weights, stable = principal_weights(centred, self.loss, recent=_CHECK_EVERY)
             parts.append(weights.reshape(-1))
             done = done and stable
-        if self.sample_steps != "auto" or state.count >= _LOOK_MOST:
+        if self.sample_steps != "auto" or state.count >= _MAX_SAMPLES:
             done = True
         return torch.cat([parts[0].new_tensor([done]), *parts])
 
-    def _learn(self, state: State) -> Routine:
-        """The bases that rank 0 has found, or room for more samples if it wants them."""
+    def _broadcast_bases(self, state: State) -> Routine:
+        """Take the bases from rank 0, or, if sampling is not done, allocate memory for more samples."""
         number, count, size = state.samples.shape
         rank = max_dimension(count, size)
         if state.rank == 0:
-            message = state.learnt if getattr(state, "learnt", None) is not None else self._learnt(state)
+            message = state.learnt if getattr(state, "learnt", None) is not None else self._encode_bases(state)
         else:
             message = state.samples.new_zeros(1 + number * rank * count)
         message = yield Broadcast(message)
         state.learnt = None
         if message[0] == 0:
-            room = state.samples.new_zeros(number, _LOOK_EVERY, size)
-            state.samples = torch.cat([state.samples, room], 1)
+            more = state.samples.new_zeros(number, _CHECK_EVERY, size)
+            state.samples = torch.cat([state.samples, more], 1)
             return
         weights = message[1:].view(number, rank, count)
         state.bases, offsets = [], []
         for means, part, centred in zip(self._groups(state.mean), weights, self._centred(state)):
             part = part[(part != 0).any(1)]
-            # Slices that are always the same have no direction.
+            # Samples that are all equal give an empty basis.
             basis = decompress(part.t(), centred).contiguous() if len(part) else centred.new_empty(0, size)
             state.bases.append(basis)
             offsets.append(means - decompress(compress(means, basis), basis))
@@ -316,21 +321,24 @@ class GradiVeQ(Compressor):
         state.samples = state.mean = None
 
     def _centred(self, state: State) -> Iterator[Tensor]:
-        """For each basis, its samples minus their mean, scaled to a largest magnitude of 1; zeros where they are all
-        the same (or further apart than a float32 can tell)."""
+        """For each basis, its samples minus their mean, scaled to a largest magnitude of 1.
+
+        Zeros if the samples are all equal, or if a difference overflows.
+        """
         for samples, means in zip(state.samples, self._groups(state.mean)):
             difference = samples - means[0]
             scale = ops.abs_max(difference)
             yield difference.div_(scale) if 0 < scale < math.inf else difference.zero_()
 
-    # --- whether all ranks are in the same step
+    # --- comparison of steps and phases between ranks
 
-    def _agree(self, grad: Tensor, state: State) -> Routine:
-        """Compares (step, phase) with the other ranks', at a size that no phase changes; PayloadError.
+    def _check_position(self, grad: Tensor, state: State) -> Routine:
+        """Compare step and phase with those of the other ranks. Raises PayloadError if they differ.
 
-        Once for each process, and for each state that is loaded: from then on they go through the phases together. The
-        front ends compare steps, too, but before the first one only, and know nothing of where in a cycle a vote, which
-        is not the same in every run, has put a step: bases of different ages would pass for each other's.
+        Once per process, and once after a state dict is loaded; later steps cannot differ. The message has the same
+        size in all phases. The front ends compare only steps, which do not determine the phase: votes may end the
+        compressed steps of one run earlier than those of another. Ranks that loaded checkpoints of two runs would
+        average coordinates in different bases, without an error.
         """
         fields = _POSITION.pack(state.step, _progress(state), _PHASES.index(self.phase(state)))
         number, digest, numel = self.number, self.digest, grad.numel()
@@ -345,89 +353,53 @@ class GradiVeQ(Compressor):
                             f"it is in {_describe(theirs)}, this rank in {_describe(fields)}: load the same "
                             "checkpoint on every rank, or none on all"
                         )
-        self._agreed.add(state.name)
+        self._in_step.add(state.name)
 
 
 def compress(slices: Tensor, basis: Tensor) -> Tensor:
-    """U^T g of each slice (equation 3): linear, so that sums of results are results of sums (equation 1).
+    """U^T g of each slice (equation 3). Linear, so it commutes with the sum over ranks (equation 1).
 
-    slices: (m, K), any part of those that share the basis; basis: (d, K), float32. Returns (d, m), one slice to a
-    column.
+    Args:
+        slices: (m, K), any of the slices that share the basis.
+        basis: U^T, (d, K), float32.
+
+    Returns:
+        (d, m), a column for each slice.
     """
     return ops.low_rank_project(basis, None, slices.t())
 
 
 def decompress(compressed: Tensor, basis: Tensor) -> Tensor:
-    """U g' of each slice (equation 5, but for its constant). compressed: (d, m). Returns (m, K)."""
+    """U g' of each slice (equation 5 without its constant). compressed: (d, m). Returns (m, K)."""
     return ops.low_rank_project(basis, None, compressed, transpose=True).t()
 
 
 def unflatten(flat: Tensor, shape: torch.Size) -> Tensor:
-    """The view of shape [F, D, *kernel] of a gradient laid out as the paper does: filters next to each other, then
-    depth, then the kernel's dimensions from the last to the first (figure 3a)."""
+    """View a flat gradient in the paper's layout as [F, D, *kernel].
+
+    In that layout F is the fastest dimension, then D, then the kernel's dimensions from the last to the first (figure
+    3a).
+    """
     kernel_first = flat.view(*shape[2:], shape[1], shape[0])
     dims = kernel_first.dim()
     return kernel_first.permute(dims - 1, dims - 2, *range(dims - 2))
 
 
 def best_slice_size(shape: torch.Size) -> int:
-    """The product of F D and a divisor of the kernel's size that is nearest to 768; the smaller of two."""
+    """The multiple of F D, by a divisor of the kernel's size, that is nearest to 768; the smaller one of two."""
     kernel, unit = math.prod(shape[2:]), math.prod(shape[:2])
     divisors = [k for k in range(1, kernel + 1) if kernel % k == 0]
-    return min((unit * k for k in divisors), key=lambda size: abs(size - _SLICE))
-
-
-def max_dimension(samples: int, size: int) -> int:
-    """The most directions that samples of so many elements can vary in."""
-    return min(samples - 1, size)
-
-
-def dimension(eigenvalues: Tensor, loss: float) -> int:
-    """Equation (6): the smallest d whose first d eigenvalues make up 1 - loss of the sum. eigenvalues: float64,
-    descending. Those below float32's resolution of the sum count as 0; 0 where all do."""
-    eigenvalues = eigenvalues.clamp(min=0.0)
-    eigenvalues = eigenvalues * (eigenvalues > torch.finfo(torch.float32).eps * eigenvalues.sum())
-    sums = eigenvalues.cumsum(0)
-    return int((sums < (1 - loss) * sums[-1]).sum()) + 1 if sums[-1] > 0 else 0
-
-
-def principal_weights(centred: Tensor, loss: float) -> tuple[Tensor, bool]:
-    """Principal components of samples with mean 0, as weights of the samples; and whether d is stable.
-
-    centred: (n, K), float32, at most 1 in magnitude. Returns (min(n - 1, K), n) float32, rows behind the first d zero:
-    weights @ centred is orthonormal, of the largest eigenvalue first. With the samples' Gram matrix, n x n in float64,
-    in place of the K x K covariance: its eigenvalues are the same.
-    """
-    count, size = centred.shape
-    gram = torch.zeros(count, count, dtype=torch.float64, device="cpu")
-    for part in centred.split(1 << 16, dim=1):
-        wide = part.double()
-        gram += (wide @ wide.t()).cpu()
-    # Threads that wait for each other at every step of a small matrix take many times as long.
-    with one_thread():
-        eigenvalues, vectors = torch.linalg.eigh(gram)
-    eigenvalues, vectors = eigenvalues.flip(0), vectors.flip(1)
-    d = min(dimension(eigenvalues, loss), max_dimension(count, size))
-    weights = centred.new_zeros(max_dimension(count, size), count)
-    weights[:d] = (vectors[:, :d] / eigenvalues[:d].sqrt()).t()
-    earlier = count - _LOOK_EVERY
-    if earlier < 2:
-        return weights, False
-    gram = gram[:earlier, :earlier]  # as it was at the last look, about the mean of then
-    gram = gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()
-    with one_thread():
-        before = dimension(torch.linalg.eigvalsh(gram).flip(0), loss)
-    return weights, abs(d - before) <= max(1, d // 20)
+    return min((unit * k for k in divisors), key=lambda size: abs(size - _SLICE_SIZE))
 
 
 def _is_full(state: State) -> bool:
-    """Whether there is a sample in every place that was made for one."""
+    """Whether the memory allocated for samples is full."""
     samples = getattr(state, "samples", None)
     return samples is not None and state.count == samples.shape[1]
 
 
 def _progress(state: State) -> int:
-    """Samples taken, or compressed steps left: with step and phase, where a parameter is in its cycle."""
+    """Progress in the phase: samples taken, or compressed steps left."""
     if getattr(state, "bases", None) is not None:
         return state.left
     return state.count if getattr(state, "samples", None) is not None else 0

@@ -1,9 +1,4 @@
-"""Low-rank gradient compression.
-
-Power-SGD: Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization,
-NeurIPS 2019. ACP-SGD: Zhang, Zhang, Shi, Chu, Li, Evaluation and Optimization of Gradient Compression for Distributed
-Deep Learning, ICDCS 2023.
-"""
+"""Low-rank approximation of gradients: Power-SGD and ACP-SGD."""
 
 from __future__ import annotations
 
@@ -24,21 +19,23 @@ from ..state import State
 
 
 class Factors(NamedTuple):
-    """An average P Qᵀ, and the product that peers saw of this rank (for error feedback)."""
+    """The average P Qᵀ, and the factors of what to subtract from this rank's residual."""
 
     p: Tensor  # (n, r)
     q: Tensor  # (m, r)
-    sent_p: Tensor
-    sent_q: Tensor
+    sent_p: Tensor  # (n, r)
+    sent_q: Tensor  # (m, r)
 
 
 @dataclass
 class LowRank(Compressor):
-    """What Power-SGD and ACP-SGD share: a gradient G of any shape is the n x m matrix G.reshape(shape[0], -1), n r and
-    m r numbers travel for it, and P Qᵀ is its average.
+    """Base of Power-SGD and ACP-SGD: the average is P Qᵀ, of rank r.
 
-    A step reads and writes the gradient twice: G += residual, P = G Q before the collective; residual = G - sent and
-    G = P Qᵀ after it, when the average is known to be finite. Gradients of (n + m) r >= n m numbers go uncompressed.
+    A gradient of any shape is seen as the matrix G = grad.reshape(shape[0], -1), n x m; P is n x r and Q is m x r.
+    Gradients bypass compression if P and Q together are not smaller: (n + m) r >= n m.
+
+    To save memory traffic, a step reads and writes the gradient only twice: G += residual and P = G Q in one pass;
+    residual = G - sent and G = P Qᵀ in another, once the average is known to be finite.
     """
 
     rank: int = 4
@@ -52,7 +49,7 @@ class LowRank(Compressor):
 
     @abstractmethod
     def factorize(self, m: Tensor, state: State) -> Routine:
-        """Coroutine that returns the `Factors` of the average of all ranks' m (n, m), which it may change."""
+        """Coroutine that returns the `Factors` of the average over the ranks of m (n, m). May change m."""
 
     def reduce(self, grad: Tensor, state: State) -> Routine:
         return (yield from self.factorize(grad.view(grad.shape[0], -1), state))
@@ -64,14 +61,14 @@ class LowRank(Compressor):
         return (rows + columns) * self.rank >= rows * columns
 
     def add_residual(self, grad: Tensor, state: State) -> Tensor:
-        return grad  # `project` adds the residual on its way
+        return grad  # `project` adds the residual
 
     def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
         rows = grad.shape[0]
         return super().state_shapes(grad) | {"p": (rows, self.rank), "q": (grad.numel() // rows, self.rank)}
 
     def project(self, m: Tensor, state: State, factor: Tensor, transpose: bool = False) -> Tensor:
-        """m += residual, and the product of that with a factor, in one pass."""
+        """Add the residual to m, and return m @ factor (m.T @ factor with `transpose`), in one pass."""
         if state.residual is None:
             return ops.low_rank_project(m, None, factor, transpose=transpose)
         return ops.low_rank_project(state.residual.view(m.shape), m, factor, transpose=transpose)
@@ -93,15 +90,15 @@ class LowRank(Compressor):
             grad.copy_(corrected)
 
     def random_factor(self, rows: int, state: State, device: torch.device) -> Tensor:
-        """(rows, rank) uniform numbers in [-1/2, 1/2), the same ones on all ranks and on every processor."""
+        """Uniform numbers in [-1/2, 1/2), shape (rows, rank), the same on all ranks and all hardware."""
         generator = np.random.Generator(np.random.Philox(key=state.key(self.seed)._replace(rank="shared").bits))
         return torch.from_numpy(generator.random((rows, self.rank), dtype=np.float32) - np.float32(0.5)).to(device)
 
     def replace_zero_columns(self, factor: Tensor, state: State) -> Tensor:
-        """A factor to go on from, with random columns for those that are 0, as all are after a gradient of zeros.
+        """Replace columns that are 0, as all are after a gradient of zeros, by random ones for the next step.
 
-        `orthogonalize_` would make axes of them. Along those the gradient may have nothing, as rows and columns of dead
-        units do: then they would be 0 ever after, and the rank that much less.
+        `orthogonalize_` would replace them by unit vectors. If the gradient is 0 in such a row or column, as for dead
+        units, the column would stay 0 in all later steps, which lowers the rank.
         """
         alive = factor.any(dim=0)
         return factor if alive.all() else self.random_factor(len(factor), state, factor.device).where(~alive, factor)
@@ -110,13 +107,21 @@ class LowRank(Compressor):
 @register("powersgd")
 @dataclass
 class PowerSGD(LowRank):
-    """One step of power iteration per training step: P = orthogonalize(mean(G Q)), Q = mean(Gᵀ P), average = P Qᵀ.
+    """Averages by one step of power iteration: P = orthogonalize(mean(G Q)), Q = mean(Gᵀ P), average P Qᵀ.
 
-    rank: columns r of P and Q. error_feedback: what the average leaves out of this rank's gradient is added to the
-    next. warm_start: start from the last step's Q, so that the steps make up a power iteration; otherwise from a random
-    one. seed: of the random Q.
+    Args:
+        rank: r, columns of P and Q.
+        error_feedback: add the difference of the gradient and the average, G - P Qᵀ, to the next gradient.
+        warm_start: start from the Q of the last step, so that training steps continue one power iteration. False
+            starts from a random Q.
+        seed: of the random Q.
 
-    What travels: n r float32 numbers, and then m r, each through an all-reduce. Vogels et al., Algorithms 1 and 2.
+    Payload: n r float32 numbers through an all-reduce, then m r through a second one: 4 (n + m) r bytes.
+
+    Deterministic for a seed. Synchronises a CUDA device a few times per step, to see whether factors are finite.
+
+    Source: Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization,
+    NeurIPS 2019, Algorithms 1 and 2.
     """
 
     warm_start: bool = True
@@ -131,7 +136,7 @@ class PowerSGD(LowRank):
         if math.isfinite(ops.abs_max(p)):
             ops.orthogonalize_(p)
         q = yield Mean(ops.low_rank_project(m, None, p, transpose=True))
-        # What Q spans counts. Scaled, so that the next P is of the gradient's magnitude, not of its square's.
+        # Only the span of Q matters. Scaling keeps the next P at the gradient's magnitude, rather than its square.
         largest = ops.abs_max(q)
         state.q = self.replace_zero_columns(q / largest if largest > 0 else q, state)
         return Factors(p, q, p, q)
@@ -140,22 +145,33 @@ class PowerSGD(LowRank):
 @register("acpsgd")
 @dataclass
 class ACPSGD(LowRank):
-    """Alternate compressed Power-SGD: P = mean(G Q) in one step, Q = mean(Gᵀ P) in the next, with the other one
-    orthogonalized from the step before; average = P Qᵀ.
+    """Averages by half a step of power iteration, on P and Q alternately: "alternate compressed" Power-SGD.
 
-    rank: columns r of P and Q. error_feedback: what this rank's own factor leaves out of its gradient is added to the
-    next. reuse: orthogonalize the last step's factor; otherwise a random one. seed: of the random factor.
+    The average is P Qᵀ:
 
-    What travels: n r or m r float32 numbers through one all-reduce, that of a parameter while backward computes the
-    next one. Zhang et al., Algorithm 2.
+        even steps:  Q = orthogonalize(Q),  P = mean(G Q)
+        odd steps:   P = orthogonalize(P),  Q = mean(Gᵀ P)
+
+    Args:
+        rank: r, columns of P and Q.
+        error_feedback: add what this rank did not send, such as G - (G Q) Qᵀ, to the next gradient.
+        reuse: orthogonalize the factor that the last step computed. False takes a random one.
+        seed: of the random factor.
+
+    Payload: n r or m r float32 numbers, 4 bytes each, through one all-reduce, which overlaps with the backward pass.
+
+    Deterministic for a seed. Synchronises a CUDA device a few times per step, to see whether factors are finite.
+
+    Source: Zhang, Zhang, Shi, Chu, Li, Evaluation and Optimization of Gradient Compression for Distributed Deep
+    Learning, ICDCS 2023, Algorithm 2.
     """
 
     reuse: bool = True
 
     def factorize(self, m: Tensor, state: State) -> Routine:
-        transpose = state.step % 2 == 1  # which factor is computed: Q in the second step
-        known, wanted = ("p", "q") if transpose else ("q", "p")
-        fixed = getattr(state, known, None)
+        transpose = state.step % 2 == 1  # compute Q from P
+        given, computed = ("p", "q") if transpose else ("q", "p")
+        fixed = getattr(state, given, None)
         if fixed is None or not self.reuse:
             fixed = self.random_factor(m.shape[0 if transpose else 1], state, m.device)
         else:
@@ -163,6 +179,6 @@ class ACPSGD(LowRank):
         ops.orthogonalize_(fixed)
         own = self.project(m, state, fixed, transpose)
         mean = yield Mean(own.clone())
-        setattr(state, known, fixed)
-        setattr(state, wanted, self.replace_zero_columns(mean, state).clone())
+        setattr(state, given, fixed)
+        setattr(state, computed, self.replace_zero_columns(mean, state).clone())
         return Factors(fixed, mean, fixed, own) if transpose else Factors(mean, fixed, own, fixed)

@@ -58,7 +58,7 @@ class PerLayer(Compressor):
             self._tests.append(_test(rule[0]))
         for compressor in self.parts:
             if not isinstance(compressor, Compressor) or isinstance(compressor, PerLayer):
-                raise ValueError(f"PerLayer: got {compressor!r}, expected a compressor that is no PerLayer itself")
+                raise ValueError(f"PerLayer: got {compressor!r}, expected a compressor other than PerLayer")
             compressor.traffic = self.traffic
         self.rounds = max(compressor.rounds for compressor in self.parts)
         self._chosen: dict[tuple[str, torch.Size], Compressor] = {}

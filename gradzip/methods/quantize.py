@@ -1,4 +1,4 @@
-"""Gradients rounded at random to a few levels, without bias: QSGD and TernGrad."""
+"""Unbiased stochastic rounding to a few levels: QSGD and TernGrad."""
 
 from __future__ import annotations
 
@@ -15,26 +15,37 @@ from ..gather import GatherCompressor, attribute_payload_errors
 from ..registry import register
 from ..state import Key, State
 
-_STREAM = struct.Struct("<QB7x")  # bytes of the levels, whether they are Elias-coded
+_STREAM = struct.Struct("<QB7x")  # length of the coded levels in bytes; whether they are Elias-coded
 _SCALE = struct.Struct("<f12x")
 
 
 @register("qsgd", number=16)
 @dataclass
 class QSGD(GatherCompressor):
-    """Levels -s to s of the norm of their bucket, s = 2^(bits - 1) - 1.
+    """Rounds each element at random to a multiple of norm / s, where norm is that of its bucket.
 
-    Alistarh, Grubic, Li, Tomioka, Vojnovic, QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding,
-    NeurIPS 2017, sections 3.1 and 3.2.
+    With s = 2^(bits - 1) - 1 and u_i uniform in [0, 1), g_i is decoded as
 
-    g_i becomes norm * sign(g_i) * level / s with level = floor(s |g_i| / norm + u_i), u_i uniform in [0, 1). Unbiased,
-    with variance (norm / s)^2 sum f_i (1 - f_i), f_i the fraction of s |g_i| / norm.
-    bits: 2 to 16, sign included. bucket: elements that share a norm. norm: "l2", as in the theory (most levels are then
-    0), or "max", as in the paper's experiments (less variance, more bytes).
-    coding: "elias", as runs of zeros and levels in Elias gamma code, where that is shorter than "packed": `bits` bits.
+        norm * sign(g_i) * level_i / s,    level_i = floor(s |g_i| / norm + u_i)
 
-    Payload: header; a float32 norm for each bucket; levels. 48 + 4 ceil(n / bucket) + n bits / 8 bytes, padded to 16,
-    and with "elias" at most that.
+    Unbiased. The variance is (norm / s)^2 sum f_i (1 - f_i), where f_i is the fractional part of s |g_i| / norm.
+
+    Args:
+        bits: bits of a level, 2 to 16, sign included.
+        bucket: number of neighbouring elements that share a norm.
+        norm: "l2", as in the paper's theory (most levels are 0), or "max", as in its experiments (less variance, more
+            bytes).
+        coding: "packed" codes each level in `bits` bits. "elias" codes runs of zeros, and levels, in Elias gamma code,
+            if that is shorter than "packed".
+        seed: of the u_i.
+
+    Payload: header; a float32 norm for each bucket; levels. 48 + 4 ceil(n / bucket) + n bits / 8 bytes, padded to 16;
+    at most that with "elias".
+
+    Deterministic for a seed. Encoding synchronises a CUDA device, to see whether the gradient is finite.
+
+    Source: Alistarh, Grubic, Li, Tomioka, Vojnovic, QSGD: Communication-Efficient SGD via Gradient Quantization and
+    Encoding, NeurIPS 2017, sections 3.1 and 3.2.
     """
 
     bits: int = 4
@@ -81,20 +92,28 @@ class QSGD(GatherCompressor):
 @register("terngrad", number=17)
 @dataclass
 class TernGrad(GatherCompressor):
-    """-1, 0 or 1 times one number.
+    """Rounds each element at random to -scale, 0 or scale.
 
-    Wen, Xu, Yan, Wu, Wang, Chen, Li, TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning,
-    NeurIPS 2017.
+    The gradient is clipped, c_i = sign(g_i) min(|g_i|, clip * sigma), and decoded as
 
-    g_i becomes scale * sign(g_i) * Bernoulli(|c_i| / scale): unbiased about the clipped gradient c, with variance
-    sum |c_i| (scale - |c_i|).
-    clip: magnitudes are cut off at clip * sigma; None does not. sigma^2 is the second moment, mean(g^2): about the
-    mean, as in the paper, it would be 0 for a constant gradient, and all of it cut off.
-    shared_scale: scale = max |c_i| over the ranks, for which a first round gathers everyone's (scaler sharing); False
-    takes each rank's own.
+        scale * sign(g_i) * Bernoulli(|c_i| / scale),    scale = max |c_i|
 
-    Payload: header, which holds the scale; five elements to a byte. 48 + ceil(n / 5) bytes, padded to 16, and with
-    shared_scale 48 more: 1.6 bits an element.
+    The expectation is c, and the variance sum |c_i| (scale - |c_i|).
+
+    Args:
+        clip: clip magnitudes at clip * sigma; None does not clip. sigma^2 is the second moment, mean(g^2). The paper's
+            central moment is 0 for a constant gradient, which would be clipped to 0.
+        shared_scale: take the maximum over all ranks as the scale ("scaler sharing"), gathered in a first round. False
+            uses each rank's own scale.
+        seed: of the Bernoulli draws.
+
+    Payload: header, which holds the scale; five elements to a byte, 1.6 bits for each: 48 + ceil(n / 5) bytes, padded
+    to 16. 48 bytes more with `shared_scale`.
+
+    Deterministic for a seed. Encoding synchronises a CUDA device, to read the scale.
+
+    Source: Wen, Xu, Yan, Wu, Wang, Chen, Li, TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
+    Learning, NeurIPS 2017.
     """
 
     clip: float | None = 2.5
@@ -107,7 +126,7 @@ class TernGrad(GatherCompressor):
             if self.exchange != "gather":
                 raise ValueError(
                     f"TernGrad: got exchange = {self.exchange!r} with shared_scale=True, expected shared_scale=False: "
-                    "shards have scales of their own"
+                    "each shard has its own scale"
                 )
             self.rounds = 2
         if self.clip is not None and not (isinstance(self.clip, (int, float)) and self.clip > 0):
@@ -128,7 +147,7 @@ class TernGrad(GatherCompressor):
                 with attribute_payload_errors(f"from rank {rank} of {len(headers)}"):
                     opened = self.open(header, numel)
                     if opened.flags & ops.NON_FINITE:
-                        # On every rank: nobody waits for a second round.
+                        # All ranks see the flag and return, so none starts the second round.
                         return torch.full((numel,), math.nan, dtype=torch.float32, device=grad.device)
                     scale = max(scale, _scale(opened))
             state.payload = self._encode(grad, state.key(self.seed), largest, scale)
@@ -139,15 +158,14 @@ class TernGrad(GatherCompressor):
         return self._encode_by_itself(grad, key, self._largest(grad))
 
     def encode_average(self, average: Tensor, key: Key) -> Tensor:
-        # What ranks sent was cut off. Cut off once more, sparse gradients, whose sigma is small, would lose a third.
+        # Ranks clip before they send. Clipping again takes a third of a sparse gradient, whose sigma is small.
         return self._encode_by_itself(average, key, ops.abs_max(average))
 
     def _encode_by_itself(self, grad: Tensor, key: Key, largest: float) -> Tensor:
         return self._encode(grad, key, largest, largest) if math.isfinite(largest) else self.non_finite(grad)
 
     def _largest(self, grad: Tensor) -> float:
-        """The largest magnitude when those above clip * sigma are cut off, as a float32; not finite if that is not, or
-        if the norm, which sigma comes from, reaches the largest float."""
+        """max |c_i| of the clipped gradient, as float32. Not finite if the gradient is not, or its norm overflows."""
         largest = ops.abs_max(grad)
         if self.clip is None or not math.isfinite(largest):
             return largest

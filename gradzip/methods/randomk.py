@@ -1,8 +1,4 @@
-"""Random sparsification with indices that never travel.
-
-Wangni, Wang, Liu, Zhang, Gradient Sparsification for Communication-Efficient Distributed Optimization, NeurIPS 2018;
-Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, definition 2.2.
-"""
+"""Random sparsification by indices that all ranks draw alike."""
 
 from __future__ import annotations
 
@@ -23,18 +19,28 @@ from .topk import num_kept
 @register("randomk", example="theta=0.9")
 @dataclass
 class RandomK(Compressor):
-    """Averages k = round((1 - theta) n) elements, the same ones on all ranks, others at every step.
+    """Averages k random elements, the same on all ranks, chosen anew in each step.
 
-    theta: fraction of the elements that is dropped, in [0, 1), or a schedule step -> theta. seed: of the choice.
-    error_feedback: what is not sent is added to the next gradient. What is sent is then sent as it is: a contraction,
-    E|x - C(x)|^2 = (1 - k / n) |x|^2. Without error feedback it is multiplied by n / k, and the average unbiased.
+    k = round((1 - theta) n) of the n elements. Indices are drawn from (seed, step, name), so they are not sent. They
+    are stratified: one random index in each of k runs of n / k neighbours, and a random shift of the runs. Each element
+    is chosen with probability k / n.
 
-    An element waits n / k steps for its turn on average, where Top-k sends the large ones at once. An optimizer's
-    momentum multiplies what comes late: at 99 % take little or none, and a higher learning rate.
+    An element is sent every n / k steps on average, while Top-k sends large ones at once. The optimizer's momentum
+    multiplies these late gradients: at theta = 0.99, use little or no momentum and a higher learning rate.
 
-    What travels: k float32 numbers, through an all-reduce; all ranks know the indices from (seed, step, name). One is
-    taken of each of k strata of n / k neighbours, at random, and the strata are shifted at random: every element is as
-    likely, k / n.
+    Args:
+        theta: fraction of the elements that is dropped, in [0, 1), or a schedule step -> theta.
+        error_feedback: add what was not sent to the next gradient. Elements are then sent unscaled, a contraction:
+            E|x - C(x)|^2 = (1 - k / n) |x|^2. Without error feedback, elements are multiplied by n / k, which makes
+            the average unbiased.
+        seed: of the indices.
+
+    Payload: k float32 numbers, 4 k bytes, through one all-reduce.
+
+    Deterministic for a seed. Synchronises a CUDA device once, to see whether the gradient is finite.
+
+    Source: Wangni, Wang, Liu, Zhang, Gradient Sparsification for Communication-Efficient Distributed Optimization,
+    NeurIPS 2018; Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, definition 2.2.
     """
 
     theta: Theta = 0.99
@@ -52,7 +58,7 @@ class RandomK(Compressor):
         state.payload = indices
         values = grad.view(-1).index_select(0, indices)
         if not math.isfinite(ops.abs_max(grad)):
-            values.fill_(math.nan)  # where it was not chosen, too, it is every rank's
+            values.fill_(math.nan)  # all ranks must see it, even if the element was not chosen
         values = yield Mean(values)
         if not self.error_feedback:
             values = values * (numel / k)

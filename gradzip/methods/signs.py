@@ -14,33 +14,38 @@ from ..gather import GatherCompressor, attribute_payload_errors
 from ..registry import register
 from ..state import Key
 
-_VOTE = struct.Struct("<f4xQ")  # scale, key of the coins that decide ties
+_BALLOT = struct.Struct("<f4xQ")  # scale, key of the coins that decide ties
 _ROWS = struct.Struct("<Q8x")
 
 
 @register("signsgd", number=18)
 @dataclass
 class SignSGD(GatherCompressor):
-    """Signs, by majority vote or averaged.
+    """Sends the signs of the gradient, and takes their majority vote or averages them.
 
-    Bernstein, Wang, Azizzadenesheli, Anandkumar, signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018
-    (majority vote: Algorithm 2); Karimireddy, Rebjock, Stich, Jaggi, Error Feedback Fixes SignSGD and other Gradient
-    Compression Schemes, ICML 2019 (Algorithm 1).
-
-    Rank i sends signs b_i = sign(g_i), with error feedback of the corrected gradient, and s_i = mean |g_i|. What comes
-    out, for N ranks:
+    Rank i sends the signs b_i = sign(g_i) and the scale s_i = mean |g_i|. With error feedback, g_i is the gradient plus
+    residual, and the residual is g_i - s_i b_i. The result is:
 
         majority, error_feedback      mean_i(s_i) * sign(sum_i b_i)
-        majority                      sign(sum_i b_i): 1 or -1, whatever the gradient's size, so choose the learning
-                                      rate accordingly (about that of Adam)
+        majority                      sign(sum_i b_i)
         error_feedback, or neither    mean_i(s_i * b_i)
 
-    The residual is what this rank's own signs left, g_i - s_i b_i, so that what a rank sent and its residual add up to
-    its gradients. Averages and mean residual add up to the mean gradients without `majority`; a vote is not the mean of
-    what the ranks sent. Where a vote is a tie a fair coin decides, the same on all ranks; a zero's sign is a coin of
-    the rank's own.
+    With `majority` alone, elements are 1 or -1 for gradients of any size: choose the learning rate accordingly, about
+    that of Adam. A vote is not the mean of what the ranks sent, so averages and mean residual add up to the mean
+    gradients only without `majority`.
 
-    Payload: header, which holds s_i; a bit for each element. 48 + ceil(n / 8) bytes, padded to 16.
+    Args:
+        majority: take the majority vote of the ranks' signs. Ties are decided by a fair coin, the same on all ranks.
+        error_feedback: add what was not sent to the next gradient.
+        seed: of the coins that decide ties, and of those that each rank takes as the signs of its zeros.
+
+    Payload: header, which holds s_i; one bit for each element: 48 + ceil(n / 8) bytes, padded to 16.
+
+    Deterministic for a seed. Encoding synchronises a CUDA device, to read the scale.
+
+    Source: Bernstein, Wang, Azizzadenesheli, Anandkumar, signSGD: Compressed Optimisation for Non-Convex Problems, ICML
+    2018, Algorithm 2 (majority vote); Karimireddy, Rebjock, Stich, Jaggi, Error Feedback Fixes SignSGD and other
+    Gradient Compression Schemes, ICML 2019, Algorithm 1.
     """
 
     majority: bool = True
@@ -51,13 +56,13 @@ class SignSGD(GatherCompressor):
         numel = grad.numel()
         scaled = self.error_feedback or not self.majority
         total = ops.bucket_norms(grad, norm="l1").item() if scaled else float(numel)
-        # The sum is cut off at the largest float, where the mean cannot be told from it.
+        # `bucket_norms` limits a sum that overflows to the largest float, so the mean would be wrong.
         if not math.isfinite(ops.abs_max(grad)) or total >= torch.finfo(torch.float32).max:
             return self.non_finite(grad)
         payload = ops.new_payload(ops.bitmap_nbytes(numel), grad.device)
         body = payload[ops.HEADER_NBYTES :]
         ops.pack_signs(grad, key.bits, out=body[: ops.bitmap_nbytes(numel)])
-        return self.seal(payload, numel, True, _VOTE.pack(total / numel, key._replace(rank="shared").bits))
+        return self.seal(payload, numel, True, _BALLOT.pack(total / numel, key._replace(rank="shared").bits))
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         signs, scale, _ = _ballot(payload, out.numel())
@@ -75,14 +80,14 @@ class SignSGD(GatherCompressor):
                 ballots.append(_ballot(payload, numel))
         votes, scales, coins = zip(*ballots)
         out = self.accumulator(numel, payloads[0].device)
-        # Everyone tosses the first rank's coins: they are the same, unless a rank has counted its steps otherwise.
+        # Use rank 0's coins on all ranks, in case a rank has counted its steps differently.
         ops.signs_decode_add(ops.majority(votes, numel, coins[0]), out, math.fsum(scales) / len(scales))
         return self.finish(out, numel)
 
 
 def _ballot(payload: ops.Payload, numel: int) -> tuple[Tensor, float, int]:
     (signs,) = payload.sections(ops.bitmap_nbytes(numel))
-    scale, coins = _VOTE.unpack(payload.fields)
+    scale, coins = _BALLOT.unpack(payload.fields)
     if not 0 <= scale < math.inf:
         raise ops.PayloadError(f"corrupt payload: its scale is {scale}, expected a finite number >= 0")
     return signs, scale, coins
@@ -91,18 +96,22 @@ def _ballot(payload: ops.Payload, numel: int) -> tuple[Tensor, float, int]:
 @register("onebit", number=19)
 @dataclass
 class OneBitSGD(GatherCompressor):
-    """Signs, and for every output unit the means of its positive and of its negative elements; always error feedback.
+    """Sends the signs of the gradient, and the means of the positive and of the negative elements of each row.
 
-    Seide, Fu, Droppo, Li, Yu, 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
-    Training of Speech DNNs, Interspeech 2014, section 3.
+    An element is quantized at the threshold 0, and decoded as the mean of the elements of its row with the same sign.
+    These two values minimise the squared error. A row is one output unit: grad[i], which is a filter of a convolution.
+    (The paper's layers compute W^T x, so its output units are columns of W.) Error feedback is always on.
 
-    An element is quantized by the threshold 0 and decoded as the mean, over its column, of the values on its side of
-    it: the two values that leave the least squared error. The paper's layers compute W^T x, so that a column of W
-    belongs to an output unit. PyTorch's compute W x: here it is a row, and of a convolution's kernel a filter,
-    grad[i]. Zeros have no sign; a coin decides.
+    Args:
+        seed: of the coins that are taken as the signs of zeros.
 
-    Payload: header; two float32 for each row; a bit for each element. 48 + 8 rows + ceil(n / 8) bytes, padded to 16.
-    Gradients with rows too short for that to be less than the gradient itself go uncompressed.
+    Payload: header; two float32 means for each row; one bit for each element: 48 + 8 rows + ceil(n / 8) bytes, padded
+    to 16. Gradients bypass compression if their rows are so short that this is not less than 4 n bytes.
+
+    Deterministic for a seed. Encoding synchronises a CUDA device, to see whether the gradient is finite.
+
+    Source: Seide, Fu, Droppo, Li, Yu, 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
+    Distributed Training of Speech DNNs, Interspeech 2014, section 3.
     """
 
     error_feedback = True
@@ -113,7 +122,7 @@ class OneBitSGD(GatherCompressor):
         return super().bypasses(grad) or _nbytes(grad.shape[0], grad.numel()) >= 4 * grad.numel()
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
-        numel, rows = grad.numel(), grad.shape[0] if grad.dim() > 1 else 1  # a shard may be a piece of a row
+        numel, rows = grad.numel(), grad.shape[0] if grad.dim() > 1 else 1  # 1-D: a shard, a piece of the flat gradient
         if not math.isfinite(ops.abs_max(grad)):
             return self.non_finite(grad)
         payload = ops.new_payload(8 * rows + ops.bitmap_nbytes(numel), grad.device)

@@ -1,8 +1,4 @@
-"""Sparsification by magnitude.
-
-Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017; Stich, Cordonnier, Jaggi, Sparsified
-SGD with Memory, NeurIPS 2018. Sampled selection: Zhang, Shi, Chu, Li, ACP-SGD, ICDCS 2023, section III.
-"""
+"""Sparsification by magnitude, and the payload format of sparse gradients."""
 
 from __future__ import annotations
 
@@ -19,25 +15,25 @@ from ..registry import register
 from ..schedule import Theta, check_theta, theta_at
 from ..state import Key, State
 
-_COUNT = struct.Struct("<Q")  # k, before the range float in the header's fields
+_COUNT = struct.Struct("<Q")  # k; the header's other 8 bytes hold the range float
 
 
 def num_kept(theta: float, numel: int) -> int:
-    """How many elements a sparsifier keeps: the nearest integer to (1 - theta) * numel, at least 1."""
+    """Number of elements that a sparsifier keeps: (1 - theta) * numel, rounded, at least 1."""
     return max(1, round((1.0 - theta) * numel))
 
 
 @dataclass
 class SparseCodec(GatherCompressor):
-    """Payloads of some elements and where they are.
+    """Payloads of k values with their indices.
 
-    Header; k values (float32, or range floats of `bits` bits); their coded indices (gradzip/ops/index_code.py).
+    Payload: header; k values, float32 or range floats of `bits` bits; coded indices (gradzip/ops/index_code.py).
     """
 
     bits = 32
 
     def pack(self, indices: Tensor, values: Tensor, numel: int) -> Tensor:
-        """The sealed payload of k elements: indices int32, ascending; values float32."""
+        """The sealed payload of k elements. indices: int32, ascending; values: float32."""
         values_end = ops.packed_nbytes(values.numel(), self.bits)
         codes_end = values_end + ops.index_code_nbytes(indices, numel)
         payload = ops.new_payload(codes_end, values.device)
@@ -47,17 +43,17 @@ class SparseCodec(GatherCompressor):
             fields += b"\0" * 8
             body[:values_end].view(torch.float32).copy_(values)
         else:
-            # A mantissa of its own for each payload: the values of a sparse gradient span few octaves.
+            # Fit the mantissa to each payload: the largest values of a gradient span few octaves.
             number = ops.RangeFloat.fit(values, self.bits)
             number.encode_packed(values, body[:values_end])
         ops.index_code_encode(indices, numel, out=body[values_end:codes_end])
-        # The largest elements are among those kept: what is not finite too.
+        # Elements that are not finite are the largest in magnitude, so the kept ones include them.
         return self.seal(payload, numel, math.isfinite(ops.abs_max(values)), fields, number)
 
     def unpack(self, payload: ops.Payload, numel: int) -> tuple[Tensor, Tensor]:
-        """(coded indices, values float32) of at most `numel` elements; PayloadError."""
+        """Coded indices and values (float32) of a gradient of `numel` elements. Raises PayloadError."""
         (k,) = _COUNT.unpack(payload.fields[:8])
-        # Before there is memory for them: at 2 bits, values take 16 times the bytes that claim to hold them.
+        # Checked before memory is allocated: decoded 2-bit values take 16 times their bytes in the payload.
         if k > numel:
             raise ops.PayloadError(f"corrupt payload: it claims {k} values of {numel} elements")
         values_end = ops.packed_nbytes(k, self.bits)
@@ -86,7 +82,7 @@ class SparseCodec(GatherCompressor):
         ops.index_code_decode_add(stream, values, out, weight)
 
     def subtract_transmitted(self, state: State) -> None:
-        # In place of the general way, which decodes to a dense tensor: the same bits, k elements touched.
+        # The base class decodes to a dense tensor. This gives the same bits, and touches k elements only.
         for payload, part in self.transmitted_parts(state):
             self.decode_add(self.open(payload, part.numel()), part, -1.0)
 
@@ -94,19 +90,27 @@ class SparseCodec(GatherCompressor):
 @register("topk", number=2, example="theta=0.9,exchange=scatter_reduce")
 @dataclass
 class TopK(SparseCodec):
-    """Keeps the elements of largest magnitude: the best approximation by so many, with the squared error of the rest.
+    """Sends the k elements of largest magnitude.
 
-    theta: fraction of the elements that is dropped, in [0, 1), or a schedule step -> theta.
-    select: "exact" keeps k = round((1 - theta) n) of the n elements, ties to the lower index; "sampled" finds a
-    threshold on a random sample and keeps what reaches it, within 10 % of k (and of mostly zeros only what is not 0).
-    bits: 32 sends values as they are, 2 to 16 as range-based floats fitted to every payload.
-    error_feedback: what is not sent is added to the next gradient; without it Top-k does not converge.
-    seed: of samples.
+    This is the best approximation by k elements; its squared error is the sum of squares of the elements dropped.
 
-    Payload: header; k values, `bits` bits each; their coded indices: 48 + ceil(bits k / 8) + I bytes, padded to 16. I
-    is 12 bytes and the smaller of a bitmap, ceil(n / 8), and Rice-coded gaps, 1.02 bytes per index at theta = 0.99.
+    Args:
+        theta: fraction of the elements that is dropped, in [0, 1), or a schedule step -> theta.
+        select: "exact" keeps k = round((1 - theta) n) of the n elements, ties to the lower index. "sampled" estimates
+            the threshold from a random sample, and keeps the elements that reach it: k to within 10 %, or fewer if
+            fewer elements are not 0.
+        bits: 32 sends float32 values; 2 to 16 sends range-based floats, fitted to each payload.
+        error_feedback: add what was not sent to the next gradient. Without it, Top-k does not converge.
+        seed: of the samples.
 
-    Deterministic. Payloads are added into the average one after the other, k elements of each.
+    Payload: header; k values of `bits` bits; coded indices: 48 + ceil(bits k / 8) + I bytes, padded to 16. I is 12
+    bytes plus the smaller of a bitmap, ceil(n / 8), and Rice-coded gaps, 1.02 bytes per index at theta = 0.99.
+
+    Deterministic. Encoding synchronises a CUDA device: the length of the indices depends on the data.
+
+    Source: Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017; error feedback: Stich,
+    Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018; sampled selection: Zhang, Zhang, Shi, Chu, Li,
+    Evaluation and Optimization of Gradient Compression for Distributed Deep Learning, ICDCS 2023, section III.
     """
 
     per_bucket = True

@@ -1,0 +1,56 @@
+"""Real Fourier transforms of gradients, in rows of equal length."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+from torch import Tensor
+
+from .threads import one_thread
+
+_CHUNK_NUMEL = 1 << 20  # elements that stay in a processor's cache between two kernels
+
+
+@functools.cache
+def transform_shape(numel: int, block: int | None) -> tuple[int, int]:
+    """(rows, length) of the transforms for a gradient of `numel` elements.
+
+    block: the longest transform; None for one row. There are as few rows as `block` allows. The length is even, and has
+    only the prime factors 2, 3 and 5, which are fast in every library, unless that exceeds `block`. Little padding is
+    needed. Rows of `block` elements would need more: a gradient of 1.1 blocks would take two, and send twice the bytes.
+    """
+    rows = 1 if block is None else -(-numel // block)
+    shortest = -(-numel // rows)
+    length = _smooth(shortest + shortest % 2)
+    return rows, length if block is None or length <= block else shortest
+
+
+def _smooth(length: int) -> int:
+    """The smallest even number >= length with no prime factor above 5."""
+    best = 1 << (length - 1).bit_length()
+    five = 1
+    while five < best:
+        three = five
+        while three < best:
+            two = max(2, 1 << (-(-length // three) - 1).bit_length())
+            best = min(best, three * two)
+            three *= 3
+        five *= 5
+    return best
+
+
+def row_chunks(rows: int, length: int, device: torch.device) -> list[slice]:
+    """Split rows into chunks to transform together: all at once on a device, cache-sized chunks on a CPU."""
+    step = max(1, _CHUNK_NUMEL // length) if device.type == "cpu" else rows
+    return [slice(begin, begin + step) for begin in range(0, rows, step)]
+
+
+def inverse_transform(spectrum: Tensor, signal: Tensor) -> None:
+    """Write the inverse orthonormal transforms of the rows of `spectrum` to `signal`. The same bits on all ranks."""
+    rows, length = signal.shape
+    for chunk in row_chunks(rows, length, signal.device):
+        # Threads share out several rows, but split a single one, and its rounding then depends on their number.
+        with one_thread() if len(signal[chunk]) == 1 else contextlib.nullcontext():
+            torch.fft.irfft(spectrum[chunk], n=length, norm="ortho", out=signal[chunk])
