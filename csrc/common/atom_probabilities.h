@@ -1,11 +1,11 @@
-// ATOMO's probabilities (Wang et al., NeurIPS 2018, Algorithm 1) without sorting: which sums over the atoms to ask for,
-// and what to make of them. CPU and CUDA add up in the same order, and so take the same steps to the same bits.
+// ATOMO's probabilities (Wang et al., NeurIPS 2018, Algorithm 1) without sorting: the sums over the atoms that each
+// round needs, and the state that they update. CPU and CUDA sum in the same order, so they get the same bits.
 //
-// p_i = min(1, m_i / level) for magnitudes m, with the level at which they add up to the budget. As a function of
-// 1 / level that sum is concave and piecewise linear, and Newton's method from the left finds where it meets the budget:
-// each round takes the atoms above the level found so far for certain (p = 1) and fits the level to the others, until
-// none is added. Gradients need a handful of rounds. Magnitudes that fall geometrically can need as many as there are:
-// from some round on, every other one halves the range that the level may lie in.
+// p_i = min(1, m_i / level) for magnitudes m, with the level at which they add up to the budget. As a function of 1 /
+// level that sum is concave and piecewise linear, and Newton's method from the left finds where it equals the budget:
+// each round sets p = 1 for the atoms above the current level and fits the level to the others, until no atom is added.
+// Gradients need a handful of rounds. Magnitudes that fall geometrically can need as many rounds as there are atoms, so
+// later rounds alternate with bisection.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@
 
 namespace gradzip {
 
-// Sums run over segments of so many atoms, in the lanes of common/sums.h. Part j of all belongs to lane j % kSplitLanes;
-// these are added up in pairs within each 32 (j and j + 16, then + 8, ...), and so are their eight sums.
+// Sums run over segments of this many atoms, in the lanes of common/sums.h. The sum of segment j belongs to lane j %
+// kSplitLanes; lanes are summed in pairs within each 32 (j and j + 16, then + 8, ...), and so are the eight results.
 constexpr int64_t kSplitSegment = 1 << 10;
 constexpr int kSplitLanes = 256;
 
@@ -29,7 +29,7 @@ struct Split {
   int64_t above;
 };
 struct Limits {
-  double unit;  // a power of two, by which magnitudes are multiplied
+  double unit;  // power of two that scales the magnitudes
   double upto, over;
 };
 
@@ -42,7 +42,7 @@ struct Water {
   int64_t exponent;  // of the unit
   double threshold, factor;  // p = 1 for magnitudes above the threshold, factor * magnitude for the others
   int64_t above;  // magnitudes above the threshold
-  double low, level;  // between which the level lies
+  double low, level;  // bounds of the level
   double at;  // where to split next
 };
 
@@ -62,7 +62,7 @@ constexpr uint64_t kInfDoubleBits = uint64_t(0x7ff) << 52;
 
 GZ_HD bool to_be_split(const Water& water) { return water.stage == Filling::survey || water.stage == Filling::rounds; }
 
-// The first round counts what is not 0, and adds up everything.
+// The first round counts the nonzero atoms and sums all of them.
 GZ_HD Limits split_limits(const Water& water) {
   const double unit = power_of_two(water.exponent);
   if (water.stage == Filling::survey) return {unit, bits_double(kInfDoubleBits), 0.0};
@@ -72,7 +72,7 @@ GZ_HD Limits split_limits(const Water& water) {
 GZ_HD void survey_atoms(Water* water, const Split& all, double budget) {
   if (water->exponent == 0) {
     water->above = all.above;
-    // Once more, so that doubles do not overflow, and denormal ones have all their bits.
+    // A second time, scaled, so that sums of doubles do not overflow and denormals keep all their bits.
     if (all.rest > 0x1p900) water->exponent = -64;
     if (all.rest > 0.0 && all.rest < 0x1p-900) water->exponent = 512;
     if (water->exponent != 0) return;
@@ -91,7 +91,7 @@ GZ_HD void survey_atoms(Water* water, const Split& all, double budget) {
 GZ_HD void fit_level(Water* water, const Split& split, double budget) {
   const double left = budget - double(split.above), level = split.rest / left;
   const bool newton = water->at == water->level, same = split.above == water->above;
-  // At or above the level sought: then so is the new one, and all above `at` are certain.
+  // `at` is at or above the level: so is the new bound, and p = 1 for all magnitudes above `at`.
   const bool high = left > 0.0 && split.rest > 0.0 && level <= water->at;
   if (high) {
     const double factor = left / split.rest, most = bits_double(kInfDoubleBits - 1);
@@ -102,7 +102,7 @@ GZ_HD void fit_level(Water* water, const Split& split, double budget) {
   } else {
     water->low = water->at;
   }
-  // Newton's step leads below only by rounding.
+  // Newton's step goes below `low` only by rounding.
   if ((newton && (same || !high)) || !(water->low < water->level)) {
     water->stage = Filling::done;
     return;

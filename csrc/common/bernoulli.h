@@ -7,7 +7,7 @@
 
 namespace gradzip {
 
-// Both are exact in double. NaN is above nothing.
+// Both sides are exact in double. Comparisons with NaN are false.
 GZ_HD bool is_drawn(float p, uint32_t draw) { return double(draw) < double(p) * 0x1p32; }
 
 }  // namespace gradzip

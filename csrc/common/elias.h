@@ -1,4 +1,4 @@
-// Elias' gamma code as csrc/cpu/ops.h lays it out.
+// Elias' gamma code in the layout of csrc/cpu/ops.h.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 namespace gradzip {
 
 constexpr int64_t kEliasChunk = 1 << 12;  // elements
-constexpr int32_t kEliasTop = 65535;      // a token is at most 57 bits: it fits what is read or written at once
+constexpr int32_t kEliasTop = 65535;      // so that a token has at most 57 bits, which one read or write covers
 
 struct EliasCode {
   uint64_t bits;
@@ -20,7 +20,7 @@ GZ_HD constexpr EliasCode gamma_code(uint32_t v, int k) {
   return {uint64_t(1) << k | uint64_t(v ^ (1u << k)) << (k + 1), 2 * k + 1};
 }
 
-// A level that is not zero: gamma of the zeros before it + 1, its sign, gamma of its magnitude.
+// A nonzero level: gamma of the zeros before it + 1, its sign, gamma of its magnitude.
 GZ_HD constexpr EliasCode level_token(EliasCode run, bool negative, EliasCode size) {
   return {run.bits | (uint64_t(negative) | size.bits << 1) << run.length, run.length + 1 + size.length};
 }

@@ -1,4 +1,4 @@
-// What lets one header serve g++, nvcc and NVRTC.
+// Attributes that let one header serve g++, nvcc and NVRTC.
 #pragma once
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)

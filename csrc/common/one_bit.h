@@ -1,4 +1,4 @@
-// The two means of 1-bit SGD, from sums in double (common/sums.h) that CPU and CUDA form in one order.
+// The two means of 1-bit SGD, from sums in double (common/sums.h) in the same order on CPU and CUDA.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace gradzip {
 
-// Sums of the values above and below zero, NaN passed over, and how many bits are set.
+// Sums of the values above and below zero, without NaN, and the number of bits set.
 struct Sides {
   double positive, negative;
   int64_t set;
@@ -21,7 +21,7 @@ GZ_HD float side_mean(double sum, int64_t count) {
   return float(mean > kLargest ? kLargest : mean < -kLargest ? -kLargest : mean);
 }
 
-// Of the values whose bit is clear, and of those whose bit is set.
+// Means of the values whose bit is clear and of those whose bit is set.
 GZ_HD void side_means(const Sides& sides, int64_t columns, float* means) {
   means[0] = side_mean(sides.positive, columns - sides.set);
   means[1] = side_mean(sides.negative, sides.set);

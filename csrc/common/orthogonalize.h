@@ -1,4 +1,4 @@
-// What CPU and CUDA must agree on, so that a factor has the same bits wherever it is made orthonormal.
+// Constants that CPU and CUDA share, so that orthonormal factors have the same bits on both.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,15 @@ struct Matrix {
 };
 static_assert(sizeof(Matrix) == 24, "gradzip/ops/orthogonalize.py writes it");
 
-constexpr int64_t kGramRows = 1024;  // whose products are added up one after the other; those sums are then added
+// Rows per block: products are summed in order within a block, then the sums of blocks.
+constexpr int64_t kGramRows = 1024;
 
-// After one round, columns deviate from orthonormal by some 1e-16 growth^2, growth being the norm of R^-1 for columns
-// scaled to length 1. Beyond this, another round.
+// After one round, columns deviate from orthonormal by about 1e-16 growth^2, where growth is the norm of R^-1 for
+// columns scaled to length 1. Above this limit, a second round runs.
 constexpr double kGrowthLimit = 3e3;
-// Cholesky's squared sine of the angle between a column and those before it; below, all is noise.
+// Least squared sine of the angle between a column and those before it that Cholesky can tell from noise.
 constexpr double kLeastPivot = 1e-13;
-// The same angle in Gram-Schmidt: within the rounding of a float the column depends on those before it.
+// The same for Gram-Schmidt: below it, a column depends on those before it, within the rounding of a float.
 constexpr double kLeastSine = 0x1p-23;
 
 enum class Verdict : int32_t { done, again, dependent };

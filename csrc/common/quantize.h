@@ -12,7 +12,7 @@ namespace gradzip {
 
 enum class Norm : int { l2 = 0, max = 1, l1 = 2 };  // quantizers take the first two
 
-// Rounded to float32, which keeps a norm at or above each of the magnitudes, and at most the largest float.
+// Rounded to float32: a norm is at least each of the magnitudes, and at most the largest float.
 GZ_HD float norm_value(double norm) {
   constexpr double kLargest = 0x1.fffffep127;
   return float(norm < kLargest ? norm : kLargest);
@@ -41,7 +41,7 @@ GZ_HD LevelScale level_scale(float norm, int32_t s) {
 }
 
 // floor(t + u) for t = s |x| / norm, u uniform in [0, 1): t's integer part, and one more with the probability of its
-// fraction. Both parts are exact, so nothing but the 24 bits of u limits how unbiased that is.
+// fraction. Both parts are exact, so only the 24 bits of u limit how unbiased the level is.
 GZ_HD int32_t stochastic_level(float magnitude, LevelScale scale, int32_t s, uint32_t random) {
   float t = magnitude * scale.range * scale.factor;
   t = t < float(s) ? t : float(s);
@@ -59,7 +59,7 @@ GZ_HD int32_t code_level(uint32_t code, int bits) {
   return code >> (bits - 1) ? -level : level;
 }
 
-// The number that a level stands for: exactly +-norm at the top, and never beyond.
+// The value of a level: exactly +-norm for the largest one, and never beyond.
 GZ_HD float level_value(int32_t level, int32_t s, float norm) { return float(level) / float(s) * norm; }
 
 }  // namespace gradzip

@@ -2,7 +2,7 @@
 //
 // Everything is integer arithmetic on t(x) = bits(|x|) >> (23 - m), which is monotone in |x| and steps by one from a
 // float with an m-bit mantissa to the next. Code 0 is zero; 1..P are the positive floats t = pbase, pbase+1, ...;
-// P+1..P+Q the negative ones. The very same functions run on the CPU and in CUDA kernels, so codes agree bit for bit.
+// P+1..P+Q the negative ones. The same functions run on the CPU and in CUDA kernels, so codes agree bit for bit.
 #pragma once
 
 #include <cstdint>
@@ -47,8 +47,8 @@ GZ_HD uint32_t range_t(float magnitude, int shift) {
 }
 
 // pbase in closed form: P + Q = 2^N - 1 and P - t(max) = Q - t(|min|) = 1 - pbase give
-// pbase = ceil((t(max) + t(|min|) + 2 - (2^N - 1)) / 2). A side without room for one code (it reaches less far than
-// eps) leaves all codes to the other.
+// pbase = ceil((t(max) + t(|min|) + 2 - (2^N - 1)) / 2). A side whose limit is below eps gets no code; the other side
+// gets all of them.
 GZ_HD RangeFloat make_range_float(int bits, int mantissa, float vmin, float vmax) {
   RangeFloat r;
   r.bits = bits;
@@ -59,7 +59,7 @@ GZ_HD RangeFloat make_range_float(int bits, int mantissa, float vmin, float vmax
   const int64_t codes = (int64_t(1) << bits) - 1;
   const int64_t up = range_t(vmax + 0.0f, shift), down = range_t(0.0f - vmin, shift);  // -0 has a sign bit, 0 none
   int64_t pbase = (up + down + 3 - codes) >> 1;  // floor((s + 1) / 2) = ceil(s / 2), for negative s too
-  // The side left out stays so: the other takes all codes, as far down as that side begins.
+  // The side without codes stays so: the other takes all codes, down to its own limit.
   const int64_t least = up < down ? up : down, most = up < down ? down : up;
   if (least < pbase) pbase = most + 1 - codes > least + 1 ? most + 1 - codes : least + 1;
   if (pbase < 1) pbase = 1;
@@ -81,15 +81,15 @@ GZ_HD uint32_t range_encode(const RangeFloat& r, float x, uint32_t noise, float 
   const uint32_t t = (magnitude + noise) >> shift;
   const bool negative = (u >> 31) != 0;
   const uint32_t limit = negative ? r.negative : r.positive;
-  // At least the underflow, but none where that is 0: as one comparison, since two would not vectorise.
+  // magnitude >= underflow > 0 as one comparison, since two would not vectorise.
   uint32_t index = magnitude > float_bits(underflow) - 1u ? 1u : 0u;
-  index = magnitude >= r.pbase << shift ? t - r.pbase + 1u : index;  // noise decides above eps only, underflow below
+  index = magnitude >= r.pbase << shift ? t - r.pbase + 1u : index;  // noise applies above eps only, underflow below
   index = index < limit ? index : limit;
   index = magnitude > kInfBits ? 0u : index;
   return index + (negative && index ? r.positive : 0u);
 }
 
-// Codes above P + Q do not occur in what range_encode writes; they decode to zero.
+// range_encode never writes codes above P + Q; they decode to zero.
 GZ_HD float range_decode(const RangeFloat& r, uint32_t code) {
   const bool negative = code > r.positive;
   const uint32_t index = negative ? code - r.positive : code;
@@ -97,7 +97,7 @@ GZ_HD float range_decode(const RangeFloat& r, uint32_t code) {
   return bits_float(((index - 1u + r.pbase) << range_shift(r)) | (negative ? 0x80000000u : 0u));
 }
 
-// What range_encode needs beside the value.
+// The rounding parameters of range_encode.
 struct Rounding {
   uint32_t noise;   // 1 << (shift - 1), or the mask of the random bits
   float underflow;  // eps / 2, or eps
@@ -110,7 +110,7 @@ GZ_HD Rounding range_rounding(const RangeFloat& format, bool stochastic) {
   return {shift > 0 ? 1u << (shift - 1) : 0u, 0.5f * eps};
 }
 
-// NaN is outside of every range.
+// NaN is outside every range.
 GZ_HD bool range_outside(const RangeFloat& format, float x) { return !(x >= format.vmin && x <= format.vmax); }
 
 // The 8 bytes from which a peer decodes, little-endian: pbase (4), P (2), m (1), N (1).

@@ -1,5 +1,5 @@
-// Which mantissa suits a tensor: the one with the least expected squared error on a histogram of its magnitudes. Sums are
-// formed in one order everywhere, so that CPU and CUDA choose alike.
+// Chooses the mantissa with the least expected squared error on a histogram of the tensor's magnitudes. Sums run in one
+// order everywhere, so that CPU and CUDA make the same choice.
 #pragma once
 
 #include "common/range_float.h"
@@ -11,14 +11,14 @@ constexpr int kBinShift = 20;
 constexpr int kBins = 1 << (31 - kBinShift);
 constexpr int kFiniteBins = int(kInfBits >> kBinShift);
 
-// The choice of m is the same for a thousandth more or less of the values: a sample of a large tensor will do.
-// Runs of neighbours: single values far apart would cost a cache line each. Every histogram_step(n)-th run begins one.
+// The choice of m is insensitive to sampling error, so the histogram of a large tensor is that of a sample: runs of
+// neighbours, since scattered values would cost a cache line each. A run begins every histogram_step(n) elements.
 constexpr int64_t kHistogramSample = 1 << 18, kHistogramRun = 1 << 10;
 GZ_HD int64_t histogram_step(int64_t n) {
   return kHistogramRun * (n / kHistogramSample > 1 ? n / kHistogramSample : 1);
 }
 
-// The sum over bins is formed as 32 sums, of every 32nd bin each, which are then added in pairs: 0 and 16, 1 and 17, ...,
+// The sum over bins is computed as 32 sums of every 32nd bin, which are then added in pairs: 0 and 16, 1 and 17, ...,
 // 0 and 8, ..., 0 and 1.
 constexpr int kErrorLanes = 32;
 
@@ -34,18 +34,18 @@ GZ_HD int exponent_of(double x) {  // of a positive normal number
   return int(bits >> 52) - 1023;
 }
 
-// Largest magnitude that has a code; 0 when none has.
+// Largest magnitude that has a code; 0 if there is none.
 GZ_HD double range_most(const RangeFloat& format) {
   const uint32_t codes = format.positive > format.negative ? format.positive : format.negative;
   return bits_float((codes + format.pbase - 1u) << range_shift(format));
 }
 
-// Squared error of rounding a value of a bin to nearest, expected where it lies at the middle of the bin and, within a
-// step of the format, anywhere.
+// Expected squared error of rounding a value of a bin to nearest: the value is taken to be at the middle of the bin,
+// uniformly distributed within a step of the format.
 GZ_HD double bin_error(const RangeFloat& format, double eps, double most, int bin) {
   const uint32_t next = uint32_t(bin + 1) << kBinShift;
   const double low = bits_float(uint32_t(bin) << kBinShift), high = next < kInfBits ? bits_float(next) : low;
-  // The largest value lies in the lower half of its bin as often as not; nothing lies beyond it.
+  // The largest value may be in the lower half of its bin; no value is beyond it.
   const double middle = 0.5 * (low + high), end = format.vmax > -format.vmin ? format.vmax : -format.vmin;
   const double x = middle < end ? middle : end;
   if (x < eps) {

@@ -1,4 +1,4 @@
-// What a top-k selection keeps.
+// The result of a top-k selection.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ struct Selection {
 };
 static_assert(sizeof(Selection) == 16, "gradzip/ops/select.py reads it");
 
-// Sampling for about k of n: a first sample, then others four times as large until one comes close or they are worth no
-// more than all of the data.
+// Sampling for about k of n: each sample is four times as large as the one before, until one is close enough or
+// sampling costs as much as reading all of the data.
 constexpr int64_t kSampleHits = 400;  // expected in the sample above the threshold: 5 % standard deviation
 constexpr int64_t kLeastSample = 1 << 12, kMostSample = 1 << 18;
 constexpr int kSampleRounds = 3;
@@ -29,14 +29,14 @@ GZ_HD int64_t first_sample(int64_t n, int64_t k) {
 }
 GZ_HD bool sample_pays(int64_t size, int64_t n) { return size <= n / 4; }
 
-// How many of the sample stand for k of n.
+// The rank in the sample that corresponds to rank k of n.
 GZ_HD int64_t sampled_rank(int64_t n, int64_t k, int64_t size) {
   const int64_t rank = int64_t(double(k) / double(n) * double(size) + 0.5);
   return rank > 1 ? rank : 1;
 }
 GZ_HD bool close_enough(int64_t count, int64_t k) { return 10 * count >= 9 * k && 10 * count <= 11 * k; }
 
-// Which of n < 2^32 elements a draw of 32 bits takes.
+// The index, of n < 2^32, that a draw of 32 bits picks.
 GZ_HD int64_t sampled_index(uint32_t draw, int64_t n) { return int64_t((uint64_t(draw) * uint64_t(n)) >> 32); }
 
 }  // namespace gradzip

@@ -1,11 +1,12 @@
-// The scale in which energies of a spectrum are computed.
+// The scale of the energies of a spectrum.
 #pragma once
 
 #include "common/range_float.h"
 
 namespace gradzip {
 
-// A power of two that brings amax into [1, 2): squares neither overflow nor, down to 1e-19 of amax, vanish.
+// The power of two that scales amax into [1, 2): squares do not overflow, and those of values above 1e-19 amax do not
+// underflow.
 GZ_HD float unit_scale(float amax) {
   const int exponent = int(float_bits(amax) >> 23);
   const int inverse = 254 - exponent;

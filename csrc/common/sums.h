@@ -1,5 +1,5 @@
-// The order in which CPU and CUDA add up doubles, so that both get the same bits: element i of a segment belongs to lane
-// i % 16, lanes are added up in pairs (j and j + 8, then + 4, + 2, + 1), and segments in order, from 0.
+// The order in which CPU and CUDA sum doubles, so that both get the same bits: element i of a segment belongs to lane
+// i % 16; lanes are summed in pairs (j and j + 8, then + 4, + 2, + 1), and segments in order, from 0.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,5 @@
-// Five trits to a byte. Trits of a block are digits of its bytes plane by plane, digit k of byte j being element
-// k * width + j: whole vectors of neighbours become whole vectors of bytes. The last block of n elements is ceil(n / 5)
-// wide.
+// Five trits to a byte. Digit k of byte j of a block is element k * width + j, so that vectors of neighbouring elements
+// become vectors of bytes. The last block, of n elements, has width ceil(n / 5).
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,7 @@ namespace gradzip {
 constexpr int kDigits = 5, kTritWidth = 64, kTritBlock = kDigits * kTritWidth;
 constexpr uint32_t kTopByte = 242;  // 3^5 - 1
 
-// 0 is zero, 1 is plus, 2 is minus; plus or minus with the probability of min(|x|, clip) / scale.
+// 0 is zero, 1 is plus, 2 is minus; plus or minus with probability min(|x|, clip) / scale.
 GZ_HD uint32_t draw_trit(float x, LevelScale scale, float clip, uint32_t random) {
   const float magnitude = finite_magnitude(x);
   const int32_t level = stochastic_level(magnitude < clip ? magnitude : clip, scale, 1, random);

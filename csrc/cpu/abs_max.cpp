@@ -7,7 +7,7 @@
 namespace gradzip::cpu {
 namespace {
 
-// As integers: for magnitudes the order is the same, and every NaN is above infinity, so that one max does both.
+// Compared as integers: magnitudes have the same order, and every NaN is above infinity, so one maximum finds both.
 GZ_INLINE uint32_t abs_max_bits_body(const float* x, int64_t n) {
   uint32_t most = 0;
   for (int64_t i = 0; i < n; ++i) {

@@ -1,4 +1,4 @@
-// ATOMO's probabilities, by the rounds of common/atom_probabilities.h.
+// ATOMO's probabilities, in the rounds of common/atom_probabilities.h.
 #include "common/atom_probabilities.h"
 
 #include <cmath>
@@ -11,7 +11,7 @@
 namespace gradzip::cpu {
 namespace {
 
-// Of one segment.
+// Sums of one segment.
 template <class T>
 GZ_INLINE Split split_loop(const T* atoms, int64_t n, Limits at) {
   double rest[kSumLanes] = {};

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kDrawBlock = 1024;
 
-// A sign bit each.
+// One sign bit per element.
 GZ_INLINE void compare_body(const float* p, const uint32_t* random, int n, float* drawn) {
   for (int i = 0; i < n; ++i) drawn[i] = is_drawn(p[i], random[i]) ? -1.0f : 1.0f;
 }

@@ -8,10 +8,10 @@
 
 namespace gradzip::cpu {
 
-// Codes packed between hand-overs to the stream. Eight codes always end on a whole byte.
+// Codes packed at a time: a multiple of eight, which end on a whole byte.
 constexpr int kBitBlock = 256;
 
-// Packs n <= kBitBlock codes into ceil(n * bits / 8) bytes; nothing beyond is written.
+// Packs n <= kBitBlock codes into ceil(n * bits / 8) bytes; nothing past them is written.
 GZ_INLINE void pack_block(const uint32_t* codes, int n, int bits, uint8_t* out) {
   uint8_t stage[kBitBlock * 4 + 16];
   uint8_t* at = stage;
@@ -42,7 +42,7 @@ GZ_INLINE void pack_block(const uint32_t* codes, int n, int bits, uint8_t* out) 
   std::memcpy(out, stage, size_t(at - stage));
 }
 
-// 57 bits or more from position `bit` of a stream of nbytes bytes; what lies past its end reads as 0.
+// At least 57 bits from position `bit` of a stream of nbytes bytes; bits past its end are 0.
 GZ_INLINE uint64_t window(const uint8_t* stream, int64_t nbytes, int64_t bit) {
   const int64_t byte = bit / 8, left = nbytes - byte;
   uint64_t word = 0;

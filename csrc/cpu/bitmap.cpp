@@ -13,7 +13,8 @@ namespace {
 
 static_assert(kChunk % 64 == 0, "a chunk of the bitmap is whole words");
 
-// Bits of 64 values: which are at least the threshold, and which equal it. Magnitudes as integers: NaN is largest.
+// For 64 values, which are at least the threshold and which equal it. Magnitudes are compared as integers: NaN is
+// largest.
 struct Marks {
   uint64_t reach, equal;
 };
@@ -28,7 +29,7 @@ GZ_INLINE Marks marks_body(const float* x, int count, uint32_t threshold) {
   return marks;
 }
 
-// Writes the bitmap of n values; returns the counts of set bits and of equals.
+// Results of mark(), which writes the bitmap of n values: the numbers of bits set and of values equal to the threshold.
 struct Counts {
   int64_t set, equal;
 };
@@ -92,7 +93,7 @@ GZ_AVX512 Counts mark_avx512(const float* x, int64_t n, uint32_t threshold, uint
 GZ_SIMD_SELECT(Counts, mark, (const float* x, int64_t n, uint32_t threshold, uint8_t* bitmap),
                (x, n, threshold, bitmap))
 
-// Clears all but the first `quota` of the chunk's equals.
+// Clears the bits of all but the first `quota` values equal to the threshold.
 void drop_ties(const float* x, int64_t n, uint32_t threshold, int64_t quota, uint8_t* bitmap) {
   for (int64_t i = 0; i < n; ++i) {
     if ((float_bits(x[i]) & 0x7fffffffu) != threshold) continue;

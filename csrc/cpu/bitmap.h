@@ -1,4 +1,4 @@
-// Status bitmaps shared by the primitives that walk one.
+// Iteration over status bitmaps.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 
 namespace gradzip::cpu {
 
-// Where each chunk (kChunk bits) of the bitmap begins among the set bits; one more entry with their number.
+// The number of bits set before each chunk (kChunk bits) of the bitmap; the last entry is the total.
 std::vector<int64_t> bitmap_offsets(const uint8_t* bitmap, int64_t n, int threads);
 
-// Bits [i, i + 64) of a bitmap of n, those past n as 0. Reads no byte past bit n.
+// Bits [i, i + 64) of a bitmap of n bits; bits past n are 0. Reads no byte past bit n.
 GZ_INLINE uint64_t load_word(const uint8_t* bitmap, int64_t i, int64_t n) {
   uint64_t word = 0;
   const int64_t bytes = (n - i + 7) / 8;
@@ -20,14 +20,14 @@ GZ_INLINE uint64_t load_word(const uint8_t* bitmap, int64_t i, int64_t n) {
   return n - i < 64 ? word & ((uint64_t(1) << (n - i)) - 1) : word;
 }
 
-// Bits walked at a time, and room for what set_bits finds among them.
+// Bits per call of set_bits, and room for the positions it finds.
 constexpr int64_t kBitRun = 2048;
 struct BitRun {
   int32_t at[kBitRun + 4];
 };
 
-// Positions of the set bits of [first, first + kBitRun) below n; returns how many. Most words of a sparse bitmap have a
-// few bits or none: four are written whatever there is, since a mispredicted branch costs more.
+// Positions of the set bits of [first, first + kBitRun) below n; returns their number. Most words of a sparse bitmap
+// have few bits or none: four positions are always written, since a mispredicted branch costs more.
 GZ_INLINE int64_t set_bits(const uint8_t* bitmap, int64_t first, int64_t n, BitRun& run) {
   const int64_t end = first + kBitRun < n ? first + kBitRun : n;
   int64_t found = 0;

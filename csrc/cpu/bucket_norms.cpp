@@ -11,8 +11,8 @@
 namespace gradzip::cpu {
 namespace {
 
-// lanes[i % kSumLanes] += x[i]^2, for whole rows of lanes. The square of a float is exact in double, so a fused multiply-add gives
-// what a multiplication and an addition give.
+// lanes[i % kSumLanes] += x[i]^2, for whole rows of lanes. The square of a float is exact in double, so a fused
+// multiply-add has the same result as a multiplication and an addition.
 
 void add_squares_scalar(const float* x, int64_t rows, double* lanes) {
   for (; rows > 0; --rows, x += kSumLanes)
@@ -61,7 +61,7 @@ double sum(const float* x, int64_t n, Norm norm) {
   return lanes[0];
 }
 
-// Above kInfBits where x holds a NaN.
+// Above kInfBits if x holds a NaN.
 GZ_INLINE uint32_t largest_bits_body(const float* x, int64_t n) {
   uint32_t most = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -82,7 +82,7 @@ double norm_part(const float* x, int64_t n, Norm norm) {
     const double total = sum(x, n, norm);
     if (std::isfinite(total)) return total;
   }
-  // Squares of finite floats do not overflow: x holds an infinity or a NaN.
+  // The sum of squares of finite floats does not overflow: x holds an infinity or a NaN.
   float finite[kSumSegment];
   std::transform(x, x + n, finite, [](float value) { return finite_magnitude(value); });
   return norm == Norm::max ? bits_float(largest_bits(finite, n)) : sum(finite, n, norm);

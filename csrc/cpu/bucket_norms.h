@@ -1,4 +1,4 @@
-// Norms of buckets of consecutive elements, as QSGD and its kin scale by them.
+// Norms of buckets of consecutive elements, by which QSGD and similar methods scale.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,16 @@
 
 namespace gradzip::cpu {
 
-// One segment's part of its bucket's norm: the sum of squares or of magnitudes, or the largest magnitude. NaN counts as
-// 0 and infinity as the largest float. The order of the additions is fixed, and they are done in double: nothing
-// overflows, nothing is lost to underflow, and every instruction set gets the same bits. n <= kSumSegment.
+// The contribution of one segment to the norm of its bucket: the sum of squares or of magnitudes, or the largest
+// magnitude. NaN counts as 0 and infinity as the largest float. Summed in double in a fixed order: no overflow, no
+// underflow, the same bits with every instruction set. n <= kSumSegment.
 double norm_part(const float* x, int64_t n, Norm norm);
 
-// Parts are combined in order, from 0, and then finished.
+// Combine the parts of a bucket in order, starting from 0, then finish.
 double norm_combine(double total, double part, Norm norm);
 float norm_finish(double total, Norm norm);
 
-// The norms of buckets (`bucket_norms` in cpu/ops.h) that fit one task: on the caller's thread alone.
+// `bucket_norms` (cpu/ops.h) on the calling thread.
 void bucket_norms_here(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms);
 
 }  // namespace gradzip::cpu

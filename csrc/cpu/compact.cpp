@@ -1,5 +1,5 @@
-// Prefix-sum packing (HPDC'20, section 3.2): a status bitmap, its prefix sum, and the marked items moved to where the
-// sum says. Chunks are counted first, so that each knows where its output begins.
+// Prefix-sum packing (HPDC'20, section 3.2): items whose bit is set are moved to the offset given by the prefix sum of
+// the bitmap. Chunks are counted first, which gives the offset of each chunk's output.
 #include <cstring>
 #include <vector>
 
@@ -11,8 +11,8 @@
 namespace gradzip::cpu {
 namespace {
 
-// Items whose bit is set, moved together. The wide forms write up to a register beyond the last item, within a buffer
-// on the stack, so that neighbours' output is never touched.
+// Gathers the items whose bit is set. The vector forms write up to a register past the last item, in a buffer on the
+// stack, so that they never touch the output of other chunks.
 template <class T>
 GZ_INLINE int64_t gather_word(const T* x, uint64_t word, T* out) {
   int64_t k = 0;
@@ -48,7 +48,7 @@ void gather_scalar(const T* x, int64_t n, const uint8_t* bitmap, T* out) {
 }
 template <class T>
 GZ_AVX2 void gather_avx2(const T* x, int64_t n, const uint8_t* bitmap, T* out) {
-  gather_body(x, n, bitmap, out);  // few bits are set as a rule: jumping from one to the next is hard to beat
+  gather_body(x, n, bitmap, out);  // few bits are set as a rule: iterating over them is hard to beat
 }
 template <class T>
 GZ_AVX512 void gather_avx512(const T* x, int64_t n, const uint8_t* bitmap, T* out) {
@@ -65,7 +65,7 @@ GZ_AVX512 void gather_avx512(const T* x, int64_t n, const uint8_t* bitmap, T* ou
       staged = 0;
     }
   }
-  if (staged) std::memcpy(out, stage, size_t(staged) * sizeof(T));  // `out` may be null where nothing is kept
+  if (staged) std::memcpy(out, stage, size_t(staged) * sizeof(T));  // `out` may be null if nothing is kept
   gather_body(x + i, n - i, bitmap + i / 8, out + staged);
 }
 

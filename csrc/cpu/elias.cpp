@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kMaskWords = int(kEliasChunk / 64);
 
-// Which levels are not zero, 64 to a word. `levels` is zero up to the next multiple of 64.
+// Masks of the nonzero levels, 64 to a word. `levels` is zero up to the next multiple of 64.
 void nonzero_scalar(const int32_t* levels, int words, uint64_t* masks) {
   for (int w = 0; w < words; ++w, levels += 64) {
     masks[w] = 0;
@@ -50,7 +50,7 @@ GZ_SIMD_SELECT(void, nonzero, (const int32_t* levels, int words, uint64_t* masks
 
 GZ_INLINE EliasCode gamma(uint32_t v) { return gamma_code(v, 31 - __builtin_clz(v)); }
 
-// Writes 8 bytes at a time: up to 8 beyond the end.
+// Writes 8 bytes at a time: up to 8 past the end.
 struct BitWriter {
   uint8_t* at;
   uint64_t pending = 0;
@@ -69,7 +69,7 @@ struct BitWriter {
 // Returns the bytes written.
 GZ_INLINE int64_t write_chunk_body(const int32_t* levels, int64_t count, const uint64_t* masks, uint8_t* out) {
   BitWriter writer{out};
-  int64_t next = 0;  // the first element that is not coded yet
+  int64_t next = 0;  // the first element not yet coded
   for (int64_t begin = 0; begin < count; begin += 64) {
     for (uint64_t word = masks[begin / 64]; word; word &= word - 1) {
       const int64_t i = begin + __builtin_ctzll(word);
@@ -89,13 +89,13 @@ GZ_INLINE int64_t write_chunk_body(const int32_t* levels, int64_t count, const u
 GZ_SIMD_DISPATCH(int64_t, write_chunk, (const int32_t* levels, int64_t count, const uint64_t* masks, uint8_t* out),
                  (levels, count, masks, out))
 
-// The tokens of up to kTableBits bits, by the bits that begin with them.
+// Tokens of up to kTableBits bits, indexed by the next kTableBits bits of the stream.
 constexpr int kTableBits = 11;
-constexpr int kTokensAtOnce = 57 / kTableBits;  // that a window holds for sure
+constexpr int kTokensAtOnce = 57 / kTableBits;  // that a window certainly holds
 
 struct Token {
-  uint8_t length = 0;    // 0: longer than the table knows
-  uint8_t elements = 0;  // zeros, and the one that is not
+  uint8_t length = 0;    // 0: longer than kTableBits
+  uint8_t elements = 0;  // the zeros and the nonzero level
   int16_t level = 0;
 };
 
@@ -121,16 +121,16 @@ struct TokenTable {
 };
 constexpr TokenTable kTokens;
 
-// A chunk being read. Any bytes lead to an end, within `levels`: a token takes at least one element, and is checked
-// before it is used.
+// A chunk being read. Terminates for any bytes, and stays within `levels`: a token covers at least one element and is
+// checked before use.
 struct ChunkReader {
   const uint8_t* stream;
   int64_t nbytes, count;
-  int32_t* levels;  // zeros at first
+  int32_t* levels;  // zero-initialised
   int64_t bit = 0, next = 0;
   int32_t largest = 0;
 
-  // Whether as many tokens of the table as are read at once fit.
+  // Whether kTokensAtOnce tokens of the table fit.
   GZ_INLINE bool room() const {
     return next <= count - kTokensAtOnce * kTokens.most_elements && bit <= 8 * (nbytes - 8);
   }
@@ -140,7 +140,7 @@ struct ChunkReader {
     levels[next - 1] = token.level;
     largest = std::max<int32_t>(largest, std::abs(token.level));
   }
-  // Reads a token; false when there is none left, or none that is valid.
+  // Reads a token; returns false if there is none left or it is invalid.
   GZ_INLINE bool step() {
     if (next >= count) return false;
     uint64_t word = window(stream, nbytes, bit);
@@ -167,10 +167,9 @@ struct ChunkReader {
   GZ_INLINE bool whole(int32_t top) const { return next == count && largest <= top && ceil_div(bit, 8) == nbytes; }
 };
 
-// Where a token begins is known when the one before it has been read, which takes longer than it takes work: two chunks
-// are read side by side.
+// The position of a token depends on the one before, so reading is bound by latency: two chunks are read side by side.
 GZ_INLINE bool read_chunks_body(ChunkReader a, ChunkReader b, int32_t top) {
-  // Of sparse chunks, where tokens are long, the table knows too few.
+  // Sparse chunks have long tokens, which are rarely in the table.
   const bool dense = 16 * (a.nbytes + b.nbytes) > a.count + b.count;
   while (dense && a.room() && b.room()) {
     uint64_t of_a = window(a.stream, a.nbytes, a.bit), of_b = window(b.stream, b.nbytes, b.bit);
@@ -197,13 +196,13 @@ GZ_INLINE bool read_chunks_body(ChunkReader a, ChunkReader b, int32_t top) {
 }
 GZ_SIMD_DISPATCH(bool, read_chunks, (ChunkReader a, ChunkReader b, int32_t top), (a, b, top))
 
-// Chunks coded at a time: enough to keep threads busy, few enough for what they wrote to stay in the cache until it is
-// moved to where it belongs.
+// Chunks coded at a time: enough to keep all threads busy, few enough to stay in the cache until they are moved to
+// their place.
 constexpr int64_t kTogether = 256;
 
 // Codes n levels that levels_of(begin, end, levels) supplies chunk by chunk, on any thread. It returns false if one is
-// beyond the largest of `bits` bits, 2^(bits - 1) - 1 <= kEliasTop. Returns the number of bytes written; -1 if levels_of
-// returned false, -2 if the capacity does not suffice.
+// beyond the largest of `bits` bits, 2^(bits - 1) - 1 <= kEliasTop. Returns the number of bytes written; -1 if
+// levels_of returned false, -2 if the capacity does not suffice.
 template <class LevelsOf>
 int64_t elias_write(int64_t n, int bits, uint8_t* out, int64_t capacity, int threads, LevelsOf levels_of) {
   const int64_t chunks = ceil_div(n, kEliasChunk), slot = kEliasChunk * (2 * bits - 1) / 8 + 16;

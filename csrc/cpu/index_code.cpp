@@ -1,5 +1,5 @@
-// Indices as a bitmap or as Rice-coded gaps (common/index_code.h). At a density p the gaps are geometric, for which Rice
-// codes are within some hundredths of a bit of the entropy; k is chosen for each block, so clusters cost less.
+// Indices as a bitmap or as Rice-coded gaps (common/index_code.h). At a density p the gaps are geometric, for which
+// Rice codes are within a few hundredths of a bit of the entropy; k is chosen per block, so clusters cost less.
 #include "common/index_code.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ int64_t bitmap_bytes(int64_t numel) { return ceil_div(numel, 8); }
 // --- writing
 
 struct BlockPlan {
-  int64_t nbytes;  // -1: indices not ascending
+  int64_t nbytes;  // -1 if the indices are not ascending
   int k;
 };
 
@@ -76,7 +76,7 @@ GZ_SIMD_DISPATCH(void, write_block, (const int32_t* indices, int64_t count, int6
 
 struct Plan {
   std::vector<BlockPlan> blocks;
-  int64_t nbytes;  // of the whole, in the smaller form; -1: not ascending, or not within [0, numel)
+  int64_t nbytes;  // of the smaller form; -1 if the indices are not ascending within [0, numel)
   bool coded;
 };
 
@@ -112,14 +112,14 @@ void write_bitmap(const int32_t* indices, int64_t count, int64_t numel, uint8_t*
 
 // --- reading
 
-// Indices of a block, in [base, end); false when the block does not hold exactly `count` of them, up to end.
+// Reads the indices of a block, in [base, end). Returns false unless there are exactly `count`, the last being end - 1.
 GZ_INLINE bool read_block_body(const uint8_t* block, int64_t nbytes, int64_t base, int64_t end, int64_t count,
                                int32_t* indices) {
   if (nbytes < 1 || block[0] > 31) return false;
   const int k = block[0];
   const int64_t low_bytes = ceil_div(count * k, 8), unary_bits = 8 * (nbytes - 1 - low_bytes);
   if (unary_bits < 0) return false;
-  // More would pass `end`, and with as many nothing below overflows.
+  // More bits would pass `end`; with this many, nothing below overflows.
   if (unary_bits > count + ((end - base) >> k) + 8) return false;
   const uint8_t *low = block + 1, *unary = low + low_bytes;
   uint32_t ones[kIndexBlock];
@@ -132,7 +132,7 @@ GZ_INLINE bool read_block_body(const uint8_t* block, int64_t nbytes, int64_t bas
     found += more;
   }
   if (found != count) return false;
-  // ones[i] - i is the sum of what gaps 0..i are above. Indices ascend whatever the bits, so the last tells for all.
+  // ones[i] - i is the sum of what gaps 0..i are above. Indices ascend for any bits, so checking the last suffices.
   int64_t below = base, last = base - 1;
   for (int64_t i = 0; i < count; ++i) {
     below += int64_t(read_bits(low, nbytes - 1, i * k, k)) + 1;
@@ -145,7 +145,7 @@ GZ_SIMD_DISPATCH(bool, read_block,
                  (const uint8_t* block, int64_t nbytes, int64_t base, int64_t end, int64_t count, int32_t* indices),
                  (block, nbytes, base, end, count, indices))
 
-// f(first, count, indices) for each run of indices of the stream; false when the stream is corrupt.
+// f(first, count, indices) for each run of indices of the stream. Returns false if the stream is corrupt.
 template <class F>
 bool for_each_run(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, int threads, F&& f) {
   IndexHeader header;

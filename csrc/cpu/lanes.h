@@ -1,6 +1,6 @@
-// Vectors of a fixed number of lanes, whatever the instruction set: 16 floats or 8 doubles are one register of AVX-512,
-// two of AVX2 or four of SSE2. Sums kept in lanes are therefore the same, bit for bit, at every SIMD level. They are
-// written as a product and a sum, never a fused multiply-add, for the same reason.
+// Vectors with the same number of lanes for every instruction set: 16 floats or 8 doubles are one register of AVX-512,
+// two of AVX2 or four of SSE2. Sums kept in lanes therefore have the same bits at every SIMD level. For the same reason
+// they are written as a product and a sum, never as a fused multiply-add.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
-// The passes of low-rank compression (Power-SGD, ACP-SGD) over an n x c gradient: sum and product fused, difference and
-// product fused, so that memory is read and written once for each. The narrow factor is transposed first (it is
-// small), so that lanes run along the rows of the gradient. Every element has one fixed order of summation.
+// The passes of low-rank compression (Power-SGD, ACP-SGD) over an n x c gradient. Sum and product are fused, and so are
+// product and difference, so each pass reads and writes memory once. The narrow factor, which is small, is transposed
+// first, so that lanes run along the rows of the gradient. Each element has one fixed order of summation.
 #include <algorithm>
 #include <vector>
 
@@ -11,18 +11,18 @@
 namespace gradzip::cpu {
 namespace {
 
-constexpr int64_t kColumns = 1024;  // of a block: as much of a factor as stays in the cache
-constexpr int64_t kStride = kColumns + kFloats;  // of its rows: a power of two would put them all in one cache set
-constexpr int64_t kPanel = 8;  // rows that a transposed product takes at a time
-constexpr int64_t kSplits = 16;  // tasks that a transposed product aims at
+constexpr int64_t kColumns = 1024;  // of a block: the part of a factor that stays in the cache
+constexpr int64_t kStride = kColumns + kFloats;  // of its rows: with a power of two all would be in one cache set
+constexpr int64_t kPanel = 8;  // rows of a transposed product at a time
+constexpr int64_t kSplits = 16;  // target number of tasks of a transposed product
 constexpr int64_t kFactor = 1 << 15;  // floats of a factor that an expansion keeps in the cache
-constexpr int64_t kAhead = 8 * kFloats;  // of what an expansion reads, memory is asked for so much earlier
-constexpr int64_t kStream = 1 << 22;  // elements of a matrix that is written past the cache
+constexpr int64_t kAhead = 8 * kFloats;  // prefetch distance of an expansion
+constexpr int64_t kStream = 1 << 22;  // least size of a matrix that is written past the cache
 
-// Of the rows of a transposed factor, for the same reason an odd number of vectors.
+// The stride of a transposed factor: for the same reason an odd number of vectors.
 int64_t padded(int64_t columns) { return (ceil_div(columns, kFloats) | 1) * kFloats; }
 
-// (c, r) to (r, padded(c)), spare columns zero.
+// (c, r) to (r, padded(c)); spare columns are 0.
 std::vector<float> transposed(const float* q, int64_t columns, int64_t rank) {
   std::vector<float> t(rank * padded(columns), 0.0f);
   for (int64_t k = 0; k < rank; ++k)
@@ -30,8 +30,8 @@ std::vector<float> transposed(const float* q, int64_t columns, int64_t rank) {
   return t;
 }
 
-// All lanes s, for vectors of several registers (kHalves): the compiler would make 16 copies one by one. It does not
-// where they are one register, nor for half as many.
+// All lanes s. For vectors of several registers (kHalves) the compiler would make 16 scalar copies; it does not for one
+// register or half as many lanes.
 GZ_INLINE Floats all_lanes(float s) {
   typedef float Half __attribute__((vector_size(32)));
   const Half half = {s, s, s, s, s, s, s, s};
@@ -41,7 +41,7 @@ GZ_INLINE Floats all_lanes(float s) {
   return all;
 }
 
-// Up to 16 floats; those past `count` are 0.
+// Loads up to 16 floats; those past `count` are 0.
 GZ_INLINE Floats load_some(const float* x, int64_t count) {
   if (count >= kFloats) return load(x);
   float stage[kFloats] = {};
@@ -55,15 +55,15 @@ GZ_INLINE void store_some(float* x, const Floats& v, int64_t count) {
   std::memcpy(x, stage, size_t(count) * sizeof(float));
 }
 
-// The gradient as the products read it: m, or e after e += m.
+// The gradient as products read it: m, or e after e += m.
 struct Operand {
   const float* m;
   float* e;  // or null
   int64_t columns;
 
-  // Up to 16 columns of I rows, from j to no further than `end`; those past it are 0. To be read once: it makes the sum.
-  // Nothing is stored before all is loaded: rows of 2^k columns start at the same place of a page, and a load that
-  // follows a store to such a place waits for it.
+  // Loads up to 16 columns of I rows, from j to at most `end`; those past it are 0. Call it once per element, since it
+  // adds m to e. All loads precede all stores: rows of 2^k columns start at the same page offset, and a load after a
+  // store to the same page offset waits for it.
   template <int I>
   GZ_INLINE void read(int64_t row, int64_t j, int64_t end, Floats (&v)[I]) const {
     const int64_t at = row * columns + j, count = end - j;
@@ -77,8 +77,8 @@ struct Operand {
   }
 };
 
-// out[i, k] += x[i, begin..end) . t[k, begin..end) for I rows and K columns of the factor. The first such product reads
-// the rows, and the multiplications cost little while it waits for memory; it leaves them in `stage` for the others.
+// out[i, k] += x[i, begin..end) . t[k, begin..end) for I rows and K columns of the factor. The first product reads the
+// rows, its multiplications hidden by the memory latency, and leaves them in `stage` for the others.
 template <bool kFirst, int I, int K>
 GZ_INLINE void dot_tile(const Operand& x, int64_t row, int64_t begin, int64_t end, const float* t, float* out,
                         int64_t rank, float* stage) {
@@ -133,8 +133,8 @@ GZ_INLINE void project_rows_body(Operand x, int64_t first, int64_t last, const f
 GZ_SIMD_DISPATCH(void, project_rows, (Operand x, int64_t first, int64_t last, const float* t, float* out, int64_t rank),
                  (x, first, last, t, out, rank))
 
-// acc[k, :] += q[i, k] x[i, j..) for I rows of x, K columns of the factor and V vectors of columns of x. Here too the
-// first product reads x.
+// acc[k, :] += q[i, k] x[i, j..) for I rows of x, K columns of the factor and V vectors of columns of x. The first
+// product reads x here, too.
 template <bool kHalves, bool kFirst, int I, int K, int V>
 GZ_INLINE void outer_tile(const Operand& x, int64_t row, int64_t j, int64_t end, const float* q, int64_t rank,
                           float* stage, Floats (&acc)[K][V]) {
@@ -224,7 +224,7 @@ GZ_SIMD_SELECT(void, project_columns,
                (x, first, last, begin, end, q, rank, sums))
 
 void project_transposed(const Operand& x, int64_t rows, const float* q, int64_t rank, float* out, int threads) {
-  // Blocks of columns, and where those are few, parts of the rows too: their sums are added in order.
+  // Tasks are blocks of columns and, if those are few, parts of the rows, whose sums are added in order.
   if (x.columns == 0) return;
   const int64_t blocks = ceil_div(x.columns, kColumns);
   const int64_t parts = std::clamp<int64_t>(kSplits / blocks, 1, std::max<int64_t>(1, rows / (8 * kPanel)));
@@ -245,8 +245,8 @@ void project_transposed(const Operand& x, int64_t rows, const float* q, int64_t 
   });
 }
 
-// Past the cache: a line that is written whole need not be read first. Four stores fill it as well as one of 64 bytes,
-// and need no AVX. `x` is a multiple of 64 bytes.
+// Stores past the cache: a line that is written whole need not be read first. Four stores of 16 bytes fill a line as
+// well as one of 64, and need no AVX. `x` is aligned to 64 bytes.
 GZ_INLINE void stream_store(float* x, const Floats& v) {
   float stage[kFloats];
   store(stage, v);
@@ -349,7 +349,7 @@ GZ_AVX2 void expand_rows_avx2(Expansion x, int64_t first, int64_t last) { expand
 GZ_AVX512 void expand_rows_avx512(Expansion x, int64_t first, int64_t last) { expand_rows_body<false>(x, first, last); }
 GZ_SIMD_SELECT(void, expand_rows, (Expansion x, int64_t first, int64_t last), (x, first, last))
 
-// Rows of one task: some 2^15 elements, and whole groups of four.
+// Rows of one task: about 2^15 elements, in whole groups of four.
 int64_t task_rows(int64_t columns) { return std::max<int64_t>(1, kChunk / std::max<int64_t>(columns, 1) / 4) * 4; }
 
 void expand(Expansion x, int64_t rows, int threads) {

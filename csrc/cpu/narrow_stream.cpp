@@ -7,7 +7,7 @@
 namespace gradzip::cpu {
 namespace {
 
-// So many codes at least must be left for a load or store of 8 bytes to stay within the stream.
+// The least number of codes left for which an 8-byte load or store stays within the stream.
 GZ_INLINE int whole_word_codes(int bits) { return 64 / bits + 8; }
 
 void pack_scalar(const uint8_t* codes, int n, int bits, uint8_t* stream) {
@@ -29,7 +29,7 @@ void unpack_scalar(const uint8_t* stream, int n, int bits, uint8_t* codes) {
   }
 }
 
-// pext takes the low bits of eight bytes together, pdep lays them out again.
+// pext gathers the low bits of eight bytes, pdep spreads them out again.
 GZ_AVX2 void pack_avx2(const uint8_t* codes, int n, int bits, uint8_t* stream) {
   const uint64_t low = 0x0101010101010101ull * ((1u << bits) - 1);
   int i = 0;
@@ -37,7 +37,7 @@ GZ_AVX2 void pack_avx2(const uint8_t* codes, int n, int bits, uint8_t* stream) {
     uint64_t bytes;
     std::memcpy(&bytes, codes + i, 8);
     const uint64_t word = _pext_u64(bytes, low);
-    std::memcpy(stream, &word, 8);  // what is too much is overwritten by the next
+    std::memcpy(stream, &word, 8);  // the excess is overwritten by the next store
   }
   pack_scalar(codes + i, n - i, bits, stream);
 }

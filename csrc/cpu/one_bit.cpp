@@ -13,8 +13,8 @@
 namespace gradzip::cpu {
 namespace {
 
-// Sums of the positive and of the negative values by i % kSumLanes, in double, for whole rows of lanes. NaN is passed
-// over: the maximum and the minimum of it and 0 are 0.
+// Sums of the positive and of the negative values by i % kSumLanes, in double, for whole rows of lanes. NaN does not
+// count: its maximum and minimum with 0 are 0.
 struct Lanes {
   double positive[kSumLanes], negative[kSumLanes];
 };
@@ -78,7 +78,7 @@ GZ_INLINE int64_t count_bits_body(const uint8_t* packed, int64_t begin, int64_t 
 }
 GZ_SIMD_DISPATCH(int64_t, count_bits, (const uint8_t* packed, int64_t begin, int64_t end), (packed, begin, end))
 
-// Of [begin, end), a segment at most.
+// Sums of [begin, end), at most a segment.
 Sides sides_of(const float* x, const uint8_t* packed, int64_t begin, int64_t end) {
   Lanes lanes{};
   const int64_t whole = begin + (end - begin) / kSumLanes * kSumLanes;
@@ -96,7 +96,7 @@ Sides sides_of(const float* x, const uint8_t* packed, int64_t begin, int64_t end
   return {lanes.positive[0], lanes.negative[0], count_bits(packed, begin, end)};
 }
 
-// Of the parts of a row, in order.
+// Adds the parts of a row, in order.
 Sides combine(const Sides* parts, int64_t count) {
   Sides all{};
   for (int64_t i = 0; i < count; ++i) {

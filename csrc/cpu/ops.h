@@ -56,8 +56,8 @@ void compact_expand(const void* values, int64_t count, int item_size, const uint
                     int64_t* found, int threads);
 
 // --- random_indices
-// k of the n indices, ascending, 0 <= k <= n < 2^31. Draw i of the key picks one index of [i n / k, (i + 1) n / k); draw
-// k picks a shift that is added to all of them, modulo n. Every index has the same probability.
+// k of the n indices, ascending, 0 <= k <= n < 2^31. Draw i of the key picks one index of [i n / k, (i + 1) n / k);
+// draw k picks a shift that is added to all of them, modulo n. Every index has the same probability.
 void random_indices(int64_t n, int64_t k, uint64_t key, int32_t* indices, int threads);
 
 // --- index_code
@@ -170,12 +170,12 @@ void atom_probabilities_double(const double* atoms, int64_t n, double budget, do
 
 // --- elias
 // Elias-coded levels (QSGD, section 3.2 and appendix A.2, with Elias' gamma code, which is never longer than the
-// recursive one below 32). The stream: n elements are cut into chunks of 4096; first the size of each chunk in bytes, as
-// uint16, then the chunks. A chunk is a little-endian bit stream, zero-padded to a whole byte. Each nonzero level is
+// recursive one below 32). The stream: n elements are cut into chunks of 4096; first the size of each chunk in bytes,
+// as uint16, then the chunks. A chunk is a little-endian bit stream, zero-padded to a whole byte. Each nonzero level is
 // gamma(number of zeros before it + 1), its sign (1: negative), gamma(|level|); trailing zeros are gamma(zeros + 1).
-// gamma(v), lowest bit first: floor(log2 v) zeros, a one, the bits of v below its top bit, lowest first.
-// *nbytes is the size of the stream; -1 if a level is beyond 65535, -2 if the capacity does not suffice. The stream is
-// complete in the first case only.
+// gamma(v), lowest bit first: floor(log2 v) zeros, a one, the bits of v below its top bit, lowest first. *nbytes is the
+// size of the stream; -1 if a level is beyond 65535, -2 if the capacity does not suffice. The stream is complete in the
+// first case only.
 void elias_encode(const int32_t* codes, int64_t n, uint8_t* out, int64_t capacity, int64_t* nbytes, int threads);
 // *failed: the bytes are not a stream of n levels of magnitude `top` at most. `codes` may be partly written on failure.
 void elias_decode(const uint8_t* bytes, int64_t nbytes, int64_t n, int32_t top, int32_t* codes, int32_t* failed,
@@ -193,12 +193,12 @@ void elias_decode_add(const uint8_t* bytes, int64_t nbytes, const float* norms, 
 void orthogonalize(const Matrix* matrices, int64_t count, int threads);
 
 // --- spectrum
-// power[r, c] = weight_c |s * spectrum[r, c]|^2 for `rows` rows of a real FFT of length `length`, length / 2 + 1 complex
-// bins each. The weight is 2 for interior bins, which stand for two each, and 1 for bin 0 and, if length is even, the
-// last bin. s is the power of two that scales *amax into [1, 2), so that squares stay within range.
+// power[r, c] = weight_c |s * spectrum[r, c]|^2 for `rows` rows of a real FFT of length `length`, length / 2 + 1
+// complex bins each. The weight is 2 for interior bins, which stand for two each, and 1 for bin 0 and, if length is
+// even, the last bin. s is the power of two that scales *amax into [1, 2), so that squares stay within range.
 void spectrum_power(const float* spectrum, int64_t rows, int64_t length, const float* amax, float* power, int threads);
-// spectrum[i] += weight * (the next two codes of `packed`, decoded) if bit i is set, for i < n complex bins. *failed: the
-// bitmap does not have exactly `count` of the first n bits set, or has bits set past them.
+// spectrum[i] += weight * (the next two codes of `packed`, decoded) if bit i is set, for i < n complex bins. *failed:
+// the bitmap does not have exactly `count` of the first n bits set, or has bits set past them.
 void spectrum_decode_add(const RangeFloat* format, const uint8_t* bitmap, const uint8_t* packed, int64_t packed_bytes,
                          int64_t count, float weight, float* spectrum, int64_t n, int32_t* failed, int threads);
 

@@ -1,8 +1,8 @@
 // Orthonormal columns for many tall matrices at once. Cholesky QR in double: with G = A^T A = R^T R, the columns of
-// A R^-1 are orthonormal and span what those of A do. Products of floats are exact in double, so one round (two reads,
-// one write) is as good as Householder's for all but badly conditioned columns, and a second round serves those
-// (Fukaya et al., CholeskyQR2, ScalA'14). Dependent columns, which Cholesky cannot tell from noise, go through
-// Gram-Schmidt, which completes them. Work is cut by rows into blocks, and blocks are summed in order.
+// A R^-1 are orthonormal and have the span of A's. Products of floats are exact in double, so one round (two reads, one
+// write) is as accurate as Householder's unless columns are badly conditioned; those get a second round (Fukaya et al.,
+// CholeskyQR2, ScalA'14). Dependent columns, which Cholesky cannot tell from noise, are replaced by Gram-Schmidt. Work
+// is cut by rows into blocks, and the sums of blocks are added in order.
 #include <cmath>
 #include <vector>
 
@@ -24,8 +24,8 @@ double* scratch(int64_t columns) {
   return buffer.data();
 }
 
-// --- 1, 2 or 4 columns: 8, 4 or 2 rows make a vector. With each row rotated by d within it, the
-// products are those of columns d apart, so nothing is spent on padding.
+// --- 1, 2 or 4 columns: 8, 4 or 2 rows make a vector. With each row rotated by d, the
+// products are those of columns d apart, so no work is wasted on padding.
 template <int R>
 GZ_INLINE Doubles rotated(const Doubles& v, int d) {
   typedef int64_t Lanes __attribute__((vector_size(64)));
@@ -97,7 +97,7 @@ GZ_INLINE void transform_narrow(float* x, int64_t rows, const double* w) {
 
 // --- any number of columns
 
-// Rows of floats to rows of `width` doubles, spare ones zero.
+// Converts rows of floats to rows of `width` doubles; spare ones are 0.
 GZ_INLINE void widen(const float* x, int64_t rows, int64_t columns, int64_t width, double* s) {
   for (int64_t i = 0; i < rows; ++i, s += width) {
     for (int64_t c = 0; c < columns; ++c) s[c] = x[i * columns + c];
@@ -127,7 +127,7 @@ GZ_INLINE void gram_tile(const double* s, int64_t rows, int64_t width, int64_t a
     for (int v = 0; v < V; ++v) store(gram + (a + j) * width + b + v * kDoubles, acc[j][v]);
 }
 
-// gram[a, b] = column a . column b, for a <= b at least; it comes in as zeros.
+// gram[a, b] = column a . column b, for a <= b at least; zero-initialised.
 GZ_INLINE void gram_block_body(const float* x, int64_t rows, int64_t columns, double* s, double* gram) {
   if (columns == 1) return gram_narrow<1>(x, rows, gram);
   if (columns == 2) return gram_narrow<2>(x, rows, gram);
@@ -151,7 +151,7 @@ GZ_INLINE void gram_block_body(const float* x, int64_t rows, int64_t columns, do
 GZ_SIMD_DISPATCH(void, gram_block, (const float* x, int64_t rows, int64_t columns, double* s, double* gram),
                  (x, rows, columns, s, gram))
 
-// Rows s[0..3] times columns b.. of w, of which those up to `depth` have something in them.
+// Rows s[0..3] times columns b.. of w, whose entries are 0 from row `depth` on.
 template <int V>
 GZ_INLINE void product_tile(const double* s, int64_t width, const double* w, int64_t depth, double* out) {
   Doubles acc[4][V] = {};
@@ -195,7 +195,7 @@ GZ_INLINE void transform_block_body(float* x, int64_t rows, int64_t columns, con
 GZ_SIMD_DISPATCH(void, transform_block, (float* x, int64_t rows, int64_t columns, const double* w, double* s),
                  (x, rows, columns, w, s))
 
-// The w that makes x w orthonormal, from the Gram matrix of x, in its place. On `dependent` there is none.
+// Replaces the Gram matrix of x by the w for which x w is orthonormal. On `dependent` there is none.
 Verdict factor(double* g, int64_t columns) {
   const int64_t width = padded(columns);
   std::vector<double> length(columns);
@@ -261,8 +261,8 @@ class GramSchmidt {
     std::vector<int64_t> dependent;
     for (int64_t c = 0; c < matrix_.columns; ++c)
       if (!take(c)) dependent.push_back(c);
-    // Only now: a completed column must not stand in the way of a real one.
-    std::vector<double> covered(matrix_.rows, 0.0);  // squared length of each axis within the span so far
+    // Last, so that a replaced column does not displace an original one.
+    std::vector<double> covered(matrix_.rows, 0.0);  // squared length of each axis within the current span
     for (const double* q : accepted_)
       for (int64_t i = 0; i < matrix_.rows; ++i) covered[i] += q[i] * q[i];
     for (int64_t c : dependent) complete(c, covered);
@@ -271,7 +271,7 @@ class GramSchmidt {
   }
 
  private:
-  // What is left of v outside the span, at length 1; false, and zeros, when that is nothing. Twice is enough.
+  // The component of v outside the span, at length 1; false, and zeros, if there is none. Two passes suffice.
   bool accept(double* v) {
     for (int round = 0; round < 2; ++round)
       for (const double* q : accepted_) add_scaled(v, q, -dot(v, q, stride_), stride_);
@@ -291,7 +291,7 @@ class GramSchmidt {
     return usable && accept(v);
   }
 
-  // The axis that is farthest from the span, the first of several; a matrix with no more dimensions keeps a zero column.
+  // The axis that is farthest from the span, the first of several; if no dimension is left, the column stays zero.
   void complete(int64_t c, std::vector<double>& covered) {
     if (int64_t(accepted_.size()) >= matrix_.rows) return;
     int64_t axis = 0;

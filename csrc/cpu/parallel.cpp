@@ -18,7 +18,7 @@ struct Job {
   void* context;
   int64_t tasks;
   int helpers_wanted;
-  // How floats are rounded, and whether denormals are flushed, is a setting of each thread: helpers take the caller's.
+  // Rounding and denormal flushing are settings of each thread: workers take over the caller's.
   unsigned float_mode = _mm_getcsr();
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
@@ -38,7 +38,7 @@ struct Job {
 
 class Pool {
  public:
-  // False when another thread is using the pool: the caller then works alone rather than wait.
+  // False if another thread is using the pool: the caller then works alone instead of waiting.
   bool run(Job& job) {
     std::unique_lock<std::mutex> busy(busy_, std::try_to_lock);
     if (!busy.owns_lock()) return false;
@@ -50,7 +50,7 @@ class Pool {
     wake_.notify_all();
     job.work();
     std::unique_lock<std::mutex> lock(mutex_);
-    job_ = nullptr;  // nobody joins any more; wait for those who did
+    job_ = nullptr;  // no worker joins from here on; wait for those that did
     done_.wait(lock, [this] { return active_ == 0; });
     return true;
   }
@@ -78,8 +78,8 @@ class Pool {
   int active_ = 0;
 };
 
-// Never destroyed: workers may still wait in it while the process exits. A forked child has none of its parent's
-// threads, so it starts a pool of its own.
+// Never destroyed: workers may still wait in it while the process exits. A forked child does not have its parent's
+// threads, so it starts its own pool.
 Pool& pool() {
   static std::mutex mutex;
   static Pool* instance = nullptr;

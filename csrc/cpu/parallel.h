@@ -1,14 +1,14 @@
-// A small thread pool. OpenMP would bring a second runtime beside the one torch ships, and the idle threads of each
-// would spin on the cores the other needs.
+// A small thread pool. OpenMP would add a second runtime beside torch's, and the idle threads of one would spin on the
+// cores that the other needs.
 #pragma once
 
 #include <cstdint>
 
 namespace gradzip::cpu {
 
-// Calls task(context, i) for i in [0, tasks), on at most `threads` threads, the caller's among them. Which thread runs
-// which i is not fixed: kernels cut their work by size, never by thread count, so results do not depend on it.
-// The first exception of a task is thrown here. Survives fork(): a child makes its own pool.
+// Calls task(context, i) for i in [0, tasks) on at most `threads` threads, including the caller's. The assignment of
+// tasks to threads is not fixed: kernels cut their work by size, never by thread count, so results do not depend on it.
+// Rethrows the first exception of a task. Safe after fork(): a child starts its own pool.
 void parallel_run(int64_t tasks, int threads, void (*task)(void*, int64_t), void* context);
 
 template <class F>
@@ -20,10 +20,10 @@ void parallel_for(int64_t tasks, int threads, F&& f) {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Elements per task: big enough to hide the hand-over, small enough to stay in the L2 cache.
+// Elements per task: large enough to amortise the scheduling, small enough to stay in the L2 cache.
 constexpr int64_t kChunk = 1 << 15;
 
-// f(chunk, begin, end) over [0, n) in pieces of `chunk_size`.
+// f(chunk, begin, end) over [0, n) in chunks of `chunk_size`.
 template <class F>
 void parallel_chunks(int64_t n, int64_t chunk_size, int threads, F&& f) {
   parallel_for(ceil_div(n, chunk_size), threads, [&](int64_t chunk) {

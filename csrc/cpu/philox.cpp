@@ -24,13 +24,13 @@ struct RoundKeys {
   }
 };
 
-// The wide forms keep each of the four words in the low half of a 64-bit lane, one counter to the lane: the multiplier
-// reads low halves only, so what is left in the high halves never matters, and needs no masking. Lane 2m has the m-th
-// counter of the first half, lane 2m + 1 that of the second, which is the order that unpacking puts right.
+// The vector forms keep each of the four words in the low half of a 64-bit lane, one counter per lane: the multiplier
+// reads low halves only, so the high halves need no masking. Lane 2m has the m-th counter of the first half, lane 2m +
+// 1 that of the second, which unpacking puts in order.
 GZ_AVX2 void words_avx2(uint64_t key, uint64_t first, int count, uint32_t* words) {
   const __m256i m0 = _mm256_set1_epi64x(0xD2511F53), m1 = _mm256_set1_epi64x(0xCD9E8D57);
   const RoundKeys keys(key);
-  constexpr int kAbreast = 2;  // independent registers of counters: one alone would wait for its multiplications
+  constexpr int kAbreast = 2;  // independent registers of counters, to hide the latency of multiplications
   int j = 0;
   for (; j + 16 * kAbreast <= count; j += 16 * kAbreast) {
     __m256i c0[kAbreast], c1[kAbreast], c2[kAbreast], c3[kAbreast];

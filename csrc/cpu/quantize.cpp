@@ -15,7 +15,7 @@
 namespace gradzip::cpu {
 namespace {
 
-// What the elements of one bucket share.
+// Parameters of one bucket.
 struct Bucket {
   LevelScale scale;
   int32_t s;
@@ -50,8 +50,8 @@ GZ_SIMD_DISPATCH(void, narrow_codes, (const float* x, const uint32_t* random, in
 GZ_SIMD_DISPATCH(void, wide_codes, (const float* x, const uint32_t* random, int n, Bucket b, uint32_t* codes),
                  (x, random, n, b, codes))
 
-// f(begin, end) over [0, n) in pieces of a chunk or so that begin at a multiple of 8, after their buckets' norms are
-// there. Where buckets are short their norms are computed in the same task, so that x is read from memory once.
+// f(begin, end) over [0, n) in pieces of about a chunk that begin at a multiple of 8, once the norms of their buckets
+// are known. The norms of short buckets are computed in the same task, so that x is read from memory once.
 template <class F>
 void with_norms(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms, int threads, F&& f) {
   const int64_t together = std::lcm<int64_t>(bucket, 8);
@@ -97,7 +97,7 @@ void packed_levels(const Quantizer& q, int64_t begin, int64_t end, uint8_t* out)
   }
 }
 
-// out[i] += weight * value: the value first, so that weight 1 onto zeros is what quantize_decode gives.
+// out[i] += weight * value, the value rounded first: weight 1 onto zeros has the bits of quantize_decode.
 template <class Code>
 GZ_INLINE void add_values_loop(const Code* codes, int n, int bits, float norm, float weight, float* out) {
   const int32_t s = top_level(bits);

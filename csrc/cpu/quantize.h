@@ -17,7 +17,7 @@ struct Quantizer {
   uint64_t key;
 };
 
-// f(begin, end, b) for the parts of [begin, end) that lie in one bucket b each.
+// f(begin, end, b) for each part of [begin, end) within one bucket b.
 template <class F>
 GZ_INLINE void by_bucket(int64_t begin, int64_t end, int64_t bucket, F&& f) {
   for (int64_t b = begin / bucket; begin < end; ++b) {

@@ -18,8 +18,7 @@ struct Range {
   float low, high;
 };
 
-// On the bits, so that it vectorises: among positive floats, and among negative ones, larger bits are larger magnitudes.
-// NaN is passed over.
+// Compares bits, which vectorises: among floats of one sign, larger bits are larger magnitudes. NaN does not count.
 GZ_INLINE Range range_of_body(const float* x, int64_t n) {
   uint32_t low = 0, high = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -51,7 +50,7 @@ double expected_error(const RangeFloat& format, const std::vector<double>& histo
   return sums[0];
 }
 
-// Codes of a block, and how many values lay outside the range (NaN is outside of every range).
+// Writes the codes of a block; returns the number of values outside the range (NaN is outside every range).
 GZ_INLINE int64_t encode_block(const RangeFloat& format, Rounding r, const float* x, int n, uint32_t* codes) {
   int outside = 0;
   for (int i = 0; i < n; ++i) {
@@ -84,7 +83,7 @@ struct Encoder {
   uint64_t key;
 };
 
-// Codes of x[begin, end) to `codes` or, where that is null, packed.
+// Writes the codes of x[begin, end) to `codes` or, if that is null, to `packed`.
 GZ_INLINE int64_t encode_chunk_body(const Encoder& e, int64_t begin, int64_t end, int32_t* codes, uint8_t* packed) {
   const RangeFloat format = e.format;
   uint32_t block[kBitBlock];

@@ -1,6 +1,6 @@
-// The k-th largest magnitude, exactly, in one read of the data as a rule: a sample brackets the threshold, one pass
-// counts what lies above the bracket and keeps the few inside it, and the answer is found among those. Where the
-// bracket misses or is too full (ties), a radix select on the bits finds it in three reads, whatever the data.
+// The exact k-th largest magnitude, as a rule in one read of the data: a sample brackets the threshold, one pass counts
+// the values above the bracket and collects the few inside it, and the threshold is found among those. If the bracket
+// misses or holds too many values (ties), a radix select on the bits finds it in three reads of any data.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -15,7 +15,7 @@
 namespace gradzip::cpu {
 namespace {
 
-constexpr int64_t kDirect = 1 << 13;  // up to here the data is its own sample
+constexpr int64_t kDirect = 1 << 13;  // up to this size, all of the data is the sample
 
 int64_t sample_size(int64_t n) { return std::clamp<int64_t>(n / 32, 1 << 11, 1 << 15); }
 
@@ -25,8 +25,8 @@ struct Bracket {
   uint32_t low, high;  // magnitudes as bits; low <= high
 };
 
-// Appends what lies in [low, high] to `inside` (which has room for n + 16) and returns how many are above; `kept` gets
-// how many were appended.
+// Appends the values in [low, high] to `inside` (which has room for n + 16), sets `kept` to their number, and returns
+// the number of values above.
 int64_t split_scalar(const float* x, int64_t n, Bracket bracket, uint32_t* inside, int64_t* kept) {
   int64_t above = 0, k = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -79,7 +79,7 @@ GZ_AVX512 int64_t split_avx512(const float* x, int64_t n, Bracket bracket, uint3
 GZ_SIMD_SELECT(int64_t, split, (const float* x, int64_t n, Bracket bracket, uint32_t* inside, int64_t* kept),
                (x, n, bracket, inside, kept))
 
-// k-th largest of m (reordered), and how many are larger.
+// The k-th largest of m (which is reordered) and the number of larger values.
 struct Found {
   uint32_t value;
   int64_t above;
@@ -90,8 +90,8 @@ Found kth_largest(std::vector<uint32_t>& m, int64_t k) {
   return {value, std::count_if(m.begin(), m.begin() + (k - 1), [=](uint32_t u) { return u > value; })};
 }
 
-// Distinct-looking positions without a random generator: steps of the golden ratio, so that no period of the data
-// (rows of a transform, channels) coincides with the sampling.
+// Sampling positions without a random generator: steps of the golden ratio, so that no period of the data (rows of a
+// transform, channels) coincides with the sampling.
 std::vector<uint32_t> sample(const float* x, int64_t n) {
   std::vector<uint32_t> s(sample_size(n));
   uint64_t position = 0;
@@ -102,7 +102,7 @@ std::vector<uint32_t> sample(const float* x, int64_t n) {
   return s;
 }
 
-// Where the k-th largest of n is, but for a chance in a million; nothing when too much lies in there.
+// A bracket that holds the k-th largest of n with probability 1 - 1e-6; nothing if it would hold too many values.
 bool bracket_by_sample(const float* x, int64_t n, int64_t k, Bracket* bracket) {
   auto s = sample(x, n);
   const auto size = int64_t(s.size());
@@ -165,7 +165,7 @@ Found find(const float* x, int64_t n, int64_t k, int threads) {
       static thread_local std::vector<uint32_t> scratch(kChunk + 16);
       Part& part = parts[c];
       part.above = split(x + begin, end - begin, bracket, scratch.data(), &part.inside);
-      // A bracket of one value needs no list, only its length, and may hold nearly everything.
+      // A bracket of a single value, which may be nearly all of the data, needs its count only.
       if (bracket.low != bracket.high) part.values.assign(scratch.begin(), scratch.begin() + part.inside);
     });
     int64_t above = 0, inside = 0;

@@ -1,5 +1,5 @@
-// A threshold that keeps about k: binary search on a random sample, then one count over all. A sample that misses is
-// replaced by one four times as large; after the last, or where the sample's threshold is 0, the selection is exact.
+// A threshold that keeps about k: binary search on a random sample, then one count over all of the data. A sample that
+// misses is replaced by one four times as large; after the last, or if its threshold is 0, the selection is exact.
 #include <algorithm>
 #include <vector>
 
@@ -37,7 +37,7 @@ std::vector<uint32_t> draw(const uint32_t* bits, int64_t n, int64_t size, uint64
   return sample;
 }
 
-// The largest threshold that `wanted` of the sample reach, found bit by bit.
+// The largest threshold that at least `wanted` of the sample reach, found bit by bit.
 uint32_t search(const std::vector<uint32_t>& sample, int64_t wanted) {
   uint32_t threshold = 0;
   for (int bit = 30; bit >= 0; --bit) {
@@ -68,7 +68,7 @@ void select_sampled(const float* x, int64_t n, int64_t k, uint64_t key, Selectio
   select(x, n, k, selection, threads);
   *count = k;
   if ((float_bits(selection->threshold) & 0x7fffffffu) != 0) return;
-  *selection = {bits_float(1), 0, n};  // fewer than k are not 0: those
+  *selection = {bits_float(1), 0, n};  // fewer than k are nonzero: keep those
   *count = count_all(bits, n, 1, threads);
 }
 

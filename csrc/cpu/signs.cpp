@@ -11,7 +11,7 @@
 namespace gradzip::cpu {
 namespace {
 
-// Coins are made so many at a time: 32 to a draw.
+// Coins made at a time; a draw makes 32.
 constexpr int64_t kCoinBlock = 1 << 13;
 
 struct Coins {
@@ -78,7 +78,7 @@ GZ_AVX512 void sign_words_avx512(const float* x, int64_t n, const uint64_t* coin
 GZ_SIMD_SELECT(void, sign_words, (const float* x, int64_t n, const uint64_t* coins, uint8_t* packed),
                (x, n, coins, packed))
 
-// On the bits, so that it vectorises.
+// Works on the bits, which vectorises.
 GZ_INLINE void add_pair_body(const uint8_t* packed, int64_t begin, int64_t end, float positive, float negative,
                              float* out) {
   const uint32_t plus = float_bits(positive), flip = plus ^ float_bits(negative);
@@ -103,7 +103,7 @@ struct Counters {
   uint64_t planes[kPlanes][kVoteWords];
 };
 
-// A full adder puts two votes and the lowest plane together; its carries ripple through the others.
+// A full adder adds two votes to the lowest plane; its carries ripple through the others.
 GZ_INLINE void count_votes_body(const uint64_t* a, const uint64_t* b, int used, Counters* counters) {
   uint64_t carry[kVoteWords];
   uint64_t* ones = counters->planes[0];
@@ -124,7 +124,7 @@ GZ_INLINE void count_votes_body(const uint64_t* a, const uint64_t* b, int used, 
 GZ_SIMD_DISPATCH(void, count_votes, (const uint64_t* a, const uint64_t* b, int used, Counters* counters),
                  (a, b, used, counters))
 
-// Which counts are above `half`; those equal to it (ties) take their bit from `tie`.
+// Bits of the counts above `half`; counts equal to it (ties) take their bit from `tie`.
 GZ_INLINE void compare_votes_body(const Counters& counters, int used, int half, const uint64_t* tie, uint64_t* won) {
   uint64_t equal[kVoteWords];
   for (int j = 0; j < kVoteWords; ++j) won[j] = 0, equal[j] = ~uint64_t(0);

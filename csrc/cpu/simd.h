@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-// The intrinsics of g++ 12 make "any value will do" a variable initialised with itself, which it then warns about.
+// The intrinsics of g++ 12 initialise undefined registers with themselves, which it then warns about.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
 #define GZ_INLINE inline __attribute__((always_inline))
@@ -20,14 +20,14 @@ namespace gradzip::cpu {
 
 enum class Simd : int { scalar = 0, avx2 = 1, avx512 = 2 };
 
-Simd best_simd();          // what this processor has
-Simd simd();               // what kernels use
+Simd best_simd();          // the highest level of this processor
+Simd simd();               // the level that kernels use
 void set_simd(Simd level); // tests run all three; throws std::invalid_argument beyond best_simd()
 
 }  // namespace gradzip::cpu
 
-// GZ_SIMD_SELECT(float, sum, (const float* x, int64_t n), (x, n)) defines sum(x, n), which calls sum_scalar, sum_avx2 or
-// sum_avx512: written by hand where intrinsics are worth it.
+// GZ_SIMD_SELECT(float, sum, (const float* x, int64_t n), (x, n)) defines sum(x, n), which calls sum_scalar, sum_avx2
+// or sum_avx512, all three written by hand.
 #define GZ_SIMD_SELECT(RESULT, NAME, PARAMETERS, ARGUMENTS) \
   static RESULT NAME PARAMETERS {                           \
     switch (simd()) {                                       \

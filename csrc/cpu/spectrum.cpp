@@ -1,4 +1,4 @@
-// The frequency side of FFTRange: what selects coefficients, and what adds a peer's to the sum.
+// FFTRange in the frequency domain: energies to select coefficients by, and decoding of selected coefficients.
 #include "common/spectrum.h"
 #include "cpu/bit_stream.h"
 #include "cpu/bitmap.h"
@@ -18,7 +18,7 @@ GZ_INLINE void power_of_body(const float* spectrum, int64_t n, float scale, floa
 GZ_SIMD_DISPATCH(void, power_of, (const float* spectrum, int64_t n, float scale, float weight, float* power),
                  (spectrum, n, scale, weight, power))
 
-// All numbers of up to 16 bits, ready weighted: one load decodes one.
+// The value of every code of up to 16 bits, times the weight: one load decodes a code.
 std::vector<float> decoded_values(const RangeFloat& format, float weight) {
   std::vector<float> table(size_t(1) << format.bits);
   for (size_t code = 0; code < table.size(); ++code) table[code] = weight * range_decode(format, uint32_t(code));
@@ -32,7 +32,7 @@ void spectrum_power(const float* spectrum, int64_t rows, int64_t length, const f
   const float scale = unit_scale(*amax);
   parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
     power_of(spectrum + 2 * begin, end - begin, scale, 2.0f, power + begin);
-    // Halving is exact, so the bins that stand for one are put right afterwards.
+    // Halving is exact, so the bins of weight 1 are corrected afterwards.
     for (int64_t row = ceil_div(begin, bins); row * bins < end; ++row) power[row * bins] *= 0.5f;
     if (length % 2 == 0)
       for (int64_t row = ceil_div(begin - bins + 1, bins); row * bins + bins - 1 < end; ++row)

@@ -4,7 +4,7 @@
 
 namespace gradzip::cuda {
 
-// *most = max |x| as bits, the order of which is that of magnitudes, with every NaN above infinity. *most is 0 at launch.
+// *most = the bits of max |x|, which order as magnitudes do, with every NaN above infinity. *most is 0 at launch.
 __global__ void __launch_bounds__(kBlock) abs_max_kernel(const float* x, int64_t n, uint32_t* most) {
   uint32_t largest = 0;
   for_each(x, n, [&](float value) {

@@ -14,7 +14,8 @@ int64_t probabilities(void* workspace, const T* atoms, int64_t n, double budget,
   auto* parts = arena.take<Split>(ceil_div(n, kSplitSegment));
   if (!workspace) return arena.nbytes();
   clear(state, sizeof *state, stream);
-  // The first round looks at what there is. More than those of Newton's method are hardly ever needed.
+  // The first round measures the atoms. More rounds than those of Newton's method are hardly ever needed; the single
+  // block below runs them.
   const int64_t blocks = ceil_div(n, kSplitSegment * kBlockTeams);
   for (int round = 0; blocks > 1 && round <= kNewtonRounds; ++round)
     launch(stream, grid_of(grid_for(blocks)), kBlock, split_atoms_kernel<T>, atoms, n, budget, parts, state);

@@ -1,6 +1,6 @@
-// ATOMO's probabilities, by the rounds of common/atom_probabilities.h. A round is one kernel, whose last block makes of the
-// sums what the next one is to ask for; all are queued at once, and those that are not needed return at once. A grid of
-// one block makes all rounds that are left.
+// ATOMO's probabilities, in the rounds of common/atom_probabilities.h. A round is one kernel, whose last block updates
+// the state for the next round; all rounds are queued at once, and unneeded ones return immediately. A grid of one
+// block runs all remaining rounds.
 #pragma once
 
 #include "common/atom_probabilities.h"
@@ -13,7 +13,7 @@ static_assert(kSplitLanes == kBlock, "block_sum adds up in the order of the CPU"
 
 constexpr int kBlockTeams = kBlock / kTeam;
 
-// All zero at the start.
+// Zero at launch.
 struct WaterState {
   Water water;
   uint32_t ticket;

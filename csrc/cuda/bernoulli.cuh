@@ -1,4 +1,4 @@
-// Independent draws, each with its own probability: four to a thread at a time, as a draw of the generator has them.
+// Independent draws, each with its own probability. A thread makes four at a time, as the generator does.
 #pragma once
 
 #include "common/bernoulli.h"
@@ -9,8 +9,8 @@
 namespace gradzip::cuda {
 
 __global__ void __launch_bounds__(kBlock) bernoulli_kernel(const float* p, int64_t n, uint64_t key, uint8_t* bitmap) {
-  constexpr int kThreads = 8;                      // make a word
-  constexpr int kWords = kLanes / kThreads;        // at a time
+  constexpr int kThreads = 8;                      // per word
+  constexpr int kWords = kLanes / kThreads;        // words per warp at a time
   constexpr int kSteps = kLanes / kWords, kInFlight = 4;
   for (int64_t tile = blockIdx.x; tile * kTile < n; tile += gridDim.x) {
     const int64_t first = tile * kTile + warp() * kWarpBits + 4 * lane();

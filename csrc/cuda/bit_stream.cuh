@@ -8,7 +8,7 @@ namespace gradzip::cuda {
 // Codes a block packs at a time. Eight codes end on a whole byte, so tiles do not share one.
 constexpr int kPackTile = 4 * kBlock;
 
-// 32 bits from position `bit` >= 0 of the stream of `count` codes; zeros past its end.
+// 32 bits from position `bit` >= 0 of the stream of `count` codes; bits past its end are 0.
 GZ_DEVICE uint32_t stream_word(const uint32_t* codes, int count, int bits, int bit) {
   int i = bit / bits;
   const int skipped = bit - i * bits;
@@ -17,8 +17,8 @@ GZ_DEVICE uint32_t stream_word(const uint32_t* codes, int count, int bits, int b
   return word;
 }
 
-// The block packs `count` codes of shared memory, each below 2^bits, into nbytes bytes; nothing beyond is written. Words
-// are aligned in memory, so only the first and last are written bytewise.
+// The block packs `count` codes of shared memory, each below 2^bits, into nbytes bytes; nothing past them is written.
+// Words are aligned in memory, so only the first and last are written bytewise.
 GZ_DEVICE void pack_bytes(const uint32_t* codes, int count, int bits, int nbytes, uint8_t* out) {
   const int skew = int(reinterpret_cast<uintptr_t>(out) % 4);
   for (int first = 4 * int(threadIdx.x) - skew; first < nbytes; first += 4 * int(blockDim.x)) {
@@ -35,7 +35,7 @@ GZ_DEVICE void pack_tile(const uint32_t* codes, int count, int bits, uint8_t* ou
   pack_bytes(codes, count, bits, (count * bits + 7) / 8, out);
 }
 
-// Bytes [at, at + 4) of a stream, those past its end as 0.
+// Bytes [at, at + 4) of a stream; bytes past its end are 0.
 GZ_DEVICE uint32_t stream_bytes(const uint8_t* stream, int64_t nbytes, int64_t at) {
   if (at + 4 <= nbytes) return __ldg(reinterpret_cast<const uint32_t*>(stream + at));
   uint32_t word = 0;
@@ -43,7 +43,7 @@ GZ_DEVICE uint32_t stream_bytes(const uint8_t* stream, int64_t nbytes, int64_t a
   return word;
 }
 
-// `bits` <= 32 bits from position `bit` of a stream of nbytes bytes; what lies past its end reads as 0.
+// `bits` <= 32 bits from position `bit` of a stream of nbytes bytes; bits past its end are 0.
 GZ_DEVICE uint32_t read_bits(const uint8_t* stream, int64_t nbytes, int64_t bit, int bits) {
   int64_t at = bit / 8;
   int skip = int(bit % 8);

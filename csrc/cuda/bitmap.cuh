@@ -6,7 +6,7 @@
 
 namespace gradzip::cuda {
 
-// A warp's words of the bits "at least the threshold" and "equal to it", one of each per lane.
+// The bits of 32 values per lane: which are at least the threshold, and which equal it.
 struct Marks {
   uint32_t reach, equal;
 };
@@ -36,7 +36,7 @@ GZ_DEVICE uint32_t threshold_of(const Selection* selection) {
   return magnitude(selection->threshold);  // -0 is 0
 }
 
-// The bitmap, all ties in it; how many there are in each tile; and *set, 0 at launch, how many bits are set.
+// Writes the bitmap with all ties set, the number of ties of each tile, and *set, 0 at launch, the number of bits set.
 __global__ void __launch_bounds__(kBlock) mark_kernel(const float* x, int64_t n, const Selection* selection,
                                                       uint8_t* bitmap, uint32_t* equals, int64_t* set) {
   __shared__ uint32_t partial[kLanes];
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kBlock) mark_kernel(const float* x, int64_t n,
 }
 static_assert(kTile < 1 << 16, "two counts in a word");
 
-// Clears all but the first `ties` of the values equal to the threshold. Only tiles that hold surplus ones are read.
+// Clears the bits of all but the first `ties` values equal to the threshold. Reads only tiles with surplus ties.
 __global__ void __launch_bounds__(kBlock)
     drop_ties_kernel(const float* x, int64_t n, const Selection* selection, const uint32_t* equals,
                      const int64_t* offsets, uint8_t* bitmap, int64_t* set) {

@@ -1,5 +1,5 @@
-// Walking a status bitmap with warps: a warp takes 1024 bits, its lane j the j-th word of 32, so that words are read and
-// written side by side, and the items of a word by the 32 lanes, side by side as well.
+// Iteration over a status bitmap by warps. A warp takes 1024 bits, lane j the j-th word of 32 bits, and the 32 lanes
+// take the items of a word together, so that both words and items are accessed contiguously.
 #pragma once
 
 #include "cuda/block.cuh"
@@ -9,7 +9,7 @@ namespace gradzip::cuda {
 constexpr int64_t kWarpBits = kLanes * 32;
 constexpr int64_t kTile = kBlock / kLanes * kWarpBits;  // bits a block takes at a time
 
-// Word j of a bitmap of n bits, those past n as 0. Reads no byte past bit n, and any alignment.
+// Word j of a bitmap of n bits, at any alignment; bits past n are 0. Reads no byte past bit n.
 GZ_DEVICE uint32_t load_word(const uint8_t* bitmap, int64_t j, int64_t n) {
   const int64_t left = n - 32 * j;
   if (left <= 0) return 0;
@@ -36,8 +36,9 @@ GZ_DEVICE void store_word(uint8_t* bitmap, int64_t j, int64_t n, uint32_t word) 
 // This lane's word of a tile.
 GZ_DEVICE int64_t tile_word(int64_t tile) { return tile * (kTile / 32) + int64_t(threadIdx.x); }
 
-// store(i, rank, load(i, set, rank)) for all bits i < n of the bitmap, or for those set only; rank is the number of set
-// bits before i, offsets[t] that of the bits before tile t. Several loads are in flight before the first store.
+// store(i, rank, load(i, set, rank)) for all bits i < n of the bitmap, or for the set bits only. rank is the number of
+// bits set before i, offsets[t] the number of bits set before tile t. Several loads are in flight before the first
+// store.
 template <bool kOnlySet, class Load, class Store>
 GZ_DEVICE void for_each_bit(const uint8_t* bitmap, int64_t n, const int64_t* offsets, Load load, Store store) {
   __shared__ uint32_t partial[kLanes];
@@ -68,7 +69,7 @@ GZ_DEVICE void for_each_bit(const uint8_t* bitmap, int64_t n, const int64_t* off
   }
 }
 
-// counts[t] = number of bits set in tile t.
+// counts[t] = the number of bits set in tile t.
 [[maybe_unused]] static __global__ void __launch_bounds__(kBlock)
     count_bits_kernel(const uint8_t* bitmap, int64_t n, uint32_t* counts) {
   __shared__ uint32_t partial[kLanes];
@@ -78,7 +79,7 @@ GZ_DEVICE void for_each_bit(const uint8_t* bitmap, int64_t n, const int64_t* off
   }
 }
 
-// offsets[t] = counts[0] + ... + counts[t - 1] for t <= tiles. One block: a tile is thousands of items, so there are few.
+// offsets[t] = counts[0] + ... + counts[t - 1] for t <= tiles. One block: tiles are large, so there are few.
 constexpr int kScanBlock = 1024;
 [[maybe_unused]] static __global__ void __launch_bounds__(kScanBlock)
     scan_counts_kernel(const uint32_t* counts, int64_t tiles, int64_t* offsets, int64_t* total) {

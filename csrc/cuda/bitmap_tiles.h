@@ -1,4 +1,4 @@
-// The launches that lead from a bitmap to where each tile's items begin.
+// The launches that compute the number of bits set before each tile of a bitmap.
 #pragma once
 
 #include "cuda/bitmap_tiles.cuh"
@@ -9,7 +9,7 @@ namespace gradzip::cuda {
 struct BitmapOffsets {
   int64_t tiles;
   uint32_t* counts;
-  int64_t* offsets;  // one more, with the sum
+  int64_t* offsets;  // of tiles, then the total
 
   BitmapOffsets(Arena& arena, int64_t n)
       : tiles(ceil_div(n, kTile)), counts(arena.take<uint32_t>(tiles)), offsets(arena.take<int64_t>(tiles + 1)) {}

@@ -1,7 +1,7 @@
-// What kernels share: reductions and scans over warps and blocks, wide loads, the last block of a grid.
+// Building blocks of kernels: reductions and scans over warps and blocks, wide loads, the last block of a grid.
 //
-// Every kernel is right with any grid, one block resident at a time, in any order: none waits for another block. So the
-// same source runs under tests/simt/simt.h. Blocks have whole warps; all lanes take part in all warp collectives.
+// Every kernel is correct with any grid, with blocks run one at a time in any order: none waits for another block, so
+// the same source runs under tests/simt/simt.h. Blocks have whole warps; all lanes take part in all warp collectives.
 #pragma once
 
 #include "common/macros.h"
@@ -13,7 +13,7 @@ namespace gradzip::cuda {
 
 constexpr int kLanes = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kBlock = 256;  // threads, unless a kernel says otherwise
+constexpr int kBlock = 256;  // threads per block, unless a kernel says otherwise
 
 GZ_DEVICE int lane() { return int(threadIdx.x) % kLanes; }
 GZ_DEVICE int warp() { return int(threadIdx.x) / kLanes; }
@@ -21,7 +21,7 @@ GZ_DEVICE int warps() { return int(blockDim.x) / kLanes; }
 GZ_DEVICE int64_t grid_thread() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
 GZ_DEVICE int64_t grid_threads() { return int64_t(gridDim.x) * blockDim.x; }
 
-// CUDA's own names for 64 bits.
+// CUDA's atomics take its own 64-bit type.
 GZ_DEVICE void atomic_add(uint64_t* address, uint64_t value) {
   atomicAdd(reinterpret_cast<unsigned long long*>(address), static_cast<unsigned long long>(value));
 }
@@ -54,7 +54,7 @@ GZ_DEVICE T warp_max(T value) {
   return value;
 }
 
-// Sum of the values of this lane and those before.
+// The sum of the values of this lane and the lanes before it.
 template <class T>
 GZ_DEVICE T warp_scan(T value) {
 #pragma unroll
@@ -69,13 +69,13 @@ GZ_DEVICE T warp_scan(T value) {
 template <class T>
 GZ_DEVICE T block_sum(T value, T* partial) {
   value = warp_sum(value);
-  __syncthreads();  // whoever used `partial` before is done
+  __syncthreads();  // `partial` is no longer in use
   if (lane() == 0) partial[warp()] = value;
   __syncthreads();
   return warp_sum(lane() < warps() ? partial[lane()] : T(0));
 }
 
-// Sum of the values of the threads before this one; `total` gets that of all.
+// The sum of the values of the threads before this one; *total is the sum of all.
 template <class T>
 GZ_DEVICE T block_scan(T value, T* partial, T* total) {
   const T upto = warp_scan(value);
@@ -89,7 +89,7 @@ GZ_DEVICE T block_scan(T value, T* partial, T* total) {
 }
 
 // --- over the grid
-// True for the block that is done last of those that share a ticket, which then sees all that the others wrote. *ticket
+// True in the last block to arrive of those that share a ticket; that block sees everything the others wrote. *ticket
 // is 0 at launch.
 GZ_DEVICE bool last_block(uint32_t* ticket, unsigned blocks = gridDim.x) {
   __shared__ bool last;
@@ -101,7 +101,7 @@ GZ_DEVICE bool last_block(uint32_t* ticket, unsigned blocks = gridDim.x) {
   return last;
 }
 
-// f(x[i]) for all i < n, each once, shared out over the grid: 16 bytes a load, four loads in flight.
+// f(x[i]) once for each i < n, distributed over the grid: 16 bytes per load, four loads in flight.
 template <class F>
 GZ_DEVICE void for_each(const float* x, int64_t n, F f) {
   const int64_t misaligned = int64_t(reinterpret_cast<uintptr_t>(x) % 16) / 4, thread = grid_thread();

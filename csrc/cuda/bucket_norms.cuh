@@ -5,7 +5,7 @@
 
 namespace gradzip::cuda {
 
-// One team per segment. Norms where a bucket is one segment, else `parts` of them.
+// One team per segment. Writes norms if a bucket is one segment, `parts` otherwise.
 __global__ void __launch_bounds__(kBlock)
     segment_norms_kernel(const float* x, int64_t n, int64_t bucket, int64_t segments, Norm norm, double* parts,
                          float* norms) {

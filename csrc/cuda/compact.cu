@@ -7,7 +7,7 @@
 namespace gradzip::cuda {
 namespace {
 
-// 64 bits as CUDA's own functions name them.
+// CUDA's load functions take its own 64-bit type.
 using Item8 = unsigned long long;
 
 template <class T>

@@ -1,5 +1,5 @@
-// Prefix-sum packing (HPDC'20, section 3.2): a status bitmap, its prefix sum, and the marked items moved to where the sum
-// says. Tiles are counted first: that reads the bitmap once more, a thirty-second of the items.
+// Prefix-sum packing (HPDC'20, section 3.2): items whose bit is set are moved to the offset given by the prefix sum of
+// the bitmap. Tiles are counted first, which reads the bitmap a second time: 1/32 of the size of the items.
 #pragma once
 
 #include "cuda/bitmap_tiles.cuh"

@@ -24,8 +24,7 @@ std::vector<Device> devices() {
       found.push_back({properties.name, properties.major, properties.minor, properties.totalGlobalMem});
     }
   }
-  // The runtime keeps the last error until somebody asks; left there, torch would report it as that of its own next
-  // kernel launch.
+  // Clear the last error: torch would report it as that of its own next kernel launch.
   (void)cudaGetLastError();
   return found;
 }

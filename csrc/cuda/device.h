@@ -18,9 +18,9 @@ struct Device {
 
 // Versions as CUDA numbers them: 13000 is 13.0.
 int runtime_version();  // of the runtime this was linked with
-int driver_version();   // newest version the installed driver supports; 0 when there is no driver
+int driver_version();   // newest version that the installed driver supports; 0 without a driver
 
-// The devices this process may use; empty, never an exception, where there is no driver or no device.
+// The devices that this process may use; empty, without an exception, if there is no driver or no device.
 std::vector<Device> devices();
 
 }  // namespace gradzip::cuda

@@ -7,7 +7,7 @@
 namespace gradzip::cuda {
 namespace {
 
-// Lengths of chunks, and where they begin.
+// The sizes and offsets of chunks.
 struct Chunks {
   int64_t count;
   uint32_t* sizes;
@@ -26,7 +26,7 @@ struct Chunks {
   }
 };
 
-// What encoding works with.
+// The scratch memory of an encoder.
 struct Encoder {
   Chunks chunks;
   uint32_t* beyond;

@@ -1,6 +1,6 @@
-// Elias-coded levels. A block writes a chunk into a slot of its own, tokens side by side: where each begins is a sum over
-// those before it. Then the chunks are moved together. Reading a chunk is one token after the other; a warp reads several
-// side by side, a piece at a time, and adds what it read together.
+// Elias-coded levels. A block writes a chunk into its own slot, tokens in parallel: the position of each is a prefix
+// sum of lengths. Then the chunks are moved together. Reading a chunk is serial; a warp reads several chunks side by
+// side, a piece at a time, and processes the levels of a piece together.
 #pragma once
 
 #include "common/elias.h"
@@ -13,7 +13,7 @@ static_assert(kEliasChunk == kMostTile, "levels of a chunk are drawn as a tile")
 constexpr int kChunkWords = int(kEliasChunk) / kLanes;  // of 32 elements
 constexpr int kPerThread = int(kEliasChunk) / kBlock;
 
-// 32-bit words that a chunk may take: no level is longer than one of `bits` bits without a zero before it.
+// Most 32-bit words of a chunk: the longest token is a level of `bits` bits without a zero before it.
 GZ_HD int slot_words(int bits) { return int(kEliasChunk) * (2 * bits - 1) / 32 + 4; }
 constexpr int kEliasBits = 17;  // of the largest level, its sign included
 constexpr int kMostSlotWords = int(kEliasChunk) * (2 * kEliasBits - 1) / 32 + 4;
@@ -29,13 +29,13 @@ GZ_DEVICE void put_bits(uint32_t* words, uint32_t at, EliasCode code) {
   if (rest >> 32) atomicOr(word + 2, uint32_t(rest >> 32));
 }
 
-// The block codes `count` levels, of which this thread has number j * kBlock + threadIdx.x as level[j] (0 from count on).
-// `words` is shared memory for the longest chunk. Returns the bytes of the chunk; all threads may read the words.
+// The block codes `count` levels; level[j] of this thread is number j * kBlock + threadIdx.x (0 from count on). `words`
+// is shared memory for the longest chunk. Returns the size of the chunk in bytes; all threads may then read the words.
 GZ_DEVICE uint32_t write_chunk(const int32_t* level, int count, uint32_t* words) {
-  __shared__ uint32_t marks[kChunkWords];  // which levels are not zero
-  __shared__ uint32_t upto[kChunkWords];  // past the last such level before the word
-  __shared__ uint32_t lengths[kChunkWords];  // bits; then where the first of a word begins
-  __shared__ uint32_t ends[2];  // past the last such level, past its bits
+  __shared__ uint32_t marks[kChunkWords];  // masks of the nonzero levels
+  __shared__ uint32_t upto[kChunkWords];  // past the last nonzero level before the word
+  __shared__ uint32_t lengths[kChunkWords];  // in bits; then the position of a word's first token
+  __shared__ uint32_t ends[2];  // past the last nonzero level, past its bits
   constexpr int kWordsPerLane = kChunkWords / kLanes;
   const unsigned below = (1u << lane()) - 1;
 #pragma unroll
@@ -69,7 +69,7 @@ GZ_DEVICE uint32_t write_chunk(const int32_t* level, int count, uint32_t* words)
     const bool negative = level[j] < 0;
     return level_token(gamma(uint32_t(i) - next + 1), negative, gamma(uint32_t(negative ? -level[j] : level[j])));
   };
-  uint32_t begin[kPerThread];  // of the token, within its word
+  uint32_t begin[kPerThread];  // position of the token within its word
 #pragma unroll
   for (int j = 0; j < kPerThread; ++j) {
     const uint32_t length = level[j] ? uint32_t(token(j).length) : 0u, end = warp_scan(length);
@@ -89,7 +89,7 @@ GZ_DEVICE uint32_t write_chunk(const int32_t* level, int count, uint32_t* words)
     if (lane() == kLanes - 1) ends[1] = at;
   }
   __syncthreads();
-  const uint32_t zeros = uint32_t(count) - ends[0];  // that the chunk ends in
+  const uint32_t zeros = uint32_t(count) - ends[0];  // at the end of the chunk
   EliasCode last{0, 0};
   if (zeros > 0) last = gamma(zeros + 1);
   const uint32_t bits = ends[1] + uint32_t(last.length);
@@ -103,7 +103,7 @@ GZ_DEVICE uint32_t write_chunk(const int32_t* level, int count, uint32_t* words)
   return (bits + 7) / 8;
 }
 
-// What the encoders leave for the kernel that moves chunks together.
+// The chunks that encoders pass to the kernel that moves them together.
 struct EliasSlots {
   uint32_t* words;  // of slot_words each
   uint32_t* sizes;  // bytes
@@ -117,7 +117,7 @@ GZ_DEVICE void store_chunk(const EliasSlots& slots, int64_t chunk, const uint32_
   __syncthreads();
 }
 
-// *beyond, 0 at launch, becomes 1 when there is no code for a level.
+// *beyond, 0 at launch, becomes 1 if a level has no code.
 __global__ void __launch_bounds__(kBlock)
     elias_encode_kernel(const int32_t* codes, int64_t n, EliasSlots slots, uint32_t* beyond) {
   __shared__ uint32_t words[kMostSlotWords];
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kBlock)
   if (bad) *beyond = 1;  // whoever writes, writes 1
 }
 
-// With kNorms, buckets divide a chunk, and norms are computed.
+// With kNorms, a chunk is whole buckets, and their norms are computed with it.
 template <bool kNorms>
 __global__ void __launch_bounds__(kBlock, 3) elias_quantize_kernel(Quantizer q, EliasSlots slots) {
   alignas(16) __shared__ uint32_t words[kMostSlotWords];
@@ -162,11 +162,12 @@ __global__ void __launch_bounds__(kBlock, 3) elias_quantize_kernel(Quantizer q, 
       const int i = j * kBlock + int(threadIdx.x);
       level[j] = i < count ? levels[i] : 0;
     }
-    store_chunk(slots, chunk, words, write_chunk(level, count, words));  // its barriers: all have their levels
+    store_chunk(slots, chunk, words, write_chunk(level, count, words));  // has barriers: all threads have their levels
   }
 }
 
-// A block per chunk: its length, and its bytes to where those before it end. offsets[chunks] is the sum of all.
+// One block per chunk: writes its size, and moves its bytes behind those of the chunks before it. offsets[chunks] is
+// the total.
 __global__ void __launch_bounds__(kBlock)
     move_chunks_kernel(EliasSlots slots, const int64_t* offsets, int64_t chunks, const uint32_t* beyond, uint8_t* out,
                        int64_t capacity, int64_t* nbytes) {
@@ -176,29 +177,29 @@ __global__ void __launch_bounds__(kBlock)
   for (int64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     const uint32_t size = slots.sizes[chunk];
     if (threadIdx.x < 2) out[2 * chunk + threadIdx.x] = uint8_t(size >> (8 * threadIdx.x));
-    // The bytes are codes of 32 bits.
+    // Bytes are packed as 32-bit codes.
     pack_bytes(slots.words + chunk * slots.words_each, int((size + 3) / 4), 32, int(size),
                out + 2 * chunks + offsets[chunk]);
   }
 }
 
-// The lengths that a stream claims.
+// The chunk sizes that a stream claims.
 __global__ void __launch_bounds__(kBlock)
     chunk_sizes_kernel(const uint8_t* stream, int64_t nbytes, int64_t chunks, uint32_t* sizes) {
   for (int64_t c = grid_thread(); c < chunks; c += grid_threads())
     sizes[c] = 2 * c + 2 <= nbytes ? uint32_t(stream[2 * c]) | uint32_t(stream[2 * c + 1]) << 8 : 0u;
 }
 
-// Where a thread is in its chunk.
+// A chunk being read by a thread.
 struct ChunkReader {
   const uint8_t* bytes;
   int64_t nbytes, bit;
-  int next, count;  // the next element, and how many there are
-  uint32_t magnitude;  // of the level that `next` is, which has been read but not taken; 0 when there is none
+  int next, count;  // the next element, and the number of elements
+  uint32_t magnitude;  // of the level at `next`, which has been read but not taken; 0 if there is none
   bool negative, valid;
 
-  // Reads up to the next level that is not zero, or the end. Every token takes at least one element and is checked
-  // before it is used, so any bytes end, within the chunk.
+  // Reads up to the next nonzero level or the end. Every token covers at least one element and is checked before use,
+  // so reading terminates within the chunk for any bytes.
   GZ_DEVICE void read_token(uint32_t top) {
     uint32_t word = read_bits(bytes, nbytes, bit, 32);
     const int k = __ffs(int(word)) - 1;
@@ -222,13 +223,13 @@ struct ChunkReader {
   }
 };
 
-constexpr int kReaders = 8;  // chunks that a warp reads side by side
-constexpr int kPiece = 256;  // elements of each, at a time
+constexpr int kReaders = 8;  // chunks that a warp reads at once
+constexpr int kPiece = 256;  // elements of each chunk at a time
 constexpr int kReadBlock = 4 * kLanes;  // threads
 constexpr int kRow = kPiece + 1;  // so that readers write to different banks
 
-// take(first, count, levels) for pieces of up to kPiece elements, by whole warps; spoil(first, count) after those of a
-// chunk that is not what an encoder writes. offsets[c] is where chunk c begins behind the table of lengths.
+// take(first, count, levels) for pieces of up to kPiece elements, by whole warps; then spoil(first, count) for each
+// invalid chunk. offsets[c] is the position of chunk c behind the table of sizes.
 template <class Take, class Spoil>
 GZ_DEVICE void read_chunks(const uint8_t* stream, int64_t nbytes, int64_t n, uint32_t top, const int64_t* offsets,
                            Take take, Spoil spoil) {

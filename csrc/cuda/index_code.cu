@@ -21,7 +21,7 @@ struct IndexPlan {
         unsound(arena.take<uint32_t>(1)) {}
 };
 
-// The launches that lead from a stream to where each tile's bits begin, if it has a bitmap.
+// Computes the number of bits set before each tile, if the stream has a bitmap.
 void count_tiles(const uint8_t* bytes, int64_t nbytes, int64_t numel, int64_t count, const BitmapOffsets& tiles,
                  int64_t* total, cudaStream_t stream) {
   launch(stream, grid_of(tiles.grid()), kBlock, index_count_kernel, bytes, nbytes, numel, count, tiles.counts);

@@ -1,5 +1,5 @@
-// Indices as a bitmap or as Rice-coded gaps (common/index_code.h), byte for byte as on the CPU. A block takes a block of
-// gaps, or a tile of the bitmap, at a time; which form it is to be, or is, every block sees for itself.
+// Indices as a bitmap or as Rice-coded gaps (common/index_code.h), with the bytes of the CPU. A thread block takes
+// a block of gaps, or a tile of the bitmap, at a time; each determines the form by itself.
 #pragma once
 
 #include "common/index_code.h"
@@ -8,19 +8,19 @@
 
 namespace gradzip::cuda {
 
-constexpr int kIndexPer = int(kIndexBlock) / kBlock;  // indices of a block that a thread takes
+constexpr int kIndexPer = int(kIndexBlock) / kBlock;  // indices of a block per thread
 static_assert(kIndexBlock == 2 * kPackTile && kTile == 32 * kBlock, "how the kernels below share out their work");
 
 GZ_HD int64_t index_blocks(int64_t count) { return (count + kIndexBlock - 1) / kIndexBlock; }
 
 // --- writing
 
-// The index that comes first in block b, if it can.
+// The smallest index that block b may hold.
 GZ_DEVICE int64_t base_of(const int32_t* indices, int64_t b) {
   return b ? __ldg(indices + b * kIndexBlock - 1) + int64_t(1) : 0;
 }
 
-// What each block takes with its best k; *unsound, 0 at launch, becomes 1 unless the indices ascend within [0, numel).
+// The size of each block with its best k. *unsound, 0 at launch, becomes 1 unless the indices ascend within [0, numel).
 __global__ void __launch_bounds__(kBlock) index_plan_kernel(const int32_t* indices, int64_t count, int64_t numel,
                                                             uint32_t* nbytes, uint8_t* ks, uint32_t* unsound) {
   __shared__ int64_t partial[kLanes];
@@ -56,8 +56,8 @@ GZ_DEVICE void write_bytes(uint8_t* at, uint64_t word, int nbytes) {
   if (int(threadIdx.x) < nbytes) at[threadIdx.x] = uint8_t(word >> (8 * threadIdx.x));
 }
 
-// Unary codes of a block take at most 1256 bytes: the best k takes no more than that next to log2 of (mean gap ln 2),
-// whose gaps above it add up to at most 26 / 9 for each index.
+// Unary codes of a block take at most 1256 bytes: the best k takes no more than the k next to log2(mean gap * ln 2),
+// for which the high parts of gaps sum to at most 26 / 9 per index.
 constexpr int kUnaryWords = 320;
 
 GZ_DEVICE void write_index_block(const int32_t* indices, int n, int64_t base, int k, int nbytes, uint8_t* out,
@@ -74,7 +74,7 @@ GZ_DEVICE void write_index_block(const int32_t* indices, int n, int64_t base, in
     next = index + int64_t(1);
     sum += (gap[j] >> k) + 1;
   }
-  uint32_t position = block_scan(sum, partial, &total);  // its barriers: `unary` is clear
+  uint32_t position = block_scan(sum, partial, &total);  // has barriers: `unary` is clear
 #pragma unroll
   for (int j = 0; j < kIndexPer; ++j) {
     if (first + j >= n) break;
@@ -93,7 +93,7 @@ GZ_DEVICE void write_index_block(const int32_t* indices, int n, int64_t base, in
   __syncthreads();
 }
 
-// How many of the ascending indices are below `value`: kBlock of them are looked at at a time.
+// The number of ascending indices below `value`, by a search that compares kBlock of them at a time.
 GZ_DEVICE int64_t count_below(const int32_t* indices, int64_t count, int64_t value, uint32_t* partial) {
   int64_t first = 0, n = count;  // the answer is in [first, first + n]
   while (n > 0) {
@@ -122,8 +122,8 @@ GZ_DEVICE void write_bitmap_tile(const int32_t* indices, int64_t count, int64_t 
   __syncthreads();
 }
 
-// offsets[b]: where block b begins. *nbytes becomes the length of the stream, -1 for unsound indices; nothing is written
-// when that is beyond `capacity`.
+// offsets[b] is the position of block b. *nbytes becomes the size of the stream, -1 for invalid indices; the stream is
+// not written if it exceeds `capacity`.
 __global__ void __launch_bounds__(kBlock)
     index_write_kernel(const int32_t* indices, int64_t count, int64_t numel, const int64_t* offsets, const uint8_t* ks,
                        const uint32_t* unsound, uint8_t* out, int64_t capacity, int64_t* nbytes) {
@@ -184,7 +184,7 @@ GZ_DEVICE IndexStream open_index_stream(const uint8_t* stream, int64_t nbytes, i
   return numel % 8 && opened.body[opened.nbytes - 1] >> (numel % 8) ? corrupt : opened;
 }
 
-// How many bits of the bitmap are set in each tile; 0 where there is none.
+// The number of bits set in each tile of the bitmap; 0 if the stream has none.
 __global__ void __launch_bounds__(kBlock)
     index_count_kernel(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, uint32_t* counts) {
   __shared__ uint32_t partial[kLanes];
@@ -196,14 +196,15 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-// The n indices of a block, in [base, end), to shared memory; false when it does not hold exactly those, up to end.
+// Reads the n indices of a block, in [base, end), to shared memory. Returns false unless there are exactly n, the last
+// being end - 1.
 GZ_DEVICE bool read_index_block(const uint8_t* block, int64_t nbytes, int64_t base, int64_t end, int n,
                                 uint32_t* indices, uint32_t* partial, int64_t* wide_partial, int64_t* last) {
   const int k = block[0];
   if (k > 31) return false;
   const int64_t low_bytes = (n * k + 7) / 8, unary_bits = 8 * (nbytes - 1 - low_bytes);
   if (unary_bits < 0) return false;
-  // More would pass `end`, and with as many nothing below overflows.
+  // More bits would pass `end`; with this many, nothing below overflows.
   if (unary_bits > n + ((end - base) >> k) + 8) return false;
   const uint8_t *low = block + 1, *unary = low + low_bytes;
   uint32_t found = 0;
@@ -215,7 +216,7 @@ GZ_DEVICE bool read_index_block(const uint8_t* block, int64_t nbytes, int64_t ba
     for (; bits; bits &= bits - 1) indices[rank++] = uint32_t(32 * word + __ffs(int(bits)) - 1);
   }
   if (found != uint32_t(n)) return false;
-  // The i-th one lies i bits behind the sum of what gaps 0..i are above.
+  // The i-th one bit is at i plus the sum of the high parts of gaps 0..i.
   const int first = int(threadIdx.x) * kIndexPer;
   int64_t gaps[kIndexPer], sum = 0, total;
 #pragma unroll
@@ -224,7 +225,7 @@ GZ_DEVICE bool read_index_block(const uint8_t* block, int64_t nbytes, int64_t ba
     gaps[j] = i < n ? 1 + int64_t(k ? read_bits(low, low_bytes, int64_t(i) * k, k) : 0) : 0;
     sum += gaps[j];
   }
-  int64_t next = base + block_scan(sum, wide_partial, &total);  // its barriers: all indices are there
+  int64_t next = base + block_scan(sum, wide_partial, &total);  // has barriers: all indices are stored
 #pragma unroll
   for (int j = 0; j < kIndexPer; ++j) {
     const int i = first + j;
@@ -235,10 +236,10 @@ GZ_DEVICE bool read_index_block(const uint8_t* block, int64_t nbytes, int64_t ba
     if (i == n - 1) *last = index;
   }
   __syncthreads();
-  return *last + 1 == end;  // indices ascend whatever the bits, so the last tells for all
+  return *last + 1 == end;  // indices ascend for any bits, so checking the last suffices
 }
 
-// emit(index, rank, value(index, rank)) for every index of the stream. *failed becomes 1 when it is corrupt.
+// emit(index, rank, value(index, rank)) for every index of the stream. *failed becomes 1 if it is corrupt.
 template <class Value, class Emit>
 GZ_DEVICE void for_each_index(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count,
                               const int64_t* offsets, int32_t* failed, Value value, Emit emit) {
@@ -261,7 +262,7 @@ GZ_DEVICE void for_each_index(const uint8_t* stream, int64_t nbytes, int64_t num
     const int64_t base = b ? read_u32(entry - 8) : 0, begin_byte = b ? read_u32(entry - 4) : 0;
     const int64_t first = b * kIndexBlock;
     const int n = int(count - first < kIndexBlock ? count - first : kIndexBlock);
-    // Each block checks where it lies, so nothing is read outside whatever the others say.
+    // Each block checks its own bounds, so nothing outside is read, whatever other entries claim.
     const bool sound = base < end && end <= numel && begin_byte < end_byte && end_byte <= opened.nbytes - table &&
                        (b < blocks - 1 || end_byte == opened.nbytes - table) &&
                        read_index_block(opened.body + table + begin_byte, end_byte - begin_byte, base, end, n, indices,
@@ -293,7 +294,7 @@ __global__ void __launch_bounds__(kBlock)
       [&](int64_t i, int64_t, float sum) { out[i] = sum; });
 }
 
-// Where a stream was corrupt, its sum is no number, whoever looks at the flag.
+// Sets `out` to NaN if the stream was corrupt, since nobody may be reading the flag.
 __global__ void __launch_bounds__(kBlock)
     spoil_kernel(const int32_t* corrupt, float* out, int64_t numel, int32_t* failed) {
   if (!*corrupt) return;

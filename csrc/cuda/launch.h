@@ -1,4 +1,4 @@
-// How launchers start kernels: on the caller's stream, with a grid that fits the device. Launch errors are thrown.
+// Launches kernels on the caller's stream with a grid that fits the device. Throws launch errors.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,14 +11,14 @@ namespace gradzip::cuda {
 
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  (void)cudaGetLastError();  // left there, torch would report it as that of its own next kernel launch
+  (void)cudaGetLastError();  // clears it: torch would report it as that of its own next kernel launch
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Blocks for work that comes in `pieces`, which a grid-stride loop shares out: no more than there are pieces, nor than
-// run at a time. Eight blocks of 256 threads fill a multiprocessor.
+// The number of blocks for `pieces` of work in a grid-stride loop: at most one per piece, and at most as many as run at
+// a time. Eight blocks of 256 threads fill a multiprocessor.
 inline unsigned grid_for(int64_t pieces, int blocks_per_multiprocessor = 8) {
   int device = 0, multiprocessors = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
@@ -47,8 +47,8 @@ inline void clear(void* memory, int64_t nbytes, cudaStream_t stream) {
   check(cudaMemsetAsync(memory, 0, size_t(nbytes), stream), "cudaMemsetAsync");
 }
 
-// Cuts a workspace into arrays, each aligned to 16 bytes. A launcher takes all its arrays first, whether the workspace is
-// null or not, then returns nbytes() if it is null: both phases run the same lines, so they agree on the size.
+// Cuts a workspace into arrays, each aligned to 16 bytes. A launcher takes all its arrays first, whether the workspace
+// is null or not, then returns nbytes() if it is null: both phases run the same lines, so they agree on the size.
 class Arena {
  public:
   explicit Arena(void* workspace) : memory_(static_cast<char*>(workspace)) {}

@@ -6,12 +6,12 @@
 namespace gradzip::cuda {
 namespace {
 
-constexpr int64_t kProjectBlocks = 1024;  // that a product is cut into where its output has fewer tiles
-constexpr int64_t kLeastTiles = 2;        // of such a part
+constexpr int64_t kProjectBlocks = 1024;  // target number of blocks of a product whose output has fewer tiles
+constexpr int64_t kLeastTiles = 2;        // least number of tiles per part
 
-// How a product is cut up: by its size only, so that it has the same bits on every device.
+// How a product is cut into parts: by its size only, so that it has the same bits on every device.
 struct Cut {
-  int64_t tiles, parts;  // of the output, of each of those
+  int64_t tiles, parts;  // tiles of the output, parts of each tile
 
   Cut(int64_t outputs, int64_t length) : tiles(ceil_div(outputs, kLowRankTile)), parts(1) {
     const int64_t along = ceil_div(length, kLowRankTile) / kLeastTiles;
@@ -87,7 +87,7 @@ int64_t low_rank_project(void* workspace, const float* m, float* e, int64_t rows
     launch(stream, grid_of(unsigned(cut.tiles * cut.parts)), kBlock,
            transpose ? project_kernel_for<true>(padded) : project_kernel_for<false>(padded), x, factor, int(cut.parts),
            out, partials.sums, partials.tickets);
-    if (e) x.m = e, x.e = nullptr;  // the sum is made
+    if (e) x.m = e, x.e = nullptr;  // m has been added
   }
   return 0;
 }

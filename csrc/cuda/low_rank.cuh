@@ -1,7 +1,7 @@
 // The passes of low-rank compression over an n x c gradient. A block stages square tiles of the gradient in shared
-// memory, 16 bytes a load, adding up m and e on the way, so each is read once whichever way the product goes; threads
-// then take what outputs and factors the tile has. Parts of one output tile are added by the block that is done last, in
-// order: results depend on the sizes only, never on the device or the order of blocks.
+// memory, 16 bytes per load, adding m to e on the way, so each is read once in either direction of the product; threads
+// then compute the outputs of the tile. Parts of one output tile are added in order by the last block to arrive:
+// results depend on the sizes only, not on the device or the order of blocks.
 #pragma once
 
 #include "cuda/block.cuh"
@@ -11,9 +11,9 @@ namespace gradzip::cuda {
 constexpr int kLowRankTile = 64;  // rows and columns
 constexpr int kLowRankQuads = kLowRankTile / 4;  // of a row
 constexpr int kLowRankStride = kLowRankQuads + 1;  // float4s: neighbouring rows start in different banks
-constexpr int kLowRankMost = 64;  // rank that one launch takes
+constexpr int kLowRankMost = 64;  // largest rank of one launch
 
-// Four floats at x, of which `left` (or fewer, or more) are there, else 0. `wide`: x is aligned to 16 bytes.
+// Four floats at x; those from `left` on are 0. `wide`: x is aligned to 16 bytes.
 GZ_DEVICE float4 load_quad(const float* x, int64_t left, bool wide) {
   if (wide && left >= 4) return *reinterpret_cast<const float4*>(x);
   return make_float4(left > 0 ? x[0] : 0.0f, left > 1 ? x[1] : 0.0f, left > 2 ? x[2] : 0.0f, left > 3 ? x[3] : 0.0f);
@@ -29,7 +29,7 @@ GZ_DEVICE void store_quad(float* x, const float4& v, int64_t left, bool wide) {
   if (left > 3) x[3] = v.w;
 }
 
-// The gradient as the products read it: m, or e after e += m.
+// The gradient as products read it: m, or e after e += m.
 struct Gradient {
   const float* m;
   float* e;  // or null
@@ -77,7 +77,7 @@ struct Factor {
   int count;
 };
 
-// Rows [begin, begin + kLowRankTile) of it, R columns, zeros outside.
+// Rows [begin, begin + kLowRankTile) of a factor, R columns; zeros outside.
 template <int R>
 GZ_DEVICE void stage_factor(const Factor& q, int64_t begin, float* tile) {
   for (int at = int(threadIdx.x); at < kLowRankTile * R; at += kBlock) {
@@ -101,8 +101,8 @@ GZ_DEVICE void load_factors(const float* q, float (&f)[K]) {
   }
 }
 
-// How the threads of a block share out the outputs of a tile, kLowRankTile x R: each takes A rows (columns, where
-// transposed) and K factors, and of what is added up one of S slices.
+// The distribution of the outputs of a tile, kLowRankTile x R, over the threads of a block: each takes A rows (columns,
+// if transposed), K factors and one of S slices of the sum.
 template <int R>
 struct LowRankShare {
   static constexpr int K = R < 8 ? R : 8, A = R == 64 ? 2 : 1;
@@ -114,7 +114,7 @@ struct LowRankShare {
 };
 
 // `partial` has room for the outputs of every block, ceil(outputs / kLowRankTile) * parts of them; `tickets`, zero at
-// launch, one for each output tile. Neither is used where parts = 1.
+// launch, one for each output tile. Neither is used if parts = 1.
 template <int R, bool kTranspose>
 __global__ void __launch_bounds__(kBlock)
     project_kernel(Gradient x, Factor q, int parts, float* out, float* partial, uint32_t* tickets) {
@@ -199,8 +199,7 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-// Products p q^T; a block takes one tile. An element's sum runs over the rank, from the first on, product by product:
-// the bits of the CPU.
+// Products p q^T; a block takes one tile. The sum of an element runs over the rank in order, with the bits of the CPU.
 constexpr int kExpandRanks = 32;  // at a time
 
 struct Product {
@@ -219,7 +218,7 @@ GZ_DEVICE void stage_columns(const float* factor, int64_t length, int64_t rank, 
   }
 }
 
-// The tile of a thread's block and the four rows and columns in it that are the thread's own.
+// The tile of a block, and the four rows and columns of this thread in it.
 struct ExpandTile {
   int64_t rows, columns, row, column;
   int x, y;

@@ -1,4 +1,4 @@
-// 1-bit SGD: per row the means of the values on either side, and back.
+// 1-bit SGD: the means of the values of either sign per row, and decoding.
 #pragma once
 
 #include "common/one_bit.h"
@@ -9,7 +9,7 @@
 
 namespace gradzip::cuda {
 
-// One team per segment of a row. Means where a row is one segment, else its parts.
+// One team per segment of a row. Writes means if a row is one segment, its parts otherwise.
 __global__ void __launch_bounds__(kBlock)
     side_sums_kernel(const float* x, int64_t rows, int64_t columns, int64_t segments, const uint8_t* packed,
                      Sides* parts, float* means) {

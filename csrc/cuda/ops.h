@@ -1,15 +1,15 @@
-// The CUDA kernels: those of csrc/cpu/ops.h, with the same parameters and the same bits in their results (except the bits
-// of NaNs). Comments here give the differences only.
+// The CUDA kernels: those of csrc/cpu/ops.h, with the same parameters and the same bits in their results (except the
+// bits of NaNs). Comments here give the differences only.
 //
 // Pointers are to device memory unless documented otherwise. Work is queued on `stream` of the current device. A kernel
 // neither waits for the device, nor allocates, nor copies to the host.
 //
 // Kernels that need scratch memory follow CUB's two-phase convention: called with a null workspace they return the
-// number of bytes they need and queue nothing; called with a workspace of that size, aligned to 16 bytes, they queue the
-// work and return 0. A kernel that turns out to need no scratch memory runs and returns 0 in the first call.
+// number of bytes they need and queue nothing; called with a workspace of that size, aligned to 16 bytes, they queue
+// the work and return 0. A kernel that turns out to need no scratch memory runs and returns 0 in the first call.
 //
-// `failed` may be null. Nobody may be reading it, so decoders also write NaN on failure: a non-finite average makes every
-// rank skip the step.
+// `failed` may be null. Nobody may be reading it, so decoders also write NaN on failure: a non-finite average makes
+// every rank skip the step.
 //
 // Plain C++: the bindings include this header without the CUDA headers.
 #pragma once
@@ -73,8 +73,8 @@ void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t 
                         cudaStream_t stream);
 
 // --- low_rank
-// Any rank. The sums of low_rank_project run in another order than the CPU's, so their bits differ from the CPU's; the order
-// depends on the sizes only, so the bits are the same on every device.
+// Any rank. The sums of low_rank_project run in another order than the CPU's, so their bits differ from the CPU's; the
+// order depends on the sizes only, so the bits are the same on every device.
 int64_t low_rank_project(void* workspace, const float* m, float* e, int64_t rows, int64_t columns, const float* q,
                          int64_t rank, bool transpose, float* out, cudaStream_t stream);
 void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, const float* from,
@@ -144,8 +144,8 @@ int64_t elias_decode_add(void* workspace, const uint8_t* bytes, int64_t nbytes, 
                          int64_t bucket, float weight, float* out, int32_t* failed, cudaStream_t stream);
 
 // --- orthogonalize
-// `matrices` is a table in host memory, read before the call returns; the matrices are on the device. The bits are those
-// of the CPU unless columns are linearly dependent.
+// `matrices` is a table in host memory, read before the call returns; the matrices are on the device. The bits are
+// those of the CPU unless columns are linearly dependent.
 int64_t orthogonalize(void* workspace, const Matrix* matrices, int64_t count, cudaStream_t stream);
 
 // --- spectrum

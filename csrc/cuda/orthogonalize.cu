@@ -6,11 +6,11 @@
 namespace gradzip::cuda {
 namespace {
 
-// The next matrices that go in one launch, from `matrices[*at]` on, with their scratch memory out of `arena`.
+// The matrices of one launch, from `matrices[*at]` on, with their scratch memory from `arena`.
 struct OrthoLaunch {
   OrthoTable table{};
   int64_t blocks = 0;
-  bool tall = false;  // some have more than one block
+  bool tall = false;  // some matrix has more than one block
   OrthoState* states;
 
   OrthoLaunch(const Matrix* matrices, int64_t count, int64_t* at, Arena& arena)

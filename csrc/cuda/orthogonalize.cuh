@@ -1,10 +1,10 @@
-// Orthonormal columns for many tall matrices in one launch, two where some have more than kGramRows rows: Cholesky QR in
-// double, as cpu/orthogonalize.cpp explains. All sums run in the order they have there, so results have the same bits;
-// only the rare Gram-Schmidt, which here is shared out over a block, may differ by rounding.
+// Orthonormal columns for many tall matrices in one launch, or two if some have more than kGramRows rows: Cholesky QR in
+// double, as cpu/orthogonalize.cpp explains. All sums run in the same order, so results have the same bits; only the
+// rare Gram-Schmidt, which is distributed over a block here, may differ by rounding.
 //
-// A block takes kGramRows rows. The first launch adds up their Gram matrices, the block of a matrix that is done last
-// factors the sum, and the second launch multiplies. Whatever is rare (a second round, Gram-Schmidt) is left to one block,
-// as is a matrix of one block from the start.
+// A block takes kGramRows rows. The first launch computes Gram matrices, the last block of a matrix factors their sum,
+// and the second launch multiplies. Rare work (a second round, Gram-Schmidt) is done by one block, and so is all of a
+// matrix that has one block.
 #pragma once
 
 #include "common/orthogonalize.h"
@@ -12,16 +12,16 @@
 
 namespace gradzip::cuda {
 
-constexpr int kOrthoMost = 64;  // columns; of wider matrices, and those with fewer rows, Gram-Schmidt takes care
-constexpr int kOrthoBatch = 96;  // matrices whose table fits the arguments of a kernel, 4 KB
-constexpr int kOrthoRoom = 5632;  // doubles of shared memory that rows and factors share
+constexpr int kOrthoMost = 64;  // columns; wider matrices, and those with fewer rows than columns, take Gram-Schmidt
+constexpr int kOrthoBatch = 96;  // matrices whose table fits the 4 KB of kernel arguments
+constexpr int kOrthoRoom = 5632;  // doubles of shared memory for rows and factors
 
 struct OrthoState {  // zero at launch
   uint32_t ticket[2];
   Verdict verdict;
 };
 
-// A matrix, and its scratch memory: the Gram matrix of each block, w, then what Gram-Schmidt needs.
+// A matrix and its scratch memory: the Gram matrix of each block, w, then that of Gram-Schmidt.
 struct OrthoMatrix {
   float* data;
   int64_t rows;
@@ -54,7 +54,7 @@ GZ_HD int64_t ortho_scratch(int64_t rows, int64_t columns) {
 
 // --- Gram matrices: g[a * columns + b] = column a . column b for a <= b
 
-// Up to 4 columns the CPU adds up every (16 / columns)-th row, and those sums by halves.
+// For up to 4 columns the CPU sums every (16 / columns)-th row, and those sums by halves.
 static __device__ void gram_narrow(const float* x, int rows, int columns, OrthoShared& s, double* g) {
   const int n = rows * columns, classes = 16 / columns, pairs = columns * (columns + 1) / 2;
   for (int i = int(threadIdx.x); i < n; i += kBlock) s.room[i] = double(x[i]);
@@ -131,7 +131,7 @@ static __device__ void gram_block(const OrthoMatrix& m, int64_t block, OrthoShar
     gram_tiles<4>(x, rows, columns, s, g);
 }
 
-// --- from the Gram matrices of all blocks to w, for which x w is orthonormal; it comes behind them
+// --- from the Gram matrices of all blocks to w, for which x w is orthonormal; w is stored behind them
 
 static __device__ Verdict factor(const OrthoMatrix& m, int64_t blocks, OrthoShared& s) {
   const int n = m.columns;
@@ -170,7 +170,7 @@ static __device__ Verdict factor(const OrthoMatrix& m, int64_t blocks, OrthoShar
   __syncthreads();
   if (t < n) s.inverse[t] = 1.0 / g[t * n + t];
   __syncthreads();
-  // R^-1, a warp for each row: its entries follow from those to the left of them, a lane holds what two sum up to.
+  // R^-1, one warp per row: entries depend on those to their left, and a lane holds the sums of two.
   for (int i = warp(); i < n; i += kBlock / kLanes) {
     double dot[2] = {};
     for (int k = 0; k < n; ++k) {
@@ -259,7 +259,7 @@ class GramSchmidt {
 
   __device__ void run() {
     for (int c = 0; c < m_.columns; ++c) take(c);
-    // Only now: a completed column must not stand in the way of a real one.
+    // Last, so that a replaced column does not displace an original one.
     const int independent = count_;
     for (int64_t i = threadIdx.x; i < m_.rows; i += kBlock) {
       covered_[i] = 0.0;
@@ -352,9 +352,9 @@ class GramSchmidt {
 
   const OrthoMatrix& m_;
   OrthoShared& s_;
-  double *q_, *covered_;  // columns; squared length of each axis within the span so far
-  int32_t* accepted_;  // which columns make up the span
-  int count_ = 0;  // of those
+  double *q_, *covered_;  // columns; squared length of each axis within the current span
+  int32_t* accepted_;  // columns of the span
+  int count_ = 0;  // number of accepted columns
 };
 
 // --- the launches
@@ -383,7 +383,7 @@ __global__ void __launch_bounds__(kBlock) orthogonalize_kernel(OrthoTable table,
     if (verdict != Verdict::dependent) transform_block(m, blocks, 0, shared);
     if (verdict == Verdict::done) return;
   }
-  // What is left is this block's alone: the second round, or the columns that depend on each other.
+  // The rest is done by this block alone: the second round, or dependent columns.
   if (verdict == Verdict::again) {
     __syncthreads();
     for (int64_t b = 0; b < blocks; ++b) gram_block(m, b, shared);

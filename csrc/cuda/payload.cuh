@@ -1,4 +1,4 @@
-// Payload headers and checksums, so that a payload is made and checked without leaving the device.
+// Payload headers and checksums, so that a payload is written and checked on the device.
 #pragma once
 
 #include "common/payload.h"
@@ -7,7 +7,7 @@
 
 namespace gradzip::cuda {
 
-constexpr int kChecksumBytes = 24;  // where the checksum lies in a header
+constexpr int kChecksumBytes = 24;  // offset of the checksum in a header
 static_assert(kChecksumBytes == 8 * kChecksumWord, "in the lower half of its word");
 
 // Any alignment: a payload may be a view of anything.
@@ -20,7 +20,7 @@ GZ_DEVICE void store_bytes(uint8_t* at, uint64_t word, int nbytes) {
   for (int b = 0; b < nbytes; ++b) at[b] = uint8_t(word >> (8 * b));
 }
 
-// The block's part of the sum of the checksum's terms; nbytes is a multiple of 16. For thread 0.
+// This block's part of the sum of the checksum's terms, for thread 0. nbytes is a multiple of 16.
 GZ_DEVICE uint64_t checksum_part(const uint8_t* payload, int64_t nbytes) {
   __shared__ uint64_t partial[kLanes];
   const bool aligned = reinterpret_cast<uintptr_t>(payload) % 16 == 0;
@@ -46,7 +46,7 @@ struct ChecksumState {
   uint32_t ticket;
 };
 
-// The checksum, as 4 bytes to `out`.
+// Writes the checksum, 4 bytes, to `out`.
 __global__ void __launch_bounds__(kBlock)
     checksum_kernel(const uint8_t* payload, int64_t nbytes, ChecksumState* state, uint8_t* out) {
   const uint64_t part = checksum_part(payload, nbytes);
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kBlock)
   if (last_block(&state->ticket) && threadIdx.x == 0) store_bytes(out, checksum_fold(state->sum), 4);
 }
 
-// The header, but for the checksum.
+// Writes the header without the checksum.
 __global__ void header_kernel(uint8_t* payload, PayloadHeader header, const float* magnitudes, int64_t magnitude_count,
                               const RangeFloat* number) {
   if (threadIdx.x != 0) return;
@@ -66,7 +66,7 @@ __global__ void header_kernel(uint8_t* payload, PayloadHeader header, const floa
   for (int i = 0; i < int(sizeof header / 8); ++i) store_bytes(payload + 8 * i, words[i], 8);
 }
 
-// Where each payload begins, by the lengths their headers claim. The table is zero at launch.
+// Finds the beginning of each payload by the sizes that headers claim. The table is zero at launch.
 __global__ void walk_kernel(const uint8_t* buffer, int64_t nbytes, int64_t count, PayloadInspection* table) {
   if (threadIdx.x != 0) return;
   int64_t begin = 0;
@@ -81,7 +81,7 @@ __global__ void walk_kernel(const uint8_t* buffer, int64_t nbytes, int64_t count
   }
 }
 
-// The sums of the payloads that the walk has found; blocks with the same y share one payload.
+// The sums of the payloads that walk_kernel found; blocks with the same y share one payload.
 __global__ void __launch_bounds__(kBlock)
     sums_kernel(const uint8_t* buffer, int64_t nbytes, int64_t count, PayloadInspection* table) {
   for (int64_t r = blockIdx.y; r < count; r += gridDim.y) {

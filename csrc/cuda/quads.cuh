@@ -1,4 +1,4 @@
-// Four neighbouring values to a thread, 16 bytes a load or store where the memory is aligned to that.
+// Four neighbouring values per thread, 16 bytes per load or store if the memory is aligned.
 #pragma once
 
 #include "cuda/block.cuh"
@@ -40,8 +40,8 @@ GZ_DEVICE void store4(int32_t* out, int64_t first, int64_t n, const int32_t* val
     if (first + j < n) out[first + j] = value[j];
 }
 
-// What a decoder makes of elements that no encoder has written: nobody may be waiting for its flag, and a non-finite
-// average is what every rank knows to skip.
+// The value of elements that cannot be decoded, NaN: nobody may be reading the flag, and a non-finite average makes
+// every rank skip the step.
 GZ_DEVICE float undecodable() { return bits_float(0x7fc00000u); }
 
 }  // namespace gradzip::cuda

@@ -8,7 +8,7 @@
 namespace gradzip::cuda {
 namespace {
 
-// The elements of a tile of whole buckets that begins at multiples of 8; 0 where there is none.
+// The size of a tile of whole buckets that is a multiple of 8; 0 if there is none.
 int tile_of_buckets(int64_t bucket) {
   if (bucket > kMostTile) return 0;
   const int64_t together = std::lcm<int64_t>(bucket, 8);

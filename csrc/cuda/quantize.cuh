@@ -1,4 +1,4 @@
-// QSGD levels: norms, draws and packing in one read of x where buckets fit a tile.
+// QSGD levels: norms, draws and packing in one read of x if buckets fit a tile.
 #pragma once
 
 #include "cuda/bit_stream.cuh"

@@ -1,4 +1,4 @@
-// The levels of a tile, and the norms of its buckets, by a block.
+// A block computes the levels of a tile and the norms of its buckets.
 #pragma once
 
 #include "common/philox.h"
@@ -17,9 +17,9 @@ struct Quantizer {
   float* norms;
 };
 
-constexpr int kQuads = kMostTile / (4 * kBlock);  // that a thread takes of a tile
+constexpr int kQuads = kMostTile / (4 * kBlock);  // of a tile per thread
 
-// Norms of the tile's buckets, which begin with it.
+// Norms of the buckets of a tile; the first begins with the tile.
 GZ_DEVICE void tile_norms(const Quantizer& q, const float* tile, int count, int64_t first_bucket) {
   const int bucket = int(q.bucket), buckets = (count + bucket - 1) / bucket;
   for (int first = warp() * kTeams; first < buckets; first += warps() * kTeams) {
@@ -30,9 +30,9 @@ GZ_DEVICE void tile_norms(const Quantizer& q, const float* tile, int count, int6
   }
 }
 
-// put(i, level, negative) for every four elements from i on of a tile of `count` <= kMostTile elements, which begins at a
-// multiple of 8; those past its end are 0. With kNorms it begins with a bucket and ends with one, and norms are
-// computed, in `tile` of shared memory, which put may write to.
+// put(i, level, negative) for each four elements of a tile of `count` <= kMostTile elements, which begins at a multiple
+// of 8; levels past its end are 0. With kNorms the tile is whole buckets, and their norms are computed first, in the
+// shared memory `tile`, which put may overwrite.
 template <bool kNorms, class F>
 GZ_DEVICE void quantize_tile(const Quantizer& q, int64_t first, int count, float* tile, F put) {
   float value[kQuads][4];

@@ -1,4 +1,4 @@
-// k of n at random, ascending: four strata to a thread at a time, as a draw of the generator has them.
+// k of n at random, ascending. A thread takes four strata at a time, as the generator makes draws.
 #pragma once
 
 #include "common/random_indices.h"

@@ -7,7 +7,7 @@
 
 namespace gradzip::cuda {
 
-// What the choice of a format looks at. Zero at launch.
+// The statistics that choose a format. Zero at launch.
 struct FitState {
   uint32_t low, high;  // largest magnitudes below and above zero, as bits
   uint32_t histogram[kBins];
@@ -16,7 +16,7 @@ struct FitState {
 __global__ void __launch_bounds__(kBlock) range_kernel(const float* x, int64_t n, FitState* state) {
   uint32_t low = 0, high = 0;
   for_each(x, n, [&](float value) {
-    const uint32_t u = float_bits(value), m = u & 0x7fffffffu, number = m <= kInfBits ? m : 0u;  // NaN is passed over
+    const uint32_t u = float_bits(value), m = u & 0x7fffffffu, number = m <= kInfBits ? m : 0u;  // NaN does not count
     const uint32_t down = u >> 31 ? number : 0u, up = u >> 31 ? 0u : number;
     low = low > down ? low : down;
     high = high > up ? high : up;
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kBlock) histogram_kernel(const float* x, int64
     if (counts[bin]) atomicAdd(&state->histogram[bin], counts[bin]);
 }
 
-// One block, one warp for each mantissa. mantissa < 0: the best; vmin > vmax: the range that was found.
+// One block, one warp per mantissa. mantissa < 0 picks the best; vmin > vmax uses the range found.
 constexpr int kMostBits = 16;
 constexpr int kFitBlock = kMostBits * kLanes;
 __global__ void __launch_bounds__(kFitBlock)
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kFitBlock)
 }
 static_assert(kErrorLanes == kLanes, "a lane forms one of the sums");
 
-// Codes of four neighbouring values, the first at a multiple of four; returns how many were out of the range.
+// Codes of four neighbouring values, the first at a multiple of four; returns how many are outside the range.
 GZ_DEVICE int encode4(const RangeFloat& format, Rounding rounding, const float* x, int64_t first, int64_t n,
                       bool stochastic, uint64_t key, uint32_t* codes) {
   const int count = int(n - first < 4 ? n - first : 4);
@@ -103,7 +103,7 @@ GZ_DEVICE void add_outside(int count, int64_t* outside) {
   if (lane() == 0 && count > 0) atomic_add(outside, int64_t(count));
 }
 
-// *outside grows by how many values were out of the range.
+// Adds the number of values outside the range to *outside.
 template <bool kStochastic>
 __global__ void __launch_bounds__(kBlock)
     encode_kernel(const RangeFloat* words, const float* x, int64_t n, uint64_t key, int32_t* codes, int64_t* outside) {
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kBlock)
   add_outside(out, outside);
 }
 
-// The same, packed. `bits` is the format's, which the host knows.
+// The same, packed. `bits` is that of the format, which the host knows.
 template <bool kStochastic>
 __global__ void __launch_bounds__(kBlock)
     encode_packed_kernel(const RangeFloat* words, const float* x, int64_t n, int bits, uint64_t key, uint8_t* packed,

@@ -10,7 +10,7 @@ int64_t select(void* workspace, const float* x, int64_t n, int64_t k, Selection*
   auto* state = arena.take<SelectState>(1);
   if (!workspace) return arena.nbytes();
   clear(state, sizeof *state, stream);
-  // A block's counters are 32 bits wide, and clearing and adding them up costs as much as some thousand values.
+  // A block's counters have 32 bits; clearing and summing them costs as much as reading several thousand values.
   const dim3 grid = grid_of(grid_for(ceil_div(n, 1 << 14), 4));
   launch(stream, grid, kSelectBlock, select_kernel<0>, x, n, k, state, selection);
   launch(stream, grid, kSelectBlock, select_kernel<1>, x, n, k, state, selection);

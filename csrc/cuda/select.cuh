@@ -1,7 +1,7 @@
-// The k-th largest magnitude, exactly: a radix select on the 31 bits of a magnitude, 11, 10 and 10 of them a pass. Each
-// pass counts the values that share the bits found so far by their next bits; the block that is done last finds the bin
-// in which the k-th largest lies. Zeros are not counted (whoever is not above them is one of them): a gradient that is
-// mostly zeros would have whole warps add to one counter, and needs one pass only.
+// The exact k-th largest magnitude: a radix select on the 31 bits of a magnitude, 11, 10 and 10 bits per pass. Each
+// pass counts, by their next bits, the values that share the bits found so far; the last block to arrive finds the bin
+// of the k-th largest. Zeros are not counted: in a gradient of mostly zeros whole warps would add to one counter. If
+// the k-th largest is not among the nonzero values, it is 0, and one pass suffices.
 #pragma once
 
 #include "common/selection.h"
@@ -12,7 +12,7 @@ namespace gradzip::cuda {
 constexpr int kSelectPasses = 3;
 constexpr int kSelectBins = 2048;
 constexpr int kSelectBlock = 512;
-// Neighbouring lanes count in different copies of the histogram: gradients crowd in few bins.
+// Neighbouring lanes use different copies of the histogram, since gradients fall into few bins.
 constexpr int kSelectCopies = 4;
 
 // Zero at the first pass.
@@ -30,11 +30,11 @@ GZ_DEVICE void select_find(int64_t k, int shift, bool last_pass, uint64_t* histo
                            Selection* selection) {
   __shared__ uint64_t partial[kLanes];
   constexpr int kPer = kBins / kSelectBlock;
-  const uint64_t rank = uint64_t(k) - state->above;  // among those counted here, from 1
+  const uint64_t rank = uint64_t(k) - state->above;  // among the values counted in this pass, from 1
   const int top = kBins - 1 - int(threadIdx.x) * kPer;
   uint64_t mine = 0, total;
   for (int j = 0; j < kPer; ++j) mine += histogram[top - j];
-  uint64_t above = block_scan(mine, partial, &total);  // its barriers: all have read state->above
+  uint64_t above = block_scan(mine, partial, &total);  // has barriers: all threads have read state->above
   if (above < rank && rank <= above + mine) {
     int bin = top;
     for (; above + histogram[bin] < rank; --bin) above += histogram[bin];
@@ -42,7 +42,7 @@ GZ_DEVICE void select_find(int64_t k, int shift, bool last_pass, uint64_t* histo
     state->above += above;
     if (last_pass) *selection = {bits_float(state->prefix), 0, int64_t(rank - above)};
   }
-  if (rank > total && threadIdx.x == 0) {  // in the first pass only: it is a zero
+  if (rank > total && threadIdx.x == 0) {  // in the first pass only: the k-th largest is 0
     state->done = 1;
     *selection = {0.0f, 0, int64_t(rank - total)};
   }

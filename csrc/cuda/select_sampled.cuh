@@ -1,6 +1,7 @@
-// A threshold that keeps about k, as on the CPU: samples of growing size, then `select`. All of it is queued at once and
-// whatever is no longer needed returns at once, so nobody waits to decide. A round is two kernels: one draws, and its
-// last block finds the threshold of the sample; one counts, and its last block judges.
+// A threshold that keeps about k, as on the CPU: samples of growing size, then `select`. All kernels are queued at once
+// and return immediately if they are no longer needed, so the host does not wait. A round is two kernels: one draws,
+// and its last block finds the threshold of the sample; one counts, and its last block decides whether the count is
+// close enough.
 #pragma once
 
 #include "common/philox.h"
@@ -10,14 +11,14 @@ namespace gradzip::cuda {
 
 // Zero at launch.
 struct SampleState {
-  int64_t count;  // how many of all reach the threshold
-  uint32_t threshold;  // of the sample; 0 when it is mostly zeros
+  int64_t count;  // number of elements that reach the threshold
+  uint32_t threshold;  // of the sample; 0 if it is mostly zeros
   uint32_t ticket[2];
 };
 
 struct SampledState {
   SampleState rounds[kSampleRounds];
-  // Of the exact selection, whose kernels do nothing when it is done, and of the search in a sample.
+  // State of the exact selection, whose kernels return if it is done, and of the search in a sample.
   SelectState exact, sample[kSampleRounds];
   Selection found[kSampleRounds];
   uint32_t exact_only;  // a sample was mostly zeros
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kBlock)
   state->exact.done = 1;
 }
 
-// What the exact selection amounts to, where it was made: `selection` is only its own when no sample was close enough.
+// Copies the exact selection to `selection` if no sample was close enough.
 __global__ void sample_finish_kernel(int64_t n, int64_t k, const SampledState* state, const Selection* exact,
                                      Selection* selection, int64_t* count) {
   if (threadIdx.x != 0) return;
@@ -92,7 +93,7 @@ __global__ void sample_finish_kernel(int64_t n, int64_t k, const SampledState* s
   if (magnitude(exact->threshold) != 0) {
     *selection = *exact;
     *count = k;
-  } else {  // fewer than k are not 0: those
+  } else {  // fewer than k are nonzero: keep those
     *selection = {bits_float(1u), 0, n};
     *count = k - exact->ties;
   }

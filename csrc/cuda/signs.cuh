@@ -1,4 +1,4 @@
-// One bit per sign, the vote over them, and back. A warp takes 1024 signs, a lane keeps one word of 32 of them.
+// One bit per sign, the majority vote, and decoding. A warp takes 1024 signs, a lane keeps one word of 32.
 #pragma once
 
 #include "common/philox.h"
@@ -7,7 +7,7 @@
 
 namespace gradzip::cuda {
 
-// Coins of the elements from 32 * word on: draw number `word` of the key.
+// Coins of the 32 elements from 32 * word on: draw number `word` of the key.
 GZ_DEVICE uint32_t coins(uint64_t key, int64_t word) {
   const Philox4 draw = philox(key, uint64_t(word) / 4);
   const uint32_t low = word & 1 ? draw.v[1] : draw.v[0], high = word & 1 ? draw.v[3] : draw.v[2];
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kBlock) signs_pack_kernel(const float* x, int6
 #pragma unroll
       for (int u = 0; u < 8; ++u) {
         const int64_t i = first + 32 * (j + u) + lane();
-        bits[u] = i < n ? float_bits(__ldg(x + i)) : 1u;  // neither negative nor without a sign
+        bits[u] = i < n ? float_bits(__ldg(x + i)) : 1u;  // a positive value
       }
 #pragma unroll
       for (int u = 0; u < 8; ++u) {
@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(kBlock) signs_pack_kernel(const float* x, int6
   }
 }
 
-// Counters of set bits, bit-sliced: bit j of plane k has weight 2^k in the count of sign j. A full adder puts two votes
-// and the lowest plane together; its carries ripple through the others. voters < 2^kPlanes.
+// Counters of set bits, bit-sliced: bit j of plane k has weight 2^k in the count of sign j. A full adder adds two votes
+// to the lowest plane; its carries ripple through the others. voters < 2^kPlanes.
 template <int kPlanes>
 __global__ void __launch_bounds__(kBlock)
     signs_majority_kernel(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed) {
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kBlock)
         carry = both;
       }
     }
-    // Which counts are above half of the voters; ties, which spare bits never are, take a coin.
+    // Bits of the counts above half of the voters; ties take a coin. Spare bits never tie.
     uint32_t won = 0, equal = ~0u;
 #pragma unroll
     for (int k = kPlanes - 1; k >= 0; --k) {

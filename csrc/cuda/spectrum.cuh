@@ -1,4 +1,4 @@
-// The frequency side of FFTRange: what selects coefficients, and what adds a peer's to the sum.
+// FFTRange in the frequency domain: energies to select coefficients by, and decoding of selected coefficients.
 #pragma once
 
 #include "common/spectrum.h"
@@ -7,7 +7,7 @@
 
 namespace gradzip::cuda {
 
-// Bins of one row that a block takes at a time: no thread divides by the length of a row.
+// Bins of one row per block at a time, so that no thread divides by the length of a row.
 constexpr int64_t kRowTile = 8 * kBlock;
 
 __global__ void __launch_bounds__(kBlock)

@@ -1,4 +1,4 @@
-// Parts of the norm of a bucket, added up by teams.
+// Parts of the norm of a bucket, computed by teams.
 #pragma once
 
 #include "common/quantize.h"
@@ -6,7 +6,8 @@
 
 namespace gradzip::cuda {
 
-// What `count` values add to the norm of their bucket: the sum of squares or magnitudes, or the largest magnitude.
+// The contribution of `count` values to the norm of their bucket: the sum of squares or magnitudes, or the largest
+// magnitude.
 template <class F>
 GZ_DEVICE double team_norm(Norm norm, int count, F value_at) {
   if (norm != Norm::max) {

@@ -1,4 +1,4 @@
-// Sums in the order of common/sums.h: the sixteen threads of a team, half a warp, are the lanes of a segment.
+// Sums in the order of common/sums.h: the 16 threads of a team, half a warp, are the lanes of a segment.
 #pragma once
 
 #include "common/sums.h"
@@ -7,12 +7,12 @@
 namespace gradzip::cuda {
 
 constexpr int kTeam = kSumLanes;
-constexpr int kTeams = kLanes / kTeam;  // of a warp
+constexpr int kTeams = kLanes / kTeam;  // per warp
 
 GZ_DEVICE int team() { return lane() / kTeam; }
 GZ_DEVICE int team_lane() { return lane() % kTeam; }
 
-// Sum over a team, in pairs. All lanes of the warp take part.
+// The sum over a team, in pairs. All lanes of the warp take part.
 template <class T>
 GZ_DEVICE T team_sum(T value) {
 #pragma unroll

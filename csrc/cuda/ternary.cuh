@@ -1,5 +1,5 @@
-// Ternary gradients, five trits to a byte: a thread makes four neighbouring bytes, from four neighbours in each of the
-// five planes of a block.
+// Ternary gradients, five trits to a byte. A thread packs four neighbouring bytes, from four neighbouring elements in
+// each of the five planes of a block.
 #pragma once
 
 #include "common/philox.h"
@@ -8,7 +8,7 @@
 
 namespace gradzip::cuda {
 
-constexpr int kTritThreads = kTritWidth / 4;  // that share a block
+constexpr int kTritThreads = kTritWidth / 4;  // per block
 
 // This thread's four bytes of a whole block begin at byte `at` of the stream, their elements of plane k at
 // element + k * kTritWidth.
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kBlock) ternary_packed_kernel(const float* x, 
     float value[kDigits][4];
 #pragma unroll
     for (int k = 0; k < kDigits; ++k) load4(x, quad.element + k * kTritWidth, n, value[k]);
-    uint32_t bytes = 0;  // no carry from one to the next
+    uint32_t bytes = 0;  // without carry between bytes
 #pragma unroll
     for (int k = kDigits - 1; k >= 0; --k) {
       const Philox4 draw = philox(key, uint64_t(quad.element + k * kTritWidth) / 4);
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kBlock) ternary_packed_kernel(const float* x, 
   });
 }
 
-// What the lowest digit of *byte adds; the others move down.
+// Takes the lowest digit of *byte and returns its value; the others move down.
 GZ_DEVICE float take_trit(uint32_t* byte, float value) {
   const uint32_t left = third(*byte);
   const int32_t trit = int32_t(*byte - 3 * left);

@@ -1,4 +1,4 @@
-// Which bucket each element of a tile is in: a long division for the tile, none for its elements.
+// The bucket of each element of a tile, with one long division per tile and none per element.
 #pragma once
 
 #include "cuda/block.cuh"
@@ -9,8 +9,8 @@ constexpr int kMostTile = 4096;  // elements of a tile
 
 struct TileBuckets {
   int64_t first;  // the bucket of the tile's first element
-  int left;       // of its elements from there on; where it ends beyond the tile, any number from kMostTile on
-  int span;       // elements of those that follow, likewise
+  int left;       // its remaining elements; any number >= kMostTile if it ends beyond the tile
+  int span;       // elements of each following bucket, likewise
   float inverse;
 
   GZ_DEVICE TileBuckets(int64_t begin, int64_t bucket) : first(begin / bucket) {
@@ -19,8 +19,8 @@ struct TileBuckets {
     span = int(bucket < kMostTile ? bucket : kMostTile);
     inverse = 1.0f / float(span);
   }
-  // The bucket of element i of the tile, counted from `first`. Half an element away from the edges, the rounding of
-  // the product does not matter.
+  // The bucket of element i of the tile, relative to `first`. The product is half an element away from the edges, so
+  // its rounding does not matter.
   GZ_DEVICE int index(int i) const { return i < left ? 0 : 1 + int((float(i - left) + 0.5f) * inverse); }
   GZ_DEVICE int end(int index) const { return left + index * span; }
 

@@ -5,9 +5,9 @@ A kernel has the same name and parameters on both devices (csrc/cpu/ops.h); `run
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes import addressof, c_float, c_int32, c_int64
 from types import ModuleType
 from typing import Any
 
@@ -64,12 +64,12 @@ def run_count(name: str, where: Tensor, *arguments: float) -> int | Tensor:
     Returns the number it writes: on CUDA a tensor of 1 element, so that nothing waits for the device.
     """
     if on_cuda(where):
-        count = torch.empty(1, dtype=torch.int64, device=where.device)
-        run(name, where, *arguments, count.data_ptr())
-        return count
-    number = array("q", (0,))
-    run(name, where, *arguments, number.buffer_info()[0])
-    return number[0]
+        on_device = torch.empty(1, dtype=torch.int64, device=where.device)
+        run(name, where, *arguments, on_device.data_ptr())
+        return on_device
+    count = c_int64()
+    getattr(kernels(), name)(*arguments, addressof(count), torch.get_num_threads())
+    return count.value
 
 
 def run_failed(name: str, where: Tensor, *arguments: float, wait: bool = False) -> bool:
@@ -79,9 +79,9 @@ def run_failed(name: str, where: Tensor, *arguments: float, wait: bool = False) 
     and the kernel itself marks what it could not decode with NaN.
     """
     if not on_cuda(where):
-        flag = array("i", (0,))
-        run(name, where, *arguments, flag.buffer_info()[0])
-        return bool(flag[0])
+        flag = c_int32()
+        getattr(kernels(), name)(*arguments, addressof(flag), torch.get_num_threads())
+        return bool(flag)
     if not wait:
         run(name, where, *arguments, 0)
         return False
@@ -129,16 +129,15 @@ def check_key(key: int, what: str) -> int:
     return key
 
 
-def scalar(value: float | Tensor, where: Tensor, what: str) -> tuple[int, Tensor | array[float]]:
+def scalar(value: float | Tensor, where: Tensor, what: str) -> tuple[int, Tensor | c_float]:
     """Return the address of `value` as a float32 on the device of `where`, and the object that owns its memory."""
-    if isinstance(value, Tensor):
-        value = check(value, torch.float32, what, 1, where.device)
-        return value.data_ptr(), value
     if not on_cuda(where):
-        number = array("f", (value,))
-        return number.buffer_info()[0], number
-    on_device = torch.full((1,), value, dtype=torch.float32, device=where.device)
-    return on_device.data_ptr(), on_device
+        number = c_float(float(value))
+        return addressof(number), number
+    if not isinstance(value, Tensor):
+        value = torch.full((1,), value, dtype=torch.float32, device=where.device)
+    value = check(value, torch.float32, what, 1, where.device)
+    return value.data_ptr(), value
 
 
 def output(out: Tensor | None, numel: int, dtype: torch.dtype, device: torch.device, what: str = "out") -> Tensor:

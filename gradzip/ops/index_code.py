@@ -65,11 +65,13 @@ def index_code_encode(indices: Tensor, numel: int, out: Tensor | None = None) ->
         most = torch.empty(_HEADER.size + bitmap_nbytes(numel), dtype=torch.uint8, device=indices.device)
         return most[: _valid_nbytes(int(_encode(indices, numel, most)), numel)]
     if out is None:
-        out = torch.empty(index_code_nbytes(indices, numel), dtype=torch.uint8, device=indices.device)
-    _native.in_place(out, torch.uint8, "index_code_encode: out", device=indices.device)
-    nbytes = _encode(indices, numel, out)
-    if isinstance(nbytes, int) and _valid_nbytes(nbytes, numel) != out.numel():
-        raise ValueError(f"index_code_encode: out: got {out.numel()} elements, expected {nbytes}")
+        nbytes = _valid_nbytes(int(_encode(indices, numel, None)), numel)
+        out = torch.empty(nbytes, dtype=torch.uint8, device=indices.device)
+    else:
+        _native.in_place(out, torch.uint8, "index_code_encode: out", device=indices.device)
+    written = _encode(indices, numel, out)
+    if isinstance(written, int) and _valid_nbytes(written, numel) != out.numel():
+        raise ValueError(f"index_code_encode: out: got {out.numel()} elements, expected {written}")
     return out
 
 

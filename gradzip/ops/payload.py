@@ -8,7 +8,7 @@ method; then the method's sections, zero-padded to a multiple of 16 bytes.
 from __future__ import annotations
 
 import struct
-from array import array
+from ctypes import addressof, create_string_buffer
 from typing import NamedTuple
 
 import torch
@@ -90,14 +90,15 @@ def seal_payload(
         raise ValueError(f"seal_payload: got {len(fields)} bytes of fields, expected {expected}")
     if magnitudes is not None:
         magnitudes = _native.check(magnitudes, torch.float32, "seal_payload: magnitudes", device=payload.device)
-    header = array("B", _HEADER.pack(b"gz", VERSION, method, digest, numel, payload.numel(), 0, flags, fields))
+    header = create_string_buffer(HEADER_NBYTES)
+    _HEADER.pack_into(header, 0, b"gz", VERSION, method, digest, numel, payload.numel(), 0, flags, fields)
     words = None if number is None else number._words_on(payload.device)
     _native.run(
         "payload_seal",
         payload,
         payload.data_ptr(),
         payload.numel(),
-        header.buffer_info()[0],
+        addressof(header),
         0 if magnitudes is None else magnitudes.data_ptr(),
         0 if magnitudes is None else magnitudes.numel(),
         0 if words is None else words.data_ptr(),
@@ -112,9 +113,16 @@ class _Inspection(NamedTuple):
 
 def _inspect(buffer: Tensor, count: int) -> list[_Inspection]:
     """Read the headers and compute the checksums of `count` consecutive payloads; waits for the device, once."""
-    table = torch.empty((count, _TABLE.size), dtype=torch.uint8, device=buffer.device)
-    _native.run("payload_inspect", buffer, buffer.data_ptr(), buffer.numel(), count, table.data_ptr())
-    rows = _TABLE.iter_unpack(table.cpu().numpy().tobytes())
+    arguments = (buffer.data_ptr(), buffer.numel(), count)
+    if _native.on_cuda(buffer):
+        on_device = torch.empty(count * _TABLE.size, dtype=torch.uint8, device=buffer.device)
+        _native.run("payload_inspect", buffer, *arguments, on_device.data_ptr())
+        table = on_device.cpu().numpy().tobytes()
+    else:
+        on_host = create_string_buffer(count * _TABLE.size)
+        _native.run("payload_inspect", buffer, *arguments, addressof(on_host))
+        table = on_host.raw
+    rows = _TABLE.iter_unpack(table)
     return [_Inspection(header, (total ^ total >> 32) & 0xFFFFFFFF) for header, _, total in rows]
 
 

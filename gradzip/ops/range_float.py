@@ -140,7 +140,7 @@ class RangeFloat:
         nbytes = packed_nbytes(x.numel(), self.bits)
         out = _native.output(out, nbytes, torch.uint8, x.device, "RangeFloat.encode_packed: out")
         words = self._words_on(x.device)
-        source = (words.data_ptr(), x.data_ptr(), x.numel(), self.bits, key is not None, key or 0)
+        source = (words.data_ptr(), x.data_ptr(), x.numel(), self._bits, key is not None, key or 0)
         return _native.run_count("range_float_encode_packed", x, *source, out.data_ptr())
 
     def decode(self, codes: Tensor) -> Tensor:
