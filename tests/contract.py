@@ -1,4 +1,4 @@
-"""Shared by the contract suites: every registered method, its gradients, and the expected averages."""
+"""Shared by the contract tests: every registered method, gradients, and expected averages."""
 
 import zlib
 
@@ -7,16 +7,16 @@ import torch
 import gradzip
 from gradzip.registry import registered
 
-# With the arguments that each method registers for this purpose.
+# Specs by method name, with the method's `example` arguments.
 EXAMPLES = {name: f"{name}:{method.example}".removesuffix(":") for name, method in registered().items()}
 SPECS = list(EXAMPLES.values())
 SHAPES = {"b": (48,), "v": (32, 8, 3, 3), "w": (64, 48)}
 STEPS = 3
 AMP_STEPS = 7
-OVERFLOWS = 2  # in this step, on the last rank, in one parameter
-AMP_SCALES = [1024.0] * 3 + [512.0] * 3 + [1024.0]  # of a GradScaler(init_scale=1024.0, growth_interval=3) then
+OVERFLOWS = 2  # the step in which one gradient of the last rank is not finite
+AMP_SCALES = [1024.0] * 3 + [512.0] * 3 + [1024.0]  # with GradScaler(init_scale=1024.0, growth_interval=3)
 
-TIMEOUT = 280  # seconds for all scenarios, which take far less where nothing else runs; pytest's own limit is 300
+TIMEOUT = 280  # seconds for all scenarios; far more than needed, less than pytest's limit of 300
 
 
 def gradient(name, rank, step, shape=None):
@@ -25,12 +25,12 @@ def gradient(name, rank, step, shape=None):
 
 
 def each(steps, of_rank, names=SHAPES, size=2):
-    """Gradients that `of_rank(name, rank, step)` gives, of every step: [{name: [of rank 0, ...]}, ...]."""
+    """Gradients of_rank(name, rank, step) of each step: [{name: [of rank 0, ...]}, ...]."""
     return [{name: [of_rank(name, r, step) for r in range(size)] for name in names} for step in steps]
 
 
 def expected(spec, gradients, prefix=""):
-    """A LocalGroup's averages of the last step."""
+    """The averages of the last step, from a `LocalGroup`."""
     group = gradzip.LocalGroup(gradzip.parse(spec), len(next(iter(gradients[0].values()))))
     for step in gradients:
         averages = {name: group.average([g.clone() for g in grads], prefix + name)[0] for name, grads in step.items()}
@@ -38,7 +38,7 @@ def expected(spec, gradients, prefix=""):
 
 
 def assert_equal_states(a, b):
-    """State dicts, bit for bit."""
+    """Assert that two state dicts are equal to the bit."""
     assert type(a) is type(b)
     if isinstance(a, dict):
         assert a.keys() == b.keys()

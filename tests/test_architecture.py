@@ -1,4 +1,4 @@
-"""Imports point one way, from primitives to the command line, without a circle. And importing has no side effects."""
+"""Imports of the package's modules follow one order, and importing gradzip has no side effects."""
 
 import ast
 import graphlib
@@ -12,7 +12,7 @@ import gradzip
 
 PACKAGE = Path(gradzip.__file__).parent
 
-# Modules and packages in order: each may import those before it, and, within a package, modules of its own.
+# Modules and packages in order. Each may import earlier ones and, in a package, the package's own modules.
 ORDER = [
     "_version",
     "ops",
@@ -49,10 +49,10 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports(name):
-    """Modules of this package that a module imports, anywhere in its file. The package itself is `__init__`."""
+    """All modules of gradzip that a module imports, at any place in its file. The package itself is `__init__`."""
     path = MODULES[name]
     package = ["gradzip", *path.relative_to(PACKAGE).parts[:-1]]
-    found = set()
+    imported_modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             stems = [(alias.name, None) for alias in node.names]
@@ -69,49 +69,49 @@ def imports(name):
             # `from package import module` imports the module; `from module import name` only the module.
             inner = f"{stem}.{attribute}".removeprefix(".")
             if inner in MODULES:
-                found.add(inner)
+                imported_modules.add(inner)
             elif inner != "_C":
-                found.add(stem or "__init__")
-    return found - {name}
+                imported_modules.add(stem or "__init__")
+    return imported_modules - {name}
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_imports_point_one_way(name):
+def test_imports_follow_the_order(name):
     own = name.partition(".")[0]
     for imported in imports(name):
         top = imported.partition(".")[0]
         assert top == own or ORDER.index(top) < ORDER.index(own), f"gradzip.{name} imports gradzip.{imported}"
 
 
-def test_no_module_imports_itself_by_way_of_others():
+def test_no_import_cycles():
     graphlib.TopologicalSorter({name: imports(name) for name in MODULES}).prepare()
 
 
-def test_every_module_has_its_place():
+def test_order_lists_every_module():
     assert {name.partition(".")[0] for name in MODULES} == set(ORDER)
 
 
-def test_import_loads_no_framework_and_changes_nothing():
+def test_import_has_no_side_effects():
     """`import gradzip` works without Horovod, starts no thread, seeds nothing and filters no warning."""
     code = (
         "import sys, threading, warnings, torch\n"
-        "sys.modules['horovod'] = None\n"  # as if it was not installed
+        "sys.modules['horovod'] = None\n"  # as if not installed
         "before = (torch.initial_seed(), threading.active_count(), list(warnings.filters))\n"
         "import gradzip\n"
         "assert before == (torch.initial_seed(), threading.active_count(), list(warnings.filters))\n"
         "assert not [m for m in sys.modules if m.startswith(('cupy', 'horovod.', 'gradzip.ddp'))]\n"
         "gradzip.roundtrip(gradzip.FFTRange(), torch.ones(64, 64))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert process.returncode == 0, process.stderr
 
 
-def test_missing_extension_is_reported_when_a_kernel_is_called():
+def test_missing_extension_is_reported_on_first_use():
     code = (
         "import sys; sys.modules['gradzip._C'] = None\n"
         "import gradzip, torch\n"
         "try: gradzip.roundtrip(gradzip.FFTRange(), torch.ones(64, 64))\n"
         "except RuntimeError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
-    assert "compiled kernels cannot be loaded" in done.stdout and "pip install ." in done.stdout, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert "compiled kernels cannot be loaded" in process.stdout and "pip install ." in process.stdout, process.stderr

@@ -1,4 +1,4 @@
-"""ATOMO: unbiased, of the least variance, exact where the budget reaches, and QSGD and TernGrad in disguise."""
+"""ATOMO: expectation and variance, exactness with a large budget, QSGD and TernGrad as special cases, sizes."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def padded(nbytes):
 
 
 def atoms_of(kind, grad):
-    """Coefficients in float64, from NumPy's own transforms."""
+    """Coefficients lambda in float64, by NumPy's transforms."""
     x = grad.double().numpy()
     if kind == "svd":
         sigma = np.linalg.svd(x, compute_uv=False)
@@ -36,7 +36,7 @@ def atoms_of(kind, grad):
 
 
 def optimum(atoms, budget):
-    """The p that minimises sum lambda^2 / p with sum p = budget, p <= 1: min(1, c |lambda|) by bisection for c."""
+    """The p that minimises sum lambda^2 / p for sum p = budget, p <= 1: min(1, c |lambda|), by bisection for c."""
     a = np.abs(atoms)
     if np.count_nonzero(a) <= budget:
         return (a > 0).astype(float)
@@ -52,9 +52,11 @@ def optimum(atoms, budget):
 
 @pytest.mark.parametrize("budget", [0.5, 1, 3, 7.5])
 @pytest.mark.parametrize("decay", ["flat", "slow", "steep"])
-def test_probabilities_have_the_least_variance(decay, budget):
-    """Against a numerical optimum; and no shift of probability between two atoms helps, which, sum lambda^2 / p being
-    convex, is all that there is to try."""
+def test_probabilities_minimise_the_variance(decay, budget):
+    """p equals a numerical optimum, and moving probability between two atoms never lowers the variance.
+
+    sum lambda^2 / p is convex, so this local test is sufficient.
+    """
     i = np.arange(12)
     atoms = {"flat": 1 + 0.1 * np.sin(i), "slow": 1 / (1 + i), "steep": 4.0**-i}[decay]
     balanced = atoms.max() * budget <= atoms.sum()
@@ -73,13 +75,13 @@ def test_probabilities_have_the_least_variance(decay, budget):
                 assert (atoms**2 / other).sum() >= least * (1 - 1e-14)
 
 
-# --- unbiased
+# --- expectation and variance
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [0.1, 1, 2.5])
-def test_unbiased_with_the_variance_of_the_paper(kind, name, scale):
+def test_unbiased_with_the_papers_variance(kind, name, scale):
     budget = scale * KINDS[kind]
     grad = GRADIENTS[name]
     atoms = atoms_of(kind, grad)
@@ -91,8 +93,8 @@ def test_unbiased_with_the_variance_of_the_paper(kind, name, scale):
 
 
 @pytest.mark.parametrize("kind, budget", [("svd", 3), ("svd", 0.5), ("entry", 40), ("fourier", 7.5), ("entry", "l2")])
-def test_as_many_atoms_as_the_budget_says(kind, budget):
-    """Binomial: within five standard errors over 400 draws; the same coefficients give the same probabilities."""
+def test_expected_number_of_atoms_is_the_budget(kind, budget):
+    """The mean number of atoms over 400 draws is within five standard errors of the budget."""
     codec, grad = gradzip.ATOMO(kind, budget), GRADIENTS["normal"]
     atoms = atoms_of(kind, grad)
     if budget == "l2":
@@ -109,8 +111,8 @@ def test_as_many_atoms_as_the_budget_says(kind, budget):
     assert np.std(counts) > 0
 
 
-def test_nothing_is_drawn_again():
-    """With half an atom on average, most draws are empty, and peers then see 0."""
+def test_empty_draws_decode_to_zero():
+    """With a budget of 0.5, most draws are empty, and decode to 0."""
     codec, grad = gradzip.ATOMO("svd", 0.5), GRADIENTS["normal"]
     payloads = [codec.encode(grad, Key(0, step, "w", 0)) for step in range(100)]
     empty = [p for p in payloads if p.numel() == 48]
@@ -118,11 +120,11 @@ def test_nothing_is_drawn_again():
     assert not codec.decode(empty[:1], N).any()
 
 
-# --- exact
+# --- exactness
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_budget_beyond_the_rank_is_exact(kind):
+def test_large_budget_is_exact(kind):
     codec = gradzip.ATOMO(kind, 10**6)
     for name, grad in GRADIENTS.items():
         decoded = codec.decode([codec.encode(grad, Key(0, 0, "w", 0))], N).view(SHAPE)
@@ -130,10 +132,10 @@ def test_a_budget_beyond_the_rank_is_exact(kind):
         approximation, nbytes = gradzip.roundtrip(codec, grad)
         assert (approximation - grad).norm() <= 3e-6 * grad.norm()
         if kind == "svd":
-            assert torch.equal(approximation, grad) and nbytes == 4 * N  # factors would be more than the matrix
+            assert torch.equal(approximation, grad) and nbytes == 4 * N  # bypasses compression
 
 
-def test_a_budget_beyond_the_rank_sends_no_more_than_the_rank():
+def test_large_budget_sends_no_more_atoms_than_the_rank():
     grad = torch.randn(64, 2) @ torch.randn(2, 96)
     approximation, nbytes = gradzip.roundtrip(gradzip.ATOMO(budget=5), grad)
     torch.testing.assert_close(approximation, grad, rtol=1e-4, atol=1e-5)
@@ -152,7 +154,7 @@ def test_a_budget_beyond_the_rank_sends_no_more_than_the_rank():
     "norm, other",
     [("l2", gradzip.QSGD(bits=2, bucket=10**6)), ("max", gradzip.TernGrad(clip=None, shared_scale=False))],
 )
-def test_entries_with_norm_probabilities_are_qsgd_and_terngrad_draw_for_draw(norm, other, name):
+def test_entry_atoms_with_norm_budgets_equal_qsgd_and_terngrad(norm, other, name):
     atomo = gradzip.ATOMO("entry", norm)
     for step in range(20):
         key = Key(0, step, "w", 0)
@@ -163,8 +165,8 @@ def test_entries_with_norm_probabilities_are_qsgd_and_terngrad_draw_for_draw(nor
 
 
 @pytest.mark.parametrize("norm, order", [("l2", 2), ("max", np.inf)])
-def test_norm_probabilities_are_algorithm_1s(norm, order):
-    """Theorem 5: for the budget ||g||_1 / ||g||_q."""
+def test_norm_budgets_give_the_probabilities_of_algorithm_1(norm, order):
+    """Theorem 5: they are those of Algorithm 1 for the budget ||g||_1 / ||g||_q."""
     x = GRADIENTS["normal"].double().numpy().reshape(-1)
     p = gradzip.ATOMO("entry", norm).probabilities(GRADIENTS["normal"]).double().numpy().reshape(-1)
     budget = np.abs(x).sum() / np.linalg.norm(x, order)
@@ -189,12 +191,12 @@ def test_norm_probabilities_are_algorithm_1s(norm, order):
         ((9,), (1, 9)),
     ],
 )
-def test_matrices_are_the_papers(shape, matrix):
+def test_matrix_shape(shape, matrix):
     assert matrix_shape(torch.Size(shape)) == matrix
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (16, 32, 3, 3), (15, 9, 3, 3)])
-def test_svd_sizes(shape):
+def test_bytes_with_svd_atoms(shape):
     grad = torch.randn(shape)
     for step in range(20):
         payload = gradzip.ATOMO().encode(grad, Key(0, step, "w", 0))
@@ -205,7 +207,7 @@ def test_svd_sizes(shape):
 
 @pytest.mark.parametrize("kind", ["entry", "fourier"])
 @pytest.mark.parametrize("budget", [10, 1000, "l2"])
-def test_entry_sizes(kind, budget):
+def test_bytes_with_entry_and_fourier_atoms(kind, budget):
     grad = torch.randn(70, 90) ** 3
     codec = gradzip.ATOMO(kind, budget)
     payload = codec.encode(grad, Key(0, 0, "w", 0))
@@ -219,7 +221,7 @@ def test_entry_sizes(kind, budget):
     assert payload.numel() == padded(48 + 4 * certain + -(-drawn // 8) + sum(streams))
 
 
-def test_real_gradients_take_few_bytes():
+def test_bytes_of_real_gradients():
     grads = resnet20_gradients()
     numel = sum(g.numel() for g in grads.values())
     nbytes = {
@@ -231,12 +233,12 @@ def test_real_gradients_take_few_bytes():
             "qsgd:bits=2,bucket=1000000",
         )
     }
-    assert 3 < 4 * numel / nbytes["atomo"] < 9  # 18 columns at most, and 3 atoms on average
-    # 1-bit QSGD by another name: indices and signs against runs and signs.
+    assert 3 < 4 * numel / nbytes["atomo"] < 9  # at most 18 columns, 3 atoms on average
+    # Equivalent to 1-bit QSGD, which codes runs of zeros instead of indices.
     assert nbytes["atomo:atoms=entry,budget=l2"] < 1.5 * nbytes["qsgd:bits=2,bucket=1000000"]
 
 
-# --- wrong settings and payloads
+# --- invalid arguments and payloads
 
 
 @pytest.mark.parametrize(
@@ -252,13 +254,13 @@ def test_real_gradients_take_few_bytes():
         ({"budget": None}, "got budget = None"),
     ],
 )
-def test_impossible_settings(arguments, message):
+def test_invalid_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         gradzip.ATOMO(**arguments)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_payloads_that_do_not_fit_are_refused(kind):
+def test_corrupt_payloads_are_refused(kind):
     codec, grad = gradzip.ATOMO(kind, KINDS[kind]), GRADIENTS["normal"]
     payload = codec.encode(grad, Key(0, 0, "w", 0))
     fields = bytes(payload[32:48].tolist())
@@ -274,8 +276,8 @@ def test_payloads_that_do_not_fit_are_refused(kind):
             codec.decode([codec.seal(body.clone(), N, True, wrong)], N)
 
 
-def test_a_singular_value_beyond_the_largest_float_is_a_non_finite_gradient():
-    """The one of 64 x 64 equal numbers is 64 times such a number."""
+def test_overflow_of_a_singular_value_is_non_finite():
+    """The singular value of 64 x 64 equal numbers is 64 times that number."""
     for size, finite in ((2.0**120, True), (2.0**122, False)):
         group = gradzip.LocalGroup(gradzip.ATOMO(), 1)
         (average,) = group.average([torch.full((64, 64), size)], "w")
@@ -285,8 +287,8 @@ def test_a_singular_value_beyond_the_largest_float_is_a_non_finite_gradient():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_estimate_beyond_the_largest_float_is_a_non_finite_gradient(kind):
-    """Half of an atom of the largest size: nothing, or twice that size. What nothing is drawn of leaves a step."""
+def test_overflow_of_a_scaled_atom_is_non_finite(kind):
+    """An atom near the largest float with p = 0.5 is sent as twice its size, which overflows, or not at all."""
     grad, results = torch.zeros(64, 64), []
     grad[3, 3] = 3e38
     if kind == "fourier":

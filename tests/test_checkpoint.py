@@ -1,4 +1,4 @@
-"""State dicts: every method goes on where it stopped, or says what is lost; what is no state is refused."""
+"""State dicts: every method resumes to the bit, or warns of what is dropped. Malformed state dicts are refused."""
 
 import io
 import warnings
@@ -13,8 +13,8 @@ from gradzip.checkpoint import merge, shard
 SHAPES = {"w": (64, 48), "v": (40, 3, 3, 3), "bias": (48,)}
 
 
-def steps(group, first, last):
-    """The averages of some steps, in order."""
+def run_steps(group, first, last):
+    """Run steps first to last - 1. Returns all averages in order."""
     size, averages = len(group.compressors), []
     for step in range(first, last):
         for i, (name, shape) in enumerate(SHAPES.items()):
@@ -24,7 +24,7 @@ def steps(group, first, last):
     return averages
 
 
-def through_a_file(saved):
+def save_and_load(saved):
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)
@@ -37,93 +37,93 @@ def all_equal(ours, theirs):
 
 @pytest.mark.parametrize("merged", [False, True], ids=["of_each_rank", "merged"])
 @pytest.mark.parametrize("spec", SPECS)
-def test_ten_steps_are_five_a_file_and_five(spec, merged):
+def test_resuming_from_a_file_changes_no_bit(spec, merged):
     size = 3
     group, resumed = (gradzip.LocalGroup(gradzip.parse(spec), size) for _ in range(2))
-    steps(group, 0, 5)
+    run_steps(group, 0, 5)
     saved = [c.state_dict() for c in group.compressors]
     if merged:
-        whole = through_a_file(merge(saved))
-        saved = [shard(whole, rank, size) for rank in range(size)]
+        merged_states = save_and_load(merge(saved))
+        saved = [shard(merged_states, rank, size) for rank in range(size)]
     for compressor, state_dict in zip(resumed.compressors, saved):
-        compressor.load_state_dict(through_a_file(state_dict))
+        compressor.load_state_dict(save_and_load(state_dict))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing is dropped
-        assert all_equal(steps(resumed, 5, 10), steps(group, 5, 10))
+        assert all_equal(run_steps(resumed, 5, 10), run_steps(group, 5, 10))
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_another_world_size_keeps_what_ranks_have_in_common(spec):
+def test_another_world_size_keeps_shared_state(spec):
     group, resumed = gradzip.LocalGroup(gradzip.parse(spec), 3), gradzip.LocalGroup(gradzip.parse(spec), 2)
-    steps(group, 0, 5)
-    whole = merge([c.state_dict() for c in group.compressors])
+    run_steps(group, 0, 5)
+    merged_states = merge([c.state_dict() for c in group.compressors])
     for rank, compressor in enumerate(resumed.compressors):
         with pytest.warns(UserWarning, match="shard: the states of 3 ranks for 2: residuals are dropped"):
-            compressor.load_state_dict(shard(whole, rank, 2))
+            compressor.load_state_dict(shard(merged_states, rank, 2))
     assert all(state.residual is None for c in resumed.compressors for state in c.states.values())
-    averages = steps(resumed, 5, 8)
+    averages = run_steps(resumed, 5, 8)
     assert all(bool(a.isfinite().all()) for a in averages)
     for name, state in resumed.compressors[0].states.items():
         assert state.step == 8 == resumed.compressors[1].states[name].step or name == "bias"
     if spec in ("powersgd", "acpsgd"):
         fresh = gradzip.LocalGroup(gradzip.parse(spec), 2)
-        assert not all_equal(averages[:1], steps(fresh, 5, 6)[:1])  # the factors were kept
+        assert not all_equal(averages[:1], run_steps(fresh, 5, 6)[:1])  # the factors were kept
 
 
-def test_every_rank_votes_about_its_own_gradients_after_a_merge():
-    """GradiVeQ ends compressed steps by what each rank's own gradients have lost in them."""
+def test_merge_keeps_rank_local_fields():
+    """GradiVeQ: votes depend on rank-local fields."""
     group, resumed = (
         gradzip.LocalGroup(gradzip.parse("gradiveq:warmup_steps=1,sample_steps=3,compress_steps=9"), 3)
         for _ in range(2)
     )
-    steps(group, 0, 6)
-    whole = merge([c.state_dict() for c in group.compressors])
+    run_steps(group, 0, 6)
+    merged_states = merge([c.state_dict() for c in group.compressors])
     for rank, compressor in enumerate(resumed.compressors):
-        compressor.load_state_dict(shard(whole, rank, 3))
+        compressor.load_state_dict(shard(merged_states, rank, 3))
     of_ranks = [[(c.states["v"].energy, c.states["v"].lost) for c in g.compressors] for g in (group, resumed)]
     assert of_ranks[0] == of_ranks[1]
     assert len(set(of_ranks[0])) == 3
 
 
-def test_ranks_that_all_load_one_ranks_file_keep_no_residual_twice():
+def test_residuals_loaded_by_another_rank_are_dropped():
     group, resumed = (gradzip.LocalGroup(gradzip.TopK(theta=0.9), 2) for _ in range(2))
-    steps(group, 0, 3)
+    run_steps(group, 0, 3)
     for compressor in resumed.compressors:
         compressor.load_state_dict(group.compressors[0].state_dict())
     with pytest.warns(UserWarning, match="rank 0 of 2 was loaded by rank 1 of 2"):
-        steps(resumed, 3, 4)
+        run_steps(resumed, 3, 4)
     residual = group.compressors[0].states["w"].residual
-    # Rank 0 has kept what it had; rank 1 starts with nothing.
+    # Rank 0 keeps its residual, rank 1 starts without one.
     assert residual.abs().max() > 0
     assert resumed.compressors[0].states["w"].residual.norm() > resumed.compressors[1].states["w"].residual.norm()
 
 
-def test_what_is_no_state_is_refused():
+def test_malformed_state_dicts_are_refused():
     group = gradzip.LocalGroup(gradzip.PowerSGD(rank=2), 1)
-    steps(group, 0, 2)
+    run_steps(group, 0, 2)
     saved = group.compressors[0].state_dict()
     for key, value in {"step": "two", "residual": [1.0], "q": None}.items():
-        spoilt = {"method": "PowerSGD", "states": {"w": {**saved["states"]["w"], key: value}}}
+        malformed = {"method": "PowerSGD", "states": {"w": {**saved["states"]["w"], key: value}}}
         with pytest.raises(ValueError, match=f"PowerSGD.load_state_dict: got {type(value).__name__} as {key} of 'w'"):
-            gradzip.PowerSGD(rank=2).load_state_dict(spoilt)
+            gradzip.PowerSGD(rank=2).load_state_dict(malformed)
     with pytest.raises(ValueError, match="TopK.load_state_dict: got the state of 'PowerSGD', expected that of 'TopK'"):
         gradzip.TopK().load_state_dict(saved)
     with pytest.raises(ValueError, match="got the state of None"):
         gradzip.TopK().load_state_dict({})
 
 
-@pytest.mark.parametrize("loads", [gradzip.PowerSGD(rank=3), gradzip.PowerSGD(rank=2)], ids=["rank", "shape"])
-def test_states_of_other_shapes_are_refused_at_the_first_step(loads):
+@pytest.mark.parametrize("method", [gradzip.PowerSGD(rank=3), gradzip.PowerSGD(rank=2)], ids=["rank", "shape"])
+def test_states_with_other_shapes_are_refused_in_the_first_step(method):
     group = gradzip.LocalGroup(gradzip.PowerSGD(rank=2), 1)
     group.average([torch.randn(64, 48)], "w")
-    resumed = gradzip.LocalGroup(loads, 1)
+    resumed = gradzip.LocalGroup(method, 1)
     resumed.compressors[0].load_state_dict(group.compressors[0].state_dict())
-    columns = 48 if loads.rank == 3 else 50
+    columns = 48 if method.rank == 3 else 50
     with pytest.raises(ValueError, match="PowerSGD, parameter 'w': got a state whose .* has the shape .*, expected"):
         resumed.average([torch.randn(64, columns)], "w")
 
 
-def test_merge_and_shard_say_what_they_miss():
+def test_merge_and_shard_errors():
     a, b = gradzip.TopK().state_dict(), gradzip.DGC().state_dict()
     with pytest.raises(ValueError, match="merge: got no state dicts"):
         merge([])

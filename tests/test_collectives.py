@@ -39,9 +39,8 @@ def collectives_by_round(routine):
 
 
 def test_one_collective_per_round_for_all_members():
-    seen, results = collectives_by_round(
-        fused([mean(torch.ones(2, 3)), two_rounds(torch.full((4,), 2.0)), mean(torch.ones(()))])
-    )
+    routines = [mean(torch.ones(2, 3)), two_rounds(torch.full((4,), 2.0)), mean(torch.ones(()))]
+    seen, results = collectives_by_round(fused(routines))
     assert seen == [[(Mean, 6 + 4 + 1)], [(Mean, 4)]]
     assert [tuple(r.shape) for r in results] == [(2, 3), (4,), ()]
     assert torch.equal(results[1], torch.full((4,), 4.0))

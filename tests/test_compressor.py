@@ -236,10 +236,14 @@ STATEFUL = [
     "topk:theta=0.9,exchange=scatter_reduce",
     "randomk:theta=0.9",
     "dgc:theta=0.9,clip_norm=3",
+    "signsgd",
+    "onebit",
+    "powersgd",
+    "acpsgd",
+    "fft-range:error_feedback=True",
+    "gradiveq:warmup_steps=1,sample_steps=2,stop=0.6",
+    "per-layer:w=topk(theta=0.9),default=dgc",
 ]
-STATEFUL += ["signsgd", "onebit", "powersgd", "acpsgd", "fft-range:error_feedback=True"]
-STATEFUL += ["gradiveq:warmup_steps=1,sample_steps=2,stop=0.6"]
-STATEFUL += ["per-layer:w=topk(theta=0.9),default=dgc"]
 
 
 @pytest.mark.parametrize("spec", STATEFUL)

@@ -1,4 +1,4 @@
-"""Gathering payloads and scatter-reducing them."""
+"""The exchanges of payloads: gather, scatter_reduce and auto."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ SHAPES = [(64, 64), (3, 2000), (1, 1031), (33, 37), (8, 16, 3, 3)]
 
 @dataclass
 class Lossless(GatherCompressor):
-    """float32 as it is."""
+    """Sends float32 values unchanged."""
 
     number = 200
     error_feedback: bool = False
@@ -42,7 +42,7 @@ def gradients(size, shape, step=0):
 
 
 def collectives(compressor, size, shape, rank=0):
-    """What one rank asks for, when all ranks have the same gradient."""
+    """The types of collectives that a rank yields, if all ranks have the same gradient."""
     compressor, seen, answer = compressor.clone(), [], None
     routine = averaged(compressor, torch.ones(shape), "w", rank, size)
     while True:
@@ -62,7 +62,7 @@ def collectives(compressor, size, shape, rank=0):
 @pytest.mark.parametrize("error_feedback", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_of_a_lossless_codec_both_are_the_same(size, shape, error_feedback):
+def test_gather_and_scatter_reduce_agree_for_a_lossless_codec(size, shape, error_feedback):
     gather, scatter = (
         gradzip.LocalGroup(Lossless(exchange=exchange, error_feedback=error_feedback), size)
         for exchange in ("gather", "scatter_reduce")
@@ -89,22 +89,22 @@ METHODS = [
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_replicas_are_identical_and_know_a_non_finite_gradient(size, shape, method):
+def test_replicas_are_identical_after_a_non_finite_gradient(size, shape, method):
     method = dataclasses.replace(method, exchange="scatter_reduce")
-    group, spared = gradzip.LocalGroup(method, size), gradzip.LocalGroup(method, size)
+    group, reference = gradzip.LocalGroup(method, size), gradzip.LocalGroup(method, size)
     for step in range(3):
         grads = gradients(size, shape, step)
         if step == 1:
-            spoilt = [g.clone() for g in grads]
-            spoilt[0].view(-1)[-1] = float("inf")  # in the shard of the last rank
-            for average in group.average(spoilt, "w"):
+            non_finite = [g.clone() for g in grads]
+            non_finite[0].view(-1)[-1] = float("inf")  # in the shard of the last rank
+            for average in group.average(non_finite, "w"):
                 assert not average.isfinite().all()
         averages = group.average(grads, "w")
         assert all(torch.equal(a, averages[0]) for a in averages)
-        assert torch.equal(averages[0], spared.average(grads, "w")[0])
+        assert torch.equal(averages[0], reference.average(grads, "w")[0])
 
 
-def test_who_owns_what():
+def test_split_shards():
     x = torch.arange(70.0).view(7, 10)
     assert [tuple(s.shape) for s in split_shards(x, 3)] == [(3, 10), (2, 10), (2, 10)]
     assert [tuple(s.shape) for s in split_shards(x, 8)] == [(9,)] * 6 + [(8,)] * 2
@@ -112,20 +112,20 @@ def test_who_owns_what():
         assert torch.equal(torch.cat([s.reshape(-1) for s in split_shards(x, size)]), x.view(-1))
 
 
-def test_bytes_sent_are_the_shards_and_the_owned_one():
+def test_bytes_sent_are_all_shards_and_the_average_of_one():
     size, shape = 4, (400, 250)
     grads = gradients(size, shape)
     group = gradzip.LocalGroup(gradzip.TopK(exchange="scatter_reduce"), size)
     group.average(grads, "w")
     shard = max(gradzip.roundtrip(gradzip.TopK(), s)[1] for g in grads for s in split_shards(g, size))
     assert 4.8 * shard < group.bytes_sent <= 5.2 * shard
-    # Peers receive 2 (p - 1) / p payloads, not p - 1: the shards of others, and what others own.
-    whole = gradzip.roundtrip(gradzip.TopK(), grads[0])[1]
+    # A rank receives 2 (p - 1) / p payloads rather than p - 1: shards to average, and averaged shards.
+    payload = gradzip.roundtrip(gradzip.TopK(), grads[0])[1]
     received = (size - 1) * 2 * shard
-    assert received < 0.6 * (size - 1) * whole
+    assert received < 0.6 * (size - 1) * payload
 
 
-def test_auto_changes_when_a_round_is_cheaper_than_the_bytes():
+def test_auto_scatters_when_it_saves_more_than_a_round():
     gather, scatter = [Gather], [AllToAll, Gather]
     auto, shape = Lossless(exchange="auto"), (256, 300)  # 307 kB
     for size in (1, 2, 3, 8):
@@ -133,10 +133,10 @@ def test_auto_changes_when_a_round_is_cheaper_than_the_bytes():
         for step in range(3):
             group.average(gradients(size, shape), "w")
             saved = (size - 1) * (size - 2) / size * (4 * 256 * 300 + 48)
-            wanted = step > 0 and saved > ROUND_NBYTES
+            expected = step > 0 and saved > ROUND_NBYTES
             for compressor in group.compressors:
-                assert compressor.states["w"].scattered is wanted, (size, step)
-        assert wanted is (size > 2)
+                assert compressor.states["w"].scattered is expected, (size, step)
+        assert expected is (size > 2)
     small = gradzip.LocalGroup(auto, 4)
     for _ in range(3):
         small.average(gradients(4, (64, 64)), "w")
@@ -147,14 +147,14 @@ def test_auto_changes_when_a_round_is_cheaper_than_the_bytes():
     assert [Lossless(exchange=e).rounds for e in ("gather", "scatter_reduce", "auto")] == [1, 2, 2]
 
 
-def test_fewer_elements_than_ranks_are_gathered():
+def test_gradients_with_fewer_elements_than_ranks_are_gathered():
     grads = [torch.full((1, 2), float(r)) for r in range(4)]
     averages = gradzip.simulate(Lossless(exchange="scatter_reduce", min_numel=0), grads)
     assert torch.equal(averages[3], torch.full((1, 2), 1.5))
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_fused_equals_one_by_one(size):
+def test_fused_equals_separate(size):
     method = gradzip.TopK(theta=0.8, exchange="scatter_reduce")
     shapes = {"a": (64, 64), "b": (33, 129), "bias": (7,), "c": (16, 16, 3, 3)}
     grads = {name: gradients(size, shape) for name, shape in shapes.items()}
@@ -168,7 +168,7 @@ def test_fused_equals_one_by_one(size):
         assert all(torch.equal(together[rank][i], alone) for rank in range(size))
 
 
-def test_fused_asks_once_per_round_and_kind():
+def test_fused_yields_one_collective_per_round_and_kind():
     methods = [gradzip.TopK(exchange="scatter_reduce"), gradzip.TopK(exchange="scatter_reduce"), gradzip.TopK()]
     routine = fused([averaged(m, torch.ones(64, 64), f"{i}", 0, 1 if i == 2 else 2) for i, m in enumerate(methods)])
     first, gather = next(routine)
@@ -179,7 +179,7 @@ def test_fused_asks_once_per_round_and_kind():
     assert isinstance(second, Gather) and len(ops.split_payloads(second.tensor, 2)) == 2
 
 
-def test_a_wrong_number_of_parts_is_an_error():
+def test_wrong_number_of_parts_is_an_error():
     def wrong():
         yield AllToAll(torch.zeros(3, dtype=torch.uint8), (3,))
 
@@ -189,5 +189,5 @@ def test_a_wrong_number_of_parts_is_an_error():
         drive([wrong(), (c for c in [Mean(torch.zeros(1))])])
 
 
-def test_the_exchange_is_no_part_of_the_digest():
+def test_digest_ignores_the_exchange():
     assert Lossless().digest == Lossless(exchange="auto").digest != Lossless(error_feedback=True).digest

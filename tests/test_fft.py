@@ -1,3 +1,5 @@
+"""FFTRange: errors, payload format, sizes, replicas, error feedback and schedules."""
+
 import itertools
 import math
 
@@ -27,7 +29,7 @@ SHAPES = [(1000, 101), (317, 333), (64, 64, 5, 5), (512, 512), (1, 100003), (100
 
 
 def gradient(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Neighbours depend on each other, as in real gradients, and the tails are heavy."""
+    """Random numbers with correlated neighbours and heavy tails, as in real gradients."""
     rng = np.random.default_rng(seed)
     x = rng.standard_t(3, size=math.prod(shape) + 4) + 0.1
     x = sum(x[i : x.size - 4 + i] * w for i, w in enumerate((0.2, 0.5, 1.0, 0.5, 0.2))) * 1e-3
@@ -45,26 +47,25 @@ def bins_and_kept(numel: int, theta: float, block: int | None) -> tuple[int, int
 
 
 def documented_nbytes(numel: int, theta: float = 0.85, bits: int = 10, block: int | None = 4096) -> int:
-    """Header, C bits of bitmap, two N-bit numbers for each of k bins; padded to 16."""
+    """Header; bitmap of C bits; two N-bit numbers for each of k bins; padded to 16."""
     total, k = bins_and_kept(numel, theta, block)
     return -(-(48 + -(-total // 8) + -(-2 * k * bits // 8)) // 16) * 16
 
 
 def ideal(grad: torch.Tensor, theta: float, block: int | None) -> torch.Tensor:
-    """Float64, the same rows and the same number of bins, and numbers that cost nothing."""
+    """The best approximation by k bins of the same transform, in float64 and without quantization."""
     rows, length = transform_shape(grad.numel(), block)
     _, k = bins_and_kept(grad.numel(), theta, block)
     return torch.from_numpy(fft_sparsify(grad.double().numpy(), rows, length, k)).view(grad.shape)
 
 
-# --- what is kept of a gradient
+# --- approximation error
 
 
 @pytest.mark.parametrize("block", [None, 4096, 64])
 @pytest.mark.parametrize("bits, least, most", [(16, -1e-6, 1e-5), (10, 3e-7, 1e-3), (6, 3e-5, 0.05)])
-def test_error_on_real_gradients_is_near_the_ideal(bits, least, most, block):
-    """Not below that of the best k frequencies, and above it by what numbers of so many bits cost: at 10 bits less
-    than a thousandth."""
+def test_error_on_real_gradients_is_near_optimal(bits, least, most, block):
+    """The error is that of the best k frequencies plus quantization: less than 0.1 % more at 10 bits."""
     for theta in (0.5, 0.85, 0.95):
         for name, grad in resnet20_gradients().items():
             best = norm(grad - ideal(grad, theta, block))
@@ -73,9 +74,9 @@ def test_error_on_real_gradients_is_near_the_ideal(bits, least, most, block):
 
 
 @pytest.mark.parametrize("block", [None, 4096, 64])
-def test_error_is_that_of_dropping_and_that_of_rounding(block):
-    """The two lie in different bins, so their squares add up (Parseval)."""
-    grad = gradient(64, 64)  # every block divides it: no padding
+def test_error_is_that_of_dropping_plus_rounding(block):
+    """Dropping and rounding affect different bins, so their squared errors add up (Parseval)."""
+    grad = gradient(64, 64)  # a multiple of every block, so there is no padding
     rows, length = transform_shape(grad.numel(), block)
     bins = spectrum(grad.double().numpy(), rows, length)
     codec = FFTRange(theta=0.8, bits=8, block=block)
@@ -92,7 +93,7 @@ def test_error_is_that_of_dropping_and_that_of_rounding(block):
 
 @pytest.mark.parametrize("block", [None, 4096, 1000, 64])
 @pytest.mark.parametrize("shape", [(64, 64), (37, 41), (5, 7, 11, 13)])
-def test_a_payload_read_by_its_documented_layout_alone(shape, block):
+def test_payload_layout_is_as_documented(shape, block):
     grad = gradient(*shape)
     codec = FFTRange(theta=0.85, bits=10, block=block)
     rows, length = transform_shape(grad.numel(), block)
@@ -103,8 +104,8 @@ def test_a_payload_read_by_its_documented_layout_alone(shape, block):
     assert norm(decoded.double() - torch.from_numpy(expected)) <= 4 * U * math.log2(length) * norm(expected)
 
 
-def test_nothing_dropped_at_16_bits_is_nearly_lossless():
-    """Only rounding is left: uniform within steps of 2^-m to 2^-(m+1) of a number, so 0.29 to 0.58 of 2^-(m+1)."""
+def test_theta_0_with_16_bits_is_nearly_lossless():
+    """Only rounding remains. It is uniform in steps of a relative 2^-m to 2^-(m+1): 0.29 to 0.58 of 2^-(m+1)."""
     for grad in (gradient(64, 64), gradient(317, 333), *list(resnet20_gradients().values())[:3]):
         for block in (None, 4096, 64):
             codec = FFTRange(theta=0.0, bits=16, block=block)
@@ -112,10 +113,10 @@ def test_nothing_dropped_at_16_bits_is_nearly_lossless():
             mantissa = read_fft_payload(codec.encode(grad.reshape(-1), Key(0, 0, "", 0)), total).format.mantissa
             error = norm(grad - roundtrip(codec, grad)[0]) / norm(grad)
             assert 0.29 * 2.0 ** -(mantissa + 1) < error < 0.58 * 2.0 ** -(mantissa + 1)
-            assert mantissa >= 11  # 16 octaves and more
+            assert mantissa >= 11  # the exponent covers at least 16 octaves
 
 
-def test_more_bits_and_more_bins_are_better():
+def test_error_falls_with_more_bits_and_bins():
     grad = gradient(128, 130)
     by_bits = [norm(grad - roundtrip(FFTRange(theta=0.0, bits=bits), grad)[0]) for bits in range(3, 17)]
     assert all(fine < coarse for coarse, fine in itertools.pairwise(by_bits))
@@ -134,15 +135,15 @@ def test_zeros(block):
 @pytest.mark.parametrize("bits", [4, 10, 16])
 @pytest.mark.parametrize("constant", [1.0, 0.3, -0.3, 1e-5, -1e-5, 1e-30, 1e30])
 @pytest.mark.parametrize("block", [None, 4096, 64])
-def test_constants_stay_constants(constant, bits, block):
-    """Their only bin is one positive or negative number, and all codes are there for it."""
+def test_constant_gradients(constant, bits, block):
+    """A constant has one bin, positive or negative, so all codes serve that sign."""
     grad = torch.full((64, 64), constant)
     approximation, _ = roundtrip(FFTRange(bits=bits, block=block), grad)
     error = ((approximation.double() - grad.double()) / grad.double()).abs().max().item()
     assert error <= 2.0 ** -(bits - 2)
 
 
-def test_a_pure_cosine_is_kept_by_one_bin():
+def test_cosine_needs_one_bin():
     t = torch.arange(4096, dtype=torch.float64)
     for frequency in (1, 7, 100, 2047):
         grad = torch.cos(2 * math.pi * frequency * t / 4096).float().view(64, 64)
@@ -155,8 +156,8 @@ def test_a_pure_cosine_is_kept_by_one_bin():
         assert (approximation - grad).abs().max() <= 1e-6
 
 
-def test_the_ends_of_the_spectrum_count_once():
-    """A tone of energy 1 at an interior bin outweighs one of 0.9 at bin 0 or the last, though its bin is smaller."""
+def test_first_and_last_bin_count_once():
+    """Interior bins count twice: a tone of energy 1 there outweighs 0.9 in bin 0 or the last bin, which is larger."""
     t = np.arange(4096)
     interior = np.cos(2 * np.pi * 300 * t / 4096) * math.sqrt(2)
     for end in (np.ones(4096), np.cos(np.pi * t)):
@@ -169,7 +170,7 @@ def test_the_ends_of_the_spectrum_count_once():
 
 
 @pytest.mark.parametrize("scale", [1e-40, 1e-30, 1e-10, 1e10, 1e30])
-def test_scale_does_not_matter(scale):
+def test_relative_error_is_independent_of_scale(scale):
     grad = gradient(64, 65) * 1000
     expected = norm(grad - roundtrip(FFTRange(), grad)[0]) / norm(grad)
     scaled = (grad.double() * scale).float()
@@ -178,7 +179,7 @@ def test_scale_does_not_matter(scale):
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_the_same_bits_everywhere(rounding):
+def test_bits_are_independent_of_threads_and_simd(rounding):
     grad = gradient(300, 301).view(-1)
     codec = FFTRange(rounding=rounding)
 
@@ -192,21 +193,20 @@ def test_the_same_bits_everywhere(rounding):
 @pytest.mark.parametrize(
     ("block", "shape"), [(4096, (300, 301)), (64, (300, 301)), (None, (300, 301)), (2**18, (5, 2**18))]
 )
-def test_replicas_agree_whatever_their_number_of_threads(block, shape):
-    """Ranks may have different numbers of cores; what they decode must be the same bits. The last of 5 rows of 2^18 is
-    transformed by itself."""
+def test_decoding_is_independent_of_the_number_of_threads(block, shape):
+    """Ranks may have different numbers of cores. The last of 5 rows of 2^18 elements is transformed by itself."""
     grad = gradient(*shape).view(-1)
     codec = FFTRange(block=block)
     sent = codec.encode(grad, Key(0, 0, "w", 0))
     same_everywhere(lambda: codec.decode([sent, sent], grad.numel()).clone())
 
 
-# --- what it costs
+# --- sizes
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ratio(shape):
-    """At least 15 for every tensor above 100k elements, everything counted."""
+def test_compression_ratio(shape):
+    """At least 15 for tensors of more than 100,000 elements, headers and bitmaps included."""
     grad = gradient(*shape)
     for block in (4096, None):
         approximation, nbytes = roundtrip(FFTRange(block=block), grad)
@@ -216,7 +216,7 @@ def test_ratio(shape):
 
 
 @pytest.mark.parametrize("block", [None, 4096, 64, 7, 2])
-def test_bytes_are_the_documented_formula(block):
+def test_bytes_equal_the_documented_formula(block):
     for shape in ((32, 32), (33, 63), (1, 5000), (13, 7, 3, 5)):
         grad = gradient(*shape)
         for theta, bits in ((0.0, 16), (0.5, 7), (0.85, 10), (0.999, 2)):
@@ -226,14 +226,14 @@ def test_bytes_are_the_documented_formula(block):
             assert group.compressors[0].traffic.bytes_dense == 4 * grad.numel()
 
 
-def test_ratio_of_every_size_above_100k():
+def test_compression_ratio_of_large_tensors():
     for numel in (*range(100_001, 140_000, 7), *range(10**6, 10**6 + 3000), 25_600_000, 2**31 + 1):
         for block in (4096, None):
             assert 4 * numel / documented_nbytes(numel, block=block) >= 15, (numel, block)
 
 
 def smooth_lengths(most: int) -> np.ndarray:
-    """All even numbers without a prime factor above 5."""
+    """All even numbers up to `most` without a prime factor above 5."""
     exponents = np.arange(1, 40)
     found = [
         2**two * 3**three * 5**five
@@ -247,7 +247,7 @@ def smooth_lengths(most: int) -> np.ndarray:
 
 @pytest.mark.parametrize("block", [None, 2, 3, 7, 64, 100, 1000, 4096, 4099, 65536])
 def test_transform_shape(block):
-    """As few rows as `block` allows, of the least smooth length that holds the gradient."""
+    """As few rows as `block` allows, of the smallest smooth length that holds the gradient."""
     smooth = smooth_lengths(2**28)
     rng = np.random.default_rng(0)
     for numel in (*range(1, 3000), *(2 ** rng.uniform(10, 27, 2000)).astype(int).tolist()):
@@ -264,21 +264,23 @@ def test_transform_shape(block):
 
 
 def test_smooth_lengths_are_dense():
-    """What the bound above rests on."""
+    """The bounds on padding in `test_transform_shape` depend on this."""
     smooth = smooth_lengths(2**28)
     for above, gap in ((60, 1 / 8), (1000, 1 / 14)):
         tail = smooth[smooth >= above]
         assert (tail[1:] / tail[:-1]).max() <= 1 + gap
 
 
-# --- the group
+# --- averages of several ranks
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("block", [None, 4096, 64])
-def test_average_of_ranks(size, block):
-    """Bit-identical on all ranks, and the mean of what each rank's peers see of it. Transforming the sum instead of
-    summing transforms is off by what a float32 transform of the length is, a few u log2(n) of the norm."""
+def test_average(size, block):
+    """The average is bit-identical on all ranks, and equals the mean of the ranks' decoded gradients.
+
+    Bins are added before the inverse transform. This changes rounding by a few u log2(n) of the norm.
+    """
     grads = [gradient(64, 65, seed=seed) * (1 + seed) for seed in range(size)]
     averages = simulate(FFTRange(block=block), grads)
     for average in averages:
@@ -286,11 +288,11 @@ def test_average_of_ranks(size, block):
     alone = torch.stack([roundtrip(FFTRange(block=block), grad)[0].double() for grad in grads])
     _, length = transform_shape(64 * 65, block)
     assert norm(averages[0] - alone.mean(0)) <= 4 * U * math.log2(length) * float(alone.flatten(1).norm(dim=1).mean())
-    assert norm(averages[0] - torch.stack(grads).double().mean(0)) > 0.05 * norm(averages[0])  # it is compressed
+    assert norm(averages[0] - torch.stack(grads).double().mean(0)) > 0.05 * norm(averages[0])  # compression is on
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_stochastic_rounding_is_unbiased_and_differs_between_ranks_steps_and_names(size):
+def test_stochastic_rounding_is_unbiased_and_keyed(size):
     grad = gradient(40, 40)
     codec = FFTRange(theta=0.0, bits=5, rounding="stochastic", seed=3)
     group = LocalGroup(codec, size)
@@ -309,7 +311,7 @@ def test_stochastic_rounding_is_unbiased_and_differs_between_ranks_steps_and_nam
         group = LocalGroup(FFTRange(theta=0.0, bits=5, rounding=rounding), 1)
         return norm(sum(group.average([grad], "a")[0].double() for _ in range(steps)) / steps - grad)
 
-    # The mean of n draws has 1/sqrt(n) of the error of one, while rounding to nearest errs the same way each time.
+    # The mean of n draws has 1/sqrt(n) of the error of one. Rounding to nearest has the same error each time.
     assert error("stochastic", 64) == pytest.approx(error("stochastic", 1) / 8, rel=0.15)
     assert error("nearest", 64) == pytest.approx(error("nearest", 1), rel=1e-6)
 
@@ -338,17 +340,17 @@ def test_dtype_shape_and_strides_are_kept(layout, dtype):
     before = [(g.shape, g.stride(), g.data_ptr()) for g in grads]
     codecs = [FFTRange(), FFTRange()]
     averages = drive([averaged(codec, g, "w", rank) for rank, (codec, g) in enumerate(zip(codecs, grads))])
-    for average, was in zip(averages, before):
-        assert (average.shape, average.stride(), average.data_ptr()) == was  # in place of the gradient
+    for average, previous in zip(averages, before):
+        assert (average.shape, average.stride(), average.data_ptr()) == previous  # in the memory of the gradient
         assert average.dtype == dtype
         assert torch.equal(average, plain.to(dtype))
     if layout == "every other column":
-        assert bool((averages[0].as_strided((60, 80), (160, 1), 1)[:, ::2] == 7.0).all())  # between the columns
+        assert bool((averages[0].as_strided((60, 80), (160, 1), 1)[:, ::2] == 7.0).all())  # other columns
     simulated = simulate(FFTRange(), [g.clone() for g in values])[0]
     assert simulated.dtype == dtype and torch.equal(simulated, plain.to(dtype))
 
 
-def test_gradients_given_to_a_group_stay_as_they_are():
+def test_local_group_does_not_change_gradients():
     grads = [gradient(40, 40, seed=seed) for seed in range(2)]
     copies = [g.clone() for g in grads]
     group = LocalGroup(FFTRange(error_feedback=True), 2)
@@ -358,7 +360,7 @@ def test_gradients_given_to_a_group_stay_as_they_are():
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (5,), (2000,), (0, 7), (1, 1), (31, 33)])
-def test_small_and_flat_tensors_go_uncompressed(shape):
+def test_small_and_1d_tensors_bypass_compression(shape):
     grads = [torch.full(shape, 1.25), torch.full(shape, 0.5)]
     group = LocalGroup(FFTRange(), 2)
     average = group.average(grads, "b")[0]
@@ -368,7 +370,7 @@ def test_small_and_flat_tensors_go_uncompressed(shape):
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 3), (7, 9), (0, 5), (3, 0)])
 @pytest.mark.parametrize("block", [None, 4096, 2, 3])
-def test_tiny_tensors_when_asked_to(shape, block):
+def test_tiny_tensors_with_min_numel_0(shape, block):
     """min_numel=0 compresses any matrix."""
     grads = [gradient(*shape, seed=seed) for seed in range(2)]
     averages = simulate(FFTRange(theta=0.0, bits=16, min_numel=0, block=block), grads)
@@ -382,22 +384,22 @@ def test_tiny_tensors_when_asked_to(shape, block):
 
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("size, rank", [(1, 0), (2, 0), (2, 1), (3, 1)])
-def test_a_non_finite_gradient_stops_the_step_everywhere(special, size, rank):
-    """All averages are non-finite, and the step might not have been: the next ones are what they would have been."""
+def test_non_finite_gradient_undoes_the_step_on_all_ranks(special, size, rank):
+    """All averages are non-finite, and later averages equal those of a run without the step."""
     codec = FFTRange(error_feedback=True, rounding="stochastic")
-    group, undisturbed = LocalGroup(codec, size), LocalGroup(codec, size)
+    group, reference = LocalGroup(codec, size), LocalGroup(codec, size)
     steps = [[gradient(40, 45, seed=10 * step + r) for r in range(size)] for step in range(4)]
     for step, grads in enumerate(steps):
-        expected = undisturbed.average(grads, "w")
+        expected = reference.average(grads, "w")
         if step in (0, 2):
             before = [(s.step, s.residual) for s in (c.states["w"] for c in group.compressors if c.states)]
             kept = [None if r is None else r.clone() for _, r in before]
-            spoilt = [g.clone() for g in grads]
-            spoilt[rank].view(-1)[step * 777] = special
-            for average in group.average(spoilt, "w"):
+            non_finite = [g.clone() for g in grads]
+            non_finite[rank].view(-1)[step * 777] = special
+            for average in group.average(non_finite, "w"):
                 assert not average.isfinite().any()
-            for (was, residual), copy, c in zip(before, kept, group.compressors):
-                assert c.states["w"].step == was and c.states["w"].residual is residual
+            for (previous, residual), copy, c in zip(before, kept, group.compressors):
+                assert c.states["w"].step == previous and c.states["w"].residual is residual
                 assert residual is None or torch.equal(residual, copy)
             for c in group.compressors:
                 assert c.states["w"].step == step
@@ -405,7 +407,7 @@ def test_a_non_finite_gradient_stops_the_step_everywhere(special, size, rank):
             assert torch.equal(average, other)
 
 
-def test_a_transform_that_overflows_counts_as_non_finite():
+def test_overflow_of_the_transform_is_non_finite():
     grad = torch.full((64, 64), FLT_MAX / 2)
     group = LocalGroup(FFTRange(error_feedback=True), 2)
     averages = group.average([grad, torch.ones(64, 64)], "w")
@@ -413,8 +415,8 @@ def test_a_transform_that_overflows_counts_as_non_finite():
     assert all(c.states["w"].step == 0 and c.states["w"].residual is None for c in group.compressors)
 
 
-def test_half_precision_that_overflows_on_the_way_back():
-    """The average of finite float16 gradients may round to more than float16 holds: then nothing is kept either."""
+def test_overflow_of_the_average_in_half_precision():
+    """The average of finite float16 gradients may round to infinity. The step is then undone, too."""
     grad = torch.full((64, 64), 65504.0, dtype=torch.float16)
     group = LocalGroup(FFTRange(bits=6, mantissa=2, error_feedback=True), 2)  # rounds it to 65536
     for average in group.average([grad, grad], "w"):
@@ -427,9 +429,12 @@ def test_half_precision_that_overflows_on_the_way_back():
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_error_feedback_loses_nothing(size, dtype):
-    """Sum of averages + mean residual = sum of mean gradients. Each step rounds the corrected gradient and the residual
-    once (u of each), and one transform of a mean stands for the mean of transforms (a few u log2(n))."""
+def test_error_feedback_conserves_the_sum(size, dtype):
+    """Sum of averages + mean residual = sum of mean gradients.
+
+    A step rounds the corrected gradient and the residual once (u of each), and transforms the mean instead of taking
+    the mean of transforms (a few u log2(n)).
+    """
     group = LocalGroup(FFTRange(theta=0.95, bits=6, error_feedback=True), size)
     averages = gradients = torch.zeros(48, 50, dtype=torch.float64)
     bound = 0.0
@@ -444,11 +449,11 @@ def test_error_feedback_loses_nothing(size, dtype):
         bound += (2 + 8 * math.log2(2400)) * U * corrected
     residual = sum(c.states["w"].residual.double() for c in group.compressors) / size
     assert norm(averages + residual - gradients) <= bound
-    assert norm(residual) > 1000 * bound  # there was something to lose
+    assert norm(residual) > 1000 * bound  # the residual is not just rounding
     assert norm(averages - gradients) == pytest.approx(norm(residual), rel=1e-3)
 
 
-def test_without_error_feedback_nothing_is_kept():
+def test_no_residual_without_error_feedback():
     group = LocalGroup(FFTRange(), 1)
     for _ in range(3):
         group.average([gradient(40, 40)], "w")
@@ -456,8 +461,8 @@ def test_without_error_feedback_nothing_is_kept():
     assert group.compressors[0].states["w"].step == 3
 
 
-def test_error_feedback_sends_in_time_what_one_step_drops():
-    """The mean of averages of a fixed gradient tends to it as 1/steps."""
+def test_error_feedback_converges_for_a_fixed_gradient():
+    """For a fixed gradient, the error of the mean average decreases as 1 / steps."""
     grad = gradient(48, 50)
     group = LocalGroup(FFTRange(theta=0.9, error_feedback=True), 2)
     total = torch.zeros(48, 50, dtype=torch.float64)
@@ -468,7 +473,7 @@ def test_error_feedback_sends_in_time_what_one_step_drops():
     assert errors[80] < errors[20] / 3 and errors[20] < errors[1] / 3
 
 
-# --- schedules and a fixed range
+# --- schedules, fixed range, mantissa
 
 
 def test_step_schedule_changes_the_payload():
@@ -482,7 +487,7 @@ def test_step_schedule_changes_the_payload():
     assert sent == [documented_nbytes(10000, theta) for theta in (0.95, 0.95, 0.85, 0.5, 0.5)]
 
 
-def test_the_step_is_each_parameters_own():
+def test_steps_are_counted_per_parameter():
     group = LocalGroup(FFTRange(theta=StepSchedule({0: 0.9, 1: 0.5})), 1)
     for name, theta in (("a", 0.9), ("a", 0.5), ("b", 0.9)):
         before = group.bytes_sent
@@ -500,7 +505,7 @@ def test_diminishing_theta_changes_the_payload():
         assert group.bytes_sent - before == documented_nbytes(2500, 0.9 * math.sqrt(rate / 0.1))
 
 
-def test_a_schedule_that_goes_wrong_says_when():
+def test_invalid_schedule_value_names_the_step():
     group = LocalGroup(FFTRange(theta=lambda step: 0.5 + step), 1)
     group.average([gradient(50, 50)], "w")
     with pytest.raises(ValueError, match="got theta = 1.5 at step 1, expected a number in"):
@@ -508,7 +513,7 @@ def test_a_schedule_that_goes_wrong_says_when():
 
 
 @pytest.mark.parametrize("limit", [0.002, (-0.001, 0.004), (0.0, 0.003), (-0.002, 0.0)])
-def test_a_fixed_range_clamps_and_counts(limit):
+def test_fixed_range_clamps_and_counts(limit):
     grad = gradient(64, 64)
     low, high = limit if isinstance(limit, tuple) else (-limit, limit)
     codec = FFTRange(theta=0.8, value_range=limit)
@@ -527,7 +532,7 @@ def test_a_fixed_range_clamps_and_counts(limit):
     assert codec.clamped == 2 * outside
 
 
-def test_a_range_that_holds_everything_clamps_nothing():
+def test_wide_and_fitted_ranges_clamp_nothing():
     codec = FFTRange(value_range=1e6)
     codec.encode(gradient(64 * 64), Key(0, 0, "", 0))
     assert codec.clamped == 0
@@ -536,14 +541,14 @@ def test_a_range_that_holds_everything_clamps_nothing():
     assert fitted.clamped == 0
 
 
-def test_a_mantissa_is_kept():
+def test_mantissa_argument():
     for mantissa in (1, 5, 10):
         codec = FFTRange(mantissa=mantissa)
         payload = read_fft_payload(codec.encode(gradient(64 * 64), Key(0, 0, "", 0)), 2049)
         assert payload.format.mantissa == mantissa
 
 
-# --- wrong arguments
+# --- invalid arguments
 
 
 @pytest.mark.parametrize(
@@ -561,13 +566,13 @@ def test_a_mantissa_is_kept():
     ],
     ids=str,
 )
-def test_wrong_arguments(arguments):
+def test_invalid_arguments(arguments):
     with pytest.raises(ValueError, match="got .*, expected"):
         FFTRange(**arguments)
 
 
 @pytest.mark.parametrize("grad", [torch.ones(40, 40, dtype=torch.int32), torch.ones(40, 40).to_sparse(),
                                   torch.ones(40, 40, dtype=torch.complex64)])  # fmt: skip
-def test_wrong_gradients(grad):
+def test_invalid_gradients(grad):
     with pytest.raises(ValueError, match="gradient of 'w': got .*, expected a dense float tensor"):
         drive([averaged(FFTRange(), grad, "w")])

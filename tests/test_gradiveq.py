@@ -1,4 +1,4 @@
-"""GradiVeQ: against the paper's formulas in NumPy, phase by phase, and what ranks must agree on."""
+"""GradiVeQ: comparison with the paper's equations in NumPy, phases, checkpoints, and agreement of ranks."""
 
 import dataclasses
 import io
@@ -22,17 +22,17 @@ from reference import U
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHAPE = (8, 6, 3, 5)  # F D = 48, 15 places
+SHAPE = (8, 6, 3, 5)  # F D = 48, kernels of 15 elements
 NUMEL = math.prod(SHAPE)
 
 
 def short(**arguments):
-    """Phases of 2, 4 and 3 steps."""
+    """GradiVeQ with phases of 2, 4 and 3 steps."""
     return GradiVeQ(**{"warmup_steps": 2, "sample_steps": 4, "compress_steps": 3, "min_numel": 1, **arguments})
 
 
 def flat(grad):
-    """Figure 3a, an element at a time."""
+    """The layout of figure 3a, one element at a time."""
     filters, depth, _, width = grad.shape
     result = np.empty(grad.size, grad.dtype)
     for f, d, h, w in np.ndindex(*grad.shape):
@@ -41,7 +41,7 @@ def flat(grad):
 
 
 class Reference:
-    """The paper's algorithm in float64, on sums: equations (3) to (6) as they are printed."""
+    """The paper's algorithm in float64, on sums instead of averages: equations (3) to (6) as printed."""
 
     def __init__(self, method, shape):
         self.method, self.shape = method, shape
@@ -87,8 +87,10 @@ def numpy_dimension(eigenvalues, loss):
 
 
 def gradients(step, size, shape=SHAPE, slice_size=None, noise=1e-3, seed=0):
-    """One of each rank: a mean, and every slice somewhere in its group's space of 4 directions, each half as wide as
-    the one before; and a little noise."""
+    """One gradient for each rank. Each slice is a mean, plus a vector in a space of 4 dimensions, plus noise.
+
+    The standard deviation halves from each of the 4 dimensions to the next.
+    """
     slice_size = slice_size or best_slice_size(shape)
     numel = math.prod(shape)
     number = -(-numel // slice_size)
@@ -109,12 +111,12 @@ def state_of(group, rank=0, name="w"):
 
 
 def lost(group, rank=0):
-    """The fraction that a rank's own gradients have lost since the basis was learnt."""
+    """The fraction of energy that a rank's own gradients have lost since the last sampling."""
     return state_of(group, rank).lost / state_of(group, rank).energy
 
 
 def phases(group, steps, size, **arguments):
-    """The phase of each step, of all ranks alike."""
+    """Run some steps. Returns the phase after each, asserted to be the same on all ranks."""
     seen = []
     for step in range(steps):
         group.average(gradients(step, size, **arguments), "w")
@@ -127,11 +129,11 @@ def phases(group, steps, size, **arguments):
 
 
 @pytest.mark.parametrize("shape", [SHAPE, (1, 1, 2, 3), (5, 1, 1, 1), (3, 4, 7, 1)])
-def test_the_layout_is_figure_3s(shape):
+def test_layout_is_that_of_figure_3a(shape):
     grad = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     vector = torch.from_numpy(flat(grad.numpy()))
     assert torch.equal(unflatten(vector, torch.Size(shape)), grad)
-    # F collocated elements are neighbours, and behind them comes the next of the depth.
+    # F is the fastest dimension, then D.
     filters = shape[0]
     assert torch.equal(vector[:filters], grad[:, 0, 0, 0])
     assert shape[1] == 1 or torch.equal(vector[filters : 2 * filters], grad[:, 1, 0, 0])
@@ -153,7 +155,7 @@ def test_the_layout_is_figure_3s(shape):
         ((8, 4, 3, 3, 3), 864),
     ],
 )
-def test_slice_sizes(shape, size):
+def test_best_slice_size(shape, size):
     assert best_slice_size(torch.Size(shape)) == size
     assert size % (shape[0] * shape[1]) == 0 and math.prod(shape) % size == 0
 
@@ -163,16 +165,16 @@ def test_slice_sizes(shape, size):
     st.sampled_from([0.0, 0.01, 0.1, 0.5, 0.99]),
 )
 @settings(deadline=None)
-def test_dimension_is_equation_6s(values, loss):
+def test_dimension_is_equation_6(values, loss):
     eigenvalues = np.sort(np.array(values))[::-1].copy()
     expected = numpy_dimension(eigenvalues, loss)
     got = dimension(torch.from_numpy(eigenvalues), loss)
-    # Where they differ, all sums in between are on the limit, but for their rounding.
+    # They may differ only if all sums in between are at the limit, up to rounding.
     for d in (min(got, expected), max(got, expected) - 1) if got != expected else ():
         assert abs(eigenvalues[:d].sum() - (1 - loss) * eigenvalues.sum()) < 1e-13 * eigenvalues.sum()
 
 
-def test_dimension_of_nothing_and_of_rounding():
+def test_dimension_ignores_rounding():
     assert dimension(torch.zeros(5, dtype=torch.float64), 0.1) == 0
     assert dimension(torch.tensor([1.0, 1e-8, -1e-17], dtype=torch.float64), 0.0) == 1
     assert dimension(torch.tensor([1.0, 1e-5, 0.0], dtype=torch.float64), 0.0) == 2
@@ -181,7 +183,7 @@ def test_dimension_of_nothing_and_of_rounding():
 @pytest.mark.parametrize("count, size", [(4, 300), (30, 400), (60, 31)])
 @pytest.mark.parametrize("decay", [1.0, 0.9, 0.5])
 @pytest.mark.parametrize("loss", [0.0, 0.01, 0.3])
-def test_principal_weights_lose_no_more_than_allowed_and_no_dimension_less_would_do(count, size, decay, loss):
+def test_principal_weights_lose_at_most_the_allowed_variance(count, size, decay, loss):
     generator = torch.Generator().manual_seed(count)
     width = decay ** torch.arange(size)
     samples = torch.randn(count, size, generator=generator) * width + 3
@@ -190,25 +192,27 @@ def test_principal_weights_lose_no_more_than_allowed_and_no_dimension_less_would
     assert weights.shape == (min(count - 1, size), count)
     basis = (weights.double() @ centred.double())[(weights != 0).any(1)]
     d = len(basis)
-    # A row's weights have the norm 1 / sigma, rounded to float32; and what sigma may be at least is in `dimension`.
+    # The weights of a row have the norm 1 / sigma and are rounded to float32; `dimension` limits sigma from below.
     sigma = torch.linalg.svdvals(centred.double())
     assert (basis @ basis.t() - torch.eye(d)).abs().max() <= 8 * U * sigma.square().sum().sqrt() / sigma[d - 1]
     energy = sigma.square()
     lost = (centred.double() - centred.double() @ basis.t() @ basis).square().sum()
-    floor = count * 2.0**-23  # eigenvalues that count as rounding
+    floor = count * 2.0**-23  # eigenvalues that count as 0
     assert lost <= (loss + floor + 1e-6) * energy.sum()
-    assert abs(lost - energy[d:].sum()) <= 1e-5 * energy.sum()  # as NumPy's components would
+    assert abs(lost - energy[d:].sum()) <= 1e-5 * energy.sum()  # as the exact components
     if loss:
         assert energy[d - 1 :].sum() > loss * energy.sum() * (1 - 1e-9)
 
 
-# --- linear
+# --- linearity
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_compression_commutes_with_the_sum(ranks):
-    """Equation (1). A sum of K products in float32, whatever its order, is within K u of the sum of magnitudes; and so
-    are sums of the ranks'."""
+    """Equation (1). The error of a float32 sum of K products in any order is at most K u times the sum of magnitudes.
+
+    The same holds for sums over ranks.
+    """
     size, d, number = 700, 9, 5
     basis = torch.linalg.qr(torch.randn(size, d))[0].t().contiguous()
     of_ranks = [torch.randn(number, size) * 10.0**rank for rank in range(ranks)]
@@ -219,7 +223,7 @@ def test_compression_commutes_with_the_sum(ranks):
     assert ((of_sum - sum_of).abs() <= 2 * (size + ranks) * U * magnitudes).all()
     exact = basis.double() @ sum(slices.double() for slices in of_ranks).t()
     assert ((of_sum - exact).abs() <= (size + ranks) * U * magnitudes).all()
-    # By segments, as on a ring, the same bits.
+    # Segments, as on a ring, give the same bits.
     parts = [compress(part, basis) for part in sum(of_ranks).split(2)]
     assert torch.equal(torch.cat(parts, 1), of_sum)
     whole = decompress(of_sum, basis)
@@ -227,7 +231,7 @@ def test_compression_commutes_with_the_sum(ranks):
     assert ((whole - of_sum.double().t() @ basis.double()).abs() <= d * U * (of_sum.abs().t() @ basis.abs())).all()
 
 
-# --- all of it
+# --- averages
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -238,15 +242,18 @@ def test_compression_commutes_with_the_sum(ranks):
         (SHAPE, {"reuse": 1, "slice_size": 144}),
         (SHAPE, {"reuse": 2, "slice_size": 144}),
         (SHAPE, {"slice_size": 100}),  # the last of 8 slices has 20 elements
-        (SHAPE, {"slice_size": 500, "reuse": 1}),  # the last one has a basis of its own
+        (SHAPE, {"slice_size": 500, "reuse": 1}),  # the last slice has its own basis
         (SHAPE, {"slice_size": 10**6}),
         ((16, 16, 3, 3), {"loss": 0.2}),
         ((16, 8, 1, 1), {"loss": 0}),
     ],
 )
-def test_averages_are_the_papers(shape, arguments, size):
-    """In two cycles. The average's error from the basis's: rounding u times the samples, over the gap of 3/4 between
-    one eigenvalue and the next, of which the smallest is 1/64; 100 u of margin for the rest."""
+def test_averages_equal_the_papers_algorithm(shape, arguments, size):
+    """Two cycles equal the paper's, up to the error of the basis.
+
+    That error is the rounding u of the samples, divided by the gap of eigenvalues: 3/4 of an eigenvalue, of which the
+    smallest is 1/64. The factor 100 leaves room for all other rounding.
+    """
     method = short(**{"loss": 0.01, **arguments})
     group, reference = LocalGroup(method, size), Reference(method, shape)
     lossy = 0
@@ -263,12 +270,12 @@ def test_averages_are_the_papers(shape, arguments, size):
             first = compressing == method.compress_steps
             groups = -(-math.prod(shape) // reference.size)
             groups = -(-groups // (method.reuse or groups))
-            learnt = 4 * (1 + groups * min(3, reference.size) * 4)
-            assert sent == 4 * (reference.floats + 1) + first * learnt
+            broadcast = 4 * (1 + groups * min(3, reference.size) * 4)
+            assert sent == 4 * (reference.floats + 1) + first * broadcast
             lossy += np.abs(flat(sum(grads).numpy() / size) - expected).max() > 1e-2
         else:
             assert sent == 4 * math.prod(shape) + 48 * (step == 0)
-    # With 3 of 4 directions kept at most, or fewer by choice.
+    # At most 3 of 4 dimensions are kept.
     assert lossy == 6
 
 
@@ -279,13 +286,16 @@ def test_averages_are_the_papers(shape, arguments, size):
         {},  # one segment
         {"slice_size": 144, "reuse": 2},  # segments of more than one basis
         {"slice_size": 50, "reuse": 4, "loss": 0.0},
-        {"slice_size": 100, "stop": 1e-9},  # votes end it after the first compressed step
+        {"slice_size": 100, "stop": 1e-9},  # votes end compression after its first step
     ],
 )
-def test_a_ring_gives_the_same_average(arguments, size):
-    """Of two ranks to the bit: two numbers have one sum. Of n, two sums of coordinates differ by 2 (n - 1) u mean |c|,
-    and both, divided, are rounded once more; both products of d <= 3 coordinates c with the orthonormal basis are off
-    by d u |c|, |c| <= |g|; and both are rounded when the mean is added."""
+def test_ring_gives_the_same_average(arguments, size):
+    """Equal to the bit for two ranks, because a sum of two numbers has one order.
+
+    For n ranks, two sums of coordinates c differ by 2 (n - 1) u mean |c|, and the division rounds both once. The
+    products of d <= 3 coordinates with the orthonormal basis have errors of d u |c|, with |c| <= |g|. Adding the mean
+    rounds both once more.
+    """
     group, ring = (LocalGroup(short(exchange=exchange, **arguments), size) for exchange in ("mean", "ring"))
     slices = Reference(group.compressors[0], SHAPE).slices
     segments = min(size, len(slices(np.zeros(SHAPE))))
@@ -306,14 +316,14 @@ def test_a_ring_gives_the_same_average(arguments, size):
         differ += error > 0
         if (sent := ring.bytes_sent - group.bytes_sent - sent) or (segments == 1 and error):
             compressed += 1
-            assert sent == 4 * (segments - 1)  # room for a vote in each
+            assert sent == 4 * (segments - 1)  # each segment has a number for the vote
     assert compressed == (0 if segments == 1 else 2 if "stop" in arguments else 6)
     assert bool(differ) == (size > 2 and segments > 1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_slices_of_a_small_space_are_recovered(size):
-    """Five samples know four directions. To rounding of the samples, over the narrowest direction."""
+def test_slices_in_a_small_subspace_are_exact(size):
+    """Samples span all 4 dimensions: exact up to the samples' rounding over the smallest standard deviation."""
     group = LocalGroup(short(loss=0.0, sample_steps=8, compress_steps=20, warmup_steps=0), size)
     for step in range(28):
         grads = gradients(step, size, noise=0.0)
@@ -326,7 +336,7 @@ def test_slices_of_a_small_space_are_recovered(size):
     assert [len(basis) for basis in state_of(group).bases] == [4]
 
 
-def test_the_dimension_stays_below_the_number_of_samples():
+def test_dimension_is_less_than_the_number_of_samples():
     for samples in (2, 3, 7):
         group = LocalGroup(short(loss=0.0, sample_steps=samples, warmup_steps=0, stop=None), 1)
         for _ in range(samples + 1):
@@ -338,9 +348,9 @@ def test_the_dimension_stays_below_the_number_of_samples():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_phases_begin_and_end_on_time(size):
+def test_phases(size):
     seen = phases(LocalGroup(short(), size), 17, size)
-    # After a step: what the next one belongs to. The basis is learnt when the first compressed step begins.
+    # `phases` gives the phase of the next step. Bases are computed at the beginning of the first compressed step.
     cycle = ["sampling"] * 5 + ["compressing"] * 2
     assert seen == ["warm-up", *cycle, *cycle, *cycle][:17]
     assert phases(LocalGroup(short(warmup_steps=0, compress_steps=1), size), 9, size) == ["sampling"] * 9
@@ -348,7 +358,7 @@ def test_phases_begin_and_end_on_time(size):
 
 @pytest.mark.parametrize("arguments", [{}, {"exchange": "ring", "slice_size": 720 // 5}], ids=["mean", "ring"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_a_majority_ends_compression_and_a_minority_does_not(size, arguments):
+def test_majority_vote_ends_compression(size, arguments):
     slices = {"slice_size": arguments.get("slice_size")}
     for votes in range(size + 1):
         group = LocalGroup(short(sample_steps=6, compress_steps=5, stop=0.5, loss=0.0, **arguments), size)
@@ -363,12 +373,12 @@ def test_a_majority_ends_compression_and_a_minority_does_not(size, arguments):
         stopped = 2 * votes > size
         phase = "sampling" if stopped else "compressing"
         assert [c.phase(c.states["w"]) for c in group.compressors] == [phase] * size
-        # And what follows is a whole new phase.
+        # A full sampling phase follows.
         rest = phases(group, 7, size, **slices)
         assert rest == (["sampling"] * 6 + ["compressing"] if stopped else ["compressing"] * 2 + ["sampling"] * 5)
 
 
-def test_nobody_votes_without_a_limit():
+def test_stop_none_never_ends_compression():
     group = LocalGroup(short(compress_steps=3, stop=None), 1)
     phases(group, 6, 1)
     for _ in range(2):
@@ -377,7 +387,7 @@ def test_nobody_votes_without_a_limit():
 
 
 @pytest.mark.parametrize("exchange", ["mean", "ring"])
-def test_the_monitored_loss_is_equation_7s(exchange):
+def test_monitored_loss_is_equation_7(exchange):
     size = 2
     method = short(loss=0.2, slice_size=144, reuse=2, stop=None, exchange=exchange)
     group, reference = LocalGroup(method, size), Reference(method, SHAPE)
@@ -399,7 +409,7 @@ def test_the_monitored_loss_is_equation_7s(exchange):
         assert 0.01 < lost(group, rank) < 0.5
 
 
-def samples_taken(make, most=210):
+def num_samples_taken(make, most=210):
     group = LocalGroup(short(warmup_steps=0, sample_steps="auto", loss=0.01), 2)
     for step in range(most):
         group.average([make(step), make(step + 1000)], "w")
@@ -409,11 +419,11 @@ def samples_taken(make, most=210):
     raise AssertionError("never done")
 
 
-def test_sampling_ends_by_itself_when_the_dimension_is_stable():
-    assert samples_taken(lambda step: gradients(step, 1)[0]) == 50
-    # White noise has no dimension: the more samples, the more.
+def test_auto_sampling_ends_when_the_dimension_is_stable():
+    assert num_samples_taken(lambda step: gradients(step, 1)[0]) == 50
+    # The dimension of white noise grows with the number of samples.
     noise = torch.Generator().manual_seed(3)
-    assert samples_taken(lambda step: torch.randn(SHAPE, generator=noise)) == 200
+    assert num_samples_taken(lambda step: torch.randn(SHAPE, generator=noise)) == 200
 
 
 # --- sampling through another method
@@ -422,7 +432,7 @@ def test_sampling_ends_by_itself_when_the_dimension_is_stable():
 @pytest.mark.parametrize(
     "sampling", [QSGD(bits=4), QSGD(bits=8, exchange="scatter_reduce"), gradzip.TernGrad(), Cast()], ids=str
 )
-def test_samples_are_what_another_method_averages(sampling):
+def test_sampling_through_another_method(sampling):
     method = short(sampling=sampling)
     assert method.rounds == 2 + sampling.rounds
     group, alone = LocalGroup(method, 3), LocalGroup(dataclasses.replace(sampling, min_numel=1), 3)
@@ -431,7 +441,7 @@ def test_samples_are_what_another_method_averages(sampling):
         average = group.average(grads, "w")[0]
         if step < 2:
             assert torch.equal(average, sum(grads[1:], grads[0]) / 3)
-        # Keyed by the step, as if it had been at work from the beginning.
+        # Random keys use the step, as if the method had averaged all steps.
         expected = alone.average(grads, "w")[0]
         if step >= 2:
             assert torch.equal(average, expected)
@@ -442,17 +452,17 @@ def test_samples_are_what_another_method_averages(sampling):
     assert group.bytes_sent - before < NUMEL / 2
 
 
-def test_clones_have_their_own_sampling_and_the_digest_covers_it():
+def test_clone_and_digest_cover_the_sampling_method():
     method = short(sampling=QSGD(bits=4))
     clone = method.clone()
     assert clone == method and clone.digest == method.digest and clone.sampling is not method.sampling
     others = [short(), short(sampling=QSGD(bits=5)), short(loss=0.5), short(sampling=Cast()), short(stop=None)]
     assert len({c.digest for c in [method, *others]}) == 6
-    # Which way payloads travel is no matter.
+    # Exchanges do not count.
     assert short(sampling=QSGD(exchange="auto"), exchange="ring").digest == method.digest
 
 
-def test_specifications():
+def test_parse():
     spec = "gradiveq:loss=0.05,sample_steps=auto,reuse=2,sampling=qsgd(bits=8,norm=max)"
     method = GradiVeQ(loss=0.05, sample_steps="auto", reuse=2, sampling=QSGD(bits=8, norm="max"))
     assert gradzip.parse(spec) == method
@@ -481,22 +491,22 @@ def resumed(method, dicts):
 
 
 @pytest.mark.parametrize("sampling, exchange", [(None, "mean"), (QSGD(bits=4), "ring")], ids=str)
-def test_a_checkpoint_continues_bit_for_bit_in_every_phase(sampling, exchange):
+def test_checkpoint_in_every_phase_changes_no_bit(sampling, exchange):
     method, size, steps = short(sampling=sampling, slice_size=144, reuse=2, exchange=exchange), 2, 16
     through = LocalGroup(method, size)
     expected, dicts = [], []
     for step in range(steps):
         dicts.append([c.state_dict() for c in through.compressors])
-        dicts[-1] = torch.load(_saved(dicts[-1]), weights_only=True)
+        dicts[-1] = torch.load(saved_file(dicts[-1]), weights_only=True)
         expected.append(through.average(gradients(step, size), "w")[0])
     for stop in range(steps):
-        for of_ranks in (dicts[stop], dicts[stop][::-1]):  # any rank's will do for all
+        for of_ranks in (dicts[stop], dicts[stop][::-1]):  # in any order of the ranks
             group = resumed(method, of_ranks)
             for step in range(stop, steps):
                 assert torch.equal(group.average(gradients(step, size), "w")[0], expected[step]), (stop, step)
 
 
-def _saved(object):
+def saved_file(object):
     file = io.BytesIO()
     torch.save(object, file)
     file.seek(0)
@@ -504,12 +514,12 @@ def _saved(object):
 
 
 @pytest.mark.parametrize("ours, theirs", list(itertools.permutations([0, 1, 3, 6, 7], 2)))
-def test_ranks_in_different_steps_are_told_so(ours, theirs):
+def test_ranks_in_different_steps_are_an_error(ours, theirs):
     method = short()
     group = LocalGroup(method, 1)
     dicts = []
     for step in range(8):
-        dicts.append(torch.load(_saved(group.compressors[0].state_dict()), weights_only=True))
+        dicts.append(torch.load(saved_file(group.compressors[0].state_dict()), weights_only=True))
         group.average(gradients(step, 1), "w")
     names = {0: "step 0 (warm-up)", 1: "step 1 (warm-up)", 3: "step 3 (sampling, 1 taken)",
              6: "step 6 (sampling, 4 taken)", 7: "step 7 (compressing, 2 to go)"}  # fmt: skip
@@ -518,7 +528,7 @@ def test_ranks_in_different_steps_are_told_so(ours, theirs):
         group.average(gradients(ours, 3), "w")
     text = f"it is in {names[theirs]}, this rank in {names[ours]}: load the same checkpoint on every rank"
     assert "GradiVeQ, parameter 'w': from rank 2 of 3: " + text in str(error.value)
-    # The others', too.
+    # The other ranks raise, too.
     routines = [averaged(c, g, "w", r, 3) for r, (c, g) in enumerate(zip(group.compressors, gradients(0, 3)))]
     answers = [next(routine).tensor for routine in routines]
     for routine in routines:
@@ -526,7 +536,7 @@ def test_ranks_in_different_steps_are_told_so(ours, theirs):
             routine.send(list(answers))
 
 
-def test_ranks_configured_differently_are_told_at_the_first_step():
+def test_different_configurations_are_an_error_in_the_first_step():
     group = LocalGroup(short(), 2)
     group.compressors[1] = short(loss=0.2)
     with pytest.raises(gradzip.PayloadError, match="parameter 'w': from rank 1 of 2: .*another configuration"):
@@ -540,16 +550,16 @@ def test_ranks_configured_differently_are_told_at_the_first_step():
     ids=str,
 )
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_non_finite_gradient_leaves_no_trace_in_any_phase(bad, arguments, size):
+def test_non_finite_gradient_changes_no_state_in_any_phase(bad, arguments, size):
     method, steps = short(**arguments), 16
-    spared = LocalGroup(method, size)
-    expected = [spared.average(gradients(step, size), "w")[0] for step in range(steps)]
+    reference = LocalGroup(method, size)
+    expected = [reference.average(gradients(step, size), "w")[0] for step in range(steps)]
     group = LocalGroup(method, size)
     for step in range(steps):
-        spoilt = gradients(50 + step, size)
-        spoilt[-1][1, 2, 0, 3] = bad
+        non_finite = gradients(50 + step, size)
+        non_finite[-1][1, 2, 0, 3] = bad
         before = {k: v for k, v in vars(state_of(group)).items() if k != "payload"} if step else None
-        for average in group.average(spoilt, "w"):
+        for average in group.average(non_finite, "w"):
             assert not average.isfinite().any() if step > 6 and step % 7 in (6, 0, 1) else not average.isfinite().all()
         if step:
             after = {k: v for k, v in vars(state_of(group)).items() if k != "payload"}
@@ -557,7 +567,7 @@ def test_a_non_finite_gradient_leaves_no_trace_in_any_phase(bad, arguments, size
         assert torch.equal(group.average(gradients(step, size), "w")[0], expected[step])
 
 
-# --- awkward gradients
+# --- edge cases
 
 
 @pytest.mark.parametrize(
@@ -574,15 +584,15 @@ def test_a_non_finite_gradient_leaves_no_trace_in_any_phase(bad, arguments, size
     ],
 )
 @pytest.mark.parametrize("arguments", [{}, {"slice_size": 100, "reuse": 3}])
-def test_nothing_finite_gives_what_is_not(make, arguments):
+def test_finite_gradients_have_finite_averages(make, arguments):
     group = LocalGroup(short(loss=0.0, warmup_steps=0, **arguments), 1)
     for step in range(14):
         average = group.average([make(step)], "w")[0]
         assert average.isfinite().all(), step
 
 
-def test_coordinates_beyond_the_largest_float_are_a_non_finite_gradient():
-    """They may be sqrt(K) times as large as an element."""
+def test_overflow_of_coordinates_is_non_finite():
+    """A coordinate may be sqrt(K) times as large as an element."""
     group = LocalGroup(short(warmup_steps=0), 1)
     for step in range(4):
         assert group.average([torch.full(SHAPE, 3e38) * (-1) ** step], "w")[0].isfinite().all()
@@ -590,18 +600,18 @@ def test_coordinates_beyond_the_largest_float_are_a_non_finite_gradient():
 
 
 @pytest.mark.parametrize("exchange, segments", [("mean", 1), ("ring", 3)])
-def test_a_constant_gradient_has_no_dimension_and_is_kept_exactly(exchange, segments):
+def test_constant_gradient_has_dimension_0_and_is_exact(exchange, segments):
     group = LocalGroup(short(exchange=exchange, slice_size=144), 3)
     for step in range(14):
         before = group.bytes_sent
         average = group.average([torch.full(SHAPE, 0.1)] * 3, "w")[0]
         assert torch.equal(average, gradzip.simulate(gradzip.NoCompression(), [torch.full(SHAPE, 0.1)] * 3)[0])
         if step in (7, 8):
-            assert group.bytes_sent - before == 4 * segments  # the vote
+            assert group.bytes_sent - before == 4 * segments  # votes only
 
 
-def test_a_layer_that_wakes_up_is_sampled_again():
-    """Zeros have no direction; what comes then is lost altogether, once."""
+def test_gradient_after_zeros_restarts_sampling():
+    """The basis of zeros is empty, so the next gradient is lost, and all ranks vote to sample again."""
     group = LocalGroup(short(compress_steps=100), 2)
     for _ in range(8):
         group.average([torch.zeros(SHAPE)] * 2, "w")
@@ -614,8 +624,8 @@ def test_a_layer_that_wakes_up_is_sampled_again():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_types_and_layouts_in_every_phase(dtype, layout):
-    """As float32, then rounded."""
+def test_dtypes_and_layouts_in_every_phase(dtype, layout):
+    """Averages are those of float32, rounded."""
     group, same = LocalGroup(short(sampling=QSGD(bits=8)), 2), LocalGroup(short(sampling=QSGD(bits=8)), 2)
     for step in range(9):
         grads = [g.to(dtype).to(memory_format=layout) for g in gradients(step, 2)]
@@ -626,7 +636,7 @@ def test_types_and_layouts_in_every_phase(dtype, layout):
             assert torch.equal(average, expected)
 
 
-def test_other_parameters_go_uncompressed():
+def test_other_parameters_bypass_compression():
     method = GradiVeQ()
     assert method.bypasses(torch.zeros(1000, 1000)) and method.bypasses(torch.zeros(10**4))
     assert method.bypasses(torch.zeros(4, 4, 3, 3)) and not method.bypasses(torch.zeros(16, 16, 3, 3))
@@ -637,7 +647,7 @@ def test_other_parameters_go_uncompressed():
 
 
 @pytest.mark.parametrize("shape", [(16, 12, 5), (6, 4, 3, 2, 3)])
-def test_convolutions_of_other_dimensions(shape):
+def test_1d_and_3d_convolutions(shape):
     group = LocalGroup(short(loss=0.0, warmup_steps=0, sample_steps=8), 2)
     for step in range(10):
         grads = gradients(step, 2, shape, noise=0.0)
@@ -648,8 +658,8 @@ def test_convolutions_of_other_dimensions(shape):
 
 @pytest.mark.parametrize("exchange", ["mean", "ring"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_fused_with_others_in_other_phases(size, exchange):
-    """Of more ranks, a fused ring adds up in another order."""
+def test_fused_equals_separate_in_different_phases(size, exchange):
+    """At most two ranks: with more, a fused ring adds in another order."""
     shapes = {"a": SHAPE, "b": (16, 8, 3, 3), "fc": (50, 40)}
     method = short(warmup_steps=0, exchange=exchange, slice_size=128)
     compressors = [method.clone() for _ in range(size)]
@@ -670,7 +680,7 @@ def test_fused_with_others_in_other_phases(size, exchange):
             assert all(torch.equal(averages[i], expected) for averages in of_ranks)
 
 
-# --- wrong settings
+# --- invalid arguments
 
 
 @pytest.mark.parametrize(
@@ -701,12 +711,12 @@ def test_fused_with_others_in_other_phases(size, exchange):
         ({"sampling": gradzip.PerLayer([("a", gradzip.TopK())])}, "keeps nothing between steps"),
     ],
 )
-def test_impossible_settings(arguments, message):
+def test_invalid_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         GradiVeQ(**arguments)
 
 
-def test_positional_arguments_are_those_of_the_documentation():
+def test_positional_arguments_have_the_documented_order():
     assert GradiVeQ(0.02, 500, 3, 50, 200, 10, QSGD()) == GradiVeQ(
         loss=0.02, slice_size=500, reuse=3, sample_steps=50, compress_steps=200, warmup_steps=10, sampling=QSGD()
     )

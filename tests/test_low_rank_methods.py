@@ -1,4 +1,4 @@
-"""Power-SGD and ACP-SGD: their algorithms in NumPy, what they recover exactly, and what error feedback gives back."""
+"""Power-SGD and ACP-SGD: comparison with their algorithms in NumPy, exact recovery, and error feedback."""
 
 import copy
 import io
@@ -12,8 +12,8 @@ import gradzip
 from gradzip import ACPSGD, LocalGroup, PowerSGD, simulate
 from gradzip.methods.low_rank import Factors
 
-BOTH = pytest.mark.parametrize("method", [PowerSGD, ACPSGD])
-EPS = 2.0**-24
+both_methods = pytest.mark.parametrize("method", [PowerSGD, ACPSGD])
+U = 2.0**-24
 
 
 def normal(*shape, seed=0):
@@ -25,13 +25,13 @@ def low_rank(rows, columns, rank, seed=0):
 
 
 def orthonormal(a):
-    """Gram-Schmidt's Q: of a QR decomposition with a positive diagonal."""
+    """Q of the QR decomposition with a positive diagonal, as Gram-Schmidt computes it."""
     q, r = np.linalg.qr(a)
     return q * np.sign(np.diag(r))
 
 
-def transcript_acp(grads, q, error_feedback):
-    """ACP-SGD's Algorithm 2 for several workers, in float64. grads[t][worker]; q: (m, r), what Q starts as."""
+def acp_sgd(grads, q, error_feedback):
+    """ACP-SGD's Algorithm 2 for several workers, in float64. grads[t][worker]; q: (m, r), the initial Q."""
     workers = len(grads[0])
     errors = [np.zeros_like(grads[0][0]) for _ in range(workers)]
     p = None
@@ -52,8 +52,8 @@ def transcript_acp(grads, q, error_feedback):
         yield p @ q.T, errors
 
 
-def transcript_power(grads, q, error_feedback):
-    """PowerSGD's Algorithms 1 and 2 for several workers, in float64; the error is what the average leaves out."""
+def power_sgd(grads, q, error_feedback):
+    """PowerSGD's Algorithms 1 and 2 for several workers, in float64. The error is gradient - average."""
     workers = len(grads[0])
     errors = [np.zeros_like(grads[0][0]) for _ in range(workers)]
     for of_workers in grads:
@@ -67,10 +67,10 @@ def transcript_power(grads, q, error_feedback):
 
 
 @pytest.mark.parametrize("error_feedback", [True, False])
-@pytest.mark.parametrize(("method", "transcript"), [(ACPSGD, transcript_acp), (PowerSGD, transcript_power)])
-def test_equals_its_algorithm_for_three_workers_over_twenty_steps(method, transcript, error_feedback):
+@pytest.mark.parametrize(("method", "algorithm"), [(ACPSGD, acp_sgd), (PowerSGD, power_sgd)])
+def test_equals_the_papers_algorithm(method, algorithm, error_feedback):
     rows, columns, rank, workers, steps = 40, 72, 4, 3, 20
-    # A strong common part of slowly changing direction: the factors are well-conditioned, so that float32 can follow.
+    # A strong common part that changes slowly gives well-conditioned factors, which float32 can follow.
     common = [
         low_rank(rows, columns, rank, seed=5) + 0.1 * low_rank(rows, columns, rank, seed=7 + t) for t in range(steps)
     ]
@@ -78,18 +78,18 @@ def test_equals_its_algorithm_for_three_workers_over_twenty_steps(method, transc
     group = LocalGroup(method(rank=rank, error_feedback=error_feedback), workers)
     compressor = group.compressors[0]
     q0 = compressor.random_factor(columns, gradzip.State("w"), torch.device("cpu")).double().numpy()
-    expected = transcript([[g.double().numpy() for g in of] for of in grads], q0, error_feedback)
+    expected = algorithm([[g.double().numpy() for g in of] for of in grads], q0, error_feedback)
     for t, (average, errors) in enumerate(expected):
         got = group.average(grads[t], "w")
         assert all(torch.equal(g, got[0]) for g in got)
-        # Each step multiplies by factors whose condition is within some tens; errors add up over the steps.
-        bound = (t + 1) * 1e4 * EPS * np.abs(average).max()
+        # The factors' condition numbers are within some tens, and errors add up over the steps.
+        bound = (t + 1) * 1e4 * U * np.abs(average).max()
         assert np.abs(got[0].double().numpy() - average).max() < bound
         if error_feedback:
             for worker, error in enumerate(errors):
                 residual = group.compressors[worker].states["w"].residual.double().numpy()
                 assert np.abs(residual - error).max() < bound
-                assert np.abs(error).max() > 3 * bound  # no rounding error itself
+                assert np.abs(error).max() > 3 * bound  # the residual is not just rounding
         else:
             assert compressor.states["w"].residual is None
 
@@ -97,20 +97,20 @@ def test_equals_its_algorithm_for_three_workers_over_twenty_steps(method, transc
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(60, 70), (70, 60), (16, 8, 5, 5), (300, 20)])
 @pytest.mark.parametrize(("method", "steps"), [(PowerSGD, 1), (ACPSGD, 2)])
-def test_matrices_of_the_rank_are_recovered(method, steps, shape, size):
+def test_gradients_of_the_same_rank_are_exact(method, steps, shape, size):
     rank = 3
     grad = low_rank(shape[0], math.prod(shape[1:]), rank).reshape(shape)
     group = LocalGroup(method(rank=rank, error_feedback=False, min_numel=0), size)
     for step in range(1, steps + 1):
         averages = group.average([grad] * size, "w")
         difference = (averages[0] - grad).norm() / grad.norm()
-        # Rounding of two products of condition below 100, where the steps suffice; far from it where they do not.
+        # Exact up to the rounding of two products of condition below 100; before the last step, far from exact.
         assert difference < 1e-4 if step == steps else difference > 1e-2
 
 
-@BOTH
+@both_methods
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_factors_are_the_same_on_all_ranks_whatever_torchs_seed(method, size):
+def test_factors_are_equal_on_all_ranks_for_any_torch_seed(method, size):
     group = LocalGroup(method(rank=2), size)
     for step in range(3):
         torch.manual_seed(1000 + step)
@@ -128,31 +128,31 @@ def test_factors_are_the_same_on_all_ranks_whatever_torchs_seed(method, size):
     assert not torch.equal(other_name, other_seed)
 
 
-@BOTH
+@both_methods
 @pytest.mark.parametrize("options", [{}, {"warm_start": False}, {"reuse": False}], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_error_feedback_loses_nothing(method, options, size):
-    """Sum of averages + mean residual = sum of mean gradients, to the rounding of the additions."""
+def test_error_feedback_conserves_the_sum(method, options, size):
+    """Sum of averages + mean residual = sum of mean gradients, up to the rounding of additions."""
     if set(options) - set(method.__dataclass_fields__):
-        pytest.skip("the other method's option")
+        pytest.skip("an option of the other method")
     steps = 40
     group = LocalGroup(method(rank=2, **options), size)
-    sent = wanted = torch.zeros(48, 64, dtype=torch.float64)
+    sent = expected = torch.zeros(48, 64, dtype=torch.float64)
     largest = 0.0
     for step in range(steps):
         grads = [normal(48, 64, seed=10 * step + r) for r in range(size)]
         sent = sent + group.average(grads, "w")[0].double()
-        wanted = wanted + sum(g.double() for g in grads) / size
+        expected = expected + sum(g.double() for g in grads) / size
         largest = max(largest, *(c.states["w"].residual.abs().max().item() for c in group.compressors))
     residual = sum(c.states["w"].residual.double() for c in group.compressors) / size
-    # A step: add the residual, products of rank 2, their mean, subtract. Each of a few operations rounds once, but the
-    # mean of P Qᵀ over ranks and (mean P) Qᵀ differ by the rounding of sums of 64 products.
-    bound = steps * 100 * EPS * largest
-    assert (sent + residual - wanted).abs().max() < bound
+    # A step adds the residual, computes products of rank 2 and their mean, and subtracts. Each rounds once, and the
+    # mean of P Qᵀ over ranks differs from (mean P) Qᵀ by the rounding of sums of 64 products.
+    bound = steps * 100 * U * largest
+    assert (sent + residual - expected).abs().max() < bound
     assert residual.abs().max() > 1e3 * bound
 
 
-@BOTH
+@both_methods
 def test_zero_gradients_average_to_zero_and_recover(method):
     group = LocalGroup(method(rank=2), 2)
     zero, grad = torch.zeros(64, 64), low_rank(64, 64, 2)
@@ -164,10 +164,10 @@ def test_zero_gradients_average_to_zero_and_recover(method):
     assert (sent / 6 - grad).norm() < 0.5 * grad.norm()
 
 
-@BOTH
+@both_methods
 @pytest.mark.parametrize("first", [torch.zeros(56, 56), torch.ones(56, 56)], ids=["zeros", "of rank 1"])
-def test_a_gradient_of_less_than_the_rank_costs_no_rank_for_ever(method, first):
-    """Where units are dead, orthogonalizing completes a factor by axes along which there is nothing."""
+def test_rank_recovers_after_gradients_of_lower_rank(method, first):
+    """With dead units, orthogonalizing zero columns gives unit vectors in whose direction the gradient is 0."""
 
     def with_dead_units(grad):
         return torch.nn.functional.pad(grad, (8, 0, 8, 0))
@@ -177,10 +177,10 @@ def test_a_gradient_of_less_than_the_rank_costs_no_rank_for_ever(method, first):
         group.average([with_dead_units(first)] * 2, "w")
     for _ in range(4):
         (average, _) = group.average([grad] * 2, "w")
-    assert (average - grad).norm() < 1e-4 * grad.norm()  # as `test_matrices_of_the_rank_are_recovered` has it
+    assert (average - grad).norm() < 1e-4 * grad.norm()  # the bound of `test_gradients_of_the_same_rank_are_exact`
 
 
-@BOTH
+@both_methods
 @pytest.mark.parametrize("rank", [1, 4, 32, 200])
 @pytest.mark.parametrize(
     "shape", [(1, 5000), (5000, 1), (2, 3000), (64, 32, 3, 3), (64, 3, 7, 7), (100, 100), (33, 65)]
@@ -195,7 +195,7 @@ def test_shapes_and_ranks(method, shape, rank):
         averages = group.average(grads, "w")
         assert all(a.shape == shape and bool(a.isfinite().all()) for a in averages)
         assert torch.equal(*averages)
-    if factors >= rows * columns:  # would not pay
+    if factors >= rows * columns:  # bypasses compression
         assert torch.equal(averages[0], (grads[0] + grads[1]) / 2)
         assert group.bytes_sent == 3 * 4 * rows * columns
     else:
@@ -203,7 +203,7 @@ def test_shapes_and_ranks(method, shape, rank):
         assert group.bytes_sent == 4 * sent
 
 
-@BOTH
+@both_methods
 def test_degenerate_gradients_never_give_nan(method):
     one_row = torch.zeros(64, 64)
     one_row[3] = 1e-30
@@ -215,9 +215,9 @@ def test_degenerate_gradients_never_give_nan(method):
             assert group.average([grad, grad], "v")[0].isfinite().all()
 
 
-@BOTH
+@both_methods
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_types_round_what_float32_gives(method, dtype):
+def test_other_dtypes_round_the_float32_average(method, dtype):
     grads = [normal(64, 48, seed=s).to(dtype) for s in range(2)]
     groups = LocalGroup(method(rank=2), 2), LocalGroup(method(rank=2), 2)
     for _ in range(3):
@@ -226,42 +226,43 @@ def test_other_types_round_what_float32_gives(method, dtype):
         assert got.dtype == dtype and torch.equal(got, expected.to(dtype))
 
 
-@BOTH
-def test_half_precision_overflows_where_the_average_does(method):
+@both_methods
+def test_overflow_of_the_average_in_half_precision(method):
     group = LocalGroup(method(rank=1), 1)
     grad = torch.full((64, 64), 1e4).half()
     for _ in range(2):
         assert group.average([grad], "w")[0].isfinite().all()
     state = group.compressors[0].states["w"]
-    kept = {k: v.clone() for k, v in vars(state).items() if isinstance(v, torch.Tensor)}
-    state.residual.add_(1e6)  # what is to be sent is past the range of the gradient's type
+    before = {k: v.clone() for k, v in vars(state).items() if isinstance(v, torch.Tensor)}
+    state.residual.add_(1e6)  # the average overflows in float16
     assert not group.average([grad], "w")[0].isfinite().any()
-    assert state.step == 2 and torch.equal(state.residual, kept["residual"] + 1e6)
-    assert all(torch.equal(v, getattr(state, k)) for k, v in kept.items() if k != "residual")
-    state.residual.copy_(kept["residual"])
+    assert state.step == 2 and torch.equal(state.residual, before["residual"] + 1e6)
+    assert all(torch.equal(v, getattr(state, k)) for k, v in before.items() if k != "residual")
+    state.residual.copy_(before["residual"])
     assert group.average([grad], "w")[0].isfinite().all() and state.step == 3
 
 
-def test_the_largest_of_an_average_is_exact_where_it_matters():
+def test_max_abs_bound_is_exact_above_the_limit():
     p, q = torch.tensor([[1.0, 0.0], [0.0, 300.0]]), torch.tensor([[-300.0, 0.0], [0.0, 1.0]])
     factors = Factors(p, q, p, q)
     compressor = PowerSGD(rank=2)
     assert 300 <= compressor.max_abs_bound(factors, 1e6) <= 1e6
-    assert compressor.max_abs_bound(factors, 65504.0) == 300  # though 2 * 300 * 300 is more
+    # The cheap bound, 2 * 300 * 300, exceeds this limit and the next.
+    assert compressor.max_abs_bound(factors, 65504.0) == 300
     assert compressor.max_abs_bound(factors, 200.0) == 300
     for bad in (math.inf, math.nan):
         assert not math.isfinite(compressor.max_abs_bound(Factors(p, q * bad, p, q), 65504.0))
 
 
-@BOTH
-def test_state_survives_a_file_of_plain_tensors(method):
+@both_methods
+def test_state_dict_survives_torch_save_with_weights_only(method):
     group = LocalGroup(method(rank=3), 1)
     grads = [normal(64, 48, seed=s) for s in range(7)]
     for grad in grads[:3]:
         group.average([grad], "w")
     file = io.BytesIO()
     torch.save(group.compressors[0].state_dict(), file)
-    assert len(file.getvalue()) < 4 * (64 * 48 + 3 * (64 + 48)) + 8000  # no more than it needs
+    assert len(file.getvalue()) < 4 * (64 * 48 + 3 * (64 + 48)) + 8000  # no more than the state
     file.seek(0)
     resumed = LocalGroup(method(rank=3), 1)
     resumed.compressors[0].load_state_dict(torch.load(file, weights_only=True))
@@ -270,7 +271,7 @@ def test_state_survives_a_file_of_plain_tensors(method):
 
 
 def distance(compressor, steps=400):
-    """How far from its minimum SGD is left by a compressor of rank 2, on a quadratic of 64 x 64 unknowns."""
+    """Relative distance of SGD from the minimum of a quadratic of 64 x 64 unknowns, after some steps."""
     target = normal(64, 64, seed=3) @ torch.diag(torch.logspace(0, -1.5, 64))
     x, group = torch.zeros(64, 64), LocalGroup(compressor, 2)
     for step in range(steps):
@@ -279,34 +280,34 @@ def distance(compressor, steps=400):
     return ((x - target).norm() / target.norm()).item()
 
 
-@BOTH
-def test_error_feedback_is_what_makes_it_converge(method):
+@both_methods
+def test_sgd_converges_with_error_feedback_only(method):
     exact = 0.99**400  # of SGD without compression
     assert exact / 3 < distance(method(rank=2)) < 3 * exact
     assert distance(method(rank=2, error_feedback=False)) > 20 * exact
 
 
-def test_reuse_is_worth_it():
-    """The ACP paper's Fig. 7: a random factor in every step instead of the last one's converges more slowly."""
+def test_reuse_converges_faster():
+    """ACP-SGD paper, figure 7: a random factor in each step converges more slowly."""
     assert distance(ACPSGD(rank=2, reuse=False)) > 2 * distance(ACPSGD(rank=2))
 
 
-def test_a_warm_start_is_a_power_iteration():
+def test_warm_start_is_a_power_iteration():
     grad = normal(64, 64, seed=3) @ torch.diag(torch.logspace(0, -1.5, 64))
     values = torch.linalg.svdvals(grad.double())
     best = values[2:].norm() / values.norm()
 
-    def left(**options):
+    def error(**options):
         group = LocalGroup(PowerSGD(rank=2, error_feedback=False, **options), 1)
         for _ in range(30):
             average = group.average([grad], "w")[0]
         return (average - grad).norm() / grad.norm()
 
-    assert best * (1 - 1e-6) < left() < 1.01 * best
-    assert left(warm_start=False) > 1.05 * best
+    assert best * (1 - 1e-6) < error() < 1.01 * best
+    assert error(warm_start=False) > 1.05 * best
 
 
-def test_states_of_several_parameters_do_not_mix():
+def test_parameters_have_separate_states():
     group = LocalGroup(ACPSGD(rank=2), 2)
     alone = {name: LocalGroup(ACPSGD(rank=2), 2) for name in "ab"}
     for step in range(4):
@@ -315,8 +316,8 @@ def test_states_of_several_parameters_do_not_mix():
             assert torch.equal(group.average(grads, name)[0], alone[name].average(copy.deepcopy(grads), name)[0])
 
 
-@BOTH
+@both_methods
 @pytest.mark.parametrize("rank", [0, -1, 1.5, "4"])
-def test_bad_ranks(method, rank):
+def test_invalid_rank(method, rank):
     with pytest.raises(ValueError, match=f"{method.__name__}: got rank = {rank!r}, expected an integer >= 1"):
         method(rank=rank)

@@ -1,4 +1,4 @@
-"""A method for each layer."""
+"""PerLayer: rules, states and errors."""
 
 import io
 import pickle
@@ -20,7 +20,7 @@ def mixed():
     return PerLayer([(r"^fc\.", NoCompression()), (lambda name, shape: len(shape) == 4, TopK(theta=0.9))], FFTRange())
 
 
-def grads(step, size):
+def gradients(step, size):
     generator = torch.Generator().manual_seed(step)
     return {name: [torch.randn(shape, generator=generator) for _ in range(size)] for name, shape in SHAPES.items()}
 
@@ -29,7 +29,7 @@ def part_of(compressor, name):
     return compressor.method_for(name, torch.Size(SHAPES[name]))
 
 
-def test_the_first_rule_that_fits_decides():
+def test_first_matching_rule_applies():
     compressor = mixed()
     kinds = {name: type(part_of(compressor, name)) for name in SHAPES}
     assert kinds == {
@@ -42,22 +42,22 @@ def test_the_first_rule_that_fits_decides():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_parameter_gets_what_its_method_alone_would_give(size):
+def test_averages_equal_those_of_each_method_alone(size):
     group = LocalGroup(mixed(), size)
     alone = {name: LocalGroup(part_of(mixed(), name), size) for name in SHAPES}
     for step in range(3):
-        for name, of_ranks in grads(step, size).items():
+        for name, of_ranks in gradients(step, size).items():
             averages = group.average(of_ranks, name)
-            wanted = alone[name].average(of_ranks, name)
-            assert all(torch.equal(a, w) for a, w in zip(averages, wanted))
+            expected = alone[name].average(of_ranks, name)
+            assert all(torch.equal(a, w) for a, w in zip(averages, expected))
     assert group.bytes_sent == sum(g.bytes_sent for g in alone.values())
     dense = sum(g.compressors[0].traffic.bytes_dense for g in alone.values())
     assert group.compressors[0].traffic.bytes_dense == dense == 3 * 4 * (1152 + 2000 + 40 + 4096)
     assert set(part_of(group.compressors[0], "conv1.weight").states) == {"conv1.weight"}
 
 
-def test_fused_with_the_others():
-    of_ranks = grads(0, 2)
+def test_fused_equals_separate():
+    of_ranks = gradients(0, 2)
     compressors = [mixed().clone() for _ in range(2)]
     together = drive(
         [fused([averaged(c, g[r].clone(), n, r, 2) for n, g in of_ranks.items()]) for r, c in enumerate(compressors)]
@@ -68,16 +68,16 @@ def test_fused_with_the_others():
         assert torch.equal(together[1][i], together[0][i])
 
 
-def test_state_survives_a_file():
+def test_state_dict_survives_torch_save():
     through, stopped, resumed = (LocalGroup(mixed(), 1) for _ in range(3))
     for step in range(3):
-        for name, of_ranks in grads(step, 1).items():
+        for name, of_ranks in gradients(step, 1).items():
             through.average(of_ranks, name), stopped.average(of_ranks, name)
     file = io.BytesIO()
     torch.save(stopped.compressors[0].state_dict(), file)
     file.seek(0)
     resumed.compressors[0].load_state_dict(torch.load(file, weights_only=True))
-    for name, of_ranks in grads(3, 1).items():
+    for name, of_ranks in gradients(3, 1).items():
         assert torch.equal(resumed.average(of_ranks, name)[0], through.average(of_ranks, name)[0])
     with pytest.raises(ValueError, match="got the states of 3 compressors, expected 2: one for each of its parts"):
         PerLayer([("fc", TopK())]).load_state_dict(mixed().state_dict())
@@ -89,22 +89,22 @@ def test_state_survives_a_file():
         mixed().load_state_dict(TopK().state_dict())
 
 
-def test_a_pickle_goes_on_where_it_was_made():
-    """As one does that is handed to torch.multiprocessing.spawn."""
+def test_pickle_keeps_the_state():
+    """torch.multiprocessing.spawn pickles its arguments."""
     compressor = PerLayer([(r"^fc\.", TopK(theta=0.9)), (re.compile("conv"), FFTRange())])
     group = LocalGroup(compressor, 1)
     for step in range(2):
-        for name, of_ranks in grads(step, 1).items():
+        for name, of_ranks in gradients(step, 1).items():
             group.average(of_ranks, name)
     copied = pickle.loads(pickle.dumps(group.compressors[0]))
     assert copied == compressor and copied.digest == compressor.digest
     assert all(part.traffic is copied.traffic for part in copied.parts)
-    for name, (grad,) in grads(2, 1).items():
+    for name, (grad,) in gradients(2, 1).items():
         (expected,) = group.average([grad], name)
         assert torch.equal(drive([averaged(copied, grad.clone(), name)])[0], expected)
 
 
-def test_clones_share_nothing_and_the_digest_covers_rules_and_parts():
+def test_clone_and_digest():
     compressor = PerLayer([("fc", TopK())], Cast(), min_numel=7)
     clone = compressor.clone()
     assert clone == compressor and clone.digest == compressor.digest
@@ -121,7 +121,7 @@ def test_clones_share_nothing_and_the_digest_covers_rules_and_parts():
     assert one.digest == two.digest
 
 
-def test_rounds_and_bypass_are_those_of_the_parts():
+def test_rounds_and_bypass_follow_the_parts():
     assert mixed().rounds == 1
     assert PerLayer([("fc", TopK(exchange="scatter_reduce"))]).rounds == 2
     assert PerLayer([("fc", TopK())]).bypasses(torch.zeros(50))
@@ -149,7 +149,7 @@ def test_rounds_and_bypass_are_those_of_the_parts():
         (lambda: gradzip.parse("per-layer:fc=topk,["), "got the rule '\\['"),
     ],
 )
-def test_impossible_settings(make, message):
+def test_invalid_arguments(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -163,5 +163,5 @@ def test_impossible_settings(make, message):
         ("per-layer:.=fft-range(value_range=(-1, 2))", PerLayer([(".", FFTRange(value_range=(-1, 2)))])),
     ],
 )  # fmt: skip
-def test_specifications(spec, compressor):
+def test_parse(spec, compressor):
     assert gradzip.parse(spec) == compressor

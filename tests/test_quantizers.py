@@ -1,4 +1,4 @@
-"""QSGD and TernGrad as methods: unbiased, small, and the same on all ranks."""
+"""QSGD and TernGrad: expectation and variance, sizes, shared scales and overflow."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def padded(nbytes):
 
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize("arguments", [{}, {"bits": 2, "norm": "max"}, {"bits": 3, "bucket": 2000, "coding": "packed"}])
-def test_qsgd_is_unbiased_with_the_variance_of_its_rounding(name, arguments):
+def test_qsgd_is_unbiased_with_the_papers_variance(name, arguments):
     codec, grad = gradzip.QSGD(**arguments), GRADIENTS[name]
     x = grad.reshape(-1).double().numpy()
     s = 2 ** (codec.bits - 1) - 1
@@ -31,12 +31,12 @@ def test_qsgd_is_unbiased_with_the_variance_of_its_rounding(name, arguments):
     norms = np.concatenate([np.full(b.size, np.linalg.norm(b, order)) for b in buckets])
     level = np.divide(s * np.abs(x), norms, out=np.zeros_like(x), where=norms > 0)
     fraction = level - np.floor(level)
-    fraction[np.minimum(fraction, 1 - fraction) < 1e-6] = 0  # a whole number, to rounding
+    fraction[np.minimum(fraction, 1 - fraction) < 1e-6] = 0  # whole numbers, up to rounding
     assert_unbiased(codec, grad, x, norms / s, fraction)
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (33, 31), (64, 700)])
-def test_qsgd_sizes(shape):
+def test_qsgd_bytes(shape):
     grad = torch.randn(shape)
     n = grad.numel()
     for bits, bucket in ((2, 512), (4, 512), (8, 64), (16, 100000)):
@@ -49,11 +49,11 @@ def test_qsgd_sizes(shape):
             stream, _ = ops.elias_quantize(grad, bits, bucket, norm, Key(0, 0, "gradient", 0).bits)
             approximated, nbytes = gradzip.roundtrip(elias, grad)
             assert nbytes == min(limit, padded(48 + 4 * -(-n // bucket) + stream.numel()))
-            assert norm == "max" or torch.equal(approximated, approximation)  # the coding does not change the levels
+            assert norm == "max" or torch.equal(approximated, approximation)  # both codings code the same levels
 
 
-def test_elias_is_worth_it_on_real_gradients():
-    """DESIGN's bound is 4 bits an element; most levels being 0, it takes less than half of that, header and all."""
+def test_elias_bytes_of_real_gradients():
+    """Most levels are 0, so they take less than 2 bits an element, headers included, instead of 4."""
     grads = resnet20_gradients()
     numel = sum(g.numel() for g in grads.values())
     nbytes = sum(gradzip.roundtrip(gradzip.QSGD(bits=4), g)[1] for g in grads.values())
@@ -62,8 +62,8 @@ def test_elias_is_worth_it_on_real_gradients():
         assert 8 * gradzip.roundtrip(gradzip.QSGD(bits=4), g)[1] <= 4 * g.numel()
 
 
-def test_elias_falls_back_to_packed_where_that_is_shorter():
-    grad = torch.where(torch.randn(64, 64) > 0, 1.0, -1.0)  # every level is the top one
+def test_elias_falls_back_to_packed_levels():
+    grad = torch.where(torch.randn(64, 64) > 0, 1.0, -1.0)  # all levels are +s or -s
     payload = gradzip.QSGD(norm="max").encode(grad, Key(0, 0, "w", 0))
     assert payload.numel() == padded(48 + 4 * 8 + 64 * 64 // 2)
     assert torch.equal(gradzip.QSGD(norm="max").decode([payload], 64 * 64).view(64, 64), grad)
@@ -86,18 +86,18 @@ def test_terngrad_is_unbiased_about_the_clipped_gradient(name, clip):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_constant_gradient_arrives_whole(shared):
+def test_constant_gradients_are_exact(shared):
     grad = torch.full((64, 64), -1e-3)
     for average in gradzip.simulate(gradzip.TernGrad(shared_scale=shared), [grad, grad, grad]):
         torch.testing.assert_close(average, grad, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_shared_scale_is_the_largest_of_the_ranks(size):
+def test_shared_scale_is_the_maximum_over_ranks(size):
     grads = [(rank + 1) * torch.randn(SHAPE) for rank in range(size)]
     scales = [np.abs(clipped(g.double().numpy(), 2.5)).max() for g in grads]
     average = gradzip.simulate(gradzip.TernGrad(), grads)[0].double().numpy() * size / max(scales)
-    assert np.abs(average - average.round()).max() < 1e-5  # whole multiples: all ranks drew with one scale
+    assert np.abs(average - average.round()).max() < 1e-5  # integers: all ranks used one scale
     assert np.abs(average).max() <= size + 1e-5
     if size > 1:
         own = gradzip.simulate(gradzip.TernGrad(shared_scale=False), grads)[0].double().numpy() * size / max(scales)
@@ -105,7 +105,7 @@ def test_shared_scale_is_the_largest_of_the_ranks(size):
 
 
 def test_shared_scale_averages_are_unbiased():
-    """Two ranks of which one's gradient is a tenth: against the mean of the two clipped ones, two-sided."""
+    """The gradients differ by a factor of 10. Mean and variance are those of the mean of clipped gradients."""
     a, b = GRADIENTS["normal"], GRADIENTS["normal"].flip(0) / 10
     group, steps = gradzip.LocalGroup(gradzip.TernGrad(), 2), 300
     total = sum(group.average([a, b], "w")[0].double() for _ in range(steps)).numpy()
@@ -116,10 +116,10 @@ def test_shared_scale_averages_are_unbiased():
     assert abs(error.sum() / variance.sum() - 1) < 5 * np.sqrt(2 * 1.2 * (variance**2).sum()) / variance.sum()
 
 
-def test_owners_of_shards_cut_nothing_off_averages():
-    """Along a sparse gradient, whose sigma is small: by the spread of the draws, which must tell a tenth."""
+def test_owners_of_shards_do_not_clip_averages():
+    """A sparse gradient has a small sigma, and would lose a third. Tested by its projection, to within a tenth."""
     grads = [GRADIENTS["mostly zero"] + 0.01 * torch.randn(SHAPE) for _ in range(3)]
-    shards = zip(*[np.array_split(g.double().numpy(), 3) for g in grads])  # each is cut off by itself
+    shards = zip(*[np.array_split(g.double().numpy(), 3) for g in grads])  # each shard is clipped separately
     mean = np.concatenate([sum(clipped(shard, 2.5) for shard in of_ranks) / 3 for of_ranks in shards])
     group = gradzip.LocalGroup(gradzip.TernGrad(shared_scale=False, exchange="scatter_reduce"), 3)
     along = [(group.average(grads, "w")[0].double().numpy() * mean).sum() / (mean**2).sum() for _ in range(400)]
@@ -129,20 +129,20 @@ def test_owners_of_shards_cut_nothing_off_averages():
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (31, 37), (64, 700)])
-def test_terngrad_sizes(shape):
+def test_terngrad_bytes(shape):
     grad = torch.randn(shape)
     own = padded(48 + -(-grad.numel() // 5))
     assert gradzip.roundtrip(gradzip.TernGrad(shared_scale=False, min_numel=0), grad)[1] == own
     assert gradzip.roundtrip(gradzip.TernGrad(min_numel=0), grad)[1] == own + 48
 
 
-def test_terngrad_takes_two_bits_on_real_gradients():
+def test_terngrad_bytes_of_real_gradients():
     for g in resnet20_gradients().values():
         assert 1.6 < 8 * gradzip.roundtrip(gradzip.TernGrad(), g)[1] / g.numel() <= 2.0
 
 
-def test_a_non_finite_gradient_ends_the_step_after_the_first_round():
-    """All ranks see it in the scales, so no rank waits for the others' signs."""
+def test_non_finite_gradient_skips_the_second_round():
+    """All ranks see it in the gathered scales, so no rank starts the second round."""
     grads = [torch.randn(64, 64), torch.randn(64, 64)]
     grads[1][5, 5] = float("nan")
     group = gradzip.LocalGroup(gradzip.TernGrad(), 2)
@@ -151,8 +151,8 @@ def test_a_non_finite_gradient_ends_the_step_after_the_first_round():
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_norm_beyond_the_largest_float_is_a_non_finite_gradient(shared):
-    """That of 64 x 64 equal numbers is 64 times such a number; without it there is no sigma to clip at."""
+def test_overflow_of_the_norm_is_non_finite(shared):
+    """The norm of 64 x 64 equal numbers is 64 times that number. It is needed for sigma only, so not without clip."""
     for size, clip, finite in ((2.0**121, 2.5, True), (2.0**122, 2.5, False), (2.0**122, None, True)):
         grad = torch.full((64, 64), size)
         for average in gradzip.simulate(gradzip.TernGrad(clip=clip, shared_scale=shared), [grad, grad]):
@@ -163,7 +163,7 @@ def test_a_norm_beyond_the_largest_float_is_a_non_finite_gradient(shared):
 
 
 @pytest.mark.parametrize("spec", ["qsgd", "qsgd:coding=packed", "terngrad", "terngrad:shared_scale=False"])
-def test_ranks_and_steps_draw_their_own_numbers(spec):
+def test_random_draws_depend_on_every_part_of_the_key(spec):
     codec, grad = gradzip.parse(spec), torch.randn(64, 64)
     keys = [Key(0, 0, "w", 0), Key(0, 0, "w", 1), Key(0, 1, "w", 0), Key(0, 0, "v", 0), Key(1, 0, "w", 0)]
     bodies = {codec.encode(grad, key)[48:].numpy().tobytes() for key in keys}
@@ -171,7 +171,7 @@ def test_ranks_and_steps_draw_their_own_numbers(spec):
 
 
 @pytest.mark.parametrize("spec", ["qsgd", "qsgd:coding=packed", "terngrad"])
-def test_sections_that_do_not_fit_are_refused(spec):
+def test_corrupt_payloads_are_refused(spec):
     codec, grad = gradzip.parse(spec), torch.randn(64, 64)
     payload = codec.encode(grad, Key(0, 0, "w", 0))
     fields = bytes(payload[32:48].tolist())
@@ -195,6 +195,6 @@ def test_sections_that_do_not_fit_are_refused(spec):
         (lambda: gradzip.TernGrad(shared_scale=1), "TernGrad: got shared_scale = 1, expected True or False"),
     ],
 )
-def test_impossible_settings(make, message):
+def test_invalid_arguments(make, message):
     with pytest.raises(ValueError, match=message):
         make()

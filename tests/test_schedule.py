@@ -1,3 +1,5 @@
+"""Schedules of theta."""
+
 import math
 
 import numpy as np
@@ -10,7 +12,7 @@ from gradzip import DiminishingTheta, StepSchedule
 from gradzip.schedule import theta_at
 from reference import examples
 
-WRONG = [-0.1, 1.0, 1, 2.0, math.nan, math.inf, "0.5", None, [0.5], 0.5j, torch.tensor([0.1, 0.2])]
+INVALID = [-0.1, 1.0, 1, 2.0, math.nan, math.inf, "0.5", None, [0.5], 0.5j, torch.tensor([0.1, 0.2])]
 
 
 def sgd(*rates: float) -> torch.optim.Optimizer:
@@ -18,24 +20,24 @@ def sgd(*rates: float) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("theta", [0, 0.0, 0.85, 1 - 2**-53, np.float64(0.5)])
-def test_a_number_is_the_same_at_every_step(theta):
+def test_fixed_theta(theta):
     for step in (0, 1, 10**9):
         value = theta_at(theta, step)
         assert value == theta and type(value) is float
 
 
-def test_any_callable_will_do():
+def test_callable_theta():
     assert [theta_at(lambda step: 0.9 / (1 + step), step) for step in (0, 1, 2)] == [0.9, 0.45, 0.3]
 
 
-@pytest.mark.parametrize("theta", WRONG)
-def test_wrong_theta(theta):
+@pytest.mark.parametrize("theta", INVALID)
+def test_invalid_theta(theta):
     with pytest.raises(ValueError, match=r"got theta = .*, expected a number in \[0, 1\)"):
         theta_at(theta, 0)
 
 
-@pytest.mark.parametrize("theta", WRONG)
-def test_a_wrong_value_names_its_step(theta):
+@pytest.mark.parametrize("theta", INVALID)
+def test_error_names_the_step(theta):
     with pytest.raises(ValueError, match=r"got theta = .* at step 17, expected a number in \[0, 1\)"):
         theta_at(lambda step: theta if step == 17 else 0.5, 17)
 
@@ -52,7 +54,7 @@ def test_a_wrong_value_names_its_step(theta):
 def test_step_schedule_holds_the_last_value(thetas, first, step):
     thetas[0] = first
     expected = first
-    for at in range(step + 1):  # the definition, walked
+    for at in range(step + 1):  # walk through all steps
         expected = thetas.get(at, expected)
     assert StepSchedule(thetas)(step) == expected
 
@@ -63,12 +65,12 @@ def test_step_schedule_in_any_order():
 
 
 @pytest.mark.parametrize("thetas", [{}, {1: 0.5}, {5: 0.5, 10: 0.2}])
-def test_step_schedule_begins_at_step_0(thetas):
+def test_step_schedule_requires_step_0(thetas):
     with pytest.raises(ValueError, match=r"StepSchedule: got steps \[.*\], expected step 0 among them"):
         StepSchedule(thetas)
 
 
-@pytest.mark.parametrize("theta", WRONG)
+@pytest.mark.parametrize("theta", INVALID)
 def test_step_schedule_checks_every_value(theta):
     with pytest.raises(ValueError, match="got theta = .*, expected"):
         StepSchedule({0: 0.5, 100: theta})
@@ -99,7 +101,7 @@ def test_diminishing_theta_under_a_torch_scheduler():
     assert thetas == pytest.approx([0.5, 0.5, 0.25, 0.25, 0.125, 0.125])
 
 
-def test_diminishing_theta_takes_the_largest_rate():
+def test_diminishing_theta_uses_the_largest_learning_rate():
     assert DiminishingTheta(sgd(0.01, 0.36, 0.04), lipschitz=1.0)(0) == pytest.approx(0.6)
     assert DiminishingTheta(sgd(0.36), lipschitz=0.0)(0) == 0.0
 
@@ -110,17 +112,17 @@ def test_diminishing_theta_is_bounded():
 
 
 @pytest.mark.parametrize("lipschitz", [-1.0, -1e-300, math.nan])
-def test_wrong_lipschitz(lipschitz):
+def test_invalid_lipschitz(lipschitz):
     with pytest.raises(ValueError, match=f"DiminishingTheta: got lipschitz = {lipschitz}, expected a number >= 0"):
         DiminishingTheta(sgd(0.1), lipschitz)
 
 
 @pytest.mark.parametrize("most", [1.0, -0.1, math.nan])
-def test_wrong_bound(most):
+def test_invalid_most(most):
     with pytest.raises(ValueError, match="got theta = .*, expected"):
         DiminishingTheta(sgd(0.1), 1.0, most=most)
 
 
-def test_a_learning_rate_that_is_a_tensor():
+def test_tensor_learning_rate():
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=torch.tensor(0.25))
     assert theta_at(DiminishingTheta(optimizer, lipschitz=1.0), 0) == 0.5

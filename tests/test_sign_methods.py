@@ -1,4 +1,4 @@
-"""Sign-SGD and 1-bit SGD as methods: the vote, the means, error feedback and sizes."""
+"""Sign-SGD and 1-bit SGD: votes, means, error feedback and sizes."""
 
 from dataclasses import dataclass
 
@@ -24,12 +24,12 @@ def vote(grads):
 # --- Sign-SGD
 
 
-@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("error_feedback", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_majority_is_the_sign_of_the_sum_of_signs(size, feedback):
+def test_majority_vote(size, error_feedback):
     grads = [(rank + 1) * torch.randn(64, 64) for rank in range(size)]
-    averages = gradzip.simulate(gradzip.SignSGD(error_feedback=feedback), grads)
-    scale = sum(g.abs().double().mean().item() for g in grads) / size if feedback else 1.0
+    averages = gradzip.simulate(gradzip.SignSGD(error_feedback=error_feedback), grads)
+    scale = sum(g.abs().double().mean().item() for g in grads) / size if error_feedback else 1.0
     assert (averages[0].abs() - scale).abs().max() <= 1e-6 * scale
     decided = vote(grads) != 0
     assert decided.all() == bool(size % 2)
@@ -37,16 +37,16 @@ def test_majority_is_the_sign_of_the_sum_of_signs(size, feedback):
     assert all(torch.equal(a, averages[0]) for a in averages)
 
 
-def test_without_majority_it_is_the_mean_of_scaled_signs():
+def test_without_majority():
     grads = [(rank + 1) * torch.randn(64, 64) for rank in range(3)]
-    for feedback in (False, True):
-        average = gradzip.simulate(gradzip.SignSGD(majority=False, error_feedback=feedback), grads)[0]
+    for error_feedback in (False, True):
+        average = gradzip.simulate(gradzip.SignSGD(majority=False, error_feedback=error_feedback), grads)[0]
         torch.testing.assert_close(average, sum(g.abs().mean() * g.sign() for g in grads) / 3, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ties_and_zeros_lean_to_neither_side(size):
-    """Two camps, or nothing but zeros: over elements of a step, and for each element over many steps."""
+def test_ties_and_zeros_are_unbiased(size):
+    """Ties and zeros average to 0 over the elements of a step, and over steps for each element."""
     x = torch.randn(64, 64)
     cases = [[torch.zeros(64, 64)] * size]
     if size > 1:
@@ -57,11 +57,11 @@ def test_ties_and_zeros_lean_to_neither_side(size):
         assert (steps.abs() == 1).all()
         assert abs(steps.mean().item()) < 5 / np.sqrt(steps.numel())
         assert steps.mean(0).abs().max() < 5.5 / np.sqrt(200)  # of 4096 elements
-        # Each step tosses anew: a step agrees with the next in half of the elements.
+        # Coins differ between steps: consecutive steps agree in half of the elements.
         assert abs((steps[1:] * steps[:-1]).mean().item()) < 5 / np.sqrt(steps.numel())
 
 
-def test_an_element_of_zero_is_a_coin_of_each_rank():
+def test_signs_of_zeros_differ_between_ranks():
     zeros = torch.zeros(64, 64)
     codec = gradzip.SignSGD()
     bodies = {codec.encode(zeros, Key(0, 0, "w", rank))[48:].numpy().tobytes() for rank in range(4)}
@@ -70,8 +70,8 @@ def test_an_element_of_zero_is_a_coin_of_each_rank():
 
 
 @pytest.mark.parametrize("majority", [False, True])
-def test_a_sum_beyond_the_largest_float_is_a_non_finite_gradient(majority):
-    """That of 64 x 64 equal numbers is 4096 times such a number."""
+def test_overflow_of_the_scale_is_non_finite(majority):
+    """The sum of 64 x 64 equal numbers is 4096 times that number."""
     for size, finite in ((2.0**115, True), (2.0**116, False)):
         group = gradzip.LocalGroup(gradzip.SignSGD(majority=majority), 2)
         grad = torch.full((64, 64), size)
@@ -80,7 +80,7 @@ def test_a_sum_beyond_the_largest_float_is_a_non_finite_gradient(majority):
         assert [c.states["w"].step for c in group.compressors] == [finite] * 2
 
 
-def test_a_sign_costs_a_bit():
+def test_signsgd_bytes():
     for shape in ((32, 32), (31, 37), (512, 512)):
         grad = torch.randn(shape)
         for spec in ("signsgd:min_numel=0", "signsgd:min_numel=0,majority=False", "signsgd:error_feedback=False"):
@@ -89,8 +89,8 @@ def test_a_sign_costs_a_bit():
     assert 8 * gradzip.roundtrip(gradzip.SignSGD(), torch.randn(512, 512))[1] < 1.002 * 512 * 512
 
 
-def test_feedback_is_of_what_this_rank_sent():
-    """Sent + residual = gradients on every rank, whatever the vote; over the group too, where there is none."""
+def test_residual_is_what_this_rank_did_not_send():
+    """Sum of what a rank sent + residual = sum of its gradients, for any vote."""
 
     @dataclass
     class Recorded(gradzip.SignSGD):
@@ -112,7 +112,7 @@ def test_feedback_is_of_what_this_rank_sent():
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("compressor", [gradzip.SignSGD(majority=False), gradzip.OneBitSGD()], ids=repr)
-def test_averages_and_mean_residual_are_the_gradients(compressor, size):
+def test_error_feedback_conserves_the_sum(compressor, size):
     group, steps = gradzip.LocalGroup(compressor, size), 50
     total = torch.zeros(64, 64, dtype=torch.float64)
     largest = 0.0
@@ -121,7 +121,7 @@ def test_averages_and_mean_residual_are_the_gradients(compressor, size):
         total += group.average(grads, "w")[0].double() - sum(g.double() for g in grads) / size
         largest = max(largest, *(c.states["w"].residual.abs().max().item() for c in group.compressors))
     residual = sum(c.states["w"].residual.double() for c in group.compressors) / size
-    # Per step: add the residual, average over the ranks, subtract; each rounds numbers below 2 * largest.
+    # A step adds the residual, averages over the ranks and subtracts; each rounds numbers below 2 * largest.
     bound = steps * (2 + size) * 2**-24 * 2 * largest
     assert (total + residual).abs().max() < bound < 1e-3 * residual.abs().max()
 
@@ -130,7 +130,7 @@ def test_averages_and_mean_residual_are_the_gradients(compressor, size):
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (16, 8, 3, 3), (7, 300)])
-def test_one_bit_is_the_means_of_either_side_of_a_row(shape):
+def test_onebit_decodes_to_row_means(shape):
     grad = torch.randn(shape)
     x = grad.double().reshape(shape[0], -1)
     expected = torch.empty_like(x)
@@ -139,13 +139,13 @@ def test_one_bit_is_the_means_of_either_side_of_a_row(shape):
     approximation, nbytes = gradzip.roundtrip(gradzip.OneBitSGD(), grad)
     torch.testing.assert_close(approximation.double().view_as(x), expected, rtol=1e-6, atol=0)
     assert nbytes == padded(48 + 8 * shape[0] + -(-grad.numel() // 8))
-    # Lossless for two values a row.
+    # Exact for rows of two values.
     two = torch.where(grad.reshape(shape[0], -1) > 0, 2.0, -0.5).view(shape)
     torch.testing.assert_close(gradzip.roundtrip(gradzip.OneBitSGD(), two)[0], two)
 
 
-def test_one_bit_on_real_gradients():
-    """1 bit each, 64 for each filter, and the header."""
+def test_onebit_bytes_of_real_gradients():
+    """1 bit for each element, 64 for each filter, and the header."""
     grads = resnet20_gradients()
     numel, filters = sum(g.numel() for g in grads.values()), sum(g.shape[0] for g in grads.values())
     nbytes = sum(gradzip.roundtrip(gradzip.OneBitSGD(), g)[1] for g in grads.values())
@@ -153,8 +153,8 @@ def test_one_bit_on_real_gradients():
     assert least <= nbytes < least + 16 * len(grads)
 
 
-def test_rows_that_are_too_short_are_not_compressed():
-    """Two means for every two elements would be more than the elements."""
+def test_onebit_bypasses_short_rows():
+    """The means of a row would take as many bytes as its two elements."""
     for shape, fits in (((1024, 1), False), ((1024, 2), False), ((1024, 3), True), ((1024, 1, 3, 3), True)):
         grad = torch.randn(shape)
         approximation, nbytes = gradzip.roundtrip(gradzip.OneBitSGD(), grad)
@@ -162,14 +162,14 @@ def test_rows_that_are_too_short_are_not_compressed():
         assert (nbytes < 4 * grad.numel()) == fits
 
 
-def test_votes_and_means_of_shards():
-    """What owners encode again are signs of one size: nothing is lost, but for scales of their own."""
+def test_scatter_reduce():
+    """A vote has elements of one magnitude, so the second compression is exact. Each shard has its own scale."""
     grads = [(rank + 1) * torch.randn(60, 64) for rank in range(3)]
     average = gradzip.simulate(gradzip.SignSGD(exchange="scatter_reduce"), grads)[0]
     assert torch.equal(average.sign(), vote(grads).sign())
     rows = [g[:20].abs().mean() for g in grads]
     torch.testing.assert_close(average[:20].abs(), (sum(rows) / 3).expand(20, 64))
-    # Pieces of one row are rows themselves, and cost two means each.
+    # A piece of a row counts as a row, and has its own means.
     grads = [torch.randn(1, 4096) for _ in range(4)]
     group = gradzip.LocalGroup(gradzip.OneBitSGD(exchange="scatter_reduce"), 4)
     group.average(grads, "w")
@@ -180,7 +180,7 @@ def test_votes_and_means_of_shards():
 
 
 @pytest.mark.parametrize("spec", ["signsgd", "signsgd:majority=False", "onebit"])
-def test_payloads_that_do_not_fit_are_refused(spec):
+def test_corrupt_payloads_are_refused(spec):
     codec, grad = gradzip.parse(spec), torch.randn(64, 64)
     payload = codec.encode(grad, Key(0, 0, "w", 0))
     fields = bytes(payload[32:48].tolist())
@@ -193,7 +193,7 @@ def test_payloads_that_do_not_fit_are_refused(spec):
                 codec.decode([*others, codec.seal(payload.clone(), N, True, wrong)], N)
 
 
-def test_impossible_settings():
+def test_invalid_arguments():
     with pytest.raises(ValueError, match="SignSGD: got majority = 2, expected True or False"):
         gradzip.SignSGD(majority=2)
     with pytest.raises(ValueError, match="SignSGD: got error_feedback = 'no', expected True or False"):

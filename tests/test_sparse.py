@@ -1,4 +1,4 @@
-"""TopK, RandomK and DGC: what each keeps, what it costs, and what error feedback gives back."""
+"""TopK, RandomK and DGC: elements kept, payload sizes, and error feedback."""
 
 import dataclasses
 import math
@@ -20,27 +20,27 @@ def gaussian(*shape, seed=0):
 
 
 def gradients():
-    """Real ones, and such as are awkward."""
+    """Real gradients and edge cases."""
     yield from resnet20_gradients().values()
     yield gaussian(100, 130)
     yield torch.zeros(64, 64)
-    yield torch.full((64, 64), -0.25)  # nothing but ties
+    yield torch.full((64, 64), -0.25)  # ties only
     yield gaussian(1000, 101) ** 3
     yield torch.where(gaussian(64, 64, seed=1) > 2.5, gaussian(64, 64), torch.zeros(64, 64))
 
 
-def kept(numel, theta):
+def num_kept(numel, theta):
     return max(1, round((1 - theta) * numel))
 
 
-# --- what is kept
+# --- elements kept
 
 
 @pytest.mark.parametrize("theta", [0.0, 0.5, 0.9, 0.99, 0.999])
-def test_topk_error_is_exactly_the_energy_of_the_tail(theta):
-    """The best approximation by k elements, so at most (1 - k / n) |g|^2; what is kept is kept to the bit."""
+def test_topk_error_is_the_energy_of_the_tail(theta):
+    """The error is that of the best approximation by k elements, at most (1 - k / n) |g|^2. Kept values are exact."""
     for grad in gradients():
-        k = kept(grad.numel(), theta)
+        k = num_kept(grad.numel(), theta)
         approximation, _ = roundtrip(TopK(theta=theta), grad)
         order = by_magnitude(grad.numpy().reshape(-1))
         expected = np.zeros(grad.numel(), np.float32)
@@ -53,8 +53,8 @@ def test_topk_error_is_exactly_the_energy_of_the_tail(theta):
 
 
 @pytest.mark.parametrize("bits", [2, 6, 8, 10, 16])
-def test_range_float_values_add_their_rounding_and_nothing_else(bits):
-    """Kept and dropped elements are disjoint: squared errors add up. 2 bits are one number for each sign."""
+def test_range_floats_add_only_rounding(bits):
+    """Rounding changes kept elements only. With 2 bits, all kept elements of a sign have the same magnitude."""
     least, most = {2: (0.1, 1.0), 6: (3e-3, 0.1), 8: (1e-3, 0.03), 10: (3e-4, 0.01), 16: (3e-6, 2e-4)}[bits]
     for grad in resnet20_gradients().values():
         exact, _ = roundtrip(TopK(theta=0.9), grad)
@@ -71,17 +71,17 @@ def test_sampled_selection_keeps_about_k(theta):
     cases += resnet20_gradients().values()
     inexact = 0
     for grad in cases:
-        k = kept(grad.numel(), theta)
+        k = num_kept(grad.numel(), theta)
         approximation, _ = roundtrip(TopK(theta=theta, select="sampled"), grad)
         count = approximation.count_nonzero().item()
         assert 0.9 * k <= count <= 1.1 * k
         dropped = grad[approximation == 0].abs().max() if count < grad.numel() else 0
-        assert approximation[approximation != 0].abs().min() >= dropped  # a threshold, whichever it is
+        assert approximation[approximation != 0].abs().min() >= dropped  # the selection is by some threshold
         inexact += count != k
-    assert inexact >= 3  # the large ones were sampled
+    assert inexact >= 3  # large gradients are sampled
 
 
-def test_sampled_selection_of_mostly_zeros_sends_what_is_not_zero():
+def test_sampled_selection_of_mostly_zeros():
     grad = torch.zeros(1000, 1003)
     grad[::100, ::100] = gaussian(10, 11)
     approximation, nbytes = roundtrip(TopK(theta=0.9, select="sampled"), grad)
@@ -110,7 +110,7 @@ def test_randomk_averages_the_same_elements_on_all_ranks(size):
 
 def test_randomk_contracts_with_error_feedback_and_is_unbiased_without():
     grad = gaussian(32, 33)
-    n, k, draws = grad.numel(), kept(grad.numel(), 0.9), 4000
+    n, k, draws = grad.numel(), num_kept(grad.numel(), 0.9), 4000
     energy, errors = (grad.double() ** 2).sum(), []
     total = torch.zeros(32, 33, dtype=torch.float64)
     for seed in range(draws):
@@ -119,22 +119,22 @@ def test_randomk_contracts_with_error_feedback_and_is_unbiased_without():
         unbiased, _ = roundtrip(RandomK(theta=0.9, seed=seed, error_feedback=False), grad)
         torch.testing.assert_close(unbiased, contracted * (n / k))
         total += unbiased
-    # E|x - C(x)|^2 = (1 - k / n) |x|^2, within the standard error of so many draws.
+    # E|x - C(x)|^2 = (1 - k / n) |x|^2, within 4.5 standard errors.
     error, spread = np.mean(errors), np.std(errors) / math.sqrt(draws)
     assert abs(error - (1 - k / n)) < 4.5 * spread and spread < 0.002
-    # An element is n / k times itself with probability k / n.
+    # An element is sent as n / k times its value, with probability k / n.
     z = (total / draws - grad) / (grad.double().abs() * math.sqrt((n / k - 1) / draws))
     assert z.abs().max() < 4.5 and 0.85 < z.std() < 1.15
 
 
 @pytest.mark.parametrize("method", [TopK(), RandomK(), DGC()], ids=lambda m: type(m).__name__)
-def test_torchs_generator_is_the_users(method):
+def test_torch_generator_is_not_used(method):
     before = torch.get_rng_state()
     roundtrip(method, torch.ones(64, 64))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_inf_that_randomk_does_not_choose_is_everybodys_all_the_same():
+def test_randomk_detects_infinity_in_unchosen_elements():
     grads = [gaussian(64, 64, seed=r) for r in range(2)]
     unchosen = (simulate(RandomK(), grads)[0] == 0).nonzero()[0].tolist()
     grads[1][unchosen[0], unchosen[1]] = math.inf
@@ -161,8 +161,8 @@ def test_dgc_without_momentum_is_topk_with_error_feedback(size, exchange):
 
 
 @pytest.mark.parametrize("clip_norm", [None, 20.0])
-def test_dgc_is_the_algorithm_of_its_paper(clip_norm):
-    """Velocity, residual and masks of two ranks, in NumPy."""
+def test_dgc_equals_algorithm_1(clip_norm):
+    """Compare velocity, residual and averages of two ranks with Algorithm 1 in NumPy."""
     theta, momentum, size = 0.95, 0.9, 2
     group = LocalGroup(DGC(theta=theta, momentum=momentum, clip_norm=clip_norm), size)
     u, v = np.zeros((size, 2000), np.float32), np.zeros((size, 2000), np.float32)
@@ -178,7 +178,7 @@ def test_dgc_is_the_algorithm_of_its_paper(clip_norm):
                 g *= np.float32(min(1.0, scale))
             u[r] = np.float32(momentum) * u[r] + g
             v[r] += u[r]
-            sent = by_magnitude(v[r])[: kept(2000, theta)]
+            sent = by_magnitude(v[r])[: num_kept(2000, theta)]
             expected[sent] += v[r][sent].astype(np.float64) / size
             u[r][sent] = v[r][sent] = 0
         average = group.average(grads, "w")[0]
@@ -189,7 +189,7 @@ def test_dgc_is_the_algorithm_of_its_paper(clip_norm):
     np.testing.assert_allclose(state.residual.numpy().reshape(-1), v[1], rtol=1e-4, atol=1e-5)
 
 
-def test_dgc_gives_what_it_does_not_compress_the_momentum_of_sgd():
+def test_dgc_applies_momentum_to_uncompressed_gradients():
     parameter = torch.nn.Parameter(torch.zeros(300))
     sgd = torch.optim.SGD([parameter], lr=1.0, momentum=0.9)
     group, moved = LocalGroup(DGC(momentum=0.9), 2), torch.zeros(300)
@@ -197,16 +197,16 @@ def test_dgc_gives_what_it_does_not_compress_the_momentum_of_sgd():
         grads = [gaussian(300, seed=10 * step + r) for r in range(2)]
         parameter.grad = (grads[0] + grads[1]) / 2
         sgd.step()
-        if step == 5:  # leaves no trace
-            spoilt = group.average([grads[0], torch.full((300,), math.inf)], "b")[0]
-            assert not spoilt.isfinite().any()
+        if step == 5:  # a non-finite step changes no state
+            non_finite = group.average([grads[0], torch.full((300,), math.inf)], "b")[0]
+            assert not non_finite.isfinite().any()
         moved -= group.average(grads, "b")[0]
     torch.testing.assert_close(moved, parameter.detach(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 3e4), (torch.float32, 1.5e38)])
-def test_a_velocity_that_overflows_leaves_no_trace(dtype, size):
-    """1.9 times this is finite, 2.71 times it is not."""
+def test_overflow_of_the_velocity_changes_no_state(dtype, size):
+    """The velocity after two steps, 1.9 grad, is finite; after three, 2.71 grad, it is not."""
     grad = torch.full((300,), size, dtype=dtype)
     group = LocalGroup(DGC(momentum=0.9), 1)
     once, twice, thrice = [group.average([grad], "b")[0] for _ in range(3)]
@@ -215,7 +215,7 @@ def test_a_velocity_that_overflows_leaves_no_trace(dtype, size):
     torch.testing.assert_close(after, 0.9 * twice, rtol=torch.finfo(dtype).eps, atol=0)
 
 
-def test_dgc_warms_up_exponentially():
+def test_dgc_warmup():
     compressor = DGC(theta=0.999, warmup_steps=8)
     thetas = [0.75, 0.75, 0.9375, 0.9375, 0.984375, 0.984375, 0.99609375, 0.99609375, 0.999, 0.999]
     assert [compressor.theta_at(step) for step in range(10)] == thetas
@@ -223,7 +223,7 @@ def test_dgc_warms_up_exponentially():
     assert DGC().theta_at(0) == 0.999
     group = LocalGroup(compressor, 1)
     for theta in thetas:
-        assert group.average([gaussian(64, 64)], "w")[0].count_nonzero() == kept(4096, theta)
+        assert group.average([gaussian(64, 64)], "w")[0].count_nonzero() == num_kept(4096, theta)
 
 
 # --- error feedback, sizes, errors
@@ -242,21 +242,21 @@ def test_dgc_warms_up_exponentially():
     ],
     ids=["exact", "sampled", "randomk", "dgc", "fft-range"],
 )
-def test_error_feedback_loses_nothing(method, size, exchange):
-    """Sum of averages + mean residual + what owners of shards keep = sum of mean gradients, to rounding."""
+def test_error_feedback_conserves_the_sum(method, size, exchange):
+    """Sum of averages + mean residual + owner residuals = sum of mean gradients, up to rounding."""
     if hasattr(method, "exchange"):
         method = dataclasses.replace(method, exchange=exchange)
     elif exchange != "gather":
-        pytest.skip("not gathered")
+        pytest.skip("the method has no exchange")
     steps, group = 50, LocalGroup(method, size)
-    sent = wanted = torch.zeros(64, 66, dtype=torch.float64)
+    sent = expected = torch.zeros(64, 66, dtype=torch.float64)
     largest = 0.0
     for step in range(steps):
         grads = [gaussian(64, 66, seed=10 * step + r) for r in range(size)]
         averages = group.average(grads, "w")
         assert all(torch.equal(a, averages[0]) for a in averages)
         sent = sent + averages[0].double()
-        wanted = wanted + sum(g.double() for g in grads) / size
+        expected = expected + sum(g.double() for g in grads) / size
         largest = max(largest, max(c.states["w"].residual.abs().max().item() for c in group.compressors))
     states = [c.states["w"] for c in group.compressors]
     residual = sum(s.residual.double() for s in states) / size
@@ -265,15 +265,15 @@ def test_error_feedback_loses_nothing(method, size, exchange):
         assert owned.abs().max() > 1e-3
         residual = residual + owned
     bound = steps * 40 * U * 4 * largest
-    assert (sent + residual - wanted).abs().max() < bound
+    assert (sent + residual - expected).abs().max() < bound
     assert residual.abs().max() > 1e2 * bound
 
 
 @pytest.mark.parametrize("bits", [32, 10, 7, 2])
 @pytest.mark.parametrize("theta", [0.5, 0.9, 0.99, 0.999])
-def test_payload_bytes_are_those_of_the_formula(theta, bits):
+def test_bytes_equal_the_documented_formula(theta, bits):
     for grad in gradients():
-        n, k = grad.numel(), kept(grad.numel(), theta)
+        n, k = grad.numel(), num_kept(grad.numel(), theta)
         flat = grad.reshape(-1)
         indices, _ = gradzip.ops.topk_abs(flat, k)
         coded = gradzip.ops.index_code_nbytes(indices, n)
@@ -284,17 +284,17 @@ def test_payload_bytes_are_those_of_the_formula(theta, bits):
             assert roundtrip(DGC(theta=theta), grad)[1] == nbytes
 
 
-def test_an_element_costs_five_bytes():
-    """The entropy of positions at 1 % is 1.01 bytes. Below 1000 kept ones the 60 bytes of headers show."""
+def test_bytes_per_element():
+    """At theta = 0.99 the entropy of an index is 1.01 bytes. 60 bytes of headers matter below 1000 elements."""
     for shape in [(320, 320), (1000, 1000), (512, 512, 3, 3)]:
         grad = gaussian(*shape)
         for select in ("exact", "sampled"):
             approximation, nbytes = roundtrip(TopK(theta=0.99, select=select), grad)
             assert 5.0 < nbytes / approximation.count_nonzero().item() <= 5.1
-    assert roundtrip(TopK(theta=0.99, bits=8), grad)[1] / kept(grad.numel(), 0.99) < 2.03
+    assert roundtrip(TopK(theta=0.99, bits=8), grad)[1] / num_kept(grad.numel(), 0.99) < 2.03
 
 
-def test_a_schedule_decides_per_step():
+def test_schedule_of_theta():
     for make in (TopK, RandomK, DGC):
         group = LocalGroup(make(theta=gradzip.StepSchedule({0: 0.5, 1: 0.9})), 1)
         counts = [group.average([gaussian(40, 50)], "w")[0].count_nonzero().item() for _ in range(2)]
@@ -318,14 +318,14 @@ def test_a_schedule_decides_per_step():
         (lambda: DGC(warmup_steps=-1), "got warmup_steps = -1, expected an integer >= 0"),
     ],
 )
-def test_impossible_settings(make, message):
+def test_invalid_arguments(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @pytest.mark.parametrize("bits", [32, 8])
-def test_a_decoder_never_trusts_bytes(bits):
-    """Whatever is changed, sealed again so that the checksum holds, or cut off, decodes or is refused."""
+def test_corrupt_payloads_are_decoded_or_refused(bits):
+    """Corrupt or truncated payloads with a valid checksum are decoded or refused."""
     codec = TopK(theta=0.9, bits=bits)
     payload = codec.encode(gaussian(64, 64), KEY)
     with pytest.raises(gradzip.PayloadError):

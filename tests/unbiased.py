@@ -1,4 +1,4 @@
-"""Whether a codec that draws at random is right on average, and as often wrong as its theory says."""
+"""Statistical tests of random codecs: expectation and variance against theory."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ SHAPE = (40, 50)
 
 
 def gradients():
-    """2000 elements (a length that its transform does not pad), awkward in different ways, by name."""
+    """Gradients of 2000 elements, by name. Fourier transforms of this length need no padding."""
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(5))
     one_hot = torch.zeros(SHAPE)
     one_hot[7, 3] = -3.0
@@ -24,12 +24,16 @@ def gradients():
 
 
 def assert_unbiased(codec, grad, mean, size, p, coordinates=None, keys=300):
-    """The mean and the error of what peers see, over many keys, against theory.
+    """Compare the mean and variance of the decoded gradient, over many keys, with theory.
 
-    mean: what it should be on average. In some orthonormal basis it is off by size_k (b_k - p_k), b_k Bernoulli(p_k)
-    and independent: variance size_k^2 p_k (1 - p_k), fourth moment accordingly. coordinates: of the mean in that basis,
-    where it is not the elements' own. Bounds are five standard errors of the statistics, on both sides, so that too
-    little noise fails as well as too much or a bias.
+    In an orthonormal basis, the errors of the decoded gradient are size_k (b_k - p_k) with independent b_k of
+    Bernoulli(p_k). Their variance is size_k^2 p_k (1 - p_k). Bounds are five standard errors on both sides, so too
+    little noise fails, as do too much noise and a bias.
+
+    Args:
+        mean: expectation of the decoded gradient.
+        size, p: size_k and p_k.
+        coordinates: of `mean` in that basis; None if the basis is that of the elements.
     """
     n = grad.numel()
     mean = np.asarray(mean, np.float64).reshape(-1)
@@ -46,14 +50,14 @@ def assert_unbiased(codec, grad, mean, size, p, coordinates=None, keys=300):
     if variance.sum() <= rounding**2:
         assert np.linalg.norm(total / keys - mean) <= rounding
         return
-    # Of one draw: the squared error is the variance.
+    # The mean squared error of a draw is the variance.
     excess = max(0.0, (fourth - variance**2).sum())
-    slack = 3e-5 * variance.sum()  # what is not drawn still is rounded to float32
+    slack = 3e-5 * variance.sum()  # float32 rounding of the decoded values
     assert abs(squares / keys - variance.sum()) <= 5 * np.sqrt(excess / keys) + slack
-    # Of the mean: its squared error is the variance / keys; the fourth cumulant shrinks with keys.
+    # The squared error of the mean over draws is the variance / keys. The fourth cumulant shrinks with keys.
     excess = (2 * variance**2 + (fourth - 3 * variance**2) / keys).sum()
     assert abs(keys * ((total / keys - mean) ** 2).sum() - variance.sum()) <= 5 * np.sqrt(excess) + slack
-    # And along the gradient, where shrinking or stretching it would show.
+    # The error along the gradient shows a wrong scale.
     coordinates = mean if coordinates is None else np.asarray(coordinates, np.float64)
     deviation = np.sqrt((coordinates**2 * variance).sum() / keys)
     assert abs((total / keys - mean) @ mean) <= 5 * deviation + rounding * np.linalg.norm(mean)

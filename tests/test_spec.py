@@ -1,4 +1,4 @@
-"""Methods named on a command line."""
+"""`gradzip.parse`: methods from strings, as on a command line."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ import gradzip
         ("terngrad:clip=none", gradzip.TernGrad(clip=None)),
     ],
 )  # fmt: skip
-def test_specifications(spec, compressor):
+def test_parse(spec, compressor):
     assert gradzip.parse(spec) == compressor
 
 
@@ -58,18 +58,18 @@ def test_specifications(spec, compressor):
         ),
     ],
 )
-def test_what_is_wrong_is_said(spec, message):
+def test_errors_name_the_mistake(spec, message):
     with pytest.raises(ValueError, match=message) as error:
         gradzip.parse(spec)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("spec", [None, 0.9, gradzip.TopK(), gradzip.TopK])
-def test_what_is_no_text_is_refused(spec):
+def test_non_strings_are_refused(spec):
     with pytest.raises(TypeError, match=r"parse: got .*, expected a string such as 'topk:theta=0.99'"):
         gradzip.parse(spec)
 
 
-def test_positional_arguments_are_those_of_the_documentation():
+def test_positional_arguments_have_the_documented_order():
     assert gradzip.FFTRange(0.9, 8, 4) == gradzip.FFTRange(theta=0.9, bits=8, mantissa=4)
     assert gradzip.Cast(torch.bfloat16).dtype == torch.bfloat16
