@@ -1,4 +1,4 @@
-"""Where a benchmark's figures come from."""
+"""Provenance of benchmark results."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from gradzip import _C
 
 
 def provenance(device: str = "cpu") -> dict[str, object]:
-    """Versions, the commit (with -dirty where the checkout differs from it; empty where there is no checkout, or no
-    git), and the processor or the GPU."""
+    """Versions, the commit, and the processor or GPU.
+
+    The commit ends in -dirty if files were changed, and is empty without a checkout or without git.
+    """
     here = Path(__file__).parent
-    # Slow networks need root, to whom git would not describe another user's checkout.
+    # Shaped networks need root, for whom git refuses to describe another user's checkout.
     describe = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty"]
     commit = subprocess.run(describe, cwd=here, capture_output=True, text=True).stdout if shutil.which("git") else ""
     names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) or [platform.machine()]

@@ -101,7 +101,7 @@ def caption(training: dict) -> Iterator[str]:
         f"by up to {', '.join(f'{100 * spread:.0f} % ({model})' for model, spread in spreads.items())}: smaller "
         "differences between rows are noise."
     )
-    yield "One training run on digits for each row; one of the 500 test images is 0.2 %."
+    yield "Digits: one training run for each compression; one of the 500 test images is 0.2 %."
 
 
 def block(training: dict, accuracy: dict) -> str:

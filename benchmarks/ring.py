@@ -1,14 +1,16 @@
 #!/usr/bin/env python
-"""Aggregation in a ring: what compression in the compressed domain wins, and how much of it is hidden.
+"""Measure ring all-reduces: the speed-up by compression, and how much of the compression time is hidden.
 
-Every rank is a process of one thread, and has the gradients of ResNet-18's convolutions (random numbers: nothing here
-depends on their values). They are summed by rings (gradzip.engines.ring) that send them as they are; quantized to 4
-bits, decoded, added and encoded at every hop (figure 2a of the GradiVeQ paper); and as coordinates in a subspace, whose
-sums are the coordinates of the sum (figure 2b): slices of 768 elements in 96 dimensions.
+Each rank is a process with one thread. It holds random numbers in the shapes of the gradients of ResNet-18's
+convolutions. Rings (gradzip.engines.ring) sum them in three ways:
 
-Absolute times of shared machines are noise, so all rings run in turns, and medians are compared. The compressed-domain
-ring runs three times in every turn: whole, with nothing to compute, and with nothing to send. `hidden` is the share of
-the shorter of computation and communication that takes no time in the whole. Nothing that sums up wrongly is timed.
+- uncompressed;
+- quantized to 4 bits, decoded, added and encoded again at every hop (GradiVeQ paper, figure 2a);
+- as coordinates of slices of 768 elements in a subspace of 96 dimensions, which are added as they are (figure 2b).
+
+Rings take turns, because times on shared machines drift, and medians are compared. The subspace ring runs three times
+in each turn: whole, without computation, and without communication. `hidden` is the share of the shorter of computation
+and communication that adds no time to the whole. Results are checked before anything is timed.
 """
 
 from __future__ import annotations
@@ -36,28 +38,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gradzip
+from gradzip.codec_ring import codec_ring
 from gradzip.collectives import RingSum, ring_segments
-from gradzip.engines.ring import Ring, codec_ring
+from gradzip.engines.ring import Ring
 from gradzip.state import Key
 
 HERE = Path(__file__).parent
 SLICE, DIMENSIONS = 768, 96
 QSGD = gradzip.QSGD(bits=4, coding="packed")
-# Of the whole compressed-domain ring against the uncompressed one, by rate (Mb/s per rank).
+# Least speed-up of the subspace ring over the uncompressed one, by bandwidth per rank.
 GOALS = {"250mbit": 5.25, "1gbit": 4.0}
 LEAST_HIDDEN = 0.9
 
 EXAMPLES = """\
 examples:
-  python benchmarks/ring.py                                    two ranks, loopback as it is
-  python benchmarks/ring.py --rate 250mbit --rate 1gbit        on networks of so much per rank (needs root)
+  python benchmarks/ring.py                                    two ranks, unshaped loopback
+  python benchmarks/ring.py --rate 250mbit --rate 1gbit        on two networks (needs root)
   python benchmarks/ring.py --ranks 3 --rounds 9 --json ring.json
-  python benchmarks/ring.py --rate 1gbit --picture ring.png    and draw who did what when (needs matplotlib)
+  python benchmarks/ring.py --rate 1gbit --picture ring.png    also draw a timeline (needs matplotlib)
 """
 
 
 class Span(NamedTuple):
-    """What a rank did with a segment, and when: seconds since the step began."""
+    """An activity of a rank with a segment; times in seconds."""
 
     rank: int
     what: str
@@ -70,7 +73,7 @@ class Span(NamedTuple):
 
 
 def gradients(rank: int) -> Tensor:
-    """All gradients of ResNet-18's convolutions, flat, filled up with zeros to whole slices."""
+    """Random gradients of ResNet-18's convolutions, flat, padded with zeros to whole slices."""
     sys.path.insert(0, str(HERE.parent / "examples"))
     from models import resnet18
 
@@ -102,11 +105,11 @@ def quantized(x: Tensor, rank: int, size: int, pipelined: bool) -> RingSum:
 
 
 class Subspace:
-    """Slices as coordinates in a subspace: linear, so that sums of coordinates are coordinates of sums.
+    """Slices as coordinates in a subspace. It is linear, so sums of coordinates are coordinates of sums.
 
-    Plain products of matrices, not GradiVeQ's own: those add up in one order on all hardware, and are made for the few
-    long slices that it cuts a layer into, where they take 0.5 to 0.9 of the time of torch's. On thousands of slices of
-    768 elements they take 1.1 times as long.
+    Uses torch's matrix products, not GradiVeQ's. Those add in the same order on all hardware and are made for few, long
+    slices, where they take 0.5 to 0.9 of torch's time; for thousands of slices of 768 elements they take 1.1 times as
+    long.
     """
 
     def __init__(self, x: Tensor, size: int, pipelined: bool) -> None:
@@ -125,11 +128,11 @@ class Subspace:
 
     @property
     def only_sent(self) -> RingSum:
-        """The same sum, of coordinates that are there already."""
+        """The same sum without computation: the coordinates exist already."""
         return replace(self.ring, encode=lambda i: self.coordinates[self.segments[i]], decode=lambda i, total: None)
 
     def only_computed(self, size: int) -> None:
-        """What a rank computes in the sum, and nothing else."""
+        """The computation of one rank in the sum, without communication."""
         count = len(self.segments)
         for i in range(count):
             self.encode(i)
@@ -175,12 +178,12 @@ class Bench:
         self.runs[ONLY_COMPUTED] = lambda: subspace.only_computed(self.size)
 
     def check(self) -> dict[str, int]:
-        """Bytes that this rank sends, by ring; SystemExit when one does not give the sum that it should."""
+        """Check the sum of each ring. Returns the bytes that this rank sends, by ring; exits if a sum is wrong."""
         xs = [gradients(rank).double() for rank in range(self.size)]
         total, magnitudes = sum(xs), sum(x.abs() for x in xs)
         u = basis().double()
         projected = (total.view(-1, SLICE) @ u @ u.t()).view(-1)
-        # What rounding may do: of n terms to float32, and of the products that make up a coordinate and an element.
+        # Rounding bounds: of a sum of n float32 terms, and of the products behind a coordinate and an element.
         rounding = 2.0**-24 * self.size * magnitudes.max()
         products = 2.0**-24 * (SLICE + DIMENSIONS) * xs[0].view(-1, SLICE).norm(dim=1).max() * self.size
         # A level of QSGD is a seventh of the norm of 512 elements; each of n encodings is off by less than that.
@@ -196,11 +199,11 @@ class Bench:
             }[name.partition(",")[0]]  # fmt: skip
             error = float((self.x.double() - wanted).abs().max())
             if not error <= bound:
-                sys.exit(f"{name}: off by {error:.3g}, expected at most {float(bound):.3g}: wrong, so it is not timed")
+                sys.exit(f"{name}: off by {error:.3g}, expected at most {float(bound):.3g}; the sum is wrong")
         return sent
 
     def time(self, rounds: int) -> dict[str, list[float]]:
-        """Seconds until the last rank is done, by run, of every turn."""
+        """Seconds until the last rank is done, for each run, in each turn."""
         times: dict[str, list[float]] = {name: [] for name in self.runs}
         for _ in range(rounds):
             for name, run in self.runs.items():
@@ -219,7 +222,7 @@ class Bench:
         self.group.barrier().wait()
 
     def trace(self, name: str) -> list[Span]:
-        """What this rank does in one sum."""
+        """The activities of this rank in one sum."""
         group = TracedGroup(self.group)
         spans = group.spans
 
@@ -247,7 +250,7 @@ class Bench:
 
 
 class TracedGroup:
-    """A process group, and when its messages came and went: one thread waits for what comes, one for what goes."""
+    """A process group that records when messages are sent and received, in one thread for each direction."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -329,7 +332,7 @@ class Row:
 
 @dataclass
 class Overlap:
-    """How much of the shorter of computation and communication takes no time; milliseconds."""
+    """The hidden share of the shorter of computation and communication; times in milliseconds."""
 
     rate: str
     whole: float
@@ -339,7 +342,7 @@ class Overlap:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs all ranks here; {"sent", "times", "spans"}."""
+    """Run all ranks on this machine. Returns {"sent", "times", "spans"}."""
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, __file__, "--folder", name, "--ranks", str(args.ranks), "--rounds", str(args.rounds)]
         command += ["--picture", "yes"] if args.picture else []
@@ -358,17 +361,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_at(rate: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The same on a network of that rate per rank."""
+    """The same on a network with that bandwidth per rank."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "raw.json"
         command = [
-            str(HERE.parent / "scripts" / "shaped_net.sh"),
-            rate,
-            str(args.ranks),
-            "--",
-            sys.executable,
-            __file__,
-        ]
+            str(HERE.parent / "scripts" / "shaped_net.sh"), rate, str(args.ranks), "--", sys.executable, __file__,
+        ]  # fmt: skip
         command += ["--ranks", str(args.ranks), "--rounds", str(args.rounds), "--raw", str(path)]
         command += ["--picture", "yes"] if args.picture else []
         if subprocess.run(command).returncode:
@@ -383,7 +381,7 @@ def rows_of(rate: str, raw: dict[str, Any]) -> tuple[list[Row], Overlap]:
         for name, nbytes in raw["sent"].items()
     ]  # fmt: skip
     rows[-1].goal = GOALS.get(rate)
-    # Turn by turn: what disturbs one run of a turn often disturbs its neighbours too.
+    # Within a turn: a disturbance often affects neighbouring runs alike.
     of_turns = zip(*(raw["times"][name] for name in ("subspace", ONLY_COMPUTED, ONLY_SENT)))
     hidden = statistics.median((c + w - whole) / min(c, w) for whole, c, w in of_turns)
     return rows, Overlap(rate, ms["subspace"], ms[ONLY_COMPUTED], ms[ONLY_SENT], hidden)
@@ -416,7 +414,7 @@ def table(rows: list[Row], overlaps: list[Overlap], markdown: bool) -> str:
 
 
 def draw(rate: str, spans_of_rings: dict[str, list], path: Path) -> None:
-    """Who did what when: figure 2 of the paper, measured."""
+    """Draw a timeline of the ranks, as in figure 2 of the paper."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -451,7 +449,7 @@ def draw(rate: str, spans_of_rings: dict[str, list], path: Path) -> None:
 
 
 def on_the_wire(spans: list[Span], rank: int, size: int) -> list[Span]:
-    """When each message to `rank` was on its way: after it was sent, and after the one before it had come."""
+    """When each message to `rank` was on the wire: after it was sent and the one before it had arrived."""
     sent = {s.segment: s.begin for s in spans if s.what == "send" and s.rank == (rank - 1) % size}
     arrived = sorted((s for s in spans if s.what == "download" and s.rank == rank), key=lambda s: s.end)
     result, before = [], -math.inf
@@ -482,15 +480,17 @@ def main() -> None:
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of all rings (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="turns of all rings, for the medians (default: %(default)s)"
+    )
     parser.add_argument(
         "--rate", action="append", metavar="RATE", default=[],
-        help="network of a rank, such as 250mbit or 1gbit; may be given several times (default: loopback as it is)",
+        help="bandwidth of each rank, for example 250mbit; repeat for several (default: unshaped loopback)",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="PATH", type=Path, help="write the rows and where they come from")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="write results and provenance")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
-    parser.add_argument("--picture", metavar="PATH", type=Path, help="draw who does what when, at the last rate (PNG)")
-    # How it calls itself.
+    parser.add_argument("--picture", metavar="PATH", type=Path, help="draw a timeline, at the last rate (PNG)")
+    # For the processes that this script starts.
     for name, kind in (("--rank", int), ("--folder", Path), ("--raw", Path)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The gradients of two well-known models as the matrices n x m that low-rank methods see: reshape(shape[0], -1)."""
+"""Gradients of two well-known models as matrices n x m for low-rank methods: grad.reshape(shape[0], -1)."""
 
 
 def resnet50() -> list[tuple[int, int]]:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Speed of training: what steps take on a slow network, with stock Horovod and DDP and with gradzip's methods.
+"""Measure training steps on a slow network, with stock Horovod and DDP and with gradzip's methods.
 
-Absolute times of shared machines are noise, so all variants run in turns: in each round every one trains for some steps
-in fresh processes, and the steps of all rounds together give the medians. Every step is rank 0's whole one: zero_grad,
-forward, backward and the optimizer's. `compute` exchanges nothing: the limit. A result counts only if all ranks have
-ended with the same parameters, bit for bit, and with finite losses.
+Variants take turns, because times on shared machines drift: in each round, each variant trains for some steps in fresh
+processes. The medians are over the steps of all rounds. A step is rank 0's zero_grad, forward, backward and optimizer
+step. `compute` exchanges no gradients: the upper bound. A result counts only if all ranks end with the same parameters,
+bit for bit, and with finite losses.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ variants:
   horovod        stock Horovod              horovod-fp16   with hvd.Compression.fp16
   ddp            stock DDP                  ddp-fp16       with fp16_compress_hook
                                             ddp-powersgd   with powerSGD_hook, rank 4
-  horovod:SPEC   Horovod with a method of gradzip's, for example horovod:fft-range:theta=0.9
-  ddp:SPEC       DDP with one
+  horovod:SPEC   Horovod with a method of gradzip, for example horovod:fft-range:theta=0.9
+  ddp:SPEC       DDP with a method of gradzip
   stock          the first six (the default)
 
 examples:
   python benchmarks/training.py --rate 1gbit                     stock variants, digits, both models
   python benchmarks/training.py stock horovod:topk ddp:topk --model resnet18 --data cifar-10-batches-bin \\
-      --rate 1gbit --rate 100mbit --json results.json            two methods too, on two networks, with real images
+      --rate 1gbit --rate 100mbit --json results.json            and two methods, on two networks, with CIFAR-10
   python benchmarks/training.py compute horovod horovod:fft-range --ranks 4 --rate none
 
-Rates other than none need root: scripts/shaped_net.sh says why.
+Rates other than none need root, for scripts/shaped_net.sh. benchmarks/report.py makes README's table of the results.
 """
 
 
 @dataclass
 class Row:
-    """What was measured of one variant; times in milliseconds, bytes per step and rank."""
+    """The results of one variant: times in milliseconds, bytes per step and rank."""
 
     model: str
     rate: str
     variant: str
-    rounds: list[list[float]] = field(default_factory=list)  # the steps of each
-    wire_bytes: list[float] = field(default_factory=list)  # of each round
+    rounds: list[list[float]] = field(default_factory=list)  # times of the steps of each round
+    wire_bytes: list[float] = field(default_factory=list)  # for each round
     payload_bytes: float = 0.0
     parameters: int = 0
-    errors: list[str] = field(default_factory=list)  # of the rounds that failed
+    errors: list[str] = field(default_factory=list)  # one for each failed round
 
     @property
     def ms(self) -> float:
@@ -77,7 +77,7 @@ class Row:
         return statistics.quantiles(itertools.chain(*self.rounds), n=10, method="inclusive")
 
     def report(self, ideal: Row | None, stock: Row | None) -> dict[str, object]:
-        """Everything, for a file."""
+        """All results of this row, for the JSON file. ideal, stock: the rows that it is compared with."""
         about: dict[str, object] = {k: v for k, v in asdict(self).items() if k not in ("rounds", "wire_bytes")}
         if self.rounds:
             about |= {
@@ -93,11 +93,11 @@ class Row:
 
 
 class JobError(Exception):
-    """A variant could not be measured; the message is one line."""
+    """A variant could not be measured. The message is one line."""
 
 
 def launcher(variant: str, ranks: int) -> list[str]:
-    """What starts a variant's ranks."""
+    """The launcher's command line for a variant."""
     if variant.startswith("horovod"):
         script = str(Path(sys.executable).with_name("horovodrun"))
         return [script, "--network-interface", "lo", "-np", str(ranks), sys.executable]
@@ -105,7 +105,7 @@ def launcher(variant: str, ranks: int) -> list[str]:
 
 
 def run_job(row: Row, args: argparse.Namespace) -> dict:
-    """What rank 0 measured in one run of a variant. Raises JobError."""
+    """Run a variant once. Returns rank 0's results. Raises JobError."""
     batch_size = args.batch_size or BATCH_SIZES.get(row.model, 16)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -120,13 +120,13 @@ def run_job(row: Row, args: argparse.Namespace) -> dict:
             command = [str(SHAPED_NET), row.rate, str(args.ranks), "--", *command]
         status, output = finish(command, args)
         if status != 0 or not result.exists():
-            raise JobError(error_line(output) or f"ended with status {status}, without a word")
+            raise JobError(error_line(output) or f"ended with status {status} and no output")
         return json.loads(result.read_text())
 
 
 def finish(command: list[str], args: argparse.Namespace) -> tuple[int, str]:
-    """Runs a command to its end; its status and what it said. Raises JobError when it takes too long."""
-    # DDP's connections stay on loopback, as Horovod's do.
+    """Run a command to its end. Returns its exit status and output. Raises JobError after the timeout."""
+    # DDP must use loopback, as Horovod does.
     environment = dict(os.environ, OMP_NUM_THREADS=str(args.threads), GLOO_SOCKET_IFNAME="lo")
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -135,7 +135,7 @@ def finish(command: list[str], args: argparse.Namespace) -> tuple[int, str]:
         try:
             output, _ = job.communicate(timeout=args.timeout)
         except BaseException as error:
-            # Launchers end their ranks when they are told to, but not when they are killed.
+            # Launchers stop their ranks on SIGTERM, but not on SIGKILL.
             os.killpg(job.pid, signal.SIGTERM)
             try:
                 job.wait(15)
@@ -148,7 +148,7 @@ def finish(command: list[str], args: argparse.Namespace) -> tuple[int, str]:
 
 
 def error_line(output: str) -> str | None:
-    """The line that tells most of why a job failed: the first exception's message, else the last line."""
+    """The most useful line of a failed job's output: the first exception's message, else the last line."""
     lines = [re.sub(r"^\[(rank)?\d+\](<std(out|err)>)?: ?", "", line).strip() for line in output.splitlines()]
     lines = [line for line in lines if line]
     raised = (line for line in lines if re.match(r"(what\(\)|\S*(Error|Exception)): ", line))
@@ -156,7 +156,7 @@ def error_line(output: str) -> str | None:
 
 
 def measure(row: Row, args: argparse.Namespace) -> str:
-    """One round of a variant; how it went."""
+    """Run one round of a variant. Returns its outcome as text."""
     try:
         result = run_job(row, args)
         if not result["finite"]:
@@ -203,7 +203,7 @@ def reports(rows: list[Row]) -> list[dict]:
 
 
 def markdown(reports: list[dict], ranks: int) -> Iterator[str]:
-    """A table for each model and network."""
+    """Yield the lines of a table for each model and network."""
 
     def cell(value: float | None, text: str, scale: float = 1.0) -> str:
         return "-" if value is None else format(value / scale, text)
@@ -229,7 +229,7 @@ def markdown(reports: list[dict], ranks: int) -> Iterator[str]:
                 f"| {cell(report['speedup'], '.2f')} | {cell(report['share_of_ideal'], '.0%')} "
                 f"| {cell(report['wire_bytes'], '.3f', 1e6)} | {cell(report['payload_bytes'], '.3f', 1e6)} |"
             )
-    yield "\nBytes are per step and rank: on the wire as the shaped loopback counts them, and as each method claims."
+    yield "\nBytes are per step and rank: wire as counted by the shaped loopback, payload as counted by each method."
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -262,28 +262,28 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("variants", nargs="*", metavar="VARIANT", type=variant, help="see below (default: stock)")
     parser.add_argument(
-        "--model", action="append", choices=MODELS, help="repeat it for several (default: resnet18 and alexnet)"
+        "--model", action="append", choices=MODELS, help="repeat for several (default: resnet18 and alexnet)"
     )
     parser.add_argument(
         "--rate", action="append", metavar="RATE",
-        help="of each rank's link, for example 1gbit; none is plain loopback (the default); repeat it for several",
+        help="bandwidth of each rank, for example 1gbit; none is unshaped loopback (the default); repeat for several",
     )  # fmt: skip
     parser.add_argument("--data", metavar="DIR", help="CIFAR-10's binary version (default: scikit-learn's digits, 8x8)")
     number = {"type": at_least(1), "metavar": "N"}
     parser.add_argument("--ranks", default=2, **number, help="(default: %(default)s)")
     parser.add_argument("--threads", default=1, **number, help="torch threads per rank (default: %(default)s)")
     parser.add_argument("--batch-size", **number, help="images per step and rank (default: 16; alexnet 32)")
-    parser.add_argument("--rounds", default=3, **number, help="turns of all variants (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", default=3, **number, help="rounds, in which each variant runs once (default: %(default)s)"
+    )
     parser.add_argument(
         "--steps", default=10, type=at_least(2), metavar="N", help="timed steps per round (default: %(default)s)"
     )
-    parser.add_argument("--warmup", default=5, **number, help="steps before those (default: %(default)s)")
+    parser.add_argument("--warmup", default=5, **number, help="untimed steps before them (default: %(default)s)")
     parser.add_argument("--seed", default=0, type=at_least(0), metavar="N", help="(default: %(default)s)")
-    parser.add_argument(
-        "--timeout", default=900, **number, help="seconds after which one run is stopped (default: %(default)s)"
-    )
-    parser.add_argument("--json", metavar="PATH", type=Path, help="write the figures and where they come from")
-    parser.add_argument("--markdown", metavar="PATH", type=Path, help="write the tables, which are also printed")
+    parser.add_argument("--timeout", default=900, **number, help="limit of one run, in seconds (default: %(default)s)")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="write results and provenance")
+    parser.add_argument("--markdown", metavar="PATH", type=Path, help="write the printed tables")
     args = parser.parse_args()
     chosen = itertools.chain(*(STOCK if text == "stock" else [text] for text in args.variants or ["stock"]))
     args.variants = list(dict.fromkeys(chosen))
@@ -321,7 +321,7 @@ def version(distribution: str) -> str | None:
 
 def main() -> None:
     args = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running job is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends a running job
     about = {
         **provenance(), "horovod": version("horovod"), "python": platform.python_version(), "cores": os.cpu_count(),
         "data": "digits" if args.data is None else "cifar10", "ranks": args.ranks, "threads": args.threads,
@@ -336,7 +336,7 @@ def main() -> None:
         args.markdown.write_text(tables.lstrip() + "\n")
     if args.json:
         args.json.write_text(json.dumps({"provenance": about, "rows": measured}, indent=1) + "\n")
-    # That a peer aborts is a result; that one of our methods does is an error.
+    # A stock variant that aborts is a result; one of gradzip's methods that aborts is an error.
     failed = {report["variant"]: None for report in measured if report["errors"] and ":" in report["variant"]}
     if failed:
         sys.exit(f"training.py: error: failed: {', '.join(failed)}")

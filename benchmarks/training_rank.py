@@ -1,4 +1,4 @@
-"""What one rank of benchmarks/training.py does: trains so many steps with one variant, and says what it measured."""
+"""One rank of benchmarks/training.py: train some steps with one variant, and write the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS = int(os.environ.get("HOROVOD_LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZ
 
 
 def pin() -> None:
-    """Gives each rank cores of its own, where there are enough."""
+    """Give each rank its own cores, if there are enough."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         if share := len(cores) // RANKS:
@@ -27,7 +27,7 @@ def pin() -> None:
 
 
 if __name__ == "__main__":
-    pin()  # before there are threads to inherit it
+    pin()  # before threads start, which inherit it
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -43,9 +43,11 @@ from models import MODELS  # noqa: E402
 
 
 class Exchange(ABC):
-    """How the ranks' gradients become one: a front end, bare or with a compression.
+    """How gradients are averaged: by a front end, with or without compression.
 
-    compressor: gradzip's, or None for what the front end has itself. itemsize: what that sends of an element, in bytes.
+    Args:
+        compressor: of gradzip; None for the front end's own exchange.
+        itemsize: bytes for each element in the front end's own exchange.
     """
 
     def __init__(self, compressor: gradzip.Compressor | None = None, itemsize: int = 4) -> None:
@@ -54,18 +56,18 @@ class Exchange(ABC):
 
     @abstractmethod
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """What is trained instead of the two."""
+        """Make the model and the optimizer average gradients. Returns what to train in place of them."""
 
     @abstractmethod
     def gather(self, row: Tensor) -> Tensor:
-        """All ranks' rows (n) as (ranks, n); none goes on before all are here."""
+        """Gather the rows (n) of all ranks: (ranks, n). Blocks until all ranks have called it."""
 
     @abstractmethod
     def end(self) -> None:
-        """Leaves the others."""
+        """Leave the group."""
 
     def sent(self) -> int | None:
-        """Payload bytes of this rank so far, where somebody counts them."""
+        """Payload bytes that this rank has sent so far; None if nothing counts them."""
         return self.compressor.traffic.bytes_sent if self.compressor else None
 
 
@@ -119,11 +121,11 @@ class DDP(Exchange):
 
     def end(self) -> None:
         torch.distributed.destroy_process_group()
-        os._exit(0)  # at once: a thread of torch's that lets go of a Python object too late would abort the process
+        os._exit(0)  # now: a torch thread that frees a Python object during shutdown aborts the process
 
 
 class PowerSGDHook(DDP):
-    """PyTorch's own, at rank 4 from the first step it allows (where its default is the thousandth)."""
+    """PyTorch's powerSGD_hook at rank 4, from step 2, the first that it allows (default: 1000)."""
 
     def hook(self, model: nn.parallel.DistributedDataParallel) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -136,7 +138,7 @@ class PowerSGDHook(DDP):
 
 
 class NoExchange(DDP):
-    """What a step costs without a network."""
+    """No exchange of gradients."""
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         return model, optimizer
@@ -153,7 +155,7 @@ STOCK: dict[str, Callable[[], Exchange]] = {
 
 
 def exchange(variant: str) -> Exchange:
-    """One of STOCK by its name, or a front end with a method of gradzip's: horovod:SPEC, ddp:SPEC."""
+    """The exchange of a variant: a name in STOCK, horovod:SPEC or ddp:SPEC."""
     if variant in STOCK:
         return STOCK[variant]()
     front, _, spec = variant.partition(":")
@@ -161,7 +163,7 @@ def exchange(variant: str) -> Exchange:
 
 
 def loopback_bytes() -> int:
-    """What has passed this network namespace's loopback."""
+    """Bytes that this network namespace's loopback has transmitted."""
     (line,) = (line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
     return int(line.split(":")[1].split()[8])
 
@@ -171,20 +173,20 @@ def measure(args: argparse.Namespace, ranks: Exchange) -> dict[str, object]:
     dataset = recipe.data(args.data)
     torch.manual_seed(args.seed)
     model = recipe.build(*dataset.dimensions)
-    torch.manual_seed(args.seed + RANK)  # of dropout masks, from here
+    torch.manual_seed(args.seed + RANK)  # for dropout masks
     parameters = list(model.parameters())
-    # There is no warm-up of the learning rate, so it is low. DGC brings its own momentum.
+    # A low learning rate, because there is no warm-up. DGC has its own momentum.
     momentum = 0.0 if isinstance(ranks.compressor, gradzip.DGC) else 0.9
     optimizer = recipe.optimizer(parameters, recipe.lr / 10, momentum)
     model, optimizer = ranks.wrap(model, optimizer)
-    # In advance: a rank that still reads data would keep all others waiting.
+    # Load batches first, so that no rank waits for another's data.
     shard = data.batches(dataset, batch_size=args.batch_size, rank=RANK, size=RANKS, seed=args.seed)
     batches = list(itertools.islice(shard, args.warmup + args.steps))
 
     losses: list[float] = []
 
     def train(inputs: Tensor, labels: Tensor) -> float:
-        """Milliseconds of one step."""
+        """Train one step. Returns milliseconds."""
         start = time.perf_counter()
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
@@ -195,7 +197,7 @@ def measure(args: argparse.Namespace, ranks: Exchange) -> dict[str, object]:
         return 1000 * elapsed
 
     def counters() -> tuple[int, int | None]:
-        ranks.gather(torch.zeros(1))  # all ranks are here
+        ranks.gather(torch.zeros(1))  # a barrier
         return loopback_bytes(), ranks.sent()
 
     for batch in batches[: args.warmup]:

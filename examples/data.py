@@ -1,7 +1,7 @@
-"""Real data for `train.py`: scikit-learn's digits or CIFAR-10, and Python's own sources or any text.
+"""Data sets for `train.py`: scikit-learn's digits or CIFAR-10, and the sources of Python's library or any text.
 
 A data set has a `name`, `len()` training examples (called `unit`), `batch()` and `test_batches()` of inputs and
-targets, the `dimensions` of the networks for it, a number of `epochs` to train for, and a `measure` of success.
+targets, the `dimensions` of networks for it, a default number of `epochs`, and a `measure` of quality.
 """
 
 import itertools
@@ -17,15 +17,15 @@ import numpy as np
 import torch
 
 CIFAR10_RECORD = 1 + 3 * 32 * 32  # a label, then 1024 red, 1024 green and 1024 blue pixels
-LIBRARY_BYTES = 2_000_000  # of the standard library: an epoch takes minutes on two cores
+LIBRARY_BYTES = 2_000_000  # of the standard library's sources: an epoch takes minutes on two cores
 
 
 class DataError(Exception):
-    """The data cannot be used; the message is one line for the user."""
+    """The data cannot be used. The message is one line, for the user."""
 
 
 class Measure(NamedTuple):
-    """The number that tells how good a run is: value(test accuracy, test loss), to be shown with `digits` decimals."""
+    """The quality of a run: value(test accuracy, test loss), shown with `digits` decimals."""
 
     label: str
     unit: str
@@ -35,7 +35,7 @@ class Measure(NamedTuple):
 
 @dataclass(frozen=True)
 class Images:
-    """Pixels (n, channels, height, width) uint8 and labels (n,) int64, for training and for testing."""
+    """Images: pixels (n, channels, height, width) uint8 and labels (n,) int64, for training and testing."""
 
     name: str
     train: tuple
@@ -52,29 +52,29 @@ class Images:
 
     @property
     def dimensions(self):
-        """Input channels and classes."""
+        """The numbers of input channels and classes."""
         return self.train[0].shape[1], self.num_classes
 
     @cached_property
     def statistics(self):
         """Mean and standard deviation of each channel, (1, channels, 1, 1) float32."""
-        sample = self.train[0][:2000].astype(np.float32)  # enough images to know them well, and cheap
+        sample = self.train[0][:2000].astype(np.float32)  # a sample, which is enough and cheap
         return sample.mean((0, 2, 3), keepdims=True), sample.std((0, 2, 3), keepdims=True)
 
     def inputs(self, pixels):
-        """The pixels as the network wants them: normalised float32."""
+        """The network's inputs: normalised pixels, float32."""
         mean, std = self.statistics
         return torch.from_numpy((pixels - mean) / std)
 
     def batch(self, chosen, rng):
-        """The chosen training images and their labels; `rng` is for augmentation."""
+        """The chosen training images and their labels. rng: for augmentation."""
         pixels, labels = (array[chosen] for array in self.train)
         if self.augmented:
             pixels = augment(pixels, rng)
         return self.inputs(pixels), torch.from_numpy(labels)
 
     def test_batches(self, rank, size, batch_size=250):
-        """This rank's part of the test images, with their labels."""
+        """This rank's share of the test images and labels, in batches."""
         pixels, labels = (array[rank::size] for array in self.test)
         for i in range(0, len(labels), batch_size):
             part = slice(i, i + batch_size)
@@ -83,7 +83,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Text:
-    """A text to continue: its bytes (n,) uint8, for training and for testing. A character is a byte."""
+    """Text for a character language model: bytes (n,) uint8, for training and testing. A character is a byte."""
 
     name: str
     train: np.ndarray
@@ -100,32 +100,32 @@ class Text:
 
     @property
     def dimensions(self):
-        """Different characters, and characters in a sequence."""
+        """The sizes of the vocabulary and of a sequence."""
         return self.vocabulary, self.context
 
     def sequences(self, text, starts):
-        """Sequences of characters, and for each character the next one: both (n, context) int64."""
+        """Sequences of characters and their next characters, both (n, context) int64."""
         characters = torch.from_numpy(text[starts[:, None] + np.arange(self.context + 1)].astype(np.int64))
         return characters[:, :-1], characters[:, 1:]
 
     def batch(self, chosen, rng):
-        """The chosen training sequences, each shifted by less than its length: every epoch cuts the text elsewhere."""
+        """The chosen training sequences, shifted by a random offset: every epoch cuts the text differently."""
         return self.sequences(self.train, chosen * self.context + rng.integers(self.context, size=len(chosen)))
 
     def test_batches(self, rank, size, batch_size=50):
-        """This rank's part of the test text, cut into sequences."""
+        """This rank's share of the test text, in batches of sequences."""
         starts = np.arange(0, len(self.test) - self.context, self.context)[rank::size]
         for i in range(0, len(starts), batch_size):
             yield self.sequences(self.test, starts[i : i + batch_size])
 
 
 def images(folder=None):
-    """CIFAR-10 from `folder`, or the digits if that is None. Raises DataError."""
+    """Load CIFAR-10 from `folder`, or the digits if it is None. Raises DataError."""
     return digits() if folder is None else cifar10(Path(folder))
 
 
 def digits():
-    """1797 handwritten digits of 8x8 pixels: 1297 for training, 500 for testing, always the same ones."""
+    """Load 1797 handwritten digits of 8x8 pixels: 1297 for training, 500 for testing, in a fixed split."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -136,14 +136,14 @@ def digits():
     pixels, labels = load_digits(return_X_y=True)
     pixels = pixels.astype(np.uint8).reshape(-1, 1, 8, 8)
     labels = labels.astype(np.int64)
-    # The file is ordered by writer, so it is shuffled (with a seed of its own) before it is split.
+    # The file is ordered by writer: shuffle it, with a fixed seed, before the split.
     order = np.random.default_rng(0).permutation(len(labels))
     train, test = order[:1297], order[1297:]
     return Images("digits", (pixels[train], labels[train]), (pixels[test], labels[test]), epochs=20, augmented=False)
 
 
 def cifar10(folder):
-    """CIFAR-10's binary version. Files may hold fewer records than the original 10 000. Raises DataError."""
+    """Load CIFAR-10's binary version. Files may hold fewer than 10 000 records. Raises DataError."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; expected one with CIFAR-10's binary version (data_batch_1.bin ...)")
     parts = [read_records(folder / f"data_batch_{i}.bin") for i in range(1, 6)]
@@ -152,7 +152,7 @@ def cifar10(folder):
 
 
 def read_records(path):
-    """One file of CIFAR-10's binary version: pixels (n, 3, 32, 32) uint8, labels (n,) int64. Raises DataError."""
+    """Read one file of CIFAR-10's binary version: pixels (n, 3, 32, 32) uint8, labels (n,) int64. Raises DataError."""
     try:
         raw = np.fromfile(path, dtype=np.uint8)
     except OSError as error:
@@ -173,7 +173,7 @@ def read_records(path):
 
 
 def text(file=None):
-    """The text in `file`, or Python's own sources if that is None; the last tenth is for testing. Raises DataError."""
+    """Load a text file, by default Python's own sources. The last tenth is for testing. Raises DataError."""
     if file is None:
         name, raw = standard_library()
     else:
@@ -192,17 +192,17 @@ def text(file=None):
 
 
 def standard_library():
-    """The sources in the top folder of Python's standard library, by name: the same for everybody with this Python."""
+    """Name and bytes of the sources in the top folder of Python's library, which depend on the Python version alone."""
     sources = sorted(Path(os.__file__).parent.glob("*.py"))
     raw = b"".join(source.read_bytes() for source in sources)
     return "the standard library", np.frombuffer(raw[:LIBRARY_BYTES], dtype=np.uint8)
 
 
 def batches(dataset, *, batch_size, rank, size, seed):
-    """Endless batches (inputs, targets) for one rank.
+    """Yield batches (inputs, targets) for one rank, without end.
 
-    All ranks draw the same order for an epoch and take disjoint parts of each step's examples; what does not fill
-    a step is left out of that epoch. Depends on nothing but the arguments.
+    All ranks draw the same order for an epoch and take disjoint parts of each step's examples. An incomplete last step
+    is dropped. The result depends on the arguments alone.
     """
     per_step = size * batch_size
     step = 0
@@ -215,7 +215,7 @@ def batches(dataset, *, batch_size, rank, size, seed):
 
 
 def augment(pixels, rng, border=4):
-    """Shift each image by up to `border` pixels (black comes in) and mirror half of them; a new array."""
+    """Shift each image by up to `border` pixels, padded with black, and mirror half of them. Returns a new array."""
     n, channels, height, width = pixels.shape
     padded = np.pad(pixels, ((0, 0), (0, 0), (border, border), (border, border)))
     rows = rng.integers(2 * border + 1, size=(n, 1)) + np.arange(height)

@@ -1,8 +1,7 @@
-"""What runs the ranks of `train.py`: stock Horovod, or PyTorch's DistributedDataParallel (DDP).
+"""Engines for `train.py`: stock Horovod, or PyTorch's DistributedDataParallel (DDP).
 
-An engine has this process's `rank`, the `size` of the group and the `local_size` on this machine; it wraps a network
-and its optimizer, and averages and gathers tensors. Only the engine that is used is started, and Horovod imported only
-where it is.
+An engine has this process's `rank`, the world `size` and the `local_size` on this machine. It wraps a network and its
+optimizer, and averages and gathers tensors. Horovod is imported only if it is used.
 """
 
 import atexit
@@ -19,19 +18,19 @@ import gradzip
 
 
 def launcher():
-    """The engine whose launcher started this process: "ddp" for torchrun, "horovod" for horovodrun, None for none."""
+    """The engine of the launcher: "ddp" under torchrun, "horovod" under horovodrun, None without a launcher."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "ddp"
     return "horovod" if "HOROVOD_RANK" in os.environ else None
 
 
 def local_rank():
-    """This process's number on its machine, known before any engine runs."""
+    """This process's rank on its machine. Works before an engine is initialized."""
     return int(os.environ.get("HOROVOD_LOCAL_RANK") or os.environ.get("LOCAL_RANK", 0))
 
 
 class Horovod:
-    """Stock Horovod, which passes each gradient to the compressor as soon as it is there."""
+    """Stock Horovod, which passes each gradient to the compressor during the backward pass."""
 
     start = "horovodrun -np 2"
 
@@ -45,9 +44,9 @@ class Horovod:
         self.versions = {"horovod": horovod.__version__}
 
     def wrap(self, model, optimizer, compressor):
-        """The network to train and its optimizer, which exchange gradients, and gradzip.Traffic, which counts them.
+        """Make a network and its optimizer average gradients. All ranks start from rank 0's weights.
 
-        All ranks start from rank 0's weights.
+        Returns the network to train, its optimizer, and a gradzip.Traffic that counts bytes.
         """
         self.hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer = self.hvd.DistributedOptimizer(
@@ -56,29 +55,29 @@ class Horovod:
         return model, optimizer, compressor.traffic
 
     def step(self, optimizer, scaler):
-        """A step of what `wrap` returned, unless `scaler` finds gradients that are not finite, as all ranks then do."""
-        optimizer.synchronize()  # what the scaler looks at are the averages
+        """Step the optimizer, unless `scaler` finds an average that is not finite, which it does on all ranks."""
+        optimizer.synchronize()  # before the scaler checks gradients: it must see the averages
         with optimizer.skip_synchronize():
             scaler.step(optimizer)
 
     def end(self):
-        """Ends the process, when all is done."""
+        """End the process. Called last."""
 
     def average(self, tensor, name):
         return self.hvd.allreduce(tensor, op=self.hvd.Average, name=name)
 
     def gather(self, tensor, name):
-        """All ranks' tensors, (size, ...) in rank order."""
+        """Gather all ranks' tensors: (size, ...), in rank order."""
         return self.hvd.allgather(tensor[None], name=name)
 
 
 class DDP:
-    """PyTorch's DDP over gloo, which passes gradients to the compressor's hook in buckets."""
+    """PyTorch's DDP over gloo, which passes gradients to gradzip's hook in buckets."""
 
     start = "torchrun --nproc-per-node 2"
 
     def __init__(self):
-        # Started by hand, without torchrun's variables, this process is a group of one.
+        # Without torchrun, this process is a group of one.
         alone = {} if launcher() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group("gloo", **alone)
         atexit.register(dist.destroy_process_group)
@@ -87,12 +86,12 @@ class DDP:
         self.versions = {}
 
     def wrap(self, model, optimizer, compressor):
-        """The same as Horovod's."""
-        if self.size == 1:  # Horovod, too, exchanges nothing then
+        """See `Horovod.wrap`."""
+        if self.size == 1:  # nothing to average; Horovod does the same
             return model, optimizer, gradzip.Traffic()
         names = model.named_parameters()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name for it, which 2.12 lacks
+            warnings.simplefilter("ignore", FutureWarning)  # about a name that is new in torch 2.13 and missing in 2.12
             model = DistributedDataParallel(model, broadcast_buffers=False)
         if isinstance(compressor, gradzip.NoCompression):
             traffic = gradzip.Traffic()
@@ -104,14 +103,14 @@ class DDP:
         return model, optimizer, traffic
 
     def step(self, optimizer, scaler):
-        """The same as Horovod's."""
+        """See `Horovod.step`."""
         scaler.step(optimizer)
 
     def end(self):
-        """The same as Horovod's.
+        """See `Horovod.end`.
 
-        At once: torch's threads let go of Python objects, and where the interpreter is half gone by then (a race, lost
-        now and then with torch 2.13 after short runs), they abort the process.
+        Skips the interpreter's shutdown: a torch 2.13 thread that frees a Python object during it aborts the process,
+        which happens now and then after short runs.
         """
         dist.destroy_process_group()
         sys.stdout.flush()
@@ -123,14 +122,14 @@ class DDP:
         return tensor / self.size
 
     def gather(self, tensor, name):
-        """All ranks' tensors, (size, ...) in rank order."""
+        """Gather all ranks' tensors: (size, ...), in rank order."""
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(gathered, tensor)
         return torch.stack(gathered)
 
 
 def all_reduce(traffic, bucket):
-    """What DDP does by itself, counted: the reference for every other hook."""
+    """DDP's default all-reduce as a hook that counts bytes."""
     traffic.bytes_sent += bucket.buffer().nbytes
     traffic.bytes_dense += bucket.buffer().nbytes
     return allreduce_hook(None, bucket)

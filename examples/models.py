@@ -1,4 +1,4 @@
-"""The networks `train.py` can train: all but the last take images of any size from 8x8 up, the last takes text."""
+"""Networks for `train.py`. `charlm` takes text; the others take images of 8x8 pixels or more."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -25,7 +25,7 @@ def cnn(in_channels, num_classes):
 def alexnet(in_channels, num_classes):
     """AlexNet's five convolutions and three dense layers at 32x32 scale: 27.4 M parameters, 25 M of them dense.
 
-    With batch normalisation for AlexNet's local response normalisation: it learns in hundreds of steps, not thousands.
+    Batch normalisation replaces local response normalisation, so that it learns in hundreds of steps, not thousands.
     """
 
     def convolution(channels, new_channels):
@@ -45,7 +45,7 @@ def alexnet(in_channels, num_classes):
 
 
 class PadShortcut(nn.Module):
-    """He et al.'s shortcut without parameters (option A): drop every other pixel, fill new channels with zeros."""
+    """Shortcut without parameters (He et al., option A): drop every other pixel, fill new channels with zeros."""
 
     def __init__(self, new_channels):
         super().__init__()
@@ -56,7 +56,7 @@ class PadShortcut(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions around a shortcut; `stride` 2 halves the image."""
+    """Two 3x3 convolutions with a shortcut. `stride` 2 halves the image."""
 
     def __init__(self, in_channels, channels, stride, project):
         super().__init__()
@@ -78,7 +78,7 @@ class BasicBlock(nn.Module):
 
 
 def resnet(in_channels, num_classes, widths, depth, project):
-    """He et al.'s CIFAR network: a 3x3 stem, one stage of `depth` blocks per width, global average pooling."""
+    """CIFAR network of He et al.: a 3x3 stem, one stage of `depth` blocks per width, global average pooling."""
     layers = [nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU()]
     channels = widths[0]
     for width in widths:
@@ -99,7 +99,7 @@ def resnet18(in_channels, num_classes):
 
 
 class DecoderBlock(nn.Module):
-    """Causal self-attention and a two-layer perceptron, each added to what it reads through a normalization."""
+    """Causal self-attention and a two-layer perceptron, each with a pre-normalization and a residual connection."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -108,7 +108,7 @@ class DecoderBlock(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.project = nn.Linear(width, width, bias=False)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        # Every block begins as the identity: it learns in hundreds of steps, and at higher rates.
+        # Every block starts as the identity: the model learns in hundreds of steps, and at higher learning rates.
         nn.init.zeros_(self.project.weight)
         nn.init.zeros_(self.mlp[-1].weight)
 
@@ -120,9 +120,9 @@ class DecoderBlock(nn.Module):
 
 
 class CharLM(nn.Module):
-    """A decoder-only transformer: characters (n, length) int64 in, logits of each next one (n, length, vocabulary) out.
+    """A decoder-only transformer: characters (n, length) int64 to logits of the next ones (n, length, vocabulary).
 
-    Vaswani et al. 2017, with the normalizations in front (Radford et al. 2019) and learned positions.
+    Vaswani et al. 2017, with pre-normalization (Radford et al. 2019) and learned positions.
     """
 
     def __init__(self, vocabulary, context, width=192, depth=4, heads=6):
@@ -152,12 +152,12 @@ def adamw(parameters, lr, momentum):
 
 
 class Recipe(NamedTuple):
-    """How a network is built from its data set's dimensions, what it learns from, and how."""
+    """How to build a network from its data set's dimensions, its data, optimizer and learning rate."""
 
     build: Callable[[int, int], nn.Module]
     data: Callable
     optimizer: Callable
-    lr: float  # at its peak
+    lr: float  # peak
 
 
 MODELS = {

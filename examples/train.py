@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train a network on real data with stock Horovod or PyTorch DDP, once per gradient compression, and compare them."""
+"""Train a network on real data with stock Horovod or PyTorch DDP, once for each compression, and compare the runs."""
 
 import argparse
 import contextlib
@@ -24,10 +24,10 @@ from models import MODELS
 
 EXAMPLES = """\
 examples:
-  python examples/train.py                                      one process, nothing to exchange
+  python examples/train.py                                      one process: nothing is averaged
   horovodrun -np 2 python examples/train.py                     two ranks, FFT compression
   horovodrun -np 2 python examples/train.py --compression none --compression fft-range:theta=0.85,bits=10
-                                                                the two side by side, the first as the reference
+                                                                two methods; the first is the reference
   horovodrun -np 2 python examples/train.py --model resnet18 --data cifar-10-batches-bin --batch-size 16 \\
       --steps 100 --compression none --compression fp16 --compression fft-range --json results.json
   torchrun --nproc-per-node 2 examples/train.py --model charlm  a character language model, through PyTorch DDP
@@ -35,13 +35,13 @@ examples:
 """
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
-UNTIMED_STEPS = 5  # the first steps of a run allocate memory and negotiate with the other ranks
+UNTIMED_STEPS = 5  # first steps allocate memory and negotiate with other ranks
 
 
 def fail(message):
-    """Say what is wrong, once, and exit with status 2. Needs no communication, and works before an engine runs."""
+    """Print an error once per host and exit with status 2. Works before an engine is initialized."""
     if engines.local_rank() > 0:
-        # The first rank of each host speaks. The launcher stops all ranks when one ends: give it the time to speak.
+        # The first rank of each host prints. Launchers stop all ranks when one exits: wait until it has printed.
         time.sleep(3)
     else:
         print(f"train.py: error: {message}", file=sys.stderr, flush=True)
@@ -60,7 +60,7 @@ def positive(kind):
             raise argparse.ArgumentTypeError(f"got {text}, expected a number above 0")
         return value
 
-    parse.__name__ = kind.__name__  # argparse names it when `text` is no number at all
+    parse.__name__ = kind.__name__  # argparse shows the name if `text` is no number
     return parse
 
 
@@ -95,31 +95,31 @@ def json_path(text):
 
 def parse_arguments():
     parser = Parser(description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="cnn", help="the network (default: %(default)s)")
+    parser.add_argument("--model", choices=MODELS, default="cnn", help="network (default: %(default)s)")
     parser.add_argument(
         "--data",
         metavar="PATH",
-        help="a folder with CIFAR-10's binary version (default: scikit-learn's digits, 8x8 pixels); for charlm, a file "
-        "with a text (default: 2 MB of the Python standard library's sources)",
+        help="folder with CIFAR-10's binary version (default: scikit-learn's digits, 8x8 pixels); for charlm, a text "
+        "file (default: 2 MB of the Python standard library's sources)",
     )
     parser.add_argument(
         "--engine",
         choices=engines.ENGINES,
         default=engines.launcher() or "horovod",
-        help="what exchanges gradients (default: ddp if started by torchrun, otherwise horovod)",
+        help="averages the gradients (default: ddp under torchrun, otherwise horovod)",
     )
     parser.add_argument(
         "--compression",
         metavar="SPEC",
         action="append",
         type=compression,
-        help="how gradients travel, for example none, fp16 or fft-range:theta=0.85,bits=10 (the "
+        help="compression method, for example none, fp16 or fft-range:theta=0.85,bits=10 (the "
         "default); repeat it to compare several from the same initial weights",
     )
     parser.add_argument(
         "--epochs", type=positive(int), help="passes over the data (default: digits 20, CIFAR-10 10, text 1)"
     )
-    parser.add_argument("--steps", type=positive(int), help="stop after so many steps, if the epochs last longer")
+    parser.add_argument("--steps", type=positive(int), help="stop after this many steps")
     parser.add_argument(
         "--batch-size", type=positive(int), default=32, help="examples per step and rank (default: %(default)s)"
     )
@@ -134,7 +134,7 @@ def parse_arguments():
         "--momentum",
         type=fraction,
         default=0.9,
-        help="the optimizer's (AdamW's beta1); dgc has it instead (default: %(default)s)",
+        help="of the optimizer (AdamW: beta1); 0 with dgc, which has its own (default: %(default)s)",
     )
     parser.add_argument(
         "--amp",
@@ -145,7 +145,7 @@ def parse_arguments():
         "--seed", type=seed, default=0, help="of weights, data order and augmentation (default: %(default)s)"
     )
     parser.add_argument("--threads", type=positive(int), help="torch threads per rank (default: cores / local ranks)")
-    parser.add_argument("--json", metavar="PATH", type=json_path, help="write everything measured to this file")
+    parser.add_argument("--json", metavar="PATH", type=json_path, help="write all results to this file")
     args = parser.parse_args()
     args.compression = args.compression or ["fft-range:theta=0.85,bits=10"]
     args.lr = args.lr or MODELS[args.model].lr
@@ -171,7 +171,7 @@ def learning_rate(peak, step, steps):
 
 @contextlib.contextmanager
 def progress(title, steps, rank):
-    """Yields report(step, loss): a bar on a terminal, ten lines through a pipe (as under horovodrun), on rank 0."""
+    """Yield report(step, loss) for rank 0: a progress bar on a terminal, ten lines in a pipe (as under horovodrun)."""
     if rank > 0:
         yield lambda step, loss: None
         return
@@ -203,23 +203,23 @@ def progress(title, steps, rank):
 
 
 def cross_entropy(outputs, targets, reduction="mean"):
-    """Of logits (n, classes) or (n, length, classes); in nats."""
+    """Cross entropy in nats, of logits (n, classes) or (n, length, classes)."""
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction=reduction)
 
 
 def train(spec, args, dataset, steps, engine):
-    """One run with one compression; returns what was measured, the same on all ranks but for time and traffic."""
+    """Train with one compression. Returns the results, equal on all ranks except for time and traffic."""
     recipe = MODELS[args.model]
     torch.manual_seed(args.seed)
     model = recipe.build(*dataset.dimensions)
     compressor = gradzip.parse(spec)
-    momentum = 0.0 if isinstance(compressor, gradzip.DGC) else args.momentum  # DGC brings its own
+    momentum = 0.0 if isinstance(compressor, gradzip.DGC) else args.momentum  # DGC has its own
     optimizer = recipe.optimizer(model.parameters(), args.lr, momentum)
     scaler = torch.amp.GradScaler("cpu", enabled=args.amp == "fp16")
     if scaler.is_enabled():
-        compressor.follow(scaler)  # what is left to be sent grows and shrinks with the gradients
+        compressor.follow(scaler)  # rescale residuals with the loss scale
     replica, optimizer, traffic = engine.wrap(model, optimizer, compressor)
-    # From here torch's generator only draws dropout masks, which should differ between ranks.
+    # From here on, torch's generator only draws dropout masks, which should differ between ranks.
     torch.manual_seed(args.seed + engine.rank)
     shard = data.batches(dataset, batch_size=args.batch_size, rank=engine.rank, size=engine.size, seed=args.seed)
 
@@ -274,7 +274,7 @@ def train(spec, args, dataset, steps, engine):
 
 @torch.no_grad()
 def evaluate(model, dataset, engine):
-    """Accuracy and loss over the whole test set, of which every rank takes a part."""
+    """Accuracy and loss on the test set, of which each rank evaluates a share."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
     for inputs, targets in dataset.test_batches(engine.rank, engine.size):
@@ -287,7 +287,7 @@ def evaluate(model, dataset, engine):
 
 
 def replicas_identical(model, engine):
-    """Whether all ranks hold the same parameters, bit for bit. (BatchNorm's running statistics are each rank's own.)"""
+    """Whether all ranks have the same parameters, bit for bit. (BatchNorm's running statistics differ.)"""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
@@ -296,7 +296,7 @@ def replicas_identical(model, engine):
 
 
 def human(size):
-    """A number of bytes for people: 1234567 becomes 1.23 MB."""
+    """Format a number of bytes: 1234567 becomes 1.23 MB."""
     power = 0
     while size >= 999.5 and power < 3:
         size, power = size / 1000, power + 1
@@ -304,12 +304,12 @@ def human(size):
 
 
 def score(run, measure):
-    """How good a run is, as people count it."""
+    """The quality of a run, by the data set's measure."""
     return measure.value(run["test_accuracy"], run["test_loss"])
 
 
 def table(runs, measure):
-    """The lines of a table with one column per compression; from the second on, with the difference to the first."""
+    """Yield the lines of a table: one column per compression, with differences from the first one."""
     first = runs[0]
     rows = {
         measure.label: lambda run: f"{score(run, measure):.{measure.digits}f}",
@@ -325,7 +325,7 @@ def table(runs, measure):
         measure.label: lambda run: f" ({score(run, measure) - score(first, measure):+.{measure.digits}f})",
         "ms per step": lambda run: f" (x{run['ms_per_step'] / first['ms_per_step']:.2f})",
     }
-    # A spec is stacked, its name over one argument per line, to keep the column narrow.
+    # One line for the name and for each argument of a spec, to keep columns narrow.
     columns = [run["compression"].replace(":", ",").split(",") for run in runs]
     height = max(map(len, columns))
     for run, column in zip(runs, columns, strict=True):
@@ -343,7 +343,7 @@ def table(runs, measure):
 
 
 def verdict(runs, measure, engine):
-    """What the table shows, in words: a line for each compression."""
+    """Yield the table's result in words: a line for each compression."""
     first, *others = runs
     if engine.size == 1:
         yield f"One rank exchanges gradients with nobody, so nothing was compressed: run this under {engine.start}."
@@ -417,7 +417,7 @@ def main():
 
 def results(args, dataset, runs, engine):
     configuration = {**vars(args), "data": dataset.name, "ranks": engine.size}
-    del configuration["json"], configuration["compression"]  # where this goes, and what each run says itself
+    del configuration["json"], configuration["compression"]  # the output path; each run has its compression
     versions = {
         "gradzip": gradzip.__version__,
         "torch": torch.__version__,

@@ -1,6 +1,6 @@
-"""The command ``gradzip``.
+"""The command line ``gradzip``.
 
-A subcommand is a function from the parsed arguments to the exit status, and an entry in `_parser`.
+Each subcommand has an entry in `_parser` and a function from the parsed arguments to the exit status.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _cuda() -> Facts:
 
 
 def _cuda_version(number: int) -> str | None:
-    """CUDA counts 1000 * major + 10 * minor, and 0 for none."""
+    """Format a CUDA version number, 1000 * major + 10 * minor; None for 0, which means that there is none."""
     return f"{number // 1000}.{number % 1000 // 10}" if number else None
 
 
@@ -164,7 +164,7 @@ def _horovod() -> Facts:
 
 
 def _lines(report: dict[str, Facts]) -> list[str]:
-    """The report for people: a title per part, and under it aligned names and values."""
+    """The report as text: a title for each part, and below it aligned names and values."""
     lines: list[str] = []
 
     def part(title: str, facts: Facts, remedy: str, rows: Callable[[], list[tuple[str, str]]]) -> None:

@@ -1,6 +1,6 @@
-"""Scenarios that tests/test_ddp.py runs under a real torchrun: `ddp_worker.py FOLDER [NAME ...]`.
+"""Scenarios for tests/test_ddp.py, run by torchrun: `ddp_worker.py FOLDER [NAME ...]`.
 
-Each is a function of this rank's number and the group's size, and returns tensors and plain values.
+A scenario is a function of the rank and the world size. It returns tensors and plain values, which go to a file.
 """
 
 import gc
@@ -21,7 +21,7 @@ import gradzip
 SCENARIOS = {}
 SHAPES = [(64, 64), (300,), (40, 3, 3, 3), (33, 129), (7,), (50, 40), (48, 48), (3, 500)]
 STEPS = 4
-CAP_MB = 0.012  # DDP rebuilds its buckets after the first step: one becomes three
+CAP_MB = 0.012  # one bucket in the first step, three after DDP has rebuilt its buckets
 
 
 def scenario(function):
@@ -30,25 +30,25 @@ def scenario(function):
 
 
 def gradient(rank, step, index, *shape, dtype=torch.float32):
-    """What rank's gradient of a layer is in every scenario; tests/test_ddp.py makes the same."""
+    """The gradient of a rank, in every scenario and in tests/test_ddp.py."""
     generator = torch.Generator().manual_seed(10000 * step + 100 * index + rank)
     return torch.randn(shape, generator=generator).to(dtype)
 
 
 class Layers(torch.nn.Module):
-    """Parameters whose gradients are what `forward` is given; those given None are not used."""
+    """Parameters whose gradients are the arguments of `forward`. Parameters with None are not used."""
 
     def __init__(self, tensors):
         super().__init__()
         self.layers = torch.nn.ParameterList([torch.nn.Parameter(t) for t in tensors])
-        self.order = list(range(len(tensors)))  # of use
+        self.order = list(range(len(tensors)))  # in which `forward` uses the parameters
 
     def forward(self, grads):
         return sum((self.layers[i] * grads[i]).sum() for i in self.order if grads[i] is not None)
 
 
 class Job:
-    """A DDP model with a hook; notes which parameters share a bucket."""
+    """A DDP model with gradzip's hook. Records which parameters share a bucket."""
 
     def __init__(self, compressor, tensors=None, names=True, group=None, frozen=(), state=None, **arguments):
         self.model = tensors if isinstance(tensors, Layers) else Layers(tensors or [torch.zeros(s) for s in SHAPES])
@@ -58,15 +58,15 @@ class Job:
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=CAP_MB, process_group=group, **arguments)
         self.state = state or gradzip.ddp.HookState(compressor, group, named if names else None)
         numbers = {p: i for i, (_, p) in enumerate(named)}
-        self.buckets = []  # of each step
+        self.buckets = []  # for each step, the parameters of each bucket
 
-        def noting(state, bucket):
+        def recording_hook(state, bucket):
             if bucket.index() == 0:
                 self.buckets.append([])
             self.buckets[-1].append([numbers[p] for p in bucket.parameters()])
             return gradzip.ddp.hook(state, bucket)
 
-        self.ddp.register_comm_hook(self.state, noting)
+        self.ddp.register_comm_hook(self.state, recording_hook)
 
     def loss(self, rank, step, skip=(), change=None):
         grads = [
@@ -78,7 +78,7 @@ class Job:
         return self.ddp(grads)
 
     def step(self, rank, step, **arguments):
-        """The averages of one step."""
+        """Run one step; return its averages."""
         self.ddp.zero_grad()
         self.loss(rank, step, **arguments).backward()
         return self.averages()
@@ -123,7 +123,7 @@ def methods(rank, size):
     return {spec: Job(gradzip.parse(spec)).run(rank) for spec in METHODS}
 
 
-# Sampling gathers payloads, and rings have one order: all has the bits of a LocalGroup.
+# Gathers and rings add in a fixed order, so the results equal those of a LocalGroup bit for bit.
 CONVOLUTIONS = [(40, 3, 3, 3), (16, 12, 3, 3), (64, 64), (8, 8, 5, 5), (300,)]
 RING = (
     "gradiveq:warmup_steps=0,sample_steps=3,compress_steps={},sampling=qsgd(bits=8),stop=None,slice_size=200,"
@@ -137,7 +137,7 @@ RINGS = [
 
 @scenario
 def rings(rank, size):
-    """Layers used in another order on odd ranks; in between training goes on from a checkpoint."""
+    """Odd ranks use layers in a different order. Step 4 continues from a checkpoint."""
     results = {}
     for spec in RINGS:
         job = Job(gradzip.parse(spec), [torch.zeros(s) for s in CONVOLUTIONS])
@@ -160,14 +160,14 @@ OPTIONS = [{"static_graph": True}, {"gradient_as_bucket_view": True}, {"find_unu
 
 @scenario
 def options(rank, size):
-    """A method with two rounds, beside one that is flat, under DDP's options."""
+    """A method with two rounds beside one that compresses buckets, under DDP's options."""
     compressor = gradzip.PerLayer([("2|3", gradzip.TopK(theta=0.9))], gradzip.TernGrad())
     return [Job(compressor.clone(), **option).run(rank) for option in OPTIONS]
 
 
 @scenario
 def feedback(rank, size):
-    """Flat error feedback across rebuilt buckets, shards with owners and checkpoints: averages, and residuals."""
+    """Error feedback of buckets, with rebuilt buckets, shards and checkpoints: averages and residuals."""
     results = {}
     for spec in ("topk:theta=0.9,exchange=scatter_reduce", "fft-range:theta=0.8,error_feedback=True", "topk:theta=0.9"):
         job = Job(gradzip.parse(spec))
@@ -183,7 +183,7 @@ def feedback(rank, size):
 
 @scenario
 def resumed(rank, size):
-    """Training goes on from a checkpoint as if it had not stopped, with states by number."""
+    """The next step, without and with a checkpoint before it; parameters without names."""
     job = Job(gradzip.DGC(theta=0.9), names=False)
     for step in range(2):
         job.step(rank, step)
@@ -193,8 +193,8 @@ def resumed(rank, size):
 
 
 @scenario
-def wrapped_anew(rank, size):
-    """The same parameters in another DDP model with another HookState."""
+def rewrapped(rank, size):
+    """The same parameters in a second DDP model with a second HookState."""
     compressor, averages = gradzip.DGC(theta=0.9), []
     job = Job(compressor, names=False)
     for step in range(4):
@@ -205,12 +205,12 @@ def wrapped_anew(rank, size):
 
 
 def table_gradient(rank, step):
-    """(rows, what is added to them)"""
+    """(rows, their gradients)"""
     return torch.tensor([rank, 5, 199, 5]), gradient(rank, step, 50, 4, 16)
 
 
 class Table(torch.nn.Module):
-    """A table with a sparse gradient, and a matrix."""
+    """An embedding with a sparse gradient, and a matrix."""
 
     def __init__(self):
         super().__init__()
@@ -235,7 +235,7 @@ def sparse(rank, size):
 
 
 @scenario
-def held(rank, size):
+def memory_between_steps(rank, size):
     """Bytes of all tensors between two steps, without and with a loss scale."""
     results = []
     for follows in (False, True):
@@ -262,7 +262,7 @@ def tensor_nbytes():
 
 @scenario
 def unused(rank, size):
-    """A layer that rank 0 does not use, and one that nobody does."""
+    """A layer that rank 0 does not use, and one that no rank uses."""
     job = Job(gradzip.QSGD(), find_unused_parameters=True)
     return [job.step(rank, step, skip=(3, 5) if rank == 0 else (5,)) for step in range(2)]
 
@@ -315,7 +315,7 @@ def subset(rank, size):
 
 @scenario
 def two_models(rank, size):
-    """One compressor, two models with one backward pass; their buckets take turns."""
+    """One compressor, two models in one backward pass, whose buckets alternate."""
     compressor = gradzip.TernGrad()
     jobs = [Job(compressor, names=False) for _ in range(2)]
     averages = []
@@ -329,7 +329,7 @@ def two_models(rank, size):
 
 @scenario
 def joined(rank, size):
-    """Ranks with fewer batches than others."""
+    """Ranks with different numbers of batches."""
     job = Job(gradzip.TopK(theta=0.0, error_feedback=False))
     averages = []
     with job.ddp.join():
@@ -343,15 +343,15 @@ THETAS = {0: 0.99, 2: 0.3, 4: 0.95}
 
 @scenario
 def growing(rank, size):
-    """Payloads that are longer than in the step before, and shorter."""
+    """Payloads that are longer or shorter than in the step before."""
     return Job(gradzip.TopK(theta=gradzip.StepSchedule(THETAS))).run(rank, steps=8)
 
 
 @scenario
 def non_finite(rank, size):
-    """An inf on the last rank alone, in the second of three steps, in one layer."""
+    """An inf in one layer on the last rank, in the second of three steps."""
 
-    def spoil(grads):
+    def add_inf(grads):
         grads[3][0, 0] = float("inf")
 
     results = {}
@@ -359,7 +359,7 @@ def non_finite(rank, size):
         job = Job(gradzip.parse(spec))
         results[spec] = []
         for step in range(3):
-            averages = job.step(rank, step, change=spoil if (step, rank) == (1, size - 1) else None)
+            averages = job.step(rank, step, change=add_inf if (step, rank) == (1, size - 1) else None)
             states = job.state.state_dict()["states"]
             results[spec].append(
                 {
@@ -372,6 +372,7 @@ def non_finite(rank, size):
 
 
 def message(function, *arguments):
+    """The error that a function raises, as text."""
     try:
         function(*arguments)
     except Exception as error:
@@ -381,7 +382,7 @@ def message(function, *arguments):
 
 @dataclass
 class Damaging(gradzip.QSGD):
-    """Damages what rank 1 sends of a layer in its third step."""
+    """Damages rank 1's payload of one layer in the third step."""
 
     def encode(self, grad, key):
         payload = super().encode(grad, key)
@@ -392,7 +393,7 @@ class Damaging(gradzip.QSGD):
 
 @scenario
 def errors(rank, size):
-    """What the backward pass raises."""
+    """Errors that the backward pass raises."""
     results = {}
     job = Job(Damaging())
     results["damaged"] = [message(job.step, rank, step) for step in range(3)]
@@ -423,20 +424,20 @@ def errors(rank, size):
     results["complex"] = message(lambda: ddp(torch.ones(2, 40, dtype=torch.complex64)).abs().sum().backward())
     ddp = DistributedDataParallel(torch.nn.Linear(40, 30))
     ddp.register_comm_hook(gradzip.TopK(), gradzip.ddp.hook)
-    results["no state"] = message(lambda: ddp(torch.ones(2, 40)).sum().backward())
+    results["no hook state"] = message(lambda: ddp(torch.ones(2, 40)).sum().backward())
     return results
 
 
 @scenario
-def made_anew(rank, size):
-    """The process group, and with it the DDP model, between steps; the HookState stays."""
+def recreated_group(rank, size):
+    """A new process group and DDP model between steps, with the same HookState."""
     job, averages, buckets = Job(gradzip.TopK(theta=0.9)), [], []
     for step in range(4):
         if step == 2:
             state, store = job.state, dist.distributed_c10d._get_default_store()
             dist.barrier()
             dist.destroy_process_group()
-            dist.init_process_group("gloo", store=dist.PrefixStore("anew", store), rank=rank, world_size=size)
+            dist.init_process_group("gloo", store=dist.PrefixStore("recreated", store), rank=rank, world_size=size)
             job = Job(state.compressor, job.model, state=state)
         averages.append(job.step(rank, step))
         buckets.append(job.buckets[-1])
@@ -444,9 +445,9 @@ def made_anew(rank, size):
 
 
 def die(rank, folder):
-    """Rank 1 is killed while its gradients are awaited; what others see, and when, goes to a file."""
+    """Kill rank 1 while the others wait for its gradients. They write their error and its time to a file."""
     job = Job(gradzip.TopK(theta=0.9))
-    for step in range(2):  # after that, nothing but gradients is exchanged
+    for step in range(2):  # from here on, ranks exchange only gradients
         job.step(rank, step)
 
     def kill(grads):
@@ -455,7 +456,7 @@ def die(rank, folder):
 
     begin = time.monotonic()
     error = message(lambda: job.step(rank, 2, change=kill))
-    Path(folder, f"died{rank}").write_text(f"{time.monotonic() - begin} {error}")
+    Path(folder, f"survivor{rank}").write_text(f"{time.monotonic() - begin} {error}")
 
 
 def main():
@@ -470,7 +471,7 @@ def main():
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # at once: a thread of torch's that lets go of a Python object too late would abort the process
+    os._exit(0)  # now: a torch thread that frees a Python object during shutdown aborts the process
 
 
 if __name__ == "__main__":

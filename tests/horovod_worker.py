@@ -1,6 +1,6 @@
-"""Scenarios that tests/test_horovod.py runs under a real horovodrun: `horovod_worker.py FOLDER [NAME ...]`.
+"""Scenarios for tests/test_horovod.py, run by horovodrun: `horovod_worker.py FOLDER [NAME ...]`.
 
-Each is a function of this rank's number and the group's size, and returns tensors and plain values.
+A scenario is a function of the rank and the world size. It returns tensors and plain values, which go to a file.
 """
 
 import copy
@@ -17,7 +17,7 @@ from gradzip import _version
 
 FFT = {"theta": 0.5, "bits": 12}
 SCENARIOS = {}
-SIZE = int(os.environ.get("HOROVOD_SIZE", 1))  # as horovodrun sets it, before init()
+SIZE = int(os.environ.get("HOROVOD_SIZE", 1))  # set by horovodrun, known before init()
 SUBSET = hvd.ProcessSet(range(SIZE - 1))
 
 
@@ -27,7 +27,7 @@ def scenario(function):
 
 
 def gradient(rank, *shape, dtype=torch.float32, index=0):
-    """What rank's gradient of that shape is in every scenario; tests/test_horovod.py makes the same."""
+    """The gradient of a rank, in every scenario and in tests/test_horovod.py."""
     generator = torch.Generator().manual_seed(1000 * index + rank)
     return torch.randn(shape, generator=generator).to(dtype)
 
@@ -42,14 +42,14 @@ def optimizer(named, compression, **arguments):
 
 
 def backward(named, rank, order=None):
-    """Gives every parameter `gradient(rank, ...)` through a real backward pass, in the given order of hooks."""
+    """Give every parameter `gradient(rank, ...)` in real backward passes, so that hooks are called in this order."""
     for i in order if order is not None else range(len(named)):
         p = named[i][1]
         (p * gradient(rank, *p.shape, dtype=p.dtype, index=i)).sum().backward()
 
 
 def averaged(named, compression, rank, **arguments):
-    """The averages that one synchronize() leaves in the gradients."""
+    """The averages after one synchronize()."""
     opt = optimizer(named, compression, **arguments)
     for _ in range(arguments.get("backward_passes_per_step", 1)):
         backward(named, rank)
@@ -66,7 +66,7 @@ def average(rank, size):
 
 
 @scenario
-def total(rank, size):
+def summed(rank, size):
     return averaged(layers(*SHAPES), gradzip.FFTRange(**FFT), rank, op=hvd.Sum)
 
 
@@ -93,10 +93,10 @@ def listed_groups(rank, size):
 
 @scenario
 def lossless_is_stock(rank, size):
-    """NoCompression against Horovod's own none, and Cast against its fp16, for every type and layout Horovod takes."""
+    """NoCompression against hvd.Compression.none and Cast against hvd.Compression.fp16, for every dtype of Horovod."""
     results = []
     for dtype in (torch.float16, torch.float32, torch.float64):
-        # One layer at a time: Horovod's fusion of several decides in which order each is added up.
+        # One layer at a time: with several, Horovod's fusion decides in which order each is added.
         for shape in ((40, 40), (300,)):
             a = averaged(layers(shape, dtype=dtype), gradzip.NoCompression(), rank)[0]
             b = averaged(layers(shape, dtype=dtype), hvd.Compression.none, rank)[0]
@@ -109,7 +109,7 @@ def lossless_is_stock(rank, size):
 
 @scenario
 def odd_tensors(rank, size):
-    """Shapes, types and strides that gradients may have."""
+    """Shapes, dtypes and strides that gradients may have."""
     torch.manual_seed(0)
     tensors = {
         "scalar": torch.zeros(()),
@@ -147,7 +147,7 @@ def channels_last_backward(rank, size):
 
 @scenario
 def sparse(rank, size):
-    """Embeddings with sparse gradients: gathered by Horovod itself, or made dense and compressed."""
+    """Embeddings with sparse gradients: gathered by Horovod, or made dense and compressed."""
     results = {}
     for as_dense in (False, True):
         table = torch.nn.Embedding(200, 16, sparse=True)
@@ -172,8 +172,8 @@ def clipped(rank, size):
 
 
 @scenario
-def order_shuffled(rank, size):
-    """Hooks that fire in another order on every rank, and a parameter that only some ranks use."""
+def shuffled_hooks(rank, size):
+    """Hooks in a different order on each rank, and a parameter that rank 0 does not use."""
     named = layers(*SHAPES)
     opt = optimizer(named, gradzip.FFTRange(**FFT))
     order = torch.randperm(len(named), generator=torch.Generator().manual_seed(rank)).tolist()
@@ -184,7 +184,7 @@ def order_shuffled(rank, size):
     return [p.grad.clone() for _, p in named]
 
 
-# Several steps of each: what velocities, residuals and owners of shards keep, and step counts, enter too.
+# Run for several steps, so that velocities, residuals, owner residuals and step counts enter the result.
 METHODS = [
     "qsgd",
     "qsgd:bits=8,norm=max,coding=packed",
@@ -217,7 +217,7 @@ METHOD_STEPS = 3
 
 @scenario
 def methods(rank, size):
-    """Averages of the last of some steps, and the bytes, hooks in another order on every rank."""
+    """Averages of the last step, and bytes sent; hooks in a different order on each rank."""
     results = {}
     for spec in METHODS:
         named = layers(*SHAPES)
@@ -232,7 +232,7 @@ def methods(rank, size):
     return results
 
 
-# Warm-up, sampling, compressed steps; and sampling again, because the schedule or the majority says so.
+# Steps of warm-up, sampling and compression, and sampling again, by schedule or by vote.
 PHASES = {
     "gradiveq:warmup_steps=1,sample_steps=3,compress_steps=2": 9,
     "gradiveq:warmup_steps=1,sample_steps=3,compress_steps=9,stop=0.01": 7,
@@ -242,7 +242,7 @@ PHASES = {
 
 @scenario
 def phases(rank, size):
-    """Averages, bytes and phases of a method that changes what it does, hooks in another order on every rank."""
+    """Averages, bytes and phases of a method with phases; hooks in a different order on each rank."""
     results = {}
     for spec, steps in PHASES.items():
         named, compressor = layers(*SHAPES), gradzip.parse(spec)
@@ -258,7 +258,7 @@ def phases(rank, size):
     return results
 
 
-# Sampling gathers payloads, and rings have one order: all has the bits of a LocalGroup.
+# Gathers and rings add in a fixed order, so the results equal those of a LocalGroup bit for bit.
 CONVOLUTIONS = [(40, 3, 3, 3), (16, 12, 3, 3), (64, 64), (8, 8, 5, 5), (300,)]
 RING = (
     "gradiveq:warmup_steps=0,sample_steps=3,compress_steps={},sampling=qsgd(bits=8),stop=None,slice_size=200,"
@@ -273,8 +273,8 @@ RING_STEPS = 9
 
 @scenario
 def rings(rank, size):
-    """Averages and bytes, hooks in another order on every rank. In between training goes on from a checkpoint, and
-    what is under way is dropped, as when elastic training has lost a worker."""
+    """Averages and bytes; hooks in a different order on each rank. Step 4 continues from a checkpoint. Step 5 drops
+    gradients in flight, as elastic training does when a worker is lost."""
     results = {}
     for spec in RINGS:
         named, compressor = layers(*CONVOLUTIONS), gradzip.parse(spec)
@@ -297,8 +297,8 @@ def rings(rank, size):
 
 
 @scenario
-def restarted_apart(rank, size):
-    """Rank 0 takes up a checkpoint, the others begin anew: they are in another phase."""
+def restarted_on_one_rank(rank, size):
+    """Rank 0 loads a checkpoint and the others do not, so they are in different phases."""
     spec = next(iter(PHASES))
     compressor, named = gradzip.parse(spec), layers((40, 3, 3, 3))
     opt = optimizer(named, compressor)
@@ -315,7 +315,7 @@ def restarted_apart(rank, size):
 
 
 @scenario
-def subset_scatters(rank, size):
+def process_set_scatter_reduce(rank, size):
     """A process set of all ranks but the last."""
     named = layers((64, 64), (300,))
     opt = optimizer(named, gradzip.TopK(theta=0.9, exchange="scatter_reduce"), process_set=SUBSET)
@@ -326,7 +326,7 @@ def subset_scatters(rank, size):
 
 @dataclass
 class PowerIteration(gradzip.Compressor):
-    """Two rounds, the second of what the first gave: Power-SGD's shape, without its compression."""
+    """Two rounds, where the second needs the result of the first, as in Power-SGD but without compression."""
 
     rounds = 2
 
@@ -338,7 +338,7 @@ class PowerIteration(gradzip.Compressor):
 
 @scenario
 def two_rounds(rank, size):
-    """Hooks in another order on every rank, and a second round for each."""
+    """A method with two rounds; hooks in a different order on each rank."""
     named = layers(*SHAPES)
     opt = optimizer(named, PowerIteration())
     order = torch.randperm(len(named), generator=torch.Generator().manual_seed(rank)).tolist()
@@ -350,7 +350,7 @@ def two_rounds(rank, size):
 
 
 @scenario
-def nameless(rank, size):
+def without_names(rank, size):
     named = layers((64, 64), (300,))
     opt = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in named], lr=1.0), compression=gradzip.FFTRange(**FFT))
     backward(named, rank)
@@ -360,7 +360,7 @@ def nameless(rank, size):
 
 @scenario
 def two_optimizers(rank, size):
-    """A GAN's: one compressor, the same names, other shapes; states must not mix."""
+    """One compressor for two optimizers, as of a GAN: same names, different shapes. States must not mix."""
     compressor = gradzip.FFTRange(**FFT, error_feedback=True)
     first, second = layers((64, 64)), layers((80, 40))
     opts = [optimizer(first, compressor), optimizer(second, compressor)]
@@ -373,7 +373,7 @@ def two_optimizers(rank, size):
 
 
 @scenario
-def subset(rank, size):
+def process_set(rank, size):
     """A process set of all ranks but the last."""
     named = layers((64, 64), (300,))
     opt = optimizer(named, gradzip.FFTRange(**FFT), process_set=SUBSET)
@@ -384,7 +384,7 @@ def subset(rank, size):
 
 @scenario
 def feedback_steps(rank, size):
-    """Ten steps with error feedback and a schedule; the last average and the bytes."""
+    """Ten steps with error feedback and a schedule: last averages and bytes."""
     compressor = gradzip.FFTRange(theta=gradzip.StepSchedule({0: 0.5, 5: 0.9}), error_feedback=True)
     named = layers((64, 64), (300,))
     opt = optimizer(named, compressor)
@@ -395,9 +395,9 @@ def feedback_steps(rank, size):
     return [p.grad.clone() for _, p in named], compressor.traffic.bytes_sent, compressor.traffic.bytes_dense
 
 
-# Methods, shapes, and what the first element of which gradients is on the last rank alone. TernGrad ends a step after
-# its first round where a gradient is not finite, beside others that go on.
-SPOILT = {
+# Method: shapes, and the value of the first element of these gradients on the last rank. TernGrad ends the step of such
+# a gradient after its first round, while other gradients go on.
+NON_FINITE = {
     "fft-range:theta=0.5,bits=12,error_feedback=True": ([(64, 64), (300,)], float("inf"), (0, 1)),
     "terngrad": ([(64, 64), (40, 50)], float("nan"), (0,)),
 }
@@ -405,16 +405,16 @@ SPOILT = {
 
 @scenario
 def non_finite(rank, size):
-    """In the second of three steps. The averages and the states after each."""
+    """Non-finite gradients in the second of three steps: averages and states after each."""
     results = {}
-    for spec, (shapes, value, spoilt) in SPOILT.items():
+    for spec, (shapes, value, indices) in NON_FINITE.items():
         named, compressor = layers(*shapes), gradzip.parse(spec)
         opt, results[spec] = optimizer(named, compressor), []
         for step in range(3):
             opt.zero_grad()
             for i, (_, p) in enumerate(named):
                 p.grad = gradient(rank, *p.shape, index=i)
-                if step == 1 and rank == size - 1 and i in spoilt:
+                if step == 1 and rank == size - 1 and i in indices:
                     p.grad.view(-1)[0] = value
             opt.synchronize()
             states = copy.deepcopy(compressor.state_dict()["states"])
@@ -434,6 +434,7 @@ def compression_class(rank, size):
 
 
 def message(function):
+    """The error that a function raises, as text."""
     try:
         function()
     except Exception as error:
@@ -443,12 +444,12 @@ def message(function):
 
 @scenario
 def refused(rank, size):
-    """Errors before any communication: Horovod would hang, or average parts of gradients, if one got that far."""
+    """Errors that must be raised before any communication, where Horovod would hang or average parts of gradients."""
     compressor = gradzip.FFTRange()
     named = layers((64, 64))
 
-    class Stranger:
-        """Stands where Horovod's optimizer stands in the call stack, but owns another parameter."""
+    class OtherOptimizer:
+        """Looks like Horovod's optimizer in the call stack, but owns another parameter."""
 
         def __init__(self):
             self._compression = compressor
@@ -461,15 +462,15 @@ def refused(rank, size):
     opt.op = hvd.Adasum
     backward_error = message(lambda: backward(named, rank))
     return {
-        "stranger": message(lambda: Stranger().compress(torch.zeros(64, 64))),
-        "nobody": message(lambda: compressor.compress(torch.zeros(64, 64))),
+        "unknown parameter": message(lambda: OtherOptimizer().compress(torch.zeros(64, 64))),
+        "no optimizer": message(lambda: compressor.compress(torch.zeros(64, 64))),
         "adasum": backward_error,
     }
 
 
 @scenario
-def disagreement(rank, size):
-    """Rank 0 against the others: arguments, methods, versions, shapes, parameters."""
+def different_configurations(rank, size):
+    """The last rank differs from the others in arguments, method, version, shapes or parameters."""
     last = rank == size - 1
     shape = (64, 64)
 

@@ -1,4 +1,4 @@
-"""The command gradzip."""
+"""The command line `gradzip`."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ def test_info():
     assert max(map(len, done.stdout.splitlines())) < 240
     methods = done.stdout.partition("\nmethods\n")[2].splitlines()
     assert len(methods) == len(registered())
-    assert all(line.endswith(".") for line in methods)  # no sentence is cut off
+    assert all(line.endswith(".") for line in methods)  # whole sentences
 
 
 def test_json(capsys):
@@ -64,7 +64,7 @@ def test_broken_horovod(capsys, monkeypatch):
     assert "Horovod\n  unusable    ModuleNotFoundError: " in capsys.readouterr().out
 
 
-def test_cuda_as_reported():
+def test_cuda_facts_as_text():
     device = {"name": "NVIDIA H200", "major": 9, "minor": 0, "memory": 139 * 2**30}
     facts = {"built": True, "archs": ["sm_80", "sm_90"], "runtime": "13.0", "driver": "13.0", "devices": [device]}
     assert cli._cuda_rows(facts) == [
@@ -92,7 +92,7 @@ def test_unknown_command(capsys):
     assert "invalid choice: 'nonesuch'" in capsys.readouterr().err
 
 
-def test_reader_that_stops_early():
+def test_closed_pipe_is_no_error():
     command = f"{sys.executable} -m gradzip info --json | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert done.stderr == ""

@@ -34,19 +34,19 @@ def gradients(ranks, step, index, dtype=torch.float32):
 
 
 class PerParameter:
-    """What methods make of each parameter by itself."""
+    """Reference: each parameter is averaged by itself, in a LocalGroup."""
 
     def __init__(self, compressor, size, name="layers.{}"):
         self.group = gradzip.LocalGroup(compressor, size)
         self.name = name
 
     def average(self, grads, buckets):
-        """grads: {index: of all ranks}."""
-        return {i: self.group.average(of_ranks, self.name.format(i))[0] for i, of_ranks in grads.items()}
+        """grads: {index: list of all ranks' gradients}."""
+        return {i: self.group.average(per_rank, self.name.format(i))[0] for i, per_rank in grads.items()}
 
 
-class Flat:
-    """What a method without memory makes of buckets as one vector."""
+class PerBucket:
+    """Reference: a stateless method compresses each bucket as one vector."""
 
     def __init__(self, compressor, size):
         self.compressor = compressor
@@ -56,7 +56,7 @@ class Flat:
         for members in ([i for i in bucket if i in grads] for bucket in buckets):
             if members:
                 joined = [
-                    torch.cat([g.reshape(1, -1) for g in of_rank], 1) for of_rank in zip(*map(grads.get, members))
+                    torch.cat([g.reshape(1, -1) for g in rank_grads], 1) for rank_grads in zip(*map(grads.get, members))
                 ]
                 parts = gradzip.simulate(self.compressor, joined)[0].split([grads[i][0].numel() for i in members], 1)
                 averages |= {i: part.view(grads[i][0].shape) for i, part in zip(members, parts)}
@@ -64,7 +64,7 @@ class Flat:
 
 
 class TopK:
-    """Top-k with error feedback in plain torch: residuals by parameter, selection over a bucket."""
+    """Reference: Top-k with error feedback in plain torch; a residual per parameter, one selection per bucket."""
 
     def __init__(self, theta, size):
         self.theta = theta
@@ -74,7 +74,7 @@ class TopK:
     def average(self, grads, buckets):
         theta = self.theta(self.step) if callable(self.theta) else self.theta
         self.step += 1
-        averages = {i: torch.zeros(of_ranks[0].shape) for i, of_ranks in grads.items()}
+        averages = {i: torch.zeros(per_rank[0].shape) for i, per_rank in grads.items()}
         for members in ([i for i in bucket if i in grads] for bucket in buckets):
             for rank, residuals in enumerate(self.residuals if members else []):
                 corrected = torch.cat([(grads[i][rank] + residuals.get(i, 0.0)).view(-1) for i in members])
@@ -88,9 +88,9 @@ class TopK:
 
 
 def reference(spec, size):
-    """[(indices, who averages them)] of a method; the bypassed are averaged as they are."""
+    """[(indices, their reference)] of a method. Parameters without a reference are averaged uncompressed."""
     if spec.startswith("fft-range"):
-        return [(COMPRESSED, Flat(gradzip.parse(spec), size))]
+        return [(COMPRESSED, PerBucket(gradzip.parse(spec), size))]
     if spec.startswith("topk"):
         return [(COMPRESSED, TopK(0.9, size))]
     if spec.startswith("per-layer"):
@@ -104,24 +104,24 @@ def reference(spec, size):
 
 
 def expected(references, ranks, buckets, steps=STEPS, dtypes=None, indices=ALL):
-    """The averages of each step, by index; bypassed ones that no reference knows as plain means."""
+    """Averages of each step, by index: plain means where there is no reference."""
     results = []
     for step in range(steps):
         dtypes = dtypes or [torch.float32] * len(SHAPES)
         grads = {i: gradients(ranks, step, i, dtypes[i]) for i in indices}
-        averages = {i: sum(of_ranks) / len(ranks) for i, of_ranks in grads.items()}
+        averages = {i: sum(per_rank) / len(ranks) for i, per_rank in grads.items()}
         for members, method in references:
             averages |= method.average({i: grads[i] for i in members if i in grads}, buckets[step])
         results.append(averages)
     return results
 
 
-def assert_equal(of_ranks, wanted, exact=COMPRESSED, ulps=4):
-    """All ranks have the same bits in all steps: the wanted ones, or, where gloo adds up in an order of its own, or the
-    reference does, those to rounding."""
-    for run in of_ranks:
+def assert_equal(per_rank, wanted, exact=COMPRESSED, ulps=4):
+    """All ranks have the same bits in all steps. Averages in `exact` equal the wanted ones bit for bit; others up to
+    rounding, because gloo or the reference adds in a different order."""
+    for run in per_rank:
         assert len(run) == len(wanted)
-        for averages, first, want in zip(run, of_ranks[0], wanted):
+        for averages, first, want in zip(run, per_rank[0], wanted):
             for i, average in want.items():
                 assert torch.equal(averages[i], first[i])
                 if i in exact:
@@ -135,11 +135,11 @@ def bypassed(spec, index):
     return gradzip.parse(spec).bypasses(torch.empty(SHAPES[index]))
 
 
-def runs(of_ranks, *keys):
+def runs(per_rank, *keys):
     for key in keys:
-        of_ranks = [of_rank[key] for of_rank in of_ranks]
-    assert all(of_rank["buckets"] == of_ranks[0]["buckets"] for of_rank in of_ranks)
-    return [of_rank["averages"] for of_rank in of_ranks], of_ranks[0]["buckets"]
+        per_rank = [result[key] for result in per_rank]
+    assert all(result["buckets"] == per_rank[0]["buckets"] for result in per_rank)
+    return [result["averages"] for result in per_rank], per_rank[0]["buckets"]
 
 
 @pytest.mark.parametrize("spec", METHODS)
@@ -151,22 +151,22 @@ def test_methods(world, spec):
     wanted = expected(references, range(size), buckets)
     summed = spec.startswith(("none", "fp16", "randomk", "powersgd", "acpsgd"))
     inexact = summed or spec.startswith("topk")
-    if spec.startswith("fp16"):  # of three, gloo may round in another order
+    if spec.startswith("fp16"):  # with three ranks, gloo may round in a different order
         for steps in averages:
             assert all(torch.equal(a, b) for s, t in zip(steps, averages[0]) for a, b in zip(s, t))
             eps = torch.finfo(gradzip.parse(spec).dtype).eps
             torch.testing.assert_close(steps[-1], [*wanted[-1].values()], rtol=size * eps, atol=size * eps)
     else:
         exact = [0, 5, 6, 7] if spec.startswith("per-layer") else [i for i in COMPRESSED if not bypassed(spec, i)]
-        # Low-rank averages pass through factors and their orthogonalization before they differ.
+        # In low-rank averages, rounding differences grow in products and the orthogonalization.
         assert_equal(averages, wanted, [] if inexact else exact, ulps=64 if spec in ("powersgd", "acpsgd") else 4)
 
 
 @pytest.mark.parametrize("spec", METHODS)
 def test_bytes_sent(world, spec):
-    """Payloads, 16 bytes for each exchange, some padding where lengths vary, and once what all must have in common."""
+    """Payloads, 16 bytes for each exchange, padding if lengths vary, and the handshake of the first step."""
     size, results = world
-    if any(isinstance(method, (Flat, TopK)) for _, method in reference(spec, size)):
+    if any(isinstance(method, (PerBucket, TopK)) for _, method in reference(spec, size)):
         return
     group = gradzip.LocalGroup(gradzip.parse(spec), size)
     for step in range(STEPS):
@@ -178,20 +178,20 @@ def test_bytes_sent(world, spec):
         assert run[spec]["dense"] == STEPS * sum(4 * torch.Size(s).numel() for s in SHAPES)
         if spec in ("none", "fp16", "randomk:theta=0.9"):
             assert 0 < spare < configuration
-        elif spec in ("signsgd", "onebit"):  # always as long: a gather in the first step, three in the others
+        elif spec in ("signsgd", "onebit"):  # fixed length: one gather in the first step, three in the others
             assert 0 < spare - 16 * (1 + 3 * 3) < configuration
         else:
             parts = size if "scatter" in spec else 1
             gathers = 1 + 3 * 3
-            varying = 0.5 if spec == "atomo" else 0.1  # from step to step, and from rank to rank
+            varying = 0.5 if spec == "atomo" else 0.1  # lengths differ between steps and ranks
             assert 0 < spare < configuration + 16 * gathers * (parts + 1) + varying * group.bytes_sent
 
 
 @pytest.mark.parametrize("spec", RINGS)
-def test_rings_of_buckets(world, spec, one_thread):
-    """The bits of a LocalGroup, where the gradients of a bucket go together."""
+def test_one_ring_for_each_bucket(world, spec, one_thread):
+    """Equals a LocalGroup with the gradients of a bucket in one fused routine."""
     size, results = world
-    of_ranks, buckets = runs(results["rings"], spec)
+    per_rank, buckets = runs(results["rings"], spec)
     assert len(buckets[0]) == 1 < len(buckets[-1])
     compressors = [gradzip.parse(spec) for _ in range(size)]
     wanted, phases = [], []
@@ -205,8 +205,8 @@ def test_rings_of_buckets(world, spec, one_thread):
             wanted[-1] |= zip(bucket, drive(routines)[0])
         parts = {i: compressors[0].method_for(f"layers.{i}", torch.Size(CONVOLUTIONS[i])) for i in (0, 1)}
         phases.append([part.phase(part.states[f"layers.{i}"]) for i, part in parts.items()])
-    assert_equal(of_ranks, wanted, [i for i, shape in enumerate(CONVOLUTIONS) if len(shape) == 4])
-    # Some sample while others compress, unless all do the same.
+    assert_equal(per_rank, wanted, [i for i, shape in enumerate(CONVOLUTIONS) if len(shape) == 4])
+    # Both layers compress in some step; with different schedules, one samples while the other compresses.
     assert ["compressing"] * 2 in phases if spec == RINGS[0] else ["compressing", "sampling"] in phases
 
 
@@ -219,35 +219,35 @@ def test_options_of_ddp(world, which):
     assert_equal(averages, wanted, [i for i in COMPRESSED if i not in (2, 3)])
 
 
-def test_nothing_is_lost_of_what_is_fed_back(world):
-    """Averages and mean residual add up to the mean gradients: over rebuilt buckets, checkpoints, owners of shards."""
+def test_error_feedback_loses_nothing(world):
+    """Averages plus mean residual equal the mean gradients, with rebuilt buckets, checkpoints and shards."""
     size, results = world
     for spec in results["feedback"][0]:
-        averages, residuals, buckets = zip(*[of_rank[spec] for of_rank in results["feedback"]])
+        averages, residuals, buckets = zip(*[result[spec] for result in results["feedback"]])
         assert buckets[0] == 3
         for i in COMPRESSED:
             assert all(torch.equal(a[i], b[i]) for run in averages for a, b in zip(run, averages[0]))
             total = sum(step[i] for step in averages[0]) + sum(r[f"layers.{i}"] for r in residuals) / size
-            # As many steps again from the checkpoint.
+            # STEPS more steps were taken from the checkpoint.
             want = sum(sum(gradients(range(size), step, i)) for step in range(2 * STEPS)) / size
             torch.testing.assert_close(total, want, rtol=1e-5, atol=2e-5)
             assert residuals[0][f"layers.{i}"].norm() > 0.1 * want.norm()
 
 
-def test_training_without_names_goes_on_from_a_checkpoint(world):
+def test_checkpoint_without_names_continues_training(world):
     _, results = world
     for without, with_, names in results["resumed"]:
-        for i in ALL:  # in the first step after it, buckets are those of a new model: gloo adds up in another order
+        for i in ALL:  # the first bucket after a start is the whole model: gloo adds in a different order
             rounding = 0 if i in COMPRESSED else 1e-6
             torch.testing.assert_close(without[i], with_[i], rtol=rounding, atol=rounding)
         assert names == [str(i) for i in ALL]
 
 
-def test_without_names_a_model_wrapped_anew_finds_what_was_kept(world):
+def test_rewrapped_model_without_names_finds_its_state(world):
     size, results = world
     wanted = expected([(ALL, PerParameter(gradzip.DGC(theta=0.9), size))], range(size), [None] * 4)
-    assert_equal([averages for averages, _ in results["wrapped_anew"]], wanted)
-    assert all(names == [str(i) for i in ALL] for _, names in results["wrapped_anew"])
+    assert_equal([averages for averages, _ in results["rewrapped"]], wanted)
+    assert all(names == [str(i) for i in ALL] for _, names in results["rewrapped"])
 
 
 def test_sparse_gradients_are_averaged_as_without_compression(world):
@@ -256,22 +256,22 @@ def test_sparse_gradients_are_averaged_as_without_compression(world):
         for step, average in enumerate(averages):
             want = sum(torch.zeros(200, 16).index_add_(0, *table_gradient(r, step)) for r in range(size)) / size
             torch.testing.assert_close(average, want, rtol=1e-6, atol=1e-6)
-        # Four rows of a table, and a matrix.
+        # Four rows of the table, and the matrix.
         assert dense_nbytes == len(averages) * (4 * 8 + 4 * 16 * 4 + 40 * 40 * 4)
 
 
-def test_a_loss_scale_costs_no_memory_between_steps(world):
+def test_loss_scale_needs_no_memory_between_steps(world):
     _, results = world
-    for without, with_ in results["held"]:
-        assert without > 0 and with_ - without < 1000  # numbers that the scaler holds; a residual has 8 kB at least
+    for without, with_ in results["memory_between_steps"]:
+        assert without > 0 and with_ - without < 1000  # the scaler's numbers; a residual has at least 8 kB
 
 
-def test_a_process_group_that_is_made_anew_is_taken(world):
+def test_recreated_process_group_is_used(world):
     size, results = world
-    averages, buckets = runs(results["made_anew"])
+    averages, buckets = runs(results["recreated_group"])
     assert [len(step) for step in buckets] == [1, 3, 1, 3]
     assert_equal(averages, expected([(COMPRESSED, TopK(0.9, size))], range(size), buckets), [])
-    assert all(of_rank["is_new"] for of_rank in results["made_anew"])
+    assert all(result["is_new"] for result in results["recreated_group"])
 
 
 def test_unused_parameters(world):
@@ -311,12 +311,12 @@ def test_strides_are_kept(world):
         wanted = []
         for step in range(STEPS):
             grads = {i: [gradient(r, step, i, *s) for r in range(size)] for i, s in enumerate(shapes)}
-            wanted.append(Flat(compressor, size).average(grads, buckets[step] if which == 0 else [[0], [1], [2]]))
+            wanted.append(PerBucket(compressor, size).average(grads, buckets[step] if which == 0 else [[0], [1], [2]]))
         assert_equal(averages, wanted, range(3) if which == 0 else [])
-        assert all(all(of_rank[which]["strides"]) for of_rank in results["strides"])
+        assert all(all(result[which]["strides"]) for result in results["strides"])
 
 
-def test_a_group_of_one(world):
+def test_group_of_one(world):
     size, results = world
     for spec in results["alone"][0]:
         for rank in range(size):
@@ -325,7 +325,7 @@ def test_a_group_of_one(world):
             assert_equal([averages], wanted, ALL)
 
 
-def test_a_group_of_some_ranks(world):
+def test_group_of_some_ranks(world):
     size, results = world
     assert results["subset"][0] is None
     averages, buckets = runs(results["subset"][1:])
@@ -340,7 +340,7 @@ def test_two_models_in_one_backward_pass(world):
         assert_equal([[step[model] for step in run] for run in results["two_models"]], wanted)
 
 
-def test_ranks_that_run_out_of_data(world):
+def test_join_with_uneven_data(world):
     size, results = world
     for rank, run in enumerate(results["joined"]):
         assert len(run) == 3 + rank
@@ -352,58 +352,56 @@ def test_ranks_that_run_out_of_data(world):
                 torch.testing.assert_close(average, want, rtol=1e-6, atol=1e-6)
 
 
-def test_payloads_that_outgrow_the_last_ones(world):
+def test_payloads_longer_than_in_the_step_before(world):
     size, results = world
     averages, buckets = runs(results["growing"])
     theta = gradzip.StepSchedule(THETAS)
     assert_equal(averages, expected([(COMPRESSED, TopK(theta, size))], range(size), buckets, steps=8), [])
 
 
-def test_a_non_finite_gradient_of_one_rank(world):
+def test_non_finite_gradient_of_one_rank(world):
     _, results = world
     names = {f"layers.{i}" for i in COMPRESSED}
-    for of_rank in results["non_finite"]:
-        for spec, (before, spoilt, after) in of_rank.items():
-            # Flat: of all parameters in that bucket.
+    for result in results["non_finite"]:
+        for spec, (before, during, after) in result.items():
+            # TopK compresses a bucket as one vector: all parameters of that bucket are affected.
             bad = {3, 5} if spec.startswith("topk") else {3}
-            assert spoilt["finite"] == [i not in bad for i in ALL]
+            assert during["finite"] == [i not in bad for i in ALL]
             assert before["finite"] == after["finite"] == [True] * len(SHAPES)
             assert after["steps"] == {name: 2 if int(name[-1]) in bad else 3 for name in names}
             if spec != "terngrad":
                 for name in names:
-                    same = torch.equal(before["residuals"][name], spoilt["residuals"][name])
+                    same = torch.equal(before["residuals"][name], during["residuals"][name])
                     assert same is (int(name[-1]) in bad)
-                    assert not torch.equal(spoilt["residuals"][name], after["residuals"][name])
+                    assert not torch.equal(during["residuals"][name], after["residuals"][name])
 
 
 def test_errors_are_raised_by_backward(world):
     size, results = world
-    for of_rank in results["errors"]:
+    for result in results["errors"]:
         corrupt = f"PayloadError: Damaging, parameter 'layers.3': from rank 1 of {size}: corrupt payload: its checksum"
-        assert of_rank["damaged"][:2] == ["no error"] * 2 and of_rank["damaged"][2].startswith(corrupt)
+        assert result["damaged"][:2] == ["no error"] * 2 and result["damaged"][2].startswith(corrupt)
         for static in (False, True):
-            assert of_rank[f"first step, static_graph={static}"].startswith(corrupt)
-        assert "got torch.complex64, expected a real floating-point type" in of_rank["complex"]
+            assert result[f"first step, static_graph={static}"].startswith(corrupt)
+        assert "got torch.complex64, expected a real floating-point type" in result["complex"]
         assert (
-            "hook: got TopK(" in of_rank["no state"]
-            and "expected one as of gradzip.ddp.HookState(" in of_rank["no state"]
+            "hook: got TopK(" in result["no hook state"]
+            and "expected one as of gradzip.ddp.HookState(" in result["no hook state"]
         )
-        assert "of an unknown parameter" in of_rank["shared"] and "HookState of its own" in of_rank["shared"]
-        assert (
-            of_rank["foreign state"].startswith("ValueError: ") and "parameter 'layers.0'" in of_rank["foreign state"]
-        )
+        assert "of an unknown parameter" in result["shared"] and "HookState of its own" in result["shared"]
+        assert result["foreign state"].startswith("ValueError: ") and "parameter 'layers.0'" in result["foreign state"]
 
 
-def test_ranks_configured_differently_are_named_in_the_first_step(world):
+def test_different_configurations_raise_in_the_first_step(world):
     _, results = world
-    for of_rank in results["errors"]:
+    for result in results["errors"]:
         for what, words in {
             "methods": ("rank 1 compresses with TopK(", "rank 0 with QSGD("),
             "arguments": ("rank 1", "theta=0.8", "rank 0", "theta=0.9"),
             "exchanges": ("rank 1", "exchange='scatter_reduce'", "rank 0", "exchange='gather'"),
             "names": ("parameter 'layers.0': rank 1 has no such parameter, rank 0 has float32[64, 64]",),
         }.items():
-            assert of_rank[what].startswith("RuntimeError: ") and all(w in of_rank[what] for w in words)
+            assert result[what].startswith("RuntimeError: ") and all(w in result[what] for w in words)
 
 
 @pytest.mark.parametrize(
@@ -416,12 +414,12 @@ def test_ranks_configured_differently_are_named_in_the_first_step(world):
         ((gradzip.parse("per-layer:^fc=none"),), ValueError, "got no names of parameters, .* rules of PerLayer look"),
     ],
 )
-def test_impossible_states(arguments, error, message):
+def test_invalid_arguments_of_hook_state(arguments, error, message):
     with pytest.raises(error, match=message):
         gradzip.ddp.HookState(*arguments)
 
 
-def test_a_killed_rank_is_an_error_on_the_others(tmp_path):
+def test_killed_rank_is_an_error_on_the_others(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -439,13 +437,13 @@ def test_a_killed_rank_is_an_error_on_the_others(tmp_path):
     finally:
         for process in ranks:
             process.kill()
-    assert ranks[1].returncode == -9 and not (tmp_path / "died1").exists()
+    assert ranks[1].returncode == -9 and not (tmp_path / "survivor1").exists()
     for rank in (0, 2):
-        seconds, error = (tmp_path / f"died{rank}").read_text().split(" ", 1)
+        seconds, error = (tmp_path / f"survivor{rank}").read_text().split(" ", 1)
         assert "Error: " in error and float(seconds) < 60  # the group's timeout
 
 
-def test_what_is_no_compressor_is_refused():
+def test_hook_state_refuses_other_objects_and_equal_names():
     with pytest.raises(TypeError, match="HookState: got 4, expected a compressor"):
         gradzip.ddp.HookState(4)
     weights = [("w", torch.zeros(2)), ("w", torch.zeros(2))]
@@ -453,10 +451,10 @@ def test_what_is_no_compressor_is_refused():
         gradzip.ddp.HookState(gradzip.TopK(), named_parameters=weights)
 
 
-def test_capacity_follows_the_longest_part():
+def test_capacity_follows_the_longest_payload():
     from gradzip.engines.torch import next_capacity
 
-    assert next_capacity(0, 1600) == 1600  # nothing is known of how lengths vary
+    assert next_capacity(0, 1600) == 1600  # nothing is known yet about how lengths vary
     assert next_capacity(1600, 1600) == 1600
     assert next_capacity(1600, 1632) == 1664 and next_capacity(1600, 16000) == 17008
     capacity = 16000

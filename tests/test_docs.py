@@ -1,8 +1,10 @@
 """The documentation is true: tests and files that it names exist, and its figures are those of the results."""
 
+import importlib
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,14 @@ def test_scripts_have_help(script):
     assert f"\nusage: scripts/{script} " in done.stdout
     assert all(line in path.read_text() for line in done.stdout.splitlines())
     assert "set -" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["kernels", "report", "ring", "training"])
+def test_benchmarks_have_help(monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module(name).main()
+    assert capsys.readouterr().out.startswith(f"usage: {name}.py ")
 
 
 @pytest.mark.parametrize("header", ["| name | class |", "| name on a command line |"])

@@ -1,4 +1,4 @@
-"""The training example: its data, its networks, its errors, and real runs under horovodrun and torchrun."""
+"""The training example: data, networks, errors, and real runs under horovodrun and torchrun."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ import train  # noqa: E402
 
 @pytest.fixture
 def cifar10(tmp_path):
-    """A folder in the format of CIFAR-10's binary version: 20 digits a file, blown up to 32x32 pixels."""
+    """A folder like CIFAR-10's binary version, with 20 digits a file, scaled to 32x32 pixels."""
     pixels, labels = data.digits().train
     colours = np.kron(pixels[:120], np.ones((1, 1, 4, 4), np.uint8)) * np.array([15, 8, 4], np.uint8)[:, None, None]
     records = np.concatenate([labels[:120, None].astype(np.uint8), colours.reshape(120, -1)], axis=1)
@@ -45,7 +45,7 @@ def text(tmp_path):
 
 
 def error_of(monkeypatch, capsys, *arguments):
-    """The line that the example ends with when it is started with wrong arguments."""
+    """The line on stderr when the example is started with these wrong arguments."""
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
     with pytest.raises(SystemExit) as stop:
         train.main()
@@ -57,7 +57,7 @@ def error_of(monkeypatch, capsys, *arguments):
     return captured.err
 
 
-def test_digits_are_split_once_and_for_all():
+def test_digits_split_is_fixed():
     images = data.images()
     assert images.train[0].shape == (1297, 1, 8, 8)
     assert images.test[0].shape == (500, 1, 8, 8)
@@ -79,7 +79,7 @@ def test_cifar10_is_read_record_by_record(cifar10):
 
 
 @pytest.mark.parametrize(
-    ("break_it", "says"),
+    ("damage", "says"),
     [
         (lambda folder: (folder / "test_batch.bin").unlink(), "test_batch.bin: No such file or directory"),
         (lambda folder: (folder / "test_batch.bin").write_bytes(b""), "test_batch.bin: got 0 bytes"),
@@ -88,14 +88,14 @@ def test_cifar10_is_read_record_by_record(cifar10):
     ],
     ids=["missing", "empty", "truncated", "label"],
 )
-def test_bad_data_is_said_in_one_line(cifar10, monkeypatch, capsys, break_it, says):
-    break_it(cifar10)
+def test_bad_data_is_a_one_line_error(cifar10, monkeypatch, capsys, damage, says):
+    damage(cifar10)
     error = error_of(monkeypatch, capsys, "--data", cifar10)
     assert says in error
     assert "expected" in error
 
 
-def test_missing_folder_is_said_in_one_line(tmp_path, monkeypatch, capsys):
+def test_missing_folder_is_a_one_line_error(tmp_path, monkeypatch, capsys):
     assert "no such folder; expected" in error_of(monkeypatch, capsys, "--data", tmp_path / "nowhere")
 
 
@@ -107,7 +107,7 @@ def test_missing_folder_is_said_in_one_line(tmp_path, monkeypatch, capsys):
         ("short.txt", "short.txt: got 1289 bytes, expected at least 1290"),
     ],
 )
-def test_unusable_text_is_said_in_one_line(tmp_path, monkeypatch, capsys, path, says):
+def test_unusable_text_is_a_one_line_error(tmp_path, monkeypatch, capsys, path, says):
     (tmp_path / "short.txt").write_bytes(bytes(1289))
     assert says in error_of(monkeypatch, capsys, "--model", "charlm", "--data", tmp_path / path)
 
@@ -116,7 +116,7 @@ def test_unusable_text_is_said_in_one_line(tmp_path, monkeypatch, capsys, path, 
     ("variable", "engine", "launcher"),
     [("TORCHELASTIC_RUN_ID", "horovod", "horovodrun"), ("HOROVOD_RANK", "ddp", "torchrun")],
 )
-def test_an_engine_under_the_launcher_of_the_other_is_refused(monkeypatch, capsys, variable, engine, launcher):
+def test_wrong_launcher_for_the_engine_is_refused(monkeypatch, capsys, variable, engine, launcher):
     monkeypatch.setenv(variable, "0")
     assert f"start it with {launcher}" in error_of(monkeypatch, capsys, "--engine", engine)
 
@@ -137,7 +137,7 @@ def test_an_engine_under_the_launcher_of_the_other_is_refused(monkeypatch, capsy
     ],
     ids=" ".join,
 )
-def test_bad_arguments_are_said_in_one_line(monkeypatch, capsys, arguments):
+def test_bad_arguments_are_a_one_line_error(monkeypatch, capsys, arguments):
     assert f"argument {arguments[-2]}: " in error_of(monkeypatch, capsys, *arguments)
 
 
@@ -160,7 +160,7 @@ def test_cnn_has_a_layer_worth_compressing():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_ranks_share_an_epoch_and_shuffle_the_next(size):
     images = data.images()
-    images.train[1][:] = np.arange(1297)  # so that a label tells which image it is
+    images.train[1][:] = np.arange(1297)  # label = number of the image
     steps = 1297 // (32 * size)
 
     def epochs(rank):
@@ -189,7 +189,7 @@ def test_text_is_cut_into_sequences(text):
     again, _ = dataset.batch(np.arange(len(dataset)), np.random.default_rng(1))
     assert (inputs != again).any()
 
-    # Two ranks' parts are the whole text that is tested on, but for less than a sequence at its end.
+    # The parts of two ranks are the whole test text, except for less than a sequence at its end.
     parts = [[batch for batch, _ in dataset.test_batches(rank, 2, batch_size=7)] for rank in range(2)]
     assert len(parts[0]) > 1
     rows = torch.cat(parts[0]), torch.cat(parts[1])
@@ -198,9 +198,9 @@ def test_text_is_cut_into_sequences(text):
     assert bytes(torch.cat(whole).tolist()) == test[: len(whole) * dataset.context]
 
 
-def test_charlm_looks_back_only():
+def test_charlm_is_causal():
     model = models.charlm(256, 128).eval()
-    for block in model.blocks:  # which begin as the identity
+    for block in model.blocks:  # blocks are initialized as the identity
         torch.nn.init.normal_(block.project.weight)
     assert sum(p.numel() for p in model.parameters()) == 1_899_648
     characters = torch.randint(256, (1, 128))
@@ -258,15 +258,15 @@ def test_trains_under_horovodrun(tmp_path):
         assert run["loss_curve"][0] > 2
         assert run["test_accuracy"] > 0.97
     assert abs(plain["test_accuracy"] - compressed["test_accuracy"]) <= 0.01
-    # From the same weights and on the same images, the first losses are the same numbers.
+    # The same weights and images: the first losses are equal.
     assert plain["loss_curve"][0] == compressed["loss_curve"][0]
     assert plain["uncompressed_bytes_per_step"] == plain["payload_bytes_per_step"] == 4 * (188_810 - 2 * 288)
-    # 15 % of the coefficients at 10 bits a number are a 21st; positions, headers and the small layers come on top.
+    # 15 % of the coefficients with 10 bits each are 1/21; the bitmap, headers and small layers come on top.
     assert 10 < compressed["ratio"] < 21.4
 
 
 def runs_of(tmp_path, specs, *arguments, launch=horovodrun):
-    """What the example measures with each compression, on two ranks."""
+    """The example's results for each compression, on two ranks."""
     results = tmp_path / "results.json"
     compressions = [text for spec in specs for text in ("--compression", spec)]
     command = (EXAMPLES / "train.py", *compressions, *arguments, "--json", results)
@@ -281,15 +281,15 @@ def runs_of(tmp_path, specs, *arguments, launch=horovodrun):
 
 def test_charlm_trains_alike_under_both_launchers(text, tmp_path):
     """Horovod and DDP: from the same weights, on the same sequences."""
-    # One thread, so that both add up in the same order.
+    # One thread, so that both add in the same order.
     arguments = ("--model", "charlm", "--data", text, "--batch-size", 2, "--steps", 20, "--threads", 1)
     plain, compressed = runs_of(tmp_path, ["none", "topk:theta=0.9"], *arguments)
     (ddp,) = runs_of(tmp_path, ["none"], *arguments, launch=torchrun)
     for run in (plain, compressed, ddp):
-        assert run["test_loss"] < math.log(256) - 1  # log(256) is the loss of who knows nothing
+        assert run["test_loss"] < math.log(256) - 1  # log(256) is the loss of a uniform guess
         assert run["uncompressed_bytes_per_step"] == 4 * 1_899_648
     assert plain["ratio"] == ddp["ratio"] == 1 < compressed["ratio"]
-    # Half of the sum of two and the sum of their halves are the same number.
+    # With two ranks, half of the sum equals the sum of halves.
     assert ddp["loss_curve"] == plain["loss_curve"]
     assert compressed["loss_curve"][0] == plain["loss_curve"][0]
     assert compressed["loss_curve"][2] != plain["loss_curve"][2]
@@ -349,8 +349,8 @@ def test_mixed_precision_learns_digits(tmp_path, amp, launch, specs, arguments):
 
 
 @pytest.mark.long
-def test_bare_votes_learn_digits_at_a_rate_of_their_own(tmp_path):
-    """Each step moves each weight as far as the learning rate says. Without compression it is 98 % of digits."""
+def test_sign_votes_learn_digits(tmp_path):
+    """Each step moves each weight by the learning rate. Accuracy without compression is 98 %."""
     (run,) = runs_of(tmp_path, ["signsgd:error_feedback=False"], "--lr", 0.0003)
     assert run["test_accuracy"] > 0.98 - 0.03
 
@@ -360,7 +360,7 @@ def test_bare_votes_learn_digits_at_a_rate_of_their_own(tmp_path):
     ("specs", "arguments"),
     [
         (["topk", "dgc", "per-layer:^9=none,default=topk(select=sampled,exchange=scatter_reduce)"], []),
-        # What comes late, the optimizer's momentum would carry on for as long again.
+        # Without momentum, which would multiply what error feedback sends late.
         (["randomk"], ["--momentum", 0, "--lr", 0.5]),
     ],
     ids=["largest", "random"],

@@ -1,4 +1,4 @@
-"""ReplicaMonitor: replicas that differ are found, named and mended."""
+"""ReplicaMonitor finds, names and repairs replicas that differ."""
 
 import pytest
 import torch
@@ -17,19 +17,19 @@ def ranks(request, tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(3)]
 
 
-def test_replicas_that_differ_are_found_and_mended(ranks):
+def test_different_replicas_are_found_and_repaired(ranks):
     for rank in ranks:
         assert rank["unconnected"].startswith("ReplicaMonitor: got neither Horovod nor torch.distributed initialized")
-        *fine, different, step7, mended = rank["messages"]
-        assert fine == [""] * 5 and step7 == mended == ""
+        *fine, different, step7, repaired = rank["messages"]
+        assert fine == [""] * 5 and step7 == repaired == ""
         assert different.startswith("step 6: rank 1 and rank 0 differ in 1 of 6 parameters, the first is '1.weight';")
         assert torch.equal(rank["weight"], ranks[0]["weight"])
 
 
-def test_a_bit_is_found_in_tensors_of_every_kind(ranks):
-    for said, tensors in (rank["flips"] for rank in ranks):
-        for what, message in said.items():
-            if what == "" or "mended" in what:
+def test_flipped_bit_is_found_in_every_kind_of_tensor(ranks):
+    for errors, tensors in (rank["flips"] for rank in ranks):
+        for what, message in errors.items():
+            if what == "" or "repaired" in what:
                 assert message == "", what
             else:
                 assert f"rank 2 and rank 0 differ in 1 of 9 parameters, the first is {what!r};" in message
@@ -37,13 +37,13 @@ def test_a_bit_is_found_in_tensors_of_every_kind(ranks):
             torch.testing.assert_close(tensor, ranks[0]["flips"][1][name], rtol=0, atol=0, equal_nan=True)
 
 
-def test_what_is_not_a_parameter_is_compared_if_it_is_given(ranks):
+def test_buffers_and_momenta_are_compared_if_passed(ranks):
     for rank in ranks:
-        fine, all_fine, of_batch, buffers, momentum, momenta, spoilt = rank["trained"]
-        assert fine == all_fine == of_batch == momentum == ""
+        equal, all_equal, after_batch, buffers, after_flip, momenta, after_step = rank["trained"]
+        assert equal == all_equal == after_batch == after_flip == ""
         assert "rank 1 and rank 0 differ in 2 of 7 parameters, the first is '1.running_mean';" in buffers
         assert "rank 1 and rank 0 differ in 1 of 4 parameters, the first is 'momentum 0';" in momenta
-        assert "rank 1 and rank 0 differ in 1 of 4 parameters, the first is '0.weight';" in spoilt
+        assert "rank 1 and rank 0 differ in 1 of 4 parameters, the first is '0.weight';" in after_step
 
 
 def test_sparse_tensors_are_refused():

@@ -1,4 +1,4 @@
-"""The slow network of scripts/shaped_net.sh."""
+"""scripts/shaped_net.sh: a network of limited bandwidth for one command."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ import pytest
 
 from launch import SHAPED_NET, needs_network, shaped
 
-# One process sends to another as often as it is asked to; prints the seconds of each time.
+# One process sends SIZE bytes to another four times. Prints the seconds of each transfer.
 TRANSFER = """
 import os, socket, sys, time
 size, server = int(sys.argv[1]), socket.create_server(("127.0.0.1", 0))
@@ -37,27 +37,27 @@ def qdisc():
     return subprocess.run(["tc", "qdisc", "show", "dev", "lo"], capture_output=True, text=True, check=True).stdout
 
 
-def lives(namespace):
-    """Whether a process is in the network namespace (net:[number])."""
+def in_use(namespace):
+    """Whether any process is in the network namespace (net:[number])."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if os.readlink(process / "ns/net") == namespace:
                 return True
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended
             pass
     return False
 
 
 @needs_network
 @pytest.mark.parametrize(("rate", "ranks", "size"), [("100mbit", 1, 2_000_000), ("0.5gbit", 2, 20_000_000)])
-def test_a_transfer_takes_its_time(rate, ranks, size):
+def test_transfers_have_the_bandwidth(rate, ranks, size):
     done = shaped(rate, ranks, "--", sys.executable, "-c", TRANSFER, size)
     assert done.returncode == 0, done.stderr
     seconds = [float(line) for line in done.stdout.split()]
     ideal = 8 * size / {"100mbit": 100e6, "0.5gbit": 2 * 500e6}[rate]
     assert len(seconds) == 4
     assert min(seconds) > 0.9 * ideal
-    # The machine may be busy with something else at times.
+    # The fastest of four, because the machine may be busy at times.
     assert min(seconds) < 1.3 * ideal
 
 
@@ -71,7 +71,7 @@ def test_bytes_are_counted_once():
 
 
 @needs_network
-def test_the_command_takes_its_place():
+def test_command_replaces_the_script():
     done = shaped("2mbit", 3, "--", "bash", "-c", "cat; tc qdisc show dev lo; hostname; exit 7", input="in\n")
     assert done.returncode == 7
     assert done.stderr == ""
@@ -91,20 +91,20 @@ def test_networks_nest():
 
 @needs_network
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_stays(number):
+def test_nothing_is_left_after_a_signal(number):
     before = qdisc()
     code = "import os, time; print(os.readlink('/proc/self/ns/net'), flush=True); time.sleep(60)"
-    # A shell's background jobs, of which these tests may be one, are started with SIGINT ignored.
+    # These tests may run as a background job of a shell, which starts those with SIGINT ignored.
     command = ["env", "--default-signal=INT", "bash", SHAPED_NET, "1gbit", "2", "--", sys.executable, "-c", code]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
     ) as job:
         namespace = job.stdout.readline().strip()
         assert namespace != os.readlink("/proc/self/ns/net")
-        assert lives(namespace)
-        os.killpg(job.pid, number)  # as Ctrl-C does: to the whole foreground
+        assert in_use(namespace)
+        os.killpg(job.pid, number)  # to the whole process group, as Ctrl-C does
         assert job.wait(10) == -number
-    assert not lives(namespace)
+    assert not in_use(namespace)
     assert qdisc() == before
 
 
@@ -136,8 +136,8 @@ def test_missing_tools_are_named(tmp_path):
 
 
 @needs_network
-def test_who_is_not_root_is_told_so():
-    # On the standard input, since the clone need not be readable to that user.
+def test_root_is_required():
+    # From the standard input, because that user may not be able to read the clone.
     done = subprocess.run(
         ["bash", "-s", "--", "1gbit", "2", "--", "true"],
         input=SHAPED_NET.read_text(), capture_output=True, text=True, user=65534, extra_groups=[], cwd="/",
@@ -154,7 +154,7 @@ def test_missing_command():
 
 
 @needs_network
-def test_a_rate_the_kernel_refuses():
+def test_rate_that_the_kernel_refuses():
     done = shaped("9999gbit", 9999, "--", "true")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
