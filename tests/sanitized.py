@@ -1,5 +1,6 @@
 """A second build of the package, under the address and undefined-behaviour sanitizers, and what runs on it."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -38,13 +39,16 @@ def environment(place, largest_mb=1024):
 
 
 def build(tree=ROOT):
-    """Builds what changed of a source tree; returns where the package lies: under the tree's build/, kept there."""
+    """Build what changed of a source tree. Return where the package lies: under the tree's build/, and kept there."""
     place = Path(tree) / "build" / "sanitized"
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build", "--build-lib", str(place)],
-        cwd=tree, env=os.environ | {"GRADZIP_CUDA": "0", "GRADZIP_SANITIZE": "address,undefined"},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    place.mkdir(parents=True, exist_ok=True)
+    with open(place.with_suffix(".lock"), "w") as lock:  # one process at a time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(
+            [sys.executable, "setup.py", "-q", "build", "--build-lib", str(place)],
+            cwd=tree, env=os.environ | {"GRADZIP_CUDA": "0", "GRADZIP_SANITIZE": "address,undefined"},
+            capture_output=True, text=True,
+        )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"the sanitized build failed:\n{done.stdout}{done.stderr}")
     return place
