@@ -1,4 +1,4 @@
-"""Compiles the programs of tests/simt, which run CUDA kernels on the CPU. Cached in build/simt by content."""
+"""Compile the programs of tests/simt, which run CUDA kernels on the CPU. Cached in build/simt by content."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SANITIZED = [*PLAIN, "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recov
 
 
 def cached(name: str, parts: list[str | bytes | Path], make) -> Path:
-    """The file `make(path)` writes, unless there is one that was made from the same parts (files by their content)."""
+    """Return the file that `make(path)` writes. Reuse one made from the same parts; a path counts by its content."""
     digest = hashlib.sha256()
     for part in parts:
         content = part.read_bytes() if isinstance(part, Path) else part if isinstance(part, bytes) else part.encode()
@@ -47,7 +47,7 @@ def sources(*folders: Path) -> list[Path]:
 
 
 def cpu_library() -> Path:
-    """The CPU kernels, whose results are the expected ones. Not sanitized: they are tested elsewhere."""
+    """Build the CPU kernels, which give the expected results. Not sanitized: test_sanitized.py tests them."""
     flags = ["-O1", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-I{CSRC}"]
 
     def make(target: Path) -> None:
@@ -62,7 +62,7 @@ def cpu_library() -> Path:
 
 
 def program(name: str, edits: dict[str, tuple[str, str]] | None = None) -> Path:
-    """The executable of tests/simt/NAME.cpp. `edits` maps a file of csrc to (text in it, text in its place)."""
+    """Build the executable of tests/simt/NAME.cpp. `edits` maps a file of csrc to (old text, new text)."""
     library = cpu_library()
     changed = {}
     for path, (old, new) in (edits or {}).items():
@@ -91,7 +91,7 @@ def program(name: str, edits: dict[str, tuple[str, str]] | None = None) -> Path:
 
 
 def module() -> Path:
-    """The extension `simt_cuda`: the CUDA launchers for Python, on host memory."""
+    """Build the extension `simt_cuda`: the CUDA launchers for Python, on host memory."""
     import pybind11  # not everybody who runs the tests builds the extension
 
     include = [f"-I{SIMT}", f"-I{CSRC}"]
