@@ -1,4 +1,4 @@
-"""Starts real `horovodrun` and `torchrun` jobs for tests, and commands on slow networks."""
+"""Start real `horovodrun` and `torchrun` jobs, and commands on slow networks."""
 
 import atexit
 import functools
@@ -59,7 +59,7 @@ def torchrun(ranks, script, *arguments, timeout=120):
 
 
 def scenarios(ranks, script, folder, *names, run=horovodrun, timeout=120):
-    """Runs the named scenarios of a script, which saves each rank's results; returns {name: [of rank 0, ...]}."""
+    """Run scenarios of a worker script. Return each scenario's results by rank: {name: [of rank 0, ...]}."""
     job = run(ranks, script, folder, *names, timeout=timeout)
     assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
     of_ranks = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
@@ -67,13 +67,13 @@ def scenarios(ranks, script, folder, *names, run=horovodrun, timeout=120):
 
 
 def shaped(*arguments, **options):
-    """Runs scripts/shaped_net.sh; returns the finished process."""
+    """Run scripts/shaped_net.sh. Return the finished process."""
     command = ["bash", str(SHAPED_NET), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
 
 
 def why_not_shaped():
-    """Why a network cannot be shaped here, or None."""
+    """Return why this machine cannot shape a network, or None if it can."""
     if os.geteuid() != 0:
         return "only root may make a network namespace"
     missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if shutil.which(tool) is None]
@@ -88,8 +88,11 @@ needs_network = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 
 
 def processes(ranks, script, folder, *names, timeout=120):
-    """Runs a script of this folder in `ranks` processes that meet in a folder, where each saves its results; returns
-    {name: [of rank 0, ...]}, None for ranks that saved none, and the exit statuses."""
+    """Run a script in `ranks` processes without a launcher. They rendezvous in `folder` and save their results there.
+
+    Returns:
+        The results as `scenarios` returns them, None for a rank that saved none, and the exit statuses.
+    """
     environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", WORLD_SIZE=str(ranks))
     jobs = [
         subprocess.Popen(

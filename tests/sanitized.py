@@ -1,5 +1,6 @@
-"""A second build of the package, under the address and undefined-behaviour sanitizers, and what runs on it."""
+"""Build the package with the address and undefined-behaviour sanitizers, and run processes on that build."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def runtime():
-    """Where the compiler keeps the address sanitizer's library, or None where it has none."""
+    """Return the path of the compiler's address sanitizer library, or None if it has none."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         return None
@@ -19,15 +20,17 @@ def runtime():
 
 
 def why_not():
-    """Why there can be no such build here, or None."""
+    """Return why a sanitized build is impossible here, or None if it is possible."""
     if not (ROOT / "gradzip").is_dir():
         return "the sources of the package, which it builds, are not here"
     return None if runtime() else "this compiler has no address sanitizer"
 
 
 def environment(place, largest_mb=1024):
-    """Of a process that imports the build in `place`, and dies of the first error that a sanitizer finds, or of an
-    allocation of more than so many mebibytes."""
+    """Return the environment of a process that imports the build in `place`.
+
+    The process aborts at the first error that a sanitizer finds, and at an allocation above `largest_mb` MiB.
+    """
     return os.environ | {
         "PYTHONPATH": str(place),
         "LD_PRELOAD": runtime(),
@@ -38,20 +41,23 @@ def environment(place, largest_mb=1024):
 
 
 def build(tree=ROOT):
-    """Builds what changed of a source tree; returns where the package lies: under the tree's build/, kept there."""
+    """Build what changed of a source tree. Return where the package lies: under the tree's build/, and kept there."""
     place = Path(tree) / "build" / "sanitized"
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build", "--build-lib", str(place)],
-        cwd=tree, env=os.environ | {"GRADZIP_CUDA": "0", "GRADZIP_SANITIZE": "address,undefined"},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    place.mkdir(parents=True, exist_ok=True)
+    with open(place.with_suffix(".lock"), "w") as lock:  # one process at a time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(
+            [sys.executable, "setup.py", "-q", "build", "--build-lib", str(place)],
+            cwd=tree, env=os.environ | {"GRADZIP_CUDA": "0", "GRADZIP_SANITIZE": "address,undefined"},
+            capture_output=True, text=True,
+        )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"the sanitized build failed:\n{done.stdout}{done.stderr}")
     return place
 
 
 def broken(tree, file, sound, replaced):
-    """Copies what a build needs to the folder `tree`, objects included, and replaces `sound` in one source file."""
+    """Copy the sources and objects of a build to the folder `tree`. Replace `sound` in one source file."""
     for name in ("csrc", "gradzip", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         source, target = ROOT / name, Path(tree) / name
         if source.is_dir():

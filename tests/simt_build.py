@@ -1,8 +1,9 @@
-"""Compiles the programs of tests/simt, which run CUDA kernels on the CPU. Cached in build/simt by content."""
+"""Compile the programs of tests/simt, which run CUDA kernels on the CPU. Cached in build/simt by content."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import fcntl
 import hashlib
 import os
 import shutil
@@ -16,21 +17,23 @@ SIMT = ROOT / "tests" / "simt"
 CACHE = ROOT / "build" / "simt"
 
 PLAIN = ["-std=c++17", "-O1", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
-SANITIZED = [*PLAIN, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+SANITIZED = [*PLAIN, "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
 
 def cached(name: str, parts: list[str | bytes | Path], make) -> Path:
-    """The file `make(path)` writes, unless there is one that was made from the same parts (files by their content)."""
+    """Return the file that `make(path)` writes. Reuse one made from the same parts; a path counts by its content."""
     digest = hashlib.sha256()
     for part in parts:
         content = part.read_bytes() if isinstance(part, Path) else part if isinstance(part, bytes) else part.encode()
         digest.update(hashlib.sha256(content).digest())
     target = CACHE / f"{digest.hexdigest()[:16]}-{name}"
-    if not target.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        fresh = CACHE / f"{os.getpid()}-{target.name}"
-        make(fresh)
-        os.replace(fresh, target)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(f"{target}.lock", "w") as lock:  # workers of pytest-xdist want the same files
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            fresh = CACHE / f"{os.getpid()}-{target.name}"
+            make(fresh)
+            os.replace(fresh, target)
     return target
 
 
@@ -44,8 +47,8 @@ def sources(*folders: Path) -> list[Path]:
 
 
 def cpu_library() -> Path:
-    """The CPU kernels, whose results are the expected ones. Not sanitized: they are tested elsewhere."""
-    flags = ["-O2", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-I{CSRC}"]
+    """Build the CPU kernels, which give the expected results. Not sanitized: test_sanitized.py tests them."""
+    flags = ["-O1", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-I{CSRC}"]
 
     def make(target: Path) -> None:
         objects = {path: f"{target}-{path.stem}.o" for path in sorted((CSRC / "cpu").glob("*.cpp"))}
@@ -59,7 +62,7 @@ def cpu_library() -> Path:
 
 
 def program(name: str, edits: dict[str, tuple[str, str]] | None = None) -> Path:
-    """The executable of tests/simt/NAME.cpp. `edits` maps a file of csrc to (text in it, text in its place)."""
+    """Build the executable of tests/simt/NAME.cpp. `edits` maps a file of csrc to (old text, new text)."""
     library = cpu_library()
     changed = {}
     for path, (old, new) in (edits or {}).items():
@@ -88,7 +91,7 @@ def program(name: str, edits: dict[str, tuple[str, str]] | None = None) -> Path:
 
 
 def module() -> Path:
-    """The extension `simt_cuda`: the CUDA launchers for Python, on host memory."""
+    """Build the extension `simt_cuda`: the CUDA launchers for Python, on host memory."""
     import pybind11  # not everybody who runs the tests builds the extension
 
     include = [f"-I{SIMT}", f"-I{CSRC}"]

@@ -1,4 +1,4 @@
-"""What ends one rank in mid-training ends the job with an error, in a real `horovodrun`: nobody waits for ever."""
+"""A rank that is lost in training ends a real `horovodrun` job with an error: no rank hangs."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def wait_for(condition, seconds, what):
 
 
 def is_running(pid):
-    """Whether there is such a process, and not just its entry, which nobody has asked for yet."""
+    """Return whether the process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
