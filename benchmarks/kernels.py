@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Benchmark the primitives against a copy of the data and against the same computation in torch ops.
 
-Absolute times on shared machines are noise, so every row is a ratio: copy, ours and peer run in turns, and their medians
+Absolute times on shared machines are noise, so every row is a ratio: copy, ours and peer run in turns, and the medians
 are compared. `x copy` is our time divided by the time of copying the input (read + write): 1.0 is memory speed for a
 primitive that reads and writes as much. `x peer` is the peer's time divided by ours. A primitive whose result is wrong
 is not timed.
