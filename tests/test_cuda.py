@@ -425,7 +425,7 @@ def test_gathered_payloads_are_opened_with_one_wait(on_device, monkeypatch):
         (100, 1, "corrupt payload"),
     ],
 )
-def test_corrupt_payloads_are_refused(on_device, position, byte, message):
+def test_tampered_payloads_are_refused(on_device, position, byte, message):
     buffer, payloads, method = gathered(on_device)
     buffer[payloads[0].numel() + position] ^= byte if byte != 9 else int(payloads[1][position]) ^ 9
 

@@ -70,7 +70,7 @@ def test_packed_equals_the_codes_at_every_simd_level(bits, bucket):
         assert np.array_equal(total.numpy(), np.float32(1) + np.float32(0.3) * expected)
 
 
-def test_special_values_at_every_simd_level():
+def test_awkward_values_at_every_simd_level():
     for name, array in arrays(1000).items():
         for norm in ("l2", "max"):
             codes, norms = same_everywhere(lambda a=array, n=norm: quantize(sliced(a), 4, 100, n, KEY))
