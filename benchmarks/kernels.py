@@ -1,9 +1,10 @@
 #!/usr/bin/env python
-"""Speed of the primitives: validated first, then timed against a copy of the data and against the same in torch ops.
+"""Benchmark the primitives against a copy of the data and against the same computation in torch ops.
 
-Absolute times of shared machines are noise, so every row is a ratio: copy, ours and peer run in turns, and the medians
-are compared. `x copy` is our time over that of copying the input (read + write): 1.0 is the speed of memory for what
-reads and writes as much. `x peer` is the peer's time over ours. Nothing that computes a wrong result is timed.
+Absolute times on shared machines are noise, so every row is a ratio: copy, ours and peer run in turns, and the medians
+are compared. `x copy` is our time divided by the time of copying the input (read + write): 1.0 is memory speed for a
+primitive that reads and writes as much. `x peer` is the peer's time divided by ours. A primitive whose result is wrong
+is not timed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ examples:
 
 @dataclass
 class Case:
-    """One primitive on one input."""
+    """A primitive on an input."""
 
     name: str
     ours: Callable[[], object]
@@ -45,15 +46,15 @@ class Case:
     peer_name: str
     valid: Callable[[], bool]
     nbytes: int  # what the algorithm must read and write
-    # Goals: at most the time of so many copies, at least so many times the peer's speed.
+    # Goals: the largest ratio to the time of a copy, the least speed-up over the peer.
     most_copies: float | None = None
     least_speedup: float | None = None
-    data: Tensor | None = None  # what is copied to compare with, where it is not the floats all cases share
+    data: Tensor | None = None  # what to copy for comparison, if not the floats that all cases share
 
 
 @dataclass
 class Row:
-    """What was measured of a case; times in milliseconds."""
+    """The measurements of a case; times in milliseconds."""
 
     name: str
     ms: float
@@ -159,7 +160,7 @@ def quantizing_cases(x: Tensor) -> Iterator[Case]:
     acc = torch.zeros_like(x)
 
     def unbiased(decode_add: Callable[[Tensor], object], bound: float) -> bool:
-        """Within what rounding to levels can move a value, and right on the average (7 standard errors)."""
+        """Whether each error is at most the distance between levels, and the mean error at most 7 standard errors."""
         out = torch.zeros_like(x)
         decode_add(out)
         error = (out - x)[: n // bucket * bucket]
@@ -167,7 +168,7 @@ def quantizing_cases(x: Tensor) -> Iterator[Case]:
         return bool(error.abs().max() <= bound) and abs(error.mean().item()) < 7 * standard_error
 
     def qsgd() -> tuple[Tensor, Tensor]:
-        """The same levels, in place wherever torch can; two to a byte."""
+        """The same levels in torch ops, in place if possible; two to a byte."""
         rows = x[: n // bucket * bucket].view(-1, bucket)
         norm = rows.norm(dim=1, keepdim=True)
         level = (rows.abs() * (7 / norm)).add_(torch.rand_like(rows)).floor_().to(torch.uint8)
@@ -239,7 +240,7 @@ def sampling_cases(x: Tensor, k: int) -> Iterator[Case]:
     n, key = x.numel(), 12345
 
     def algorithm_1() -> Tensor:
-        """As in the paper: sorted, p = 1 down to the first atom that the budget left does not reach for."""
+        """The paper's algorithm: sorted atoms, p = 1 down to the first atom that exceeds the rest of the budget."""
         magnitudes, order = x.abs().double().sort(descending=True)
         tails = magnitudes.flip(0).cumsum(0).flip(0)
         left = k - torch.arange(n, device=x.device)
@@ -285,7 +286,7 @@ def low_rank_cases(device: str) -> Iterator[Case]:
         ops.low_rank_apply_average(m, e, p, q, p, q)
 
     def plain() -> None:
-        """As it is usually written."""
+        """The usual implementation."""
         m = state["m"]
         m += state["e"]
         p = m @ q
@@ -307,7 +308,7 @@ def low_rank_cases(device: str) -> Iterator[Case]:
 
 
 def orthogonalize_case(name: str, matrices: list[Tensor]) -> Case:
-    # Orthonormal matrices stay as they are, at the same cost: the copies need not be made anew.
+    # Orthonormal matrices do not change, at the same cost: no new copies are needed.
     ours = [matrix.clone() for matrix in matrices]
 
     def valid() -> bool:
@@ -337,7 +338,7 @@ def fft_case(x: Tensor, block: int | None) -> Case:
         return mask, torch.view_as_real(spectrum[mask]).half()
 
     def valid() -> bool:
-        """Drops the energy that the best 15 % of the frequencies leave, within 1 %."""
+        """Whether the dropped energy is that outside the best 15 % of the frequencies, within 1 %."""
         approximation = codec.decode([codec.encode(x, key)], x.numel())
         _, values = peer()
         kept = 2 * values.float().square().sum()
@@ -365,7 +366,7 @@ def range_float_is_right(x: Tensor, number: ops.RangeFloat, packed: Tensor) -> b
 
 
 def pack_torch(codes: Tensor, bits: int) -> Tensor:
-    """Six codes of ten bits to a 64-bit word: what can be done without a kernel (and no dense stream)."""
+    """Six codes of ten bits per 64-bit word: possible without a kernel, but not a dense stream."""
     per_word = 64 // bits
     words = torch.nn.functional.pad(codes.long(), (0, -codes.numel() % per_word)).view(-1, per_word)
     return (words << (bits * torch.arange(per_word, device=codes.device))).sum(1)
@@ -420,7 +421,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="turns of copy, ours, peer (default: %(default)s)")
     parser.add_argument("--only", metavar="REGEX", default="", help="cases whose name contains a match")
-    parser.add_argument("--json", metavar="PATH", type=Path, help="write the rows and where they come from")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="write the rows and their provenance")
     args = parser.parse_args()
     if args.numel < 4096 or args.numel % 2:
         parser.error(f"got --numel {args.numel}, expected an even number of at least 4096")

@@ -1,4 +1,4 @@
 from typing import Any
 
-# One line per kernel in csrc/bindings.cpp; gradzip.ops checks what goes into them.
+# The kernels of csrc/kernels.h, over addresses and sizes; only gradzip.ops calls them, and it checks the arguments.
 def __getattr__(name: str) -> Any: ...

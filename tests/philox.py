@@ -1,4 +1,4 @@
-"""Philox4x32-10 in NumPy, from the paper (Salmon et al., SC'11), and the draws that primitives make of it."""
+"""Philox4x32-10 in NumPy, from the paper (Salmon et al., SC'11), and the draws that primitives derive from it."""
 
 import numpy as np
 

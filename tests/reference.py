@@ -1,4 +1,4 @@
-"""Independent references in NumPy float64, written from the papers' formulas, and the awkward inputs to compare on."""
+"""Independent references in NumPy float64, written from the papers' formulas, and edge-case inputs for comparisons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ examples = hypothesis.settings(max_examples=60, deadline=None, derandomize=True,
 
 
 def arrays(n: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Float32 arrays of n elements that are awkward in different ways, by name."""
+    """Float32 arrays of n elements that cover different edge cases, by name."""
     rng = np.random.default_rng([n, seed])
     normal = rng.standard_normal(n)
     one_hot, mostly_zero = np.zeros(n), np.where(rng.random(n) < 0.02, normal, 0.0)
@@ -55,7 +55,7 @@ def arrays(n: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def sliced(array: np.ndarray, offset: int = 1) -> Tensor:
-    """The array as a tensor that begins `offset` items into a larger one: not aligned to more than an item."""
+    """The array as a tensor that begins `offset` items into a larger one, so that it is aligned to an item only."""
     array = np.array(array, order="C")
     values = torch.from_numpy(array)
     whole = torch.full((array.size + offset + 3,), 77, dtype=values.dtype)
@@ -65,7 +65,7 @@ def sliced(array: np.ndarray, offset: int = 1) -> Tensor:
 
 
 class Guarded:
-    """Memory for a result with a fence on either side, to see that nothing is written beyond."""
+    """Memory for a result, with guard bytes on both sides that detect writes out of bounds."""
 
     def __init__(self, numel: int, dtype: torch.dtype, offset: int = 1) -> None:
         self._bytes = torch.full(((numel + 2 * 128) * dtype.itemsize,), 0xA5, dtype=torch.uint8)
@@ -81,7 +81,7 @@ class Guarded:
 
 
 def bits_of(result: Any) -> Any:
-    """Something that is equal exactly when two results are the same to the bit, NaN and -0.0 included."""
+    """A value that is equal if and only if two results have the same bits, NaN and -0.0 included."""
     if isinstance(result, Tensor):
         return (
             str(result.dtype),
@@ -94,7 +94,7 @@ def bits_of(result: Any) -> Any:
 
 
 def same_everywhere(f: Callable[[], Any]) -> Any:
-    """f() at every SIMD level on 1 and on 2 threads: asserts the same bits each time, returns the result."""
+    """Run f at every SIMD level on 1 and 2 threads, assert that all results have the same bits, and return one."""
     before = _C.simd(), torch.get_num_threads()
     results = {}
     try:
@@ -117,7 +117,7 @@ def same_everywhere(f: Callable[[], Any]) -> Any:
 
 
 def by_magnitude(x: np.ndarray) -> np.ndarray:
-    """Indices by falling magnitude, NaN first, equals by rising index."""
+    """Indices by descending magnitude, NaN first, ties by ascending index."""
     nan = np.isnan(x)
     return np.lexsort((np.arange(x.size), np.where(nan, 0.0, -np.abs(x.astype(np.float64))), ~nan))
 
@@ -168,7 +168,7 @@ class RangeFormat(NamedTuple):
 
     @property
     def codebook(self) -> np.ndarray:
-        """The number of every code: zero, the positive ones rising, the negative ones falling."""
+        """The value of every code: zero, the positive ones ascending, the negative ones descending."""
 
         def numbers(count: int) -> np.ndarray:
             return range_number(self.pbase + np.arange(count), self.mantissa)
@@ -186,8 +186,8 @@ class RangeFormat(NamedTuple):
         return self._signed(x, nearest(upper), nearest(lower))
 
     def encode_stochastic(self, x: np.ndarray, key: int) -> np.ndarray:
-        """Up from the number below with the probability that makes it unbiased: draw i decides for x[i], by its low
-        23 - m bits between two numbers, by its high 24 bits between 0 and eps."""
+        """Rounds up with the probability that makes it unbiased: draw i rounds x[i], by its low 23 - m bits between two
+        numbers, by its high 24 bits between 0 and eps."""
         draws = philox(key, x.size)
         bits = 23 - self.mantissa
         up_from_number = 1.0 - (draws % 2**bits) / 2.0**bits
@@ -210,8 +210,8 @@ class RangeFormat(NamedTuple):
 
 
 def range_format(bits: int, mantissa: int, vmin: float, vmax: float) -> RangeFormat:
-    """The paper's tuning of eps, by bisection: the smallest for which all numbers from eps to max and from -eps to min,
-    and zero, have a code."""
+    """The paper's search for eps, by bisection: the smallest for which all numbers from eps to max and from -eps to
+    min, and zero, have a code."""
     up = nearest_range_number(float(np.float32(vmax)), mantissa)
     down = nearest_range_number(-float(np.float32(vmin)), mantissa)
 
@@ -245,7 +245,7 @@ def philox(key: int, n: int) -> np.ndarray:
 
 
 def bin_weights(length: int) -> np.ndarray:
-    """How many frequencies of the full transform each bin of a real one stands for."""
+    """The number of frequencies of the full transform that each bin of a real transform represents."""
     weights = np.full(length // 2 + 1, 2.0)
     weights[0] = 1.0
     if length % 2 == 0:
@@ -272,13 +272,13 @@ def kept_bins(bins: np.ndarray, length: int, k: int) -> np.ndarray:
 
 
 def fft_sparsify(x: np.ndarray, rows: int, length: int, k: int) -> np.ndarray:
-    """The best approximation by k bins, flat: what FFTRange would give if numbers cost nothing."""
+    """The best approximation by k bins, flat: FFTRange without quantization."""
     bins = spectrum(x, rows, length)
     return signal(np.where(kept_bins(bins, length, k), bins, 0), length, x.size)
 
 
 def checksum(payload: bytes) -> int:
-    """Of a payload, the checksum in its header counted as zero (csrc/common/payload.h)."""
+    """The checksum of a payload, with its own field as zero (csrc/common/payload.h)."""
     words = np.frombuffer(payload[:24] + bytes(4) + payload[28:], "<u8")
     x = words + np.arange(1, words.size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -287,7 +287,7 @@ def checksum(payload: bytes) -> int:
 
 
 class FFTPayload(NamedTuple):
-    """An FFTRange payload taken apart by its documented layout alone."""
+    """An FFTRange payload, parsed by its documented layout alone."""
 
     magic: bytes
     version: int

@@ -21,7 +21,7 @@ def test_equals_numpy(n):
 
 @pytest.mark.parametrize("n", [1, 7, 8, 17, 64, 1000, 32769])
 @pytest.mark.parametrize("special", [-5.0, math.inf, -math.inf, math.nan, -math.nan])
-def test_finds_one_element_wherever_it_is(n, special):
+def test_finds_the_largest_element_at_any_position(n, special):
     for at in {0, 1, n // 2, n - 2, n - 1} & set(range(n)):
         x = torch.linspace(-1, 1, n)
         x[at] = special
@@ -29,7 +29,7 @@ def test_finds_one_element_wherever_it_is(n, special):
         assert math.isnan(got) if math.isnan(special) else got == abs(special)
 
 
-def test_nan_outweighs_infinity():
+def test_nan_is_larger_than_infinity():
     for x in ([math.nan, math.inf], [math.inf, math.nan], [-math.inf, -math.nan]):
         assert math.isnan(abs_max(torch.tensor(x)))
 
@@ -63,7 +63,7 @@ def test_wrong_input(x, got):
         abs_max(x)
 
 
-def test_kernels_may_run_on_several_threads_at_a_time():
+def test_concurrent_calls():
     x = torch.randn(LARGE, generator=torch.Generator().manual_seed(0))
     x[LARGE // 3] = 99.0
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -73,15 +73,15 @@ def test_kernels_may_run_on_several_threads_at_a_time():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_kernels_survive_fork():
     x = torch.full((LARGE,), 3.0)
-    assert abs_max(x) == 3.0  # the pool has its threads now; the child has none of them
+    assert abs_max(x) == 3.0  # starts the threads of the pool, which the child does not have
     child = os.fork()
     if child == 0:
         os._exit(0 if abs_max(x) == 3.0 else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_all_threads_flush_denormals_where_the_caller_does():
-    """It is a setting of each thread, and which of them takes what is chance."""
+def test_worker_threads_flush_denormals_if_the_caller_does():
+    """Flushing is a setting of each thread, and the assignment of work to threads is random."""
     threads, packed = torch.get_num_threads(), torch.zeros(1 << 19, dtype=torch.uint8)
     torch.set_num_threads(2)
     try:

@@ -9,7 +9,7 @@ from reference import LARGE, SIZES, arrays, examples, same_everywhere, sliced
 
 
 def algorithm_1(atoms: np.ndarray, budget: float) -> np.ndarray:
-    """As in the paper: atoms sorted by falling magnitude. In long double."""
+    """The paper's algorithm, on atoms sorted by descending magnitude, in long double."""
     order = np.argsort(-np.abs(atoms.astype(np.float64)), kind="stable")
     a = np.abs(atoms.astype(np.longdouble))[order]
     tails = np.concatenate([np.cumsum(a[::-1])[::-1], [0]])
@@ -48,7 +48,7 @@ def test_equals_algorithm_1(budget, dtype):
 
 def test_extremes():
     check(2.0 ** -torch.arange(100, dtype=torch.float64), 50)
-    check(2.0 ** -torch.arange(1000, dtype=torch.float64), 900)  # beyond the rounds of Newton alone: by halving
+    check(2.0 ** -torch.arange(1000, dtype=torch.float64), 900)  # needs more rounds than Newton's method has: bisection
     check(1.5 ** -torch.arange(200, dtype=torch.float32), 150.5)
     check(torch.full((100,), 1e308, dtype=torch.float64), 3)
     check(torch.tensor([3e38, 1e38, -1e38, 1e30]), 2)
@@ -74,7 +74,7 @@ def test_any_atoms(values, budget):
     np.testing.assert_allclose(p, algorithm_1(atoms.numpy(), budget), rtol=1e-9, atol=1e-300)
 
 
-def test_what_is_wrong_is_said():
+def test_errors():
     for atoms, budget, message in [
         (torch.ones(3), 0, "got budget = 0, expected a finite number > 0"),
         (torch.ones(3), float("nan"), "got budget = nan"),

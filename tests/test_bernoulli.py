@@ -21,7 +21,7 @@ def test_draws(n):
     assert bitmap_count(drawn, n) == expected.sum()
 
 
-def test_what_is_wrong_is_said():
+def test_errors():
     for call, message in [
         (lambda: bernoulli(torch.ones(3).double(), 0), "got torch.float64, expected torch.float32"),
         (lambda: bernoulli(torch.ones(3), -1), "got key = -1"),

@@ -7,7 +7,7 @@ from reference import same_everywhere
 
 
 @pytest.mark.parametrize("n", [1, 33, 8193, 1000003])
-def test_bitmap_keeps_what_select_chose(n):
+def test_bitmap_of_a_selection(n):
     x = torch.randn(n).round()  # with ties: those of lowest index are kept
     order = np.argsort(-np.abs(x.numpy()), kind="stable")
     for k in {1, (n + 2) // 3, n}:

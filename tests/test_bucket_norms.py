@@ -23,7 +23,7 @@ def test_norms(n, norm):
             np.testing.assert_allclose(got.numpy(), np.minimum(want, FLT_MAX), rtol=2**-23, atol=2.0**-150)
 
 
-def test_what_is_wrong_is_said():
+def test_errors():
     for arguments, message in [
         ((torch.ones(3).double(),), "got torch.float64, expected torch.float32"),
         ((torch.ones(3), 0), "got bucket = 0, expected None or an integer >= 1"),

@@ -22,13 +22,13 @@ def test_compact_equals_numpy(n):
     for kind, x in arrays(n).items():
         tensor, magnitudes = sliced(x), np.abs(x)
         for threshold in {0.0, 1e-40, 0.25, 1.0, float(np.max(magnitudes, initial=0.0, where=np.isfinite(x)))}:
-            mask = ~(magnitudes < np.float32(threshold))  # NaN is kept, as the largest
+            mask = ~(magnitudes < np.float32(threshold))  # NaN is largest, so it is kept
             values, bits = same_everywhere(lambda tensor=tensor, t=threshold: ops.compact(tensor, t))
             assert np.array_equal(values.numpy(), x[mask], equal_nan=True), (kind, threshold)
             assert np.array_equal(bits.numpy(), bitmap(mask)), (kind, threshold)
 
 
-def test_threshold_may_be_a_tensor_and_either_zero():
+def test_threshold_may_be_a_tensor_and_minus_zero():
     x = torch.linspace(-1, 1, 100)
     for threshold in (0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)):
         assert torch.equal(ops.compact(x, threshold)[0], x[x.abs() >= 0.5])
@@ -50,7 +50,7 @@ def test_wrong_threshold(threshold):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.parametrize("n", [*SIZES, LARGE])
-def test_gather_and_expand_equal_numpy(n, dtype):
+def test_values_and_expand_equal_numpy(n, dtype):
     rng = np.random.default_rng(n)
     x = (rng.standard_normal(n) + (1j * rng.standard_normal(n) if dtype is np.complex64 else 0)).astype(dtype)
     tensor = sliced(x)
@@ -106,7 +106,7 @@ def test_any_bitmap_is_expanded_or_refused(bits, spare, values):
 
 
 @pytest.mark.parametrize("count", [3, 5])
-def test_a_count_other_than_the_bitmaps(count):
+def test_a_wrong_count(count):
     bits = torch.tensor([0b10110100], dtype=u8)
     with pytest.raises(ValueError, match=f"compact_values: got .* expected {count} bits"):
         ops.compact_values(torch.ones(8), bits, count)

@@ -1,4 +1,4 @@
-"""gradzip.ops and FFTRange on CUDA give the bits they give on the CPU.
+"""gradzip.ops and FFTRange have the same bits on CUDA as on the CPU.
 
 Each test runs twice: on a CUDA device, where there is one, and with the same launchers compiled for the CPU (see
 tests/simt), so that all but the device itself is tested everywhere.
@@ -23,14 +23,14 @@ SIZES = [0, 1, 31, 32, 33, 1000, 8193]
 
 
 class OnDevice:
-    """Where tensors go, and a context in which `gradzip.ops` takes the way of CUDA tensors."""
+    """A device for tensors, and a context in which `gradzip.ops` runs the CUDA kernels on them."""
 
     def __init__(self, device, context):
         self.device = torch.device(device)
         self.context = context
 
     def __call__(self, function, *arguments, **keywords):
-        """The function's result on the device, brought back."""
+        """The function's result on the device, copied to the CPU."""
         with self.context():
             return self.back(function(*map(self.move, arguments), **{k: self.move(v) for k, v in keywords.items()}))
 
@@ -205,7 +205,7 @@ def test_sparse_indices(on_device, n):
 
 
 @pytest.mark.parametrize("n", [1, 1000, 20000, 65537])
-def test_sampled_thresholds(on_device, n):
+def test_select_sampled(on_device, n):
     for x in inputs(n):
         for k in {1, math.ceil(n / 100), math.ceil(n / 7), n}:
             selection, count = ops.select_sampled(x, k, 99)
@@ -234,11 +234,11 @@ def test_low_rank_passes(on_device, shape, rank):
 
     got, expected = on_device(passes, m, residual, p, q, sent), passes(m, residual, p, q, sent)
     assert same(got[2:], expected[2:])
-    for mine, wanted in zip(got[:2], expected[:2]):  # sums of some hundred products, in another order
+    for mine, wanted in zip(got[:2], expected[:2]):  # sums of several hundred products, in another order
         assert torch.allclose(mine, wanted, rtol=1e-5, atol=1e-4)
 
 
-def test_low_rank_factors_are_made_orthonormal(on_device):
+def test_orthogonalize(on_device):
     shapes = [(1, 1), (64, 4), (147, 4), (3000, 4), (100, 7), (1500, 32), (40, 40), (3, 5), (0, 2)]
     matrices = [torch.randn(shape) for shape in shapes]
     matrices += [torch.zeros(50, 3), torch.ones(1100, 2), torch.full((9, 2), math.nan)]
@@ -306,7 +306,7 @@ METHODS = [
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_fft_range_payloads(on_device, method):
-    """Sealed on the device, payloads are those of the CPU; the transform itself is the library's and may differ."""
+    """Payloads sealed on the device equal the CPU's; only the library's transform may differ."""
     for shape in ((40, 50), (33, 31)):
         grad = torch.randn(shape)
         key = Key(0, 3, "w", 1)
@@ -335,7 +335,7 @@ def test_a_group_on_the_device(on_device, size):
         expected = groups[1].average(grads, "w")
         for average, wanted in zip(got, expected):
             assert average.device.type == on_device.device.type
-            # A device's transform rounds otherwise, so a bin at the threshold may go and another one come.
+            # The device's transform rounds differently, so bins at the threshold may be exchanged.
             assert torch.allclose(average.cpu(), wanted, atol=0.2)
             if on_device.device.type == "cpu":
                 assert same(average, wanted)
@@ -360,7 +360,7 @@ def test_payloads_of_other_codecs(on_device, spec):
         from_library = spec.startswith("atomo") and "entry" not in spec
         if on_device.device.type == "cpu" or not from_library:
             assert same(on_device(there.encode, grad, key), payload) and same(decoded, expected)
-        else:  # the decomposition is the library's, and may round otherwise, or turn vectors round
+        else:  # the library's decomposition may round differently or flip signs
             assert torch.allclose(decoded, expected, atol=1e-5)
         assert again.isfinite().all()
         spoilt = grad.clone()
@@ -374,7 +374,7 @@ def round_trip(method, grad, key):
 
 @pytest.mark.parametrize("spec", ["randomk:theta=0.9", "atomo:atoms=entry,budget=100", "terngrad", "signsgd"])
 def test_groups_with_other_methods(on_device, spec):
-    """What the CPU gets. Only torch's division by a number of ranks may round otherwise on a device."""
+    """The CPU's results. Only torch's division by the number of ranks may round differently on a device."""
     groups = [gradzip.LocalGroup(gradzip.parse(spec), 3) for _ in range(2)]
     for _ in range(3):
         grads = [torch.randn(60, 70) for _ in range(3)]
@@ -386,7 +386,7 @@ def test_groups_with_other_methods(on_device, spec):
 
 
 def gathered(on_device):
-    """Three payloads one behind the other, on the device, and each alone."""
+    """Three consecutive payloads on the device, and each alone."""
     method = gradzip.FFTRange()
     payloads = [method.encode(torch.randn(40, 40 + r), Key(0, 0, "w", r)) for r in range(3)]
     return torch.cat(payloads), payloads, method
@@ -425,7 +425,7 @@ def test_gathered_payloads_are_opened_with_one_wait(on_device, monkeypatch):
         (100, 1, "corrupt payload"),
     ],
 )
-def test_spoilt_payloads_are_refused(on_device, position, byte, message):
+def test_tampered_payloads_are_refused(on_device, position, byte, message):
     buffer, payloads, method = gathered(on_device)
     buffer[payloads[0].numel() + position] ^= byte if byte != 9 else int(payloads[1][position]) ^ 9
 

@@ -94,14 +94,14 @@ def test_fused_is_quantize_then_encode(bits, bucket, norm):
 
 
 def test_real_gradients_cost_well_under_four_bits():
-    """4-bit QSGD, l2 norm, buckets of 512, the table counted: below half of the packed codes."""
+    """4-bit QSGD, l2 norm, buckets of 512, with the table: below half of the size of packed codes."""
     gradient = torch.cat([g.reshape(-1) for g in resnet20_gradients().values()])
     buffer, _ = elias_quantize(gradient, 4, 512, "l2", 1)
     assert 0.5 < buffer.numel() * 8 / gradient.numel() < 1.9
     assert 2 * buffer.numel() < packed_nbytes(gradient.numel(), 4)
 
 
-def test_capacity_is_enough_for_the_worst():
+def test_capacity_suffices_for_the_worst_case():
     for bits in range(2, 18):
         top = 2 ** (bits - 1) - 1
         for pattern in ([top], [0, top], [top, 0], [0, 0, top], [0]):
@@ -110,7 +110,7 @@ def test_capacity_is_enough_for_the_worst():
 
 
 def try_to_read(data: bytes, n: int, bits: int) -> None:
-    """What is read is bounded, or refused; nothing is written beyond the outputs."""
+    """Levels are bounded, or the stream is refused; nothing is written past the outputs."""
     top = 2 ** (bits - 1) - 1
     buffer = sliced(np.frombuffer(data, np.uint8))
     out = Guarded(n, torch.float32)
@@ -154,7 +154,7 @@ def test_mutated_streams(data, n, bits):
     try_to_read(bytes(stream), n, bits)
 
 
-def test_what_is_wrong_is_said():
+def test_errors():
     x = torch.randn(5000)
     buffer, norms = elias_quantize(x, 4)
     bad = norms.clone()

@@ -16,7 +16,7 @@ def chosen(n, share, seed=0):
 
 
 def reference_decode(stream, numel):
-    """The format as common/index_code.h words it, over a string of bits."""
+    """The format of common/index_code.h, over a string of bits."""
     data = stream.numpy().tobytes()
     coded, count, nbytes = struct.unpack_from("<III", data)
     assert nbytes == len(data)
@@ -79,7 +79,7 @@ def test_size_is_near_the_entropy(share):
 
 
 def test_each_block_has_its_own_parameter():
-    """A dense part and a sparse one cost what each costs by itself, not what their mean density does."""
+    """A dense and a sparse part cost as much as each by itself, less than at their mean density."""
     n = 3_000_000
     dense, sparse = chosen(n, 0.15), chosen(n, 0.001)
     apart = ops.index_code_nbytes(dense, n) + ops.index_code_nbytes(sparse, n)
@@ -151,7 +151,7 @@ def test_a_stream_within_a_buffer():
 
 
 def test_golden():
-    """The wire format cannot change unnoticed."""
+    """Detects changes of the wire format."""
     stream = ops.index_code_encode(torch.tensor([3, 4, 700, 1000], dtype=torch.int32), 1001)
     assert stream.numpy().tobytes().hex() == GOLDEN
 

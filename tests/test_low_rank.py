@@ -10,7 +10,7 @@ RANKS = [1, 2, 3, 4, 7, 32, 64]
 
 
 def close(result, a, b, minuend=None):
-    """result = a @ b to within the rounding of a float sum, whatever its order: n eps (|a| @ |b|). Or minuend - a @ b,
+    """Check result = a @ b to within the rounding of a float sum in any order, n eps (|a| @ |b|), or minuend - a @ b,
     which is rounded once more: eps (|minuend| + |a| @ |b|)."""
     a, b = a.double().numpy(), b.double().numpy()
     exact, size = a @ b, np.abs(a) @ np.abs(b)
@@ -57,7 +57,7 @@ def test_expand_and_subtract(simd, threads, n, c, r):
 
 @pytest.mark.parametrize("r", RANKS)
 @pytest.mark.parametrize("n, c", SHAPES)
-def test_settle(simd, threads, n, c, r):
+def test_apply_average(simd, threads, n, c, r):
     corrected, p, q = torch.randn(n, c), torch.randn(n, r), torch.randn(c, r)
     for sent_p in (p, torch.randn(n, r)):
         for sent_q in (q, torch.randn(c, r)):
@@ -67,15 +67,15 @@ def test_settle(simd, threads, n, c, r):
             close(e, sent_p, sent_q.t(), minuend=corrected)
             assert torch.equal(m, ops.low_rank_expand(p, q))
             assert torch.equal(e, corrected - ops.low_rank_expand(sent_p, sent_q))
-            # Nothing hangs on two tensors being one: copies give the same bits.
+            # The same bits whether the factors sent are p and q or copies.
             again, residual = corrected.clone(), torch.empty(n, c)
             ops.low_rank_apply_average(again, residual, sent_p.clone(), sent_q.clone(), p, q)
             assert torch.equal(again, m) and torch.equal(residual, e)
 
 
 @pytest.mark.parametrize("columns", [1024, 1025])
-def test_large_matrices_settle_as_their_rows_do(simd, threads, columns):
-    n, r = 4100, 3  # more than 2^22 elements, which are written past the cache where lines are whole
+def test_large_matrices_have_the_bits_of_their_rows(simd, threads, columns):
+    n, r = 4100, 3  # more than 2^22 elements: whole lines are written past the cache
     corrected, p, sent_p, q = (torch.randn(s) for s in ((n, columns), (n, r), (n, r), (columns, r)))
     m, e = corrected.clone(), torch.full((n, columns), float("nan"))
     ops.low_rank_apply_average(m, e, sent_p, q, p, q)
@@ -87,7 +87,7 @@ def test_large_matrices_settle_as_their_rows_do(simd, threads, columns):
     assert torch.equal(product, m)
 
 
-def test_bits_depend_on_neither_threads_nor_instructions(simd):
+def test_bits_depend_on_neither_threads_nor_simd_level(simd):
     generator = torch.Generator().manual_seed(1)
     n, c, r = 1500, 1100, 6
     m, e, p, q, sent_p = (torch.randn(s, generator=generator) for s in ((n, c), (n, c), (n, r), (c, r), (n, r)))
@@ -113,7 +113,7 @@ def test_bits_depend_on_neither_threads_nor_instructions(simd):
     torch.set_num_threads(before)
 
 
-def test_nothing_outside_is_touched():
+def test_nothing_is_written_out_of_bounds():
     whole, other = torch.zeros(40, 33), torch.zeros(40, 33)
     m, e, p, q = whole[3:7], other[3:7], torch.ones(4, 2), torch.ones(33, 2)
     ops.low_rank_project(torch.ones(4, 33), m, q)
@@ -124,7 +124,7 @@ def test_nothing_outside_is_touched():
     assert other.abs().sum() == 4 * 33 and (e == 1).all()
 
 
-def test_non_finite_stays_where_it_is():
+def test_non_finite_values_do_not_spread():
     m = torch.randn(9, 50)
     m[4, 20] = float("inf")
     p = ops.low_rank_project(m, torch.zeros(9, 50), torch.rand(50, 3))

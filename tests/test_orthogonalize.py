@@ -16,14 +16,14 @@ def deviation(q):
 
 
 def outside(a, q):
-    """Largest part of a column of a, relative to its length, that is not in the span of q."""
+    """Largest component of a column of a outside the span of q, relative to its length."""
     a, q = a.double().numpy(), q.double().numpy()
     rest = a - q @ (q.T @ a)
     return (np.linalg.norm(rest, axis=0) / np.linalg.norm(a, axis=0)).max()
 
 
 def orthogonalized(*matrices):
-    """What becomes of copies, the same at every SIMD level and number of threads."""
+    """Orthogonalized copies, checked to be the same at every SIMD level and number of threads."""
 
     def copies():
         made = [m.clone() for m in matrices]
@@ -42,14 +42,14 @@ def test_orthonormal_and_spans(r):
         (q,) = orthogonalized(a)
         assert deviation(q) <= 1e-6 * r**0.5, n
         assert outside(a, q) <= 1e-6 * r**0.5, n
-        # The same as Householder's, but for the sign.
+        # The same as Householder's up to the sign.
         reference, upper = np.linalg.qr(a.double().numpy())
         reference = reference * np.sign(np.diag(upper))
         if n >= 2 * r:  # well conditioned
             assert np.abs(q.numpy() - reference).max() <= 1e-5
 
 
-def test_bits_of_several_together_are_those_of_each_alone():
+def test_a_batch_has_the_bits_of_single_calls():
     matrices = [torch.randn(n, r) for n, r in ((3000, 32), (100, 5), (7, 7), (1300, 4))]
     matrices[1][:, 3] = matrices[1][:, 1]
     for together, matrix in zip(orthogonalized(*matrices), matrices):
@@ -84,7 +84,7 @@ def test_zeros_become_axes(n, r):
     assert torch.equal(q, torch.eye(n, r))
 
 
-def test_dependent_columns_are_completed_after_the_others():
+def test_dependent_columns_are_replaced_after_the_others():
     a = torch.randn(40, 6)
     a[:, 1] = 2 * a[:, 0]
     a[:, 3] = 0
@@ -122,7 +122,7 @@ def test_more_columns_than_rows(n, r):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**32 - 1))
 def test_never_nan(n, r, seed):
-    """Matrices of few distinct values are dependent as often as not."""
+    """Matrices of few distinct values often have dependent columns."""
     random = np.random.default_rng(seed)
     values = random.choice(np.float32([0, 0, 1, -1, 1e-30, 1e30, 1e-45]), (n, r))
     q = torch.from_numpy(values)

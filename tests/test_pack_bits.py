@@ -9,7 +9,7 @@ from reference import LARGE, SIZES, Guarded, examples, pack_bits, same_everywher
 
 
 def codes_of(n: int, bits: int) -> np.ndarray:
-    """Random codes of the full width, the least and the largest among them."""
+    """Random codes of the full width, including the least and the largest."""
     codes = np.random.default_rng([n, bits]).integers(0, 2**bits, size=n)
     codes[: n // 3] = 2**bits - 1
     codes[n // 3 : n // 2] = 0
@@ -61,7 +61,7 @@ def test_round_trip(data):
 @examples
 @given(stream=st.binary(min_size=1, max_size=100), bits=st.integers(1, 32), spare=st.integers(0, 7))
 def test_any_stream_unpacks(stream, bits, spare):
-    """And packs again to the same bytes, but for bits beyond the last code."""
+    """Unpacks and packs to the same bytes, except for bits past the last code."""
     n = max(0, 8 * len(stream) - spare) // bits
     if ops.packed_nbytes(n, bits) != len(stream):
         return
@@ -79,7 +79,7 @@ def test_higher_bits_are_dropped_at_every_width():
 
 
 def test_golden_bytes():
-    """The format on the wire."""
+    """The wire format."""
     codes = torch.tensor([1, 2, 3, 1023, 512, 0, 7, 8, 9], dtype=torch.int32)
     assert ops.pack_bits(codes, 10).numpy().tobytes().hex() == "010830c0ff00027000020900"
     assert ops.pack_bits(codes, 3).tolist() == [0b11010001, 0b00001110, 0b00011100, 0b001]

@@ -31,7 +31,7 @@ EXPECTED = {"method": 3, "digest": 0xDEADBEEF, "numel": 77}
 
 
 def resealed(data: bytes) -> bytes:
-    """With the checksum that belongs to these bytes, as only a peer up to no good would send."""
+    """Recompute the checksum of modified bytes, as a malicious peer would."""
     return data[:24] + struct.pack("<I", checksum(data)) + data[28:]
 
 
@@ -42,7 +42,7 @@ def fft_codec() -> FFTRange:
 
 @functools.cache
 def fft_payload() -> bytes:
-    """A real payload of FFTRange."""
+    """A payload of FFTRange."""
     grad = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
     return fft_codec().encode(grad, Key(0, 0, "weight", 0)).numpy().tobytes()
 
@@ -67,7 +67,7 @@ def test_seal_and_open(nbytes):
 
 
 def test_layout():
-    """Every field where csrc/common/payload.h says."""
+    """Every field at its offset in csrc/common/payload.h."""
     data = sealed(b"abc", numel=2**40 + 1).numpy().tobytes()
     expected = (b"gz", 1, 3, 0xDEADBEEF, 2**40 + 1, 64)
     assert struct.unpack_from("<2sBBIQQ", data) == expected
@@ -106,7 +106,7 @@ def test_checksum_equals_numpy(nbytes):
         ({"numel": 78}, "payload of a tensor of 77 elements, expected 78"),
     ],
 )
-def test_a_payload_that_another_codec_wrote(change, message):
+def test_a_payload_of_another_codec(change, message):
     with pytest.raises(PayloadError, match=message):
         ops.open_payload(sealed(b"abc"), **{**EXPECTED, **change})
 
@@ -127,8 +127,8 @@ def test_not_a_buffer(payload):
         ops.split_payloads(payload, 1)
 
 
-def test_nothing_goes_unchecked():
-    """A payload is whole 16-byte units: bytes beyond the last whole word would have no checksum."""
+def test_sizes_that_are_not_multiples_of_16():
+    """The checksum would not cover bytes past the last whole word."""
     with pytest.raises(ValueError, match="got 50.*expected"):
         ops.seal_payload(torch.zeros(50, dtype=torch.uint8), **HEADER_VALUES)
     data = bytearray(sealed(b"abc").numpy().tobytes() + b"xyz")
@@ -170,7 +170,7 @@ def test_split_with_hostile_lengths(claimed, which):
         ops.split_payloads(buffer(b"".join(map(bytes, payloads))), 3)
 
 
-def test_split_of_what_is_left_out_or_added():
+def test_split_of_truncated_and_extended_buffers():
     joined = torch.cat([sealed(b"abc"), sealed(b"defg")])
     for data in (joined[:-16], joined[:-1], joined[:64], joined[:-64], joined[16:], joined[:0]):
         with pytest.raises(PayloadError):
@@ -181,7 +181,7 @@ def test_split_of_what_is_left_out_or_added():
 
 @examples
 @given(data=st.binary(max_size=300), count=st.integers(0, 5))
-def test_split_of_anything(data, count):
+def test_split_of_any_bytes(data, count):
     try:
         parts = ops.split_payloads(buffer(data), count)
     except PayloadError:
@@ -198,7 +198,7 @@ def test_a_real_payload_decodes():
     assert torch.equal(decode(fft_payload()), expected.view(-1)) and nbytes == len(fft_payload())
 
 
-def test_every_flipped_bit_is_noticed():
+def test_every_flipped_bit_is_detected():
     data = fft_payload()
     for bit in range(8 * len(data)):
         changed = bytearray(data)
@@ -219,7 +219,7 @@ def test_truncated_and_extended(change):
     data = fft_payload()[:change] if change < 0 else fft_payload() + bytes(change)
     with pytest.raises(PayloadError, match=f"truncated payload: got {len(data)} bytes, expected {len(fft_payload())}"):
         decode(data)
-    # Nor does a length that agrees with itself make it right.
+    # A consistent size in the header does not make it valid.
     data = data[:16] + struct.pack("<Q", len(data)) + data[24:]
     with pytest.raises(PayloadError):
         decode(data)
@@ -235,7 +235,7 @@ def test_less_than_a_header(nbytes):
 
 
 @pytest.mark.parametrize("numel", [1, NUMEL - 1, NUMEL + 1, 2 * NUMEL])
-def test_of_a_tensor_of_another_size(numel):
+def test_a_tensor_of_another_size(numel):
     with pytest.raises(PayloadError, match=f"payload of a tensor of {NUMEL} elements, expected {numel}"):
         decode(fft_payload(), numel=numel)
 
@@ -256,13 +256,13 @@ def test_of_a_tensor_of_another_size(numel):
     ],
     ids=str,
 )
-def test_of_another_configuration(change):
-    """Ranks configured differently find out at the first step."""
+def test_another_configuration(change):
+    """Ranks configured differently fail at the first step."""
     with pytest.raises(PayloadError, match="made with another configuration"):
         decode(fft_payload(), dataclasses.replace(fft_codec(), **change))
 
 
-def test_ranks_configured_differently_are_told():
+def test_ranks_configured_differently_get_an_error():
     group = gradzip.LocalGroup(FFTRange(), 2)
     group.compressors[1] = FFTRange(bits=8)
     with pytest.raises(PayloadError, match="FFTRange, parameter 'conv1.weight': from rank [01] of 2: .*configuration"):
@@ -319,7 +319,7 @@ def test_forged_number_formats(wire):
 
 
 def test_forged_bitmaps():
-    """One bit more or less than k, and one past the last bin."""
+    """One bit more or fewer than k, and one past the last bin."""
     data = fft_payload()
     total = NUMEL // 2 + 1
     payload = read_fft_payload(buffer(data), total)
@@ -331,7 +331,7 @@ def test_forged_bitmaps():
     assert total % 8 == 7
     with pytest.raises(PayloadError):
         decode(forged(data, last, bytes([data[last] | 0x80])))
-    # The count right again, by a bit past the end.
+    # The count is right, but one bit is past the end.
     marked = next(i for i in range(8) if data[60] & 1 << i)
     data = forged(data, 60, bytes([data[60] & ~(1 << marked)]))
     with pytest.raises(PayloadError):
@@ -341,7 +341,7 @@ def test_forged_bitmaps():
 @examples
 @given(st.data())
 def test_forged_payloads_are_refused_or_decode_to_numbers(data):
-    """A peer may send anything with a right checksum: it may spoil the average, and nothing else."""
+    """Any bytes with a valid checksum: they may change the average, and nothing else."""
     changed = bytearray(fft_payload())
     for _ in range(data.draw(st.integers(1, 6))):
         at = data.draw(st.integers(28, len(changed) - 1) | st.integers(32, 60))

@@ -12,7 +12,7 @@ KEY = 0x0123_4567_89AB_CDEF
 
 
 def reference_norms(x: np.ndarray, bucket: int, norm: str) -> np.ndarray:
-    """In long double, of the finite values that stand for NaN and infinity."""
+    """Norms in long double, of the finite values that replace NaN and infinity."""
     finite = np.nan_to_num(x, nan=0.0, posinf=FLT_MAX, neginf=-FLT_MAX).astype(np.longdouble)
     parts = [finite[i : i + bucket] for i in range(0, x.size, bucket)]
     each = [np.sqrt((p**2).sum()) if norm == "l2" else np.abs(p).max() for p in parts]
@@ -20,7 +20,7 @@ def reference_norms(x: np.ndarray, bucket: int, norm: str) -> np.ndarray:
 
 
 def reference_levels(x: np.ndarray, norms: np.ndarray, bits: int, bucket: int, key: int):
-    """s |x| / norm in float64, its whole part, and how far each draw is from deciding otherwise."""
+    """s |x| / norm in float64, its integer part, and the distance of each draw from the fraction."""
     s = 2 ** (bits - 1) - 1
     finite = np.nan_to_num(x, nan=0.0, posinf=FLT_MAX, neginf=-FLT_MAX).astype(np.float64)
     norm = np.repeat(norms.astype(np.float64), bucket)[: x.size]
@@ -41,14 +41,14 @@ def test_levels_and_norms(bits, bucket, norm):
             assert norms.shape == expected.shape and norms.dtype == torch.float32
             np.testing.assert_allclose(norms.numpy(), expected, rtol=2**-23, atol=2.0**-149, err_msg=name)
             levels, distance = reference_levels(array, norms.numpy(), bits, bucket, KEY)
-            # Where the draw falls within a rounding error of the fraction, float32 may decide otherwise.
+            # If the draw is within a rounding error of the fraction, float32 may round the other way.
             sure = distance > 2.0**-22 * 2**bits
             assert np.array_equal(codes.numpy()[sure], levels[sure]), (name, n)
             assert np.abs(codes.numpy() - levels).max(initial=0) <= 1
 
 
 @pytest.mark.parametrize("bits, bucket", [(2, 512), (3, 100003), (4, 512), (5, 33), (8, 40000), (9, 64), (16, 512)])
-def test_same_bits_everywhere_and_packed_like_the_codes(bits, bucket):
+def test_packed_equals_the_codes_at_every_simd_level(bits, bucket):
     for n in (*SIZES, LARGE) if bits == 4 else SIZES:
         x = sliced(arrays(n)["heavy-tailed"])
         out, norm_out = Guarded(packed_nbytes(n, bits), torch.uint8), Guarded(-(-n // bucket), torch.float32)
@@ -70,7 +70,7 @@ def test_same_bits_everywhere_and_packed_like_the_codes(bits, bucket):
         assert np.array_equal(total.numpy(), np.float32(1) + np.float32(0.3) * expected)
 
 
-def test_awkward_values_are_the_same_everywhere():
+def test_awkward_values_at_every_simd_level():
     for name, array in arrays(1000).items():
         for norm in ("l2", "max"):
             codes, norms = same_everywhere(lambda a=array, n=norm: quantize(sliced(a), 4, 100, n, KEY))
@@ -82,7 +82,7 @@ def test_awkward_values_are_the_same_everywhere():
 @pytest.mark.parametrize("norm", ["l2", "max"])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_unbiased(bits, norm, scale):
-    """The mean of many draws, within five standard errors, whatever the magnitude."""
+    """The mean of many draws, within five standard errors, at any magnitude."""
     x = torch.from_numpy(np.random.default_rng(1).uniform(-1, 1, 64).astype(np.float32)) * scale
     many = 4000
     codes, norms = quantize(x.repeat(many), bits, 64, norm, 3)
@@ -93,7 +93,7 @@ def test_unbiased(bits, norm, scale):
     assert (error.abs() <= 5 * (fraction * (1 - fraction) / many).sqrt() + 1e-3 * (1 / many)).all()
 
 
-def test_one_and_only_value_comes_back_exactly():
+def test_a_single_value_is_exact():
     for value in (1e-45, -1e-38, 0.1, 7.0, -3e38):
         x = torch.zeros(100)
         x[37] = value
@@ -101,7 +101,7 @@ def test_one_and_only_value_comes_back_exactly():
         assert torch.equal(dequantize(codes, norms, 4, 512), x)
 
 
-def test_nothing_is_drawn_from_zeros():
+def test_zeros_stay_zero():
     codes, norms = quantize(torch.zeros(1000), 4, 10, "l2", 1)
     assert not codes.any() and not norms.any()
 
@@ -140,7 +140,7 @@ def test_corrupt_norms_are_refused(bad):
     assert not out.any()
 
 
-def test_what_is_wrong_is_said():
+def test_errors():
     x = torch.randn(100)
     for arguments, message in [
         ((x, 1), "got bits = 1, expected an integer from 2 to 16"),
@@ -165,7 +165,7 @@ def test_what_is_wrong_is_said():
         quantize_decode_add(torch.empty(50, dtype=torch.uint8), norms[:9], x, 4, 10)
 
 
-def test_a_bucket_longer_than_any_tensor():
+def test_a_bucket_longer_than_the_tensor():
     x = torch.randn(1000)
     for a, b in zip(quantize(x, 4, 1000), quantize(x, 4, 1 << 70)):
         assert torch.equal(a, b)

@@ -8,7 +8,7 @@ from reference import same_everywhere
 
 
 def reference(n, k, key):
-    """One of each stratum, then the shift, then sorted: the definition, without a thought for speed."""
+    """The definition: one index per stratum, shifted, sorted."""
     draws = [int(w) for w in philox.words(key, k + 1)]
     bounds = [i * n // k for i in range(k + 1)]
     shift = draws[k] * n >> 32
@@ -17,7 +17,7 @@ def reference(n, k, key):
 
 
 @pytest.mark.parametrize("n, k", [(1, 1), (7, 3), (33, 33), (1000, 1), (1000, 10), (1000, 999), (300007, 40001)])
-def test_are_those_of_the_definition(n, k):
+def test_equals_the_definition(n, k):
     for key in (0, 1, 2**64 - 1):
         indices = same_everywhere(lambda: ops.random_indices(n, k, key))  # noqa: B023 (called at once)
         assert indices.dtype == torch.int32 and indices.tolist() == reference(n, k, key)
@@ -25,7 +25,7 @@ def test_are_those_of_the_definition(n, k):
 
 
 @pytest.mark.parametrize("n, k", [(100, 10), (97, 13), (50, 40)])
-def test_every_index_is_as_likely(n, k):
+def test_all_indices_are_equally_likely(n, k):
     keys = 20000
     counts = np.zeros(n)
     for key in range(keys):
@@ -33,10 +33,10 @@ def test_every_index_is_as_likely(n, k):
     p = k / n
     z = (counts - keys * p) / np.sqrt(keys * p * (1 - p))
     assert abs(z).max() < 4.5
-    assert 0.7 < z.std() < 1.3  # random, and not too even
+    assert 0.7 < z.std() < 1.3  # as random as independent draws
 
 
-def test_nothing_of_something():
+def test_zero_of_n():
     assert ops.random_indices(5, 0, 0).tolist() == ops.random_indices(0, 0, 0).tolist() == []
 
 

@@ -54,7 +54,7 @@ def t32(x) -> torch.Tensor:
 
 @functools.cache
 def sweep(vmin: float, vmax: float) -> np.ndarray:
-    """Ascending values inside [vmin, vmax] and beyond: uniform, log-uniform, and right below and above the ends."""
+    """Ascending values inside and outside [vmin, vmax]: uniform, log-uniform, and next to the ends."""
     rng = np.random.default_rng(0)
     ends = np.array([vmin, vmax], np.float32)
     most = min(max(-vmin, vmax, 1e-44) * 1.5, FLT_MAX)
@@ -66,19 +66,19 @@ def sweep(vmin: float, vmax: float) -> np.ndarray:
 
 @each_range
 def test_range_and_codes_equal_the_search(vmin, vmax):
-    """The closed form against the paper's tuning of eps."""
+    """The closed form equals the paper's search for eps."""
     for bits, mantissa in FORMATS:
         number, expected = RangeFloat(bits, mantissa, vmin, vmax), range_format(bits, mantissa, vmin, vmax)
         assert (number.pbase, number.positive, number.negative) == expected[2:], (bits, mantissa)
         assert number.eps == expected.eps
-        if number.pbase > 1:  # fewer are used only where there are no more floats
+        if number.pbase > 1:  # fewer codes are used only if there are no more floats
             assert number.positive + number.negative in (2**bits - 1, 2**bits - 2)
         assert (number.bits, number.mantissa) == (bits, mantissa)
         assert (number.vmin, number.vmax) == (np.float32(vmin), np.float32(vmax))
 
 
-def test_codes_fit_their_bits_whatever_the_range():
-    """Where one side ends right at eps too: the two ends 2^N - 3 to 2^N + 1 numbers apart."""
+def test_codes_fit_their_bits_in_any_range():
+    """Including ranges of which one side ends at eps: 2^N - 3 to 2^N + 1 numbers between the ends."""
     for bits, mantissa in FORMATS:
         up = nearest_range_number(1.5, mantissa)
         for down in (up - 2**bits + step for step in range(-2, 6)):
@@ -96,7 +96,7 @@ def test_codes_fit_their_bits_whatever_the_range():
 
 @each_range
 def test_every_code(vmin, vmax):
-    """Decodes to the paper's number, and encodes to itself: decode(encode(x)) is idempotent."""
+    """Each code decodes to the paper's number, which encodes to the code: decode(encode(x)) is idempotent."""
     for bits, mantissa in FORMATS:
         number, expected = RangeFloat(bits, mantissa, vmin, vmax), range_format(bits, mantissa, vmin, vmax)
         codes = torch.arange(1 + expected.positive + expected.negative, dtype=torch.int32)
@@ -111,7 +111,7 @@ def test_every_code(vmin, vmax):
 
 @each_range
 def test_encode_is_nearest(vmin, vmax):
-    """Below eps too: the nearer of 0 and eps. Beyond the range: its end."""
+    """Below eps, the nearer of 0 and eps; outside the range, its end."""
     x = sweep(vmin, vmax)
     for bits, mantissa in FORMATS:
         number, expected = RangeFloat(bits, mantissa, vmin, vmax), range_format(bits, mantissa, vmin, vmax)
@@ -137,9 +137,9 @@ def test_monotone_and_symmetric(vmin, vmax):
 
 @pytest.mark.parametrize("vmin, vmax", [r for r in RANGES.values() if 1e-30 <= max(-r[0], r[1]) <= 1e38])
 def test_relative_error(vmin, vmax):
-    """At most 2^-(m+1) in [eps, max], and just that: right above a power of two it is 1 / (2^(m+1) + 1).
+    """At most 2^-(m+1) in [eps, max], and this is tight: just above a power of two it is 1 / (2^(m+1) + 1).
 
-    Of normal numbers: eps may be denormal, and there all of float32 has fixed steps."""
+    For normal numbers only: denormals have fixed steps in float32, too."""
     for bits, mantissa in FORMATS:
         number = RangeFloat(bits, mantissa, vmin, vmax)
         for sign, count, end in ((1, number.positive, vmax), (-1, number.negative, -vmin)):
@@ -162,7 +162,7 @@ def test_relative_error(vmin, vmax):
 
 
 def test_largest_float():
-    """Never rounded up to infinity: the end of the range decodes to within 2^-m of itself."""
+    """Never rounded up to infinity: the end of the range decodes to within 2^-m."""
     for bits, mantissa in FORMATS:
         number = RangeFloat(bits, mantissa, -FLT_MAX, FLT_MAX)
         ends = t32([FLT_MAX, np.inf, -FLT_MAX, -np.inf])
@@ -182,7 +182,7 @@ def test_zero_and_nan_become_zero():
 
 
 def test_range_of_one_number():
-    """No room but for the ends: 2 bits are -x, 0, x and one number more."""
+    """2 bits hold -x, 0, x and one more number."""
     for x in (1.0, 1e-30, 3e38):
         number = RangeFloat(2, 1, -x, x)
         decoded = number.decode(number.encode(t32([-x, 0.0, x, x * 1.01])))
@@ -190,8 +190,8 @@ def test_range_of_one_number():
 
 
 @pytest.mark.parametrize("n", [*SIZES, LARGE])
-def test_packed_and_plain_codes_agree_everywhere(n):
-    """On one and two threads, with every instruction set, nearest and stochastic, for every kind of input."""
+def test_packed_and_plain_codes_agree_at_every_simd_level(n):
+    """On one and two threads, with every instruction set and rounding, for every kind of input."""
     kinds = arrays(n) if n < 10000 else {k: arrays(n)[k] for k in ("heavy-tailed", "NaN")}
     for kind, x in kinds.items():
         tensor = sliced(x)
@@ -215,7 +215,7 @@ def test_packed_and_plain_codes_agree_everywhere(n):
                     assert np.array_equal(values.numpy(), expected.codebook.astype(np.float32)[expected.encode(x)])
 
 
-def test_what_is_clamped_is_counted():
+def test_clamped_values_are_counted():
     number = RangeFloat(8, 3, -1.0, 2.0)
     x = t32([-1.0, 2.0, 0.0, np.nextafter(np.float32(2), np.float32(3)), -1.5, np.inf, -np.inf, np.nan])
     assert number.encode_packed(x, torch.empty(8, dtype=torch.uint8)) == 5
@@ -228,7 +228,7 @@ STOCHASTIC = [(6, 2, -1.0, 1.0), (10, 5, -3.0, 2.0), (16, 12, -1e-20, 1e-20), (8
 
 
 def test_philox_known_answers():
-    """Of the generator's authors (Random123, kat_vectors)."""
+    """Published by the generator's authors (Random123, kat_vectors)."""
     assert [hex(word) for word in philox(0, 4)] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
 
 
@@ -249,8 +249,8 @@ def test_stochastic_codes_equal_the_reference(bits, mantissa, vmin, vmax):
 @pytest.mark.parametrize("below_eps", [False, True], ids=["between numbers", "below eps"])
 @pytest.mark.parametrize("bits, mantissa, vmin, vmax", STOCHASTIC)
 def test_stochastic_rounding_is_unbiased(bits, mantissa, vmin, vmax, below_eps):
-    """Each value goes up with probability p to the next number. The z-scores of the means of many draws are as large as
-    chance makes them, and no smaller: the sum of V squares is V +- 5 sqrt(2V), of V scores 0 +- 5 sqrt(V)."""
+    """Each value is rounded up with probability p. The z-scores of the means of many draws have mean 0 and variance 1:
+    their sum is 0 +- 5 sqrt(V), and that of their squares V +- 5 sqrt(2V), two-sided."""
     number, expected = RangeFloat(bits, mantissa, vmin, vmax), range_format(bits, mantissa, vmin, vmax)
     book = np.sort(np.unique(expected.codebook))
     low, high = (max(book[0], -expected.eps), min(book[-1], expected.eps)) if below_eps else (book[0], book[-1])
@@ -265,7 +265,7 @@ def test_stochastic_rounding_is_unbiased(bits, mantissa, vmin, vmax, below_eps):
     decoded = decoded.view(draws, -1).numpy().astype(np.float64)
     assert bool(((decoded == low.astype(np.float32)) | (decoded == high.astype(np.float32))).all())
     z = ((decoded > (low + high) / 2).sum(axis=0) - draws * p) / np.sqrt(draws * p * (1 - p) + 1e-9)
-    z = z[draws * p * (1 - p) > 5]  # the others are far from normal
+    z = z[draws * p * (1 - p) > 5]  # the others are not normally distributed
     assert z.size > 100
     assert abs((z**2).sum() - z.size) < 5 * math.sqrt(2 * z.size)
     assert abs(z.sum()) < 5 * math.sqrt(z.size)
@@ -292,10 +292,10 @@ def test_the_key_and_the_position_decide():
 
 
 def test_zeros_stay_zero_under_stochastic_rounding():
-    """In a format so wide that eps is denormal as well."""
+    """Also in a format so wide that eps is denormal."""
     number = RangeFloat(16, 1, -1.0, 1.0)
     assert number.eps < 2.0**-126
-    key = 14109  # draw 661 is the least of ten million
+    key = 14109  # draw 661 is the smallest of ten million
     assert philox(key, 1000).min() < 2**9
     assert not number.encode(torch.zeros(1000), key).any()
 
@@ -304,7 +304,7 @@ def test_zeros_stay_zero_under_stochastic_rounding():
 
 
 @pytest.mark.parametrize("n", [*SIZES, LARGE])
-def test_fit_takes_the_range_of_the_data(n):
+def test_fit_uses_the_range_of_the_data(n):
     for kind, x in arrays(n).items():
         tensor = sliced(x)
         number = same_everywhere(lambda tensor=tensor: RangeFloat.fit(tensor, 10).to_wire())
@@ -319,12 +319,12 @@ def test_fit_takes_the_range_of_the_data(n):
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("scale", [1.0, 1e-5, 1e-30, 1e30])
 def test_fit_to_values_of_one_sign(sign, scale):
-    """All codes serve the side that is there."""
+    """All codes are used for that sign."""
     x = t32(np.random.default_rng(0).uniform(0.1, 1.0, 10000)) * sign * scale
     number = RangeFloat.fit(x, 8)
     assert (number.negative if sign > 0 else number.positive) == 0
     error = (number.decode(number.encode(x)).double() / x.double() - 1).abs().max().item()
-    assert 2.0**-9 < error < 2.0**-6  # 255 numbers over the 3.3 octaves that matter
+    assert 2.0**-9 < error < 2.0**-6  # 255 numbers over the 3.3 octaves that hold most values
 
 
 def test_a_given_range_and_mantissa_are_kept():
@@ -357,14 +357,14 @@ DISTRIBUTIONS = {
 
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
 def test_automatic_mantissa(kind):
-    """Its measured squared error is within 5 % of the least there is over all m."""
+    """Its measured squared error is within 5 % of the least over all m."""
     x = t32(DISTRIBUTIONS[kind](np.random.default_rng(5)))
     for bits in (4, 7, 10, 16):
         check_automatic_mantissa(x, bits)
 
 
 def test_automatic_mantissa_of_many_values():
-    """Real and imaginary parts lie interleaved, and may differ: an odd function has no real part."""
+    """Interleaved real and imaginary parts may differ: an odd function has no real part."""
     values = np.random.default_rng(5).standard_normal(2**19)
     for parts in ([values, 0 * values], [0 * values, values], [1e-3 * values, values]):
         check_automatic_mantissa(t32(np.stack(parts, axis=1).reshape(-1)), bits=10)
@@ -405,7 +405,7 @@ def test_wire_round_trip():
         struct.pack, st.just("<IHBB"), st.integers(0, 2**24), st.integers(0, 70), st.integers(0, 17), st.integers(0, 17)
     )
 )
-def test_a_wire_decodes_to_finite_numbers_or_is_refused(wire):
+def test_a_wire_form_decodes_to_finite_numbers_or_is_refused(wire):
     try:
         number = RangeFloat.from_wire(wire)
     except PayloadError:
@@ -433,7 +433,7 @@ def test_corrupt_wire(pbase, positive, mantissa, bits):
 
 
 @pytest.mark.parametrize("nbytes", [0, 7, 9])
-def test_wire_of_another_length(nbytes):
+def test_wire_form_of_another_length(nbytes):
     with pytest.raises(PayloadError):
         RangeFloat.from_wire(bytes(nbytes))
 
@@ -507,7 +507,7 @@ def test_wrong_codes(codes):
 
 
 @pytest.mark.parametrize("code", [255, 256, 2**31 - 1, -1])
-def test_codes_that_do_not_exist(code):
+def test_codes_above_the_last(code):
     number = RangeFloat(8, 3, -1.0, 1.0)
     codes = torch.zeros(100000, dtype=torch.int32)
     codes[77777] = code

@@ -10,7 +10,7 @@ KINDS = list(arrays(0))
 
 def check(x: np.ndarray, k: int, order: np.ndarray, tensor: torch.Tensor) -> None:
     mask = np.zeros(x.size, dtype=bool)
-    mask[order[:k]] = True  # ties to the lower index
+    mask[order[:k]] = True  # ties go to the lower index
     threshold = np.abs(x[order[k - 1]])
 
     def select_and_mark():
@@ -39,7 +39,7 @@ def test_equals_a_sort(kind, n):
 
 
 @pytest.mark.parametrize("n", [8191, 8192, 8193, 65537])  # sampling begins at 2^13
-def test_every_count_near_the_ends_and_some_between(n):
+def test_counts_near_the_ends_and_some_between(n):
     x = arrays(n, seed=1)["laplace"]
     order, tensor = by_magnitude(x), torch.from_numpy(x)
     for k in {1, 2, 3, 4, 5, 17, 64, n - 64, n - 17, n - 3, n - 2, n - 1, n, *range(5, n, n // 23)}:
@@ -56,7 +56,7 @@ def test_large(kind):
 
 @pytest.mark.parametrize("n", [9000, 100003])
 def test_data_that_misleads_a_sample(n):
-    """Sorted, blockwise and nearly constant data, and the k-th value on the edge of a plateau."""
+    """Sorted, blockwise constant and nearly constant data, and the k-th value at the edge of a plateau."""
     rng = np.random.default_rng(2)
     sorted_up = np.sort(np.abs(rng.standard_normal(n))).astype(np.float32)
     blocks = np.repeat(rng.standard_normal(n // 1000 + 1), 1000)[:n].astype(np.float32)
@@ -94,7 +94,7 @@ def test_k_out_of_range(k):
         ops.select_threshold(torch.ones(4), k)
 
 
-def test_nothing_can_be_selected_from_nothing():
+def test_empty_input():
     with pytest.raises(ValueError, match="got k = 1, expected 1 to 0"):
         ops.select(torch.empty(0), 1)
 

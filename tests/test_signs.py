@@ -39,8 +39,8 @@ def test_signs_and_coins(n):
         assert out.intact()
 
 
-def test_zeros_lean_to_neither_side():
-    """Over elements of one step, and for each element over many steps: within five standard errors."""
+def test_zeros_are_unbiased():
+    """Over the elements of one step, and over many steps for each element: within five standard errors."""
     n = 40000
     assert abs(bits(pack_signs(torch.zeros(n), 1), n).mean() - 0.5) < 5 * 0.5 / n**0.5
     steps = np.mean([bits(pack_signs(torch.zeros(64), key), 64) for key in range(2000)], axis=0)
@@ -53,7 +53,7 @@ def test_majority(voters):
         rng = np.random.default_rng([voters, n])
         ballots = rng.random((voters, n)) < rng.choice([0.1, 0.5, 0.9], n)
         votes = [sliced(bitmap(b)) for b in ballots]
-        if n % 8:  # spare bits are nobody's
+        if n % 8:  # spare bits are ignored
             votes[0][-1] |= 0x80
         out = Guarded(bitmap_nbytes(n), torch.uint8)
         packed = same_everywhere(lambda v=votes, n=n, o=out: majority(v, n, KEY, o.out).clone())
@@ -63,7 +63,7 @@ def test_majority(voters):
         assert torch.equal(majority(votes[::-1], n, KEY), packed)
 
 
-def test_ties_lean_to_neither_side():
+def test_ties_are_unbiased():
     n = 40000
     ones = torch.full((n // 8,), 255, dtype=torch.uint8)
     assert abs(bits(majority([ones, ~ones], n, 5), n).mean() - 0.5) < 5 * 0.5 / n**0.5
@@ -71,7 +71,7 @@ def test_ties_lean_to_neither_side():
 
 @examples
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=9), st.integers(0, 70))
-def test_hypothesis_majority_of_constant_ballots(values, n):
+def test_majority_of_constant_votes(values, n):
     votes = [torch.full((bitmap_nbytes(n),), value, dtype=torch.uint8) for value in values]
     found = bits(majority(votes, n, 3), n)
     for i in range(n):
@@ -80,7 +80,7 @@ def test_hypothesis_majority_of_constant_ballots(values, n):
             assert found[i] == (2 * count > len(values))
 
 
-def test_what_is_wrong_is_said():
+def test_errors():
     byte = torch.zeros(1, dtype=torch.uint8)
     for f, error, message in [
         (lambda: pack_signs(torch.ones(3).double()), ValueError, "got torch.float64, expected torch.float32"),

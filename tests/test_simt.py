@@ -18,7 +18,8 @@ def execute(path, *arguments, long=True):
     return subprocess.run([path, *arguments], env=environment, capture_output=True, text=True, timeout=250)
 
 
-PROGRAMS = sorted({path.stem for path in simt_build.SIMT.glob("*.cpp")} - {"faults", "module"})
+LONGEST = ["elias", "index_code", "orthogonalize", "quantize", "compact", "low_rank"]
+PROGRAMS = [*LONGEST, *sorted({path.stem for path in simt_build.SIMT.glob("*.cpp")} - {"faults", "module", *LONGEST})]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

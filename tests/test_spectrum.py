@@ -33,7 +33,7 @@ def bins_of(rows: int, length: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("rows, length", SHAPES)
 def test_power_equals_numpy(rows, length):
-    """Scaling by a power of two is exact; two squares and a sum round twice at most: (1 + u)^2 of the truth."""
+    """Scaling by a power of two is exact; two squares and a sum round at most twice: within (1 + u)^2."""
     bins = bins_of(rows, length)
     for amax in (1.0, 1.999, 2.0, 0.37, 1e-30, 1e30):
         scaled = (bins * np.float32(amax)).astype(np.complex64)
@@ -52,8 +52,8 @@ def test_power_equals_numpy(rows, length):
 
 @pytest.mark.parametrize("length", [64, 63, 4096, 4050, 1])
 @pytest.mark.parametrize("amax", [1e-42, 1e-38, 1e-30, 1e-3, 1.0, 1e30, 2e38])
-def test_power_of_signals_of_any_scale_keeps_within_range(length, amax):
-    """No overflow, and nothing within 1e-18 of the largest vanishes: selection works alike at every scale."""
+def test_power_stays_in_range_at_any_scale(length, amax):
+    """No overflow, and no underflow of bins within 1e-18 of the largest: selection is independent of the scale."""
     rng = np.random.default_rng(length)
     x = (rng.uniform(-1, 1, (4, length)) * amax / math.sqrt(length)).astype(np.float32)
     x[0, 0] = amax
@@ -67,14 +67,14 @@ def test_power_of_signals_of_any_scale_keeps_within_range(length, amax):
     assert scale.max() <= scale.min() * (1 + 5 * U)  # one factor s^2 for all
 
 
-def test_power_of_nothing():
+def test_power_of_an_empty_spectrum():
     assert not ops.spectrum_power(torch.zeros(3, 5, dtype=torch.complex64), 8, 0.0).any()
     assert ops.spectrum_power(torch.zeros(0, 5, dtype=torch.complex64), 8, 0.0).numel() == 0
 
 
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
-def test_power_of_what_is_not_finite_is_largest(special):
-    """So that it is selected, and found."""
+def test_power_of_non_finite_bins_is_largest(special):
+    """So that they are selected, and detected."""
     bins = torch.zeros(2, 33, dtype=torch.complex64)
     bins[1, 7] = complex(0.0, special)
     for amax in (1.0, math.inf, math.nan):
@@ -86,7 +86,7 @@ def test_power_of_what_is_not_finite_is_largest(special):
 @pytest.mark.parametrize("rows, length", [(1, 64), (3, 63), (25, 4050), (1, 30000)])
 @pytest.mark.parametrize("amax", [1e-30, 1.0, 1e30])
 def test_dropping_bins_costs_their_power(rows, length, amax):
-    """Parseval: the energy of all is that of the signal, and what is dropped is the squared error."""
+    """Parseval: the total energy is that of the signal, and the dropped energy is the squared error."""
     x = np.random.default_rng(length).standard_normal(rows * length).astype(np.float32)
     x *= np.float32(amax) / np.abs(x).max()
     most = ops.abs_max(torch.from_numpy(x))
@@ -167,7 +167,7 @@ def test_decode_add_equals_numpy(n, bits, mantissa):
 
 
 @pytest.mark.parametrize("count", [0, 3, 5, 8])
-def test_a_count_other_than_the_bitmaps_changes_nothing(count):
+def test_a_wrong_count_leaves_the_spectrum_unchanged(count):
     number, bins = ops.RangeFloat(8, 3, -1.0, 1.0), torch.ones(8, dtype=torch.complex64)
     codes = torch.full((2 * count,), 9, dtype=torch.uint8)
     with pytest.raises(ops.PayloadError, match=f"its bitmap does not mark the {count} coefficients"):
@@ -176,7 +176,7 @@ def test_a_count_other_than_the_bitmaps_changes_nothing(count):
 
 
 def test_bits_past_the_end_are_refused():
-    """An encoder leaves them 0."""
+    """Encoders write 0 there."""
     number, bins = ops.RangeFloat(8, 3, -1.0, 1.0), torch.ones(3, dtype=torch.complex64)
     with pytest.raises(ops.PayloadError, match="bitmap"):
         ops.spectrum_decode_add(bins, torch.tensor([0b00001001], dtype=torch.uint8), zeros(2), 1, number, 1.0)

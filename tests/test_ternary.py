@@ -12,7 +12,7 @@ KEY = 0x0F1E_2D3C_4B5A_6978
 
 
 def trits_of(packed: np.ndarray, n: int) -> np.ndarray:
-    """By the documented layout alone."""
+    """Decode by the documented layout alone."""
     trits = []
     for begin in range(0, n, 320):
         count = min(320, n - begin)
@@ -48,7 +48,7 @@ def test_trits(n):
         assert np.array_equal(total.numpy(), np.float32(1) + np.float32(0.5 * scale) * trits.astype(np.float32))
 
 
-def test_unbiased_about_the_clipped_values():
+def test_unbiased():
     x = torch.linspace(-3, 3, 60)
     many = 4000
     total = torch.zeros(60 * many)
@@ -64,7 +64,7 @@ def test_a_constant_gradient_does_not_collapse():
     assert torch.equal(total, torch.full((1000,), -0.1))
 
 
-def test_it_is_qsgd_with_one_level():
+def test_equals_qsgd_with_one_level():
     """ATOMO, section 4: scaled by the largest magnitude, both draw sign(x) with probability |x| / max."""
     x = torch.randn(10000)
     codes, norms = quantize(x, 2, 10000, "max", KEY)
@@ -88,7 +88,7 @@ def test_any_bytes_are_decoded_or_refused(data, n):
     assert out.intact()
 
 
-def test_what_is_wrong_is_said():
+def test_errors():
     x = torch.ones(11)
     packed = ternary_packed(x, 1.0)
     for f, error, message in [

@@ -9,7 +9,7 @@ SIZES = [1, 31, 32, 33, 8192, 8193, 300007]
 
 
 def ranking(x):
-    """Indices by magnitude, the largest first, NaN above infinity, ties to the lower index."""
+    """Indices by descending magnitude, NaN above infinity, ties to the lower index."""
     magnitude = x.numpy().view(np.uint32) & 0x7FFFFFFF
     return np.argsort(-magnitude.astype(np.int64), kind="stable")
 

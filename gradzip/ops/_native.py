@@ -61,10 +61,10 @@ def run(name: str, where: Tensor, *arguments: float) -> None:
 def run_count(name: str, where: Tensor, *arguments: float) -> int | Tensor:
     """Run a kernel whose last parameter is an ``int64_t*``.
 
-    Returns the number it writes: on CUDA a tensor of 1 element, so that nothing waits for the device.
+    Returns the number it writes: on CUDA a 0-dim tensor, so that nothing waits for the device.
     """
     if on_cuda(where):
-        on_device = torch.empty(1, dtype=torch.int64, device=where.device)
+        on_device = torch.empty((), dtype=torch.int64, device=where.device)
         run(name, where, *arguments, on_device.data_ptr())
         return on_device
     count = c_int64()

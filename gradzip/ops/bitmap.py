@@ -23,7 +23,7 @@ def bitmap(x: Tensor, selection: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def bitmap_and_count(x: Tensor, selection: Tensor, out: Tensor | None = None) -> tuple[Tensor, int | Tensor]:
-    """Return the same bitmap and the number of bits set, on CUDA as a tensor of 1 element."""
+    """Return the same bitmap and the number of bits set, on CUDA as a 0-dim tensor."""
     x = _native.check(x, torch.float32, "bitmap: x")
     selection = _native.check(selection, torch.uint8, "bitmap: selection", 16, x.device)
     out = _native.output(out, bitmap_nbytes(x.numel()), torch.uint8, x.device, "bitmap: out")

@@ -30,7 +30,7 @@ static void test(const std::vector<T>& values, double budget) {
   });
 }
 
-// Falling geometrically: the level is not found by Newton's method alone.
+// Falls geometrically: Newton's method alone does not find the level.
 static std::vector<double> falling(int64_t n, double ratio) {
   std::vector<double> x(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) x[size_t(i)] = std::pow(ratio, double(i));

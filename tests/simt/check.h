@@ -1,4 +1,4 @@
-// What the programs of this folder share: awkward sizes, data, exactly allocated buffers, comparison bit for bit.
+// Shared by the programs of this folder: edge-case sizes, data, exactly allocated buffers, comparison of bits.
 #pragma once
 
 #include <cmath>
@@ -17,7 +17,7 @@ namespace simt {
 
 inline constexpr int64_t kSizes[] = {0, 1, 2, 5, 31, 32, 33, 255, 1000, 1023, 1025, 8193, 65537, 100003};
 
-// Memory of exactly n items, `skip` items off an aligned address, filled with a pattern no kernel may rely on.
+// Memory of exactly n items, `skip` items off an aligned address, filled with a pattern on which no kernel may rely.
 template <class T>
 class Buffer {
  public:
@@ -66,7 +66,7 @@ void expect_equal(const T& got, const T& expected, const std::string& what) {
   expect_equal(&got, &expected, 1, what);
 }
 
-// Gradients as they come: dense, mostly zeros, few distinct values (ties), extreme and non-finite ones.
+// Kinds of gradients: dense, all zeros, mostly zeros, few distinct values (ties), extreme and non-finite values.
 enum class Kind { normal, zeros, sparse, ties, wild };
 inline constexpr Kind kKinds[] = {Kind::normal, Kind::zeros, Kind::sparse, Kind::ties, Kind::wild};
 
@@ -91,7 +91,7 @@ inline std::vector<float> data(Kind kind, int64_t n, bool finite = false) {
 // Whether to run everything (pytest --long) or a part that takes half the time.
 inline const bool kLong = std::getenv("SIMT_LONG") != nullptr;
 
-// f() under several block and thread orders, on pretended devices of several sizes. Large inputs get fewer.
+// Runs f() in several block and thread orders, on simulated devices of several sizes; large inputs get fewer.
 template <class F>
 void in_any_order(int64_t n, F f) {
   const unsigned orders = n > 10000 ? 1 : 2;

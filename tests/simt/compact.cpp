@@ -24,7 +24,7 @@ static void test_compact(const simt::Buffer<T>& x, int64_t n, const simt::Buffer
     simt::expect_equal(*count.get(), set, "compact_expand: set bits");
   });
   if (set == 0) return;
-  // Too little room, too few values: nothing is written, and the count tells.
+  // Too little capacity, or too few values: nothing is written, and the count shows it.
   const simt::Buffer<int64_t> count(1);
   const simt::Buffer<T> out(set - 1), untouched(n), back(n);
   simt::call(cuda::compact, x, n, sizeof(T), bits, out, set - 1, count);
@@ -43,7 +43,7 @@ int main() {
       const Selection selection{0.9f, 0, n};
       int64_t set;
       cpu::bitmap(x, n, &selection, bits, &set, 1);
-      if (n % 8) bits[n / 8] |= uint8_t(0xff << n % 8);  // what lies past n is not looked at
+      if (n % 8) bits[n / 8] |= uint8_t(0xff << n % 8);  // bits past n are ignored
       test_compact(x, n, bits, set);
       simt::Buffer<uint64_t> wide(n);
       for (int64_t i = 0; i < n; ++i) wide[i] = uint64_t(i) * 0x9E3779B97F4A7C15u;

@@ -1,5 +1,5 @@
-// The few calls of the CUDA runtime that the launchers make, over simt.h: found in place of the real header when a .cu
-// is compiled for the CPU. Streams run at once.
+// The calls of the CUDA runtime that the launchers make, on top of simt.h: replaces the real header when a .cu is
+// compiled for the CPU. Streams are synchronous.
 #pragma once
 
 #include "simt.h"

@@ -1,4 +1,4 @@
-// elias_encode, elias_decode, elias_quantize and elias_decode_add; bytes that no encoder has written.
+// elias_encode, elias_decode, elias_quantize and elias_decode_add; invalid streams.
 #include "check.h"
 
 #include "cpu/ops.h"
@@ -78,7 +78,8 @@ static void test_quantize(const simt::Buffer<float>& x, int64_t n, int bits, int
   });
 }
 
-// Streams with bytes changed, cut or added: CPU and CUDA agree on what is one, and the sanitizer sees all accesses.
+// Streams with changed, missing or additional bytes: CPU and CUDA agree on which are valid, and the sanitizer checks
+// all accesses.
 static void test_hostile(int64_t n, unsigned seed) {
   std::mt19937 random(seed);
   std::vector<int32_t> codes(static_cast<size_t>(n));

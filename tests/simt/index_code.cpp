@@ -17,7 +17,7 @@ static int64_t encode(const Indices& indices, int64_t numel, const Bytes& out) {
   return *nbytes.get();
 }
 
-// Whatever the bytes, both say the same of them, and read and write nothing else.
+// For any bytes, CPU and CUDA agree on whether they are valid, and stay within bounds.
 static void test_decode(const Bytes& stream, int64_t numel, int64_t count, bool sound = false) {
   const int64_t nbytes = stream.size();
   const Indices expected(count);
@@ -65,7 +65,7 @@ static void test_stream(int64_t numel, const std::vector<int32_t>& list, std::mt
 
   for (int spoilt = 0; spoilt < (numel > 5000 ? 8 : 32) / (simt::kLong ? 1 : 2); ++spoilt) {
     std::vector<uint8_t> bytes(expected.get(), expected.get() + nbytes);
-    const size_t most = spoilt % 4 ? std::min<size_t>(bytes.size(), 48) : bytes.size();  // headers and tables above all
+    const size_t most = spoilt % 4 ? std::min<size_t>(bytes.size(), 48) : bytes.size();  // mostly headers and tables
     for (int b = 0; b <= spoilt % 3; ++b) bytes[random() % most] = uint8_t(random() >> (random() % 9));
     test_decode(Bytes(bytes, spoilt % 4), numel, count);
   }
@@ -102,7 +102,7 @@ int main() {
         if (random() % one_in == 0) indices.push_back(int32_t(i));
       test_stream(n, indices, random);
     }
-  // Clusters, for which blocks choose different k, and the largest gaps there are.
+  // Clusters, for which blocks choose different k, with the largest gaps.
   std::vector<int32_t> clusters;
   for (int32_t c = 0; c < 5; ++c)
     for (int32_t i = 0; i < 1500; ++i) clusters.push_back(c * 13000 + i * (1 + c % 2));

@@ -19,7 +19,7 @@ static void expect_close(const Floats& got, const Floats& x, int64_t rows, int64
         const double term = double(x[transpose ? j * columns + i : i * columns + j]) * double(q[j * rank + k]);
         sum += term, size += std::fabs(term);
       }
-      // Some length / 64 + 6 roundings one after the other; they are random, so their square root is generous.
+      // About length / 64 + 6 successive roundings, which are random, so the square root is generous.
       const double bound = 0x1p-24 * size * (2.0 + std::sqrt(double(length))), error = double(got[i * rank + k]) - sum;
       if (std::fabs(error) <= bound) continue;
       std::fprintf(stderr, "low_rank_project(%d): [%lld, %lld] of %lld x %lld, rank %lld: error %g, bound %g\n",

@@ -1,4 +1,4 @@
-// The CUDA launchers as a Python module that works on host memory: what gradzip._C.cuda is where there is a device.
+// The CUDA launchers as a Python module on host memory, with the functions of gradzip._C.cuda.
 #include "cuda_runtime.h"
 
 #include "cuda/abs_max.cu"

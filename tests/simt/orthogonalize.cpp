@@ -31,7 +31,7 @@ static void fail(const char* what, int64_t rows, int64_t columns, Columns kind, 
   std::exit(1);
 }
 
-// The columns are orthonormal, but for those for which no dimension is left.
+// Checks that columns are orthonormal, except those for which no dimension is left.
 static void expect_orthonormal(const float* q, int64_t rows, int64_t columns, Columns kind) {
   double worst = 0.0, rank = 0.0;
   for (int64_t a = 0; a < columns; ++a)
@@ -52,7 +52,7 @@ int main() {
   struct Case {
     int64_t rows, columns;
     Columns kind;
-    bool exact;  // the bits of the CPU
+    bool exact;  // has the bits of the CPU
   };
   std::vector<Case> cases;
   for (int64_t columns : {1, 2, 3, 4, 5, 22, 23, 45, 64})
@@ -95,7 +95,7 @@ int main() {
         simt::expect_equal(got[i].get(), expected[i].get(), rows * columns,
                            "orthogonalize " + std::to_string(rows) + " x " + std::to_string(columns));
       if (seed) simt::expect_equal(got[i].get(), first[i].get(), rows * columns, "orthogonalize in another order");
-      // Columns that are within the rounding of a float of each other have no direction that both must find.
+      // Columns that differ by the rounding of a float have no well-defined direction.
       for (int64_t j = 0; kind != Columns::close && rows > columns + 1 && j < rows * columns; ++j)
         away = std::max(away, std::fabs(double(got[i][j]) - double(expected[i][j])));
       if (!(away <= 1e-5)) fail("away from the CPU", rows, columns, kind, away);

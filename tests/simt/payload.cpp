@@ -75,7 +75,7 @@ static void test_inspect(const std::vector<int64_t>& lengths) {
   };
   compare(simt::Buffer<uint8_t>(all), count);
   if (count < 2) return;
-  // The second claims more than there is, no header's worth, or a length that is not a multiple.
+  // The second payload claims too many bytes, fewer than a header, or a size that is not a multiple of 16.
   for (uint64_t claim : {uint64_t(all.size()), ~uint64_t(15), uint64_t(0), uint64_t(32), uint64_t(lengths[1] + 1)}) {
     Bytes spoilt = all;
     std::memcpy(&spoilt[size_t(lengths[0]) + offsetof(PayloadHeader, nbytes)], &claim, 8);

@@ -61,7 +61,7 @@ int main() {
       const simt::Buffer<float> x(simt::data(kind, n), n % 4);
       for (int bits : {2, 5, 8, 10, 16}) {
         if (n > 10000 && bits != 10) continue;
-        // An infinite limit is nobody's format, but must not tell CPU and CUDA apart either.
+        // CPU and CUDA agree on infinite limits, too, although no format has them.
         test_fit(x, n, bits, -1, 1.0f, -1.0f);
         test_fit(x, n, bits, bits / 2, 1.0f, -1.0f);
         test_fit(x, n, bits, -1, -0.5f, 2.0f);
@@ -71,7 +71,7 @@ int main() {
       }
     }
   }
-  // Long enough for the histogram to be that of a sample.
+  // Large enough for the histogram to be that of a sample.
   const int64_t n = (1 << 19) + 4321;
   test_fit(simt::Buffer<float>(simt::data(simt::Kind::normal, n)), n, 10, -1, 1.0f, -1.0f);
 }

@@ -28,7 +28,7 @@ static void test_majority(int64_t n, int voters) {
   std::vector<simt::Buffer<uint8_t>> ballots;
   std::vector<const uint8_t*> votes;
   for (int v = 0; v < voters; ++v) {
-    // Bits past n are not looked at. Few distinct voters, so that there are ties.
+    // Bits past n are ignored. Few distinct votes, so that there are ties.
     ballots.emplace_back(nbytes, v % 3);
     for (int64_t b = 0; b < nbytes; ++b) ballots.back()[b] = uint8_t(v % 2 ? ~ballots[size_t(v) - 1][b] : random());
     if (v % 2 && nbytes) ballots.back()[0] = uint8_t(random());

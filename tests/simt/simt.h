@@ -1,14 +1,14 @@
-// Runs CUDA kernels on the CPU, for tests: the very same .cuh and .cu, compiled as C++ after this header.
+// Runs CUDA kernels on the CPU, for tests: the same .cuh and .cu files, compiled as C++ after this header.
 //
 // Every thread of a block is a fiber. A fiber runs until it must wait for others (barrier, warp collective), then
-// another one runs, in an order that `options.seed` shuffles, so that a missing barrier shows. Blocks run one after the
-// other to their end, in shuffled order: a kernel passes only if it is right with one block resident at a time,
-// whichever that is. (Blocks that wait for each other therefore hang on purpose: no kernel here may count on it.)
+// another one runs, in an order shuffled by `options.seed`, so that a missing barrier is detected. Blocks run to
+// completion one after the other, in shuffled order: a kernel passes only if it is correct with one block resident at a
+// time. (Blocks that wait for each other therefore hang on purpose: no kernel here may rely on that.)
 //
-// Found and reported, exit status 3: threads at different barriers or gone from one, warp collectives that not all
-// their lanes reach or that read a lane outside the mask, masks that leave out the caller, bad launch configurations.
-// Shared memory is static or exactly allocated, so the address sanitizer sees accesses beyond it; it is handed from
-// block to block as it was left, so that memory nobody initialised shows.
+// Reported, with exit status 3: threads at different barriers, or ended while others wait at one; warp collectives that
+// not all of their lanes reach or that read a lane outside the mask; masks without the caller; bad launch
+// configurations. Shared memory is static or exactly allocated, so the address sanitizer detects accesses out of
+// bounds; it keeps its contents from block to block, so that uninitialised memory is detected.
 #pragma once
 
 #include <algorithm>
@@ -57,8 +57,8 @@ struct alignas(16) ulonglong2 {
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 
-// Saves the registers a call preserves on this stack, and goes on where the other stack was left. (swapcontext would ask
-// the kernel for the signal mask each time, and the address sanitizer would clear the whole stack's shadow.)
+// Saves the callee-saved registers on this stack and resumes the other stack. (swapcontext would make a system call for
+// the signal mask each time, and the address sanitizer would clear the shadow of the whole stack.)
 extern "C" void simt_switch(void** from, void* to);
 asm(R"(
 .text
@@ -84,7 +84,7 @@ namespace simt {
 
 struct Options {
   unsigned seed = 0;
-  int multiprocessors = 3;  // of the pretended device: few, so that grids are smaller than the work
+  int multiprocessors = 3;  // of the simulated device: few, so that grids are smaller than the work
 };
 inline Options options;
 
@@ -102,7 +102,7 @@ struct Fiber {
   int line = 0;  // of the source, where it waits
 };
 
-// One warp's collective in progress. It is complete when all lanes of its mask have come.
+// A warp's collective in progress; complete when all lanes of its mask have arrived.
 struct Warp {
   unsigned mask = 0, arrived = 0;
   int line = 0;
@@ -171,7 +171,7 @@ inline void start_fibers(unsigned threads) {
     fibers.push_back(std::make_unique<Fiber>());
     Fiber& fiber = *fibers.back();
     fiber.thread = unsigned(fibers.size()) - 1;
-    // As simt_switch leaves a stack: six registers, and where to go on. fiber_main finds it as after a call.
+    // The stack as simt_switch leaves it: six registers and the return address; fiber_main sees it as after a call.
     auto** top =
         reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(fiber.stack.get()) + kStackBytes) & ~uintptr_t(15));
     *(top -= 2) = reinterpret_cast<void*>(fiber_main);
@@ -181,7 +181,7 @@ inline void start_fibers(unsigned threads) {
   warps.assign(threads / kLanes, Warp{});
 }
 
-// Nobody can run: all wait at one barrier, or something is wrong.
+// No fiber can run: all wait at one barrier, or there is a fault.
 inline void release_barrier(unsigned threads) {
   const Fiber* waiting = nullptr;
   for (unsigned t = 0; t < threads; ++t) {
@@ -209,7 +209,7 @@ inline void run_block(unsigned threads, std::mt19937& random) {
   std::vector<unsigned> order(threads);
   std::iota(order.begin(), order.end(), 0u);
   for (;;) {
-    // Another order every time: t and t ^ flip change places.
+    // Another order each time: t and t ^ flip are exchanged.
     const unsigned flip = unsigned(random()) & 1023u;
     bool progress = false, done = true;
     for (unsigned t : order) {
@@ -244,7 +244,7 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
   }
 }
 
-// What every lane of `mask` contributed, once all have.
+// The contributions of all lanes of `mask`, once all have arrived.
 inline const uint64_t* exchange(const char* what, unsigned mask, uint64_t value, int line) {
   const unsigned lane = threadIdx.x % kLanes, bit = 1u << lane;
   Warp& warp = warps[threadIdx.x / kLanes];
