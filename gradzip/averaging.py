@@ -18,20 +18,28 @@ class Averaging:
 
     Args:
         compressor: the compressor of the whole model.
-        name: the parameter's name, the same on all ranks; the state is kept under it.
+        name: the parameter's name, the same on all ranks.
         like: a tensor of the parameter's shape.
+        prefix: keeps equal names of several models apart. The state is kept under `prefix + name`; rules of a
+            `PerLayer` see the name alone.
         frozen: average the gradient uncompressed, and leave the state alone. Residuals of a frozen parameter are not
             applied.
     """
 
-    def __init__(self, compressor: Compressor, name: str, like: Tensor, *, frozen: bool = False) -> None:
-        self.name = name
+    def __init__(
+        self, compressor: Compressor, name: str, like: Tensor, *, prefix: str = "", frozen: bool = False
+    ) -> None:
+        self.name = prefix + name
         self.method = compressor.method_for(name, like.shape)
-        self.compressed = not frozen and not self.method.bypasses(like)
-        self.rounds = self.method.rounds if self.compressed else 1
-        self.per_bucket = self.compressed and self.method.per_bucket
-        self._changes_uncompressed = self.method.changes_uncompressed and not frozen
+        self._frozen = frozen
         self._traffic = compressor.traffic
+        compressed = self.compresses(like)
+        self.rounds = self.method.rounds if compressed else 1
+        self.per_bucket = compressed and self.method.per_bucket
+
+    def compresses(self, grad: Tensor) -> bool:
+        """Whether a gradient of this shape is compressed, rather than averaged as it is."""
+        return not self._frozen and not self.method.bypasses(grad)
 
     def run(self, grad: Tensor, rank: int = 0, size: int = 1) -> Routine:
         """Coroutine that replaces `grad` by its average over the group, and returns it.
@@ -48,11 +56,11 @@ class Averaging:
             )
         self._traffic.bytes_dense += grad.numel() * grad.element_size()
         self.method.memory.discard_snapshot(self.name)
-        return (yield from (self._compressed if self.compressed else self._uncompressed)(grad, rank, size))
+        return (yield from (self._compressed if self.compresses(grad) else self._uncompressed)(grad, rank, size))
 
     def _compressed(self, grad: Tensor, rank: int, size: int) -> Routine:
         method, memory = self.method, self.method.memory
-        state = memory.begin_step(self.name, grad, method.state_shapes(grad), rank, size)
+        state = memory.begin_step(self.name, grad, method.state_shapes, rank, size)
         before = state.fields()
         # The gradient is going to be overwritten: if it is float32, the residual is added in place.
         corrected = method.add_residual(grad.float().contiguous(), state)
@@ -73,9 +81,9 @@ class Averaging:
         average = yield Mean(grad.contiguous())
         if average.data_ptr() != grad.data_ptr():
             grad.copy_(average)
-        if self._changes_uncompressed:
+        if self.method.changes_uncompressed and not self._frozen:
             method, memory = self.method, self.method.memory
-            state = memory.begin_step(self.name, grad, method.state_shapes(grad), rank, size)
+            state = memory.begin_step(self.name, grad, method.state_shapes, rank, size)
             memory.snapshot(state, state.fields())
             method.apply_uncompressed(grad, state)
         return grad

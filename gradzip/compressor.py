@@ -53,7 +53,7 @@ class Compressor(ABC):
     # Arguments for contract tests, set by `register`.
     example: ClassVar[str] = ""
 
-    # Set by gradzip.horovod: makes what `compress` and `decompress` lead to.
+    # Returns the front end of a compressor. gradzip.horovod sets it, so that nothing here imports a front end.
     horovod_front_end: ClassVar[Callable[[Compressor], Any]]
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class Compressor(ABC):
 
     @property
     def parts(self) -> list[Compressor]:
-        """The compressors that `method_for` may return. Each keeps the states of its own parameters."""
+        """The compressors that `method_for` may return: this one, or others that keep their parameters' states."""
         return [self]
 
     @property
@@ -184,7 +184,7 @@ class Compressor(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """All states as plain tensors and numbers. ``torch.load(weights_only=True)`` reads them."""
-        if self.parts == [self]:
+        if self.parts[0] is self:
             return self.memory.state_dict()
         return {"method": type(self).__name__, "parts": [part.state_dict() for part in self.parts]}
 
@@ -197,7 +197,7 @@ class Compressor(ABC):
         Raises:
             ValueError: the state dict belongs to another method or is malformed.
         """
-        if self.parts == [self]:
+        if self.parts[0] is self:
             self.memory.load_state_dict(state_dict)
             return
         self.memory.check_method(state_dict)

@@ -20,7 +20,7 @@ def fused(routines: Iterable[Routine]) -> FusedRoutine:
     """Run routines in lock-step, and join what they yield into one collective per round and kind.
 
     Routines may need different numbers of rounds. All ranks must fuse the same routines in the same order. Returns
-    their results, in order.
+    their results, in order. The front ends use `Round`, of which this is the simplest loop.
     """
     members = dict(enumerate(routines))
     current = Round()

@@ -17,7 +17,7 @@ from .collectives import AllToAll, Gather, Routine
 from .compressor import Compressor
 from .state import Key, State, split_shards
 
-# What one more round costs, in bytes: some tenths of a millisecond at 1 to 10 Gb/s.
+# Cost of one more round, in bytes: some tenths of a millisecond at 1 to 10 Gb/s.
 ROUND_NBYTES = 1 << 17
 
 
@@ -105,13 +105,13 @@ class GatherCompressor(Compressor):
         numel: int,
         finite: bool | Tensor,
         fields: bytes,
-        number: ops.RangeFloat | None = None,
+        range_float: ops.RangeFloat | None = None,
     ) -> Tensor:
         """Write the header of a payload whose body is complete.
 
         Args:
             finite: whether the gradient is finite, or magnitudes (float32) that are finite if it is.
-            fields: 16 bytes of the method's own; 8 if there is a `number`, which takes the other 8.
+            fields: 16 bytes of the method's own; 8 if there is a `range_float`, which takes the other 8.
         """
         magnitudes = finite if isinstance(finite, Tensor) else None
         return ops.seal_payload(
@@ -122,7 +122,7 @@ class GatherCompressor(Compressor):
             flags=0 if magnitudes is not None or finite else ops.NON_FINITE,
             magnitudes=magnitudes,
             fields=fields,
-            number=number,
+            number=range_float,
         )
 
     def non_finite(self, grad: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -26,9 +25,9 @@ def cloned(value: Any) -> Any:
     """A hyper-parameter with the methods in it cloned. A method is whatever has `clone` and `memory`."""
     if hasattr(value, "memory"):
         return value.clone()
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(map(cloned, value)) if isinstance(value, tuple) else [cloned(item) for item in value]
-    return {key: cloned(item) for key, item in value.items()} if isinstance(value, dict) else value
+    if type(value) in (list, tuple):
+        return type(value)(cloned(item) for item in value)
+    return {key: cloned(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def digest_of(method: Any) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from .state import BucketState, State
+
+# From a gradient to the shapes of its state's tensors, by field. Called for loaded states only.
+Shapes = Callable[[Tensor], Mapping[str, tuple[int, ...]]]
 
 
 class Memory:
@@ -20,7 +23,7 @@ class Memory:
         loss_scaled: state fields to multiply when the loss scale changes, and the power of the loss scale that they
             are proportional to.
         rank_local: state fields that differ between ranks. All other fields are the same on all ranks.
-        shard_local: those of them that belong to the shard which this rank owns in a group of this size.
+        shard_local: the rank-local fields of the shard that this rank owns; they depend on the world size.
     """
 
     def __init__(
@@ -32,13 +35,13 @@ class Memory:
         self.shard_local = shard_local
         self.states: dict[str, State] = {}
         self.scaler: Any = None  # a torch.amp.GradScaler
+        self.attachments: dict[str, Any] = {}  # what front ends keep about the compressor, each under its own name
         self._snapshots: dict[str, dict[str, Any]] = {}
 
-    def begin_step(self, name: str, grad: Tensor, shapes: Mapping[str, tuple[int, ...]], rank: int, size: int) -> State:
+    def begin_step(self, name: str, grad: Tensor, shapes: Shapes, rank: int, size: int) -> State:
         """Get a parameter's state ready for a step: checked, on the gradient's device, rescaled to the loss scale.
 
         Args:
-            shapes: shapes of the state's tensors for this gradient, by field.
             rank, size: this rank's number and the world size.
 
         Raises:
@@ -107,17 +110,15 @@ class Memory:
 
     # --- buckets
 
-    def concatenate(self, name: str, gradients: Mapping[str, Tensor], shapes: Any, rank: int, size: int) -> None:
+    def concatenate(self, name: str, gradients: Mapping[str, Tensor], shapes: Shapes, rank: int, size: int) -> None:
         """Replace the states of several parameters by one `BucketState`.
 
-        Args:
-            gradients: the parameters' gradients, by name.
-            shapes: function from a gradient to the shapes of its state's tensors, by field.
+        gradients: of the parameters, by name.
         """
         found = {parameter: self.states[parameter] for parameter in gradients if parameter in self.states}
         for parameter, state in found.items():
             if state.loaded:
-                self.restore(state, gradients[parameter], shapes(gradients[parameter]), rank, size)
+                self.restore(state, gradients[parameter], shapes, rank, size)
         for parameter in found:
             del self.states[parameter]
         of_bucket = {parameter: gradient.shape for parameter, gradient in gradients.items()}
@@ -132,13 +133,13 @@ class Memory:
 
     # --- state dict
 
-    def restore(self, state: State, grad: Tensor, shapes: Mapping[str, tuple[int, ...]], rank: int, size: int) -> None:
+    def restore(self, state: State, grad: Tensor, shapes: Shapes, rank: int, size: int) -> None:
         """Fit a loaded state to the gradient, and to this rank. Drop rank-local fields of another rank with a warning.
 
         Raises:
             ValueError: a tensor of the state has another shape than expected for this gradient.
         """
-        for name, shape in shapes.items():
+        for name, shape in shapes(grad).items():
             value = getattr(state, name, None)
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             if value is not None and got != shape:

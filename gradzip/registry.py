@@ -1,8 +1,9 @@
-"""The methods by name. A class joins by a decorator; a package of its own joins by an entry point."""
+"""The methods by name. Classes register with a decorator; modules of other packages are found by entry points."""
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import TypeVar
@@ -25,8 +26,8 @@ def register(name: str, *, number: int | None = None, example: str = "") -> Call
         name: on a command line (`gradzip.parse`).
         number: in payload headers, 1 to 255, of methods with payloads. Never reused: a payload of another method is
             recognized by it. gradzip itself uses numbers up to 127.
-        example: arguments, as on a command line, with which a few steps on small gradients use everything that the
-            method keeps between steps. The contract tests run with them.
+        example: command-line arguments for the contract tests, with which a few steps on small gradients use all of
+            the method's state.
 
     Raises:
         ValueError: the name or the number is taken, or a method with payloads has no number.
@@ -38,7 +39,8 @@ def register(name: str, *, number: int | None = None, example: str = "") -> Call
 
     def decorate(method: Method) -> Method:
         what = f"register({name!r}): got {method.__name__}"
-        if (other := REGISTRY.get(name, method)).__qualname__ != method.__qualname__:
+        other = REGISTRY.get(name, method)
+        if (other.__module__, other.__qualname__) != (method.__module__, method.__qualname__):
             raise ValueError(f"{what}, expected another name: {other.__name__} has this one")
         if number is None and issubclass(method, GatherCompressor):
             raise ValueError(f"{what}, whose payloads need a number, expected register({name!r}, number=1 to 255)")
@@ -65,4 +67,11 @@ def registered() -> dict[str, type[Compressor]]:
 @functools.cache
 def _import_entry_points() -> None:
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
-        entry_point.load()
+        try:
+            entry_point.load()
+        except Exception as error:  # of another package: the methods of all others still work
+            warnings.warn(
+                f"methods of the entry point {entry_point.name} = {entry_point.value} cannot be imported "
+                f"({type(error).__name__}: {error}); update or remove the package that installed it",
+                stacklevel=3,
+            )

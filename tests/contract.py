@@ -30,10 +30,14 @@ def each(steps, of_rank, names=SHAPES, size=2):
 
 
 def expected(spec, gradients, prefix=""):
-    """The averages of the last step, from a `LocalGroup`."""
-    group = gradzip.LocalGroup(gradzip.parse(spec), len(next(iter(gradients[0].values()))))
+    """The averages of the last step, from a `LocalGroup` for each parameter. Rules of PerLayer see no prefix."""
+    groups = {
+        name: gradzip.LocalGroup(gradzip.parse(spec).method_for(name, grads[0].shape), len(grads))
+        for step in gradients
+        for name, grads in step.items()
+    }
     for step in gradients:
-        averages = {name: group.average([g.clone() for g in grads], prefix + name)[0] for name, grads in step.items()}
+        averages = {name: groups[name].average(grads, prefix + name)[0] for name, grads in step.items()}
     return averages
 
 

@@ -46,7 +46,7 @@ class Expected:
         averages = {}
         for unit in units:
             if unit not in self.groups:
-                self.groups[unit] = self.group(unit, left)
+                self.groups[unit] = self.group(unit, left, grads)
             of_ranks = [grads[unit[0]][r] for r in range(SIZE)]
             if len(unit) > 1:
                 of_ranks = [torch.cat([grads[name][r].reshape(-1) for name in unit]).view(1, -1) for r in range(SIZE)]
@@ -70,9 +70,10 @@ class Expected:
         first, *others = (self.prefix + name for name in unit)
         return f"{first} and {len(others)} more" if others else first
 
-    def group(self, unit, left):
+    def group(self, unit, left, grads):
         """One that goes on from what is left of these parameters, if anything."""
-        group = gradzip.LocalGroup(gradzip.parse(self.spec), SIZE)
+        method = gradzip.parse(self.spec).method_for(unit[0], grads[unit[0]][0].shape)  # rules see no prefix
+        group = gradzip.LocalGroup(method, SIZE)
         if unit[0] in left[0]:
             for rank, compressor in enumerate(group.compressors):
                 parts = [left[rank][name] for name in unit]

@@ -48,6 +48,13 @@ def test_conflicts_are_refused(restored, arguments, message):
     assert "mine" not in REGISTRY and REGISTRY["topk"] is gradzip.TopK
 
 
+def test_a_class_of_the_same_name_replaces_no_method(restored):
+    same_name = type("TopK", (gradzip.SignSGD,), {})
+    assert same_name.__qualname__ == gradzip.TopK.__qualname__
+    with pytest.raises(ValueError, match="expected another name: TopK has this one"):
+        register("topk", number=2)(same_name)
+
+
 def test_public_classes_are_those_registered():
     public = set(gradzip.methods.__all__)
     assert public == {method.__name__ for method in REGISTRY.values()}
@@ -77,3 +84,14 @@ def test_another_package_registers_by_an_entry_point(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "Halves(min_numel=7, dtype=torch.float16)\nTrue\n", done.stderr
+
+
+def test_a_broken_entry_point_is_named_and_hides_no_other_method(tmp_path):
+    metadata = tmp_path / "broken-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[gradzip.methods]\nbroken = no_such_module\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import gradzip; print(gradzip.parse('none'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "NoCompression(min_numel=1024)\n", done.stderr
+    assert "methods of the entry point broken = no_such_module cannot be imported (ModuleNotFoundError" in done.stderr

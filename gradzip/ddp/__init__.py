@@ -13,7 +13,6 @@ follow from the order of the buckets, and from lengths and results that all rank
 
 from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,11 +24,7 @@ from ..collectives import Mean, Routine, Traffic
 from ..compressor import Compressor
 from ..engines.torch import TorchEngine, nbytes_of
 from ..fusion import Round
-from ..memory import Memory
 from .buckets import Bucket, Future, Names, Plan
-
-# The models that a compressor serves.
-_models: WeakKeyDictionary[Memory, list[Names]] = WeakKeyDictionary()
 
 
 def hook(state: "HookState", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -72,12 +67,12 @@ class HookState:
         self.process_group = process_group
         if named_parameters is None and compressor.selects_by_name:
             raise ValueError(
-                f"HookState: got no names of parameters, expected named_parameters=model.named_parameters(), at which "
-                f"rules of {type(compressor).__name__} look"
+                f"HookState: got no names of parameters, expected named_parameters=model.named_parameters(): "
+                f"rules of {type(compressor).__name__} match names"
             )
         named = {p: name for name, p in handshake.parameters_by_name(named_parameters or (), "HookState").items()}
         self._all_known = named_parameters is not None
-        models = _models.setdefault(compressor.memory, [])
+        models = self._models()
         model = next((model for model in models if model.matches(named)), None)
         if model is None:
             model = Names(f"model{len(models)}." if models else "")
@@ -87,6 +82,10 @@ class HookState:
         self._engine: TorchEngine | None = None
         self._plans: dict[int, Plan] = {}  # by the bucket's index, until DDP rebuilds its buckets
         self._buckets: list[Bucket] = []  # of the current step
+
+    def _models(self) -> list[Names]:
+        """The models that the compressor serves."""
+        return self.compressor.memory.attachments.setdefault("ddp", [])
 
     @property
     def traffic(self) -> Traffic:
@@ -119,7 +118,7 @@ class HookState:
     def _start(self, bucket: dist.GradBucket) -> None:
         index, parameters = bucket.index(), bucket.parameters()
         if not self._model.names:
-            known = (model for model in _models[self.compressor.memory] if parameters[0] in model.names)
+            known = (model for model in self._models() if parameters[0] in model.names)
             self._model = next(known, self._model)
         if index == 0 and self._buckets and not set(parameters).isdisjoint(self._plans[0].parameters):
             self._buckets = []  # of a backward pass that was interrupted
@@ -190,8 +189,9 @@ class HookState:
     def _connect(self, group: dist.ProcessGroup, device: torch.device) -> TorchEngine:
         """Make the engine, and compare the configurations of all ranks."""
         engine = TorchEngine(group, self.traffic, device)
-        named = ((self._model.prefix + name, parameter) for parameter, name in self._model.names.items())
-        handshake.compare(engine.allgather_bytes(handshake.describe(self.compressor, named), "handshake"))
+        named = ((name, parameter) for parameter, name in self._model.names.items())
+        description = handshake.describe(self.compressor, named, self._model.prefix)
+        handshake.compare(engine.allgather_bytes(description, "handshake"))
         return engine
 
     def _name(self, parameter: Tensor) -> str:

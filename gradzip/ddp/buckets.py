@@ -96,7 +96,7 @@ class Plan:
         for i, (name, parameter) in enumerate(zip(names, parameters)):
             if not parameter.is_floating_point():  # DDP gives complex gradients as twice as many real numbers
                 raise ValueError(f"gradient of {name!r}: got {parameter.dtype}, expected a real floating-point type")
-            averaging = Averaging(compressor, name, parameter)
+            averaging = Averaging(compressor, name, parameter, prefix=prefix)
             averagings.append(averaging)
             members.setdefault(("bucket", id(averaging.method)) if averaging.per_bucket else i, []).append(i)
         units = []

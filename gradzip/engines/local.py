@@ -53,7 +53,7 @@ def _ring_sum(rings: Sequence[RingSum]) -> list[None]:
 def drive(routines: Sequence[Routine | FusedRoutine], traffics: Sequence[Traffic] | None = None) -> list:
     """Run one routine (or fused routine) per rank to its end, in lock-step; return the ranks' results.
 
-    traffics: count the bytes that the ranks send.
+    traffics: count the bytes that the ranks send; not for fused routines.
     """
     results: list = [None] * len(routines)
     while True:

@@ -1,4 +1,4 @@
-"""From Horovod's two calls to a compressor.
+"""Run a method between Horovod's calls of `compress` and `decompress`.
 
 Horovod calls ``compress(gradient)`` in its backward hook, all-reduces the tensor it returns, and calls ``decompress``
 in ``optimizer.synchronize()``. `FrontEnd.compress` runs a method to its first collective. A Mean is left to Horovod's
@@ -20,7 +20,6 @@ from ..averaging import Averaging, no_autocast
 from ..collectives import Done, Mean, RingSum, advance
 from ..compressor import Compressor
 from ..fusion import Round
-from ..memory import Memory
 from .owner import find_owner
 
 if TYPE_CHECKING:
@@ -31,23 +30,21 @@ if TYPE_CHECKING:
 # A backward pass has one thread for each device.
 _lock = Lock()
 
-_front_ends: WeakKeyDictionary[Memory, FrontEnd] = WeakKeyDictionary()
-
 
 def front_end(compressor: Compressor) -> FrontEnd:
     """The front end of a compressor."""
-    found = _front_ends.get(compressor.memory)
-    if found is None:
-        found = _front_ends[compressor.memory] = FrontEnd()
-    return found
+    return compressor.memory.attachments.setdefault("horovod", FrontEnd())
 
 
 class FrontEnd:
-    """The optimizers that use one compressor. It holds no reference to the compressor, which keys `_front_ends`."""
+    """The optimizers that use one compressor. A copy of the compressor starts with a new one."""
 
     def __init__(self) -> None:
         self._contexts: WeakKeyDictionary[Any, OptimizerContext] = WeakKeyDictionary()
         self._named: dict[str, dict[str, ref[Any]]] = {}  # prefix -> name -> parameter
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrontEnd, ()
 
     def compress(self, compressor: Compressor, tensor: Tensor) -> tuple[Tensor, InFlightGradient]:
         """Start averaging a gradient. Returns the tensor for Horovod to all-reduce, and `decompress`'s context."""
@@ -167,7 +164,7 @@ class InFlightGradient:
 
     def __init__(self, context: OptimizerContext, name: str, grad: Tensor, frozen: bool) -> None:
         self.name = name
-        self.averaging = Averaging(context.compressor, context.prefix + name, grad, frozen=frozen)
+        self.averaging = Averaging(context.compressor, name, grad, prefix=context.prefix, frozen=frozen)
         self.routine = self.averaging.run(grad, context.engine.rank, context.engine.size)
         self.pending: Pending | RingSum | None = None  # first collective; None if it is Horovod's own all-reduce
         self.average: Tensor | None = None

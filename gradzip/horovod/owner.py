@@ -1,4 +1,4 @@
-"""Whose gradient a tensor is: Horovod's `compress(tensor)` gets neither the optimizer nor the parameter's name."""
+"""Find the optimizer and the parameter of a gradient: Horovod's `compress(tensor)` gets neither."""
 
 from __future__ import annotations
 

@@ -67,12 +67,15 @@ class DGC(SparseCodec):
             raise ValueError(f"DGC: got clip_norm = {clip!r}, expected None or a number > 0")
         if not (isinstance(self.warmup_steps, int) and self.warmup_steps >= 0):
             raise ValueError(f"DGC: got warmup_steps = {self.warmup_steps!r}, expected an integer >= 0")
-        self.changes_uncompressed = self.momentum > 0
 
     def theta_at(self, step: int) -> float:
         """The value of theta at a step, limited during warm-up."""
         theta = theta_at(self.theta, step)
         return min(theta, _WARM_UP_THETA[4 * step // self.warmup_steps]) if step < self.warmup_steps else theta
+
+    @property
+    def changes_uncompressed(self) -> bool:  # type: ignore[override]
+        return self.momentum > 0
 
     def apply_uncompressed(self, average: Tensor, state: State) -> None:
         if (velocity := getattr(state, "average_velocity", None)) is not None:

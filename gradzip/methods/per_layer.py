@@ -22,7 +22,7 @@ Predicate = Callable[[str, torch.Size], bool]
 Rule = str | re.Pattern[str] | Predicate
 
 
-@register("per-layer", example=r"\bw\b=topk(theta=0.9),default=acpsgd")
+@register("per-layer", example="^w$=topk(theta=0.9),default=acpsgd")
 @dataclass
 class PerLayer(Compressor):
     """Compresses each parameter by the compressor of the first rule that matches it.
@@ -84,7 +84,7 @@ class PerLayer(Compressor):
         return all(part.bypasses(grad) for part in self.parts)
 
     def reduce(self, grad: Tensor, state: State) -> Routine:
-        return self.method_for(state.name, grad.shape).reduce(grad, state)
+        raise TypeError("PerLayer.reduce: gradients are averaged by the methods that `method_for` returns")
 
     @property
     def digest(self) -> int:
