@@ -45,7 +45,7 @@ def run(name: str, where: Tensor, *arguments: float) -> None:
         stream = torch.cuda.current_stream(device).cuda_stream
         nbytes = kernel(0, *arguments, stream)  # runs the kernel unless it needs a workspace
         if nbytes:
-            # Freed on return: whoever gets the memory next is queued behind.
+            # Freed on return: the next user of the memory is queued behind this kernel.
             workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
             kernel(workspace.data_ptr(), *arguments, stream)
 
