@@ -66,7 +66,8 @@ def on_device(request, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(native, "kernels", lambda: module)
             patch.setattr(native, "on_cuda", lambda x: True)
-            patch.setattr(native, "_stream", lambda device: contextlib.nullcontext(0))
+            patch.setattr(torch.cuda, "device", contextlib.nullcontext)
+            patch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
             yield
 
     return OnDevice("cpu", pretend)

@@ -5,8 +5,6 @@ A kernel has the same name and parameters on both devices (csrc/cpu/ops.h); `run
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ctypes import addressof, c_float, c_int32, c_int64
 from types import ModuleType
 from typing import Any
@@ -37,24 +35,18 @@ def on_cuda(x: Tensor) -> bool:
     return x.device.type == "cuda"
 
 
-@contextmanager
-def _stream(device: torch.device) -> Iterator[int]:
-    """Make `device` the current one and yield the address of its current stream."""
-    with torch.cuda.device(device):
-        yield torch.cuda.current_stream(device).cuda_stream
-
-
 def run(name: str, where: Tensor, *arguments: float) -> None:
     """Run a kernel on the device of `where`; on CUDA, queue it on the current stream."""
     if not on_cuda(where):
         getattr(kernels(), name)(*arguments, torch.get_num_threads())
         return
-    kernel = getattr(kernels().cuda, name)
-    with _stream(where.device) as stream:
+    device, kernel = where.device, getattr(kernels().cuda, name)
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device).cuda_stream
         nbytes = kernel(0, *arguments, stream)  # runs the kernel unless it needs a workspace
         if nbytes:
-            # Freed on return: whoever gets the memory next is queued behind.
-            workspace = torch.empty(nbytes, dtype=torch.uint8, device=where.device)
+            # Freed on return: the next user of the memory is queued behind this kernel.
+            workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
             kernel(workspace.data_ptr(), *arguments, stream)
 
 
