@@ -55,7 +55,7 @@ def split(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     if "parts" in state_dict:
         halves = [split(part) for part in state_dict["parts"]]
         return {**state_dict, "parts": [common for common, _ in halves]}, {"parts": [own for _, own in halves]}
-    local = state_dict["rank_local"]
+    local = state_dict.get("rank_local") or state_dict["of_this_rank"]  # the name in older files
     states = state_dict["states"].items()
     common = {name: {k: v for k, v in fields.items() if k not in local} for name, fields in states}
     own = {name: {k: v for k, v in fields.items() if k in local} for name, fields in states}

@@ -292,7 +292,7 @@ def hear(codec: GatherCompressor, case: Case, forged: torch.Tensor) -> None:
                 return  # it bypasses compression
             pair = [collective.tensor, forged]
             joined = torch.cat(pair if case.trial // 4 % 2 == 0 else pair[::-1])
-            answer = collective.of_ranks(joined, 2)
+            answer = collective.split_by_rank(joined, 2)
     except (StopIteration, gradzip.PayloadError):
         return
     except Exception as error:

@@ -142,3 +142,14 @@ def test_merge_and_shard_errors():
         shard(a, 0, 1)
     with pytest.raises(ValueError, match="shard: got rank = 2 of 2, expected one from 0 to 1"):
         shard(merge([a, a]), 2, 2)
+
+
+def test_state_dicts_of_older_versions_can_be_merged():
+    """They name the rank-local fields under another key."""
+    group = gradzip.LocalGroup(gradzip.TopK(theta=0.9), 1)
+    group.average([torch.randn(64, 48)], "w")
+    new = group.compressors[0].state_dict()
+    old = {key: value for key, value in new.items() if key != "rank_local"} | {"of_this_rank": new["rank_local"]}
+    assert merge([old])["ranks"][0]["states"].keys() == {"w"}
+    assert torch.equal(merge([old])["ranks"][0]["states"]["w"]["residual"], new["states"]["w"]["residual"])
+    assert "residual" not in merge([old])["common"]["states"]["w"]

@@ -227,6 +227,7 @@ def ssh(environment, command, until=0.0):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_installed_package_is_whole(tmp_path):
     """`pip install .` installs every file of the package, and gradzip-test tests those, not the sources."""
     listed = subprocess.run([tool("git"), "ls-files"], cwd=ROOT, capture_output=True, text=True)

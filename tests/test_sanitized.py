@@ -19,6 +19,7 @@ SELECTION = "any_ or mutat or forge or corrupt or trunc or hostile or split_of o
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(sanitized.why_not() is not None, reason=str(sanitized.why_not()))
 def test_decoders_stay_within_their_memory(tmp_path):
