@@ -10,54 +10,54 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def runtime():
-    """Return the path of the compiler's address sanitizer library, or None if it has none."""
+def asan_library():
+    """Return the path of the compiler's address sanitizer library, or None if there is none."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         return None
-    found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    return found if os.path.isabs(found) else None
+    path = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    return path if os.path.isabs(path) else None
 
 
-def why_not():
+def unavailable_reason():
     """Return why a sanitized build is impossible here, or None if it is possible."""
     if not (ROOT / "gradzip").is_dir():
         return "the sources of the package, which it builds, are not here"
-    return None if runtime() else "this compiler has no address sanitizer"
+    return None if asan_library() else "this compiler has no address sanitizer"
 
 
-def environment(place, largest_mb=1024):
-    """Return the environment of a process that imports the build in `place`.
+def environment(package_dir, max_allocation_mb=1024):
+    """Return the environment of a process that imports the build in `package_dir`.
 
-    The process aborts at the first error that a sanitizer finds, and at an allocation above `largest_mb` MiB.
+    The process aborts at the first error that a sanitizer finds, and at an allocation above `max_allocation_mb` MiB.
     """
     return os.environ | {
-        "PYTHONPATH": str(place),
-        "LD_PRELOAD": runtime(),
-        # torch and Python keep memory until the end; what we look for is access, not leaks.
-        "ASAN_OPTIONS": f"detect_leaks=0:abort_on_error=1:max_allocation_size_mb={largest_mb}",
+        "PYTHONPATH": str(package_dir),
+        "LD_PRELOAD": asan_library(),
+        # torch and Python keep memory until they exit, so leaks are not checked.
+        "ASAN_OPTIONS": f"detect_leaks=0:abort_on_error=1:max_allocation_size_mb={max_allocation_mb}",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     }
 
 
 def build(tree=ROOT):
-    """Build what changed of a source tree. Return where the package lies: under the tree's build/, and kept there."""
-    place = Path(tree) / "build" / "sanitized"
-    place.mkdir(parents=True, exist_ok=True)
-    with open(place.with_suffix(".lock"), "w") as lock:  # one process at a time
+    """Build a source tree with sanitizers. Return the package's folder under the tree's build/."""
+    package_dir = Path(tree) / "build" / "sanitized"
+    package_dir.mkdir(parents=True, exist_ok=True)
+    with open(package_dir.with_suffix(".lock"), "w") as lock:  # one process at a time
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = subprocess.run(
-            [sys.executable, "setup.py", "-q", "build", "--build-lib", str(place)],
+        result = subprocess.run(
+            [sys.executable, "setup.py", "-q", "build", "--build-lib", str(package_dir)],
             cwd=tree, env=os.environ | {"GRADZIP_CUDA": "0", "GRADZIP_SANITIZE": "address,undefined"},
             capture_output=True, text=True,
         )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"the sanitized build failed:\n{done.stdout}{done.stderr}")
-    return place
+    if result.returncode:
+        raise RuntimeError(f"the sanitized build failed:\n{result.stdout}{result.stderr}")
+    return package_dir
 
 
-def broken(tree, file, sound, replaced):
-    """Copy the sources and objects of a build to the folder `tree`. Replace `sound` in one source file."""
+def copy_with_edit(tree, file, old, new):
+    """Copy the sources and built objects to the folder `tree`. Replace `old` by `new` in one source file."""
     for name in ("csrc", "gradzip", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         source, target = ROOT / name, Path(tree) / name
         if source.is_dir():
@@ -69,6 +69,6 @@ def broken(tree, file, sound, replaced):
         shutil.copytree(folder, Path(tree) / "build" / folder.name)
     source = Path(tree) / file
     text = source.read_text()
-    if text.count(sound) != 1:
-        raise ValueError(f"{file}: got {text.count(sound)} of {sound!r}, expected 1")
-    source.write_text(text.replace(sound, replaced))
+    if text.count(old) != 1:
+        raise ValueError(f"{file}: got {text.count(old)} of {old!r}, expected 1")
+    source.write_text(text.replace(old, new))

@@ -1,4 +1,4 @@
-"""tests/fuzz.py: a short run over all decoders, and that it finds what it looks for in decoders that are broken."""
+"""tests/fuzz.py: a short run over all decoders, and runs that must find faults in broken decoders."""
 
 import dataclasses
 import os
@@ -20,7 +20,9 @@ from gradzip.gather import GatherCompressor
 from gradzip.registry import registered
 from gradzip.state import Key
 
-needs_sanitizers = pytest.mark.skipif(sanitized.why_not() is not None, reason=str(sanitized.why_not()))
+needs_sanitizers = pytest.mark.skipif(
+    sanitized.unavailable_reason() is not None, reason=str(sanitized.unavailable_reason())
+)
 
 
 def test_every_decoder_is_fuzzed():
@@ -28,88 +30,88 @@ def test_every_decoder_is_fuzzed():
     assert {type(gradzip.parse(spec)) for spec in fuzz.SPECS} == gathering
 
 
-def test_cases_can_be_had_again():
-    first, again = (fuzz.make_case(Corpus(), 7, 12, fuzz.SPECS) for _ in range(2))
-    assert first == again == Case.from_bytes(first.to_bytes() + b"what the slot held before")
+def test_cases_are_reproducible():
+    first, second = (fuzz.generate_case(Corpus(), 7, 12, fuzz.SPECS) for _ in range(2))
+    assert first == second == Case.from_bytes(first.to_bytes() + b"what the slot held before")
 
 
 @pytest.mark.slow
 @needs_sanitizers
 def test_any_payload_is_decoded_or_refused_in_time_and_memory(tmp_path):
-    """The same payloads in every run; `make fuzz` tries others, for longer."""
-    status, said = fuzz.fuzz(sanitized.build(), tmp_path, "--seed", "0", "--trials", "1500", "--seconds", "12")
-    assert status == 0, said[-6000:]
-    tried, _, decoded, _, refused, *_ = said.splitlines()[-1].partition(": ")[2].split()
+    """The payloads are the same in every run; `make fuzz` runs longer, with a new seed each time."""
+    status, output = fuzz.fuzz(sanitized.build(), tmp_path, "--seed", "0", "--trials", "1500", "--seconds", "12")
+    assert status == 0, output[-6000:]
+    tried, _, decoded, _, refused, *_ = output.splitlines()[-1].partition(": ")[2].split()
     assert int(decoded) > int(tried) / 10 and int(refused) > int(tried) / 10 and int(tried) > 50
 
 
 @pytest.mark.slow
 @needs_sanitizers
-def test_a_decoder_that_reads_past_the_end_is_caught(tmp_path):
-    """A copy that takes eight bytes from a bit stream wherever it is."""
-    sanitized.build()  # its objects save compiling the rest
+def test_decoder_that_reads_past_the_end_is_caught(tmp_path):
+    """A copy of the sources is built without the guard at the end of a bit stream."""
+    sanitized.build()  # the copy reuses its objects
     guard = "const int64_t byte = bit / 8, left = nbytes - byte;"
-    sanitized.broken(tmp_path / "tree", "csrc/cpu/bit_stream.h", guard, guard.replace("nbytes - byte", "8"))
-    place = sanitized.build(tmp_path / "tree")
-    status, said = fuzz.fuzz(place, tmp_path, "--seed", "0", "--seconds", "60", "--method", "qsgd")
-    assert status != 0 and "ERROR: AddressSanitizer" in said, said[-6000:]
-    # The payload is kept; it is caught again in the broken copy, and harmless in the sound one.
-    (kept,) = tmp_path.glob("finding-*")
-    assert f"seed 0, trial {Case.from_bytes(kept.read_bytes()).trial};" in said and str(kept) in said
-    status, said = fuzz.fuzz(place, tmp_path, str(kept))
-    assert status != 0 and "ERROR: AddressSanitizer" in said
-    status, said = fuzz.fuzz(sanitized.build(), tmp_path, str(kept))
-    assert status == 0 and said.splitlines()[-1].startswith("qsgd, shape ")
+    sanitized.copy_with_edit(tmp_path / "tree", "csrc/cpu/bit_stream.h", guard, guard.replace("nbytes - byte", "8"))
+    broken_build = sanitized.build(tmp_path / "tree")
+    status, output = fuzz.fuzz(broken_build, tmp_path, "--seed", "0", "--seconds", "60", "--method", "qsgd")
+    assert status != 0 and "ERROR: AddressSanitizer" in output, output[-6000:]
+    # The payload is saved. It is caught again in the broken build, and harmless in the correct one.
+    (finding,) = tmp_path.glob("finding-*")
+    assert f"seed 0, trial {Case.from_bytes(finding.read_bytes()).trial};" in output and str(finding) in output
+    status, output = fuzz.fuzz(broken_build, tmp_path, str(finding))
+    assert status != 0 and "ERROR: AddressSanitizer" in output
+    status, output = fuzz.fuzz(sanitized.build(), tmp_path, str(finding))
+    assert status == 0 and output.splitlines()[-1].startswith("qsgd, shape ")
 
 
 @dataclasses.dataclass
 class Trusting(gradzip.SignSGD):
-    """Decodes as SignSGD does, after something that no decoder should do with what a payload claims."""
+    """SignSGD with a fault in its decoder, triggered by the fields of a payload."""
 
     majority: bool = False
-    does: str = ""
+    fault: str = ""
 
     def decode_add(self, payload, out, weight):
         scale, coins = struct.unpack("<f4xQ", payload.fields)
-        if self.does == "trips":
-            int(scale)  # of an infinity or NaN there is none
-        elif self.does == "allocates":
+        if self.fault == "trips":
+            int(scale)  # raises for inf and NaN
+        elif self.fault == "allocates":
             torch.empty(coins % 2**20, dtype=torch.uint8)
-        elif self.does == "differs":
+        elif self.fault == "differs":
             out += torch.get_num_threads()
-        elif self.does == "hangs" and scale > 100:
+        elif self.fault == "hangs" and scale > 100:
             time.sleep(100)
         super().decode_add(payload, out, weight)
 
 
 @pytest.mark.parametrize(
-    "does, message",
+    "fault, message",
     [
         ("trips", "(OverflowError|ValueError): cannot convert float .*, expected a PayloadError or a gradient"),
         ("allocates", "allocated [0-9]* bytes for [0-9]* elements, expected at most"),
         ("differs", "with other instructions or threads"),
     ],
 )
-def test_what_no_decoder_should_do_is_found(does, message):
-    def tries(codec):
+def test_faulty_decoders_are_found(fault, message):
+    def run_trials(codec):
         corpus = Corpus(lambda spec: codec)
         for trial in range(300):
-            fuzz.check(corpus, fuzz.make_case(corpus, 0, trial, ["a method"]))
+            fuzz.check(corpus, fuzz.generate_case(corpus, 0, trial, ["a method"]))
 
-    tries(Trusting())
+    run_trials(Trusting())
     with pytest.raises(Finding, match=message):
-        tries(Trusting(does=does))
+        run_trials(Trusting(fault=fault))
 
 
-def test_a_decoder_that_hangs_is_ended(tmp_path):
+def test_decoder_that_hangs_is_ended(tmp_path):
     script = (
         "import fuzz, test_fuzz\n"
         f"slot = fuzz.Path({str(tmp_path / 'slot')!r})\n"
-        # Once everything is loaded, three seconds are long.
-        "fuzz.work(fuzz.Corpus(lambda spec: test_fuzz.Trusting()), slot, 0, 200, 10, ['a method'])\n"
+        # Loads everything, so that three seconds are enough afterwards.
+        "fuzz.run_cases(fuzz.Corpus(lambda spec: test_fuzz.Trusting()), slot, 0, 200, 10, ['a method'])\n"
         "fuzz.DECODE_SECONDS = 3\n"
-        "corpus = fuzz.Corpus(lambda spec: test_fuzz.Trusting(does='hangs'))\n"
-        "fuzz.work(corpus, slot, 0, 200, None, ['a method'])\n"
+        "corpus = fuzz.Corpus(lambda spec: test_fuzz.Trusting(fault='hangs'))\n"
+        "fuzz.run_cases(corpus, slot, 0, 200, None, ['a method'])\n"
     )
     folder, root = Path(__file__).parent, sanitized.ROOT
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (root, folder)))}
@@ -118,21 +120,21 @@ def test_a_decoder_that_hangs_is_ended(tmp_path):
     )
     assert run.returncode == 1 and "Timeout (0:00:03)" in run.stderr and "in decode_add" in run.stderr, run.stderr
     case = Case.from_bytes((tmp_path / "slot").read_bytes())
-    assert struct.unpack_from("<f", case.payload, 32)[0] > 100  # the one that it hangs on
+    assert struct.unpack_from("<f", case.payload, 32)[0] > 100  # the decoder hangs on this case
 
 
-# --- what is refused before there is memory or time for it
+# --- payloads that must be refused before memory is allocated
 
 
-def sealed(codec, numel, section_nbytes, fields, number=None):
+def sealed_payload(codec, numel, section_nbytes, fields, number=None):
     payload = ops.new_payload(section_nbytes)
     payload[ops.HEADER_NBYTES :] = 0
     return codec.seal(payload, numel, True, fields, number).numpy().tobytes()
 
 
 NUMBER = ops.RangeFloat(2, 1, -1.0, 1.0)
-EXCESSIVE = {
-    # spec, bytes of sections, fields of the method: payloads whose sections have the lengths that they should
+OVERSIZED = {
+    # spec, bytes of sections, fields of the method, number format. The sections have the lengths that the fields imply.
     "values of two bits": ("topk:bits=2", 2048 + 12, struct.pack("<Q", 8192), NUMBER),
     "values without bytes": ("topk", 64, struct.pack("<Q8x", 2**62), None),
     "DGC's values": ("dgc", 4 * 5000 + 12, struct.pack("<Q8x", 5000), None),
@@ -142,23 +144,23 @@ EXCESSIVE = {
 }
 
 
-@pytest.mark.parametrize("name", EXCESSIVE)
-def test_more_than_a_gradient_has_is_refused(name):
-    spec, nbytes, fields, number = EXCESSIVE[name]
+@pytest.mark.parametrize("name", OVERSIZED)
+def test_oversized_payloads_are_refused(name):
+    spec, nbytes, fields, number = OVERSIZED[name]
     shape = (30, 40)
-    case = Case(spec, shape, 0, 0, sealed(gradzip.parse(spec), 1200, nbytes, fields, number))
+    case = Case(spec, shape, 0, 0, sealed_payload(gradzip.parse(spec), 1200, nbytes, fields, number))
     assert fuzz.check(Corpus(), case) is False
     with pytest.raises(gradzip.PayloadError, match="corrupt payload: it claims .* of"):
         gradzip.parse(spec).decode([torch.frombuffer(bytearray(case.payload), dtype=torch.uint8)], 1200)
 
 
 @pytest.mark.parametrize("spec", ["topk", "qsgd", "fft-range", "onebit"])
-def test_a_payload_of_another_gradient_is_refused_before_anything_of_its_size_is_made(spec):
+def test_payload_of_another_gradient_is_refused_before_allocating(spec):
     codec = gradzip.parse(spec)
     for declared in (0, 1199, 1201, 2**31, 2**40, 2**64 - 1):
         payload = codec.encode(torch.ones(30, 40), Key(0, 0, "weight", 0))
         codec.seal(payload, declared, True, payload.numpy()[32:48].tobytes())
         case = Case(spec, (30, 40), 0, 0, payload.numpy().tobytes())
-        assert fuzz.check(Corpus(), case) is False  # which looks at what is allocated
+        assert fuzz.check(Corpus(), case) is False  # also checks allocations
         with pytest.raises(gradzip.PayloadError, match=f"of a tensor of {declared} elements, expected 1200"):
             codec.decode([payload], 1200)

@@ -1,7 +1,7 @@
-"""The kernels under the address and undefined-behaviour sanitizers, on hostile and awkward input, for a bounded time.
+"""The kernels under the address and undefined-behaviour sanitizers, on hostile and awkward input.
 
-A second build of the extension, kept in build/ and compiled again only where something changed, runs the tests that
-feed decoders anything at all.
+A second build of the extension, kept in build/ and updated incrementally, runs the tests that pass arbitrary bytes to
+decoders.
 """
 
 import subprocess
@@ -12,21 +12,21 @@ import pytest
 import sanitized
 from sanitized import ROOT
 
-# Which tests: all whose names say that they mutate, forge, truncate or try any bytes, and the awkward sizes.
-# Whose tests start processes of the usual build.
+# Files with these words in their names are left out: their tests start processes on the ordinary build.
 LAUNCHERS = {"horovod", "elastic", "ddp", "contract", "examples", "ring"}
+# Tests are selected by name: those with mutated, forged, truncated or arbitrary bytes, and those with awkward sizes.
 SELECTION = "any_ or mutat or forge or corrupt or trunc or hostile or split_of or round_trip or awkward"
 
 
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(sanitized.why_not() is not None, reason=str(sanitized.why_not()))
+@pytest.mark.skipif(sanitized.unavailable_reason() is not None, reason=str(sanitized.unavailable_reason()))
 def test_decoders_stay_within_their_memory(tmp_path):
-    place = sanitized.build()
+    package_dir = sanitized.build()
     check = (
         "import gradzip, sys, pytest\n"
-        f"assert gradzip.__file__.startswith({str(place)!r}), gradzip.__file__\n"
+        f"assert gradzip.__file__.startswith({str(package_dir)!r}), gradzip.__file__\n"
         "sys.exit(pytest.main(sys.argv[1:]))\n"
     )
     files = sorted(
@@ -35,7 +35,7 @@ def test_decoders_stay_within_their_memory(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", check, "-q", "-x", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-k", SELECTION,
          "-m", "not slow", "--deselect", __file__, *files],
-        cwd=tmp_path, env=sanitized.environment(place), capture_output=True, text=True, timeout=500,
+        cwd=tmp_path, env=sanitized.environment(package_dir), capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
     assert " passed" in run.stdout
