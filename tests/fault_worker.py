@@ -1,7 +1,7 @@
-"""Trains until something ends it: `fault_worker.py METHOD FOLDER [raises|leaves]`.
+"""Train until an error or a signal ends the process: `fault_worker.py METHOD FOLDER [raises|leaves]`.
 
-Writes FOLDER/RANK.pid, FOLDER/RANK.step after every step, and FOLDER/RANK.error with what ended it. In step 3 the last
-rank raises an error half-way through the backward pass, or leaves as if all were done.
+Writes FOLDER/RANK.pid, FOLDER/RANK.step after every step, and FOLDER/RANK.error with the time and the exception that
+ended training. In step 3, the last rank raises an error in the middle of the backward pass, or exits.
 """
 
 import os
@@ -15,19 +15,19 @@ import torch
 
 import gradzip
 
-STEPS = 100_000  # some minutes
+STEPS = 100_000  # takes minutes: longer than any test waits
 
 
-def stumble(_):
+def raise_error(_):
     raise ValueError("stumbled")
 
 
 def main():
     method, folder, *fault = sys.argv[1:]
     hvd.init()
-    mine = str(Path(folder, str(hvd.rank())))
-    Path(f"{mine}.pid").write_text(str(os.getpid()))
-    # The launcher also asks the others to end. What is of interest here is whether they do so by themselves.
+    prefix = str(Path(folder, str(hvd.rank())))
+    Path(f"{prefix}.pid").write_text(str(os.getpid()))
+    # The launcher also sends SIGTERM to the other ranks. The tests check that they end without it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -44,12 +44,12 @@ def main():
             if fault and step == 3 and hvd.rank() == hvd.size() - 1:
                 if fault == ["leaves"]:
                     sys.exit()
-                hidden.register_hook(stumble)
+                hidden.register_hook(raise_error)
             model[4:](hidden).square().mean().backward()
             optimizer.step()
-            Path(f"{mine}.step").write_text(str(step))
+            Path(f"{prefix}.step").write_text(str(step))
     except BaseException as error:
-        Path(f"{mine}.error").write_text(f"{time.time()} {type(error).__name__}: {error}")
+        Path(f"{prefix}.error").write_text(f"{time.time()} {type(error).__name__}: {error}")
         raise
 
 

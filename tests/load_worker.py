@@ -19,7 +19,7 @@ SHAPE = (32, 32)
 
 
 class Model(torch.nn.Module):
-    """As many matrices, half of them small enough to go uncompressed."""
+    """A model of PARAMETERS weights: half are matrices, half are vectors that are not compressed."""
 
     def __init__(self):
         super().__init__()
@@ -34,17 +34,17 @@ class Model(torch.nn.Module):
 
 
 def horovod(compressor, model, sgd):
-    """(rank, the optimizer, the model that takes a batch, how many operations are under way)."""
+    """Return the rank, the optimizer, the module to call, and a function that counts pending operations."""
     import horovod.torch as hvd
     from horovod.torch import mpi_ops
 
     hvd.init()
     optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters(), compression=compressor)
-    return hvd.rank(), optimizer, model, lambda: len(mpi_ops._handle_map)  # init() made it anew
+    return hvd.rank(), optimizer, model, lambda: len(mpi_ops._handle_map)  # looked up late: init() replaces _handle_map
 
 
 def ddp(compressor, model, sgd):
-    """The same of DistributedDataParallel and its hook."""
+    """Do the same as `horovod`, with DistributedDataParallel and its hook."""
     import torch.distributed as dist
 
     import gradzip.ddp
@@ -55,18 +55,18 @@ def ddp(compressor, model, sgd):
     return dist.get_rank(), sgd, parallel, lambda: 0
 
 
-def held(under_way):
-    """What this process holds."""
+def resources_in_use(pending):
+    """Return how much memory and how many objects, files and threads this process has."""
     gc.collect()
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
     return {
         "bytes": pages * resource.getpagesize(),
-        "blocks": sys.getallocatedblocks(),  # of Python's own allocator: all its small objects
+        "blocks": sys.getallocatedblocks(),  # of Python's allocator for small objects
         "tensors": sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()),
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
-        "under way": under_way(),
+        "under way": pending(),
     }
 
 
@@ -76,17 +76,17 @@ def main():
     torch.set_num_threads(1)
     compressor, model = gradzip.parse(method), Model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    rank, optimizer, called, under_way = {"horovod": horovod, "ddp": ddp}[engine](compressor, model, sgd)
+    rank, optimizer, module, pending = {"horovod": horovod, "ddp": ddp}[engine](compressor, model, sgd)
     generator = torch.Generator().manual_seed(rank)
     measured = []
     for step in range(steps):
         optimizer.zero_grad()
-        called(torch.randn(4, SHAPE[0], generator=generator)).backward()
+        module(torch.randn(4, SHAPE[0], generator=generator)).backward()
         optimizer.step()
         if step + 1 in (steps // 4, steps):
-            measured.append(held(under_way))
+            measured.append(resources_in_use(pending))
     checksum = sum(p.double().sum().item() for p in model.parameters())
-    states = {s.step for s in compressor.states.values() if s.residual is not None}
+    states = {state.step for state in compressor.states.values() if state.residual is not None}
     Path(folder, f"{rank}.json").write_text(json.dumps([measured, checksum, len(compressor.states), sorted(states)]))
 
 

@@ -1,4 +1,4 @@
-"""A rank that is lost in training ends a real `horovodrun` job with an error: no rank hangs."""
+"""If a rank fails in training, a real `horovodrun` job ends with an error on all ranks and does not hang."""
 
 import os
 import signal
@@ -12,22 +12,22 @@ from launch import HERE, launcher, python
 
 pytest.importorskip("horovod.torch")
 
-# Horovod notices a closed connection at once. Its launcher kills whoever has not ended 5 seconds after it asked.
+# Horovod notices a closed connection at once. Its launcher kills processes that are alive 5 seconds after SIGTERM.
 SECONDS_TO_NOTICE = 10
 SECONDS_TO_END = 40
-GLOO_TIMEOUT = 30  # seconds that Horovod waits for what a rank says in every cycle
+GLOO_TIMEOUT = 30  # seconds that Horovod waits for a rank's message in each cycle
 LIMITS = {"OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_TIMEOUT)}
 
 
-def wait_for(condition, seconds, what):
+def wait_for(condition, seconds, description):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} seconds"
+        assert time.monotonic() < deadline, f"{description}: not within {seconds} seconds"
         time.sleep(0.05)
 
 
 def is_running(pid):
-    """Return whether the process runs. A zombie does not."""
+    """Return whether the process is running. A zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -41,7 +41,7 @@ def step_of(path):
 
 @pytest.fixture
 def start(tmp_path):
-    """start(method, ranks, *fault): a job that trains."""
+    """Return a function that starts a training job: start(method, ranks, *fault) -> (job, {rank: pid})."""
     jobs = []
 
     def start(method, ranks, *fault):
@@ -68,13 +68,13 @@ def start(tmp_path):
 
 
 def error_of(folder, rank):
-    """When a rank was told what."""
+    """Return the time and the text of the error that a rank raised."""
     path = folder / f"{rank}.error"
     when, _, error = path.read_text().partition(" ") if path.exists() else ("0", "", "")
     return float(when), error
 
 
-def assert_none_is_left(pids):
+def assert_all_ended(pids):
     wait_for(lambda: not any(map(is_running, pids.values())), 10, "the end of all processes")
 
 
@@ -86,7 +86,7 @@ def assert_none_is_left(pids):
         ("powersgd", 2, 0),  # two rounds of averages; rank 0 is Horovod's coordinator
     ],
 )
-def test_a_killed_rank_ends_the_others(start, method, ranks, killed, tmp_path):
+def test_killed_rank_is_an_error_on_the_others(start, method, ranks, killed, tmp_path):
     job, pids = start(method, ranks)
     began = time.time()
     os.kill(pids[killed], signal.SIGKILL)
@@ -96,33 +96,33 @@ def test_a_killed_rank_ends_the_others(start, method, ranks, killed, tmp_path):
         assert error.startswith("HorovodInternalError"), error
         assert when - began < SECONDS_TO_NOTICE
     assert not (tmp_path / f"{killed}.error").exists()
-    assert_none_is_left(pids)
+    assert_all_ended(pids)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "method"), [("raises", "topk:theta=0.9"), ("leaves", "powersgd")])
-def test_a_rank_that_ends_by_itself_ends_the_others(start, method, fault, tmp_path):
+def test_rank_that_raises_or_exits_is_an_error_on_the_other(start, method, fault, tmp_path):
     job, pids = start(method, 2, fault)
     assert job.wait(SECONDS_TO_END) != 0
-    (ended, own), (when, error) = (error_of(tmp_path, rank) for rank in (1, 0))
-    assert own == {"raises": "ValueError: stumbled", "leaves": "SystemExit: "}[fault]
+    (exit_time, own_error), (when, error) = (error_of(tmp_path, rank) for rank in (1, 0))
+    assert own_error == {"raises": "ValueError: stumbled", "leaves": "SystemExit: "}[fault]
     assert error.startswith("HorovodInternalError"), error
-    assert when - ended < SECONDS_TO_NOTICE
-    assert_none_is_left(pids)
+    assert when - exit_time < SECONDS_TO_NOTICE
+    assert_all_ended(pids)
 
 
 @pytest.mark.long
-def test_a_rank_that_stops_ends_the_job_when_horovod_has_waited_long_enough(start, tmp_path):
+def test_stopped_rank_ends_the_job_after_horovods_timeout(start, tmp_path):
     job, pids = start("powersgd", 2)
     os.kill(pids[1], signal.SIGSTOP)
     assert job.wait(GLOO_TIMEOUT + SECONDS_TO_END) != 0
     assert error_of(tmp_path, 0)[1].startswith("HorovodInternalError")
-    assert_none_is_left(pids)
+    assert_all_ended(pids)
 
 
 @pytest.mark.slow
-def test_an_interrupted_job_leaves_nobody_behind(start):
+def test_interrupted_job_leaves_no_process(start):
     job, pids = start("topk:theta=0.9", 2)
     job.send_signal(signal.SIGINT)
     assert job.wait(SECONDS_TO_END) != 0
-    assert_none_is_left(pids)
+    assert_all_ended(pids)
