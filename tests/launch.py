@@ -19,28 +19,28 @@ SHAPED_NET = HERE.parent / "scripts" / "shaped_net.sh"
 
 @functools.cache
 def python():
-    """Return the command that stands for `python` in a job: one that has torch and Horovod loaded (tests/warm.py)."""
-    if not hasattr(os, "pidfd_open"):  # Linux has it
+    """Return the command that replaces `python` in a job: it forks a process that has torch loaded (warm.py)."""
+    if not hasattr(os, "pidfd_open"):  # warm.py needs Linux
         return [sys.executable]
     name = f"gradzip-tests-{os.getpid()}-{time.monotonic_ns()}"
     server = subprocess.Popen(
         [sys.executable, WARM, name], env=dict(os.environ, OMP_NUM_THREADS="1"),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    atexit.register(server.communicate)  # closes its standard input, at which it ends
+    atexit.register(server.communicate)  # closes its standard input, which ends it
     assert server.stdout.readline() == "ready\n"
     return [sys.executable, "-S", "-E", str(WARM), name]
 
 
 def launcher():
-    """Return the command that starts `horovodrun` on this machine. With --gloo it does not look for MPI."""
+    """Return the command that starts `horovodrun` on this machine. With --gloo, it does not look for MPI."""
     return [*python(), str(Path(sys.executable).with_name("horovodrun")), "--gloo", "--network-interface", "lo"]
 
 
 def horovodrun(ranks, script, *arguments, timeout=120):
     """Run a script of this folder on `ranks` processes of this machine. Return the finished process."""
     command = [*launcher(), "-np", str(ranks), *python(), str(HERE / script), *map(str, arguments)]
-    # A busy machine may keep a rank from its turn for longer than gloo's 30 seconds.
+    # On a busy machine, a rank may be delayed for longer than gloo's default timeout of 30 seconds.
     environment = dict(os.environ, OMP_NUM_THREADS="1", HOROVOD_STALL_CHECK_TIME_SECONDS="10",
                        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="30", HOROVOD_GLOO_TIMEOUT_SECONDS="100")  # fmt: skip
     return subprocess.run(
@@ -49,7 +49,7 @@ def horovodrun(ranks, script, *arguments, timeout=120):
 
 
 def torchrun(ranks, script, *arguments, timeout=120):
-    """Run a script under `torchrun`, as `horovodrun` does."""
+    """Run a script of this folder under `torchrun`. Arguments and result are those of `horovodrun`."""
     options = ["--standalone", "--nproc-per-node", str(ranks), "--no-python"]
     command = [*python(), "-m", "torch.distributed.run", *options, *python(), str(HERE / script), *map(str, arguments)]
     environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
@@ -62,8 +62,8 @@ def scenarios(ranks, script, folder, *names, run=horovodrun, timeout=120):
     """Run scenarios of a worker script. Return each scenario's results by rank: {name: [of rank 0, ...]}."""
     job = run(ranks, script, folder, *names, timeout=timeout)
     assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
-    of_ranks = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
-    return {name: [results[name] for results in of_ranks] for name in of_ranks[0]}
+    per_rank = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
+    return {name: [results[name] for results in per_rank] for name in per_rank[0]}
 
 
 def shaped(*arguments, **options):
@@ -72,18 +72,18 @@ def shaped(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
 
 
-def why_not_shaped():
+def no_shaping_reason():
     """Return why this machine cannot shape a network, or None if it can."""
     if os.geteuid() != 0:
         return "only root may make a network namespace"
     missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if shutil.which(tool) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
-    done = shaped("1gbit", 1, "--", "true")
-    return done.stderr.strip() if done.returncode else None
+    result = shaped("1gbit", 1, "--", "true")
+    return result.stderr.strip() if result.returncode else None
 
 
-_REASON = why_not_shaped()
+_REASON = no_shaping_reason()
 needs_network = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 
 
@@ -94,7 +94,7 @@ def processes(ranks, script, folder, *names, timeout=120):
         The results as `scenarios` returns them, None for a rank that saved none, and the exit statuses.
     """
     environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", WORLD_SIZE=str(ranks))
-    jobs = [
+    workers = [
         subprocess.Popen(
             [*python(), str(HERE / script), str(folder), *names], env=environment | {"RANK": str(rank)},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -102,15 +102,15 @@ def processes(ranks, script, folder, *names, timeout=120):
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        outputs = [job.communicate(timeout=timeout)[0] for job in jobs]
+        outputs = [worker.communicate(timeout=timeout)[0] for worker in workers]
     finally:
-        for job in jobs:
-            job.kill()
+        for worker in workers:
+            worker.kill()
     saved = [Path(folder) / f"{rank}.pt" for rank in range(ranks)]
-    of_ranks = [torch.load(path, weights_only=True) if path.exists() else None for path in saved]
-    first = next((results for results in of_ranks if results is not None), None)
+    per_rank = [torch.load(path, weights_only=True) if path.exists() else None for path in saved]
+    first = next((results for results in per_rank if results is not None), None)
     assert first is not None, "\n".join(outputs)[-8000:]
     return (
-        {name: [results and results[name] for results in of_ranks] for name in first},
-        [job.returncode for job in jobs],
+        {name: [results and results[name] for results in per_rank] for name in first},
+        [worker.returncode for worker in workers],
     )
