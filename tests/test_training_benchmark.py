@@ -1,4 +1,4 @@
-"""benchmarks/training.py: small real runs, and what it makes of bad results and arguments."""
+"""benchmarks/training.py: short real runs, invalid results and wrong arguments."""
 
 import argparse
 import json
@@ -25,11 +25,11 @@ def benchmark(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
-def test_two_variants_in_turns(tmp_path):
-    done = benchmark("compute", "horovod:topk", "--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == (tmp_path / "r.md").read_text().strip()
-    assert "[2/2] cnn, none, round 1, horovod:topk: " in done.stderr
+def test_two_variants(tmp_path):
+    completed = benchmark("compute", "horovod:topk", "--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md")
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.strip() == (tmp_path / "r.md").read_text().strip()
+    assert "[2/2] cnn, none, round 1, horovod:topk: " in completed.stderr
 
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["provenance"]["ranks"] == 2
@@ -41,30 +41,30 @@ def test_two_variants_in_turns(tmp_path):
         assert row["parameters"] == PARAMETERS
         assert 0 < row["ms_p20"] <= row["ms"] == row["ms_of_rounds"][0] <= row["ms_p80"]
         assert row["speedup"] is None  # stock Horovod did not run
-        assert row["wire_bytes"] is None  # others use this loopback too
+        assert row["wire_bytes"] is None  # the loopback interface is shared with other processes
     assert compute["share_of_ideal"] == 1
     assert topk["share_of_ideal"] == compute["ms"] / topk["ms"]
     assert compute["payload_bytes"] == 0
-    # Of each weight matrix 1 % at 4 bytes, and an index of at least one bit, but headers and biases come on top.
+    # 1 % of each weight matrix, at 4 bytes and at least one bit of index. Headers and biases are added.
     assert 0.01 * 4.1 * PARAMETERS < topk["payload_bytes"] < 0.02 * 4 * PARAMETERS
-    assert f"| horovod:topk | {topk['ms']:.1f} (" in done.stdout
+    assert f"| horovod:topk | {topk['ms']:.1f} (" in completed.stdout
 
 
 @needs_network
 def test_bytes_on_the_wire(tmp_path):
-    done = benchmark("ddp", "--rate", "5gbit", "--json", tmp_path / "r.json")
-    assert done.returncode == 0, done.stderr
+    completed = benchmark("ddp", "--rate", "5gbit", "--json", tmp_path / "r.json")
+    assert completed.returncode == 0, completed.stderr
     (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert row["payload_bytes"] == 4 * PARAMETERS
-    # A ring all-reduce of two ranks sends each of them what one holds; headers come on top.
+    # In a ring all-reduce of two ranks, each receives as many bytes as its gradients have. Headers are added.
     assert 1 < row["wire_bytes"] / row["payload_bytes"] < 1.1
 
 
-def test_a_method_that_fails_is_reported_and_is_an_error():
-    done = benchmark("horovod:topk", "--timeout", 1)
-    assert done.returncode == 1
-    assert "| horovod:topk | aborts in 1 of 1 rounds: not done after 1 s" in done.stdout
-    assert done.stderr.endswith("training.py: error: failed: horovod:topk\n")
+def test_failing_method_is_reported_and_exits_with_an_error():
+    completed = benchmark("horovod:topk", "--timeout", 1)
+    assert completed.returncode == 1
+    assert "| horovod:topk | aborts in 1 of 1 rounds: not done after 1 s" in completed.stdout
+    assert completed.stderr.endswith("training.py: error: failed: horovod:topk\n")
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_a_method_that_fails_is_reported_and_is_an_error():
     ],
 )
 def test_invalid_results_do_not_count(monkeypatch, variant, result, expected):
-    whole = {"ms": [1.0, 2.0], "wire_bytes": 0.0, "payload_bytes": 0.0, "parameters": 1, **result}
-    monkeypatch.setattr(training, "run_job", lambda row, args: whole)
+    job_result = {"ms": [1.0, 2.0], "wire_bytes": 0.0, "payload_bytes": 0.0, "parameters": 1, **result}
+    monkeypatch.setattr(training, "run_job", lambda row, args: job_result)
     row = training.Row("cnn", "none", variant)
     training.measure(row, argparse.Namespace())
     assert row.errors == ([expected] if expected else [])
@@ -99,7 +99,7 @@ def test_rounds_are_pooled_and_compared():
     assert "| ddp | 4.0 (4.0–4.0) | 2.00 | 50% | 4.000 | 4.000 |" in lines
     assert "| ddp-powersgd | aborts in 2 of 2 rounds: RuntimeError: a \\| b | | | | |" in lines
     assert "| ddp-fp16 | 5.0 (5.0–5.0); aborts in 1 of 2 rounds: bad | 1.60 | 40% | 3.000 | 2.000 |" in lines
-    assert "| ddp | 4.0 (4.0–4.0) | - | - | 4.000 | 4.000 |" in lines  # nothing to compare with on that network
+    assert "| ddp | 4.0 (4.0–4.0) | - | - | 4.000 | 4.000 |" in lines  # no baseline on that network
 
 
 @pytest.mark.parametrize(
@@ -129,13 +129,13 @@ def test_error_line(output, expected):
 )
 def test_wrong_arguments(monkeypatch, capsys, arguments, expected):
     monkeypatch.setattr(sys, "argv", ["training.py", *arguments])
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit) as exit_info:
         training.parse_arguments()
-    assert stop.value.code == 2
+    assert exit_info.value.code == 2
     assert expected in capsys.readouterr().err
 
 
-def test_stock_stands_for_its_variants(monkeypatch):
+def test_stock_expands_to_its_variants(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["training.py", "horovod:topk", "stock", "ddp"])
     args = training.parse_arguments()
     assert args.variants == ["horovod:topk", *training.STOCK]
