@@ -1,7 +1,7 @@
-"""A worker of tests/test_elastic.py: `elastic_worker.py PLAN FOLDER`, under an elastic horovodrun.
+"""A worker of tests/test_elastic.py, run by an elastic horovodrun: `elastic_worker.py PLAN FOLDER`.
 
-Trains some models, each through a method of its own. What happens when is scripted by the step; every worker writes
-down what it has after each one.
+Trains several models, each with its own compression method. The plan says in which step hosts change or a worker is
+killed. Every worker records its state after each step.
 """
 
 import hashlib
@@ -22,16 +22,18 @@ from gradzip.engines.horovod import HorovodEngine
 
 FOLDER = Path(sys.argv[-1])
 HOST = os.environ.get("HOROVOD_HOSTNAME")
-HOSTS = ["localhost", "127.0.0.1", "127.1", "LOCALHOST"]  # Horovod never uses a name again after a failure there
+HOSTS = ["localhost", "127.0.0.1", "127.1", "LOCALHOST"]  # Horovod does not use a host again after a failure
 COMMIT_EVERY = 3
 
 
 @dataclass
 class Plan:
-    """A job: (method, options of its optimizer) of each model, and what happens in which generation of workers.
+    """A job, and what happens in each generation of workers. A generation starts when the world changes.
 
-    sizes: of the generations' worlds. hosts: by (generation, step), those listed beside rank 0's after that step; all
-    wait for that. killed: by generation, (rank, step, model, where).
+    models: (method, options of its optimizer) for each model.
+    sizes: the world size of each generation.
+    hosts: by (generation, step), the hosts listed besides rank 0's after that step. All workers wait for the change.
+    killed: by generation, the worker that is killed: (rank, step, model, where).
     """
 
     models: list[tuple[str, dict]]
@@ -39,13 +41,13 @@ class Plan:
     hosts: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     killed: dict[int, tuple[int, int, int, str]] = field(default_factory=dict)
     last_step: int = 0
-    plain: bool = False  # Horovod's own state
+    plain: bool = False  # use hvd.elastic.TorchState
 
 
 TOPK = "topk:theta=0.9,exchange=scatter_reduce"
 PLANS = {
-    # Residuals that stay each rank's own; factors in common besides; a method of phases, killed as it goes from one to
-    # the next. A third worker joins; one is killed, whose place is taken at once by one that was listed too.
+    # A method with residuals per rank, one that also has shared factors, and one with phases, whose worker is killed
+    # between two phases. A third worker joins; another is killed and replaced at once by one that was already listed.
     "joined": Plan(
         models=[
             (TOPK, {}),
@@ -61,14 +63,14 @@ PLANS = {
         },
         last_step=24,
     ),
-    # Nobody joins: with groups, Horovod has a worker that makes its optimizer wait for all others to make theirs.
+    # No worker joins: with `groups`, a worker that creates its optimizer waits until all others create theirs.
     "grouped": Plan(
         models=[(TOPK, {"groups": 2}), ("powersgd:rank=2", {"groups": 1})],
         sizes=[3, 2, 1],
         killed={0: (1, 4, 0, "in the backward pass"), 1: (1, 7, 1, "between rounds")},
         last_step=12,
     ),
-    # Horovod's own state, and a worker whose place is taken by another: the world is as large as before.
+    # hvd.elastic.TorchState, and a worker that is replaced by another, so that the world size does not change.
     "plain": Plan(
         models=[(TOPK, {})],
         sizes=[2, 2],
@@ -80,34 +82,34 @@ PLANS = {
 
 
 def digest(value):
-    """Of tensors and numbers in dicts and lists, to the bit."""
-    sha = hashlib.sha256()
+    """Return a hash of tensors and numbers in nested dicts and lists. It differs if one bit differs."""
+    hasher = hashlib.sha256()
 
     def add(x):
         if isinstance(x, dict):
             for key in sorted(x):
-                sha.update(str(key).encode())
+                hasher.update(str(key).encode())
                 add(x[key])
         elif isinstance(x, (list, tuple)):
             for item in x:
                 add(item)
         elif isinstance(x, torch.Tensor):
-            sha.update(x.detach().contiguous().numpy().tobytes())
+            hasher.update(x.detach().contiguous().numpy().tobytes())
         else:
-            sha.update(repr(x).encode())
+            hasher.update(repr(x).encode())
 
     add(value)
-    return sha.hexdigest()[:16]
+    return hasher.hexdigest()[:16]
 
 
-def write(state, generation, event):
-    """Appends what this worker has to its file."""
-    models, optimizers = zip(*trained(state))
-    halves = [split(optimizer._compression.state_dict()) for optimizer in optimizers]
-    for common, _ in halves:
-        for values in common["states"].values():
+def write_record(state, generation, event):
+    """Append a record of this worker's state to its file."""
+    models, optimizers = zip(*models_and_optimizers(state))
+    split_states = [split(optimizer._compression.state_dict()) for optimizer in optimizers]
+    for shared, _ in split_states:
+        for values in shared["states"].values():
             del values["rank"], values["size"]
-            values.pop("learnt", None)  # by rank 0, and not yet handed out
+            values.pop("learnt", None)  # rank 0 has learnt it, but not broadcast it yet
     record = {
         "event": event,
         "generation": generation,
@@ -116,22 +118,24 @@ def write(state, generation, event):
         "size": hvd.size(),
         "model": digest([model.state_dict() for model in models]),
         "momentum": digest([optimizer.state_dict()["state"] for optimizer in optimizers]),
-        "common": digest([common for common, _ in halves]),
-        "steps": [{name: s["step"] for name, s in common["states"].items()} for common, _ in halves],
-        # Of those residuals only that go with the worker wherever it goes, not with a shard.
-        "own": [{n: digest(s["residual"]) for n, s in own["states"].items() if "residual" in s} for _, own in halves],
+        "common": digest([shared for shared, _ in split_states]),
+        "steps": [{name: s["step"] for name, s in shared["states"].items()} for shared, _ in split_states],
+        # Only residuals that belong to the worker, not to its shard.
+        "own": [
+            {n: digest(s["residual"]) for n, s in own["states"].items() if "residual" in s} for _, own in split_states
+        ],
     }
     with open(FOLDER / f"{HOST}.jsonl", "a") as file:
         file.write(json.dumps(record) + "\n")
 
 
-def save(state, name):
+def save_parts(state, name):
     if hvd.rank() == 0:
-        torch.save([part.state_dict() for pair in trained(state) for part in pair], FOLDER / name)
+        torch.save([part.state_dict() for pair in models_and_optimizers(state) for part in pair], FOLDER / name)
 
 
-def list_hosts(*names):
-    """What the discovery script says from now on."""
+def set_hosts(*names):
+    """Set the hosts that the discovery script lists."""
     new = FOLDER / f"hosts.{HOST}"
     new.write_text("".join(f"{name}:1\n" for name in dict.fromkeys(names)))
     new.rename(FOLDER / "hosts")
@@ -141,23 +145,23 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def loss(network, batch, dies=False):
-    """Of another batch for each number. dies: half-way through the backward pass."""
+def loss(network, seed, dies=False):
+    """Return the loss of the batch with this seed. With `dies`, the backward pass kills the worker half-way through."""
     shape = (8, 48) if isinstance(network[0], torch.nn.Linear) else (8, 12, 5, 5)
-    hidden = network[0](torch.randn(shape, generator=torch.Generator().manual_seed(batch))).tanh()
+    hidden = network[0](torch.randn(shape, generator=torch.Generator().manual_seed(seed))).tanh()
     if dies:
-        # When the second layer's gradients are on their way, and the first one's are not there yet.
+        # The second layer's gradients have been launched; the first layer's do not exist yet.
         hidden.register_hook(die)
     return network[1](hidden).square().mean()
 
 
-def batches(step, rank, options):
-    """The numbers of those that make up a step of a rank."""
+def batch_seeds(step, rank, options):
+    """Return the seeds of the batches of a rank in a step."""
     return [1000 * step + 100 * i + rank for i in range(options.get("backward_passes_per_step", 1))]
 
 
-def networks(plan):
-    """(network, its optimizer) for each model; tests/test_elastic.py makes the same."""
+def networks_and_optimizers(plan):
+    """Yield (network, optimizer) for each model. tests/test_elastic.py creates the same ones."""
     for spec, _ in plan.models:
         if spec.startswith("gradiveq"):
             network = torch.nn.Sequential(*[torch.nn.Conv2d(*c, 3, padding=1) for c in ((12, 16), (16, 12))])
@@ -166,8 +170,8 @@ def networks(plan):
         yield network, torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
-def trained(state):
-    """(network, its DistributedOptimizer) for each model."""
+def models_and_optimizers(state):
+    """Return (network, DistributedOptimizer) for each model."""
     return [(getattr(state, f"model{i}"), getattr(state, f"optimizer{i}")) for i in range(state.models)]
 
 
@@ -187,44 +191,44 @@ def train(state, plan):
     generation = hvd.broadcast_object(state.generation + 1, name="generation")
     state.generation = generation
     state.save()
-    write(state, generation, "begin")
+    write_record(state, generation, "begin")
     if generation == 0:
-        save(state, "begin.pt")
+        save_parts(state, "begin.pt")
     while state.step < plan.last_step:
-        for i, (network, optimizer) in enumerate(trained(state)):
-            dies = ""
+        for i, (network, optimizer) in enumerate(models_and_optimizers(state)):
+            death = ""
             if plan.killed.get(generation, ())[:3] == (hvd.rank(), state.step, i):
-                dies = plan.killed[generation][3]
+                death = plan.killed[generation][3]
             optimizer.zero_grad()
-            for batch in batches(state.step, hvd.rank(), plan.models[i][1]):
-                loss(network, batch, dies == "in the backward pass").backward()
-                if dies == "between backward passes":
+            for seed in batch_seeds(state.step, hvd.rank(), plan.models[i][1]):
+                loss(network, seed, death == "in the backward pass").backward()
+                if death == "between backward passes":
                     die()
-            if dies == "between rounds":
+            if death == "between rounds":
                 die_between_rounds()
             optimizer.step()
         state.step += 1
-        commits = state.step % COMMIT_EVERY == 0
-        write(state, generation, "commit" if commits else "step")
-        if commits:
+        committing = state.step % COMMIT_EVERY == 0
+        write_record(state, generation, "commit" if committing else "step")
+        if committing:
             state.commit()
         if (generation, state.step) in plan.hosts:
             if hvd.rank() == 0:
-                list_hosts(HOST, *plan.hosts[generation, state.step])
-            while True:  # raises what takes all workers out of here
+                set_hosts(HOST, *plan.hosts[generation, state.step])
+            while True:  # raises HostsUpdatedInterrupt on all workers
                 time.sleep(0.1)
                 state.check_host_updates()
-    write(state, generation, "end")
-    save(state, "end.pt")
+    write_record(state, generation, "end")
+    save_parts(state, "end.pt")
 
 
 def main():
     plan = PLANS[sys.argv[1]]
     hvd.init()
     torch.set_num_threads(1)
-    torch.manual_seed(hvd.rank() + os.getpid())  # nothing but the shared state makes models equal
+    torch.manual_seed(hvd.rank() + os.getpid())  # only the shared state makes the models equal
     values = {"models": len(plan.models)}
-    for i, ((spec, options), (network, sgd)) in enumerate(zip(plan.models, networks(plan))):
+    for i, ((spec, options), (network, sgd)) in enumerate(zip(plan.models, networks_and_optimizers(plan))):
         named = network.named_parameters()
         compressor = gradzip.parse(spec)
         optimizer = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=compressor, **options)

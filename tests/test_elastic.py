@@ -1,4 +1,4 @@
-"""Elastic Horovod for real: workers join, are killed in mid-step and replaced, on several names of this machine."""
+"""Real elastic Horovod jobs: workers join, are killed in a step and replaced. Hosts are names of this machine."""
 
 import copy
 import itertools
@@ -15,19 +15,18 @@ import gradzip
 from launch import HERE, launcher, python
 
 pytest.importorskip("horovod.torch")
-from elastic_worker import COMMIT_EVERY, HOSTS, PLANS, Plan, batches, loss, networks
+from elastic_worker import COMMIT_EVERY, HOSTS, PLANS, Plan, batch_seeds, loss, networks_and_optimizers
 
 
 def elastic_horovodrun(folder, name, timeout):
-    """Runs that plan on as many processes as folder/hosts says at a time, up to three; returns the finished job's exit
-    code and output."""
-    begin = PLANS[name].sizes[0]
-    (folder / "hosts").write_text("".join(f"{name}:1\n" for name in HOSTS[:begin]))
+    """Run a plan on the hosts listed in folder/hosts, at most three at a time. Return its exit code and output."""
+    size = PLANS[name].sizes[0]
+    (folder / "hosts").write_text("".join(f"{name}:1\n" for name in HOSTS[:size]))
     (folder / "discover").write_text(f"#!/bin/sh\ncat '{folder}/hosts'\n")
     (folder / "discover").chmod(0o755)
-    # A rank that waits for one that is not the dead one's neighbour finds out by this timeout.
+    # A rank that does not communicate with the dead worker directly notices its death by this timeout.
     limits = ["--gloo-timeout-seconds", "30"]
-    elastic = ["-np", str(begin), "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(folder / "discover")]
+    elastic = ["-np", str(size), "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(folder / "discover")]
     command = [*launcher(), *limits, *elastic, *python()]
     with open(folder / "output", "w") as output:
         job = subprocess.Popen(
@@ -38,7 +37,7 @@ def elastic_horovodrun(folder, name, timeout):
         try:
             job.wait(timeout)
         finally:
-            # Each worker has a session of its own, and this folder as an argument.
+            # Each worker runs in its own session. It is found by its argument, this folder.
             for process in psutil.process_iter(["cmdline"]):
                 if str(folder) in (process.info["cmdline"] or []):
                     process.kill()
@@ -49,8 +48,10 @@ def elastic_horovodrun(folder, name, timeout):
 
 @dataclass
 class Job:
-    """What every worker of a plan wrote, by generation: [{(host, event, step): record}, ...]; and the models and
-    optimizers before and after."""
+    """The records of a plan's workers, and state dicts of models and optimizers at the beginning and at the end.
+
+    generations: [{(host, event, step): record}, ...].
+    """
 
     plan: Plan
     generations: list[dict]
@@ -73,22 +74,22 @@ def job(request, tmp_path_factory):
 
 
 def world(generation):
-    """The hosts of a generation's workers, in the order of their ranks."""
+    """Return the hosts of a generation's workers in rank order."""
     ranks = {record["rank"]: host for (host, event, _), record in generation.items() if event == "begin"}
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def test_workers_join_are_lost_and_are_replaced(job):
+def test_workers_join_fail_and_are_replaced(job):
     worlds = [world(generation) for generation in job.generations]
     assert [len(hosts) for hosts in worlds] == job.plan.sizes
     for generation, hosts in zip(job.generations, worlds):
         assert {record["size"] for record in generation.values()} == {len(hosts)}
     for number, (before, after) in enumerate(itertools.pairwise(worlds)):
-        stay = before.copy()
+        survivors = before.copy()
         if number in job.plan.killed:
-            del stay[job.plan.killed[number][0]]
-        assert after[: len(stay)] == stay
-        assert set(after[len(stay) :]).isdisjoint(itertools.chain(*worlds[: number + 1]))
+            del survivors[job.plan.killed[number][0]]
+        assert after[: len(survivors)] == survivors
+        assert set(after[len(survivors) :]).isdisjoint(itertools.chain(*worlds[: number + 1]))
     assert all((host, "end", job.plan.last_step) in job.generations[-1] for host in worlds[-1])
 
 
@@ -98,13 +99,13 @@ def test_replicas_are_identical_after_every_step(job):
         assert len(steps) > 3
         for step in steps:
             for event in ("begin", "step", "commit", "end"):
-                there = [record for (_, e, s), record in generation.items() if (e, s) == (event, step)]
-                assert len(there) in (0, len(world(generation)))
-                for what in ("model", "momentum", "common", "steps"):
-                    assert all(record[what] == there[0][what] for record in there), (what, event, step)
+                records = [record for (_, e, s), record in generation.items() if (e, s) == (event, step)]
+                assert len(records) in (0, len(world(generation)))
+                for field in ("model", "momentum", "common", "steps"):
+                    assert all(record[field] == records[0][field] for record in records), (field, event, step)
 
 
-def test_survivors_go_on_from_the_last_commit_with_their_residuals(job):
+def test_survivors_continue_from_the_last_commit_with_their_residuals(job):
     has_residuals = [gradzip.parse(spec).error_feedback for spec, _ in job.plan.models]
     for before, after in itertools.pairwise(job.generations):
         commit = max(step for _, event, step in before if event == "commit")
@@ -114,16 +115,16 @@ def test_survivors_go_on_from_the_last_commit_with_their_residuals(job):
             begin = after[host, "begin", commit]
             if host in world(before):
                 committed = before[host, "commit", commit]
-                for what in ("model", "momentum", "common", "steps", "own"):
-                    assert begin[what] == committed[what], what
+                for field in ("model", "momentum", "common", "steps", "own"):
+                    assert begin[field] == committed[field], field
                 assert [len(residuals) for residuals in begin["own"]] == [2 * has for has in has_residuals]
             else:
-                assert not any(begin["own"])  # a new worker has nothing left to send
-        # What was done after the commit is undone: steps count on from there.
+                assert not any(begin["own"])  # a new worker has no residuals
+        # Steps after the commit are undone; step counts continue from the commit.
         assert all(count == commit for counts in begin["steps"] for count in counts.values())
 
 
-def test_steps_in_mid_air_are_dropped(job):
+def test_uncommitted_steps_are_dropped(job):
     for number, (_, step, _, _) in job.plan.killed.items():
         generation = job.generations[number]
         assert max(s for _, _, s in generation) == step
@@ -131,46 +132,46 @@ def test_steps_in_mid_air_are_dropped(job):
 
 
 def replay(job):
-    """The same training in one process, without any failure: of each world, the steps that counted."""
-    networks_, kept = list(networks(job.plan)), {}
-    for part, state_dict in zip(itertools.chain(*networks_), job.begin):
-        part.load_state_dict(state_dict)
+    """Repeat the committed steps of each world in one process, without failures. Return the networks' state dicts."""
+    pairs, states = list(networks_and_optimizers(job.plan)), {}
+    for obj, state_dict in zip(itertools.chain(*pairs), job.begin):
+        obj.load_state_dict(state_dict)
     last = [max(s for _, event, s in g if event == "commit") for g in job.generations]
     for hosts, first, end in zip(map(world, job.generations), [0, *last], last):
         groups = [gradzip.LocalGroup(gradzip.parse(spec), len(hosts)) for spec, _ in job.plan.models]
         for i, group in enumerate(groups):
             for rank, (host, compressor) in enumerate(zip(hosts, group.compressors)):
-                compressor.memory.states = copy.deepcopy(kept.get((i, host), kept.get((i, hosts[0]), {})))
+                compressor.memory.states = copy.deepcopy(states.get((i, host), states.get((i, hosts[0]), {})))
                 for state in compressor.states.values():
-                    if (i, host) not in kept:
+                    if (i, host) not in states:
                         state.residual = None
                     if (state.rank, state.size) != (rank, len(hosts)):
-                        state.owner_residual = None  # of another shard
+                        state.owner_residual = None  # belongs to another shard
                     state.rank, state.size = rank, len(hosts)
         for step in range(first, end):
-            for (network, optimizer), group, (_, options) in zip(networks_, groups, job.plan.models):
+            for (network, optimizer), group, (_, options) in zip(pairs, groups, job.plan.models):
                 grads = []
                 for rank in range(len(hosts)):
                     optimizer.zero_grad()
-                    for batch in batches(step, rank, options):
-                        loss(network, batch).backward()
+                    for seed in batch_seeds(step, rank, options):
+                        loss(network, seed).backward()
                     grads.append([p.grad.clone() for p in network.parameters()])
-                for (name, p), *own in zip(network.named_parameters(), *grads):
-                    p.grad = group.average(own, name)[0]
+                for (name, p), *per_rank in zip(network.named_parameters(), *grads):
+                    p.grad = group.average(per_rank, name)[0]
                 optimizer.step()
         for i, group in enumerate(groups):
-            kept |= {(i, host): compressor.states for host, compressor in zip(hosts, group.compressors)}
-    return [network.state_dict() for network, _ in networks_]
+            states |= {(i, host): compressor.states for host, compressor in zip(hosts, group.compressors)}
+    return [network.state_dict() for network, _ in pairs]
 
 
-def test_the_same_as_without_any_failure(job):
-    for (spec, _), ours, theirs, first in zip(job.plan.models, job.end[::2], replay(job), job.begin[::2]):
-        for name, got in ours.items():
-            moved = (theirs[name] - first[name]).norm()
-            assert (got - theirs[name]).norm() < 1e-5 * moved, (spec, name)
+def test_result_equals_training_without_failures(job):
+    for (spec, _), elastic, replayed, first in zip(job.plan.models, job.end[::2], replay(job), job.begin[::2]):
+        for name, got in elastic.items():
+            change = (replayed[name] - first[name]).norm()
+            assert (got - replayed[name]).norm() < 1e-5 * change, (spec, name)
 
 
-def test_horovods_own_state_is_refused_when_a_worker_is_replaced(tmp_path):
+def test_torch_state_is_refused_when_a_worker_is_replaced(tmp_path):
     code, output = elastic_horovodrun(tmp_path, "plain", timeout=110)
     assert code != 0
     assert output.count("parameter '0.weight': rank 1 has compressed it 0 times, rank 0 6 times; load the") == 2, output
