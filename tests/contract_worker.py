@@ -1,5 +1,7 @@
-"""Scenarios that tests/test_contract.py runs under a real horovodrun, with every registered method:
-`contract_worker.py FOLDER [NAME ...]`. Each returns what is left in gradients or parameters, by method."""
+"""Scenarios for tests/test_contract.py, run by horovodrun: `contract_worker.py FOLDER [NAME ...]`.
+
+Each scenario runs with every registered method. It returns averages, read from the gradients, or parameters, by method.
+"""
 
 import copy
 import gc
@@ -15,8 +17,8 @@ from horovod.torch import mpi_ops
 import gradzip
 from contract import AMP_STEPS, OVERFLOWS, SHAPES, SPECS, STEPS, gradient
 
-NAMELESS = [f"allreduce.noname.0.{i}" for i in range(len(SHAPES))]
-ALONE = hvd.ProcessSet([0])
+HOROVOD_NAMES = [f"allreduce.noname.0.{i}" for i in range(len(SHAPES))]
+FIRST_RANK = hvd.ProcessSet([0])
 SCENARIOS = {}
 
 
@@ -29,19 +31,23 @@ def parameters(shapes=SHAPES):
     return {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
 
 
-def distributed(named, compression, names=True, **arguments):
+def distributed_optimizer(named, compression, names=True, **arguments):
     sgd = torch.optim.SGD(named.values(), lr=0.5)
     named_parameters = list(named.items()) if names else None
     return hvd.DistributedOptimizer(sgd, named_parameters=named_parameters, compression=compression, **arguments)
 
 
-def backward(named, rank, step, scale=lambda loss: loss, spoilt=()):
-    """Gives each parameter that wants one its gradient, in another order of hooks on every rank."""
+def backward(named, rank, step, scale=lambda loss: loss, non_finite=()):
+    """Give each parameter that requires one its gradient. Hooks are called in a different order on each rank.
+
+    Args:
+        non_finite: names of parameters whose gradients get one infinite element.
+    """
     order = torch.randperm(len(named), generator=torch.Generator().manual_seed(10 * step + rank)).tolist()
     for name, p in [list(named.items())[i] for i in order]:
         if p.requires_grad:
             grad = gradient(name, rank, step, p.shape)
-            if name in spoilt:
+            if name in non_finite:
                 grad[-1] = float("inf")
             scale((p * grad).sum()).backward()
 
@@ -50,10 +56,10 @@ def grads(named):
     return {name: p.grad.to_dense().clone() for name, p in named.items()}
 
 
-def run(spec, rank, passes=1, **arguments):
-    """What synchronize() leaves in the gradients in the last of some steps."""
+def last_averages(spec, rank, passes=1, **arguments):
+    """Return the averages of the last of STEPS steps, as synchronize() leaves them in the gradients."""
     named = parameters()
-    opt = distributed(named, gradzip.parse(spec), backward_passes_per_step=passes, **arguments)
+    opt = distributed_optimizer(named, gradzip.parse(spec), backward_passes_per_step=passes, **arguments)
     for step in range(STEPS):
         opt.zero_grad()
         for i in range(passes):
@@ -63,45 +69,45 @@ def run(spec, rank, passes=1, **arguments):
 
 
 @scenario
-def summed(spec, rank):
-    return run(spec, rank, op=hvd.Sum)
+def sum_op(spec, rank):
+    return last_averages(spec, rank, op=hvd.Sum)
 
 
 @scenario
-def averaged(spec, rank):
-    return run(spec, rank)
+def average_op(spec, rank):
+    return last_averages(spec, rank)
 
 
 @scenario
 def predivided(spec, rank):
-    return run(spec, rank, gradient_predivide_factor=4.0)
+    return last_averages(spec, rank, gradient_predivide_factor=4.0)
 
 
 @scenario
 def accumulated(spec, rank):
-    return run(spec, rank, passes=2)
+    return last_averages(spec, rank, passes=2)
 
 
 @scenario
-def in_groups(spec, rank):
-    return run(spec, rank, groups=2)
+def number_of_groups(spec, rank):
+    return last_averages(spec, rank, groups=2)
 
 
 @scenario
-def nameless(spec, rank):
-    return run(spec, rank, names=False)
+def no_names(spec, rank):
+    return last_averages(spec, rank, names=False)
 
 
 @scenario
-def in_a_process_set(spec, rank):
-    """Of rank 0 alone; the other one's gradients stay what they are."""
-    return run(spec, rank, process_set=ALONE)
+def process_set(spec, rank):
+    """Use a process set of rank 0 only. The gradients of rank 1 do not change."""
+    return last_averages(spec, rank, process_set=FIRST_RANK)
 
 
 @scenario
-def in_listed_groups(spec, rank):
+def listed_groups(spec, rank):
     named = parameters()
-    opt = distributed(named, gradzip.parse(spec), groups=[[named["w"], named["b"]]])
+    opt = distributed_optimizer(named, gradzip.parse(spec), groups=[[named["w"], named["b"]]])
     for step in range(STEPS):
         opt.zero_grad()
         backward(named, rank, step)
@@ -112,7 +118,7 @@ def in_listed_groups(spec, rank):
 @scenario
 def unused_on_one_rank(spec, rank):
     named = parameters()
-    opt = distributed(named, gradzip.parse(spec))
+    opt = distributed_optimizer(named, gradzip.parse(spec))
     for step in range(STEPS):
         opt.zero_grad()
         backward({n: p for n, p in named.items() if not (rank == 0 and n == "w")}, rank, step)
@@ -121,10 +127,10 @@ def unused_on_one_rank(spec, rank):
 
 
 @scenario
-def frozen_and_thawed(spec, rank):
-    """In the second step; the parameters after each step, and the last averages."""
+def frozen_in_one_step(spec, rank):
+    """Freeze two parameters in the second step. Return the parameters after each step, and the last averages."""
     named, after = parameters(), []
-    opt = distributed(named, gradzip.parse(spec))
+    opt = distributed_optimizer(named, gradzip.parse(spec))
     for step in range(STEPS):
         opt.zero_grad()
         for name in ("w", "b"):
@@ -137,9 +143,9 @@ def frozen_and_thawed(spec, rank):
 
 @scenario
 def clipped(spec, rank):
-    """The norm of all averages, and the parameters after a step of the norm 1."""
+    """Return the norm of all averages, and the parameters after a step clipped to a norm of 1."""
     named = parameters()
-    opt = distributed(named, gradzip.parse(spec))
+    opt = distributed_optimizer(named, gradzip.parse(spec))
     backward(named, rank, 0)
     opt.synchronize()
     norm = torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
@@ -148,8 +154,8 @@ def clipped(spec, rank):
     return norm, {name: p.detach().clone() for name, p in named.items()}
 
 
-def in_turns(pairs, opts, rank):
-    """Steps of several optimizers, each with parameters of its own: the last averages of each."""
+def alternate(pairs, opts, rank):
+    """Take steps with several optimizers in turns. Return the last averages of each."""
     for step in range(STEPS):
         for i, (named, opt) in enumerate(zip(pairs, opts)):
             opt.zero_grad()
@@ -160,40 +166,43 @@ def in_turns(pairs, opts, rank):
 
 @scenario
 def two_optimizers(spec, rank):
-    """A GAN's: one compressor, equal names, one of equal shape."""
+    """Share a compressor between two models, as in a GAN. Names are equal, and one shape."""
     compressor = gradzip.parse(spec)
     pairs = [parameters(), parameters({"w": (50, 60), "v": SHAPES["v"]})]
-    opts = [distributed(named, compressor) for named in pairs]
-    return in_turns(pairs, opts, rank)
+    opts = [distributed_optimizer(named, compressor) for named in pairs]
+    return alternate(pairs, opts, rank)
 
 
 @scenario
-def an_optimizer_made_anew(spec, rank):
-    """For the same parameters, after a step: it finds what was kept of them."""
+def recreated_optimizer(spec, rank):
+    """Create a new optimizer for the same parameters in each step. It finds their state."""
     named, compressor = parameters(), gradzip.parse(spec)
     for step in range(STEPS):
-        opt = distributed(named, compressor)
+        opt = distributed_optimizer(named, compressor)
         opt.zero_grad()
         backward(named, rank, step)
         opt.synchronize()
-        opt._grad_accs.clear()  # and with them its hooks: as when it is collected, but at once
+        opt._grad_accs.clear()  # removes its hooks now, as garbage collection does later
     return grads(named)
 
 
 @scenario
 def two_process_sets(spec, rank):
-    """One compressor: of rank 0 alone, and of all ranks. One of them has a part in both."""
+    """Share a compressor between an optimizer of rank 0 only and one of all ranks."""
     compressor = gradzip.parse(spec)
     pairs = [parameters(), parameters()]
-    opts = [distributed(pairs[0], compressor, process_set=ALONE), distributed(pairs[1], compressor)]
-    return in_turns(pairs, opts, rank)
+    opts = [
+        distributed_optimizer(pairs[0], compressor, process_set=FIRST_RANK),
+        distributed_optimizer(pairs[1], compressor),
+    ]
+    return alternate(pairs, opts, rank)
 
 
 @scenario
-def a_thread_for_each_device(spec, rank):
-    """As where a model is on two: its parts' hooks run side by side."""
+def backward_in_threads(spec, rank):
+    """Call hooks in several threads, as for a model on several devices."""
     named = parameters()
-    opt = distributed(named, gradzip.parse(spec))
+    opt = distributed_optimizer(named, gradzip.parse(spec))
     for step in range(STEPS):
         opt.zero_grad()
         with ThreadPoolExecutor(len(named)) as pool:
@@ -204,9 +213,9 @@ def a_thread_for_each_device(spec, rank):
 
 @scenario
 def loaded_on_one_rank(spec, rank):
-    """Rank 0 goes back to an optimizer's state in mid-training, and shares it, as Horovod's examples do."""
+    """Rank 0 loads an optimizer's state in mid-training and broadcasts it, as Horovod's examples do."""
     named = parameters()
-    opt = distributed(named, gradzip.parse(spec))
+    opt = distributed_optimizer(named, gradzip.parse(spec))
     for step in range(STEPS):
         if step == 1 and rank == 0:
             opt.load_state_dict(opt.state_dict())
@@ -218,16 +227,16 @@ def loaded_on_one_rank(spec, rank):
 
 
 @scenario
-def dropped_in_mid_step(spec, rank):
-    """What is under way when training begins anew, after an exception, say, is as if it had never been."""
+def step_dropped(spec, rank):
+    """Drop a step with pending operations, as after an exception. It changes no result."""
     named = parameters()
-    opt = distributed(named, gradzip.parse(spec))
+    opt = distributed_optimizer(named, gradzip.parse(spec))
     for step in range(STEPS):
         opt.zero_grad()
         if step == 1:
             backward(named, rank, 50)
             for handle in list(mpi_ops._handle_map):
-                hvd.synchronize(handle)  # their names are free again
+                hvd.synchronize(handle)  # the operations' names can be used again
             opt.load_state_dict(opt.state_dict())
             opt.zero_grad()
         backward(named, rank, step)
@@ -236,14 +245,14 @@ def dropped_in_mid_step(spec, rank):
 
 
 @scenario
-def copied(spec, rank):
-    """A model and its compressor, half-way: the copies go on as they would have."""
+def deep_copied(spec, rank):
+    """Continue with copies of the model and its compressor."""
     named, compressor = parameters(), gradzip.parse(spec)
-    opt = distributed(named, compressor)
+    opt = distributed_optimizer(named, compressor)
     for step in range(STEPS):
         if step == 1:
             named, compressor = copy.deepcopy((named, compressor))
-            opt = distributed(named, compressor)
+            opt = distributed_optimizer(named, compressor)
         opt.zero_grad()
         backward(named, rank, step)
         opt.synchronize()
@@ -251,10 +260,10 @@ def copied(spec, rank):
 
 
 @scenario
-def in_a_closure(spec, rank):
-    """step() synchronizes before it calls the closure, when there is nothing new to average."""
+def closure_step(spec, rank):
+    """Use a closure. step() synchronizes before it calls the closure, without new gradients."""
     named = parameters()
-    opt = distributed(named, gradzip.parse(spec))
+    opt = distributed_optimizer(named, gradzip.parse(spec))
     for step in range(2):
 
         def closure(step=step):
@@ -267,10 +276,10 @@ def in_a_closure(spec, rank):
 
 
 @scenario
-def stepped_early(spec, rank):
-    """After one of two backward passes, and then after both."""
+def early_step(spec, rank):
+    """Take one step after one of two backward passes, and one after both."""
     named = parameters()
-    opt = distributed(named, gradzip.parse(spec), backward_passes_per_step=2)
+    opt = distributed_optimizer(named, gradzip.parse(spec), backward_passes_per_step=2)
     backward(named, rank, 0)
     opt.step()
     opt.zero_grad()
@@ -281,38 +290,38 @@ def stepped_early(spec, rank):
 
 
 @scenario
-def in_one_buffer(spec, rank):
-    """Gradients that are views of one buffer stay so, and the averages are in it."""
+def gradients_in_one_buffer(spec, rank):
+    """Average gradients that are views of one buffer. Return the averages in it, and whether p.grad are still views."""
     named = parameters()
     buffer = torch.zeros(sum(p.numel() for p in named.values()))
     for p, view in zip(named.values(), buffer.split([p.numel() for p in named.values()])):
         p.grad = view.view_as(p)
-    kept = {name: p.grad for name, p in named.items()}
-    opt = distributed(named, gradzip.parse(spec))
+    views = {name: p.grad for name, p in named.items()}
+    opt = distributed_optimizer(named, gradzip.parse(spec))
     for step in range(STEPS):
         buffer.zero_()
         backward(named, rank, step)
         opt.synchronize()
     parts = buffer.split([p.numel() for p in named.values()])
     averages = {name: part.view_as(p).clone() for (name, p), part in zip(named.items(), parts)}
-    return averages, all(p.grad is kept[name] for name, p in named.items())
+    return averages, all(p.grad is views[name] for name, p in named.items())
 
 
 @scenario
-def one_after_the_other(spec, rank):
-    """Models and optimizers that come and go, one compressor: for how many parameters it keeps something after each."""
-    compressor, kept = gradzip.parse(spec), []
-    gc.freeze()  # what is there already need not be looked through again and again
+def recreated_models(spec, rank):
+    """Use one compressor for several models in turn. Return the number of states it keeps after each."""
+    compressor, counts = gradzip.parse(spec), []
+    gc.freeze()  # makes gc.collect() skip existing objects
     for _ in range(3):
         named = parameters()
-        opt = distributed(named, compressor)
+        opt = distributed_optimizer(named, compressor)
         backward(named, rank, 0)
         opt.step()
-        kept.append(sum(len(part.states) for part in getattr(compressor, "parts", [compressor])))
-        opt._grad_accs.clear()  # its hooks, and with them the circle that holds it
+        counts.append(sum(len(part.states) for part in getattr(compressor, "parts", [compressor])))
+        opt._grad_accs.clear()  # removes its hooks, which form a reference cycle with it
         del named, opt
         gc.collect()
-    return kept
+    return counts
 
 
 def message(function):
@@ -324,10 +333,10 @@ def message(function):
 
 
 @scenario
-def misused(spec, rank, compression=None):
-    """What Horovod's optimizer says, and goes on after."""
+def misuse(spec, rank, compression=None):
+    """Misuse Horovod's optimizer, and continue. Return its error messages and the parameters."""
     named = parameters()
-    opt = distributed(named, compression or gradzip.parse(spec))
+    opt = distributed_optimizer(named, compression or gradzip.parse(spec))
     backward(named, rank, 0)
     messages = [message(opt.zero_grad), message(lambda: backward(named, rank, 1))]
     opt.synchronize()
@@ -338,30 +347,33 @@ def misused(spec, rank, compression=None):
 
 
 @scenario
-def refused(spec, rank):
-    """What is no instance, and gradients that are no real numbers: in the backward pass, and nothing waits for it."""
+def unsupported_gradients(spec, rank):
+    """Return the errors of the backward pass for a class as compressor, and for complex gradients."""
     named = parameters({"z": (48, 48)})
-    opt = distributed(named, type(gradzip.parse(spec)))
-    of_class = message(lambda: backward(named, rank, 0))
+    opt = distributed_optimizer(named, type(gradzip.parse(spec)))
+    class_error = message(lambda: backward(named, rank, 0))
     opt._grad_accs.clear()
     named = {"z": torch.nn.Parameter(torch.zeros(48, 48, dtype=torch.complex64))}
-    distributed(named, gradzip.parse(spec))
-    return of_class, message(lambda: named["z"].real.sum().backward())
+    distributed_optimizer(named, gradzip.parse(spec))
+    return class_error, message(lambda: named["z"].real.sum().backward())
 
 
 def table_gradient(rank, step):
-    """(indices, what they are multiplied by)"""
+    """Return the indices of the table's rows in use, and the gradients of these rows."""
     return torch.tensor([rank, 5, 199, 5]), gradient("table", rank, step, (4, 16))
 
 
 @scenario
 def sparse(spec, rank):
-    """An embedding's sparse gradients and a dense one: the averages, made dense and not, and the dense bytes seen."""
+    """Average an embedding's sparse gradients and a dense one, with and without `sparse_as_dense`.
+
+    Returns for each: the averages, whether the embedding's gradient is sparse, and the number of dense bytes counted.
+    """
     results = []
     for as_dense in (True, False):
         named = {"table": torch.nn.Parameter(torch.zeros(200, 16)), **parameters({"w": SHAPES["w"]})}
         compressor = gradzip.parse(spec)
-        opt = distributed(named, compressor, sparse_as_dense=as_dense)
+        opt = distributed_optimizer(named, compressor, sparse_as_dense=as_dense)
         for step in range(STEPS):
             opt.zero_grad()
             indices, factors = table_gradient(rank, step)
@@ -375,17 +387,17 @@ def sparse(spec, rank):
 
 @scenario
 def loss_scaled(spec, rank):
-    """With GradScaler: scales, parameters and states after every step, and the last averages, unscaled."""
+    """Use GradScaler. Return scales, parameters and states after each step, and the last averages, unscaled."""
     named = parameters()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     compressor = gradzip.parse(spec).follow(scaler)
-    opt = distributed(named, compressor)
+    opt = distributed_optimizer(named, compressor)
     scales, after, states = [], [], []
     for step in range(AMP_STEPS):
         opt.zero_grad()
         scales.append(scaler.get_scale())
-        spoilt = ["v"] if step == OVERFLOWS and rank == hvd.size() - 1 else []
-        backward(named, rank, step, scaler.scale, spoilt)
+        non_finite = ["v"] if step == OVERFLOWS and rank == hvd.size() - 1 else []
+        backward(named, rank, step, scaler.scale, non_finite)
         opt.synchronize()
         scaler.unscale_(opt)
         with opt.skip_synchronize():
@@ -398,14 +410,16 @@ def loss_scaled(spec, rank):
 
 @scenario
 def autocast(spec, rank):
-    """A network under bfloat16 autocast, the backward pass and all: this rank's own gradients in every step, and the
-    last averages."""
+    """Train a network under bfloat16 autocast, including the backward pass.
+
+    Returns this rank's gradients of each step, and the last averages.
+    """
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.ReLU(), torch.nn.Linear(64, 48))
     named, own = dict(network.named_parameters()), []
     for name, p in named.items():
         p.register_hook(lambda grad, name=name: own[-1].__setitem__(name, grad.clone()))
-    opt = distributed(named, gradzip.parse(spec))
+    opt = distributed_optimizer(named, gradzip.parse(spec))
     for step in range(STEPS):
         own.append({})
         opt.zero_grad()
@@ -417,10 +431,10 @@ def autocast(spec, rank):
 
 def main():
     folder, *names = sys.argv[1:]
-    hvd.init(process_sets=[ALONE] if int(os.environ.get("HOROVOD_SIZE", 1)) > 1 else [])
+    hvd.init(process_sets=[FIRST_RANK] if int(os.environ.get("HOROVOD_SIZE", 1)) > 1 else [])
     torch.set_num_threads(1)
     results = {name: SCENARIOS[name](hvd.rank()) for name in names or SCENARIOS}
-    results["stock_misused"] = misused(None, hvd.rank(), hvd.Compression.none)
+    results["stock_misuse"] = misuse(None, hvd.rank(), hvd.Compression.none)
     torch.save(results, Path(folder) / f"{hvd.rank()}.pt")
 
 
