@@ -1,5 +1,8 @@
-"""Scenarios that tests/test_ddp_contract.py runs under a real torchrun, with every registered method:
-`ddp_contract_worker.py FOLDER [NAME ...]`. Each returns what is left in gradients, parameters or states, by method."""
+"""Scenarios for tests/test_ddp_contract.py, run by torchrun: `ddp_contract_worker.py FOLDER [NAME ...]`.
+
+Each scenario runs with every registered method. It returns averages, read from the gradients, parameters or states, by
+method.
+"""
 
 import contextlib
 import copy
@@ -19,8 +22,8 @@ import gradzip
 from contract import AMP_STEPS, OVERFLOWS, SHAPES, SPECS, STEPS, gradient
 
 SHAPES = {**SHAPES, "u": (40, 60)}
-SECOND = {"w": (50, 60), "v": SHAPES["v"]}  # of another model, with equal names
-CAP = 5000  # elements: DDP rebuilds its buckets after the first step, one becomes two, of which one holds two matrices
+SECOND_SHAPES = {"w": (50, 60), "v": SHAPES["v"]}  # of a second model with equal names
+BUCKET_CAP = 5000  # elements. After the first step, DDP rebuilds its one bucket as two; one of them has two matrices.
 SCENARIOS = {}
 
 
@@ -30,7 +33,7 @@ def scenario(function):
 
 
 class Model(torch.nn.Module):
-    """Parameters whose gradients are what `forward` is given."""
+    """A model whose gradients are the argument of `forward`."""
 
     def __init__(self, shapes=SHAPES, dtype=torch.float32):
         super().__init__()
@@ -42,7 +45,7 @@ class Model(torch.nn.Module):
 
 
 def network():
-    """A real one: a convolution and two dense layers, one of them too small to be compressed."""
+    """Return a network with a convolution and two dense layers, one of them too small to be compressed."""
     torch.manual_seed(0)
     layers = OrderedDict(
         v=torch.nn.Conv2d(8, 32, 3, padding=1), relu=torch.nn.ReLU(), flatten=torch.nn.Flatten(),
@@ -52,37 +55,37 @@ def network():
 
 
 class Job:
-    """A model under DDP, its optimizer, and which parameters shared a bucket in each step."""
+    """A model under DDP and its optimizer. `buckets` has the parameter names of each bucket in each step."""
 
     def __init__(self, compressor, model=None, state=None):
         self.compressor = compressor
         self.model = Model() if model is None else model
         self.named = dict(self.model.named_parameters())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-        cap_mb = CAP * next(self.model.parameters()).element_size() / 2**20
+        cap_mb = BUCKET_CAP * next(self.model.parameters()).element_size() / 2**20
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=cap_mb)
         self.buckets = buckets = []
         names = {p: name for name, p in self.named.items()}
         self.state = state or gradzip.ddp.HookState(compressor, named_parameters=self.named.items())
 
-        def noting(state, bucket):  # knows nothing of `self`: a model that its own hook holds would never go
+        def recording_hook(state, bucket):  # no reference to `self`: a cycle would keep the DDP model alive
             if bucket.index() == 0:
                 buckets.append([])
             buckets[-1].append([names[p] for p in bucket.parameters()])
             return gradzip.ddp.hook(state, bucket)
 
-        self.ddp.register_comm_hook(self.state, noting)
+        self.ddp.register_comm_hook(self.state, recording_hook)
 
-    def loss(self, rank, step, spoilt=()):
+    def loss(self, rank, step, non_finite=()):
         gradients = {}
         for name, p in self.named.items():
             gradients[name] = gradient(name, rank, step, p.shape).to(p.dtype)
-            if name in spoilt:
+            if name in non_finite:
                 gradients[name][-1] = float("inf")
         return self.ddp(gradients)
 
     def step(self, rank, step):
-        """The averages of one step."""
+        """Return the averages of one step."""
         self.optimizer.zero_grad()
         self.loss(rank, step).backward()
         return self.averages()
@@ -94,7 +97,7 @@ class Job:
         return {name: p.detach().clone() for name, p in self.named.items()}
 
 
-def through_a_file(saved):
+def through_file(saved):
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)
@@ -103,20 +106,20 @@ def through_a_file(saved):
 
 @scenario
 def checkpointed(spec, rank):
-    """Ten steps, and as many with a checkpoint after five: a file of each rank's, and one of all ranks'."""
+    """Take ten steps without a checkpoint, with one per rank after five steps, and with a merged one of all ranks."""
     runs = []
-    for how in ("none", "of_each_rank", "merged"):
+    for mode in ("none", "of_each_rank", "merged"):
         job, averages, buckets = Job(gradzip.parse(spec)), [], []
         for step in range(10):
-            if step == 5 and how != "none":
+            if step == 5 and mode != "none":
                 saved = job.compressor.state_dict()
-                if how == "merged":
-                    everyones = [None] * dist.get_world_size()
-                    dist.all_gather_object(everyones, saved)
-                    merged = through_a_file(gradzip.checkpoint.merge(everyones))
+                if mode == "merged":
+                    gathered = [None] * dist.get_world_size()
+                    dist.all_gather_object(gathered, saved)
+                    merged = through_file(gradzip.checkpoint.merge(gathered))
                     saved = gradzip.checkpoint.shard(merged, rank, dist.get_world_size())
                 job = Job(gradzip.parse(spec))
-                job.compressor.load_state_dict(through_a_file(saved))
+                job.compressor.load_state_dict(through_file(saved))
             averages.append(job.step(rank, step))
             buckets.append(job.buckets[-1])
         runs.append((averages, buckets))
@@ -124,8 +127,8 @@ def checkpointed(spec, rank):
 
 
 @scenario
-def in_half_precision(spec, rank):
-    """Parameters, and with them buckets, of 16 bits."""
+def half_precision(spec, rank):
+    """Use parameters, and therefore buckets, of 16 bits."""
     results = []
     for dtype in (torch.bfloat16, torch.float16):
         job = Job(gradzip.parse(spec), Model(dtype=dtype))
@@ -135,7 +138,7 @@ def in_half_precision(spec, rank):
 
 @scenario
 def accumulated(spec, rank):
-    """Two backward passes for every step, the first without DDP."""
+    """Take two backward passes per step, the first under no_sync()."""
     job, averages = Job(gradzip.parse(spec)), []
     for step in range(STEPS):
         job.optimizer.zero_grad()
@@ -148,7 +151,7 @@ def accumulated(spec, rank):
 
 @scenario
 def clipped(spec, rank):
-    """The norm of all averages, and the parameters after a step of the norm 1."""
+    """Return the norm of all averages, and the parameters after a step clipped to a norm of 1."""
     job = Job(gradzip.parse(spec))
     averages = job.step(rank, 0)
     norm = torch.nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
@@ -158,16 +161,16 @@ def clipped(spec, rank):
 
 @scenario
 def two_models(spec, rank):
-    """A GAN's: one compressor, equal names, one of equal shape, in turns."""
+    """Share a compressor between two models in turns, as in a GAN. Names are equal, and one shape."""
     compressor = gradzip.parse(spec)
-    jobs = [Job(compressor), Job(compressor, Model(SECOND))]
+    jobs = [Job(compressor), Job(compressor, Model(SECOND_SHAPES))]
     averages = [[job.step(rank, 100 * i + step) for i, job in enumerate(jobs)] for step in range(STEPS)]
     return [(list(of_job), job.buckets) for of_job, job in zip(zip(*averages), jobs)]
 
 
 @scenario
-def wrapped_anew(spec, rank):
-    """In another DDP model after two steps and a backward pass that fails: with a new HookState, and with the same."""
+def rewrapped(spec, rank):
+    """Wrap a model in DDP again after two steps and a failed backward pass, with a new HookState and with the same."""
     results = []
     for keep in (False, True):
         compressor, model = gradzip.parse(spec), Model()
@@ -178,9 +181,9 @@ def wrapped_anew(spec, rank):
                 with contextlib.suppress(ZeroDivisionError):
                     job.step(rank, step)
                 failing.remove()
-                assert len(job.buckets.pop()) == 1  # has begun to travel
+                assert len(job.buckets.pop()) == 1  # one bucket has been sent
                 state = job.state if keep else None
-                del job  # and with it the hooks of a DDP model that still waits for its gradients
+                del job  # removes the hooks of the old DDP model, which still waits for gradients
                 gc.collect()
                 job = Job(compressor, model, state)
             averages.append(job.step(rank, step))
@@ -205,14 +208,14 @@ def backward_within_autocast(spec, rank):
 
 
 def scaled_steps(job, rank, backward):
-    """What there is to see of steps with a GradScaler: scales; averages, unscaled; parameters and states after them."""
+    """Take steps with a GradScaler. Return scales, unscaled averages, buckets, parameters and states of each step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     job.compressor.follow(scaler)
     scales, averages, parameters, states = [], [], [], []
     for step in range(AMP_STEPS):
         scales.append(scaler.get_scale())
         job.optimizer.zero_grad()
-        backward(scaler, step, spoilt=step == OVERFLOWS and rank == dist.get_world_size() - 1)
+        backward(scaler, step, non_finite=step == OVERFLOWS and rank == dist.get_world_size() - 1)
         scaler.unscale_(job.optimizer)
         averages.append(job.averages())
         scaler.step(job.optimizer)
@@ -224,13 +227,13 @@ def scaled_steps(job, rank, backward):
 
 @scenario
 def loss_scaled(spec, rank):
-    """Given gradients, one of them infinite on one rank in one step; in buckets of float32, and of bfloat16."""
+    """Use given gradients, one of them infinite on one rank in one step, in float32 and in bfloat16."""
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         job = Job(gradzip.parse(spec), Model(dtype=dtype))
 
-        def backward(scaler, step, spoilt, job=job):
-            scaler.scale(job.loss(rank, step, ["v"] if spoilt else [])).backward()
+        def backward(scaler, step, non_finite, job=job):
+            scaler.scale(job.loss(rank, step, ["v"] if non_finite else [])).backward()
 
         results.append(scaled_steps(job, rank, backward))
     return results
@@ -238,23 +241,27 @@ def loss_scaled(spec, rank):
 
 @scenario
 def autocast(spec, rank):
-    """A network under autocast, with a GradScaler; where it is to overflow, inputs are large. First, this rank's own
-    gradients, unscaled."""
+    """Train a network under autocast with a GradScaler. Large inputs make it overflow.
+
+    Returns this rank's unscaled gradients, and the results of `scaled_steps`.
+    """
     results = []
     for dtype in (torch.float16, torch.bfloat16):
-        job, own = Job(gradzip.parse(spec), network()), []
+        job, own_gradients = Job(gradzip.parse(spec), network()), []
         for name, p in job.named.items():
-            p.register_hook(lambda grad, own=own, name=name: own[-1].__setitem__(name, grad.clone()))
+            p.register_hook(
+                lambda grad, own_gradients=own_gradients, name=name: own_gradients[-1].__setitem__(name, grad.clone())
+            )
 
-        def backward(scaler, step, spoilt, job=job, own=own, dtype=dtype):
-            own.append({})
-            x = gradient("x", rank, step, (16, 8, 4, 4)) * (1e30 if spoilt else 1.0)
+        def backward(scaler, step, non_finite, job=job, own_gradients=own_gradients, dtype=dtype):
+            own_gradients.append({})
+            x = gradient("x", rank, step, (16, 8, 4, 4)) * (1e30 if non_finite else 1.0)
             with torch.autocast("cpu", dtype):
                 loss = job.ddp(x).float().square().mean()
             scaler.scale(loss).backward()
-            own[-1] = {name: grad / scaler.get_scale() for name, grad in own[-1].items()}
+            own_gradients[-1] = {name: grad / scaler.get_scale() for name, grad in own_gradients[-1].items()}
 
-        results.append((own, scaled_steps(job, rank, backward)))
+        results.append((own_gradients, scaled_steps(job, rank, backward)))
     return results
 
 
@@ -267,7 +274,7 @@ def main():
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # at once: a thread of torch's that lets go of a Python object too late would abort the process
+    os._exit(0)  # skips finalization: a torch thread that releases a Python object too late would abort the process
 
 
 if __name__ == "__main__":
