@@ -1,7 +1,7 @@
-"""gradzip.ops and FFTRange have the same bits on CUDA as on the CPU.
+"""gradzip.ops and the methods have the same bits on CUDA as on the CPU.
 
-Each test runs twice: on a CUDA device, where there is one, and with the same launchers compiled for the CPU (see
-tests/simt), so that all but the device itself is tested everywhere.
+Each test runs twice: on a CUDA device, if there is one, and with the same launchers compiled for the CPU (see
+tests/simt), so that everything except the device is tested on every machine.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class OnDevice:
         self.context = context
 
     def __call__(self, function, *arguments, **keywords):
-        """The function's result on the device, copied to the CPU."""
+        """Call the function on the device. Return its result on the CPU."""
         with self.context():
             return self.back(function(*map(self.move, arguments), **{k: self.move(v) for k, v in keywords.items()}))
 
@@ -62,7 +62,7 @@ def on_device(request, monkeypatch):
     module = types.SimpleNamespace(cuda=request.getfixturevalue("simt_module"), cuda_built=True)
 
     @contextlib.contextmanager
-    def pretend():
+    def simulated_device():
         with monkeypatch.context() as patch:
             patch.setattr(native, "kernels", lambda: module)
             patch.setattr(native, "on_cuda", lambda x: True)
@@ -70,13 +70,13 @@ def on_device(request, monkeypatch):
             patch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
             yield
 
-    return OnDevice("cpu", pretend)
+    return OnDevice("cpu", simulated_device)
 
 
-def same(got, expected):
-    """Bit for bit: NaN is itself, and -0 is not 0."""
+def bits_equal(got, expected):
+    """Return whether results are equal bit for bit. NaNs with the same bits are equal; -0 and 0 are not."""
     if isinstance(expected, tuple):
-        return len(got) == len(expected) and all(map(same, got, expected))
+        return len(got) == len(expected) and all(map(bits_equal, got, expected))
     if not isinstance(expected, torch.Tensor):
         return got == expected or (got != got and expected != expected)
     return (
@@ -87,7 +87,7 @@ def same(got, expected):
 
 
 def inputs(n):
-    """Gradients of n elements: dense, with ties, mostly zero, and a view that is not aligned to 16 bytes."""
+    """Yield gradients of n elements: dense, with ties, mostly zero, and a view that is not aligned to 16 bytes."""
     yield torch.randn(n)
     yield torch.randint(-2, 3, (n,)).float()
     yield torch.randn(n) * (torch.rand(n) < 0.02)
@@ -97,10 +97,10 @@ def inputs(n):
 @pytest.mark.parametrize("n", SIZES)
 def test_selection_and_packing(on_device, n):
     for x in inputs(n):
-        assert same(on_device(ops.abs_max, x), ops.abs_max(x))
-        assert same(on_device(ops.compact, x, 0.5), ops.compact(x, 0.5))
+        assert bits_equal(on_device(ops.abs_max, x), ops.abs_max(x))
+        assert bits_equal(on_device(ops.compact, x, 0.5), ops.compact(x, 0.5))
         values, bits = ops.compact(x, 0.5)
-        assert same(on_device(ops.expand, values, bits, n), ops.expand(values, bits, n))
+        assert bits_equal(on_device(ops.expand, values, bits, n), ops.expand(values, bits, n))
         if n == 0:
             continue
         if len(values):
@@ -109,24 +109,24 @@ def test_selection_and_packing(on_device, n):
         for k in {1, math.ceil(n / 7), n}:
             selection = ops.select(x, k)
             bits = ops.bitmap(x, selection)
-            assert same(on_device(ops.select, x, k), selection)
-            assert same(on_device(ops.select_threshold, x, k), ops.select_threshold(x, k))
-            assert same(on_device(ops.bitmap, x, selection), bits)
+            assert bits_equal(on_device(ops.select, x, k), selection)
+            assert bits_equal(on_device(ops.select_threshold, x, k), ops.select_threshold(x, k))
+            assert bits_equal(on_device(ops.bitmap, x, selection), bits)
             for items in (x, torch.complex(x, -x)):
-                assert same(on_device(ops.compact_values, items, bits, k), ops.compact_values(items, bits, k))
+                assert bits_equal(on_device(ops.compact_values, items, bits, k), ops.compact_values(items, bits, k))
 
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("bits", [2, 7, 10, 16])
-def test_numbers_and_bit_streams(on_device, n, bits):
+def test_range_float_and_bit_streams(on_device, n, bits):
     for x in inputs(n):
         for mantissa, limits in ((None, None), (2, None), (None, (-1.0, 0.5))):
             number = ops.RangeFloat.fit(x, bits, mantissa, limits)
             fitted = on_device(lambda *arguments: ops.RangeFloat.fit(*arguments)._words, x, bits, mantissa, limits)
-            assert same(fitted, number._words)
+            assert bits_equal(fitted, number._words)
             for key in (None, 12345):
                 codes = number.encode(x, key)
-                assert same(on_device(number.encode, x, key), codes)
+                assert bits_equal(on_device(number.encode, x, key), codes)
                 packed = ops.pack_bits(codes, bits)
                 out = torch.empty_like(packed)
                 outside = number.encode_packed(x, out, key)
@@ -137,10 +137,10 @@ def test_numbers_and_bit_streams(on_device, n, bits):
                     number.encode_packed(y, buffer, key)
                     return buffer
 
-                assert same(on_device(pack, x), packed) and same(out, packed)
-            assert same(on_device(ops.pack_bits, codes, bits), packed)
-            assert same(on_device(ops.unpack_bits, packed, bits, n), codes)
-            assert same(on_device(number.decode, codes), number.decode(codes))
+                assert bits_equal(on_device(pack, x), packed) and bits_equal(out, packed)
+            assert bits_equal(on_device(ops.pack_bits, codes, bits), packed)
+            assert bits_equal(on_device(ops.unpack_bits, packed, bits, n), codes)
+            assert bits_equal(on_device(number.decode, codes), number.decode(codes))
     if n:
         with pytest.raises(ValueError, match="got a code above"):
             on_device(number.decode, torch.full((n,), number.positive + number.negative + 1, dtype=torch.int32))
@@ -152,54 +152,54 @@ def test_spectra(on_device, shape):
     spectrum = torch.fft.rfft(torch.randn(shape), norm="ortho")
     for amax in (2.5, torch.tensor([2.5])):
         expected = ops.spectrum_power(spectrum, length, 2.5)
-        assert same(on_device(ops.spectrum_power, spectrum, length, amax), expected)
+        assert bits_equal(on_device(ops.spectrum_power, spectrum, length, amax), expected)
     k = max(1, spectrum.numel() // 5)
     number = ops.RangeFloat(9, 4, -2.0, 3.0)
     bits = ops.bitmap(expected, ops.select(expected, k))
     packed = ops.pack_bits(torch.randint(0, 400, (2 * k,), dtype=torch.int32), 9)
 
-    def add(bitmap, packed, spectrum, count):
+    def decode_add(bitmap, packed, spectrum, count):
         total = spectrum.clone()
         ops.spectrum_decode_add(total, bitmap, packed[: ops.packed_nbytes(2 * count, 9)], count, number, 0.25)
         return total
 
-    assert same(on_device(add, bits, packed, spectrum, k), add(bits, packed, spectrum, k))
-    assert on_device(add, bits, packed, spectrum, k - 1).isnan().all()
+    assert bits_equal(on_device(decode_add, bits, packed, spectrum, k), decode_add(bits, packed, spectrum, k))
+    assert on_device(decode_add, bits, packed, spectrum, k - 1).isnan().all()
 
 
 @pytest.mark.parametrize("n", SIZES)
 def test_sparse_indices(on_device, n):
     for x in inputs(n):
         for k in {0, 1, math.ceil(n / 7), n} & set(range(n + 1)):
-            found = ops.topk_abs(x, k)
-            assert same(on_device(ops.topk_abs, x, k), found)
-            indices, values = found
+            topk = ops.topk_abs(x, k)
+            assert bits_equal(on_device(ops.topk_abs, x, k), topk)
+            indices, values = topk
             stream = ops.index_code_encode(indices, n)
-            assert same(on_device(ops.index_code_encode, indices, n), stream)
+            assert bits_equal(on_device(ops.index_code_encode, indices, n), stream)
             assert on_device(ops.index_code_nbytes, indices, n) == stream.numel()
             bits = ops.bitmap(x, ops.select(x, k)) if k else torch.zeros(ops.bitmap_nbytes(n), dtype=torch.uint8)
-            assert same(on_device(ops.bitmap_indices, bits, n, k), indices)
-            assert same(on_device(ops.index_code_encode, bits, n), stream)
-            assert same(on_device(ops.index_code_decode, stream, n), indices)
+            assert bits_equal(on_device(ops.bitmap_indices, bits, n, k), indices)
+            assert bits_equal(on_device(ops.index_code_encode, bits, n), stream)
+            assert bits_equal(on_device(ops.index_code_decode, stream, n), indices)
 
             def encode_into(indices, out):
                 return ops.index_code_encode(indices, n, out)
 
-            assert same(on_device(encode_into, indices, torch.empty_like(stream)), stream)
+            assert bits_equal(on_device(encode_into, indices, torch.empty_like(stream)), stream)
 
-            def add(stream, values, out):
+            def decode_add(stream, values, out):
                 total = out.clone()
                 ops.index_code_decode_add(stream, values, total, 0.3)
                 return total
 
             out = torch.randn(n)
-            assert same(on_device(add, stream, values, out), add(stream, values, out))
+            assert bits_equal(on_device(decode_add, stream, values, out), decode_add(stream, values, out))
             if n and k:
-                spoilt = stream.clone()
-                spoilt[4] ^= 1
-                assert on_device(add, spoilt, values, out).isnan().all()
+                damaged = stream.clone()
+                damaged[4] ^= 1
+                assert on_device(decode_add, damaged, values, out).isnan().all()
                 with pytest.raises(gradzip.PayloadError):
-                    on_device(ops.index_code_decode, spoilt, n)
+                    on_device(ops.index_code_decode, damaged, n)
         if n:
             with pytest.raises(ValueError, match="not strictly ascending"):
                 on_device(ops.index_code_encode, torch.tensor([n], dtype=torch.int32), n)
@@ -211,7 +211,7 @@ def test_select_sampled(on_device, n):
         for k in {1, math.ceil(n / 100), math.ceil(n / 7), n}:
             selection, count = ops.select_sampled(x, k, 99)
             got, found = on_device(ops.select_sampled, x, k, 99)
-            assert found == count and same(got[:4], selection[:4]) and same(got[8:], selection[8:])
+            assert found == count and bits_equal(got[:4], selection[:4]) and bits_equal(got[8:], selection[8:])
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 16, 32, 65])
@@ -226,17 +226,17 @@ def test_low_rank_passes(on_device, shape, rank):
         second = ops.low_rank_project(m, None, p, transpose=True)
         results = [first, second, e, ops.low_rank_expand(p, q)]
         for sent_p in (p, sent):
-            gradient, kept = e.clone(), torch.empty_like(e)
-            ops.low_rank_apply_average(gradient, kept, sent_p, q, p, q)
-            results += [gradient, kept]
-        less = e.clone()
-        ops.low_rank_subtract(less, p, q)
-        return (*results, less)
+            gradient, residual_out = e.clone(), torch.empty_like(e)
+            ops.low_rank_apply_average(gradient, residual_out, sent_p, q, p, q)
+            results += [gradient, residual_out]
+        difference = e.clone()
+        ops.low_rank_subtract(difference, p, q)
+        return (*results, difference)
 
     got, expected = on_device(passes, m, residual, p, q, sent), passes(m, residual, p, q, sent)
-    assert same(got[2:], expected[2:])
-    for mine, wanted in zip(got[:2], expected[:2]):  # sums of several hundred products, in another order
-        assert torch.allclose(mine, wanted, rtol=1e-5, atol=1e-4)
+    assert bits_equal(got[2:], expected[2:])
+    for got_sum, expected_sum in zip(got[:2], expected[:2]):  # sums of several hundred products, added in another order
+        assert torch.allclose(got_sum, expected_sum, rtol=1e-5, atol=1e-4)
 
 
 def test_orthogonalize(on_device):
@@ -252,9 +252,9 @@ def test_orthogonalize(on_device):
         return tuple(copies)
 
     got = on_device(orthogonalized, *matrices)
-    for i, (mine, wanted) in enumerate(zip(got, expected)):
-        assert torch.allclose(mine, wanted, atol=1e-6), shapes[i : i + 1]
-    assert same(got[:6], tuple(expected[:6]))
+    for i, (got_matrix, expected_matrix) in enumerate(zip(got, expected)):
+        assert torch.allclose(got_matrix, expected_matrix, atol=1e-6), shapes[i : i + 1]
+    assert bits_equal(got[:6], tuple(expected[:6]))
 
 
 @pytest.mark.parametrize("n", [*SIZES, 40000])
@@ -263,20 +263,22 @@ def test_atom_probabilities(on_device, n):
         for budget in (0.5, 3, n / 7 + 0.25, n + 1):
             for atoms in (x, x.double()):
                 expected = ops.atom_probabilities(atoms, budget)
-                assert same(on_device(ops.atom_probabilities, atoms, budget), expected)
+                assert bits_equal(on_device(ops.atom_probabilities, atoms, budget), expected)
     falling = 0.9 ** torch.arange(n, dtype=torch.float64)
-    assert same(on_device(ops.atom_probabilities, falling, 40 + n / 2), ops.atom_probabilities(falling, 40 + n / 2))
-    for spoilt in (math.nan, -math.inf):
-        atoms = torch.cat([x, torch.tensor([spoilt])])
+    assert bits_equal(
+        on_device(ops.atom_probabilities, falling, 40 + n / 2), ops.atom_probabilities(falling, 40 + n / 2)
+    )
+    for bad in (math.nan, -math.inf):
+        atoms = torch.cat([x, torch.tensor([bad])])
         assert on_device(ops.atom_probabilities, atoms, 3).isnan().all()
 
 
 @pytest.mark.parametrize("n", [*SIZES, 40000])
-def test_draws(on_device, n):
+def test_random_draws(on_device, n):
     for key, p in enumerate(inputs(n)):
-        assert same(on_device(ops.bernoulli, p, key), ops.bernoulli(p, key))
+        assert bits_equal(on_device(ops.bernoulli, p, key), ops.bernoulli(p, key))
     for k in {0, 1, math.ceil(n / 7), n} & set(range(n + 1)):
-        assert same(on_device(ops.random_indices, n, k, 7, on_device.device), ops.random_indices(n, k, 7))
+        assert bits_equal(on_device(ops.random_indices, n, k, 7, on_device.device), ops.random_indices(n, k, 7))
 
 
 @pytest.mark.parametrize("n", [*SIZES, 40000])
@@ -284,9 +286,9 @@ def test_draws(on_device, n):
 def test_bucket_norms(on_device, n, norm):
     for x in inputs(n):
         for bucket in (None, 100, 9000):
-            assert same(on_device(ops.bucket_norms, x, bucket, norm), ops.bucket_norms(x, bucket, norm))
+            assert bits_equal(on_device(ops.bucket_norms, x, bucket, norm), ops.bucket_norms(x, bucket, norm))
     x[n // 2 :][:2] = torch.tensor([math.nan, -math.inf])[: n - n // 2]
-    assert same(on_device(ops.bucket_norms, x, None, norm), ops.bucket_norms(x, None, norm))
+    assert bits_equal(on_device(ops.bucket_norms, x, None, norm), ops.bucket_norms(x, None, norm))
 
 
 def test_two_devices_in_one_call_are_refused():
@@ -307,27 +309,27 @@ METHODS = [
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_fft_range_payloads(on_device, method):
-    """Payloads sealed on the device equal the CPU's; only the library's transform may differ."""
+    """Payloads from the simulated device equal the CPU's. On a real one, the library's FFT may round differently."""
     for shape in ((40, 50), (33, 31)):
         grad = torch.randn(shape)
         key = Key(0, 3, "w", 1)
         expected = method.clone()
-        mine = method.clone()
-        payload = on_device(mine.encode, grad, key)
+        device_method = method.clone()
+        payload = on_device(device_method.encode, grad, key)
         wanted = expected.encode(grad, key)
         opened = ops.open_payload(payload, method=method.number, digest=method.digest, numel=grad.numel())
         assert opened.flags == 0 and payload.numel() == wanted.numel()
         if on_device.device.type == "cpu":
-            assert same(payload, wanted) and int(mine.clamped) == expected.clamped
-            got = on_device(mine.decode, [payload, payload], grad.numel())
-            assert same(got, expected.decode([payload, payload], grad.numel()))
-        spoilt = grad.clone()
-        spoilt[3, 4] = math.inf
-        assert on_device(lambda g, m, k: m.decode([m.encode(g, k)], g.numel()), spoilt, mine, key).isnan().all()
+            assert bits_equal(payload, wanted) and int(device_method.clamped) == expected.clamped
+            got = on_device(device_method.decode, [payload, payload], grad.numel())
+            assert bits_equal(got, expected.decode([payload, payload], grad.numel()))
+        bad = grad.clone()
+        bad[3, 4] = math.inf
+        assert on_device(lambda g, m, k: m.decode([m.encode(g, k)], g.numel()), bad, device_method, key).isnan().all()
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_group_on_the_device(on_device, size):
+def test_group_on_the_device(on_device, size):
     grads = [torch.randn(60, 70) for _ in range(size)]
     groups = [gradzip.LocalGroup(gradzip.FFTRange(error_feedback=True), size) for _ in range(2)]
     for _ in range(3):
@@ -336,10 +338,10 @@ def test_a_group_on_the_device(on_device, size):
         expected = groups[1].average(grads, "w")
         for average, wanted in zip(got, expected):
             assert average.device.type == on_device.device.type
-            # The device's transform rounds differently, so bins at the threshold may be exchanged.
+            # The device's FFT rounds differently, so other bins near the threshold may be selected.
             assert torch.allclose(average.cpu(), wanted, atol=0.2)
             if on_device.device.type == "cpu":
-                assert same(average, wanted)
+                assert bits_equal(average, wanted)
 
 
 CODECS = [
@@ -351,22 +353,22 @@ CODECS = [
 
 @pytest.mark.parametrize("spec", CODECS)
 def test_payloads_of_other_codecs(on_device, spec):
-    here, there = gradzip.parse(spec), gradzip.parse(spec)
+    cpu_method, device_method = gradzip.parse(spec), gradzip.parse(spec)
     for shape in ((40, 50), (8, 6, 3, 3)):
         grad, key = torch.randn(shape), Key(0, 3, "w", 1)
-        payload = here.encode(grad, key)
-        expected = here.decode([payload, payload], grad.numel()).clone()
-        decoded = on_device(lambda p, numel: there.decode([p, p], numel).clone(), payload, grad.numel())
-        again = on_device(round_trip, there, grad, key)
-        from_library = spec.startswith("atomo") and "entry" not in spec
-        if on_device.device.type == "cpu" or not from_library:
-            assert same(on_device(there.encode, grad, key), payload) and same(decoded, expected)
-        else:  # the library's decomposition may round differently or flip signs
+        payload = cpu_method.encode(grad, key)
+        expected = cpu_method.decode([payload, payload], grad.numel()).clone()
+        decoded = on_device(lambda p, numel: device_method.decode([p, p], numel).clone(), payload, grad.numel())
+        round_tripped = on_device(round_trip, device_method, grad, key)
+        uses_svd_or_fft = spec.startswith("atomo") and "entry" not in spec
+        if on_device.device.type == "cpu" or not uses_svd_or_fft:
+            assert bits_equal(on_device(device_method.encode, grad, key), payload) and bits_equal(decoded, expected)
+        else:  # the library's SVD or FFT may round differently or flip signs
             assert torch.allclose(decoded, expected, atol=1e-5)
-        assert again.isfinite().all()
-        spoilt = grad.clone()
-        spoilt[3, 4] = math.inf
-        assert on_device(round_trip, there, spoilt, key).isnan().all()
+        assert round_tripped.isfinite().all()
+        non_finite = grad.clone()
+        non_finite[3, 4] = math.inf
+        assert on_device(round_trip, device_method, non_finite, key).isnan().all()
 
 
 def round_trip(method, grad, key):
@@ -374,8 +376,8 @@ def round_trip(method, grad, key):
 
 
 @pytest.mark.parametrize("spec", ["randomk:theta=0.9", "atomo:atoms=entry,budget=100", "terngrad", "signsgd"])
-def test_groups_with_other_methods(on_device, spec):
-    """The CPU's results. Only torch's division by the number of ranks may round differently on a device."""
+def test_groups_of_other_methods(on_device, spec):
+    """Averages equal the CPU's. Only torch's division by the number of ranks may round differently on a device."""
     groups = [gradzip.LocalGroup(gradzip.parse(spec), 3) for _ in range(2)]
     for _ in range(3):
         grads = [torch.randn(60, 70) for _ in range(3)]
@@ -383,21 +385,21 @@ def test_groups_with_other_methods(on_device, spec):
             got = groups[0].average([on_device.move(g.clone()) for g in grads], "w")
         for average, wanted in zip(got, groups[1].average(grads, "w")):
             assert torch.allclose(average.cpu(), wanted, rtol=1e-6, atol=0)
-            assert same(average, wanted) or on_device.device.type != "cpu"
+            assert bits_equal(average, wanted) or on_device.device.type != "cpu"
 
 
-def gathered(on_device):
-    """Three consecutive payloads on the device, and each alone."""
+def gathered_payloads(on_device):
+    """Return three consecutive payloads in one buffer, each payload alone, and their method."""
     method = gradzip.FFTRange()
     payloads = [method.encode(torch.randn(40, 40 + r), Key(0, 0, "w", r)) for r in range(3)]
     return torch.cat(payloads), payloads, method
 
 
-def test_gathered_payloads_are_opened_with_one_wait(on_device, monkeypatch):
-    buffer, payloads, method = gathered(on_device)
-    waits = []
+def test_gathered_payloads_are_opened_with_one_synchronization(on_device, monkeypatch):
+    buffer, payloads, method = gathered_payloads(on_device)
+    inspections = []
     inspect = ops.payload._inspect
-    monkeypatch.setattr(ops.payload, "_inspect", lambda *a: waits.append(1) or inspect(*a))
+    monkeypatch.setattr(ops.payload, "_inspect", lambda *a: inspections.append(1) or inspect(*a))
 
     def open_all(buffer):
         return tuple(
@@ -405,10 +407,10 @@ def test_gathered_payloads_are_opened_with_one_wait(on_device, monkeypatch):
             for r, p in enumerate(ops.split_payloads(buffer, 3))
         )
 
-    assert same(on_device(open_all, buffer), tuple(p[ops.HEADER_NBYTES :] for p in payloads))
-    assert len(waits) == 1
+    assert bits_equal(on_device(open_all, buffer), tuple(p[ops.HEADER_NBYTES :] for p in payloads))
+    assert len(inspections) == 1
     alone = on_device(lambda p: ops.open_payload(p, method=1, digest=method.digest, numel=1600).body, payloads[0])
-    assert same(alone, payloads[0][ops.HEADER_NBYTES :])
+    assert bits_equal(alone, payloads[0][ops.HEADER_NBYTES :])
 
 
 @pytest.mark.parametrize(
@@ -427,28 +429,28 @@ def test_gathered_payloads_are_opened_with_one_wait(on_device, monkeypatch):
     ],
 )
 def test_tampered_payloads_are_refused(on_device, position, byte, message):
-    buffer, payloads, method = gathered(on_device)
+    buffer, payloads, method = gathered_payloads(on_device)
     buffer[payloads[0].numel() + position] ^= byte if byte != 9 else int(payloads[1][position]) ^ 9
 
     def open_second(buffer):
         second = ops.split_payloads(buffer, 3)[1]
         return ops.open_payload(second, method=1, digest=method.digest, numel=1640)
 
-    with pytest.raises(gradzip.PayloadError, match=message) as on_cpu:
+    with pytest.raises(gradzip.PayloadError, match=message) as cpu_error:
         open_second(buffer)
-    with pytest.raises(gradzip.PayloadError) as there:
+    with pytest.raises(gradzip.PayloadError) as device_error:
         on_device(open_second, buffer)
-    assert str(there.value) == str(on_cpu.value)
+    assert str(device_error.value) == str(cpu_error.value)
 
 
 def test_truncated_buffers_are_refused(on_device):
-    buffer, payloads, _ = gathered(on_device)
+    buffer, payloads, _ = gathered_payloads(on_device)
     for nbytes in (0, 16, 47, payloads[0].numel(), payloads[0].numel() + 48, buffer.numel() - 16):
-        with pytest.raises(gradzip.PayloadError) as on_cpu:
+        with pytest.raises(gradzip.PayloadError) as cpu_error:
             ops.split_payloads(buffer[:nbytes], 3)
-        with pytest.raises(gradzip.PayloadError) as there:
+        with pytest.raises(gradzip.PayloadError) as device_error:
             on_device(ops.split_payloads, buffer[:nbytes], 3)
-        assert str(there.value) == str(on_cpu.value)
+        assert str(device_error.value) == str(cpu_error.value)
 
 
 def test_tensors_of_two_devices_are_refused():
@@ -464,14 +466,16 @@ def test_tensors_of_two_devices_are_refused():
 def test_quantization(on_device, n, bits, bucket, norm):
     for x in inputs(n):
         codes, norms = ops.quantize(x, bits, bucket, norm, 7)
-        assert same(on_device(ops.quantize, x, bits, bucket, norm, 7), (codes, norms))
-        assert same(on_device(ops.dequantize, codes, norms, bits, bucket), ops.dequantize(codes, norms, bits, bucket))
+        assert bits_equal(on_device(ops.quantize, x, bits, bucket, norm, 7), (codes, norms))
+        assert bits_equal(
+            on_device(ops.dequantize, codes, norms, bits, bucket), ops.dequantize(codes, norms, bits, bucket)
+        )
         packed, _ = ops.quantize_packed(x, bits, bucket, norm, 7)
-        assert same(on_device(ops.quantize_packed, x, bits, bucket, norm, 7), (packed, norms))
+        assert bits_equal(on_device(ops.quantize_packed, x, bits, bucket, norm, 7), (packed, norms))
         stream, _ = ops.elias_quantize(x, bits, bucket, norm, 7)
-        assert same(on_device(ops.elias_quantize, x, bits, bucket, norm, 7), (stream, norms))
-        assert same(on_device(ops.elias_encode, codes), ops.elias_encode(codes))
-        assert same(on_device(ops.elias_decode, stream, n), codes.view(-1))
+        assert bits_equal(on_device(ops.elias_quantize, x, bits, bucket, norm, 7), (stream, norms))
+        assert bits_equal(on_device(ops.elias_encode, codes), ops.elias_encode(codes))
+        assert bits_equal(on_device(ops.elias_decode, stream, n), codes.view(-1))
         start = torch.randn(n)
         for decode_add, body in ((ops.quantize_decode_add, packed), (ops.elias_decode_add, stream)):
 
@@ -480,11 +484,11 @@ def test_quantization(on_device, n, bits, bucket, norm):
                 decode_add(body, norms, total, bits, bucket, 0.3)
                 return total
 
-            assert same(on_device(add, body, norms, start), add(body, norms, start))
+            assert bits_equal(on_device(add, body, norms, start), add(body, norms, start))
             if n:
-                spoilt = norms.clone()
-                spoilt[-1] = math.inf
-                assert on_device(add, body, spoilt, start)[-1].isnan()
+                non_finite = norms.clone()
+                non_finite[-1] = math.inf
+                assert on_device(add, body, non_finite, start)[-1].isnan()
     if n:
         with pytest.raises(ValueError, match="got a level beyond"):
             on_device(ops.dequantize, torch.full((n,), 1 << bits, dtype=torch.int32), norms, bits, bucket)
@@ -498,23 +502,23 @@ def test_quantization(on_device, n, bits, bucket, norm):
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_signs_and_their_majority(on_device, n):
+def test_signs_and_majority(on_device, n):
     ballots = [ops.pack_signs(x, key) for key, x in enumerate(inputs(n))]
     for key, x in enumerate(inputs(n)):
-        assert same(on_device(ops.pack_signs, x, key), ops.pack_signs(x, key))
+        assert bits_equal(on_device(ops.pack_signs, x, key), ops.pack_signs(x, key))
 
     def vote(*packed):
         return ops.majority(packed, n, 11)
 
     for voters in (1, 2, 3, 4):
-        assert same(on_device(vote, *ballots[:voters]), vote(*ballots[:voters]))
+        assert bits_equal(on_device(vote, *ballots[:voters]), vote(*ballots[:voters]))
 
-    def add(packed, out):
+    def decode_add(packed, out):
         total = out.clone()
         ops.signs_decode_add(packed, total, 0.3)
         return total
 
-    assert same(on_device(add, ballots[0], torch.ones(n)), add(ballots[0], torch.ones(n)))
+    assert bits_equal(on_device(decode_add, ballots[0], torch.ones(n)), decode_add(ballots[0], torch.ones(n)))
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 1), (7, 33), (100, 8), (2, 9000)])
@@ -522,18 +526,18 @@ def test_one_bit(on_device, shape):
     for x in inputs(shape[0] * shape[1]):
         x = x.view(shape)
         packed, means = ops.one_bit_packed(x, 5)
-        assert same(on_device(ops.one_bit_packed, x, 5), (packed, means))
+        assert bits_equal(on_device(ops.one_bit_packed, x, 5), (packed, means))
 
-        def add(packed, means, out):
+        def decode_add(packed, means, out):
             total = out.clone()
             ops.one_bit_decode_add(packed, means, total, 0.3)
             return total
 
-        assert same(on_device(add, packed, means, x), add(packed, means, x))
+        assert bits_equal(on_device(decode_add, packed, means, x), decode_add(packed, means, x))
         if x.numel():
-            spoilt = means.clone()
-            spoilt[-1] = torch.tensor([math.nan, -math.inf])
-            assert on_device(add, packed, spoilt, x)[-1].isnan().all()
+            non_finite = means.clone()
+            non_finite[-1] = torch.tensor([math.nan, -math.inf])
+            assert on_device(decode_add, packed, non_finite, x)[-1].isnan().all()
 
 
 @pytest.mark.parametrize("n", [*SIZES, 320, 1601])
@@ -541,19 +545,19 @@ def test_ternary(on_device, n):
     for x in inputs(n):
         scale, clip = torch.tensor([1.7]), torch.tensor([1.1])
         expected = ops.ternary_packed(x, scale.item(), clip.item(), 3)
-        assert same(on_device(ops.ternary_packed, x, scale, clip, 3), expected)
-        assert same(on_device(ops.ternary_packed, x, scale.item(), clip.item(), 3), expected)
-        assert same(on_device(ops.ternary_packed, x, scale, None, 3), ops.ternary_packed(x, scale, None, 3))
+        assert bits_equal(on_device(ops.ternary_packed, x, scale, clip, 3), expected)
+        assert bits_equal(on_device(ops.ternary_packed, x, scale.item(), clip.item(), 3), expected)
+        assert bits_equal(on_device(ops.ternary_packed, x, scale, None, 3), ops.ternary_packed(x, scale, None, 3))
 
-        def add(packed, scale, out):
+        def decode_add(packed, scale, out):
             total = out.clone()
             ops.ternary_decode_add(packed, scale, total, 1 / 3)
             return total
 
         start = torch.randn(n)
         for value in (0.7, scale, scale.item()):
-            assert same(on_device(add, expected, value, start), add(expected, value, start))
+            assert bits_equal(on_device(decode_add, expected, value, start), decode_add(expected, value, start))
         if n:
-            assert on_device(add, expected, torch.tensor([-1.0]), start).isnan().all()
+            assert on_device(decode_add, expected, torch.tensor([-1.0]), start).isnan().all()
             expected[-1] = 243
-            assert on_device(add, expected, scale, start).isnan().any()
+            assert on_device(decode_add, expected, scale, start).isnan().any()
