@@ -1,4 +1,4 @@
-"""The CUDA kernels and launchers, run on the CPU through tests/simt/simt.h and compared with the CPU kernels."""
+"""The CUDA kernels and launchers, compiled for the CPU with tests/simt/simt.h and compared with the CPU kernels."""
 
 import os
 import re
@@ -13,24 +13,24 @@ from simt_build import CSRC
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 
 
-def execute(path, *arguments, long=True):
+def run_program(path, *arguments, long=True):
     environment = os.environ | ({"SIMT_LONG": "1"} if long else {})
     return subprocess.run([path, *arguments], env=environment, capture_output=True, text=True, timeout=250)
 
 
-LONGEST = ["elias", "index_code", "orthogonalize", "quantize", "compact", "low_rank"]
-PROGRAMS = [*LONGEST, *sorted({path.stem for path in simt_build.SIMT.glob("*.cpp")} - {"faults", "module", *LONGEST})]
+SLOWEST = ["elias", "index_code", "orthogonalize", "quantize", "compact", "low_rank"]
+PROGRAMS = [*SLOWEST, *sorted({path.stem for path in simt_build.SIMT.glob("*.cpp")} - {"faults", "module", *SLOWEST})]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_give_the_bits_of_the_cpu(name, pytestconfig):
-    """In more orders of blocks and threads, and on more sizes and hostile streams, with --long."""
-    done = execute(simt_build.program(name), long=pytestconfig.getoption("--long"))
-    assert done.returncode == 0 and not done.stderr, done.stderr[-4000:]
+    """With --long, blocks and threads run in more orders, on more sizes and more hostile streams."""
+    result = run_program(simt_build.program(name), long=pytestconfig.getoption("--long"))
+    assert result.returncode == 0 and not result.stderr, result.stderr[-4000:]
 
 
 BROKEN = {
-    # counts of one thread are wiped by another that still clears
+    # without the barrier, a thread that is still clearing erases the counts of another
     "barrier after clearing": (
         "select",
         {"cuda/select.cuh": ("counts[i] = 0;\n  __syncthreads();", "counts[i] = 0;")},
@@ -169,17 +169,17 @@ BROKEN = {
 }
 
 
-# One of each kind: a missing barrier, one that not all reach, a wrong result, an access out of bounds.
+# One of each kind: a missing barrier, a barrier that not all threads reach, a wrong result, an access out of bounds.
 SAMPLE = ["barrier after clearing", "barrier in a branch", "last block too early", "a stratum too many"]
 
 
 @pytest.mark.parametrize(
     "case", [*SAMPLE, *(pytest.param(c, marks=pytest.mark.long) for c in BROKEN if c not in SAMPLE)]
 )
-def test_a_broken_kernel_is_caught(case):
+def test_broken_kernels_are_caught(case):
     name, edits, message = BROKEN[case]
-    done = execute(simt_build.program(name, edits))
-    assert done.returncode != 0 and re.search(message, done.stderr), (done.returncode, done.stderr[-4000:])
+    result = run_program(simt_build.program(name, edits))
+    assert result.returncode != 0 and re.search(message, result.stderr), (result.returncode, result.stderr[-4000:])
 
 
 FAULTS = {
@@ -197,11 +197,11 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_reported(fault):
+def test_faults_are_reported(fault):
     program = simt_build.program("faults")
-    assert execute(program, "none").returncode == 0
-    done = execute(program, fault)
-    assert done.returncode != 0 and re.search(FAULTS[fault], done.stderr), done.stderr[-4000:]
+    assert run_program(program, "none").returncode == 0
+    result = run_program(program, fault)
+    assert result.returncode != 0 and re.search(FAULTS[fault], result.stderr), result.stderr[-4000:]
 
 
 KERNELS = sorted(path.name for path in (CSRC / "cuda").glob("*.cuh"))
@@ -212,15 +212,15 @@ def includes(path):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernel_files_hold_no_host_code(name):
-    """Kernel files include kernels and common headers only, and those nothing that a device has not."""
+def test_kernel_files_have_no_host_code(name):
+    """Kernel files include only other kernel files and common headers, and use neither std:: nor streams."""
     for include in includes(CSRC / "cuda" / name):
         assert re.fullmatch(r'"(cuda/\w+\.cuh|common/\w+\.h)"', include), include
     text = (CSRC / "cuda" / name).read_text()
     assert "std::" not in text and "cudaStream_t" not in text
 
 
-def test_common_headers_need_no_library():
+def test_common_headers_include_no_library():
     for path in (CSRC / "common").glob("*.h"):
         for include in includes(path):
             assert re.fullmatch(r'"common/\w+\.h"|<cstdint>|<cstring>', include), f"{path.name}: {include}"
@@ -229,14 +229,14 @@ def test_common_headers_need_no_library():
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
 @pytest.mark.parametrize("name", [*KERNELS, *sorted(path.name for path in (CSRC / "cuda").glob("*.cu"))])
 def test_nvcc_compiles(name):
-    """Each file alone, without a warning. For the oldest device: newer ones have all it has."""
+    """Each file compiles on its own without warnings, for the oldest supported architecture."""
     command = ["nvcc", "-std=c++17", "-arch=sm_75", "-fmad=false", "-ptx", f"-I{CSRC}"]
     files = simt_build.sources(CSRC / "cuda", CSRC / "common")
 
     def make(target):
-        alone = target.with_suffix(".cu")
-        alone.write_text(f'#include "cuda/{name}"\n')
-        simt_build.run([*command, str(alone), "-o", str(target)])
-        alone.unlink()
+        source = target.with_suffix(".cu")
+        source.write_text(f'#include "cuda/{name}"\n')
+        simt_build.run([*command, str(source), "-o", str(target)])
+        source.unlink()
 
     simt_build.cached(f"{name}.ptx", [" ".join(command), *files], make)
