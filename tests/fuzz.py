@@ -192,7 +192,7 @@ def generate_case(corpus: Corpus, seed: int, trial: int, specs: list[str]) -> Ca
         header["numel"] = boundary_value(rng, len(data), numel) % 2**64
     flags = int.from_bytes(data[28:32], "little")
     ops.seal_payload(payload, **header, flags=flags, fields=bytes(data[FIELDS:HEADER]))
-    if rng.integers(32) == 0:  # declares another payload length
+    if rng.integers(32) == 0:  # declares another payload length, after sealing
         struct.pack_into("<Q", data, 16, boundary_value(rng, len(data), numel) % 2**64)
     return Case(spec, shape, seed, trial, bytes(data))
 
@@ -326,7 +326,7 @@ class Slot:
 
 
 def run_cases(corpus: Corpus, slot: Path, seed: int, seconds: float, trials: int | None, specs: list[str]) -> None:
-    """Run cases until `seconds` have passed. A decoder that hangs ends the process."""
+    """Run cases until `seconds` have passed or `trials` have run. A decoder that hangs ends the process."""
     case_file = Slot(slot)
     start = reported = time.monotonic()
     decoded, trial = 0, 0
