@@ -50,7 +50,7 @@ SPECS = [
 # One element, fewer bits than a byte, odd sizes, and more than one chunk or block of every format.
 SHAPES = [(1, 1), (1, 7), (33, 41), (16, 6, 3, 3), (75, 131)]
 
-MAX_ALLOCATION_MB = 64  # 1000 times the largest gradient
+MAX_ALLOCATION_MB = 64  # more than 1000 times the largest gradient
 DECODE_SECONDS = 20  # thousands of times longer than a decode: a hang, not a slow machine
 HEADER, FIELDS = 48, 32
 
