@@ -22,7 +22,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if hasattr(config, "workerinput"):  # a process of pytest-xdist: workers share the cores
         cores, workers = len(os.sched_getaffinity(0)), config.workerinput["workercount"]
-        torch.set_num_threads(max(1, cores // workers))
+        share = max(1, cores // workers)
+        torch.set_num_threads(share)
+        os.environ.setdefault("MAX_JOBS", str(share))  # compilers that a test runs at a time (setup.py)
 
 
 @pytest.hookimpl(trylast=True)  # after pytest has put tests with the same fixtures side by side

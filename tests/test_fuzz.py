@@ -35,7 +35,7 @@ def test_cases_are_reproducible():
     assert first == second == Case.from_bytes(first.to_bytes() + b"what the slot held before")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_sanitizers
 def test_any_payload_is_decoded_or_refused_in_time_and_memory(tmp_path):
     """The payloads are the same in every run; `make fuzz` runs longer, with a new seed each time."""
@@ -45,7 +45,7 @@ def test_any_payload_is_decoded_or_refused_in_time_and_memory(tmp_path):
     assert int(decoded) > int(tried) / 10 and int(refused) > int(tried) / 10 and int(tried) > 50
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_sanitizers
 def test_decoder_that_reads_past_the_end_is_caught(tmp_path):
     """A copy of the sources is built without the guard at the end of a bit stream."""

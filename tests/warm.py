@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 PRELOADED = [
     "torch",
     "torch._dynamo",  # the first optimizer imports it, for as long as torch itself
@@ -105,8 +105,8 @@ def ask(name, arguments):
     answers = connection.makefile()
     child = int(answers.readline())
     for number in FORWARDED:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: os.kill(child, number))
+        # Also those that are ignored here, as SIGINT is in background jobs: the script decides.
+        signal.signal(number, lambda number, _: os.kill(child, number))
     status = int(answers.readline())
     if status < 0:
         if -status in FORWARDED:
