@@ -124,7 +124,7 @@ class Compressor(ABC):
 
     def apply_uncompressed(self, average: Tensor, state: State) -> None:
         """Change the average of a gradient that bypassed compression, in place. Called if `changes_uncompressed`."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} leaves uncompressed averages as they are")
 
     # --- methods made of methods
 
