@@ -147,7 +147,7 @@ class HookState:
         else:
             gradients = [_with_strides_of(p, g) for p, g in zip(parameters, bucket.gradients())]
             routines = {(index, i): unit.average(gradients, rank, size) for i, unit in enumerate(plan.units)}
-        self._buckets.append(Bucket(bucket.buffer(), routines, self._engine, f"{index}:{plan.names}"))
+        self._buckets.append(Bucket(bucket.buffer(), routines, self._engine, plan.slot))
 
     def _schedule_finish(self) -> None:
         # DDP waits for the buckets in a callback at the end of the backward pass, which it queues when this hook

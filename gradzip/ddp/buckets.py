@@ -88,6 +88,9 @@ class Plan:
     names: list[str]
     units: list[Unit]
 
+    def __post_init__(self) -> None:
+        self.slot = ",".join(self.names)  # of the bucket's collectives
+
     @classmethod
     def of(cls, compressor: Compressor, parameters: list[Tensor], names: list[str], prefix: str) -> Plan:
         """Plan a bucket whose parameters have not been seen together before. prefix: of the states' names."""

@@ -33,7 +33,8 @@ _lock = Lock()
 
 def front_end(compressor: Compressor) -> FrontEnd:
     """The front end of a compressor."""
-    return compressor.memory.attachments.setdefault("horovod", FrontEnd())
+    attachments = compressor.memory.attachments
+    return attachments.get("horovod") or attachments.setdefault("horovod", FrontEnd())
 
 
 class FrontEnd:
