@@ -93,6 +93,19 @@ def test_fused_is_quantize_then_encode(bits, bucket, norm):
         assert torch.equal(total, expected)
 
 
+def test_long_streams():
+    """Bytes move to their place while later levels are coded."""
+    n = 5_000_001
+    codes = (torch.randint(-3, 4, (n,)) * (torch.rand(n) < 0.1)).int()
+    buffer = same_everywhere(lambda: elias_encode(codes))
+    assert torch.equal(elias_decode(buffer, n), codes)
+    out = Guarded(buffer.numel(), torch.uint8)
+    assert torch.equal(elias_encode(codes, out.out), buffer) and out.intact()
+    with pytest.raises(ValueError, match=f"out: got {buffer.numel() - 1} bytes"):
+        elias_encode(codes, out.out[:-1])
+    assert out.intact()
+
+
 def test_real_gradients_cost_well_under_four_bits():
     """4-bit QSGD, l2 norm, buckets of 512, with the table: below half of the size of packed codes."""
     gradient = torch.cat([g.reshape(-1) for g in resnet20_gradients().values()])

@@ -17,77 +17,169 @@
 namespace gradzip::cpu {
 namespace {
 
-constexpr int kMaskWords = int(kEliasChunk / 64);
-
-// Masks of the nonzero levels, 64 to a word. `levels` is zero up to the next multiple of 64.
-void nonzero_scalar(const int32_t* levels, int words, uint64_t* masks) {
-  for (int w = 0; w < words; ++w, levels += 64) {
-    masks[w] = 0;
-    for (int j = 0; j < 64; ++j) masks[w] |= uint64_t(levels[j] != 0) << j;
-  }
-}
-GZ_AVX2 void nonzero_avx2(const int32_t* levels, int words, uint64_t* masks) {
-  for (int w = 0; w < words; ++w, levels += 64) {
-    uint64_t zero = 0;
-    for (int j = 0; j < 8; ++j) {
-      const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(levels + 8 * j));
-      const __m256 equal = _mm256_castsi256_ps(_mm256_cmpeq_epi32(v, _mm256_setzero_si256()));
-      zero |= uint64_t(uint32_t(_mm256_movemask_ps(equal))) << (8 * j);
-    }
-    masks[w] = ~zero;
-  }
-}
-GZ_AVX512 void nonzero_avx512(const int32_t* levels, int words, uint64_t* masks) {
-  for (int w = 0; w < words; ++w, levels += 64) {
-    masks[w] = 0;
-    for (int j = 0; j < 4; ++j) {
-      const __m512i v = _mm512_loadu_si512(levels + 16 * j);
-      masks[w] |= uint64_t(_mm512_test_epi32_mask(v, v)) << (16 * j);
-    }
-  }
-}
-GZ_SIMD_SELECT(void, nonzero, (const int32_t* levels, int words, uint64_t* masks), (levels, words, masks))
-
 GZ_INLINE EliasCode gamma(uint32_t v) { return gamma_code(v, 31 - __builtin_clz(v)); }
 
 // Writes 8 bytes at a time: up to 8 past the end.
 struct BitWriter {
   uint8_t* at;
   uint64_t pending = 0;
-  int filled = 0;  // below 8 between calls
+  unsigned filled = 0;  // below 8 between calls
 
-  GZ_INLINE void put(uint64_t bits, int length) {  // length <= 57
+  GZ_INLINE void put(uint64_t bits, unsigned length) {  // length <= 57
     pending |= bits << filled;
     std::memcpy(at, &pending, 8);
     filled += length;
     at += filled / 8;
-    pending = filled == 64 ? 0 : pending >> (filled & ~7);
+    pending = filled == 64 ? 0 : pending >> (filled & ~7u);
     filled %= 8;
+  }
+  // Returns the end of the stream, once the last `zeros` elements of the chunk are coded.
+  GZ_INLINE uint8_t* finish(int64_t zeros) {
+    if (zeros > 0) {
+      const EliasCode run = gamma(uint32_t(zeros + 1));
+      put(run.bits, unsigned(run.length));
+    }
+    return at + (filled > 0);
   }
 };
 
-// Returns the bytes written.
-GZ_INLINE int64_t write_chunk_body(const int32_t* levels, int64_t count, const uint64_t* masks, uint8_t* out) {
+// write_chunk codes a chunk and returns the end of the stream. `levels` is zero up to the next multiple of 64.
+
+// nonzero(levels) is the mask of the nonzero ones of 64 levels.
+template <class Nonzero>
+GZ_INLINE uint8_t* write_chunk_loop(const int32_t* levels, int64_t count, uint8_t* out, Nonzero nonzero) {
   BitWriter writer{out};
   int64_t next = 0;  // the first element not yet coded
   for (int64_t begin = 0; begin < count; begin += 64) {
-    for (uint64_t word = masks[begin / 64]; word; word &= word - 1) {
-      const int64_t i = begin + __builtin_ctzll(word);
+    for (uint64_t mask = nonzero(levels + begin); mask; mask &= mask - 1) {
+      const int64_t i = begin + __builtin_ctzll(mask);
       const int32_t level = levels[i];
       const EliasCode token =
           level_token(gamma(uint32_t(i - next + 1)), level < 0, gamma(uint32_t(level < 0 ? -level : level)));
-      writer.put(token.bits, token.length);
+      writer.put(token.bits, unsigned(token.length));
       next = i + 1;
     }
   }
-  if (next < count) {
-    const EliasCode run = gamma(uint32_t(count - next + 1));
-    writer.put(run.bits, run.length);
-  }
-  return writer.at - out + (writer.filled > 0);
+  return writer.finish(count - next);
 }
-GZ_SIMD_DISPATCH(int64_t, write_chunk, (const int32_t* levels, int64_t count, const uint64_t* masks, uint8_t* out),
-                 (levels, count, masks, out))
+
+GZ_INLINE uint64_t nonzero_scalar(const int32_t* levels) {
+  uint64_t mask = 0;
+  for (int j = 0; j < 64; ++j) mask |= uint64_t(levels[j] != 0) << j;
+  return mask;
+}
+uint8_t* write_chunk_scalar(const int32_t* levels, int64_t count, uint8_t* out) {
+  return write_chunk_loop(levels, count, out, nonzero_scalar);
+}
+
+GZ_AVX2 GZ_INLINE uint64_t nonzero_avx2(const int32_t* levels) {
+  uint64_t zero = 0;
+  for (int j = 0; j < 8; ++j) {
+    const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(levels + 8 * j));
+    const __m256 equal = _mm256_castsi256_ps(_mm256_cmpeq_epi32(v, _mm256_setzero_si256()));
+    zero |= uint64_t(uint32_t(_mm256_movemask_ps(equal))) << (8 * j);
+  }
+  return ~zero;
+}
+GZ_AVX2 uint8_t* write_chunk_avx2(const int32_t* levels, int64_t count, uint8_t* out) {
+  return write_chunk_loop(levels, count, out, nonzero_avx2);
+}
+
+// With AVX-512, the nonzero levels are compressed to a list. 16 of them at a time become tokens, which are joined by
+// fours in vectors: each step of the writer waits for the one before, so it should take few.
+
+// A word of the list: level * 2^kPositionBits + the position in the chunk, counted from 1.
+constexpr int kPositionBits = 13;
+
+// Returns the length of the list. Up to 16 words past it are written.
+GZ_AVX512 int list_nonzeros(const int32_t* levels, int64_t count, int32_t* words) {
+  int found = 0;
+  __m512i position = _mm512_set_epi32(16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1);
+  for (int64_t i = 0; i < count; i += 16) {
+    const __m512i level = _mm512_loadu_si512(levels + i);
+    const __mmask16 nonzero = _mm512_test_epi32_mask(level, level);
+    const __m512i word = _mm512_add_epi32(_mm512_slli_epi32(level, kPositionBits), position);
+    _mm512_storeu_si512(words + found, _mm512_maskz_compress_epi32(nonzero, word));
+    found += __builtin_popcount(nonzero);
+    position = _mm512_add_epi32(position, _mm512_set1_epi32(16));
+  }
+  return found;
+}
+
+// Codes in lanes of 32 or 64 bits.
+struct Codes {
+  __m512i bits, length;
+};
+
+// gamma(v) = (2 v + 1 - 2^(k + 1)) << k for k = floor(log2 v), the exponent of v as a float.
+GZ_AVX512 GZ_INLINE Codes gammas(__m512i v) {
+  const __m512i one = _mm512_set1_epi32(1), bias = _mm512_set1_epi32(127);
+  const __m512i k = _mm512_sub_epi32(_mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(v)), 23), bias);
+  const __m512i twice = _mm512_sub_epi32(_mm512_slli_epi32(v, 1), _mm512_sllv_epi32(_mm512_set1_epi32(2), k));
+  return {_mm512_sllv_epi32(_mm512_add_epi32(twice, one), k), _mm512_add_epi32(_mm512_slli_epi32(k, 1), one)};
+}
+
+// Codes a, then b, lane by lane of 64 bits.
+GZ_AVX512 GZ_INLINE Codes join(Codes a, Codes b) {
+  return {_mm512_or_si512(a.bits, _mm512_sllv_epi64(b.bits, a.length)), _mm512_add_epi64(a.length, b.length)};
+}
+GZ_AVX512 GZ_INLINE Codes even(Codes c) {
+  const __m512i low = _mm512_set1_epi64(0xffffffff);
+  return {_mm512_and_si512(c.bits, low), _mm512_and_si512(c.length, low)};
+}
+GZ_AVX512 GZ_INLINE Codes odd(Codes c) { return {_mm512_srli_epi64(c.bits, 32), _mm512_srli_epi64(c.length, 32)}; }
+
+// Whether one of the chosen codes is too long for the writer, or did not fit its lane.
+GZ_AVX512 GZ_INLINE bool too_long(Codes c, __mmask8 chosen) {
+  return _mm512_mask_cmpgt_epu64_mask(chosen, c.length, _mm512_set1_epi64(57)) != 0;
+}
+
+// Writes every `step`-th of eight codes.
+GZ_AVX512 GZ_INLINE void put_codes(BitWriter& writer, Codes c, int step) {
+  alignas(64) uint64_t bits[8], length[8];
+  _mm512_store_si512(bits, c.bits);
+  _mm512_store_si512(length, c.length);
+  for (int j = 0; j < 8; j += step) writer.put(bits[j], unsigned(length[j]));
+}
+
+GZ_AVX512 uint8_t* write_chunk_avx512(const int32_t* levels, int64_t count, uint8_t* out) {
+  int32_t list[1 + kEliasChunk + 16];
+  list[0] = 0;
+  const int found = list_nonzeros(levels, count, list + 1);
+  const __m512i positions = _mm512_set1_epi32((1 << kPositionBits) - 1);
+  BitWriter writer{out};
+  for (int i = 0; i < found; i += 16) {
+    const __m512i before = _mm512_loadu_si512(list + i), word = _mm512_loadu_si512(list + i + 1);
+    const __m512i run = _mm512_sub_epi32(_mm512_and_si512(word, positions), _mm512_and_si512(before, positions));
+    const __mmask16 here = __mmask16(found - i < 16 ? (1 << (found - i)) - 1 : 0xffff);
+    // A token is its run, then its sign and size.
+    Codes runs = gammas(run), sizes = gammas(_mm512_abs_epi32(_mm512_srai_epi32(word, kPositionBits)));
+    runs = {_mm512_maskz_mov_epi32(here, runs.bits), _mm512_maskz_mov_epi32(here, runs.length)};
+    sizes.bits = _mm512_or_si512(_mm512_slli_epi32(sizes.bits, 1), _mm512_srli_epi32(word, 31));
+    sizes.length = _mm512_add_epi32(sizes.length, _mm512_set1_epi32(1));
+    sizes = {_mm512_maskz_mov_epi32(here, sizes.bits), _mm512_maskz_mov_epi32(here, sizes.length)};
+    const Codes first = join(even(runs), even(sizes)), second = join(odd(runs), odd(sizes));
+    const Codes pairs = join(first, second);
+    const Codes after = {_mm512_unpackhi_epi64(pairs.bits, pairs.bits),
+                         _mm512_unpackhi_epi64(pairs.length, pairs.length)};
+    const Codes fours = join(pairs, after);
+    if (!too_long(fours, 0x55)) {
+      put_codes(writer, fours, 2);
+    } else if (!too_long(pairs, 0xff)) {
+      put_codes(writer, pairs, 1);
+    } else {
+      alignas(64) uint64_t bits[2][8], length[2][8];
+      _mm512_store_si512(bits[0], first.bits);
+      _mm512_store_si512(bits[1], second.bits);
+      _mm512_store_si512(length[0], first.length);
+      _mm512_store_si512(length[1], second.length);
+      for (int j = 0; j < 16; ++j) writer.put(bits[j % 2][j / 2], unsigned(length[j % 2][j / 2]));
+    }
+  }
+  return writer.finish(count - (list[found] & ((1 << kPositionBits) - 1)));
+}
+
+GZ_SIMD_SELECT(uint8_t*, write_chunk, (const int32_t* levels, int64_t count, uint8_t* out), (levels, count, out))
 
 // Tokens of up to kTableBits bits, indexed by the next kTableBits bits of the stream.
 constexpr int kTableBits = 11;
@@ -196,43 +288,61 @@ GZ_INLINE bool read_chunks_body(ChunkReader a, ChunkReader b, int32_t top) {
 }
 GZ_SIMD_DISPATCH(bool, read_chunks, (ChunkReader a, ChunkReader b, int32_t top), (a, b, top))
 
-// Chunks coded at a time: enough to keep all threads busy, few enough to stay in the cache until they are moved to
-// their place.
-constexpr int64_t kTogether = 256;
+// Chunks that one task codes, and tasks of a round: enough to keep all threads busy, few enough that their bytes stay
+// in the cache until the next round moves them to their place.
+constexpr int64_t kTogether = 4, kTasks = 128;
+
+// Coded bytes of the tasks of a round, each from the beginning of its slot.
+struct Round {
+  std::unique_ptr<uint8_t[]> bytes;
+  int64_t tasks = 0, sizes[kTasks], offsets[kTasks];  // offsets: in the output
+};
 
 // Codes n levels that levels_of(begin, end, levels) supplies chunk by chunk, on any thread. It returns false if one is
 // beyond the largest of `bits` bits, 2^(bits - 1) - 1 <= kEliasTop. Returns the number of bytes written; -1 if
 // levels_of returned false, -2 if the capacity does not suffice.
 template <class LevelsOf>
 int64_t elias_write(int64_t n, int bits, uint8_t* out, int64_t capacity, int threads, LevelsOf levels_of) {
-  const int64_t chunks = ceil_div(n, kEliasChunk), slot = kEliasChunk * (2 * bits - 1) / 8 + 16;
-  std::unique_ptr<uint8_t[]> scratch(new uint8_t[size_t(std::min(chunks, kTogether) * slot)]);
-  int64_t sizes[kTogether], total = 2 * chunks;
+  const int64_t chunks = ceil_div(n, kEliasChunk), tasks = ceil_div(chunks, kTogether);
+  const int64_t slot = kTogether * (kEliasChunk * (2 * bits - 1) / 8 + 1) + 8;
+  int64_t total = 2 * chunks;
   if (total > capacity) return -2;
   std::atomic<bool> valid{true};
-  for (int64_t first = 0; first < chunks; first += kTogether) {
-    const int64_t many = std::min(kTogether, chunks - first);
-    parallel_for(many, threads, [&](int64_t c) {
-      const int64_t begin = (first + c) * kEliasChunk, count = std::min(kEliasChunk, n - begin);
+  const auto code = [&](int64_t task, uint8_t* to) {
+    const uint8_t* start = to;
+    const int64_t last = std::min(chunks, (task + 1) * kTogether);
+    for (int64_t c = task * kTogether; c < last; ++c) {
+      const int64_t begin = c * kEliasChunk, count = std::min(kEliasChunk, n - begin);
       int32_t levels[kEliasChunk];
-      uint64_t masks[kMaskWords];
-      const int words = int(ceil_div(count, 64));
-      std::fill(levels + count, levels + 64 * words, 0);
-      if (!levels_of(begin, begin + count, levels)) {
-        valid = false;
-        return;
+      std::fill(levels + count, levels + 64 * ceil_div(count, 64), 0);
+      if (!levels_of(begin, begin + count, levels)) valid = false;
+      uint8_t* end = valid ? write_chunk(levels, count, to) : to;
+      const uint16_t size = uint16_t(end - to);
+      std::memcpy(out + 2 * c, &size, 2);
+      to = end;
+    }
+    return to - start;
+  };
+  Round rounds[2];
+  for (Round& round : rounds) round.bytes.reset(new uint8_t[size_t(std::min(tasks, kTasks) * slot)]);
+  Round *coding = &rounds[0], *moving = &rounds[1];
+  for (int64_t first = 0; first < tasks || moving->tasks; first += kTasks) {
+    coding->tasks = std::max<int64_t>(0, std::min(kTasks, tasks - first));
+    parallel_for(moving->tasks + coding->tasks, threads, [&](int64_t i) {
+      if (i < moving->tasks) {
+        std::memcpy(out + moving->offsets[i], moving->bytes.get() + i * slot, size_t(moving->sizes[i]));
+      } else {
+        i -= moving->tasks;
+        coding->sizes[i] = code(first + i, coding->bytes.get() + i * slot);
       }
-      nonzero(levels, words, masks);
-      sizes[c] = write_chunk(levels, count, masks, scratch.get() + c * slot);
     });
     if (!valid) return -1;
-    for (int64_t c = 0; c < many; ++c) {
-      if (sizes[c] > capacity - total) return -2;
-      const uint16_t size = uint16_t(sizes[c]);
-      std::memcpy(out + 2 * (first + c), &size, 2);
-      std::memcpy(out + total, scratch.get() + c * slot, size_t(sizes[c]));
-      total += sizes[c];
+    for (int64_t i = 0; i < coding->tasks; ++i) {
+      coding->offsets[i] = total;
+      total += coding->sizes[i];
     }
+    if (total > capacity) return -2;
+    std::swap(coding, moving);
   }
   return total;
 }
@@ -298,7 +408,7 @@ void elias_quantize(const float* x, int64_t n, int bits, int64_t bucket, int nor
                     int64_t capacity, float* norms, int64_t* nbytes, int threads) {
   const bool nested = kEliasChunk % bucket == 0;  // a chunk's norms can be computed with it
   if (!nested) bucket_norms(x, n, bucket, norm, norms, threads);
-  const Quantizer quantizer{x, norms, bucket, bits, key};
+  const Quantizer quantizer{x, n, norms, bucket, bits, key};
   *nbytes = elias_write(n, bits, out, capacity, threads, [&](int64_t begin, int64_t end, int32_t* levels) {
     if (nested) bucket_norms_here(x + begin, end - begin, bucket, Norm(norm), norms + begin / bucket);
     quantize_levels(quantizer, begin, end, levels);

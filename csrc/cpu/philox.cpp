@@ -58,6 +58,7 @@ GZ_AVX2 void words_avx2(uint64_t key, uint64_t first, int count, uint32_t* words
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8), _mm256_unpackhi_epi64(low, high));
     }
   }
+  _mm256_zeroupper();  // g++ omits it before a tail call: SSE code that follows would run several times slower
   words_scalar(key, first + uint64_t(j), count - j, words + j);
 }
 
@@ -92,6 +93,7 @@ GZ_AVX512 void words_avx512(uint64_t key, uint64_t first, int count, uint32_t* w
       _mm512_storeu_si512(words + j + 32 * i + 16, _mm512_unpackhi_epi64(low, high));
     }
   }
+  _mm256_zeroupper();  // g++ omits it before a tail call: SSE code that follows would run several times slower
   words_scalar(key, first + uint64_t(j), count - j, words + j);
 }
 

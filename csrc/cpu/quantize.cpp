@@ -50,8 +50,8 @@ GZ_SIMD_DISPATCH(void, narrow_codes, (const float* x, const uint32_t* random, in
 GZ_SIMD_DISPATCH(void, wide_codes, (const float* x, const uint32_t* random, int n, Bucket b, uint32_t* codes),
                  (x, random, n, b, codes))
 
-// f(begin, end) over [0, n) in pieces of about a chunk that begin at a multiple of 8, once the norms of their buckets
-// are known. The norms of short buckets are computed in the same task, so that x is read from memory once.
+// f(begin, end) over [0, n) in pieces that begin at a multiple of 8, once the norms of their buckets are known. The
+// norms of short buckets are computed just before, so that x is read from memory once.
 template <class F>
 void with_norms(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms, int threads, F&& f) {
   const int64_t together = std::lcm<int64_t>(bucket, 8);
@@ -59,11 +59,14 @@ void with_norms(const float* x, int64_t n, int64_t bucket, Norm norm, float* nor
     bucket_norms(x, n, bucket, int(norm), norms, threads);
     return parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) { f(begin, end); });
   }
-  parallel_chunks(n, std::max<int64_t>(1, kChunk / together) * together, threads,
-                  [&](int64_t, int64_t begin, int64_t end) {
-                    bucket_norms_here(x + begin, end - begin, bucket, norm, norms + begin / bucket);
-                    f(begin, end);
-                  });
+  const int64_t piece = std::max<int64_t>(1, kAhead / together) * together;
+  parallel_chunks(n, std::max<int64_t>(1, kChunk / piece) * piece, threads, [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i += piece) {
+      const int64_t stop = std::min(end, i + piece);
+      bucket_norms_here(x + i, stop - i, bucket, norm, norms + i / bucket);
+      f(i, stop);
+    }
+  });
 }
 
 Bucket bucket_of(const Quantizer& q, int64_t b) {
@@ -74,6 +77,7 @@ Bucket bucket_of(const Quantizer& q, int64_t b) {
 // Codes of [begin, end), at most kBitBlock elements from a multiple of 4.
 template <class Code, class Kernel>
 GZ_INLINE void quantize_block(const Quantizer& q, int64_t begin, int64_t end, Code* codes, Kernel kernel) {
+  for (int64_t i = begin + kAhead; i < std::min(end + kAhead, q.n); i += 16) __builtin_prefetch(q.x + i);
   uint32_t random[kBitBlock];
   philox_words(q.key, uint64_t(begin), int(end - begin), random);
   by_bucket(begin, end, q.bucket, [&](int64_t from, int64_t to, int64_t b) {
@@ -135,14 +139,14 @@ void quantize_levels(const Quantizer& q, int64_t begin, int64_t end, int32_t* le
 
 void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, int32_t* codes, float* norms,
               int threads) {
-  const Quantizer quantizer{x, norms, bucket, bits, key};
+  const Quantizer quantizer{x, n, norms, bucket, bits, key};
   with_norms(x, n, bucket, Norm(norm), norms, threads,
              [&](int64_t begin, int64_t end) { quantize_levels(quantizer, begin, end, codes + begin); });
 }
 
 void quantize_packed(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* packed,
                      float* norms, int threads) {
-  const Quantizer quantizer{x, norms, bucket, bits, key};
+  const Quantizer quantizer{x, n, norms, bucket, bits, key};
   with_norms(x, n, bucket, Norm(norm), norms, threads,
              [&](int64_t begin, int64_t end) { packed_levels(quantizer, begin, end, packed); });
 }

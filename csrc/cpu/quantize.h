@@ -9,8 +9,12 @@
 
 namespace gradzip::cpu {
 
+// Elements of a piece, about: its norms are computed, then its levels, which prefetch the piece that is this far ahead.
+constexpr int64_t kAhead = 1 << 12;
+
 struct Quantizer {
   const float* x;
+  int64_t n;
   const float* norms;
   int64_t bucket;
   int bits;
