@@ -87,9 +87,10 @@ def cases(n: int, device: str) -> Iterator[Case]:
         "pack_bits 10", lambda: ops.pack_bits(codes, 10, out=packed), lambda: pack_torch(codes, 10), "torch int64 ops",
         lambda: torch.equal(ops.unpack_bits(ops.pack_bits(codes, 10), 10, n), codes), 4 * n + packed.numel(), 2.0, 4.0,
     )  # fmt: skip
-    for block in (4096, None):
-        yield fft_case(x, block)
+    yield from transform_cases(x)
+    yield from method_cases(x)
     yield from index_cases(x, max(1, n // 100))
+    yield from bitmap_code_cases(x, max(1, n * 15 // 100))
     yield from quantizing_cases(x)
     yield from sampling_cases(x, max(1, n // 100))
     yield from low_rank_cases(device)
@@ -153,6 +154,25 @@ def decoded(decode_add: Callable[[Tensor], object], wanted: Tensor) -> bool:
     return torch.equal(out, wanted)
 
 
+def bitmap_code_cases(x: Tensor, k: int) -> Iterator[Case]:
+    n = x.numel()
+    bitmap = ops.bitmap(x, ops.select(x, k))
+    out, back = torch.empty(ops.bitmap_code_capacity(n), dtype=torch.uint8, device=x.device), torch.empty_like(bitmap)
+    stream, indices = ops.bitmap_code_encode(bitmap, n), ops.index_code_encode(bitmap, n)
+
+    def valid() -> bool:
+        return torch.equal(ops.bitmap_code_decode(stream, n, k), bitmap) and stream.numel() < 0.64 * n / 8
+
+    yield Case(
+        "bitmap_code_encode 15%", lambda: ops.bitmap_code_encode(bitmap, n, out=out),
+        lambda: ops.index_code_encode(bitmap, n), "index_code_encode", valid, bitmap.numel() + stream.numel(), 0.6,
+    )  # fmt: skip
+    yield Case(
+        "bitmap_code_decode 15%", lambda: ops.bitmap_code_decode(stream, n, k, out=back),
+        lambda: ops.index_code_decode(indices, n), "index_code_decode", valid, bitmap.numel() + stream.numel(), 0.5,
+    )  # fmt: skip
+
+
 def quantizing_cases(x: Tensor) -> Iterator[Case]:
     n, bucket, key = x.numel(), 512, 12345
     packed = torch.empty(ops.packed_nbytes(n, 4), dtype=torch.uint8, device=x.device)
@@ -201,6 +221,7 @@ def quantizing_cases(x: Tensor) -> Iterator[Case]:
     yield Case(
         "elias_quantize 4 bits", lambda: ops.elias_quantize(x, 4, bucket, "l2", key), qsgd, "torch ops, not coded",
         lambda: unbiased(lambda o: ops.elias_decode_add(stream, norms, o, 4, bucket), step), 4 * n + stream.numel(),
+        4.0, 8.0,
     )  # fmt: skip
     yield Case(
         "elias_decode_add 4 bits", lambda: ops.elias_decode_add(stream, norms, acc, 4, bucket), decode_pairs,
@@ -324,32 +345,147 @@ def orthogonalize_case(name: str, matrices: list[Tensor]) -> Case:
     )  # fmt: skip
 
 
-def fft_case(x: Tensor, block: int | None) -> Case:
-    codec, key = gradzip.FFTRange(block=block), Key(0, 0, "x", 0)
+def dct_matrix(n: int) -> Tensor:
+    """The orthonormal DCT-II of n elements."""
+    k, i = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64)
+    matrix = torch.cos(torch.pi * (2 * i + 1) * k / (2 * n)) * (2 / n) ** 0.5
+    matrix[0] *= 0.5**0.5
+    return matrix
 
-    def peer() -> tuple[Tensor, Tensor]:
+
+def transform_cases(x: Tensor) -> Iterator[Case]:
+    matrix = torch.kron(dct_matrix(3), dct_matrix(3)).float().to(x.device)
+    yield from transform_case(
+        "DCT 3x3", x, ops.Transform.dct(3, 3), lambda rows: rows @ matrix.t(), lambda c: c @ matrix, "x @ dct"
+    )
+    yield from transform_case(
+        "Fourier 64", x, ops.Transform.fourier(64), lambda rows: torch.fft.rfft(rows, norm="ortho"),
+        lambda c: torch.fft.irfft(c, n=64, norm="ortho"), "rfft",
+    )  # fmt: skip
+
+
+def transform_case(
+    name: str,
+    x: Tensor,
+    transform: ops.Transform,
+    forward: Callable[[Tensor], Tensor],
+    inverse: Callable[[Tensor], Tensor],
+    peer_name: str,
+) -> Iterator[Case]:
+    """15 % of the coefficients; `forward` and `inverse` are the same transform of rows in torch ops."""
+    x = x[: x.numel() // transform.length * transform.length]
+    n, groups = x.numel(), transform.groups(x.numel())
+    rows, k = x.view(-1, transform.length), round(0.15 * groups)
+    scratch = torch.empty(k + k // 2, 1 if transform.group == 1 else 3, device=x.device).view(-1)
+    bitmap, values = ops.transform_select(x, transform, k, scratch=scratch)
+
+    def selected() -> tuple[Tensor, Tensor]:
+        coefficients = forward(rows)
+        magnitudes = coefficients.abs()
+        mask = magnitudes >= torch.topk(magnitudes.view(-1), k, sorted=False).values.min()
+        return mask, coefficients[mask]
+
+    def energies() -> Tensor:
+        energies = forward(rows).abs().double().square()
+        if transform.group == 2:  # a pair for two frequencies, and one for the first and the last bin
+            energies[:, 0] += energies[:, -1]
+            energies = torch.cat((energies[:, :1], 2 * energies[:, 1:-1]), 1)
+        return energies.view(-1)
+
+    def selects_the_best() -> bool:
+        kept, best = values.double().square().sum(), torch.topk(energies(), k).values.sum()
+        return ops.bitmap_count(bitmap, groups) == k and abs(float(kept / best) - 1) < 1e-5
+
+    yield Case(
+        f"transform_select {name}",
+        lambda: ops.transform_select(x, transform, k, bitmap, values, scratch), selected, f"{peer_name}, topk, mask",
+        selects_the_best, 4 * n + bitmap.numel() + 4 * values.numel(),
+    )  # fmt: skip
+    number = ops.RangeFloat.fit(values, 10)
+    codes = number.encode(values)
+    part = ops.TransformPart(bitmap, ops.pack_bits(codes, 10), k, number)
+    out, dense = torch.empty_like(x), torch.zeros_like(forward(rows))
+    at, some = selected()[0].view(-1).nonzero().view(-1), selected()[1]
+
+    def scatter() -> Tensor:
+        dense.zero_().view(-1).index_put_((at,), some)
+        return inverse(dense)
+
+    def off_by_what_was_not_sent() -> bool:
+        """Whether the error is what was dropped and the rounding of the rest, which are orthogonal."""
+        ops.transform_decode([part], transform, out, 1.0)
+        dropped = x.double().square().sum() - values.double().square().sum()
+        rounding = (number.decode(codes) - values).double().square().sum()
+        return abs(float((out - x).double().square().sum() / (dropped + rounding)) - 1) < 1e-5
+
+    yield Case(
+        f"transform_decode {name}", lambda: ops.transform_decode([part], transform, out, 1.0), scatter,
+        f"index_put_, inverse {peer_name}, no codes", off_by_what_was_not_sent,
+        4 * n + bitmap.numel() + part.packed.numel(),
+    )  # fmt: skip
+
+
+def method_cases(x: Tensor) -> Iterator[Case]:
+    """Whole methods, with their default arguments: FFTRange on a matrix, DCTRange on convolutions of 3x3."""
+    x = x[: x.numel() // 576 * 576]
+    matrix = torch.kron(dct_matrix(3), dct_matrix(3)).float().to(x.device)
+    rows = x.view(-1, 64)
+    yield from method_case(
+        "FFTRange", gradzip.FFTRange(), rows, lambda: torch.fft.rfft(rows, norm="ortho"),
+        lambda c: torch.fft.irfft(c, n=64, norm="ortho"), "rfft, topk, mask",
+    )  # fmt: skip
+    kernels = x.view(-1, 9)
+    yield from method_case(
+        "DCTRange", gradzip.DCTRange(), x.view(-1, 64, 3, 3), lambda: kernels @ matrix.t(), lambda c: c @ matrix,
+        "x @ dct, topk, mask",
+    )  # fmt: skip
+
+
+def method_case(
+    name: str,
+    codec: gradzip.FFTRange | gradzip.DCTRange,
+    grad: Tensor,
+    forward: Callable[[], Tensor],
+    inverse: Callable[[Tensor], Tensor],
+    peer_name: str,
+) -> Iterator[Case]:
+    """`forward` and `inverse` are the same transform in torch ops."""
+    key, n = Key(0, 0, "x", 0), grad.numel()
+    payload = codec.encode(grad, key)
+    nbytes = 4 * n + payload.numel()
+
+    def peer_encode() -> tuple[Tensor, Tensor]:
         """The same in torch ops: transform, top-k, mask, gather, 16-bit values."""
-        rows, length = (1, x.numel()) if block is None else (-(-x.numel() // block), block)
-        signal = torch.nn.functional.pad(x, (0, rows * length - x.numel())).view(rows, length)
-        spectrum = torch.fft.rfft(signal, norm="ortho").view(-1)
-        power = spectrum.abs()
-        threshold = torch.topk(power, int(0.15 * power.numel()), sorted=False).values.min()
-        mask = power >= threshold
-        return mask, torch.view_as_real(spectrum[mask]).half()
+        coefficients = forward().view(-1)
+        power = coefficients.abs()
+        mask = power >= torch.topk(power, int(0.15 * power.numel()), sorted=False).values.min()
+        kept = coefficients[mask]
+        return mask, torch.view_as_real(kept).half() if kept.is_complex() else kept.half()
+
+    def peer_decode(mask: Tensor, values: Tensor) -> Tensor:
+        dense = torch.zeros_like(template)
+        dense.view(-1)[mask] = torch.view_as_complex(values.float()) if dense.is_complex() else values.float()
+        return inverse(dense)
+
+    template = forward()
+    encoded = peer_encode()
 
     def valid() -> bool:
-        """Whether the dropped energy is that outside the best 15 % of the frequencies, within 1 %."""
-        approximation = codec.decode([codec.encode(x, key)], x.numel())
-        _, values = peer()
-        kept = 2 * values.float().square().sum()
-        dropped = x.double().square().sum() - kept
-        error = (approximation - x).double().square().sum()
-        return bool(abs(error / dropped - 1) < 0.01)
+        """Whether the error is that of the peer, or up to 2 % more: values have fewer bits."""
+        error = (codec.decode([payload], n) - grad.view(-1)).norm()
+        return bool(0.98 < error / (peer_decode(*encoded).view(-1) - grad.view(-1)).norm() < 1.02)
 
-    name = "whole" if block is None else f"blocks of {block}"
-    nbytes = 4 * x.numel() + gradzip.roundtrip(codec, x.view(2, -1))[1]
-    return Case(f"FFTRange encode, {name}", lambda: codec.encode(x, key), peer, "rfft, topk, mask", valid, nbytes,
-                None, 5.0)  # fmt: skip
+    yield Case(
+        f"{name} encode", lambda: codec.encode(grad, key), peer_encode, peer_name, valid, nbytes, 3.0, 8.0
+    )  # fmt: skip
+    yield Case(
+        f"{name} decode", lambda: codec.decode([payload], n), lambda: peer_decode(*encoded), "mask, inverse", valid,
+        nbytes, 3.0,
+    )  # fmt: skip
+    yield Case(
+        f"{name} round trip", lambda: codec.decode([codec.encode(grad, key)], n),
+        lambda: peer_decode(*peer_encode()), "both", valid, 2 * nbytes, 6.0, 8.0,
+    )  # fmt: skip
 
 
 def range_float_torch(x: Tensor, number: ops.RangeFloat) -> Tensor:

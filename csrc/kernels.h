@@ -8,6 +8,8 @@
   KERNEL(bitmap)                    \
   KERNEL(bitmap_count)              \
   KERNEL(bitmap_indices)            \
+  KERNEL(bitmap_code_encode)        \
+  KERNEL(bitmap_code_decode)        \
   KERNEL(compact)                   \
   KERNEL(compact_expand)            \
   KERNEL(random_indices)            \
@@ -43,7 +45,9 @@
   KERNEL(elias_quantize)            \
   KERNEL(elias_decode_add)          \
   KERNEL(orthogonalize)             \
-  KERNEL(spectrum_power)            \
-  KERNEL(spectrum_decode_add)       \
+  KERNEL(transform)                 \
+  KERNEL(transform_inverse)         \
+  KERNEL(transform_select)          \
+  KERNEL(transform_decode)          \
   KERNEL(payload_seal)              \
   KERNEL(payload_inspect)

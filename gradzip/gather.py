@@ -85,7 +85,7 @@ class GatherCompressor(Compressor):
         """The average of payloads, added in order: float32, flat. The next call reuses its memory."""
         out = self.accumulator(numel, payloads[0].device)
         for rank, buffer in enumerate(payloads):
-            with attribute_payload_errors(f"from rank {rank} of {len(payloads)}"):
+            with attribute_payload_errors(payload_source(rank, len(payloads))):
                 payload = self.open(buffer, numel)
                 if payload.flags & ops.NON_FINITE:
                     out.fill_(math.nan)
@@ -183,6 +183,11 @@ class GatherCompressor(Compressor):
         assert state.payload is not None and state.residual is not None
         shards = split_shards(state.residual, state.size if state.scattered else 1)
         return [(p, s.view(-1)) for p, s in zip(ops.split_payloads(state.payload, len(shards)), shards)]
+
+
+def payload_source(rank: int, size: int) -> str:
+    """The source of a payload, for errors."""
+    return f"from rank {rank} of {size}"
 
 
 @contextlib.contextmanager

@@ -113,6 +113,7 @@ METHODS = [
     "dgc:theta=0.9",
     "dgc:theta=0.9,exchange=auto",
     "fft-range:theta=0.5",
+    "dct-range:theta=0.5",
     "topk:theta=0.9",
     "per-layer:2|3=topk(theta=0.9),5=qsgd(exchange=scatter_reduce),default=dgc",
 ]

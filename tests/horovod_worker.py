@@ -197,6 +197,7 @@ METHODS = [
     "atomo",
     "atomo:atoms=entry,budget=50",
     "atomo:atoms=fourier,budget=max",
+    "dct-range",
     "topk:theta=0.9",
     "topk:theta=0.9,select=sampled,bits=8",
     "randomk:theta=0.9",
@@ -208,7 +209,7 @@ METHODS = [
     "per-layer:layer0=none,2|3=topk(theta=0.8,exchange=scatter_reduce),default=dgc",
     *(
         f"{spec}exchange={exchange}"
-        for spec in ("topk:theta=0.9,", "dgc:", "fft-range:error_feedback=True,")
+        for spec in ("topk:theta=0.9,", "dgc:", "fft-range:error_feedback=True,", "dct-range:error_feedback=True,")
         for exchange in ("scatter_reduce", "auto")
     ),
 ]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradzip import _C
+from gradzip.methods.transform import transform_shape
 
 SIZES = (0, 1, 2, 8, 31, 32, 33, 63, 64, 65, 129, 1000, 32767, 32768, 32769, 100003)
 LARGE = 1000003
@@ -68,7 +69,8 @@ class Guarded:
     """Memory for a result, with guard bytes on both sides that detect writes out of bounds."""
 
     def __init__(self, numel: int, dtype: torch.dtype, offset: int = 1) -> None:
-        self._bytes = torch.full(((numel + 2 * 128) * dtype.itemsize,), 0xA5, dtype=torch.uint8)
+        # By NumPy, on this thread: torch's threads would wait for busy cores.
+        self._bytes = torch.from_numpy(np.full((numel + 2 * 128) * dtype.itemsize, 0xA5, np.uint8))
         whole = self._bytes.view(dtype)
         self.out = whole[offset : offset + numel]
         self._fences = whole[:offset].view(torch.uint8), whole[offset + numel :].view(torch.uint8)
@@ -241,53 +243,277 @@ def philox(key: int, n: int) -> np.ndarray:
     return np.stack([c0, c1, c2, c3], axis=1).reshape(-1)[:n]
 
 
-# --- FFTRange (HPDC'20, section 3)
+# --- transforms of short blocks
 
 
-def bin_weights(length: int) -> np.ndarray:
-    """The number of frequencies of the full transform that each bin of a real transform represents."""
-    weights = np.full(length // 2 + 1, 2.0)
-    weights[0] = 1.0
-    if length % 2 == 0:
-        weights[-1] = 1.0
-    return weights
+def dct_matrix(*shape: int) -> np.ndarray:
+    """The orthonormal DCT-II along every axis of an array of this shape: C[k, i] ~ cos(pi (2 i + 1) k / (2 N))."""
+    whole = np.eye(1)
+    for n in shape:
+        k, i = np.arange(n)[:, None], np.arange(n)
+        angle = (2 * i + 1) * k % (4 * n) * (np.pi / (2 * n))
+        whole = np.kron(whole, np.sqrt(np.where(k, 2, 1) / n) * np.cos(angle))
+    return whole
 
 
-def spectrum(x: np.ndarray, rows: int, length: int) -> np.ndarray:
+def float32_energy(re: np.ndarray, im: np.ndarray) -> np.ndarray:
+    """re^2 + im^2, each operation rounded to 24 bits, exponents unlimited."""
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        mantissa, exponent = np.frexp(x)
+        return np.ldexp(np.rint(mantissa * 2**24), exponent - 24)
+
+    re, im = re.astype(np.float64), im.astype(np.float64)
+    return rounded(rounded(re * re) + rounded(im * im))
+
+
+class BlockTransform(NamedTuple):
+    """A transform of rows: a DCT-II of arrays of this shape, a real Fourier transform of shape[0] numbers, or none of
+    pairs of numbers. A row of coefficients is real; those of the last two kinds are pairs (re, im)."""
+
+    kind: str  # "dct", "fourier" or "pairs"
+    shape: tuple[int, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return 2 if self.kind == "pairs" else int(np.prod(self.shape))
+
+    @property
+    def group(self) -> int:
+        return 1 if self.kind == "dct" else 2
+
+    @property
+    def tile_rows(self) -> int:
+        """The largest power of two of rows that have 8192 elements at most."""
+        return int(2 ** np.floor(np.log2(8192 / self.length)))
+
+    def cut(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Whole rows, and the elements after the last one."""
+        whole = x.size // self.length * self.length
+        return x[:whole].reshape(-1, self.length), x[whole:]
+
+    def forward(self, rows: np.ndarray) -> np.ndarray:
+        if self.kind == "dct":
+            return rows @ dct_matrix(*self.shape).T
+        if self.kind == "pairs" or not rows.size:
+            return rows
+        bins = np.fft.rfft(rows, norm="ortho")
+        first = bins[:, 0].real + 1j * bins[:, -1].real
+        return np.concatenate([first[:, None], np.sqrt(2) * bins[:, 1:-1]], axis=1).view(np.float64)
+
+    def inverse(self, coefficients: np.ndarray) -> np.ndarray:
+        if self.kind == "dct":
+            return coefficients @ dct_matrix(*self.shape)
+        if self.kind == "pairs" or not coefficients.size:
+            return coefficients
+        pairs = np.ascontiguousarray(coefficients, np.float64).view(np.complex128)
+        bins = np.concatenate([pairs[:, :1].real, pairs[:, 1:] / np.sqrt(2), pairs[:, :1].imag], axis=1)
+        return np.fft.irfft(bins, n=self.length, norm="ortho")
+
+    def arrange(self, rows: np.ndarray, tail: np.ndarray) -> np.ndarray:
+        """Coefficients in the order of the kernels: tile by tile, real parts first, plane by plane; then the tail."""
+        padded = np.concatenate([tail, np.zeros(-tail.size % self.group, tail.dtype)]).reshape(-1, self.group).T
+        tiles = [np.zeros(0, rows.dtype)]
+        for first in range(0, len(rows) + (tail.size > 0), self.tile_rows):
+            some = rows[first : first + self.tile_rows]
+            planes = (
+                some.reshape(len(some), self.length // self.group, self.group)
+                .transpose(2, 1, 0)
+                .reshape(self.group, -1)
+            )
+            last = first + self.tile_rows > len(rows)
+            tiles.append(np.concatenate([planes, padded], axis=1).reshape(-1) if last else planes.reshape(-1))
+        return np.concatenate(tiles)
+
+    def tiles(self, coefficients: np.ndarray, n: int) -> list[np.ndarray]:
+        """The tiles of what `arrange` returns for n elements: views of (group, number of groups)."""
+        step = self.tile_rows * self.length
+        sizes = [-(-min(step, n - first) // self.group) for first in range(0, n, step)]
+        ends = np.cumsum([self.group * size for size in sizes], dtype=int)
+        return [coefficients[end - self.group * size : end].reshape(self.group, size) for size, end in zip(sizes, ends)]
+
+    def restore(self, coefficients: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """The inverse of `arrange`."""
+        rows, tail, left = [np.zeros((0, self.length), coefficients.dtype)], coefficients[:0], n // self.length
+        for tile in self.tiles(coefficients, n):
+            count = min(left, self.tile_rows)
+            left -= count
+            whole = count * self.length // self.group
+            planes = tile[:, :whole].reshape(self.group, self.length // self.group, count)
+            rows.append(planes.transpose(2, 1, 0).reshape(count, self.length))
+            tail = tile[:, whole:].T.reshape(-1)
+        return np.concatenate(rows), tail[: n % self.length]
+
+    def order(self, coefficients: np.ndarray, n: int) -> np.ndarray:
+        """The groups of coefficients (float32, arranged) by descending magnitude; of equal ones, the first first."""
+        keys = [t[0] if self.group == 1 else float32_energy(*t) for t in self.tiles(coefficients, n)]
+        return by_magnitude(np.concatenate(keys))
+
+    def take(self, coefficients: np.ndarray, n: int, mask: np.ndarray) -> np.ndarray:
+        """The coefficients of the groups in the mask: of every tile, real parts first."""
+        ends = np.cumsum([t.shape[1] for t in self.tiles(coefficients, n)])
+        parts = zip(self.tiles(coefficients, n), np.split(mask, ends[:-1]))
+        return np.concatenate([tile[:, kept].reshape(-1) for tile, kept in parts])
+
+    def add(self, total: np.ndarray, n: int, mask: np.ndarray, values: np.ndarray) -> None:
+        """Add what `take` returns to the arranged coefficients `total`."""
+        first = position = 0
+        for tile in self.tiles(total, n):
+            kept = mask[first : first + tile.shape[1]]
+            count = self.group * int(kept.sum())
+            tile[:, kept] += values[position : position + count].reshape(self.group, -1)
+            first, position = first + tile.shape[1], position + count
+
+
+# --- coded bitmaps (csrc/common/bitmap_code.h)
+
+
+def rice(gaps: list[int], k: int) -> bytes:
+    """gap >> k zeros, a one, the low k bits, lowest first; without zero bytes at the end."""
+    text = "".join("0" * (g >> k) + "1" + "".join(str(g >> i & 1) for i in range(k)) for g in gaps)
+    data = bytes(int(text[i : i + 8][::-1], 2) for i in range(0, len(text), 8))
+    return data.rstrip(b"\0")
+
+
+def encode_bitmap(mask: np.ndarray, segment: int = 1024) -> bytes:
+    table, body = b"", b""
+    for begin in range(0, len(mask), segment):
+        part = mask[begin : begin + segment]
+        inverted = bool(2 * part.sum() > len(part))
+        at = np.flatnonzero(part ^ inverted)
+        gaps = (np.diff(at, prepend=-1) - 1).tolist()
+        size, count = len(part), len(at)
+        k = next(k for k in range(16) if (54 * count) << k >= 13 * (2 * size - count)) if count else 0
+        data, plain = rice(gaps, k), rice(gaps, 0)
+        if len(data) >= len(plain):
+            data, k = plain, 0
+        table += (len(data) | k << 10 | inverted << 14).to_bytes(2, "little")
+        body += data
+    return table + body
+
+
+def decode_bitmap(data: bytes, numel: int, segment: int = 1024) -> np.ndarray | None:
+    """The mask, or None if the bytes are not a stream of one."""
+    segments = -(-numel // segment)
+    mask, at = [], 2 * segments
+    if len(data) < at:
+        return None
+    for s in range(segments):
+        entry, size = int.from_bytes(data[2 * s : 2 * s + 2], "little"), min(segment, numel - s * segment)
+        nbytes, k, inverted = entry & 1023, entry >> 10 & 15, entry >> 14 & 1
+        if entry >> 15 or nbytes > -(-size // 8) or at + nbytes > len(data):
+            return None
+        text = "".join(f"{byte:08b}"[::-1] for byte in data[at : at + nbytes])
+        at += nbytes
+        part, position, i = np.zeros(size, bool), 0, 0
+        while (one := text.find("1", i)) >= 0:
+            position += (one - i << k) + int("0" + text[one + 1 : one + 1 + k][::-1], 2)
+            if position >= size:
+                return None
+            part[position] = True
+            position += 1
+            i = one + 1 + k
+        mask.append(part ^ bool(inverted))
+    return np.concatenate([*mask, np.zeros(0, bool)]) if at == len(data) else None
+
+
+# --- FFTRange (HPDC'20, section 3) and DCTRange
+
+
+class Basis(NamedTuple):
+    """An orthonormal basis of the gradients of `numel` elements."""
+
+    blocks: BlockTransform
+    numel: int
+    rows: tuple[int, int] | None = None  # number and length of FFTs, whose pairs `blocks` arranges
+
+    @property
+    def size(self) -> int:
+        """The number of elements that `blocks` transforms."""
+        return self.numel if self.rows is None else self.rows[0] * 2 * ((self.rows[1] + 1) // 2)
+
+    @property
+    def groups(self) -> int:
+        return -(-self.size // self.blocks.group)
+
+    @property
+    def segment(self) -> int:
+        """Of the coded bitmap: rows of a tile, in whole words."""
+        rows = self.numel // self.blocks.length
+        return max(64, min(1024, self.blocks.tile_rows, rows - rows % 64))
+
+    def num_kept(self, theta: float) -> int:
+        return max(1, round((1 - theta) * self.groups))
+
+    def coefficients(self, x: np.ndarray) -> np.ndarray:
+        """float64, in the order of a payload's bitmap (of each tile: real parts first)."""
+        x = x.reshape(-1).astype(np.float64)
+        rows, tail = self.blocks.cut(x if self.rows is None else fft_pairs(x, *self.rows))
+        return self.blocks.arrange(self.blocks.forward(rows), tail)
+
+    def elements(self, coefficients: np.ndarray) -> np.ndarray:
+        rows, tail = self.blocks.restore(coefficients, self.size)
+        x = np.concatenate([self.blocks.inverse(rows).reshape(-1), tail])
+        return x if self.rows is None else fft_elements(x, *self.rows)[: self.numel]
+
+    def largest(self, coefficients: np.ndarray, k: int) -> np.ndarray:
+        """The mask of the k groups with the most energy."""
+        energy = np.concatenate([(tile**2).sum(0) for tile in self.blocks.tiles(coefficients, self.size)])
+        mask = np.zeros(self.groups, bool)
+        mask[np.argsort(-energy, kind="stable")[:k]] = True
+        return mask
+
+    def take(self, coefficients: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        return self.blocks.take(coefficients, self.size, mask)
+
+    def put(self, mask: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """The coefficients of which `take` returns `values`; the others are 0."""
+        total = np.zeros(self.groups * self.blocks.group)
+        self.blocks.add(total, self.size, mask, values)
+        return total
+
+    def best(self, x: np.ndarray, k: int) -> np.ndarray:
+        """The best approximation of x by k groups: the codec without quantization."""
+        coefficients = self.coefficients(x)
+        mask = self.largest(coefficients, k)
+        return self.elements(self.put(mask, self.take(coefficients, mask))).reshape(x.shape)
+
+
+def fft_pairs(x: np.ndarray, rows: int, length: int) -> np.ndarray:
+    """Frequencies of x, padded to rows of that length. Bins between the first and the last one stand for two, so they
+    are multiplied by sqrt(2). The imaginary part of the first pair is the last bin, if it is real, or 0."""
     padded = np.zeros(rows * length)
-    padded[: x.size] = x.reshape(-1)
-    return np.fft.rfft(padded.reshape(rows, length), norm="ortho")
+    padded[: x.size] = x
+    bins = np.fft.rfft(padded.reshape(rows, length), norm="ortho")
+    pairs = np.sqrt(2) * bins[:, : (length + 1) // 2]
+    pairs[:, 0] = bins[:, 0].real + (1j * bins[:, -1].real if length % 2 == 0 else 0)
+    return pairs.reshape(-1).view(np.float64)
 
 
-def signal(bins: np.ndarray, length: int, numel: int) -> np.ndarray:
-    return np.fft.irfft(bins, n=length, norm="ortho").reshape(-1)[:numel]
+def fft_elements(pairs: np.ndarray, rows: int, length: int) -> np.ndarray:
+    """The inverse of `fft_pairs`, with the padding."""
+    pairs = np.ascontiguousarray(pairs).view(np.complex128).reshape(rows, -1)
+    bins = np.zeros((rows, length // 2 + 1), complex)
+    bins[:, : pairs.shape[1]] = pairs / np.sqrt(2)
+    bins[:, 0] = pairs[:, 0].real
+    if length % 2 == 0:
+        bins[:, -1] = pairs[:, 0].imag
+    return np.fft.irfft(bins, n=length, norm="ortho").reshape(-1)
 
 
-def kept_bins(bins: np.ndarray, length: int, k: int) -> np.ndarray:
-    """Mask of the k bins with the most energy, over all rows."""
-    energy = (np.abs(bins) ** 2 * bin_weights(length)).reshape(-1)
-    mask = np.zeros(energy.size, dtype=bool)
-    mask[np.argsort(-energy, kind="stable")[:k]] = True
-    return mask.reshape(bins.shape)
+def fft_basis(numel: int, block: int | None) -> Basis:
+    """Of FFTRange."""
+    if block in (8, 16, 32, 64, 128, 256, 512, 1024):
+        return Basis(BlockTransform("fourier", (block,)), numel)
+    return Basis(BlockTransform("pairs"), numel, transform_shape(numel, block))
 
 
-def fft_sparsify(x: np.ndarray, rows: int, length: int, k: int) -> np.ndarray:
-    """The best approximation by k bins, flat: FFTRange without quantization."""
-    bins = spectrum(x, rows, length)
-    return signal(np.where(kept_bins(bins, length, k), bins, 0), length, x.size)
+def dct_basis(numel: int, *lengths: int) -> Basis:
+    return Basis(BlockTransform("dct", lengths), numel)
 
 
-def checksum(payload: bytes) -> int:
-    """The checksum of a payload, with its own field as zero (csrc/common/payload.h)."""
-    words = np.frombuffer(payload[:24] + bytes(4) + payload[28:], "<u8")
-    x = words + np.arange(1, words.size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    total = int((x ^ (x >> np.uint64(29))).sum(dtype=np.uint64))
-    return (total ^ (total >> 32)) & 0xFFFFFFFF
-
-
-class FFTPayload(NamedTuple):
-    """An FFTRange payload, parsed by its documented layout alone."""
+class CodecPayload(NamedTuple):
+    """A payload of FFTRange or DCTRange, parsed by its documented layout alone."""
 
     magic: bytes
     version: int
@@ -299,26 +525,70 @@ class FFTPayload(NamedTuple):
     flags: int
     k: int
     format: RangeFormat
-    bins: np.ndarray  # flat, complex128
+    basis: Basis
+    mask: np.ndarray
+    coefficients: np.ndarray  # float64, in the order of the mask
+    index: bytes  # the bitmap as it is sent
+
+    @property
+    def elements(self) -> np.ndarray:
+        return self.basis.elements(self.coefficients)
 
 
-HEADER = struct.Struct("<2sBBIQQIIQIHBB")
+HEADER = struct.Struct("<2sBBIQQII8sIHBB")
 
 
-def read_fft_payload(payload: Tensor, total_bins: int) -> FFTPayload:
+def _open(payload: Tensor) -> tuple[list[Any], bytes, RangeFormat, np.ndarray]:
     data = payload.numpy().tobytes()
-    *header, k, pbase, positive, mantissa, bits = HEADER.unpack_from(data)
-    body = np.frombuffer(data, np.uint8, offset=HEADER.size)
-    marked = np.unpackbits(body[: -(-total_bins // 8)], bitorder="little").astype(bool)
-    codes = unpack_bits(body[-(-total_bins // 8) :], bits, 2 * k)
+    *header, fields, pbase, positive, mantissa, bits = HEADER.unpack_from(data)
     number = RangeFormat(bits, mantissa, pbase, positive, 2**bits - 1 - positive)
-    values = number.codebook[codes]
-    bins = np.zeros(total_bins, complex)
-    bins[np.flatnonzero(marked)] = values[0::2] + 1j * values[1::2]
-    return FFTPayload(*header, k, number, bins)
+    return header, fields, number, np.frombuffer(data, np.uint8, offset=HEADER.size)
 
 
-# --- real gradients
+def read_fft_payload(payload: Tensor, block: int | None) -> CodecPayload:
+    """Header; bitmap; codes."""
+    header, fields, number, body = _open(payload)
+    (k,), basis = struct.unpack("<Q", fields), fft_basis(header[4], block)
+    nbytes = -(-basis.groups // 8)
+    mask = np.unpackbits(body[:nbytes], bitorder="little", count=basis.groups).astype(bool)
+    values = number.codebook[unpack_bits(body[nbytes:], number.bits, 2 * k)]
+    return CodecPayload(*header, k, number, basis, mask, basis.put(mask, values), body[:nbytes].tobytes())
+
+
+def read_dct_payload(payload: Tensor) -> CodecPayload:
+    """Header; codes; coded bitmap; padding."""
+    header, fields, number, body = _open(payload)
+    k, *axes, padding = struct.unpack("<I3BB", fields)
+    basis = dct_basis(header[4], *(n + 1 for n in axes if n))
+    nbytes = -(-k * number.bits // 8)
+    index = body[nbytes : body.size - padding].tobytes()
+    mask = decode_bitmap(index, basis.groups, basis.segment)
+    assert mask is not None
+    values = number.codebook[unpack_bits(body[:nbytes], number.bits, k)]
+    return CodecPayload(*header, k, number, basis, mask, basis.put(mask, values), index)
+
+
+# --- payloads
+
+
+def checksum(payload: bytes) -> int:
+    """The checksum of a payload, with its own field as zero (csrc/common/payload.h)."""
+    words = np.frombuffer(payload[:24] + bytes(4) + payload[28:], "<u8")
+    x = words + np.arange(1, words.size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    total = int((x ^ (x >> np.uint64(29))).sum(dtype=np.uint64))
+    return (total ^ (total >> 32)) & 0xFFFFFFFF
+
+
+# --- gradients
+
+
+def correlated(*shape: int, seed: int = 0) -> Tensor:
+    """Random numbers with correlated neighbours and heavy tails, as in real gradients."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_t(3, size=int(np.prod(shape)) + 4) + 0.1
+    x = sum(x[i : x.size - 4 + i] * w for i, w in enumerate((0.2, 0.5, 1.0, 0.5, 0.2))) * 1e-3
+    return torch.tensor(x.reshape(shape), dtype=torch.float32)
 
 
 class _Block(nn.Module):

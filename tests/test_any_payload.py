@@ -9,6 +9,9 @@ from gradzip.state import Key
 
 CODECS = [
     "fft-range",
+    "fft-range:block=100",
+    "dct-range",
+    "dct-range:block=16,theta=0.5",
     "qsgd",
     "qsgd:coding=packed",
     "terngrad",

@@ -241,6 +241,7 @@ STATEFUL = [
     "powersgd",
     "acpsgd",
     "fft-range:error_feedback=True",
+    "dct-range:error_feedback=True",
     "gradiveq:warmup_steps=1,sample_steps=2,stop=0.6",
     "per-layer:w=topk(theta=0.9),default=dgc",
 ]

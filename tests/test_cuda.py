@@ -146,25 +146,48 @@ def test_range_float_and_bit_streams(on_device, n, bits):
             on_device(number.decode, torch.full((n,), number.positive + number.negative + 1, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 6), (5, 63), (2, 4096)])
-def test_spectra(on_device, shape):
-    length = shape[1]
-    spectrum = torch.fft.rfft(torch.randn(shape), norm="ortho")
-    for amax in (2.5, torch.tensor([2.5])):
-        expected = ops.spectrum_power(spectrum, length, 2.5)
-        assert bits_equal(on_device(ops.spectrum_power, spectrum, length, amax), expected)
-    k = max(1, spectrum.numel() // 5)
+TRANSFORMS = [
+    *(ops.Transform.dct(*lengths) for lengths in ((), (3, 3), (2, 3, 4), (16,), (128,))),
+    *(ops.Transform.fourier(length) for length in (8, 64, 512)),
+    ops.Transform.pairs(),
+]
+
+
+@pytest.mark.parametrize("n", [1, 31, 1000, 8193])
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+def test_transforms(on_device, transform, n):
+    def same(got, expected):  # but for the sign of zero
+        return bits_equal(got + 0.0, expected + 0.0)
+
+    groups = transform.groups(n)
+    k = math.ceil(groups / 7)
     number = ops.RangeFloat(9, 4, -2.0, 3.0)
-    bits = ops.bitmap(expected, ops.select(expected, k))
-    packed = ops.pack_bits(torch.randint(0, 400, (2 * k,), dtype=torch.int32), 9)
+    codes = torch.randint(0, 400, (k * transform.group,), dtype=torch.int32)
+    packed, total = ops.pack_bits(codes, 9), torch.randn(n)
 
-    def decode_add(bitmap, packed, spectrum, count):
-        total = spectrum.clone()
-        ops.spectrum_decode_add(total, bitmap, packed[: ops.packed_nbytes(2 * count, 9)], count, number, 0.25)
-        return total
+    def decode(out, *bitmaps, count=k, add=False):
+        some = packed[: ops.packed_nbytes(count * transform.group, 9)].to(out.device)
+        parts = [ops.TransformPart(bitmap, some, count, number) for bitmap in bitmaps]
+        out = out.clone()
+        ops.transform_decode(parts, transform, out, 0.25, add)
+        return out
 
-    assert bits_equal(on_device(decode_add, bits, packed, spectrum, k), decode_add(bits, packed, spectrum, k))
-    assert on_device(decode_add, bits, packed, spectrum, k - 1).isnan().all()
+    bitmaps = []
+    for x in inputs(n):
+        coefficients = ops.transform(x, transform)
+        assert same(on_device(ops.transform, x, transform), coefficients)
+        back = ops.transform_inverse(coefficients, transform, n)
+        assert same(on_device(ops.transform_inverse, coefficients, transform, n), back)
+        bitmap, values = ops.transform_select(x, transform, k)
+        for room in (0, n + 8192):
+            scratch = torch.empty(room)
+            select = on_device(lambda x, s: ops.transform_select(x, transform, k, scratch=s), x, scratch)
+            assert bits_equal(select[0], bitmap) and same(select[1], values)
+        bitmaps.append(bitmap)
+    for add in (False, True):
+        expected = decode(total, *bitmaps * 5, add=add)  # more parts than are decoded together
+        assert same(on_device(decode, total, *bitmaps * 5, add=add), expected)
+    assert on_device(decode, total, *bitmaps, count=k - 1).isnan().all()
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -203,6 +226,21 @@ def test_sparse_indices(on_device, n):
         if n:
             with pytest.raises(ValueError, match="not strictly ascending"):
                 on_device(ops.index_code_encode, torch.tensor([n], dtype=torch.int32), n)
+
+
+@pytest.mark.parametrize("n", [*SIZES, 1024, 3001])
+def test_bitmap_code(on_device, n):
+    for x in inputs(n):
+        for p in (x.abs() * 0.2, x.abs(), x.abs() * 2):
+            bits = ops.bernoulli(p.nan_to_num(0.5).clamp(0, 1), 7)
+            count = ops.bitmap_count(bits, n)
+            stream = ops.bitmap_code_encode(bits, n)
+            assert bits_equal(on_device(ops.bitmap_code_encode, bits, n), stream)
+            assert bits_equal(on_device(ops.bitmap_code_decode, stream, n, count), bits)
+            if n:
+                for damaged, claimed in ((stream[:-1], count), (stream, count + 1), (stream, max(0, count - 1))):
+                    if (len(damaged), claimed) != (len(stream), count):
+                        assert ops.bitmap_count(on_device(ops.bitmap_code_decode, damaged, n, claimed), n) != claimed
 
 
 @pytest.mark.parametrize("n", [1, 1000, 20000, 65537])

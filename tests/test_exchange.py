@@ -75,6 +75,7 @@ def test_gather_and_scatter_reduce_agree_for_a_lossless_codec(size, shape, error
 
 METHODS = [
     gradzip.FFTRange(),
+    gradzip.DCTRange(),
     gradzip.TopK(theta=0.9),
     gradzip.DGC(theta=0.9),
     gradzip.QSGD(),

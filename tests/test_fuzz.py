@@ -137,6 +137,7 @@ OVERSIZED = {
     # spec, bytes of sections, fields of the method, number format. The sections have the lengths that the fields imply.
     "values of two bits": ("topk:bits=2", 2048 + 12, struct.pack("<Q", 8192), NUMBER),
     "values without bytes": ("topk", 64, struct.pack("<Q8x", 2**62), None),
+    "coefficients": ("dct-range:bits=2", 4000, struct.pack("<I4B", 8192, 0, 0, 0, 0), NUMBER),
     "DGC's values": ("dgc", 4 * 5000 + 12, struct.pack("<Q8x", 5000), None),
     "drawn atoms": ("atomo:atoms=entry", 2048, struct.pack("<fII4x", 1.0, 0, 8 * 2036), None),
     "certain atoms": ("atomo:atoms=entry", 4 * 5000 + 12, struct.pack("<fII4x", 1.0, 5000, 0), None),
@@ -154,7 +155,7 @@ def test_oversized_payloads_are_refused(name):
         gradzip.parse(spec).decode([torch.frombuffer(bytearray(case.payload), dtype=torch.uint8)], 1200)
 
 
-@pytest.mark.parametrize("spec", ["topk", "qsgd", "fft-range", "onebit"])
+@pytest.mark.parametrize("spec", ["topk", "qsgd", "fft-range", "dct-range", "onebit"])
 def test_payload_of_another_gradient_is_refused_before_allocating(spec):
     codec = gradzip.parse(spec)
     for declared in (0, 1199, 1201, 2**31, 2**40, 2**64 - 1):

@@ -47,7 +47,7 @@ BROKEN = {
         "pack_bits, bits =",
     ),
     "barrier in a branch": (
-        "spectrum",
+        "bitmap",
         {
             "cuda/bitmap_tiles.cuh": (
                 "if (threadIdx.x == 0) counts[tile] = set;",
@@ -106,6 +106,16 @@ BROKEN = {
         {"cuda/index_code.cuh": (" && end_byte <= opened.nbytes - table", "")},
         "heap-buffer-overflow",
     ),
+    "a bit past the segment": (
+        "bitmap_code",
+        {"cuda/bitmap_code.cuh": ("if (at >= bits) {", "if (at > bits) {")},
+        "bitmap_code_decode of other bytes: failed",
+    ),
+    "segments that trust the table": (
+        "bitmap_code",
+        {"cuda/bitmap_code.cuh": ("if (2 * segments + offsets[segments] != nbytes) {", "if (nbytes < 0) {")},
+        "heap-buffer-overflow|bitmap_code_decode of other bytes: failed",
+    ),
     "indices beyond the end": (
         "index_code",
         {"cuda/index_code.cuh": ("return *last + 1 == end;", "return true;")},
@@ -140,6 +150,31 @@ BROKEN = {
         "ternary",
         {"cuda/ternary.cuh": ("valid && byte[j] <= kTopByte", "valid && byte[j] <= kTopByte + 1")},
         "ternary_decode_add of a byte",
+    ),
+    "barrier between stages": (
+        "transform",
+        {
+            "cuda/transform.cuh": (
+                "at[i * apart + pitch] = v[i][1];\n    });\n    __syncthreads();",
+                "at[i * apart + pitch] = v[i][1];\n    });",
+            )
+        },
+        "transform of",
+    ),
+    "barrier after a tile's candidates": (
+        "transform",
+        {
+            "cuda/transform.cuh": (
+                "list[t.tile_groups() + to] = tile.z[im];\n    });\n    __syncthreads();",
+                "list[t.tile_groups() + to] = tile.z[im];\n    });",
+            )
+        },
+        "transform_select: ",
+    ),
+    "too few codes for a bitmap": (
+        "transform",
+        {"cuda/transform.cuh": ("set != parts.of[part].count ||", "set < parts.of[part].count ||")},
+        "transform_decode of an invalid part",
     ),
     "barrier between rounds": (
         "atom_probabilities",

@@ -239,8 +239,9 @@ def test_dgc_warmup():
         RandomK(theta=0.95),
         DGC(theta=0.95, momentum=0.0),
         gradzip.FFTRange(theta=0.95, bits=6, error_feedback=True),
+        gradzip.DCTRange(theta=0.95, error_feedback=True),
     ],
-    ids=["exact", "sampled", "randomk", "dgc", "fft-range"],
+    ids=["exact", "sampled", "randomk", "dgc", "fft-range", "dct-range"],
 )
 def test_error_feedback_conserves_the_sum(method, size, exchange):
     """Sum of averages + mean residual + owner residuals = sum of mean gradients, up to rounding."""

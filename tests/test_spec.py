@@ -17,6 +17,7 @@ import gradzip
         ("fft-range:theta=0.85,bits=10", gradzip.FFTRange(theta=0.85, bits=10)),
         ("fft-range: block=None, value_range=(-1, 2), rounding=stochastic",
          gradzip.FFTRange(block=None, value_range=(-1, 2), rounding="stochastic")),
+        ("dct-range:block=64,bits=8", gradzip.DCTRange(block=64, bits=8)),
         ("fft-range:error_feedback=True,min_numel=0", gradzip.FFTRange(error_feedback=True, min_numel=0)),
         ("topk:error_feedback=false", gradzip.TopK(error_feedback=False)),
         ("powersgd:warm_start=FALSE,error_feedback=true", gradzip.PowerSGD(warm_start=False)),
@@ -30,10 +31,13 @@ def test_parse(spec, compressor):
 @pytest.mark.parametrize(
     "spec, message",
     [
-        ("zip", "unknown compression method 'zip', expected one of: acpsgd, atomo, dgc"),
+        ("zip", "unknown compression method 'zip', expected one of: acpsgd, atomo, dct-range, dgc"),
         ("", "unknown compression method ''"),
         ("fft-range:tetha=0.5", "unknown argument 'tetha', expected one of: min_numel, exchange, theta, bits"),
-        ("top-k", "unknown compression method 'top-k', did you mean 'topk'\\? There are: acpsgd, atomo, dgc"),
+        (
+            "top-k",
+            "unknown compression method 'top-k', did you mean 'topk'\\? There are: acpsgd, atomo, dct-range",
+        ),
         ("FFTRange", "did you mean 'fft-range'"),
         ("OneBitSGD", "did you mean 'onebit'"),
         ("Cast", "did you mean 'fp16'"),

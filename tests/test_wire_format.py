@@ -22,8 +22,11 @@ CODECS |= {
     "atomo": "atomo:atoms=entry,budget=100",
     "atomo-svd": "atomo",
     "atomo-fourier": "atomo:atoms=fourier,budget=50",
+    "dct-range-kernels": "dct-range",
+    "fft-range-spectra": "fft-range:block=None",
 }
 SHAPE = (40, 30)
+SHAPES = {"dct-range-kernels": (10, 8, 3, 5)}
 NUMEL = 1200
 # Payloads of float32 numbers from LAPACK or an FFT library, whose rounding differs between libraries.
 FROM_LIBRARIES = ("atomo-svd", "atomo-fourier")
@@ -44,7 +47,7 @@ def golden_decoded(name):
 
 
 def encode(name):
-    return gradzip.parse(CODECS[name]).encode(gradient(), Key(0, 0, "golden", 0))
+    return gradzip.parse(CODECS[name]).encode(gradient().reshape(SHAPES.get(name, SHAPE)), Key(0, 0, "golden", 0))
 
 
 def decode(name, payload):

@@ -22,7 +22,7 @@ struct PayloadHeader {
 };
 static_assert(sizeof(PayloadHeader) == 48, "the wire format");
 
-constexpr uint8_t kPayloadVersion = 1;
+constexpr uint8_t kPayloadVersion = 2;
 constexpr uint64_t kPayloadAlign = 16;
 constexpr uint32_t kNonFinite = 1u;  // the gradient held an inf or a NaN: every rank's average becomes NaN
 

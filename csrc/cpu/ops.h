@@ -17,6 +17,7 @@
 #include "common/payload.h"
 #include "common/range_float.h"
 #include "common/selection.h"
+#include "common/transform.h"
 
 namespace gradzip::cpu {
 
@@ -44,6 +45,15 @@ void bitmap_count(const uint8_t* bitmap, int64_t n, int64_t* count, int threads)
 // bits set; if it differs from `count`, no array is written.
 void bitmap_indices(const uint8_t* bitmap, int64_t n, const float* x, int64_t count, int32_t* indices, float* values,
                     int64_t* found, int threads);
+
+// --- bitmap_code
+// Entropy-codes a bitmap of n bits, whose spare bits are 0, in the format of common/bitmap_code.h. `out` has room for
+// ceil(n / 8) bytes and 2 per segment. *nbytes is the size of the stream.
+void bitmap_code_encode(const uint8_t* bitmap, int64_t n, int segment, uint8_t* out, int64_t* nbytes, int threads);
+// *failed: the bytes, which may be any, are not the stream of a bitmap of n bits with `count` set. `bitmap` may be
+// written on failure.
+void bitmap_code_decode(const uint8_t* bytes, int64_t nbytes, int64_t n, int segment, int64_t count, uint8_t* bitmap,
+                        int32_t* failed, int threads);
 
 // --- compact
 // The values whose bit is set, in order (prefix-sum packing; HPDC'20, section 3.2). Items have 4 or 8 bytes. *found is
@@ -192,15 +202,20 @@ void elias_decode_add(const uint8_t* bytes, int64_t nbytes, const float* norms, 
 // Makes the columns of each matrix (row-major) orthonormal, in place; gradzip/ops/orthogonalize.py has the details.
 void orthogonalize(const Matrix* matrices, int64_t count, int threads);
 
-// --- spectrum
-// power[r, c] = weight_c |s * spectrum[r, c]|^2 for `rows` rows of a real FFT of length `length`, length / 2 + 1
-// complex bins each. The weight is 2 for interior bins, which stand for two each, and 1 for bin 0 and, if length is
-// even, the last bin. s is the power of two that scales *amax into [1, 2), so that squares stay within range.
-void spectrum_power(const float* spectrum, int64_t rows, int64_t length, const float* amax, float* power, int threads);
-// spectrum[i] += weight * (the next two codes of `packed`, decoded) if bit i is set, for i < n complex bins. *failed:
-// the bitmap does not have exactly `count` of the first n bits set, or has bits set past them.
-void spectrum_decode_add(const RangeFloat* format, const uint8_t* bitmap, const uint8_t* packed, int64_t packed_bytes,
-                         int64_t count, float weight, float* spectrum, int64_t n, int32_t* failed, int threads);
+// --- transform
+// `code` is the transform (common/transform.h), n the number of elements. The coefficients are groups of `group` floats,
+// in tiles and planes.
+void transform(const float* x, int64_t n, uint32_t code, float* coefficients, int threads);
+void transform_inverse(const float* coefficients, int64_t n, uint32_t code, float* x, int threads);
+// The k groups of largest magnitude, 1 <= k <= groups; of equal magnitudes, the first. Their bits in `bitmap`, and their
+// k * group coefficients. The magnitude of a pair is its energy, (s re)^2 + (s im)^2 with s = unit_scale(max |x|).
+// Expected cost: one read of x, if the scratch memory has room for about 1.5 k groups: one float each, three for pairs.
+void transform_select(const float* x, int64_t n, uint32_t code, int64_t k, float* scratch, int64_t scratch_numel,
+                      uint8_t* bitmap, float* values, int threads);
+// out = weight * the inverse transform of the sum of the parts, or out += that. `parts` is in host memory on every
+// device. *failed: 1 + the index of the first part whose bitmap does not have `count` bits set.
+void transform_decode(const TransformPart* parts, int64_t count, uint32_t code, float weight, bool add, float* out,
+                      int64_t n, int32_t* failed, int threads);
 
 // --- payload
 // Writes the header of a payload whose sections are in place: *header, with kNonFinite set if one of the magnitudes is

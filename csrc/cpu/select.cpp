@@ -85,9 +85,23 @@ struct Found {
   int64_t above;
 };
 Found kth_largest(std::vector<uint32_t>& m, int64_t k) {
+  int64_t above = 0;
+  if (m.size() > 4096) {  // a histogram finds the few values that it may be, faster than partitions of them all
+    constexpr int kBins = 2048;
+    const auto [low, high] = std::minmax_element(m.begin(), m.end());
+    const uint32_t least = *low;
+    int shift = 0;
+    while ((*high - least) >> shift >= kBins) ++shift;
+    std::array<int64_t, kBins> histogram{};
+    for (uint32_t u : m) ++histogram[(u - least) >> shift];
+    int bin = kBins - 1;
+    for (; above + histogram[bin] < k; --bin) above += histogram[bin];
+    m.erase(std::remove_if(m.begin(), m.end(), [=](uint32_t u) { return int((u - least) >> shift) != bin; }), m.end());
+    k -= above;
+  }
   std::nth_element(m.begin(), m.begin() + (k - 1), m.end(), std::greater<uint32_t>());
   const uint32_t value = m[k - 1];
-  return {value, std::count_if(m.begin(), m.begin() + (k - 1), [=](uint32_t u) { return u > value; })};
+  return {value, above + std::count_if(m.begin(), m.begin() + (k - 1), [=](uint32_t u) { return u > value; })};
 }
 
 // Sampling positions without a random generator: steps of the golden ratio, so that no period of the data (rows of a
@@ -104,14 +118,14 @@ std::vector<uint32_t> sample(const float* x, int64_t n) {
 
 // A bracket that holds the k-th largest of n with probability 1 - 1e-6; nothing if it would hold too many values.
 bool bracket_by_sample(const float* x, int64_t n, int64_t k, Bracket* bracket) {
-  auto s = sample(x, n);
+  const auto s = sample(x, n);
   const auto size = int64_t(s.size());
   const double share = double(k) / double(n);
   const double centre = share * double(size), margin = 5.0 * std::sqrt(centre * (1.0 - share)) + 4.0;
   const int64_t first = int64_t(centre - margin), last = int64_t(centre + margin);
   const auto ranked = [&](int64_t rank) {
-    std::nth_element(s.begin(), s.begin() + rank, s.end(), std::greater<uint32_t>());
-    return s[rank];
+    std::vector<uint32_t> copy = s;
+    return kth_largest(copy, rank + 1).value;
   };
   bracket->high = first < 0 ? 0x7fffffffu : ranked(first);
   bracket->low = last >= size ? 0u : ranked(last);

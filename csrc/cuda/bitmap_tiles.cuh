@@ -79,10 +79,10 @@ GZ_DEVICE void for_each_bit(const uint8_t* bitmap, int64_t n, const int64_t* off
   }
 }
 
-// offsets[t] = counts[0] + ... + counts[t - 1] for t <= tiles. One block: tiles are large, so there are few.
+// offsets[t] = counts[0] + ... + counts[t - 1] for t <= tiles; returns the total. One block: tiles are large, so there
+// are few.
 constexpr int kScanBlock = 1024;
-[[maybe_unused]] static __global__ void __launch_bounds__(kScanBlock)
-    scan_counts_kernel(const uint32_t* counts, int64_t tiles, int64_t* offsets, int64_t* total) {
+GZ_DEVICE int64_t scan_counts(const uint32_t* counts, int64_t tiles, int64_t* offsets) {
   __shared__ int64_t partial[kLanes];
   int64_t carry = 0;
   for (int64_t first = 0; first < tiles; first += kScanBlock) {
@@ -92,10 +92,14 @@ constexpr int kScanBlock = 1024;
     if (tile < tiles) offsets[tile] = carry + before;
     carry += sum;
   }
-  if (threadIdx.x == 0) {
-    offsets[tiles] = carry;
-    *total = carry;
-  }
+  if (threadIdx.x == 0) offsets[tiles] = carry;
+  return carry;
+}
+
+[[maybe_unused]] static __global__ void __launch_bounds__(kScanBlock)
+    scan_counts_kernel(const uint32_t* counts, int64_t tiles, int64_t* offsets, int64_t* total) {
+  const int64_t sum = scan_counts(counts, tiles, offsets);
+  if (threadIdx.x == 0) *total = sum;
 }
 
 }  // namespace gradzip::cuda

@@ -20,6 +20,7 @@
 #include "common/payload.h"
 #include "common/range_float.h"
 #include "common/selection.h"
+#include "common/transform.h"
 
 using cudaStream_t = struct CUstream_st*;
 
@@ -43,6 +44,13 @@ int64_t bitmap(void* workspace, const float* x, int64_t n, const Selection* sele
 int64_t bitmap_count(void* workspace, const uint8_t* bitmap, int64_t n, int64_t* count, cudaStream_t stream);
 int64_t bitmap_indices(void* workspace, const uint8_t* bitmap, int64_t n, const float* x, int64_t count,
                        int32_t* indices, float* values, int64_t* found, cudaStream_t stream);
+
+// --- bitmap_code
+int64_t bitmap_code_encode(void* workspace, const uint8_t* bitmap, int64_t n, int segment, uint8_t* out,
+                           int64_t* nbytes, cudaStream_t stream);
+// On failure, `bitmap` has another number of bits set than `count`, if n > 0.
+int64_t bitmap_code_decode(void* workspace, const uint8_t* bytes, int64_t nbytes, int64_t n, int segment, int64_t count,
+                           uint8_t* bitmap, int32_t* failed, cudaStream_t stream);
 
 // --- compact
 int64_t compact(void* workspace, const void* values, int64_t n, int item_size, const uint8_t* bitmap, void* out,
@@ -148,13 +156,18 @@ int64_t elias_decode_add(void* workspace, const uint8_t* bytes, int64_t nbytes, 
 // those of the CPU unless columns are linearly dependent.
 int64_t orthogonalize(void* workspace, const Matrix* matrices, int64_t count, cudaStream_t stream);
 
-// --- spectrum
-void spectrum_power(const float* spectrum, int64_t rows, int64_t length, const float* amax, float* power,
-                    cudaStream_t stream);
-// The spectrum is NaN on failure.
-int64_t spectrum_decode_add(void* workspace, const RangeFloat* format, const uint8_t* bitmap, const uint8_t* packed,
-                            int64_t packed_bytes, int64_t count, float weight, float* spectrum, int64_t n,
-                            int32_t* failed, cudaStream_t stream);
+// --- transform
+// Coefficients and elements have the bits of the CPU, but for the signs of zeros. Where numbers are infinite or NaN, so
+// may others of their row be.
+void transform(const float* x, int64_t n, uint32_t code, float* coefficients, cudaStream_t stream);
+void transform_inverse(const float* coefficients, int64_t n, uint32_t code, float* x, cudaStream_t stream);
+// Two reads of x, three for pairs. The scratch memory is of use only if it has room for all coefficients, of whole tiles;
+// otherwise the workspace has that.
+int64_t transform_select(void* workspace, const float* x, int64_t n, uint32_t code, int64_t k, float* scratch,
+                         int64_t scratch_numel, uint8_t* bitmap, float* values, cudaStream_t stream);
+// At most kMostParts parts. The table is read before the call returns. `out` is NaN on failure.
+int64_t transform_decode(void* workspace, const TransformPart* parts, int64_t count, uint32_t code, float weight,
+                         bool add, float* out, int64_t n, int32_t* failed, cudaStream_t stream);
 
 // --- payload
 // `header` is in host memory, read before the call returns.

@@ -24,6 +24,17 @@ struct SelectState {
   uint32_t ticket[kSelectPasses];
 };
 
+// The bits of a magnitude by which pass kPass counts it.
+template <int kPass>
+struct SelectDigit {
+  static constexpr int kBins = kPass == 0 ? 2048 : 1024, kShift = kPass == 0 ? 20 : kPass == 1 ? 10 : 0;
+  static constexpr uint32_t kKnown = kPass == 0 ? 0u : ~0u << (kPass == 1 ? 20 : 10);
+
+  // The bin of a magnitude that counts.
+  static GZ_DEVICE int bin(uint32_t m) { return int((m >> kShift) % kBins); }
+  static GZ_DEVICE bool counts(uint32_t m, uint32_t prefix) { return m != 0 && (m & kKnown) == prefix; }
+};
+
 // The bin, counted from the top, in which the k-th largest lies.
 template <int kBins>
 GZ_DEVICE void select_find(int64_t k, int shift, bool last_pass, uint64_t* histogram, SelectState* state,
@@ -51,8 +62,8 @@ GZ_DEVICE void select_find(int64_t k, int shift, bool last_pass, uint64_t* histo
 template <int kPass>
 __global__ void __launch_bounds__(kSelectBlock)
     select_kernel(const float* x, int64_t n, int64_t k, SelectState* state, Selection* selection) {
-  constexpr int kBins = kPass == 0 ? 2048 : 1024, kShift = kPass == 0 ? 20 : kPass == 1 ? 10 : 0;
-  constexpr uint32_t kKnown = kPass == 0 ? 0u : ~0u << (kPass == 1 ? 20 : 10);
+  using Digit = SelectDigit<kPass>;
+  constexpr int kBins = Digit::kBins;
   __shared__ uint32_t counts[kBins * kSelectCopies];
   if (state->done) return;
   for (int i = int(threadIdx.x); i < kBins * kSelectCopies; i += kSelectBlock) counts[i] = 0;
@@ -60,7 +71,7 @@ __global__ void __launch_bounds__(kSelectBlock)
   const uint32_t prefix = state->prefix, copy = threadIdx.x % kSelectCopies;
   for_each(x, n, [&](float value) {
     const uint32_t m = magnitude(value);
-    if (m != 0 && (m & kKnown) == prefix) atomicAdd(&counts[(m >> kShift) % kBins * kSelectCopies + copy], 1u);
+    if (Digit::counts(m, prefix)) atomicAdd(&counts[Digit::bin(m) * kSelectCopies + copy], 1u);
   });
   __syncthreads();
   uint64_t* histogram = state->histogram[kPass];
@@ -70,7 +81,7 @@ __global__ void __launch_bounds__(kSelectBlock)
     if (count) atomic_add(&histogram[bin], count);
   }
   if (!last_block(&state->ticket[kPass])) return;
-  select_find<kBins>(k, kShift, kPass == kSelectPasses - 1, histogram, state, selection);
+  select_find<kBins>(k, Digit::kShift, kPass == kSelectPasses - 1, histogram, state, selection);
 }
 
 }  // namespace gradzip::cuda

@@ -27,8 +27,8 @@ struct SampledState {
 template <int kPass>
 GZ_DEVICE void select_in_sample(const float* sample, int64_t size, int64_t rank, SelectState* state,
                                 Selection* selection) {
-  constexpr int kBins = kPass == 0 ? 2048 : 1024, kShift = kPass == 0 ? 20 : kPass == 1 ? 10 : 0;
-  constexpr uint32_t kKnown = kPass == 0 ? 0u : ~0u << (kPass == 1 ? 20 : 10);
+  using Digit = SelectDigit<kPass>;
+  constexpr int kBins = Digit::kBins;
   __shared__ uint32_t counts[kBins];
   for (int i = int(threadIdx.x); i < kBins; i += kSelectBlock) counts[i] = 0;
   __syncthreads();
@@ -36,12 +36,12 @@ GZ_DEVICE void select_in_sample(const float* sample, int64_t size, int64_t rank,
   const uint32_t prefix = state->prefix;
   for (int64_t i = threadIdx.x; i < size; i += kSelectBlock) {
     const uint32_t m = magnitude(sample[i]);
-    if (m != 0 && (m & kKnown) == prefix) atomicAdd(&counts[(m >> kShift) % kBins], 1u);
+    if (Digit::counts(m, prefix)) atomicAdd(&counts[Digit::bin(m)], 1u);
   }
   __syncthreads();
   for (int i = int(threadIdx.x); i < kBins; i += kSelectBlock) state->histogram[kPass][i] = counts[i];
   __syncthreads();
-  select_find<kBins>(rank, kShift, kPass == kSelectPasses - 1, state->histogram[kPass], state, selection);
+  select_find<kBins>(rank, Digit::kShift, kPass == kSelectPasses - 1, state->histogram[kPass], state, selection);
   __syncthreads();
 }
 

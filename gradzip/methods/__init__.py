@@ -2,6 +2,7 @@
 
 from .atomo import ATOMO
 from .cast import Cast
+from .dct import DCTRange
 from .dgc import DGC
 from .fft import FFTRange
 from .gradiveq import GradiVeQ
@@ -19,6 +20,7 @@ __all__ = [
     "DGC",
     "QSGD",
     "Cast",
+    "DCTRange",
     "FFTRange",
     "GradiVeQ",
     "NoCompression",

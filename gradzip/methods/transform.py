@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -54,3 +55,23 @@ def inverse_transform(spectrum: Tensor, signal: Tensor) -> None:
         # Threads share out several rows, but split a single one, and its rounding then depends on their number.
         with one_thread() if len(signal[chunk]) == 1 else contextlib.nullcontext():
             torch.fft.irfft(spectrum[chunk], n=length, norm="ortho", out=signal[chunk])
+
+
+def spectrum_to_pairs(spectrum: Tensor, length: int, out: Tensor) -> None:
+    """Write spectra of orthonormal real transforms as coefficients of an orthonormal basis.
+
+    spectrum: (rows, length // 2 + 1), complex64. out: (rows, (length + 1) // 2), complex64. An interior bin stands for
+    itself and its conjugate, so it is multiplied by sqrt(2). If the length is even, the last bin, which is real,
+    becomes the imaginary part of the first one, which is real, too.
+    """
+    pairs = (length + 1) // 2
+    torch.mul(spectrum[:, :pairs], math.sqrt(2.0), out=out)
+    out[:, 0] = torch.complex(spectrum.real[:, 0], spectrum.real[:, -1] if length % 2 == 0 else spectrum.imag[:, 0])
+
+
+def pairs_to_spectrum(pairs: Tensor, length: int, out: Tensor) -> None:
+    """The inverse of `spectrum_to_pairs`."""
+    torch.mul(pairs, math.sqrt(0.5), out=out[:, : pairs.shape[1]])
+    out[:, 0] = torch.complex(pairs.real[:, 0], torch.zeros_like(pairs.real[:, 0]))
+    if length % 2 == 0:
+        out[:, -1] = torch.complex(pairs.imag[:, 0], torch.zeros_like(pairs.imag[:, 0]))

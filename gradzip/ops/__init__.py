@@ -11,6 +11,7 @@ from .abs_max import abs_max, abs_max_tensor
 from .atom_probabilities import atom_probabilities
 from .bernoulli import bernoulli
 from .bitmap import bitmap, bitmap_count, bitmap_indices, bitmap_nbytes
+from .bitmap_code import bitmap_code_capacity, bitmap_code_decode, bitmap_code_encode
 from .bucket_norms import bucket_norms, num_buckets
 from .compact import compact, compact_values, expand
 from .elias import elias_capacity, elias_decode, elias_decode_add, elias_encode, elias_quantize
@@ -37,9 +38,17 @@ from .range_float import RangeFloat, check_format
 from .select import select, select_threshold
 from .select_sampled import select_sampled
 from .signs import majority, pack_signs, signs_decode_add
-from .spectrum import spectrum_decode_add, spectrum_power
 from .ternary import ternary_decode_add, ternary_nbytes, ternary_packed
 from .topk_abs import topk_abs
+from .transform import (
+    Transform,
+    TransformPart,
+    transform,
+    transform_decode,
+    transform_inverse,
+    transform_scratch_numel,
+    transform_select,
+)
 
 __all__ = [
     "HEADER_NBYTES",
@@ -48,11 +57,16 @@ __all__ = [
     "Payload",
     "PayloadError",
     "RangeFloat",
+    "Transform",
+    "TransformPart",
     "abs_max",
     "abs_max_tensor",
     "atom_probabilities",
     "bernoulli",
     "bitmap",
+    "bitmap_code_capacity",
+    "bitmap_code_decode",
+    "bitmap_code_encode",
     "bitmap_count",
     "bitmap_indices",
     "bitmap_nbytes",
@@ -97,12 +111,15 @@ __all__ = [
     "select_sampled",
     "select_threshold",
     "signs_decode_add",
-    "spectrum_decode_add",
-    "spectrum_power",
     "split_payloads",
     "ternary_decode_add",
     "ternary_nbytes",
     "ternary_packed",
     "topk_abs",
+    "transform",
+    "transform_decode",
+    "transform_inverse",
+    "transform_scratch_numel",
+    "transform_select",
     "unpack_bits",
 ]

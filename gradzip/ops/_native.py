@@ -64,22 +64,22 @@ def run_count(name: str, where: Tensor, *arguments: float) -> int | Tensor:
     return count.value
 
 
-def run_failed(name: str, where: Tensor, *arguments: float, wait: bool = False) -> bool:
+def run_failed(name: str, where: Tensor, *arguments: float, wait: bool = False) -> int:
     """Run a kernel whose last parameter is ``int32_t* failed``.
 
-    Returns whether it failed. On CUDA that is known only after waiting for the device: without `wait`, returns False,
-    and the kernel itself marks what it could not decode with NaN.
+    Returns what it writes: 0 if it did not fail. On CUDA that is known only after waiting for the device: without
+    `wait`, returns 0, and the kernel itself marks what it could not decode with NaN.
     """
     if not on_cuda(where):
         flag = c_int32()
         getattr(kernels(), name)(*arguments, addressof(flag), torch.get_num_threads())
-        return bool(flag)
+        return flag.value
     if not wait:
         run(name, where, *arguments, 0)
-        return False
+        return 0
     on_device = torch.zeros(1, dtype=torch.int32, device=where.device)
     run(name, where, *arguments, on_device.data_ptr())
-    return bool(on_device)
+    return int(on_device)
 
 
 def check(

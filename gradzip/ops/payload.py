@@ -18,7 +18,7 @@ from . import _native
 from .errors import PayloadError
 from .range_float import RangeFloat
 
-VERSION = 1
+VERSION = 2
 PAYLOAD_ALIGN = 16
 NON_FINITE = 1
 _HEADER = struct.Struct("<2sBBIQQII16s")

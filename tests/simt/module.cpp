@@ -6,6 +6,7 @@
 #include "cuda/bernoulli.cu"
 #include "cuda/bindings.h"
 #include "cuda/bitmap.cu"
+#include "cuda/bitmap_code.cu"
 #include "cuda/bucket_norms.cu"
 #include "cuda/compact.cu"
 #include "cuda/elias.cu"
@@ -21,7 +22,7 @@
 #include "cuda/select.cu"
 #include "cuda/select_sampled.cu"
 #include "cuda/signs.cu"
-#include "cuda/spectrum.cu"
 #include "cuda/ternary.cu"
+#include "cuda/transform.cu"
 
 PYBIND11_MODULE(simt_cuda, m) { gradzip::cuda::bind(m); }

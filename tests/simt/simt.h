@@ -31,6 +31,7 @@
 // --- the language
 #define __global__
 #define __device__
+#define __constant__
 #define __host__
 #define __shared__ static
 #define __forceinline__ inline

@@ -1,0 +1,95 @@
+// bitmap_code_encode and bitmap_code_decode; invalid streams.
+#include "check.h"
+
+#include "cpu/ops.h"
+#include "cuda/bitmap_code.cu"
+
+using namespace gradzip;
+
+// A bitmap whose density changes along it.
+static std::vector<uint8_t> random_bitmap(int64_t n, unsigned seed) {
+  static constexpr unsigned kPercent[] = {60, 30, 10, 2, 0, 100, 95};
+  std::mt19937 random(seed);
+  std::vector<uint8_t> bitmap(size_t(n + 7) / 8);
+  for (int64_t i = 0; i < n; ++i)
+    if (random() % 100 < kPercent[(seed + unsigned(i / 700)) % std::size(kPercent)])
+      bitmap[size_t(i / 8)] |= uint8_t(1u << (i % 8));
+  return bitmap;
+}
+
+static int64_t capacity_of(int64_t n, int segment) { return (n + segment - 1) / segment * 2 + (n + 7) / 8; }
+
+// Segments of several sizes.
+static int segment_of(unsigned seed) { return seed % 3 == 0 ? 64 : seed % 3 == 1 ? kMostSegment : 320; }
+
+static int64_t count_of(const std::vector<uint8_t>& bitmap) {
+  int64_t count = 0;
+  for (const uint8_t byte : bitmap) count += __builtin_popcount(byte);
+  return count;
+}
+
+static void test(int64_t n, unsigned seed) {
+  const std::vector<uint8_t> bits = random_bitmap(n, seed);
+  const int segment = segment_of(seed);
+  const simt::Buffer<uint8_t> bitmap(bits, n % 3), expected(capacity_of(n, segment));
+  int64_t nbytes;
+  cpu::bitmap_code_encode(bitmap, n, segment, expected, &nbytes, 1);
+  simt::in_any_order(n, [&] {
+    const simt::Buffer<uint8_t> out(capacity_of(n, segment), n % 4);
+    const simt::Buffer<int64_t> written(1);
+    simt::call(cuda::bitmap_code_encode, bitmap, n, segment, out, written);
+    simt::expect_equal(*written.get(), nbytes, "bitmap_code_encode: nbytes");
+    simt::expect_equal(out.get(), expected.get(), nbytes, "bitmap_code_encode");
+    const simt::Buffer<uint8_t> stream(std::vector<uint8_t>(out.get(), out.get() + nbytes), n % 4);
+    const simt::Buffer<uint8_t> back(int64_t(bits.size()), n % 5);
+    const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
+    simt::call(cuda::bitmap_code_decode, stream, nbytes, n, segment, count_of(bits), back, failed);
+    simt::expect_equal(*failed.get(), 0, "bitmap_code_decode: failed");
+    simt::expect_equal(back.get(), bitmap.get(), bitmap.size(), "bitmap_code_decode");
+  });
+}
+
+// Streams with changed, missing or additional bytes: CPU and CUDA agree on which are valid, and the sanitizer checks
+// all accesses.
+static void test_hostile(int64_t n, unsigned seed) {
+  std::mt19937 random(seed);
+  const std::vector<uint8_t> bits = random_bitmap(n, seed);
+  const int segment = segment_of(seed / 6);
+  std::vector<uint8_t> bytes(size_t(capacity_of(n, segment)));
+  int64_t nbytes, count = count_of(bits);
+  cpu::bitmap_code_encode(bits.data(), n, segment, bytes.data(), &nbytes, 1);
+  bytes.resize(size_t(nbytes));
+  const unsigned what = seed % 6;
+  if (what == 0) bytes.resize(random() % (bytes.size() + 1));
+  if (what == 1) bytes.push_back(uint8_t(random()));
+  if (what == 2) count += random() % 2 ? 1 : -1;
+  if (what == 3)  // other bytes in segments of the same sizes
+    for (size_t i = size_t((n + segment - 1) / segment * 2); i < bytes.size(); ++i) bytes[i] = uint8_t(random());
+  if (what >= 4 && !bytes.empty())
+    for (unsigned i = 0; i < 1 + random() % 3; ++i)
+      bytes[random() % std::min<size_t>(bytes.size(), what == 4 ? bytes.size() : 8)] ^= uint8_t(1u << random() % 8);
+  const simt::Buffer<uint8_t> stream(bytes, seed % 3), expected(int64_t(bits.size())), back(int64_t(bits.size()));
+  // What the stream does decode to, if anything but the number of bits is right.
+  for (int64_t claimed = count, round = 0; round < 2; ++round) {
+    int32_t refused = 0;
+    const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
+    cpu::bitmap_code_decode(stream, stream.size(), n, segment, claimed, expected, &refused, 1);
+    simt::options.seed = seed;
+    simt::call(cuda::bitmap_code_decode, stream, stream.size(), n, segment, claimed, back, failed);
+    simt::expect_equal(*failed.get(), refused,
+                       "bitmap_code_decode of other bytes: failed, seed " + std::to_string(seed));
+    const std::vector<uint8_t> got(back.get(), back.get() + back.size());
+    if (refused)
+      simt::expect_equal(count_of(got) != claimed, true, "bitmap_code_decode of other bytes: another count");
+    else
+      simt::expect_equal(back.get(), expected.get(), back.size(), "bitmap_code_decode of other bytes");
+    claimed = count_of(std::vector<uint8_t>(expected.get(), expected.get() + expected.size()));
+  }
+}
+
+int main() {
+  for (const int64_t n : simt::kSizes)
+    for (unsigned seed = 0; seed < (n < 5000 ? 7 : 1); ++seed) test(n, seed);
+  for (const int64_t n : {63, 64, 65, 2047, 2048, 2049}) test(n, unsigned(n));
+  for (unsigned seed = 0; seed < (simt::kLong ? 1200 : 300); ++seed) test_hostile(1 + seed * 37 % 4500, seed);
+}
