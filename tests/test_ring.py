@@ -305,7 +305,7 @@ def test_configured_interface_is_used_between_hosts(tmp_path):
             # On each host, one rank sends to the other host: 2 (n - 1) / n times the bytes of the sum.
             cables = {name for name in ("eth0", "eth1") if sent[name] >= 4 / 3 * 4 * 300_000}
             assert cables == {wanted} or (wanted is None and len(cables) == 1), sent
-            assert sent["away"] == 0
+            assert sent["away"] < 1000  # packets of the kernel itself, such as router solicitations
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
