@@ -10,7 +10,9 @@ from torch import Tensor
 
 from .. import ops
 from ..registry import register
+from ..schedule import theta_at
 from ..state import Key
+from .topk import num_kept
 from .transform_codec import TransformCodec
 
 # k; the transform's lengths less one; bytes of padding. The header's other 8 bytes hold the range float.
@@ -74,7 +76,7 @@ class DCTRange(TransformCodec):
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         numel, transform = grad.numel(), self.transform_for(grad.shape)
-        k = self.num_kept(numel, key.step)
+        k = num_kept(theta_at(self.theta, key.step), numel)
         if k >= 1 << 32:
             raise ValueError(f"DCTRange: got {k} coefficients to send, expected less than 2^32: give a larger theta")
         bitmap, values = self.select(grad.reshape(-1), transform, k)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from .. import ops
 from ..registry import register
+from ..schedule import theta_at
 from ..state import Key
+from .topk import num_kept
 from .transform import inverse_transform, pairs_to_spectrum, row_chunks, spectrum_to_pairs, transform_shape
 from .transform_codec import TransformCodec
 
@@ -85,7 +87,7 @@ class FFTRange(TransformCodec):
         numel, transform = grad.numel(), self._transform
         x = grad.reshape(-1) if transform != ops.Transform.pairs() else self._spectrum(grad.reshape(-1))
         groups = transform.groups(x.numel())
-        k = self.num_kept(groups, key.step)
+        k = num_kept(theta_at(self.theta, key.step), groups)
         bitmap_end = ops.bitmap_nbytes(groups)
         codes_end = bitmap_end + ops.packed_nbytes(2 * k, self.bits)
         payload = ops.new_payload(codes_end, grad.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import ops
 from ..gather import GatherCompressor, attribute_payload_errors, payload_source
-from ..schedule import Theta, check_theta, theta_at
+from ..schedule import Theta, check_theta
 from ..state import Key, State
 
 
@@ -52,10 +52,6 @@ class TransformCodec(GatherCompressor):
         """
 
     # --- encoding
-
-    def num_kept(self, groups: int, step: int) -> int:
-        """k, the number of groups of coefficients that are kept: (1 - theta) * groups, rounded, at least 1."""
-        return max(1, round((1.0 - theta_at(self.theta, step)) * groups))
 
     def select(
         self, x: Tensor, transform: ops.Transform, k: int, bitmap: Tensor | None = None

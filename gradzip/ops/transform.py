@@ -93,6 +93,11 @@ class Transform:
         """No transform; the data are complex numbers, real and imaginary parts in turn."""
         return cls(_PAIRS, 2, 2)
 
+    @property
+    def tile_rows(self) -> int:
+        """The number of rows in a whole tile, a power of two."""
+        return 1 << (_TILE // self.length).bit_length() - 1
+
     def groups(self, numel: int) -> int:
         """The number of groups of coefficients of `numel` elements."""
         return -(-numel // self.group)
@@ -102,8 +107,7 @@ class Transform:
 
         A multiple of 64, at most 1024; rounded down if there are few rows.
         """
-        tile = 1 << (_TILE // self.length).bit_length() - 1  # rows of a tile
-        return max(64, min(1024, tile, numel // self.length // 64 * 64))
+        return max(64, min(1024, self.tile_rows, numel // self.length // 64 * 64))
 
 
 class TransformPart(NamedTuple):
@@ -174,7 +178,7 @@ def transform_scratch_numel(numel: int, transform: Transform, k: int, device: to
     """Return how many elements of scratch memory `transform_select` uses: on a CPU as a rule, on CUDA at most."""
     groups = transform.groups(numel)
     if device.type == "cuda":  # whole tiles
-        tile = transform.length << (_TILE // transform.length).bit_length() - 1
+        tile = transform.tile_rows * transform.length
         return -(-numel // tile) * tile
     candidates = groups if groups < 4 * _SAMPLE else min(groups, k + k // 2 + _SAMPLE)
     return candidates * (1 if transform.group == 1 else 3)
