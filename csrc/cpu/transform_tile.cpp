@@ -303,6 +303,9 @@ struct Planes {
       of[s] = int32_t(t.group == 1 ? p * rows : p / 2 * rows + p % 2 * groups);
     }
   }
+
+  // The place of element i, which is after the last whole row.
+  int64_t after_rows(const Transform& t, int64_t i) const { return t.group == 1 ? i : i / 2 + i % 2 * groups; }
 };
 
 // Transforms `count` rows of a tile, from the slots z to their planes; `out` is the place of the first row in plane 0.
@@ -375,10 +378,8 @@ void forward_tile(const Transform& t, const float* x, int64_t count, float* coef
     load_rows(x + r * t.length, some, ahead, z);
     forward_rows(t, z, planes, some.count, ahead, coefficients + r);
   }
-  for (int64_t i = planes.rows * t.length; i < planes.groups * t.group; ++i) {
-    const int64_t group = i / t.group;
-    coefficients[t.group == 1 ? i : group + i % 2 * planes.groups] = i < count ? x[i] : 0.0f;
-  }
+  for (int64_t i = planes.rows * t.length; i < planes.groups * t.group; ++i)
+    coefficients[planes.after_rows(t, i)] = i < count ? x[i] : 0.0f;
 }
 
 void inverse_tile(const Transform& t, const float* coefficients, int64_t count, float* x) {
@@ -393,10 +394,7 @@ void inverse_tile(const Transform& t, const float* coefficients, int64_t count, 
     inverse_rows(t, coefficients + r, planes, some.count, z);
     store_rows(z, some, x + r * t.length);
   }
-  for (int64_t i = planes.rows * t.length; i < count; ++i) {
-    const int64_t group = i / t.group;
-    x[i] = coefficients[t.group == 1 ? i : group + i % 2 * planes.groups];
-  }
+  for (int64_t i = planes.rows * t.length; i < count; ++i) x[i] = coefficients[planes.after_rows(t, i)];
 }
 
 }  // namespace gradzip::cpu
