@@ -329,6 +329,8 @@ class Slot:
 def run_cases(corpus: Corpus, slot: Path, seed: int, seconds: float, trials: int | None, specs: list[str]) -> None:
     """Run cases until `seconds` have passed or `trials` have run. A decoder that hangs ends the process."""
     case_file = Slot(slot)
+    with Allocations():
+        torch.ones(1).add(1)  # the first use loads parts of torch, which takes seconds on a busy machine
     start = reported = time.monotonic()
     decoded, trial = 0, 0
     while (now := time.monotonic()) - start < seconds and trial != trials:

@@ -39,10 +39,10 @@ def test_cases_are_reproducible():
 @needs_sanitizers
 def test_any_payload_is_decoded_or_refused_in_time_and_memory(tmp_path):
     """The payloads are the same in every run; `make fuzz` runs longer, with a new seed each time."""
-    status, output = fuzz.fuzz(sanitized.build(), tmp_path, "--seed", "0", "--trials", "1500", "--seconds", "12")
+    status, output = fuzz.fuzz(sanitized.build(), tmp_path, "--seed", "0", "--trials", "1500", "--seconds", "200")
     assert status == 0, output[-6000:]
     tried, _, decoded, _, refused, *_ = output.splitlines()[-1].partition(": ")[2].split()
-    assert int(decoded) > int(tried) / 10 and int(refused) > int(tried) / 10 and int(tried) > 50
+    assert int(tried) == 1500 and int(decoded) > 150 and int(refused) > 150
 
 
 @pytest.mark.long
