@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from . import checkpoint, horovod, methods, ops
 from ._version import __version__ as __version__
+from .auto import Auto
 from .collectives import AllToAll, Broadcast, Gather, Mean, RingSum, Traffic
 from .compressor import Compressor
 from .engines.local import LocalGroup, roundtrip, simulate
 from .fusion import fused
 from .gather import GatherCompressor
+from .inspection import capture
 from .methods import *  # noqa: F403 (the classes in its __all__)
 from .monitor import ReplicaMonitor
 from .ops import PayloadError
@@ -22,12 +24,14 @@ from .registry import register
 from .schedule import DiminishingTheta, StepSchedule
 from .spec import parse
 from .state import State
+from .telemetry import Monitor
 
 if TYPE_CHECKING:
     from . import ddp
 
 __all__ = [
     "AllToAll",
+    "Auto",
     "Broadcast",
     "Compressor",
     "DiminishingTheta",
@@ -35,12 +39,14 @@ __all__ = [
     "GatherCompressor",
     "LocalGroup",
     "Mean",
+    "Monitor",
     "PayloadError",
     "ReplicaMonitor",
     "RingSum",
     "State",
     "StepSchedule",
     "Traffic",
+    "capture",
     "checkpoint",
     "ddp",
     "fused",

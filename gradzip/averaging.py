@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .collectives import Mean, Routine
+from .collectives import Mean, Routine, timed
 from .compressor import Compressor
+from .state import State
 
 
 class Averaging:
@@ -31,8 +32,11 @@ class Averaging:
     ) -> None:
         self.name = prefix + name
         self.method = compressor.method_for(name, like.shape)
+        compressor.register_parameter(name, like.shape, self.name)
+        self._compressor = compressor
         self._frozen = frozen
         self._traffic = compressor.traffic
+        self._attachments = compressor.memory.attachments
         compressed = self.compresses(like)
         self.rounds = self.method.rounds if compressed else 1
         self.per_bucket = compressed and self.method.per_bucket
@@ -54,9 +58,23 @@ class Averaging:
             raise ValueError(
                 f"gradient of {self.name!r}: got {grad.layout} {grad.dtype}, expected a dense float tensor"
             )
+        self._compressor.observe(self.name, grad)
+        memory = self._compressor.memory
+        memory.in_flight += 1
+        try:
+            return (yield from self._routine(grad, rank, size))
+        finally:
+            memory.in_flight -= 1
+
+    def _routine(self, grad: Tensor, rank: int, size: int) -> Routine:
+        monitor = self._attachments.get("monitor")
+        report = None if monitor is None else monitor.begin(self, grad, rank, size)
         self._traffic.bytes_dense += grad.numel() * grad.element_size()
         self.method.memory.discard_snapshot(self.name)
-        return (yield from (self._compressed if self.compresses(grad) else self._uncompressed)(grad, rank, size))
+        if not self.compresses(grad):
+            return (yield from self._uncompressed(grad, rank, size))
+        routine = timed(self._compressed(grad, rank, size), self._traffic)
+        return (yield from (routine if report is None else report(routine)))
 
     def _compressed(self, grad: Tensor, rank: int, size: int) -> Routine:
         method, memory = self.method, self.method.memory
@@ -73,20 +91,36 @@ class Averaging:
             state.step += 1
             method.apply_average(grad, corrected, average, state)
             state.payload = None
+            if not method.error_feedback:
+                state.residual = None  # of the method that was in charge before: it is sent now
             return grad
         state.replace_fields(before)
         return grad.fill_(math.nan)
 
     def _uncompressed(self, grad: Tensor, rank: int, size: int) -> Routine:
+        left = self._left_residual(grad, rank, size)
+        if left is not None and left.residual is not None:
+            grad.add_(left.residual)
         average = yield Mean(grad.contiguous())
         if average.data_ptr() != grad.data_ptr():
             grad.copy_(average)
+        if left is not None and bool(grad.isfinite().all()):
+            self.method.memory.snapshot(left, left.fields())
+            left.residual = None
         if self.method.changes_uncompressed and not self._frozen:
             method, memory = self.method, self.method.memory
             state = memory.begin_step(self.name, grad, method.state_shapes, rank, size)
             memory.snapshot(state, state.fields())
             method.apply_uncompressed(grad, state)
         return grad
+
+    def _left_residual(self, grad: Tensor, rank: int, size: int) -> State | None:
+        """The state of a gradient that is averaged as it is, if the method that was in charge left a residual."""
+        memory = self.method.memory
+        state = None if self._frozen else memory.states.get(self.name)
+        if state is None or state.residual is None:
+            return None
+        return memory.begin_step(self.name, grad, self.method.state_shapes, rank, size)
 
 
 def averaged(compressor: Compressor, grad: Tensor, name: str, rank: int = 0, size: int = 1) -> Routine:
@@ -97,5 +131,6 @@ def averaged(compressor: Compressor, grad: Tensor, name: str, rank: int = 0, siz
 @contextlib.contextmanager
 def no_autocast(device: torch.device) -> Iterator[None]:
     """Disable autograd and autocast: a method must compute in its own types, whatever the backward pass runs in."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    autocast = torch.is_autocast_enabled(device.type)  # entering it for nothing costs as much as a small gradient
+    with torch.no_grad(), torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext():
         yield

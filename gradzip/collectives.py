@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,12 +127,32 @@ def advance(routine: Generator[Any, Any, Any], result: Any = None) -> Any:
         return Done(stop.value)
 
 
+def timed(routine: Routine, traffic: Traffic) -> Routine:
+    """The same routine; adds the time that it takes between its collectives to `traffic.seconds`."""
+    result = None
+    while True:
+        start = time.perf_counter()
+        try:
+            collective = advance(routine, result)
+        finally:
+            traffic.seconds += time.perf_counter() - start
+        if isinstance(collective, Done):
+            return collective.result
+        result = yield collective
+
+
 @dataclass
 class Traffic:
-    """Bytes that one rank has sent, and bytes of the same gradients uncompressed."""
+    """Bytes that one rank has sent, bytes of the same gradients uncompressed, and the time that compression took.
+
+    `seconds` is the time of the thread that runs the methods: it compresses, decompresses and updates states, and does
+    not wait. Rings compress while they communicate: only what comes before and after them counts. On a device it is
+    the time to launch the work.
+    """
 
     bytes_sent: int = 0
     bytes_dense: int = 0
+    seconds: float = 0.0
 
     @property
     def ratio(self) -> float:

@@ -126,6 +126,20 @@ class Compressor(ABC):
         """Change the average of a gradient that bypassed compression, in place. Called if `changes_uncompressed`."""
         raise TypeError(f"{type(self).__name__} leaves uncompressed averages as they are")
 
+    # --- the end of a step
+
+    def end_step(self, engine: Any) -> None:  # noqa: B027 (most methods have nothing to do here)
+        """Called by a front end when all gradients of a step are averaged, at the same point on all ranks.
+
+        A method may exchange what it has measured here, and change what `method_for` returns in the next step.
+
+        Args:
+            engine: of the group that has averaged the gradients (gradzip.engines.base.Engine).
+        """
+
+    def skip_step(self) -> None:  # noqa: B027 (as above)
+        """Called in place of `end_step`, on all ranks, if GradScaler is going to skip the optimizer's step."""
+
     # --- methods made of methods
 
     @property
@@ -141,6 +155,12 @@ class Compressor(ABC):
     def method_for(self, name: str, shape: torch.Size) -> Compressor:
         """The compressor that is in charge of a parameter."""
         return self
+
+    def register_parameter(self, name: str, shape: torch.Size, state_name: str) -> None:  # noqa: B027
+        """Called when it is planned how a parameter is averaged. state_name: the name with the prefix of its model."""
+
+    def observe(self, state_name: str, grad: Tensor) -> None:  # noqa: B027
+        """Called with each gradient before it is averaged. It must not be changed here, and is overwritten later."""
 
     # --- configuration
 

@@ -15,10 +15,12 @@ from torch import Tensor
 from . import ops
 from .collectives import AllToAll, Gather, Routine
 from .compressor import Compressor
+from .cost import Link
 from .state import Key, State, split_shards
 
-# Cost of one more round, in bytes: some tenths of a millisecond at 1 to 10 Gb/s.
-ROUND_NBYTES = 1 << 17
+# The network that exchange="auto" assumes. All ranks must decide alike, so it is not measured: 1 Gb/s with a latency of
+# 50 us, and half a millisecond to start one more collective and wait for it after the backward pass.
+NOMINAL_BANDWIDTH, NOMINAL_LATENCY, NOMINAL_OPERATION = 1.25e8, 5e-5, 5e-4
 
 
 @dataclass
@@ -36,8 +38,8 @@ class GatherCompressor(Compressor):
             in two rounds, and the average is compressed twice. With error feedback, the owner keeps a residual of the
             second compression.
 
-            "auto": "gather", until "scatter_reduce" would have saved a parameter more than `ROUND_NBYTES` in a step,
-            that is (p - 1)(1 - 2 / p) payloads; "scatter_reduce" from then on.
+            "auto": "gather", until the cost model finds "scatter_reduce" faster for a parameter (`scatter_pays`);
+            "scatter_reduce" from then on. With 2 ranks it never is.
     """
 
     # Payloads do not depend on the exchange.
@@ -147,8 +149,7 @@ class GatherCompressor(Compressor):
             return False
         if self.exchange == "scatter_reduce" or getattr(state, "scattered", False):
             return True
-        p = state.size
-        return (p - 1) * (p - 2) * getattr(state, "payload_nbytes", 0) > p * ROUND_NBYTES
+        return scatter_pays(getattr(state, "payload_nbytes", 0), state.size)
 
     def _scatter_reduce(self, grad: Tensor, state: State) -> Routine:
         shards = split_shards(grad, state.size)
@@ -183,6 +184,18 @@ class GatherCompressor(Compressor):
         assert state.payload is not None and state.residual is not None
         shards = split_shards(state.residual, state.size if state.scattered else 1)
         return [(p, s.view(-1)) for p, s in zip(ops.split_payloads(state.payload, len(shards)), shards)]
+
+
+def scatter_pays(nbytes: float, size: int) -> bool:
+    """Whether "scatter_reduce" takes less time than "gather" on the nominal network.
+
+    Args:
+        nbytes: of a rank's payload.
+        size: the world size.
+    """
+    link = Link(size, NOMINAL_BANDWIDTH, NOMINAL_LATENCY)
+    scattered = link.all_to_all(nbytes) + link.all_gather(nbytes / size) + NOMINAL_OPERATION
+    return scattered < link.all_gather(nbytes)
 
 
 def payload_source(rank: int, size: int) -> str:

@@ -45,6 +45,7 @@ def describe(compressor: Compressor, parameters: Iterable[tuple[str, Tensor]], p
         # A digest does not depend on how payloads travel.
         "digest": [compressor.digest, *(getattr(part, "exchange", None) for part in parts)],
         "parameters": shapes,
+        "choice": getattr(compressor, "choice", {}),  # of a method that chooses while training runs
         "steps": steps,
     }
     return json.dumps(description).encode() + b"\n"
@@ -74,6 +75,13 @@ def compare(descriptions: Sequence[bytes]) -> None:
                 raise RuntimeError(
                     f"parameter {name!r}: rank {rank} has {sides[0]}, rank 0 has {sides[1]}; build the same model on "
                     "all ranks"
+                )
+        for name in first["choice"] | other["choice"]:
+            sides = [side["choice"].get(name, "none") for side in (other, first)]
+            if sides[0] != sides[1]:
+                raise RuntimeError(
+                    f"parameter {name!r}: rank {rank} has chosen {sides[0]} for it, rank 0 {sides[1]}; load the "
+                    "compressor's state on all ranks or on none"
                 )
         for name in first["steps"] | other["steps"]:
             steps = [side["steps"].get(name, 0) for side in (other, first)]

@@ -36,6 +36,7 @@ class Memory:
         self.states: dict[str, State] = {}
         self.scaler: Any = None  # a torch.amp.GradScaler
         self.attachments: dict[str, Any] = {}  # what front ends keep about the compressor, each under its own name
+        self.in_flight = 0  # gradients that are being averaged
         self._snapshots: dict[str, dict[str, Any]] = {}
 
     def begin_step(self, name: str, grad: Tensor, shapes: Shapes, rank: int, size: int) -> State:
@@ -130,6 +131,37 @@ class Memory:
             if isinstance(state, BucketState) and state.shapes.keys() & parameters:
                 del self.states[state.name]
                 self.states |= state.split()
+
+    def split_all_buckets(self) -> None:
+        """Replace all bucket states by states of single parameters, which buckets then concatenate again."""
+        states = [state for state in self.states.values() if isinstance(state, BucketState)]
+        self.split_buckets({parameter for state in states for parameter in state.shapes})
+        self.states = dict(self.states)  # another object: what has concatenated states looks for them again
+
+    # --- parameters that change hands
+
+    def hand_over(self, name: str, heir: Memory) -> None:
+        """Free a parameter's state, and add its residual to that in the memory of another method, for the next step.
+
+        The residual of a state that was loaded and not used since is dropped if the other method has a state.
+        """
+        self.discard_snapshot(name)
+        state = self.states.pop(name, None)
+        residual = None if state is None else state.take_residual()
+        if state is None or residual is None:
+            return
+        new = heir.states.get(name)
+        if state.loaded and new is not None:
+            return  # not checked yet: it may be another rank's, or on another device
+        if new is None:
+            new = heir.states[name] = State(name, state.rank, state.size)
+            if hasattr(state, "loss_scale"):
+                new.loss_scale = state.loss_scale
+        scale = getattr(new, "loss_scale", self.loss_scale) / getattr(state, "loss_scale", self.loss_scale)
+        if scale != 1.0:
+            residual.mul_(scale)
+        new.residual = residual if new.residual is None else new.residual + residual
+        new.loaded |= state.loaded  # the heir checks it
 
     # --- state dict
 

@@ -17,7 +17,8 @@ from .registry import registered
 def parse(spec: str) -> Compressor:
     """Make a compressor from a command-line spec, such as "fft-range:theta=0.85,bits=10".
 
-    A method as an argument has its own arguments in parentheses: gradiveq:sampling=qsgd(bits=4).
+    A method as an argument has its own arguments in parentheses: gradiveq:sampling=qsgd(bits=4). So have the methods
+    in a list: auto:allow=[fp16,dct-range(theta=0.95)].
 
     `per-layer` takes rules: a regular expression for the parameter's name and a method. The first match counts;
     `default` is for all other parameters.
@@ -43,6 +44,29 @@ def parse(spec: str) -> Compressor:
         raise ValueError(f"compression {spec!r}: {error}") from None
 
 
+def unparse(compressor: Compressor) -> str:
+    """The spec of a compressor, with the arguments that differ from their defaults. Not for `PerLayer` and schedules.
+
+    >>> unparse(parse("topk:bits=8,theta=0.99"))
+    'topk:bits=8'
+    """
+    kind = type(compressor)
+    name = next((name for name, method in registered().items() if method is kind), kind.__name__)
+    defaults = {f.name: f.default for f in fields(compressor) if f.init}
+    given = {k: getattr(compressor, k) for k, default in defaults.items() if getattr(compressor, k) != default}
+    arguments = ",".join(f"{k}={_written(v)}" for k, v in given.items())
+    return f"{name}:{arguments}" if arguments else name
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, Compressor):
+        name, _, arguments = unparse(value).partition(":")
+        return f"{name}({arguments})" if arguments else name
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Compressor) for item in value):
+        return f"[{','.join(map(_written, value))}]"
+    return str(value).removeprefix("torch.")
+
+
 def _hint(name: str) -> str:
     """Suggest a method for an unknown name: by the class's name, by similar spelling, or for a call."""
     word = re.split(r"[^\w-]", name.strip(), maxsplit=1)[0]
@@ -60,11 +84,12 @@ def _letters(name: str) -> str:
 
 def _arguments(method: type[Compressor], text: str) -> dict[str, Any]:
     known = [f.name for f in fields(method) if f.init]
+    source = f"f({text})"
     try:
-        call = ast.parse(f"f({text})", mode="eval").body
+        call = ast.parse(source, mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError
-        values = {k.arg: _value(k.value) for k in call.keywords if k.arg}
+        values = {k.arg: _value(k.value, source) for k in call.keywords if k.arg}
         if len(values) < len(call.keywords):
             raise ValueError
     except (SyntaxError, ValueError):
@@ -106,12 +131,22 @@ def _split(text: str, separator: str) -> list[str]:
     return parts
 
 
-def _value(node: ast.expr) -> Any:
+def _value(node: ast.expr, source: str) -> Any:
+    if isinstance(node, ast.List):
+        # Texts, because Python takes fft-range for a difference.
+        texts = [ast.get_source_segment(source, element) or "" for element in node.elts]
+        return [_listed(text) if re.match("[a-z]", text) else _value(e, source) for text, e in zip(texts, node.elts)]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in registered():
         return node
     if isinstance(node, ast.Name):  # a bare word is a string, or a constant as shells and YAML spell it
         return {"true": True, "false": False, "none": None}.get(node.id.lower(), node.id)
     return ast.literal_eval(node)
+
+
+def _listed(text: str) -> str:
+    """The spec of a method in a list, where its arguments are in parentheses."""
+    name, _, arguments = text.removesuffix(")").partition("(")
+    return f"{name}:{arguments}" if arguments else name
 
 
 def _called(node: ast.Call) -> Compressor:

@@ -66,6 +66,13 @@ class State:
                     setattr(self, name, None)
         self.rank, self.size = rank, size
 
+    def take_residual(self) -> Tensor | None:
+        """Remove the residual from the state, with what this rank keeps as the owner of a shard, and return it."""
+        residual = _with_owner_residual(self).get("residual")
+        self.residual = None
+        vars(self).pop("owner_residual", None)
+        return residual
+
     def state_dict(self) -> dict[str, Any]:
         """The fields to save: tensors, lists of tensors and numbers."""
         return {k: v for k, v in vars(self).items() if k not in self.TRANSIENT and v is not None}

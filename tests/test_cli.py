@@ -67,14 +67,14 @@ def test_broken_horovod(capsys, monkeypatch):
 def test_cuda_facts_as_text():
     device = {"name": "NVIDIA H200", "major": 9, "minor": 0, "memory": 139 * 2**30}
     facts = {"built": True, "archs": ["sm_80", "sm_90"], "runtime": "13.0", "driver": "13.0", "devices": [device]}
-    assert cli._cuda_rows(facts) == [
+    assert cli.info._cuda_rows(facts) == [
         ("CUDA", "built for sm_80, sm_90; runtime 13.0, driver for CUDA 13.0"),
         ("", "device 0: NVIDIA H200, sm_90, 139 GiB"),
     ]
-    assert "no driver found" in cli._cuda_rows({**facts, "driver": None, "devices": []})[0][1]
-    assert "not built" in cli._cuda_rows({"built": False})[0][1]
-    assert cli._cuda_version(12080) == "12.8"
-    assert cli._cuda_version(0) is None
+    assert "no driver found" in cli.info._cuda_rows({**facts, "driver": None, "devices": []})[0][1]
+    assert "not built" in cli.info._cuda_rows({"built": False})[0][1]
+    assert cli.info._cuda_version(12080) == "12.8"
+    assert cli.info._cuda_version(0) is None
 
 
 def test_help(capsys):

@@ -1,11 +1,13 @@
 """Tensor fusion: several routines share one collective per round and kind."""
 
+import time
+
 import pytest
 import torch
 
 import gradzip
 from gradzip.averaging import averaged
-from gradzip.collectives import Broadcast, Gather, Mean
+from gradzip.collectives import Broadcast, Gather, Mean, timed
 from gradzip.engines.local import drive
 from gradzip.fusion import adjacent, fused
 
@@ -116,3 +118,20 @@ def test_adjacent_tensors_are_not_copied():
         assert adjacent(tensors) is None
         (collective,) = next(fused([mean(t) for t in tensors]))
         assert torch.equal(collective.tensor, torch.cat([t.reshape(-1) for t in tensors]))
+
+
+def test_time_of_compression_is_counted_without_the_waiting():
+    def routine():
+        time.sleep(0.02)
+        answer = yield Mean(torch.ones(1))
+        time.sleep(0.02)
+        return answer
+
+    traffic = gradzip.Traffic()
+    running = timed(routine(), traffic)
+    start = time.perf_counter()
+    assert isinstance(next(running), Mean)
+    time.sleep(0.05)  # the collective
+    with pytest.raises(StopIteration, match="average"):
+        running.send("average")
+    assert 0.04 <= traffic.seconds <= time.perf_counter() - start - 0.05

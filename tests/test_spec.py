@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import gradzip
+from contract import EXAMPLES
+from gradzip.spec import unparse
 
 
 @pytest.mark.parametrize(
@@ -31,12 +33,12 @@ def test_parse(spec, compressor):
 @pytest.mark.parametrize(
     "spec, message",
     [
-        ("zip", "unknown compression method 'zip', expected one of: acpsgd, atomo, dct-range, dgc"),
+        ("zip", "unknown compression method 'zip', expected one of: acpsgd, atomo, auto, dct-range, dgc"),
         ("", "unknown compression method ''"),
         ("fft-range:tetha=0.5", "unknown argument 'tetha', expected one of: min_numel, exchange, theta, bits"),
         (
             "top-k",
-            "unknown compression method 'top-k', did you mean 'topk'\\? There are: acpsgd, atomo, dct-range",
+            "unknown compression method 'top-k', did you mean 'topk'\\? There are: acpsgd, atomo, auto, dct-range",
         ),
         ("FFTRange", "did you mean 'fft-range'"),
         ("OneBitSGD", "did you mean 'onebit'"),
@@ -72,6 +74,21 @@ def test_errors_name_the_mistake(spec, message):
 def test_non_strings_are_refused(spec):
     with pytest.raises(TypeError, match=r"parse: got .*, expected a string such as 'topk:theta=0.99'"):
         gradzip.parse(spec)
+
+
+@pytest.mark.parametrize("spec", sorted({*EXAMPLES.values(), *EXAMPLES} - {"per-layer", EXAMPLES["per-layer"]}))
+def test_unparse_is_the_inverse(spec):
+    assert unparse(gradzip.parse(spec)).partition(":")[0] == spec.partition(":")[0]
+    assert gradzip.parse(unparse(gradzip.parse(spec))) == gradzip.parse(spec)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["topk", "topk:theta=0.9,bits=8", "fp16:dtype=bfloat16", "gradiveq:sampling=qsgd(bits=2)",
+     "auto:allow=[fp16,dct-range(theta=0.95)],every=50"],
+)  # fmt: skip
+def test_unparse_writes_what_differs_from_the_defaults(spec):
+    assert sorted(unparse(gradzip.parse(spec))) == sorted(spec)
 
 
 def test_positional_arguments_have_the_documented_order():

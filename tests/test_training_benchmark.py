@@ -1,11 +1,13 @@
-"""benchmarks/training.py: short real runs, invalid results and wrong arguments."""
+"""benchmarks/training.py: short real runs, invalid results, interrupted runs and wrong arguments."""
 
-import argparse
 import json
+import math
+import signal
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from launch import HERE, needs_network
 
@@ -13,51 +15,80 @@ pytest.importorskip("horovod.torch")
 pytest.importorskip("sklearn")
 
 import training
+import training_jobs
+import training_results
+from gradzip.registry import registered
+from training_exchange import exchange
+from training_jobs import JobError
+from training_rank import num_steps
+from training_results import Results, ResultsError, Round
+from training_variants import METHODS, QUICK, SHORTHANDS, expanded, front_end, label, least_warmup
 
 PARAMETERS = 188_234  # of `cnn` on digits
+CELL = ("cnn", "1gbit", 2)
+
+
+def command(*arguments):
+    return [
+        sys.executable, str(HERE.parent / "benchmarks" / "training.py"), "--model", "cnn", "--rounds", "1",
+        "--steps", "4", "--warmup", "1", *map(str, arguments),
+    ]  # fmt: skip
 
 
 def benchmark(*arguments):
-    command = [
-        sys.executable, str(HERE.parent / "benchmarks" / "training.py"), "--model", "cnn", "--rounds", "1",
-        "--steps", "3", "--warmup", "1", *map(str, arguments),
-    ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=200)
 
 
 def test_two_variants(tmp_path):
     completed = benchmark("compute", "horovod:topk", "--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md")
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout.strip() == (tmp_path / "r.md").read_text().strip()
-    assert "[2/2] cnn, none, round 1, horovod:topk: " in completed.stderr
+    assert "[2/2] cnn, none, 2 ranks, round 1, compute: " in completed.stderr
 
     report = json.loads((tmp_path / "r.json").read_text())
-    assert report["provenance"]["ranks"] == 2
-    assert "horovod:topk" in report["provenance"]["command"]
-    compute, topk = report["rows"]
-    assert (compute["variant"], topk["variant"]) == ("compute", "horovod:topk")
-    for row in report["rows"]:
-        assert row["errors"] == []
+    assert report["provenance"]["data"]["images"] == "digits"
+    assert "horovod:topk" in report["provenance"]["commands"][0]
+    rows = {row["variant"]: row for row in report["rows"]}
+    compute, topk = rows["compute"], rows["horovod:topk"]
+    for row in rows.values():
+        assert (row["model"], row["rate"], row["ranks"]) == ("cnn", "none", 2)
+        (only,) = row["rounds"]
+        assert "error" not in only and len(only["ms"]) == 4
         assert row["parameters"] == PARAMETERS
         assert 0 < row["ms_p20"] <= row["ms"] == row["ms_of_rounds"][0] <= row["ms_p80"]
-        assert row["speedup"] is None  # stock Horovod did not run
-        assert row["wire_bytes"] is None  # the loopback interface is shared with other processes
-    assert compute["share_of_ideal"] == 1
+        assert row["times_fp32"] is None  # stock Horovod did not run
+        assert row["compute_ms"] == compute["ms"]
+    assert (compute["share_of_ideal"], compute["compression_ms"], compute["communication_ms"]) == (1, 0, 0)
     assert topk["share_of_ideal"] == compute["ms"] / topk["ms"]
+    assert 0 < topk["compression_ms"] < topk["ms"]
+    assert topk["communication_ms"] == max(0, topk["ms"] - compute["ms"] - topk["compression_ms"])
     assert compute["payload_bytes"] == 0
     # 1 % of each weight matrix, at 4 bytes and at least one bit of index. Headers and biases are added.
     assert 0.01 * 4.1 * PARAMETERS < topk["payload_bytes"] < 0.02 * 4 * PARAMETERS
+    if training_jobs.has_own_net():
+        assert topk["payload_bytes"] < topk["wire_bytes"]
+    else:
+        assert topk["wire_bytes"] is None
     assert f"| horovod:topk | {topk['ms']:.1f} (" in completed.stdout
+
+    (profile,) = report["profiles"]
+    layers = profile["layers"]
+    assert {layer["name"] for layer in layers[-2:]} == {"0.bias", "0.weight"}  # of the first convolution
+    assert sorted(layer["ready"] for layer in layers) == [layer["ready"] for layer in layers]
+    assert 0 < layers[0]["ready"] < layers[-1]["ready"] < 2 * profile["seconds"]
+    assert sum(math.prod(layer["shape"]) for layer in layers) == PARAMETERS
 
 
 @needs_network
-def test_bytes_on_the_wire(tmp_path):
-    completed = benchmark("ddp", "--rate", "5gbit", "--json", tmp_path / "r.json")
+def test_one_job_measures_several_variants_and_their_bytes_on_the_wire(tmp_path):
+    completed = benchmark("ddp", "ddp:topk", "--rate", "5gbit", "--json", tmp_path / "r.json")
     assert completed.returncode == 0, completed.stderr
-    (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+    row, topk = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert row["payload_bytes"] == 4 * PARAMETERS
     # In a ring all-reduce of two ranks, each receives as many bytes as its gradients have. Headers are added.
     assert 1 < row["wire_bytes"] / row["payload_bytes"] < 1.1
+    assert 0.01 * 4.1 * PARAMETERS < topk["payload_bytes"] < 0.02 * 4 * PARAMETERS
+    assert 0 < topk["wire_bytes"] < row["wire_bytes"] / 10
 
 
 def test_failing_method_is_reported_and_exits_with_an_error():
@@ -67,39 +98,214 @@ def test_failing_method_is_reported_and_exits_with_an_error():
     assert completed.stderr.endswith("training.py: error: failed: horovod:topk\n")
 
 
+@pytest.mark.long
+def test_more_ranks_than_cores(tmp_path):
+    completed = benchmark("compute", "ddp:topk", "--ranks", 4, "--json", tmp_path / "r.json")
+    assert completed.returncode == 0, completed.stderr
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [(row["ranks"], row["variant"], "ms" in row) for row in rows] == [
+        (4, "compute", True), (4, "ddp:topk", True),
+    ]  # fmt: skip
+
+
+@pytest.mark.long
+def test_an_interrupted_run_keeps_its_rounds_and_continues(tmp_path):
+    arguments = ["compute", "ddp", "--steps", "100000", "--seconds", "1", "--json", tmp_path / "r.json"]
+    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if line.startswith("[1/2]"):
+                process.send_signal(signal.SIGINT)
+                break
+        output, errors = process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert "| compute | " in output
+    assert "interrupted" in errors
+    first = json.loads((tmp_path / "r.json").read_text())
+    (compute,) = first["rows"]
+    completed = benchmark(*arguments)
+    assert completed.returncode == 0, completed.stderr
+    assert "continuing" in completed.stderr
+    second = json.loads((tmp_path / "r.json").read_text())
+    assert second["rows"][0]["rounds"] == compute["rounds"]
+    assert [len(row["rounds"]) for row in second["rows"]] == [1, 1]
+
+
+def arguments(monkeypatch, *given):
+    monkeypatch.setattr(sys, "argv", ["training.py", *map(str, given)])
+    return training.parse_arguments()
+
+
+def measured(variant, **changes):
+    result = {
+        "ms": [1.0, 2.0, 3.0], "compression_ms": 0.5, "wire_bytes": 9.0, "payload_bytes": 8.0, "identical": True,
+        "finite": True, "parameters": 1, "choice": None,
+    }  # fmt: skip
+    return [{"start": variant}, {"variant": variant, "result": result | changes}]
+
+
+class Jobs:
+    """In place of training_jobs.run: jobs that end as `fails` says, and a record of their variants."""
+
+    def __init__(self, fails=()):
+        self.fails = dict(fails)
+        self.jobs = []
+
+    def __call__(self, job, timeout):
+        self.jobs.append(job.variants)
+        if job.link:
+            yield {"start": "link"}
+            if "link" in self.fails:
+                raise self.fails["link"]
+            yield {"link": {"ranks": job.ranks}}
+        for variant in job.variants:
+            failure = self.fails.get(variant)
+            if isinstance(failure, BaseException):
+                yield {"start": variant}
+                raise failure
+            yield from measured(variant, **(failure or {}))
+
+
+def run(monkeypatch, jobs, *given, results=None):
+    args = arguments(monkeypatch, "--model", "cnn", *given)
+    results = results or Results({}, args.json)
+    results.plan(training.Benchmark(args, results).cells, args.variants)
+    monkeypatch.setattr(training_jobs, "run", jobs)
+    training.Benchmark(args, results).run()
+    return results
+
+
+def test_a_variant_that_aborts_ends_its_job_and_the_rest_run_in_another(monkeypatch):
+    variants = ["horovod", "compute", "ddp-powersgd", "ddp", "ddp-fp16"]
+    jobs = Jobs({"ddp-powersgd": JobError("aborted")})
+    results = run(monkeypatch, jobs, *variants, "--rounds", 2)
+    assert jobs.jobs == [
+        ("horovod",), ("compute", "ddp-powersgd", "ddp", "ddp-fp16"), ("ddp", "ddp-fp16"),
+        ("compute", "ddp-powersgd", "ddp", "ddp-fp16"), ("ddp", "ddp-fp16"), ("horovod",),
+    ]  # fmt: skip
+    for variant in variants:
+        errors = [r.error for r in results.row(("cnn", "none", 2), variant).rounds]
+        assert errors == (["aborted"] * 2 if variant == "ddp-powersgd" else [None] * 2)
+
+
+def test_a_link_that_cannot_be_measured_costs_no_result_and_is_not_tried_again(monkeypatch):
+    jobs = Jobs({"link": JobError("aborted")})
+    results = run(monkeypatch, jobs, "compute", "ddp", "--rounds", 2)
+    assert jobs.jobs == [("compute", "ddp"), ("compute", "ddp"), ("ddp", "compute")]
+    assert all(r.error is None for row in results.rows.values() for r in row.rounds) and not results.links
+    results = run(monkeypatch, Jobs(), "compute", "ddp", "--rounds", 2)
+    assert results.links == [{"rate": "none", "ranks": 2, "front_end": "ddp", "link": {"ranks": 2}}]
+
+
+def test_rounds_rotate_the_variants_and_fresh_gives_each_a_job(monkeypatch):
+    jobs = Jobs()
+    run(monkeypatch, jobs, "compute", "ddp", "ddp-fp16", "--rounds", 3)
+    assert jobs.jobs == [("compute", "ddp", "ddp-fp16"), ("ddp", "ddp-fp16", "compute"), ("ddp-fp16", "compute", "ddp")]
+    jobs = Jobs()
+    run(monkeypatch, jobs, "compute", "ddp", "--rounds", 1, "--fresh")
+    assert jobs.jobs == [("compute",), ("ddp",)]
+
+
+def test_a_job_that_does_not_start_fails_all_its_variants(monkeypatch):
+    def broken(job, timeout):
+        raise JobError("no such launcher")
+        yield
+
+    results = run(monkeypatch, broken, "compute", "ddp", "--rounds", 1)
+    assert [row.rounds[0].error for row in results.rows.values()] == ["no such launcher"] * 2
+
+
 @pytest.mark.parametrize(
     ("variant", "result", "expected"),
     [
-        ("ddp", {"finite": False, "identical": True}, "a loss is not finite"),
-        ("ddp", {"finite": True, "identical": False}, "the replicas differ"),
-        ("compute", {"finite": True, "identical": False}, None),
+        ("ddp", {"finite": False}, "a loss is not finite"),
+        ("ddp", {"identical": False}, "the replicas differ"),
+        ("compute", {"identical": False}, None),
     ],
 )
 def test_invalid_results_do_not_count(monkeypatch, variant, result, expected):
-    job_result = {"ms": [1.0, 2.0], "wire_bytes": 0.0, "payload_bytes": 0.0, "parameters": 1, **result}
-    monkeypatch.setattr(training, "run_job", lambda row, args: job_result)
-    row = training.Row("cnn", "none", variant)
-    training.measure(row, argparse.Namespace())
-    assert row.errors == ([expected] if expected else [])
-    assert row.rounds == ([] if expected else [[1.0, 2.0]])
+    results = run(monkeypatch, Jobs({variant: result}), variant, "--rounds", 1)
+    (only,) = results.row(("cnn", "none", 2), variant).rounds
+    assert only.error == expected
+    assert only.ms == ([] if expected else [1.0, 2.0, 3.0])
 
 
-def test_rounds_are_pooled_and_compared():
-    rows = [
-        training.Row("cnn", "1gbit", "compute", [[1.0, 2.0], [3.0]], [0.0, 0.0]),
-        training.Row("cnn", "1gbit", "horovod", [[9.0, 8.0], [7.0]], [4e6, 6e6], 5e6),
-        training.Row("cnn", "1gbit", "ddp", [[4.0, 4.0], [4.0]], [4e6, 4e6], 4e6),
-        training.Row("cnn", "1gbit", "ddp-powersgd", errors=["RuntimeError: a | b", "bad"]),
-        training.Row("cnn", "1gbit", "ddp-fp16", [[5.0, 5.0]], [3e6], 2e6, errors=["bad"]),
-        training.Row("cnn", "100mbit", "ddp", [[4.0, 4.0], [4.0]], [4e6, 4e6], 4e6),
-    ]
-    lines = list(training.markdown(training.reports(rows), 2))
-    assert "| compute | 2.0 (1.4–2.6) | 4.00 | 100% | 0.000 | 0.000 |" in lines
-    assert "| horovod | 8.0 (7.4–8.6) | 1.00 | 25% | 5.000 | 5.000 |" in lines
-    assert "| ddp | 4.0 (4.0–4.0) | 2.00 | 50% | 4.000 | 4.000 |" in lines
-    assert "| ddp-powersgd | aborts in 2 of 2 rounds: RuntimeError: a \\| b | | | | |" in lines
-    assert "| ddp-fp16 | 5.0 (5.0–5.0); aborts in 1 of 2 rounds: bad | 1.60 | 40% | 3.000 | 2.000 |" in lines
-    assert "| ddp | 4.0 (4.0–4.0) | - | - | 4.000 | 4.000 |" in lines  # no baseline on that network
+def test_results_continue_where_they_were(monkeypatch, tmp_path):
+    path = tmp_path / "r.json"
+    given = ("compute", "ddp", "--json", path)
+    about = {"torch": "2.0", "commands": ["a"]}
+    stopped = Jobs({"ddp": training.Interrupted(130)})
+    with pytest.raises(training.Interrupted):
+        run(monkeypatch, stopped, *given, "--rounds", 1, results=Results(about, path))
+    results = Results({"torch": "2.0", "commands": ["b"]}, path)
+    assert results.resume()
+    assert results.provenance["commands"] == ["a", "b"]
+    jobs = Jobs()
+    run(monkeypatch, jobs, *given, "--rounds", 2, results=results)
+    assert jobs.jobs == [("ddp",), ("ddp", "compute")]
+    again = Results(about, path)
+    again.resume()
+    assert again.reports() == results.reports()
+    assert [[r.number for r in row.rounds] for row in again.rows.values()] == [[0, 1], [0, 1]]
+    assert not list(tmp_path.glob("*.part"))
+
+    with pytest.raises(ResultsError, match=r"r.json: was measured with torch '2.0', expected '2.1'; give another"):
+        Results({"torch": "2.1", "commands": []}, path).resume()
+    with pytest.raises(ResultsError, match=r"cnn, none, 2 was measured with the variants compute ddp, expected ddp"):
+        again.plan([("cnn", "none", 2)], ["ddp"])
+    again.plan([("cnn", "none", 4)], ["ddp"])
+    path.write_text('{"rows": []}')
+    with pytest.raises(ResultsError, match="got no results of this benchmark"):
+        Results(about, path).resume()
+
+
+def test_rounds_are_compared_one_by_one():
+    results = Results({})
+
+    def add(variant, *rounds, cell=CELL):
+        results.variants.setdefault(cell, []).append(variant)
+        results.row(cell, variant).rounds += rounds
+
+    # The machine is half as fast in the second round, and a third as fast in the third.
+    add("compute", Round(0, [1.0, 1.0], 0, 0.0), Round(1, [2.0] * 3, 0, 0.0), Round(2, [3.0], 0, 0.0))
+    add(
+        "horovod",
+        Round(0, [8.0, 8.0], 0, 4e6, 5e6),
+        Round(1, [16.0], 0, 6e6, 5e6),
+        Round(2, error="RuntimeError: a | b"),
+    )
+    add("ddp-fp16", Round(0, [4.0], 0, 3e6, 2e6), Round(1, [8.0], 0, 3e6, 2e6), Round(2, [12.0], 0, 3e6, 2e6))
+    add("ddp:topk", Round(0, [2.0], 0.5, 3e6, 2e6), Round(1, [4.0], 0.5, 3e6, 2e6), Round(2, [5.0], 3.0, 3e6, 2e6))
+    add("ddp-powersgd", Round(0, error="bad | worse"), Round(1, error="bad"))
+    add("ddp", Round(0, [4.0, 4.0], 0, 4e6, 4e6), cell=("cnn", "100mbit", 2))
+    rows = {(row["rate"], row["variant"]): row for row in results.reports()}
+    topk = rows["1gbit", "ddp:topk"]
+    assert (topk["times_fp32"], topk["times_fp16"], topk["share_of_ideal"]) == (4.0, 2.0, 0.5)
+    # Of the rounds: 2 - 1 - 0.5, 4 - 2 - 0.5 and max(0, 5 - 3 - 3).
+    assert (topk["compute_ms"], topk["compression_ms"], topk["communication_ms"]) == (2.0, 0.5, 0.5)
+
+    lines = list(training_results.markdown(rows.values()))
+    assert "**cnn** (0.0 M parameters), 2 ranks, 1 Gb/s for each" in "\n".join(lines)
+    assert "| ddp:topk | 4.0 (2.8–4.6) | 50% | 4.00 | 2.00 | 2.0 | 0.5 | 0.5 | 3.000 | 2.000 |" in lines
+    fp32 = "| horovod | 8.0 (8.0–12.8); aborts in 1 of 3 rounds: RuntimeError: a \\| b | 12% | 1.00 | 0.50 | 1.5 | 0.0 "
+    assert fp32 + "| 10.5 | 5.000 | 5.000 |" in lines
+    assert f"| ddp-powersgd | aborts in 2 of 2 rounds: bad \\| worse {'| ' * 9}|" in lines
+    assert "| ddp | 4.0 (4.0–4.0) | - | - | - | - | 0.0 | - | 4.000 | 4.000 |" in lines  # no baseline on that network
+
+
+def test_a_chart_has_a_panel_for_each_model_and_number_of_ranks(tmp_path):
+    pytest.importorskip("matplotlib")
+    import training_chart
+
+    results = Results({})
+    for ranks in (2, 4):
+        for rate in ("1gbit", "none"):
+            results.plan([("cnn", rate, ranks)], ["compute", "horovod"])
+            results.row(("cnn", rate, ranks), "compute").rounds.append(Round(0, [1.0, 1.0, 1.0]))
+            results.row(("cnn", rate, ranks), "horovod").rounds.append(Round(0, [9.0, 9.0, 9.0]))
+    training_chart.draw(results.reports(), tmp_path / "r.svg")
+    text = (tmp_path / "r.svg").read_text()
+    assert all(f"<!-- cnn, {ranks} ranks -->" in text for ranks in (2, 4))
+    assert text.count("<!-- stock Horovod fp32 -->") == 4
 
 
 @pytest.mark.parametrize(
@@ -112,31 +318,63 @@ def test_rounds_are_pooled_and_compared():
     ],
 )
 def test_error_line(output, expected):
-    assert training.error_line(output) == expected
+    assert training_jobs.error_line(output) == expected
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("given", "expected"),
     [
-        (["horovd"], "got 'horovd', expected stock, compute, horovod"),
+        (["horovd"], "got 'horovd', expected stock, methods, ddp-methods, all, compute, horovod"),
         (["ddp:nothing"], "unknown compression method 'nothing'"),
-        (["--steps", "1"], "got '1', expected a whole number of at least 2"),
+        (["horovod:gradiveq"], "which compresses after 2600 steps, expected at most 199"),
+        (["--steps", "2"], "got '2', expected a whole number of at least 3"),
+        (["--ranks", "0"], "got '0', expected a whole number of at least 1"),
         (["--rate", "fast"], "got rate 'fast', expected a number"),
-        (["--data", "/no/such"], "/no/such: no such folder"),
+        (["--data", "/no/such"], "/no/such: no such file or folder"),
         (["--batch-size", "700"], "expected at most all 1297 images"),
+        (["--png", "chart"], "expected a name that ends in .png, .svg or .pdf"),
         (["--json", "/no/such/file"], "expected a file in a folder that exists"),
     ],
 )
-def test_wrong_arguments(monkeypatch, capsys, arguments, expected):
-    monkeypatch.setattr(sys, "argv", ["training.py", *arguments])
+def test_wrong_arguments(monkeypatch, capsys, given, expected):
     with pytest.raises(SystemExit) as exit_info:
-        training.parse_arguments()
+        arguments(monkeypatch, *given)
     assert exit_info.value.code == 2
     assert expected in capsys.readouterr().err
 
 
-def test_stock_expands_to_its_variants(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["training.py", "horovod:topk", "stock", "ddp"])
-    args = training.parse_arguments()
-    assert args.variants == ["horovod:topk", *training.STOCK]
-    assert (args.model, args.rate) == (["resnet18", "alexnet"], ["none"])
+def test_defaults(monkeypatch, tmp_path):
+    args = arguments(monkeypatch, "horovod:topk", "stock", "ddp")
+    assert args.variants == ["horovod:topk", *SHORTHANDS["stock"]]
+    assert (args.model, args.rate, args.ranks) == (["alexnet", "resnet18", "charlm"], ["none"], [2])
+    text = tmp_path / "text"
+    text.write_text("x" * 10_000)
+    args = arguments(monkeypatch, "--data", text, "--quick", "--rate", "none", "--model", "charlm", "--model", "cnn")
+    assert args.data_of == {"charlm": str(text), "cnn": None}
+    assert (args.variants, args.rounds) == (list(QUICK), 1)
+
+
+@pytest.mark.parametrize(
+    ("variant", "seconds", "expected"),
+    [
+        ("ddp", [1.0, 1.0], 7), ("ddp", [1.0, 2.0], 3), ("ddp", [9.0, 1.0], 3), ("ddp", [0.01, 0.01], 20),
+        ("ddp:topk", [1.0, 1.0], 8), ("ddp:topk", [9.0, 1.0], 4),
+    ],
+)  # fmt: skip
+def test_ranks_agree_on_the_number_of_steps(variant, seconds, expected):
+    class Group:
+        def gather(self, row):
+            return torch.tensor(seconds, dtype=row.dtype)[:, None]
+
+    job = {"seconds": 7, "steps": 20}
+    assert {num_steps(job, own, exchange(variant), Group()) for own in seconds} == {expected}
+
+
+def test_shorthands_have_every_method():
+    assert {spec.partition(":")[0] for spec in METHODS} == set(registered()) - {"none", "per-layer"}
+    every = expanded(["all"])
+    assert len(set(map(label, every))) == len(every)
+    assert {front_end(variant) for variant in every} == {"horovod", "ddp"}
+    assert least_warmup("horovod:gradiveq:warmup_steps=1,sample_steps=4") == 6
+    assert least_warmup("ddp:per-layer:conv=gradiveq(warmup_steps=0,sample_steps=2),default=topk") == 3
+    assert (least_warmup("ddp-powersgd"), least_warmup("horovod:topk")) == (3, 1)

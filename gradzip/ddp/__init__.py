@@ -123,7 +123,7 @@ class HookState:
         if index == 0 and self._buckets and not set(parameters).isdisjoint(self._plans[0].parameters):
             self._buckets = []  # of a backward pass that was interrupted
         plan = self._plans.get(index)
-        if plan is not None and not plan.fits(parameters):
+        if plan is not None and not plan.fits(self.compressor, parameters):
             plan = None
         names = [self._name(p) for p in parameters] if plan is None else plan.names
         group = self.process_group or dist.group.WORLD
@@ -140,6 +140,7 @@ class HookState:
             for later in [i for i in self._plans if i >= index]:
                 for unit in self._plans.pop(later).units:
                     unit.averaging.method.workspace.clear()  # DDP's first bucket is the whole model
+            self._engine.capacities.clear()  # other methods, or other buckets, have payloads of other lengths
             plan = self._plans[index] = Plan.of(self.compressor, parameters, names, self._model.prefix)
         rank, size = self._engine.rank, self._engine.size
         if bucket.buffer().is_sparse:
@@ -159,14 +160,18 @@ class HookState:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        """Run the routines of all buckets to their ends."""
+        """Run the routines of all buckets to their ends, and end the step."""
         buckets, self._buckets = self._buckets, []
         with no_autocast(buckets[0].buffer.device):
-            self._run(buckets)
+            if self._run(buckets):
+                self.compressor.end_step(self._engine)
+            else:
+                self.compressor.skip_step()
         for bucket in buckets:
             bucket.future.set_result(bucket.buffer)
 
-    def _run(self, buckets: list[Bucket]) -> None:
+    def _run(self, buckets: list[Bucket]) -> bool:
+        """Run the routines of all buckets to their ends. Returns False if GradScaler is going to skip the step."""
         assert self._engine is not None
         following = Round()
         # Buckets with overflow come last: their second transfers run meanwhile.
@@ -176,7 +181,7 @@ class HookState:
         routines = {key: routine for bucket in buckets for key, routine in bucket.routines.items()}
         self._engine.finish(routines, following, "round")
         if self.compressor.memory.scaler is None:
-            return
+            return True
         # GradScaler skips the step of all parameters, not only of those whose gradients are not finite.
         averages = [b.buffer._values() if b.buffer.is_sparse else b.buffer for b in buckets]
         skipped = not all(bool(average.isfinite().all()) for average in averages)
@@ -185,6 +190,7 @@ class HookState:
             if skipped:
                 memory.rollback(unit.name)
             memory.discard_snapshot(unit.name)  # free it before the next step
+        return not skipped
 
     def _connect(self, group: dist.ProcessGroup, device: torch.device) -> TorchEngine:
         """Make the engine, and compare the configurations of all ranks."""

@@ -86,6 +86,7 @@ class Plan:
 
     parameters: list[Tensor]
     names: list[str]
+    methods: list[Compressor]  # in charge of the parameters
     units: list[Unit]
 
     def __post_init__(self) -> None:
@@ -108,11 +109,14 @@ class Plan:
             averaging = averagings[indices[0]]
             averaging.method.memory.split_buckets(set(shapes))  # of former buckets
             units.append(Unit(averaging, indices, shapes))
-        return cls(parameters, names, units)
+        return cls(parameters, names, [averaging.method for averaging in averagings], units)
 
-    def fits(self, parameters: list[Tensor]) -> bool:
-        """Whether these are the parameters of the plan."""
-        return len(parameters) == len(self.parameters) and all(p is q for p, q in zip(parameters, self.parameters))
+    def fits(self, compressor: Compressor, parameters: list[Tensor]) -> bool:
+        """Whether these are the parameters of the plan, and the same methods are in charge of them."""
+        return len(parameters) == len(self.parameters) and all(
+            p is known and compressor.method_for(name, p.shape) is method
+            for p, known, name, method in zip(parameters, self.parameters, self.names, self.methods)
+        )
 
 
 class Bucket:

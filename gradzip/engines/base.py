@@ -33,6 +33,16 @@ class Engine(ABC):
     size: int  # the world size
     traffic: Traffic
 
+    # How the front end joins collectives, for the cost model: those of gradients of so many bytes, in order; and those
+    # that wait at the same time, up to so many bytes.
+    bucket_nbytes: float | None = None
+    fusion_nbytes: float | None = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The group's ranks, as numbered in the whole job."""
+        return tuple(range(self.size))
+
     @abstractmethod
     def launch(self, collective: Collective, slot: str) -> Pending:
         """Start a collective. slot: its name, the same on all ranks and in every step."""

@@ -13,6 +13,7 @@ from horovod.torch import mpi_ops
 from torch import Tensor
 
 from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, Traffic
+from ..cost import JOINED
 from .base import Engine
 from .horovod_group import group_from_horovod
 from .ring import Ring, RingError
@@ -28,11 +29,17 @@ class HorovodEngine(Engine):
     order. Where torch has no gloo, and on a device, it is one all-reduce.
     """
 
+    fusion_nbytes = JOINED["horovod"]["fusion_nbytes"]  # unless HOROVOD_FUSION_THRESHOLD says otherwise
+
     def __init__(self, process_set: Any, traffic: Traffic) -> None:
         self.process_set = process_set
         self.rank, self.size = process_set.rank(), process_set.size()
         self.traffic = traffic
         self._handles = mpi_ops._handle_map
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(self.process_set.ranks or range(self.size))
 
     @property
     def is_stale(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, Traffic
+from ..cost import JOINED
 from .base import Engine, Pending
 from .ring import Ring
 
@@ -35,6 +36,8 @@ class TorchEngine(Engine):
     device: of the tensors that `allgather_bytes` makes, one that the group's backend supports.
     """
 
+    bucket_nbytes = JOINED["ddp"]["bucket_nbytes"]  # unless DDP is given another bucket_cap_mb
+
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, device: torch.device) -> None:
         self.group = group
         self.traffic = traffic
@@ -42,6 +45,10 @@ class TorchEngine(Engine):
         self.rank = group.rank()
         self.size = group.size()
         self.capacities: dict[str, int] = {}  # by slot
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(dist.get_process_group_ranks(self.group))
 
     @cached_property
     def ring(self) -> Ring:

@@ -145,7 +145,7 @@ class OptimizerContext:
             gradient.average = returned[gradient.name]
 
     def finished(self, gradient: InFlightGradient) -> None:
-        """Count a finished gradient; after the last one, roll all back if the optimizer is going to skip the step.
+        """Count a finished gradient; after the last one, end the step, and roll it back if the optimizer will skip it.
 
         With a loss scale, one gradient that is not finite makes GradScaler skip the step for all parameters.
         """
@@ -155,9 +155,12 @@ class OptimizerContext:
         if self.num_in_flight:
             return
         step, self._finished = self._finished, []
-        if not all(g.average.isfinite().all() for g in step if g.average is not None):
-            for g in step:
-                g.averaging.method.memory.rollback(g.averaging.name)
+        if all(g.average.isfinite().all() for g in step if g.average is not None):
+            self.compressor.end_step(self.engine)
+            return
+        for g in step:
+            g.averaging.method.memory.rollback(g.averaging.name)
+        self.compressor.skip_step()
 
 
 class InFlightGradient:

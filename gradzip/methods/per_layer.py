@@ -57,8 +57,8 @@ class PerLayer(Compressor):
                 raise ValueError(f"PerLayer: got the rule {rule!r}, expected {_RULE}")
             self._tests.append(_test(rule[0]))
         for compressor in self.parts:
-            if not isinstance(compressor, Compressor) or isinstance(compressor, PerLayer):
-                raise ValueError(f"PerLayer: got {compressor!r}, expected a compressor other than PerLayer")
+            if not isinstance(compressor, Compressor) or compressor.parts[0] is not compressor:
+                raise ValueError(f"PerLayer: got {compressor!r}, expected a compressor other than PerLayer and Auto")
             compressor.traffic = self.traffic
         self.rounds = max(compressor.rounds for compressor in self.parts)
         self._chosen: dict[tuple[str, torch.Size], Compressor] = {}

@@ -1,7 +1,4 @@
-"""The command line ``gradzip``.
-
-Each subcommand has an entry in `_parser` and a function from the parsed arguments to the exit status.
-"""
+"""`gradzip info`: what is installed, built and found."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,46 +23,19 @@ from gradzip.registry import registered
 Facts = dict[str, Any]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line (default: that of the process). Returns the exit status."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if "run" not in options:
-        parser.print_help()
-        return 0
-    try:
-        status = options.run(options)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader closed the pipe (`gradzip info | head`). Python would complain again when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    return status
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gradzip",
-        description="Gradient compression for data-parallel PyTorch training.",
-        epilog="examples:\n  gradzip info                what is installed, built and found here\n"
-        "  gradzip info --json | jq .extension.simd",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"gradzip {gradzip.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-
-    info = commands.add_parser(
+def add(commands: Any) -> None:
+    """Add `gradzip info`."""
+    parser = commands.add_parser(
         "info",
         help="what is installed, built and found here",
         description="Show the parts of this installation of gradzip, and the devices, engines and methods that it "
         "finds. Missing or broken parts are listed with the reason; the exit status is 0 in any case.",
     )
-    info.add_argument("--json", action="store_true", help="print JSON, for programs and bug reports")
-    info.set_defaults(run=_info)
-    return parser
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs and bug reports")
+    parser.set_defaults(run=run)
 
 
-def _info(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     report = installation()
     print(json.dumps(report, indent=2) if options.json else "\n".join(_lines(report)))
     return 0

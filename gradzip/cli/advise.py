@@ -1,0 +1,255 @@
+"""`gradzip advise`: does compression pay for this model on this network, and which method?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradzip
+from gradzip.registry import registered
+
+from ..compressor import Compressor
+from ..cost import JOINED, Compressed, Link, Step
+from ..engines.base import Engine
+from ..measure import measure_link
+from ..models import MODELS, step_of
+from .advice import FP16, FP32, Advice
+from .codecs import Codec, measure_codecs
+from .error import CommandError
+from .job import job, slowest_of
+from .output import check_picture
+from .plots import plot
+from .progress import progress
+from .tables import method_table, print_table, projection_table
+from .workload import Workload, load
+
+EXAMPLES = f"""\
+models: {", ".join(MODELS)}
+
+examples:
+  gradzip advise --model resnet50 --bandwidth 10gbit --ranks 16 --step-ms 180
+  gradzip advise --model train.py:build --bandwidth 1gbit --ranks 4 --step-ms 250 --methods acpsgd qsgd:bits=2
+  gradzip advise --model bert-large --bandwidth 25gbit --ranks 32 --step-ms 400 --project 1024 --png scaling.png
+  horovodrun -np 4 gradzip advise --measure --model train.py:build
+                   measures the link, the methods and, if build() returns (module, inputs), the training step
+  torchrun --nproc-per-node 4 --no-python gradzip advise --measure --model resnet50 --step-ms 180
+"""
+
+# ATOMO computes a singular value decomposition of each layer, which takes long to measure. GradiVeQ compresses after
+# hundreds of steps. The others have no meaning without arguments, or are compared anyway.
+LEFT_OUT = ("none", "fp16", "per-layer", "auto", "atomo", "gradiveq")
+
+
+def add(commands: Any) -> None:
+    """Add `gradzip advise`."""
+    parser = commands.add_parser(
+        "advise",
+        help="does compression pay for this model on this network, and which method?",
+        description="Predict a training step with each method, and say which one is fastest, or not to compress. What "
+        "the methods take is measured on this machine in some seconds; docs/advise.md explains the model.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="a name, file.py:build or shapes.json")
+    parser.add_argument("--bandwidth", metavar="RATE", help="of one rank's link: a number and kbit, mbit or gbit")
+    parser.add_argument("--ranks", type=int, help="world size")
+    parser.add_argument(
+        "--step-ms", type=float, metavar="MS", help="a training step on one rank, without communication"
+    )
+    parser.add_argument("--latency-us", type=float, metavar="US", help="of one message (default: 50)")
+    parser.add_argument("--methods", nargs="+", metavar="SPEC", help="methods to compare (default: most)")
+    parser.add_argument("--front-end", choices=sorted(JOINED), help="default: horovod")
+    parser.add_argument("--device", default="cpu", help="where to measure the methods: cpu (the default) or cuda")
+    parser.add_argument("--measure", action="store_true", help="measure in the job that horovodrun or torchrun started")
+    parser.add_argument("--project", type=int, metavar="RANKS", help="predict for 2, 4, 8, ... ranks, too")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the least ratio that pays, and the projection")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.measure:
+        _refuse(options)
+    methods = _methods(options.methods)
+    device = _device(options.device)
+    if options.project is not None and options.project < 2:
+        raise CommandError(f"got --project {options.project}, expected a number of ranks >= 2")
+    if options.step_ms is not None and not 0 < options.step_ms < math.inf:
+        raise CommandError(f"got --step-ms {options.step_ms}, expected milliseconds > 0")
+    if options.png:
+        check_picture(options.png)
+    workload = load(options.model)
+    if options.measure:
+        with job() as (engine, front_end):
+            advice = _measured(workload, methods, device, engine, front_end, options)
+            try:
+                if engine.rank == 0:
+                    _report(advice, options)
+            finally:  # the others wait, so that no rank ends the job before the report is written
+                engine.allgather_bytes(b"done\n", "gradzip.advise.end")
+        return 0
+    link = _link(options)
+    step = step_of(workload.parameters, _given_seconds(options))
+    _report(Advice(step, link, options.front_end or "horovod", _codecs(methods, step, device)), options)
+    return 0
+
+
+# --- options
+
+
+def _methods(specs: Sequence[str] | None) -> dict[str, Compressor]:
+    """The methods to compare, by spec, with fp32 and fp16."""
+    if specs is None:
+        specs = [name for name in registered() if name not in LEFT_OUT]
+    if any(spec.partition(":")[0].strip() == "auto" for spec in specs):
+        raise CommandError("got --methods auto, which chooses during training; expected the methods to choose from")
+    try:
+        methods = {spec: gradzip.parse(spec) for spec in (FP32, FP16, *specs)}
+    except (TypeError, ValueError) as error:
+        raise CommandError(f"--methods: {error}") from None
+    for spec, compressor in methods.items():
+        if any(getattr(part, "exchange", "gather") != "gather" for part in compressor.parts):
+            raise CommandError(
+                f"got --methods {spec}, whose rounds and bytes depend on the number of ranks, but methods are measured "
+                "with two; expected exchange=gather"
+            )
+    return methods
+
+
+def _device(name: str) -> torch.device:
+    try:
+        torch.empty(1, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CommandError(f"got --device {name!r}, expected cpu or a device that torch can use ({reason})") from None
+
+
+def _given_seconds(options: argparse.Namespace) -> float:
+    if options.step_ms is None:
+        raise CommandError(
+            "got no --step-ms, expected the milliseconds of a training step on one rank without communication; "
+            "--measure measures it for a file whose build() returns (module, inputs)"
+        )
+    return options.step_ms / 1e3
+
+
+def _link(options: argparse.Namespace) -> Link:
+    if options.bandwidth is None or options.ranks is None:
+        missing = "--bandwidth" if options.bandwidth is None else "--ranks"
+        raise CommandError(
+            f"got no {missing}, expected for example --bandwidth 10gbit --ranks 16, or --measure in a job"
+        )
+    if options.ranks < 1:
+        raise CommandError(f"got --ranks {options.ranks}, expected a number >= 1")
+    latency = 50.0 if options.latency_us is None else options.latency_us
+    if not 0 <= latency < math.inf:
+        raise CommandError(f"got --latency-us {latency}, expected microseconds >= 0")
+    return Link(options.ranks, bandwidth_of(options.bandwidth), latency / 1e6)
+
+
+def bandwidth_of(text: str) -> float:
+    """Bytes per second of a rate such as 10gbit. Raises CommandError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
+    units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+    if match is None or float(match[1]) <= 0:
+        raise CommandError(f"got --bandwidth {text!r}, expected a number > 0 and kbit, mbit or gbit, such as 10gbit")
+    return float(match[1]) * units[match[2]] / 8
+
+
+def _refuse(options: argparse.Namespace) -> None:
+    """Raise CommandError for options that do not go with --measure."""
+    if options.device != "cpu":
+        raise CommandError(
+            f"got --device {options.device} with --measure, which measures on the CPU; expected --bandwidth, --ranks "
+            "and --step-ms in place of --measure"
+        )
+    for name in ("bandwidth", "ranks", "latency-us", "front-end"):
+        if getattr(options, name.replace("-", "_")) is not None:
+            raise CommandError(f"got --{name} with --measure, expected one of both: --measure finds it out")
+
+
+# --- measuring and reporting
+
+
+def _measured(
+    workload: Workload, methods: dict[str, Compressor], device: torch.device, engine: Engine, front_end: str,
+    options: argparse.Namespace,
+) -> Advice:  # fmt: skip
+    """Advice for this job. All ranks measure at the same time; each number is the slowest rank's."""
+    if workload.inputs is not None and options.step_ms is None:
+        step = workload.measured_step()
+    else:
+        step = step_of(workload.parameters, _given_seconds(options))
+    step = _stretched(step, slowest_of(engine, [step.seconds], "step")[0])
+    link = measure_link(engine)
+    codecs = _codecs(methods, step, device, quiet=engine.rank > 0)
+    for method, of_layers in codecs.items():
+        times = [t for c in of_layers for t in (c.compressed.encode, c.compressed.decode, c.decode_rank)]
+        slowest = slowest_of(engine, times, method)
+        codecs[method] = [
+            Codec(Compressed(c.compressed.rounds, *slowest[3 * i : 3 * i + 2]), slowest[3 * i + 2])
+            for i, c in enumerate(of_layers)
+        ]
+    return Advice(step, link, front_end, codecs)
+
+
+def _stretched(step: Step, seconds: float) -> Step:
+    """The same step, if it takes `seconds`."""
+    # Rounding must not make a gradient ready after the step.
+    ready = [min(seconds, layer.ready * seconds / step.seconds) for layer in step.layers]
+    return Step(tuple(replace(layer, ready=at) for layer, at in zip(step.layers, ready)), seconds)
+
+
+def _codecs(
+    methods: dict[str, Compressor], step: Step, device: torch.device, quiet: bool = False
+) -> dict[str, Sequence[Codec]]:
+    codecs: dict[str, Sequence[Codec]] = {}
+    with progress(len(methods), "measuring the methods", quiet) as advance:
+        for spec, compressor in methods.items():
+            if spec == FP32:
+                codecs[spec] = [Codec(Compressed((("all_reduce", 4.0 * layer.numel),))) for layer in step.layers]
+            else:
+                codecs[spec] = measure_codecs(compressor, step.layers, device)
+            advance()
+    return codecs
+
+
+def _report(advice: Advice, options: argparse.Namespace) -> None:
+    rows = advice.rows()
+    projection = []
+    if options.project:
+        best = [row.method for row in rows if row.method not in (FP32, FP16)][:3]
+        projection = advice.projection(options.project, [FP32, FP16, *best])
+    if options.png:
+        plot(advice, rows, projection, options.png)
+    if options.json:
+        content = {"model": options.model} | advice.json(rows, projection)
+        content["notes"] = advice.notes(os.environ.get("HOROVOD_CYCLE_TIME"), os.cpu_count() or 1)
+        print(json.dumps(content, indent=2))
+        return
+    link = advice.link
+    layers = advice.step.layers
+    elements = sum(layer.numel for layer in layers)
+    bandwidth = f"{8e-9 * link.bandwidth:.3g} Gb/s" if link.bandwidth < 1e15 else "no network"
+    print(f"{options.model}: {elements / 1e6:.1f} M elements in {len(layers)} parameters")
+    print(
+        f"{link.ranks} ranks, {bandwidth}, {1e6 * link.latency:.0f} us a message; "
+        f"{1e3 * advice.step.seconds:.1f} ms a step without communication\n"
+    )
+    print_table(*method_table(rows))
+    print(f"\n{advice.sentence(rows)}")
+    for note in advice.notes(os.environ.get("HOROVOD_CYCLE_TIME"), os.cpu_count() or 1):
+        print(note)
+    if projection:
+        print("\nms/step, and share of the ideal, with the same work for each rank:\n")
+        print_table(*projection_table(projection))

@@ -1,0 +1,56 @@
+"""The job that a command is a rank of."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ..collectives import Traffic
+from ..engines.base import Engine
+from .error import CommandError
+
+
+@contextmanager
+def job() -> Iterator[tuple[Engine, str]]:
+    """The engine of the job that this process is a rank of, and its front end: "horovod" or "ddp".
+
+    Raises:
+        CommandError: the process is in no job.
+    """
+    if "HOROVOD_RANK" in os.environ:
+        import horovod.torch as hvd
+
+        from ..engines.horovod import HorovodEngine
+
+        hvd.init()
+        try:
+            yield HorovodEngine(hvd.global_process_set, Traffic()), "horovod"
+        finally:
+            hvd.shutdown()
+        return
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise CommandError(
+            "got --measure outside of a job, expected horovodrun -np 2 gradzip advise --measure ..., or "
+            "torchrun --nproc-per-node 2 --no-python gradzip advise --measure ..."
+        )
+    import torch.distributed as dist
+
+    from ..engines.torch import TorchEngine
+
+    dist.init_process_group("gloo")
+    assert dist.group.WORLD is not None
+    try:
+        yield TorchEngine(dist.group.WORLD, Traffic(), torch.device("cpu")), "ddp"
+    finally:
+        dist.destroy_process_group()
+
+
+def slowest_of(engine: Engine, values: Sequence[float], slot: str) -> list[float]:
+    """The largest of each number over the ranks."""
+    line = (json.dumps(list(values)) + "\n").encode()
+    gathered = engine.allgather_bytes(line, f"gradzip.advise.{slot}")
+    return [max(column) for column in zip(*(json.loads(of_rank) for of_rank in gathered))]

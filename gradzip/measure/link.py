@@ -1,0 +1,192 @@
+"""Measure the connection of an engine's ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..collectives import Gather, Mean
+from ..cost import Link
+from ..engines.base import Engine
+from .clock import now
+
+# Sizes of transfers grow until one takes as long as TRANSFER_SECONDS, or all have taken LINK_SECONDS.
+SIZES = (*(1 << shift for shift in (16, 18, 20)), *(1 << shift for shift in range(22, 27)))
+TRANSFER_SECONDS = 0.05
+LINK_SECONDS = 1.0
+HALF_NBYTES = 1 << 18  # of the transfer that shows how fast the engine adds numbers of 16 bits
+
+
+def measure_link(
+    engine: Engine, sizes: Sequence[int] = SIZES, repeats: int = 4, device: torch.device | None = None
+) -> Link:
+    """Measure the connection of an engine's ranks. All ranks must call it at the same point; all get the same link.
+
+    It runs all-reduces and all-gathers of a few bytes and all-reduces of growing sizes, for about a second. Latency and
+    bandwidth are fitted to the lower quartiles of their times, because everything that disturbs a transfer makes it
+    longer. `operation` and `nbyte` are fitted to the core time that they take; `half` is what all-reduces of float16
+    take more of it than those of float32, and `background` what the idle process takes. If this rank has a core more
+    than torch has threads, `operation`, `nbyte` and `background` are the calling thread's core time alone; on a device
+    they are 0. Each number is the slowest rank's; `spread` says how far apart ranks are in a fixed computation. The
+    engine's traffic is left as it was.
+
+    Args:
+        sizes: bytes, in growing order.
+        repeats: transfers of each size; one more comes first and is not timed.
+        device: of the tensors. None is the engine's own, or the CPU if it has none, as Horovod's.
+    """
+    if engine.size == 1:
+        return Link(1, math.inf, 0.0)
+    traffic = engine.traffic.bytes_sent
+    own: torch.device = getattr(engine, "device", torch.device("cpu"))
+    probe = _Probe(engine, own if device is None else device)
+    compute = probe.seconds_of_work()
+    background = probe.idle_share()
+    start = time.perf_counter()
+    small = [probe.point(kind, 0, 3 * repeats) for kind in ("all_reduce", "all_gather")]
+    points = []
+    for nbytes in sizes:
+        points.append(probe.point("all_reduce", nbytes, repeats))
+        slowest, elapsed = probe.agree([points[-1].seconds, time.perf_counter() - start])
+        if slowest >= TRANSFER_SECONDS or elapsed >= LINK_SECONDS:
+            break
+    link = Link(engine.size, math.inf, 0.0)
+    latency = statistics.fmean(point.seconds / link.messages(point.kind) for point in small)
+    operation = statistics.fmean(point.core for point in small)
+    sent = [link.sent_nbytes(point.kind, point.nbytes) for point in points]
+    per_byte = _slope(sent, [point.seconds - latency * link.messages(point.kind) for point in points])
+    nbyte = _slope(sent, [point.core - operation for point in points])
+    whole, halves = (probe.point(kind, HALF_NBYTES, repeats) for kind in ("all_reduce", "all_reduce_half"))
+    half = max(0.0, halves.process - whole.process) / link.sent_nbytes(whole.kind, whole.nbytes)
+    # The last two are the slowest and, negated, the fastest rank's work.
+    latency, per_byte, operation, nbyte, half, background, slowest, fastest = probe.agree(
+        [latency, max(per_byte, 1e-15), operation, nbyte, half, background, compute, -compute]
+    )
+    engine.traffic.bytes_sent = traffic
+    background, spread = min(background, 0.95), slowest / -fastest - 1
+    return Link(engine.size, 1 / per_byte, latency, operation, nbyte, background, half, spread)
+
+
+@dataclass(frozen=True)
+class _Point:
+    """Lower quartiles over some collectives of `nbytes`, in seconds.
+
+    core: time that the training thread loses. process: of the process's own threads.
+    """
+
+    kind: str
+    nbytes: int
+    seconds: float
+    core: float
+    process: float
+
+
+class _Probe:
+    """Runs and times collectives of one engine."""
+
+    def __init__(self, engine: Engine, device: torch.device) -> None:
+        self.engine = engine
+        self.device = device
+        self._exchanges = itertools.count()
+        cores = self._cores()
+        spare = cores - torch.get_num_threads()
+        self._clock = time.thread_time if spare >= 1 else time.process_time
+        # With less than a core for each rank, core time takes longer; with a spare one, other threads cost nothing.
+        self._weight = 0.0 if self.device.type != "cpu" else 1 / min(1.0, float(cores))
+
+    def exchange(self, value: Any) -> list[Any]:
+        """What all ranks pass, in rank order."""
+        line = (json.dumps(value) + "\n").encode()
+        slot = f"gradzip.measure.{next(self._exchanges)}"
+        return [json.loads(other) for other in self.engine.allgather_bytes(line, slot)]
+
+    def agree(self, values: Sequence[float]) -> list[float]:
+        """The largest of each number over the ranks."""
+        return [max(column) for column in zip(*self.exchange(list(values)))]
+
+    def _cores(self) -> Fraction:
+        """This rank's share of the cores that it may use, which ranks of the same machine share.
+
+        A fraction: as floats, twelve sixths are not always two cores.
+        """
+        allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        machine = boot.read_text().strip() if boot.is_file() else socket.gethostname()
+        neighbours = [set(cores) for host, cores in self.exchange([machine, list(allowed)]) if host == machine]
+        shares = (Fraction(1, sum(core in cores for cores in neighbours)) for core in allowed)
+        return sum(shares, Fraction(0))
+
+    def seconds_of_work(self) -> float:
+        """Seconds of a fixed computation: the least of some runs, so that what else the machine does hardly counts."""
+        matrix = torch.ones(256, 256, device=self.device)
+
+        def once() -> float:
+            start = now(self.device)
+            for _ in range(4):
+                matrix @ matrix
+            return now(self.device) - start
+
+        return min(once() for _ in range(8))
+
+    def idle_share(self) -> float:
+        """Share of a core that this process takes while it does nothing."""
+
+        def once() -> float:
+            wall, core = time.perf_counter(), self._clock()
+            time.sleep(0.04)
+            return (self._clock() - core) / (time.perf_counter() - wall)
+
+        return self._weight * statistics.median(once() for _ in range(3))
+
+    def point(self, kind: str, nbytes: int, repeats: int) -> _Point:
+        """Time collectives of one size; of one element, or of an empty payload, for 0 bytes."""
+        slot = f"gradzip.measure.{kind}.{nbytes}"
+        tensor: Tensor
+        if kind != "all_gather":
+            dtype = torch.float16 if kind == "all_reduce_half" else torch.float32
+            tensor = torch.ones(max(1, nbytes // dtype.itemsize), dtype=dtype, device=self.device)
+        else:
+            body = ops.new_payload(max(0, nbytes - ops.HEADER_NBYTES), self.device)
+            tensor = ops.seal_payload(body, method=0, digest=0, numel=0, fields=bytes(16))
+        collective = Gather(tensor) if kind == "all_gather" else Mean(tensor)
+
+        def seconds() -> float:
+            start = now(self.device)
+            self.engine.run(collective, slot)
+            return now(self.device) - start
+
+        def core_seconds(pause: float) -> tuple[float, float]:
+            start, process = self._clock(), time.process_time()
+            pending = self.engine.launch(collective, slot)
+            time.sleep(pause)  # Horovod waits in a busy loop, which is no cost of the transfer
+            pending.send_overflow()
+            pending.result()
+            return self._weight * (self._clock() - start), time.process_time() - process
+
+        seconds()
+        wall = _lower_quartile([seconds() for _ in range(repeats)])
+        core, process = zip(*(core_seconds(1.5 * wall) for _ in range(math.ceil(repeats / 2))))
+        return _Point(kind, tensor.nbytes, wall, _lower_quartile(core), _lower_quartile(process))
+
+
+def _lower_quartile(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=4, method="inclusive")[0]
+
+
+def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """The slope of a line through the origin, >= 0: least squares, in which the largest sizes count most."""
+    return max(0.0, sum(x * y for x, y in zip(xs, ys)) / sum(x * x for x in xs))

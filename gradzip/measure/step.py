@@ -1,0 +1,70 @@
+"""Measure a training step without communication."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cost import Layer, Step
+
+
+def measure_step(model: nn.Module, train: Callable[[], object], repeats: int = 5) -> Step:
+    """Measure a training step without communication: when each gradient is ready, and how long the step takes.
+
+    On a CUDA device, events time the gradients, and nothing waits for the device before the end of the step.
+
+    Args:
+        model: on one device; its parameters that get a gradient are the layers, named as in `named_parameters`.
+        train: runs one step: forward and backward pass, and optimizer. It is called `repeats + 2` times.
+        repeats: steps to measure; times are medians.
+
+    Raises:
+        ValueError: no parameter gets a gradient.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    device = next(iter(named.values())).device if named else torch.device("cpu")
+    times: dict[str, list[Any]] = {name: [] for name in named}
+
+    def hook(name: str) -> Callable[[Tensor], None]:
+        return lambda _: times[name].append(_mark(device))
+
+    handles = [p.register_post_accumulate_grad_hook(hook(name)) for name, p in named.items()]
+    steps = []
+    try:
+        for _ in range(repeats + 2):
+            start = _mark(device)
+            train()
+            steps.append((start, _mark(device)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = statistics.median(_between(*step) for step in steps[2:])
+    ready = {
+        name: statistics.median(_between(begin, mark) for (begin, _), mark in zip(steps[2:], marks[2:]))
+        for name, marks in times.items()
+        if len(marks) == len(steps)
+    }
+    if not ready:
+        raise ValueError("measure_step: got a model of which no parameter gets one gradient a step, expected some")
+    layers = [Layer(name, tuple(named[name].shape), min(t, seconds)) for name, t in ready.items()]
+    return Step(tuple(sorted(layers, key=lambda layer: layer.ready)), seconds)
+
+
+def _mark(device: torch.device) -> Any:
+    """A point in time, on the device's own clock."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
