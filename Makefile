@@ -46,7 +46,7 @@ bench-kernels: bootstrap ## time the primitives, a copy and torch; ARGS go to be
 	@$(ENV) python benchmarks/kernels.py $(ARGS)
 
 .PHONY: bench-training
-bench-training: bootstrap ## time training steps on slow networks; ARGS go to benchmarks/training.py
+bench-training: bootstrap ## time training steps on slow networks; ARGS go to benchmarks/training.py (--quick: 10 minutes)
 	@$(ENV) python benchmarks/training.py $(ARGS)
 
 .PHONY: bench-ring

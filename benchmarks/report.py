@@ -1,116 +1,134 @@
 #!/usr/bin/env python
-"""Print README's table of training speed and accuracy, from the results in benchmarks/results.
+"""Print the tables of training speed in README.md and docs/benchmarks.md, from the results in benchmarks/results.
 
-To refill it, measure again, then write the table into README.md:
+To refill them, measure again, then write the tables:
 
   python benchmarks/training.py VARIANT... --rate 1gbit --json benchmarks/results/training_cpu.json
   horovodrun -np 2 python examples/train.py --threads 1 --compression none --compression fp16 --compression SPEC \\
       --json runs.json
   python benchmarks/report.py --accuracy runs.json --write
 
-Every row of training_cpu.json becomes a row of the table. `horovod` and `ddp-fp16` must be among them: they are the
-baselines. The accuracy of a row is that of the run in accuracy_digits.json with the same compression.
+README's table has the main variants of training_cpu.json for two ranks at 1 Gb/s on AlexNet and ResNet-18; `horovod`
+and `ddp-fp16` must be among them: they are the baselines. The accuracy of a row is that of the run in
+accuracy_digits.json with the same compression. docs/benchmarks.md has all rows, those of training_auto.json included.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import gradzip
+from training_results import cells, table
+from training_variants import STOCK, bandwidth, compression, label
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
-TRAINING, ACCURACY = "training_cpu.json", "accuracy_digits.json"
+TRAINING, AUTO, ACCURACY = "training_cpu.json", "training_auto.json", "accuracy_digits.json"
 START, END = "<!-- table: python benchmarks/report.py --write -->\n\n", "\n<!-- end of table -->\n"
+START_AUTO = "<!-- table of Auto: python benchmarks/report.py --write -->\n\n"
 
-FP32, FP16 = "horovod", "ddp-fp16"  # the variants that speed-ups are relative to
 MODELS = {"alexnet": "AlexNet", "resnet18": "ResNet-18"}
-STOCK = {
-    "compute": "no exchange (upper bound)",
-    "horovod": "stock Horovod, fp32",
-    "horovod-fp16": "Horovod, `Compression.fp16`",
-    "ddp": "stock DDP, fp32",
-    "ddp-fp16": "DDP, torch's `fp16_compress_hook`",
-    "ddp-powersgd": "DDP, torch's `powerSGD_hook`, rank 4",
-}
-FRONT_ENDS = {"horovod": "Horovod", "ddp": "DDP"}
+RATE, RANKS = "1gbit", 2  # of README's table
+SHOWN = (  # there
+    *STOCK, "horovod:powersgd", "horovod:acpsgd", "horovod:fft-range", "horovod:dct-range:theta=0.95", "horovod:topk",
+    "horovod:qsgd:coding=packed", "horovod:signsgd", "ddp:acpsgd", "ddp:fft-range",
+)  # fmt: skip
 
 
-def label(variant: str) -> str:
-    """Name a variant of benchmarks/training.py for people."""
-    if variant in STOCK:
-        return STOCK[variant]
-    front_end, _, spec = variant.partition(":")
-    arguments = spec.partition(":")[2].replace(",", ", ")
-    return f"{FRONT_ENDS[front_end]}, `{type(gradzip.parse(spec)).__name__}({arguments})`"
+def rows_of_readme(training: dict) -> list[dict]:
+    """The rows of README's table."""
+    return [
+        row
+        for row in training["rows"]
+        if row["model"] in MODELS and row["rate"] == RATE and row["ranks"] == RANKS and "ms" in row
+        if row["variant"] in SHOWN
+    ]
 
 
-def compression(variant: str) -> str | None:
-    """The spec whose accuracy a variant has; None if there is none."""
-    if ":" in variant:
-        return variant.partition(":")[2]
-    return {"horovod": "none", "ddp": "none", "horovod-fp16": "fp16", "ddp-fp16": "fp16"}.get(variant)
-
-
-def bandwidth(rate: str) -> str:
-    """Spell a rate: 1gbit becomes 1 Gb/s."""
-    for unit, spelled in {"gbit": " Gb/s", "mbit": " Mb/s", "kbit": " kb/s"}.items():
-        if rate.endswith(unit):
-            return rate.removesuffix(unit) + spelled
-    return "unshaped loopback"
-
-
-def table(training: dict, accuracy: dict) -> Iterator[str]:
-    """The lines of the table: for each model and network its variants, from the slowest to the fastest."""
+def lines_of_readme(training: dict, accuracy: dict) -> Iterator[str]:
+    """The lines of README's table: for each model its variants, from the slowest to the fastest."""
     accuracies = {run["compression"]: run["test_accuracy"] for run in accuracy["runs"]}
     yield "| | × fp32 | × fp16 | ms per step | MB sent | digits, % |"
     yield "|---|---:|---:|---:|---:|---:|"
-    measured = [row for row in training["rows"] if "ms" in row]
-    for (model, rate), group in itertools.groupby(measured, key=lambda row: (row["model"], row["rate"])):
-        rows = {row["variant"]: row for row in group}
-        parameters = rows[FP32]["parameters"] / 1e6
-        yield f"| **{MODELS.get(model, model)}**, {parameters:.1f} M parameters, {bandwidth(rate)} | | | | | |"
-        for variant, row in sorted(rows.items(), key=lambda item: -item[1]["ms"]):
-            speedups = [f"{rows[baseline]['ms'] / row['ms']:.2f}" for baseline in (FP32, FP16)]
+    for (model, rate, _), rows in cells(rows_of_readme(training)):
+        parameters = max(row["parameters"] for row in rows) / 1e6
+        yield f"| **{MODELS[model]}**, {parameters:.1f} M parameters, {bandwidth(rate)} | | | | | |"
+        for row in sorted(rows, key=lambda row: -row["ms"]):
+            speedups = [f"{row[key]:.2f}" for key in ("times_fp32", "times_fp16")]
             megabytes = row["payload_bytes"] / 1e6
             sent = f"{megabytes:.{1 if megabytes >= 10 else 2}f}" if megabytes else "0"
-            right = accuracies.get(compression(variant))
-            cells = [label(variant), *speedups, f"{row['ms']:.0f}", sent, "" if right is None else f"{100 * right:.1f}"]
-            yield f"| {' | '.join(cells)} |"
+            right = accuracies.get(compression(row["variant"]))
+            shown = "" if right is None else f"{100 * right:.1f}"
+            line = [label(row["variant"]), *speedups, f"{row['ms']:.0f}", sent, shown]
+            yield f"| {' | '.join(line)} |"
 
 
 def caption(training: dict) -> Iterator[str]:
-    """How the figures were measured, in one paragraph."""
-    about = training["provenance"]
+    """How the figures of README's table were measured, in one paragraph."""
     spreads: dict[str, float] = {}  # by model: between the rounds of one row
-    for row in training["rows"]:
-        if "ms" in row:
-            model = MODELS.get(row["model"], row["model"])
-            spread = max(row["ms_of_rounds"]) / min(row["ms_of_rounds"]) - 1
-            spreads[model] = max(spread, spreads.get(model, 0.0))
+    rows = rows_of_readme(training)
+    for row in rows:
+        spread = max(row["ms_of_rounds"]) / min(row["ms_of_rounds"]) - 1
+        spreads[MODELS[row["model"]]] = max(spread, spreads.get(MODELS[row["model"]], 0.0))
+    rounds = min(len(row["ms_of_rounds"]) for row in rows)
     yield (
-        f"Medians of {about['rounds'] * about['steps']} steps in {about['rounds']} rounds; {about['ranks']} ranks with "
-        f"{about['threads']} CPU core each. Rounds of the same row differ"
+        f"Medians of {rounds} round{'s' if rounds > 1 else ''}; {RANKS} ranks with {training['provenance']['threads']} "
+        "CPU core each."
     )
-    yield (
-        f"by up to {', '.join(f'{100 * spread:.0f} % ({model})' for model, spread in spreads.items())}: smaller "
-        "differences between rows are noise."
-    )
+    if rounds > 1:
+        differ = ", ".join(f"{100 * spread:.0f} % ({model})" for model, spread in spreads.items())
+        yield f"Rounds of the same row differ by up to {differ}: smaller differences between rows are noise."
     yield "Digits: one training run for each compression; one of the 500 test images is 0.2 %."
 
 
 def block(training: dict, accuracy: dict) -> str:
     """The text between the markers in README.md."""
-    return "\n".join([*table(training, accuracy), "", *caption(training)]) + "\n"
+    return "\n".join([*lines_of_readme(training, accuracy), "", *caption(training)]) + "\n"
+
+
+def auto_block(results: dict) -> str:
+    """What Auto chose: its step against the best of the fixed choices, and against fp32 and fp16."""
+    lines = ["| model | network | fp32 | fp16 | best fixed choice | `Auto` | `Auto` chose |"]
+    lines.append("|---|---|---:|---:|---:|---:|---|")
+    for (model, rate, _), rows in cells(results["rows"]):
+        ms = {row["variant"]: row["ms"] for row in rows if "ms" in row}
+        auto = next(row for row in rows if row["variant"] == "ddp:auto")
+        if "ms" not in auto:
+            continue
+        fixed = {v: t for v, t in ms.items() if v.startswith("ddp") and v != "ddp:auto"}
+        best = min(fixed, key=fixed.__getitem__)
+        chosen = ", ".join(f"{count} × `{spec}`" for spec, count in sorted(auto["rounds"][-1]["choice"].items()))
+        cells_ = [f"{ms['ddp']:.0f}", f"{min(ms['ddp-fp16'], ms['ddp:fp16']):.0f}", f"{fixed[best]:.0f} (`{best}`)"]
+        line = [MODELS.get(model, model), bandwidth(rate), *cells_, f"{auto['ms']:.0f}", chosen]
+        lines.append(f"| {' | '.join(line)} |")
+    return "\n".join(lines) + "\n"
+
+
+def page_block(training: dict) -> str:
+    """The text between the markers in docs/benchmarks.md: variants from the slowest to the fastest."""
+    lines: list[str] = []
+    for (model, rate, ranks), unsorted in cells(training["rows"]):
+        rows = sorted(unsorted, key=lambda row: -row.get("ms", 0.0))
+        lines += [f"**{MODELS.get(model, model)}**, {ranks} ranks, {bandwidth(rate)}", "", *table(rows, label), ""]
+    return "\n".join(lines[:-1]) + "\n"
 
 
 def read(name: str) -> dict:
     return json.loads((RESULTS / name).read_text())
+
+
+def blocks() -> list[tuple[Path, str, str]]:
+    """(page, the mark before it, its text) for each block of tables, from the stored results."""
+    training = read(TRAINING)
+    return [
+        (README, START, block(training, read(ACCURACY))),
+        (PAGE, START, page_block(training)),
+        (PAGE, START_AUTO, auto_block(read(AUTO))),
+    ]
 
 
 def store_accuracy(path: Path) -> None:
@@ -123,18 +141,18 @@ def store_accuracy(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the table into README.md, between its markers")
+    parser.add_argument("--write", action="store_true", help="write the tables into both pages, between their markers")
     parser.add_argument("--accuracy", metavar="PATH", type=Path, help="first store results of examples/train.py --json")
     args = parser.parse_args()
     if args.accuracy:
         store_accuracy(args.accuracy)
-    text = block(read(TRAINING), read(ACCURACY))
-    if not args.write:
-        print(text, end="")
-        return
-    before, _, rest = README.read_text().partition(START)
-    _, _, after = rest.partition(END)
-    README.write_text(before + START + text + END + after)
+    for path, start, text in blocks():
+        if not args.write:
+            print(f"{path.relative_to(ROOT)}\n\n{text}")
+            continue
+        before, _, rest = path.read_text().partition(start)
+        _, _, after = rest.partition(END)
+        path.write_text(before + start + text + END + after)
 
 
 if __name__ == "__main__":

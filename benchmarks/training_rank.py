@@ -1,29 +1,34 @@
-"""One rank of benchmarks/training.py: train some steps with one variant, and write the results."""
+"""One rank of a job of benchmarks/training.py: train some steps with each variant, and write results as they come.
+
+Rank 0 appends lines of JSON to a file: {"start": what} before each piece of work, and its result after it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import itertools
 import json
 import math
 import os
+import statistics
 import sys
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 RANK = int(os.environ.get("HOROVOD_LOCAL_RANK", os.environ.get("LOCAL_RANK", 0)))
 RANKS = int(os.environ.get("HOROVOD_LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def pin() -> None:
-    """Give each rank its own cores, if there are enough."""
+    """Give each rank its own cores. If there are fewer cores than ranks, ranks share one."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-        if share := len(cores) // RANKS:
-            os.sched_setaffinity(0, cores[RANK * share : (RANK + 1) * share])
+        share = len(cores) // RANKS
+        mine = cores[RANK * share : (RANK + 1) * share] if share else [cores[RANK % len(cores)]]
+        os.sched_setaffinity(0, mine)
 
 
 if __name__ == "__main__":
@@ -32,134 +37,61 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from torch.optim import Optimizer  # noqa: E402
 
 import gradzip  # noqa: E402
+import training_calibrate as calibrate  # noqa: E402
+from training_exchange import GROUPS, Exchange, Group, exchange  # noqa: E402
+from training_variants import COMPUTE, MOST_WARMUP, front_end, least_warmup  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import data  # noqa: E402
 from models import MODELS  # noqa: E402
 
-
-class Exchange(ABC):
-    """How gradients are averaged: by a front end, with or without compression.
-
-    Args:
-        compressor: of gradzip; None for the front end's own exchange.
-        itemsize: bytes for each element in the front end's own exchange.
-    """
-
-    def __init__(self, compressor: gradzip.Compressor | None = None, itemsize: int = 4) -> None:
-        self.compressor = compressor
-        self.itemsize = itemsize
-
-    @abstractmethod
-    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Make the model and the optimizer average gradients. Returns what to train in place of them."""
-
-    @abstractmethod
-    def gather(self, row: Tensor) -> Tensor:
-        """Gather the rows (n) of all ranks: (ranks, n). Blocks until all ranks have called it."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """Leave the group."""
-
-    def sent(self) -> int | None:
-        """Payload bytes that this rank has sent so far; None if nothing counts them."""
-        return self.compressor.traffic.bytes_sent if self.compressor else None
+LEAST_STEPS = 3
 
 
-class Horovod(Exchange):
-    def __init__(self, compressor: gradzip.Compressor | None = None, itemsize: int = 4) -> None:
-        import horovod.torch as hvd
+class Batches:
+    """This rank's batches, the same for all variants. They are loaded before they are timed."""
 
-        super().__init__(compressor, itemsize)
-        self.hvd = hvd
-        hvd.init()
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.dataset = MODELS[job["model"]].data(job["data"])
+        self._shard = data.batches(
+            self.dataset, batch_size=job["batch_size"], rank=RANK, size=RANKS, seed=job["seed"]
+        )  # fmt: skip
+        self._loaded: list[tuple[Tensor, Tensor]] = []
 
-    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        own = self.hvd.Compression.fp16 if self.itemsize == 2 else self.hvd.Compression.none
-        self.hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        names = model.named_parameters()
-        return model, self.hvd.DistributedOptimizer(optimizer, names, compression=self.compressor or own)
-
-    def gather(self, row: Tensor) -> Tensor:
-        return self.hvd.allgather(row[None], name="benchmark")
-
-    def end(self) -> None:
-        self.hvd.shutdown()
+    def load(self, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        self._loaded += itertools.islice(self._shard, max(0, end - len(self._loaded)))
+        return self._loaded[begin:end]
 
 
-class DDP(Exchange):
-    def __init__(self, compressor: gradzip.Compressor | None = None, itemsize: int = 4) -> None:
-        super().__init__(compressor, itemsize)
-        torch.distributed.init_process_group("gloo")
+class Training:
+    """A fresh model and optimizer, whose gradients an exchange averages."""
 
-    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        model = nn.parallel.DistributedDataParallel(model)
-        self.hook(model)
-        return model, optimizer
+    def __init__(self, job: dict[str, Any], batches: Batches, averaging: Exchange) -> None:
+        recipe = MODELS[job["model"]]
+        torch.manual_seed(job["seed"])
+        self.network = recipe.build(*batches.dataset.dimensions)
+        torch.manual_seed(job["seed"] + RANK)  # for dropout masks
+        self.parameters = list(self.network.parameters())
+        # A low learning rate, because it is not increased slowly. DGC has its own momentum.
+        momentum = 0.0 if isinstance(averaging.compressor, gradzip.DGC) else 0.9
+        optimizer = recipe.optimizer(self.parameters, recipe.lr / 10, momentum)
+        self.model, self.optimizer = averaging.wrap(self.network, optimizer)
+        self.losses: list[float] = []
 
-    def hook(self, model: nn.parallel.DistributedDataParallel) -> None:
-        if self.compressor:
-            from gradzip import ddp
-
-            model.register_comm_hook(
-                ddp.HookState(self.compressor, named_parameters=model.module.named_parameters()), ddp.hook
-            )
-        elif self.itemsize == 2:
-            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-            model.register_comm_hook(None, fp16_compress_hook)
-
-    def gather(self, row: Tensor) -> Tensor:
-        rows = [torch.empty_like(row) for _ in range(RANKS)]
-        torch.distributed.all_gather(rows, row)
-        return torch.stack(rows)
-
-    def end(self) -> None:
-        torch.distributed.destroy_process_group()
-        os._exit(0)  # now: a torch thread that frees a Python object during shutdown aborts the process
-
-
-class PowerSGDHook(DDP):
-    """PyTorch's powerSGD_hook at rank 4, from step 2, the first that it allows (default: 1000)."""
-
-    def hook(self, model: nn.parallel.DistributedDataParallel) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-        self.state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-        model.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
-
-    def sent(self) -> int | None:
-        return 4 * self.state.compression_stats()[2]
-
-
-class NoExchange(DDP):
-    """No exchange of gradients."""
-
-    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        return model, optimizer
-
-
-STOCK: dict[str, Callable[[], Exchange]] = {
-    "compute": lambda: NoExchange(itemsize=0),
-    "horovod": Horovod,
-    "horovod-fp16": lambda: Horovod(itemsize=2),
-    "ddp": DDP,
-    "ddp-fp16": lambda: DDP(itemsize=2),
-    "ddp-powersgd": PowerSGDHook,
-}
-
-
-def exchange(variant: str) -> Exchange:
-    """The exchange of a variant: a name in STOCK, horovod:SPEC or ddp:SPEC."""
-    if variant in STOCK:
-        return STOCK[variant]()
-    front, _, spec = variant.partition(":")
-    return {"horovod": Horovod, "ddp": DDP}[front](gradzip.parse(spec))
+    def step(self, batch: tuple[Tensor, Tensor]) -> float:
+        """Train one step. Returns seconds."""
+        inputs, labels = batch
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(inputs).flatten(0, -2), labels.flatten())
+        loss.backward()
+        self.optimizer.step()
+        elapsed = time.perf_counter() - start
+        self.losses.append(loss.item())
+        return elapsed
 
 
 def loopback_bytes() -> int:
@@ -168,76 +100,111 @@ def loopback_bytes() -> int:
     return int(line.split(":")[1].split()[8])
 
 
-def measure(args: argparse.Namespace, ranks: Exchange) -> dict[str, object]:
-    recipe = MODELS[args.model]
-    dataset = recipe.data(args.data)
-    torch.manual_seed(args.seed)
-    model = recipe.build(*dataset.dimensions)
-    torch.manual_seed(args.seed + RANK)  # for dropout masks
-    parameters = list(model.parameters())
-    # A low learning rate, because there is no warm-up. DGC has its own momentum.
-    momentum = 0.0 if isinstance(ranks.compressor, gradzip.DGC) else 0.9
-    optimizer = recipe.optimizer(parameters, recipe.lr / 10, momentum)
-    model, optimizer = ranks.wrap(model, optimizer)
-    # Load batches first, so that no rank waits for another's data.
-    shard = data.batches(dataset, batch_size=args.batch_size, rank=RANK, size=RANKS, seed=args.seed)
-    batches = list(itertools.islice(shard, args.warmup + args.steps))
+def num_steps(job: dict[str, Any], seconds: float, averaging: Exchange, group: Group) -> int:
+    """How many steps to time, the same on all ranks. seconds: that one step takes here."""
+    slowest = float(group.gather(torch.tensor([seconds], dtype=torch.float64)).max())
+    count = min(job["steps"], max(LEAST_STEPS, int(job["seconds"] / slowest)))
+    if averaging.compressor:  # methods such as ACPSGD send different factors in even and in odd steps
+        count += count % 2 if count < job["steps"] else -(count % 2)
+    return count
 
-    losses: list[float] = []
 
-    def train(inputs: Tensor, labels: Tensor) -> float:
-        """Train one step. Returns milliseconds."""
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
-        loss.backward()
-        optimizer.step()
-        elapsed = time.perf_counter() - start
-        losses.append(loss.item())
-        return 1000 * elapsed
+def measure(job: dict[str, Any], variant: str, batches: Batches, group: Group) -> dict[str, Any]:
+    """Measure one variant: the results of one round, for this rank."""
+    averaging = exchange(variant)
+    training = Training(job, batches, averaging)
 
     def counters() -> tuple[int, int | None]:
-        ranks.gather(torch.zeros(1))  # a barrier
-        return loopback_bytes(), ranks.sent()
+        group.gather(torch.zeros(1))  # a barrier
+        return loopback_bytes(), averaging.sent()
 
-    for batch in batches[: args.warmup]:
-        train(*batch)
+    warmup = max(job["warmup"], least_warmup(variant))
+    last = [training.step(batch) for batch in batches.load(0, warmup)][-1]
+    while not averaging.settled() and warmup < MOST_WARMUP:
+        last = training.step(*batches.load(warmup, warmup + 1))
+        warmup += 1
+    timed = batches.load(warmup, warmup + num_steps(job, last, averaging, group))
+    times, compression = [], []
     wire, payload = counters()
-    times = [train(*batch) for batch in batches[args.warmup :]]
+    for batch in timed:
+        before = averaging.seconds()
+        times.append(training.step(batch))
+        compression.append(averaging.seconds() - before)
     wire_after, payload_after = counters()
 
+    parameters = training.parameters
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in parameters)).digest()
-    digests = ranks.gather(torch.tensor(list(digest), dtype=torch.uint8))
-    finite = ranks.gather(torch.tensor([math.isfinite(sum(losses))], dtype=torch.uint8))
+    digests = group.gather(torch.tensor(list(digest), dtype=torch.uint8))
+    finite = group.gather(torch.tensor([math.isfinite(sum(training.losses))], dtype=torch.uint8))
     if payload is None or payload_after is None:
-        sent = ranks.itemsize * sum(p.numel() for p in parameters)
+        sent = float(averaging.itemsize * sum(p.numel() for p in parameters))
     else:
-        sent = (payload_after - payload) / args.steps
-    return {
-        "ms": times,
-        "wire_bytes": (wire_after - wire) / args.steps / RANKS,
+        sent = (payload_after - payload) / len(times)
+    result: dict[str, Any] = {
+        "ms": [1000 * step for step in times],
+        "compression_ms": 1000 * statistics.median(compression),
+        "wire_bytes": (wire_after - wire) / len(times) / RANKS,
         "payload_bytes": sent,
         "identical": bool((digests == digests[0]).all()),
         "finite": bool(finite.all()),
         "parameters": sum(p.numel() for p in parameters),
+        "choice": averaging.choice(),
     }
+    if variant == COMPUTE and job["profile"]:
+        group.gather(torch.zeros(1))  # all ranks profile at the same time: they may share cores
+        again = itertools.cycle(timed)
+        result["profile"] = calibrate.profile(training.network, lambda: training.step(next(again)))
+    return result
+
+
+def gradients(job: dict[str, Any], batches: Batches) -> dict[str, Tensor]:
+    """Gradients of this rank's first batch, by parameter name."""
+    recipe = MODELS[job["model"]]
+    torch.manual_seed(job["seed"])
+    network: nn.Module = recipe.build(*batches.dataset.dimensions)
+    inputs, labels = batches.load(0, 1)[0]
+    F.cross_entropy(network(inputs).flatten(0, -2), labels.flatten()).backward()
+    return {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+
+
+def work(job: dict[str, Any], group: Group, path: Path) -> None:
+    """Do all the work of a job."""
+
+    def write(line: dict[str, Any]) -> None:
+        if RANK == 0:
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    batches = Batches(job)
+    if job["link"]:
+        write({"start": "link"})
+        write({"link": calibrate.link(group.engine())})
+    for variant in job["variants"]:
+        write({"start": variant})
+        write({"variant": variant, "result": measure(job, variant, batches, group)})
+        gc.collect()  # the model and its optimizer, which refer to each other
+    for spec in job["codecs"]:
+        write({"start": f"codec {spec}"})
+        group.gather(torch.zeros(1))  # all ranks measure at the same time: they may share cores
+        write({"compression": spec, "layers": calibrate.codec(spec, gradients(job, batches), RANKS)})
+        group.gather(torch.zeros(1))
+    write({"start": "end"})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variant", required=True)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--data")
-    for name in ("batch-size", "warmup", "steps", "threads", "seed"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("job", type=Path, help="JSON file: what to do, see `Job` of training_jobs.py")
+    parser.add_argument("results", type=Path, help="file to append results to")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    ranks = exchange(args.variant)
-    result = measure(args, ranks)
-    if RANK == 0:
-        args.json.write_text(json.dumps(result))
-    ranks.end()
+    job = json.loads(args.job.read_text())
+    front = front_end(job["variants"][0])
+    torch.set_num_threads(job["threads"])
+    group = GROUPS[front]()
+    work(job, group, args.results)
+    group.gather(torch.zeros(1))  # no rank leaves while others communicate
+    group.end()
+    if front == "ddp":
+        os._exit(0)  # now: a torch thread that frees a Python object during shutdown aborts the process
 
 
 if __name__ == "__main__":
