@@ -242,7 +242,9 @@ def test_tensorboard(tmp_path):
     assert 0 < events.Scalars("peer.error/w")[1].value < 1
 
 
-@pytest.mark.parametrize("run", [horovodrun, torchrun], ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    "run", [pytest.param(horovodrun, marks=pytest.mark.long), torchrun], ids=lambda run: run.__name__
+)
 def test_jobs(run, tmp_path):
     """Rank 0 alone is watched. DDP compresses whole buckets, which it cuts anew after the first step."""
     if run is horovodrun:

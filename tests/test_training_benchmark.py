@@ -79,6 +79,7 @@ def test_two_variants(tmp_path):
     assert sum(math.prod(layer["shape"]) for layer in layers) == PARAMETERS
 
 
+@pytest.mark.long
 @needs_network
 def test_one_job_measures_several_variants_and_their_bytes_on_the_wire(tmp_path):
     completed = benchmark("ddp", "ddp:topk", "--rate", "5gbit", "--json", tmp_path / "r.json")
