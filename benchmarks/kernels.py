@@ -26,7 +26,7 @@ import gradzip
 from gradzip import ops
 from gradzip.state import Key
 from provenance import provenance
-from shapes import bert_base, resnet50
+from shapes import matrix_shapes
 
 EXAMPLES = """\
 examples:
@@ -323,8 +323,8 @@ def low_rank_cases(device: str) -> Iterator[Case]:
         return all(torch.allclose(x.double(), y, rtol=1e-4, atol=1e-3) for x, y in pairs)
 
     yield Case("low-rank step 4096^2 r=4", step, plain, "torch ops", valid, 24 * n * n, 4.0, 6.0, m)
-    for name, shapes, rank in (("ResNet-50 r=4", resnet50(), 4), ("BERT-base r=32", bert_base(), 32)):
-        matrices = [torch.randn(rows, rank, device=device) for rows, _ in shapes]
+    for name, model, rank in (("ResNet-50 r=4", "resnet50", 4), ("BERT-base r=32", "bert-base", 32)):
+        matrices = [torch.randn(rows, rank, device=device) for rows, _ in matrix_shapes(model)]
         yield orthogonalize_case(name, matrices)
 
 

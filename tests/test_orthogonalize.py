@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gradzip import ops
 from reference import same_everywhere
-from shapes import bert_base, resnet50
+from shapes import matrix_shapes
 
 
 def deviation(q):
@@ -133,7 +133,7 @@ def test_never_nan(n, r, seed):
     assert deviation(filled) <= 1e-6 * rank**0.5
 
 
-@pytest.mark.parametrize("shapes, r", [(resnet50(), 4), (bert_base(), 32)])
+@pytest.mark.parametrize("shapes, r", [(matrix_shapes("resnet50"), 4), (matrix_shapes("bert-base"), 32)])
 def test_all_matrices_of_a_model(shapes, r):
     matrices = [torch.randn(n, r) for n, _ in shapes]
     ops.orthogonalize_(matrices)
