@@ -6,7 +6,6 @@ import json
 import math
 import re
 import sys
-import types
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from gradzip.cli import advice, advise, codecs, main
 from gradzip.cli.codecs import Codec
 from gradzip.cli.error import CommandError
 from gradzip.cost import Compressed, Layer, Link, Step
+from gradzip.engines.base import Engine
 from gradzip.measure import measure_method
 from gradzip.models import MODELS, Parameter, step_of
 from launch import horovodrun, torchrun
@@ -302,12 +302,17 @@ def alone(monkeypatch):
     """Let `--measure` run in a job of this process alone. Returns the slots of what it exchanges."""
     slots = []
 
-    def allgather_bytes(data, slot):
-        slots.append(slot)
-        return [data]
+    class Alone(Engine):
+        rank, size = 0, 1
 
-    engine = types.SimpleNamespace(rank=0, size=1, allgather_bytes=allgather_bytes)
-    monkeypatch.setattr(advise, "job", lambda: contextlib.nullcontext((engine, "ddp")))
+        def launch(self, collective, slot):
+            raise AssertionError("a rank alone exchanges nothing else")
+
+        def allgather_bytes(self, data, slot):
+            slots.append(slot)
+            return [data]
+
+    monkeypatch.setattr(advise, "job", lambda: contextlib.nullcontext((Alone(), "ddp")))
     return slots
 
 

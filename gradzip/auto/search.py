@@ -7,7 +7,6 @@ gradients to the end of the next one: what the user waits for.
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 from collections.abc import Generator, Mapping, Sequence
@@ -205,7 +204,7 @@ def race(
                 if tick.seconds is not None:
                     times[id(plan)].append(tick.seconds)
         assert engine is not None  # of the last step
-        agreed = _agreed(engine, [statistics.median(times[id(plan)]) for plan in contenders])
+        agreed = engine.max_over_ranks([statistics.median(times[id(plan)]) for plan in contenders], "gradzip.auto")
         for plan, seconds in zip(contenders, agreed):
             plan.seconds = seconds
         contenders = [plan for plan, seconds in zip(contenders, agreed) if seconds <= CLOSE * min(agreed)]
@@ -213,12 +212,6 @@ def race(
             break
     assert engine is not None
     return engine
-
-
-def _agreed(engine: Engine, values: Sequence[float]) -> list[float]:
-    """The largest of each number over the ranks."""
-    lines = engine.allgather_bytes(json.dumps(list(values)).encode() + b"\n", "gradzip.auto")
-    return [max(column) for column in zip(*map(json.loads, lines), strict=True)]
 
 
 def winner(plans: Sequence[Plan], half: int | None) -> Plan:

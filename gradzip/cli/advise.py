@@ -25,7 +25,7 @@ from ..models import MODELS, step_of
 from .advice import FP16, FP32, Advice
 from .codecs import Codec, measure_codecs
 from .error import CommandError
-from .job import job, slowest_of
+from .job import job
 from .output import check_picture
 from .plots import plot
 from .progress import progress
@@ -190,12 +190,12 @@ def _measured(
         step = workload.measured_step()
     else:
         step = step_of(workload.parameters, _given_seconds(options))
-    step = _stretched(step, slowest_of(engine, [step.seconds], "step")[0])
+    step = _stretched(step, engine.max_over_ranks([step.seconds], "gradzip.advise.step")[0])
     link = measure_link(engine)
     codecs = _codecs(methods, step, device, quiet=engine.rank > 0)
     for method, of_layers in codecs.items():
         times = [t for c in of_layers for t in (c.compressed.encode, c.compressed.decode, c.decode_rank)]
-        slowest = slowest_of(engine, times, method)
+        slowest = engine.max_over_ranks(times, f"gradzip.advise.{method}")
         codecs[method] = [
             Codec(Compressed(c.compressed.rounds, *slowest[3 * i : 3 * i + 2]), slowest[3 * i + 2])
             for i, c in enumerate(of_layers)
@@ -232,10 +232,9 @@ def _report(advice: Advice, options: argparse.Namespace) -> None:
         projection = advice.projection(options.project, [FP32, FP16, *best])
     if options.png:
         plot(advice, rows, projection, options.png)
+    notes = advice.notes(os.environ.get("HOROVOD_CYCLE_TIME"), os.cpu_count() or 1)
     if options.json:
-        content = {"model": options.model} | advice.json(rows, projection)
-        content["notes"] = advice.notes(os.environ.get("HOROVOD_CYCLE_TIME"), os.cpu_count() or 1)
-        print(json.dumps(content, indent=2))
+        print(json.dumps({"model": options.model, **advice.json(rows, projection), "notes": notes}, indent=2))
         return
     link = advice.link
     layers = advice.step.layers
@@ -248,7 +247,7 @@ def _report(advice: Advice, options: argparse.Namespace) -> None:
     )
     print_table(*method_table(rows))
     print(f"\n{advice.sentence(rows)}")
-    for note in advice.notes(os.environ.get("HOROVOD_CYCLE_TIME"), os.cpu_count() or 1):
+    for note in notes:
         print(note)
     if projection:
         print("\nms/step, and share of the ideal, with the same work for each rank:\n")

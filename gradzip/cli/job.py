@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -47,10 +46,3 @@ def job() -> Iterator[tuple[Engine, str]]:
         yield TorchEngine(dist.group.WORLD, Traffic(), torch.device("cpu")), "ddp"
     finally:
         dist.destroy_process_group()
-
-
-def slowest_of(engine: Engine, values: Sequence[float], slot: str) -> list[float]:
-    """The largest of each number over the ranks."""
-    line = (json.dumps(list(values)) + "\n").encode()
-    gathered = engine.allgather_bytes(line, f"gradzip.advise.{slot}")
-    return [max(column) for column in zip(*(json.loads(of_rank) for of_rank in gathered))]

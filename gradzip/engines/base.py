@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..collectives import Collective, Routine, Traffic
@@ -50,6 +51,11 @@ class Engine(ABC):
     @abstractmethod
     def allgather_bytes(self, data: bytes, slot: str) -> list[bytes]:
         """Every rank's bytes, in rank order. Blocks until all ranks have called it."""
+
+    def max_over_ranks(self, values: Sequence[float], slot: str) -> list[float]:
+        """The largest of each number over the ranks, the same on all. Blocks until all ranks have called it."""
+        lines = self.allgather_bytes(json.dumps(list(values)).encode() + b"\n", slot)
+        return [max(column) for column in zip(*map(json.loads, lines), strict=True)]
 
     def run(self, collective: Collective, slot: str) -> Any:
         """Start a collective, wait for it, and return its result."""

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,15 +107,12 @@ class _Probe:
         # With less than a core for each rank, core time takes longer; with a spare one, other threads cost nothing.
         self._weight = 0.0 if self.device.type != "cpu" else 1 / min(1.0, float(cores))
 
-    def exchange(self, value: Any) -> list[Any]:
-        """What all ranks pass, in rank order."""
-        line = (json.dumps(value) + "\n").encode()
-        slot = f"gradzip.measure.{next(self._exchanges)}"
-        return [json.loads(other) for other in self.engine.allgather_bytes(line, slot)]
+    def _slot(self) -> str:
+        return f"gradzip.measure.{next(self._exchanges)}"
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """The largest of each number over the ranks."""
-        return [max(column) for column in zip(*self.exchange(list(values)))]
+        return self.engine.max_over_ranks(values, self._slot())
 
     def _cores(self) -> Fraction:
         """This rank's share of the cores that it may use, which ranks of the same machine share.
@@ -126,7 +122,8 @@ class _Probe:
         allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         boot = Path("/proc/sys/kernel/random/boot_id")
         machine = boot.read_text().strip() if boot.is_file() else socket.gethostname()
-        neighbours = [set(cores) for host, cores in self.exchange([machine, list(allowed)]) if host == machine]
+        lines = self.engine.allgather_bytes(json.dumps([machine, list(allowed)]).encode() + b"\n", self._slot())
+        neighbours = [set(cores) for host, cores in map(json.loads, lines) if host == machine]
         shares = (Fraction(1, sum(core in cores for cores in neighbours)) for core in allowed)
         return sum(shares, Fraction(0))
 
