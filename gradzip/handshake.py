@@ -6,7 +6,8 @@ Ranks that differ in them would wait for each other forever, or average tensors 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -69,25 +70,26 @@ def compare(descriptions: Sequence[bytes]) -> None:
                 f"rank {rank} compresses with {other['method']}, rank 0 with {first['method']}; give all ranks the "
                 "same method and the same arguments"
             )
-        for name in first["parameters"] | other["parameters"]:
-            sides = [side["parameters"].get(name, "no such parameter") for side in (other, first)]
-            if sides[0] != sides[1]:
-                raise RuntimeError(
-                    f"parameter {name!r}: rank {rank} has {sides[0]}, rank 0 has {sides[1]}; build the same model on "
-                    "all ranks"
-                )
-        for name in first["choice"] | other["choice"]:
-            sides = [side["choice"].get(name, "none") for side in (other, first)]
-            if sides[0] != sides[1]:
-                raise RuntimeError(
-                    f"parameter {name!r}: rank {rank} has chosen {sides[0]} for it, rank 0 {sides[1]}; load the "
-                    "compressor's state on all ranks or on none"
-                )
-        for name in first["steps"] | other["steps"]:
-            steps = [side["steps"].get(name, 0) for side in (other, first)]
-            if steps[0] != steps[1]:
-                raise RuntimeError(
-                    f"parameter {name!r}: rank {rank} has compressed it {steps[0]} times, rank 0 {steps[1]} times; "
-                    "load the compressor's state on all ranks or on none, and train elastically with "
-                    "gradzip.horovod.elastic_state in place of hvd.elastic.TorchState"
-                )
+        for name, theirs, ours in _differences(other["parameters"], first["parameters"], "no such parameter"):
+            raise RuntimeError(
+                f"parameter {name!r}: rank {rank} has {theirs}, rank 0 has {ours}; build the same model on all ranks"
+            )
+        for name, theirs, ours in _differences(other["choice"], first["choice"], "none"):
+            raise RuntimeError(
+                f"parameter {name!r}: rank {rank} has chosen {theirs} for it, rank 0 {ours}; load the compressor's "
+                "state on all ranks or on none"
+            )
+        for name, theirs, ours in _differences(other["steps"], first["steps"], 0):
+            raise RuntimeError(
+                f"parameter {name!r}: rank {rank} has compressed it {theirs} times, rank 0 {ours} times; load the "
+                "compressor's state on all ranks or on none, and train elastically with gradzip.horovod.elastic_state "
+                "in place of hvd.elastic.TorchState"
+            )
+
+
+def _differences(theirs: dict[str, Any], ours: dict[str, Any], default: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(name, their value, our value) where two ranks differ. default: the value of a parameter that one has not."""
+    for name in ours | theirs:
+        sides = theirs.get(name, default), ours.get(name, default)
+        if sides[0] != sides[1]:
+            yield name, *sides
