@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 
 from gradzip import ops
+from mutation import mutate
 from reference import Guarded, bitmap, decode_bitmap, encode_bitmap, examples, same_everywhere, sliced
 
 SEGMENT = 1024
@@ -127,19 +128,7 @@ def test_any_segments(body, n, seed):
 def test_mutated_streams(data, n):
     mask = np.random.default_rng(n).random(n) < data.draw(st.sampled_from([0.01, 0.1, 0.2, 0.3, 0.5, 0.8]))
     stream = bytearray(ops.bitmap_code_encode(torch.from_numpy(bitmap(mask)), n).numpy().tobytes())
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(stream) - 1)) if stream else 0
-        what = data.draw(st.sampled_from(["flip", "flip", "set", "cut", "insert", "drop"]))
-        if what == "insert" or not stream:
-            stream.insert(at, data.draw(st.integers(0, 255)))
-        elif what == "flip":
-            stream[at] ^= 1 << data.draw(st.integers(0, 7))
-        elif what == "set":
-            stream[at] = data.draw(st.sampled_from([0, 1, 255]))
-        elif what == "cut":
-            del stream[at:]
-        else:
-            del stream[at]
+    mutate(stream, data, most=3)
     check_any(bytes(stream), n)
 
 

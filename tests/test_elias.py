@@ -16,6 +16,7 @@ from gradzip.ops import (
     quantize_decode_add,
     quantize_packed,
 )
+from mutation import mutate
 from reference import LARGE, SIZES, Guarded, arrays, examples, resnet20_gradients, same_everywhere, sliced
 
 CHUNK = 4096
@@ -151,19 +152,7 @@ def test_any_bytes(data, n, bits):
 def test_mutated_streams(data, n, bits):
     x = torch.from_numpy(np.random.default_rng(n).standard_normal(n).astype(np.float32))
     stream = bytearray(elias_quantize(x, bits, 64, "l2", 1)[0].numpy().tobytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(stream) - 1)) if stream else 0
-        what = data.draw(st.sampled_from(["flip", "set", "cut", "insert", "drop"]))
-        if what == "insert" or not stream:
-            stream.insert(at, data.draw(st.integers(0, 255)))
-        elif what == "flip":
-            stream[at] ^= 1 << data.draw(st.integers(0, 7))
-        elif what == "set":
-            stream[at] = data.draw(st.sampled_from([0, 1, 255]))
-        elif what == "cut":
-            del stream[at:]
-        else:
-            del stream[at]
+    mutate(stream, data, most=4)
     try_to_read(bytes(stream), n, bits)
 
 
