@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,8 +151,10 @@ def main() -> None:
         if not args.write:
             print(f"{path.relative_to(ROOT)}\n\n{text}")
             continue
-        before, _, rest = path.read_text().partition(start)
-        _, _, after = rest.partition(END)
+        before, found, rest = path.read_text().partition(start)
+        old, end, after = rest.partition(END)
+        if not (found and end) or "<!--" in old:
+            sys.exit(f"report.py: error: {path}: expected {start.strip()}, and {END.strip()} before the next mark")
         path.write_text(before + start + text + END + after)
 
 
