@@ -36,7 +36,6 @@ class Averaging:
         self._compressor = compressor
         self._frozen = frozen
         self._traffic = compressor.traffic
-        self._attachments = compressor.memory.attachments
         compressed = self.compresses(like)
         self.rounds = self.method.rounds if compressed else 1
         self.per_bucket = compressed and self.method.per_bucket
@@ -67,7 +66,7 @@ class Averaging:
             memory.in_flight -= 1
 
     def _routine(self, grad: Tensor, rank: int, size: int) -> Routine:
-        monitor = self._attachments.get("monitor")
+        monitor = self._compressor.memory.attachments.get("monitor")
         report = None if monitor is None else monitor.begin(self, grad, rank, size)
         self._traffic.bytes_dense += grad.numel() * grad.element_size()
         self.method.memory.discard_snapshot(self.name)

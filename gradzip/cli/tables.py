@@ -12,17 +12,8 @@ from .advice import FP32, Row
 def method_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and cells."""
     header = [
-        "method",
-        "ms/step",
-        "× fp32",
-        "× fp16",
-        "of ideal",
-        "compression",
-        "exposed",
-        "MB/step",
-        "ratio",
-        "pays from",
-    ]
+        "method", "ms/step", "× fp32", "× fp16", "of ideal", "compression", "exposed", "MB/step", "ratio", "pays from",
+    ]  # fmt: skip
     names = {FP32: "fp32 (none)"}
     cells = []
     for row in rows:
@@ -35,7 +26,7 @@ def method_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
             f"{1e3 * row.exposed:.1f}", f"{row.nbytes / 1e6:.2f}", f"{row.ratio:.1f}",
             "-" if row.method == FP32 else pays,
         ])  # fmt: skip
-    return list(header), cells
+    return header, cells
 
 
 def projection_table(projection: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
