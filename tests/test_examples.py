@@ -295,9 +295,17 @@ def test_charlm_trains_alike_under_both_launchers(text, tmp_path):
     assert compressed["loss_curve"][2] != plain["loss_curve"][2]
 
 
-def test_methods_learn_digits_through_ddp(tmp_path):
+@pytest.mark.parametrize(
+    "few_bytes",
+    [
+        pytest.param(["qsgd", "acpsgd"], id="some"),
+        pytest.param(
+            ["terngrad", "signsgd", "onebit", "atomo", "powersgd", "topk"], id="others", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_methods_learn_digits_through_ddp(tmp_path, few_bytes):
     """From the same weights, in half of the usual epochs, within three points of no compression."""
-    few_bytes = ["qsgd", "terngrad", "signsgd", "onebit", "atomo", "powersgd", "acpsgd", "topk"]
     specs = ["none", "topk:theta=0.9", "per-layer:^9=none,default=fp16", *few_bytes]
     runs = runs_of(tmp_path, specs, "--epochs", 10, "--threads", 1, launch=torchrun)
     plain, topk, by_name, *rest = runs

@@ -39,6 +39,7 @@ def benchmark(*arguments):
     return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.long
 def test_two_variants(tmp_path):
     completed = benchmark("compute", "horovod:topk", "--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md")
     assert completed.returncode == 0, completed.stderr
