@@ -19,7 +19,7 @@ STOCK = {
 COMPUTE, FP32, FP16 = "compute", "horovod", "ddp-fp16"  # what other variants are compared with
 FRONT_ENDS = {"horovod": "Horovod", "ddp": "DDP"}
 
-# Every registered method but two: `none` is stock Horovod, and `per-layer` has no rules that fit all models.
+# Every registered method but three: `none` is stock Horovod, and `per-layer` and `phases` are made of the others.
 # ATOMO: by entries, because the singular values of AlexNet's dense layers take 25 s a step.
 # GradiVeQ compresses after some steps of sampling. With 8 samples instead of 100 it has fewer components, and sends
 # less, than in real training.
@@ -98,13 +98,15 @@ def least_warmup(variant: str) -> int:
         return 3  # the third step is the first that it compresses
     if ":" not in variant:
         return 1
-    needed = [1]
-    for method in gradzip.parse(variant.partition(":")[2]).parts:
+    compressor = gradzip.parse(variant.partition(":")[2])
+    begin = max(compressor.phases) if isinstance(compressor, gradzip.Phases) else 0  # of the last phase
+    needed = [begin + 1]
+    for method in compressor.parts:
         if isinstance(method, gradzip.GradiVeQ):
             samples = 200 if method.sample_steps == "auto" else int(method.sample_steps)  # the most that "auto" takes
-            needed.append(method.warmup_steps + samples + 1)
+            needed.append(begin + method.warmup_steps + samples + 1)
         elif isinstance(method, gradzip.DGC):
-            needed.append(method.warmup_steps + 1)
+            needed.append(begin + method.warmup_steps + 1)
     return max(needed)
 
 

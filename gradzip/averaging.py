@@ -31,7 +31,7 @@ class Averaging:
         self, compressor: Compressor, name: str, like: Tensor, *, prefix: str = "", frozen: bool = False
     ) -> None:
         self.name = prefix + name
-        self.method = compressor.method_for(name, like.shape)
+        self.method = compressor.method_for(name, like.shape, prefix)
         compressor.register_parameter(name, like.shape, self.name)
         self._compressor = compressor
         self._frozen = frozen
@@ -57,7 +57,8 @@ class Averaging:
             raise ValueError(
                 f"gradient of {self.name!r}: got {grad.layout} {grad.dtype}, expected a dense float tensor"
             )
-        self._compressor.observe(self.name, grad)
+        if not self._frozen:
+            self._compressor.observe(self.name, grad)
         memory = self._compressor.memory
         memory.in_flight += 1
         try:

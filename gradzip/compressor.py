@@ -131,20 +131,25 @@ class Compressor(ABC):
     def end_step(self, engine: Any) -> None:  # noqa: B027 (most methods have nothing to do here)
         """Called by a front end when all gradients of a step are averaged, at the same point on all ranks.
 
-        A method may exchange what it has measured here, and change what `method_for` returns in the next step.
+        A method may exchange what it has measured here, and change what `method_for` returns in the next step. A
+        `LocalGroup` calls it after each average.
 
         Args:
-            engine: of the group that has averaged the gradients (gradzip.engines.base.Engine).
+            engine: of the group that has averaged the gradients (gradzip.engines.base.Engine); None in a `LocalGroup`,
+                where nothing can be exchanged.
         """
 
     def skip_step(self) -> None:  # noqa: B027 (as above)
-        """Called in place of `end_step`, on all ranks, if GradScaler is going to skip the optimizer's step."""
+        """Called in place of `end_step`, on all ranks, if GradScaler is going to skip the optimizer's step.
+
+        In a `LocalGroup`: if the average is not finite.
+        """
 
     # --- methods made of methods
 
     @property
     def parts(self) -> list[Compressor]:
-        """The compressors that `method_for` may return: this one, or others that keep their parameters' states."""
+        """The compressors that `method_for` may return: this one, or those that a `Composite` is made of."""
         return [self]
 
     @property
@@ -152,15 +157,25 @@ class Compressor(ABC):
         """Whether `method_for` depends on the parameter's name."""
         return False
 
-    def method_for(self, name: str, shape: torch.Size) -> Compressor:
-        """The compressor that is in charge of a parameter."""
+    def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor:
+        """The compressor that is in charge of a parameter. prefix: of its model; the state's name is prefix + name."""
         return self
+
+    def step_of(self, name: str, shape: torch.Size, prefix: str = "") -> int:
+        """The number of steps of a parameter so far, which ranks compare before they start. Arguments: `method_for`."""
+        state = self.method_for(name, shape, prefix).states.get(prefix + name)
+        return 0 if state is None else state.step
 
     def register_parameter(self, name: str, shape: torch.Size, state_name: str) -> None:  # noqa: B027
         """Called when it is planned how a parameter is averaged. state_name: the name with the prefix of its model."""
 
     def observe(self, state_name: str, grad: Tensor) -> None:  # noqa: B027
-        """Called with each gradient before it is averaged. It must not be changed here, and is overwritten later."""
+        """Called with each gradient before it is averaged, but not for frozen parameters.
+
+        Args:
+            state_name: of the parameter, or of the bucket that is compressed as one vector.
+            grad: must not be changed here, and is overwritten later.
+        """
 
     # --- configuration
 
@@ -204,9 +219,7 @@ class Compressor(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """All states as plain tensors and numbers. ``torch.load(weights_only=True)`` reads them."""
-        if self.parts[0] is self:
-            return self.memory.state_dict()
-        return {"method": type(self).__name__, "parts": [part.state_dict() for part in self.parts]}
+        return self.memory.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict.
@@ -217,18 +230,7 @@ class Compressor(ABC):
         Raises:
             ValueError: the state dict belongs to another method or is malformed.
         """
-        if self.parts[0] is self:
-            self.memory.load_state_dict(state_dict)
-            return
-        self.memory.check_method(state_dict)
-        saved = state_dict["parts"]
-        if len(saved) != len(self.parts):
-            raise ValueError(
-                f"{type(self).__name__}.load_state_dict: got the states of {len(saved)} compressors, expected "
-                f"{len(self.parts)}: one for each of its parts"
-            )
-        for part, of_part in zip(self.parts, saved):
-            part.load_state_dict(of_part)
+        self.memory.load_state_dict(state_dict)
 
     # --- Horovod calls these two methods of its `compression` argument
 

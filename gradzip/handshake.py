@@ -37,8 +37,7 @@ def describe(compressor: Compressor, parameters: Iterable[tuple[str, Tensor]], p
     shapes, steps = {}, {}
     for name, p in parameters:
         shapes[name] = f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}"
-        if (state := compressor.method_for(name, p.shape).states.get(prefix + name)) is not None:
-            steps[name] = state.step
+        steps[name] = compressor.step_of(name, p.shape, prefix)
     parts = compressor.parts
     description = {
         "version": _version.__version__,

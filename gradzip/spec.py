@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from .compressor import Compressor
-from .methods import NoCompression, PerLayer
+from .methods import PerLayer, Phases
 from .methods.per_layer import Rule
 from .registry import registered
 
@@ -21,7 +21,7 @@ def parse(spec: str) -> Compressor:
     in a list: auto:allow=[fp16,dct-range(theta=0.95)].
 
     `per-layer` takes rules: a regular expression for the parameter's name and a method. The first match counts;
-    `default` is for all other parameters.
+    `default` is for all other parameters. `phases` takes steps and the methods that begin there.
 
     Raises:
         ValueError: unknown method or argument; lists the known ones.
@@ -31,6 +31,9 @@ def parse(spec: str) -> Compressor:
 
     >>> parse("per-layer:^fc=none,conv=topk(theta=0.9,bits=8),default=fp16").rules[0]
     ('^fc', NoCompression(min_numel=1024))
+
+    >>> parse("phases:0=none,1000=acpsgd(rank=4)").phases[0]
+    NoCompression(min_numel=1024)
     """
     if not isinstance(spec, str):
         raise TypeError(f"parse: got {spec!r}, expected a string such as 'topk:theta=0.99'")
@@ -39,22 +42,33 @@ def parse(spec: str) -> Compressor:
     if method is None:
         raise ValueError(f"unknown compression method {name!r}, {_hint(name)}")
     try:
-        return _per_layer(arguments) if method is PerLayer else method(**_arguments(method, arguments))
+        if method is PerLayer:
+            return _per_layer(_pairs(name, arguments, "rule", "pattern"))
+        if method is Phases:
+            return _phases(_pairs(name, arguments, "phase", "step"))
+        return method(**_arguments(method, arguments))
     except ValueError as error:
         raise ValueError(f"compression {spec!r}: {error}") from None
 
 
 def unparse(compressor: Compressor) -> str:
-    """The spec of a compressor, with the arguments that differ from their defaults. Not for `PerLayer` and schedules.
+    """The spec of a compressor, with the arguments that differ from their defaults. Not for schedules and predicates.
 
     >>> unparse(parse("topk:bits=8,theta=0.99"))
     'topk:bits=8'
+    >>> unparse(parse("phases: 1000 = acpsgd, 0 = none"))
+    'phases:0=none,1000=acpsgd'
     """
     kind = type(compressor)
     name = next((name for name, method in registered().items() if method is kind), kind.__name__)
-    defaults = {f.name: f.default for f in fields(compressor) if f.init}
-    given = {k: getattr(compressor, k) for k, default in defaults.items() if getattr(compressor, k) != default}
-    arguments = ",".join(f"{k}={_written(v)}" for k, v in given.items())
+    if isinstance(compressor, (PerLayer, Phases)):
+        given: list[tuple[Any, Any]] = list(zip(compressor.configuration, compressor.parts))
+        if isinstance(compressor, PerLayer):
+            given.append(("default", compressor.default))
+    else:
+        values = {f.name: (getattr(compressor, f.name), f.default) for f in fields(compressor) if f.init}
+        given = [(argument, value) for argument, (value, default) in values.items() if value != default]
+    arguments = ",".join(f"{argument}={_written(value)}" for argument, value in given)
     return f"{name}:{arguments}" if arguments else name
 
 
@@ -100,22 +114,34 @@ def _arguments(method: type[Compressor], text: str) -> dict[str, Any]:
     return {k: _called(v) if isinstance(v, ast.Call) else v for k, v in values.items()}
 
 
-def _per_layer(arguments: str) -> PerLayer:
-    if not arguments.strip():
-        raise ValueError("got no rules, expected per-layer:pattern=method(argument=value),default=method")
-    rules: list[tuple[Rule, Compressor]] = []
-    default: Compressor = NoCompression()
+def _pairs(name: str, arguments: str, what: str, left: str) -> list[tuple[str, Compressor]]:
+    """The pairs of left=method or left=method(argument=value). what: a pair, for errors."""
+    pairs = []
     for text in _split(arguments, ","):
-        pattern, *method = _split(text, "=")
-        name = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", "=".join(method), re.DOTALL)
-        if not name:
-            raise ValueError(f"got the rule {text!r}, expected pattern=method or pattern=method(argument=value)")
-        part = parse(f"{name[1]}:{name[2] or ''}")
-        if pattern.strip() == "default":
-            default = part
-        else:
-            rules.append((pattern.strip(), part))
-    return PerLayer(rules, default)
+        key, *method = _split(text, "=") or [""]
+        match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", "=".join(method), re.DOTALL)
+        if not match:
+            raise ValueError(f"got the {what} {text!r}, expected {left}=method or {left}=method(argument=value)")
+        pairs.append((key.strip(), parse(f"{match[1]}:{match[2] or ''}")))
+    if not pairs:
+        raise ValueError(f"got no {what}s, expected {name}:{left}=method,{left}=method(argument=value)")
+    return pairs
+
+
+def _per_layer(pairs: list[tuple[str, Compressor]]) -> PerLayer:
+    rules: list[tuple[Rule, Compressor]] = [pair for pair in pairs if pair[0] != "default"]
+    defaults = [part for pattern, part in pairs if pattern == "default"]
+    return PerLayer(rules, *defaults[-1:])
+
+
+def _phases(pairs: list[tuple[str, Compressor]]) -> Phases:
+    phases: dict[Any, Compressor] = {}
+    for text, part in pairs:
+        step = int(text) if re.fullmatch(r"-?[0-9]+", text) else text  # Phases refuses all but numbers from 0 on
+        if step in phases:
+            raise ValueError(f"got step {step} twice, expected one method for each step")
+        phases[step] = part
+    return Phases(phases)
 
 
 def _split(text: str, separator: str) -> list[str]:

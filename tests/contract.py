@@ -1,6 +1,7 @@
 """Shared by the contract tests: every registered method, gradients, and expected averages."""
 
 import zlib
+from dataclasses import MISSING, fields
 
 import torch
 
@@ -10,6 +11,14 @@ from gradzip.registry import registered
 # Specs by method name, with the method's `example` arguments.
 EXAMPLES = {name: f"{name}:{method.example}".removesuffix(":") for name, method in registered().items()}
 SPECS = list(EXAMPLES.values())
+
+# Names of the methods that have no defaults for all of their arguments.
+INCOMPLETE = {
+    name
+    for name, method in registered().items()
+    if any(f.init and f.default is MISSING and f.default_factory is MISSING for f in fields(method))
+}
+
 SHAPES = {"b": (48,), "v": (32, 8, 3, 3), "w": (64, 48)}
 STEPS = 3
 AMP_STEPS = 7
@@ -29,10 +38,16 @@ def each(steps, of_rank, names=SHAPES, size=2):
     return [{name: [of_rank(name, r, step) for r in range(size)] for name in names} for step in steps]
 
 
+def method_for(spec, name, shape):
+    """The compressor of a parameter, for a LocalGroup of it alone. Rules of PerLayer see no prefix."""
+    compressor = gradzip.parse(spec)
+    return compressor.method_for(name, shape) if compressor.selects_by_name else compressor
+
+
 def expected(spec, gradients, prefix=""):
-    """The averages of the last step, from a `LocalGroup` for each parameter. Rules of PerLayer see no prefix."""
+    """The averages of the last step, from a `LocalGroup` for each parameter."""
     groups = {
-        name: gradzip.LocalGroup(gradzip.parse(spec).method_for(name, grads[0].shape), len(grads))
+        name: gradzip.LocalGroup(method_for(spec, name, grads[0].shape), len(grads))
         for step in gradients
         for name, grads in step.items()
     }

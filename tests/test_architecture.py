@@ -24,6 +24,7 @@ ORDER = [
     "fusion",
     "hyper_parameters",
     "compressor",
+    "composite",
     "gather",
     "registry",
     "schedule",

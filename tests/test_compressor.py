@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import gradzip
-from contract import EXAMPLES
+from contract import EXAMPLES, INCOMPLETE
 from gradzip.registry import registered
 from gradzip.state import Key
 
-# Each method with its default arguments, and with its `example` arguments. PerLayer has no defaults.
-SPECS = sorted({*EXAMPLES.values(), *EXAMPLES} - {"per-layer"})
+# Each method with its default arguments, and with its `example` arguments.
+SPECS = sorted({*EXAMPLES.values(), *EXAMPLES} - INCOMPLETE)
 
 
 @pytest.fixture(params=SPECS)
@@ -244,6 +244,7 @@ STATEFUL = [
     "dct-range:error_feedback=True",
     "gradiveq:warmup_steps=1,sample_steps=2,stop=0.6",
     "per-layer:w=topk(theta=0.9),default=dgc",
+    "phases:0=none,1=topk(theta=0.9),3=acpsgd,5=none",
 ]
 
 

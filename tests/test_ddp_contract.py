@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import gradzip
-from contract import AMP_SCALES, OVERFLOWS, SPECS, STEPS, TIMEOUT, assert_equal_states, each, gradient
+from contract import AMP_SCALES, OVERFLOWS, SPECS, STEPS, TIMEOUT, assert_equal_states, each, gradient, method_for
 from launch import scenarios, torchrun
 
 if not dist.is_available():
@@ -85,9 +85,7 @@ class Expected:
 
     def group(self, unit, residuals, grads):
         """Return a new group that continues with these parameters' residuals, if they have any."""
-        method = gradzip.parse(self.spec).method_for(
-            unit[0], grads[unit[0]][0].shape
-        )  # PerLayer matches names without prefix
+        method = method_for(self.spec, unit[0], grads[unit[0]][0].shape)
         group = gradzip.LocalGroup(method, SIZE)
         if unit[0] in residuals[0]:
             for rank, compressor in enumerate(group.compressors):

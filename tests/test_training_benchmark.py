@@ -373,10 +373,11 @@ def test_ranks_agree_on_the_number_of_steps(variant, seconds, expected):
 
 
 def test_shorthands_have_every_method():
-    assert {spec.partition(":")[0] for spec in METHODS} == set(registered()) - {"none", "per-layer"}
+    assert {spec.partition(":")[0] for spec in METHODS} == set(registered()) - {"none", "per-layer", "phases"}
     every = expanded(["all"])
     assert len(set(map(label, every))) == len(every)
     assert {front_end(variant) for variant in every} == {"horovod", "ddp"}
     assert least_warmup("horovod:gradiveq:warmup_steps=1,sample_steps=4") == 6
     assert least_warmup("ddp:per-layer:conv=gradiveq(warmup_steps=0,sample_steps=2),default=topk") == 3
+    assert least_warmup("ddp:phases:0=none,7=gradiveq(warmup_steps=1,sample_steps=4)") == 7 + 6
     assert (least_warmup("ddp-powersgd"), least_warmup("horovod:topk")) == (3, 1)

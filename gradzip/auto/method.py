@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives import Routine
+from ..composite import Composite
 from ..compressor import Compressor
 from ..cost import Link
 from ..engines.base import Engine
@@ -21,7 +20,6 @@ from ..measure.clock import now
 from ..methods import Cast, NoCompression
 from ..registry import register
 from ..spec import parse, unparse
-from ..state import State
 from .plans import NONE, Key, Plan, is_simple
 from .report import explain, report
 from .search import WARM_UP, Steps, Tick, life
@@ -34,7 +32,7 @@ PATIENCE = 20
 
 @register("auto")
 @dataclass
-class Auto(Compressor):
+class Auto(Composite):
     """Measures the job that it runs in, and chooses a method for each parameter: the fastest, or none.
 
     After `steps` uncompressed steps, in which it records when gradients are ready, it measures the error and the time
@@ -92,12 +90,9 @@ class Auto(Compressor):
         _check_number("steps", self.steps, WARM_UP + 1)
         if self.max_error is not None and not (_is_number(self.max_error) and self.max_error > 0):
             raise ValueError(f"Auto: got max_error = {self.max_error!r}, expected a number > 0, or None for any error")
-        self._parts: list[Compressor] = [NoCompression(), *allowed]
-        for part in self._parts:
-            part.traffic = self.traffic
-        self.rounds = max(part.rounds for part in self._parts)
-        self.titles = [unparse(part) for part in self._parts]
-        self.half = next((i for i, part in enumerate(self._parts) if isinstance(part, Cast)), None)
+        self.set_parts([NoCompression(), *allowed])
+        self.titles = [unparse(part) for part in self.parts]
+        self.half = next((i for i, part in enumerate(self.parts) if isinstance(part, Cast)), None)
         self.report: dict[str, Any] = {}
         self.link: Link | None = None
         self._names: dict[str, Key] = {}  # of parameters, by the name of their state
@@ -113,9 +108,6 @@ class Auto(Compressor):
             raise ValueError(f"Auto: got {got} as allow, expected a list of methods, as in allow=['fp16', 'acpsgd']")
         methods = [parse(method) if isinstance(method, str) else method for method in self.allow]
         for method in methods:
-            if not isinstance(method, Compressor) or method.parts[0] is not method:
-                got = type(method).__name__ if isinstance(method, Compressor) else repr(method)
-                raise ValueError(f"Auto: got {got} in allow, expected a method other than Auto and PerLayer")
             if hasattr(method, "warmup_steps"):
                 raise ValueError(
                     f"Auto: got {unparse(method)!r} in allow, expected methods whose steps are alike: those of "
@@ -150,25 +142,12 @@ class Auto(Compressor):
 
     # --- a method made of methods
 
-    @property
-    def parts(self) -> list[Compressor]:
-        """No compression, then the allowed methods."""
-        return self._parts
-
-    def method_for(self, name: str, shape: torch.Size) -> Compressor:
-        return self._parts[self.plan.methods.get((name, shape), NONE)]
-
-    def bypasses(self, grad: Tensor) -> bool:
-        """Whether every method bypasses a gradient of this shape."""
-        return all(part.bypasses(grad) for part in self._parts)
-
-    def reduce(self, grad: Tensor, state: State) -> Routine:
-        raise TypeError("Auto.reduce: gradients are averaged by the methods that `method_for` returns")
+    def method_for(self, name: str, shape: torch.Size | tuple[int, ...], prefix: str = "") -> Compressor:
+        return self.parts[self.plan.methods.get((name, shape), NONE)]
 
     @property
-    def digest(self) -> int:
-        numbers = (self.max_error, self.every, self.steps)
-        return zlib.crc32(f"Auto{numbers}{[part.digest for part in self._parts]}".encode())
+    def configuration(self) -> tuple[float | None, ...]:
+        return self.max_error, self.every, self.steps
 
     @property
     def choice(self) -> dict[str, str]:
@@ -198,8 +177,8 @@ class Auto(Compressor):
             if recorded is not None:
                 recorded.clear()
 
-    def end_step(self, engine: Engine) -> None:
-        if not self._leads(engine):
+    def end_step(self, engine: Engine | None) -> None:
+        if engine is None or not self._leads(engine):
             return
         seconds = None if self._clock is None else self._now() - self._clock
         tick = Tick(engine, seconds, dict(self._arrivals or {}))
@@ -274,16 +253,7 @@ class Auto(Compressor):
         self.plan = self.chosen = plan
         self.plans, self.link = list(plans), link
         self.decided, self.steps_since, self._size = True, 0, size
-        for part in self._parts:
-            part.memory.split_all_buckets()
-        for state_name, (name, shape) in self._names.items():
-            heir = self._parts[plan.methods.get((name, shape), NONE)]
-            for part in self._parts:
-                if part is not heir:
-                    part.memory.hand_over(state_name, heir.memory)
-        for index, part in enumerate(self._parts):
-            if index not in plan.methods.values():
-                part.workspace.clear()
+        self.hand_over({state_name: self.method_for(*key) for state_name, key in self._names.items()})
         keys = list(self._names.values())
         self.report = report(plan, self.plans, keys, self.titles, size, link)
         if rank == 0:
@@ -332,7 +302,7 @@ class Auto(Compressor):
         keys = [(str(name), tuple(shape)) for name, shape in saved["parameters"]]
         plans = []
         for title, seconds, indices in saved["plans"]:
-            methods = {key: range(len(self._parts))[index] for key, index in zip(keys, indices)}
+            methods = {key: range(len(self.parts))[index] for key, index in zip(keys, indices)}
             plans.append(Plan(title, methods, None if seconds < 0 else seconds))
         self.plan = self.chosen = plans[saved["chosen"]]
         self.plans, self.steps_since, self._size = plans, int(saved["steps"]), int(saved["size"])

@@ -46,7 +46,13 @@ examples:
 
 # ATOMO computes a singular value decomposition of each layer, which takes long to measure. GradiVeQ compresses after
 # hundreds of steps. The others have no meaning without arguments, or are compared anyway.
-LEFT_OUT = ("none", "fp16", "per-layer", "auto", "atomo", "gradiveq")
+LEFT_OUT = ("none", "fp16", "per-layer", "auto", "phases", "atomo", "gradiveq")
+
+# Methods that a single measured step says nothing about.
+CHANGING = {
+    "auto": "chooses during training; expected the methods to choose from",
+    "phases": "changes during training; expected the methods of its phases",
+}
 
 
 def add(commands: Any) -> None:
@@ -110,8 +116,9 @@ def _methods(specs: Sequence[str] | None) -> dict[str, Compressor]:
     """The methods to compare, by spec, with fp32 and fp16."""
     if specs is None:
         specs = [name for name in registered() if name not in LEFT_OUT]
-    if any(spec.partition(":")[0].strip() == "auto" for spec in specs):
-        raise CommandError("got --methods auto, which chooses during training; expected the methods to choose from")
+    for name in (spec.partition(":")[0].strip() for spec in specs):
+        if name in CHANGING:
+            raise CommandError(f"got --methods {name}, which {CHANGING[name]}")
     try:
         methods = {spec: gradzip.parse(spec) for spec in (FP32, FP16, *specs)}
     except (TypeError, ValueError) as error:

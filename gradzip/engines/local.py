@@ -95,7 +95,7 @@ class LocalGroup:
         return max(c.traffic.bytes_sent for c in self.compressors)
 
     def average(self, grads: Sequence[Tensor], name: str) -> list[Tensor]:
-        """Average the ranks' gradients in one step of the parameter `name`.
+        """Average the ranks' gradients in one step of the parameter `name`, which counts if the average is finite.
 
         Args:
             grads: one gradient per rank, of equal shapes and dtypes. They are not changed.
@@ -113,7 +113,14 @@ class LocalGroup:
             averaged(compressor, grad.detach().clone(), name, rank, len(grads))
             for rank, (compressor, grad) in enumerate(zip(self.compressors, grads))
         ]
-        return drive(routines, [compressor.traffic for compressor in self.compressors])
+        averages = drive(routines, [compressor.traffic for compressor in self.compressors])
+        finite = bool(averages[0].isfinite().all())
+        for compressor in self.compressors:
+            if finite:
+                compressor.end_step(None)
+            else:
+                compressor.skip_step()
+        return averages
 
 
 def simulate(compressor: Compressor, grads: Sequence[Tensor], name: str = "gradient") -> list[Tensor]:

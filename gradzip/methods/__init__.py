@@ -9,6 +9,7 @@ from .gradiveq import GradiVeQ
 from .low_rank import ACPSGD, PowerSGD
 from .none import NoCompression
 from .per_layer import PerLayer
+from .phases import Phases
 from .quantize import QSGD, TernGrad
 from .randomk import RandomK
 from .signs import OneBitSGD, SignSGD
@@ -26,6 +27,7 @@ __all__ = [
     "NoCompression",
     "OneBitSGD",
     "PerLayer",
+    "Phases",
     "PowerSGD",
     "RandomK",
     "SignSGD",

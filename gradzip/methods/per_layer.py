@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from ..collectives import Routine
+from ..composite import Composite
 from ..compressor import Compressor
 from ..registry import register
-from ..state import State
 from .none import NoCompression
 
 _RULE = "(regular expression or predicate(name, shape), compressor)"
@@ -24,7 +21,7 @@ Rule = str | re.Pattern[str] | Predicate
 
 @register("per-layer", example="^w$=topk(theta=0.9),default=acpsgd")
 @dataclass
-class PerLayer(Compressor):
+class PerLayer(Composite):
     """Compresses each parameter by the compressor of the first rule that matches it.
 
     TernGrad's authors, for example, leave the last layer uncompressed (Wen et al., NeurIPS 2017, section 3.2).
@@ -56,40 +53,23 @@ class PerLayer(Compressor):
             if not (isinstance(rule, tuple) and len(rule) == 2):
                 raise ValueError(f"PerLayer: got the rule {rule!r}, expected {_RULE}")
             self._tests.append(_test(rule[0]))
-        for compressor in self.parts:
-            if not isinstance(compressor, Compressor) or compressor.parts[0] is not compressor:
-                raise ValueError(f"PerLayer: got {compressor!r}, expected a compressor other than PerLayer and Auto")
-            compressor.traffic = self.traffic
-        self.rounds = max(compressor.rounds for compressor in self.parts)
+        self.set_parts([*(compressor for _, compressor in self.rules), self.default])
         self._chosen: dict[tuple[str, torch.Size], Compressor] = {}
-
-    @property
-    def parts(self) -> list[Compressor]:
-        """The compressors of all rules, then the default."""
-        return [*(compressor for _, compressor in self.rules), self.default]
 
     @property
     def selects_by_name(self) -> bool:
         return any(isinstance(test, re.Pattern) for test in self._tests)
 
-    def method_for(self, name: str, shape: torch.Size) -> Compressor:
+    def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor:
         chosen = self._chosen.get((name, shape))
         if chosen is None:
             matches = (part for test, part in zip(self._tests, self.parts) if _matches(test, name, shape))
             chosen = self._chosen[name, shape] = next(matches, self.default)
         return chosen
 
-    def bypasses(self, grad: Tensor) -> bool:
-        """Whether every rule's compressor bypasses a gradient of this shape."""
-        return all(part.bypasses(grad) for part in self.parts)
-
-    def reduce(self, grad: Tensor, state: State) -> Routine:
-        raise TypeError("PerLayer.reduce: gradients are averaged by the methods that `method_for` returns")
-
     @property
-    def digest(self) -> int:
-        rules = [_text(rule) for rule, _ in self.rules]
-        return zlib.crc32(f"PerLayer{rules}{[part.digest for part in self.parts]}".encode())
+    def configuration(self) -> list[str]:
+        return [_text(rule) for rule, _ in self.rules]
 
 
 def _test(rule: Rule) -> re.Pattern[str] | Predicate:
