@@ -55,8 +55,8 @@ def measure_gradients(
     All ranks have these gradients, and this rank does its own part only: it encodes once, and decodes what `ranks`
     ranks send. (With `exchange="scatter_reduce"` or "auto" it computes the parts of all ranks, and times its own.) A
     step compresses all gradients, one after the other. The first step is not timed, and at least two are: methods such
-    as ACP-SGD alternate. Bytes and the error are deterministic for a seed. On a CUDA device, each part is timed until
-    the device has done its work.
+    as ACP-SGD alternate. `Phases` stays in its first phase. Bytes and the error are deterministic for a seed. On a CUDA
+    device, each part is timed until the device has done its work.
 
     Args:
         grads: of any shapes and floating-point dtypes, by parameter name; they are not changed.
