@@ -352,7 +352,7 @@ def test_handshake_names_different_steps():
 
 
 def test_digits_are_learned_through_a_change():
-    """Six epochs on real images with two ranks, as well as without compression."""
+    """Eight epochs on real images with two ranks, within three points of no compression."""
     datasets = pytest.importorskip("sklearn.datasets")
     images, labels = (torch.from_numpy(array) for array in datasets.load_digits(return_X_y=True))
     images, order = images.float() / 16, torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -362,26 +362,26 @@ def test_digits_are_learned_through_a_change():
         torch.manual_seed(0)
         layers = [torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64), torch.nn.ReLU()]
         network = torch.nn.Sequential(*layers, torch.nn.Linear(64, 10))
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+        velocities = {name: torch.zeros_like(p) for name, p in network.named_parameters()}
         group, sent = LocalGroup(gradzip.parse(spec), 2), []
-        for step in range(120):
+        for step in range(160):
             of_ranks = []
             for rank in range(2):
                 own = train[(64 * step + 32 * rank) % 1280 :][:32]
-                optimizer.zero_grad()
+                network.zero_grad()
                 torch.nn.functional.cross_entropy(network(images[own]), labels[own]).backward()
                 of_ranks.append([p.grad.clone() for p in network.parameters()])
             before = group.bytes_sent
             for (name, p), *grads in zip(network.named_parameters(), *of_ranks):
-                p.grad, other = group.average(grads, name)
-                assert torch.equal(p.grad, other)
+                average, other = group.average(grads, name)
+                assert torch.equal(average, other)
+                p.data.sub_(velocities[name].mul_(0.9).add_(average), alpha=0.05)
             sent.append(group.bytes_sent - before)
-            optimizer.step()
         accuracies[spec] = (network(images[test]).argmax(1) == labels[test]).double().mean().item()
         assert sent[:20] == [sum(4 * p.numel() for p in network.parameters())] * 20
     small = 128 + 64 + 10 * 64 + 10  # not compressed
-    assert sent[20:] == [4 * (small + 4 * (128 + 64)), 4 * (small + 4 * (64 + 128))] * 50  # P, Q
-    assert accuracies["none"] > 0.94 and abs(accuracies["none"] - accuracies["phases:0=none,20=acpsgd"]) < 0.02
+    assert sent[20:] == [4 * (small + 4 * (128 + 64))] * 140  # P, and as many for Q
+    assert accuracies["none"] > 0.94 and accuracies["phases:0=none,20=acpsgd"] > accuracies["none"] - 0.03
 
 
 # --- jobs of two ranks
