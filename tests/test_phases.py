@@ -481,4 +481,4 @@ def test_example_learns_digits_through_a_change(launch, tmp_path):
     assert phases["loss_curve"][:100] == plain["loss_curve"][:100] != low_rank["loss_curve"][:100]
     assert plain["test_accuracy"] > 0.97 and phases["test_accuracy"] > plain["test_accuracy"] - 0.02
     wanted = (100 * plain["payload_bytes_per_step"] + 300 * low_rank["payload_bytes_per_step"]) / 400
-    assert phases["payload_bytes_per_step"] == wanted
+    assert phases["payload_bytes_per_step"] == pytest.approx(wanted, rel=1e-5)  # DDP counts the handshake, too

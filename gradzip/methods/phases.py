@@ -20,7 +20,7 @@ from ..state import BucketState
 class Phases(Composite):
     """Compresses each parameter by one method after the other, such as by none at first.
 
-    Low-rank methods profit from an uncompressed warm-up. torch's `powerSGD_hook`, for example, starts to compress at
+    Low-rank methods profit from an uncompressed warm-up: torch's `powerSGD_hook`, for example, starts to compress at
     step 1000 by default.
 
     A residual moves to the next method. If that has no error feedback, the residual is sent once, with the next
