@@ -53,6 +53,10 @@ bench-training: bootstrap ## time training steps on slow networks; ARGS go to be
 bench-ring: bootstrap ## time three compressed ring all-reduces; ARGS go to benchmarks/ring.py
 	@$(ENV) python benchmarks/ring.py $(ARGS)
 
+.PHONY: bench-papers
+bench-papers: bootstrap ## replay what the papers claim; ARGS go to benchmarks/papers.py (--data DIR: CIFAR-10)
+	@$(ENV) python benchmarks/papers.py $(ARGS)
+
 .PHONY: lint
 lint: bootstrap ## check style, types and formatting of Python, C++ and CUDA
 	@$(ENV) ruff check .
