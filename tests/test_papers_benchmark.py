@@ -75,7 +75,7 @@ def test_low_rank_methods_follow_a_constant_gradient():
     assert fit.error < 1e-5
     assert fit.nbytes == 4 * 2 * (40 + 90) / 2
     rough = papers_acp.follow(gradzip.ACPSGD(rank=1, error_feedback=False), series)
-    assert papers_acp.best_error(series, 1) <= rough.error < 1
+    assert (1 - 1e-5) * papers_acp.best_error(series, 1) <= rough.error < 1
     # The sum of all averages misses one residual with error feedback, and all of what is left out without it.
     assert papers_acp.follow(gradzip.ACPSGD(rank=1), series).drift < 0.5 * rough.drift
 
@@ -120,16 +120,17 @@ def test_alpha_of_one_worker_is_its_error():
     assert papers_fft.alpha_of(gradients, 1) == pytest.approx(expected, rel=1e-6)
     # Of independent gradients, the errors of two average out as the gradients do.
     assert papers_fft.alpha_of(gradients, 2) == pytest.approx(expected, rel=0.1)
-    # The paper's example of opposite gradients: whatever is lost is more than the mean, which is 0.
+    # As in the paper's example: the mean of opposite gradients is nearly 0, and rounding alone loses more.
     opposite = {name: torch.stack([x[0], -x[0] + 1e-6 * x[1]]) for name, x in gradients.items()}
     assert papers_fft.alpha_of(opposite, 2) > 1
 
 
 def test_number_formats():
     x = torch.tensor([1.0, -0.5, 0.25, 0.75])
-    assert torch.equal(papers_fft.uniform_levels(x, 9), torch.tensor([1.0, -128 / 255, 64 / 255, 191 / 255]))
-    assert torch.equal(papers_fft.scaled_cast(x * 2**-30, torch.float8_e4m3fn), x * 2**-30)
-    assert papers_fft.cast(x * 2**-30, torch.float8_e4m3fn).abs().max() == 0
+    torch.testing.assert_close(papers_fft.uniform_levels(x, 9), torch.tensor([255.0, -128, 64, 191]) / 255)
+    tiny = torch.tensor([1.0, -0.5, 0.25, 0.125]) * 2**-30
+    assert torch.equal(papers_fft.scaled_cast(tiny, torch.float8_e4m3fn), tiny)
+    assert papers_fft.cast(tiny, torch.float8_e4m3fn).abs().max() == 0
     assert papers_fft.bitmap_ratio(0.0) == 32 / 33
     assert papers_fft.bitmap_ratio(0.95) == pytest.approx(32 / 2.6)
 
