@@ -31,8 +31,8 @@ SHARES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # of the elements: budget
 SPECTRAL_BUDGETS = (0.25, 0.5, 1, 2, 3, 4, 6, 8, 12)
 Make = Callable[[int], gradzip.Compressor]  # of a seed
 
-# QSGD has one bucket for a layer, as in section 6. One level of magnitude is 1-bit QSGD; b bits have 2^b - 1 levels, and
-# gradzip's `bits` count the sign, too.
+# QSGD has one bucket for a layer, as in section 6. 1-bit QSGD has one level of magnitude, b bits have 2^b - 1 levels.
+# The `bits` of gradzip's QSGD count the sign, too.
 QUANTIZERS: dict[str, Make] = {
     "TernGrad": lambda seed: gradzip.TernGrad(clip=None, shared_scale=False, seed=seed),
     "QSGD, 1 bit": lambda seed: gradzip.QSGD(bits=2, bucket=LAYER, seed=seed),
@@ -170,7 +170,11 @@ def variances(layers: Mapping[str, Tensor], picture: dict[str, Any]) -> Iterator
         yield less(label, "§1", against[label], True)
     yield less("entries", "§5", against["entries"], True, f"median of {len(SHARES)} budgets")
     yield less(
-        "Fourier atoms", "§7", against["frequencies"], None, f"future work in the paper; median of {len(SHARES)} budgets"
+        "Fourier atoms",
+        "§7",
+        against["frequencies"],
+        None,
+        f"the paper's future work; median of {len(SHARES)} budgets",
     )
 
 

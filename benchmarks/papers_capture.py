@@ -1,4 +1,4 @@
-"""Gradients for benchmarks/papers.py: of several workers at a few steps, and of some layers in many successive steps."""
+"""Gradients for benchmarks/papers.py: of several workers at a few steps, and of some layers in successive steps."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def gradiveq_slices(ax: Any, picture: Picture) -> None:
     ax.plot(slices["sizes"], slices["loss"], ".-", color="C3", label="energy lost")
     for multiple in range(slices["unit"], slices["sizes"][-1] + 1, slices["unit"]):
         ax.axvline(multiple, color="0.6", linewidth=0.8, linestyle="--")
-    label(ax, "The first slice's basis on the others", "slice size K; dashed: multiples of F D", "share of energy", False)
+    label(ax, "The first slice's basis on the others", "K (dashed: multiples of F D)", "energy lost", legend=False)
     right = ax.twinx()
     right.plot(slices["sizes"], slices["ratio"], ".-", color="C0", label="K / d")
     right.set_ylabel("K / d", fontsize=SMALL + 1, color="C0")
@@ -133,7 +133,7 @@ def gradiveq_later(ax: Any, picture: Picture) -> None:
     later = picture["later"]
     kinds = {"sampled": ("sampled slices", ":"), "others": ("other slices", "--"), "later": ("later steps", "-")}
     for kind, (title, line) in kinds.items():
-        for number, (name, losses) in enumerate(later[kind].items()):
+        for number, losses in enumerate(later[kind].values()):
             channels = 16 << number
             ax.plot(
                 later["lambdas"], losses, line, color=f"C{number}", marker=".", linewidth=1.2,

@@ -120,14 +120,14 @@ def test_alpha_of_one_worker_is_its_error():
     assert papers_fft.alpha_of(gradients, 1) == pytest.approx(expected, rel=1e-6)
     # Of independent gradients, the errors of two average out as the gradients do.
     assert papers_fft.alpha_of(gradients, 2) == pytest.approx(expected, rel=0.1)
-    # As in the paper's example: the mean of opposite gradients is nearly 0, and rounding alone loses more.
-    opposite = {name: torch.stack([x[0], -x[0] + 1e-6 * x[1]]) for name, x in gradients.items()}
+    # As in the paper's example: if gradients nearly cancel, a frequency that one of them keeps is more than their mean.
+    opposite = {name: torch.stack([x[0], -x[0] + 0.01 * x[1]]) for name, x in gradients.items()}
     assert papers_fft.alpha_of(opposite, 2) > 1
 
 
 def test_number_formats():
-    x = torch.tensor([1.0, -0.5, 0.25, 0.75])
-    torch.testing.assert_close(papers_fft.uniform_levels(x, 9), torch.tensor([255.0, -128, 64, 191]) / 255)
+    x = torch.tensor([1.0, -0.4, 0.25, 0.75])
+    assert papers_fft.uniform_levels(x, 9).tolist() == pytest.approx([1.0, -102 / 255, 64 / 255, 191 / 255])
     tiny = torch.tensor([1.0, -0.5, 0.25, 0.125]) * 2**-30
     assert torch.equal(papers_fft.scaled_cast(tiny, torch.float8_e4m3fn), tiny)
     assert papers_fft.cast(tiny, torch.float8_e4m3fn).abs().max() == 0
@@ -231,28 +231,33 @@ def test_theorem_5_holds_for_the_method():
 # Captured gradients
 
 
+def random_images():
+    rng = np.random.default_rng(0)
+    images = rng.integers(17, size=(40, 1, 8, 8), dtype=np.uint8), rng.integers(10, size=40)
+    return data.Images("random", images, images, epochs=1, augmented=False)
+
+
 def test_workers_gradients_average_to_that_of_their_batch():
-    pytest.importorskip("sklearn")
     model = papers_capture.MODELS["cnn"].build(1, 10)
-    inputs, targets = next(data.batches(data.digits(), batch_size=12, rank=0, size=1, seed=0))
+    inputs, targets = next(data.batches(random_images(), batch_size=12, rank=0, size=1, seed=0))
     parts = papers_capture.gradients_of_workers(model, inputs, targets, 3)
     whole = papers_capture.gradients_of_workers(model, inputs, targets, 1)
     for name, gradients in parts.items():
         assert len(gradients) == 3
-        torch.testing.assert_close(gradients.mean(0), whole[name][0], rtol=1e-4, atol=1e-6)
+        assert torch.allclose(gradients.mean(0), whole[name][0], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long  # the first optimizer of a process takes seconds to import
 def test_captured_gradients_are_kept(tmp_path, one_thread):
-    pytest.importorskip("sklearn")
     run = papers_capture.Run("cnn", 8, 4, (1, 3), workers=2, series=("0.weight",), first=1)
-    captured = papers_capture.capture(run, data.digits(), tmp_path / "new", lambda share: None)
+    captured = papers_capture.capture(run, random_images(), tmp_path / "new", lambda share: None)
     assert list(captured.snapshots) == [1, 3] and captured.series["0.weight"].shape == (3, 32, 1, 3, 3)
     shares = []
-    again = papers_capture.capture(run, data.digits(), tmp_path / "new", shares.append)
+    again = papers_capture.capture(run, random_images(), tmp_path / "new", shares.append)
     assert not shares  # read, not trained
     assert torch.equal(again.snapshots[3]["0.weight"], captured.snapshots[3]["0.weight"])
     other = papers_capture.Run("cnn", 8, 5, (1,), series=("0.weight",), first=1)
-    longer = papers_capture.capture(other, data.digits(), tmp_path / "new", shares.append)
+    longer = papers_capture.capture(other, random_images(), tmp_path / "new", shares.append)
     assert len(shares) == 5 and len(longer.series["0.weight"]) == 4
 
 
