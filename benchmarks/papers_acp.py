@@ -17,7 +17,7 @@ import gradzip
 from gradzip.models import MODELS
 from papers_capture import STAGES, Captured
 from papers_fft import vector_of
-from papers_results import Row, Study
+from papers_results import Row, Study, percent
 
 TITLE = "ACP-SGD, ICDCS 2023"
 NEEDS = {"resnet20": "ResNet-20"}
@@ -144,7 +144,7 @@ def buffers() -> Iterator[Row]:
     rates = [sum(of) / sum(whole) for of in (p, q)]
     yield Row(
         "ResNet-50, rank 4: size and compression rate of P and of Q", "§IV-B", "0.63 MB, 0.64 %; 1.04 MB, 1.07 %",
-        "; ".join(f"{sum(of) / MIB:.2f} MB, {rate:.2%}" for of, rate in zip((p, q), rates)),
+        "; ".join(f"{sum(of) / MIB:.2f} MB, {percent(rate, 2)}" for of, rate in zip((p, q), rates)),
         all(abs(sum(of) / MIB / paper - 1) < 0.01 for of, paper in ((p, 0.63), (q, 1.04))),
         "biases and norms included; MB of 2^20 bytes",
     )  # fmt: skip
@@ -167,7 +167,7 @@ def small_tensors(picture: dict[str, Any]) -> Iterator[Row]:
         gains = [small[name] - small["M"] for name in "PQ"]
         yield Row(
             f"{network.title}: more tensors have less than {limit:.0e} elements".replace("e+0", "e"), "fig. 5",
-            "30 % more", ", ".join(f"{small[name]:.0%} of {name}" for name in numels),
+            "30 % more", ", ".join(f"{percent(small[name])} of {name}" for name in numels),
             all(0.2 <= gain <= 0.4 for gain in gains), "hit if 20 to 40 points more",
         )  # fmt: skip
 
@@ -236,18 +236,18 @@ def approximation(series: Mapping[str, Tensor], picture: dict[str, Any]) -> Iter
         abs(acp.nbytes / power.nbytes - 0.5) < 0.01, f"measured, rank {RANK}, {layers}",
     )  # fmt: skip
     yield Row(
-        "It approximates gradients about as well", "§IV-A", "good quality",
+        "Its error is about that of Power-SGD", "§IV-A", "as a complete step of power iteration",
         f"{acp.error:.3f} against {power.error:.3f}", acp.error <= 1.1 * power.error,
         f"relative error, rank {RANK}, {plainly}; best possible {best[RANK]:.3f}; hit if at most 10 % above",
     )  # fmt: skip
     yield Row(
-        "Reuse of the last factor is a key part", "fig. 7", "accuracy falls without it",
+        "Reuse of the last factor is a key part of it", "fig. 7", "accuracy falls without it",
         f"{acp.error:.3f}, without {fresh.error:.3f}", acp.error < fresh.error, f"relative error, {plainly}",
     )  # fmt: skip
     fed = follow(gradzip.ACPSGD(rank=RANK), series)
     steps = len(next(iter(series.values())))
     yield Row(
-        "Error feedback is a key part", "fig. 7", "accuracy falls without it",
+        "Error feedback is a key part of it", "fig. 7", "accuracy falls without it",
         f"{fed.drift:.3f}, without {acp.drift:.3f}", fed.drift < acp.drift,
         f"relative error of the sum of {steps} averages",
     )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradzip.methods.gradiveq import best_slice_size
 from gradzip.methods.pca import dimension, max_dimension
 from papers_capture import STAGES, STEM, Captured
-from papers_results import Row, Study
+from papers_results import Row, Study, percent
 
 TITLE = "GradiVeQ, NeurIPS 2018"
 NEEDS = {"resnet20": "ResNet-20"}
@@ -97,8 +97,9 @@ def correlation(series: Mapping[str, Tensor], picture: dict[str, Any]) -> Iterat
     two, by_chance = (held(x)[:, 1].median().item() for x in (stem, shuffled(stem)))
     yield Row(
         "Three collocated gradients of the first layer are two, with negligible loss", "fig. 4", "3 / 2 = 1.5 ×",
-        f"two components hold {two:.1%}", two >= 1 - LAMBDA,
-        f"median of positions, {stem.shape[1]} steps; hit if 99 %; with shuffled steps {by_chance:.1%}",
+        f"two components hold {percent(two, 1)}", two >= 1 - LAMBDA,
+        f"median of positions, {stem.shape[1]} steps; hit if 99 %; with shuffled steps, which leave no correlation, "
+        f"{percent(by_chance, 1)}",
     )  # fmt: skip
     picture["held"] = {}
     for name in STAGES:

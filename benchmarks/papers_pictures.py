@@ -55,7 +55,7 @@ def fft_steps(ax: Any, picture: Picture) -> None:
     for name, errors in picture["errors"]["resnet20"].items():
         ax.plot(picture["steps"], errors, label=name, **method_style(name))
     ax.set_ylim(0)
-    label(ax, "Sparsification, θ = 0.85, ResNet-20", "step", "relative error")
+    label(ax, "Sparsification, θ = 0.85 (lines as right)", "step", "relative error", legend=False)
 
 
 def fft_thetas(ax: Any, picture: Picture) -> None:
@@ -78,6 +78,7 @@ def fft_histograms(ax: Any, picture: Picture) -> None:
             ax.stairs(histogram["wanted"], edges, fill=True, color="0.8", label="gradient")
         ax.stairs(histogram["sent"], edges, color=f"C{number}", linewidth=1, label=name)
     ax.set_yscale("log")
+    ax.set_ylim(1, 1e8)  # room for the legend
     ax.locator_params(axis="x", nbins=5)
     label(ax, "Values before and after", "value", "elements")
 
@@ -137,10 +138,10 @@ def gradiveq_later(ax: Any, picture: Picture) -> None:
             channels = 16 << number
             ax.plot(
                 later["lambdas"], losses, line, color=f"C{number}", marker=".", linewidth=1.2,
-                label=f"{channels} channels, {title}" if kind == "later" else title if number == 0 else None,
+                label=f"{channels} channels, {title}" if kind == "later" else title if number == 0 else "_",
             )  # fmt: skip
     ax.plot(later["lambdas"], later["lambdas"], color="k", linewidth=0.8, label="λ")
-    ax.set(xscale="log", yscale="log")
+    ax.set(xscale="log", yscale="log", ylim=(1e-5, 1))  # room for the legend
     label(ax, "Energy lost against λ", "λ", "share of energy")
 
 
@@ -150,8 +151,11 @@ def gradiveq_later(ax: Any, picture: Picture) -> None:
 def atomo_spectra(ax: Any, picture: Picture) -> None:
     for number, (layer, of_steps) in enumerate(picture["spectra"].items()):
         for (step, sigma), line in zip(of_steps.items(), cycle(("-", "--", ":"))):
-            ax.plot(range(1, len(sigma) + 1), sigma, line, color=f"C{number}", label=f"{layer}, step {step}")
+            of_first = {"label": f"step {step}"} if number == 0 else {}
+            ax.plot(range(1, len(sigma) + 1), sigma, line, color=f"C{number}", **of_first)
+        ax.plot([], [], "s", color=f"C{number}", label=layer)
     ax.set_ylim(0)
+    ax.set_xticks(range(1, 19, 3))
     label(ax, "Singular values of convolutions", "number", "σ / σ₁")
 
 

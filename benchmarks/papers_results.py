@@ -124,6 +124,10 @@ def to_json(value: Any, indent: str = "") -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
 VERDICTS = {True: "hit", False: "**miss**", None: ""}
 
 
