@@ -167,7 +167,7 @@ def variances(layers: Mapping[str, Tensor], picture: dict[str, Any]) -> Iterator
             "points": {label: [bits * nbytes, v] for label, (nbytes, v) in points.items()},
         }
     for label in QUANTIZERS:
-        yield less(label, "§1", against[label], True)
+        yield less(label, "§1", against[label], True, "float32 atoms")
     yield less("entries", "§5", against["entries"], True, f"median of {len(SHARES)} budgets")
     future = f"the paper's future work; median of {len(SHARES)} budgets"
     yield less("Fourier atoms", "§7", against["frequencies"], False, future)

@@ -177,7 +177,7 @@ def later_steps(series: Mapping[str, Tensor], samples: int, picture: dict[str, A
     at = LAMBDAS.index(LAMBDA)
     yield Row(
         "At λ = 0.01, the compression ratio K / d is 8", "§4", "8", f"{ratio:.1f}", ratio >= 8,
-        "three convolutions of ResNet-20, with 16, 32 and 64 channels",
+        "convolutions of ResNet-20 with 16, 32 and 64 channels, at the losses below",
     )  # fmt: skip
     for claim, source, found in (
         ("λ bounds the loss of the slices that were sampled", "eq. (6)", sampled),

@@ -78,7 +78,7 @@ def fft_histograms(ax: Any, picture: Picture) -> None:
             ax.stairs(histogram["wanted"], edges, fill=True, color="0.8", label="gradient")
         ax.stairs(histogram["sent"], edges, color=f"C{number}", linewidth=1, label=name)
     ax.set_yscale("log")
-    ax.set_ylim(1, 1e8)  # room for the legend
+    ax.set_ylim(1, 1e7)  # room for the legend
     ax.locator_params(axis="x", nbins=5)
     label(ax, "Values before and after", "value", "elements")
 
