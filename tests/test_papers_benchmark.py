@@ -388,6 +388,7 @@ def test_wrong_arguments_get_one_line(monkeypatch, capsys, arguments, message):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_quick_run(monkeypatch, capsys, tmp_path):
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
