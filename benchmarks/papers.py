@@ -9,7 +9,6 @@ elsewhere: benchmarks/training.py and examples/train.py.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import sys
 import time
@@ -114,9 +113,9 @@ def main() -> None:
     except (data.DataError, ResultsError, OSError) as error:
         fail(str(error))
     except KeyboardInterrupt:
-        with contextlib.suppress(OSError):
-            kept = f"; {args.json} has the papers that are done, and the same command continues" if args.json else ""
-            print(f"papers.py: interrupted{kept}", file=sys.stderr)
+        kept = args.json and args.json.exists()
+        which = f"; {args.json} has the papers that are done, and the same command continues" if kept else ""
+        print(f"papers.py: interrupted{which}", file=sys.stderr)
         sys.exit(130)
 
 
