@@ -35,7 +35,7 @@ PAGE = ROOT / "docs" / "results.md"
 EXAMPLES = """\
 examples:
   python benchmarks/papers.py --quick                          all papers after a few steps, digits: a minute
-  python benchmarks/papers.py --data cifar-10-batches-bin      all papers: five minutes on two cores
+  python benchmarks/papers.py --data cifar-10-batches-bin      all papers: five minutes
   python benchmarks/papers.py --only atomo --only acp          two of them, with scikit-learn's digits
   python benchmarks/papers.py --data cifar-10-batches-bin --json benchmarks/results/papers.json \\
       --png-dir docs/images --write                            and refill docs/results.md
