@@ -43,6 +43,9 @@ class Compressor(ABC):
     # Whether `apply_uncompressed` has to see the averages of gradients that bypass compression.
     changes_uncompressed = False
 
+    # Momentum that the method applies to gradients in place of the optimizer.
+    optimizer_momentum = 0.0
+
     # State fields to multiply when the loss scale changes, and the power of the loss scale they are proportional to.
     loss_scaled: ClassVar[Mapping[str, int]] = {"residual": 1, "owner_residual": 1}
 

@@ -95,6 +95,14 @@ class GatherCompressor(Compressor):
                     self.decode_add(payload, out, 1.0 / len(payloads))
         return self.finish(out, numel)
 
+    def combine(self, payloads: list[Tensor], numel: int, state: State) -> Tensor:
+        """The average from the payloads of all ranks, as `decode`. May keep in the state what the residual needs."""
+        return self.decode(payloads, numel)
+
+    def decode_shard(self, payloads: list[Tensor], numel: int) -> Tensor:
+        """The average of a shard from the payloads of all ranks, as `decode`, for its owner to encode."""
+        return self.decode(payloads, numel)
+
     # --- payload headers
 
     def open(self, payload: Tensor, numel: int) -> ops.Payload:
@@ -142,7 +150,7 @@ class GatherCompressor(Compressor):
             payloads = yield Gather(state.payload)
             # All ranks see the same lengths, and decide alike.
             state.payload_nbytes = sum(p.numel() for p in payloads) // len(payloads)
-            return self.decode(payloads, grad.numel())
+            return self.combine(payloads, grad.numel(), state)
 
     def _scatters(self, numel: int, state: State) -> bool:
         if self.exchange == "gather" or not 1 < state.size <= numel:
@@ -158,7 +166,7 @@ class GatherCompressor(Compressor):
         state.payload = torch.cat(payloads)
         mine = shards[state.rank]
         received = yield AllToAll(state.payload, tuple(p.numel() for p in payloads))
-        average = self.decode(received, mine.numel()).view(mine.shape).clone()
+        average = self.decode_shard(received, mine.numel()).view(mine.shape).clone()
         if (residual := getattr(state, "owner_residual", None)) is not None:
             average.add_(residual)
         payload = self.encode_average(average, key._replace(name=f"{key.name}[owner]"))

@@ -376,6 +376,56 @@ def non_finite(rank, size):
     return results
 
 
+# Compression, and how a step is taken. Parameters have weight decays of their own.
+DECAYS = [0.1, 0.02]
+DECAY_STEPS = 20
+DECAYED = {
+    "bypassed": ("dgc:min_numel=10000", "plain"),
+    "compressed": ("dgc:theta=0", "plain"),
+    "per layer": ("per-layer:0=dgc(theta=0)", "plain"),
+    "accumulated": ("dgc:min_numel=10000", "accumulated"),
+    "closure": ("dgc:min_numel=10000", "closure"),
+    "loss scaled": ("dgc:min_numel=10000", "loss scaled"),
+}
+OVERFLOWS = 3  # the step in which one gradient of the last rank is infinite, under a GradScaler
+
+
+@scenario
+def weight_decay(rank, size):
+    """Parameters after steps of SGD with weight decay."""
+    return {name: decayed(rank, size, *case) for name, case in DECAYED.items()}
+
+
+def decayed(rank, size, spec, how):
+    job = Job(gradzip.parse(spec), [gradient(99, 0, i, *shape) for i, shape in enumerate([(40, 40), (30,)])])
+    parameters = list(job.model.layers)
+    sgd = torch.optim.SGD([{"params": [p], "weight_decay": w} for p, w in zip(parameters, DECAYS)], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4, enabled=how == "loss scaled")
+    if scaler.is_enabled():
+        job.state.compressor.follow(scaler)
+
+    def backward(step):
+        def overflow(grads):
+            if (how, step, rank) == ("loss scaled", OVERFLOWS, size - 1):
+                grads[1][0] = float("inf")
+
+        sgd.zero_grad()
+        if how == "accumulated":
+            with job.ddp.no_sync():
+                job.loss(rank, step).backward()
+        scaler.scale(job.loss(rank, step, change=overflow)).backward()
+        return 1.5
+
+    for step in range(DECAY_STEPS):
+        if how == "closure":
+            assert sgd.step(lambda step=step: backward(step)) == 1.5
+        else:
+            backward(step)
+            scaler.step(sgd)
+            scaler.update()
+    return [p.detach().clone() for p in parameters]
+
+
 def message(function, *arguments):
     """The error that a function raises, as text."""
     try:

@@ -396,6 +396,76 @@ def feedback_steps(rank, size):
     return [p.grad.clone() for _, p in named], compressor.traffic.bytes_sent, compressor.traffic.bytes_dense
 
 
+# Compression, options of the optimizer, and whether a GradScaler is used. Parameters have weight decays of their own.
+DECAYS = [0.1, 0.02]
+DECAY_STEPS = 20
+DECAYED = {
+    "bypassed": ("dgc:min_numel=10000", {}, False),
+    "compressed": ("dgc:theta=0", {}, False),
+    "per layer": ("per-layer:layer0=dgc(theta=0)", {}, False),
+    "accumulated": ("dgc:min_numel=10000", {"backward_passes_per_step": 2}, False),
+    "summed": ("dgc:min_numel=10000", {"op": hvd.Sum}, False),
+    "grouped": ("dgc:min_numel=10000", {"groups": 1}, False),
+    "loss scaled": ("dgc:min_numel=10000", {}, True),
+}
+OVERFLOWS = 3  # the step in which one gradient of the last rank is infinite, under a GradScaler
+
+
+@scenario
+def weight_decay(rank, size):
+    """Parameters after steps of SGD with weight decay."""
+    return {name: decayed(rank, size, *case) for name, case in DECAYED.items()}
+
+
+def decayed(rank, size, spec, options, scaled):
+    named, compressor = layers((40, 40), (30,)), gradzip.parse(spec)
+    for i, (_, p) in enumerate(named):
+        p.data.copy_(gradient(99, *p.shape, index=i))
+    groups = [{"params": [p], "weight_decay": decay} for (_, p), decay in zip(named, DECAYS)]
+    opt = hvd.DistributedOptimizer(
+        torch.optim.SGD(groups, lr=0.1), named_parameters=named, compression=compressor, **options
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4, enabled=scaled)
+    if scaled:
+        compressor.follow(scaler)
+    for step in range(DECAY_STEPS):
+        opt.zero_grad()
+        for _ in range(opt.backward_passes_per_step):
+            for i, (_, p) in enumerate(named):
+                grad = gradient(rank, *p.shape, index=10 * step + i)
+                if scaled and (step, rank, i) == (OVERFLOWS, size - 1, 1):
+                    grad[0] = float("inf")
+                scaler.scale((p * grad).sum()).backward()
+        opt.synchronize()
+        scaler.unscale_(opt)
+        with opt.skip_synchronize():
+            scaler.step(opt)
+        scaler.update()
+    return [p.detach().clone() for _, p in named]
+
+
+@scenario
+def closure_with_weight_decay(rank, size):
+    """Parameters after steps with gradients of 0, which Horovod also averages before it calls the closure."""
+    named = layers((40, 40), (30,))
+    for _, p in named:
+        p.data.fill_(1.0)
+    sgd = torch.optim.SGD([p for _, p in named], lr=0.1, weight_decay=0.1)
+    opt = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=gradzip.DGC(theta=0.9))
+
+    def closure():
+        opt.zero_grad()
+        sum((p * 0).sum() for _, p in named).backward()
+        opt.synchronize()
+        return 1.5
+
+    losses = []
+    for _ in range(DECAY_STEPS):
+        opt.zero_grad()  # Horovod would average the last gradients again
+        losses.append(opt.step(closure))
+    return [p.detach().clone() for _, p in named], losses
+
+
 # Method: shapes, and the value of the first element of these gradients on the last rank. TernGrad ends the step of such
 # a gradient after its first round, while other gradients go on.
 NON_FINITE = {

@@ -629,3 +629,28 @@ def resnet20_gradients() -> dict[str, Tensor]:
     images = torch.tensor(digits.images[:128], dtype=torch.float32).unsqueeze(1) / 8 - 1
     nn.functional.cross_entropy(model(images), torch.tensor(digits.target[:128])).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.dim() == 4 and p.numel() >= 1024}
+
+
+# --- optimizers
+
+
+class MomentumSGD:
+    """SGD with weight decay, and momentum on the gradient and on the decay.
+
+    Args:
+        start: the parameters, by name.
+        momenta: the momentum of the gradient, and that of the decay, by name.
+    """
+
+    def __init__(self, start: dict[str, Tensor], momenta: dict[str, tuple[float, float]]) -> None:
+        self.parameters = {name: np.asarray(p.detach(), np.float64).copy() for name, p in start.items()}
+        self.momenta = momenta
+        self.velocities = dict.fromkeys(start, 0.0)
+        self.decays = dict.fromkeys(start, 0.0)
+
+    def step(self, grads: dict[str, Any], lr: float, weight_decays: dict[str, float]) -> None:
+        for name, p in self.parameters.items():
+            of_gradient, of_decay = self.momenta[name]
+            self.velocities[name] = of_gradient * self.velocities[name] + np.asarray(grads[name], np.float64)
+            self.decays[name] = of_decay * self.decays[name] + weight_decays[name] * p
+            p -= lr * (self.velocities[name] + self.decays[name])

@@ -32,6 +32,7 @@ ORDER = [
     "spec",
     "codec_ring",
     "averaging",
+    "decay_momentum",
     "engines",
     "measure",
     "auto",

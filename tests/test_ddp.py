@@ -13,10 +13,26 @@ from gradzip.averaging import averaged
 from gradzip.engines.local import drive
 from gradzip.fusion import fused
 from launch import HERE, python, scenarios, torchrun
+from reference import MomentumSGD
 
 if not dist.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
-from ddp_worker import CONVOLUTIONS, DTYPES, METHODS, OPTIONS, RINGS, SHAPES, STEPS, THETAS, gradient, table_gradient
+from ddp_worker import (
+    CONVOLUTIONS,
+    DECAY_STEPS,
+    DECAYED,
+    DECAYS,
+    DTYPES,
+    METHODS,
+    OPTIONS,
+    OVERFLOWS,
+    RINGS,
+    SHAPES,
+    STEPS,
+    THETAS,
+    gradient,
+    table_gradient,
+)
 
 WORLDS = [2, 3]
 ALL = range(len(SHAPES))
@@ -374,6 +390,27 @@ def test_non_finite_gradient_of_one_rank(world):
                     same = torch.equal(before["residuals"][name], during["residuals"][name])
                     assert same is (int(name[-1]) in bad)
                     assert not torch.equal(during["residuals"][name], after["residuals"][name])
+
+
+@pytest.mark.parametrize("case", DECAYED)
+def test_weight_decay_has_momentum_next_to_dgc(world, case):
+    """Parameters that bypass compression equal those of SGD with momentum on the gradient plus decay."""
+    size, results = world
+    momenta = (0.0, 0.9) if case in ("compressed", "per layer") else (0.9, 0.9)
+    start = {str(i): gradient(99, 0, i, *shape) for i, shape in enumerate([(40, 40), (30,)])}
+    reference = MomentumSGD(start, {"0": momenta, "1": (0.0, 0.0) if case == "per layer" else (0.9, 0.9)})
+    factor = (2 if case == "accumulated" else 1) / size
+    for step in range(DECAY_STEPS):
+        totals = {
+            name: sum(gradient(r, step, i, *p.shape).double() for r in range(size))
+            for i, (name, p) in enumerate(start.items())
+        }
+        if not (case == "loss scaled" and step == OVERFLOWS):
+            reference.step({name: factor * total for name, total in totals.items()}, 0.1, dict(zip(start, DECAYS)))
+    for parameters in results["weight_decay"]:
+        for got, first, want in zip(parameters[case], results["weight_decay"][0][case], reference.parameters.values()):
+            assert torch.equal(got, first)
+            torch.testing.assert_close(got.double(), torch.from_numpy(want), rtol=1e-4, atol=1e-4)
 
 
 def test_errors_are_raised_by_backward(world):

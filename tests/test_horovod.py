@@ -8,14 +8,19 @@ from gradzip.averaging import averaged
 from gradzip.engines.local import drive
 from gradzip.fusion import fused
 from launch import horovodrun, scenarios
+from reference import MomentumSGD
 
 pytest.importorskip("horovod.torch")
 from horovod_worker import (
     CONVOLUTIONS,
+    DECAY_STEPS,
+    DECAYED,
+    DECAYS,
     FFT,
     METHOD_STEPS,
     METHODS,
     NON_FINITE,
+    OVERFLOWS,
     PHASES,
     RING_STEPS,
     RINGS,
@@ -292,6 +297,38 @@ def test_error_feedback_and_schedule_over_steps(world):
         # Horovod also all-reduces one number for each compressed tensor and step.
         assert sent == group.bytes_sent + 10 * 4
         assert dense == 10 * 4 * (64 * 64 + 300)
+
+
+@pytest.mark.parametrize("case", DECAYED)
+def test_weight_decay_has_momentum_next_to_dgc(world, case):
+    """Parameters that bypass compression equal those of SGD with momentum on the gradient plus decay."""
+    size, results = world
+    momenta = (0.0, 0.9) if case in ("compressed", "per layer") else (0.9, 0.9)
+    start = {f"layer{i}": gradient(99, *shape, index=i) for i, shape in enumerate([(40, 40), (30,)])}
+    reference = MomentumSGD(start, {"layer0": momenta, "layer1": (0.0, 0.0) if case == "per layer" else (0.9, 0.9)})
+    factor = {"accumulated": 2, "summed": size}.get(case, 1)
+    for step in range(DECAY_STEPS):
+        means = {
+            name: sum(gradient(r, *p.shape, index=10 * step + i).double() for r in range(size)) / size
+            for i, (name, p) in enumerate(start.items())
+        }
+        if not (case == "loss scaled" and step == OVERFLOWS):
+            reference.step({n: factor * mean for n, mean in means.items()}, 0.1, dict(zip(start, DECAYS)))
+    for parameters in results["weight_decay"]:
+        for got, first, want in zip(parameters[case], results["weight_decay"][0][case], reference.parameters.values()):
+            assert torch.equal(got, first)
+            torch.testing.assert_close(got.double(), torch.from_numpy(want), rtol=1e-4, atol=1e-4)
+
+
+def test_weight_decay_with_a_closure(world):
+    _, results = world
+    reference = MomentumSGD({"p": torch.ones(1)}, {"p": (0.9, 0.9)})
+    for _ in range(DECAY_STEPS):
+        reference.step({"p": 0.0}, 0.1, {"p": 0.1})
+    for parameters, losses in results["closure_with_weight_decay"]:
+        assert losses == [1.5] * DECAY_STEPS
+        for p in parameters:
+            torch.testing.assert_close(p.double(), torch.full_like(p, reference.parameters["p"][0]).double())
 
 
 def test_non_finite_gradient_of_one_rank(world):

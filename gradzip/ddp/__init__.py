@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import handshake
+from .. import decay_momentum, handshake
 from ..averaging import no_autocast
 from ..collectives import Mean, Routine, Traffic
 from ..compressor import Compressor
@@ -63,6 +63,7 @@ class HookState:
     ) -> None:
         if not isinstance(compressor, Compressor):
             raise TypeError(f"HookState: got {compressor!r}, expected a compressor, such as gradzip.TopK()")
+        decay_momentum.prepare(compressor)
         self.compressor = compressor
         self.process_group = process_group
         if named_parameters is None and compressor.selects_by_name:
@@ -142,6 +143,8 @@ class HookState:
                     unit.averaging.method.workspace.clear()  # DDP's first bucket is the whole model
             self._engine.capacities.clear()  # other methods, or other buckets, have payloads of other lengths
             plan = self._plans[index] = Plan.of(self.compressor, parameters, names, self._model.prefix)
+        for parameter, averaging in zip(plan.parameters, plan.averagings):
+            decay_momentum.register(parameter, averaging)
         rank, size = self._engine.rank, self._engine.size
         if bucket.buffer().is_sparse:
             routines = {(index, 0): self._average_sparse(bucket.buffer())}

@@ -87,7 +87,7 @@ class Plan:
     parameters: list[Tensor]
     names: list[str]
     prefix: str  # of the names of their states
-    methods: list[Compressor]  # in charge of the parameters
+    averagings: list[Averaging]  # of the parameters
     units: list[Unit]
 
     def __post_init__(self) -> None:
@@ -110,13 +110,13 @@ class Plan:
             averaging = averagings[indices[0]]
             averaging.method.memory.split_buckets(set(shapes))  # of former buckets
             units.append(Unit(averaging, indices, shapes))
-        return cls(parameters, names, prefix, [averaging.method for averaging in averagings], units)
+        return cls(parameters, names, prefix, averagings, units)
 
     def fits(self, compressor: Compressor, parameters: list[Tensor]) -> bool:
         """Whether these are the parameters of the plan, and the same methods are in charge of them."""
         return len(parameters) == len(self.parameters) and all(
-            p is known and compressor.method_for(name, p.shape, self.prefix) is method
-            for p, known, name, method in zip(parameters, self.parameters, self.names, self.methods)
+            p is known and compressor.method_for(name, p.shape, self.prefix) is averaging.method
+            for p, known, name, averaging in zip(parameters, self.parameters, self.names, self.averagings)
         )
 
 

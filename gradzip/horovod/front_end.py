@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from .. import handshake
+from .. import decay_momentum, handshake
 from ..averaging import Averaging, no_autocast
 from ..collectives import Done, Mean, RingSum, advance
 from ..compressor import Compressor
@@ -58,6 +58,7 @@ class FrontEnd:
             context.reset_if_stale(optimizer)
             name = optimizer._parameter_names[parameter]
             in_flight = InFlightGradient(context, name, tensor, frozen=not parameter.requires_grad)
+            decay_momentum.register(parameter, in_flight.averaging)
             wire = in_flight.start(tensor)
             context.num_in_flight += 1
             return wire, in_flight

@@ -30,15 +30,20 @@ class DGC(SparseCodec):
         v = v + u
         send the k = round((1 - theta) n) largest elements of v, and set u and v to 0 there
 
-    With momentum = 0 this is Top-k with error feedback.
+    An element that is sent in every step has no momentum. With momentum = 0 this is Top-k with error feedback.
 
     Args:
         theta: fraction of the elements that is dropped, in [0, 1), or a schedule step -> theta.
-        momentum: in [0, 1). It replaces the momentum of the optimizer, which must have none. Parameters that bypass
-            compression get it on their average, which is equivalent.
+        momentum: in [0, 1). It replaces the momentum of the optimizer, which must have none: torch.optim.SGD with
+            momentum is refused in its first step. Parameters that bypass compression get it on their average, which is
+            equivalent.
         clip_norm: before accumulation, scale each parameter's gradient down to the norm clip_norm / sqrt(world size).
             The paper clips the norm over all parameters. None does not clip.
         warmup_steps: theta is at most 75 %, 93.75 %, 98.4375 % and 99.6 % in the four quarters of these steps.
+
+    The weight decay of torch.optim.SGD gets the same momentum, under Horovod and DDP (`gradzip.decay_momentum`): it
+    acts as in SGD(momentum=momentum, weight_decay=...). Elements of the decay are not dropped, and not masked. It is
+    left alone in other optimizers, where it may be decoupled, as in AdamW. `LocalGroup` has no optimizer.
 
     Payload: that of `TopK`, 48 + 4 k + I bytes, padded to 16; I is about 1.4 bytes per index at theta = 0.999.
 
@@ -74,6 +79,10 @@ class DGC(SparseCodec):
         return min(theta, _WARM_UP_THETA[4 * step // self.warmup_steps]) if step < self.warmup_steps else theta
 
     @property
+    def optimizer_momentum(self) -> float:  # type: ignore[override]
+        return self.momentum
+
+    @property
     def changes_uncompressed(self) -> bool:  # type: ignore[override]
         return self.momentum > 0
 
@@ -85,7 +94,8 @@ class DGC(SparseCodec):
             state.average_velocity = average.clone()
 
     def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
-        return dict.fromkeys(("residual", "velocity", "average_velocity"), tuple(grad.shape))
+        names = ("residual", "velocity", "average_velocity", "decay_velocity")
+        return dict.fromkeys(names, tuple(grad.shape))
 
     def add_residual(self, grad: Tensor, state: State) -> Tensor:
         """The velocity u. `reduce` adds the residual v."""
