@@ -38,7 +38,6 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-import gradzip  # noqa: E402
 import training_calibrate as calibrate  # noqa: E402
 from training_exchange import GROUPS, Exchange, Group, exchange  # noqa: E402
 from training_variants import COMPUTE, MOST_WARMUP, front_end, least_warmup  # noqa: E402
@@ -76,7 +75,9 @@ class Training:
         torch.manual_seed(job["seed"] + RANK)  # for dropout masks
         self.parameters = list(self.network.parameters())
         # A low learning rate, because it is not increased slowly. DGC has its own momentum.
-        momentum = 0.0 if isinstance(averaging.compressor, gradzip.DGC) else 0.9
+        parts = averaging.compressor.parts if averaging.compressor else []
+        own_momentum = any(part.optimizer_momentum for part in parts)
+        momentum = 0.0 if own_momentum else 0.9
         optimizer = recipe.optimizer(self.parameters, recipe.lr / 10, momentum)
         self.model, self.optimizer = averaging.wrap(self.network, optimizer)
         self.losses: list[float] = []

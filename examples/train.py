@@ -213,7 +213,8 @@ def train(spec, args, dataset, steps, engine):
     torch.manual_seed(args.seed)
     model = recipe.build(*dataset.dimensions)
     compressor = gradzip.parse(spec)
-    momentum = 0.0 if isinstance(compressor, gradzip.DGC) else args.momentum  # DGC has its own
+    own_momentum = any(part.optimizer_momentum for part in compressor.parts)  # DGC has its own
+    momentum = 0.0 if own_momentum else args.momentum
     optimizer = recipe.optimizer(model.parameters(), args.lr, momentum)
     scaler = torch.amp.GradScaler("cpu", enabled=args.amp == "fp16")
     if scaler.is_enabled():
