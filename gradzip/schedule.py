@@ -57,15 +57,30 @@ class StepSchedule:
 class DiminishingTheta:
     """theta_t = sqrt(L * eta_t) for the optimizer's current learning rate eta_t, at most `most`.
 
-    With this theta and diminishing eta, compressed SGD converges (HPDC'20, Theorem 3.5).
+    Theorem 3.5: with this theta, SGD with compressed gradients converges if the sum of eta_t diverges and that of
+    eta_t^2 does not (as for 1 / t, but not for a constant). The mean of |grad f(x_t)|^2, weighted by eta_t, goes to 0.
+    The proof assumes:
+
+    * theta_t <= 1/2 and eta_t <= 1 / (4 L), which are one condition here (Lemma 3.3). Earlier steps, with a larger
+      eta_t, only delay it: the theorem holds from the first step on that meets the condition. A step above
+      theta_t = sqrt(1/2) = 0.71 has no bound at all, since the lemma's factor 1 - L eta_t - theta_t^2 is negative.
+    * theta_t bounds the relative error |v - v^| / |v| of a gradient v. The fraction dropped is not that error. It is
+      larger than the error of real gradients (0.2 to 0.4 at theta = 0.85, docs/inspect.md). If all coefficients have
+      the same magnitude, the error is sqrt(theta_t).
+    * Plain SGD: unbiased gradients of bounded variance, no momentum, one learning rate.
 
     Args:
         lipschitz: L, the Lipschitz constant of the gradient. In practice a tuning parameter: L = theta_0^2 / eta_0
             starts at theta_0.
+        most: largest theta_t. 0.5 keeps theta_t, though not eta_t, in the domain of the theorem. The default has no
+            theory: it keeps at least 1 % of the coefficients.
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     >>> DiminishingTheta(optimizer, lipschitz=2.5)(0)
     0.5
+
+    Source: Wang et al., FFT-based Gradient Sparsification for the Distributed Training of Deep Neural Networks, HPDC
+    2020, Lemma 3.3 and Theorem 3.5.
     """
 
     optimizer: torch.optim.Optimizer

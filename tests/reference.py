@@ -438,7 +438,9 @@ class Basis(NamedTuple):
 
     @property
     def segment(self) -> int:
-        """Of the coded bitmap: rows of a tile, in whole words."""
+        """Of the coded bitmap: for real coefficients, rows of a tile, in whole words."""
+        if self.blocks.group == 2:
+            return 1024
         rows = self.numel // self.blocks.length
         return max(64, min(1024, self.blocks.tile_rows, rows - rows % 64))
 
@@ -538,34 +540,29 @@ class CodecPayload(NamedTuple):
 HEADER = struct.Struct("<2sBBIQQII8sIHBB")
 
 
-def _open(payload: Tensor) -> tuple[list[Any], bytes, RangeFormat, np.ndarray]:
+def _read(payload: Tensor, basis_of: Callable[..., Basis]) -> CodecPayload:
+    """Header; codes; coded bitmap; padding. basis_of(numel, *lengths): of the lengths that the payload claims."""
     data = payload.numpy().tobytes()
     *header, fields, pbase, positive, mantissa, bits = HEADER.unpack_from(data)
     number = RangeFormat(bits, mantissa, pbase, positive, 2**bits - 1 - positive)
-    return header, fields, number, np.frombuffer(data, np.uint8, offset=HEADER.size)
-
-
-def read_fft_payload(payload: Tensor, block: int | None) -> CodecPayload:
-    """Header; bitmap; codes."""
-    header, fields, number, body = _open(payload)
-    (k,), basis = struct.unpack("<Q", fields), fft_basis(header[4], block)
-    nbytes = -(-basis.groups // 8)
-    mask = np.unpackbits(body[:nbytes], bitorder="little", count=basis.groups).astype(bool)
-    values = number.codebook[unpack_bits(body[nbytes:], number.bits, 2 * k)]
-    return CodecPayload(*header, k, number, basis, mask, basis.put(mask, values), body[:nbytes].tobytes())
-
-
-def read_dct_payload(payload: Tensor) -> CodecPayload:
-    """Header; codes; coded bitmap; padding."""
-    header, fields, number, body = _open(payload)
+    body = np.frombuffer(data, np.uint8, offset=HEADER.size)
     k, *axes, padding = struct.unpack("<I3BB", fields)
-    basis = dct_basis(header[4], *(n + 1 for n in axes if n))
-    nbytes = -(-k * number.bits // 8)
+    basis = basis_of(header[4], *(n + 1 for n in axes if n))
+    count = k * basis.blocks.group
+    nbytes = -(-count * number.bits // 8)
     index = body[nbytes : body.size - padding].tobytes()
     mask = decode_bitmap(index, basis.groups, basis.segment)
     assert mask is not None
-    values = number.codebook[unpack_bits(body[:nbytes], number.bits, k)]
+    values = number.codebook[unpack_bits(body[:nbytes], number.bits, count)]
     return CodecPayload(*header, k, number, basis, mask, basis.put(mask, values), index)
+
+
+def read_fft_payload(payload: Tensor, block: int | None) -> CodecPayload:
+    return _read(payload, lambda numel: fft_basis(numel, block))
+
+
+def read_dct_payload(payload: Tensor) -> CodecPayload:
+    return _read(payload, dct_basis)
 
 
 # --- payloads

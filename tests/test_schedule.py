@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradzip import DiminishingTheta, StepSchedule
+from gradzip import DiminishingTheta, FFTRange, StepSchedule, TopK, roundtrip
 from gradzip.schedule import theta_at
-from reference import examples
+from reference import examples, resnet20_gradients
 
 INVALID = [-0.1, 1.0, 1, 2.0, math.nan, math.inf, "0.5", None, [0.5], 0.5j, torch.tensor([0.1, 0.2])]
 
@@ -126,3 +126,17 @@ def test_invalid_most(most):
 def test_tensor_learning_rate():
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=torch.tensor(0.25))
     assert theta_at(DiminishingTheta(optimizer, lipschitz=1.0), 0) == 0.5
+
+
+def test_the_fraction_dropped_bounds_the_error_of_real_gradients():
+    """Theorem 3.5 needs |v - v^| <= theta |v|. Equal magnitudes have an error of sqrt(theta)."""
+
+    def error(compressor, grad: torch.Tensor) -> float:
+        return float((roundtrip(compressor, grad)[0] - grad).norm() / grad.norm())
+
+    for theta in (0.5, 0.85, 0.95):
+        for name, grad in resnet20_gradients().items():
+            assert 0.01 * theta < error(FFTRange(theta=theta), grad) < theta, name
+        signs = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).sign()
+        kept = round((1 - theta) * 4096)
+        assert error(TopK(theta=theta), signs) == pytest.approx(math.sqrt(1 - kept / 4096), rel=1e-6)

@@ -67,14 +67,11 @@ def encoded(codec, grad: torch.Tensor) -> CodecPayload:
 
 
 def documented_nbytes(codec, grad: torch.Tensor, theta: float | None = None) -> int:
-    """Header; N-bit numbers of k groups; bitmap, which DCTRange codes; padded to 16."""
+    """Header; N-bit numbers of k groups; coded bitmap; padded to 16."""
     of = basis(codec, grad.shape)
     k = of.num_kept(codec.theta if theta is None else theta)
     codes = -(-k * of.blocks.group * codec.bits // 8)
-    if isinstance(codec, FFTRange):
-        index = -(-of.groups // 8)
-    else:
-        index = len(encode_bitmap(of.largest(of.coefficients(grad.numpy()), k), of.segment))
+    index = len(encode_bitmap(of.largest(of.coefficients(grad.numpy()), k), of.segment))
     return -(-(48 + codes + index) // 16) * 16
 
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from .. import ops
 from ..registry import register
-from ..schedule import theta_at
-from ..state import Key
-from .topk import num_kept
 from .transform_codec import TransformCodec
-
-# k; the transform's lengths less one; bytes of padding. The header's other 8 bytes hold the range float.
-_FIELDS = struct.Struct("<I3BB")
 
 
 @register("dct-range", number=4, example="theta=0.8")
@@ -74,40 +66,5 @@ class DCTRange(TransformCodec):
             return ops.Transform.dct(*kernel)
         return ops.Transform.dct() if self.block is None else ops.Transform.dct(self.block)
 
-    def encode(self, grad: Tensor, key: Key) -> Tensor:
-        numel, transform = grad.numel(), self.transform_for(grad.shape)
-        k = num_kept(theta_at(self.theta, key.step), numel)
-        if k >= 1 << 32:
-            raise ValueError(f"DCTRange: got {k} coefficients to send, expected less than 2^32: give a larger theta")
-        bitmap, values = self.select(grad.reshape(-1), transform, k)
-        segment = transform.segment(numel)
-        space = (ops.bitmap_code_capacity(numel, segment),)
-        stream = ops.bitmap_code_encode(
-            bitmap, numel, segment, out=self.workspace.empty("stream", space, torch.uint8, grad.device)
-        )
-        codes_end = ops.packed_nbytes(k, self.bits)
-        stream_end = codes_end + stream.numel()
-        payload = ops.new_payload(stream_end, grad.device)
-        body = payload[ops.HEADER_NBYTES :]
-        body[codes_end:stream_end] = stream
-        number = self.quantize(values, body[:codes_end], key)
-        axes = (*transform.lengths, 1, 1, 1)[:3]
-        fields = _FIELDS.pack(k, *(n - 1 for n in axes), body.numel() - stream_end)
-        return self.seal(payload, numel, ops.abs_max_tensor(values), fields, number)
-
-    def part(self, payload: ops.Payload, numel: int) -> tuple[ops.Transform, ops.TransformPart]:
-        k, *axes, padding = _FIELDS.unpack(payload.fields[:8])
-        number = self.format_of(payload)
-        lengths = tuple(n + 1 for n in axes if n > 0)
-        if not ops.Transform.dct_exists(*lengths):
-            raise ops.PayloadError(f"corrupt payload: it claims kernels of {lengths}, which no transform is for")
-        if not 1 <= k <= numel:
-            raise ops.PayloadError(f"corrupt payload: it claims {k} of {numel} coefficients")
-        codes_end = ops.packed_nbytes(k, self.bits)
-        stream_nbytes = payload.body.numel() - codes_end - padding
-        if padding >= ops.PAYLOAD_ALIGN or stream_nbytes < 0:
-            raise ops.PayloadError(f"corrupt payload: its {payload.body.numel()} bytes do not hold {k} coefficients")
-        packed, stream = payload.sections(codes_end, stream_nbytes)
-        transform = ops.Transform.dct(*lengths)
-        bitmap = ops.bitmap_code_decode(stream, numel, k, transform.segment(numel))
-        return transform, ops.TransformPart(bitmap, packed, k, number)
+    def transform_with_lengths(self, lengths: tuple[int, ...]) -> ops.Transform | None:
+        return ops.Transform.dct(*lengths) if ops.Transform.dct_exists(*lengths) else None

@@ -31,7 +31,8 @@ class QSGD(GatherCompressor):
     Unbiased. The variance is (norm / s)^2 sum f_i (1 - f_i), where f_i is the fractional part of s |g_i| / norm.
 
     Args:
-        bits: bits of a level, 2 to 16, sign included.
+        bits: bits of a level, 2 to 16, sign included. The papers' "1-bit QSGD" has s = 1, signs and zeros: it is
+            ``bits=2`` here.
         bucket: number of neighbouring elements that share a norm.
         norm: "l2", as in the paper's theory (most levels are 0), or "max", as in its experiments (less variance, more
             bytes).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from abc import abstractmethod
 from dataclasses import dataclass
 
@@ -12,8 +13,12 @@ from torch import Tensor
 
 from .. import ops
 from ..gather import GatherCompressor, attribute_payload_errors, payload_source
-from ..schedule import Theta, check_theta
+from ..schedule import Theta, check_theta, theta_at
 from ..state import Key, State
+from .topk import num_kept
+
+# k; the transform's lengths less one; bytes of padding. The header's other 8 bytes hold the range float.
+_FIELDS = struct.Struct("<I3BB")
 
 
 @dataclass
@@ -23,6 +28,8 @@ class TransformCodec(GatherCompressor):
     The ranks' coefficients are added up before they are transformed back: a step needs one inverse transform for any
     world size. Since the transform is orthonormal, the squared error is the sum of squares of what was dropped, and the
     squared errors of rounding.
+
+    Payload: header; k groups of range floats; the coded status bitmap of all groups (gradzip/ops/bitmap_code.py).
     """
 
     theta: Theta = 0.85
@@ -44,31 +51,59 @@ class TransformCodec(GatherCompressor):
         self.clamped: int | Tensor = 0  # values clamped to a fixed value_range so far; a 0-dim tensor on CUDA
 
     @abstractmethod
-    def part(self, payload: ops.Payload, numel: int) -> tuple[ops.Transform, ops.TransformPart]:
-        """The transform of a gradient of `numel` elements, and the coefficients that its payload holds, still coded.
+    def transform_for(self, shape: torch.Size) -> ops.Transform:
+        """The transform of a gradient of that shape."""
 
-        Raises:
-            PayloadError: `encode` of this codec cannot have written the payload.
-        """
+    @abstractmethod
+    def transform_with_lengths(self, lengths: tuple[int, ...]) -> ops.Transform | None:
+        """The transform that a payload names by the lengths of its axes, or None if there is none."""
+
+    def signal(self, grad: Tensor) -> Tensor:
+        """What is transformed for a gradient (contiguous float32): flat float32 of `signal_numel` elements."""
+        return grad.reshape(-1)
+
+    def signal_numel(self, numel: int) -> int:
+        """The number of elements that are transformed for a gradient of `numel` elements."""
+        return numel
 
     # --- encoding
 
-    def select(
-        self, x: Tensor, transform: ops.Transform, k: int, bitmap: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The status bitmap of the k largest groups of coefficients of x (flat), and these coefficients."""
+    def encode(self, grad: Tensor, key: Key) -> Tensor:
+        transform, x = self.transform_for(grad.shape), self.signal(grad)
         groups = transform.groups(x.numel())
+        k = num_kept(theta_at(self.theta, key.step), groups)
+        if k >= 1 << 32:
+            raise ValueError(
+                f"{type(self).__name__}: got {k} coefficients to send, expected less than 2^32: give a larger theta"
+            )
+        bitmap, values = self._select(x, transform, k)
+        segment = transform.segment(x.numel())
+        space = self.workspace.empty("stream", (ops.bitmap_code_capacity(groups, segment),), torch.uint8, grad.device)
+        stream = ops.bitmap_code_encode(bitmap, groups, segment, out=space)
+        codes_end = ops.packed_nbytes(values.numel(), self.bits)
+        stream_end = codes_end + stream.numel()
+        payload = ops.new_payload(stream_end, grad.device)
+        body = payload[ops.HEADER_NBYTES :]
+        body[codes_end:stream_end] = stream
+        number = self._quantize(values, body[:codes_end], key)
+        axes = (*transform.lengths, 1, 1, 1)[:3]
+        fields = _FIELDS.pack(k, *(n - 1 for n in axes), body.numel() - stream_end)
+        # Coefficients that are not finite are the largest, so the kept ones include them. A transform may overflow even
+        # if the gradient is finite.
+        return self.seal(payload, grad.numel(), ops.abs_max_tensor(values), fields, number)
+
+    def _select(self, x: Tensor, transform: ops.Transform, k: int) -> tuple[Tensor, Tensor]:
+        """The status bitmap of the k largest groups of coefficients of x (flat), and these coefficients."""
         scratch = functools.partial(self.workspace.empty, device=x.device)
-        if bitmap is None:
-            bitmap = scratch("bitmap", (ops.bitmap_nbytes(groups),), torch.uint8)
         candidates = ops.transform_scratch_numel(x.numel(), transform, k, x.device)
         return ops.transform_select(
-            x, transform, k, bitmap,
+            x, transform, k,
+            bitmap=scratch("bitmap", (ops.bitmap_nbytes(transform.groups(x.numel())),), torch.uint8),
             values=scratch("values", (k * transform.group,), torch.float32),
             scratch=scratch("candidates", (candidates,), torch.float32),
         )  # fmt: skip
 
-    def quantize(self, values: Tensor, out: Tensor, key: Key) -> ops.RangeFloat:
+    def _quantize(self, values: Tensor, out: Tensor, key: Key) -> ops.RangeFloat:
         """Write the codes of values to `out`, and return their format."""
         number = ops.RangeFloat.fit(values, self.bits, self.mantissa, self._limits())
         noise = key.bits if self.rounding == "stochastic" else None
@@ -92,12 +127,31 @@ class TransformCodec(GatherCompressor):
 
     # --- decoding
 
-    def format_of(self, payload: ops.Payload) -> ops.RangeFloat:
-        """The format of a payload's numbers, from the last 8 bytes of its fields. Raises PayloadError."""
+    def part(self, payload: ops.Payload, numel: int) -> tuple[ops.Transform, ops.TransformPart]:
+        """The transform of a gradient of `numel` elements, and the coefficients that its payload holds, still coded.
+
+        Raises:
+            PayloadError: `encode` of this codec cannot have written the payload.
+        """
+        k, *axes, padding = _FIELDS.unpack(payload.fields[:8])
         number = ops.RangeFloat.from_wire(payload.fields[8:])
         if number.bits != self.bits:
             raise ops.PayloadError(f"corrupt payload: it claims {number.bits} bits, expected {self.bits}")
-        return number
+        lengths = tuple(n + 1 for n in axes if n > 0)
+        transform = self.transform_with_lengths(lengths)
+        if transform is None:
+            raise ops.PayloadError(f"corrupt payload: it claims kernels of {lengths}, which no transform is for")
+        signal_numel = self.signal_numel(numel)
+        groups = transform.groups(signal_numel)
+        if not 1 <= k <= groups:
+            raise ops.PayloadError(f"corrupt payload: it claims {k} of {groups} coefficients")
+        codes_end = ops.packed_nbytes(k * transform.group, self.bits)
+        stream_nbytes = payload.body.numel() - codes_end - padding
+        if padding >= ops.PAYLOAD_ALIGN or stream_nbytes < 0:
+            raise ops.PayloadError(f"corrupt payload: its {payload.body.numel()} bytes do not hold {k} coefficients")
+        packed, stream = payload.sections(codes_end, stream_nbytes)
+        bitmap = ops.bitmap_code_decode(stream, groups, k, transform.segment(signal_numel))
+        return transform, ops.TransformPart(bitmap, packed, k, number)
 
     def decode(self, payloads: list[Tensor], numel: int) -> Tensor:
         out = self.workspace.empty("average", (numel,), torch.float32, payloads[0].device)
@@ -115,31 +169,22 @@ class TransformCodec(GatherCompressor):
                 parts.append(part)
         if transform is None or len(parts) < len(payloads):
             return out.fill_(math.nan)
-        corrupt = self.inverse(parts, transform, out, 1.0 / len(payloads))
-        if corrupt is not None:
-            with attribute_payload_errors(payload_source(corrupt, len(payloads))):
-                raise _miscounted(parts[corrupt])
+        self.inverse(parts, transform, out, 1.0 / len(payloads))
         return out
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         transform, part = self.part(payload, out.numel())
-        if self.inverse([part], transform, out, weight, add=True) is not None:
-            raise _miscounted(part)
+        self.inverse([part], transform, out, weight, add=True)
 
     def inverse(
         self, parts: list[ops.TransformPart], transform: ops.Transform, out: Tensor, weight: float, add: bool = False
-    ) -> int | None:
-        """Set `out` to weight * the gradient that has the sum of the parts as coefficients, or add it.
-
-        Returns the index of the first part whose bitmap does not have k bits set, or None.
-        """
-        return ops.transform_decode(parts, transform, out, weight, add)
+    ) -> None:
+        """Set `out` to weight * the gradient that has the sum of the parts as coefficients, or add it."""
+        # Each bitmap was decoded with as many bits set as its part has coefficients: this cannot fail. On CUDA, where
+        # that is not known yet, `out` becomes NaN if one has another number.
+        ops.transform_decode(parts, transform, out, weight, add)
 
     def subtract_transmitted(self, state: State) -> None:
         # The base class decodes to another tensor first. This gives the same bits.
         for payload, part in self.transmitted_parts(state):
             self.decode_add(self.open(payload, part.numel()), part, -1.0)
-
-
-def _miscounted(part: ops.TransformPart) -> ops.PayloadError:
-    return ops.PayloadError(f"corrupt payload: its bitmap does not mark the {part.k} coefficients it claims")

@@ -103,10 +103,14 @@ class Transform:
         return -(-numel // self.group)
 
     def segment(self, numel: int) -> int:
-        """The number of groups in a run, in the order of `transform`, that are the same coefficient of several rows.
+        """The number of groups, in the order of `transform`, that one segment of the coded bitmap holds.
 
-        A multiple of 64, at most 1024; rounded down if there are few rows.
+        A multiple of 64, at most 1024. Real coefficients of different numbers are kept at different rates, so a segment
+        holds the same coefficient of several rows; rounded down if there are few rows. Complex ones of neighbouring
+        frequencies are kept at nearly the same rate, so a segment may hold several.
         """
+        if self.group == 2:
+            return 1024
         return max(64, min(1024, self.tile_rows, numel // self.length // 64 * 64))
 
 
