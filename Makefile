@@ -17,7 +17,7 @@ LAUNCH_ddp := torchrun --standalone --nproc-per-node $(NP)
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=/path/to/python3]'
 	@echo
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-17s%s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-21s%s\n", $$1, $$2 }'
 
 .PHONY: bootstrap
 bootstrap: ## make .venv with PyTorch, Horovod, tools and gradzip (minutes, then a second)
@@ -48,6 +48,10 @@ bench-kernels: bootstrap ## time the primitives, a copy and torch; ARGS go to be
 .PHONY: bench-training
 bench-training: bootstrap ## time training steps on slow networks; ARGS go to benchmarks/training.py (--quick: 10 minutes)
 	@$(ENV) python benchmarks/training.py $(ARGS)
+
+.PHONY: bench-convergence
+bench-convergence: bootstrap ## train to the end with each method; ARGS go to benchmarks/convergence.py (--quick: 5 minutes)
+	@$(ENV) python benchmarks/convergence.py $(ARGS)
 
 .PHONY: bench-ring
 bench-ring: bootstrap ## time three compressed ring all-reduces; ARGS go to benchmarks/ring.py
