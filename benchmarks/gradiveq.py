@@ -42,10 +42,13 @@ SHORT = "gradiveq:warmup_steps=50,compress_steps=100"
 SPECS = [
     "none",
     f"{SHORT},sample_steps=50,stop=none",
-    f"{SHORT},sample_steps=50",
-    f"{SHORT},sample_steps=100",
     f"{SHORT},sample_steps=50,stop=0.5",
-    f"{SHORT},sample_steps=50,reuse=1,stop=none",
+    f"{SHORT},sample_steps=100,stop=none",
+    f"{SHORT},sample_steps=100,stop=0.5",
+    f"{SHORT},sample_steps=100,reuse=1,stop=none",
+    f"{SHORT},sample_steps=100,stop=0.5,sampling=qsgd(bits=4)",
+    "acpsgd",
+    "qsgd:bits=4",
 ]
 EVERY = 25  # steps in a point of a curve
 FINAL = 50  # last steps, of which training losses are compared
