@@ -23,7 +23,7 @@ GROWTH = 4 << 20
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["topk:theta=0.9", pytest.param("acpsgd", marks=pytest.mark.long)])
-@pytest.mark.parametrize("engine", ["horovod", "ddp"])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("horovod", marks=pytest.mark.long)])
 def test_steps_leak_nothing(engine, method, tmp_path, pytestconfig):
     steps = pytestconfig.getoption("--load-steps")
     run = horovodrun if engine == "horovod" else torchrun
