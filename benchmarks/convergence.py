@@ -23,9 +23,10 @@ import convergence_report
 from convergence_arguments import parse_arguments, parser
 from convergence_jobs import BusyError, exclusive, run_all
 from convergence_recipes import Run
-from convergence_results import Results, ResultsError
+from convergence_results import Results
 from convergence_run import Record
 from provenance import provenance
+from result_files import ResultsError
 from training_progress import Progress
 
 RUN = Path(__file__).with_name("convergence_run.py")

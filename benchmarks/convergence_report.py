@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from convergence_results import Results, ResultsError, Row, rows
+from convergence_results import Results, Row, rows
+from result_files import replace_block
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "accuracy.md"
-END = "\n<!-- end of table -->\n"
 NONE = "none"  # the method that others are compared with
 
 
@@ -126,9 +126,4 @@ def write(results: Results, page: Path = PAGE) -> None:
     Raises:
         ResultsError: the page has no place for them.
     """
-    mark = start_mark(results.path)
-    before, found, rest = page.read_text().partition(mark)
-    old, end, after = rest.partition(END)
-    if not (found and end) or "<!--" in old:
-        raise ResultsError(f"{page}: expected {mark.strip()}, and {END.strip()} before the next mark; add both")
-    page.write_text(before + mark + report(results) + END + after)
+    page.write_text(replace_block(page, page.read_text(), start_mark(results.path), report(results)))

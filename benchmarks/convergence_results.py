@@ -7,7 +7,6 @@ Layout of the JSON file: `provenance`; `recipes`, how runs train; `runs`, one a 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,13 +15,10 @@ from typing import Any
 
 from convergence_recipes import Run
 from convergence_run import Record
+from result_files import ResultsError, write_whole
 
 Key = tuple[str, str, float, int]  # recipe, method, learning rate, seed
 GROWING = ("commits", "commands")  # of the provenance: may differ when a study continues, and are collected
-
-
-class ResultsError(Exception):
-    """A file of results cannot be used. The message is one line."""
 
 
 class Results:
@@ -100,9 +96,7 @@ class Results:
             if key in self.records
         ]
         lines = ",\n".join(f"  {json.dumps(run)}" for run in runs)
-        temporary = self.path.with_name(self.path.name + ".part")
-        temporary.write_text(f'{frame},\n "runs": [\n{lines}\n ]\n}}\n')
-        os.replace(temporary, self.path)
+        write_whole(self.path, f'{frame},\n "runs": [\n{lines}\n ]\n}}\n')
 
     def finished(self, recipe: str) -> dict[str, dict[float, dict[int, Record]]]:
         """The records of finished runs by method, learning rate and seed, in the order of the study."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections import defaultdict, deque
@@ -34,6 +33,7 @@ from gradzip.methods.gradiveq import best_slice_size, unflatten
 from gradzip.methods.pca import principal_weights
 from models import MODELS
 from provenance import provenance
+from result_files import write_whole
 from train import cross_entropy, learning_rate
 from training_progress import Progress
 from transforms import output_file, positive
@@ -297,9 +297,7 @@ def save(results: dict[str, Any], path: Path | None) -> None:
     """Write the file, as a whole or not at all. Rows and points take a line each."""
     if path is not None:
         text = json.dumps(results, indent=1)
-        part = path.with_name(path.name + ".part")
-        part.write_text(re.sub(r"\{[^{}]*\}", lambda row: re.sub(r"\s+", " ", row[0]), text) + "\n")
-        os.replace(part, path)
+        write_whole(path, re.sub(r"\{[^{}]*\}", lambda row: re.sub(r"\s+", " ", row[0]), text) + "\n")
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:

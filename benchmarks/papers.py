@@ -23,7 +23,8 @@ import papers_fft
 import papers_gradiveq
 from gradients import data
 from papers_capture import QUICK, RUNS, Captured, capture
-from papers_results import Results, ResultsError, table, write_page
+from papers_results import Results, table, write_page
+from result_files import ResultsError
 from transforms import progress
 
 PAPERS: dict[str, ModuleType] = {

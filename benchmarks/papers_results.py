@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from provenance import provenance
-from training_results import ResultsError
+from result_files import ResultsError, replace_block, write_whole
 
 START = "<!-- table of {}: python benchmarks/papers.py --write -->\n\n"
-END = "\n<!-- end of table -->\n"
 
 
 @dataclass(frozen=True)
@@ -88,9 +86,7 @@ class Results:
         if self.path is None:
             return
         content = {"conditions": self.conditions, "papers": self.papers}
-        part = self.path.with_name(self.path.name + ".part")
-        part.write_text(to_json(content) + "\n")
-        os.replace(part, self.path)
+        write_whole(self.path, to_json(content) + "\n")
 
     def rows(self, name: str) -> list[Row]:
         return [Row(**row) for row in self.papers[name]["rows"]]
@@ -157,10 +153,5 @@ def write_page(page: Path, results: Results) -> None:
     except OSError as error:
         raise ResultsError(f"{page}: {error.strerror}, expected the page with the tables' marks") from None
     for name in results.papers:
-        start = START.format(name)
-        before, found, rest = text.partition(start)
-        old, end, after = rest.partition(END)
-        if not (found and end) or "<!--" in old:
-            raise ResultsError(f"{page}: expected {start.strip()}, and {END.strip()} before the next mark")
-        text = before + start + block(results.rows(name)) + END + after
+        text = replace_block(page, text, START.format(name), block(results.rows(name)))
     page.write_text(text)

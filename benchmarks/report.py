@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from result_files import ResultsError, replace_block
 from training_results import cells, table
 from training_variants import STOCK, bandwidth, compression, label
 
@@ -29,7 +30,7 @@ README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
 TRAINING, AUTO, ACCURACY = "training_cpu.json", "training_auto.json", "accuracy_digits.json"
-START, END = "<!-- table: python benchmarks/report.py --write -->\n\n", "\n<!-- end of table -->\n"
+START = "<!-- table: python benchmarks/report.py --write -->\n\n"
 START_AUTO = "<!-- table of Auto: python benchmarks/report.py --write -->\n\n"
 
 MODELS = {"alexnet": "AlexNet", "resnet18": "ResNet-18"}
@@ -151,11 +152,10 @@ def main() -> None:
         if not args.write:
             print(f"{path.relative_to(ROOT)}\n\n{text}")
             continue
-        before, found, rest = path.read_text().partition(start)
-        old, end, after = rest.partition(END)
-        if not (found and end) or "<!--" in old:
-            sys.exit(f"report.py: error: {path}: expected {start.strip()}, and {END.strip()} before the next mark")
-        path.write_text(before + start + text + END + after)
+        try:
+            path.write_text(replace_block(path, path.read_text(), start, text))
+        except ResultsError as error:
+            sys.exit(f"report.py: error: {error}")
 
 
 if __name__ == "__main__":

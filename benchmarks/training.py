@@ -24,10 +24,11 @@ from typing import Any
 
 import training_jobs
 from provenance import provenance
+from result_files import ResultsError
 from training_arguments import BATCH_SIZES, data_of, parse_arguments, parser, version
 from training_jobs import Job, JobError
 from training_progress import Progress
-from training_results import Cell, Results, ResultsError, Round, markdown
+from training_results import Cell, Results, Round, markdown
 from training_variants import COMPUTE, FRONT_ENDS, compression, front_end
 
 

@@ -12,20 +12,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from result_files import ResultsError, write_whole
 from training_variants import COMPUTE, FP16, FP32, bandwidth
 
 Cell = tuple[str, str, int]  # model, rate, ranks
-
-
-class ResultsError(Exception):
-    """A file of results cannot be used. The message is one line."""
 
 
 @dataclass
@@ -160,9 +156,7 @@ class Results:
             "rows": self.reports(),
             "profiles": self.profiles, "links": self.links, "codecs": self.codecs,
         }  # fmt: skip
-        temporary = self.path.with_name(self.path.name + ".part")
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(temporary, self.path)
+        write_whole(self.path, json.dumps(content, indent=1) + "\n")
 
     def reports(self) -> list[dict[str, Any]]:
         """The rows of the JSON file, in the order of the cells and their variants."""

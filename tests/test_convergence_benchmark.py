@@ -26,8 +26,9 @@ import models
 from convergence_arguments import parse_arguments
 from convergence_jobs import BusyError, exclusive, run_all
 from convergence_recipes import IMAGE_METHODS, NETWORKS, SIZES, Run, compressor, load_data, runs_of
-from convergence_results import Results, ResultsError, rows
+from convergence_results import Results, rows
 from convergence_run import Record, Training, train
+from result_files import END, ResultsError
 from train import learning_rate
 
 BENCHMARKS = HERE.parent / "benchmarks"
@@ -395,7 +396,7 @@ def test_table(tmp_path):
 def test_tables_are_written_between_their_marks(tmp_path):
     results = results_of(tmp_path / "convergence_x.json", {("none", 0.1, 0): record(50.0, 60.0)})
     page = tmp_path / "page.md"
-    mark, end = convergence_report.start_mark(results.path), convergence_report.END
+    mark, end = convergence_report.start_mark(results.path), END
     page.write_text(f"before\n{mark}old\n{end}after\n")
     convergence_report.write(results, page)
     assert page.read_text() == f"before\n{mark}{convergence_report.report(results)}{end}after\n"
@@ -413,7 +414,7 @@ def test_page_has_the_tables_of_the_results():
     for path in stored:
         results = Results({}, path)
         results.resume()
-        wanted = convergence_report.start_mark(path) + convergence_report.report(results) + convergence_report.END
+        wanted = convergence_report.start_mark(path) + convergence_report.report(results) + END
         assert wanted in page, f"run benchmarks/convergence.py --report --json {path} --write"
         assert f"(images/{convergence_report.picture(path).name})" in page
 

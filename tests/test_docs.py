@@ -13,6 +13,7 @@ import torch
 import gradzip
 import report
 from gradzip.registry import registered
+from result_files import END
 from training_results import Results, Round
 
 ROOT = Path(__file__).parent.parent
@@ -89,7 +90,7 @@ def test_compression_ratios_are_those_of_the_code():
 
 def test_training_tables_are_those_of_the_results():
     for path, start, block in report.blocks():
-        written = path.read_text().partition(start)[2].partition(report.END)[0].splitlines()
+        written = path.read_text().partition(start)[2].partition(END)[0].splitlines()
         for line, wanted in zip(written, block.splitlines()):
             assert line == wanted, f"{path} has\n{line}\nexpected\n{wanted}\nrun python benchmarks/report.py --write"
         assert len(written) == len(block.splitlines()), "run python benchmarks/report.py --write"

@@ -17,8 +17,8 @@ import papers_capture
 import papers_fft
 import papers_gradiveq
 from gradients import data
-from papers_results import END, START, Results, Row, Study, block, rounded, table, to_json, write_page
-from training_results import ResultsError
+from papers_results import START, Results, Row, Study, block, rounded, table, to_json, write_page
+from result_files import END, ResultsError
 
 RESULTS = Path(papers.ROOT) / "benchmarks" / "results" / "papers.json"
 

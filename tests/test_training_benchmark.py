@@ -18,10 +18,11 @@ import training
 import training_jobs
 import training_results
 from gradzip.registry import registered
+from result_files import ResultsError
 from training_exchange import exchange
 from training_jobs import JobError
 from training_rank import num_steps
-from training_results import Results, ResultsError, Round
+from training_results import Results, Round
 from training_variants import METHODS, QUICK, SHORTHANDS, expanded, front_end, label, least_warmup
 
 PARAMETERS = 188_234  # of `cnn` on digits
