@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from arguments import data_path, output_file
 from convergence_recipes import SIZES, Recipe, compressor, is_text, load_data, runs_of, steps_per_epoch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import data
-from train import cores, json_path, positive, seed
+from models import MODELS
+from train import cores, positive, seed
 
 EXAMPLES = """\
 examples:
@@ -83,14 +85,14 @@ def parser(description: str | None = None) -> Parser:
         "sources of Python's library); give both for both",
     )  # fmt: skip
     parser.add_argument(
-        "--json", metavar="PATH", type=json_path, default=Path("results_convergence.json"),
+        "--json", metavar="PATH", type=output_file, default=Path("results_convergence.json"),
         help="keep results here, and continue them (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--work", metavar="DIR", type=Path, help="keep checkpoints here (default: PATH.work)")
     parser.add_argument("--jobs", default=cores(), **number, help="runs at a time (default: %(default)s, the cores)")
     parser.add_argument("--threads", default=1, **number, help="torch threads of a run (default: %(default)s)")
     parser.add_argument("--report", action="store_true", help="do not train: only show what is done")
-    parser.add_argument("--png", metavar="PATH", type=json_path, help="draw the curves")
+    parser.add_argument("--png", metavar="PATH", type=output_file, help="draw the curves")
     parser.add_argument("--write", action="store_true", help="write the tables and a picture to docs/accuracy.md")
     return parser
 
@@ -112,7 +114,7 @@ def parse_arguments(description: str | None = None) -> argparse.Namespace:
     chosen = {name: customized(recipe, args) for name, recipe in SIZES[args.size].items() if args.only in (None, name)}
     args.data_of, args.settings = {}, {}
     for name, recipe in chosen.items() if not args.report else ():
-        path = data_of(recipe, args.data)
+        path = data_path(MODELS[recipe.network].data, args.data)
         if path is None and not is_text(recipe.network) and args.size != "quick":
             parse.error(
                 f"{name} trains on CIFAR-10: got no folder, expected --data DIR with its binary version, --quick or "
@@ -148,14 +150,9 @@ def customized(recipe: Recipe, args: argparse.Namespace) -> Recipe:
 def settings(recipe: Recipe, dataset: data.Images | data.Text) -> dict[str, Any]:
     """What all runs of a recipe in one file have in common."""
     return {
-        "network": recipe.network, "data": dataset.name, "examples": len(dataset), "workers": recipe.workers,
-        "batch_size": recipe.batch_size, "epochs": recipe.epochs, "steps": steps_per_epoch(recipe, dataset),
+        "network": recipe.network, "optimizer": recipe.optimizer, "betas": list(recipe.betas), "data": dataset.name,
+        "examples": len(dataset), "workers": recipe.workers, "batch_size": recipe.batch_size,
+        "epochs": recipe.epochs, "steps": steps_per_epoch(recipe, dataset),
         "measure": dataset.measure.label, "digits": dataset.measure.digits,
         "lower_is_better": is_text(recipe.network), "margin": recipe.margin,
     }  # fmt: skip
-
-
-def data_of(recipe: Recipe, paths: list[str]) -> str | None:
-    """The path with a recipe's data: the last folder for images, the last file for text; None for the default."""
-    chosen = [str(Path(path).absolute()) for path in paths if Path(path).is_file() == is_text(recipe.network)]
-    return chosen[-1] if chosen else None

@@ -15,18 +15,7 @@ import gradzip
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import data
-from models import MODELS, CharLM, resnet
-
-NETWORKS = {
-    **MODELS,
-    # ResNet-20 with one block in each stage instead of three: layers of the same shapes, a third of the work.
-    "resnet8": MODELS["resnet20"]._replace(
-        build=lambda channels, classes: resnet(channels, classes, widths=(16, 32, 64), depth=1, project=False)
-    ),
-    "charlm-small": MODELS["charlm"]._replace(
-        build=lambda vocabulary, context: CharLM(vocabulary, context, width=96, depth=2, heads=3)
-    ),
-}
+from models import MODELS
 
 # The most useful first. `compressor` reads them.
 IMAGE_METHODS = (
@@ -59,7 +48,9 @@ TEXT_METHODS = (
     "powersgd:rank=16",
     "acpsgd:rank=32",
     "powersgd:rank=32",
+    "topk:theta=0.96,bits=4",
 )
+REMEDY_METHODS = ("none", "topk:theta=0.96,bits=4", "qsgd", "acpsgd:rank=4")
 
 
 @dataclass(frozen=True)
@@ -67,8 +58,10 @@ class Recipe:
     """How all methods that are compared with each other train.
 
     Args:
-        network: a name in NETWORKS.
+        network: a name in MODELS.
         lrs: peak learning rates, for every method alike. The first is run first.
+        optimizer: a name in OPTIMIZERS.
+        betas: its momentum, and beta2 of AdamW; empty for those of OPTIMIZERS.
         workers: simulated ranks.
         batch_size: examples of a step and worker.
         share: of the training examples that is used: the first ones.
@@ -81,24 +74,40 @@ class Recipe:
     lrs: tuple[float, ...]
     methods: tuple[str, ...]
     margin: float
+    optimizer: str
+    betas: tuple[float, ...] = ()
     seeds: tuple[int, ...] = (0, 1)
     workers: int = 4
     batch_size: int = 32
     share: float = 1.0
 
 
-_IMAGES = Recipe("resnet20", epochs=15, lrs=(0.1, 0.03, 0.3), methods=IMAGE_METHODS, margin=2.0)
-_TEXT = Recipe("charlm", epochs=4, lrs=(0.002, 0.001, 0.004), methods=TEXT_METHODS, margin=0.05, batch_size=8)
+_IMAGES = Recipe("resnet20", epochs=15, lrs=(0.1, 0.03, 0.3), methods=IMAGE_METHODS, margin=2.0, optimizer="sgd")
+_TEXT = Recipe(
+    "charlm", epochs=4, lrs=(0.002, 0.001, 0.004), methods=TEXT_METHODS, margin=0.05, optimizer="adamw", batch_size=8
+)
+
+
+def _with_remedies(text: Recipe) -> dict[str, Recipe]:
+    """The recipe for text, and again with optimizers that are made for late gradients."""
+    few = replace(text, methods=REMEDY_METHODS)
+    return {
+        "text": text,
+        "text-betas": replace(few, betas=(0.3, 0.99)),
+        "text-momentum": replace(few, optimizer="ada-momentum"),
+    }
+
+
 SIZES = {
     "quick": {
         "images": replace(_IMAGES, network="cnn", batch_size=8, epochs=15, lrs=(0.05,), seeds=(0,)),
-        "text": replace(_TEXT, network="charlm-small", epochs=3, lrs=(0.002,), seeds=(0,), share=0.1),
+        **_with_remedies(replace(_TEXT, network="charlm-small", epochs=3, lrs=(0.002,), seeds=(0,), share=0.1)),
     },
     "default": {
         "images": replace(_IMAGES, network="resnet8", epochs=4, lrs=(0.1, 0.03)),
-        "text": replace(_TEXT, network="charlm-small", epochs=3, lrs=(0.002,)),
+        **_with_remedies(replace(_TEXT, network="charlm-small", epochs=3, lrs=(0.002,))),
     },
-    "full": {"images": _IMAGES, "text": _TEXT},
+    "full": {"images": _IMAGES, **_with_remedies(_TEXT)},
 }
 
 
@@ -115,6 +124,8 @@ class Run:
     workers: int
     batch_size: int
     share: float
+    optimizer: str
+    betas: tuple[float, ...]
 
     @property
     def key(self) -> tuple[str, str, float, int]:
@@ -135,14 +146,17 @@ class Run:
 def runs_of(recipes: dict[str, Recipe]) -> list[Run]:
     """All runs in the order in which they are done, so that an unfinished study compares as many methods as it can.
 
-    Every method once, then again with the other learning rates, then with the other seeds.
+    Every method once, then again with the other seeds, then with the other learning rates.
     """
     ranked = []
     for name, recipe in recipes.items():
-        fixed = (recipe.network, recipe.epochs, recipe.workers, recipe.batch_size, recipe.share)
+        fixed = (
+            recipe.network, recipe.epochs, recipe.workers, recipe.batch_size, recipe.share, recipe.optimizer,
+            recipe.betas,
+        )  # fmt: skip
         for s, seed in enumerate(recipe.seeds):
             for i, lr in enumerate(recipe.lrs):
-                ranked += [((s, i), Run(name, method, lr, seed, *fixed)) for method in recipe.methods]
+                ranked += [((i, s), Run(name, method, lr, seed, *fixed)) for method in recipe.methods]
     return [run for _, run in sorted(ranked, key=lambda entry: entry[0])]  # recipes and methods keep their order
 
 
@@ -172,7 +186,7 @@ def compressor(method: str, steps: int) -> gradzip.Compressor:
 
 
 def is_text(network: str) -> bool:
-    return NETWORKS[network].data is data.text
+    return MODELS[network].data is data.text
 
 
 def load_data(run: Run | Recipe, path: str | None) -> data.Images | data.Text:
@@ -181,7 +195,7 @@ def load_data(run: Run | Recipe, path: str | None) -> data.Images | data.Text:
     Raises:
         data.DataError: it is missing or damaged.
     """
-    dataset = NETWORKS[run.network].data(path)
+    dataset = MODELS[run.network].data(path)
     if run.share < 1:
         used = int(run.share * len(dataset.train if is_text(run.network) else dataset))
         cut = dataset.train[:used] if is_text(run.network) else tuple(array[:used] for array in dataset.train)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from convergence_results import Results, Row, rows
 from result_files import replace_block
+from training_variants import bandwidth, compression
 
 ROOT = Path(__file__).parent.parent
+STEPS = ROOT / "benchmarks" / "results" / "training_studies.json"  # times of steps of the networks of studies
+RATE = "1gbit"  # of the network that they were measured on
 PAGE = ROOT / "docs" / "accuracy.md"
 NONE = "none"  # the method that others are compared with
 
@@ -28,6 +32,15 @@ def figure(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+def step_times(network: str, workers: int, path: Path = STEPS) -> dict[str, float]:
+    """Measured milliseconds of a step through DDP by method, on a network of `RATE` with as many ranks as workers."""
+    if not path.exists():
+        return {}
+    where = {"model": network, "rate": RATE, "ranks": workers}
+    found = [row for row in json.loads(path.read_text())["rows"] if where.items() <= row.items() and "ms" in row]
+    return {spec: row["ms"] for row in found if (spec := compression(row["variant"])) is not None}
+
+
 class Table:
     """The table of a recipe, with a row for each method.
 
@@ -43,18 +56,21 @@ class Table:
         self.baseline = next((row.score for row in self.rows if row.method == NONE), None)
         margin = settings["margin"] if settings["lower_is_better"] else -settings["margin"]
         self.goal = None if self.baseline is None else self.baseline + margin  # the score that counts as reached
+        self.step_times = step_times(settings["network"], settings["workers"])
 
     def lines(self) -> Iterator[str]:
         settings, millions = self.settings, self.rows[0].records[0].parameters / 1e6
         yield (
             f"**{self.recipe}**: {settings['network']} ({millions:.2f} M parameters) on "
             f"{settings['data']}, {settings['workers']} workers with batches of {settings['batch_size']}, "
-            f"{settings['epochs']} epochs of {settings['steps']} steps"
+            f"{settings['epochs']} epochs of {settings['steps']} steps, {settings['optimizer']}"
+            + (f" with betas {', '.join(f'{beta:g}' for beta in settings['betas'])}" if settings["betas"] else "")
         )
         yield ""
         header = ["method", "kB per step", "times fewer", settings["measure"], f"− `{NONE}`"]
         header += [f"lr {lr:g}" for lr in self.lrs] if len(self.lrs) > 1 else []
         header += [] if self.goal is None else [f"steps to {self.shown(self.goal)}", "MB to it"]
+        header += ["s to it"] if self.goal is not None and self.step_times else []
         yield f"| {' | '.join(header)} |"
         yield f"|---|{'---:|' * (len(header) - 1)}"
         for row in self.rows:
@@ -84,10 +100,14 @@ class Table:
                 yield f"**{self.shown(score)}**" if lr == row.lr else self.shown(score)
         if self.goal is not None:
             epoch = None if row.score is None else row.reaches(self.goal, self.settings["lower_is_better"])
+            milliseconds = self.step_times.get(row.method)
             if epoch is None:
                 yield from ("–", "–")
             else:
                 yield from (f"{epoch * self.settings['steps']}", figure(row.payload_bytes[epoch - 1] / 1e6))
+            if self.step_times:
+                unknown = epoch is None or milliseconds is None
+                yield "–" if unknown else figure(epoch * self.settings["steps"] * milliseconds / 1e3)
 
     def caption(self) -> Iterator[str]:
         """What the rows are means of, and what is missing."""
@@ -111,6 +131,11 @@ class Table:
             yield (
                 f"*Steps to* and *MB to it*: until the first epoch that ends within {self.settings['margin']:g} of the "
                 f"final result of `{NONE}`."
+            )
+        if self.goal is not None and self.step_times:
+            yield (
+                f"*s to it*: these steps with {self.settings['workers']} ranks at {bandwidth(RATE)}, at the measured "
+                "time of a step."
             )
 
 

@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 
 import gradzip
-from convergence_recipes import NETWORKS, Run, compressor, load_data, steps_per_epoch
+from convergence_recipes import Run, compressor, load_data, steps_per_epoch
 from gradients import save
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import data
+from models import MODELS, OPTIMIZERS
 from train import cross_entropy, evaluate, learning_rate
 
 WINDOW = 50  # steps whose training loss is averaged
@@ -114,13 +115,14 @@ class Training:
         self.run, self.dataset = run, dataset
         self.per_epoch = steps_per_epoch(run, dataset)
         self.steps = run.epochs * self.per_epoch
-        kind = NETWORKS[run.network]
+        kind = MODELS[run.network]
         torch.manual_seed(run.seed)
         self.network = kind.build(*dataset.dimensions)
         self.names, self.parameters = zip(*self.network.named_parameters())
         made = compressor(run.method, self.steps)
-        momentum = 0.0 if isinstance(made, gradzip.DGC) else 0.9  # DGC has its own
-        self.optimizer = kind.optimizer(self.parameters, run.lr, momentum)
+        own_momentum = {"momentum": 0.0} if isinstance(made, gradzip.DGC) else {}
+        options = dict(zip(("momentum", "beta2"), run.betas)) | own_momentum
+        self.optimizer = OPTIMIZERS[run.optimizer](self.parameters, run.lr, **options)
         self.group = gradzip.LocalGroup(made, run.workers)
         self.record = Record(sum(p.numel() for p in self.parameters))
 

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import data
 import gradzip
+from arguments import output_file
 from gradzip.methods.gradiveq import best_slice_size, unflatten
 from gradzip.methods.pca import principal_weights
 from models import MODELS
@@ -36,7 +37,7 @@ from provenance import provenance
 from result_files import write_whole
 from train import cross_entropy, learning_rate
 from training_progress import Progress
-from transforms import output_file, positive
+from transforms import positive
 
 SHORT = "gradiveq:warmup_steps=50,compress_steps=100"
 SPECS = [
@@ -217,7 +218,7 @@ def train(
     recipe = MODELS["resnet20"]
     torch.manual_seed(args.seed)
     model = recipe.build(*dataset.dimensions)
-    optimizer = recipe.optimizer(model.parameters(), recipe.lr, 0.9)
+    optimizer = recipe.make_optimizer(model.parameters(), recipe.lr)
     group = gradzip.LocalGroup(gradzip.parse(spec), args.workers)
     traffic = group.compressors[0].traffic
     shards = [

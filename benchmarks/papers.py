@@ -21,6 +21,7 @@ import papers_acp
 import papers_atomo
 import papers_fft
 import papers_gradiveq
+from arguments import output_file
 from gradients import data
 from papers_capture import QUICK, RUNS, Captured, capture
 from papers_results import Results, table, write_page
@@ -62,14 +63,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--data", metavar="DIR", help="folder with CIFAR-10's binary version (default: digits)")
     parser.add_argument("--only", metavar="PAPER", action="append", choices=PAPERS, help=f"one of {', '.join(PAPERS)}")
-    parser.add_argument("--json", metavar="PATH", type=Path, help="keep results here, and continue them")
+    parser.add_argument("--json", metavar="PATH", type=output_file, help="keep results here, and continue them")
     parser.add_argument("--png-dir", metavar="DIR", type=Path, help="draw results-PAPER.png here (needs matplotlib)")
     parser.add_argument("--write", action="store_true", help="write the tables into docs/results.md, between its marks")
     parser.add_argument("--cache", metavar="DIR", type=Path, help="keep gradients here, and find them here: 0.4 GB")
     parser.add_argument("--quick", action="store_true", help="train for a few steps only")
     args = parser.parse_args()
-    if args.json and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
-        parser.error(f"--json {args.json}: expected a file in a folder that exists")
     if args.png_dir and not args.png_dir.is_dir():
         parser.error(f"--png-dir {args.png_dir}: expected a folder that exists")
     if args.png_dir and not importlib.util.find_spec("matplotlib"):

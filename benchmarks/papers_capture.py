@@ -80,7 +80,7 @@ def train(run: Run, dataset: data.Images, report: Callable[[float], None]) -> Ca
     recipe = MODELS[run.model]
     torch.manual_seed(0)
     model = recipe.build(*dataset.dimensions)
-    optimizer = recipe.optimizer(model.parameters(), recipe.lr, 0.9)
+    optimizer = recipe.make_optimizer(model.parameters(), recipe.lr)
     parameters = dict(model.named_parameters())
     batches = data.batches(dataset, batch_size=run.batch_size, rank=0, size=1, seed=0)
     # Not those of training, so that all workers are alike.

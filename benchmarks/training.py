@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import training_jobs
+from arguments import data, data_path
 from provenance import provenance
 from result_files import ResultsError
-from training_arguments import BATCH_SIZES, data_of, parse_arguments, parser, version
+from training_arguments import BATCH_SIZES, parse_arguments, parser, version
 from training_jobs import Job, JobError
 from training_progress import Progress
 from training_results import Cell, Results, Round, markdown
@@ -164,7 +165,7 @@ def known(entries: list[dict[str, Any]], **about: object) -> bool:
 
 def conditions(args: argparse.Namespace) -> dict[str, Any]:
     """The machine, the versions and the options that all results of a file must have in common."""
-    folder, text = data_of("cnn", args.data), data_of("charlm", args.data)
+    folder, text = data_path(data.images, args.data), data_path(data.text, args.data)
     return {
         **provenance(), "horovod": version("horovod"), "python": platform.python_version(), "cores": os.cpu_count(),
         "data": {"images": "cifar10" if folder else "digits", "text": Path(text).name if text else "standard library"},

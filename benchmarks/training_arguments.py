@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from arguments import data_path, output_file
 from training_jobs import shaping_error
 from training_rank import MODELS, data
 from training_variants import METHODS, QUICK, expanded, front_end, variant
@@ -53,13 +54,6 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
-
-
-def output_file(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"got {path}, expected a file in a folder that exists")
-    return path
 
 
 def parser(description: str | None = None) -> argparse.ArgumentParser:
@@ -127,7 +121,7 @@ def parse_arguments(description: str | None = None) -> argparse.Namespace:
     for path in args.data:
         if not Path(path).exists():
             parse.error(f"--data {path}: no such file or folder")
-    args.data_of = {model: data_of(model, args.data) for model in args.model}
+    args.data_of = {model: data_path(MODELS[model].data, args.data) for model in args.model}
     for model, path in args.data_of.items():
         try:
             dataset = MODELS[model].data(path)
@@ -146,13 +140,6 @@ def parse_arguments(description: str | None = None) -> argparse.Namespace:
         if rate != "none" and (reason := shaping_error(rate, max(args.ranks))):
             parse.error(f"--rate {rate}: {reason}")
     return args
-
-
-def data_of(model: str, paths: list[str]) -> str | None:
-    """The path with a model's data: the last folder for images, the last file for text; None for the default."""
-    is_text = MODELS[model].data is data.text
-    chosen = [str(Path(path).absolute()) for path in paths if Path(path).is_file() == is_text]
-    return chosen[-1] if chosen else None
 
 
 def version(distribution: str) -> str | None:

@@ -78,7 +78,7 @@ class Training:
         parts = averaging.compressor.parts if averaging.compressor else []
         own_momentum = any(part.optimizer_momentum for part in parts)
         momentum = 0.0 if own_momentum else 0.9
-        optimizer = recipe.optimizer(self.parameters, recipe.lr / 10, momentum)
+        optimizer = recipe.make_optimizer(self.parameters, recipe.lr / 10, momentum=momentum)
         self.model, self.optimizer = averaging.wrap(self.network, optimizer)
         self.losses: list[float] = []
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 import gradzip
+from arguments import output_file
 from gradients import CAPTURES, QUICK, data, gradient_files, load_data
 from gradzip import ops
 from gradzip.methods.transform import transform_shape
@@ -569,13 +570,6 @@ def progress(title: str) -> Iterator[Callable[[float], None]]:
             print(f"{title}  {10 * last} %", file=sys.stderr, flush=True)
 
     yield report
-
-
-def output_file(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"got {text}, expected a file in a folder that exists")
-    return path
 
 
 def positive(text: str) -> int:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import data
+import gradzip
 
 
 def cnn(in_channels, num_classes):
@@ -93,6 +94,11 @@ def resnet20(in_channels, num_classes):
     return resnet(in_channels, num_classes, widths=(16, 32, 64), depth=3, project=False)
 
 
+def resnet8(in_channels, num_classes):
+    """ResNet-20 with one block in each stage instead of three: layers of the same shapes, 0.08 M parameters."""
+    return resnet(in_channels, num_classes, widths=(16, 32, 64), depth=1, project=False)
+
+
 def resnet18(in_channels, num_classes):
     """ResNet-18 with the CIFAR stem: 11.2 M parameters."""
     return resnet(in_channels, num_classes, widths=(64, 128, 256, 512), depth=2, project=True)
@@ -143,12 +149,24 @@ def charlm(vocabulary, context):
     return CharLM(vocabulary, context)
 
 
-def sgd(parameters, lr, momentum):
+def charlm_small(vocabulary, context):
+    """Two blocks of width 96: 0.28 M parameters."""
+    return CharLM(vocabulary, context, width=96, depth=2, heads=3)
+
+
+def sgd(parameters, lr, momentum=0.9):
     return torch.optim.SGD(parameters, lr, momentum, weight_decay=5e-4)
 
 
-def adamw(parameters, lr, momentum):
-    return torch.optim.AdamW(parameters, lr, betas=(momentum, 0.95), weight_decay=0.1)
+def adamw(parameters, lr, momentum=0.9, beta2=0.95):
+    return torch.optim.AdamW(parameters, lr, betas=(momentum, beta2), weight_decay=0.1)
+
+
+def ada_momentum(parameters, lr, momentum=0.7, beta2=0.98):
+    return gradzip.optim.AdaMomentum(parameters, lr, betas=(momentum, beta2), weight_decay=0.1)
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "ada-momentum": ada_momentum}
 
 
 class Recipe(NamedTuple):
@@ -156,14 +174,20 @@ class Recipe(NamedTuple):
 
     build: Callable[[int, int], nn.Module]
     data: Callable
-    optimizer: Callable
+    optimizer: str  # a name in OPTIMIZERS
     lr: float  # peak
+
+    def make_optimizer(self, parameters, lr, **options):
+        """The network's own optimizer. options: momentum, and beta2 of AdamW."""
+        return OPTIMIZERS[self.optimizer](parameters, lr, **options)
 
 
 MODELS = {
-    "cnn": Recipe(cnn, data.images, sgd, 0.05),
-    "resnet20": Recipe(resnet20, data.images, sgd, 0.1),
-    "resnet18": Recipe(resnet18, data.images, sgd, 0.02),
-    "alexnet": Recipe(alexnet, data.images, sgd, 0.01),
-    "charlm": Recipe(charlm, data.text, adamw, 0.002),
+    "cnn": Recipe(cnn, data.images, "sgd", 0.05),
+    "resnet8": Recipe(resnet8, data.images, "sgd", 0.1),
+    "resnet20": Recipe(resnet20, data.images, "sgd", 0.1),
+    "resnet18": Recipe(resnet18, data.images, "sgd", 0.02),
+    "alexnet": Recipe(alexnet, data.images, "sgd", 0.01),
+    "charlm": Recipe(charlm, data.text, "adamw", 0.002),
+    "charlm-small": Recipe(charlm_small, data.text, "adamw", 0.002),
 }

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import data
 import engines
 import gradzip
-from models import MODELS
+from models import MODELS, OPTIMIZERS
 
 EXAMPLES = """\
 examples:
@@ -130,11 +130,15 @@ def parse_arguments():
         + ", ".join(f"{name} {recipe.lr}" for name, recipe in MODELS.items())
         + ")",
     )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="(default: sgd, for charlm adamw)")
     parser.add_argument(
         "--momentum",
         type=fraction,
-        default=0.9,
-        help="of the optimizer (AdamW: beta1); 0 with dgc, which has its own (default: %(default)s)",
+        help="of the optimizer, beta1 of AdamW and AdaMomentum; 0 with dgc, which has its own (default: 0.9, "
+        "ada-momentum 0.7)",
+    )
+    parser.add_argument(
+        "--beta2", type=fraction, help="of AdamW and AdaMomentum (default: adamw 0.95, ada-momentum 0.98)"
     )
     parser.add_argument(
         "--amp",
@@ -149,6 +153,9 @@ def parse_arguments():
     args = parser.parse_args()
     args.compression = args.compression or ["fft-range:theta=0.85,bits=10"]
     args.lr = args.lr or MODELS[args.model].lr
+    args.optimizer = args.optimizer or MODELS[args.model].optimizer
+    if args.beta2 is not None and args.optimizer == "sgd":
+        parser.error("argument --beta2: got it for sgd, which has none; give --momentum, or another --optimizer")
     if engines.launcher() not in (None, args.engine):
         parser.error(
             f"argument --engine: got {args.engine} from a launcher for {engines.launcher()}; start it with "
@@ -214,8 +221,9 @@ def train(spec, args, dataset, steps, engine):
     model = recipe.build(*dataset.dimensions)
     compressor = gradzip.parse(spec)
     own_momentum = any(part.optimizer_momentum for part in compressor.parts)  # DGC has its own
-    momentum = 0.0 if own_momentum else args.momentum
-    optimizer = recipe.optimizer(model.parameters(), args.lr, momentum)
+    chosen = {"momentum": 0.0 if own_momentum else args.momentum, "beta2": args.beta2}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    optimizer = OPTIMIZERS[args.optimizer](model.parameters(), args.lr, **chosen)
     scaler = torch.amp.GradScaler("cpu", enabled=args.amp == "fp16")
     if scaler.is_enabled():
         compressor.follow(scaler)  # rescale residuals with the loss scale

@@ -8,7 +8,7 @@ True
 
 from typing import TYPE_CHECKING, Any
 
-from . import checkpoint, horovod, methods, ops
+from . import checkpoint, horovod, methods, ops, optim
 from ._version import __version__ as __version__
 from .auto import Auto
 from .collectives import AllToAll, Broadcast, Gather, Mean, RingSum, Traffic
@@ -52,6 +52,7 @@ __all__ = [
     "fused",
     "horovod",
     "ops",
+    "optim",
     "parse",
     "register",
     "roundtrip",

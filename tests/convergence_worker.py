@@ -17,12 +17,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import data
-from convergence_recipes import NETWORKS, Run, load_data
+from convergence_recipes import Run, load_data
+from models import MODELS
 from train import cross_entropy, learning_rate
 
-RUN = Run(
-    "images", "none", 0.05, seed=3, network="cnn", epochs=2, workers=2, batch_size=8, share=0.2
-)  # 16 steps an epoch
+RUN = Run(  # 16 steps an epoch
+    "images", "none", 0.05, seed=3, network="cnn", epochs=2, workers=2, batch_size=8, share=0.2, optimizer="sgd",
+    betas=(),
+)  # fmt: skip
 
 
 def trained(run):
@@ -30,7 +32,7 @@ def trained(run):
     dataset = load_data(run, None)
     steps = run.epochs * (len(dataset) // (hvd.size() * run.batch_size))
     torch.manual_seed(run.seed)
-    network = NETWORKS[run.network].build(*dataset.dimensions)
+    network = MODELS[run.network].build(*dataset.dimensions)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(network.parameters(), run.lr, momentum=0.9, weight_decay=5e-4),
         named_parameters=network.named_parameters(),

@@ -25,7 +25,7 @@ import data
 import models
 from convergence_arguments import parse_arguments
 from convergence_jobs import BusyError, exclusive, run_all
-from convergence_recipes import IMAGE_METHODS, NETWORKS, SIZES, Run, compressor, load_data, runs_of
+from convergence_recipes import IMAGE_METHODS, SIZES, Run, compressor, load_data, runs_of
 from convergence_results import Results, rows
 from convergence_run import Record, Training, train
 from result_files import END, ResultsError
@@ -33,10 +33,14 @@ from train import learning_rate
 
 BENCHMARKS = HERE.parent / "benchmarks"
 PARAMETERS = 188_234  # of `cnn` on digits
-TINY = Run("images", "none", 0.05, seed=1, network="cnn", epochs=3, workers=2, batch_size=8, share=0.06)  # 4 steps each
+TINY = Run(  # 4 steps an epoch
+    "images", "none", 0.05, seed=1, network="cnn", epochs=3, workers=2, batch_size=8, share=0.06, optimizer="sgd",
+    betas=(),
+)  # fmt: skip
 SETTINGS = {
-    "network": "cnn", "data": "digits", "examples": 1000, "workers": 4, "batch_size": 5, "epochs": 2, "steps": 50,
-    "measure": "test accuracy, %", "digits": 1, "lower_is_better": False, "margin": 2.0,
+    "network": "cnn", "optimizer": "sgd", "betas": [], "data": "digits", "examples": 1000, "workers": 4,
+    "batch_size": 5, "epochs": 2, "steps": 50, "measure": "test accuracy, %", "digits": 1, "lower_is_better": False,
+    "margin": 2.0,
 }  # fmt: skip
 
 
@@ -141,8 +145,11 @@ def test_a_run_that_diverges_is_recorded_and_not_repeated(tmp_path, monkeypatch)
 def test_text_is_scored_in_bits_per_character(tmp_path, one_thread, monkeypatch):
     path = tmp_path / "text.txt"
     path.write_bytes(b"to be or not to be, " * 700)
-    monkeypatch.setitem(NETWORKS, "tiny", NETWORKS["charlm"]._replace(build=lambda v, c: models.CharLM(v, c, 24, 1, 2)))
-    run = Run("text", "none", 0.01, seed=0, network="tiny", epochs=1, workers=2, batch_size=4, share=0.5)
+    monkeypatch.setitem(models.MODELS, "tiny", models.MODELS["charlm"]._replace(build=lambda v, c: models.CharLM(v, c, 24, 1, 2)))
+    run = Run(
+        "text", "none", 0.01, seed=0, network="tiny", epochs=1, workers=2, batch_size=4, share=0.5, optimizer="adamw",
+        betas=(),
+    )  # fmt: skip
     dataset = load_data(run, str(path))
     assert (len(dataset.train), len(dataset.test)) == (6300, 1400)
     record = train(run, dataset, tmp_path / "c.pt", lambda line: None)
@@ -224,8 +231,24 @@ def test_runs_are_in_the_order_of_their_use():
     assert [run.key[:2] for run in runs[:4]] == [
         ("images", "none"), ("images", "acpsgd"), ("text", "none"), ("text", "acpsgd:rank=4"),
     ]  # fmt: skip
-    assert [(run.seed, run.lr) for run in runs[:12:4]] == [(0, 0.1), (0, 0.03), (0, 0.3)]
-    assert [run.seed for run in runs] == [0] * 12 + [1] * 12
+    assert [(run.seed, run.lr) for run in runs[::8]] == [
+        (seed, lr) for lr in SIZES["full"]["images"].lrs for seed in (0, 1)
+    ]
+
+
+def test_a_run_has_the_optimizer_of_its_recipe():
+    parameters = [torch.zeros(2, requires_grad=True)]
+    for run, betas in (
+        (replace(TINY, optimizer="adamw"), (0.9, 0.95)),
+        (replace(TINY, optimizer="adamw", betas=(0.3, 0.99)), (0.3, 0.99)),
+        (replace(TINY, optimizer="ada-momentum"), (0.7, 0.98)),
+    ):
+        training = Training(run, load_data(run, None))
+        assert training.optimizer.param_groups[0]["betas"] == betas
+        assert isinstance(training.optimizer, type(models.OPTIMIZERS[run.optimizer](parameters, 0.1)))
+    for method, momentum in (("none", 0.9), ("dgc", 0.0)):
+        training = Training(replace(TINY, method=method), load_data(TINY, None))
+        assert training.optimizer.defaults["momentum"] == momentum
 
 
 def test_specs_may_depend_on_the_number_of_steps():
@@ -373,7 +396,7 @@ def test_table(tmp_path):
     text = convergence_report.report(results_of(tmp_path / "r.json", records))
     lines = text.splitlines()
     assert lines[0] == (
-        "**images**: cnn (0.00 M parameters) on digits, 4 workers with batches of 5, 2 epochs of 50 steps"
+        "**images**: cnn (0.00 M parameters) on digits, 4 workers with batches of 5, 2 epochs of 50 steps, sgd"
     )
     assert lines[2:8] == [
         "| method | kB per step | times fewer | test accuracy, % | − `none` | lr 0.1 | lr 0.3 "

@@ -132,6 +132,9 @@ def test_wrong_launcher_for_the_engine_is_refused(monkeypatch, capsys, variable,
         ("--steps", "0"),
         ("--lr", "nan"),
         ("--momentum", "1"),
+        ("--optimizer", "adam"),
+        ("--optimizer", "adamw", "--beta2", "1"),
+        ("--beta2", "0.99"),  # of SGD
         ("--seed", "-1"),
         ("--json", "/nowhere/at/all.json"),
     ],
@@ -143,7 +146,7 @@ def test_bad_arguments_are_a_one_line_error(monkeypatch, capsys, arguments):
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("cnn", 188_810), ("resnet20", 269_722), ("resnet18", 11_173_962), ("alexnet", 27_445_194)],
+    [("cnn", 188_810), ("resnet8", 75_290), ("resnet20", 269_722), ("resnet18", 11_173_962), ("alexnet", 27_445_194)],
 )
 def test_networks_have_their_published_size_and_take_both_images(name, parameters):
     build = models.MODELS[name].build
@@ -293,6 +296,17 @@ def test_charlm_trains_alike_under_both_launchers(text, tmp_path):
     assert ddp["loss_curve"] == plain["loss_curve"]
     assert compressed["loss_curve"][0] == plain["loss_curve"][0]
     assert compressed["loss_curve"][2] != plain["loss_curve"][2]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launch", [horovodrun, torchrun])
+def test_ada_momentum_trains_in_jobs(text, tmp_path, launch):
+    arguments = ("--model", "charlm-small", "--data", text, "--batch-size", 2, "--steps", 30, "--threads", 1)
+    (run,) = runs_of(
+        tmp_path, ["topk:theta=0.96,bits=4"], "--optimizer", "ada-momentum", *arguments, launch=launch
+    )  # with equal replicas
+    assert run["test_loss"] < math.log(256) - 1
+    assert run["ratio"] > 40
 
 
 @pytest.mark.parametrize(
