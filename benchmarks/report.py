@@ -10,7 +10,7 @@ To refill them, measure again, then write the tables:
 
 README's table has the main variants of training_cpu.json for two ranks at 1 Gb/s on AlexNet and ResNet-18; `horovod`
 and `ddp-fp16` must be among them: they are the baselines. The accuracy of a row is that of the run in
-accuracy_digits.json with the same compression. docs/benchmarks.md has all rows, those of training_auto.json included.
+accuracy_digits.json with the same compression. docs/benchmarks.md has all rows.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import gradzip
 from result_files import ResultsError, replace_block
 from training_results import cells, table
-from training_variants import STOCK, bandwidth, compression, label
+from training_variants import FRONT_ENDS, STOCK, bandwidth, compression, label
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
-TRAINING, AUTO, ACCURACY = "training_cpu.json", "training_auto.json", "accuracy_digits.json"
+TRAINING, ACCURACY = "training_cpu.json", "accuracy_digits.json"
 START = "<!-- table: python benchmarks/report.py --write -->\n\n"
 START_AUTO = "<!-- table of Auto: python benchmarks/report.py --write -->\n\n"
 
@@ -92,21 +93,28 @@ def block(training: dict, accuracy: dict) -> str:
     return "\n".join([*lines_of_readme(training, accuracy), "", *caption(training)]) + "\n"
 
 
-def auto_block(results: dict) -> str:
+def fixed_choices(front: str) -> list[str]:
+    """The variants of a front end that `Auto` is compared with: uncompressed, fp16, and what it chooses from."""
+    _none, *allowed = gradzip.Auto().titles
+    return [front, f"{front}-fp16", *(f"{front}:{spec}" for spec in allowed)]
+
+
+def auto_block(training: dict) -> str:
     """What Auto chose: its step against the best of the fixed choices, and against fp32 and fp16."""
-    lines = ["| model | network | fp32 | fp16 | best fixed choice | `Auto` | `Auto` chose |"]
-    lines.append("|---|---|---:|---:|---:|---:|---|")
-    for (model, rate, _), rows in cells(results["rows"]):
-        ms = {row["variant"]: row["ms"] for row in rows if "ms" in row}
-        auto = next(row for row in rows if row["variant"] == "ddp:auto")
-        if "ms" not in auto:
-            continue
-        fixed = {v: t for v, t in ms.items() if v.startswith("ddp") and v != "ddp:auto"}
-        best = min(fixed, key=fixed.__getitem__)
-        chosen = ", ".join(f"{count} × `{spec}`" for spec, count in sorted(auto["rounds"][-1]["choice"].items()))
-        cells_ = [f"{ms['ddp']:.0f}", f"{min(ms['ddp-fp16'], ms['ddp:fp16']):.0f}", f"{fixed[best]:.0f} (`{best}`)"]
-        line = [MODELS.get(model, model), bandwidth(rate), *cells_, f"{auto['ms']:.0f}", chosen]
-        lines.append(f"| {' | '.join(line)} |")
+    lines = ["| model | network | front end | fp32 | fp16 | best fixed choice | `Auto` | `Auto` chose |"]
+    lines.append("|---|---|---|---:|---:|---:|---:|---|")
+    for (model, rate, _), rows in cells(training["rows"]):
+        measured = {row["variant"]: row for row in rows if "ms" in row}
+        for front, name in FRONT_ENDS.items():
+            auto = measured.get(f"{front}:auto")
+            if auto is None:
+                continue
+            ms = {variant: measured[variant]["ms"] for variant in fixed_choices(front)}
+            best = min(ms, key=ms.__getitem__)
+            fp16 = min(ms[f"{front}-fp16"], ms[f"{front}:fp16"])
+            chosen = ", ".join(f"{count} × `{spec}`" for spec, count in sorted(auto["rounds"][-1]["choice"].items()))
+            figures = [f"{ms[front]:.0f}", f"{fp16:.0f}", f"{ms[best]:.0f} (`{best}`)", f"{auto['ms']:.0f}"]
+            lines.append(f"| {' | '.join([MODELS.get(model, model), bandwidth(rate), name, *figures, chosen])} |")
     return "\n".join(lines) + "\n"
 
 
@@ -129,7 +137,7 @@ def blocks() -> list[tuple[Path, str, str]]:
     return [
         (README, START, block(training, read(ACCURACY))),
         (PAGE, START, page_block(training)),
-        (PAGE, START_AUTO, auto_block(read(AUTO))),
+        (PAGE, START_AUTO, auto_block(training)),
     ]
 
 

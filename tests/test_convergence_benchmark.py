@@ -145,7 +145,8 @@ def test_a_run_that_diverges_is_recorded_and_not_repeated(tmp_path, monkeypatch)
 def test_text_is_scored_in_bits_per_character(tmp_path, one_thread, monkeypatch):
     path = tmp_path / "text.txt"
     path.write_bytes(b"to be or not to be, " * 700)
-    monkeypatch.setitem(models.MODELS, "tiny", models.MODELS["charlm"]._replace(build=lambda v, c: models.CharLM(v, c, 24, 1, 2)))
+    tiny = models.MODELS["charlm"]._replace(build=lambda v, c: models.CharLM(v, c, 24, 1, 2))
+    monkeypatch.setitem(models.MODELS, "tiny", tiny)
     run = Run(
         "text", "none", 0.01, seed=0, network="tiny", epochs=1, workers=2, batch_size=4, share=0.5, optimizer="adamw",
         betas=(),
