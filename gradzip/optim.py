@@ -57,37 +57,37 @@ class AdaMomentum(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            states = [self._state(p) for p in parameters]
-            if parameters:
-                self._update(group, parameters, states)
+            gradients = {p: p.grad for p in group["params"] if p.grad is not None}
+            if gradients:
+                self._update(group, gradients)
         return loss
 
-    def _state(self, parameter: Tensor) -> dict[str, Any]:
-        """The state of a parameter with a gradient, under the names of torch's AdamW."""
-        assert parameter.grad is not None
-        if parameter.grad.is_sparse:
+    def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
+        """Update the parameters of a group that have gradients."""
+        beta1, beta2 = group["betas"]
+        states = [self._state(parameter, gradient) for parameter, gradient in gradients.items()]
+        momenta = [state["exp_avg"] for state in states]
+        torch._foreach_lerp_(momenta, list(gradients.values()), 1 - beta1)
+        # AdamW's own update without momentum, for which a gradient is its own first moment.
+        adamw(
+            list(gradients), momenta, momenta, [state["exp_avg_sq"] for state in states], [],
+            [state["step"] for state in states], amsgrad=False, beta1=0.0, beta2=beta2, lr=group["lr"],
+            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        )  # fmt: skip
+
+    def _state(self, parameter: Tensor, gradient: Tensor) -> dict[str, Any]:
+        """The state of a parameter, under the names of torch's AdamW."""
+        if gradient.is_sparse:
             raise ValueError("AdaMomentum: got a sparse gradient, expected a dense one; use Embedding(sparse=False)")
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = parameter.grad.clone()
+            state["exp_avg"] = gradient.clone()
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         return state
-
-    def _update(self, group: dict[str, Any], parameters: list[Tensor], states: list[dict[str, Any]]) -> None:
-        beta1, beta2 = group["betas"]
-        momenta = [state["exp_avg"] for state in states]
-        torch._foreach_lerp_(momenta, [p.grad for p in parameters], 1 - beta1)
-        # AdamW's own update without momentum, for which a gradient is its own first moment.
-        adamw(
-            parameters, momenta, momenta, [state["exp_avg_sq"] for state in states], [], [s["step"] for s in states],
-            amsgrad=False, beta1=0.0, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
-            eps=group["eps"], maximize=False,
-        )  # fmt: skip
