@@ -32,12 +32,12 @@ def figure(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def step_times(network: str, workers: int, path: Path = STEPS) -> dict[str, float]:
+def step_times(network: str, workers: int) -> dict[str, float]:
     """Measured milliseconds of a step through DDP by method, on a network of `RATE` with as many ranks as workers."""
-    if not path.exists():
+    if not STEPS.exists():
         return {}
     where = {"model": network, "rate": RATE, "ranks": workers}
-    found = [row for row in json.loads(path.read_text())["rows"] if where.items() <= row.items() and "ms" in row]
+    found = [row for row in json.loads(STEPS.read_text())["rows"] if where.items() <= row.items() and "ms" in row]
     return {spec: row["ms"] for row in found if (spec := compression(row["variant"])) is not None}
 
 

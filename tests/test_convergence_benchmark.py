@@ -417,6 +417,30 @@ def test_table(tmp_path):
     assert convergence_report.report(results_of(tmp_path / "r.json", {})) == ""
 
 
+def test_seconds_are_those_of_measured_steps(tmp_path, monkeypatch):
+    where = {"model": "cnn", "rate": "1gbit", "ranks": 4}
+    measured = [
+        {**where, "variant": "ddp", "ms": 200.0},
+        {**where, "variant": "compute", "ms": 100.0},
+        {**where, "variant": "ddp:topk", "ms": 120.0},
+        {**where, "variant": "ddp:qsgd", "rounds": []},  # failed
+        {**where, "variant": "ddp:topk", "ms": 1.0, "rate": "none"},
+    ]
+    (tmp_path / "steps.json").write_text(json.dumps({"rows": measured}))
+    monkeypatch.setattr(convergence_report, "STEPS", tmp_path / "steps.json")
+    records = {
+        ("none", 0.1, 0): record(50.0, 60.0), ("topk", 0.1, 0): record(60.0, 60.4),
+        ("qsgd", 0.1, 0): record(50.0, 59.0), ("dgc", 0.1, 0): record(10.0, 20.0),
+    }  # fmt: skip
+    text = convergence_report.report(results_of(tmp_path / "r.json", records))
+    assert "| MB to it | s to it |" in text and "with 4 ranks at 1 Gb/s" in text
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `")]
+    assert [(row[0], row[-3], row[-1]) for row in cells] == [
+        ("`none`", "100", "20"), ("`topk`", "50", "6"), ("`qsgd`", "100", "–"), ("`dgc`", "–", "–"),
+    ]  # fmt: skip
+    assert convergence_report.step_times("cnn", 2) == {}
+
+
 def test_tables_are_written_between_their_marks(tmp_path):
     results = results_of(tmp_path / "convergence_x.json", {("none", 0.1, 0): record(50.0, 60.0)})
     page = tmp_path / "page.md"

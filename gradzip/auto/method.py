@@ -52,7 +52,7 @@ class Auto(Composite):
     Args:
         allow: the methods to choose from, as specs or compressors. Uncompressed is always allowed. The default has the
             fastest method with error feedback, and an unbiased one without state that is faster on small parameters.
-            Speed alone decides among them: allow what trains your network well (AdamW needs ``"acpsgd:rank=32"``).
+            Speed alone decides among them: allow what trains your network well (AdamW: ``"topk:theta=0.96,bits=4"``).
         max_error: the largest error |x - decoded| / |x| of a method on one gradient, without a residual, for which it
             may compress that parameter. Error feedback makes up for errors near 1 (`acpsgd`); None: any error.
         every: steps after which plans are compared again. A plan is tried again if that costs less than 2 % of the
