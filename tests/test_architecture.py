@@ -15,8 +15,8 @@ PACKAGE = Path(gradzip.__file__).parent
 # Modules and packages in order. Each may import earlier ones and, in a package, the package's own modules.
 ORDER = [
     "_version",
-    "optim",
     "ops",
+    "optim",
     "state",
     "memory",
     "collectives",
