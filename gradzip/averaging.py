@@ -39,6 +39,7 @@ class Averaging:
         compressed = self.compresses(like)
         self.rounds = self.method.rounds if compressed else 1
         self.per_bucket = compressed and self.method.per_bucket
+        self.joins = compressed and (self.method.joins or self.rounds > 1)
 
     def compresses(self, grad: Tensor) -> bool:
         """Whether a gradient of this shape is compressed, rather than averaged as it is."""
@@ -59,12 +60,8 @@ class Averaging:
             )
         if not self._frozen:
             self._compressor.observe(self.name, grad)
-        memory = self._compressor.memory
-        memory.in_flight += 1
-        try:
+        with self._compressor.memory.counted():
             return (yield from self._routine(grad, rank, size))
-        finally:
-            memory.in_flight -= 1
 
     def _routine(self, grad: Tensor, rank: int, size: int) -> Routine:
         monitor = self._compressor.memory.attachments.get("monitor")

@@ -37,6 +37,10 @@ class Compressor(ABC):
     # Whether the method compresses a bucket as one vector, if a front end has buckets.
     per_bucket = False
 
+    # Whether front ends join the collectives of several gradients also if each has only one. It does not pay for a Mean
+    # alone, which Horovod takes for its own all-reduce, and joins itself.
+    joins = False
+
     # Methods with error feedback declare it as a hyper-parameter. (A ClassVar here would fix its place among them.)
     error_feedback = False
 
@@ -166,7 +170,7 @@ class Compressor(ABC):
 
     def step_of(self, name: str, shape: torch.Size, prefix: str = "") -> int:
         """The number of steps of a parameter so far, which ranks compare before they start. Arguments: `method_for`."""
-        state = self.method_for(name, shape, prefix).states.get(prefix + name)
+        state = self.method_for(name, shape, prefix).memory.find(prefix + name)
         return 0 if state is None else state.step
 
     def register_parameter(self, name: str, shape: torch.Size, state_name: str) -> None:  # noqa: B027

@@ -61,6 +61,11 @@ class Round:
             kind = (type(collective), collective.tensor.dtype, collective.tensor.device)
         self._groups.setdefault(kind, {})[key] = collective
 
+    def take_rings(self) -> dict[Any, RingSum]:
+        """Remove the RingSums from this round, and return them by key."""
+        kinds = [kind for kind in self._groups if kind[0] is RingSum]
+        return {key: ring for kind in kinds for key, ring in self._groups.pop(kind).items()}
+
     def collectives(self) -> list[Collective]:
         """The collectives of this round, joined into one per kind. They may run concurrently."""
         return [_join(list(group.values())) for group in self._groups.values()]

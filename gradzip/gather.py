@@ -45,6 +45,8 @@ class GatherCompressor(Compressor):
     # Payloads do not depend on the exchange.
     exchange: str = field(default="gather", kw_only=True, metadata={"digest": False})
 
+    joins = True
+
     number: ClassVar[int]  # of the method in payload headers, set by `register`
     seed = 0  # methods that draw random numbers declare it as a hyper-parameter
 

@@ -32,8 +32,18 @@ def parameters_by_name(named_parameters: Iterable[tuple[str, Tensor]], what: str
     return named
 
 
-def describe(compressor: Compressor, parameters: Iterable[tuple[str, Tensor]], prefix: str = "") -> bytes:
-    """Describe this rank's configuration as a line of JSON, for `compare`. prefix: of the names of the states."""
+def describe(
+    compressor: Compressor,
+    parameters: Iterable[tuple[str, Tensor]],
+    prefix: str = "",
+    buckets: Any = None,
+) -> bytes:
+    """Describe this rank's configuration as a line of JSON, for `compare`.
+
+    Args:
+        prefix: of the names of the states.
+        buckets: of the front end, in JSON types. They are not compared, but the front end sees those of all ranks.
+    """
     shapes, steps = {}, {}
     for name, p in parameters:
         shapes[name] = f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}"
@@ -47,12 +57,13 @@ def describe(compressor: Compressor, parameters: Iterable[tuple[str, Tensor]], p
         "parameters": shapes,
         "choice": getattr(compressor, "choice", {}),  # of a method that chooses while training runs
         "steps": steps,
+        "buckets": buckets,
     }
     return json.dumps(description).encode() + b"\n"
 
 
-def compare(descriptions: Sequence[bytes]) -> None:
-    """Compare the descriptions of all ranks, in rank order.
+def compare(descriptions: Sequence[bytes]) -> list[Any]:
+    """Compare the descriptions of all ranks, in rank order. Returns the `buckets` of each.
 
     Raises:
         RuntimeError: names both sides of the first difference; the same on all ranks.
@@ -84,6 +95,7 @@ def compare(descriptions: Sequence[bytes]) -> None:
                 "compressor's state on all ranks or on none, and train elastically with gradzip.horovod.elastic_state "
                 "in place of hvd.elastic.TorchState"
             )
+    return [of_rank["buckets"] for of_rank in (first, *others)]
 
 
 def _differences(theirs: dict[str, Any], ours: dict[str, Any], default: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -62,6 +63,27 @@ class Memory:
         self._rescale(state)
         return state
 
+    def find(self, name: str) -> State | None:
+        """The state that a parameter is a part of: its own, or that of a bucket."""
+        buckets = (s for s in self.states.values() if isinstance(s, BucketState) and name in s.shapes)
+        return self.states.get(name) or next(buckets, None)
+
+    def free(self, names: Iterable[str]) -> None:
+        """Free the states of parameters."""
+        gone = set(names)
+        self.split_buckets(gone)
+        for name in gone:
+            self.states.pop(name, None)
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a gradient as in flight until the end of the context, or until nothing refers to the context."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
     # --- loss scale
 
     @property
@@ -106,6 +128,7 @@ class Memory:
 
     def change_group(self, rank: int, size: int) -> None:
         """Continue as another rank, or in a group of another size. Residuals are kept."""
+        self.split_all_buckets()  # as in a state dict: what this rank keeps as the owner of a shard is not lost
         for state in self.states.values():
             state.set_rank(rank, size, self.shard_local)
 
@@ -120,6 +143,7 @@ class Memory:
         for parameter, state in found.items():
             if state.loaded:
                 self.restore(state, gradients[parameter], shapes, rank, size)
+            self._rescale(state)  # a parameter that was frozen has the loss scale of its last step
         for parameter in found:
             del self.states[parameter]
         of_bucket = {parameter: gradient.shape for parameter, gradient in gradients.items()}
@@ -136,7 +160,6 @@ class Memory:
         """Replace all bucket states by states of single parameters, which buckets then concatenate again."""
         states = [state for state in self.states.values() if isinstance(state, BucketState)]
         self.split_buckets({parameter for state in states for parameter in state.shapes})
-        self.states = dict(self.states)  # another object: what has concatenated states looks for them again
 
     # --- parameters that change hands
 

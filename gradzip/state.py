@@ -90,8 +90,8 @@ class State:
 class BucketState(State):
     """State of a bucket: several parameters' gradients, concatenated to a tensor of shape (1, elements).
 
-    The set of parameters changes, because DDP rebuilds its buckets after the first step. A bucket's state is therefore
-    built from the states of its parameters, and split into such again; it is saved in that form, too.
+    The set of parameters changes: DDP rebuilds its buckets after the first step, and parameters are frozen. A bucket's
+    state is therefore built from its parameters' states, and split into such again; it is saved in that form, too.
     """
 
     TRANSIENT = (*State.TRANSIENT, "shapes")

@@ -32,7 +32,7 @@ class Monitor:
     A monitor needs one line and nothing after it, for Horovod, DDP and the compressors of a `LocalGroup`. It exchanges
     nothing with other ranks, and does not change what is averaged: watch on one rank, or on all with a writer for each.
 
-    In a reporting step, for each compressed parameter (or bucket, of methods that compress DDP's buckets as a whole):
+    In a reporting step, for each compressed parameter (or bucket, of methods that compress buckets as a whole):
 
         error           alpha = |x - x^| / |x|, where x is the gradient plus residual, and x^ what peers see of it. With
                         error feedback, x - x^ is the new residual. All are those of this rank alone: it repeats the
@@ -128,7 +128,7 @@ class Monitor:
         """
         method = averaging.method
         state = method.memory.states.get(averaging.name)
-        names = getattr(state, "shapes", (averaging.name,))  # DDP's buckets change: count their parameters
+        names = getattr(state, "shapes", (averaging.name,))  # buckets change: count their parameters
         if not self._names.isdisjoint(names):
             self._end_step()
         self._names.update(names)

@@ -38,22 +38,118 @@ def each(steps, of_rank, names=SHAPES, size=2):
     return [{name: [of_rank(name, r, step) for r in range(size)] for name in names} for step in steps]
 
 
-def method_for(spec, name, shape):
-    """The compressor of a parameter, for a LocalGroup of it alone. Rules of PerLayer see no prefix."""
-    compressor = gradzip.parse(spec)
-    return compressor.method_for(name, shape) if compressor.selects_by_name else compressor
+class Expected:
+    """Expected averages of gradients in buckets, computed with LocalGroups.
+
+    There is one group per parameter. For methods that compress whole buckets, there is one per bucket and method. When
+    buckets change, parameters keep their residuals, which are moved here in plain torch. A unit is the tuple of the
+    names of parameters that are compressed together.
+
+    Args:
+        method: a spec or a compressor.
+    """
+
+    def __init__(self, method, prefix="", size=2):
+        self.compressor = gradzip.parse(method) if isinstance(method, str) else method
+        self.prefix, self.size, self.step = prefix, size, 0
+        self.groups = {}  # by unit
+        self.shapes = {}  # by name
+        self.residuals = [{} for _ in range(size)]  # by name, of parameters without a group
+
+    @property
+    def bytes_sent(self):
+        """Payload bytes so far, of the rank that sent most."""
+        groups = self.groups.values()
+        return max(sum(group.compressors[r].traffic.bytes_sent for group in groups) for r in range(self.size))
+
+    def averages(self, steps, buckets=None, reset_before=()):
+        """Return the averages of all steps.
+
+        Args:
+            buckets: the names in each bucket, for each step. None: all gradients of a step are in one.
+            reset_before: steps before which all units are split into parameters, as a checkpoint does.
+        """
+        buckets = buckets or [[list(grads)] for grads in steps]
+        assert len(steps) == len(buckets)
+        return [
+            self.average(grads, of_step, i in reset_before) for i, (grads, of_step) in enumerate(zip(steps, buckets))
+        ]
+
+    def average(self, grads, buckets=None, reset=False):
+        """Return the averages of one step. grads: {name: [of rank 0, ...]}."""
+        self.shapes |= {name: per_rank[0].shape for name, per_rank in grads.items()}
+        units = [unit for bucket in buckets or [list(grads)] for unit in self.units(bucket)]
+        present = {name for unit in units for name in unit}
+        for unit in list(self.groups):
+            if (unit not in units and not present.isdisjoint(unit)) or (reset and len(unit) > 1):
+                self.keep_residuals(unit)
+        averages = {}
+        for unit in units:
+            if unit not in self.groups:
+                self.groups[unit] = self.group(unit)
+            per_rank = list(grads[unit[0]])
+            if len(unit) > 1:
+                per_rank = [
+                    torch.cat([grads[name][r].reshape(-1) for name in unit]).view(1, -1) for r in range(self.size)
+                ]
+            average = self.groups[unit].average(per_rank, self.name(unit))[0]
+            averages |= self.split(unit, average)
+        self.step += 1
+        return {name: averages[name] for name in grads}
+
+    def split(self, unit, tensor):
+        """Return the parts of a unit's tensor by name."""
+        parts = tensor.view(-1).split([self.shapes[name].numel() for name in unit])
+        return {name: part.view(self.shapes[name]) for name, part in zip(unit, parts)}
+
+    def units(self, bucket):
+        """Return the units of a bucket."""
+        units = {}
+        for name in bucket:
+            method = self.compressor.method_for(name, self.shapes[name])
+            flat = method.per_bucket and not method.bypasses(torch.empty(self.shapes[name], device="meta"))
+            units.setdefault(id(method) if flat else name, []).append(name)
+        return [tuple(names) for names in units.values()]
+
+    def name(self, unit):
+        first, *others = (self.prefix + name for name in unit)
+        return f"{first} and {len(others)} more" if others else first
+
+    def group(self, unit):
+        """Return a new group that continues with these parameters' residuals, if they have any."""
+        compressor = self.compressor
+        if compressor.selects_by_name:
+            compressor = compressor.method_for(unit[0], self.shapes[unit[0]])
+        group = gradzip.LocalGroup(compressor, self.size)
+        if unit[0] in self.residuals[0]:
+            for rank, compressor in enumerate(group.compressors):
+                parts = [self.residuals[rank].pop(name) for name in unit]
+                residual = torch.cat([p.reshape(-1) for p in parts]).view(1, -1) if len(unit) > 1 else parts[0]
+                state = {"step": self.step, "rank": rank, "size": self.size, "residual": residual}
+                compressor.load_state_dict({"method": type(compressor).__name__, "states": {self.name(unit): state}})
+        return group
+
+    def keep_residuals(self, unit):
+        """Remove a unit's group. Keep its residuals by name, including those of the shards that ranks own."""
+        for rank, compressor in enumerate(self.groups.pop(unit).compressors):
+            (state,) = compressor.states.values()
+            residual = state.residual.view(-1).clone()
+            if (owed := getattr(state, "owner_residual", None)) is not None:
+                residual.tensor_split(self.size)[rank].add_(owed.view(-1), alpha=self.size)
+            self.residuals[rank] |= self.split(unit, residual)
 
 
-def expected(spec, gradients, prefix=""):
-    """The averages of the last step, from a `LocalGroup` for each parameter."""
-    groups = {
-        name: gradzip.LocalGroup(method_for(spec, name, grads[0].shape), len(grads))
-        for step in gradients
-        for name, grads in step.items()
-    }
-    for step in gradients:
-        averages = {name: groups[name].average(grads, prefix + name)[0] for name, grads in step.items()}
-    return averages
+def average_bucket(group, grads):
+    """The averages by name of one bucket of gradients {name: [of rank 0, ...]}, with the states of a LocalGroup."""
+    reference = Expected(group.compressors[0], size=len(group.compressors))
+    reference.shapes = {name: per_rank[0].shape for name, per_rank in grads.items()}
+    reference.groups = dict.fromkeys(reference.units(list(grads)), group)
+    return reference.average(grads)
+
+
+def expected(method, gradients, prefix=""):
+    """The averages of the last step, where all gradients are in one bucket."""
+    return Expected(method, prefix, size=len(next(iter(gradients[0].values())))).averages(gradients)[-1]
 
 
 def assert_equal_states(a, b):

@@ -12,7 +12,7 @@ import gradzip
 from auto_worker import FRONT_END, SHAPES, Job, equal, gather, scenario
 from contract import gradient
 
-# Methods that compress parameters, and such that compress whole buckets under DDP.
+# Methods that compress parameters, and such that compress whole buckets.
 CHANGING = "phases:0=topk(theta=0.9),4=acpsgd,8=fft-range(theta=0.5,error_feedback=True),12=none"
 WARMED_UP = "phases:0=none,3=acpsgd,6=none"
 STEPS = 16

@@ -35,6 +35,7 @@ ORDER = [
     "averaging",
     "decay_momentum",
     "engines",
+    "buckets",
     "measure",
     "auto",
     "handshake",

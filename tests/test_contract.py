@@ -1,13 +1,25 @@
 """Horovod's options and common training practices behave as without compression, with every registered method.
 
-Results are compared with those of the same method in a LocalGroup, without Horovod.
+Results are compared with those of the same method in LocalGroups, without Horovod. All gradients are in one bucket.
 """
 
 import pytest
 import torch
 
 import gradzip
-from contract import AMP_SCALES, OVERFLOWS, SHAPES, SPECS, STEPS, TIMEOUT, assert_equal_states, each, expected, gradient
+from contract import (
+    AMP_SCALES,
+    OVERFLOWS,
+    SHAPES,
+    SPECS,
+    STEPS,
+    TIMEOUT,
+    Expected,
+    assert_equal_states,
+    each,
+    expected,
+    gradient,
+)
 from gradzip.gather import GatherCompressor
 from launch import scenarios
 
@@ -82,11 +94,11 @@ def test_step_before_all_backward_passes(results, spec):
 @every_method
 def test_closure(results, spec):
     """Before it calls the closure, Horovod averages the current gradients: zeros at first, then the last averages."""
-    group, zero_gradient = gradzip.LocalGroup(gradzip.parse(spec), SIZE), lambda n, r, s: torch.zeros(SHAPES[n])
+    reference, zero_gradient = Expected(spec), lambda n, r, s: torch.zeros(SHAPES[n])
     stale = each([0], zero_gradient)[0]
     for step in each(range(2), gradient):
         for grads in (stale, step):
-            averages = {n: group.average([g.clone() for g in per_rank], n)[0] for n, per_rank in grads.items()}
+            averages = reference.average(grads)
         stale = {name: [average] * SIZE for name, average in averages.items()}
     assert_same(spec, [r[spec] for r in results["closure_step"]], averages)
 
@@ -159,10 +171,9 @@ def test_parameters_unused_on_one_rank(results, spec):
 def test_freezing_parameters_keeps_their_state(results, spec):
     per_rank = [r[spec] for r in results["frozen_in_one_step"]]
     steps = [{n: g for n, g in step.items() if s != 1 or n == "v"} for s, step in enumerate(each(range(3), gradient))]
-    group = gradzip.LocalGroup(gradzip.parse(spec), SIZE)
     wanted = {}
-    for step in steps:
-        wanted |= {name: group.average(grads, name)[0] for name, grads in step.items()}
+    for averages in Expected(spec).averages(steps):
+        wanted |= averages
     assert_same(spec, [averages for _, averages in per_rank], wanted)
     for after, _ in per_rank:
         for name in SHAPES:
@@ -214,7 +225,8 @@ def test_sparse_gradients(results, spec):
         # Horovod gathers sparse gradients itself, without compression.
         torch.testing.assert_close(averages["table"], table)
         assert (nbytes, fewer_nbytes) == (4 * STEPS * (200 * 16 + 64 * 48), 4 * STEPS * 64 * 48)
-    assert_same(spec, [{"w": averages["w"]} for _, (averages, *_) in per_rank], {"w": wanted["w"]})
+    alone = expected(spec, [{"w": of_step["w"]} for of_step in gradients])  # the table is in no bucket
+    assert_same(spec, [{"w": averages["w"]} for _, (averages, *_) in per_rank], alone)
 
 
 @every_method

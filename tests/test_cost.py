@@ -104,6 +104,26 @@ def test_fusion_saves_latency_where_collectives_wait():
     assert predict(at_once, mixed, link, fusion_nbytes=1e9).exposed < 0.1 + 0.2 + 0.1 + 0.003 + waited
 
 
+def test_buckets_of_horovod():
+    """They are filled from the layer that comes last, and leave layers out that need one all-reduce alone."""
+    layers = tuple(Layer(f"{i}", (256, 1024), i) for i in range(6))  # 1 MiB each
+    step, link = Step(layers, 6.0), Link(2, math.inf, 0.4)
+    gathers = [Compressed((("all_gather", 1.0),))] * 6
+    horovod = {"bucket_nbytes": 3 << 20, "fusion_nbytes": 1e-9}  # fuses nothing
+    # 0 1 | 2 3 4 | 5: gathers of 0.4 s start at 1, 4 and 5. An optimizer of 1 s follows.
+    assert predict(step, gathers, link, **horovod).exposed == pytest.approx(0.4)
+    slow = Link(2, math.inf, 1.5)  # from 1, 4 and 5.5
+    assert predict(step, gathers, slow, **horovod).seconds == pytest.approx(7.0 + 1.0)
+    # DDP: 0 | 1 2 3 | 4 5, from 0, 3 and 5.
+    assert predict(step, gathers, slow, bucket_nbytes=3 << 20).seconds == pytest.approx(6.5 + 1.0)
+    # Each all-reduce starts when its layer is ready, and takes two messages: from 0, 3, 6, 9, 12, 15.
+    dense = [cost.uncompressed(layer) for layer in layers]
+    assert predict(step, dense, slow, **horovod).seconds == pytest.approx(18.0 + 1.0)
+    # Layer 3 starts at 3, and takes until 6. Gathers of 0 1, 2 4 and 5 follow from 1, 6 and 7.5.
+    mixed = [*gathers[:3], dense[3], *gathers[4:]]
+    assert predict(step, mixed, slow, **horovod).seconds == pytest.approx(9.0 + 1.0)
+
+
 def reference_buckets(step, nbytes):
     """The numbers of the layers in each bucket, as torch's compute_bucket_assignment_by_size with DDP's two limits."""
     limits = [0, 0] if nbytes is None else [min(2**20, nbytes), nbytes]
@@ -115,7 +135,18 @@ def reference_buckets(step, nbytes):
     return [bucket for bucket in buckets if bucket]
 
 
-def reference(step, layers, link, tick, bucket_nbytes):
+def horovod_buckets(step, layers, nbytes):
+    """As `reference_buckets`, for Horovod: filled from the last layer; all-reduces alone are in none."""
+    alone = [i for i, c in enumerate(layers) if len(c.rounds) == 1 and "reduce" in c.rounds[0][0]]
+    if nbytes is None:
+        return [[i] for i in range(len(layers))]
+    last, buckets = len(layers) - 1, []
+    for bucket in reference_buckets(Step(step.layers[::-1], step.seconds), nbytes):
+        buckets.append(sorted({last - i for i in bucket} - set(alone)))
+    return sorted([*([i] for i in alone), *filter(None, buckets)], key=max)
+
+
+def reference(step, layers, link, tick, buckets):
     """`predict` without fusion, as a clock that advances thread and link by `tick` at a time."""
     script = []  # of the thread: ("work", seconds), ("start", number) or ("wait", number)
     collectives = []
@@ -133,9 +164,10 @@ def reference(step, layers, link, tick, bucket_nbytes):
                 totals[kind] = totals.get(kind, 0.0) + nbytes
         return [start(*item) for item in totals.items()]
 
-    first = []
-    for bucket in reference_buckets(step, bucket_nbytes):
-        for i in bucket:
+    first, i = [], -1
+    for bucket in buckets:
+        while i < bucket[-1]:
+            i += 1
             script.append(("work", step.layers[i].ready - ready + layers[i].encode))
             ready = step.layers[i].ready
         members = [layers[i] for i in bucket]
@@ -193,10 +225,14 @@ def test_simulation_against_a_clock(data):
     rounds = st.lists(st.tuples(st.sampled_from(KINDS), st.floats(1.0, 1e6)), min_size=1, max_size=2)
     layers = [Compressed(tuple(draw(rounds)), draw(small), draw(small)) for _ in times]
     tick = 2e-4
-    predicted = predict(step, layers, link, bucket_nbytes=bucket_nbytes)
+    if draw(st.booleans()):
+        fusion_nbytes, buckets = None, reference_buckets(step, bucket_nbytes)
+    else:
+        fusion_nbytes, buckets = 1e-9, horovod_buckets(step, layers, bucket_nbytes)  # fuses nothing
+    predicted = predict(step, layers, link, bucket_nbytes=bucket_nbytes, fusion_nbytes=fusion_nbytes)
     # Each of the thread's waits, and each collective, may end up to a tick late.
     events = 2 * sum(len(c.rounds) + 1 for c in layers) + 4
-    assert abs(reference(step, layers, link, tick, bucket_nbytes) - predicted.seconds) <= events * tick
+    assert abs(reference(step, layers, link, tick, buckets) - predicted.seconds) <= events * tick
     assert predicted.seconds == pytest.approx(predicted.compute + predicted.compression + predicted.exposed)
     assert predicted.exposed >= 0
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import gradzip
-from contract import AMP_SCALES, OVERFLOWS, SPECS, STEPS, TIMEOUT, assert_equal_states, each, gradient, method_for
+from contract import AMP_SCALES, OVERFLOWS, SPECS, STEPS, TIMEOUT, Expected, assert_equal_states, each, gradient
 from launch import scenarios, torchrun
 
 if not dist.is_available():
@@ -23,88 +22,6 @@ FINITE_STEPS = [step for step in range(len(AMP_SCALES)) if step != OVERFLOWS]
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("contract")
     return scenarios(SIZE, "ddp_contract_worker.py", folder, run=torchrun, timeout=TIMEOUT)
-
-
-class Expected:
-    """Expected averages of gradients in DDP's buckets, computed with LocalGroups.
-
-    There is one group per parameter. For methods that compress whole buckets, there is one per bucket and method. When
-    buckets change, parameters keep their residuals, which are moved here in plain torch. A unit is the tuple of the
-    names of parameters that are compressed together.
-    """
-
-    def __init__(self, spec, prefix=""):
-        self.spec, self.prefix, self.step = spec, prefix, 0
-        self.groups = {}  # by unit
-
-    def averages(self, steps, buckets, reset_before=()):
-        """Return the averages of all steps.
-
-        Args:
-            reset_before: steps before which all units are split into parameters, as a checkpoint does.
-        """
-        assert len(steps) == len(buckets)
-        return [
-            self.average(grads, of_step, i in reset_before) for i, (grads, of_step) in enumerate(zip(steps, buckets))
-        ]
-
-    def average(self, grads, buckets, reset=False):
-        units = [unit for bucket in buckets for unit in self.units(bucket, grads)]
-        residuals = [{} for _ in range(SIZE)]
-        for unit in [u for u in self.groups if u not in units or (reset and len(u) > 1)]:
-            for rank, parts in enumerate(self.residuals_by_name(unit, grads)):
-                residuals[rank] |= parts
-        averages = {}
-        for unit in units:
-            if unit not in self.groups:
-                self.groups[unit] = self.group(unit, residuals, grads)
-            grads_by_rank = [grads[unit[0]][r] for r in range(SIZE)]
-            if len(unit) > 1:
-                grads_by_rank = [
-                    torch.cat([grads[name][r].reshape(-1) for name in unit]).view(1, -1) for r in range(SIZE)
-                ]
-            average = self.groups[unit].average(grads_by_rank, self.name(unit))[0]
-            parts = average.view(-1).split([grads[name][0].numel() for name in unit])
-            averages |= {name: part.view(grads[name][0].shape) for name, part in zip(unit, parts)}
-        self.step += 1
-        return averages
-
-    def units(self, bucket, grads):
-        """Return the units of a bucket."""
-        units = {}
-        compressor = gradzip.parse(self.spec)
-        for name in bucket:
-            method = compressor.method_for(name, grads[name][0].shape)
-            flat = method.per_bucket and not method.bypasses(grads[name][0])
-            units.setdefault(id(method) if flat else name, []).append(name)
-        return [tuple(names) for names in units.values()]
-
-    def name(self, unit):
-        first, *others = (self.prefix + name for name in unit)
-        return f"{first} and {len(others)} more" if others else first
-
-    def group(self, unit, residuals, grads):
-        """Return a new group that continues with these parameters' residuals, if they have any."""
-        method = method_for(self.spec, unit[0], grads[unit[0]][0].shape)
-        group = gradzip.LocalGroup(method, SIZE)
-        if unit[0] in residuals[0]:
-            for rank, compressor in enumerate(group.compressors):
-                parts = [residuals[rank][name] for name in unit]
-                residual = torch.cat([p.reshape(-1) for p in parts]).view(1, -1) if len(unit) > 1 else parts[0]
-                state = {"step": self.step, "rank": rank, "size": SIZE, "residual": residual}
-                compressor.load_state_dict({"method": type(compressor).__name__, "states": {self.name(unit): state}})
-        return group
-
-    def residuals_by_name(self, unit, grads):
-        """Remove a unit's group. Yield {name: residual} for each rank, including the residual of the shard it owns."""
-        numels = [grads[name][0].numel() for name in unit]
-        for rank, compressor in enumerate(self.groups.pop(unit).compressors):
-            (state,) = compressor.states.values()
-            residual = state.residual.view(-1).clone()
-            if (owed := getattr(state, "owner_residual", None)) is not None:
-                residual.tensor_split(SIZE)[rank].add_(owed.view(-1), alpha=SIZE)
-            parts = residual.split(numels)
-            yield {name: part.view(grads[name][0].shape) for name, part in zip(unit, parts)}
 
 
 def expected(spec, gradients, buckets, prefix="", reset_before=()):
@@ -160,7 +77,9 @@ def test_ten_steps_equal_five_a_checkpoint_and_five(results, spec, how):
 
 
 def units_of(spec, bucket):
-    return Expected(spec).units(bucket, each([0], gradient_of, SHAPES)[0])
+    reference = Expected(spec)
+    reference.shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
+    return reference.units(bucket)
 
 
 @every_method

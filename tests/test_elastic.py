@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import gradzip
+from contract import average_bucket
 from launch import HERE, launcher, python
 
 pytest.importorskip("horovod.torch")
@@ -131,6 +132,14 @@ def test_uncommitted_steps_are_dropped(job):
         assert max(s for _, event, s in generation if event == "commit") < step
 
 
+def join_owner_residual(state):
+    """Add what a rank keeps as the owner of a shard to its residual, as commits do for whole buckets."""
+    if state.residual is not None and getattr(state, "owner_residual", None) is not None:
+        shard = state.residual.view(-1).tensor_split(state.size)[state.rank]
+        shard.add_(state.owner_residual.view(-1), alpha=state.size)
+    state.owner_residual = None
+
+
 def replay(job):
     """Repeat the committed steps of each world in one process, without failures. Return the networks' state dicts."""
     pairs, states = list(networks_and_optimizers(job.plan)), {}
@@ -144,8 +153,10 @@ def replay(job):
                 compressor.memory.states = copy.deepcopy(states.get((i, host), states.get((i, hosts[0]), {})))
                 for state in compressor.states.values():
                     if (i, host) not in states:
-                        state.residual = None
-                    if (state.rank, state.size) != (rank, len(hosts)):
+                        state.residual = state.owner_residual = None
+                    if " more" in state.name:
+                        join_owner_residual(state)
+                    elif (state.rank, state.size) != (rank, len(hosts)):
                         state.owner_residual = None  # belongs to another shard
                     state.rank, state.size = rank, len(hosts)
         for step in range(first, end):
@@ -156,8 +167,10 @@ def replay(job):
                     for seed in batch_seeds(step, rank, options):
                         loss(network, seed).backward()
                     grads.append([p.grad.clone() for p in network.parameters()])
-                for (name, p), *per_rank in zip(network.named_parameters(), *grads):
-                    p.grad = group.average(per_rank, name)[0]
+                of_ranks = dict(zip((name for name, _ in network.named_parameters()), zip(*grads)))
+                averages = average_bucket(group, of_ranks)
+                for name, p in network.named_parameters():
+                    p.grad = averages[name]
                 optimizer.step()
         for i, group in enumerate(groups):
             states |= {(i, host): compressor.states for host, compressor in zip(hosts, group.compressors)}

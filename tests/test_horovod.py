@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gradzip
+from contract import Expected
 from gradzip.averaging import averaged
 from gradzip.engines.local import drive
 from gradzip.fusion import fused
@@ -38,15 +39,15 @@ def world(request, tmp_path_factory):
     return size, scenarios(size, "horovod_worker.py", tmp_path_factory.mktemp(f"world{size}"))
 
 
-def expected(size, shapes=SHAPES, compressor=None, steps=1, scale=1.0, prefix="layer"):
-    """Averages of the same gradients in a LocalGroup of the same size, in the last of `steps` equal steps."""
-    group = gradzip.LocalGroup(compressor or gradzip.FFTRange(**FFT), size)
-    for _ in range(steps):
-        averages = [
-            group.average([scale * gradient(r, *s, index=i) for r in range(size)], f"{prefix}{i}")[0]
-            for i, s in enumerate(shapes)
-        ]
-    return averages
+def gradients(size, shapes=SHAPES, scale=1.0):
+    """The gradients of all ranks in one step, by name."""
+    return {f"layer{i}": [scale * gradient(r, *s, index=i) for r in range(size)] for i, s in enumerate(shapes)}
+
+
+def expected(size, shapes=SHAPES, compressor=None, steps=1, scale=1.0):
+    """Averages of the same gradients in LocalGroups of the same size, in the last of `steps` equal steps."""
+    reference = Expected(compressor or gradzip.FFTRange(**FFT), size=size)
+    return list(reference.averages([gradients(size, shapes, scale)] * steps)[-1].values())
 
 
 def assert_same(per_rank, wanted):
@@ -108,11 +109,14 @@ def test_no_compression_equals_stock_horovod_bit_for_bit(world):
 
 def test_shapes_dtypes_and_strides_are_kept(world):
     size, results = world
-    local = gradzip.LocalGroup(gradzip.FFTRange(**FFT), size)
-    for index, (name, (first, strides, parameter_strides)) in enumerate(results["odd_tensors"][0].items()):
+    tensors, buckets, grads = results["odd_tensors"][0], {}, {}
+    for index, (name, (first, _, _)) in enumerate(tensors.items()):
+        buckets.setdefault(first.dtype, []).append(name)
+        grads[name] = [gradient(r, *first.shape, dtype=first.dtype, index=index) for r in range(size)]
+    wanted = Expected(gradzip.FFTRange(**FFT), size=size).average(grads, list(buckets.values()))
+    for name, (first, strides, parameter_strides) in tensors.items():
         assert strides == parameter_strides
-        grads = [gradient(r, *first.shape, dtype=first.dtype, index=index) for r in range(size)]
-        want = local.average(grads, name)[0]
+        want = wanted[name]
         assert first.shape == want.shape and first.dtype == want.dtype
         for rank in range(size):
             assert torch.equal(results["odd_tensors"][rank][name][0], first)
@@ -153,22 +157,17 @@ def test_clipping_between_synchronize_and_step(world):
 
 def test_hooks_in_a_different_order_on_each_rank(world):
     size, results = world
-    wanted = expected(size)
-    grads = [gradient(r, *SHAPES[3], index=3) for r in range(size)]
-    grads[0].zero_()  # rank 0 did not use the parameter
-    wanted[3] = gradzip.simulate(gradzip.FFTRange(**FFT), grads)[0]
-    assert_same(results["shuffled_hooks"], wanted)
+    grads = gradients(size)
+    grads["layer3"][0].zero_()  # rank 0 did not use the parameter
+    wanted = Expected(gradzip.FFTRange(**FFT), size=size).average(grads)
+    assert_same(results["shuffled_hooks"], list(wanted.values()))
 
 
 @pytest.mark.parametrize("spec", METHODS)
 def test_methods(world, spec):
     size, results = world
-    group = gradzip.LocalGroup(gradzip.parse(spec), size)
-    for _ in range(METHOD_STEPS):
-        wanted = [
-            group.average([gradient(r, *shape, index=i) for r in range(size)], f"layer{i}")[0]
-            for i, shape in enumerate(SHAPES)
-        ]
+    reference = Expected(spec, size=size)
+    wanted = list(reference.averages([gradients(size)] * METHOD_STEPS)[-1].values())
     per_rank = [averages[spec][0] for averages in results["methods"]]
     # Horovod adds up what these methods send, in an order of its own.
     if any(name in spec for name in ("randomk", "none", "powersgd", "acpsgd")):
@@ -177,7 +176,7 @@ def test_methods(world, spec):
         assert_same(per_rank, wanted)
     # Horovod also all-reduces one number of 4 bytes for each gradient.
     sent = [result[spec][1] for result in results["methods"]]
-    assert 0 <= max(sent) - group.bytes_sent <= 4 * METHOD_STEPS * len(SHAPES)
+    assert 0 <= max(sent) - reference.bytes_sent <= 4 * METHOD_STEPS * len(SHAPES)
 
 
 @pytest.mark.parametrize("spec", PHASES)

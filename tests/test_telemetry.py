@@ -246,7 +246,7 @@ def test_tensorboard(tmp_path):
     "run", [pytest.param(horovodrun, marks=pytest.mark.long), torchrun], ids=lambda run: run.__name__
 )
 def test_jobs(run, tmp_path):
-    """Rank 0 alone is watched. DDP compresses whole buckets, which it cuts anew after the first step."""
+    """Rank 0 alone is watched. Buckets are compressed as one; DDP cuts them anew after the first step."""
     if run is horovodrun:
         pytest.importorskip("horovod.torch")
     job = run(2, "telemetry_worker.py", tmp_path)
@@ -264,6 +264,5 @@ def test_jobs(run, tmp_path):
     }  # fmt: skip
     steps = sorted({step for tag, of_tag in reports.items() if tag.startswith("gradzip.error/") for step in of_tag})
     assert steps == [0, 2, 4]
-    whole = [tag for tag in reports if tag.startswith("gradzip.error/") and " more" in tag]
-    assert bool(whole) == (run is torchrun)
+    assert any(tag.startswith("gradzip.error/") and " more" in tag for tag in reports)
     assert all(0 < error < 1 for tag in reports if "error/" in tag for error in reports[tag].values())

@@ -8,10 +8,10 @@ by latency, and by the overlap of communication with the backward pass. Pure ari
 
 from .link import Link
 from .ratio import compression_cost, least_ratio, minimal_ratio
-from .simulation import JOINED, predict
+from .simulation import JOINED, SMALL_BUCKET_NBYTES, predict
 from .step import Compressed, Layer, Prediction, Step, uncompressed
 
 __all__ = [
-    "JOINED", "Compressed", "Layer", "Link", "Prediction", "Step", "compression_cost", "least_ratio", "minimal_ratio",
-    "predict", "uncompressed",
+    "JOINED", "SMALL_BUCKET_NBYTES", "Compressed", "Layer", "Link", "Prediction", "Step", "compression_cost",
+    "least_ratio", "minimal_ratio", "predict", "uncompressed",
 ]  # fmt: skip

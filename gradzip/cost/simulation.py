@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from .link import Link
 from .step import Compressed, Layer, Prediction, Step
 
-# The first of DDP's buckets is small, so that communication starts early.
-FIRST_BUCKET_NBYTES = 1 << 20
+# The first of DDP's buckets is small, so that communication starts early, and the last of Horovod's, so that little is
+# left to exchange after the backward pass.
+SMALL_BUCKET_NBYTES = 1 << 20
 # What front ends join by default, as arguments of `predict`.
-JOINED: dict[str, dict[str, float]] = {"ddp": {"bucket_nbytes": 25 << 20}, "horovod": {"fusion_nbytes": 128 << 20}}
+JOINED: dict[str, dict[str, float]] = {
+    "ddp": {"bucket_nbytes": 25 << 20},
+    "horovod": {"bucket_nbytes": 25 << 20, "fusion_nbytes": 128 << 20},
+}
 
 
 def predict(
@@ -26,19 +30,22 @@ def predict(
 ) -> Prediction:
     """Predict a training step by simulation.
 
-    The training thread computes gradients and compresses them, one after the other. It starts a layer's first round
-    when the layer is compressed. The link carries collectives in the order in which they start, one at a time, while
-    the backward pass goes on, and takes core time from it. After the backward pass, the thread decodes results in the
-    same order, and waits where they are not there. Later rounds follow, for all layers together, as both front ends run
-    them. The optimizer, which is what the step does after its last gradient, comes last.
+    The training thread computes gradients and compresses them, one after the other. It starts the first round of a
+    bucket when its last layer is compressed. The link carries collectives in the order in which they start, one at a
+    time, while the backward pass goes on, and takes core time from it. After the backward pass, the thread decodes
+    results in the same order, and waits where they are not there. Later rounds follow, for all layers together, as both
+    front ends run them. The optimizer, which is what the step does after its last gradient, comes last.
 
     Args:
         layers: what happens to each of the step's layers.
-        bucket_nbytes: join the collectives of consecutive layers until their float32 gradients have that many bytes, as
-            DDP does. The first bucket ends at `FIRST_BUCKET_NBYTES`, if that is less. None: one collective for each
-            layer.
-        fusion_nbytes: join equal kinds of collectives that wait for the link at the same time, up to that many bytes,
-            as Horovod does. None: do not join them.
+        bucket_nbytes: join the collectives of consecutive layers until their float32 gradients have that many bytes.
+            None: one collective for each layer.
+        fusion_nbytes: the engine joins equal kinds of collectives that wait for the link at the same time, up to that
+            many bytes, as Horovod does. Layers that need a single all-reduce are in no bucket then (those of ACP-SGD
+            are, but that they are joined is the same). None: it does not join them.
+
+    One bucket ends at `SMALL_BUCKET_NBYTES`, if that is less: the first one, as DDP's; with fusion the last one, as
+    Horovod's, which are filled from the layer whose gradient comes last.
 
     Raises:
         ValueError: `layers` has another length than the step, or the step ends before a gradient is ready.
@@ -55,12 +62,13 @@ def predict(
     simulation = _Simulation(link, fusion_nbytes or 0.0)
     started: list[tuple[list[_Transfer], list[Compressed]]] = []
     ready = 0.0
-    for bucket in _buckets(pairs, bucket_nbytes):
-        for layer, compressed in bucket:
-            simulation.work(layer.ready - ready + compressed.encode)
-            ready = layer.ready
-        members = [compressed for _, compressed in bucket]
-        started.append((simulation.start(m.rounds[0] for m in members if m.rounds), members))
+    last_of = {bucket[-1]: bucket for bucket in _buckets(pairs, bucket_nbytes, fusion_nbytes)}
+    for i, (layer, compressed) in enumerate(pairs):
+        simulation.work(layer.ready - ready + compressed.encode)
+        ready = layer.ready
+        if i in last_of:
+            members = [pairs[j][1] for j in last_of[i]]
+            started.append((simulation.start(m.rounds[0] for m in members if m.rounds), members))
     for transfers, members in started:
         simulation.wait(transfers)
         simulation.work(sum(m.decode for m in members if len(m.rounds) <= 1))
@@ -78,19 +86,34 @@ def predict(
 
 
 def _buckets(
-    pairs: Iterable[tuple[Layer, Compressed]], nbytes: float | None
-) -> Iterable[list[tuple[Layer, Compressed]]]:
-    """Split layers where the gradients so far have at least `nbytes`; for the first time at `FIRST_BUCKET_NBYTES`."""
-    bucket: list[tuple[Layer, Compressed]] = []
-    size, limit = 0, 0 if nbytes is None else min(nbytes, FIRST_BUCKET_NBYTES)
-    for layer, compressed in pairs:
-        bucket.append((layer, compressed))
-        size += 4 * layer.numel
-        if size >= limit:
-            yield bucket
-            bucket, size, limit = [], 0, nbytes or 0
-    if bucket:
-        yield bucket
+    pairs: Sequence[tuple[Layer, Compressed]], nbytes: float | None, fusion_nbytes: float | None
+) -> list[list[int]]:
+    """The numbers of the layers whose first rounds are started together, in ascending order."""
+    if nbytes is None:
+        return [[i] for i in range(len(pairs))]
+    if not fusion_nbytes:
+        return _cut(range(len(pairs)), pairs, nbytes)
+    backwards = _cut(reversed(range(len(pairs))), pairs, nbytes)
+    alone = {i for i, (_, compressed) in enumerate(pairs) if _is_one_all_reduce(compressed)}
+    waiting = [[i for i in reversed(bucket) if i not in alone] for bucket in backwards]
+    return [[i] for i in alone] + [bucket for bucket in waiting if bucket]
+
+
+def _cut(numbers: Iterable[int], pairs: Sequence[tuple[Layer, Compressed]], nbytes: float) -> list[list[int]]:
+    """Split layers where the gradients so far have at least `nbytes`; for the first time at `SMALL_BUCKET_NBYTES`."""
+    buckets: list[list[int]] = []
+    missing, limit = 0.0, min(nbytes, SMALL_BUCKET_NBYTES)
+    for i in numbers:
+        if missing <= 0:
+            buckets.append([])
+            missing, limit = limit, nbytes
+        buckets[-1].append(i)
+        missing -= 4 * pairs[i][0].numel
+    return buckets
+
+
+def _is_one_all_reduce(compressed: Compressed) -> bool:
+    return len(compressed.rounds) == 1 and compressed.rounds[0][0].startswith("all_reduce")
 
 
 @dataclass(eq=False)

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from .. import decay_momentum, handshake
 from ..averaging import no_autocast
+from ..buckets import Plan
 from ..collectives import Mean, Routine, Traffic
 from ..compressor import Compressor
 from ..engines.torch import TorchEngine, nbytes_of
 from ..fusion import Round
-from .buckets import Bucket, Future, Names, Plan
+from .buckets import Future, GradBuffer, Names
 
 
 def hook(state: "HookState", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -82,7 +83,7 @@ class HookState:
         self._model: Names = model
         self._engine: TorchEngine | None = None
         self._plans: dict[int, Plan] = {}  # by the bucket's index, until DDP rebuilds its buckets
-        self._buckets: list[Bucket] = []  # of the current step
+        self._buckets: list[GradBuffer] = []  # of the current step
 
     def _models(self) -> list[Names]:
         """The models that the compressor serves."""
@@ -100,7 +101,6 @@ class HookState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """`Compressor.load_state_dict`. Raises ValueError for the state dict of another method."""
         self.compressor.load_state_dict(state_dict)
-        self._plans = {}
 
     def average_bucket(self, bucket: dist.GradBucket) -> Future:
         """Start averaging a bucket; after the last one, schedule the end of the step. Called by `hook`."""
@@ -150,8 +150,11 @@ class HookState:
             routines = {(index, 0): self._average_sparse(bucket.buffer())}
         else:
             gradients = [_with_strides_of(p, g) for p, g in zip(parameters, bucket.gradients())]
-            routines = {(index, i): unit.average(gradients, rank, size) for i, unit in enumerate(plan.units)}
-        self._buckets.append(Bucket(bucket.buffer(), routines, self._engine, plan.slot))
+            routines = {
+                (index, i): unit.average([gradients[j] for j in unit.indices], rank, size)
+                for i, unit in enumerate(plan.units)
+            }
+        self._buckets.append(GradBuffer(bucket.buffer(), routines, self._engine, ",".join(names)))
 
     def _schedule_finish(self) -> None:
         # DDP waits for the buckets in a callback at the end of the backward pass, which it queues when this hook
@@ -173,7 +176,7 @@ class HookState:
         for bucket in buckets:
             bucket.future.set_result(bucket.buffer)
 
-    def _run(self, buckets: list[Bucket]) -> bool:
+    def _run(self, buckets: list[GradBuffer]) -> bool:
         """Run the routines of all buckets to their ends. Returns False if GradScaler is going to skip the step."""
         assert self._engine is not None
         following = Round()
@@ -189,10 +192,9 @@ class HookState:
         averages = [b.buffer._values() if b.buffer.is_sparse else b.buffer for b in buckets]
         skipped = not all(bool(average.isfinite().all()) for average in averages)
         for unit in [unit for index in range(len(buckets)) for unit in self._plans[index].units]:
-            memory = unit.averaging.method.memory
             if skipped:
-                memory.rollback(unit.name)
-            memory.discard_snapshot(unit.name)  # free it before the next step
+                unit.rollback()
+            unit.discard_snapshot()  # free it before the next step
         return not skipped
 
     def _connect(self, group: dist.ProcessGroup, device: torch.device) -> TorchEngine:

@@ -34,6 +34,9 @@ class Engine(ABC):
     size: int  # the world size
     traffic: Traffic
 
+    # Whether operations are matched by their order alone, in place of their slots.
+    in_order = False
+
     # How the front end joins collectives, for the cost model: those of gradients of so many bytes, in order; and those
     # that wait at the same time, up to so many bytes.
     bucket_nbytes: float | None = None

@@ -29,6 +29,7 @@ class HorovodEngine(Engine):
     order. Where torch has no gloo, and on a device, it is one all-reduce.
     """
 
+    bucket_nbytes = JOINED["horovod"]["bucket_nbytes"]  # until the front end has agreed on another
     fusion_nbytes = JOINED["horovod"]["fusion_nbytes"]  # unless HOROVOD_FUSION_THRESHOLD says otherwise
 
     def __init__(self, process_set: Any, traffic: Traffic) -> None:

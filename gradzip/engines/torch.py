@@ -36,6 +36,7 @@ class TorchEngine(Engine):
     device: of the tensors that `allgather_bytes` makes, one that the group's backend supports.
     """
 
+    in_order = True
     bucket_nbytes = JOINED["ddp"]["bucket_nbytes"]  # unless DDP is given another bucket_cap_mb
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, device: torch.device) -> None:

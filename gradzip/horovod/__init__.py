@@ -3,6 +3,7 @@
 `gradzip.horovod.Compression` has every method as an attribute, as `hvd.Compression` has its own:
 ``gradzip.horovod.Compression.fft_range(theta=0.85)``. `gradzip.horovod.elastic_state` is `hvd.elastic.TorchState` with
 the compressors' states. Both import Horovod when they are first used.
+`gradzip.horovod.bucketed` sets the size of its buckets.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..compressor import Compressor
+from .front_end import bucketed as bucketed
 from .front_end import front_end
 
 Compressor.horovod_front_end = front_end

@@ -38,6 +38,8 @@ class LowRank(Compressor):
     residual = G - sent and G = P Qᵀ in another, once the average is known to be finite.
     """
 
+    joins = True  # all matrices of a bucket take one call of each kernel
+
     rank: int = 4
     error_feedback: bool = True
     seed: int = 0

@@ -1,0 +1,175 @@
+"""Buckets: which parameters a front end averages together, and the averages in progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .averaging import Averaging
+from .collectives import Routine
+from .compressor import Compressor
+from .cost import SMALL_BUCKET_NBYTES
+from .engines.base import Engine
+from .fusion import Round, adjacent
+from .state import BucketState
+
+
+def cut(parameters: Iterable[Tensor], nbytes: float) -> list[list[Tensor]]:
+    """Split parameters into buckets of at least `nbytes`, each of one dtype and on one device.
+
+    Args:
+        parameters: in the order of the forward pass. The gradients of the first bucket of each dtype and device come
+            last, and it is full at `SMALL_BUCKET_NBYTES`, if that is less.
+        nbytes: 0 makes one bucket for each parameter, infinity one of all others.
+
+    The result depends on the order, dtypes, devices and shapes alone.
+
+    >>> [len(bucket) for bucket in cut([torch.empty(1 << 18)] * 6, 2 << 20)]  # 1 MiB each
+    [1, 2, 2, 1]
+    """
+    buckets: list[list[Tensor]] = []
+    filling: dict[Any, list[Tensor]] = {}
+    missing: dict[Any, float] = {}  # bytes until the bucket is full
+    for parameter in parameters:
+        kind = _kind(parameter)
+        if kind not in filling:
+            filling[kind] = []
+            buckets.append(filling[kind])
+        filling[kind].append(parameter)
+        missing[kind] = missing.get(kind, min(nbytes, SMALL_BUCKET_NBYTES)) - parameter.nbytes
+        if missing[kind] <= 0:
+            missing[kind] = nbytes
+            del filling[kind]
+    return buckets
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    """What tensors that are concatenated have in common."""
+    return tensor.dtype, tensor.device
+
+
+class Unit:
+    """Parameters that a method averages as one: a single one, or all parameters of a bucket that it is in charge of."""
+
+    def __init__(self, averaging: Averaging, indices: list[int], shapes: dict[str, torch.Size]) -> None:
+        self.averaging = averaging
+        self.indices = indices  # within the bucket
+        self.shapes = shapes  # by name
+        first, *others = shapes
+        self.name = f"{first} and {len(others)} more" if others else first
+        averaging.name = self.name
+        self._memory: Tensor | None = None  # for the concatenated gradients, if they are not adjacent
+
+    def average(self, gradients: list[Tensor], rank: int, size: int) -> Routine:
+        """Coroutine that replaces the unit's gradients, in the order of its parameters, by their averages."""
+        self._find_states(gradients, rank, size)
+        if len(gradients) == 1:
+            return (yield from self.averaging.run(gradients[0], rank, size))
+        vector = adjacent(gradients)
+        if vector is not None:
+            return (yield from self.averaging.run(vector.view(1, -1), rank, size))
+        numels = [g.numel() for g in gradients]
+        if self._memory is None:
+            self._memory = gradients[0].new_empty(sum(numels))
+        vector = torch.cat([g.reshape(-1) for g in gradients], out=self._memory)
+        average = yield from self.averaging.run(vector.view(1, -1), rank, size)
+        for gradient, piece in zip(gradients, average.view(-1).split(numels)):
+            gradient.copy_(piece.view(gradient.shape))
+        return average
+
+    def rollback(self) -> None:
+        """Undo the last step of the unit."""
+        self.averaging.method.memory.rollback(self.name)
+
+    def discard_snapshot(self) -> None:
+        """Free what `rollback` needs."""
+        self.averaging.method.memory.discard_snapshot(self.name)
+
+    def _find_states(self, gradients: list[Tensor], rank: int, size: int) -> None:
+        """Make one state of the parameters' states, unless there is one. They may be in former buckets' states."""
+        method = self.averaging.method
+        if not method.per_bucket:
+            return
+        state, memory = method.states.get(self.name), method.memory
+        if len(gradients) == 1:
+            if state is None:
+                memory.split_buckets({self.name})
+        elif not (isinstance(state, BucketState) and list(state.shapes.items()) == list(self.shapes.items())):
+            memory.split_buckets(set(self.shapes))
+            memory.concatenate(self.name, dict(zip(self.shapes, gradients)), method.state_shapes, rank, size)
+
+
+@dataclass
+class Plan:
+    """The units of a bucket of these parameters."""
+
+    parameters: list[Tensor]
+    names: list[str]
+    prefix: str  # of the names of their states
+    averagings: list[Averaging]  # of the parameters
+    units: list[Unit]
+
+    def __post_init__(self) -> None:
+        self._kinds = list(map(_kind, self.parameters))
+
+    @classmethod
+    def of(cls, compressor: Compressor, parameters: list[Tensor], names: list[str], prefix: str) -> Plan:
+        """Plan a bucket whose parameters have not been seen together before. prefix: of the states' names."""
+        members: dict[Any, list[int]] = {}
+        averagings = []
+        for i, (name, parameter) in enumerate(zip(names, parameters)):
+            if not parameter.is_floating_point():  # DDP gives complex gradients as twice as many real numbers
+                raise ValueError(f"gradient of {name!r}: got {parameter.dtype}, expected a real floating-point type")
+            averaging = Averaging(compressor, name, parameter, prefix=prefix)
+            averagings.append(averaging)
+            key = (id(averaging.method), _kind(parameter)) if averaging.per_bucket else i
+            members.setdefault(key, []).append(i)
+        units = []
+        for indices in members.values():
+            shapes = {prefix + names[i]: parameters[i].shape for i in indices}
+            units.append(Unit(averagings[indices[0]], indices, shapes))
+        return cls(parameters, names, prefix, averagings, units)
+
+    def fits(self, compressor: Compressor, parameters: list[Tensor]) -> bool:
+        """Whether these are the parameters of the plan, with the same methods in charge, and have not changed type."""
+        return len(parameters) == len(self.parameters) and all(
+            p is known and _kind(p) == kind and compressor.method_for(name, p.shape, self.prefix) is averaging.method
+            for p, known, kind, name, averaging in zip(
+                parameters, self.parameters, self._kinds, self.names, self.averagings
+            )
+        )
+
+
+class Bucket:
+    """A bucket whose averages are in progress: its routines, and the first round of their collectives.
+
+    Args:
+        routines: by key.
+        first: the round of their first collectives, which are started here. If the engine matches operations by their
+            slots, rings wait for `advance`: they are matched by their order, and buckets start in any order.
+        slot: prefix of the collectives' slots.
+    """
+
+    def __init__(self, routines: dict[Any, Routine], first: Round, engine: Engine, slot: str) -> None:
+        self.routines = routines
+        self._rings = {} if engine.in_order else first.take_rings()
+        self._first = first
+        self._pending = [engine.launch(c, f"{slot}.{i}") for i, c in enumerate(first.collectives())]
+
+    def advance_unless_overflow(self, following: Round) -> bool:
+        """Wait for the first transfers. If none overflowed, advance the routines to `following`, and return True."""
+        overflowed = [p.send_overflow() for p in self._pending]  # call all: each may have to start a transfer
+        if any(overflowed):
+            return False
+        self.advance(following)
+        return True
+
+    def advance(self, following: Round) -> None:
+        """Send the routines the results of the first round, and add their next collectives to `following`."""
+        following.advance(self.routines, self._first.split([p.result() for p in self._pending]))
+        for key, ring in self._rings.items():
+            following.add(key, ring)

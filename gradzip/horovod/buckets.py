@@ -1,0 +1,54 @@
+"""Horovod's buckets: what happens to their gradients, and those that have come in a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..averaging import Averaging
+from ..buckets import Plan
+from ..memory import Memory
+
+
+class PlannedBucket:
+    """What happens to the gradients of a bucket: at least so many are averaged together, the others alone."""
+
+    def __init__(self, plan: Plan, least: int = 2) -> None:
+        self.plan = plan
+        joining = [unit for unit in plan.units if unit.averaging.joins]
+        if sum(len(unit.indices) for unit in joining) < least:
+            joining = []
+        self.units = joining
+        self.joined = {plan.parameters[i]: plan.averagings[i] for unit in joining for i in unit.indices}
+        self.alone = {plan.parameters[unit.indices[0]]: unit for unit in plan.units if unit not in joining}
+        self.name = plan.names[joining[0].indices[0]] if joining else ""  # of its operations
+
+
+class WaitingBucket:
+    """A bucket whose gradients have not all come in this step."""
+
+    def __init__(self, planned: PlannedBucket, memory: Memory) -> None:
+        self.planned = planned
+        self.missing = set(planned.joined)
+        self.gradients: dict[Any, Tensor] = {}  # by parameter
+        self.streams: dict[torch.device, set[torch.cuda.Stream]] = {}  # on which they were computed
+        # From now on: methods that change at the end of another optimizer's step must not do so on some ranks only.
+        self._counted = memory.counted()
+        self._counted.__enter__()
+
+    def add(self, parameter: Any, grad: Tensor) -> Averaging:
+        """Add a gradient. Returns how it is averaged."""
+        self.gradients[parameter] = grad
+        self.missing.discard(parameter)
+        if grad.is_cuda:
+            self.streams.setdefault(grad.device, set()).add(torch.cuda.current_stream(grad.device))
+        return self.planned.joined[parameter]
+
+    def wait_for_streams(self) -> None:
+        """Have the current stream wait for those on which the gradients were computed: each hook may run on another."""
+        for device, streams in self.streams.items():
+            current = torch.cuda.current_stream(device)
+            for stream in streams - {current}:
+                current.wait_stream(stream)

@@ -1,0 +1,252 @@
+"""One optimizer of Horovod: its buckets, and its gradients in flight.
+
+Horovod calls ``compress(gradient)`` in its backward hook, all-reduces the tensor it returns, and calls ``decompress``
+in ``optimizer.synchronize()``, when it has called `compress` for all gradients. Where a gradient needs one Mean and
+gains nothing from others, that Mean is Horovod's own all-reduce. All other gradients wait until their bucket is
+complete; its collectives are started beside Horovod's, which gets a tensor of one element to all-reduce.
+
+Hooks are called in an order that differs between ranks, and Horovod matches operations by their names. All ranks have
+the same buckets, and name operations after parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from .. import decay_momentum, handshake
+from ..averaging import Averaging, no_autocast
+from ..buckets import Bucket, Plan, Unit, cut
+from ..collectives import Done, Mean, Routine, advance
+from ..compressor import Compressor
+from ..fusion import Round
+from .buckets import PlannedBucket, WaitingBucket
+
+if TYPE_CHECKING:
+    from ..engines.horovod import HorovodEngine
+
+
+class OptimizerContext:
+    """One optimizer: its engine, its buckets, and its gradients in flight.
+
+    Args:
+        prefix: of the names of the states.
+        bucket_nbytes: size of a bucket. That of rank 0 counts, and so does its order of the parameters. If ranks take
+            the first steps of several optimizers in different orders, the order of the names counts.
+    """
+
+    def __init__(self, optimizer: Any, compressor: Compressor, prefix: str, bucket_nbytes: float) -> None:
+        import horovod.torch as hvd
+
+        from ..engines.horovod import HorovodEngine
+
+        # Horovod's optimizer for Adasum has no `op`.
+        op = getattr(optimizer, "op", hvd.Adasum)
+        if op not in (hvd.Average, hvd.Sum):
+            raise ValueError(
+                f"{type(compressor).__name__} with op=Adasum: Adasum combines the very gradients that compression "
+                "changes; use op=hvd.Average or op=hvd.Sum"
+            )
+        self.sums = op == hvd.Sum
+        self.compressor = compressor
+        self.engine: HorovodEngine = HorovodEngine(optimizer.process_set, compressor.traffic)
+        self.prefix = prefix
+        self._names = names = optimizer._parameter_names
+        named = {name: parameter for parameter, name in names.items()}
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer._requires_update]
+        parameters = [p for p in parameters if p.is_floating_point()]
+
+        def names_in_buckets(parameters: Iterable[Any], nbytes: float) -> list[list[str]]:
+            return [[names[p] for p in bucket] for bucket in cut(parameters, nbytes)]
+
+        mine = {"nbytes": bucket_nbytes, "names": names_in_buckets(parameters, bucket_nbytes)}
+        description = handshake.describe(compressor, named.items(), prefix, mine)
+        of_ranks = handshake.compare(self.engine.allgather_bytes(description, "gradzip"))
+        self.engine.bucket_nbytes, cuts = of_ranks[0]["nbytes"], of_ranks[0]["names"]
+        if len({frozenset(itertools.chain(*plan["names"])) for plan in of_ranks}) > 1:
+            # Others have started with another optimizer: this one's order of the parameters on rank 0 is not known.
+            cuts = names_in_buckets(sorted(parameters, key=names.__getitem__), self.engine.bucket_nbytes)
+        self._buckets = [[named[name] for name in bucket] for bucket in cuts]
+        self._order = {name: i for i, name in enumerate(name for bucket in cuts for name in bucket)}
+        self._planned: list[PlannedBucket | None] = [None] * len(cuts)
+        self._sparse: set[Any] = set()  # parameters that Horovod did not call `compress` for in the last step
+        self._drop(optimizer)
+
+    def _drop(self, optimizer: Any) -> None:
+        """Forget the gradients in flight."""
+        self._handles = optimizer._handles
+        self._waiting: dict[Any, WaitingBucket] = {}  # by parameter that has to come
+        self._alone: dict[Any, Unit] = {}  # by parameter that waits for no other
+        self._started: dict[str, Bucket] = {}  # by the name of the first parameter
+        self._units: list[Unit] = []  # of the current step, that were started
+        self._averages: list[Tensor] = []  # of the current step, with a loss scale
+        self._num_in_flight = 0
+
+    def reset_if_stale(self, optimizer: Any) -> None:
+        """Drop gradients in flight if the optimizer has: it does when it loads a state dict, maybe on one rank only."""
+        if optimizer._handles is not self._handles:
+            self._drop(optimizer)
+
+    # --- compress
+
+    def add(self, parameter: Any, grad: Tensor) -> tuple[Tensor, InFlightGradient]:
+        """Start averaging a gradient, and its bucket if it is the last one of that.
+
+        Returns the tensor for Horovod to all-reduce, and the context of `decompress`.
+        """
+        if not self._num_in_flight:
+            self._plan_step()
+        in_flight = InFlightGradient(self, self._names[parameter], grad)
+        bucket = self._waiting.get(parameter)
+        if bucket is not None and parameter.requires_grad and _is_like(grad, parameter):
+            decay_momentum.register(parameter, bucket.add(parameter, grad))
+            # Of the gradient's own type: Horovod's groups hold one type each.
+            wire = self.engine.wire(grad.new_zeros(1))
+        else:
+            self._sparse.discard(parameter)
+            wire = self._start_alone(parameter, grad, in_flight)
+            if bucket is not None:
+                bucket.missing.discard(parameter)
+        if bucket is not None and not bucket.missing:
+            self._start(bucket)
+        self._num_in_flight += 1
+        return wire, in_flight
+
+    def _plan_step(self) -> None:
+        """Plan the buckets of a step: since the last one, parameters may be frozen, and methods may have changed."""
+        self._waiting, self._alone = {}, {}
+        for i, bucket in enumerate(self._buckets):
+            parameters = [p for p in bucket if p.requires_grad and p not in self._sparse]
+            planned = self._planned[i]
+            if planned is None or not planned.plan.fits(self.compressor, parameters):
+                planned = self._planned[i] = PlannedBucket(self._plan(parameters))
+            self._alone |= planned.alone
+            if planned.joined:
+                self._waiting |= dict.fromkeys(planned.joined, WaitingBucket(planned, self.compressor.memory))
+
+    def _plan(self, parameters: list[Tensor]) -> Plan:
+        return Plan.of(self.compressor, parameters, [self._names[p] for p in parameters], self.prefix)
+
+    def _start_alone(self, parameter: Any, grad: Tensor, in_flight: InFlightGradient) -> Tensor:
+        """Run the method of one gradient to its first collective. Returns the tensor that Horovod all-reduces."""
+        name = in_flight.name
+        unit = self._alone.get(parameter)
+        if unit is None or not parameter.requires_grad:
+            frozen = not parameter.requires_grad
+            averaging = Averaging(self.compressor, name, grad, prefix=self.prefix, frozen=frozen)
+            unit = Unit(averaging, [0], {averaging.name: grad.shape})
+        decay_momentum.register(parameter, unit.averaging)
+        routine = unit.average([grad], self.engine.rank, self.engine.size)
+        collective = advance(routine)
+        self._units.append(unit)
+        if isinstance(collective, Mean) and unit.averaging.rounds == 1:
+            in_flight.routine, in_flight.dtype = routine, collective.tensor.dtype
+            return self.engine.wire(collective.tensor)
+        first = Round()
+        first.add(name, collective)
+        self._started[name] = Bucket({name: routine}, first, self.engine, f"{name}.gradzip")
+        return self.engine.wire(grad.new_zeros(1))
+
+    def _start(self, bucket: WaitingBucket) -> None:
+        """Run the methods of a bucket to their first collectives, and start those."""
+        planned, gradients = bucket.planned, bucket.gradients
+        if len(gradients) < len(planned.joined):  # parameters were frozen since, or have sparse gradients
+            planned = PlannedBucket(self._plan([p for p in planned.joined if p in gradients]), least=1)
+        bucket.wait_for_streams()
+        parameters, units = planned.plan.parameters, planned.units
+        routines = {
+            (planned.name, i): unit.average(
+                [gradients[parameters[j]] for j in unit.indices], self.engine.rank, self.engine.size
+            )
+            for i, unit in enumerate(units)
+        }
+        first = Round()
+        first.advance(routines, dict.fromkeys(routines))
+        if units:
+            self._started[planned.name] = Bucket(routines, first, self.engine, f"{planned.name}.gradzip")
+        self._units += units
+        for parameter in bucket.planned.joined:
+            self._waiting.pop(parameter, None)
+
+    # --- decompress
+
+    def complete(self) -> None:
+        """Run all routines to their ends, but for those whose Mean is Horovod's own.
+
+        Later rounds run for all gradients together, as fused collectives, and so do rings, which are matched by their
+        order alone: that of the parameters, backwards, because the gradients of the last ones were ready first.
+        """
+        for bucket in dict.fromkeys(self._waiting.values()):
+            self._sparse |= bucket.missing  # Horovod gathers sparse gradients itself
+            self._start(bucket)
+        started, self._started = self._started, {}
+        if not started:
+            return
+        names = sorted(started, key=lambda name: (self._order.get(name, -1), name), reverse=True)
+        following = Round()
+        for name in names:
+            started[name].advance_unless_overflow(following)  # Horovod's collectives have no overflow
+        routines = {key: routine for name in names for key, routine in started[name].routines.items()}
+        self.engine.finish(routines, following, f"{names[0]}.gradzip")
+
+    def finished(self, gradient: InFlightGradient) -> None:
+        """Count a finished gradient; after the last one, end the step, and roll it back if the optimizer will skip it.
+
+        With a loss scale, one gradient that is not finite makes GradScaler skip the step for all parameters.
+        """
+        self._num_in_flight -= 1
+        if self.compressor.memory.scaler is not None:
+            self._averages.append(gradient.grad)
+        if self._num_in_flight:
+            return
+        averages, self._averages = self._averages, []
+        units, self._units = self._units, []
+        self._waiting = {}
+        skipped = not all(bool(average.isfinite().all()) for average in averages)
+        for unit in units:
+            if skipped:
+                unit.rollback()
+            unit.discard_snapshot()  # free it before the next step
+        if skipped:
+            self.compressor.skip_step()
+        else:
+            self.compressor.end_step(self.engine)
+
+
+class InFlightGradient:
+    """One gradient between Horovod's calls of `compress` and `decompress`, which its average replaces in its memory."""
+
+    def __init__(self, context: OptimizerContext, name: str, grad: Tensor) -> None:
+        self.name = name
+        self.grad = grad
+        self.routine: Routine | None = None  # that waits for Horovod's own all-reduce
+        self.dtype: torch.dtype | None = None  # of what the routine is sent
+        self._context = ref(context)  # no reference cycle: what is dropped is freed at once
+
+    def finish(self, reduced: Tensor) -> Tensor:
+        """The gradient's average (or sum). reduced: what Horovod all-reduced."""
+        context = self._context()
+        if context is None:
+            raise RuntimeError(f"{self.name}: got the result of a step that was dropped when the group changed")
+        size = context.engine.size
+        with no_autocast(reduced.device):
+            if self.routine is None:
+                context.complete()
+            else:
+                end = advance(self.routine, (reduced / size if context.sums else reduced).to(self.dtype))
+                if not isinstance(end, Done):
+                    raise RuntimeError(f"{self.name}: the method asks for a second collective, but declares rounds = 1")
+            if context.sums:
+                self.grad.mul_(size)
+        context.finished(self)
+        return self.grad
+
+
+def _is_like(grad: Tensor, parameter: Tensor) -> bool:
+    """Whether a gradient can be in its parameter's bucket."""
+    return (grad.dtype, grad.device, grad.layout) == (parameter.dtype, parameter.device, torch.strided)
