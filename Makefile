@@ -61,6 +61,10 @@ bench-ring: bootstrap ## time three compressed ring all-reduces; ARGS go to benc
 bench-papers: bootstrap ## replay what the papers claim; ARGS go to benchmarks/papers.py (--data DIR: CIFAR-10)
 	@$(ENV) python benchmarks/papers.py $(ARGS)
 
+.PHONY: bench-device
+bench-device: bootstrap ## count what methods queue on a GPU, without one; ARGS go to benchmarks/device_ops.py
+	@$(ENV) python benchmarks/device_ops.py $(ARGS)
+
 .PHONY: lint
 lint: bootstrap ## check style, types and formatting of Python, C++ and CUDA
 	@$(ENV) ruff check .

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from . import ops
 from .collectives import Mean, Routine, timed
 from .compressor import Compressor
 from .state import State
@@ -37,7 +38,8 @@ class Averaging:
         self._frozen = frozen
         self._traffic = compressor.traffic
         compressed = self.compresses(like)
-        self.rounds = self.method.rounds if compressed else 1
+        # On a device, methods ask for what the host must know (ToHost), one round more.
+        self.rounds = self.method.rounds + ops.on_device(like) if compressed else 1
         self.per_bucket = compressed and self.method.per_bucket
         self.joins = compressed and (self.method.joins or self.rounds > 1)
 
@@ -98,7 +100,7 @@ class Averaging:
         left = self._left_residual(grad, rank, size)
         if left is not None and left.residual is not None:
             grad.add_(left.residual)
-        average = yield Mean(grad.contiguous())
+        average = yield Mean(grad.contiguous(), in_place=True)
         if average.data_ptr() != grad.data_ptr():
             grad.copy_(average)
         if left is not None and bool(grad.isfinite().all()):

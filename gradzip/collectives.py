@@ -23,22 +23,38 @@ class Mean:
     """
 
     tensor: Tensor
+    in_place: bool = False  # have the average written to the tensor, if it is joined with others: all in one operation
 
 
 @dataclass(frozen=True)
 class Gather:
     """All-gather of a payload (uint8, starting with a payload header), or of several, concatenated.
 
-    Lengths may differ between ranks. Result: a list of what each rank sent, in rank order.
+    Lengths may differ between ranks, unless `same_length`. Result: a list of what each rank sent, in rank order.
     """
 
     tensor: Tensor
     count: int = 1  # of payloads, the same on all ranks
+    same_length: bool = False  # whether each rank sends as many bytes, so that none need wait to learn how many
 
     def split_by_rank(self, gathered: Tensor, size: int) -> list[Tensor]:
-        """The result, from the concatenation of what `size` ranks sent: payload headers hold the lengths."""
-        lengths = [payload.numel() for payload in ops.split_payloads(gathered, size * self.count)]
-        return list(gathered.split([sum(lengths[i : i + self.count]) for i in range(0, len(lengths), self.count)]))
+        """The result, from the concatenation of what `size` ranks sent: payload headers hold the lengths.
+
+        Waits for the device if the payloads are on CUDA, unless `same_length`.
+        """
+        if self.same_length:
+            if gathered.numel() != size * self.tensor.numel():
+                raise ops.PayloadError(
+                    f"got {gathered.numel()} bytes from {size} ranks, expected {self.tensor.numel()} from each: give "
+                    "every rank the same method, arguments and gradients"
+                )
+            return list(gathered.split(self.tensor.numel()))
+        payloads = ops.split_payloads(gathered, size * self.count)
+        if self.count == 1:
+            return payloads
+        groups = [payloads[i : i + self.count] for i in range(0, len(payloads), self.count)]
+        parts = gathered.split([sum(payload.numel() for payload in group) for group in groups])
+        return [ops.join_payloads(group, buffer=part) for group, part in zip(groups, parts)]
 
 
 @dataclass(frozen=True)
@@ -61,6 +77,18 @@ class Broadcast:
     """Broadcast from rank 0 of a tensor of the same shape and dtype on each rank.
 
     Result: rank 0's tensor, the same bits on all ranks. The engine may overwrite the tensor, and return it.
+    """
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class ToHost:
+    """Copy of a tensor of this rank to host memory. Nothing is sent.
+
+    A method asks for what the host has to know of its results on a device, instead of waiting for the device: all
+    methods of a round wait together, once. Ranks may ask for different sizes. Result: the tensor on the CPU, maybe a
+    view of a larger one.
     """
 
     tensor: Tensor
@@ -103,7 +131,7 @@ class RingSum:
         return partial.add_(self.encode(i) if own is None else own)
 
 
-Collective = Mean | Gather | AllToAll | Broadcast | RingSum
+Collective = Mean | Gather | AllToAll | Broadcast | ToHost | RingSum
 
 # A running method: yields collectives, is sent their results, returns the average.
 Routine = Generator[Collective, Any, Any]
@@ -162,6 +190,8 @@ class Traffic:
 
 def sent_nbytes(collective: Collective) -> int:
     """Bytes that one rank hands to the collective. An all-reduce counts once, whatever its algorithm sends."""
+    if isinstance(collective, ToHost):
+        return 0
     if isinstance(collective, RingSum):
         return sum(collective.numels) * collective.dtype.itemsize
     return collective.tensor.numel() * collective.tensor.element_size()

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .collectives import Routine, Traffic
+from .collectives import Routine, ToHost, Traffic
 from .hyper_parameters import check_types, cloned, digest_of
 from .memory import Memory
 from .state import State, Workspace
+
+_MAX_ABS = "_gradzip_max_abs"  # attribute of an average: its largest magnitude, if it is known
 
 
 @dataclass
@@ -31,7 +33,7 @@ class Compressor(ABC):
     _: KW_ONLY
     min_numel: int = 1024
 
-    # The largest number of collectives, one after the other, that a compressed gradient needs.
+    # The largest number of collectives, one after the other, that a compressed gradient needs. ToHost does not count.
     rounds = 1
 
     # Whether the method compresses a bucket as one vector, if a front end has buckets.
@@ -99,9 +101,33 @@ class Compressor(ABC):
     def max_abs_bound(self, average: Any, limit: float) -> float:
         """An upper bound of the average's magnitudes: exact if above `limit`, not finite if any element is not finite.
 
-        The same number on all ranks.
+        The same number on all ranks. Waits for the device, unless `reduce` has returned what `with_max_abs` did.
         """
-        return ops.abs_max(average)
+        known = getattr(average, _MAX_ABS, None)
+        return ops.abs_max(average) if known is None else known
+
+    def with_max_abs(self, average: Tensor, max_abs: float | None = None) -> Routine:
+        """Coroutine that returns the average, and on a device its largest magnitude for `max_abs_bound`.
+
+        `reduce` ends with it, so that the host waits once for the magnitudes of all gradients.
+
+        Args:
+            average: must keep its values until it is applied: `new_average` makes it.
+            max_abs: the largest magnitude, if it is known.
+        """
+        if max_abs is None and ops.on_device(average):
+            max_abs = float((yield ToHost(ops.abs_max_tensor(average))))
+        setattr(average, _MAX_ABS, max_abs)
+        return average
+
+    def new_average(self, numel: int, device: torch.device) -> Tensor:
+        """Uninitialized memory for an average (float32, flat).
+
+        On a CPU, the next call reuses it. On a device it does not: several averages wait for `with_max_abs` together.
+        """
+        if device.type == "cpu":
+            return self.workspace.empty("average", (numel,), torch.float32, device)
+        return torch.empty(numel, dtype=torch.float32, device=device)
 
     def apply_average(self, grad: Tensor, corrected: Tensor, average: Any, state: State) -> None:
         """Write the average to `grad`, and the residual to the state. Called when the average is known to be finite.

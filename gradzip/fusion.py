@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .collectives import AllToAll, Broadcast, Collective, Done, Gather, Mean, RingSum, Routine, advance
+from .collectives import AllToAll, Broadcast, Collective, Done, Gather, Mean, RingSum, Routine, ToHost, advance
 
 # Fused routines: yields the collectives of a round, which may run concurrently, and is sent the list of their results.
 FusedRoutine = Generator[list[Collective], list[Any], list[Any]]
@@ -82,12 +82,13 @@ def _join(group: list[Any]) -> Collective:
     """One collective for several of one kind."""
     if len(group) == 1:
         return group[0]
-    if isinstance(group[0], (Mean, Broadcast)):
+    if isinstance(group[0], (Mean, Broadcast, ToHost)):
         tensors = [c.tensor for c in group]
         joined = adjacent(tensors)
         return type(group[0])(torch.cat([t.reshape(-1) for t in tensors]) if joined is None else joined)
     if isinstance(group[0], Gather):
-        return Gather(torch.cat([c.tensor for c in group]), sum(c.count for c in group))
+        same_length = all(c.same_length for c in group)
+        return Gather(torch.cat([c.tensor for c in group]), sum(c.count for c in group), same_length)
     if isinstance(group[0], RingSum):
         return _join_rings(group)
     by_rank = list(zip(*[c.parts for c in group]))
@@ -99,12 +100,21 @@ def _split(result: Any, group: list[Any]) -> list[Any]:
     """The results of several collectives, from the result of the joined one."""
     if len(group) == 1:
         return [result]
-    if isinstance(group[0], (Mean, Broadcast)):
+    if isinstance(group[0], (Mean, Broadcast, ToHost)):
         parts = result.split([c.tensor.numel() for c in group])
-        return [part.view(c.tensor.shape) for part, c in zip(parts, group)]
+        parts = [part.view(c.tensor.shape) for part, c in zip(parts, group)]
+        in_place = [i for i, c in enumerate(group) if isinstance(c, Mean) and c.in_place]
+        tensors = [group[i].tensor for i in in_place]
+        if tensors and result.untyped_storage().data_ptr() != tensors[0].untyped_storage().data_ptr():
+            torch._foreach_copy_(tensors, [parts[i] for i in in_place])  # one operation on a device
+            parts = [group[i].tensor if i in in_place else part for i, part in enumerate(parts)]
+        return parts
     if isinstance(group[0], RingSum):
         return [None] * len(group)
-    by_rank = [ops.split_payloads(buffer, len(group)) for buffer in result]
+    if isinstance(group[0], Gather) and all(c.same_length for c in group):
+        by_rank = [buffer.split([c.tensor.numel() for c in group]) for buffer in result]
+    else:
+        by_rank = [ops.split_payloads(buffer, len(group)) for buffer in result]
     return [list(payloads) for payloads in zip(*by_rank)]
 
 

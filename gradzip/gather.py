@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .collectives import AllToAll, Gather, Routine
+from .collectives import AllToAll, Gather, Routine, ToHost
 from .compressor import Compressor
 from .cost import Link
 from .state import Key, State, split_shards
@@ -47,6 +47,10 @@ class GatherCompressor(Compressor):
 
     joins = True
 
+    # Whether the lengths of payloads on a device follow from the shape of the gradient and the step alone, so that all
+    # ranks send as many bytes, and none needs to know how many the others send.
+    fixed_nbytes = False
+
     number: ClassVar[int]  # of the method in payload headers, set by `register`
     seed = 0  # methods that draw random numbers declare it as a hyper-parameter
 
@@ -79,14 +83,18 @@ class GatherCompressor(Compressor):
 
     def accumulator(self, numel: int, device: torch.device) -> Tensor:
         """Zeros to which the payloads of a gradient of `numel` elements are added."""
-        return self.workspace.empty("average", (numel,), torch.float32, device).zero_()
+        return self.new_average(numel, device).zero_()
 
     def finish(self, out: Tensor, numel: int) -> Tensor:
         """The gradient (float32, flat) from an accumulator. The next call may reuse its memory."""
         return out
 
     def decode(self, payloads: list[Tensor], numel: int) -> Tensor:
-        """The average of payloads, added in order: float32, flat. The next call reuses its memory."""
+        """The average of payloads, added in order: float32, flat. On a CPU, the next call reuses its memory.
+
+        Waits for the device, once, unless the payloads are inspected.
+        """
+        inspect(payloads)
         out = self.accumulator(numel, payloads[0].device)
         for rank, buffer in enumerate(payloads):
             with attribute_payload_errors(payload_source(rank, len(payloads))):
@@ -97,9 +105,12 @@ class GatherCompressor(Compressor):
                     self.decode_add(payload, out, 1.0 / len(payloads))
         return self.finish(out, numel)
 
-    def combine(self, payloads: list[Tensor], numel: int, state: State) -> Tensor:
-        """The average from the payloads of all ranks, as `decode`. May keep in the state what the residual needs."""
-        return self.decode(payloads, numel)
+    def combine(self, payloads: list[Tensor], numel: int, state: State) -> Routine:
+        """Coroutine: the average from the payloads of all ranks, as `decode`, for `reduce` to return.
+
+        May keep in the state what the residual needs.
+        """
+        return (yield from self.with_max_abs(self.decode(payloads, numel)))
 
     def decode_shard(self, payloads: list[Tensor], numel: int) -> Tensor:
         """The average of a shard from the payloads of all ranks, as `decode`, for its owner to encode."""
@@ -118,12 +129,16 @@ class GatherCompressor(Compressor):
         finite: bool | Tensor,
         fields: bytes,
         range_float: ops.RangeFloat | None = None,
+        scale: Tensor | None = None,
+        stream: ops.Stream | None = None,
     ) -> Tensor:
-        """Write the header of a payload whose body is complete.
+        """Write the header of a payload whose body is complete. Returns the payload.
 
         Args:
             finite: whether the gradient is finite, or magnitudes (float32) that are finite if it is.
             fields: 16 bytes of the method's own; 8 if there is a `range_float`, which takes the other 8.
+            scale: a float32 number that replaces the first 4 bytes of the fields.
+            stream: the last section, if the body has more room for it than it takes.
         """
         magnitudes = finite if isinstance(finite, Tensor) else None
         return ops.seal_payload(
@@ -135,6 +150,8 @@ class GatherCompressor(Compressor):
             magnitudes=magnitudes,
             fields=fields,
             number=range_float,
+            scale=scale,
+            stream=stream,
         )
 
     def non_finite(self, grad: Tensor) -> Tensor:
@@ -143,16 +160,23 @@ class GatherCompressor(Compressor):
 
     # --- the exchange
 
+    def gather(self, payload: Tensor, alike: bool = True) -> Gather:
+        """The all-gather of a payload of this method. alike: whether all ranks encoded as many elements."""
+        return Gather(payload, same_length=alike and self.fixed_nbytes and ops.on_device(payload))
+
     def reduce(self, grad: Tensor, state: State) -> Routine:
         state.scattered = self._scatters(grad.numel(), state)
         with attribute_payload_errors(f"{type(self).__name__}, parameter {state.name!r}"):
             if state.scattered:
                 return (yield from self._scatter_reduce(grad, state))
             state.payload = self.encode(grad, state.key(self.seed))
-            payloads = yield Gather(state.payload)
+            payloads = yield self.gather(state.payload)
+            yield from inspected(payloads)
+            if ops.on_device(state.payload):
+                state.payload = payloads[state.rank]  # the same bytes, inspected
             # All ranks see the same lengths, and decide alike.
             state.payload_nbytes = sum(p.numel() for p in payloads) // len(payloads)
-            return self.combine(payloads, grad.numel(), state)
+            return (yield from self.combine(payloads, grad.numel(), state))
 
     def _scatters(self, numel: int, state: State) -> bool:
         if self.exchange == "gather" or not 1 < state.size <= numel:
@@ -165,23 +189,24 @@ class GatherCompressor(Compressor):
         shards = split_shards(grad, state.size)
         key = state.key(self.seed)
         payloads = [self.encode(shard, key._replace(name=f"{key.name}[{i}]")) for i, shard in enumerate(shards)]
-        state.payload = torch.cat(payloads)
+        state.payload = ops.join_payloads(payloads)
         mine = shards[state.rank]
         received = yield AllToAll(state.payload, tuple(p.numel() for p in payloads))
+        yield from inspected([*received, *payloads])
         average = self.decode_shard(received, mine.numel()).view(mine.shape).clone()
         if (residual := getattr(state, "owner_residual", None)) is not None:
             average.add_(residual)
         payload = self.encode_average(average, key._replace(name=f"{key.name}[owner]"))
+        payloads = yield self.gather(payload, alike=len({s.numel() for s in shards}) == 1)
+        yield from inspected(payloads)
         if self.error_feedback:
-            state.owner_residual = average.sub_(self.decode([payload], mine.numel()).view(mine.shape))
-        payloads = yield Gather(payload)
+            state.owner_residual = average.sub_(self.decode([payloads[state.rank]], mine.numel()).view(mine.shape))
         result = grad.new_empty(grad.numel())
         for part, shard, payload in zip(result.split([s.numel() for s in shards]), shards, payloads):
             part.copy_(self.decode([payload], shard.numel()).view(-1))
-        return result
+        return (yield from self.with_max_abs(result))
 
     # --- error feedback
-
     def transmitted(self, state: State) -> Tensor:
         assert state.residual is not None
         parts = self.transmitted_parts(state)
@@ -192,8 +217,24 @@ class GatherCompressor(Compressor):
     def transmitted_parts(self, state: State) -> list[tuple[Tensor, Tensor]]:
         """(payload, its part of the residual, flat) for each payload that this rank sent in the current step."""
         assert state.payload is not None and state.residual is not None
-        shards = split_shards(state.residual, state.size if state.scattered else 1)
+        if not state.scattered:
+            return [(state.payload, state.residual.view(-1))]
+        shards = split_shards(state.residual, state.size)
         return [(p, s.view(-1)) for p, s in zip(ops.split_payloads(state.payload, len(shards)), shards)]
+
+
+def inspected(payloads: list[Tensor]) -> Generator[ToHost, Tensor, None]:
+    """Coroutine: inspect payloads on a device, so that opening them does not wait."""
+    table = ops.inspect_payloads(payloads)
+    if table is not None:
+        ops.attach_inspections(payloads, (yield ToHost(table)))
+
+
+def inspect(payloads: list[Tensor]) -> None:
+    """The same at once: waits for the device."""
+    table = ops.inspect_payloads(payloads)
+    if table is not None:
+        ops.attach_inspections(payloads, table.cpu())
 
 
 def scatter_pays(nbytes: float, size: int) -> bool:

@@ -161,3 +161,23 @@ def test_errors():
     ]:
         with pytest.raises(error, match=message):
             f()
+
+
+@pytest.mark.parametrize("segment", [64, 192, 1024])
+@pytest.mark.parametrize("n", [1, 63, 1024, 1025, 5000, 70001])
+def test_capacity_for_a_number_of_bits(n, segment):
+    """Segments of the worst density, too: each number of bits set, in the order that makes the longest codes."""
+    worst = [np.arange(segment) >= segment - k for k in range(0, segment + 1, max(1, segment // 64))]
+    cases = [*masks(n), *(np.resize(tile, n) for tile in worst), np.resize(np.concatenate(worst), n)]
+    for mask in cases:
+        capacity = ops.bitmap_code_capacity(n, segment, int(mask.sum()))
+        stream = ops.bitmap_code_encode(torch.from_numpy(bitmap(mask)), n, segment)
+        assert stream.numel() <= capacity <= ops.bitmap_code_capacity(n, segment)
+
+
+@pytest.mark.parametrize("p, most", [(0.003, 1.7), (0.05, 1.12), (0.15, 1.09), (0.3, 1.09), (0.5, 1.02)])
+def test_capacity_for_random_bits(p, most):
+    n = 1 << 20
+    mask = np.random.default_rng(5).random(n) < p
+    stream = ops.bitmap_code_encode(torch.from_numpy(bitmap(mask)), n)
+    assert stream.numel() < ops.bitmap_code_capacity(n, count=int(mask.sum())) < most * stream.numel()

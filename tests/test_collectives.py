@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import gradzip
+from gradzip import ops
 from gradzip.averaging import averaged
-from gradzip.collectives import Broadcast, Gather, Mean, timed
+from gradzip.collectives import Broadcast, Gather, Mean, ToHost, sent_nbytes, timed
 from gradzip.engines.local import drive
 from gradzip.fusion import adjacent, fused
 
@@ -76,6 +77,49 @@ def test_broadcast_gives_the_tensor_of_rank_0(size):
     for first, average, second in joined:
         assert torch.equal(first, torch.zeros(2)) and torch.equal(second, torch.zeros(4))
         assert torch.equal(average, torch.full((3,), (size - 1) / 2))
+
+
+def test_tensors_for_the_host_are_joined_and_cost_no_bytes():
+    def routine(rank, numel):
+        return (yield ToHost(torch.full((numel,), float(rank))))
+
+    for rank, parts in enumerate(drive([fused([routine(rank, n) for n in (2, 3)]) for rank in range(2)])):
+        assert [part.tolist() for part in parts] == [[rank] * 2, [rank] * 3]
+    assert sent_nbytes(ToHost(torch.ones(4))) == 0
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_payloads_of_one_length_are_split_without_looking_at_them(alike):
+    payloads = [ops.new_payload(16 * (i + 1)) for i in range(2)]
+
+    def routine(payload):
+        received = yield Gather(payload, same_length=alike)
+        return [part.numel() for part in received]
+
+    joined = fused([routine(payload) for payload in payloads])
+    (gather,) = next(joined)
+    assert (gather.count, gather.same_length) == (2, alike)
+    if not alike:
+        for payload in payloads:
+            ops.seal_payload(payload, method=1, digest=0, numel=1, fields=bytes(16))
+        gather = Gather(torch.cat(payloads), 2)
+    received = torch.cat([gather.tensor] * 3)
+    with pytest.raises(StopIteration) as done:
+        joined.send([gather.split_by_rank(received, 3)])
+    assert done.value.value == [[64] * 3, [80] * 3]
+    if alike:
+        with pytest.raises(gradzip.PayloadError, match="got 300 bytes from 3 ranks, expected 144 from each"):
+            gather.split_by_rank(received[:300], 3)
+
+
+def test_averages_in_place_are_written_to_their_tensors():
+    def routine(x, in_place):
+        return (yield Mean(x, in_place))
+
+    tensors = [[torch.full((4, 6), 1.0 + rank)[:, ::2], torch.full((5,), 3.0 + rank)] for rank in range(2)]
+    for own, (first, second) in zip(tensors, drive([fused([routine(a, True), routine(b, False)]) for a, b in tensors])):
+        assert first is own[0] and torch.equal(first, torch.full((4, 3), 1.5))
+        assert second is not own[1] and torch.equal(second, torch.full((5,), 3.5))
 
 
 def test_no_routines_and_routines_without_collectives():

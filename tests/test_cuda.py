@@ -142,6 +142,8 @@ def test_range_float_and_bit_streams(on_device, n, bits):
             assert bits_equal(on_device(ops.unpack_bits, packed, bits, n), codes)
             assert bits_equal(on_device(number.decode, codes), number.decode(codes))
     if n:
+        above = torch.full((n,), number.positive + number.negative + 1, dtype=torch.int32)
+        assert on_device(lambda codes: number.decode(codes, wait=False), above).isnan().all()
         with pytest.raises(ValueError, match="got a code above"):
             on_device(number.decode, torch.full((n,), number.positive + number.negative + 1, dtype=torch.int32))
 
@@ -209,6 +211,8 @@ def test_sparse_indices(on_device, n):
                 return ops.index_code_encode(indices, n, out)
 
             assert bits_equal(on_device(encode_into, indices, torch.empty_like(stream)), stream)
+            padded = torch.cat([stream, torch.zeros(15, dtype=torch.uint8)])
+            assert bits_equal(on_device(lambda s, k=k: ops.index_code_decode(s, n, k), padded), indices)
 
             def decode_add(stream, values, out):
                 total = out.clone()
@@ -223,6 +227,7 @@ def test_sparse_indices(on_device, n):
                 assert on_device(decode_add, damaged, values, out).isnan().all()
                 with pytest.raises(gradzip.PayloadError):
                     on_device(ops.index_code_decode, damaged, n)
+                assert not on_device(lambda s, k=k: ops.index_code_decode(s, n, k), damaged).any()
         if n:
             with pytest.raises(ValueError, match="not strictly ascending"):
                 on_device(ops.index_code_encode, torch.tensor([n], dtype=torch.int32), n)
@@ -345,6 +350,13 @@ METHODS = [
 ]
 
 
+def same_contents(got, wanted, codec):
+    """Whether payloads differ in their slack only."""
+    numel = int.from_bytes(bytes(wanted[8:16].tolist()), "little")
+    got, wanted = (ops.open_payload(p, method=codec.number, digest=codec.digest, numel=numel) for p in (got, wanted))
+    return got[:2] == wanted[:2] and bits_equal(got.body, wanted.body)
+
+
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_fft_range_payloads(on_device, method):
     """Payloads from the simulated device equal the CPU's. On a real one, the library's FFT may round differently."""
@@ -355,10 +367,9 @@ def test_fft_range_payloads(on_device, method):
         device_method = method.clone()
         payload = on_device(device_method.encode, grad, key)
         wanted = expected.encode(grad, key)
-        opened = ops.open_payload(payload, method=method.number, digest=method.digest, numel=grad.numel())
-        assert opened.flags == 0 and payload.numel() == wanted.numel()
+        assert payload.numel() >= wanted.numel() and on_device(ops.on_device, payload)
         if on_device.device.type == "cpu":
-            assert bits_equal(payload, wanted) and int(device_method.clamped) == expected.clamped
+            assert same_contents(payload, wanted, method) and device_method.clamped == expected.clamped
             got = on_device(device_method.decode, [payload, payload], grad.numel())
             assert bits_equal(got, expected.decode([payload, payload], grad.numel()))
         bad = grad.clone()
@@ -400,7 +411,8 @@ def test_payloads_of_other_codecs(on_device, spec):
         round_tripped = on_device(round_trip, device_method, grad, key)
         uses_svd_or_fft = spec.startswith("atomo") and "entry" not in spec
         if on_device.device.type == "cpu" or not uses_svd_or_fft:
-            assert bits_equal(on_device(device_method.encode, grad, key), payload) and bits_equal(decoded, expected)
+            encoded = on_device(device_method.encode, grad, key)
+            assert same_contents(encoded, payload, cpu_method) and bits_equal(decoded, expected)
         else:  # the library's SVD or FFT may round differently or flip signs
             assert torch.allclose(decoded, expected, atol=1e-5)
         assert round_tripped.isfinite().all()

@@ -174,3 +174,46 @@ def test_errors():
         ops.index_code_decode(stream, 1)
     with pytest.raises(ValueError, match="expected a contiguous tensor"):
         ops.index_code_decode_add(stream, torch.zeros(2), torch.zeros(10, 10).t())
+
+
+def spread(draw, numel):
+    """Indices that make long streams: runs of equal gaps, of several sizes, in any order."""
+    indices, at = [], 0
+    while at < numel and len(indices) < 9000:
+        gap, run = draw(st.integers(0, 300)), draw(st.integers(1, 3000))
+        for _ in range(run):
+            at += gap
+            if at >= numel:
+                break
+            indices.append(at)
+            at += 1
+    return torch.tensor(indices, dtype=torch.int32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_capacity_suffices_for_any_indices(data):
+    numel = data.draw(st.integers(1, 200_000))
+    indices = spread(data.draw, numel)
+    assert ops.index_code_nbytes(indices, numel) <= ops.index_code_capacity(len(indices), numel) <= 12 + -(-numel // 8)
+
+
+def test_capacity_suffices_for_random_indices_and_is_not_much_more():
+    for share, most in ((0.0001, 1.08), (0.001, 1.08), (0.01, 1.06), (0.1, 1.10), (0.5, 1.0)):
+        indices = chosen(1_000_003, share)
+        nbytes = ops.index_code_nbytes(indices, 1_000_003)
+        assert nbytes <= ops.index_code_capacity(len(indices), 1_000_003) <= most * nbytes + 12
+    for numel in (0, 1, 100):
+        assert ops.index_code_capacity(0, numel) == 12
+
+
+def test_write_to_more_memory_than_needed():
+    indices = chosen(3000, 0.05)
+    stream = ops.index_code_encode(indices, 3000)
+    out = torch.full((stream.numel() + 20,), 7, dtype=torch.uint8)
+    assert ops.index_code_write(indices, 3000, out) == stream.numel()
+    assert torch.equal(out[: stream.numel()], stream) and (out[stream.numel() :] == 7).all()
+    with pytest.raises(ValueError, match="not strictly ascending"):
+        ops.index_code_write(indices.flip(0).contiguous(), 3000, out)
+    with pytest.raises(ops.PayloadError, match=f"got {len(indices)} of them, expected {len(indices) - 1}"):
+        ops.index_code_decode(stream, 3000, len(indices) - 1)

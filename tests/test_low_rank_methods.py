@@ -244,14 +244,14 @@ def test_overflow_of_the_average_in_half_precision(method):
 
 def test_max_abs_bound_is_exact_above_the_limit():
     p, q = torch.tensor([[1.0, 0.0], [0.0, 300.0]]), torch.tensor([[-300.0, 0.0], [0.0, 1.0]])
-    factors = Factors(p, q, p, q)
+    factors = Factors(p, q, p, q, 2.0 * 300 * 300)
     compressor = PowerSGD(rank=2)
     assert 300 <= compressor.max_abs_bound(factors, 1e6) <= 1e6
     # The cheap bound, 2 * 300 * 300, exceeds this limit and the next.
     assert compressor.max_abs_bound(factors, 65504.0) == 300
     assert compressor.max_abs_bound(factors, 200.0) == 300
     for bad in (math.inf, math.nan):
-        assert not math.isfinite(compressor.max_abs_bound(Factors(p, q * bad, p, q), 65504.0))
+        assert not math.isfinite(compressor.max_abs_bound(Factors(p, q * bad, p, q, abs(bad)), 65504.0))
 
 
 @both_methods

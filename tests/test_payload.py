@@ -144,6 +144,44 @@ def test_fields_of_another_length(fields):
         ops.seal_payload(ops.new_payload(0), **{**HEADER_VALUES, "fields": fields})
 
 
+# --- sections of a length that is not known beforehand
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 17, 29, 30])
+def test_seal_with_a_stream(nbytes):
+    """What the payload has room for and does not need is cut off."""
+    section = bytes(range(100, 170))
+    payload = ops.new_payload(len(section))
+    payload[48 : 48 + len(section)] = buffer(section)
+    stream = ops.Stream(40, nbytes, padding_at=7)
+    sealed_payload = ops.seal_payload(payload, **HEADER_VALUES, stream=stream)
+    padding = -(40 + nbytes) % 16
+    opened = ops.open_payload(sealed_payload, **EXPECTED)
+    assert opened.body.numpy().tobytes() == section[: 40 + nbytes] + bytes(padding)
+    assert opened.fields == bytes([*range(7), padding, *range(8, 16)]) and opened.flags == 0
+
+
+@pytest.mark.parametrize("nbytes", [-1, 41, 2**40])
+def test_streams_that_do_not_fit(nbytes):
+    with pytest.raises(ValueError, match=f"got a stream of {nbytes} bytes, expected 0 to 40"):
+        ops.seal_payload(ops.new_payload(80), **HEADER_VALUES, stream=ops.Stream(40, nbytes))
+
+
+def test_seal_with_a_scale():
+    payload = ops.seal_payload(ops.new_payload(0), **HEADER_VALUES, scale=torch.tensor([0.3]))
+    assert ops.open_payload(payload, **EXPECTED).fields == struct.pack("<f", 0.3) + bytes(range(4, 16))
+
+
+def test_slack_is_no_part_of_the_body():
+    section = bytes(range(40))
+    assert ops.open_payload(sealed(section, flags=5 | 1 << 8), **EXPECTED).body.numpy().tobytes() == section[:32]
+    assert ops.open_payload(sealed(section, flags=5 | 3 << 8), **EXPECTED).body.numel() == 0
+    assert ops.open_payload(sealed(section, flags=5 | 3 << 8), **EXPECTED).flags == 5
+    for slack in (4, 2**24 - 1):
+        with pytest.raises(PayloadError, match=f"claims {16 * slack} unused bytes of 96"):
+            ops.open_payload(sealed(section, flags=slack << 8), **EXPECTED)
+
+
 # --- split
 
 

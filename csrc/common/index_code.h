@@ -20,6 +20,14 @@ struct IndexHeader {
 };
 static_assert(sizeof(IndexHeader) == 12, "the wire format");
 
+// A reader may not know where in its last 16 bytes a stream of so many bytes ends.
+constexpr int64_t kMostIndexPadding = 15;
+
+// Whether a stream that claims so many bytes may be what `nbytes` bytes hold.
+GZ_HD bool index_stream_fits(uint32_t claimed, int64_t nbytes) {
+  return claimed >= sizeof(IndexHeader) && claimed <= nbytes && nbytes - claimed <= kMostIndexPadding;
+}
+
 struct IndexBlock {
   uint32_t end;  // the block's last index + 1
   uint32_t end_byte;  // of the block, counted from the end of the table

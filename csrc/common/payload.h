@@ -4,8 +4,10 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "common/macros.h"
+#include "common/range_float.h"
 
 namespace gradzip {
 
@@ -17,7 +19,7 @@ struct PayloadHeader {
   uint64_t numel;  // elements of the gradient
   uint64_t nbytes;  // of the whole payload, header and padding included
   uint32_t checksum;  // of the whole payload, with this field 0
-  uint32_t flags;
+  uint32_t flags;  // the lower kSlackBit bits; the others are the slack
   uint8_t fields[16];  // the method's own parameters
 };
 static_assert(sizeof(PayloadHeader) == 48, "the wire format");
@@ -25,6 +27,10 @@ static_assert(sizeof(PayloadHeader) == 48, "the wire format");
 constexpr uint8_t kPayloadVersion = 2;
 constexpr uint64_t kPayloadAlign = 16;
 constexpr uint32_t kNonFinite = 1u;  // the gradient held an inf or a NaN: every rank's average becomes NaN
+
+// The slack, in units of kPayloadAlign, is the number of zeros at the end of a payload that follow the sections and
+// their padding. It is 0 unless a payload was written before the host knew how long its last section is.
+constexpr int kSlackBit = 8;
 
 // One term of the checksum. Terms are added modulo 2^64, so blocks can be summed in any order by any number of
 // threads; each term depends on the position, so swapped words are detected.
@@ -36,10 +42,48 @@ GZ_HD uint64_t checksum_term(uint64_t word, uint64_t position) {
 constexpr int kChecksumWord = 3;  // the word of the header whose lower half, the checksum itself, counts as 0
 GZ_HD uint32_t checksum_fold(uint64_t sum) { return uint32_t(sum ^ (sum >> 32)); }
 
+// What is known of a payload once its sections are written: on CUDA, to the device only. Pointers may be null.
+struct PayloadResults {
+  const float* magnitudes;  // kNonFinite is set unless all are finite
+  int64_t magnitude_count;
+  const RangeFloat* number;  // its wire form becomes the last 8 bytes of the fields
+  const float* scale;  // becomes the first 4 bytes of the fields
+  const int64_t* stream_nbytes;  // size of the last section. What follows it becomes zeros. kNonFinite if it is invalid
+  int64_t stream_begin;  // offset of that section in the payload
+  int64_t padding_at;  // the byte of the fields that becomes the size of that section's padding, or -1
+};
+static_assert(sizeof(PayloadResults) == 56, "gradzip/ops/payload.py writes it");
+
+// Adds the results to the header. Returns the end of the last section.
+GZ_HD int64_t add_results(const PayloadResults& results, PayloadHeader* header) {
+  for (int64_t i = 0; i < results.magnitude_count; ++i)
+    if ((float_bits(results.magnitudes[i]) & 0x7fffffffu) >= kInfBits) header->flags |= kNonFinite;
+  if (results.scale) memcpy(header->fields, results.scale, sizeof(float));
+  if (results.number) {
+    const uint64_t wire = range_wire(*results.number);
+    memcpy(header->fields + sizeof header->fields - sizeof wire, &wire, sizeof wire);
+  }
+  const int64_t nbytes = int64_t(header->nbytes), align = int64_t(kPayloadAlign);
+  if (!results.stream_nbytes) return nbytes;
+  int64_t stream = *results.stream_nbytes;
+  if (stream < 0 || stream > nbytes - results.stream_begin) header->flags |= kNonFinite, stream = 0;
+  const int64_t end = results.stream_begin + stream, padding = (align - end % align) % align;
+  header->flags |= uint32_t((nbytes - end - padding) / align) << kSlackBit;
+  if (results.padding_at >= 0) header->fields[results.padding_at] = uint8_t(padding);
+  return end;
+}
+
+// A buffer that holds payloads, one after the other.
+struct PayloadBuffer {
+  const uint8_t* bytes;
+  int64_t nbytes;
+};
+static_assert(sizeof(PayloadBuffer) == 16, "gradzip/ops/payload.py writes it");
+
 // What the host needs to know of a payload, so that one copy from the device suffices.
 struct PayloadInspection {
   PayloadHeader header;
-  uint64_t begin;  // offset of the payload in the gathered buffer
+  uint64_t begin;  // offset of the payload in its buffer
   uint64_t sum;  // of the checksum's terms, for checksum_fold
 };
 static_assert(sizeof(PayloadInspection) == 64, "gradzip/ops/payload.py reads it");

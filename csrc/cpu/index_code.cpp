@@ -151,9 +151,9 @@ bool for_each_run(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t 
   IndexHeader header;
   if (nbytes < int64_t(sizeof header)) return false;
   std::memcpy(&header, stream, sizeof header);
-  if (header.count != count || header.nbytes != nbytes || count > numel) return false;
+  if (header.count != count || !index_stream_fits(header.nbytes, nbytes) || count > numel) return false;
   const uint8_t* body = stream + sizeof header;
-  const int64_t body_bytes = nbytes - int64_t(sizeof header);
+  const int64_t body_bytes = int64_t(header.nbytes) - int64_t(sizeof header);
 
   if (header.coded == 0) {
     if (body_bytes != bitmap_bytes(numel)) return false;

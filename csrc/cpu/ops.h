@@ -96,7 +96,7 @@ void range_float_encode(const RangeFloat* format, const float* x, int64_t n, boo
 // The same codes as a bit stream of ceil(n * bits / 8) bytes. `bits` is that of the format.
 void range_float_encode_packed(const RangeFloat* format, const float* x, int64_t n, int bits, bool stochastic,
                                uint64_t key, uint8_t* packed, int64_t* outside, int threads);
-// *failed: a code is above P + Q. x is written nevertheless.
+// `format` is in host memory on every device. *failed: a code is above P + Q. x is written nevertheless.
 void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t n, float* x, int32_t* failed,
                         int threads);
 
@@ -158,7 +158,7 @@ void ternary_decode_add(const uint8_t* packed, int64_t n, const float* scale, do
 // One bit per sign, by the rule of write_signs in sign_bits.h.
 void signs_pack(const float* x, int64_t n, uint64_t key, uint8_t* packed, int threads);
 // The majority of 1 to 65535 votes, bit by bit; on a tie, coin i of the key decides. Bits past n are ignored in the
-// votes and 0 in the result.
+// votes and 0 in the result. The table of addresses is in host memory on every device.
 void signs_majority(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed, int threads);
 // out[i] += scale, or -scale if the bit is set.
 void signs_decode_add(const uint8_t* packed, int64_t n, float scale, float* out, int threads);
@@ -218,13 +218,12 @@ void transform_decode(const TransformPart* parts, int64_t count, uint32_t code, 
                       int64_t n, int32_t* failed, int threads);
 
 // --- payload
-// Writes the header of a payload whose sections are in place: *header, with kNonFinite set if one of the magnitudes is
-// not finite, the wire form of *number (unless null) as the last 8 bytes of the fields, and the checksum. nbytes is a
-// multiple of 16.
-void payload_seal(uint8_t* payload, int64_t nbytes, const PayloadHeader* header, const float* magnitudes,
-                  int64_t magnitude_count, const RangeFloat* number, int threads);
-// Fills the table with the headers and checksums of `count` consecutive payloads. Stops at the first header with an
-// invalid size; later entries, and its checksum, are 0.
-void payload_inspect(const uint8_t* buffer, int64_t nbytes, int64_t count, PayloadInspection* table, int threads);
+// Writes the header of a payload whose sections are in place: *header, with the results added, and the checksum. The
+// arguments are in host memory on every device. header->nbytes is the size of the payload, a multiple of 16.
+void payload_seal(uint8_t* payload, const PayloadHeader* header, const PayloadResults* results, int threads);
+// Fills the table with the headers and checksums of `each` consecutive payloads in each of `count` buffers, which are
+// listed in host memory on every device. In each buffer, stops at the first header with an invalid size; later entries,
+// and its checksum, are 0.
+void payload_inspect(const PayloadBuffer* buffers, int64_t count, int64_t each, PayloadInspection* table, int threads);
 
 }  // namespace gradzip::cpu

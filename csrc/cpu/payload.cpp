@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -38,30 +37,29 @@ uint64_t checksum_sum(const uint8_t* payload, int64_t nbytes, int threads) {
 
 }  // namespace
 
-void payload_seal(uint8_t* payload, int64_t nbytes, const PayloadHeader* header, const float* magnitudes,
-                  int64_t magnitude_count, const RangeFloat* number, int threads) {
+void payload_seal(uint8_t* payload, const PayloadHeader* header, const PayloadResults* results, int threads) {
   PayloadHeader sealed = *header;
-  for (int64_t i = 0; i < magnitude_count; ++i)
-    if (!std::isfinite(magnitudes[i])) sealed.flags |= kNonFinite;
-  if (number) {
-    const uint64_t wire = range_wire(*number);
-    std::memcpy(sealed.fields + sizeof sealed.fields - sizeof wire, &wire, sizeof wire);
-  }
+  const int64_t nbytes = int64_t(sealed.nbytes), end = add_results(*results, &sealed);
+  std::fill(payload + end, payload + nbytes, uint8_t(0));
   std::memcpy(payload, &sealed, sizeof sealed);
   sealed.checksum = checksum_fold(checksum_sum(payload, nbytes, threads));
   std::memcpy(payload, &sealed, sizeof sealed);
 }
 
-void payload_inspect(const uint8_t* buffer, int64_t nbytes, int64_t count, PayloadInspection* table, int threads) {
-  std::fill(table, table + count, PayloadInspection{});
-  int64_t begin = 0;
-  for (int64_t r = 0; r < count && nbytes - begin >= int64_t(sizeof(PayloadHeader)); ++r) {
-    std::memcpy(&table[r].header, buffer + begin, sizeof(PayloadHeader));
-    table[r].begin = uint64_t(begin);
-    const uint64_t claimed = table[r].header.nbytes;
-    if (claimed < sizeof(PayloadHeader) || claimed % kPayloadAlign || claimed > uint64_t(nbytes - begin)) return;
-    table[r].sum = checksum_sum(buffer + begin, int64_t(claimed), threads);
-    begin += int64_t(claimed);
+void payload_inspect(const PayloadBuffer* buffers, int64_t count, int64_t each, PayloadInspection* table, int threads) {
+  std::fill(table, table + count * each, PayloadInspection{});
+  for (int64_t b = 0; b < count; ++b) {
+    const auto [bytes, nbytes] = buffers[b];
+    PayloadInspection* rows = table + b * each;
+    int64_t begin = 0;
+    for (int64_t r = 0; r < each && nbytes - begin >= int64_t(sizeof(PayloadHeader)); ++r) {
+      std::memcpy(&rows[r].header, bytes + begin, sizeof(PayloadHeader));
+      rows[r].begin = uint64_t(begin);
+      const uint64_t claimed = rows[r].header.nbytes;
+      if (claimed < sizeof(PayloadHeader) || claimed % kPayloadAlign || claimed > uint64_t(nbytes - begin)) break;
+      rows[r].sum = checksum_sum(bytes + begin, int64_t(claimed), threads);
+      begin += int64_t(claimed);
+    }
   }
 }
 

@@ -173,9 +173,9 @@ GZ_DEVICE IndexStream open_index_stream(const uint8_t* stream, int64_t nbytes, i
   const int64_t header = sizeof(IndexHeader);
   const IndexStream corrupt{IndexForm::corrupt, nullptr, 0};
   if (nbytes < header || count > numel) return corrupt;
-  const uint32_t coded = read_u32(stream);
-  if (coded > 1 || read_u32(stream + 4) != count || read_u32(stream + 8) != nbytes) return corrupt;
-  const IndexStream opened{coded ? IndexForm::coded : IndexForm::bitmap, stream + header, nbytes - header};
+  const uint32_t coded = read_u32(stream), claimed = read_u32(stream + 8);
+  if (coded > 1 || read_u32(stream + 4) != count || !index_stream_fits(claimed, nbytes)) return corrupt;
+  const IndexStream opened{coded ? IndexForm::coded : IndexForm::bitmap, stream + header, int64_t(claimed) - header};
   if (coded) {
     const int64_t table = index_blocks(count) * int64_t(sizeof(IndexBlock));
     return opened.nbytes < table || (count == 0 && opened.nbytes != 0) ? corrupt : opened;

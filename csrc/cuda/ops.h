@@ -46,6 +46,7 @@ int64_t bitmap_indices(void* workspace, const uint8_t* bitmap, int64_t n, const 
                        int32_t* indices, float* values, int64_t* found, cudaStream_t stream);
 
 // --- bitmap_code
+// `out` has room for the stream: no more is written.
 int64_t bitmap_code_encode(void* workspace, const uint8_t* bitmap, int64_t n, int segment, uint8_t* out,
                            int64_t* nbytes, cudaStream_t stream);
 // On failure, `bitmap` has another number of bits set than `count`, if n > 0.
@@ -77,6 +78,7 @@ void range_float_encode(const RangeFloat* format, const float* x, int64_t n, boo
                         int32_t* codes, int64_t* outside, cudaStream_t stream);
 void range_float_encode_packed(const RangeFloat* format, const float* x, int64_t n, int bits, bool stochastic,
                                uint64_t key, uint8_t* packed, int64_t* outside, cudaStream_t stream);
+// A code above P + Q becomes NaN.
 void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t n, float* x, int32_t* failed,
                         cudaStream_t stream);
 
@@ -121,9 +123,8 @@ void ternary_decode_add(const uint8_t* packed, int64_t n, const float* scale, do
 
 // --- signs
 void signs_pack(const float* x, int64_t n, uint64_t key, uint8_t* packed, cudaStream_t stream);
-// The table of addresses is in device memory.
-void signs_majority(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed,
-                    cudaStream_t stream);
+int64_t signs_majority(void* workspace, const uint8_t* const* votes, int voters, int64_t n, uint64_t key,
+                       uint8_t* packed, cudaStream_t stream);
 void signs_decode_add(const uint8_t* packed, int64_t n, float scale, float* out, cudaStream_t stream);
 
 // --- one_bit
@@ -170,10 +171,10 @@ int64_t transform_decode(void* workspace, const TransformPart* parts, int64_t co
                          bool add, float* out, int64_t n, int32_t* failed, cudaStream_t stream);
 
 // --- payload
-// `header` is in host memory, read before the call returns.
-int64_t payload_seal(void* workspace, uint8_t* payload, int64_t nbytes, const PayloadHeader* header,
-                     const float* magnitudes, int64_t magnitude_count, const RangeFloat* number, cudaStream_t stream);
-void payload_inspect(const uint8_t* buffer, int64_t nbytes, int64_t count, PayloadInspection* table,
+// What is in host memory is read before the call returns.
+int64_t payload_seal(void* workspace, uint8_t* payload, const PayloadHeader* header, const PayloadResults* results,
+                     cudaStream_t stream);
+void payload_inspect(const PayloadBuffer* buffers, int64_t count, int64_t each, PayloadInspection* table,
                      cudaStream_t stream);
 
 }  // namespace gradzip::cuda

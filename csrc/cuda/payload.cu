@@ -1,5 +1,6 @@
 #include "cuda/payload.cuh"
 
+#include <algorithm>
 #include <cstddef>
 
 #include "cuda/launch.h"
@@ -8,28 +9,36 @@
 namespace gradzip::cuda {
 
 static_assert(offsetof(PayloadHeader, checksum) == kChecksumBytes, "the wire format");
-static_assert(offsetof(PayloadHeader, fields) + sizeof PayloadHeader{}.fields == sizeof(PayloadHeader),
-              "the number is the last word of the header");
 
-int64_t payload_seal(void* workspace, uint8_t* payload, int64_t nbytes, const PayloadHeader* header,
-                     const float* magnitudes, int64_t magnitude_count, const RangeFloat* number, cudaStream_t stream) {
+int64_t payload_seal(void* workspace, uint8_t* payload, const PayloadHeader* header, const PayloadResults* results,
+                     cudaStream_t stream) {
   Arena arena(workspace);
   auto* state = arena.take<ChecksumState>(1);
   if (!workspace) return arena.nbytes();
-  launch(stream, grid_of(1), kLanes, header_kernel, payload, *header, magnitudes, magnitude_count, number);
+  const int64_t nbytes = int64_t(header->nbytes);
+  launch(stream, grid_of(1), kBlock, header_kernel, payload, *header, *results);
   clear(state, sizeof *state, stream);
   launch(stream, grid_of(grid_for(ceil_div(nbytes, 64 * kBlock))), kBlock, checksum_kernel, payload, nbytes, state,
          payload + kChecksumBytes);
   return 0;
 }
 
-void payload_inspect(const uint8_t* buffer, int64_t nbytes, int64_t count, PayloadInspection* table,
+void payload_inspect(const PayloadBuffer* buffers, int64_t count, int64_t each, PayloadInspection* table,
                      cudaStream_t stream) {
-  clear(table, count * int64_t(sizeof *table), stream);
-  launch(stream, grid_of(1), kLanes, walk_kernel, buffer, nbytes, count, table);
-  const unsigned y = unsigned(count < 1 ? 1 : count < 1024 ? count : 1024);
-  const unsigned x = grid_for(ceil_div(nbytes, int64_t(y) * 64 * kBlock));
-  launch(stream, grid_of(x, y), kBlock, sums_kernel, buffer, nbytes, count, table);
+  clear(table, count * each * int64_t(sizeof *table), stream);
+  for (int64_t at = 0; at < count; at += kPayloadBatch) {
+    PayloadBatch batch{};
+    batch.count = int(std::min<int64_t>(count - at, kPayloadBatch));
+    int64_t longest = 0;
+    for (int b = 0; b < batch.count; ++b) {
+      batch.of[b] = buffers[at + b];
+      longest = std::max(longest, batch.of[b].nbytes);
+    }
+    launch(stream, grid_of(1), kPayloadBatch, walk_kernel, batch, each, table + at * each);
+    const unsigned y = unsigned(std::clamp<int64_t>(batch.count * each, 1, 1024));
+    const unsigned x = grid_for(ceil_div(longest, std::max<int64_t>(each, 1) * 64 * kBlock));
+    launch(stream, grid_of(x, y), kBlock, sums_kernel, batch, each, table + at * each);
+  }
 }
 
 }  // namespace gradzip::cuda

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "common/payload.h"
-#include "common/range_float.h"
 #include "cuda/block.cuh"
 
 namespace gradzip::cuda {
@@ -54,40 +53,54 @@ __global__ void __launch_bounds__(kBlock)
   if (last_block(&state->ticket) && threadIdx.x == 0) store_bytes(out, checksum_fold(state->sum), 4);
 }
 
-// Writes the header without the checksum.
-__global__ void header_kernel(uint8_t* payload, PayloadHeader header, const float* magnitudes, int64_t magnitude_count,
-                              const RangeFloat* number) {
-  if (threadIdx.x != 0) return;
-  for (int64_t i = 0; i < magnitude_count; ++i)
-    if (magnitude(magnitudes[i]) >= kInfBits) header.flags |= kNonFinite;
-  uint64_t words[sizeof header / 8];
-  memcpy(words, &header, sizeof header);
-  if (number) words[sizeof header / 8 - 1] = range_wire(*number);
-  for (int i = 0; i < int(sizeof header / 8); ++i) store_bytes(payload + 8 * i, words[i], 8);
+// Writes the header without the checksum, and the zeros behind the last section. One block.
+__global__ void __launch_bounds__(kBlock)
+    header_kernel(uint8_t* payload, PayloadHeader header, PayloadResults results) {
+  __shared__ int64_t end;
+  if (threadIdx.x == 0) {
+    end = add_results(results, &header);
+    uint64_t words[sizeof header / 8];
+    memcpy(words, &header, sizeof header);
+    for (int i = 0; i < int(sizeof header / 8); ++i) store_bytes(payload + 8 * i, words[i], 8);
+  }
+  __syncthreads();
+  for (int64_t i = end + threadIdx.x; i < int64_t(header.nbytes); i += kBlock) payload[i] = 0;
 }
 
-// Finds the beginning of each payload by the sizes that headers claim. The table is zero at launch.
-__global__ void walk_kernel(const uint8_t* buffer, int64_t nbytes, int64_t count, PayloadInspection* table) {
-  if (threadIdx.x != 0) return;
-  int64_t begin = 0;
-  for (int64_t r = 0; r < count && nbytes - begin >= int64_t(sizeof(PayloadHeader)); ++r) {
-    uint64_t words[sizeof(PayloadHeader) / 8];
-    for (int i = 0; i < int(sizeof words / 8); ++i) words[i] = load_bytes8(buffer + begin + 8 * i);
-    memcpy(&table[r].header, words, sizeof words);
-    table[r].begin = uint64_t(begin);
-    const uint64_t claimed = table[r].header.nbytes;
-    if (claimed < sizeof(PayloadHeader) || claimed % kPayloadAlign || claimed > uint64_t(nbytes - begin)) return;
-    begin += int64_t(claimed);
+// The buffers of one launch.
+constexpr int kPayloadBatch = 64;
+struct PayloadBatch {
+  int count;
+  PayloadBuffer of[kPayloadBatch];
+};
+
+// Finds the beginning of each of `each` payloads in each buffer, by the sizes that headers claim. The table is zero at
+// launch.
+__global__ void walk_kernel(PayloadBatch buffers, int64_t each, PayloadInspection* table) {
+  for (int b = int(threadIdx.x); b < buffers.count; b += int(blockDim.x)) {
+    const PayloadBuffer buffer = buffers.of[b];
+    PayloadInspection* rows = table + b * each;
+    int64_t begin = 0;
+    for (int64_t r = 0; r < each && buffer.nbytes - begin >= int64_t(sizeof(PayloadHeader)); ++r) {
+      uint64_t words[sizeof(PayloadHeader) / 8];
+      for (int i = 0; i < int(sizeof words / 8); ++i) words[i] = load_bytes8(buffer.bytes + begin + 8 * i);
+      memcpy(&rows[r].header, words, sizeof words);
+      rows[r].begin = uint64_t(begin);
+      const uint64_t claimed = rows[r].header.nbytes;
+      const uint64_t left = uint64_t(buffer.nbytes - begin);
+      if (claimed < sizeof(PayloadHeader) || claimed % kPayloadAlign || claimed > left) break;
+      begin += int64_t(claimed);
+    }
   }
 }
 
 // The sums of the payloads that walk_kernel found; blocks with the same y share one payload.
-__global__ void __launch_bounds__(kBlock)
-    sums_kernel(const uint8_t* buffer, int64_t nbytes, int64_t count, PayloadInspection* table) {
-  for (int64_t r = blockIdx.y; r < count; r += gridDim.y) {
-    const uint64_t claimed = table[r].header.nbytes, left = uint64_t(nbytes) - table[r].begin;
+__global__ void __launch_bounds__(kBlock) sums_kernel(PayloadBatch buffers, int64_t each, PayloadInspection* table) {
+  for (int64_t r = blockIdx.y; r < buffers.count * each; r += gridDim.y) {
+    const PayloadBuffer buffer = buffers.of[r / each];
+    const uint64_t claimed = table[r].header.nbytes, left = uint64_t(buffer.nbytes) - table[r].begin;
     if (claimed < sizeof(PayloadHeader) || claimed % kPayloadAlign || claimed > left) continue;
-    const uint64_t part = checksum_part(buffer + table[r].begin, int64_t(claimed));
+    const uint64_t part = checksum_part(buffer.bytes + table[r].begin, int64_t(claimed));
     if (threadIdx.x == 0) atomic_add(&table[r].sum, part);
   }
 }

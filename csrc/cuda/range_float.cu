@@ -35,7 +35,7 @@ void range_float_encode_packed(const RangeFloat* format, const float* x, int64_t
 
 void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t n, float* x, int32_t* failed,
                         cudaStream_t stream) {
-  launch(stream, grid_of(grid_for(ceil_div(n, kBlock))), kBlock, decode_kernel, format, codes, n, x, failed);
+  launch(stream, grid_of(grid_for(ceil_div(n, kBlock))), kBlock, decode_kernel, *format, codes, n, x, failed);
 }
 
 }  // namespace gradzip::cuda

@@ -37,6 +37,17 @@ __global__ void __launch_bounds__(kBlock) signs_pack_kernel(const float* x, int6
   }
 }
 
+// Addresses that a launch takes to the device.
+constexpr int kVoteBatch = 256;
+struct VoteBatch {
+  int count;
+  const uint8_t* of[kVoteBatch];
+};
+
+__global__ void signs_table_kernel(VoteBatch votes, const uint8_t** table) {
+  if (int(threadIdx.x) < votes.count) table[threadIdx.x] = votes.of[threadIdx.x];
+}
+
 // Counters of set bits, bit-sliced: bit j of plane k has weight 2^k in the count of sign j. A full adder adds two votes
 // to the lowest plane; its carries ripple through the others. voters < 2^kPlanes.
 template <int kPlanes>

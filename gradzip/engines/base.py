@@ -7,7 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from ..collectives import Collective, Routine, Traffic
+from torch import Tensor
+
+from ..collectives import Collective, Routine, ToHost, Traffic
 from ..fusion import Round
 
 
@@ -22,6 +24,19 @@ class Pending(Protocol):
 
     def result(self) -> Any:
         """Wait for the collective, and return what its routine is sent. Call `send_overflow` first."""
+
+
+class PendingCopy:
+    """A ToHost in progress: `result` waits for the device."""
+
+    def __init__(self, collective: ToHost) -> None:
+        self._tensor = collective.tensor
+
+    def send_overflow(self) -> bool:
+        return False
+
+    def result(self) -> Tensor:
+        return self._tensor.cpu()
 
 
 class Engine(ABC):

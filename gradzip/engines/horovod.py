@@ -12,9 +12,9 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, Traffic
+from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, ToHost, Traffic
 from ..cost import JOINED
-from .base import Engine
+from .base import Engine, Pending, PendingCopy
 from .horovod_group import group_from_horovod
 from .ring import Ring, RingError
 
@@ -66,7 +66,9 @@ class HorovodEngine(Engine):
         self.traffic.bytes_sent += tensor.numel() * tensor.element_size()
         return tensor
 
-    def launch(self, collective: Collective, slot: str) -> _Pending:
+    def launch(self, collective: Collective, slot: str) -> Pending:
+        if isinstance(collective, ToHost):
+            return PendingCopy(collective)
         if isinstance(collective, RingSum):
             if collective.device.type == "cpu" and dist.is_available() and dist.is_gloo_available():
                 return _Pending(self, collective, None)

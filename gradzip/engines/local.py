@@ -7,7 +7,19 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..averaging import averaged
-from ..collectives import AllToAll, Broadcast, Collective, Done, Gather, RingSum, Routine, Traffic, advance, sent_nbytes
+from ..collectives import (
+    AllToAll,
+    Broadcast,
+    Collective,
+    Done,
+    Gather,
+    RingSum,
+    Routine,
+    ToHost,
+    Traffic,
+    advance,
+    sent_nbytes,
+)
 from ..compressor import Compressor
 from ..fusion import FusedRoutine
 
@@ -25,6 +37,8 @@ def run(collectives: Sequence[Collective]) -> list:
             raise RuntimeError(f"an all-to-all of {len(sent)} ranks: got {[len(p) for p in sent]} parts, one per rank")
         return [list(received) for received in zip(*sent)]
     tensors = [c.tensor for c in collectives if not isinstance(c, RingSum)]
+    if kinds == {ToHost}:
+        return [tensor.cpu() for tensor in tensors]
     if kinds == {Gather}:
         return [list(tensors) for _ in tensors]
     if kinds == {Broadcast}:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
-from ..collectives import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, Traffic
+from ..collectives import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, ToHost, Traffic
 from ..cost import JOINED
-from .base import Engine, Pending
+from .base import Engine, Pending, PendingCopy
 from .ring import Ring
 
 _PREFIX = 16  # bytes before a part: its length, and the length of its sender's longest part (int64)
@@ -60,8 +60,12 @@ class TorchEngine(Engine):
     def launch(self, collective: Collective, slot: str) -> Pending:
         if isinstance(collective, RingSum):
             return _PendingRing(self, collective)
+        if isinstance(collective, ToHost):
+            return PendingCopy(collective)
         if self.size == 1:
             return _PendingSingle(self, collective)
+        if isinstance(collective, Gather) and collective.same_length:
+            return _PendingGather(self, collective)
         if isinstance(collective, (Gather, AllToAll)):
             return _PendingExchange(self, collective, slot)
         return _PendingReduction(self, collective)
@@ -126,19 +130,40 @@ class _PendingReduction:
         return self._tensor.div_(self._divisor) if self._divisor else self._tensor
 
 
+class _PendingGather:
+    """A Gather to which all ranks send as many bytes: nothing waits to learn how many."""
+
+    def __init__(self, engine: TorchEngine, collective: Gather) -> None:
+        sent = collective.tensor.contiguous()
+        self._received = sent.new_empty((engine.size, sent.numel()))
+        engine.traffic.bytes_sent += sent.numel()
+        self._work = _all_gather(self._received.view(-1), sent, group=engine.group, async_op=True)
+
+    def send_overflow(self) -> bool:
+        self._work.wait()
+        return False
+
+    def result(self) -> list[Tensor]:
+        return list(self._received)
+
+
 class _PendingExchange:
     """Gather, where a rank sends one part to all ranks, and AllToAll, where it sends each rank a part of its own."""
 
     def __init__(self, engine: TorchEngine, collective: Gather | AllToAll, slot: str) -> None:
         self._engine = engine
         self._slot = slot
+        self._count = collective.count if isinstance(collective, Gather) else 1
         self._parts = collective.parts if isinstance(collective, AllToAll) else [collective.tensor]
         self._exchange = dist.all_to_all_single if isinstance(collective, AllToAll) else _all_gather
         self._capacity = engine.capacities.get(slot, 0)
         longest = max(part.numel() for part in self._parts)
-        prefixes = torch.tensor([[part.numel(), longest] for part in self._parts], device="cpu").view(torch.uint8)
         first = self._message(_PREFIX + self._capacity)
-        first[:, :_PREFIX].copy_(prefixes, non_blocking=True)
+        prefixes = first[:, :_PREFIX].view(torch.int64)
+        if len(self._parts) == 1:
+            prefixes.fill_(longest)  # no copy from host memory, which waits for the device
+        else:
+            prefixes.copy_(torch.tensor([[part.numel(), longest] for part in self._parts], device="cpu"))
         for row, part in zip(first[:, _PREFIX:], self._parts):
             _fill(row, part[: self._capacity])
         self._received, self._work = self._start(first)
@@ -178,7 +203,10 @@ class _PendingExchange:
         if self._overflow is not None:
             self._work.wait()
             received = [torch.cat(halves) for halves in zip(received, self._overflow)]
-        return [part[:nbytes] for part, nbytes in zip(received, self._nbytes)]
+        buffers = [part[:nbytes] for part, nbytes in zip(received, self._nbytes)]
+        if self._count > 1:
+            ops.split_all_payloads(buffers, self._count)
+        return buffers
 
 
 def nbytes_of(tensor: Tensor) -> int:

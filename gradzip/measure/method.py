@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..averaging import averaged, no_autocast
-from ..collectives import AllToAll, Collective, Done, Gather, RingSum, advance, sent_nbytes
+from ..collectives import AllToAll, Collective, Done, Gather, RingSum, ToHost, advance, sent_nbytes
 from ..compressor import Compressor
 from ..cost import Compressed
 from ..engines import local
@@ -102,7 +102,8 @@ def _timed_step(group: Sequence[Compressor], grad: Tensor, name: str, ranks: int
         collectives += [advance(routine, result) for routine, result in zip(routines[1:], results[1:])]
         if isinstance(collectives[0], Done):
             return Compressed(tuple(rounds), seconds[0], sum(seconds[1:])), grads[0]
-        rounds.append((_kind(collectives[0]), float(sent_nbytes(collectives[0]))))
+        if not isinstance(collectives[0], ToHost):
+            rounds.append((_kind(collectives[0]), float(sent_nbytes(collectives[0]))))
         start = now(grad.device)
         results = local.run(collectives) if len(group) == ranks else [_answer(collectives[0], ranks)]
         if isinstance(collectives[0], RingSum):  # compresses while it communicates
@@ -128,6 +129,8 @@ def _answer(collective: Collective, ranks: int) -> Any:
                 total = collective.add(i, total)
             collective.decode(i, total)
         return None
+    if isinstance(collective, ToHost):
+        return collective.tensor.cpu()
     if isinstance(collective, AllToAll):
         raise TypeError("measure_method: got a method with an AllToAll, expected one with an `exchange` to announce it")
     return collective.tensor

@@ -218,7 +218,8 @@ class ATOMO(GatherCompressor):
         spectrum[:, 1 : (length + 1) // 2] *= math.sqrt(0.5)
         signal = self.workspace.empty("signal", (rows, length), torch.float32, coefficients.device)
         inverse_transform(spectrum, signal)
-        return signal.view(-1)[:numel]
+        flat = signal.view(-1)[:numel]
+        return flat.clone() if ops.on_device(flat) else flat  # as `new_average`
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:

@@ -35,4 +35,4 @@ class Cast(Compressor):
 
     def reduce(self, grad: Tensor, state: State) -> Routine:
         average = yield Mean(grad.to(self.dtype))
-        return average.float()
+        return (yield from self.with_max_abs(average.float()))

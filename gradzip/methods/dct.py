@@ -40,8 +40,8 @@ class DCTRange(TransformCodec):
     density (gradzip/ops/bitmap_code.py). I is 0.63 n / 8 bytes at theta = 0.85 if all coefficients have the same
     density, and less otherwise; at most n / 8 and 2 for each segment of 64 to 1024 elements.
 
-    Deterministic for a seed: the same bits on every device. Encoding synchronises a CUDA device, because the length of
-    the bitmap depends on the data.
+    Deterministic for a seed: the same bits on every device. On a CUDA device, payloads have room for the longest coded
+    bitmap of k coefficients, so that nothing waits to learn its length.
 
     Source: the coding of Wang et al., HPDC 2020 (`FFTRange`), with the transform of Ahmed, Natarajan, Rao, Discrete
     Cosine Transform, IEEE Transactions on Computers, 1974.

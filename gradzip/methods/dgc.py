@@ -47,13 +47,14 @@ class DGC(SparseCodec):
 
     Payload: that of `TopK`, 48 + 4 k + I bytes, padded to 16; I is about 1.4 bytes per index at theta = 0.999.
 
-    Deterministic. Encoding synchronises a CUDA device, as in `TopK`.
+    Deterministic. Lengths on a CUDA device are those of `TopK`.
 
     Source: Lin, Han, Mao, Wang, Dally, Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed
     Training, ICLR 2018.
     """
 
     error_feedback = True
+    fixed_nbytes = True
     loss_scaled: ClassVar = {**SparseCodec.loss_scaled, "velocity": 1, "average_velocity": 1}
     rank_local = (*SparseCodec.rank_local, "velocity")
 
@@ -87,10 +88,14 @@ class DGC(SparseCodec):
         return self.momentum > 0
 
     def apply_uncompressed(self, average: Tensor, state: State) -> None:
-        if (velocity := getattr(state, "average_velocity", None)) is not None:
+        velocity = getattr(state, "average_velocity", None)
+        if velocity is not None:
             average.add_(velocity, alpha=self.momentum)
         # The velocity may overflow even if the average did not. Stored, it would never become finite again.
-        if average.isfinite().all():
+        finite = average.isfinite().all()
+        if ops.on_device(average):  # without waiting to know
+            state.average_velocity = torch.where(finite, average, 0.0 if velocity is None else velocity)
+        elif finite:
             state.average_velocity = average.clone()
 
     def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
@@ -132,8 +137,8 @@ class DGC(SparseCodec):
         begin = 0
         for payload, residual in parts:
             end = begin + residual.numel()
-            stream, _ = self.unpack(self.open(payload, residual.numel()), residual.numel())
-            sent = ops.index_code_decode(stream, residual.numel()).long()
+            stream, values = self.unpack(self.open(payload, residual.numel()), residual.numel())
+            sent = ops.index_code_decode(stream, residual.numel(), values.numel()).long()
             residual.index_fill_(0, sent, 0.0)
             if self.momentum:
                 state.velocity.view(-1)[begin:end].index_fill_(0, sent, 0.0)

@@ -48,7 +48,8 @@ class FFTRange(TransformCodec):
     (The paper sends the bitmap as it is, which is 16.0 times less.)
 
     Deterministic for a seed: the same bits on every device, if `block` has a kernel; else all ranks need the same FFT
-    library. Encoding synchronises a CUDA device, because the length of the bitmap depends on the data.
+    library. On a CUDA device, payloads have room for the longest coded bitmap of k frequencies, 1.4 % more than they
+    take on average at the defaults, and nothing waits to learn its length.
 
     Source: Wang et al., FFT-based Gradient Sparsification for the Distributed Training of Deep Neural Networks, HPDC
     2020, figure 3.

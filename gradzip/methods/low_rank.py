@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,10 +13,13 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import Mean, Routine
+from ..collectives import Mean, Routine, ToHost
 from ..compressor import Compressor
 from ..registry import register
 from ..state import State
+
+# An upper bound of the magnitudes in a factor that is orthonormal but for rounding errors.
+_ORTHONORMAL = 1.001
 
 
 class Factors(NamedTuple):
@@ -25,6 +29,7 @@ class Factors(NamedTuple):
     q: Tensor  # (m, r)
     sent_p: Tensor  # (n, r)
     sent_q: Tensor  # (m, r)
+    max_abs_bound: float  # of the magnitudes in P Qᵀ
 
 
 @dataclass
@@ -76,8 +81,9 @@ class LowRank(Compressor):
         return ops.low_rank_project(state.residual.view(m.shape), m, factor, transpose=transpose)
 
     def max_abs_bound(self, average: Factors, limit: float) -> float:
-        bound = self.rank * ops.abs_max(average.p) * ops.abs_max(average.q)
-        return bound if bound <= limit else ops.abs_max(ops.low_rank_expand(average.p, average.q))
+        bound = average.max_abs_bound
+        exact = bound <= limit or not math.isfinite(bound)
+        return bound if exact else ops.abs_max(ops.low_rank_expand(average.p, average.q))
 
     def apply_average(self, grad: Tensor, corrected: Tensor, average: Factors, state: State) -> None:
         m = corrected.view(corrected.shape[0], -1)
@@ -96,14 +102,23 @@ class LowRank(Compressor):
         generator = np.random.Generator(np.random.Philox(key=state.key(self.seed)._replace(rank="shared").bits))
         return torch.from_numpy(generator.random((rows, self.rank), dtype=np.float32) - np.float32(0.5)).to(device)
 
-    def replace_zero_columns(self, factor: Tensor, state: State) -> Tensor:
+    def max_of_columns(self, factor: Tensor) -> Generator[ToHost, Tensor, Tensor]:
+        """Coroutine: the largest magnitude in each column, on the CPU. The host waits once for those of all factors."""
+        largest = torch.linalg.vector_norm(factor, math.inf, dim=0)
+        return (yield ToHost(largest)) if ops.on_device(factor) else largest
+
+    def replace_zero_columns(self, factor: Tensor, largest: Tensor, state: State) -> Tensor:
         """Replace columns that are 0, as all are after a gradient of zeros, by random ones for the next step.
+
+        largest: the largest magnitude in each column, on the CPU.
 
         `orthogonalize_` would replace them by unit vectors. If the gradient is 0 in such a row or column, as for dead
         units, the column would stay 0 in all later steps, which lowers the rank.
         """
-        alive = factor.any(dim=0)
-        return factor if alive.all() else self.random_factor(len(factor), state, factor.device).where(~alive, factor)
+        zero = largest == 0
+        if not zero.any():
+            return factor
+        return self.random_factor(len(factor), state, factor.device).where(zero.to(factor.device), factor)
 
 
 @register("powersgd")
@@ -120,7 +135,7 @@ class PowerSGD(LowRank):
 
     Payload: n r float32 numbers through an all-reduce, then m r through a second one: 4 (n + m) r bytes.
 
-    Deterministic for a seed. Synchronises a CUDA device a few times per step, to see whether factors are finite.
+    Deterministic for a seed.
 
     Source: Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization,
     NeurIPS 2019, Algorithms 1 and 2.
@@ -135,13 +150,14 @@ class PowerSGD(LowRank):
         if q is None or not self.warm_start:
             q = self.random_factor(m.shape[1], state, m.device)
         p = yield Mean(self.project(m, state, q))
-        if math.isfinite(ops.abs_max(p)):
-            ops.orthogonalize_(p)
+        ops.orthogonalize_(p)  # replaces what is not finite; Q is not, then
         q = yield Mean(ops.low_rank_project(m, None, p, transpose=True))
+        columns = yield from self.max_of_columns(q)
+        largest = columns.max().item()
         # Only the span of Q matters. Scaling keeps the next P at the gradient's magnitude, rather than its square.
-        largest = ops.abs_max(q)
-        state.q = self.replace_zero_columns(q / largest if largest > 0 else q, state)
-        return Factors(p, q, p, q)
+        scaled, columns = (q / largest, columns / largest) if largest > 0 else (q, columns)
+        state.q = self.replace_zero_columns(scaled, columns, state)
+        return Factors(p, q, p, q, self.rank * _ORTHONORMAL * largest)
 
 
 @register("acpsgd")
@@ -162,7 +178,7 @@ class ACPSGD(LowRank):
 
     Payload: n r or m r float32 numbers, 4 bytes each, through one all-reduce, which overlaps with the backward pass.
 
-    Deterministic for a seed. Synchronises a CUDA device a few times per step, to see whether factors are finite.
+    Deterministic for a seed.
 
     Source: Zhang, Zhang, Shi, Chu, Li, Evaluation and Optimization of Gradient Compression for Distributed Deep
     Learning, ICDCS 2023, Algorithm 2.
@@ -181,6 +197,8 @@ class ACPSGD(LowRank):
         ops.orthogonalize_(fixed)
         own = self.project(m, state, fixed, transpose)
         mean = yield Mean(own.clone())
+        columns = yield from self.max_of_columns(mean)
+        bound = self.rank * _ORTHONORMAL * columns.max().item()
         setattr(state, given, fixed)
-        setattr(state, computed, self.replace_zero_columns(mean, state).clone())
-        return Factors(fixed, mean, fixed, own) if transpose else Factors(mean, fixed, own, fixed)
+        setattr(state, computed, self.replace_zero_columns(mean, columns, state).clone())
+        return Factors(fixed, mean, fixed, own, bound) if transpose else Factors(mean, fixed, own, fixed, bound)

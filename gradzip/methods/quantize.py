@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import Gather, Routine
-from ..gather import GatherCompressor, attribute_payload_errors
+from ..collectives import Routine
+from ..gather import GatherCompressor, attribute_payload_errors, inspected
 from ..registry import register
 from ..state import Key, State
 
@@ -43,7 +43,7 @@ class QSGD(GatherCompressor):
     Payload: header; a float32 norm for each bucket; levels. 48 + 4 ceil(n / bucket) + n bits / 8 bytes, padded to 16;
     at most that with "elias".
 
-    Deterministic for a seed. Encoding synchronises a CUDA device, to see whether the gradient is finite.
+    Deterministic for a seed. Encoding with coding="elias" waits for a CUDA device, to learn the length: take "packed".
 
     Source: Alistarh, Grubic, Li, Tomioka, Vojnovic, QSGD: Communication-Efficient SGD via Gradient Quantization and
     Encoding, NeurIPS 2017, sections 3.1 and 3.2.
@@ -61,9 +61,13 @@ class QSGD(GatherCompressor):
         if self.coding not in ("elias", "packed"):
             raise ValueError(f"QSGD: got coding = {self.coding!r}, expected 'elias' or 'packed'")
 
+    @property
+    def fixed_nbytes(self) -> bool:  # type: ignore[override]
+        return self.coding == "packed"
+
     def encode(self, grad: Tensor, key: Key) -> Tensor:
-        numel = grad.numel()
-        if not math.isfinite(ops.abs_max(grad)):
+        numel, magnitude = grad.numel(), ops.abs_max_tensor(grad)
+        if ops.known_non_finite(magnitude):
             return self.non_finite(grad)
         arguments = (grad, self.bits, self.bucket, self.norm, key.bits)
         norms_end = 4 * ops.num_buckets(numel, self.bucket)
@@ -76,12 +80,12 @@ class QSGD(GatherCompressor):
                 body = payload[ops.HEADER_NBYTES :]
                 body[:norms_end] = norms.view(torch.uint8)
                 body[norms_end : norms_end + stream.numel()] = stream
-                return self.seal(payload, numel, True, _STREAM.pack(stream.numel(), True))
+                return self.seal(payload, numel, magnitude, _STREAM.pack(stream.numel(), True))
         payload = ops.new_payload(norms_end + packed_nbytes, grad.device)
         body = payload[ops.HEADER_NBYTES :]
         norms = body[:norms_end].view(torch.float32)
         ops.quantize_packed(*arguments, out=body[norms_end : norms_end + packed_nbytes], norms=norms)
-        return self.seal(payload, numel, True, _STREAM.pack(packed_nbytes, False))
+        return self.seal(payload, numel, magnitude, _STREAM.pack(packed_nbytes, False))
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         nbytes, elias = _STREAM.unpack(payload.fields)
@@ -111,7 +115,7 @@ class TernGrad(GatherCompressor):
     Payload: header, which holds the scale; five elements to a byte, 1.6 bits for each: 48 + ceil(n / 5) bytes, padded
     to 16. 48 bytes more with `shared_scale`.
 
-    Deterministic for a seed. Encoding synchronises a CUDA device, to read the scale.
+    Deterministic for a seed. With `shared_scale`, waits for a CUDA device to read the ranks' scales.
 
     Source: Wen, Xu, Yan, Wu, Wang, Chen, Li, TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
     Learning, NeurIPS 2017.
@@ -120,6 +124,8 @@ class TernGrad(GatherCompressor):
     clip: float | None = 2.5
     shared_scale: bool = True
     seed: int = 0
+
+    fixed_nbytes = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,50 +143,55 @@ class TernGrad(GatherCompressor):
         if not self.shared_scale:
             return (yield from super().reduce(grad, state))
         numel, largest = grad.numel(), self._largest(grad)
-        headers = yield Gather(
-            self.seal(ops.new_payload(0, grad.device), numel, True, _SCALE.pack(largest))
-            if math.isfinite(largest)
-            else self.non_finite(grad)
-        )
+        if ops.known_non_finite(largest):
+            header = self.non_finite(grad)
+        else:
+            header = self.seal(ops.new_payload(0, grad.device), numel, largest, _SCALE.pack(0.0), scale=largest)
+        headers = yield self.gather(header)
         scale = 0.0
         with attribute_payload_errors(f"TernGrad, parameter {state.name!r}"):
+            yield from inspected(headers)
             for rank, header in enumerate(headers):
                 with attribute_payload_errors(f"from rank {rank} of {len(headers)}"):
                     opened = self.open(header, numel)
                     if opened.flags & ops.NON_FINITE:
                         # All ranks see the flag and return, so none starts the second round.
-                        return torch.full((numel,), math.nan, dtype=torch.float32, device=grad.device)
+                        nan = torch.full((numel,), math.nan, dtype=torch.float32, device=grad.device)
+                        return (yield from self.with_max_abs(nan, math.nan))
                     scale = max(scale, _scale(opened))
             state.payload = self._encode(grad, state.key(self.seed), largest, scale)
-            payloads = yield Gather(state.payload)
-            return self.decode(payloads, numel)
+            payloads = yield self.gather(state.payload)
+            yield from inspected(payloads)
+            return (yield from self.with_max_abs(self.decode(payloads, numel)))
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         return self._encode_by_itself(grad, key, self._largest(grad))
 
     def encode_average(self, average: Tensor, key: Key) -> Tensor:
         # Ranks clip before they send. Clipping again takes a third of a sparse gradient, whose sigma is small.
-        return self._encode_by_itself(average, key, ops.abs_max(average))
+        return self._encode_by_itself(average, key, ops.abs_max_tensor(average))
 
-    def _encode_by_itself(self, grad: Tensor, key: Key, largest: float) -> Tensor:
-        return self._encode(grad, key, largest, largest) if math.isfinite(largest) else self.non_finite(grad)
+    def _encode_by_itself(self, grad: Tensor, key: Key, largest: Tensor) -> Tensor:
+        return self.non_finite(grad) if ops.known_non_finite(largest) else self._encode(grad, key, largest, largest)
 
-    def _largest(self, grad: Tensor) -> float:
+    def _largest(self, grad: Tensor) -> Tensor:
         """max |c_i| of the clipped gradient, as float32. Not finite if the gradient is not, or its norm overflows."""
-        largest = ops.abs_max(grad)
-        if self.clip is None or not math.isfinite(largest):
+        largest = ops.abs_max_tensor(grad)
+        if self.clip is None:
             return largest
-        norm = ops.bucket_norms(grad).item()
-        if norm >= torch.finfo(torch.float32).max:
-            return math.inf
-        sigma = norm / math.sqrt(grad.numel())
-        return torch.tensor(min(largest, self.clip * sigma), dtype=torch.float32, device="cpu").item()
+        norm = ops.bucket_norms(grad)
+        clip = self.clip * (norm.double() / math.sqrt(grad.numel()))
+        clipped = torch.minimum(largest.double(), clip).float()
+        return torch.where(norm >= torch.finfo(torch.float32).max, math.inf, clipped)
 
-    def _encode(self, grad: Tensor, key: Key, largest: float, scale: float) -> Tensor:
+    def _encode(self, grad: Tensor, key: Key, largest: Tensor, scale: Tensor | float) -> Tensor:
         nbytes = ops.ternary_nbytes(grad.numel())
         payload = ops.new_payload(nbytes, grad.device)
         body = payload[ops.HEADER_NBYTES :]
-        ops.ternary_packed(grad, scale, largest or None, key.bits, out=body[:nbytes])
+        clip = torch.where(largest > 0, largest, math.inf)  # all is 0: nothing to clip
+        ops.ternary_packed(grad, scale, clip, key.bits, out=body[:nbytes])
+        if isinstance(scale, Tensor):
+            return self.seal(payload, grad.numel(), scale, _SCALE.pack(0.0), scale=scale)
         return self.seal(payload, grad.numel(), True, _SCALE.pack(scale))
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .. import ops
@@ -37,7 +38,7 @@ class RandomK(Compressor):
 
     Payload: k float32 numbers, 4 k bytes, through one all-reduce.
 
-    Deterministic for a seed. Synchronises a CUDA device once, to see whether the gradient is finite.
+    Deterministic for a seed.
 
     Source: Wangni, Wang, Liu, Zhang, Gradient Sparsification for Communication-Efficient Distributed Optimization,
     NeurIPS 2018; Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, definition 2.2.
@@ -56,14 +57,14 @@ class RandomK(Compressor):
         k = num_kept(theta_at(self.theta, state.step), numel)
         indices = ops.random_indices(numel, k, state.key(self.seed)._replace(rank="shared").bits, grad.device)
         state.payload = indices
-        values = grad.view(-1).index_select(0, indices)
-        if not math.isfinite(ops.abs_max(grad)):
-            values.fill_(math.nan)  # all ranks must see it, even if the element was not chosen
+        # All ranks must see that a gradient is not finite, even if the element was not chosen.
+        finite = ops.abs_max_tensor(grad).isfinite()
+        values = torch.where(finite, grad.view(-1).index_select(0, indices), math.nan)
         values = yield Mean(values)
         if not self.error_feedback:
             values = values * (numel / k)
-        average = self.workspace.empty("average", (numel,), grad.dtype, grad.device).zero_()
-        return average.index_copy_(0, indices.long(), values)
+        average = self.new_average(numel, grad.device).zero_()
+        return (yield from self.with_max_abs(average.index_copy_(0, indices.long(), values)))
 
     def subtract_transmitted(self, state: State) -> None:
         assert state.residual is not None and state.payload is not None

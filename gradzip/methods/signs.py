@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
+from ctypes import c_float
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..gather import GatherCompressor, attribute_payload_errors, payload_source
+from ..collectives import Routine, ToHost
+from ..gather import GatherCompressor, attribute_payload_errors, inspect, payload_source
 from ..registry import register
 from ..state import Key, State
 
@@ -49,8 +52,7 @@ class SignSGD(GatherCompressor):
 
     Payload: header, which holds s_i; one bit for each element: 48 + ceil(n / 8) bytes, padded to 16.
 
-    Deterministic for a seed. Encoding synchronises a CUDA device, to read the scale; so does a vote with error
-    feedback, to read a_i.
+    Deterministic for a seed. A vote with error feedback waits for a CUDA device, to read a_i.
 
     Source: Bernstein, Wang, Azizzadenesheli, Anandkumar, signSGD: Compressed Optimisation for Non-Convex Problems, ICML
     2018, Algorithm 2 (majority vote); Karimireddy, Rebjock, Stich, Jaggi, Error Feedback Fixes SignSGD and other
@@ -62,17 +64,23 @@ class SignSGD(GatherCompressor):
     error_feedback: bool = True
     seed: int = 0
 
+    fixed_nbytes = True
+
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         numel = grad.numel()
-        scaled = self.error_feedback or not self.majority
-        total = ops.bucket_norms(grad, norm="l1").item() if scaled else float(numel)
-        # `bucket_norms` limits a sum that overflows to the largest float, so the mean would be wrong.
-        if not math.isfinite(ops.abs_max(grad)) or total >= torch.finfo(torch.float32).max:
+        magnitude, scale = ops.abs_max_tensor(grad), None
+        if self.error_feedback or not self.majority:
+            total = ops.bucket_norms(grad, norm="l1")
+            # `bucket_norms` limits a sum that overflows to the largest float, so the mean would be wrong.
+            magnitude = torch.where(total >= torch.finfo(torch.float32).max, math.inf, magnitude)
+            scale = (total.double() / numel).float()
+        if ops.known_non_finite(magnitude):
             return self.non_finite(grad)
         payload = ops.new_payload(ops.bitmap_nbytes(numel), grad.device)
         body = payload[ops.HEADER_NBYTES :]
         ops.pack_signs(grad, key.bits, out=body[: ops.bitmap_nbytes(numel)])
-        return self.seal(payload, numel, True, _BALLOT.pack(total / numel, key._replace(rank="shared").bits))
+        fields = _BALLOT.pack(1.0, key._replace(rank="shared").bits)
+        return self.seal(payload, numel, magnitude, fields, scale=scale)
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         signs, scale, _ = _ballot(payload, out.numel())
@@ -80,15 +88,21 @@ class SignSGD(GatherCompressor):
 
     def decode(self, payloads: list[Tensor], numel: int) -> Tensor:
         vote = self._vote(payloads, numel)
-        return super().decode(payloads, numel) if vote is None else self._decode_vote(vote, numel)
-
-    def combine(self, payloads: list[Tensor], numel: int, state: State) -> Tensor:
-        vote = self._vote(payloads, numel)
         if vote is None:
             return super().decode(payloads, numel)
+        return self._decode_vote(vote, vote.scale([ops.bitmap_count(bits, numel) for bits in self._against(vote)]))
+
+    def combine(self, payloads: list[Tensor], numel: int, state: State) -> Routine:
+        vote = self._vote(payloads, numel)
+        if vote is None:
+            return (yield from self.with_max_abs(super().decode(payloads, numel)))
+        counts = [ops.bitmap_count_tensor(bits, numel) for bits in self._against(vote)]
+        if counts and ops.on_device(vote.winner):
+            counts = list((yield ToHost(torch.cat(counts))))
+        scale = vote.scale([int(count) for count in counts])
         if self.error_feedback:
-            state.vote = vote  # until `subtract_transmitted`
-        return self._decode_vote(vote, numel)
+            state.vote = vote, scale  # until `subtract_transmitted`
+        return (yield from self.with_max_abs(self._decode_vote(vote, scale), abs(c_float(scale).value)))
 
     def decode_shard(self, payloads: list[Tensor], numel: int) -> Tensor:
         # With error feedback, encoding the mean is the vote, and the owner's residual holds what it loses.
@@ -96,22 +110,22 @@ class SignSGD(GatherCompressor):
 
     def subtract_transmitted(self, state: State) -> None:
         assert state.residual is not None
-        vote: _Vote | None = getattr(state, "vote", None)
-        if vote is None:
+        if getattr(state, "vote", None) is None:
             for payload, part in self.transmitted_parts(state):
                 self.decode_add(self.open(payload, part.numel()), part, -1.0)
             return
         # Add m - S v, too. In place, one sum for each rank, without a tensor for m.
+        (vote, scale), state.vote = state.vote, None
         residual, size = state.residual.view(-1), len(vote.scales)
-        for rank, (signs, scale) in enumerate(zip(vote.signs, vote.scales)):
-            ops.signs_decode_add(signs, residual, scale * (1.0 / size - (rank == state.rank)))
-        ops.signs_decode_add(vote.winner, residual, -vote.scale)
-        state.vote = None
+        for rank, (signs, own) in enumerate(zip(vote.signs, vote.scales)):
+            ops.signs_decode_add(signs, residual, own * (1.0 / size - (rank == state.rank)))
+        ops.signs_decode_add(vote.winner, residual, -scale)
 
     def _vote(self, payloads: list[Tensor], numel: int) -> _Vote | None:
         """The vote; None if the result is the mean: without `majority`, of one payload, or if one is not finite."""
         if not self.majority or len(payloads) == 1:
             return None
+        inspect(payloads)
         ballots = []
         for rank, buffer in enumerate(payloads):
             with attribute_payload_errors(payload_source(rank, len(payloads))):
@@ -122,16 +136,16 @@ class SignSGD(GatherCompressor):
         signs, scales, coins = zip(*ballots)
         # Use rank 0's coins on all ranks, in case a rank has counted its steps differently.
         winner = ops.majority(signs, numel, coins[0])
-        if not self.error_feedback:
-            return _Vote(signs, scales, winner, 1.0)
-        agreements = [1 - 2 * ops.bitmap_count(ballot ^ winner, numel) / numel for ballot in signs]
-        scale = math.fsum(s * a for s, a in zip(scales, agreements)) / len(scales)
-        return _Vote(signs, scales, winner, scale)
+        return _Vote(signs, scales, winner, numel)
 
-    def _decode_vote(self, vote: _Vote, numel: int) -> Tensor:
-        out = self.accumulator(numel, vote.winner.device)
-        ops.signs_decode_add(vote.winner, out, vote.scale)
-        return self.finish(out, numel)
+    def _against(self, vote: _Vote) -> Iterator[Tensor]:
+        """Of each rank, where it voted otherwise. None without error feedback, which alone needs to know."""
+        return (signs ^ vote.winner for signs in vote.signs if self.error_feedback)
+
+    def _decode_vote(self, vote: _Vote, scale: float) -> Tensor:
+        out = self.accumulator(vote.numel, vote.winner.device)
+        ops.signs_decode_add(vote.winner, out, scale)
+        return self.finish(out, vote.numel)
 
 
 class _Vote(NamedTuple):
@@ -140,7 +154,14 @@ class _Vote(NamedTuple):
     signs: tuple[Tensor, ...]  # of each rank
     scales: tuple[float, ...]  # of each rank
     winner: Tensor
-    scale: float  # of the result
+    numel: int
+
+    def scale(self, against: list[int]) -> float:
+        """S, from the number of votes of each rank against the winner; 1 without error feedback."""
+        if not against:
+            return 1.0
+        agreements = [1 - 2 * count / self.numel for count in against]
+        return math.fsum(s * a for s, a in zip(self.scales, agreements)) / len(self.scales)
 
 
 def _ballot(payload: ops.Payload, numel: int) -> tuple[Tensor, float, int]:
@@ -166,13 +187,14 @@ class OneBitSGD(GatherCompressor):
     Payload: header; two float32 means for each row; one bit for each element: 48 + 8 rows + ceil(n / 8) bytes, padded
     to 16. Gradients bypass compression if their rows are so short that this is not less than 4 n bytes.
 
-    Deterministic for a seed. Encoding synchronises a CUDA device, to see whether the gradient is finite.
+    Deterministic for a seed.
 
     Source: Seide, Fu, Droppo, Li, Yu, 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
     Distributed Training of Speech DNNs, Interspeech 2014, section 3.
     """
 
     error_feedback = True
+    fixed_nbytes = True
 
     seed: int = 0
 
@@ -181,12 +203,13 @@ class OneBitSGD(GatherCompressor):
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         numel, rows = grad.numel(), grad.shape[0] if grad.dim() > 1 else 1  # 1-D: a shard, a piece of the flat gradient
-        if not math.isfinite(ops.abs_max(grad)):
+        magnitude = ops.abs_max_tensor(grad)
+        if ops.known_non_finite(magnitude):
             return self.non_finite(grad)
         payload = ops.new_payload(8 * rows + ops.bitmap_nbytes(numel), grad.device)
         means, signs = payload[ops.HEADER_NBYTES :][: 8 * rows + ops.bitmap_nbytes(numel)].tensor_split([8 * rows])
         ops.one_bit_packed(grad.reshape(rows, -1), key.bits, out=signs, means=means.view(torch.float32))
-        return self.seal(payload, numel, True, _ROWS.pack(rows))
+        return self.seal(payload, numel, magnitude, _ROWS.pack(rows))
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         (rows,) = _ROWS.unpack(payload.fields)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..gather import GatherCompressor, attribute_payload_errors, payload_source
+from ..gather import GatherCompressor, attribute_payload_errors, inspect, payload_source
 from ..schedule import Theta, check_theta, theta_at
 from ..state import Key, State
 from .topk import num_kept
@@ -37,6 +37,7 @@ class TransformCodec(GatherCompressor):
     mantissa: int | None = None
     value_range: float | tuple[float, float] | None = None
 
+    fixed_nbytes = True
     rounding = "nearest"  # methods declare it as a hyper-parameter
 
     def __post_init__(self) -> None:
@@ -48,7 +49,12 @@ class TransformCodec(GatherCompressor):
                 f"{type(self).__name__}: got rounding = {self.rounding!r}, expected 'nearest' or 'stochastic'"
             )
         self._limits()
-        self.clamped: int | Tensor = 0  # values clamped to a fixed value_range so far; a 0-dim tensor on CUDA
+        self._clamped: dict[torch.device, int | Tensor] = {}  # on CUDA, a 0-dim tensor
+
+    @property
+    def clamped(self) -> int:
+        """Number of values that were clamped to a fixed `value_range` so far. Waits for the devices."""
+        return sum(int(count) for count in self._clamped.values())
 
     @abstractmethod
     def transform_for(self, shape: torch.Size) -> ops.Transform:
@@ -78,19 +84,20 @@ class TransformCodec(GatherCompressor):
             )
         bitmap, values = self._select(x, transform, k)
         segment = transform.segment(x.numel())
-        space = self.workspace.empty("stream", (ops.bitmap_code_capacity(groups, segment),), torch.uint8, grad.device)
-        stream = ops.bitmap_code_encode(bitmap, groups, segment, out=space)
         codes_end = ops.packed_nbytes(values.numel(), self.bits)
-        stream_end = codes_end + stream.numel()
-        payload = ops.new_payload(stream_end, grad.device)
+        # On a device, room for the longest stream, so that nothing waits to learn its length.
+        room = ops.bitmap_code_capacity(groups, segment, k if ops.on_device(x) else None)
+        end = codes_end + room
+        payload = ops.new_payload(end + -end % ops.PAYLOAD_ALIGN, grad.device)  # `seal` writes the padding
         body = payload[ops.HEADER_NBYTES :]
-        body[codes_end:stream_end] = stream
+        nbytes = ops.bitmap_code_write(bitmap, groups, segment, body[codes_end:end], k)
         number = self._quantize(values, body[:codes_end], key)
         axes = (*transform.lengths, 1, 1, 1)[:3]
-        fields = _FIELDS.pack(k, *(n - 1 for n in axes), body.numel() - stream_end)
+        fields = _FIELDS.pack(k, *(n - 1 for n in axes), 0)
+        stream = ops.Stream(codes_end, nbytes, padding_at=_FIELDS.size - 1)
         # Coefficients that are not finite are the largest, so the kept ones include them. A transform may overflow even
         # if the gradient is finite.
-        return self.seal(payload, grad.numel(), ops.abs_max_tensor(values), fields, number)
+        return self.seal(payload, grad.numel(), ops.abs_max_tensor(values), fields, number, stream=stream)
 
     def _select(self, x: Tensor, transform: ops.Transform, k: int) -> tuple[Tensor, Tensor]:
         """The status bitmap of the k largest groups of coefficients of x (flat), and these coefficients."""
@@ -107,7 +114,8 @@ class TransformCodec(GatherCompressor):
         """Write the codes of values to `out`, and return their format."""
         number = ops.RangeFloat.fit(values, self.bits, self.mantissa, self._limits())
         noise = key.bits if self.rounding == "stochastic" else None
-        self.clamped = self.clamped + number.encode_packed(values, out, noise)
+        clamped = number.encode_packed(values, out, noise)
+        self._clamped[values.device] = self._clamped.get(values.device, 0) + clamped
         return number
 
     def _limits(self) -> tuple[float, float] | None:
@@ -154,7 +162,8 @@ class TransformCodec(GatherCompressor):
         return transform, ops.TransformPart(bitmap, packed, k, number)
 
     def decode(self, payloads: list[Tensor], numel: int) -> Tensor:
-        out = self.workspace.empty("average", (numel,), torch.float32, payloads[0].device)
+        inspect(payloads)
+        out = self.new_average(numel, payloads[0].device)
         transform: ops.Transform | None = None
         parts: list[ops.TransformPart] = []
         for rank, buffer in enumerate(payloads):

@@ -10,13 +10,22 @@ device. On CUDA they do not wait for the device unless their docstring says so.
 from .abs_max import abs_max, abs_max_tensor
 from .atom_probabilities import atom_probabilities
 from .bernoulli import bernoulli
-from .bitmap import bitmap, bitmap_count, bitmap_indices, bitmap_nbytes
-from .bitmap_code import bitmap_code_capacity, bitmap_code_decode, bitmap_code_encode
+from .bitmap import bitmap, bitmap_count, bitmap_count_tensor, bitmap_indices, bitmap_nbytes
+from .bitmap_code import bitmap_code_capacity, bitmap_code_decode, bitmap_code_encode, bitmap_code_write
 from .bucket_norms import bucket_norms, num_buckets
 from .compact import compact, compact_values, expand
+from .device import known_non_finite, on_device
 from .elias import elias_capacity, elias_decode, elias_decode_add, elias_encode, elias_quantize
 from .errors import PayloadError
-from .index_code import index_code_decode, index_code_decode_add, index_code_encode, index_code_nbytes, index_code_open
+from .index_code import (
+    index_code_capacity,
+    index_code_decode,
+    index_code_decode_add,
+    index_code_encode,
+    index_code_nbytes,
+    index_code_open,
+    index_code_write,
+)
 from .low_rank import low_rank_apply_average, low_rank_expand, low_rank_project, low_rank_subtract
 from .one_bit import one_bit_decode_add, one_bit_packed
 from .orthogonalize import orthogonalize_
@@ -26,10 +35,15 @@ from .payload import (
     NON_FINITE,
     PAYLOAD_ALIGN,
     Payload,
+    Stream,
+    attach_inspections,
     first_payload,
+    inspect_payloads,
+    join_payloads,
     new_payload,
     open_payload,
     seal_payload,
+    split_all_payloads,
     split_payloads,
 )
 from .quantize import check_quantizer, dequantize, quantize, quantize_decode_add, quantize_packed
@@ -57,17 +71,21 @@ __all__ = [
     "Payload",
     "PayloadError",
     "RangeFloat",
+    "Stream",
     "Transform",
     "TransformPart",
     "abs_max",
     "abs_max_tensor",
     "atom_probabilities",
+    "attach_inspections",
     "bernoulli",
     "bitmap",
     "bitmap_code_capacity",
     "bitmap_code_decode",
     "bitmap_code_encode",
+    "bitmap_code_write",
     "bitmap_count",
+    "bitmap_count_tensor",
     "bitmap_indices",
     "bitmap_nbytes",
     "bucket_norms",
@@ -83,11 +101,16 @@ __all__ = [
     "elias_quantize",
     "expand",
     "first_payload",
+    "index_code_capacity",
     "index_code_decode",
     "index_code_decode_add",
     "index_code_encode",
     "index_code_nbytes",
     "index_code_open",
+    "index_code_write",
+    "inspect_payloads",
+    "join_payloads",
+    "known_non_finite",
     "low_rank_apply_average",
     "low_rank_expand",
     "low_rank_project",
@@ -95,6 +118,7 @@ __all__ = [
     "majority",
     "new_payload",
     "num_buckets",
+    "on_device",
     "one_bit_decode_add",
     "one_bit_packed",
     "open_payload",
@@ -111,6 +135,7 @@ __all__ = [
     "select_sampled",
     "select_threshold",
     "signs_decode_add",
+    "split_all_payloads",
     "split_payloads",
     "ternary_decode_add",
     "ternary_nbytes",

@@ -1,14 +1,19 @@
 """The one buffer that a gather-type method puts on the wire for one tensor: header, sections, checksum.
 
 Layout, little-endian (csrc/common/payload.h): magic "gz", version, method number, digest of the codec's configuration
-(4 bytes), number of elements (8), size of the payload in bytes (8), checksum (4), flags (4), 16 bytes of fields of the
-method; then the method's sections, zero-padded to a multiple of 16 bytes.
+(4 bytes), number of elements (8), size of the payload in bytes (8), checksum (4), flags (1) and slack (3), 16 bytes of
+fields of the method; then the method's sections, zero-padded to a multiple of 16 bytes; then 16 * slack zeros.
+
+A payload that is written on CUDA has slack if its length depends on the data: it has room for the longest, so that
+nothing waits for the device.
 """
 
 from __future__ import annotations
 
 import struct
-from ctypes import addressof, create_string_buffer
+from array import array
+from collections.abc import Sequence
+from ctypes import addressof, c_int64, create_string_buffer
 from typing import NamedTuple
 
 import torch
@@ -24,7 +29,11 @@ NON_FINITE = 1
 _HEADER = struct.Struct("<2sBBIQQII16s")
 HEADER_NBYTES = _HEADER.size
 _TABLE = struct.Struct(f"<{HEADER_NBYTES}sQQ")  # struct PayloadInspection of csrc/common/payload.h
+_RESULTS = struct.Struct("@QqQQQqq")  # struct PayloadResults
+_SLACK_BIT = 8
+_MOST_STREAM = 1 << 28  # bytes: the slack has 24 bits
 _INSPECTION = "_gradzip_inspection"  # attribute of a payload on CUDA: its _Inspection
+_PARTS = "_gradzip_parts"  # attribute of consecutive payloads on CUDA: views of them, inspected
 
 
 class Header(NamedTuple):
@@ -57,9 +66,20 @@ class Payload(NamedTuple):
         return list(self.body[: sum(nbytes)].split(nbytes))
 
 
+class Stream(NamedTuple):
+    """The last section of a payload whose length depends on the data."""
+
+    begin: int  # offset behind the header
+    nbytes: int | Tensor  # int64 of 1 element on CUDA, which need not be computed yet
+    padding_at: int | None = None  # the byte of the fields that is to hold the size of the padding
+
+
+# --- writing
+
+
 def new_payload(section_nbytes: int, device: torch.device | None = None) -> Tensor:
     """Return a uint8 buffer for a header and sections of that many bytes, with zero padding."""
-    nbytes = -(-(HEADER_NBYTES + section_nbytes) // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
+    nbytes = _padded(HEADER_NBYTES + section_nbytes)
     payload = torch.empty(nbytes, dtype=torch.uint8, device=device)
     payload[HEADER_NBYTES + section_nbytes :].zero_()
     return payload
@@ -75,12 +95,18 @@ def seal_payload(
     flags: int = 0,
     magnitudes: Tensor | None = None,
     number: RangeFloat | None = None,
+    scale: Tensor | None = None,
+    stream: Stream | None = None,
 ) -> Tensor:
     """Write the header of a payload whose sections are in place, and return the payload.
 
     payload: uint8, from `new_payload`, in place. fields: 16 bytes, or 8 if `number` is given, whose wire form follows
-    them. magnitudes: float32, as from `abs_max_tensor`; NON_FINITE is added to the flags unless all are finite. Does
-    not wait for the device: on CUDA, `magnitudes` and `number` may be results that are still being computed.
+    them. magnitudes: float32, as from `abs_max_tensor`; NON_FINITE is added to the flags unless all are finite. scale:
+    float32 of 1 element; replaces the first 4 bytes of the fields. stream: the last section, if it is shorter than the
+    memory for it; what follows it becomes zeros. On CUDA these become slack, otherwise they are cut off.
+
+    Does not wait for the device: on CUDA, `magnitudes`, `number`, `scale` and `stream` may be results that are still
+    being computed.
     """
     _native.in_place(payload, torch.uint8, "seal_payload: payload")
     if payload.numel() < HEADER_NBYTES or payload.numel() % PAYLOAD_ALIGN:
@@ -90,20 +116,44 @@ def seal_payload(
         raise ValueError(f"seal_payload: got {len(fields)} bytes of fields, expected {expected}")
     if magnitudes is not None:
         magnitudes = _native.check(magnitudes, torch.float32, "seal_payload: magnitudes", device=payload.device)
+    if scale is not None:
+        scale = _native.check(scale, torch.float32, "seal_payload: scale", 1, payload.device)
+    begin, stream_address, padding_at = 0, 0, -1
+    if stream is not None:
+        begin, padding_at = HEADER_NBYTES + stream.begin, -1 if stream.padding_at is None else stream.padding_at
+        payload, stream_address, _held = _fitted(payload, begin, stream.nbytes)
+    words = None if number is None else number._words_on(payload.device)
     header = create_string_buffer(HEADER_NBYTES)
     _HEADER.pack_into(header, 0, b"gz", VERSION, method, digest, numel, payload.numel(), 0, flags, fields)
-    words = None if number is None else number._words_on(payload.device)
-    _native.run(
-        "payload_seal",
-        payload,
-        payload.data_ptr(),
-        payload.numel(),
-        addressof(header),
-        0 if magnitudes is None else magnitudes.data_ptr(),
-        0 if magnitudes is None else magnitudes.numel(),
-        0 if words is None else words.data_ptr(),
+    results = create_string_buffer(_RESULTS.size)
+    magnitude_count = 0 if magnitudes is None else magnitudes.numel()
+    addresses = [0 if x is None else x.data_ptr() for x in (magnitudes, words, scale)]
+    _RESULTS.pack_into(
+        results, 0, addresses[0], magnitude_count, addresses[1], addresses[2], stream_address, begin, padding_at
     )
+    _native.run("payload_seal", payload, payload.data_ptr(), addressof(header), addressof(results))
     return payload
+
+
+def _fitted(payload: Tensor, begin: int, nbytes: int | Tensor) -> tuple[Tensor, int, object]:
+    """The payload without what it does not need, the address of its stream's size, and the owner of that memory."""
+    room = payload.numel() - begin
+    if isinstance(nbytes, Tensor):
+        if room > _MOST_STREAM:
+            raise ValueError(f"seal_payload: got room for a stream of {room} bytes, expected at most {_MOST_STREAM}")
+        nbytes = _native.check(nbytes, torch.int64, "seal_payload: stream.nbytes", 1, payload.device)
+        return payload, nbytes.data_ptr(), nbytes
+    if not 0 <= nbytes <= room:
+        raise ValueError(f"seal_payload: got a stream of {nbytes} bytes, expected 0 to {room}")
+    size = c_int64(nbytes)
+    return payload[: _padded(begin + nbytes)], addressof(size), size
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
+
+
+# --- inspecting: what the host needs to know
 
 
 class _Inspection(NamedTuple):
@@ -111,24 +161,41 @@ class _Inspection(NamedTuple):
     checksum: int  # of the payload's contents, if the size in the header is valid
 
 
-def _inspect(buffer: Tensor, count: int) -> list[_Inspection]:
-    """Read the headers and compute the checksums of `count` consecutive payloads; waits for the device, once."""
-    arguments = (buffer.data_ptr(), buffer.numel(), count)
-    if _native.on_cuda(buffer):
-        on_device = torch.empty(count * _TABLE.size, dtype=torch.uint8, device=buffer.device)
-        _native.run("payload_inspect", buffer, *arguments, on_device.data_ptr())
-        table = on_device.cpu().numpy().tobytes()
-    else:
-        on_host = create_string_buffer(count * _TABLE.size)
-        _native.run("payload_inspect", buffer, *arguments, addressof(on_host))
-        table = on_host.raw
-    rows = _TABLE.iter_unpack(table)
-    return [_Inspection(header, (total ^ total >> 32) & 0xFFFFFFFF) for header, _, total in rows]
+def inspect_payloads(payloads: Sequence[Tensor]) -> Tensor | None:
+    """Read the headers and compute the checksums of payloads, without waiting for the device.
+
+    payloads: uint8, on one device. Returns a uint8 table on that device; `attach_inspections` wants a copy of it on the
+    CPU. Returns None if there is nothing to wait for: payloads on the CPU, or inspected ones.
+    """
+    checked = [_native.check(payload, torch.uint8, "inspect_payloads: payloads") for payload in payloads]
+    if all(not _native.on_cuda(p) or hasattr(p, _INSPECTION) for p in checked):
+        return None
+    return _table(checked, 1)
 
 
-def _inspect_on_cuda(buffer: Tensor, count: int) -> list[_Inspection] | list[None]:
-    """Inspect payloads on CUDA; in host memory, headers are read in place and checksums when a payload is opened."""
-    return _inspect(buffer, count) if _native.on_cuda(buffer) else [None] * count
+def attach_inspections(payloads: Sequence[Tensor], table: Tensor) -> None:
+    """Attach the table of `inspect_payloads`, copied to the CPU: `open_payload` does not wait for the device then."""
+    for payload, inspection in zip(payloads, _inspections(table.numpy().tobytes()), strict=True):
+        setattr(payload, _INSPECTION, inspection)
+
+
+def _table(buffers: Sequence[Tensor], each: int) -> Tensor:
+    """The inspections of `each` consecutive payloads in each buffer."""
+    table = torch.empty(len(buffers) * each * _TABLE.size, dtype=torch.uint8, device=buffers[0].device)
+    listed = array("q")  # struct PayloadBuffer
+    for buffer in buffers:
+        listed.extend((buffer.data_ptr(), buffer.numel()))
+    _native.run("payload_inspect", buffers[0], listed.buffer_info()[0], len(buffers), each, table.data_ptr())
+    return table
+
+
+def _inspections(table: bytes) -> list[_Inspection]:
+    return [_Inspection(header, (total ^ total >> 32) & 0xFFFFFFFF) for header, _, total in _TABLE.iter_unpack(table)]
+
+
+def _inspect(buffers: Sequence[Tensor], each: int) -> list[_Inspection]:
+    """Inspect payloads; waits for the device, once."""
+    return _inspections(_table(buffers, each).cpu().numpy().tobytes())
 
 
 def _read_header(payload: Tensor, inspection: _Inspection | None) -> Header:
@@ -145,16 +212,19 @@ def _read_header(payload: Tensor, inspection: _Inspection | None) -> Header:
     return header
 
 
+# --- reading
+
+
 def open_payload(payload: Tensor, *, method: int, digest: int, numel: int) -> Payload:
     """Check the header and checksum of a payload against what this rank would have written.
 
     payload: uint8, exactly one payload. Raises PayloadError if they differ. Waits for the device if the payload is on
-    CUDA, unless it comes from `split_payloads`, which already waited.
+    CUDA, unless it comes from `split_payloads`, or has an inspection attached.
     """
     inspection = getattr(payload, _INSPECTION, None)
     payload = _native.check(payload, torch.uint8, "payload")
     if inspection is None:
-        inspection = _inspect(payload, 1)[0]
+        inspection = _inspect([payload], 1)[0]
     header = _read_header(payload, inspection)
     if header.method != method:
         raise PayloadError(
@@ -171,19 +241,51 @@ def open_payload(payload: Tensor, *, method: int, digest: int, numel: int) -> Pa
         raise PayloadError(f"truncated payload: got {payload.numel()} bytes, expected {header.nbytes}")
     if header.checksum != inspection.checksum:
         raise PayloadError("corrupt payload: its checksum does not match its contents")
-    return Payload(header.flags, header.fields, payload[HEADER_NBYTES:])
+    end = header.nbytes - PAYLOAD_ALIGN * (header.flags >> _SLACK_BIT)
+    if end < HEADER_NBYTES:
+        raise PayloadError(f"corrupt payload: it claims {header.nbytes - end} unused bytes of {header.nbytes}")
+    return Payload(header.flags & ((1 << _SLACK_BIT) - 1), header.fields, payload[HEADER_NBYTES:end])
 
 
 def split_payloads(buffer: Tensor, count: int) -> list[Tensor]:
     """Return the `count` consecutive payloads of a gathered buffer, as views.
 
     buffer: uint8. Raises PayloadError unless they fill the buffer exactly. Waits for the device if the buffer is on
-    CUDA, once for all payloads; `open_payload` then need not.
+    CUDA, once for all payloads; `open_payload` then need not. What `join_payloads` joined, or `split_all_payloads`
+    found, is returned without waiting.
     """
+    if (parts := getattr(buffer, _PARTS, None)) is not None and len(parts) == count:
+        return list(parts)
     buffer = _native.check(buffer, torch.uint8, "split_payloads: buffer")
-    inspections = _inspect_on_cuda(buffer, count)
+    return _split(buffer, _inspect([buffer], count) if _native.on_cuda(buffer) else [None] * count)
+
+
+def split_all_payloads(buffers: Sequence[Tensor], each: int) -> None:
+    """Find the `each` consecutive payloads of each buffer, for `split_payloads`.
+
+    buffers: uint8, on one device. Raises PayloadError as `split_payloads` does. Waits for the device if the buffers are
+    on CUDA, once for all.
+    """
+    if not (buffers and _native.on_cuda(buffers[0])):
+        return  # `split_payloads` need not wait
+    inspections = _inspect(buffers, each)
+    for i, buffer in enumerate(buffers):
+        setattr(buffer, _PARTS, _split(buffer, inspections[i * each : (i + 1) * each]))
+
+
+def join_payloads(payloads: Sequence[Tensor], buffer: Tensor | None = None) -> Tensor:
+    """Return payloads as one buffer, which `split_payloads` splits into the same tensors again.
+
+    buffer: what holds them already, one after the other.
+    """
+    joined = torch.cat(list(payloads)) if buffer is None else buffer
+    setattr(joined, _PARTS, list(payloads))
+    return joined
+
+
+def _split(buffer: Tensor, inspections: Sequence[_Inspection | None]) -> list[Tensor]:
     payloads = []
-    begin = 0
+    begin, count = 0, len(inspections)
     for index, inspection in enumerate(inspections):
         nbytes = _read_header(buffer[begin:], inspection).nbytes
         if nbytes < HEADER_NBYTES or nbytes % PAYLOAD_ALIGN or nbytes > buffer.numel() - begin:
@@ -206,7 +308,7 @@ def first_payload(buffer: Tensor) -> Tensor:
     buffer: uint8. Raises PayloadError if the payload is truncated. Waits for the device if the buffer is on CUDA.
     """
     buffer = _native.check(buffer, torch.uint8, "first_payload: buffer")
-    nbytes = _read_header(buffer, _inspect_on_cuda(buffer, 1)[0]).nbytes
+    nbytes = _read_header(buffer, _inspect([buffer], 1)[0] if _native.on_cuda(buffer) else None).nbytes
     if nbytes > buffer.numel():
         raise PayloadError(f"truncated payload: got {buffer.numel()} bytes, expected {nbytes}")
     return buffer[:nbytes]

@@ -143,17 +143,18 @@ class RangeFloat:
         source = (words.data_ptr(), x.data_ptr(), x.numel(), self._bits, key is not None, key or 0)
         return _native.run_count("range_float_encode_packed", x, *source, out.data_ptr())
 
-    def decode(self, codes: Tensor) -> Tensor:
+    def decode(self, codes: Tensor, wait: bool = True) -> Tensor:
         """Return the values of codes.
 
         codes: any shape, int32. Returns float32 of the same shape. Deterministic. Raises ValueError for a code above
-        P + Q. Waits for the device if the codes are on CUDA.
+        P + Q. Waits for the device if the codes are on CUDA; without `wait`, and if the format was not fitted there, it
+        does not, and a code above P + Q becomes NaN instead.
         """
         codes = _native.check(codes, torch.int32, "RangeFloat.decode: codes")
         x = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        words = self._words_on(codes.device)
+        words = self._words.cpu()
         arguments = (words.data_ptr(), codes.data_ptr(), codes.numel(), x.data_ptr())
-        if _native.run_failed("range_float_decode", codes, *arguments, wait=True):
+        if _native.run_failed("range_float_decode", codes, *arguments, wait=wait):
             raise ValueError(f"RangeFloat.decode: got a code above {self.positive + self.negative}, the last there is")
         return x
 

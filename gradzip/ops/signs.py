@@ -5,6 +5,7 @@ Bernstein, Wang, Azizzadenesheli, Anandkumar, signSGD: Compressed Optimisation f
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -59,9 +60,8 @@ def majority(packed: Sequence[Tensor], numel: int, key: int = 0, out: Tensor | N
                 f"majority: got {vote.numel()} bytes from voter {i}, expected {nbytes} for {numel} signs"
             )
     out = _native.output(out, nbytes, torch.uint8, votes[0].device, "majority: out")
-    addresses = torch.tensor([vote.data_ptr() for vote in votes], dtype=torch.int64, device="cpu")
-    addresses = addresses.to(out.device, non_blocking=True)
-    _native.run("signs_majority", out, addresses.data_ptr(), len(votes), numel, key, out.data_ptr())
+    addresses = array("q", [vote.data_ptr() for vote in votes])
+    _native.run("signs_majority", out, addresses.buffer_info()[0], len(votes), numel, key, out.data_ptr())
     return out
 
 

@@ -15,18 +15,20 @@ struct cudaLaunchConfig_t {
 };
 
 namespace simt {
-inline int launches = 0;
+inline int launches = 0, memsets = 0;
 }
 
 template <class... P, class... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), A&&... arguments) {
   ++simt::launches;
-  simt::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, [=] { kernel(P(arguments)...); });
+  if (!simt::options.dry)
+    simt::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, [=] { kernel(P(arguments)...); });
   return cudaSuccess;
 }
 
 inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
-  if (bytes) std::memset(to, value, bytes);
+  ++simt::memsets;
+  if (bytes && !simt::options.dry) std::memset(to, value, bytes);
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }

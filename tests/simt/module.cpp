@@ -25,4 +25,13 @@
 #include "cuda/ternary.cu"
 #include "cuda/transform.cu"
 
-PYBIND11_MODULE(simt_cuda, m) { gradzip::cuda::bind(m); }
+PYBIND11_MODULE(simt_cuda, m) {
+  gradzip::cuda::bind(m);
+  // From now on, count what launchers queue on a device of so many multiprocessors, and run nothing; 0: run again.
+  m.def("count_only", [](int multiprocessors) {
+    simt::options.dry = multiprocessors > 0;
+    simt::options.multiprocessors = multiprocessors > 0 ? multiprocessors : simt::Options().multiprocessors;
+  });
+  // The kernels and memory fills queued so far.
+  m.def("queued", [] { return simt::launches + simt::memsets; });
+}

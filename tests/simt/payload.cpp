@@ -21,83 +21,120 @@ static Bytes body_of(int64_t nbytes) {
   return bytes;
 }
 
-static Bytes sealed(Bytes bytes, const PayloadHeader& header) {
-  cpu::payload_seal(bytes.data(), int64_t(bytes.size()), &header, nullptr, 0, nullptr, 1);
+static Bytes sealed(Bytes bytes, const PayloadHeader& header, const PayloadResults& results = {}) {
+  cpu::payload_seal(bytes.data(), &header, &results, 1);
   return bytes;
 }
 
-static void test_seal(int64_t nbytes, std::vector<float> magnitudes, bool finite, const RangeFloat* number) {
-  PayloadHeader header = header_of(nbytes);
-  if (!finite) header.flags = kNonFinite;
-  if (number) {
-    const uint64_t wire = range_wire(*number);
-    std::memcpy(header.fields + 8, &wire, 8);
-  }
-  const Bytes expected = sealed(body_of(nbytes), header);
-  header = header_of(nbytes);
-  Bytes on_cpu = body_of(nbytes);
-  cpu::payload_seal(on_cpu.data(), nbytes, &header, magnitudes.data(), int64_t(magnitudes.size()), number, 1);
+// CPU and CUDA seal with these results as if the header had had them, and zeros had followed the sections.
+static void test_seal(int64_t nbytes, PayloadResults results, const PayloadHeader& expected_header, int64_t end) {
+  Bytes body = body_of(nbytes);
+  std::fill(body.begin() + end, body.end(), uint8_t(0));
+  const Bytes expected = sealed(body, expected_header);
+  const PayloadHeader header = header_of(nbytes);
+  const Bytes on_cpu = sealed(body_of(nbytes), header, results);
   simt::expect_equal(on_cpu.data(), expected.data(), nbytes, "payload_seal on the CPU");
-  const simt::Buffer<float> on_device(magnitudes);
   simt::in_any_order(nbytes, [&] {
     const simt::Buffer<uint8_t> payload(body_of(nbytes));
-    simt::call(cuda::payload_seal, payload, nbytes, &header, on_device, on_device.size(), number);
+    simt::call(cuda::payload_seal, payload, &header, &results);
     simt::expect_equal(payload.get(), expected.data(), nbytes, "payload_seal");
   });
 }
 
-static void test_inspect(const std::vector<int64_t>& lengths) {
-  Bytes all;
-  std::vector<PayloadInspection> expected;
-  for (int64_t nbytes : lengths) {
-    const Bytes one = sealed(body_of(nbytes), header_of(nbytes));
-    PayloadInspection entry{};
-    std::memcpy(&entry.header, one.data(), sizeof entry.header);
-    entry.begin = all.size();
-    expected.push_back(entry);
-    all.insert(all.end(), one.begin(), one.end());
+static void test_magnitudes(int64_t nbytes, const std::vector<float>& magnitudes, bool finite, const RangeFloat* number,
+                            const float* scale) {
+  PayloadHeader expected = header_of(nbytes);
+  if (!finite) expected.flags = kNonFinite;
+  if (number) {
+    const uint64_t wire = range_wire(*number);
+    std::memcpy(expected.fields + 8, &wire, 8);
   }
-  const int64_t count = int64_t(lengths.size());
-  const auto compare = [&](const simt::Buffer<uint8_t>& buffer, int64_t valid) {
-    const simt::Buffer<PayloadInspection> on_cpu(count);
-    cpu::payload_inspect(buffer, buffer.size(), count, on_cpu, 1);
-    simt::in_any_order(buffer.size(), [&] {
-      const simt::Buffer<PayloadInspection> table(count);
-      cuda::payload_inspect(buffer, buffer.size(), count, table, nullptr);
-      simt::expect_equal(table.get(), on_cpu.get(), count, "payload_inspect");
+  if (scale) std::memcpy(expected.fields, scale, 4);
+  const simt::Buffer<float> values(magnitudes);
+  test_seal(nbytes, {values, values.size(), number, scale, nullptr, 0, -1}, expected, nbytes);
+}
+
+static void test_stream(int64_t nbytes, int64_t begin, int64_t stream, int64_t padding_at) {
+  PayloadHeader expected = header_of(nbytes);
+  const bool valid = stream >= 0 && begin + stream <= nbytes;
+  if (!valid) expected.flags = kNonFinite;
+  const int64_t end = begin + (valid ? stream : 0), padding = (16 - end % 16) % 16;
+  expected.flags |= uint32_t(nbytes - end - padding) / 16 << 8;
+  if (padding_at >= 0) expected.fields[padding_at] = uint8_t(padding);
+  test_seal(nbytes, {nullptr, 0, nullptr, nullptr, &stream, begin, padding_at}, expected, end);
+}
+
+static void test_inspect(const std::vector<std::vector<int64_t>>& lengths) {
+  std::vector<Bytes> buffers;
+  std::vector<PayloadInspection> expected;
+  const int64_t count = int64_t(lengths.size()), each = int64_t(lengths[0].size());
+  for (const auto& of_buffer : lengths) {
+    buffers.emplace_back();
+    for (int64_t nbytes : of_buffer) {
+      const Bytes one = sealed(body_of(nbytes), header_of(nbytes));
+      PayloadInspection entry{};
+      std::memcpy(&entry.header, one.data(), sizeof entry.header);
+      entry.begin = buffers.back().size();
+      expected.push_back(entry);
+      buffers.back().insert(buffers.back().end(), one.begin(), one.end());
+    }
+  }
+  const auto compare = [&](const std::vector<Bytes>& all, int64_t valid) {
+    std::vector<simt::Buffer<uint8_t>> exact;
+    std::vector<PayloadBuffer> list;
+    int64_t nbytes = 0;
+    for (const Bytes& bytes : all) {
+      exact.emplace_back(bytes, int64_t(exact.size()) % 3);
+      list.push_back({exact.back(), exact.back().size()});
+      nbytes += exact.back().size();
+    }
+    const simt::Buffer<PayloadInspection> on_cpu(count * each);
+    cpu::payload_inspect(list.data(), count, each, on_cpu, 1);
+    simt::in_any_order(nbytes, [&] {
+      const simt::Buffer<PayloadInspection> table(count * each);
+      cuda::payload_inspect(list.data(), count, each, table, nullptr);
+      simt::expect_equal(table.get(), on_cpu.get(), count * each, "payload_inspect");
       for (int64_t r = 0; r < valid; ++r) {
         simt::expect_equal(table[r].header, expected[size_t(r)].header, "payload_inspect: header");
         simt::expect_equal(table[r].begin, expected[size_t(r)].begin, "payload_inspect: begin");
         simt::expect_equal(checksum_fold(table[r].sum), expected[size_t(r)].header.checksum, "payload_inspect: sum");
       }
-      for (int64_t r = valid; r < count; ++r) simt::expect_equal(table[r].sum, uint64_t(0), "payload_inspect: beyond");
+      for (int64_t r = valid; r < (count > 1 ? valid : each); ++r)
+        simt::expect_equal(table[r].sum, uint64_t(0), "payload_inspect: beyond");
     });
   };
-  compare(simt::Buffer<uint8_t>(all), count);
-  if (count < 2) return;
+  compare(buffers, count * each);
+  if (each < 2) return;
   // The second payload claims too many bytes, fewer than a header, or a size that is not a multiple of 16.
-  for (uint64_t claim : {uint64_t(all.size()), ~uint64_t(15), uint64_t(0), uint64_t(32), uint64_t(lengths[1] + 1)}) {
-    Bytes spoilt = all;
-    std::memcpy(&spoilt[size_t(lengths[0]) + offsetof(PayloadHeader, nbytes)], &claim, 8);
-    compare(simt::Buffer<uint8_t>(spoilt), 1);
+  const std::vector<int64_t>& first = lengths[0];
+  for (uint64_t claim :
+       {uint64_t(buffers[0].size()), ~uint64_t(15), uint64_t(0), uint64_t(32), uint64_t(first[1] + 1)}) {
+    std::vector<Bytes> spoilt = buffers;
+    std::memcpy(&spoilt[0][size_t(first[0]) + offsetof(PayloadHeader, nbytes)], &claim, 8);
+    compare(spoilt, 1);
   }
-  all.resize(size_t(lengths[0]) + 47);
-  compare(simt::Buffer<uint8_t>(all), 1);
+  buffers[0].resize(size_t(first[0]) + 47);
+  compare(buffers, 1);
 }
 
 int main() {
   RangeFloat number;
   cpu::range_float_fit(&number, nullptr, 0, 10, 4, -1.0f, 3.0f, 1);
-  const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN(), scale = 0.3f;
   for (int64_t nbytes : {48, 64, 80, 1024, 4096 + 16, 100000}) {
-    test_seal(nbytes, {}, true, nullptr);
-    test_seal(nbytes, {0.0f, 3e38f}, true, &number);
-    test_seal(nbytes, {1.0f, inf}, false, &number);
-    test_seal(nbytes, {nan}, false, nullptr);
+    test_magnitudes(nbytes, {}, true, nullptr, nullptr);
+    test_magnitudes(nbytes, {0.0f, 3e38f}, true, &number, nullptr);
+    test_magnitudes(nbytes, {1.0f, inf}, false, &number, &scale);
+    test_magnitudes(nbytes, {nan}, false, nullptr, &scale);
+    for (int64_t begin : {int64_t(48), int64_t(51), nbytes - 3})
+      for (int64_t stream : {int64_t(-1), int64_t(0), int64_t(1), nbytes / 3, nbytes - 64, nbytes - 48, nbytes})
+        if (begin >= 48 && begin <= nbytes) test_stream(nbytes, begin, stream, stream % 2 ? 7 : -1);
   }
-  test_inspect({});
-  test_inspect({48});
-  test_inspect({100000});
-  test_inspect({48, 112, 64, 4096, 48});
-  test_inspect(std::vector<int64_t>(1500, 48));
+  test_inspect({{}});
+  test_inspect({{48}});
+  test_inspect({{100000}});
+  test_inspect({{48, 112, 64, 4096, 48}});
+  test_inspect({std::vector<int64_t>(1500, 48)});
+  test_inspect({{48, 4096}, {64, 48}, {10000, 112}});
+  test_inspect(std::vector<std::vector<int64_t>>(150, {48}));
 }

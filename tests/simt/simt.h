@@ -86,6 +86,7 @@ namespace simt {
 struct Options {
   unsigned seed = 0;
   int multiprocessors = 3;  // of the simulated device: few, so that grids are smaller than the work
+  bool dry = false;  // count launches, and run nothing
 };
 inline Options options;
 
