@@ -3,6 +3,7 @@
 
 #define GRADZIP_KERNELS(KERNEL)     \
   KERNEL(abs_max)                   \
+  KERNEL(abs_max_columns)           \
   KERNEL(select)                    \
   KERNEL(select_sampled)            \
   KERNEL(bitmap)                    \

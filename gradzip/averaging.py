@@ -88,7 +88,7 @@ class Averaging:
         if method.max_abs_bound(average, limit) <= limit:
             memory.snapshot(state, before)
             state.step += 1
-            method.apply_average(grad, corrected, average, state)
+            yield from method.commit(grad, corrected, average, state)
             state.payload = None
             if not method.error_feedback:
                 state.residual = None  # of the method that was in charge before: it is sent now

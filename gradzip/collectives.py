@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -133,8 +133,37 @@ class RingSum:
 
 Collective = Mean | Gather | AllToAll | Broadcast | ToHost | RingSum
 
-# A running method: yields collectives, is sent their results, returns the average.
-Routine = Generator[Collective, Any, Any]
+
+@dataclass(frozen=True)
+class Local:
+    """Work of this rank alone, done in one call for all routines that ask for it at the same time. No collective.
+
+    Result: this routine's item of what `function` returns.
+
+    Args:
+        function: called with the list of the arguments of all these routines; returns a result for each.
+        device: on which the work is done. Requests for different devices are not joined.
+        argument: of this routine.
+        traffic: counts the time.
+    """
+
+    function: Callable[[list[Any]], Sequence[Any]]
+    device: torch.device
+    argument: Any
+    traffic: Traffic | None = None
+
+
+def run_local(requests: Sequence[Local]) -> Sequence[Any]:
+    """The results of requests for the same function, in one call."""
+    start = time.perf_counter()
+    results = requests[0].function([request.argument for request in requests])
+    if requests[0].traffic is not None:
+        requests[0].traffic.seconds += time.perf_counter() - start
+    return results
+
+
+# A running method: yields collectives and local work, is sent their results, returns the average.
+Routine = Generator[Collective | Local, Any, Any]
 
 
 @dataclass(frozen=True)
@@ -144,8 +173,8 @@ class Done:
     result: Any
 
 
-def advance(routine: Generator[Any, Any, Any], result: Any = None) -> Any:
-    """Send a routine the result of its last collective; return the next collective, or `Done`.
+def step(routine: Generator[Any, Any, Any], result: Any = None) -> Any:
+    """Send a routine the result of what it has yielded last; return what it yields next, or `Done`.
 
     result: None starts the routine.
     """
@@ -155,18 +184,25 @@ def advance(routine: Generator[Any, Any, Any], result: Any = None) -> Any:
         return Done(stop.value)
 
 
+def advance(routine: Generator[Any, Any, Any], result: Any = None) -> Any:
+    """Like `step`, but do local work at once: return the next collective, or `Done`."""
+    while isinstance(item := step(routine, result), Local):
+        (result,) = run_local([item])
+    return item
+
+
 def timed(routine: Routine, traffic: Traffic) -> Routine:
     """The same routine; adds the time that it takes between its collectives to `traffic.seconds`."""
     result = None
     while True:
         start = time.perf_counter()
         try:
-            collective = advance(routine, result)
+            item = step(routine, result)
         finally:
             traffic.seconds += time.perf_counter() - start
-        if isinstance(collective, Done):
-            return collective.result
-        result = yield collective
+        if isinstance(item, Done):
+            return item.result
+        result = yield replace(item, traffic=traffic) if isinstance(item, Local) else item
 
 
 @dataclass

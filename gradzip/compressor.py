@@ -142,6 +142,11 @@ class Compressor(ABC):
         if self.error_feedback:
             self.subtract_transmitted(state)
 
+    def commit(self, grad: Tensor, corrected: Tensor, average: Any, state: State) -> Routine:
+        """`apply_average` as a coroutine, for methods that do it for several gradients in one call (`Local`)."""
+        self.apply_average(grad, corrected, average, state)
+        yield from ()
+
     def store_residual(self, corrected: Tensor, state: State) -> None:
         """Error feedback: copy the corrected gradient to the residual, before its memory is overwritten."""
         state.residual = (torch.empty_like(corrected) if state.residual is None else state.residual).copy_(corrected)

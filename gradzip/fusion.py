@@ -10,7 +10,20 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .collectives import AllToAll, Broadcast, Collective, Done, Gather, Mean, RingSum, Routine, ToHost, advance
+from .collectives import (
+    AllToAll,
+    Broadcast,
+    Collective,
+    Done,
+    Gather,
+    Local,
+    Mean,
+    RingSum,
+    Routine,
+    ToHost,
+    run_local,
+    step,
+)
 
 # Fused routines: yields the collectives of a round, which may run concurrently, and is sent the list of their results.
 FusedRoutine = Generator[list[Collective], list[Any], list[Any]]
@@ -41,15 +54,30 @@ class Round:
     def advance(self, routines: Mapping[Any, Routine], results: Mapping[Any, Any]) -> dict[Any, Any]:
         """Send routines the results of their last collectives, and add their next ones to this round.
 
+        Their local work is done on the way, in one call for all that ask for the same.
+
         Returns what those routines returned that are done, by key.
         """
-        returned = {}
-        for key, result in results.items():
-            collective = advance(routines[key], result)
-            if isinstance(collective, Done):
-                returned[key] = collective.result
-            else:
-                self.add(key, collective)
+        returned: dict[Any, Any] = {}
+        yielded: dict[Any, Collective] = {}
+        waiting: Mapping[Any, Any] = results
+        while waiting:
+            local: dict[Any, dict[Any, Local]] = {}  # by what can be done in one call
+            for key, result in waiting.items():
+                item = step(routines[key], result)
+                if isinstance(item, Done):
+                    returned[key] = item.result
+                elif isinstance(item, Local):
+                    local.setdefault((item.function, item.device), {})[key] = item
+                else:
+                    yielded[key] = item
+            sent: dict[Any, Any] = {}
+            for requests in local.values():
+                sent |= zip(requests, run_local(list(requests.values())))
+            waiting = sent
+        for key in results:  # in an order that does not depend on local work, which may differ between ranks
+            if key in yielded:
+                self.add(key, yielded[key])
         return returned
 
     def add(self, key: Any, collective: Collective) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradzip.ops import abs_max, signs_decode_add
+from gradzip.ops import abs_max, abs_max_columns, signs_decode_add
 from reference import LARGE, SIZES, arrays, same_everywhere, sliced
 
 
@@ -94,3 +94,20 @@ def test_worker_threads_flush_denormals_if_the_caller_does():
     finally:
         torch.set_flush_denormal(False)
         torch.set_num_threads(threads)
+
+
+def test_columns():
+    generator = torch.Generator().manual_seed(0)
+    matrices = [
+        torch.randn(rows, columns, generator=generator)
+        for rows in (0, 1, 31, 1003)
+        for columns in (0, 1, 3, 4, 5, 16, 33, 100)
+    ]
+    matrices[9][0, 0] = float("-inf")
+    matrices[20][3, 4], matrices[20][5, 4], matrices[20][3, 0] = float("nan"), float("inf"), -1e30
+    got = same_everywhere(lambda: [tuple(map(repr, of_matrix.tolist())) for of_matrix in abs_max_columns(matrices)])
+    wanted = [np.max(np.abs(m.numpy()), axis=0, initial=0.0).tolist() for m in matrices]
+    assert got == [tuple(map(repr, of_matrix)) for of_matrix in wanted]
+    assert abs_max_columns([]) == []
+    with pytest.raises(ValueError, match=r"abs_max_columns: got a tensor of shape \(3,\), expected \(n, r\)"):
+        abs_max_columns([torch.ones(2, 2), torch.ones(3)])

@@ -166,3 +166,44 @@ def test_errors():
         ops.low_rank_apply_average(m, torch.zeros(6, 4), p, q, p, q)
     with pytest.raises(ValueError, match=r"m: got strides \(1, 4\), expected a contiguous tensor"):
         ops.low_rank_apply_average(torch.zeros(6, 4).t(), e, p, q, p, q)
+
+
+def test_tables_have_the_bits_of_single_matrices(simd, threads):
+    shapes = [(5, 1025), (0, 7), (130, 65), (1100, 1000), (31, 16), (9, 3000), (64, 64)]  # one is split over threads
+    ranks, transposes = [3, 4, 1, 4, 7, 70, 4], [False, True, True, False, False, True, True]
+    ms, es = ([torch.randn(shape) for shape in shapes] for _ in range(2))
+    factors = [torch.randn(shape[not t], r) for shape, r, t in zip(shapes, ranks, transposes)]
+    single = [e.clone() for e in es]
+    wanted = [ops.low_rank_project(m, e, f, transpose=t) for m, e, f, t in zip(ms, single, factors, transposes)]
+    got = ops.low_rank_project_all([(m, e, f, t) for m, e, f, t in zip(ms, es, factors, transposes)])
+    assert all(torch.equal(a, b) for a, b in zip(got + es, wanted + single, strict=True))
+    plain = ops.low_rank_project_all([(m, None, f, t) for m, f, t in zip(ms, factors, transposes)])
+    for a, m, f, t in zip(plain, ms, factors, transposes):
+        assert torch.equal(a, ops.low_rank_project(m, None, f, transpose=t))
+
+    ps, qs = ([torch.randn(shape[i], r) for shape, r in zip(shapes, ranks)] for i in range(2))
+    sent = [p if i % 2 else torch.randn_like(p) for i, p in enumerate(ps)]
+    copies = [m.clone() for m in ms]
+    for arguments in zip(copies, single, sent, qs, ps, qs):
+        ops.low_rank_apply_average(*arguments)
+    ops.low_rank_apply_average_all(list(zip(ms, es, sent, qs, ps, qs)))
+    assert all(torch.equal(a, b) for a, b in zip(ms + es, copies + single, strict=True))
+
+
+def test_bad_tables_are_refused_before_anything_changes():
+    m, e, factor = torch.ones(2, 3), torch.zeros(2, 3), torch.ones(3, 1)
+    for bad, message in (
+        ((m, e, torch.ones(2, 1), False), r"low_rank_project: factor: got shape \(2, 1\), expected \(3, r\)"),
+        ((m, torch.zeros(3, 2), factor, False), r"low_rank_project: e: got shape \(3, 2\), expected \(2, 3\)"),
+        ((m, e, factor, False), "low_rank_project: e: got the same matrix more than once, expected distinct ones"),
+        ((m.double(), None, factor, False), "low_rank_project: m: got torch.float64, expected torch.float32"),
+        ((m.to("meta"), None, factor, False), "low_rank_project: m: got a tensor on meta, expected one on the CPU"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.low_rank_project_all([(m, e, factor, False), bad])
+    update = (m, e, torch.ones(2, 1), torch.ones(3, 1), torch.ones(2, 1), torch.ones(3, 1))
+    for table in ([update, update], [update, (m, *update[1:])]):
+        with pytest.raises(ValueError, match="low_rank_apply_average: m, e: got the same matrix more than once"):
+            ops.low_rank_apply_average_all(table)
+    assert torch.equal(m, torch.ones(2, 3)) and torch.equal(e, torch.zeros(2, 3))
+    assert ops.low_rank_project_all([]) == [] and ops.low_rank_apply_average_all([]) is None

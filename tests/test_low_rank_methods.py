@@ -9,8 +9,14 @@ import pytest
 import torch
 
 import gradzip
+from contract import assert_equal_states
 from gradzip import ACPSGD, LocalGroup, PowerSGD, simulate
+from gradzip.averaging import averaged
+from gradzip.collectives import Local
+from gradzip.engines.local import drive
+from gradzip.fusion import fused
 from gradzip.methods.low_rank import Factors
+from gradzip.ops import _native as native
 
 both_methods = pytest.mark.parametrize("method", [PowerSGD, ACPSGD])
 U = 2.0**-24
@@ -321,3 +327,70 @@ def test_parameters_have_separate_states():
 def test_invalid_rank(method, rank):
     with pytest.raises(ValueError, match=f"{method.__name__}: got rank = {rank!r}, expected an integer >= 1"):
         method(rank=rank)
+
+
+# --- several matrices at once
+
+SHAPES = [(40, 50), (64, 32), (16, 8, 3, 3), (1100, 1000), (33, 129)]
+
+
+def gradients(step, rank):
+    grads = [normal(*shape, seed=1000 * step + 10 * i + rank) for i, shape in enumerate(SHAPES)]
+    grads[1] *= step != 2  # a gradient of zeros: its factor's columns are replaced
+    if step == 3 and rank == 0:
+        grads[4][3, 5] = math.inf  # this parameter's step is undone
+    return grads
+
+
+@both_methods
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_several_matrices_at_once_have_the_bits_of_single_ones(method, error_feedback):
+    size, steps = 2, 6
+    alone = LocalGroup(method(rank=3, error_feedback=error_feedback), size)
+    together = [method(rank=3, error_feedback=error_feedback) for _ in range(size)]
+    for step in range(steps):
+        of_ranks = [gradients(step, rank) for rank in range(size)]
+        wanted = [alone.average(list(grads), f"w{i}")[0] for i, grads in enumerate(zip(*of_ranks))]
+        drive(
+            [
+                fused([averaged(compressor, g, f"w{i}", rank, size) for i, g in enumerate(of_ranks[rank])])
+                for rank, compressor in enumerate(together)
+            ]
+        )
+        for averages in of_ranks:
+            for i, (got, want) in enumerate(zip(averages, wanted)):
+                assert torch.equal(got, want) or ((step, i) == (3, 4) and not got.isfinite().any())
+    for compressor, other in zip(together, alone.compressors):
+        assert_equal_states(compressor.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize(("method", "calls"), [(ACPSGD, 4), (PowerSGD, 5)])
+def test_a_bucket_takes_one_call_of_each_kernel(method, calls, monkeypatch):
+    """However many matrices: add the residual and project, orthonormal columns, magnitudes, apply."""
+    compressor, names = method(rank=2), []
+    run = native.run
+    monkeypatch.setattr(native, "run", lambda name, *arguments: (names.append(name), run(name, *arguments))[1])
+    for step in range(3):
+        names.clear()
+        drive([fused([averaged(compressor, g, f"w{i}") for i, g in enumerate(gradients(0, step))])])
+        assert len(names) == calls, names
+
+
+def test_matrices_of_several_devices_are_not_joined():
+    """Nor work of several functions; results come back in the order of the routines."""
+    calls = []
+
+    def doubled(arguments):
+        calls.append(arguments)
+        return [2 * x for x in arguments]
+
+    def routine(x, device, twice):
+        x = yield Local(doubled, torch.device(device), x)
+        if twice:
+            x = yield Local(doubled, torch.device(device), x)
+        return (yield gradzip.Mean(torch.tensor([x])))
+
+    cases = [(1.0, "cpu", True), (2.0, "meta", False), (3.0, "cpu", False)]
+    [averages] = drive([fused([routine(*case) for case in cases])])
+    assert averages == [4.0, 4.0, 6.0]
+    assert calls == [[1.0, 3.0], [2.0], [2.0]]

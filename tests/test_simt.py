@@ -90,7 +90,7 @@ BROKEN = {
         "low_rank",
         {
             "cuda/low_rank.cuh": (
-                "last_block(tickets + blockIdx.x / unsigned(parts), unsigned(parts))",
+                "last_block(tickets + block / unsigned(parts), unsigned(parts))",
                 "(!tickets || part != parts - 1)",
             )
         },

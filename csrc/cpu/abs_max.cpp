@@ -18,6 +18,31 @@ GZ_INLINE uint32_t abs_max_bits_body(const float* x, int64_t n) {
 }
 GZ_SIMD_DISPATCH(uint32_t, abs_max_bits, (const float* x, int64_t n), (x, n))
 
+// most[l] = max |x[i]| over i % width == l.
+GZ_INLINE void fold_body(const float* x, int64_t n, int64_t width, uint32_t* most) {
+  for (int64_t at = 0; at < n; at += width) {
+    const int64_t count = n - at < width ? n - at : width;
+    for (int64_t l = 0; l < count; ++l) {
+      const uint32_t magnitude = float_bits(x[at + l]) & 0x7fffffffu;
+      most[l] = most[l] > magnitude ? most[l] : magnitude;
+    }
+  }
+}
+GZ_SIMD_DISPATCH(void, fold, (const float* x, int64_t n, int64_t width, uint32_t* most), (x, n, width, most))
+
+void columns_of(const Matrix& matrix, float* most) {
+  const auto [data, rows, columns] = matrix;
+  if (columns == 0) return;
+  const int64_t width = ceil_div(32, columns) * columns;  // whole rows: enough for vectors
+  std::vector<uint32_t> folded(width, 0);
+  fold(data, rows * columns, width, folded.data());
+  for (int64_t c = 0; c < columns; ++c) {
+    uint32_t bits = 0;
+    for (int64_t l = c; l < width; l += columns) bits = bits > folded[l] ? bits : folded[l];
+    most[c] = bits_float(bits);
+  }
+}
+
 }  // namespace
 
 void abs_max(const float* x, int64_t n, float* most, int threads) {
@@ -28,6 +53,12 @@ void abs_max(const float* x, int64_t n, float* most, int threads) {
   uint32_t bits = 0;
   for (uint32_t p : partial) bits = bits > p ? bits : p;
   *most = bits_float(bits);
+}
+
+void abs_max_columns(const Matrix* matrices, int64_t count, float* most, int threads) {
+  std::vector<int64_t> offset(count + 1, 0);
+  for (int64_t i = 0; i < count; ++i) offset[i + 1] = offset[i] + matrices[i].columns;
+  parallel_for(count, threads, [&](int64_t i) { columns_of(matrices[i], most + offset[i]); });
 }
 
 }  // namespace gradzip::cpu

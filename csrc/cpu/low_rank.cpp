@@ -359,15 +359,27 @@ void expand(Expansion x, int64_t rows, int threads) {
                   [&](int64_t, int64_t first, int64_t last) { expand_rows(x, first, last); });
 }
 
+void project(const Projection& p, int threads) {
+  const Operand x{p.m, p.e, p.columns};
+  if (p.transpose) return project_transposed(x, p.rows, p.factor, p.rank, p.out, threads);
+  const auto t = transposed(p.factor, p.columns, p.rank);
+  parallel_chunks(p.rows, task_rows(p.columns), threads,
+                  [&](int64_t, int64_t first, int64_t last) { project_rows(x, first, last, t.data(), p.out, p.rank); });
+}
+
+void apply_average(const AverageUpdate& a, int threads) {
+  const auto t = transposed(a.q, a.columns, a.rank);
+  const auto sent_t = a.sent_q == a.q ? std::vector<float>() : transposed(a.sent_q, a.columns, a.rank);
+  const Product sent{a.sent_p, a.sent_q == a.q ? t.data() : sent_t.data()};
+  expand({a.columns, a.rank, sent, a.m, a.e, {a.p, t.data()}, a.m}, a.rows, threads);
+}
+
 }  // namespace
 
-void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, const float* q, int64_t rank,
-                      bool transpose, float* out, int threads) {
-  const Operand x{m, e, columns};
-  if (transpose) return project_transposed(x, rows, q, rank, out, threads);
-  const auto t = transposed(q, columns, rank);
-  parallel_chunks(rows, task_rows(columns), threads,
-                  [&](int64_t, int64_t first, int64_t last) { project_rows(x, first, last, t.data(), out, rank); });
+void low_rank_project(const Projection* table, int64_t count, int threads) {
+  parallel_pieces(
+      count, threads, [&](int64_t i) { return table[i].rows * table[i].columns; },
+      [&](int64_t i, int workers) { project(table[i], workers); });
 }
 
 void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, const float* from,
@@ -376,11 +388,10 @@ void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t colum
   expand({columns, rank, {p, t.data()}, from, out}, rows, threads);
 }
 
-void low_rank_apply_average(float* m, float* e, const float* sent_p, const float* sent_q, const float* p,
-                            const float* q, int64_t rows, int64_t columns, int64_t rank, int threads) {
-  const auto t = transposed(q, columns, rank);
-  const auto sent_t = sent_q == q ? std::vector<float>() : transposed(sent_q, columns, rank);
-  expand({columns, rank, {sent_p, sent_q == q ? t.data() : sent_t.data()}, m, e, {p, t.data()}, m}, rows, threads);
+void low_rank_apply_average(const AverageUpdate* table, int64_t count, int threads) {
+  parallel_pieces(
+      count, threads, [&](int64_t i) { return table[i].rows * table[i].columns; },
+      [&](int64_t i, int workers) { apply_average(table[i], workers); });
 }
 
 }  // namespace gradzip::cpu

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "common/low_rank.h"
 #include "common/orthogonalize.h"
 #include "common/payload.h"
 #include "common/range_float.h"
@@ -24,6 +25,8 @@ namespace gradzip::cpu {
 // --- abs_max
 // *most = max |x|: 0 if n is 0, NaN if any x is NaN. One read of x.
 void abs_max(const float* x, int64_t n, float* most, int threads);
+// The same for each column of each matrix: most has room for the columns of all, one matrix after the other.
+void abs_max_columns(const Matrix* matrices, int64_t count, float* most, int threads);
 
 // --- select
 // The k largest |x|, 1 <= k <= n; of equal magnitudes, those with the lowest index. Expected cost: one read of x.
@@ -101,17 +104,14 @@ void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t 
                         int threads);
 
 // --- low_rank
-// e += m, unless e is null; then out = x q (or x^T q if `transpose`), where x is e, or m if e is null. m and e are
-// rows x columns, q is columns x rank (rows x rank), out is rows x rank (columns x rank); all row-major, rank >= 1. One
-// pass over m and e.
-void low_rank_project(const float* m, float* e, int64_t rows, int64_t columns, const float* q, int64_t rank,
-                      bool transpose, float* out, int threads);
+// For each entry of the table: m and e are rows x columns, factor is columns x rank (rows x rank if `transpose`), out is
+// rows x rank (columns x rank); all row-major, rank >= 1. One pass over m and e. Entries share no output.
+void low_rank_project(const Projection* table, int64_t count, int threads);
 // out = p q^T, or from - p q^T if `from` is not null; `from` may be out. p is rows x rank, q is columns x rank.
 void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, const float* from,
                      float* out, int threads);
-// e = m - sent_p sent_q^T, then m = p q^T, in one pass. sent_p and sent_q may be p and q themselves.
-void low_rank_apply_average(float* m, float* e, const float* sent_p, const float* sent_q, const float* p,
-                            const float* q, int64_t rows, int64_t columns, int64_t rank, int threads);
+// For each entry, in one pass. sent_p and sent_q may be p and q themselves.
+void low_rank_apply_average(const AverageUpdate* table, int64_t count, int threads);
 
 // --- pack_bits
 // Little-endian bit stream of n codes of 1..32 bits, ceil(n * bits / 8) bytes. Higher bits of a code are dropped.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace gradzip::cpu {
 
@@ -30,6 +31,20 @@ void parallel_chunks(int64_t n, int64_t chunk_size, int threads, F&& f) {
     const int64_t begin = chunk * chunk_size, end = begin + chunk_size;
     f(chunk, begin, end < n ? end : n);
   });
+}
+
+// f(i, threads) for `count` pieces of work of size(i) elements each: large ones one after the other on all threads, then
+// the others side by side, each on one.
+template <class Size, class F>
+void parallel_pieces(int64_t count, int threads, Size&& size, F&& f) {
+  constexpr int64_t kLarge = 1 << 20;
+  std::vector<int64_t> small;
+  for (int64_t i = 0; i < count; ++i)
+    if (count == 1 || size(i) >= kLarge)
+      f(i, threads);
+    else
+      small.push_back(i);
+  parallel_for(int64_t(small.size()), threads, [&](int64_t i) { f(small[i], 1); });
 }
 
 }  // namespace gradzip::cpu

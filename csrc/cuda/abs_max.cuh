@@ -15,4 +15,36 @@ __global__ void __launch_bounds__(kBlock) abs_max_kernel(const float* x, int64_t
   if (lane() == 0 && largest > 0) atomicMax(most, largest);
 }
 
+constexpr int kColumnsBatch = 64;  // matrices whose table fits the 4 KB of kernel arguments
+
+// A matrix of n elements: most[c] is 0 at launch, and then that of column c. `blocks` blocks work on it.
+struct ColumnsEntry {
+  const float* x;
+  int64_t n, columns;
+  uint32_t* most;
+  uint32_t first_block, blocks;
+};
+struct ColumnsTable {
+  int32_t count;
+  ColumnsEntry entries[kColumnsBatch];
+};
+static_assert(sizeof(ColumnsTable) < 4000, "it fits the 4 KB that a kernel may have");
+
+__global__ void __launch_bounds__(kBlock) abs_max_columns_kernel(ColumnsTable table) {
+  const auto [x, n, columns, most, first_block, blocks] = table.entries[entry_of_block(table)];
+  const int64_t thread = int64_t(blockIdx.x - first_block) * kBlock + threadIdx.x, threads = int64_t(blocks) * kBlock;
+  const int64_t stride = threads / columns * columns;  // whole rows: each thread stays in its column
+  if (stride == 0) {
+    for (int64_t i = thread; i < n; i += threads) atomicMax(most + i % columns, magnitude(x[i]));
+    return;
+  }
+  if (thread >= stride) return;
+  uint32_t largest = 0;
+  for (int64_t i = thread; i < n; i += stride) {
+    const uint32_t m = magnitude(x[i]);
+    largest = largest > m ? largest : m;
+  }
+  if (largest > 0) atomicMax(most + thread % columns, largest);
+}
+
 }  // namespace gradzip::cuda

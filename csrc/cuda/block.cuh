@@ -123,4 +123,12 @@ GZ_DEVICE void for_each(const float* x, int64_t n, F f) {
   if (thread < n - tail) f(x[tail + thread]);
 }
 
+// The entry of a launch's table that this block works on: entries are in the order of their first blocks.
+template <class Table>
+GZ_DEVICE int entry_of_block(const Table& table) {
+  int index = 0;
+  while (index + 1 < table.count && table.entries[index + 1].first_block <= blockIdx.x) ++index;
+  return index;
+}
+
 }  // namespace gradzip::cuda

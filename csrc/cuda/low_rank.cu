@@ -8,6 +8,7 @@ namespace {
 
 constexpr int64_t kProjectBlocks = 1024;  // target number of blocks of a product whose output has fewer tiles
 constexpr int64_t kLeastTiles = 2;        // least number of tiles per part
+constexpr int64_t kLaunchPartials = 1 << 22;  // floats of partial sums after which a launch takes no more matrices
 
 // How a product is cut into parts: by its size only, so that it has the same bits on every device.
 struct Cut {
@@ -21,22 +22,13 @@ struct Cut {
   }
 };
 
-struct Partials {
-  float* sums;
-  uint32_t* tickets;
-
-  Partials(Arena& arena, const Cut& cut, int64_t rank)
-      : sums(arena.take<float>(cut.parts > 1 ? cut.tiles * cut.parts * kLowRankTile * rank : 0)),
-        tickets(arena.take<uint32_t>(cut.parts > 1 ? cut.tiles : 0)) {}
-};
-
 int padded_rank(int64_t rank) {
   int padded = 1;
   while (padded < rank && padded < kLowRankMost) padded *= 2;
   return padded;
 }
 
-using ProjectKernel = void (*)(Gradient, Factor, int, float*, float*, uint32_t*);
+using ProjectKernel = void (*)(ProjectTable);
 
 template <bool kTranspose>
 ProjectKernel project_kernel_for(int padded) {
@@ -60,46 +52,95 @@ ProjectKernel project_kernel_for(int padded) {
 
 bool aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
 
-void expand(int64_t rows, int64_t columns, int64_t rank, const Product& first, const float* from, float* out,
-            const Product& second, float* m, cudaStream_t stream) {
-  const int64_t tiles = ceil_div(rows, kLowRankTile) * ceil_div(columns, kLowRankTile);
-  if (tiles == 0) return;
-  const bool wide = columns % 4 == 0 && aligned(from) && aligned(out) && aligned(m);
-  launch(stream, grid_of(unsigned(tiles)), kBlock, expand_product_kernel, rows, columns, rank, first, from, out, second,
-         m, wide);
+// The products of one launch: from matrix `*at` on, the factors' columns from `first` on, all of one kernel. Matrices that
+// take another kernel, or have no such columns, are left out.
+struct ProjectLaunch {
+  ProjectTable table{};
+  int64_t blocks = 0, tickets = 0;
+  uint32_t* first_ticket = nullptr;
+
+  ProjectLaunch(const Projection* projections, int64_t count, int64_t first, int padded, bool transpose, int64_t* at,
+                Arena& arena) {
+    int64_t sums[kLowRankBatch], partials = 0;
+    for (; *at < count && table.count < kLowRankBatch && partials < kLaunchPartials; ++*at) {
+      const auto [m, e, rows, columns, q, rank, transposed, out] = projections[*at];
+      const Cut cut = transpose ? Cut(columns, rows) : Cut(rows, columns);
+      if (bool(transposed) != transpose || rank <= first || padded_rank(rank - first) != padded || cut.tiles == 0)
+        continue;
+      const int64_t ranks = rank - first < kLowRankMost ? rank - first : kLowRankMost;
+      const Gradient x{e && first > 0 ? e : m, first > 0 ? nullptr : e, rows, columns,
+                       columns % 4 == 0 && aligned(m) && aligned(e)};  // after the first columns, m has been added
+      sums[table.count] = cut.parts > 1 ? cut.tiles * cut.parts * kLowRankTile * padded : 0;
+      partials += sums[table.count];
+      table.entries[table.count++] = {x,       {q, transpose ? rows : columns, rank, first, int(ranks)},
+                                      out,     nullptr,
+                                      nullptr, int32_t(cut.parts),
+                                      uint32_t(blocks)};
+      blocks += cut.tiles * cut.parts;
+      if (cut.parts > 1) tickets += cut.tiles;
+    }
+    uint32_t* ticket = first_ticket = arena.take<uint32_t>(tickets);
+    for (int i = 0; i < table.count; ++i) {
+      ProjectEntry& entry = table.entries[i];
+      entry.partial = arena.take<float>(sums[i]);
+      entry.tickets = ticket;
+      if (entry.parts > 1 && ticket) ticket += sums[i] / (int64_t(entry.parts) * kLowRankTile * padded);
+    }
+  }
+};
+
+// Launches `expand_product_kernel` for `count` matrices, where entry(i) is that of the i-th.
+template <class Entry>
+void expand(int64_t count, Entry&& entry, cudaStream_t stream) {
+  for (int64_t at = 0; at < count;) {
+    ExpandTable table{};
+    int64_t blocks = 0;
+    for (; at < count && table.count < kLowRankBatch; ++at) {
+      ExpandEntry next = entry(at);
+      const int64_t tiles = ceil_div(next.rows, kLowRankTile) * ceil_div(next.columns, kLowRankTile);
+      if (tiles == 0) continue;
+      next.wide = next.columns % 4 == 0 && aligned(next.from) && aligned(next.out) && aligned(next.m);
+      next.first_block = uint32_t(blocks);
+      table.entries[table.count++] = next;
+      blocks += tiles;
+    }
+    if (table.count > 0) launch(stream, grid_of(unsigned(blocks)), kBlock, expand_product_kernel, table);
+  }
 }
 
 }  // namespace
 
-int64_t low_rank_project(void* workspace, const float* m, float* e, int64_t rows, int64_t columns, const float* q,
-                         int64_t rank, bool transpose, float* out, cudaStream_t stream) {
-  const Cut cut = transpose ? Cut(columns, rows) : Cut(rows, columns);
-  if (cut.tiles == 0) return 0;
-  Arena arena(workspace);
-  const Partials partials(arena, cut, padded_rank(rank));
-  if (!workspace) return arena.nbytes();
-  Gradient x{m, e, rows, columns, columns % 4 == 0 && aligned(m) && aligned(e)};
-  for (int64_t first = 0; first < rank; first += kLowRankMost) {
-    const int64_t count = rank - first < kLowRankMost ? rank - first : kLowRankMost;
-    const Factor factor{q, transpose ? rows : columns, rank, first, int(count)};
-    const int padded = padded_rank(count);
-    if (cut.parts > 1) clear(partials.tickets, cut.tiles * int64_t(sizeof(uint32_t)), stream);
-    launch(stream, grid_of(unsigned(cut.tiles * cut.parts)), kBlock,
-           transpose ? project_kernel_for<true>(padded) : project_kernel_for<false>(padded), x, factor, int(cut.parts),
-           out, partials.sums, partials.tickets);
-    if (e) x.m = e, x.e = nullptr;  // m has been added
-  }
-  return 0;
+int64_t low_rank_project(void* workspace, const Projection* table, int64_t count, cudaStream_t stream) {
+  int64_t nbytes = 0, most = 0;
+  for (int64_t i = 0; i < count; ++i) most = table[i].rank > most ? table[i].rank : most;
+  for (int64_t first = 0; first < most; first += kLowRankMost)
+    for (int padded = 1; padded <= kLowRankMost; padded *= 2)
+      for (bool transpose : {false, true})
+        for (int64_t at = 0; at < count;) {
+          Arena arena(workspace);  // launches run one after the other, so they share the workspace
+          const ProjectLaunch next(table, count, first, padded, transpose, &at, arena);
+          if (next.table.count == 0) continue;
+          nbytes = arena.nbytes() > nbytes ? arena.nbytes() : nbytes;
+          if (!workspace) continue;
+          if (next.tickets > 0) clear(next.first_ticket, next.tickets * int64_t(sizeof(uint32_t)), stream);
+          launch(stream, grid_of(unsigned(next.blocks)), kBlock,
+                 transpose ? project_kernel_for<true>(padded) : project_kernel_for<false>(padded), next.table);
+        }
+  return workspace ? 0 : nbytes;
 }
 
 void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, const float* from,
                      float* out, cudaStream_t stream) {
-  expand(rows, columns, rank, {p, q}, from, out, {}, nullptr, stream);
+  expand(
+      1, [&](int64_t) { return ExpandEntry{rows, columns, rank, {p, q}, from, out, {}, nullptr, false, 0}; }, stream);
 }
 
-void low_rank_apply_average(float* m, float* e, const float* sent_p, const float* sent_q, const float* p,
-                            const float* q, int64_t rows, int64_t columns, int64_t rank, cudaStream_t stream) {
-  expand(rows, columns, rank, {sent_p, sent_q}, m, e, {p, q}, m, stream);
+void low_rank_apply_average(const AverageUpdate* table, int64_t count, cudaStream_t stream) {
+  const auto entry = [&](int64_t i) {
+    const AverageUpdate& a = table[i];
+    return ExpandEntry{a.rows, a.columns, a.rank, {a.sent_p, a.sent_q}, a.m, a.e, {a.p, a.q}, a.m, false, 0};
+  };
+  expand(count, entry, stream);
 }
 
 }  // namespace gradzip::cuda

@@ -12,6 +12,7 @@ constexpr int kLowRankTile = 64;  // rows and columns
 constexpr int kLowRankQuads = kLowRankTile / 4;  // of a row
 constexpr int kLowRankStride = kLowRankQuads + 1;  // float4s: neighbouring rows start in different banks
 constexpr int kLowRankMost = 64;  // largest rank of one launch
+constexpr int kLowRankBatch = 32;  // matrices whose table fits the 4 KB of kernel arguments
 
 // Four floats at x; those from `left` on are 0. `wide`: x is aligned to 16 bytes.
 GZ_DEVICE float4 load_quad(const float* x, int64_t left, bool wide) {
@@ -113,11 +114,24 @@ struct LowRankShare {
   static_assert(S * kLowRankTile * kStride <= 4 * kLowRankTile * kLowRankStride, "they take the place of the tile");
 };
 
-// `partial` has room for the outputs of every block, ceil(outputs / kLowRankTile) * parts of them; `tickets`, zero at
-// launch, one for each output tile. Neither is used if parts = 1.
+// A product of a launch. `partial` has room for the outputs of every block, ceil(outputs / kLowRankTile) * parts of them;
+// `tickets`, zero at launch, one for each output tile. Neither is used if parts = 1.
+struct ProjectEntry {
+  Gradient x;
+  Factor q;
+  float *out, *partial;
+  uint32_t* tickets;
+  int32_t parts;
+  uint32_t first_block;
+};
+struct ProjectTable {
+  int32_t count;
+  ProjectEntry entries[kLowRankBatch];
+};
+static_assert(sizeof(ProjectTable) < 4000, "it fits the 4 KB that a kernel may have");
+
 template <int R, bool kTranspose>
-__global__ void __launch_bounds__(kBlock)
-    project_kernel(Gradient x, Factor q, int parts, float* out, float* partial, uint32_t* tickets) {
+__global__ void __launch_bounds__(kBlock) project_kernel(ProjectTable table) {
   using Share = LowRankShare<R>;
   constexpr int K = Share::K, A = Share::A, kOutputs = Share::kOutputs;
   __shared__ float4 tile[kLowRankTile * kLowRankStride];
@@ -125,8 +139,15 @@ __global__ void __launch_bounds__(kBlock)
   float* factor = reinterpret_cast<float*>(factor4);
   float* flat = reinterpret_cast<float*>(tile);
 
-  const int64_t output = blockIdx.x / unsigned(parts) * int64_t(kLowRankTile);
-  const int part = int(blockIdx.x % unsigned(parts));
+  const ProjectEntry entry = table.entries[entry_of_block(table)];
+  const Gradient& x = entry.x;
+  const Factor& q = entry.q;
+  const int parts = entry.parts;
+  const unsigned block = blockIdx.x - entry.first_block;
+  float *out = entry.out, *partial = entry.partial;
+  uint32_t* tickets = entry.tickets;
+  const int64_t output = block / unsigned(parts) * int64_t(kLowRankTile);
+  const int part = int(block % unsigned(parts));
   const int64_t tiles = (q.length + kLowRankTile - 1) / kLowRankTile;
   const int o = int(threadIdx.x) % kOutputs, group = int(threadIdx.x) / kOutputs % Share::kGroups;
   const int slice = int(threadIdx.x) / kOutputs / Share::kGroups;
@@ -177,7 +198,7 @@ __global__ void __launch_bounds__(kBlock)
       flat[(slice * kLowRankTile + o + a * kOutputs) * Share::kStride + group * K + k] = acc[a][k];
   __syncthreads();
   const int64_t outputs = kTranspose ? x.columns : x.rows;
-  partial += blockIdx.x / unsigned(parts) * int64_t(parts) * (kLowRankTile * R);
+  partial += block / unsigned(parts) * int64_t(parts) * (kLowRankTile * R);
   for (int at = int(threadIdx.x); at < kLowRankTile * R; at += kBlock) {
     const int i = at / R, k = at % R;
     float sum = 0.0f;
@@ -188,7 +209,7 @@ __global__ void __launch_bounds__(kBlock)
     else if (output + i < outputs && k < q.count)
       out[(output + i) * q.rank + q.first + k] = sum;
   }
-  if (parts == 1 || !last_block(tickets + blockIdx.x / unsigned(parts), unsigned(parts))) return;
+  if (parts == 1 || !last_block(tickets + block / unsigned(parts), unsigned(parts))) return;
   for (int at = int(threadIdx.x); at < kLowRankTile * R; at += kBlock) {
     const int i = at / R, k = at % R;
     if (output + i >= outputs || k >= q.count) continue;
@@ -224,15 +245,15 @@ struct ExpandTile {
   int x, y;
   bool wide;
 
-  GZ_DEVICE ExpandTile(int64_t rows, int64_t columns, bool wide)
+  GZ_DEVICE ExpandTile(int64_t rows, int64_t columns, bool wide, unsigned block)
       : rows(rows),
         columns(columns),
         x(int(threadIdx.x) % kLowRankQuads),
         y(int(threadIdx.x) / kLowRankQuads),
         wide(wide) {
     const int64_t across = (columns + kLowRankTile - 1) / kLowRankTile;
-    row = blockIdx.x / across * kLowRankTile;
-    column = blockIdx.x % across * kLowRankTile;
+    row = block / across * kLowRankTile;
+    column = block % across * kLowRankTile;
   }
   GZ_DEVICE int64_t at(int u) const { return (row + 4 * y + u) * columns + column + 4 * x; }
   GZ_DEVICE int64_t left(int u) const { return row + 4 * y + u < rows ? columns - column - 4 * x : 0; }
@@ -272,11 +293,27 @@ struct ExpandTile {
 };
 
 // out = first, or from - first unless `from` is null; then m = second, unless m is null.
-__global__ void __launch_bounds__(kBlock)
-    expand_product_kernel(int64_t rows, int64_t columns, int64_t rank, Product first, const float* from, float* out,
-                          Product second, float* m, bool wide) {
+struct ExpandEntry {
+  int64_t rows, columns, rank;
+  Product first;
+  const float* from;
+  float* out;
+  Product second;
+  float* m;
+  bool wide;
+  uint32_t first_block;
+};
+struct ExpandTable {
+  int32_t count;
+  ExpandEntry entries[kLowRankBatch];
+};
+static_assert(sizeof(ExpandTable) < 4000, "it fits the 4 KB that a kernel may have");
+
+__global__ void __launch_bounds__(kBlock) expand_product_kernel(ExpandTable table) {
   __shared__ ProductStage stage;
-  const ExpandTile tile(rows, columns, wide);
+  const auto [rows, columns, rank, first, from, out, second, m, wide, first_block] =
+      table.entries[entry_of_block(table)];
+  const ExpandTile tile(rows, columns, wide, blockIdx.x - first_block);
   float4 old[4], acc[4];
   if (from) tile.load(from, old);
   tile.multiply(first, rank, stage, acc);

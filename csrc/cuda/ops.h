@@ -16,6 +16,7 @@
 
 #include <cstdint>
 
+#include "common/low_rank.h"
 #include "common/orthogonalize.h"
 #include "common/payload.h"
 #include "common/range_float.h"
@@ -28,6 +29,7 @@ namespace gradzip::cuda {
 
 // --- abs_max
 void abs_max(const float* x, int64_t n, float* most, cudaStream_t stream);
+void abs_max_columns(const Matrix* matrices, int64_t count, float* most, cudaStream_t stream);
 
 // --- select
 // At most three reads of x.
@@ -84,13 +86,11 @@ void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t 
 
 // --- low_rank
 // Any rank. The sums of low_rank_project run in another order than the CPU's, so their bits differ from the CPU's; the
-// order depends on the sizes only, so the bits are the same on every device.
-int64_t low_rank_project(void* workspace, const float* m, float* e, int64_t rows, int64_t columns, const float* q,
-                         int64_t rank, bool transpose, float* out, cudaStream_t stream);
+// order depends on the sizes only, so the bits are the same on every device. Tables are in host memory.
+int64_t low_rank_project(void* workspace, const Projection* table, int64_t count, cudaStream_t stream);
 void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, const float* from,
                      float* out, cudaStream_t stream);
-void low_rank_apply_average(float* m, float* e, const float* sent_p, const float* sent_q, const float* p,
-                            const float* q, int64_t rows, int64_t columns, int64_t rank, cudaStream_t stream);
+void low_rank_apply_average(const AverageUpdate* table, int64_t count, cudaStream_t stream);
 
 // --- pack_bits
 void pack_bits(const int32_t* codes, int64_t n, int bits, uint8_t* packed, cudaStream_t stream);

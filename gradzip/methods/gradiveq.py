@@ -24,7 +24,7 @@ _PHASES = ("warm-up", "sampling", "compressing")
 _SLICE_SIZE = 768  # the paper's, for a 3x3 convolution of 16 by 16 channels
 _CHECK_EVERY, _MAX_SAMPLES = 25, 200  # with sample_steps="auto"
 # A method that overrides any of these hooks cannot be used for `sampling`, which only calls its `reduce`.
-_HOOKS = ("method_for", "add_residual", "max_abs_bound", "apply_average")
+_HOOKS = ("method_for", "add_residual", "max_abs_bound", "apply_average", "commit")
 
 
 @register("gradiveq", number=32, example="warmup_steps=0,sample_steps=2,compress_steps=2")

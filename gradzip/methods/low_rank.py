@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import Mean, Routine, ToHost
+from ..collectives import Local, Mean, Routine, ToHost
 from ..compressor import Compressor
 from ..registry import register
 from ..state import State
@@ -74,18 +73,18 @@ class LowRank(Compressor):
         rows = grad.shape[0]
         return super().state_shapes(grad) | {"p": (rows, self.rank), "q": (grad.numel() // rows, self.rank)}
 
-    def project(self, m: Tensor, state: State, factor: Tensor, transpose: bool = False) -> Tensor:
-        """Add the residual to m, and return m @ factor (m.T @ factor with `transpose`), in one pass."""
-        if state.residual is None:
-            return ops.low_rank_project(m, None, factor, transpose=transpose)
-        return ops.low_rank_project(state.residual.view(m.shape), m, factor, transpose=transpose)
+    def project(self, m: Tensor, state: State, factor: Tensor, transpose: bool = False) -> Routine:
+        """Coroutine: add the residual to m, and return m @ factor (m.T @ factor with `transpose`), in one pass."""
+        residual = None if state.residual is None else state.residual.view(m.shape)
+        pair = (m, None) if residual is None else (residual, m)
+        return (yield Local(ops.low_rank_project_all, m.device, (*pair, factor, transpose)))
 
     def max_abs_bound(self, average: Factors, limit: float) -> float:
         bound = average.max_abs_bound
         exact = bound <= limit or not math.isfinite(bound)
         return bound if exact else ops.abs_max(ops.low_rank_expand(average.p, average.q))
 
-    def apply_average(self, grad: Tensor, corrected: Tensor, average: Factors, state: State) -> None:
+    def commit(self, grad: Tensor, corrected: Tensor, average: Factors, state: State) -> Routine:
         m = corrected.view(corrected.shape[0], -1)
         if not self.error_feedback:
             ops.low_rank_expand(average.p, average.q, out=m)
@@ -93,7 +92,8 @@ class LowRank(Compressor):
             if state.residual is None:
                 state.residual = torch.empty_like(corrected)
             residual = state.residual.view(m.shape)
-            ops.low_rank_apply_average(m, residual, average.sent_p, average.sent_q, average.p, average.q)
+            update = m, residual, average.sent_p, average.sent_q, average.p, average.q
+            yield Local(_apply_averages, m.device, update)
         if corrected is not grad:
             grad.copy_(corrected)
 
@@ -102,9 +102,9 @@ class LowRank(Compressor):
         generator = np.random.Generator(np.random.Philox(key=state.key(self.seed)._replace(rank="shared").bits))
         return torch.from_numpy(generator.random((rows, self.rank), dtype=np.float32) - np.float32(0.5)).to(device)
 
-    def max_of_columns(self, factor: Tensor) -> Generator[ToHost, Tensor, Tensor]:
+    def max_of_columns(self, factor: Tensor) -> Routine:
         """Coroutine: the largest magnitude in each column, on the CPU. The host waits once for those of all factors."""
-        largest = torch.linalg.vector_norm(factor, math.inf, dim=0)
+        largest = yield Local(ops.abs_max_columns, factor.device, factor)
         return (yield ToHost(largest)) if ops.on_device(factor) else largest
 
     def replace_zero_columns(self, factor: Tensor, largest: Tensor, state: State) -> Tensor:
@@ -149,9 +149,9 @@ class PowerSGD(LowRank):
         q = getattr(state, "q", None)
         if q is None or not self.warm_start:
             q = self.random_factor(m.shape[1], state, m.device)
-        p = yield Mean(self.project(m, state, q))
-        ops.orthogonalize_(p)  # replaces what is not finite; Q is not, then
-        q = yield Mean(ops.low_rank_project(m, None, p, transpose=True))
+        p = yield Mean((yield from self.project(m, state, q)))
+        yield Local(_orthogonalize, m.device, p)  # replaces what is not finite; Q is not, then
+        q = yield Mean((yield Local(ops.low_rank_project_all, m.device, (m, None, p, True))))
         columns = yield from self.max_of_columns(q)
         largest = columns.max().item()
         # Only the span of Q matters. Scaling keeps the next P at the gradient's magnitude, rather than its square.
@@ -194,11 +194,21 @@ class ACPSGD(LowRank):
             fixed = self.random_factor(m.shape[0 if transpose else 1], state, m.device)
         else:
             fixed = fixed.clone()
-        ops.orthogonalize_(fixed)
-        own = self.project(m, state, fixed, transpose)
+        yield Local(_orthogonalize, m.device, fixed)
+        own = yield from self.project(m, state, fixed, transpose)
         mean = yield Mean(own.clone())
         columns = yield from self.max_of_columns(mean)
         bound = self.rank * _ORTHONORMAL * columns.max().item()
         setattr(state, given, fixed)
         setattr(state, computed, self.replace_zero_columns(mean, columns, state).clone())
         return Factors(fixed, mean, fixed, own, bound) if transpose else Factors(mean, fixed, own, fixed, bound)
+
+
+def _orthogonalize(matrices: list[Tensor]) -> list[Tensor]:
+    ops.orthogonalize_(matrices)
+    return matrices
+
+
+def _apply_averages(updates: list[ops.AverageUpdate]) -> list[None]:
+    ops.low_rank_apply_average_all(updates)
+    return [None] * len(updates)

@@ -7,7 +7,7 @@ All primitives are deterministic: the same input gives the same bits for any num
 device. On CUDA they do not wait for the device unless their docstring says so.
 """
 
-from .abs_max import abs_max, abs_max_tensor
+from .abs_max import abs_max, abs_max_columns, abs_max_tensor
 from .atom_probabilities import atom_probabilities
 from .bernoulli import bernoulli
 from .bitmap import bitmap, bitmap_count, bitmap_count_tensor, bitmap_indices, bitmap_nbytes
@@ -26,7 +26,15 @@ from .index_code import (
     index_code_open,
     index_code_write,
 )
-from .low_rank import low_rank_apply_average, low_rank_expand, low_rank_project, low_rank_subtract
+from .low_rank import (
+    AverageUpdate,
+    low_rank_apply_average,
+    low_rank_apply_average_all,
+    low_rank_expand,
+    low_rank_project,
+    low_rank_project_all,
+    low_rank_subtract,
+)
 from .one_bit import one_bit_decode_add, one_bit_packed
 from .orthogonalize import orthogonalize_
 from .pack_bits import pack_bits, packed_nbytes, unpack_bits
@@ -68,6 +76,7 @@ __all__ = [
     "HEADER_NBYTES",
     "NON_FINITE",
     "PAYLOAD_ALIGN",
+    "AverageUpdate",
     "Payload",
     "PayloadError",
     "RangeFloat",
@@ -75,6 +84,7 @@ __all__ = [
     "Transform",
     "TransformPart",
     "abs_max",
+    "abs_max_columns",
     "abs_max_tensor",
     "atom_probabilities",
     "attach_inspections",
@@ -112,8 +122,10 @@ __all__ = [
     "join_payloads",
     "known_non_finite",
     "low_rank_apply_average",
+    "low_rank_apply_average_all",
     "low_rank_expand",
     "low_rank_project",
+    "low_rank_project_all",
     "low_rank_subtract",
     "majority",
     "new_payload",

@@ -1,6 +1,9 @@
-"""Largest magnitude."""
+"""Largest magnitudes."""
 
 from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,3 +26,27 @@ def abs_max_tensor(x: Tensor, out: Tensor | None = None) -> Tensor:
     out = _native.output(out, 1, torch.float32, x.device, "abs_max: out")
     _native.run("abs_max", x, x.data_ptr(), x.numel(), out.data_ptr())
     return out
+
+
+def abs_max_columns(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Return max |x| of each column of each matrix, NaN if one is NaN, in one call.
+
+    matrices: (n, r) each, float32, all on one device. Results: (r,) each, float32, adjacent in memory.
+
+    >>> abs_max_columns([torch.tensor([[1.0, -2.0], [0.0, 3.0]]), torch.zeros(0, 1)])
+    [tensor([1., 3.]), tensor([0.])]
+    """
+    table = array("q")  # struct Matrix of csrc/common/orthogonalize.h
+    kept: list[Tensor] = []
+    for x in matrices:
+        x = _native.check(x, torch.float32, "abs_max_columns", device=kept[0].device if kept else None)
+        if x.dim() != 2:
+            raise ValueError(f"abs_max_columns: got a tensor of shape {tuple(x.shape)}, expected (n, r)")
+        kept.append(x)
+        table.extend((x.data_ptr(), *x.shape))
+    if not kept:
+        return []
+    columns = [x.shape[1] for x in kept]
+    out = torch.empty(sum(columns), dtype=torch.float32, device=kept[0].device)
+    _native.run("abs_max_columns", kept[0], table.buffer_info()[0], len(kept), out.data_ptr())
+    return list(out.split(columns))

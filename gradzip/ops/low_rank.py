@@ -9,6 +9,9 @@ for it.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -40,6 +43,11 @@ def _output(out: Tensor | None, what: str, rows: int, columns: int, device: torc
     return _in_place(out, what, rows, columns, device)
 
 
+# A matrix to project: m, e or None, factor, and whether to transpose. An average to apply: m, e, sent_p, sent_q, p, q.
+Projection = tuple[Tensor, Tensor | None, Tensor, bool]
+AverageUpdate = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
 def low_rank_project(
     m: Tensor, e: Tensor | None, factor: Tensor, out: Tensor | None = None, transpose: bool = False
 ) -> Tensor:
@@ -52,27 +60,51 @@ def low_rank_project(
     >>> low_rank_project(m, e, torch.tensor([[1.0], [10.0]])).tolist(), e.tolist()
     ([[31.0]], [[1.0, 3.0]])
     """
-    m = _matrix(m, "low_rank_project: m")
-    rows, columns = m.shape
-    if e is not None:
-        e = _in_place(e, "low_rank_project: e", rows, columns, m.device)
-    factor = _matrix(factor, "low_rank_project: factor", rows if transpose else columns, device=m.device)
-    rank = factor.shape[1]
-    if rank == 0:
-        raise ValueError("low_rank_project: factor: got 0 columns, expected at least 1")
-    out = _output(out, "low_rank_project: out", columns if transpose else rows, rank, m.device)
-    arguments = (
-        m.data_ptr(),
-        0 if e is None else e.data_ptr(),
-        rows,
-        columns,
-        factor.data_ptr(),
-        rank,
-        transpose,
-        out.data_ptr(),
-    )
-    _native.run("low_rank_project", m, *arguments)
-    return out
+    return _project([(m, e, factor, transpose)], out)[0]
+
+
+def low_rank_project_all(projections: Sequence[Projection]) -> list[Tensor]:
+    """The results of `low_rank_project` for several matrices, with the same bits, in one call.
+
+    projections: (m, e, factor, transpose) of each. No e may overlap another tensor.
+
+    >>> m, n = torch.ones(2, 3), torch.ones(4, 2)
+    >>> p, q = low_rank_project_all([(m, None, torch.ones(3, 1), False), (n, None, torch.ones(4, 1), True)])
+    >>> p.tolist(), q.tolist()
+    ([[3.0], [3.0]], [[4.0], [4.0]])
+    """
+    return _project(projections, None)
+
+
+def _project(projections: Sequence[Projection], out: Tensor | None) -> list[Tensor]:
+    table = array("q")  # struct Projection of csrc/common/low_rank.h
+    kept, outs, changed = [], [], []
+    device = None
+    for m, e, factor, transpose in projections:
+        m = _matrix(m, "low_rank_project: m", device=device)
+        device = m.device
+        rows, columns = m.shape
+        if e is not None:
+            e = _in_place(e, "low_rank_project: e", rows, columns, device)
+            changed.append(e)
+        factor = _matrix(factor, "low_rank_project: factor", rows if transpose else columns, device=device)
+        rank = factor.shape[1]
+        if rank == 0:
+            raise ValueError("low_rank_project: factor: got 0 columns, expected at least 1")
+        outs.append(_output(out, "low_rank_project: out", columns if transpose else rows, rank, device))
+        kept += [m, factor]  # alive until the kernel has run: they may be contiguous copies
+        address = 0 if e is None else e.data_ptr()
+        table.extend((m.data_ptr(), address, rows, columns, factor.data_ptr(), rank, transpose, outs[-1].data_ptr()))
+    _distinct(changed, "low_rank_project: e")
+    if projections:
+        _native.run("low_rank_project", kept[0], table.buffer_info()[0], len(projections))
+    return outs
+
+
+def _distinct(tensors: list[Tensor], what: str) -> None:
+    addresses = [x.data_ptr() for x in tensors if x.numel()]
+    if len(set(addresses)) != len(addresses):
+        raise ValueError(f"{what}: got the same matrix more than once, expected distinct ones")
 
 
 def low_rank_apply_average(m: Tensor, e: Tensor, sent_p: Tensor, sent_q: Tensor, p: Tensor, q: Tensor) -> None:
@@ -88,17 +120,34 @@ def low_rank_apply_average(m: Tensor, e: Tensor, sent_p: Tensor, sent_q: Tensor,
     >>> m.tolist(), e.tolist()
     ([[1.0, 1.0]], [[1.0, 1.0]])
     """
-    _native.in_place(m, torch.float32, "low_rank_apply_average: m")
-    m = _matrix(m, "low_rank_apply_average: m")
-    rows, columns = m.shape
-    e = _in_place(e, "low_rank_apply_average: e", rows, columns, m.device)
-    p = _matrix(p, "low_rank_apply_average: p", rows, device=m.device)
-    rank = p.shape[1]
-    q = _matrix(q, "low_rank_apply_average: q", columns, rank, m.device)
-    sent_p = _matrix(sent_p, "low_rank_apply_average: sent_p", rows, rank, m.device)
-    sent_q = _matrix(sent_q, "low_rank_apply_average: sent_q", columns, rank, m.device)
-    addresses = (x.data_ptr() for x in (m, e, sent_p, sent_q, p, q))
-    _native.run("low_rank_apply_average", m, *addresses, rows, columns, rank)
+    low_rank_apply_average_all([(m, e, sent_p, sent_q, p, q)])
+
+
+def low_rank_apply_average_all(updates: Sequence[AverageUpdate]) -> None:
+    """`low_rank_apply_average` for several matrices, with the same bits, in one call.
+
+    updates: (m, e, sent_p, sent_q, p, q) of each. No m or e may overlap another tensor.
+    """
+    table = array("q")  # struct AverageUpdate of csrc/common/low_rank.h
+    kept, changed = [], []
+    device = None
+    for m, e, sent_p, sent_q, p, q in updates:
+        _native.in_place(m, torch.float32, "low_rank_apply_average: m", device=device)
+        m = _matrix(m, "low_rank_apply_average: m")
+        device = m.device
+        rows, columns = m.shape
+        e = _in_place(e, "low_rank_apply_average: e", rows, columns, device)
+        p = _matrix(p, "low_rank_apply_average: p", rows, device=device)
+        rank = p.shape[1]
+        q = _matrix(q, "low_rank_apply_average: q", columns, rank, device)
+        sent_p = _matrix(sent_p, "low_rank_apply_average: sent_p", rows, rank, device)
+        sent_q = _matrix(sent_q, "low_rank_apply_average: sent_q", columns, rank, device)
+        kept += [m, e, sent_p, sent_q, p, q]
+        changed += [m, e]
+        table.extend((*(x.data_ptr() for x in (m, e, sent_p, sent_q, p, q)), rows, columns, rank))
+    _distinct(changed, "low_rank_apply_average: m, e")
+    if updates:
+        _native.run("low_rank_apply_average", kept[0], table.buffer_info()[0], len(updates))
 
 
 def low_rank_subtract(e: Tensor, p: Tensor, q: Tensor) -> None:

@@ -18,4 +18,21 @@ int main() {
         simt::expect_equal(*most.get(), expected, "abs_max");
       });
     }
+
+  // The columns of several matrices, in one call.
+  std::vector<simt::Buffer<float>> buffers;
+  std::vector<Matrix> matrices;
+  int64_t columns_of_all = 0;
+  for (int64_t columns : {1, 3, 4, 70, 0, 3000})
+    for (simt::Kind kind : simt::kKinds)
+      for (int64_t rows : {0, 1, 33, 700}) {
+        if (columns > 1000 && rows > 33) continue;
+        buffers.emplace_back(simt::data(kind, rows * columns), rows % 4);
+        matrices.push_back({buffers.back().get(), rows, columns});
+        columns_of_all += columns;
+      }
+  const simt::Buffer<float> expected(columns_of_all), most(columns_of_all);
+  cpu::abs_max_columns(matrices.data(), int64_t(matrices.size()), expected, 1);
+  cuda::abs_max_columns(matrices.data(), int64_t(matrices.size()), most, nullptr);
+  simt::expect_equal(most.get(), expected.get(), columns_of_all, "abs_max_columns");
 }

@@ -29,6 +29,12 @@ static void expect_close(const Floats& got, const Floats& x, int64_t rows, int64
     }
 }
 
+// A table of one matrix.
+static Projection projection(const float* m, float* e, int64_t rows, int64_t columns, const float* factor, int64_t rank,
+                             bool transpose, float* out) {
+  return {m, e, rows, columns, factor, rank, transpose, out};
+}
+
 static void test(int64_t rows, int64_t columns, int64_t rank, int64_t skip) {
   const auto values = simt::data(simt::Kind::normal, rows * columns);
   const auto residual = simt::data(simt::Kind::sparse, rows * columns);
@@ -37,11 +43,13 @@ static void test(int64_t rows, int64_t columns, int64_t rank, int64_t skip) {
   for (bool transpose : {false, true}) {
     const int64_t outputs = transpose ? columns : rows;
     const Floats &factor = transpose ? p : q, sum(residual), ignored(outputs * rank), first(outputs * rank);
-    cpu::low_rank_project(m, sum, rows, columns, factor, rank, transpose, ignored, 1);
+    const auto on_cpu = projection(m, sum, rows, columns, factor, rank, transpose, ignored);
+    cpu::low_rank_project(&on_cpu, 1, 1);
     bool again = false;
     simt::in_any_order(rows * columns, [&] {
       const Floats e(residual, skip), out(outputs * rank);
-      simt::call(cuda::low_rank_project, m, e, rows, columns, factor, rank, transpose, out);
+      const auto table = projection(m, e, rows, columns, factor, rank, transpose, out);
+      simt::call(cuda::low_rank_project, &table, 1);
       simt::expect_equal(e.get(), sum.get(), rows * columns, "low_rank_project: e");
       if (!again) expect_close(out, sum, rows, columns, factor, rank, transpose);
       if (!again) std::copy_n(out.get(), out.size(), first.get());
@@ -49,7 +57,8 @@ static void test(int64_t rows, int64_t columns, int64_t rank, int64_t skip) {
       simt::expect_equal(out.get(), first.get(), out.size(), "low_rank_project in another order");
     });
     const Floats out(outputs * rank);
-    simt::call(cuda::low_rank_project, sum, nullptr, rows, columns, factor, rank, transpose, out);
+    const auto table = projection(sum, nullptr, rows, columns, factor, rank, transpose, out);
+    simt::call(cuda::low_rank_project, &table, 1);
     simt::expect_equal(out.get(), first.get(), out.size(), "low_rank_project without e");
   }
 
@@ -66,17 +75,57 @@ static void test(int64_t rows, int64_t columns, int64_t rank, int64_t skip) {
 
   for (const float* sent : {p.get(), sent_p.get()}) {
     const Floats gradient(values), kept(rows * columns);
-    cpu::low_rank_apply_average(gradient, kept, sent, q, p, q, rows, columns, rank, 1);
+    const AverageUpdate on_cpu{gradient, kept, sent, q, p, q, rows, columns, rank};
+    cpu::low_rank_apply_average(&on_cpu, 1, 1);
     simt::in_any_order(rows * columns, [&] {
       const Floats x(values, skip), e(rows * columns, skip);
-      cuda::low_rank_apply_average(x, e, sent, q, p, q, rows, columns, rank, nullptr);
+      const AverageUpdate table{x, e, sent, q, p, q, rows, columns, rank};
+      cuda::low_rank_apply_average(&table, 1, nullptr);
       simt::expect_equal(e.get(), kept.get(), e.size(), "low_rank_apply_average: e");
       simt::expect_equal(x.get(), gradient.get(), x.size(), "low_rank_apply_average: m");
     });
   }
 }
 
+// Several matrices, of several sizes and both directions, in one table.
+static void test_table() {
+  const int64_t shapes[][2] = {{64, 147}, {0, 5}, {7, 1033}, {300, 40}, {31, 200}};
+  std::vector<Floats> buffers;
+  buffers.reserve(64);
+  const auto keep = [&](std::vector<float> values, int64_t skip) -> float* { return buffers.emplace_back(std::move(values), skip).get(); };
+  std::vector<Projection> single, table;
+  std::vector<AverageUpdate> updates, one_by_one;
+  int64_t i = 0;
+  for (const auto& [rows, columns] : shapes) {
+    const bool transpose = i % 2;
+    const int64_t rank = 3 + i, outputs = transpose ? columns : rows;
+    const auto m = simt::data(simt::Kind::normal, rows * columns), e = simt::data(simt::Kind::sparse, rows * columns);
+    const auto factor = simt::data(simt::Kind::normal, (transpose ? rows : columns) * rank);
+    const std::vector<float> none(size_t(outputs * rank));
+    for (auto* to : {&single, &table})
+      to->push_back(projection(keep(m, i), keep(e, i), rows, columns, keep(factor, 0), rank, transpose, keep(none, 0)));
+    const auto p = simt::data(simt::Kind::normal, rows * rank), q = simt::data(simt::Kind::ties, columns * rank);
+    for (auto* to : {&one_by_one, &updates}) {
+      float *const at_p = keep(p, 0), *const at_q = keep(q, 0);
+      to->push_back({keep(m, i), keep(e, i), at_p, at_q, at_p, at_q, rows, columns, rank});
+    }
+    ++i;
+  }
+  simt::call(cuda::low_rank_project, table.data(), int64_t(table.size()));
+  cuda::low_rank_apply_average(updates.data(), int64_t(updates.size()), nullptr);
+  for (size_t k = 0; k < table.size(); ++k) {
+    simt::call(cuda::low_rank_project, &single[k], 1);
+    cuda::low_rank_apply_average(&one_by_one[k], 1, nullptr);
+    const auto& t = table[k];
+    simt::expect_equal(t.out, single[k].out, (t.transpose ? t.columns : t.rows) * t.rank, "low_rank_project of a table");
+    simt::expect_equal(t.e, single[k].e, t.rows * t.columns, "low_rank_project of a table: e");
+    simt::expect_equal(updates[k].m, one_by_one[k].m, t.rows * t.columns, "low_rank_apply_average of a table: m");
+    simt::expect_equal(updates[k].e, one_by_one[k].e, t.rows * t.columns, "low_rank_apply_average of a table: e");
+  }
+}
+
 int main() {
+  test_table();
   const int64_t shapes[][2] = {{0, 5}, {5, 0}, {1, 1}, {3, 4}, {64, 147}, {65, 64}, {31, 200}, {130, 12}, {7, 1033}};
   for (const auto& [rows, columns] : shapes)
     for (int64_t rank : {1, 2, 3, 4, 5, 8, 11, 16, 32, 33, 64, 70}) test(rows, columns, rank, rank % 4);
