@@ -39,11 +39,13 @@ HOST_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 # The comment at the end of a command is not executed; a change of it makes ninja run the command again.
 COMPILE = """\
 rule {name}
-  command = {command} -MD -MF $out.d -c $in -o $out # {versions}
+  command = {command} -MD -MF $out.d -c $in -o $out {log}# {versions}
   depfile = $out.d
   deps = gcc
   description = $in
 """
+# $out.ptxas keeps the resources that kernels use, for tests/test_kernel_resources.py. All other output is printed.
+PTXAS_LOG = "2>$out.ptxas; status=$$?; sed '/^ptxas info /d; / bytes stack frame, /d' $out.ptxas >&2; exit $$status "
 LINK = """\
 rule link
   command = {command} $in -o $out # {versions}
@@ -144,18 +146,20 @@ def ninja_file(folder: Path, sources: list[str], nvcc: str | None, sanitize: str
         gencode = [f"-gencode=arch=compute_{arch},code={code[arch]}" for arch in archs]
         # -Wextra warns about the host code that nvcc generates. --threads=2: ninja keeps the cores busy but at the end.
         host = [through_nvcc(flag) for flag in host if flag != "-Wextra"]
-        commands["cu"] = [*driver, *common, "-fmad=false", *gencode, *host, "--threads=2"]
+        commands["cu"] = [*driver, *common, "-fmad=false", "-Xptxas=-v", *gencode, *host, "--threads=2"]
         versions += f", {version([nvcc])}"
     linker = [*driver, *map(through_nvcc, link)] if nvcc else [*cxx, *link]
 
     # 1.11 is the first ninja that repairs the output of a killed command.
     text = f"ninja_required_version = 1.11\nbuilddir = {folder}\n"
     for name, command in commands.items():
-        text += COMPILE.format(name=name, command=quoted(command), versions=versions)
+        log = PTXAS_LOG if name == "cu" else ""
+        text += COMPILE.format(name=name, command=quoted(command), log=log, versions=versions)
     text += LINK.format(command=quoted([*linker, "-shared"]), versions=versions)
     objects = {f"{folder}/{source}.o": source for source in sources if source.endswith(tuple(commands))}
     for target, source in objects.items():
-        text += f"build {target}: {source.rpartition('.')[2]} {source}\n"
+        rule = source.rpartition(".")[2]
+        text += f"build {target}{f' | {target}.ptxas' if rule == 'cu' else ''}: {rule} {source}\n"
     return text + f"build {folder}/_C.so: link {' '.join(objects)}\n"
 
 

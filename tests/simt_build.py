@@ -18,6 +18,7 @@ CACHE = ROOT / "build" / "simt"
 
 PLAIN = ["-std=c++17", "-O1", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 SANITIZED = [*PLAIN, "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+RACES = [*PLAIN, "-g1", "-fsanitize=thread"]  # see tests/simt/races.h
 
 
 def cached(name: str, parts: list[str | bytes | Path], make) -> Path:
@@ -61,7 +62,7 @@ def cpu_library() -> Path:
     return cached("cpu.a", [" ".join(flags), *sources(CSRC / "cpu", CSRC / "common")], make)
 
 
-def program(name: str, edits: dict[str, tuple[str, str]] | None = None) -> Path:
+def program(name: str, edits: dict[str, tuple[str, str]] | None = None, flags: list[str] = SANITIZED) -> Path:
     """Build the executable of tests/simt/NAME.cpp. `edits` maps a file of csrc to (old text, new text)."""
     library = cpu_library()
     changed = {}
@@ -72,7 +73,7 @@ def program(name: str, edits: dict[str, tuple[str, str]] | None = None) -> Path:
     used = [f"{path}\n{text}" for path, text in changed.items()]
     parts = [
         name,
-        " ".join(SANITIZED),
+        " ".join(flags),
         library.name,
         *used,
         *sources(CSRC / "cuda", CSRC / "common", CSRC / "cpu", SIMT),
@@ -84,7 +85,7 @@ def program(name: str, edits: dict[str, tuple[str, str]] | None = None) -> Path:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)
         include = [f"-I{path}" for path in (folder, SIMT, CSRC)]
-        run(["g++", *SANITIZED, *include, str(SIMT / f"{name}.cpp"), str(library), "-o", str(target)])
+        run(["g++", *flags, *include, str(SIMT / f"{name}.cpp"), str(library), "-o", str(target)])
         shutil.rmtree(folder, ignore_errors=True)
 
     return cached(name, parts, make)

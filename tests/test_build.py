@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from test_kernel_resources import parse
+
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = ("GRADZIP_CUDA", "GRADZIP_CUDA_ARCHS", "GRADZIP_SANITIZE", "CUDA_HOME", "CUDA_PATH", "CXX", "CXXFLAGS")
 MODULE = """
@@ -227,6 +229,40 @@ def test_commands(setup, monkeypatch, cuda):
 
     text = setup["ninja_file"](Path("build/x"), sources, None, "")
     assert ".cu" not in text and "GRADZIP_CUDA" not in text
+
+
+KERNEL = """
+__global__ void kernel(const float* x, float* y) {
+  __shared__ float all[256];
+  int unused;
+  all[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  y[threadIdx.x] = all[255 - threadIdx.x];
+}
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+def test_output_of_ptxas_is_kept_and_warnings_are_shown(tree):
+    source = tree / "csrc" / "cuda" / "kernel.cu"
+    source.parent.mkdir()
+    source.write_text(KERNEL)
+    done = build(tree, GRADZIP_CUDA="1", GRADZIP_CUDA_ARCHS="80")
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = done.stdout + done.stderr
+    assert "never referenced" in shown and "ptxas" not in shown and "stack frame" not in shown, shown
+    (log,) = tree.glob("build/*/csrc/cuda/kernel.cu.o.ptxas")
+    ((name, rows),) = parse(log.read_text()).items()
+    assert "kernel" in name and rows.keys() == {"sm_80"}
+    assert rows["sm_80"].registers > 0 and rows["sm_80"][1:] == (1024, 0)
+
+    source.write_text(KERNEL.replace("int unused", "nonesuch unused"))
+    done = build(tree, GRADZIP_CUDA="1", GRADZIP_CUDA_ARCHS="80")
+    assert done.returncode == 1 and 'identifier "nonesuch" is undefined' in done.stdout + done.stderr
+    log.unlink()
+    source.write_text(KERNEL)
+    assert build(tree, GRADZIP_CUDA="1", GRADZIP_CUDA_ARCHS="80").returncode == 0 and log.exists()
 
 
 def test_all_sources_are_found(setup):

@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kBlock)
   for (int64_t s = grid_thread(); s < segments; s += grid_threads()) {
     const uint16_t entry = 2 * s + 2 <= nbytes ? load_entry(stream, s) : uint16_t(0);
     sizes[s] = uint32_t(unpack_segment(entry).nbytes);
-    if (!valid_segment(entry, SegmentBits{nullptr, n, s, size, false}.bits())) check->corrupt = 1;
+    if (!valid_segment(entry, SegmentBits{nullptr, n, s, size, false}.bits())) report(&check->corrupt);
   }
 }
 
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kBlock)
     bitmap_read_kernel(const uint8_t* stream, int64_t nbytes, int64_t n, int size, int64_t segments,
                        const int64_t* offsets, uint8_t* bitmap, BitmapCheck* check) {
   if (2 * segments + offsets[segments] != nbytes) {
-    check->corrupt = 1;  // all threads that write it write 1
+    report(&check->corrupt);
     return;
   }
   for (int64_t s = grid_thread(); s < segments; s += grid_threads()) {
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kBlock)
       at += int(next >> (zeros + 1) & ((1u << entry.k) - 1));
       bit += 1 + entry.k;
       if (at >= bits) {
-        check->corrupt = 1;
+        report(&check->corrupt);
         break;
       }
       store_upto(at / 32);

@@ -29,9 +29,10 @@ GZ_DEVICE void atomic_add(int64_t* address, int64_t value) {
   atomic_add(reinterpret_cast<uint64_t*>(address), uint64_t(value));
 }
 
-// Sets a kernel's flag, which may be null. All threads that write it write 1.
-GZ_DEVICE void report(int32_t* failed) {
-  if (failed) *failed = 1;
+// Sets a kernel's flag, which may be null. Atomic: other threads may set it at the same time.
+template <class T>
+GZ_DEVICE void report(T* flag) {
+  if (flag) atomicExch(flag, T(1));
 }
 
 GZ_DEVICE uint32_t magnitude(float x) { return float_bits(x) & 0x7fffffffu; }

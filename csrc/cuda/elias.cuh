@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kBlock)
     }
     store_chunk(slots, chunk, words, write_chunk(level, count, words));
   }
-  if (bad) *beyond = 1;  // all threads that write it write 1
+  if (bad) report(beyond);
 }
 
 // With kNorms, a chunk is whole buckets, and their norms are computed with it.

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kBlock) index_plan_kernel(const int32_t* indic
       const int64_t size = index_block_nbytes(n, low + j, block_sum(above[j], partial));
       if (j == 0 || size < best) best = size, k = low + j;
     }
-    if (bad) *unsound = 1;  // all threads that write it write 1
+    if (bad) report(unsound);
     if (threadIdx.x != 0) continue;
     nbytes[b] = uint32_t(best);
     ks[b] = uint8_t(k);

@@ -151,7 +151,7 @@ static __device__ Verdict factor(const OrthoMatrix& m, int64_t blocks, OrthoShar
   if (t < n) {
     const double length = sqrt(g[t * n + t]);
     s.length[t] = length;
-    if (!(length > 0.0 && length < bits_float(kInfBits))) s.flag = 1;
+    if (!(length > 0.0 && length < bits_float(kInfBits))) report(&s.flag);
   }
   __syncthreads();
   if (s.flag) return Verdict::dependent;
@@ -189,7 +189,7 @@ static __device__ Verdict factor(const OrthoMatrix& m, int64_t blocks, OrthoShar
   if (t < n) {
     double total = s.inverse[t];
     for (int i = 0; i < t; ++i) total += fabs(w[i * n + t]);
-    if (total > kGrowthLimit) s.flag = 1;
+    if (total > kGrowthLimit) report(&s.flag);
   }
   __syncthreads();
   for (int at = t; at < n * n; at += kBlock) w[at] /= s.length[at / n];

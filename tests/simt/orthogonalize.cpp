@@ -58,6 +58,7 @@ int main() {
   for (int64_t columns : {1, 2, 3, 4, 5, 22, 23, 45, 64})
     for (int64_t rows : {columns, columns + 1, int64_t(100), int64_t(1024), int64_t(2100)}) {
       if (columns > 22 && rows > 1000 && rows != 2100) continue;
+      if (simt::kRaces && !(rows == 100 && (columns == 4 || columns == 23))) continue;
       cases.push_back({rows, columns, Columns::random, rows > columns + 1});
       if (columns > 5 && rows != 100 && !(columns == 22 && rows == 2100)) continue;
       for (Columns kind : {Columns::scaled, Columns::close, Columns::duplicate, Columns::zero, Columns::nonfinite})
@@ -65,7 +66,7 @@ int main() {
     }
   for (int64_t rows : {0, 1, 3, 7}) cases.push_back({rows, 9, Columns::random, false});
   cases.push_back({3, 0, Columns::random, true});
-  cases.push_back({100, 70, Columns::random, false});
+  if (!simt::kRaces) cases.push_back({100, 70, Columns::random, false});
   cases.push_back({5000, 4, Columns::random, true});
   cases.push_back({1500, 4, Columns::equal, false});
   std::vector<simt::Buffer<float>> inputs, expected;
@@ -79,6 +80,7 @@ int main() {
 
   std::vector<simt::Buffer<float>> first;
   for (unsigned seed : {0, 1}) {
+    if (simt::kRaces && seed) break;
     simt::options.seed = seed;
     std::vector<simt::Buffer<float>> got;
     for (size_t i = 0; i < cases.size(); ++i) {

@@ -8,7 +8,8 @@
 // Reported, with exit status 3: threads at different barriers, or ended while others wait at one; warp collectives that
 // not all of their lanes reach or that read a lane outside the mask; masks without the caller; bad launch
 // configurations. Shared memory is static or exactly allocated, so the address sanitizer detects accesses out of
-// bounds; it keeps its contents from block to block, so that uninitialised memory is detected.
+// bounds; it keeps its contents from block to block, so that uninitialised memory is detected. With the thread sanitizer
+// instead, races are reported: see races.h.
 #pragma once
 
 #include <algorithm>
@@ -27,6 +28,8 @@
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
 #endif
+
+#include "races.h"
 
 // --- the language
 #define __global__
@@ -91,7 +94,8 @@ struct Options {
 inline Options options;
 
 constexpr unsigned kLanes = 32;
-constexpr size_t kStackBytes = 256 << 10;
+constexpr unsigned kMostThreads = 1024;
+constexpr size_t kStackBytes = (races::kDetected ? 96 : 256) << 10;
 
 enum class State { ready, barrier, warp, done };
 
@@ -99,6 +103,7 @@ struct Fiber {
   void* stack_pointer = nullptr;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   void* fake_stack = nullptr;
+  void* racer = nullptr;  // see races.h
   unsigned thread = 0;
   State state = State::done;
   int line = 0;  // of the source, where it waits
@@ -106,21 +111,27 @@ struct Fiber {
 
 // A warp's collective in progress; complete when all lanes of its mask have arrived.
 struct Warp {
-  unsigned mask = 0, arrived = 0;
+  unsigned mask = 0, arrived = 0, completed = 0;
   int line = 0;
   const char* what = nullptr;
   uint64_t values[kLanes], results[kLanes];
+  races::Object order[2];  // of successive collectives
 };
 
-inline std::vector<std::unique_ptr<Fiber>> fibers;  // kept from block to block
-inline std::vector<Warp> warps;
+inline std::vector<std::unique_ptr<Fiber>> fiber_sets[races::kFiberSets];  // kept from block to block
+inline unsigned blocks_started = 0, barriers_passed = 0;
+inline Warp warps[kMostThreads / kLanes];
+inline races::Object barrier_order[2];  // of successive barriers
 inline std::function<void()> body;
 inline std::unique_ptr<unsigned char[]> dynamic_shared;
 inline Fiber* current = nullptr;
 inline void* scheduler_stack_pointer = nullptr;
 inline void* scheduler_fake_stack = nullptr;
+inline void* scheduler_racer = nullptr;
 inline const void* scheduler_stack = nullptr;
 inline size_t scheduler_stack_bytes = 0;
+
+inline std::vector<std::unique_ptr<Fiber>>& fibers() { return fiber_sets[blocks_started % races::kFiberSets]; }
 
 template <class... A>
 [[noreturn]] void fail(const char* format, A... arguments) {
@@ -142,52 +153,58 @@ inline void arrive([[maybe_unused]] void* fake, [[maybe_unused]] const void** fr
 #endif
 }
 
-inline void suspend(State state, int line) {
+SIMT_UNCHECKED inline void suspend(State state, int line) {
   Fiber& fiber = *current;
   fiber.state = state;
   fiber.line = line;
   leave(&fiber.fake_stack, scheduler_stack, scheduler_stack_bytes);
+  races::become(scheduler_racer);
   simt_switch(&fiber.stack_pointer, scheduler_stack_pointer);
   arrive(fiber.fake_stack, &scheduler_stack, &scheduler_stack_bytes);
 }
 
-inline void resume(Fiber& fiber) {
+SIMT_UNCHECKED inline void resume(Fiber& fiber) {
   current = &fiber;
   threadIdx.x = fiber.thread;
   leave(&scheduler_fake_stack, fiber.stack.get(), kStackBytes);
+  races::become(fiber.racer);
   simt_switch(&scheduler_stack_pointer, fiber.stack_pointer);
   arrive(scheduler_fake_stack, nullptr, nullptr);
   current = nullptr;
 }
 
-inline void fiber_main() {
+SIMT_UNCHECKED inline void fiber_main() {
   arrive(nullptr, &scheduler_stack, &scheduler_stack_bytes);
   for (;;) {
+    races::acquire(races::objects.begin);
     body();
+    races::release(races::objects.end);
     suspend(State::done, 0);
   }
 }
 
 inline void start_fibers(unsigned threads) {
-  while (fibers.size() < threads) {
-    fibers.push_back(std::make_unique<Fiber>());
-    Fiber& fiber = *fibers.back();
-    fiber.thread = unsigned(fibers.size()) - 1;
+  while (fibers().size() < threads) {
+    fibers().push_back(std::make_unique<Fiber>());
+    Fiber& fiber = *fibers().back();
+    fiber.thread = unsigned(fibers().size()) - 1;
+    fiber.racer = races::thread_of(blocks_started % races::kFiberSets, fiber.thread);
     // The stack as simt_switch leaves it: six registers and the return address; fiber_main sees it as after a call.
     auto** top =
         reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(fiber.stack.get()) + kStackBytes) & ~uintptr_t(15));
     *(top -= 2) = reinterpret_cast<void*>(fiber_main);
     fiber.stack_pointer = top - 6;
   }
-  for (unsigned t = 0; t < threads; ++t) fibers[t]->state = State::ready;
-  warps.assign(threads / kLanes, Warp{});
+  for (unsigned t = 0; t < threads; ++t) fibers()[t]->state = State::ready;
+  std::fill_n(warps, threads / kLanes, Warp{});
+  races::release(races::objects.begin);
 }
 
 // No fiber can run: all wait at one barrier, or there is a fault.
 inline void release_barrier(unsigned threads) {
   const Fiber* waiting = nullptr;
   for (unsigned t = 0; t < threads; ++t) {
-    current = fibers[t].get();
+    current = fibers()[t].get();
     if (current->state == State::warp) {
       const Warp& warp = warps[t / kLanes];
       fail("%s at line %d is waited for by lanes %08x, but only %08x came", warp.what, warp.line, warp.mask,
@@ -196,7 +213,7 @@ inline void release_barrier(unsigned threads) {
     if (current->state == State::barrier && !waiting) waiting = current;
   }
   for (unsigned t = 0; t < threads; ++t) {
-    current = fibers[t].get();
+    current = fibers()[t].get();
     if (current->state == State::done)
       fail("has ended while thread %u waits at line %d", waiting->thread, waiting->line);
     if (current->line != waiting->line)
@@ -204,6 +221,7 @@ inline void release_barrier(unsigned threads) {
     current->state = State::ready;
   }
   current = nullptr;
+  ++barriers_passed;
 }
 
 inline void run_block(unsigned threads, std::mt19937& random) {
@@ -216,12 +234,12 @@ inline void run_block(unsigned threads, std::mt19937& random) {
     bool progress = false, done = true;
     for (unsigned t : order) {
       const unsigned pick = (t ^ flip) < threads ? t ^ flip : t;
-      if (fibers[pick]->state == State::ready) {
-        resume(*fibers[pick]);
+      if (fibers()[pick]->state == State::ready) {
+        resume(*fibers()[pick]);
         progress = true;
       }
     }
-    for (unsigned t = 0; t < threads; ++t) done = done && fibers[t]->state == State::done;
+    for (unsigned t = 0; t < threads; ++t) done = done && fibers()[t]->state == State::done;
     if (done) return;
     if (!progress) release_barrier(threads);
   }
@@ -229,8 +247,10 @@ inline void run_block(unsigned threads, std::mt19937& random) {
 
 template <class F>
 void launch(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
-  if (grid.x < 1 || grid.y < 1 || grid.y > 65535 || block.x < 1 || block.x > 1024 || block.x % kLanes || block.y != 1)
+  if (grid.x < 1 || grid.y < 1 || grid.y > 65535 || block.x < 1 || block.x > kMostThreads || block.x % kLanes || block.y != 1)
     fail("cannot launch %u x %u blocks of %u x %u threads", grid.x, grid.y, block.x, block.y);
+  if (races::kDetected && shared_bytes) fail("has dynamic shared memory, in which races are not detected");
+  scheduler_racer = races::this_thread();
   body = kernel;
   gridDim = grid;
   blockDim = block;
@@ -240,14 +260,17 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
   std::iota(order.begin(), order.end(), 0u);
   if (options.seed) std::shuffle(order.begin(), order.end(), random);
   for (unsigned index : order) {
+    races::forget_static_memory();
+    ++blocks_started;
     blockIdx.x = index % grid.x;
     blockIdx.y = index / grid.x;
     run_block(block.x, random);
   }
+  races::acquire(races::objects.end);
 }
 
 // The contributions of all lanes of `mask`, once all have arrived.
-inline const uint64_t* exchange(const char* what, unsigned mask, uint64_t value, int line) {
+SIMT_UNCHECKED inline const uint64_t* exchange(const char* what, unsigned mask, uint64_t value, int line) {
   const unsigned lane = threadIdx.x % kLanes, bit = 1u << lane;
   Warp& warp = warps[threadIdx.x / kLanes];
   if (!(mask & bit)) fail("%s at line %d: mask %08x leaves out lane %u itself", what, line, mask, lane);
@@ -264,17 +287,19 @@ inline const uint64_t* exchange(const char* what, unsigned mask, uint64_t value,
   if (warp.arrived != mask) {
     suspend(State::warp, line);
   } else {
-    std::memcpy(warp.results, warp.values, sizeof warp.results);
+    // volatile: not to become a call of memcpy, which the thread sanitizer checks
+    for (unsigned l = 0; l < kLanes; ++l) static_cast<volatile uint64_t&>(warp.results[l]) = warp.values[l];
     warp.arrived = 0;
+    ++warp.completed;
     const unsigned first = threadIdx.x / kLanes * kLanes;
     for (unsigned l = 0; l < kLanes; ++l)
-      if (mask >> l & 1 && l != lane) fibers[first + l]->state = State::ready;
+      if (mask >> l & 1 && l != lane) fibers()[first + l]->state = State::ready;
   }
   return warp.results;
 }
 
 template <class T>
-T shuffle(const char* what, unsigned mask, T value, unsigned source, int line) {
+SIMT_UNCHECKED T shuffle(const char* what, unsigned mask, T value, unsigned source, int line) {
   static_assert(std::is_trivially_copyable_v<T> && (sizeof(T) == 4 || sizeof(T) == 8), "as on the device");
   uint64_t raw = 0;
   std::memcpy(&raw, &value, sizeof(T));
@@ -284,7 +309,7 @@ T shuffle(const char* what, unsigned mask, T value, unsigned source, int line) {
   return value;
 }
 
-inline unsigned vote(const char* what, unsigned mask, bool predicate, int line) {
+SIMT_UNCHECKED inline unsigned vote(const char* what, unsigned mask, bool predicate, int line) {
   const uint64_t* all = exchange(what, mask, predicate, line);
   unsigned ballot = 0;
   for (unsigned l = 0; l < kLanes; ++l)
@@ -295,11 +320,23 @@ inline unsigned vote(const char* what, unsigned mask, bool predicate, int line) 
 }  // namespace simt
 
 // --- barriers and fences
-inline void __syncthreads(int line = __builtin_LINE()) { simt::suspend(simt::State::barrier, line); }
-inline void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()) {
-  simt::exchange("__syncwarp", mask, 0, line);
+SIMT_UNCHECKED inline void __syncthreads(int line = __builtin_LINE()) {
+  simt::races::Object& order = simt::barrier_order[simt::barriers_passed % 2];
+  simt::races::release(order);
+  simt::suspend(simt::State::barrier, line);
+  simt::races::acquire(order);
 }
-inline void __threadfence() {}
+SIMT_UNCHECKED inline void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()) {
+  simt::Warp& warp = simt::warps[threadIdx.x / simt::kLanes];
+  simt::races::Object& order = warp.order[warp.completed % 2];
+  simt::races::release(order);
+  simt::exchange("__syncwarp", mask, 0, line);
+  simt::races::acquire(order);
+}
+inline void __threadfence() {
+  simt::races::acquire(simt::races::objects.fence);
+  simt::races::release(simt::races::objects.fence);
+}
 inline void __threadfence_block() {}
 
 // --- warp collectives
@@ -335,8 +372,8 @@ inline int __all_sync(unsigned mask, int predicate, int line = __builtin_LINE())
 namespace simt {
 template <class T, class F>
 T update(T* address, F f) {
-  const T old = *address;
-  *address = f(old);
+  const T old = races::atomic_load(address);
+  races::atomic_store(address, f(old));
   return old;
 }
 }  // namespace simt
