@@ -29,7 +29,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
-from ctypes import addressof, c_int32, memmove
+from ctypes import addressof, c_int32, c_int64, memmove
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,8 @@ class _Mode(TorchDispatchMode):
         if not any(self._is_large(x) for x in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         if changed:
-            return changed[0] if self._is_large(changed[0]) else func(*args, **kwargs)
+            skipped = changed[0] if func._schema.returns else None
+            return skipped if self._is_large(changed[0]) else func(*args, **kwargs)
         made = func(*tree_map(_without_data, args), **tree_map(_without_data, kwargs))
         if not all(self._is_large(x) for x in tree_leaves(made)):
             return func(*args, **kwargs)
@@ -269,12 +270,20 @@ class _Kernels:
         addresses = self._mode.addresses
         read = written = 0
         for parameter, argument in zip(parameters, arguments):
+            struct = re.match(r"const (\w+)\*", parameter)
             if "*" in parameter and argument in addresses:
                 nbytes = addresses.pop(argument)
                 if parameter.startswith("const "):
                     read += nbytes
                 else:
                     written += nbytes
+            elif struct and struct[1] in TABLES:
+                read_only = TABLES[struct[1]]
+                entries = arguments[parameters.index("int64_t count")]
+                table = (c_int64 * (entries * len(read_only))).from_address(argument)
+                for address, const in zip(table, read_only * entries):
+                    nbytes = addresses.pop(address, 0)
+                    read, written = (read + nbytes, written) if const else (read, written + nbytes)
         if any(re.match(r"const (\w+\* const|TransformPart|PayloadBuffer|Matrix)\*", p) for p in parameters):
             read += sum(addresses.values())  # what a table in host memory lists
         addresses.clear()
@@ -305,6 +314,19 @@ def _parameters() -> dict[str, list[str]]:
 
 
 PARAMETERS = _parameters()
+
+
+def _tables() -> dict[str, list[bool]]:
+    """For each field of the structs in csrc/common/low_rank.h, 8 bytes each: whether it is a pointer to constants."""
+    text = (ROOT / "csrc" / "common" / "low_rank.h").read_text()
+    structs = re.findall(r"^struct (\w+) {\n(.*?)^}", text, re.MULTILINE | re.DOTALL)
+    return {
+        name: ["const" in fields for fields in body.split(";")[:-1] for _ in fields.split(",")]
+        for name, body in structs
+    }
+
+
+TABLES = _tables()
 
 
 class StandIn:

@@ -77,8 +77,8 @@ class Unit:
             self._memory = gradients[0].new_empty(sum(numels))
         vector = torch.cat([g.reshape(-1) for g in gradients], out=self._memory)
         average = yield from self.averaging.run(vector.view(1, -1), rank, size)
-        for gradient, piece in zip(gradients, average.view(-1).split(numels)):
-            gradient.copy_(piece.view(gradient.shape))
+        pieces = average.view(-1).split(numels)
+        torch._foreach_copy_(gradients, [p.view(g.shape) for p, g in zip(pieces, gradients)])  # one operation
         return average
 
     def rollback(self) -> None:

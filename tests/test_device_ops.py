@@ -36,7 +36,7 @@ REQUIRED = {
     "signsgd:majority=False": 400, "onebit": 400,
 }  # fmt: skip
 COUNTED = {
-    "acpsgd": 501, "dct-range": 4449, "topk": 449, "qsgd:coding=packed": 1156, "signsgd": 3153,
+    "acpsgd": 64, "dct-range": 4449, "qsgd:coding=packed": 1156, "signsgd": 3153,
     "signsgd:majority=False": 1749, "onebit": 1480,
 }  # fmt: skip
 

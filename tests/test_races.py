@@ -82,8 +82,9 @@ BROKEN = {
         "select",
         {
             "cuda/block.cuh": (
-                "  __threadfence();\n  __syncthreads();\n  if (threadIdx.x == 0) last = atomicAdd(ticket, 1u) == blocks - 1;"
-                "\n  __syncthreads();\n  __threadfence();\n  return last;",
+                "  __threadfence();\n  __syncthreads();\n"
+                "  if (threadIdx.x == 0) last = atomicAdd(ticket, 1u) == blocks - 1;\n"
+                "  __syncthreads();\n  __threadfence();\n  return last;",
                 "  __syncthreads();\n  if (threadIdx.x == 0) last = atomicAdd(ticket, 1u) == blocks - 1;"
                 "\n  __syncthreads();\n  return last;",
             )

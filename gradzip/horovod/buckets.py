@@ -24,6 +24,9 @@ class PlannedBucket:
         self.joined = {plan.parameters[i]: plan.averagings[i] for unit in joining for i in unit.indices}
         self.alone = {plan.parameters[unit.indices[0]]: unit for unit in plan.units if unit not in joining}
         self.name = plan.names[joining[0].indices[0]] if joining else ""  # of its operations
+        # What Horovod all-reduces in place of the gradients: a zero of the same type each, as its groups hold one type.
+        zeros = plan.parameters[0].detach().new_zeros(len(self.joined)).split(1) if joining else ()
+        self.zeros = dict(zip(self.joined, zeros))
 
 
 class WaitingBucket:

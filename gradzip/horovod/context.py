@@ -105,8 +105,7 @@ class OptimizerContext:
         bucket = self._waiting.get(parameter)
         if bucket is not None and parameter.requires_grad and _is_like(grad, parameter):
             decay_momentum.register(parameter, bucket.add(parameter, grad))
-            # Of the gradient's own type: Horovod's groups hold one type each.
-            wire = self.engine.wire(grad.new_zeros(1))
+            wire = self.engine.wire(bucket.planned.zeros[parameter])
         else:
             self._sparse.discard(parameter)
             wire = self._start_alone(parameter, grad, in_flight)

@@ -155,8 +155,9 @@ class PowerSGD(LowRank):
         columns = yield from self.max_of_columns(q)
         largest = columns.max().item()
         # Only the span of Q matters. Scaling keeps the next P at the gradient's magnitude, rather than its square.
-        scaled, columns = (q / largest, columns / largest) if largest > 0 else (q, columns)
-        state.q = self.replace_zero_columns(scaled, columns, state)
+        scale = largest if largest > 0 else 1.0
+        scaled = yield Local(_quotients, m.device, (q, scale))
+        state.q = self.replace_zero_columns(scaled, columns / scale, state)
         return Factors(p, q, p, q, self.rank * _ORTHONORMAL * largest)
 
 
@@ -193,15 +194,28 @@ class ACPSGD(LowRank):
         if fixed is None or not self.reuse:
             fixed = self.random_factor(m.shape[0 if transpose else 1], state, m.device)
         else:
-            fixed = fixed.clone()
+            fixed = yield Local(_copies, m.device, fixed)
         yield Local(_orthogonalize, m.device, fixed)
         own = yield from self.project(m, state, fixed, transpose)
-        mean = yield Mean(own.clone())
+        mean = yield Mean((yield Local(_copies, m.device, own)))
         columns = yield from self.max_of_columns(mean)
         bound = self.rank * _ORTHONORMAL * columns.max().item()
         setattr(state, given, fixed)
-        setattr(state, computed, self.replace_zero_columns(mean, columns, state).clone())
+        setattr(state, computed, (yield Local(_copies, m.device, self.replace_zero_columns(mean, columns, state))))
         return Factors(fixed, mean, fixed, own, bound) if transpose else Factors(mean, fixed, own, fixed, bound)
+
+
+# --- local work: for all matrices of a bucket, in one operation
+
+
+def _copies(matrices: list[Tensor]) -> list[Tensor]:
+    """Copies, adjacent in memory: joined collectives take them as they are."""
+    copies = torch.cat([matrix.reshape(-1) for matrix in matrices]).split([matrix.numel() for matrix in matrices])
+    return [copy.view(matrix.shape) for copy, matrix in zip(copies, matrices)]
+
+
+def _quotients(pairs: list[tuple[Tensor, float]]) -> list[Tensor]:
+    return list(torch._foreach_div(*map(list, zip(*pairs))))
 
 
 def _orthogonalize(matrices: list[Tensor]) -> list[Tensor]:
