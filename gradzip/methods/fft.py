@@ -36,7 +36,8 @@ class FFTRange(TransformCodec):
         block: length of the transforms. Powers of two from 8 to 1024 have a kernel; the elements after the last whole
             row stay as they are, in pairs. Others go to torch.fft, in rows of equal length up to `block`. None
             transforms the whole gradient at once, as the paper does.
-        error_feedback: add what was not sent to the next gradient.
+        error_feedback: add what was not sent to the next gradient. Off by default, as in the paper; on, it is worth
+            points of accuracy (docs/accuracy.md).
         seed: of stochastic rounding.
         rounding: "nearest" or "stochastic". Stochastic rounding is unbiased up to the largest value that has a code. A
             fitted range ends within half a step of that value, a relative 2^-(m+1).
