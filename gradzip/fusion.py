@@ -131,11 +131,10 @@ def _split(result: Any, group: list[Any]) -> list[Any]:
     if isinstance(group[0], (Mean, Broadcast, ToHost)):
         parts = result.split([c.tensor.numel() for c in group])
         parts = [part.view(c.tensor.shape) for part, c in zip(parts, group)]
-        in_place = [i for i, c in enumerate(group) if isinstance(c, Mean) and c.in_place]
-        tensors = [group[i].tensor for i in in_place]
-        if tensors and result.untyped_storage().data_ptr() != tensors[0].untyped_storage().data_ptr():
-            torch._foreach_copy_(tensors, [parts[i] for i in in_place])  # one operation on a device
-            parts = [group[i].tensor if i in in_place else part for i, part in enumerate(parts)]
+        in_place = {i: c.tensor for i, c in enumerate(group) if isinstance(c, Mean) and c.in_place}
+        if in_place and result.untyped_storage().data_ptr() != group[0].tensor.untyped_storage().data_ptr():
+            torch._foreach_copy_(list(in_place.values()), [parts[i] for i in in_place])  # one operation on a device
+            parts = [in_place.get(i, part) for i, part in enumerate(parts)]
         return parts
     if isinstance(group[0], RingSum):
         return [None] * len(group)

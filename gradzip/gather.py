@@ -207,6 +207,7 @@ class GatherCompressor(Compressor):
         return (yield from self.with_max_abs(result))
 
     # --- error feedback
+
     def transmitted(self, state: State) -> Tensor:
         assert state.residual is not None
         parts = self.transmitted_parts(state)
