@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 import gradzip
 import gradzip.ddp
-from gradzip import models
+from gradzip import cost, models
 from gradzip.collectives import Collective, Gather, RingSum, ToHost, Traffic
 from gradzip.engines.base import Engine, Pending, PendingCopy
 from gradzip.horovod.context import OptimizerContext
@@ -48,7 +48,7 @@ SPECS = (
 MODELS = ("resnet50", "bert-large", "charlm")
 FRONT_ENDS = ("horovod", "ddp")
 SIZES = (2, 8)
-FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, as DDP's defaults
+BUCKET = 25 << 20  # bytes, as DDP's default
 # Values decide how much these queue: they are computed for all networks, which takes hours for the largest one.
 COMPUTED = ("qsgd", "atomo:atoms=entry,budget=1000")
 
@@ -96,15 +96,9 @@ def shapes_of(model: str) -> Shapes:
 
 def buckets_of(shapes: Shapes) -> list[Shapes]:
     """DDP's buckets: the parameters in the order in which their gradients are computed."""
-    buckets: list[Shapes] = [{}]
-    nbytes, limit = 0, FIRST_BUCKET
-    for name, shape in reversed(shapes.items()):
-        if nbytes >= limit:
-            buckets.append({})
-            nbytes, limit = 0, BUCKET
-        buckets[-1][name] = shape
-        nbytes += 4 * shape.numel()
-    return buckets
+    names = list(reversed(shapes))
+    numbers = cost.cut([4 * shapes[name].numel() for name in names], BUCKET, large_alone=False)
+    return [{names[i]: shapes[names[i]] for i in bucket} for bucket in numbers]
 
 
 def compresses(compressor: gradzip.Compressor, shape: torch.Size) -> bool:

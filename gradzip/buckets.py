@@ -9,42 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import cost
 from .averaging import Averaging
 from .collectives import Routine
 from .compressor import Compressor
-from .cost import SMALL_BUCKET_NBYTES
 from .engines.base import Engine
 from .fusion import Round, adjacent
 from .state import BucketState
 
 
 def cut(parameters: Iterable[Tensor], nbytes: float) -> list[list[Tensor]]:
-    """Split parameters into buckets of at least `nbytes`, each of one dtype and on one device.
+    """Split parameters into Horovod's buckets of at least `nbytes`, each of one dtype and on one device.
 
-    Args:
-        parameters: in the order of the forward pass. The gradients of the first bucket of each dtype and device come
-            last, and it is full at `SMALL_BUCKET_NBYTES`, if that is less.
-        nbytes: 0 makes one bucket for each parameter, infinity one of all others.
+    parameters: in the order of the forward pass, so that the gradients of the first bucket of each dtype and device
+    come last. nbytes: as in `gradzip.cost.cut`. The result depends on the order, dtypes, devices and shapes alone.
 
-    The result depends on the order, dtypes, devices and shapes alone.
-
-    >>> [len(bucket) for bucket in cut([torch.empty(1 << 18)] * 6, 2 << 20)]  # 1 MiB each
-    [1, 2, 2, 1]
+    A large gradient does not wait for those of earlier layers, which would fill its bucket with it.
     """
-    buckets: list[list[Tensor]] = []
-    filling: dict[Any, list[Tensor]] = {}
-    missing: dict[Any, float] = {}  # bytes until the bucket is full
-    for parameter in parameters:
-        kind = _kind(parameter)
-        if kind not in filling:
-            filling[kind] = []
-            buckets.append(filling[kind])
-        filling[kind].append(parameter)
-        missing[kind] = missing.get(kind, min(nbytes, SMALL_BUCKET_NBYTES)) - parameter.nbytes
-        if missing[kind] <= 0:
-            missing[kind] = nbytes
-            del filling[kind]
-    return buckets
+    by_kind: dict[Any, list[tuple[int, Tensor]]] = {}
+    for number, parameter in enumerate(parameters):
+        by_kind.setdefault(_kind(parameter), []).append((number, parameter))
+    buckets = [
+        [members[i] for i in bucket]
+        for members in by_kind.values()
+        for bucket in cost.cut([p.nbytes for _, p in members], nbytes, large_alone=True)
+    ]
+    return [[parameter for _, parameter in bucket] for bucket in sorted(buckets, key=lambda bucket: bucket[0][0])]
 
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:

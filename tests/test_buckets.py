@@ -28,8 +28,8 @@ def sizes(buckets):
 
 def test_buckets_are_full_at_their_size():
     parameters = [torch.empty(n) for n in (100, 200, 50, 700, 10, 10, 300)]
-    assert sizes(cut(parameters, 4 * 300)) == [[100, 200], [50, 700], [10, 10, 300]]
-    assert sizes(cut(parameters, 4 * 301)) == [[100, 200, 50], [700], [10, 10, 300]]
+    assert sizes(cut(parameters, 4 * 300)) == [[100, 200], [50], [700], [10, 10], [300]]
+    assert sizes(cut(parameters, 4 * 301)) == [[100, 200, 50], [700], [10, 10, 300]]  # only 700 is large
     assert sizes(cut(parameters, 0)) == [[p.numel()] for p in parameters]
     assert sizes(cut(parameters, math.inf)) == [[p.numel() for p in parameters]]
     assert cut([], 100) == []

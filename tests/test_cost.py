@@ -136,14 +136,31 @@ def reference_buckets(step, nbytes):
 
 
 def horovod_buckets(step, layers, nbytes):
-    """As `reference_buckets`, for Horovod: filled from the last layer; all-reduces alone are in none."""
+    """As `reference_buckets`, for Horovod: filled from the last layer; large ones, and all-reduces, are alone."""
     alone = [i for i, c in enumerate(layers) if len(c.rounds) == 1 and "reduce" in c.rounds[0][0]]
     if nbytes is None:
         return [[i] for i in range(len(layers))]
-    last, buckets = len(layers) - 1, []
-    for bucket in reference_buckets(Step(step.layers[::-1], step.seconds), nbytes):
-        buckets.append(sorted({last - i for i in bucket} - set(alone)))
-    return sorted([*([i] for i in alone), *filter(None, buckets)], key=max)
+    sizes = {i: 4 * math.prod(step.layers[i].shape) for i in reversed(range(len(layers)))}
+    closed, filling = [], []
+    for number, size in sizes.items():
+        if filling and size >= nbytes:
+            closed, filling = [*closed, filling], []
+        filling.append(number)
+        if sum(sizes[i] for i in filling) >= (nbytes if closed else min(2**20, nbytes)):
+            closed, filling = [*closed, filling], []
+    waiting = [sorted(set(bucket) - set(alone)) for bucket in [*closed, filling]]
+    return sorted([*([i] for i in alone), *filter(None, waiting)], key=max)
+
+
+def test_a_large_layer_does_not_wait_for_those_before_it():
+    layers = (Layer("classifier", (1000,), 0.0), Layer("dense", (1024, 1024), 1.0), Layer("conv", (1000,), 5.0))
+    step, link = Step(layers, 5.0), Link(2, 1.0, 0.0)  # a byte takes a second
+    gathers = [Compressed((("all_gather", nbytes),)) for nbytes in (1.0, 3.0, 1.0)]
+    assert horovod_buckets(step, gathers, 4 << 20) == [[0], [1], [2]]
+    # Gathers start at 0, 1 and 5. In one bucket, those of "dense" and "conv" would start at 5.
+    horovod = {"bucket_nbytes": 4 << 20, "fusion_nbytes": 1e-9}
+    assert predict(step, gathers, link, **horovod).seconds == pytest.approx(6.0)
+    assert predict(step, gathers, link, bucket_nbytes=4 << 20).seconds == pytest.approx(6.0)  # DDP: 0 1 | 2
 
 
 def reference(step, layers, link, tick, buckets):

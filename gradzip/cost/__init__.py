@@ -6,12 +6,13 @@ Table II of Zhang et al., Evaluation and Optimization of Gradient Compression fo
 by latency, and by the overlap of communication with the backward pass. Pure arithmetic: deterministic.
 """
 
+from .buckets import SMALL_BUCKET_NBYTES, cut
 from .link import Link
 from .ratio import compression_cost, least_ratio, minimal_ratio
-from .simulation import JOINED, SMALL_BUCKET_NBYTES, predict
+from .simulation import JOINED, predict
 from .step import Compressed, Layer, Prediction, Step, uncompressed
 
 __all__ = [
     "JOINED", "SMALL_BUCKET_NBYTES", "Compressed", "Layer", "Link", "Prediction", "Step", "compression_cost",
-    "least_ratio", "minimal_ratio", "predict", "uncompressed",
+    "cut", "least_ratio", "minimal_ratio", "predict", "uncompressed",
 ]  # fmt: skip

@@ -7,12 +7,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from .buckets import cut
 from .link import Link
 from .step import Compressed, Layer, Prediction, Step
 
-# The first of DDP's buckets is small, so that communication starts early, and the last of Horovod's, so that little is
-# left to exchange after the backward pass.
-SMALL_BUCKET_NBYTES = 1 << 20
 # What front ends join by default, as arguments of `predict`.
 JOINED: dict[str, dict[str, float]] = {
     "ddp": {"bucket_nbytes": 25 << 20},
@@ -44,8 +42,8 @@ def predict(
             many bytes, as Horovod does. Layers that need a single all-reduce are in no bucket then (those of ACP-SGD
             are, but that they are joined is the same). None: it does not join them.
 
-    One bucket ends at `SMALL_BUCKET_NBYTES`, if that is less: the first one, as DDP's; with fusion the last one, as
-    Horovod's, which are filled from the layer whose gradient comes last.
+    Buckets are those of `cut`: without fusion, as DDP's, from the first gradient on; with fusion, as Horovod's, from
+    the last one backwards.
 
     Raises:
         ValueError: `layers` has another length than the step, or the step ends before a gradient is ready.
@@ -91,25 +89,13 @@ def _buckets(
     """The numbers of the layers whose first rounds are started together, in ascending order."""
     if nbytes is None:
         return [[i] for i in range(len(pairs))]
+    sizes = [4 * layer.numel for layer, _ in pairs]
     if not fusion_nbytes:
-        return _cut(range(len(pairs)), pairs, nbytes)
-    backwards = _cut(reversed(range(len(pairs))), pairs, nbytes)
+        return cut(sizes, nbytes, large_alone=False)
+    backwards = cut(reversed(sizes), nbytes, large_alone=True)
     alone = {i for i, (_, compressed) in enumerate(pairs) if _is_one_all_reduce(compressed)}
-    waiting = [[i for i in reversed(bucket) if i not in alone] for bucket in backwards]
+    waiting = [[i for j in reversed(bucket) if (i := len(pairs) - 1 - j) not in alone] for bucket in backwards]
     return [[i] for i in alone] + [bucket for bucket in waiting if bucket]
-
-
-def _cut(numbers: Iterable[int], pairs: Sequence[tuple[Layer, Compressed]], nbytes: float) -> list[list[int]]:
-    """Split layers where the gradients so far have at least `nbytes`; for the first time at `SMALL_BUCKET_NBYTES`."""
-    buckets: list[list[int]] = []
-    missing, limit = 0.0, min(nbytes, SMALL_BUCKET_NBYTES)
-    for i in numbers:
-        if missing <= 0:
-            buckets.append([])
-            missing, limit = limit, nbytes
-        buckets[-1].append(i)
-        missing -= 4 * pairs[i][0].numel
-    return buckets
 
 
 def _is_one_all_reduce(compressed: Compressed) -> bool:

@@ -42,8 +42,9 @@ def bucketed(compressor: Compressor, bucket_cap_mb: float = BUCKET_CAP_MB) -> Co
         )
 
     A bucket starts when the last of its gradients is computed: large buckets need fewer operations, small ones overlap
-    more with the backward pass. Call this before the first step of an optimizer. Rank 0's size counts on all ranks. DDP
-    cuts its buckets itself (`bucket_cap_mb` of DistributedDataParallel).
+    more with the backward pass. A gradient of that size or more is a bucket of its own. Call this before the first step
+    of an optimizer. Rank 0's size counts on all ranks. DDP cuts its buckets itself (`bucket_cap_mb` of
+    DistributedDataParallel).
 
     Args:
         bucket_cap_mb: MiB of uncompressed gradients in a bucket. 0: each gradient is a bucket; infinity: all of a dtype
