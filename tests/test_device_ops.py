@@ -36,7 +36,7 @@ REQUIRED = {
     "signsgd:majority=False": 400, "onebit": 400,
 }  # fmt: skip
 COUNTED = {
-    "acpsgd": 64, "dct-range": 4449, "qsgd:coding=packed": 1156, "signsgd": 3153,
+    "dct-range": 4449, "qsgd:coding=packed": 1156, "signsgd": 3153,
     "signsgd:majority=False": 1749, "onebit": 1480,
 }  # fmt: skip
 

@@ -121,9 +121,9 @@ def test_factors_are_equal_on_all_ranks_for_any_torch_seed(method, size):
     for step in range(3):
         torch.manual_seed(1000 + step)
         group.average([normal(64, 64, seed=10 * step + r) for r in range(size)], "w")
-        for attribute in ("p", "q") if method is ACPSGD else ("q",):
-            factors = [getattr(c.states["w"], attribute) for c in group.compressors]
-            assert all(torch.equal(f, factors[0]) for f in factors)
+        factor = "q" if method is PowerSGD else "next_q" if step % 2 else "next_p"
+        factors = [getattr(c.states["w"], factor) for c in group.compressors]
+        assert all(torch.equal(f, factors[0]) for f in factors)
     before = torch.get_rng_state()
     simulate(method(), [normal(64, 64)])
     assert torch.equal(torch.get_rng_state(), before)
@@ -373,7 +373,8 @@ def test_a_bucket_takes_one_call_of_each_kernel(method, calls, monkeypatch):
     for step in range(3):
         names.clear()
         drive([fused([averaged(compressor, g, f"w{i}") for i, g in enumerate(gradients(0, step))])])
-        assert len(names) == calls, names
+        drawn = step == 0 and method is ACPSGD  # random columns are orthonormalized, too
+        assert len(names) == calls + drawn, names
 
 
 def test_matrices_of_several_devices_are_not_joined():

@@ -69,9 +69,10 @@ class LowRank(Compressor):
     def add_residual(self, grad: Tensor, state: State) -> Tensor:
         return grad  # `project` adds the residual
 
-    def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
+    def factor_shapes(self, grad: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The shapes of P and Q."""
         rows = grad.shape[0]
-        return super().state_shapes(grad) | {"p": (rows, self.rank), "q": (grad.numel() // rows, self.rank)}
+        return (rows, self.rank), (grad.numel() // rows, self.rank)
 
     def project(self, m: Tensor, state: State, factor: Tensor, transpose: bool = False) -> Routine:
         """Coroutine: add the residual to m, and return m @ factor (m.T @ factor with `transpose`), in one pass."""
@@ -160,6 +161,9 @@ class PowerSGD(LowRank):
         state.q = self.replace_zero_columns(scaled, columns / scale, state)
         return Factors(p, q, p, q, self.rank * _ORTHONORMAL * largest)
 
+    def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
+        return super().state_shapes(grad) | {"q": self.factor_shapes(grad)[1]}
+
 
 @register("acpsgd")
 @dataclass
@@ -189,20 +193,25 @@ class ACPSGD(LowRank):
 
     def factorize(self, m: Tensor, state: State) -> Routine:
         transpose = state.step % 2 == 1  # compute Q from P
-        given, computed = ("p", "q") if transpose else ("q", "p")
+        given, computed = ("next_p", "next_q") if transpose else ("next_q", "next_p")
         fixed = getattr(state, given, None)
         if fixed is None or not self.reuse:
             fixed = self.random_factor(m.shape[0 if transpose else 1], state, m.device)
-        else:
-            fixed = yield Local(_copies, m.device, fixed)
-        yield Local(_orthogonalize, m.device, fixed)
+            yield Local(_orthogonalize, m.device, fixed)
         own = yield from self.project(m, state, fixed, transpose)
         mean = yield Mean((yield Local(_copies, m.device, own)))
         columns = yield from self.max_of_columns(mean)
         bound = self.rank * _ORTHONORMAL * columns.max().item()
-        setattr(state, given, fixed)
-        setattr(state, computed, (yield Local(_copies, m.device, self.replace_zero_columns(mean, columns, state))))
+        if self.reuse:  # orthogonalized here, where all matrices of a step take one call
+            following = yield Local(_copies, m.device, self.replace_zero_columns(mean, columns, state))
+            yield Local(_orthogonalize, m.device, following)
+            setattr(state, given, None)
+            setattr(state, computed, following)
         return Factors(fixed, mean, fixed, own, bound) if transpose else Factors(mean, fixed, own, fixed, bound)
+
+    def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
+        p, q = self.factor_shapes(grad)
+        return super().state_shapes(grad) | {"next_p": p, "next_q": q}
 
 
 # --- local work: for all matrices of a bucket, in one operation
