@@ -38,6 +38,7 @@ class Memory:
         self.scaler: Any = None  # a torch.amp.GradScaler
         self.attachments: dict[str, Any] = {}  # what front ends keep about the compressor, each under its own name
         self.in_flight = 0  # gradients that are being averaged
+        self._loss_scale: float | None = None  # while gradients are in flight
         self._snapshots: dict[str, dict[str, Any]] = {}
 
     def begin_step(self, name: str, grad: Tensor, shapes: Shapes, rank: int, size: int) -> State:
@@ -78,6 +79,8 @@ class Memory:
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Count a gradient as in flight until the end of the context, or until nothing refers to the context."""
+        if not self.in_flight:
+            self._loss_scale = None
         self.in_flight += 1
         try:
             yield
@@ -88,8 +91,12 @@ class Memory:
 
     @property
     def loss_scale(self) -> float:
-        """The factor that gradients are multiplied by."""
-        return 1.0 if self.scaler is None else self.scaler.get_scale()
+        """The factor that gradients are multiplied by. Read once a step: a GradScaler keeps it on the device."""
+        if self.scaler is None:
+            return 1.0
+        if self._loss_scale is None or not self.in_flight:
+            self._loss_scale = float(self.scaler.get_scale())
+        return self._loss_scale
 
     def _rescale(self, state: State) -> None:
         scale = self.loss_scale

@@ -58,6 +58,17 @@ def test_a_step_waits_for_the_device_once_a_round(spec, front_end):
         assert counts.ops / STEPS <= SMALL[spec], counts.names
 
 
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_loss_scale_takes_two_waits_more(front_end):
+    """One for the scale, which a GradScaler keeps on the device, and one for all averages' finiteness."""
+    compressor = gradzip.parse("topk")
+    with stand_in() as device:
+        scaler = torch.amp.GradScaler("cpu")
+        scaler._scale = device.tensor(torch.tensor(1024.0))
+        counts = count(compressor.follow(scaler), SHAPES, 8, front_end)
+    assert (counts.syncs, counts.in_hook) == ((SYNCS["topk"] + 2) * STEPS, STEPS), counts.waits
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("spec", REQUIRED)
 def test_operations_of_resnet50(spec):

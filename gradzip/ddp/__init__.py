@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import decay_momentum, handshake
+from .. import decay_momentum, handshake, ops
 from ..averaging import no_autocast
 from ..buckets import Plan
 from ..collectives import Mean, Routine, Traffic
@@ -190,7 +190,7 @@ class HookState:
             return True
         # GradScaler skips the step of all parameters, not only of those whose gradients are not finite.
         averages = [b.buffer._values() if b.buffer.is_sparse else b.buffer for b in buckets]
-        skipped = not all(bool(average.isfinite().all()) for average in averages)
+        skipped = not ops.all_finite(averages)
         for unit in [unit for index in range(len(buckets)) for unit in self._plans[index].units]:
             if skipped:
                 unit.rollback()

@@ -19,7 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from .. import decay_momentum, handshake
+from .. import decay_momentum, handshake, ops
 from ..averaging import Averaging, no_autocast
 from ..buckets import Bucket, Plan, Unit, cut
 from ..collectives import Done, Mean, Routine, advance
@@ -206,7 +206,7 @@ class OptimizerContext:
         averages, self._averages = self._averages, []
         units, self._units = self._units, []
         self._waiting = {}
-        skipped = not all(bool(average.isfinite().all()) for average in averages)
+        skipped = not ops.all_finite(averages)
         for unit in units:
             if skipped:
                 unit.rollback()

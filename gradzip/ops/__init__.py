@@ -14,7 +14,7 @@ from .bitmap import bitmap, bitmap_count, bitmap_count_tensor, bitmap_indices, b
 from .bitmap_code import bitmap_code_capacity, bitmap_code_decode, bitmap_code_encode, bitmap_code_write
 from .bucket_norms import bucket_norms, num_buckets
 from .compact import compact, compact_values, expand
-from .device import known_non_finite, on_device
+from .device import all_finite, known_non_finite, on_device
 from .elias import elias_capacity, elias_decode, elias_decode_add, elias_encode, elias_quantize
 from .errors import PayloadError
 from .index_code import (
@@ -86,6 +86,7 @@ __all__ = [
     "abs_max",
     "abs_max_columns",
     "abs_max_tensor",
+    "all_finite",
     "atom_probabilities",
     "attach_inspections",
     "bernoulli",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from . import _native
@@ -20,3 +22,14 @@ def known_non_finite(magnitude: Tensor) -> bool:
     magnitude: 1 element.
     """
     return not _native.on_cuda(magnitude) and not math.isfinite(magnitude.item())
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all elements are finite. Waits once for each device that tensors are on.
+
+    tensors: dense, any floating-point types.
+    """
+    flags: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        flags.setdefault(tensor.device, []).append(tensor.isfinite().all())
+    return all(bool(torch.stack(of_device).all()) for of_device in flags.values())
