@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kBlock)
     const uint32_t size = slots.sizes[chunk];
     if (threadIdx.x < 2) out[2 * chunk + threadIdx.x] = uint8_t(size >> (8 * threadIdx.x));
     // Bytes are packed as 32-bit codes.
-    pack_bytes(slots.words + chunk * slots.words_each, int((size + 3) / 4), 32, int(size),
+    pack_bytes(slots.words + chunk * slots.words_each, int((size + 3) / 4), CodeWidth(32), int(size),
                out + 2 * chunks + offsets[chunk]);
   }
 }

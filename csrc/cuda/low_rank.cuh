@@ -15,11 +15,13 @@ constexpr int kLowRankMost = 64;  // largest rank of one launch
 constexpr int kLowRankBatch = 32;  // matrices whose table fits the 4 KB of kernel arguments
 
 // Four floats at x; those from `left` on are 0. `wide`: x is aligned to 16 bytes.
-GZ_DEVICE float4 load_quad(const float* x, int64_t left, bool wide) {
+template <class Left>
+GZ_DEVICE float4 load_quad(const float* x, Left left, bool wide) {
   if (wide && left >= 4) return *reinterpret_cast<const float4*>(x);
   return make_float4(left > 0 ? x[0] : 0.0f, left > 1 ? x[1] : 0.0f, left > 2 ? x[2] : 0.0f, left > 3 ? x[3] : 0.0f);
 }
-GZ_DEVICE void store_quad(float* x, const float4& v, int64_t left, bool wide) {
+template <class Left>
+GZ_DEVICE void store_quad(float* x, const float4& v, Left left, bool wide) {
   if (wide && left >= 4) {
     *reinterpret_cast<float4*>(x) = v;
     return;
@@ -39,36 +41,29 @@ struct Gradient {
 };
 
 GZ_DEVICE void stage_gradient(const Gradient& x, int64_t row, int64_t column, float4* tile) {
-  constexpr int kPer = kLowRankTile * kLowRankQuads / kBlock;
+  constexpr int kPer = kLowRankTile * kLowRankQuads / kBlock, kRows = kBlock / kLowRankQuads;
+  const int y = int(threadIdx.x) / kLowRankQuads, quad = int(threadIdx.x) % kLowRankQuads;
+  row += y, column += 4 * quad;
+  // As 32-bit numbers: registers bound how many blocks run at a time.
+  const int rows = int(x.rows - row < kLowRankTile ? x.rows - row : kLowRankTile);
+  const int columns = int(x.columns - column < 4 ? x.columns - column : 4);
+  const int64_t at = row * x.columns + column, step = kRows * x.columns;
   float4 value[kPer];
 #pragma unroll
-  for (int u = 0; u < kPer; ++u) {
-    const int at = int(threadIdx.x) + u * kBlock;
-    const int64_t i = row + at / kLowRankQuads, j = column + at % kLowRankQuads * 4;
-    value[u] = load_quad(x.m + i * x.columns + j, i < x.rows ? x.columns - j : 0, x.wide);
-  }
+  for (int u = 0; u < kPer; ++u) value[u] = load_quad(x.m + at + u * step, u * kRows < rows ? columns : 0, x.wide);
   if (x.e) {
     float4 sum[kPer];
 #pragma unroll
-    for (int u = 0; u < kPer; ++u) {
-      const int at = int(threadIdx.x) + u * kBlock;
-      const int64_t i = row + at / kLowRankQuads, j = column + at % kLowRankQuads * 4;
-      sum[u] = load_quad(x.e + i * x.columns + j, i < x.rows ? x.columns - j : 0, x.wide);
-    }
+    for (int u = 0; u < kPer; ++u) sum[u] = load_quad(x.e + at + u * step, u * kRows < rows ? columns : 0, x.wide);
 #pragma unroll
     for (int u = 0; u < kPer; ++u) {
-      const int at = int(threadIdx.x) + u * kBlock;
-      const int64_t i = row + at / kLowRankQuads, j = column + at % kLowRankQuads * 4;
       value[u] =
           make_float4(value[u].x + sum[u].x, value[u].y + sum[u].y, value[u].z + sum[u].z, value[u].w + sum[u].w);
-      store_quad(x.e + i * x.columns + j, value[u], i < x.rows ? x.columns - j : 0, x.wide);
+      store_quad(x.e + at + u * step, value[u], u * kRows < rows ? columns : 0, x.wide);
     }
   }
 #pragma unroll
-  for (int u = 0; u < kPer; ++u) {
-    const int at = int(threadIdx.x) + u * kBlock;
-    tile[at / kLowRankQuads * kLowRankStride + at % kLowRankQuads] = value[u];
-  }
+  for (int u = 0; u < kPer; ++u) tile[(y + u * kRows) * kLowRankStride + quad] = value[u];
 }
 
 // A factor of the gradient, (length, rank), of which one launch takes `count` <= kLowRankMost columns from `first` on.
@@ -131,7 +126,7 @@ struct ProjectTable {
 static_assert(sizeof(ProjectTable) < 4000, "it fits the 4 KB that a kernel may have");
 
 template <int R, bool kTranspose>
-__global__ void __launch_bounds__(kBlock) project_kernel(ProjectTable table) {
+__global__ void __launch_bounds__(kBlock, R < 64 ? 4 : 3) project_kernel(ProjectTable table) {
   using Share = LowRankShare<R>;
   constexpr int K = Share::K, A = Share::A, kOutputs = Share::kOutputs;
   __shared__ float4 tile[kLowRankTile * kLowRankStride];

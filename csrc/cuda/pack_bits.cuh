@@ -6,6 +6,7 @@ namespace gradzip::cuda {
 
 __global__ void __launch_bounds__(kBlock) pack_bits_kernel(const int32_t* codes, int64_t n, int bits, uint8_t* packed) {
   __shared__ uint32_t tile[kPackTile];
+  const CodeWidth width(bits);
   const uint32_t mask = bits == 32 ? ~0u : (1u << bits) - 1;
   for (int64_t first = int64_t(blockIdx.x) * kPackTile; first < n; first += int64_t(gridDim.x) * kPackTile) {
     const int count = int(n - first < kPackTile ? n - first : kPackTile);
@@ -15,7 +16,7 @@ __global__ void __launch_bounds__(kBlock) pack_bits_kernel(const int32_t* codes,
       if (i < count) tile[i] = uint32_t(__ldg(codes + first + i)) & mask;
     }
     __syncthreads();
-    pack_tile(tile, count, bits, packed + first / 8 * bits);
+    pack_tile(tile, count, width, packed + first / 8 * bits);
     __syncthreads();
   }
 }

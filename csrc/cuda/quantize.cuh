@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kBlock, 4) quantize_packed_kernel(Quantizer q,
       }
     });
     __syncthreads();
-    pack_bytes(words, (count + together - 1) / together, together * bits, (count * bits + 7) / 8,
+    pack_bytes(words, (count + together - 1) / together, CodeWidth(together * bits), (count * bits + 7) / 8,
                packed + first / 8 * bits);
     __syncthreads();
   }

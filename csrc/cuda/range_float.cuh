@@ -132,12 +132,13 @@ __global__ void __launch_bounds__(kBlock)
   __shared__ uint32_t tile[kPackTile];
   const RangeFloat format = *words;
   const Rounding rounding = range_rounding(format, kStochastic);
+  const CodeWidth width(bits);
   int out = 0;
   for (int64_t first = int64_t(blockIdx.x) * kPackTile; first < n; first += int64_t(gridDim.x) * kPackTile) {
     const int64_t mine = first + 4 * int64_t(threadIdx.x);
     if (mine < n) out += encode4(format, rounding, x, mine, n, kStochastic, key, tile + 4 * threadIdx.x);
     __syncthreads();
-    pack_tile(tile, int(n - first < kPackTile ? n - first : kPackTile), bits, packed + first / 8 * bits);
+    pack_tile(tile, int(n - first < kPackTile ? n - first : kPackTile), width, packed + first / 8 * bits);
     __syncthreads();
   }
   add_outside(out, outside);

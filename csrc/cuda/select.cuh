@@ -1,7 +1,8 @@
 // The exact k-th largest magnitude: a radix select on the 31 bits of a magnitude, 11, 10 and 10 bits per pass. Each
 // pass counts, by their next bits, the values that share the bits found so far; the last block to arrive finds the bin
 // of the k-th largest. Zeros are not counted: in a gradient of mostly zeros whole warps would add to one counter. If
-// the k-th largest is not among the nonzero values, it is 0, and one pass suffices.
+// the k-th largest is not among the nonzero values, it is 0, and one pass suffices. The second pass keeps the values
+// that it counts, a few percent of a gradient: the third reads those instead of all.
 #pragma once
 
 #include "common/selection.h"
@@ -21,7 +22,14 @@ struct SelectState {
   uint64_t above;  // values larger than any with `prefix`
   uint32_t prefix;
   uint32_t done;
+  uint32_t overflow;  // a block found more candidates than it has room for: the last pass reads all values
   uint32_t ticket[kSelectPasses];
+};
+
+// The magnitudes that the second pass counted, `room` for each block, and how many those are.
+struct SelectCandidates {
+  uint32_t *magnitudes, *counts;
+  int64_t room;
 };
 
 // The bits of a magnitude by which pass kPass counts it.
@@ -61,19 +69,37 @@ GZ_DEVICE void select_find(int64_t k, int shift, bool last_pass, uint64_t* histo
 
 template <int kPass>
 __global__ void __launch_bounds__(kSelectBlock)
-    select_kernel(const float* x, int64_t n, int64_t k, SelectState* state, Selection* selection) {
+    select_kernel(const float* x, int64_t n, int64_t k, SelectState* state, Selection* selection,
+                  SelectCandidates candidates) {
   using Digit = SelectDigit<kPass>;
   constexpr int kBins = Digit::kBins;
   __shared__ uint32_t counts[kBins * kSelectCopies];
+  __shared__ uint32_t found;
   if (state->done) return;
+  if (threadIdx.x == 0) found = 0;
   for (int i = int(threadIdx.x); i < kBins * kSelectCopies; i += kSelectBlock) counts[i] = 0;
   __syncthreads();
   const uint32_t prefix = state->prefix, copy = threadIdx.x % kSelectCopies;
-  for_each(x, n, [&](float value) {
-    const uint32_t m = magnitude(value);
-    if (Digit::counts(m, prefix)) atomicAdd(&counts[Digit::bin(m) * kSelectCopies + copy], 1u);
-  });
+  uint32_t* mine = candidates.magnitudes + blockIdx.x * candidates.room;
+  const auto count = [&](uint32_t m) {
+    if (!Digit::counts(m, prefix)) return;
+    atomicAdd(&counts[Digit::bin(m) * kSelectCopies + copy], 1u);
+    if constexpr (kPass == 1) {
+      const uint32_t at = atomicAdd(&found, 1u);
+      if (at < candidates.room) mine[at] = m;
+    }
+  };
+  if (kPass == 2 && !state->overflow) {
+    const uint32_t of_block = candidates.counts[blockIdx.x];
+    for (uint32_t i = threadIdx.x; i < of_block; i += kSelectBlock) count(mine[i]);
+  } else {
+    for_each(x, n, [&](float value) { count(magnitude(value)); });
+  }
   __syncthreads();
+  if (kPass == 1 && threadIdx.x == 0) {
+    candidates.counts[blockIdx.x] = found;
+    if (found > candidates.room) report(&state->overflow);
+  }
   uint64_t* histogram = state->histogram[kPass];
   for (int bin = int(threadIdx.x); bin < kBins; bin += kSelectBlock) {
     uint32_t count = 0;

@@ -1,7 +1,7 @@
 #include "cuda/select_sampled.cuh"
 
-#include "cuda/launch.h"
 #include "cuda/ops.h"
+#include "cuda/select_launch.h"
 
 namespace gradzip::cuda {
 namespace {
@@ -20,6 +20,7 @@ int64_t select_sampled(void* workspace, const float* x, int64_t n, int64_t k, ui
   auto* state = arena.take<SampledState>(1);
   auto* exact = arena.take<Selection>(1);
   auto* sample = arena.take<float>(largest_sample(n, k));
+  const SelectLaunch passes(n, arena);
   if (!workspace) return arena.nbytes();
   clear(state, sizeof *state, stream);
   uint64_t counter = 0;
@@ -31,11 +32,7 @@ int64_t select_sampled(void* workspace, const float* x, int64_t n, int64_t k, ui
            selection, count);
     counter += uint64_t(size) / 4;
   }
-  const dim3 grid = grid_of(grid_for(ceil_div(n, 1 << 14), 4));
-  SelectState* select = &state->exact;
-  launch(stream, grid, kSelectBlock, select_kernel<0>, x, n, k, select, exact);
-  launch(stream, grid, kSelectBlock, select_kernel<1>, x, n, k, select, exact);
-  launch(stream, grid, kSelectBlock, select_kernel<2>, x, n, k, select, exact);
+  passes.launch_on(stream, x, n, k, &state->exact, exact);
   launch(stream, grid_of(1), kLanes, sample_finish_kernel, n, k, state, exact, selection, count);
   return 0;
 }

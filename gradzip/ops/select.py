@@ -13,7 +13,7 @@ def select(x: Tensor, k: int) -> Tensor:
 
     x: any shape, float32; 1 <= k <= x.numel(). Returns 16 bytes (uint8) for `bitmap`: threshold float32, 4 unused
     bytes, number of ties int64. Of equal magnitudes, those of lowest index are kept; NaN counts as larger than
-    infinity. Deterministic. Expected cost: one read of x; on CUDA three at most. Does not wait for the device.
+    infinity. Deterministic. Expected cost: one read of x; on CUDA two, three at most. Does not wait for the device.
     """
     x = _native.check(x, torch.float32, "select: x")
     if not 1 <= k <= x.numel():
