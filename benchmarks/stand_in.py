@@ -317,8 +317,8 @@ PARAMETERS = _parameters()
 
 
 def _tables() -> dict[str, list[bool]]:
-    """For each field of the structs in csrc/common/low_rank.h, 8 bytes each: whether it is a pointer to constants."""
-    text = (ROOT / "csrc" / "common" / "low_rank.h").read_text()
+    """For each field of the structs of tables, 8 bytes each: whether it is a pointer to constants."""
+    text = "".join((ROOT / "csrc" / "common" / name).read_text() for name in ("low_rank.h", "bitmap_code.h"))
     structs = re.findall(r"^struct (\w+) {\n(.*?)^}", text, re.MULTILINE | re.DOTALL)
     return {
         name: ["const" in fields for fields in body.split(";")[:-1] for _ in fields.split(",")]

@@ -40,7 +40,7 @@ class Averaging:
         compressed = self.compresses(like)
         # On a device, methods ask for what the host must know (ToHost), one round more.
         self.rounds = self.method.rounds + ops.on_device(like) if compressed else 1
-        self.per_bucket = compressed and self.method.per_bucket
+        self.joined_shape = self.method.joined_shape(like.shape) if compressed else None
         self.joins = compressed and (self.method.joins or self.rounds > 1)
 
     def compresses(self, grad: Tensor) -> bool:

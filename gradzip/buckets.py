@@ -43,7 +43,7 @@ def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 class Unit:
-    """Parameters that a method averages as one: a single one, or all parameters of a bucket that it is in charge of."""
+    """Parameters that a method averages as one: a single one, or all of a bucket that it joins."""
 
     def __init__(self, averaging: Averaging, indices: list[int], shapes: dict[str, torch.Size]) -> None:
         self.averaging = averaging
@@ -59,14 +59,16 @@ class Unit:
         self._find_states(gradients, rank, size)
         if len(gradients) == 1:
             return (yield from self.averaging.run(gradients[0], rank, size))
+        joined_shape = self.averaging.joined_shape
+        assert joined_shape is not None
         vector = adjacent(gradients)
         if vector is not None:
-            return (yield from self.averaging.run(vector.view(1, -1), rank, size))
+            return (yield from self.averaging.run(vector.view(joined_shape), rank, size))
         numels = [g.numel() for g in gradients]
         if self._memory is None:
             self._memory = gradients[0].new_empty(sum(numels))
         vector = torch.cat([g.reshape(-1) for g in gradients], out=self._memory)
-        average = yield from self.averaging.run(vector.view(1, -1), rank, size)
+        average = yield from self.averaging.run(vector.view(joined_shape), rank, size)
         pieces = average.view(-1).split(numels)
         torch._foreach_copy_(gradients, [p.view(g.shape) for p, g in zip(pieces, gradients)])  # one operation
         return average
@@ -81,8 +83,8 @@ class Unit:
 
     def _find_states(self, gradients: list[Tensor], rank: int, size: int) -> None:
         """Make one state of the parameters' states, unless there is one. They may be in former buckets' states."""
-        method = self.averaging.method
-        if not method.per_bucket:
+        method, joined_shape = self.averaging.method, self.averaging.joined_shape
+        if joined_shape is None:
             return
         state, memory = method.states.get(self.name), method.memory
         if len(gradients) == 1:
@@ -90,7 +92,8 @@ class Unit:
                 memory.split_buckets({self.name})
         elif not (isinstance(state, BucketState) and list(state.shapes.items()) == list(self.shapes.items())):
             memory.split_buckets(set(self.shapes))
-            memory.concatenate(self.name, dict(zip(self.shapes, gradients)), method.state_shapes, rank, size)
+            by_name = dict(zip(self.shapes, gradients))
+            memory.concatenate(self.name, by_name, joined_shape, method.state_shapes, rank, size)
 
 
 @dataclass
@@ -116,7 +119,8 @@ class Plan:
                 raise ValueError(f"gradient of {name!r}: got {parameter.dtype}, expected a real floating-point type")
             averaging = Averaging(compressor, name, parameter, prefix=prefix)
             averagings.append(averaging)
-            key = (id(averaging.method), _kind(parameter)) if averaging.per_bucket else i
+            joined = averaging.joined_shape
+            key = i if joined is None else (id(averaging.method), _kind(parameter), joined)
             members.setdefault(key, []).append(i)
         units = []
         for indices in members.values():

@@ -36,9 +36,6 @@ class Compressor(ABC):
     # The largest number of collectives, one after the other, that a compressed gradient needs. ToHost does not count.
     rounds = 1
 
-    # Whether the method compresses a bucket as one vector, if a front end has buckets.
-    per_bucket = False
-
     # Whether front ends join the collectives of several gradients also if each has only one. It does not pay for a Mean
     # alone, which Horovod takes for its own all-reduce, and joins itself.
     joins = False
@@ -78,6 +75,14 @@ class Compressor(ABC):
     def bypasses(self, grad: Tensor) -> bool:
         """Whether a gradient of this shape is averaged uncompressed, because compression would not pay."""
         return grad.dim() < 2 or grad.numel() < max(1, self.min_numel)
+
+    def joined_shape(self, shape: torch.Size) -> tuple[int, ...] | None:
+        """The shape of the tensor that a gradient of this shape is joined to, with -1 for one length; None joins none.
+
+        Front ends that have buckets concatenate the gradients of a bucket whose joined shapes are equal, and compress
+        them as one: `state.VECTOR` as one vector, (-1, 1, 3, 3) as rows of kernels.
+        """
+        return None
 
     def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors in the state of this gradient, by field. Loaded states are checked against them."""

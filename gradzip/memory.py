@@ -141,10 +141,18 @@ class Memory:
 
     # --- buckets
 
-    def concatenate(self, name: str, gradients: Mapping[str, Tensor], shapes: Shapes, rank: int, size: int) -> None:
+    def concatenate(
+        self,
+        name: str,
+        gradients: Mapping[str, Tensor],
+        joined_shape: tuple[int, ...],
+        shapes: Shapes,
+        rank: int,
+        size: int,
+    ) -> None:
         """Replace the states of several parameters by one `BucketState`.
 
-        gradients: of the parameters, by name.
+        gradients: of the parameters, by name. joined_shape: of the tensor that they are concatenated to.
         """
         found = {parameter: self.states[parameter] for parameter in gradients if parameter in self.states}
         for parameter, state in found.items():
@@ -154,7 +162,7 @@ class Memory:
         for parameter in found:
             del self.states[parameter]
         of_bucket = {parameter: gradient.shape for parameter, gradient in gradients.items()}
-        self.states[name] = BucketState.concatenate(name, of_bucket, found)
+        self.states[name] = BucketState.concatenate(name, of_bucket, found, joined_shape)
 
     def split_buckets(self, parameters: set[str]) -> None:
         """Replace the bucket states that hold any of these parameters by states of single parameters."""

@@ -124,8 +124,8 @@ def _clamped_share(method: TransformCodec, collectives: list[Collective], numel:
     (payload,) = (method.open(c.tensor, numel) for c in collectives if isinstance(c, Gather))
     if payload.flags & ops.NON_FINITE:
         return None
-    transform, part = method.part(payload, numel)
-    return int(method.clamped) / (part.k * transform.group)
+    part = method.coded_part(payload, numel)
+    return int(method.clamped) / (part.k * part.transform.group)
 
 
 def _norm(x: Tensor) -> float:

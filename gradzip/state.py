@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+# The joined shape (`Compressor.joined_shape`) of methods that compress a bucket as one vector.
+VECTOR = (1, -1)
+
 
 class Key(NamedTuple):
     """The key of one random draw. Equal keys give equal numbers on every device, other keys independent ones."""
@@ -88,22 +91,29 @@ class State:
 
 
 class BucketState(State):
-    """State of a bucket: several parameters' gradients, concatenated to a tensor of shape (1, elements).
+    """State of several parameters of a bucket, whose gradients are concatenated to one tensor.
 
     The set of parameters changes: DDP rebuilds its buckets after the first step, and parameters are frozen. A bucket's
     state is therefore built from its parameters' states, and split into such again; it is saved in that form, too.
     """
 
-    TRANSIENT = (*State.TRANSIENT, "shapes")
+    TRANSIENT = (*State.TRANSIENT, "shapes", "joined_shape")
 
-    def __init__(self, name: str, shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(self, name: str, shapes: Mapping[str, torch.Size], joined_shape: tuple[int, ...] = VECTOR) -> None:
         super().__init__(name)
         self.shapes = dict(shapes)  # by parameter name, in the order of the concatenation
+        self.joined_shape = joined_shape
 
     @classmethod
-    def concatenate(cls, name: str, shapes: Mapping[str, torch.Size], states: Mapping[str, State]) -> BucketState:
+    def concatenate(
+        cls,
+        name: str,
+        shapes: Mapping[str, torch.Size],
+        states: Mapping[str, State],
+        joined_shape: tuple[int, ...] = VECTOR,
+    ) -> BucketState:
         """Build a bucket's state. states: of those parameters that have one; the others count as zeros."""
-        bucket = cls(name, shapes)
+        bucket = cls(name, shapes, joined_shape)
         saved = {parameter: _with_owner_residual(state) for parameter, state in states.items()}
         for key in dict.fromkeys(key for fields in saved.values() for key in fields):
             values = {parameter: fields[key] for parameter, fields in saved.items() if key in fields}
@@ -113,7 +123,7 @@ class BucketState(State):
                     values[parameter].reshape(-1) if parameter in values else some.new_zeros(shape.numel())
                     for parameter, shape in shapes.items()
                 ]
-                vars(bucket)[key] = torch.cat(parts).view(1, -1)
+                vars(bucket)[key] = torch.cat(parts).view(joined_shape)
             else:  # equal for all parameters, unless a bucket has skipped a step
                 vars(bucket)[key] = sum(values.values()) if key == "payload_nbytes" else max(values.values())
         return bucket

@@ -41,9 +41,9 @@ def each(steps, of_rank, names=SHAPES, size=2):
 class Expected:
     """Expected averages of gradients in buckets, computed with LocalGroups.
 
-    There is one group per parameter. For methods that compress whole buckets, there is one per bucket and method. When
-    buckets change, parameters keep their residuals, which are moved here in plain torch. A unit is the tuple of the
-    names of parameters that are compressed together.
+    There is one group per parameter. For methods that join the gradients of a bucket, there is one per bucket, method
+    and joined shape. When buckets change, parameters keep their residuals, which are moved here in plain torch. A unit
+    is the tuple of the names of parameters that are compressed together.
 
     Args:
         method: a spec or a compressor.
@@ -55,12 +55,15 @@ class Expected:
         self.groups = {}  # by unit
         self.shapes = {}  # by name
         self.residuals = [{} for _ in range(size)]  # by name, of parameters without a group
+        self.sent = [0] * size  # bytes, by groups that are no more
 
     @property
     def bytes_sent(self):
         """Payload bytes so far, of the rank that sent most."""
         groups = self.groups.values()
-        return max(sum(group.compressors[r].traffic.bytes_sent for group in groups) for r in range(self.size))
+        return max(
+            sent + sum(group.compressors[r].traffic.bytes_sent for group in groups) for r, sent in enumerate(self.sent)
+        )
 
     def averages(self, steps, buckets=None, reset_before=()):
         """Return the averages of all steps.
@@ -89,9 +92,7 @@ class Expected:
                 self.groups[unit] = self.group(unit)
             per_rank = list(grads[unit[0]])
             if len(unit) > 1:
-                per_rank = [
-                    torch.cat([grads[name][r].reshape(-1) for name in unit]).view(1, -1) for r in range(self.size)
-                ]
+                per_rank = [self.joined(unit, [grads[name][r] for name in unit]) for r in range(self.size)]
             average = self.groups[unit].average(per_rank, self.name(unit))[0]
             averages |= self.split(unit, average)
         self.step += 1
@@ -107,9 +108,16 @@ class Expected:
         units = {}
         for name in bucket:
             method = self.compressor.method_for(name, self.shapes[name])
-            flat = method.per_bucket and not method.bypasses(torch.empty(self.shapes[name], device="meta"))
-            units.setdefault(id(method) if flat else name, []).append(name)
+            bypasses = method.bypasses(torch.empty(self.shapes[name], device="meta"))
+            joined = None if bypasses else method.joined_shape(self.shapes[name])
+            units.setdefault(name if joined is None else (id(method), joined), []).append(name)
         return [tuple(names) for names in units.values()]
+
+    def joined(self, unit, tensors):
+        """Return the tensors of a unit's parameters as one."""
+        shape = self.shapes[unit[0]]
+        joined = self.compressor.method_for(unit[0], shape).joined_shape(shape)
+        return torch.cat([t.reshape(-1) for t in tensors]).view(joined)
 
     def name(self, unit):
         first, *others = (self.prefix + name for name in unit)
@@ -123,9 +131,10 @@ class Expected:
         group = gradzip.LocalGroup(compressor, self.size)
         if unit[0] in self.residuals[0]:
             for rank, compressor in enumerate(group.compressors):
+                state = {"step": self.step, "rank": rank, "size": self.size}
                 parts = [self.residuals[rank].pop(name) for name in unit]
-                residual = torch.cat([p.reshape(-1) for p in parts]).view(1, -1) if len(unit) > 1 else parts[0]
-                state = {"step": self.step, "rank": rank, "size": self.size, "residual": residual}
+                if parts[0] is not None:
+                    state["residual"] = self.joined(unit, parts) if len(unit) > 1 else parts[0]
                 compressor.load_state_dict({"method": type(compressor).__name__, "states": {self.name(unit): state}})
         return group
 
@@ -133,9 +142,14 @@ class Expected:
         """Remove a unit's group. Keep its residuals by name, including those of the shards that ranks own."""
         for rank, compressor in enumerate(self.groups.pop(unit).compressors):
             (state,) = compressor.states.values()
-            residual = state.residual.view(-1).clone()
+            self.sent[rank] += compressor.traffic.bytes_sent
+            if state.residual is None:
+                self.residuals[rank] |= dict.fromkeys(unit)
+                continue
+            residual = state.residual.clone()
             if (owed := getattr(state, "owner_residual", None)) is not None:
-                residual.tensor_split(self.size)[rank].add_(owed.view(-1), alpha=self.size)
+                shards = residual if residual.shape[0] >= self.size else residual.view(-1)  # rows, if there are enough
+                shards.tensor_split(self.size)[rank].add_(owed, alpha=self.size)
             self.residuals[rank] |= self.split(unit, residual)
 
 

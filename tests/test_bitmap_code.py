@@ -132,6 +132,27 @@ def test_mutated_streams(data, n):
     check_any(bytes(stream), n)
 
 
+@pytest.mark.parametrize("n", [1, 1000, 70001])
+def test_several_streams_at_once(n):
+    """As one by one. The index is that of the first corrupt stream."""
+    plain = [bitmap(mask) for mask in [*masks(n)][:3] * 7]
+    streams = [ops.bitmap_code_encode(torch.from_numpy(bits), n) for bits in plain]
+    counts = [ops.bitmap_count(torch.from_numpy(bits), n) for bits in plain]
+    out = [Guarded(bits.size, torch.uint8) for bits in plain]
+    bitmaps, corrupt = ops.bitmap_code_decode_all(streams, n, counts, out=[o.out for o in out])
+    assert corrupt is None and all(o.intact() for o in out)
+    assert all(np.array_equal(got, bits) for got, bits in zip(bitmaps, plain, strict=True))
+    for damaged in (0, 7, 19):
+        for others in ([damaged], [damaged, 19]):
+            cut = [stream[:-1] if i in others else stream for i, stream in enumerate(streams)]
+            assert ops.bitmap_code_decode_all(cut, n, counts)[1] == damaged
+            claimed = [count + (i in others) for i, count in enumerate(counts)]
+            assert ops.bitmap_code_decode_all(streams, n, claimed)[1] == damaged
+    empty = streams[0][:0]
+    assert ops.bitmap_code_decode_all([empty, empty], 0, [0, 0])[1] is None
+    assert ops.bitmap_code_decode_all([empty, streams[0]], 0, [0, 0])[1] == 1
+
+
 def test_golden():
     """Detects changes of the wire format."""
     mask = np.zeros(3000, bool)

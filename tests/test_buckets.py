@@ -71,7 +71,7 @@ def test_size_of_buckets():
 
 # --- states
 
-STATE_SHAPES = {"u": (40, 50), "v": (30, 40), "w": (64, 32), "x": (50, 40)}
+STATE_SHAPES = {"u": (40, 50), "v": (30, 8, 3, 3), "w": (64, 32), "x": (20, 12, 1, 3, 3)}
 
 
 def average(plans, step, scale=1.0, dtypes=()):
@@ -95,9 +95,10 @@ def plan_of(compressor, *names):
     return Plan.of(compressor, [torch.zeros(STATE_SHAPES[name]) for name in names], list(names), "")
 
 
-def test_states_follow_their_parameters_through_any_buckets():
+@pytest.mark.parametrize("spec", ["topk:theta=0.9", "dct-range:theta=0.9", "qsgd"])
+def test_states_follow_their_parameters_through_any_buckets(spec):
     """Averages plus residuals add up to the gradients, also if plans that were used before are used again."""
-    compressor = gradzip.TopK(theta=0.9)
+    compressor = gradzip.parse(spec)
     whole = plan_of(compressor, "u", "v", "w", "x")
     pairs = [plan_of(compressor, "v", "u"), plan_of(compressor, "x", "w")]
     alone = [plan_of(compressor, name) for name in STATE_SHAPES]
@@ -111,20 +112,32 @@ def test_states_follow_their_parameters_through_any_buckets():
         assert len(compressor.states) == len([unit for plan in plans for unit in plan.units])
         saved = compressor.state_dict()["states"]
         assert saved.keys() == STATE_SHAPES.keys()
-        for name, total in sums.items():
+        for name, total in sums.items() if compressor.error_feedback else ():
             total += averages[name] - gradient(name, 0, step, STATE_SHAPES[name])
             torch.testing.assert_close(total, -saved[name]["residual"], rtol=0, atol=1e-5)
             assert saved[name]["residual"].norm() > 1
 
 
 def test_a_vector_of_a_bucket_is_what_the_method_sees():
-    compressor = gradzip.parse("per-layer:u=topk(theta=0.9),v|x=fft-range(theta=0.5),default=qsgd")
+    compressor = gradzip.parse("per-layer:u=topk(theta=0.9),v|x=fft-range(theta=0.5),default=dgc")
     plan = plan_of(compressor, *STATE_SHAPES)
     assert [unit.name for unit in plan.units] == ["u", "v and 1 more", "w"]
     averages = average([plan], 0)
     vector = torch.cat([gradient(name, 0, 0, STATE_SHAPES[name]).view(-1) for name in ("v", "x")]).view(1, -1)
     wanted = gradzip.roundtrip(gradzip.FFTRange(theta=0.5), vector, name="v and 1 more")[0].view(-1)
     assert torch.equal(torch.cat([averages["v"].view(-1), averages["x"].view(-1)]), wanted)
+
+
+def test_gradients_with_the_same_kernels_are_joined():
+    """Convolutions with equal kernels are one tensor of their kernels; matrices are one vector."""
+    compressor = gradzip.DCTRange(theta=0.8)
+    plan = plan_of(compressor, *STATE_SHAPES)
+    assert [[plan.names[i] for i in unit.indices] for unit in plan.units] == [["u", "w"], ["v", "x"]]
+    averages = average([plan], 0)
+    for names, shape in ((["u", "w"], (1, -1)), (["v", "x"], (-1, 1, 3, 3))):
+        joined = torch.cat([gradient(name, 0, 0, STATE_SHAPES[name]).view(-1) for name in names]).view(shape)
+        wanted = gradzip.roundtrip(compressor.clone(), joined)[0].view(-1)
+        assert torch.equal(torch.cat([averages[name].view(-1) for name in names]), wanted)
 
 
 def test_freed_parameters_leave_the_states_of_their_bucket():
@@ -137,16 +150,17 @@ def test_freed_parameters_leave_the_states_of_their_bucket():
     assert all(torch.equal(after[name]["residual"], before[name]["residual"]) for name in after)
 
 
-SCATTERED = "topk:theta=0.9,exchange=scatter_reduce"
+SCATTERED = ["topk:theta=0.9,exchange=scatter_reduce", "dct-range:theta=0.9,exchange=scatter_reduce"]
 
 
 def average_in_group(compressors, names, step):
     """Average a bucket in a group with a compressor for each rank. Returns the averages of rank 0 by name."""
     size, per_rank, routines = len(compressors), [], []
     for rank, compressor in enumerate(compressors):
-        [unit] = plan_of(compressor, *names).units
-        per_rank.append({name: gradient(name, rank, step, STATE_SHAPES[name]) for name in names})
-        routines.append(fused([unit.average(list(per_rank[-1].values()), rank, size)]))
+        units = plan_of(compressor, *names).units
+        gradients = [gradient(name, rank, step, STATE_SHAPES[name]) for name in names]
+        per_rank.append(dict(zip(names, gradients)))
+        routines.append(fused([unit.average([gradients[i] for i in unit.indices], rank, size) for unit in units]))
     drive(routines)
     assert all(torch.equal(averages[name], per_rank[0][name]) for averages in per_rank for name in names)
     return per_rank[0]
@@ -154,19 +168,20 @@ def average_in_group(compressors, names, step):
 
 def resumed(compressors):
     """Compressors that continue from the state dicts of these."""
-    others = [gradzip.parse(SCATTERED) for _ in compressors]
+    others = [compressor.clone() for compressor in compressors]
     for other, compressor in zip(others, compressors):
         other.load_state_dict(compressor.state_dict())
     return others
 
 
-def test_resuming_from_a_checkpoint_loses_nothing_of_scattered_buckets():
+@pytest.mark.parametrize("spec", SCATTERED)
+def test_resuming_from_a_checkpoint_loses_nothing_of_scattered_buckets(spec):
     """What ranks keep as the owners of shards becomes a part of their residuals: averages have other bits then."""
-    names, size = ["u", "v", "w"], 3
+    names, size = list(STATE_SHAPES), 3
     gradients = each(range(6), lambda n, r, s: gradient(n, r, s, STATE_SHAPES[n]), names, size)
     averages = {}
     for resumed_after in (None, 3):
-        compressors = [gradzip.parse(SCATTERED) for _ in range(size)]
+        compressors = [gradzip.parse(spec) for _ in range(size)]
         history = averages[resumed_after] = []
         for step in range(6):
             if step == resumed_after:
@@ -181,14 +196,15 @@ def test_resuming_from_a_checkpoint_loses_nothing_of_scattered_buckets():
         assert all(torch.equal(straight[name], again[name]) for name in names) == (step < 3)
 
 
-def test_buckets_keep_what_ranks_own_when_the_group_changes():
-    compressors = [gradzip.parse(SCATTERED) for _ in range(2)]
-    average_in_group(compressors, ["u", "v"], 0)
+@pytest.mark.parametrize("spec", SCATTERED)
+def test_buckets_keep_what_ranks_own_when_the_group_changes(spec):
+    compressors = [gradzip.parse(spec) for _ in range(2)]
+    average_in_group(compressors, list(STATE_SHAPES), 0)
     for compressor in compressors:
         before = compressor.state_dict()["states"]
         compressor.memory.change_group(0, 3)
         after = compressor.state_dict()["states"]
-        for name in ("u", "v"):
+        for name in STATE_SHAPES:
             assert torch.equal(after[name]["residual"], before[name]["residual"])
             assert (after[name]["rank"], after[name]["size"]) == (0, 3)
 

@@ -248,6 +248,20 @@ def test_bitmap_code(on_device, n):
                         assert ops.bitmap_count(on_device(ops.bitmap_code_decode, damaged, n, claimed), n) != claimed
 
 
+def test_bitmap_code_of_all_ranks(on_device):
+    """Of corrupt streams, and of these alone, the bitmaps have another number of bits set."""
+    n, ranks, corrupt = 3001, 20, (3, 17)
+    bits = [ops.bernoulli(torch.full((n,), 0.04 * (1 + i)), i) for i in range(ranks)]
+    counts = [ops.bitmap_count(b, n) for b in bits]
+    streams = [ops.bitmap_code_encode(b, n)[: -1 if i in corrupt else None] for i, b in enumerate(bits)]
+
+    def decode(*streams):
+        return tuple(ops.bitmap_code_decode_all(streams, n, counts)[0])
+
+    for i, (got, wanted) in enumerate(zip(on_device(decode, *streams), bits, strict=True)):
+        assert ops.bitmap_count(got, n) != counts[i] if i in corrupt else bits_equal(got, wanted)
+
+
 @pytest.mark.parametrize("n", [1, 1000, 20000, 65537])
 def test_select_sampled(on_device, n):
     for x in inputs(n):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import gradzip
+from contract import Expected
 from gradzip.averaging import averaged
 from gradzip.engines.local import drive
 from gradzip.fusion import fused
@@ -49,16 +50,17 @@ def gradients(ranks, step, index, dtype=torch.float32):
     return [gradient(r, step, index, *SHAPES[index], dtype=dtype) for r in ranks]
 
 
-class PerParameter:
-    """Reference: each parameter is averaged by itself, in a LocalGroup."""
+class InGroups:
+    """Reference: LocalGroups, one for each parameter, or for those of a bucket that the method joins."""
 
-    def __init__(self, compressor, size, name="layers.{}"):
-        self.group = gradzip.LocalGroup(compressor, size)
-        self.name = name
+    def __init__(self, compressor, size, prefix="layers."):
+        self.groups = Expected(compressor, prefix, size)
 
     def average(self, grads, buckets):
         """grads: {index: list of all ranks' gradients}."""
-        return {i: self.group.average(per_rank, self.name.format(i))[0] for i, per_rank in grads.items()}
+        named = [[str(i) for i in bucket if i in grads] for bucket in buckets]
+        averages = self.groups.average({str(i): per_rank for i, per_rank in grads.items()}, named)
+        return {i: averages[str(i)] for i in grads}
 
 
 class PerBucket:
@@ -113,10 +115,10 @@ def reference(spec, size):
         rest = [i for i in ALL if i not in (2, 3, 5)]
         return [
             ([2, 3], TopK(0.9, size)),
-            ([5], PerParameter(gradzip.QSGD(exchange="scatter_reduce"), size)),
-            (rest, PerParameter(gradzip.DGC(), size)),
+            ([5], InGroups(gradzip.QSGD(exchange="scatter_reduce"), size)),
+            (rest, InGroups(gradzip.DGC(), size)),
         ]
-    return [(ALL, PerParameter(gradzip.parse(spec), size))]
+    return [(ALL, InGroups(gradzip.parse(spec), size))]
 
 
 def expected(references, ranks, buckets, steps=STEPS, dtypes=None, indices=ALL):
@@ -182,15 +184,12 @@ def test_methods(world, spec):
 def test_bytes_sent(world, spec):
     """Payloads, 16 bytes for each exchange, padding if lengths vary, and the handshake of the first step."""
     size, results = world
-    if any(isinstance(method, (PerBucket, TopK)) for _, method in reference(spec, size)):
-        return
-    group = gradzip.LocalGroup(gradzip.parse(spec), size)
-    for step in range(STEPS):
-        for i in ALL:
-            group.average(gradients(range(size), step, i), f"layers.{i}")
+    _, buckets = runs(results["methods"], spec)
+    method = InGroups(gradzip.parse(spec), size)
+    expected([(ALL, method)], range(size), buckets)
     for run in results["methods"]:
         configuration = 600 + len(repr(gradzip.parse(spec)))
-        spare = run[spec]["sent"] - group.bytes_sent
+        spare = run[spec]["sent"] - method.groups.bytes_sent
         assert run[spec]["dense"] == STEPS * sum(4 * torch.Size(s).numel() for s in SHAPES)
         if spec in ("none", "fp16", "randomk:theta=0.9"):
             assert 0 < spare < configuration
@@ -200,7 +199,7 @@ def test_bytes_sent(world, spec):
             parts = size if "scatter" in spec else 1
             gathers = 1 + 3 * 3
             varying = 0.5 if spec == "atomo" else 0.1  # lengths differ between steps and ranks
-            assert 0 < spare < configuration + 16 * gathers * (parts + 1) + varying * group.bytes_sent
+            assert 0 < spare < configuration + 16 * gathers * (parts + 1) + varying * method.groups.bytes_sent
 
 
 @pytest.mark.parametrize("spec", RINGS)
@@ -230,7 +229,7 @@ def test_one_ring_for_each_bucket(world, spec, one_thread):
 def test_options_of_ddp(world, which):
     size, results = world
     averages, buckets = runs(results["options"], which)
-    references = [([2, 3], TopK(0.9, size)), (ALL, PerParameter(gradzip.TernGrad(), size))]
+    references = [([2, 3], TopK(0.9, size)), (ALL, InGroups(gradzip.TernGrad(), size))]
     wanted = expected(references[::-1], range(size), buckets)
     assert_equal(averages, wanted, [i for i in COMPRESSED if i not in (2, 3)])
 
@@ -261,7 +260,7 @@ def test_checkpoint_without_names_continues_training(world):
 
 def test_rewrapped_model_without_names_finds_its_state(world):
     size, results = world
-    wanted = expected([(ALL, PerParameter(gradzip.DGC(theta=0.9), size))], range(size), [None] * 4)
+    wanted = expected([(ALL, InGroups(gradzip.DGC(theta=0.9), size))], range(size), [[ALL]] * 4)
     assert_equal([averages for averages, _ in results["rewrapped"]], wanted)
     assert all(names == [str(i) for i in ALL] for _, names in results["rewrapped"])
 
@@ -292,14 +291,17 @@ def test_recreated_process_group_is_used(world):
 
 def test_unused_parameters(world):
     size, results = world
-    group = PerParameter(gradzip.QSGD(), size)
+    per_rank, buckets = runs(results["unused"])
+    groups = InGroups(gradzip.QSGD(), size)
     wanted = []
     for step in range(2):
-        grads = {i: gradients(range(size), step, i) for i in ALL if i != 5}
+        grads = {i: gradients(range(size), step, i) for i in ALL}
         grads[3][0].zero_()
-        wanted.append(group.average(grads, None))
-    assert_equal(results["unused"], wanted)
-    assert all(averages[5] is None for run in results["unused"] for averages in run)
+        grads[5] = [torch.zeros_like(unused) for unused in grads[5]]
+        wanted.append(groups.average(grads, buckets[step]))
+        del wanted[-1][5]
+    assert_equal(per_rank, wanted)
+    assert all(averages[5] is None for run in per_rank for averages in run)
 
 
 def test_frozen_parameters(world):
@@ -315,7 +317,7 @@ def test_mixed_dtypes(world):
     size, results = world
     averages, buckets = runs(results["mixed"])
     assert len(buckets[-1]) >= 4
-    references = [(ALL, PerParameter(gradzip.QSGD(), size))]
+    references = [(ALL, InGroups(gradzip.QSGD(), size))]
     assert_equal(averages, expected(references, range(size), buckets, dtypes=DTYPES))
 
 
@@ -345,14 +347,14 @@ def test_group_of_some_ranks(world):
     size, results = world
     assert results["subset"][0] is None
     averages, buckets = runs(results["subset"][1:])
-    references = [(ALL, PerParameter(gradzip.QSGD(exchange="scatter_reduce"), size - 1))]
+    references = [(ALL, InGroups(gradzip.QSGD(exchange="scatter_reduce"), size - 1))]
     assert_equal(averages, expected(references, range(1, size), buckets))
 
 
 def test_two_models_in_one_backward_pass(world):
     size, results = world
-    for model, name in enumerate(("{}", "model1.{}")):
-        wanted = expected([(ALL, PerParameter(gradzip.TernGrad(), size, name))], range(size), [None] * STEPS)
+    for model, prefix in enumerate(("", "model1.")):
+        wanted = expected([(ALL, InGroups(gradzip.TernGrad(), size, prefix))], range(size), [[ALL]] * STEPS)
         assert_equal([[step[model] for step in run] for run in results["two_models"]], wanted)
 
 

@@ -33,6 +33,15 @@ GZ_HD constexpr bool valid_segment(uint16_t entry, int bits) {
   return entry >> 15 == 0 && unpack_segment(entry).nbytes <= (bits + 7) / 8;
 }
 
+// A stream to decode, which may be any bytes, and the bitmap that it is decoded to.
+struct BitmapStream {
+  const uint8_t* bytes;
+  int64_t nbytes;
+  int64_t set;  // bits set in the bitmap
+  uint8_t* bitmap;
+};
+static_assert(sizeof(BitmapStream) == 32, "gradzip/ops/bitmap_code.py writes it");
+
 // The best k for `count` > 0 of `bits` bits, set independently with a probability of p: the smallest with
 // (1 - p)^(2^k) <= 0.618, because a step from k to k + 1 adds a bit per code and halves the zeros.
 // -log(1 - p) is about p / (1 - p / 2), and -log(0.618) about 13 / 27.

@@ -342,13 +342,11 @@ void bitmap_code_encode(const uint8_t* bitmap, int64_t n, int segment, uint8_t* 
   *nbytes = 2 * segments + total;
 }
 
-void bitmap_code_decode(const uint8_t* bytes, int64_t nbytes, int64_t n, int segment, int64_t count, uint8_t* bitmap,
-                        int32_t* failed, int threads) {
-  const int64_t segments = ceil_div(n, segment);
-  if (nbytes < 2 * segments) {
-    *failed = 1;
-    return;
-  }
+// Returns false if the stream is corrupt.
+static bool decode_stream(const BitmapStream& stream, int64_t n, int segment, int threads) {
+  const uint8_t* bytes = stream.bytes;
+  const int64_t nbytes = stream.nbytes, segments = ceil_div(n, segment);
+  if (nbytes < 2 * segments) return false;
   const auto size_of = [&](int64_t s) { return int(std::min<int64_t>(segment, n - s * segment)); };
   const auto entry_of = [&](int64_t s) {
     uint16_t entry;
@@ -383,14 +381,20 @@ void bitmap_code_decode(const uint8_t* bytes, int64_t nbytes, int64_t n, int seg
         read_pair(a, b);
         for (int64_t t = s; t < s + 2 && t < last; ++t) {
           const int64_t more =
-              store(words[t - s], size_of(t), unpack_segment(entry_of(t)).inverted, bitmap + t * (segment / 8));
+              store(words[t - s], size_of(t), unpack_segment(entry_of(t)).inverted, stream.bitmap + t * (segment / 8));
           if (more < 0) within = false;
           found += more;
         }
       }
       set += found;
     });
-  if (!within || set != count) *failed = 1;
+  return within && set == stream.set;
+}
+
+void bitmap_code_decode(const BitmapStream* streams, int64_t count, int64_t n, int segment, int32_t* failed,
+                        int threads) {
+  for (int64_t i = 0; i < count && !*failed; ++i)
+    if (!decode_stream(streams[i], n, segment, threads)) *failed = int32_t(1 + i);
 }
 
 }  // namespace gradzip::cpu

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "common/bitmap_code.h"
 #include "common/low_rank.h"
 #include "common/orthogonalize.h"
 #include "common/payload.h"
@@ -53,10 +54,10 @@ void bitmap_indices(const uint8_t* bitmap, int64_t n, const float* x, int64_t co
 // Entropy-codes a bitmap of n bits, whose spare bits are 0, in the format of common/bitmap_code.h. `out` has room for
 // ceil(n / 8) bytes and 2 per segment. *nbytes is the size of the stream.
 void bitmap_code_encode(const uint8_t* bitmap, int64_t n, int segment, uint8_t* out, int64_t* nbytes, int threads);
-// *failed: the bytes, which may be any, are not the stream of a bitmap of n bits with `count` set. `bitmap` may be
-// written on failure.
-void bitmap_code_decode(const uint8_t* bytes, int64_t nbytes, int64_t n, int segment, int64_t count, uint8_t* bitmap,
-                        int32_t* failed, int threads);
+// Decodes streams of bitmaps of n bits each. The table is in host memory on every device. *failed: 1 + the index of the
+// first stream that is not that of a bitmap with as many bits set; bitmaps may be written on failure.
+void bitmap_code_decode(const BitmapStream* streams, int64_t count, int64_t n, int segment, int32_t* failed,
+                        int threads);
 
 // --- compact
 // The values whose bit is set, in order (prefix-sum packing; HPDC'20, section 3.2). Items have 4 or 8 bytes. *found is

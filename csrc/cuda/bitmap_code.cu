@@ -41,20 +41,25 @@ int64_t bitmap_code_encode(void* workspace, const uint8_t* bitmap, int64_t n, in
   return 0;
 }
 
-int64_t bitmap_code_decode(void* workspace, const uint8_t* bytes, int64_t nbytes, int64_t n, int segment, int64_t count,
-                           uint8_t* bitmap, int32_t* failed, cudaStream_t stream) {
+int64_t bitmap_code_decode(void* workspace, const BitmapStream* streams, int64_t count, int64_t n, int segment,
+                           int32_t* failed, cudaStream_t stream) {
+  const int64_t segments = ceil_div(n, segment), most = count < kMostStreams ? count : kMostStreams;
   Arena arena(workspace);
-  const BitmapSegments segments(arena, n, segment);
-  auto* check = arena.take<BitmapCheck>(1);
+  auto* sizes = arena.take<uint32_t>(most * segments);
+  auto* offsets = arena.take<int64_t>(most * (segments + 1));
+  auto* checks = arena.take<BitmapCheck>(most);
   if (!workspace) return arena.nbytes();
-  clear(check, sizeof *check, stream);
-  launch(stream, segments.grid(), kBlock, bitmap_sizes_kernel, bytes, nbytes, n, segment, segments.count,
-         segments.sizes, check);
-  segments.scan(stream);
-  launch(stream, segments.grid(), kBlock, bitmap_read_kernel, bytes, nbytes, n, segment, segments.count,
-         segments.offsets, bitmap, check);
-  launch(stream, grid_of(grid_for(ceil_div(n, 32 * kBlock))), kBlock, bitmap_check_kernel, check, n, count, bitmap,
-         failed);
+  for (int64_t first = 0; first < count; first += kMostStreams) {
+    const int64_t some = count - first < most ? count - first : most;
+    BitmapStreams table{};
+    for (int64_t i = 0; i < some; ++i) table.of[i] = streams[first + i];
+    const auto grid = [&](int64_t work) { return grid_of(grid_for(ceil_div(work, kBlock)), unsigned(some)); };
+    clear(checks, some * int64_t(sizeof *checks), stream);
+    launch(stream, grid(segments), kBlock, bitmap_sizes_kernel, table, n, segment, segments, sizes, checks);
+    launch(stream, grid_of(unsigned(some)), kScanBlock, bitmap_scan_kernel, sizes, segments, offsets);
+    launch(stream, grid(segments), kBlock, bitmap_read_kernel, table, n, segment, segments, offsets, checks);
+    launch(stream, grid(ceil_div(n, 32)), kBlock, bitmap_check_kernel, table, checks, n, int32_t(first), failed);
+  }
   return 0;
 }
 

@@ -107,21 +107,40 @@ GZ_DEVICE uint16_t load_entry(const uint8_t* stream, int64_t segment) {
   return uint16_t(stream[2 * segment] | stream[2 * segment + 1] << 8);
 }
 
-// The segment sizes that a stream claims.
-__global__ void __launch_bounds__(kBlock)
-    bitmap_sizes_kernel(const uint8_t* stream, int64_t nbytes, int64_t n, int size, int64_t segments, uint32_t* sizes,
-                        BitmapCheck* check) {
+// Streams that one launch decodes: blocks with the same y share one.
+constexpr int kMostStreams = 16;
+struct BitmapStreams {
+  BitmapStream of[kMostStreams];
+};
+
+// The segment sizes that the streams claim.
+__global__ void __launch_bounds__(kBlock) bitmap_sizes_kernel(BitmapStreams streams, int64_t n, int size,
+                                                              int64_t segments, uint32_t* sizes, BitmapCheck* checks) {
+  const uint8_t* stream = streams.of[blockIdx.y].bytes;
+  const int64_t nbytes = streams.of[blockIdx.y].nbytes;
+  sizes += blockIdx.y * segments;
   for (int64_t s = grid_thread(); s < segments; s += grid_threads()) {
     const uint16_t entry = 2 * s + 2 <= nbytes ? load_entry(stream, s) : uint16_t(0);
     sizes[s] = uint32_t(unpack_segment(entry).nbytes);
-    if (!valid_segment(entry, SegmentBits{nullptr, n, s, size, false}.bits())) report(&check->corrupt);
+    if (!valid_segment(entry, SegmentBits{nullptr, n, s, size, false}.bits())) report(&checks[blockIdx.y].corrupt);
   }
+}
+
+// Where segments begin behind the entries: one block for each stream.
+__global__ void __launch_bounds__(kScanBlock)
+    bitmap_scan_kernel(const uint32_t* sizes, int64_t segments, int64_t* offsets) {
+  scan_counts(sizes + blockIdx.x * segments, segments, offsets + blockIdx.x * (segments + 1));
 }
 
 // Reads the segments if their sizes add up to that of the stream.
 __global__ void __launch_bounds__(kBlock)
-    bitmap_read_kernel(const uint8_t* stream, int64_t nbytes, int64_t n, int size, int64_t segments,
-                       const int64_t* offsets, uint8_t* bitmap, BitmapCheck* check) {
+    bitmap_read_kernel(BitmapStreams streams, int64_t n, int size, int64_t segments, const int64_t* offsets,
+                       BitmapCheck* checks) {
+  const uint8_t* stream = streams.of[blockIdx.y].bytes;
+  const int64_t nbytes = streams.of[blockIdx.y].nbytes;
+  uint8_t* bitmap = streams.of[blockIdx.y].bitmap;
+  BitmapCheck* check = checks + blockIdx.y;
+  offsets += blockIdx.y * (segments + 1);
   if (2 * segments + offsets[segments] != nbytes) {
     report(&check->corrupt);
     return;
@@ -163,12 +182,15 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-// A corrupt stream gets a bitmap that certainly does not have `count` bits set.
+// A corrupt stream gets a bitmap that certainly has another number of bits set. first: the index of the first stream.
 __global__ void __launch_bounds__(kBlock)
-    bitmap_check_kernel(const BitmapCheck* check, int64_t n, int64_t count, uint8_t* bitmap, int32_t* failed) {
-  if (!check->corrupt && check->set == count) return;
-  report(failed);
-  for (int64_t w = grid_thread(); 32 * w < n; w += grid_threads()) store_word(bitmap, w, n, count > 0 ? 0u : ~0u);
+    bitmap_check_kernel(BitmapStreams streams, const BitmapCheck* checks, int64_t n, int32_t first, int32_t* failed) {
+  const BitmapCheck& check = checks[blockIdx.y];
+  const int64_t set = streams.of[blockIdx.y].set;
+  if (!check.corrupt && check.set == set) return;
+  if (failed && grid_thread() == 0) atomicExch(failed, 1 + first + int32_t(blockIdx.y));
+  uint8_t* bitmap = streams.of[blockIdx.y].bitmap;
+  for (int64_t w = grid_thread(); 32 * w < n; w += grid_threads()) store_word(bitmap, w, n, set > 0 ? 0u : ~0u);
 }
 
 }  // namespace gradzip::cuda

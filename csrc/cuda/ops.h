@@ -16,6 +16,7 @@
 
 #include <cstdint>
 
+#include "common/bitmap_code.h"
 #include "common/low_rank.h"
 #include "common/orthogonalize.h"
 #include "common/payload.h"
@@ -51,9 +52,10 @@ int64_t bitmap_indices(void* workspace, const uint8_t* bitmap, int64_t n, const 
 // `out` has room for the stream: no more is written.
 int64_t bitmap_code_encode(void* workspace, const uint8_t* bitmap, int64_t n, int segment, uint8_t* out,
                            int64_t* nbytes, cudaStream_t stream);
-// On failure, `bitmap` has another number of bits set than `count`, if n > 0.
-int64_t bitmap_code_decode(void* workspace, const uint8_t* bytes, int64_t nbytes, int64_t n, int segment, int64_t count,
-                           uint8_t* bitmap, int32_t* failed, cudaStream_t stream);
+// *failed: 1 + the index of any corrupt stream. The bitmaps of all of these have another number of bits set than in the
+// table, if n > 0.
+int64_t bitmap_code_decode(void* workspace, const BitmapStream* streams, int64_t count, int64_t n, int segment,
+                           int32_t* failed, cudaStream_t stream);
 
 // --- compact
 int64_t compact(void* workspace, const void* values, int64_t n, int item_size, const uint8_t* bitmap, void* out,

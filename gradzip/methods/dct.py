@@ -8,6 +8,7 @@ import torch
 
 from .. import ops
 from ..registry import register
+from ..state import VECTOR
 from .transform_codec import TransformCodec
 
 
@@ -21,7 +22,8 @@ class DCTRange(TransformCodec):
     image, so most of a kernel's energy is in few coefficients. Other gradients stay as they are, because neighbouring
     elements of a matrix have nothing in common. So do the shards of "scatter_reduce" if there are fewer rows than
     ranks. Of the n coefficients, the k = round((1 - theta) n) largest in magnitude are kept, and coded as range-based
-    floats of N bits. The ranks' coefficients are added up before they are transformed back.
+    floats of N bits. The ranks' coefficients are added up before they are transformed back. Front ends join the
+    gradients of a bucket with kernels of the same lengths, and those without kernels: n is the size of all of these.
 
     Args:
         theta: fraction of the coefficients that is dropped, in [0, 1), or a schedule step -> theta.
@@ -59,12 +61,23 @@ class DCTRange(TransformCodec):
         if self.block is not None and not (isinstance(self.block, int) and self.block in lengths):
             raise ValueError(f"DCTRange: got block = {self.block!r}, expected None or one of {lengths}")
 
+    def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        """Gradients with the same kernels are joined; so are all without kernels, to a vector."""
+        kernel = _kernel(shape)
+        return (-1, 1, *kernel) if kernel else VECTOR
+
     def transform_for(self, shape: torch.Size) -> ops.Transform:
         """The transform of a gradient of that shape: the lengths of its kernels, if it has any, decide."""
-        kernel = tuple(n for n in shape[2:] if n > 1)
-        if kernel and ops.Transform.kernel_exists(*kernel):
+        kernel = _kernel(shape)
+        if kernel:
             return ops.Transform.dct(*kernel)
         return ops.Transform.dct() if self.block is None else ops.Transform.dct(self.block)
 
     def transform_with_lengths(self, lengths: tuple[int, ...]) -> ops.Transform | None:
         return ops.Transform.dct(*lengths) if ops.Transform.dct_exists(*lengths) else None
+
+
+def _kernel(shape: torch.Size) -> tuple[int, ...]:
+    """The lengths of the kernels of a gradient of that shape; none if it has no kernels, or too long ones."""
+    kernel = tuple(n for n in shape[2:] if n > 1)
+    return kernel if ops.Transform.kernel_exists(*kernel) else ()

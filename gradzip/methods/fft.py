@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import ops
 from ..registry import register
+from ..state import VECTOR
 from .transform import inverse_transform, pairs_to_spectrum, row_chunks, spectrum_to_pairs, transform_shape
 from .transform_codec import TransformCodec
 
@@ -56,8 +57,6 @@ class FFTRange(TransformCodec):
     2020, figure 3.
     """
 
-    per_bucket = True
-
     block: int | None = 64
     error_feedback: bool = False
     seed: int = 0
@@ -67,6 +66,9 @@ class FFTRange(TransformCodec):
         super().__post_init__()
         if self.block is not None and not (isinstance(self.block, int) and self.block >= 2):
             raise ValueError(f"FFTRange: got block = {self.block!r}, expected None or an integer >= 2")
+
+    def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        return VECTOR
 
     @property
     def _transform(self) -> ops.Transform:

@@ -13,7 +13,7 @@ from .. import ops
 from ..collectives import Routine
 from ..gather import GatherCompressor, attribute_payload_errors, inspected
 from ..registry import register
-from ..state import Key, State
+from ..state import VECTOR, Key, State
 
 _STREAM = struct.Struct("<QB7x")  # length of the coded levels in bytes; whether they are Elias-coded
 _SCALE = struct.Struct("<f12x")
@@ -33,17 +33,19 @@ class QSGD(GatherCompressor):
     Args:
         bits: bits of a level, 2 to 16, sign included. The papers' "1-bit QSGD" has s = 1, signs and zeros: it is
             ``bits=2`` here.
-        bucket: number of neighbouring elements that share a norm.
+        bucket: number of neighbouring elements that share a norm. Front ends compress the gradients of their buckets as
+            one vector, as the paper does, so these may be elements of two gradients.
         norm: "l2", as in the paper's theory (most levels are 0), or "max", as in its experiments (less variance, more
             bytes).
         coding: "packed" codes each level in `bits` bits. "elias" codes runs of zeros, and levels, in Elias gamma code,
-            if that is shorter than "packed".
+            if that is shorter than "packed"; on a device it is "packed", because the host would have to wait for the
+            length of each payload in the backward pass. "always_elias" does so on a device, too: for slow networks.
         seed: of the u_i.
 
     Payload: header; a float32 norm for each bucket; levels. 48 + 4 ceil(n / bucket) + n bits / 8 bytes, padded to 16;
-    at most that with "elias".
+    at most that with Elias codes.
 
-    Deterministic for a seed. Encoding with coding="elias" waits for a CUDA device, to learn the length: take "packed".
+    Deterministic for a seed. Waits for a CUDA device with coding="always_elias" only.
 
     Source: Alistarh, Grubic, Li, Tomioka, Vojnovic, QSGD: Communication-Efficient SGD via Gradient Quantization and
     Encoding, NeurIPS 2017, sections 3.1 and 3.2.
@@ -58,12 +60,15 @@ class QSGD(GatherCompressor):
     def __post_init__(self) -> None:
         super().__post_init__()
         ops.check_quantizer(self.bits, self.bucket, self.norm, 0, "QSGD")
-        if self.coding not in ("elias", "packed"):
-            raise ValueError(f"QSGD: got coding = {self.coding!r}, expected 'elias' or 'packed'")
+        if self.coding not in ("elias", "packed", "always_elias"):
+            raise ValueError(f"QSGD: got coding = {self.coding!r}, expected 'elias', 'packed' or 'always_elias'")
 
     @property
     def fixed_nbytes(self) -> bool:  # type: ignore[override]
-        return self.coding == "packed"
+        return self.coding != "always_elias"
+
+    def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        return VECTOR
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         numel, magnitude = grad.numel(), ops.abs_max_tensor(grad)
@@ -72,7 +77,7 @@ class QSGD(GatherCompressor):
         arguments = (grad, self.bits, self.bucket, self.norm, key.bits)
         norms_end = 4 * ops.num_buckets(numel, self.bucket)
         packed_nbytes = ops.packed_nbytes(numel, self.bits)
-        if self.coding == "elias":
+        if self.coding == "always_elias" or (self.coding == "elias" and not ops.on_device(grad)):
             space = self.workspace.empty("stream", (ops.elias_capacity(numel, self.bits),), torch.uint8, grad.device)
             stream, norms = ops.elias_quantize(*arguments, out=space)
             if stream.numel() <= packed_nbytes:

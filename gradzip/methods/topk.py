@@ -12,7 +12,7 @@ from .. import ops
 from ..gather import GatherCompressor
 from ..registry import register
 from ..schedule import Theta, check_theta, theta_at
-from ..state import Key, State
+from ..state import VECTOR, Key, State
 
 _COUNT = struct.Struct("<Q")  # k; the header's other 8 bytes hold the range float
 
@@ -118,8 +118,6 @@ class TopK(SparseCodec):
     Evaluation and Optimization of Gradient Compression for Distributed Deep Learning, ICDCS 2023, section III.
     """
 
-    per_bucket = True
-
     theta: Theta = 0.99
     select: str = "exact"
     bits: int = 32
@@ -137,6 +135,9 @@ class TopK(SparseCodec):
     @property
     def fixed_nbytes(self) -> bool:  # type: ignore[override]
         return self.select == "exact"
+
+    def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        return VECTOR
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         flat = grad.reshape(-1)

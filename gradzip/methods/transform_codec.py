@@ -7,6 +7,7 @@ import math
 import struct
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,19 @@ from .topk import num_kept
 
 # k; the transform's lengths less one; bytes of padding. The header's other 8 bytes hold the range float.
 _FIELDS = struct.Struct("<I3BB")
+
+
+class CodedPart(NamedTuple):
+    """What a payload holds: selected coefficients, and their status bitmap, still coded."""
+
+    transform: ops.Transform
+    bitmap: Tensor  # a stream of `ops.bitmap_code_encode`
+    packed: Tensor
+    k: int
+    number: ops.RangeFloat
+
+    def decoded(self, bitmap: Tensor) -> ops.TransformPart:
+        return ops.TransformPart(bitmap, self.packed, self.k, self.number)
 
 
 @dataclass
@@ -135,8 +149,8 @@ class TransformCodec(GatherCompressor):
 
     # --- decoding
 
-    def part(self, payload: ops.Payload, numel: int) -> tuple[ops.Transform, ops.TransformPart]:
-        """The transform of a gradient of `numel` elements, and the coefficients that its payload holds, still coded.
+    def coded_part(self, payload: ops.Payload, numel: int) -> CodedPart:
+        """What the payload of a gradient of `numel` elements holds.
 
         Raises:
             PayloadError: `encode` of this codec cannot have written the payload.
@@ -158,32 +172,41 @@ class TransformCodec(GatherCompressor):
         if padding >= ops.PAYLOAD_ALIGN or stream_nbytes < 0:
             raise ops.PayloadError(f"corrupt payload: its {payload.body.numel()} bytes do not hold {k} coefficients")
         packed, stream = payload.sections(codes_end, stream_nbytes)
-        bitmap = ops.bitmap_code_decode(stream, groups, k, transform.segment(signal_numel))
-        return transform, ops.TransformPart(bitmap, packed, k, number)
+        return CodedPart(transform, stream, packed, k, number)
 
     def decode(self, payloads: list[Tensor], numel: int) -> Tensor:
         inspect(payloads)
         out = self.new_average(numel, payloads[0].device)
-        transform: ops.Transform | None = None
-        parts: list[ops.TransformPart] = []
+        coded: list[CodedPart] = []
         for rank, buffer in enumerate(payloads):
             with attribute_payload_errors(payload_source(rank, len(payloads))):
                 payload = self.open(buffer, numel)
                 if payload.flags & ops.NON_FINITE:
                     continue
-                its_transform, part = self.part(payload, numel)
-                if parts and its_transform != transform:
-                    raise ops.PayloadError(f"corrupt payload: it claims {its_transform}, those before it {transform}")
-                transform = its_transform
-                parts.append(part)
-        if transform is None or len(parts) < len(payloads):
+                part = self.coded_part(payload, numel)
+                if coded and part.transform != coded[0].transform:
+                    raise ops.PayloadError(
+                        f"corrupt payload: it claims {part.transform}, those before it {coded[0].transform}"
+                    )
+                coded.append(part)
+        if len(coded) < len(payloads):
             return out.fill_(math.nan)
+        transform, n = coded[0].transform, self.signal_numel(numel)
+        groups, segment = transform.groups(n), transform.segment(n)
+        streams, counts = [part.bitmap for part in coded], [part.k for part in coded]
+        bitmaps, corrupt = ops.bitmap_code_decode_all(streams, groups, counts, segment)
+        if corrupt is not None:
+            with attribute_payload_errors(payload_source(corrupt, len(payloads))):
+                ops.bitmap_code_decode(streams[corrupt], groups, counts[corrupt], segment)  # raises
+        parts = [part.decoded(bitmap) for part, bitmap in zip(coded, bitmaps)]
         self.inverse(parts, transform, out, 1.0 / len(payloads))
         return out
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
-        transform, part = self.part(payload, out.numel())
-        self.inverse([part], transform, out, weight, add=True)
+        part, n = self.coded_part(payload, out.numel()), self.signal_numel(out.numel())
+        transform = part.transform
+        bitmap = ops.bitmap_code_decode(part.bitmap, transform.groups(n), part.k, transform.segment(n))
+        self.inverse([part.decoded(bitmap)], transform, out, weight, add=True)
 
     def inverse(
         self, parts: list[ops.TransformPart], transform: ops.Transform, out: Tensor, weight: float, add: bool = False

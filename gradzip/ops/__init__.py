@@ -11,7 +11,13 @@ from .abs_max import abs_max, abs_max_columns, abs_max_tensor
 from .atom_probabilities import atom_probabilities
 from .bernoulli import bernoulli
 from .bitmap import bitmap, bitmap_count, bitmap_count_tensor, bitmap_indices, bitmap_nbytes
-from .bitmap_code import bitmap_code_capacity, bitmap_code_decode, bitmap_code_encode, bitmap_code_write
+from .bitmap_code import (
+    bitmap_code_capacity,
+    bitmap_code_decode,
+    bitmap_code_decode_all,
+    bitmap_code_encode,
+    bitmap_code_write,
+)
 from .bucket_norms import bucket_norms, num_buckets
 from .compact import compact, compact_values, expand
 from .device import all_finite, known_non_finite, on_device
@@ -93,6 +99,7 @@ __all__ = [
     "bitmap",
     "bitmap_code_capacity",
     "bitmap_code_decode",
+    "bitmap_code_decode_all",
     "bitmap_code_encode",
     "bitmap_code_write",
     "bitmap_count",

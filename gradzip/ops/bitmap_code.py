@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from array import array
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -105,14 +107,38 @@ def bitmap_code_decode(
     is a stream of `numel` elements with `count` bits set. On CUDA, which does not wait for the device, the result of a
     corrupt stream has another number of bits set instead, so that those who take `count` values by it notice.
     """
-    stream = _native.check(stream, torch.uint8, "bitmap_code_decode: stream")
-    out = _native.output(out, bitmap_nbytes(numel), torch.uint8, stream.device, "bitmap_code_decode: out")
-    what = f"corrupt bitmap: got {stream.numel()} bytes that are not a bitmap of {numel} elements with {count} set"
-    arguments = (stream.data_ptr(), stream.numel(), numel, _checked(segment), count, out.data_ptr())
-    # Without elements, there is nothing by which CUDA could show that a stream is corrupt.
-    if (numel == 0 and (stream.numel() or count)) or _native.run_failed("bitmap_code_decode", stream, *arguments):
-        raise PayloadError(what)
+    [out], corrupt = bitmap_code_decode_all([stream], numel, [count], segment, None if out is None else [out])
+    if corrupt is not None:
+        raise PayloadError(
+            f"corrupt bitmap: got {stream.numel()} bytes that are not a bitmap of {numel} elements with {count} set"
+        )
     return out
+
+
+def bitmap_code_decode_all(
+    streams: Sequence[Tensor],
+    numel: int,
+    counts: Sequence[int],
+    segment: int = _MOST_SEGMENT,
+    out: Sequence[Tensor] | None = None,
+) -> tuple[list[Tensor], int | None]:
+    """Decode streams of bitmaps of equal sizes, each as `bitmap_code_decode` does, on a device 16 in one launch.
+
+    Returns the bitmaps, and the index of the first corrupt stream, or None. On CUDA, which does not wait for the
+    device, that is None.
+    """
+    segment, nbytes, device = _checked(segment), bitmap_nbytes(numel), streams[0].device
+    bitmaps = []
+    table = array("q")  # struct BitmapStream
+    streams = [_native.check(s, torch.uint8, "bitmap_code_decode: stream", device=device) for s in streams]
+    for i, (stream, count) in enumerate(zip(streams, counts, strict=True)):
+        given = None if out is None else out[i]
+        bitmaps.append(_native.output(given, nbytes, torch.uint8, device, "bitmap_code_decode: out"))
+        table.extend((stream.data_ptr(), stream.numel(), count, bitmaps[i].data_ptr()))
+    if numel == 0:  # there is nothing by which CUDA could show that a stream is corrupt
+        return bitmaps, next((i for i, (s, count) in enumerate(zip(streams, counts)) if s.numel() or count), None)
+    failed = _native.run_failed("bitmap_code_decode", streams[0], table.buffer_info()[0], len(streams), numel, segment)
+    return bitmaps, failed - 1 if failed else None
 
 
 def _checked(segment: int) -> int:

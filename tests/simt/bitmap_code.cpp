@@ -43,7 +43,8 @@ static void test(int64_t n, unsigned seed) {
     const simt::Buffer<uint8_t> stream(std::vector<uint8_t>(out.get(), out.get() + nbytes), n % 4);
     const simt::Buffer<uint8_t> back(int64_t(bits.size()), n % 5);
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
-    simt::call(cuda::bitmap_code_decode, stream, nbytes, n, segment, count_of(bits), back, failed);
+    const BitmapStream listed{stream, nbytes, count_of(bits), back};
+    simt::call(cuda::bitmap_code_decode, &listed, 1, n, segment, failed);
     simt::expect_equal(*failed.get(), 0, "bitmap_code_decode: failed");
     simt::expect_equal(back.get(), bitmap.get(), bitmap.size(), "bitmap_code_decode");
   });
@@ -73,9 +74,10 @@ static void test_hostile(int64_t n, unsigned seed) {
   for (int64_t claimed = count, round = 0; round < 2; ++round) {
     int32_t refused = 0;
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
-    cpu::bitmap_code_decode(stream, stream.size(), n, segment, claimed, expected, &refused, 1);
+    const BitmapStream on_cpu{stream, stream.size(), claimed, expected}, listed{stream, stream.size(), claimed, back};
+    cpu::bitmap_code_decode(&on_cpu, 1, n, segment, &refused, 1);
     simt::options.seed = seed;
-    simt::call(cuda::bitmap_code_decode, stream, stream.size(), n, segment, claimed, back, failed);
+    simt::call(cuda::bitmap_code_decode, &listed, 1, n, segment, failed);
     simt::expect_equal(*failed.get(), refused,
                        "bitmap_code_decode of other bytes: failed, seed " + std::to_string(seed));
     const std::vector<uint8_t> got(back.get(), back.get() + back.size());
@@ -87,7 +89,46 @@ static void test_hostile(int64_t n, unsigned seed) {
   }
 }
 
+// Several streams in one call, of which those in `corrupt` lack their last byte: only their bitmaps are not decoded.
+static void test_several(int64_t n, int count, const std::vector<int>& corrupt) {
+  std::vector<std::vector<uint8_t>> bitmaps;
+  std::vector<simt::Buffer<uint8_t>> streams, expected, back;
+  std::vector<BitmapStream> on_cpu, listed;
+  streams.reserve(size_t(count)), expected.reserve(size_t(count)), back.reserve(size_t(count));
+  for (int i = 0; i < count; ++i) {
+    const auto& bits = bitmaps.emplace_back(random_bitmap(n, unsigned(i)));
+    std::vector<uint8_t> bytes(size_t(capacity_of(n, kMostSegment)));
+    int64_t nbytes;
+    cpu::bitmap_code_encode(bits.data(), n, kMostSegment, bytes.data(), &nbytes, 1);
+    bytes.resize(size_t(nbytes) - size_t(std::count(corrupt.begin(), corrupt.end(), i)));
+    streams.emplace_back(bytes, i % 3);
+    expected.emplace_back(int64_t(bits.size()));
+    back.emplace_back(int64_t(bits.size()), i % 5);
+    on_cpu.push_back({streams.back(), streams.back().size(), count_of(bits), expected.back()});
+    listed.push_back({streams.back(), streams.back().size(), count_of(bits), back.back()});
+  }
+  int32_t refused = 0;
+  cpu::bitmap_code_decode(on_cpu.data(), count, n, kMostSegment, &refused, 2);
+  simt::expect_equal(refused, corrupt.empty() ? 0 : 1 + corrupt[0], "bitmap_code_decode of several: failed on the CPU");
+  const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
+  simt::call(cuda::bitmap_code_decode, listed.data(), count, n, kMostSegment, failed);
+  const int32_t reported = *failed.get();
+  simt::expect_equal(reported > 0, refused > 0, "bitmap_code_decode of several: failed");
+  simt::expect_equal(!refused || std::count(corrupt.begin(), corrupt.end(), reported - 1) > 0, true,
+                     "bitmap_code_decode of several: which failed");
+  for (int i = 0; i < count; ++i) {
+    const std::vector<uint8_t> got(back[size_t(i)].get(), back[size_t(i)].get() + back[size_t(i)].size());
+    if (std::count(corrupt.begin(), corrupt.end(), i))
+      simt::expect_equal(count_of(got) != listed[size_t(i)].set, true, "bitmap_code_decode of several: another count");
+    else
+      simt::expect_equal(got.data(), bitmaps[size_t(i)].data(), int64_t(got.size()), "bitmap_code_decode of several");
+  }
+}
+
 int main() {
+  test_several(5000, 3, {});
+  test_several(5000, 8, {2, 5});
+  test_several(3001, 33, {16, 31, 32});  // more than one launch takes
   for (const int64_t n : simt::kSizes)
     for (unsigned seed = 0; seed < (n < 5000 ? 7 : 1); ++seed) test(n, seed);
   for (const int64_t n : {63, 64, 65, 2047, 2048, 2049}) test(n, unsigned(n));
