@@ -144,6 +144,10 @@ class StandInTensor(Tensor):
 class _Mode(TorchDispatchMode):
     """Runs torch's operations on tensors of the stand-in device, and counts them."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch imports its compiler, which takes seconds, to keep out of it
+
     def __init__(self, counts: Counts, small: float) -> None:
         super().__init__()
         self.counts = counts

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .state import BucketState, State
+from .streams import use_on_current_stream
 
 # From a gradient to the shapes of its state's tensors, by field. Called for loaded states only.
 Shapes = Callable[[Tensor], Mapping[str, tuple[int, ...]]]
@@ -219,9 +220,9 @@ class Memory:
                 )
         for name, value in vars(state).items():
             if isinstance(value, Tensor):
-                setattr(state, name, value.to(grad.device))
+                setattr(state, name, use_on_current_stream(value.to(grad.device)))
             elif isinstance(value, list):
-                setattr(state, name, [tensor.to(grad.device) for tensor in value])
+                setattr(state, name, [use_on_current_stream(tensor.to(grad.device)) for tensor in value])
         rank_local = [name for name in self.rank_local if isinstance(getattr(state, name, None), Tensor)]
         if rank_local and (state.rank, state.size) != (rank, size):
             warnings.warn(

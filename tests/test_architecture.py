@@ -18,6 +18,7 @@ ORDER = [
     "ops",
     "optim",
     "state",
+    "streams",
     "memory",
     "collectives",
     "cost",

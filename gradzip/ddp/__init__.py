@@ -25,6 +25,7 @@ from ..collectives import Mean, Routine, Traffic
 from ..compressor import Compressor
 from ..engines.torch import TorchEngine, nbytes_of
 from ..fusion import Round
+from ..streams import home_streams
 from .buckets import Future, GradBuffer, Names
 
 
@@ -83,6 +84,7 @@ class HookState:
         model.names.update(named)
         self._model: Names = model
         self._engine: TorchEngine | None = None
+        self._streams = home_streams(compressor.memory.attachments)
         self._plans: dict[int, Plan] = {}  # by the bucket's index, until DDP rebuilds its buckets
         self._buckets: list[GradBuffer] = []  # of the current step
 
@@ -106,7 +108,7 @@ class HookState:
     def average_bucket(self, bucket: dist.GradBucket) -> Future:
         """Start averaging a bucket; after the last one, schedule the end of the step. Called by `hook`."""
         try:
-            with no_autocast(bucket.buffer().device):
+            with no_autocast(bucket.buffer().device), self._streams.on(bucket.buffer()):
                 self._start(bucket)
                 future = self._buckets[-1].future
                 if bucket.is_last():
@@ -169,11 +171,12 @@ class HookState:
     def _finish(self) -> None:
         """Run the routines of all buckets to their ends, and end the step."""
         buckets, self._buckets = self._buckets, []
-        with no_autocast(buckets[0].buffer.device):
+        with no_autocast(buckets[0].buffer.device), self._streams.on_all():
             if self._run(buckets):
                 self.compressor.end_step(self._engine)
             else:
                 self.compressor.skip_step()
+        # DDP waits for an event of the current stream, that of `backward()`, which now waits for the home stream.
         for bucket in buckets:
             bucket.future.set_result(bucket.buffer)
 

@@ -36,7 +36,7 @@ class PendingCopy:
         return False
 
     def result(self) -> Tensor:
-        return self._tensor.cpu()
+        return self._tensor.cpu()  # the host waits for the current stream, on which the tensor was computed
 
 
 class Engine(ABC):

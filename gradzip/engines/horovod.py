@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, ToHost, Traffic
 from ..cost import JOINED
+from ..streams import use_on_current_stream
 from .base import Engine, Pending, PendingCopy
 from .horovod_group import group_from_horovod
 from .ring import Ring, RingError
@@ -24,6 +25,9 @@ _ALLREDUCE_DTYPES = (torch.float16, torch.float32, torch.float64)
 
 class HorovodEngine(Engine):
     """Runs collectives over a Horovod process set.
+
+    On a device, Horovod starts a transfer when an event has passed that it records on the current stream, and holds
+    what it was given until `hvd.synchronize`, where the host waits for the end of the transfer.
 
     Horovod matches collectives by their slots. A RingSum runs on a process group of its own, and is matched by its
     order. Where torch has no gloo, and on a device, it is one all-reduce.
@@ -119,11 +123,12 @@ class _Pending:
                 # As when one of Horovod's own collectives fails: elastic training resumes from there.
                 raise HorovodInternalError(str(error)) from error
         received = hvd.synchronize(self._handle)
+        # What is gathered is in memory that a thread of Horovod's has allocated, on the device's default stream.
         if isinstance(collective, Gather):
-            return collective.split_by_rank(received, self._engine.size)
+            return collective.split_by_rank(use_on_current_stream(received), self._engine.size)
         if isinstance(collective, AllToAll):
             tensor, nbytes = received
-            return list(tensor.split(nbytes.tolist()))
+            return list(use_on_current_stream(tensor).split(nbytes.tolist()))
         if isinstance(collective, RingSum):
             for i, total in enumerate(received.to(collective.dtype).split(list(collective.numels))):
                 collective.decode(i, total)

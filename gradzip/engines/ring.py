@@ -137,11 +137,11 @@ class _Wire:
             (step, first + (ring.rank - step - 1) % n) for step in range(2 * n - 2) for first in range(0, count, n)
         ]
         numels = [collective.numels[segment] for _, segment in coming]
-        memory = ring.workspace.empty(
+        memory = ring.workspace.empty(  # the former sum's readers are queued on the same stream
             f"received {collective.dtype}", (sum(numels),), collective.dtype, collective.device
         )
         self.buffers = dict(zip(coming, memory.split(numels)))
-        self.sent: list[Tensor] = []  # in use until the end
+        self.sent: list[Tensor] = []  # kept until all transfers have ended
         self.receives: dict[tuple[int, int], list[Any]] = {}  # operations to wait for, by message
         self.sends: dict[tuple[int, int], list[Any]] = {}
         self.start()
@@ -224,5 +224,7 @@ class _LockstepWire(_Wire):
                 if tensor.numel()
             ]
             if operations:
+                # The group's stream starts after what is queued on the current one: the buffer's last readers are done.
+                # With NCCL, one work stands for both: who waits for what arrives waits for what leaves.
                 works = dist.batch_isend_irecv(operations)
                 (self.receives if buffer.numel() else self.sends)[arriving if buffer.numel() else leaving] = works

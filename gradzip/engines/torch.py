@@ -33,6 +33,10 @@ class TorchEngine(Engine):
     its length, and sends what did not fit in a second operation. All ranks see the lengths of the longest parts, so
     all compute the same capacity.
 
+    On a device, a transfer starts after what is queued on the current stream, and runs on the group's own stream.
+    `send_overflow` and `result` make the current stream wait for it, not the host. Until then a pending transfer refers
+    to what it sends and receives, and nothing writes to that.
+
     device: of the tensors that `allgather_bytes` makes, one that the group's backend supports.
     """
 
@@ -134,10 +138,10 @@ class _PendingGather:
     """A Gather to which all ranks send as many bytes: nothing waits to learn how many."""
 
     def __init__(self, engine: TorchEngine, collective: Gather) -> None:
-        sent = collective.tensor.contiguous()
-        self._received = sent.new_empty((engine.size, sent.numel()))
-        engine.traffic.bytes_sent += sent.numel()
-        self._work = _all_gather(self._received.view(-1), sent, group=engine.group, async_op=True)
+        self._sent = collective.tensor.contiguous()  # kept until the transfer ends: a joined payload has no other owner
+        self._received = self._sent.new_empty((engine.size, self._sent.numel()))
+        engine.traffic.bytes_sent += self._sent.numel()
+        self._work = _all_gather(self._received.view(-1), self._sent, group=engine.group, async_op=True)
 
     def send_overflow(self) -> bool:
         self._work.wait()
@@ -163,6 +167,7 @@ class _PendingExchange:
         if len(self._parts) == 1:
             prefixes.fill_(longest)  # no copy from host memory, which waits for the device
         else:
+            # The host waits, so the lengths may be dropped.
             prefixes.copy_(torch.tensor([[part.numel(), longest] for part in self._parts], device="cpu"))
         for row, part in zip(first[:, _PREFIX:], self._parts):
             _fill(row, part[: self._capacity])
@@ -175,6 +180,7 @@ class _PendingExchange:
     def _start(self, message: Tensor) -> tuple[Tensor, Any]:
         engine = self._engine
         received = message.new_empty((engine.size, message.shape[1]))
+        self._sent = message  # kept until the transfer ends: it has no other owner
         engine.traffic.bytes_sent += message.numel()
         return received, self._exchange(received.view(-1), message.view(-1), group=engine.group, async_op=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..averaging import Averaging
@@ -25,6 +24,7 @@ class PlannedBucket:
         self.alone = {plan.parameters[unit.indices[0]]: unit for unit in plan.units if unit not in joining}
         self.name = plan.names[joining[0].indices[0]] if joining else ""  # of its operations
         # What Horovod all-reduces in place of the gradients: a zero of the same type each, as its groups hold one type.
+        # Nothing else writes to them, so a step may hand them over again.
         zeros = plan.parameters[0].detach().new_zeros(len(self.joined)).split(1) if joining else ()
         self.zeros = dict(zip(self.joined, zeros))
 
@@ -36,7 +36,6 @@ class WaitingBucket:
         self.planned = planned
         self.missing = set(planned.joined)
         self.gradients: dict[Any, Tensor] = {}  # by parameter
-        self.streams: dict[torch.device, set[torch.cuda.Stream]] = {}  # on which they were computed
         # From now on: methods that change at the end of another optimizer's step must not do so on some ranks only.
         self._counted = memory.counted()
         self._counted.__enter__()
@@ -45,13 +44,4 @@ class WaitingBucket:
         """Add a gradient. Returns how it is averaged."""
         self.gradients[parameter] = grad
         self.missing.discard(parameter)
-        if grad.is_cuda:
-            self.streams.setdefault(grad.device, set()).add(torch.cuda.current_stream(grad.device))
         return self.planned.joined[parameter]
-
-    def wait_for_streams(self) -> None:
-        """Have the current stream wait for those on which the gradients were computed: each hook may run on another."""
-        for device, streams in self.streams.items():
-            current = torch.cuda.current_stream(device)
-            for stream in streams - {current}:
-                current.wait_stream(stream)

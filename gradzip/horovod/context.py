@@ -25,6 +25,7 @@ from ..buckets import Bucket, Plan, Unit, cut
 from ..collectives import Done, Mean, Routine, advance
 from ..compressor import Compressor
 from ..fusion import Round
+from ..streams import home_streams
 from .buckets import PlannedBucket, WaitingBucket
 
 if TYPE_CHECKING:
@@ -156,7 +157,6 @@ class OptimizerContext:
         planned, gradients = bucket.planned, bucket.gradients
         if len(gradients) < len(planned.joined):  # parameters were frozen since, or have sparse gradients
             planned = PlannedBucket(self._plan([p for p in planned.joined if p in gradients]), least=1)
-        bucket.wait_for_streams()
         parameters, units = planned.plan.parameters, planned.units
         routines = {
             (planned.name, i): unit.average(
@@ -233,7 +233,8 @@ class InFlightGradient:
         if context is None:
             raise RuntimeError(f"{self.name}: got the result of a step that was dropped when the group changed")
         size = context.engine.size
-        with no_autocast(reduced.device):
+        # The host has waited for `reduced` in Horovod's `synchronize`.
+        with no_autocast(reduced.device), home_streams(context.compressor.memory.attachments).on_all():
             if self.routine is None:
                 context.complete()
             else:
@@ -242,7 +243,7 @@ class InFlightGradient:
                     raise RuntimeError(f"{self.name}: the method asks for a second collective, but declares rounds = 1")
             if context.sums:
                 self.grad.mul_(size)
-        context.finished(self)
+            context.finished(self)
         return self.grad
 
 

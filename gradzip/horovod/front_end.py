@@ -16,6 +16,7 @@ from torch import Tensor
 from ..averaging import no_autocast
 from ..compressor import Compressor
 from ..cost import JOINED
+from ..streams import home_streams
 from .context import InFlightGradient, OptimizerContext
 from .owner import find_owner
 
@@ -79,7 +80,9 @@ class FrontEnd:
     def compress(self, compressor: Compressor, tensor: Tensor) -> tuple[Tensor, InFlightGradient]:
         """Start averaging a gradient. Returns the tensor for Horovod to all-reduce, and `decompress`'s context."""
         optimizer, parameter = find_owner(tensor)
-        with _lock, no_autocast(tensor.device):
+        # The hooks of a bucket may run on several streams: each call waits for its own, on which Horovod then records
+        # the event that it starts after.
+        with _lock, no_autocast(tensor.device), home_streams(compressor.memory.attachments).on(tensor):
             context = self._contexts.get(optimizer)
             if context is None or context.engine.is_stale:
                 prefix = self.prefix(compressor, optimizer)

@@ -52,7 +52,7 @@ class RangeFloat:
         return self
 
     def _words_on(self, device: torch.device) -> Tensor:
-        return self._words.to(device, non_blocking=True)
+        return self._words.to(device, non_blocking=True)  # pageable memory is read before the call returns
 
     @classmethod
     def fit(
