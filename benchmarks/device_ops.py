@@ -28,7 +28,7 @@ from torch.nn import Parameter
 import gradzip
 import gradzip.ddp
 from gradzip import cost, models
-from gradzip.collectives import Collective, Gather, RingSum, ToHost, Traffic
+from gradzip.collectives import AllToAll, Collective, Gather, RingSum, ToHost, Traffic
 from gradzip.engines.base import Engine, Pending, PendingCopy
 from gradzip.horovod.context import OptimizerContext
 from gradzip.horovod.front_end import BUCKET_CAP_MB
@@ -42,8 +42,9 @@ PAGE = ROOT / "docs" / "gpu.md"
 START = "<!-- table: python benchmarks/device_ops.py --write -->\n\n"
 
 SPECS = (
-    "none", "fp16", "topk", "dgc", "randomk", "fft-range", "dct-range", "qsgd", "qsgd:coding=always_elias", "terngrad",
-    "signsgd", "signsgd:majority=False", "onebit", "atomo:atoms=entry,budget=1000", "powersgd", "acpsgd",
+    "none", "fp16", "block-float", "topk", "dgc", "randomk", "fft-range", "dct-range", "qsgd",
+    "qsgd:coding=always_elias", "terngrad", "signsgd", "signsgd:majority=False", "onebit",
+    "atomo:atoms=entry,budget=1000", "powersgd", "acpsgd",
 )  # fmt: skip
 MODELS = ("resnet50", "bert-large", "charlm")
 FRONT_ENDS = ("horovod", "ddp")
@@ -142,6 +143,8 @@ class _Looped:
         engine, collective = self._engine, self._collective
         assert not isinstance(collective, RingSum)
         tensor = engine.wire(collective.tensor)
+        if isinstance(collective, AllToAll):
+            return [collective.parts[engine.rank]] * engine.size
         if not isinstance(collective, Gather):
             return tensor  # Horovod writes the average to the same memory
         with engine.uncounted():

@@ -98,6 +98,8 @@ def cases(n: int, device: str) -> Iterator[Case]:
     yield from index_cases(x, max(1, n // 100))
     yield from bitmap_code_cases(x, max(1, n * 15 // 100))
     yield from quantizing_cases(x)
+    for bits in (8, 4):
+        yield from block_float_cases(x, bits)
     yield from sampling_cases(x, max(1, n // 100))
     yield from low_rank_cases(device)
 
@@ -260,6 +262,55 @@ def quantizing_cases(x: Tensor) -> Iterator[Case]:
         "majority of 3", lambda: ops.majority(votes, n), lambda: votes[0] & votes[1] | votes[2] & (votes[0] | votes[1]),
         "torch bit ops",
         lambda: torch.equal(ops.majority(votes, n), votes[0] & votes[1] | votes[2] & (votes[0] | votes[1])), n // 2,
+    )  # fmt: skip
+
+
+def block_float_cases(x: Tensor, bits: int) -> Iterator[Case]:
+    """Stochastic rounding with blocks of 256; with error feedback in place, as in a step."""
+    n, block, key, top = x.numel(), 256, 12345, (1 << (bits - 1)) - 1
+    payload = ops.block_float_encode(x, bits, block, key)
+    corrected, residual, out = x.clone(), torch.zeros_like(x), torch.empty_like(x)
+    rows = x[: n // block * block].view(-1, block)
+
+    def encode_torch() -> tuple[Tensor, Tensor]:
+        """The same in torch ops, in place if possible; a code to a byte."""
+        step = rows.abs().amax(1, keepdim=True) / top
+        return (rows / step).add_(torch.rand_like(rows)).floor_().to(torch.int8), step
+
+    codes, step = encode_torch()
+
+    def valid() -> bool:
+        """Whether each error is at most a step, and the mean error at most 7 standard errors."""
+        ops.block_float_decode([payload], out, bits, block)
+        error = (out - x)[: rows.numel()].view(rows.shape)
+        return bool((error.abs() <= 1.0001 * step).all()) and abs(error.mean()) < 7 * error.std() / n**0.5
+
+    def valid_error() -> bool:
+        corrected.copy_(x)
+        ops.block_float_encode(corrected, bits, block, key, residual=residual, error=corrected)
+        return valid() and torch.equal(x - out, corrected)
+
+    yield Case(
+        f"block_float_encode {bits} bits", lambda: ops.block_float_encode(x, bits, block, key, out=payload),
+        encode_torch, "torch ops, rand_like", valid, 4 * n + payload.numel(), 1.5, 8.0,
+    )  # fmt: skip
+    yield Case(
+        f"block_float_encode {bits} bits, error",
+        lambda: ops.block_float_encode(
+            corrected, bits, block, key, residual=residual, error=corrected, out=payload
+        ),
+        encode_torch, "torch ops, rand_like, no error", valid_error, 12 * n + payload.numel(), None, 6.0,
+    )  # fmt: skip
+    ops.block_float_encode(x, bits, block, key, out=payload)
+    yield Case(
+        f"block_float_decode {bits} bits", lambda: ops.block_float_decode([payload], out, bits, block),
+        lambda: codes * step, "torch ops, from bytes", valid, 4 * n + payload.numel(), 1.5,
+    )  # fmt: skip
+    yield Case(
+        f"block_float_decode_sum {bits} bits, 2 ranks",
+        lambda: ops.block_float_decode_sum([payload, payload], out, bits, block, 0.5),
+        lambda: (codes * step).add_(codes * step).mul_(0.5), "torch ops, from bytes", valid,
+        4 * n + 2 * payload.numel(), 1.5,
     )  # fmt: skip
 
 

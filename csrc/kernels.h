@@ -34,6 +34,8 @@
   KERNEL(quantize_decode_add)       \
   KERNEL(ternary_packed)            \
   KERNEL(ternary_decode_add)        \
+  KERNEL(block_float_encode)        \
+  KERNEL(block_float_decode)        \
   KERNEL(signs_pack)                \
   KERNEL(signs_majority)            \
   KERNEL(signs_decode_add)          \

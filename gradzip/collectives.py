@@ -28,9 +28,10 @@ class Mean:
 
 @dataclass(frozen=True)
 class Gather:
-    """All-gather of a payload (uint8, starting with a payload header), or of several, concatenated.
+    """All-gather of a payload (uint8), or of several, concatenated.
 
-    Lengths may differ between ranks, unless `same_length`. Result: a list of what each rank sent, in rank order.
+    Payloads start with a payload header, and lengths may differ between ranks, unless `same_length`. Result: a list of
+    what each rank sent, in rank order.
     """
 
     tensor: Tensor
@@ -43,12 +44,7 @@ class Gather:
         Waits for the device if the payloads are on CUDA, unless `same_length`.
         """
         if self.same_length:
-            if gathered.numel() != size * self.tensor.numel():
-                raise ops.PayloadError(
-                    f"got {gathered.numel()} bytes from {size} ranks, expected {self.tensor.numel()} from each: give "
-                    "every rank the same method, arguments and gradients"
-                )
-            return list(gathered.split(self.tensor.numel()))
+            return split_equally(gathered, self.tensor.numel(), size)
         payloads = ops.split_payloads(gathered, size * self.count)
         if self.count == 1:
             return payloads
@@ -61,15 +57,27 @@ class Gather:
 class AllToAll:
     """All-to-all: one payload for each rank, concatenated in rank order, `nbytes[i]` bytes for rank i.
 
-    Result: a list of the payloads for this rank, in the order of the ranks that sent them.
+    Payloads start with a payload header, unless `same_length`. Result: a list of the payloads for this rank, in the
+    order of the ranks that sent them.
     """
 
     tensor: Tensor
     nbytes: tuple[int, ...]
+    same_length: bool = False  # whether all ranks send each rank as many bytes: `nbytes` are equal
 
     @property
     def parts(self) -> list[Tensor]:
         return list(self.tensor.split(list(self.nbytes)))
+
+
+def split_equally(received: Tensor, nbytes: int, size: int) -> list[Tensor]:
+    """The bytes from each of `size` ranks. Raises PayloadError unless each rank has sent `nbytes`."""
+    if received.numel() != size * nbytes:
+        raise ops.PayloadError(
+            f"got {received.numel()} bytes from {size} ranks, expected {nbytes} from each: give every rank the same "
+            "method, arguments and gradients"
+        )
+    return list(received.view(size, nbytes))
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,8 @@ class Round:
         if isinstance(collective, RingSum):
             kind = (RingSum, collective.dtype, collective.device, collective.merge is None)
         else:
-            kind = (type(collective), collective.tensor.dtype, collective.tensor.device)
+            same_length = getattr(collective, "same_length", None)  # of a Gather or AllToAll
+            kind = (type(collective), collective.tensor.dtype, collective.tensor.device, same_length)
         self._groups.setdefault(kind, {})[key] = collective
 
     def take_rings(self) -> dict[Any, RingSum]:
@@ -115,13 +116,12 @@ def _join(group: list[Any]) -> Collective:
         joined = adjacent(tensors)
         return type(group[0])(torch.cat([t.reshape(-1) for t in tensors]) if joined is None else joined)
     if isinstance(group[0], Gather):
-        same_length = all(c.same_length for c in group)
-        return Gather(torch.cat([c.tensor for c in group]), sum(c.count for c in group), same_length)
+        return Gather(torch.cat([c.tensor for c in group]), sum(c.count for c in group), group[0].same_length)
     if isinstance(group[0], RingSum):
         return _join_rings(group)
     by_rank = list(zip(*[c.parts for c in group]))
     nbytes = tuple(sum(part.numel() for part in parts) for parts in by_rank)
-    return AllToAll(torch.cat([part for parts in by_rank for part in parts]), nbytes)
+    return AllToAll(torch.cat([part for parts in by_rank for part in parts]), nbytes, group[0].same_length)
 
 
 def _split(result: Any, group: list[Any]) -> list[Any]:
@@ -138,8 +138,9 @@ def _split(result: Any, group: list[Any]) -> list[Any]:
         return parts
     if isinstance(group[0], RingSum):
         return [None] * len(group)
-    if isinstance(group[0], Gather) and all(c.same_length for c in group):
-        by_rank = [buffer.split([c.tensor.numel() for c in group]) for buffer in result]
+    if group[0].same_length:
+        nbytes = [c.nbytes[0] if isinstance(c, AllToAll) else c.tensor.numel() for c in group]
+        by_rank = [buffer.split(nbytes) for buffer in result]
     else:
         by_rank = [ops.split_payloads(buffer, len(group)) for buffer in result]
     return [list(payloads) for payloads in zip(*by_rank)]

@@ -73,7 +73,8 @@ class State:
         """Remove the residual from the state, with what this rank keeps as the owner of a shard, and return it."""
         residual = _with_owner_residual(self).get("residual")
         self.residual = None
-        vars(self).pop("owner_residual", None)
+        for name in ("owner_residual", "owner_start"):
+            vars(self).pop(name, None)
         return residual
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,14 +153,18 @@ def _with_owner_residual(state: State) -> dict[str, Any]:
     """The fields to save, with the residual that this rank keeps as the owner of a shard added to its own residual.
 
     The owner's residual was left over from an average, to which this rank's gradient contributes one of `size` parts.
+    It is that of a shard of `split_shards`; or, if the state has `owner_start`, of the flat elements from there on.
     """
     fields = state.state_dict()
-    owner = fields.pop("owner_residual", None)
+    owner, start = fields.pop("owner_residual", None), fields.pop("owner_start", None)
     if owner is not None:
         fields["residual"] = fields["residual"].clone()
-        shards = split_shards(fields["residual"], state.size)
+        if start is not None:
+            shards = {state.rank: fields["residual"].view(-1)[start : start + owner.numel()]}
+        else:
+            shards = dict(enumerate(split_shards(fields["residual"], state.size)))
         # The group may have another size than when the state was saved.
-        if state.rank < len(shards) and shards[state.rank].shape == owner.shape:
+        if state.rank in shards and shards[state.rank].shape == owner.shape:
             shards[state.rank].add_(owner, alpha=state.size)
     return fields
 

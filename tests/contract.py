@@ -148,8 +148,11 @@ class Expected:
                 continue
             residual = state.residual.clone()
             if (owed := getattr(state, "owner_residual", None)) is not None:
-                shards = residual if residual.shape[0] >= self.size else residual.view(-1)  # rows, if there are enough
-                shards.tensor_split(self.size)[rank].add_(owed, alpha=self.size)
+                start, shards = getattr(state, "owner_start", None), residual.view(-1)
+                if start is None and residual.shape[0] >= self.size:
+                    shards = residual  # whole rows, if there are enough
+                shard = shards.tensor_split(self.size)[rank] if start is None else shards[start:][: owed.numel()]
+                shard.add_(owed.view(shard.shape), alpha=self.size)
             self.residuals[rank] |= self.split(unit, residual)
 
 

@@ -115,6 +115,7 @@ METHODS = [
     "fft-range:theta=0.5",
     "dct-range:theta=0.5",
     "topk:theta=0.9",
+    "block-float:rounding=nearest,error_feedback=False",
     "per-layer:2|3=topk(theta=0.9),5=qsgd(exchange=scatter_reduce),default=dgc",
 ]
 

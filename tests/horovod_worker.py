@@ -200,6 +200,8 @@ METHODS = [
     "dct-range",
     "topk:theta=0.9",
     "topk:theta=0.9,select=sampled,bits=8",
+    "block-float",
+    "block-float:bits=4,block=64",
     "randomk:theta=0.9",
     "dgc:theta=0.9,warmup_steps=2,clip_norm=9",
     "powersgd",

@@ -235,6 +235,7 @@ STATEFUL = [
     "topk:theta=0.9",
     "topk:theta=0.9,exchange=scatter_reduce",
     "randomk:theta=0.9",
+    "block-float",
     "dgc:theta=0.9,clip_norm=3",
     "signsgd",
     "onebit",

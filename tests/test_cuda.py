@@ -604,6 +604,30 @@ def test_one_bit(on_device, shape):
             assert on_device(decode_add, packed, non_finite, x)[-1].isnan().all()
 
 
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("bits, block", [(8, 256), (4, 256), (4, 288)])
+def test_block_float(on_device, n, bits, block):
+    for x in inputs(n):
+        residual = torch.randn(n)
+        for key in (None, 7):
+
+            def encode(x, residual, key=key):
+                error = torch.empty_like(x)
+                blocks = -(-n // block) + 1
+                payload = ops.block_float_encode(x, bits, block, key, blocks=blocks, residual=residual, error=error)
+                return payload, error
+
+            def decode(payload, residual):
+                out, total = torch.empty_like(residual), residual.clone()
+                ops.block_float_decode([payload], out, bits, block)
+                ops.block_float_decode_sum([payload, payload], total, bits, block, 0.3, total)
+                return out, total, ops.block_float_max_step([payload], bits, block)
+
+            payload, error = encode(x, residual)
+            assert bits_equal(on_device(encode, x, residual), (payload, error))
+            assert bits_equal(on_device(decode, payload, residual), decode(payload, residual))
+
+
 @pytest.mark.parametrize("n", [*SIZES, 320, 1601])
 def test_ternary(on_device, n):
     for x in inputs(n):

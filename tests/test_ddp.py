@@ -107,7 +107,7 @@ class TopK:
 
 def reference(spec, size):
     """[(indices, their reference)] of a method. Parameters without a reference are averaged uncompressed."""
-    if spec.startswith("fft-range"):
+    if spec.startswith(("fft-range", "block-float")):
         return [(COMPRESSED, PerBucket(gradzip.parse(spec), size))]
     if spec.startswith("topk"):
         return [(COMPRESSED, TopK(0.9, size))]

@@ -33,12 +33,12 @@ def test_parse(spec, compressor):
 @pytest.mark.parametrize(
     "spec, message",
     [
-        ("zip", "unknown compression method 'zip', expected one of: acpsgd, atomo, auto, dct-range, dgc"),
+        ("zip", "unknown compression method 'zip', expected one of: acpsgd, atomo, auto, block-float, dct-range, dgc"),
         ("", "unknown compression method ''"),
         ("fft-range:tetha=0.5", "unknown argument 'tetha', expected one of: min_numel, exchange, theta, bits"),
         (
             "top-k",
-            "unknown compression method 'top-k', did you mean 'topk'\\? There are: acpsgd, atomo, auto, dct-range",
+            "unknown compression method 'top-k', did you mean 'topk'\\? There are: acpsgd, atomo, auto, block-float, d",
         ),
         ("FFTRange", "did you mean 'fft-range'"),
         ("OneBitSGD", "did you mean 'onebit'"),

@@ -155,6 +155,20 @@ void ternary_packed(const float* x, int64_t n, const float* scale, const float* 
 void ternary_decode_add(const uint8_t* packed, int64_t n, const float* scale, double weight, float* out,
                         int32_t* failed, int threads);
 
+// --- block_float
+// Block-scaled integers of 4 or 8 bits (common/block_float.h), one read of x. block is a multiple of 32, 4096 at most.
+// payload: the records of `blocks` blocks, of which the first hold the n elements and the others nothing. Encodes
+// x + residual if residual is not null, and writes what the payload lacks of it to `error`, which may be x; it may be
+// null if residual is. Draw i of the key rounds element i if `stochastic`. A block with an element that is not finite
+// gets a step and an `error` of NaN.
+void block_float_encode(const float* x, const float* residual, int64_t n, int64_t blocks, int bits, int64_t block,
+                        bool stochastic, uint64_t key, float* error, uint8_t* payload, int threads);
+// out = start + weight * the sum of the `each` payloads of each shard, in order. Shards are blocks * block consecutive
+// elements of the n in `out`, the last ones maybe fewer. `payloads` lists all those of shard 0, then those of shard 1,
+// and is in host memory on every device. start: null for zeros; may be out. Any bytes are payloads.
+void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_t blocks, int64_t n,
+                        int bits, int64_t block, float weight, const float* start, float* out, int threads);
+
 // --- signs
 // One bit per sign, by the rule of write_signs in sign_bits.h.
 void signs_pack(const float* x, int64_t n, uint64_t key, uint8_t* packed, int threads);

@@ -25,12 +25,14 @@ struct RoundKeys {
 };
 
 // The vector forms keep each of the four words in the low half of a 64-bit lane, one counter per lane: the multiplier
-// reads low halves only, so the high halves need no masking. Lane 2m has the m-th counter of the first half, lane 2m +
+// reads low halves only, so the high halves hold anything: a shuffle moves high halves down, as multiplications and
+// shifts would share one port. Lane 2m has the m-th counter of the first half, lane 2m +
 // 1 that of the second, which unpacking puts in order.
 GZ_AVX2 void words_avx2(uint64_t key, uint64_t first, int count, uint32_t* words) {
   const __m256i m0 = _mm256_set1_epi64x(0xD2511F53), m1 = _mm256_set1_epi64x(0xCD9E8D57);
   const RoundKeys keys(key);
-  constexpr int kAbreast = 2;  // independent registers of counters, to hide the latency of multiplications
+  constexpr int kHighs = 0xf5;  // the odd words, twice
+  constexpr int kAbreast = 2;   // independent registers of counters, to hide the latency of multiplications
   int j = 0;
   for (; j + 16 * kAbreast <= count; j += 16 * kAbreast) {
     __m256i c0[kAbreast], c1[kAbreast], c2[kAbreast], c3[kAbreast];
@@ -44,8 +46,8 @@ GZ_AVX2 void words_avx2(uint64_t key, uint64_t first, int count, uint32_t* words
       const __m256i k0 = _mm256_set1_epi32(int(keys.k0[round])), k1 = _mm256_set1_epi32(int(keys.k1[round]));
       for (int i = 0; i < kAbreast; ++i) {
         const __m256i a = _mm256_mul_epu32(c0[i], m0), b = _mm256_mul_epu32(c2[i], m1);
-        c0[i] = _mm256_xor_si256(_mm256_srli_epi64(b, 32), _mm256_xor_si256(c1[i], k0));
-        c2[i] = _mm256_xor_si256(_mm256_srli_epi64(a, 32), _mm256_xor_si256(c3[i], k1));
+        c0[i] = _mm256_xor_si256(_mm256_shuffle_epi32(b, kHighs), _mm256_xor_si256(c1[i], k0));
+        c2[i] = _mm256_xor_si256(_mm256_shuffle_epi32(a, kHighs), _mm256_xor_si256(c3[i], k1));
         c1[i] = b;
         c3[i] = a;
       }
@@ -66,6 +68,7 @@ GZ_AVX512 void words_avx512(uint64_t key, uint64_t first, int count, uint32_t* w
   const __m512i m0 = _mm512_set1_epi64(0xD2511F53), m1 = _mm512_set1_epi64(0xCD9E8D57);
   const RoundKeys keys(key);
   constexpr int kXor3 = 0x96;
+  constexpr auto kHighs = _MM_PERM_ENUM(0xf5);
   constexpr int kAbreast = 4;
   int j = 0;
   for (; j + 32 * kAbreast <= count; j += 32 * kAbreast) {
@@ -80,8 +83,8 @@ GZ_AVX512 void words_avx512(uint64_t key, uint64_t first, int count, uint32_t* w
       const __m512i k0 = _mm512_set1_epi32(int(keys.k0[round])), k1 = _mm512_set1_epi32(int(keys.k1[round]));
       for (int i = 0; i < kAbreast; ++i) {
         const __m512i a = _mm512_mul_epu32(c0[i], m0), b = _mm512_mul_epu32(c2[i], m1);
-        c0[i] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(b, 32), c1[i], k0, kXor3);
-        c2[i] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(a, 32), c3[i], k1, kXor3);
+        c0[i] = _mm512_ternarylogic_epi32(_mm512_shuffle_epi32(b, kHighs), c1[i], k0, kXor3);
+        c2[i] = _mm512_ternarylogic_epi32(_mm512_shuffle_epi32(a, kHighs), c3[i], k1, kXor3);
         c1[i] = b;
         c3[i] = a;
       }

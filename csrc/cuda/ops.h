@@ -123,6 +123,12 @@ void ternary_packed(const float* x, int64_t n, const float* scale, const float* 
 void ternary_decode_add(const uint8_t* packed, int64_t n, const float* scale, double weight, float* out,
                         int32_t* failed, cudaStream_t stream);
 
+// --- block_float
+void block_float_encode(const float* x, const float* residual, int64_t n, int64_t blocks, int bits, int64_t block,
+                        bool stochastic, uint64_t key, float* error, uint8_t* payload, cudaStream_t stream);
+void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_t blocks, int64_t n,
+                        int bits, int64_t block, float weight, const float* start, float* out, cudaStream_t stream);
+
 // --- signs
 void signs_pack(const float* x, int64_t n, uint64_t key, uint8_t* packed, cudaStream_t stream);
 int64_t signs_majority(void* workspace, const uint8_t* const* votes, int voters, int64_t n, uint64_t key,

@@ -12,7 +12,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, ToHost, Traffic
+from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, ToHost, Traffic, split_equally
 from ..cost import JOINED
 from ..streams import use_on_current_stream
 from .base import Engine, Pending, PendingCopy
@@ -128,7 +128,10 @@ class _Pending:
             return collective.split_by_rank(use_on_current_stream(received), self._engine.size)
         if isinstance(collective, AllToAll):
             tensor, nbytes = received
-            return list(use_on_current_stream(tensor).split(nbytes.tolist()))
+            use_on_current_stream(tensor)
+            if collective.same_length:
+                return split_equally(tensor, collective.nbytes[0], self._engine.size)
+            return list(tensor.split(nbytes.tolist()))
         if isinstance(collective, RingSum):
             for i, total in enumerate(received.to(collective.dtype).split(list(collective.numels))):
                 collective.decode(i, total)

@@ -68,9 +68,9 @@ class TorchEngine(Engine):
             return PendingCopy(collective)
         if self.size == 1:
             return _PendingSingle(self, collective)
-        if isinstance(collective, Gather) and collective.same_length:
-            return _PendingGather(self, collective)
         if isinstance(collective, (Gather, AllToAll)):
+            if collective.same_length:
+                return _PendingEqual(self, collective)
             return _PendingExchange(self, collective, slot)
         return _PendingReduction(self, collective)
 
@@ -134,14 +134,17 @@ class _PendingReduction:
         return self._tensor.div_(self._divisor) if self._divisor else self._tensor
 
 
-class _PendingGather:
-    """A Gather to which all ranks send as many bytes: nothing waits to learn how many."""
+class _PendingEqual:
+    """A Gather or AllToAll to which all ranks send as many bytes: nothing waits to learn how many."""
 
-    def __init__(self, engine: TorchEngine, collective: Gather) -> None:
+    def __init__(self, engine: TorchEngine, collective: Gather | AllToAll) -> None:
         self._sent = collective.tensor.contiguous()  # kept until the transfer ends: a joined payload has no other owner
-        self._received = self._sent.new_empty((engine.size, self._sent.numel()))
+        scatters = isinstance(collective, AllToAll)
+        each = self._sent.numel() // engine.size if scatters else self._sent.numel()
+        self._received = self._sent.new_empty((engine.size, each))
         engine.traffic.bytes_sent += self._sent.numel()
-        self._work = _all_gather(self._received.view(-1), self._sent, group=engine.group, async_op=True)
+        exchange = dist.all_to_all_single if scatters else _all_gather
+        self._work = exchange(self._received.view(-1), self._sent, group=engine.group, async_op=True)
 
     def send_overflow(self) -> bool:
         self._work.wait()

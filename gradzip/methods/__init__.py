@@ -1,6 +1,7 @@
 """The methods. Each file registers its own; what `__all__` names here is public in `gradzip`."""
 
 from .atomo import ATOMO
+from .block_float import BlockFloat
 from .cast import Cast
 from .dct import DCTRange
 from .dgc import DGC
@@ -20,6 +21,7 @@ __all__ = [
     "ATOMO",
     "DGC",
     "QSGD",
+    "BlockFloat",
     "Cast",
     "DCTRange",
     "FFTRange",

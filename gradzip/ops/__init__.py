@@ -18,6 +18,14 @@ from .bitmap_code import (
     bitmap_code_encode,
     bitmap_code_write,
 )
+from .block_float import (
+    block_float_decode,
+    block_float_decode_sum,
+    block_float_encode,
+    block_float_max_step,
+    block_float_nbytes,
+    check_block_float,
+)
 from .bucket_norms import bucket_norms, num_buckets
 from .compact import compact, compact_values, expand
 from .device import all_finite, known_non_finite, on_device
@@ -106,7 +114,13 @@ __all__ = [
     "bitmap_count_tensor",
     "bitmap_indices",
     "bitmap_nbytes",
+    "block_float_decode",
+    "block_float_decode_sum",
+    "block_float_encode",
+    "block_float_max_step",
+    "block_float_nbytes",
     "bucket_norms",
+    "check_block_float",
     "check_format",
     "check_quantizer",
     "compact",

@@ -7,6 +7,7 @@
 #include "cuda/bindings.h"
 #include "cuda/bitmap.cu"
 #include "cuda/bitmap_code.cu"
+#include "cuda/block_float.cu"
 #include "cuda/bucket_norms.cu"
 #include "cuda/compact.cu"
 #include "cuda/elias.cu"

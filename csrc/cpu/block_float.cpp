@@ -1,0 +1,169 @@
+#include "common/block_float.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/ops.h"
+#include "cpu/parallel.h"
+#include "cpu/philox.h"
+#include "cpu/simd.h"
+
+namespace gradzip::cpu {
+namespace {
+
+constexpr int64_t kLargestBlock = 4096;  // gradzip/ops/block_float.py checks it
+
+// Elements for which draws are made at a time, about: enough for all lanes of the generator.
+constexpr int64_t kDrawn = 1024;
+
+// Distance at which x is fetched: making draws takes long enough for the processor to stop doing so itself.
+constexpr int64_t kAhead = 2 * kDrawn;
+
+void fetch(const float* x, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; i += 16) __builtin_prefetch(x + i);
+}
+
+// The bits of the largest |x|, which order as magnitudes do, with every NaN above infinity.
+GZ_INLINE uint32_t largest_body(const float* x, int n) {
+  uint32_t most = 0;
+  for (int i = 0; i < n; ++i) most = std::max(most, float_bits(x[i]) & 0x7fffffffu);
+  return most;
+}
+GZ_SIMD_DISPATCH(uint32_t, largest, (const float* x, int n), (x, n))
+
+// The same of x + residual, which is written to `sum`. sum may be x.
+GZ_INLINE uint32_t largest_sum_body(const float* x, const float* residual, int n, float* sum) {
+  uint32_t most = 0;
+  for (int i = 0; i < n; ++i) {
+    const float value = x[i] + residual[i];
+    sum[i] = value;
+    most = std::max(most, float_bits(value) & 0x7fffffffu);
+  }
+  return most;
+}
+GZ_SIMD_DISPATCH(uint32_t, largest_sum, (const float* x, const float* residual, int n, float* sum),
+                 (x, residual, n, sum))
+
+// error[i] = x[i] - the value of its code; error may be x, or null. draws: null rounds to nearest.
+template <bool kError, class Round>
+GZ_INLINE void codes_loop(const float* x, int n, float step, float* error, int8_t* codes, Round round) {
+  for (int i = 0; i < n; ++i) {
+    const int32_t code = round(i);
+    codes[i] = int8_t(code);
+    if (kError) error[i] = x[i] - block_float_value(code, step);
+  }
+}
+GZ_INLINE void codes_body(const float* x, int n, BlockScale scale, const uint16_t* draws, float* error, int8_t* codes) {
+  const auto nearest = [&](int i) { return nearest_code(x[i], scale.inverse); };
+  const auto stochastic = [&](int i) { return stochastic_code(x[i], scale.inverse, draws[i]); };
+  if (draws && error)
+    codes_loop<true>(x, n, scale.step, error, codes, stochastic);
+  else if (draws)
+    codes_loop<false>(x, n, scale.step, error, codes, stochastic);
+  else if (error)
+    codes_loop<true>(x, n, scale.step, error, codes, nearest);
+  else
+    codes_loop<false>(x, n, scale.step, error, codes, nearest);
+}
+GZ_SIMD_DISPATCH(void, codes,
+                 (const float* x, int n, BlockScale scale, const uint16_t* draws, float* error, int8_t* codes),
+                 (x, n, scale, draws, error, codes))
+
+// Two codes to a byte, and back. n is even.
+GZ_INLINE void pack_nibbles_body(const int8_t* codes, int n, uint8_t* packed) {
+  for (int i = 0; i < n / 2; ++i) {
+    uint16_t pair;
+    std::memcpy(&pair, codes + 2 * i, 2);
+    packed[i] = uint8_t((pair & 0x0fu) | (pair >> 4 & 0xf0u));
+  }
+}
+GZ_SIMD_DISPATCH(void, pack_nibbles, (const int8_t* codes, int n, uint8_t* packed), (codes, n, packed))
+
+GZ_INLINE void unpack_nibbles_body(const uint8_t* packed, int n, int8_t* codes) {
+  for (int i = 0; i < n / 2; ++i) {
+    // Subtracting 8 from each byte borrows from the next one unless its top bit is set, which is cleared again.
+    const uint16_t pair = uint16_t(((packed[i] & 0x0fu) | (packed[i] & 0xf0u) << 4) ^ 0x0808u);
+    const uint16_t code = uint16_t(((pair | 0x8080u) - 0x0808u) ^ 0x8080u);
+    std::memcpy(codes + 2 * i, &code, 2);
+  }
+}
+GZ_SIMD_DISPATCH(void, unpack_nibbles, (const uint8_t* packed, int n, int8_t* codes), (packed, n, codes))
+
+GZ_INLINE void values_body(const int8_t* codes, int n, float step, const float* start, float* out) {
+  if (start)
+    for (int i = 0; i < n; ++i) out[i] = start[i] + block_float_value(codes[i], step);
+  else
+    for (int i = 0; i < n; ++i) out[i] = block_float_value(codes[i], step);
+}
+GZ_SIMD_DISPATCH(void, values, (const int8_t* codes, int n, float step, const float* start, float* out),
+                 (codes, n, step, start, out))
+
+}  // namespace
+
+void block_float_encode(const float* x, const float* residual, int64_t n, int64_t blocks, int bits, int64_t block,
+                        bool stochastic, uint64_t key, float* error, uint8_t* payload, int threads) {
+  const int64_t together = std::max<int64_t>(1, kDrawn / block), record = block_float_nbytes(bits, block);
+  const int64_t chunk = std::max<int64_t>(1, kChunk / (together * block)) * together;
+  parallel_chunks(blocks, chunk, threads, [&](int64_t, int64_t begin, int64_t end) {
+    uint32_t words[std::max(kLargestBlock, kDrawn) / 2];
+    int8_t narrow[kLargestBlock];
+    for (int64_t b = begin; b < end; ++b) {
+      const int64_t first = b * block;
+      const int count = int(std::clamp<int64_t>(n - first, 0, block));
+      if ((b - begin) % together == 0 && count > 0) {
+        const int64_t ahead = std::min(n, first + kAhead), stop = std::min(n, ahead + together * block);
+        fetch(x, ahead, stop);
+        if (residual) fetch(residual, ahead, stop);
+        if (stochastic) philox_words(key, uint64_t(first) / 2, int(std::min(together, end - b) * block / 2), words);
+      }
+      const float* from = x + first;
+      float* left = error ? error + first : nullptr;
+      uint32_t most;
+      if (residual) {
+        most = largest_sum(from, residual + first, count, left);
+        from = left;
+      } else {
+        most = largest(from, count);
+      }
+      const BlockScale scale = block_scale(most, bits, stochastic);
+      uint8_t* to = payload + b * record;
+      std::memcpy(to, &scale.step, 4);
+      to += 4;
+      int8_t* into = bits == 8 ? reinterpret_cast<int8_t*>(to) : narrow;
+      const auto* draws = reinterpret_cast<const uint16_t*>(words) + (b - begin) % together * block;
+      if (scale.finite)
+        codes(from, count, scale, stochastic ? draws : nullptr, left, into);
+      else if (error)
+        std::fill_n(left, count, scale.step);
+      const int filled = scale.finite ? count : 0;
+      std::memset(into + filled, 0, size_t(block - filled));
+      if (bits == 4) pack_nibbles(narrow, int(block), to);
+    }
+  });
+}
+
+void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_t blocks, int64_t n,
+                        int bits, int64_t block, float weight, const float* start, float* out, int threads) {
+  const int64_t record = block_float_nbytes(bits, block);
+  parallel_chunks(shards * blocks, std::max<int64_t>(1, kChunk / block), threads,
+                  [&](int64_t, int64_t begin, int64_t end) {
+    int8_t narrow[kLargestBlock];
+    for (int64_t b = begin; b < end; ++b) {
+      const int64_t first = b * block, shard = b / blocks, at = (b - shard * blocks) * record;
+      const int count = int(std::clamp<int64_t>(n - first, 0, block));
+      if (count == 0) break;
+      const float* from = start ? start + first : nullptr;
+      for (int64_t i = 0; i < each; ++i) {
+        const uint8_t* coded = payloads[shard * each + i] + at;
+        float step;
+        std::memcpy(&step, coded, 4);
+        coded += 4;
+        if (bits == 4) unpack_nibbles(coded, int(block), narrow);
+        values(bits == 4 ? narrow : reinterpret_cast<const int8_t*>(coded), count, weight * step, from, out + first);
+        from = out + first;
+      }
+    }
+  });
+}
+
+}  // namespace gradzip::cpu

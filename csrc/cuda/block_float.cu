@@ -1,0 +1,36 @@
+#include "cuda/block_float.cuh"
+
+#include "cuda/launch.h"
+#include "cuda/ops.h"
+
+namespace gradzip::cuda {
+
+void block_float_encode(const float* x, const float* residual, int64_t n, int64_t blocks, int bits, int64_t block,
+                        bool stochastic, uint64_t key, float* error, uint8_t* payload, cudaStream_t stream) {
+  const auto kernel = block <= kEight * kLanes ? block_float_encode_kernel<true> : block_float_encode_kernel<false>;
+  launch(stream, grid_of(grid_for(ceil_div(blocks, kBlock / kLanes))), kBlock, kernel, x, residual, n, blocks, bits,
+         block, stochastic, key, error, reinterpret_cast<uint32_t*>(payload));
+}
+
+void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_t blocks, int64_t n,
+                        int bits, int64_t block, float weight, const float* start, float* out, cudaStream_t stream) {
+  const int64_t shard_numel = blocks * block;
+  const int64_t together = each < kTableSize ? kTableSize / (each < 1 ? 1 : each) : 1;  // shards of a launch
+  for (int64_t shard = 0; shard * shard_numel < n; shard += together) {
+    const int64_t first = shard * shard_numel, left = n - first;
+    const int64_t numel = left < together * shard_numel ? left : together * shard_numel;
+    const float* from = start ? start + first : nullptr;
+    for (int64_t p = 0; p < each; p += kTableSize) {
+      const int64_t some = each - p < kTableSize ? each - p : kTableSize;  // all, if there are several shards
+      const int64_t count = some * (shards - shard < together ? shards - shard : together);
+      PayloadTable batch{};
+      for (int64_t i = 0; i < count; ++i)
+        batch.of[i] = reinterpret_cast<const uint32_t*>(payloads[shard * each + p + i]);
+      launch(stream, grid_of(grid_for(ceil_div(numel, kEight * kBlock))), kBlock, block_float_decode_kernel, batch,
+             some, blocks, numel, bits, block, weight, from, out + first);
+      from = out + first;
+    }
+  }
+}
+
+}  // namespace gradzip::cuda

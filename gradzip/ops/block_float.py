@@ -1,0 +1,154 @@
+"""Block-scaled integers: a float32 step for each block of numbers, and a code of 4 or 8 bits for each number."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _native
+from .errors import PayloadError
+
+_LARGEST_BLOCK = 4096
+
+
+def check_block_float(bits: int, block: int, what: str) -> None:
+    """Raise ValueError unless there are codes of `bits` bits and blocks of `block` elements."""
+    if bits not in (4, 8):
+        raise ValueError(f"{what}: got bits = {bits!r}, expected 4 or 8")
+    if not (isinstance(block, int) and 32 <= block <= _LARGEST_BLOCK and block % 32 == 0):
+        raise ValueError(f"{what}: got block = {block!r}, expected a multiple of 32 from 32 to {_LARGEST_BLOCK}")
+
+
+def block_float_nbytes(blocks: int, bits: int, block: int = 256) -> int:
+    """Return the bytes of a payload of so many blocks."""
+    return blocks * (4 + block * bits // 8)
+
+
+def block_float_encode(
+    x: Tensor,
+    bits: int,
+    block: int = 256,
+    key: int | None = None,
+    *,
+    blocks: int | None = None,
+    residual: Tensor | None = None,
+    error: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Encode x + residual in one pass. Return the payload, uint8 of `block_float_nbytes(blocks, bits, block)`.
+
+    The step of a block is max \\|x\\| / s, where s = 2^(bits - 1) - 1, and codes are x / step, rounded to nearest, ties
+    to even; or, with a key, floor(x / step + u), u uniform in [0, 1) of 16 bits: half i % 2 of draw i // 2 of the key
+    for element i. Then x / step is cut to 16 bits first: the expectation of a decoded element is off by less than
+    2^-16 steps. Codes are in [-s, s]. Each block is its step (float32), and then its codes in two's complement, a
+    little-endian bit stream.
+
+    x: n elements, any shape, float32. block: elements of a block, a multiple of 32, 4096 at most. key: 64-bit key of
+    the random generator; None rounds to nearest. blocks: of the payload, at least ceil(n / block), which is the
+    default; zeros follow x. residual: n elements, float32, and then `error` is needed. error: n elements, float32, for
+    x + residual - decoded; may be x. out: the payload's memory.
+
+    If an element is not finite, its block decodes to NaN, and its `error` is NaN. If all magnitudes of a block
+    are below 2^-100, its step is 2^-100 / s. Deterministic. Does not wait for the device.
+
+    >>> payload = block_float_encode(torch.tensor([7.0, -3.0, 0.6]), bits=4, block=32)
+    >>> payload.numel(), hex(payload[4]), hex(payload[5])
+    (20, '0xd7', '0x1')
+    """
+    what = "block_float_encode"
+    check_block_float(bits, block, what)
+    key_bits = 0 if key is None else _native.check_key(key, what)
+    x = _native.check(x, torch.float32, f"{what}: x")
+    n = x.numel()
+    least = -(-n // block)
+    blocks = least if blocks is None else blocks
+    if blocks < least:
+        raise ValueError(f"{what}: got blocks = {blocks}, expected at least {least} for {n} elements")
+    if residual is not None:
+        residual = _native.check(residual, torch.float32, f"{what}: residual", n, x.device)
+        if error is None:
+            raise ValueError(f"{what}: got a residual and no tensor for the error, expected both; error may be x")
+    if error is not None:
+        error = _native.in_place(error, torch.float32, f"{what}: error", n, x.device)
+    out = _native.output(out, block_float_nbytes(blocks, bits, block), torch.uint8, x.device, f"{what}: out")
+    _native.run(
+        "block_float_encode", x, x.data_ptr(), _address(residual), n, blocks, bits, block, key is not None, key_bits,
+        _address(error), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def block_float_decode(payloads: Sequence[Tensor], out: Tensor, bits: int, block: int = 256) -> None:
+    """Decode payloads of consecutive elements, of equally many blocks each, to `out`, in one pass.
+
+    out: n elements, float32, in place; payload k has those from k * blocks * block on. Deterministic. Does not wait for
+    the device. Any bytes decode; raises PayloadError if the lengths of the payloads differ, or are not of whole blocks,
+    or have fewer elements than `out`.
+    """
+    _decode(payloads, 1, out, bits, block, 1.0, None, "block_float_decode")
+
+
+def block_float_decode_sum(
+    payloads: Sequence[Tensor],
+    out: Tensor,
+    bits: int,
+    block: int = 256,
+    weight: float = 1.0,
+    residual: Tensor | None = None,
+) -> None:
+    """Write weight * the sum of decoded payloads, added in order, plus the residual, to `out`, in one pass.
+
+    out: n elements, float32; residual: n elements, float32, may be out. Else as `block_float_decode`.
+    """
+    _decode(payloads, len(payloads), out, bits, block, weight, residual, "block_float_decode_sum")
+
+
+def block_float_max_step(payloads: Sequence[Tensor], bits: int, block: int = 256) -> Tensor:
+    """Return the largest magnitude of a step, as a float32 tensor of 1 element on the device of the payloads.
+
+    No payload decodes to a magnitude above 2^(bits - 1) times that. It is not finite if a decoded element is NaN. Does
+    not wait for the device.
+    """
+    words = block_float_nbytes(1, bits, block) // 4
+    steps = torch.cat([payload.view(torch.float32)[::words] for payload in payloads])
+    return torch.linalg.vector_norm(steps, math.inf, dim=0, keepdim=True)
+
+
+def _decode(
+    payloads: Sequence[Tensor],
+    each: int,
+    out: Tensor,
+    bits: int,
+    block: int,
+    weight: float,
+    start: Tensor | None,
+    what: str,
+) -> None:
+    check_block_float(bits, block, what)
+    out = _native.in_place(out, torch.float32, f"{what}: out")
+    n, record = out.numel(), block_float_nbytes(1, bits, block)
+    if start is not None:
+        start = _native.check(start, torch.float32, f"{what}: residual", n, out.device)
+    checked = [_native.check(p, torch.uint8, f"{what}: payload", device=out.device) for p in payloads]
+    lengths = sorted({p.numel() for p in checked})
+    shards = len(checked) // each if each else 0
+    if len(lengths) != 1 or lengths[0] % record or shards * (lengths[0] // record) * block < n:
+        raise PayloadError(
+            f"{what}: got payloads of {lengths} bytes, expected equally long ones of blocks of {record} bytes, for {n} "
+            f"elements of {bits} bits in blocks of {block}"
+        )
+    if _native.on_cuda(out):  # which reads words
+        checked = [p.clone() if p.data_ptr() % 4 else p for p in checked]
+    table = array("q", [p.data_ptr() for p in checked])
+    _native.run(
+        "block_float_decode", out, table.buffer_info()[0], shards, each, lengths[0] // record, n, bits, block, weight,
+        _address(start), out.data_ptr(),
+    )  # fmt: skip
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,91 @@
+// block_float_encode and block_float_decode.
+#include "check.h"
+
+#include "cpu/ops.h"
+#include "cuda/block_float.cu"
+
+using namespace gradzip;
+
+// Below, at and above what a warp keeps in registers.
+static const int64_t kBlocks[] = {32, 160, 256, 288, 4096};
+
+static void expect_close(const float* got, const float* expected, int64_t n, const std::string& what) {
+  for (int64_t i = 0; i < n; ++i)  // the bits of NaNs may differ
+    if (!(std::isnan(got[i]) && std::isnan(expected[i]))) simt::expect_equal(got[i], expected[i], what);
+}
+
+static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t block, bool stochastic, int64_t shards) {
+  const std::string what = "bits = " + std::to_string(bits) + ", block = " + std::to_string(block);
+  const int64_t of_shard = (n + block * shards - 1) / (block * shards), blocks = of_shard * shards;
+  const int64_t nbytes = blocks * block_float_nbytes(bits, block);
+  const simt::Buffer<float> residual(simt::data(simt::Kind::normal, n), 1);
+  const simt::Buffer<float> expected_error(n), expected_alone(n), expected_values(n), expected_sum(n);
+  const simt::Buffer<uint8_t> expected(nbytes), alone(nbytes);
+  cpu::block_float_encode(x, residual, n, blocks, bits, block, stochastic, 5, expected_error, expected, 1);
+  cpu::block_float_encode(x, nullptr, n, blocks, bits, block, stochastic, 6, nullptr, alone, 1);
+  std::vector<const uint8_t*> parts, pairs;
+  for (int64_t k = 0; k < shards; ++k) {
+    parts.push_back(expected + k * nbytes / shards);
+    pairs.insert(pairs.end(), {parts.back(), alone + k * nbytes / shards});
+  }
+  cpu::block_float_decode(parts.data(), shards, 1, of_shard, n, bits, block, 1.0f, nullptr, expected_values, 1);
+  cpu::block_float_decode(pairs.data(), shards, 2, of_shard, n, bits, block, 0.3f, residual, expected_sum, 1);
+  simt::in_any_order(n, [&] {
+    // A payload begins at a multiple of 4.
+    const simt::Buffer<uint32_t> payload(nbytes / 4, n % 4);
+    auto* const bytes = reinterpret_cast<uint8_t*>(payload.get());
+    const simt::Buffer<float> error(n, n % 3), in_place(std::vector<float>(x.get(), x.get() + n), n % 2);
+    cuda::block_float_encode(x, residual, n, blocks, bits, block, stochastic, 5, error, bytes, nullptr);
+    simt::expect_equal(bytes, expected.get(), nbytes, "block_float_encode, " + what);
+    simt::expect_equal(error.get(), expected_error.get(), n, "block_float_encode: error, " + what);
+    cuda::block_float_encode(in_place, residual, n, blocks, bits, block, stochastic, 5, in_place, bytes, nullptr);
+    simt::expect_equal(bytes, expected.get(), nbytes, "block_float_encode in place, " + what);
+    simt::expect_equal(in_place.get(), expected_error.get(), n, "block_float_encode in place: error, " + what);
+    const simt::Buffer<uint32_t> other(nbytes / 4);
+    auto* const other_bytes = reinterpret_cast<uint8_t*>(other.get());
+    cuda::block_float_encode(x, nullptr, n, blocks, bits, block, stochastic, 6, nullptr, other_bytes, nullptr);
+    simt::expect_equal(other_bytes, alone.get(), nbytes, "block_float_encode without a residual, " + what);
+    std::vector<const uint8_t*> of_parts, of_pairs;
+    for (int64_t k = 0; k < shards; ++k) {
+      of_parts.push_back(bytes + k * nbytes / shards);
+      of_pairs.insert(of_pairs.end(), {of_parts.back(), other_bytes + k * nbytes / shards});
+    }
+    const simt::Buffer<float> values(n, n % 4), sum(std::vector<float>(residual.get(), residual.get() + n), n % 2);
+    cuda::block_float_decode(of_parts.data(), shards, 1, of_shard, n, bits, block, 1.0f, nullptr, values, nullptr);
+    expect_close(values, expected_values, n, "block_float_decode, " + what);
+    cuda::block_float_decode(of_pairs.data(), shards, 2, of_shard, n, bits, block, 0.3f, sum, sum, nullptr);
+    expect_close(sum, expected_sum, n, "block_float_decode: sum, " + what);
+  });
+}
+
+// More payloads than one launch takes, of one shard and of many.
+static void test_many(int64_t count) {
+  const int64_t n = 30 * count;
+  const simt::Buffer<float> x(simt::data(simt::Kind::normal, n));
+  const simt::Buffer<uint32_t> payload(9 * count);
+  auto* const bytes = reinterpret_cast<uint8_t*>(payload.get());
+  cpu::block_float_encode(x, nullptr, n, count, 8, 32, true, 5, nullptr, bytes, 1);
+  std::vector<const uint8_t*> parts;
+  for (int64_t i = 0; i < count; ++i) parts.push_back(bytes + 36 * i);
+  const simt::Buffer<float> expected(n), expected_sum(32), got(n), sum(32);
+  cpu::block_float_decode(parts.data(), count, 1, 1, n, 8, 32, 1.0f, nullptr, expected, 1);
+  cuda::block_float_decode(parts.data(), count, 1, 1, n, 8, 32, 1.0f, nullptr, got, nullptr);
+  simt::expect_equal(got.get(), expected.get(), n, "block_float_decode of many shards");
+  cpu::block_float_decode(parts.data(), 1, count, 1, 32, 8, 32, 0.1f, nullptr, expected_sum, 1);
+  cuda::block_float_decode(parts.data(), 1, count, 1, 32, 8, 32, 0.1f, nullptr, sum, nullptr);
+  simt::expect_equal(sum.get(), expected_sum.get(), 32, "block_float_decode of many payloads");
+}
+
+int main() {
+  for (int64_t n : simt::kSizes)
+    for (simt::Kind kind : simt::kKinds) {
+      const simt::Buffer<float> x(simt::data(kind, n), n % 4);
+      for (int64_t block : kBlocks)
+        for (int bits : {4, 8}) {
+          const bool few = block == (n > 70000 ? 256 : 288) && kind == simt::Kind::wild;
+          if (n < 2000 || (n < 10000 && kind == simt::Kind::wild) || few)
+            test(x, n, bits, block, (n + block / 32 + bits / 4) % 3 > 0, 1 + n % 3);
+        }
+    }
+  if (!simt::kRaces) test_many(600);
+}
