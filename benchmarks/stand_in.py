@@ -288,7 +288,7 @@ class _Kernels:
                 for address, const in zip(table, read_only * entries):
                     nbytes = addresses.pop(address, 0)
                     read, written = (read + nbytes, written) if const else (read, written + nbytes)
-        if any(re.match(r"const (\w+\* const|TransformPart|PayloadBuffer|Matrix)\*", p) for p in parameters):
+        if any(re.match(r"const (\w+\* const|TransformPart|\w+Term|Matrix)\*", p) for p in parameters):
             read += sum(addresses.values())  # what a table in host memory lists
         addresses.clear()
         self._mode.counts.add_op(name, ops, read, written)
@@ -322,8 +322,10 @@ PARAMETERS = _parameters()
 
 def _tables() -> dict[str, list[bool]]:
     """For each field of the structs of tables, 8 bytes each: whether it is a pointer to constants."""
-    text = "".join((ROOT / "csrc" / "common" / name).read_text() for name in ("low_rank.h", "bitmap_code.h"))
-    structs = re.findall(r"^struct (\w+) {\n(.*?)^}", text, re.MULTILINE | re.DOTALL)
+    structs = []
+    for header in ("bitmap_code.h", "low_rank.h", "one_bit.h", "payload.h", "signs.h", "ternary.h"):
+        text = re.sub(r"//.*", "", (ROOT / "csrc" / "common" / header).read_text())
+        structs += re.findall(r"^struct (\w+) {\n(.*?)^}", text, re.MULTILINE | re.DOTALL)
     return {
         name: ["const" in fields for fields in body.split(";")[:-1] for _ in fields.split(",")]
         for name, body in structs

@@ -80,7 +80,7 @@ class Averaging:
         state = memory.begin_step(self.name, grad, method.state_shapes, rank, size)
         before = state.fields()
         # The gradient is going to be overwritten: if it is float32, the residual is added in place.
-        corrected = method.add_residual(grad.float().contiguous(), state)
+        corrected = yield from method.add_residual(grad.float().contiguous(), state)
         average = yield from method.reduce(corrected, state)
         # All ranks see the same average, so all commit or all undo. Limit of the gradient's own type: a finite float32
         # number may overflow in float16.

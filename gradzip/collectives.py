@@ -174,6 +174,16 @@ def run_local(requests: Sequence[Local]) -> Sequence[Any]:
 Routine = Generator[Collective | Local, Any, Any]
 
 
+def jointly(function: Callable[[list[Any]], Sequence[Any]], device: torch.device, argument: Any) -> Routine:
+    """Coroutine: local work that is joined with that of other routines on a device.
+
+    On a CPU it is done at once, since averages share memory.
+    """
+    if device.type == "cpu":
+        return function([argument])[0]
+    return (yield Local(function, device, argument))
+
+
 @dataclass(frozen=True)
 class Done:
     """The end of a routine, with what it returned."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .collectives import Routine, ToHost, Traffic
+from .collectives import Local, Routine, ToHost, Traffic, jointly
 from .hyper_parameters import check_types, cloned, digest_of
 from .memory import Memory
 from .state import State, Workspace
@@ -88,9 +88,15 @@ class Compressor(ABC):
         """Shapes of the tensors in the state of this gradient, by field. Loaded states are checked against them."""
         return {"residual": tuple(grad.shape)}
 
-    def add_residual(self, grad: Tensor, state: State) -> Tensor:
-        """The gradient plus the residual: what `reduce` gets. grad: contiguous float32; may be changed and returned."""
-        return grad if state.residual is None else grad.add_(state.residual)
+    def add_residual(self, grad: Tensor, state: State) -> Routine:
+        """Coroutine: the gradient plus the residual, what `reduce` gets.
+
+        Args:
+            grad: contiguous float32; may be changed and returned.
+        """
+        if state.residual is not None:
+            yield Local(_add_all, grad.device, (grad, state.residual))
+        return grad
 
     @abstractmethod
     def reduce(self, grad: Tensor, state: State) -> Routine:
@@ -121,7 +127,7 @@ class Compressor(ABC):
             max_abs: the largest magnitude, if it is known.
         """
         if max_abs is None and ops.on_device(average):
-            max_abs = float((yield ToHost(ops.abs_max_tensor(average))))
+            max_abs = float((yield ToHost((yield Local(ops.abs_max_all, average.device, average)))))
         setattr(average, _MAX_ABS, max_abs)
         return average
 
@@ -148,9 +154,14 @@ class Compressor(ABC):
             self.subtract_transmitted(state)
 
     def commit(self, grad: Tensor, corrected: Tensor, average: Any, state: State) -> Routine:
-        """`apply_average` as a coroutine, for methods that do it for several gradients in one call (`Local`)."""
-        self.apply_average(grad, corrected, average, state)
-        yield from ()
+        """Coroutine: `apply_average`, joined with that of other gradients."""
+        yield from jointly(self.apply_averages, grad.device, (grad, corrected, average, state))
+
+    def apply_averages(self, updates: list[tuple[Tensor, Tensor, Any, State]]) -> list[None]:
+        """`apply_average` for several gradients."""
+        for update in updates:
+            self.apply_average(*update)
+        return [None] * len(updates)
 
     def store_residual(self, corrected: Tensor, state: State) -> None:
         """Error feedback: copy the corrected gradient to the residual, before its memory is overwritten."""
@@ -284,3 +295,8 @@ class Compressor(ABC):
 
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
         return tensor if ctx is None else ctx.finish(tensor)
+
+
+def _add_all(pairs: list[tuple[Tensor, Tensor]]) -> list[None]:
+    torch._foreach_add_(*map(list, zip(*pairs)))  # one operation on a device
+    return [None] * len(pairs)

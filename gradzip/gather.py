@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from . import ops
-from .collectives import AllToAll, Gather, Routine, ToHost
+from .collectives import AllToAll, Done, Gather, Local, Routine, ToHost, advance
 from .compressor import Compressor
 from .cost import Link
 from .state import Key, State, split_shards
@@ -68,6 +68,11 @@ class GatherCompressor(Compressor):
     @abstractmethod
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         """The sealed payload (uint8) of a gradient (contiguous float32). key: of the random draws, if any."""
+
+    def encoded(self, grad: Tensor, key: Key) -> Routine:
+        """`encode` as a coroutine, for codecs that encode several gradients in one call (`Local`)."""
+        yield from ()
+        return self.encode(grad, key)
 
     def encode_average(self, average: Tensor, key: Key) -> Tensor:
         """The payload of a shard's average, which its owner sends to all ranks."""
@@ -132,7 +137,20 @@ class GatherCompressor(Compressor):
         scale: Tensor | None = None,
         stream: ops.Stream | None = None,
     ) -> Tensor:
-        """Write the header of a payload whose body is complete. Returns the payload.
+        """Write the header of a payload whose body is complete. Returns the payload. Arguments: those of `to_seal`."""
+        return ops.seal_payloads([self.to_seal(payload, numel, finite, fields, range_float, scale, stream)])[0]
+
+    def to_seal(
+        self,
+        payload: Tensor,
+        numel: int,
+        finite: bool | Tensor,
+        fields: bytes,
+        range_float: ops.RangeFloat | None = None,
+        scale: Tensor | None = None,
+        stream: ops.Stream | None = None,
+    ) -> ops.Seal:
+        """A payload whose body is complete, for `ops.seal_payloads`.
 
         Args:
             finite: whether the gradient is finite, or magnitudes (float32) that are finite if it is.
@@ -141,7 +159,7 @@ class GatherCompressor(Compressor):
             stream: the last section, if the body has more room for it than it takes.
         """
         magnitudes = finite if isinstance(finite, Tensor) else None
-        return ops.seal_payload(
+        return ops.Seal(
             payload,
             method=self.number,
             digest=self.digest,
@@ -169,7 +187,7 @@ class GatherCompressor(Compressor):
         with attribute_payload_errors(f"{type(self).__name__}, parameter {state.name!r}"):
             if state.scattered:
                 return (yield from self._scatter_reduce(grad, state))
-            state.payload = self.encode(grad, state.key(self.seed))
+            state.payload = yield from self.encoded(grad, state.key(self.seed))
             payloads = yield self.gather(state.payload)
             yield from inspected(payloads)
             if ops.on_device(state.payload):
@@ -224,18 +242,27 @@ class GatherCompressor(Compressor):
         return [(p, s.view(-1)) for p, s in zip(ops.split_payloads(state.payload, len(shards)), shards)]
 
 
-def inspected(payloads: list[Tensor]) -> Generator[ToHost, Tensor, None]:
+def inspected(payloads: list[Tensor]) -> Routine:
     """Coroutine: inspect payloads on a device, so that opening them does not wait."""
-    table = ops.inspect_payloads(payloads)
+    if not ops.on_device(payloads[0]):
+        return
+    table = yield Local(ops.inspect_payloads, payloads[0].device, payloads)
     if table is not None:
         ops.attach_inspections(payloads, (yield ToHost(table)))
 
 
 def inspect(payloads: list[Tensor]) -> None:
     """The same at once: waits for the device."""
-    table = ops.inspect_payloads(payloads)
-    if table is not None:
-        ops.attach_inspections(payloads, table.cpu())
+    at_once(inspected(payloads))
+
+
+def at_once(routine: Routine) -> Any:
+    """Run a routine without collectives, and return its result. Waits for the device where it asks for `ToHost`."""
+    result = None
+    while not isinstance(item := advance(routine, result), Done):
+        assert isinstance(item, ToHost)
+        result = item.tensor.cpu()
+    return item.result
 
 
 def scatter_pays(nbytes: float, size: int) -> bool:

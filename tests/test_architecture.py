@@ -28,6 +28,7 @@ ORDER = [
     "compressor",
     "composite",
     "gather",
+    "bucket_codec",
     "registry",
     "schedule",
     "methods",

@@ -452,6 +452,18 @@ def test_groups_of_other_methods(on_device, spec):
             assert bits_equal(average, wanted) or on_device.device.type != "cpu"
 
 
+def test_ternary_scales_that_are_not_finite(on_device):
+    """The device shares the scales before the host knows that one is not finite: the average is NaN on all ranks."""
+    grads = [torch.randn(60, 70) for _ in range(3)]
+    group = gradzip.LocalGroup(gradzip.TernGrad(), 3)
+    for bad in (math.inf, -math.inf, math.nan):
+        grads[1][5, 5] = bad
+        with on_device.context():
+            averages = group.average([on_device.move(g.clone()) for g in grads], "w")
+        assert all(average.isnan().all() for average in averages)
+        assert all(compressor.states["w"].step == 0 for compressor in group.compressors)
+
+
 def gathered_payloads(on_device):
     """Return three consecutive payloads in one buffer, each payload alone, and their method."""
     method = gradzip.FFTRange()
@@ -583,6 +595,38 @@ def test_signs_and_majority(on_device, n):
         return total
 
     assert bits_equal(on_device(decode_add, ballots[0], torch.ones(n)), decode_add(ballots[0], torch.ones(n)))
+
+
+def test_tables(on_device):
+    """Several tensors in one call of each kernel."""
+    sizes = [33, 0, 8193, 1, 12_000, 7]
+    tensors = [torch.randn(n) for n in sizes]
+    count = len(sizes)
+
+    def sums(*given):
+        xs, starts = given[:count], [x.clone() for x in given[count:]]
+        signs = [torch.empty(ops.bitmap_nbytes(x.numel()), dtype=torch.uint8, device=x.device) for x in xs]
+        means = [torch.empty(2, device=x.device) for x in xs]
+        trits = [torch.empty(ops.ternary_nbytes(x.numel()), dtype=torch.uint8, device=x.device) for x in xs]
+        scale = torch.ones(1, device=xs[0].device)
+        statistics = ops.pack_signs_all([(x, i, out) for i, (x, out) in enumerate(zip(xs, signs))])
+        votes = ops.majority_all([([packed, packed, ~packed], x.numel(), 5) for x, packed in zip(xs, signs)])
+        scales = (0.5, -0.25)
+        ops.signs_decode_add_all(
+            [ops.SignsSum(out, [(p, s) for s in scales], bool(i % 2)) for i, (out, p) in enumerate(zip(starts, signs))]
+        )
+        largest = ops.one_bit_packed_all([(x.view(1, -1), 7, p, m) for x, p, m in zip(xs, signs, means)])
+        ops.one_bit_decode_add_all([ops.OneBitSum(out, [(p, m, 0.3)]) for out, p, m in zip(starts, signs, means)])
+        ops.ternary_packed_all([(x, scale, scale, i, p) for i, (x, p) in enumerate(zip(xs, trits))])
+        ops.ternary_decode_add_all([ops.TernarySum(out, [(p, scale, 0.3)] * 2) for out, p in zip(starts, trits)])
+        payloads = ops.new_payloads(sizes, xs[0].device)
+        ops.seal_payloads([ops.Seal(p, 1, 2, 3, bytes(16), magnitudes=m) for p, m in zip(payloads, statistics)])
+        parts = [*statistics, *largest, *ops.abs_max_all(list(xs))]
+        counted = [torch.cat([winner, against.to(torch.uint8)]) for winner, against in votes]
+        return *starts, *parts, *counted, *signs, *means, *trits, *payloads
+
+    arguments = (*tensors, *(torch.randn(n) for n in sizes))
+    assert bits_equal(on_device(sums, *arguments), sums(*arguments))
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 1), (7, 33), (100, 8), (2, 9000)])

@@ -1,9 +1,21 @@
+import math
+
 import numpy as np
 import pytest
 import torch
 
 import philox
-from gradzip.ops import PayloadError, one_bit_decode_add, one_bit_packed, pack_signs
+from gradzip.ops import (
+    OneBitSum,
+    PayloadError,
+    abs_max,
+    bitmap_nbytes,
+    one_bit_decode_add,
+    one_bit_decode_add_all,
+    one_bit_packed,
+    one_bit_packed_all,
+    pack_signs,
+)
 from reference import arrays, same_everywhere, sliced
 
 KEY = 0xFEDC_BA98_7654_3210
@@ -46,6 +58,47 @@ def test_the_means_minimise_the_squared_error():
         one_bit_decode_add(packed, means, best)
         one_bit_decode_add(packed, means + torch.tensor(shift), other)
         assert ((x - best) ** 2).sum() < ((x - other) ** 2).sum()
+
+
+def test_tables():
+    """Several tensors in one call have the bits of each alone; terms are added in order."""
+    shapes = [(64, 576), (1, 1), (3, 40001), (5, 7), (0, 5), (33, 31)]
+    rng = np.random.default_rng(3)
+    tensors = [sliced(rng.normal(size=shape).astype(np.float32)) for shape in shapes]
+    sources = [
+        (x, KEY + i, torch.empty(bitmap_nbytes(x.numel()), dtype=torch.uint8), torch.empty(len(x), 2))
+        for i, x in enumerate(tensors)
+    ]
+    largest = same_everywhere(lambda: torch.cat(one_bit_packed_all(sources)))
+    for (x, key, out, means), most in zip(sources, largest):
+        alone, its_means = one_bit_packed(x, key)
+        assert torch.equal(out, alone) and torch.equal(means, its_means) and most == abs_max(x)
+    expected, sums = [], []
+    for i, (x, _, packed, means) in enumerate(sources):
+        terms = [(packed, means, 0.5), (packed, means.flip(1), -0.25)][: 1 + i % 2]
+        one_by_one = torch.ones(x.shape) * (i % 3)
+        for term, its_means, weight in terms:
+            one_bit_decode_add(term, its_means, one_by_one, weight)
+        expected.append(one_by_one.view(-1))
+        sums.append((x.shape, terms, i % 3))
+
+    def run():
+        outs = [torch.full(shape, float(before)) for shape, _, before in sums]
+        one_bit_decode_add_all([OneBitSum(out, t, add=before > 0) for out, (_, t, before) in zip(outs, sums)])
+        return torch.cat([out.view(-1) for out in outs])
+
+    assert torch.equal(same_everywhere(run), torch.cat(expected))
+    assert one_bit_packed_all([]) == [] and one_bit_decode_add_all([]) is None
+
+
+def test_a_corrupt_term_of_a_table_is_named():
+    byte, good, bad = torch.zeros(1, dtype=torch.uint8), torch.ones(1, 2), torch.tensor([[1.0, math.inf]])
+    outs = [torch.zeros(3), torch.zeros(3)]
+    with pytest.raises(PayloadError, match="mean of a row is not finite") as raised:
+        one_bit_decode_add_all(
+            [OneBitSum(outs[0], [(byte, good, 1.0)]), OneBitSum(outs[1], [(byte, good, 1.0), (byte, bad, 1.0)])]
+        )
+    assert raised.value.index == 2 and not torch.cat(outs).any()
 
 
 def test_errors():

@@ -1,5 +1,7 @@
 import dataclasses
 import functools
+import itertools
+import math
 import struct
 
 import hypothesis.strategies as st
@@ -427,3 +429,29 @@ def test_the_header_of_a_real_payload():
     assert payload.numel == NUMEL and payload.nbytes == len(fft_payload()) and payload.flags == 0
     assert payload.k == round(0.2 * (NUMEL // 2)) and payload.format.bits == 10
     assert HEADER.size == ops.HEADER_NBYTES
+
+
+def test_several_payloads_are_sealed_as_each_alone():
+    codec = FFTRange()
+    sections = [0, 5, 16, 100_000, 1]
+
+    def seals(payloads):
+        numbers = [None, torch.tensor([1.0, math.inf]), torch.tensor([2.0]), None, torch.tensor([math.nan])]
+        return [
+            ops.Seal(p, 1, codec.digest, i, bytes(16), magnitudes=m, scale=m[:1] if m is not None else None)
+            for i, (p, m) in enumerate(zip(payloads, numbers))
+        ]
+
+    together = ops.new_payloads(sections)
+    alone = [ops.new_payload(nbytes) for nbytes in sections]
+    sealed = ops.seal_payloads(seals(together))
+    assert [p.data_ptr() for p in sealed] == [p.data_ptr() for p in together]  # in place, one after the other
+    assert all(b.data_ptr() - a.data_ptr() == a.numel() for a, b in itertools.pairwise(together))
+    for i, (seal, got) in enumerate(zip(seals(alone), sealed)):
+        seal.payload[ops.HEADER_NBYTES :][: sections[i]] = 0
+        assert torch.equal(ops.seal_payloads([seal])[0], got)
+        opened = ops.open_payload(got, method=1, digest=codec.digest, numel=i)
+        assert opened.flags == (ops.NON_FINITE if i in (1, 4) else 0)
+    assert ops.seal_payloads([]) == []
+    with pytest.raises(ValueError, match="got a tensor on meta"):
+        ops.seal_payloads([*seals(alone)[:1], seals(alone)[1]._replace(payload=alone[1].to("meta"))])

@@ -5,7 +5,16 @@ import torch
 from hypothesis import given
 
 import philox
-from gradzip.ops import PayloadError, quantize, ternary_decode_add, ternary_nbytes, ternary_packed
+from gradzip.ops import (
+    PayloadError,
+    TernarySum,
+    quantize,
+    ternary_decode_add,
+    ternary_decode_add_all,
+    ternary_nbytes,
+    ternary_packed,
+    ternary_packed_all,
+)
 from reference import FLT_MAX, LARGE, SIZES, Guarded, arrays, examples, same_everywhere, sliced
 
 KEY = 0x0F1E_2D3C_4B5A_6978
@@ -70,6 +79,50 @@ def test_equals_qsgd_with_one_level():
     codes, norms = quantize(x, 2, 10000, "max", KEY)
     packed = ternary_packed(x, norms.item(), key=KEY)
     assert np.array_equal(trits_of(packed.numpy(), 10000), codes.numpy())
+
+
+def test_tables():
+    """Several tensors in one call have the bits of each alone; terms are added in order."""
+    sizes = [320, 1, 0, 100_003, 5121, 319]
+    rng = np.random.default_rng(4)
+    sources = [
+        (sliced(rng.normal(size=n).astype(np.float32)), 2.0, 1.5 if i % 2 else None, KEY + i,
+         torch.empty(ternary_nbytes(n), dtype=torch.uint8)) for i, n in enumerate(sizes)
+    ]  # fmt: skip
+
+    def pack():
+        ternary_packed_all(sources)
+        return torch.cat([out for *_, out in sources])
+
+    same_everywhere(pack)
+    expected, sums = [], []
+    for i, (x, scale, clip, key, packed) in enumerate(sources):
+        assert torch.equal(packed, ternary_packed(x, scale, clip, key))
+        terms = [(packed, 2.0, 0.5), (packed, 0.3, -1.0), (packed, 1.0, 0.1)][: 1 + i % 3]
+        one_by_one = torch.ones(x.numel()) * (i % 2)
+        for term in terms:
+            ternary_decode_add(term[0], term[1], one_by_one, term[2])
+        expected.append(one_by_one)
+        sums.append((x.numel(), terms, i % 2))
+
+    def run():
+        outs = [torch.full((n,), float(before)) for n, _, before in sums]
+        ternary_decode_add_all([TernarySum(out, t, add=before > 0) for out, (_, t, before) in zip(outs, sums)])
+        return torch.cat(outs)
+
+    assert torch.equal(same_everywhere(run), torch.cat(expected))
+    assert ternary_packed_all([]) is None and ternary_decode_add_all([]) is None
+
+
+@pytest.mark.parametrize("byte, scale", [(243, 1.0), (1, -1.0), (1, float("inf"))])
+def test_a_corrupt_term_of_a_table_is_named(byte, scale):
+    good, bad = (torch.tensor([value], dtype=torch.uint8) for value in (1, byte))
+    outs = [torch.zeros(3), torch.zeros(3)]
+    with pytest.raises(PayloadError, match="corrupt payload") as raised:
+        ternary_decode_add_all(
+            [TernarySum(outs[0], [(good, 1.0, 1.0)]), TernarySum(outs[1], [(good, 1.0, 1.0), (bad, scale, 1.0)])]
+        )
+    assert raised.value.index == 2 and not torch.cat(outs).any()
 
 
 @examples

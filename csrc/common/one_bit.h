@@ -8,6 +8,32 @@
 
 namespace gradzip {
 
+// A tensor of rows to be packed, and the two means of each row.
+struct OneBitSource {
+  const float* x;
+  int64_t rows, columns;
+  uint64_t key;
+  uint8_t* packed;
+  float* means;
+};
+static_assert(sizeof(OneBitSource) == 48, "gradzip/ops/one_bit.py writes it");
+
+// out = the sum of the next `terms` terms, in order, or out += each if `add`.
+struct OneBitSum {
+  float* out;
+  int64_t n, terms, add;
+};
+static_assert(sizeof(OneBitSum) == 32, "gradzip/ops/one_bit.py writes it");
+
+// weight * the mean for its row and bit. Rows are of `columns` elements, a divisor of n.
+struct OneBitTerm {
+  const uint8_t* packed;
+  const float* means;
+  int64_t columns;
+  double weight;
+};
+static_assert(sizeof(OneBitTerm) == 32, "gradzip/ops/one_bit.py writes it");
+
 // Sums of the values above and below zero, without NaN, and the number of bits set.
 struct Sides {
   double positive, negative;

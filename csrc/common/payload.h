@@ -54,6 +54,14 @@ struct PayloadResults {
 };
 static_assert(sizeof(PayloadResults) == 56, "gradzip/ops/payload.py writes it");
 
+// A payload to be sealed: its header, without the results and the checksum.
+struct PayloadSeal {
+  uint8_t* payload;
+  const PayloadHeader* header;
+  const PayloadResults* results;
+};
+static_assert(sizeof(PayloadSeal) == 24, "gradzip/ops/payload.py writes it");
+
 // Adds the results to the header. Returns the end of the last section.
 GZ_HD int64_t add_results(const PayloadResults& results, PayloadHeader* header) {
   for (int64_t i = 0; i < results.magnitude_count; ++i)

@@ -11,6 +11,31 @@ namespace gradzip {
 constexpr int kDigits = 5, kTritWidth = 64, kTritBlock = kDigits * kTritWidth;
 constexpr uint32_t kTopByte = 242;  // 3^5 - 1
 
+// A tensor to be packed. A null clip is infinite.
+struct TernarySource {
+  const float* x;
+  int64_t n;
+  const float *scale, *clip;
+  uint64_t key;
+  uint8_t* packed;
+};
+static_assert(sizeof(TernarySource) == 48, "gradzip/ops/ternary.py writes it");
+
+// out = the sum of the next `terms` terms, in order, or out += each if `add`.
+struct TernarySum {
+  float* out;
+  int64_t n, terms, add;
+};
+static_assert(sizeof(TernarySum) == 32, "gradzip/ops/ternary.py writes it");
+
+// float(weight * *scale) * (-1, 0 or 1). A null scale is 1.
+struct TernaryTerm {
+  const uint8_t* packed;
+  const float* scale;
+  double weight;
+};
+static_assert(sizeof(TernaryTerm) == 24, "gradzip/ops/ternary.py writes it");
+
 // 0 is zero, 1 is plus, 2 is minus; plus or minus with probability min(|x|, clip) / scale.
 GZ_HD uint32_t draw_trit(float x, LevelScale scale, float clip, uint32_t random) {
   const float magnitude = finite_magnitude(x);

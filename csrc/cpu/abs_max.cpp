@@ -1,3 +1,5 @@
+#include "cpu/abs_max.h"
+
 #include <vector>
 
 #include "cpu/ops.h"
@@ -44,6 +46,8 @@ void columns_of(const Matrix& matrix, float* most) {
 }
 
 }  // namespace
+
+uint32_t abs_max_here(const float* x, int64_t n) { return abs_max_bits(x, n); }
 
 void abs_max(const float* x, int64_t n, float* most, int threads) {
   std::vector<uint32_t> partial(ceil_div(n, kChunk), 0);

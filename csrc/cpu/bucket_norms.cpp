@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "cpu/abs_max.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
@@ -61,22 +62,11 @@ double sum(const float* x, int64_t n, Norm norm) {
   return lanes[0];
 }
 
-// Above kInfBits if x holds a NaN.
-GZ_INLINE uint32_t largest_bits_body(const float* x, int64_t n) {
-  uint32_t most = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t u = float_bits(x[i]) & 0x7fffffffu;
-    most = most > u ? most : u;
-  }
-  return most;
-}
-GZ_SIMD_DISPATCH(uint32_t, largest_bits, (const float* x, int64_t n), (x, n))
-
 }  // namespace
 
 double norm_part(const float* x, int64_t n, Norm norm) {
   if (norm == Norm::max) {
-    const uint32_t most = largest_bits(x, n);
+    const uint32_t most = abs_max_here(x, n);
     if (most < kInfBits) return bits_float(most);
   } else {
     const double total = sum(x, n, norm);
@@ -85,7 +75,7 @@ double norm_part(const float* x, int64_t n, Norm norm) {
   // The sum of squares of finite floats does not overflow: x holds an infinity or a NaN.
   float finite[kSumSegment];
   std::transform(x, x + n, finite, [](float value) { return finite_magnitude(value); });
-  return norm == Norm::max ? bits_float(largest_bits(finite, n)) : sum(finite, n, norm);
+  return norm == Norm::max ? bits_float(abs_max_here(finite, n)) : sum(finite, n, norm);
 }
 
 double norm_combine(double total, double part, Norm norm) {

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "common/one_bit.h"
+#include "cpu/abs_max.h"
 #include "cpu/bitmap.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
@@ -116,44 +117,82 @@ void row_means(const float* x, const uint8_t* packed, int64_t begin, int64_t col
   side_means(combine(parts, count), columns, means);
 }
 
-}  // namespace
-
-void one_bit_packed(const float* x, int64_t rows, int64_t columns, uint64_t key, uint8_t* packed, float* means,
-                    int threads) {
+// Packs one tensor. Returns the bits of its largest magnitude.
+uint32_t pack(const OneBitSource& source, int threads) {
+  const auto [x, rows, columns, key, packed, means] = source;
   const int64_t n = rows * columns, together = std::lcm<int64_t>(columns, 8);
-  if (n == 0) return std::fill(means, means + 2 * rows, 0.0f);
+  if (n == 0) {
+    std::fill(means, means + 2 * rows, 0.0f);
+    return 0;
+  }
+  std::vector<uint32_t> most;
   if (columns > kChunk || together > 4 * kChunk) {
-    signs_pack(x, n, key, packed, threads);
+    const SignsSource signs{x, n, key, packed};
+    signs_pack(&signs, 1, nullptr, threads);
     const int64_t segments = ceil_div(columns, kSumSegment);
     std::vector<Sides> parts(size_t(rows * segments));
-    parallel_for(rows * segments, threads, [&](int64_t task) {
+    most.resize(parts.size());
+    parallel_for(rows * segments, threads, [&, x = x, columns = columns, packed = packed](int64_t task) {
       const int64_t row = task / segments, begin = row * columns + task % segments * kSumSegment;
-      parts[size_t(task)] = sides_of(x, packed, begin, std::min((row + 1) * columns, begin + kSumSegment));
+      const int64_t end = std::min((row + 1) * columns, begin + kSumSegment);
+      parts[size_t(task)] = sides_of(x, packed, begin, end);
+      most[size_t(task)] = abs_max_here(x + begin, end - begin);
     });
     for (int64_t row = 0; row < rows; ++row)
       side_means(combine(parts.data() + row * segments, segments), columns, means + 2 * row);
-    return;
+  } else {
+    const int64_t chunk = std::max<int64_t>(1, kChunk / together) * together;
+    most.resize(size_t(ceil_div(n, chunk)));
+    parallel_chunks(n, chunk, threads, [&, source](int64_t task, int64_t begin, int64_t end) {
+      write_signs(source.x, begin, end, source.key, source.packed);
+      for (int64_t i = begin; i < end; i += source.columns)
+        row_means(source.x, source.packed, i, source.columns, source.means + 2 * (i / source.columns));
+      most[size_t(task)] = abs_max_here(source.x + begin, end - begin);
+    });
   }
-  parallel_chunks(n, std::max<int64_t>(1, kChunk / together) * together, threads,
-                  [&](int64_t, int64_t begin, int64_t end) {
-                    write_signs(x, begin, end, key, packed);
-                    for (int64_t i = begin; i < end; i += columns)
-                      row_means(x, packed, i, columns, means + 2 * (i / columns));
-                  });
+  return *std::max_element(most.begin(), most.end());
 }
 
-void one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
-                        float* out, int32_t* failed, int threads) {
-  for (int64_t i = 0; i < 2 * rows; ++i) {
-    if (std::isfinite(means[i])) continue;
-    *failed = 1;
-    return;
+}  // namespace
+
+void one_bit_packed(const OneBitSource* table, int64_t count, float* most, int threads) {
+  const auto size = [&](int64_t i) { return table[i].rows * table[i].columns; };
+  parallel_pieces(count, threads, size, [&](int64_t i, int threads_of_one) {
+    const uint32_t bits = pack(table[i], threads_of_one);
+    if (most) most[i] = bits_float(bits);
+  });
+}
+
+void one_bit_decode_add(const OneBitSum* table, int64_t count, const OneBitTerm* terms, int32_t* failed, int threads) {
+  constexpr int64_t kSumBlock = 1 << 12;  // elements that stay in the L1 cache while all terms are added
+  std::vector<const OneBitTerm*> first;
+  const OneBitTerm* next = terms;
+  for (int64_t i = 0; i < count; ++i) {
+    first.push_back(next);
+    for (const OneBitTerm* end = next + table[i].terms; next < end; ++next) {
+      const float* means_end = next->means + (table[i].n == 0 ? 0 : 2 * (table[i].n / next->columns));
+      if (std::all_of(next->means, means_end, [](float mean) { return std::isfinite(mean); })) continue;
+      *failed = int32_t(next - terms) + 1;
+      return;
+    }
   }
-  parallel_chunks(rows * columns, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
-    for (int64_t row = begin / columns; begin < end; ++row) {
-      const int64_t stop = std::min(end, (row + 1) * columns);
-      add_by_sign(packed, begin, stop, weight * means[2 * row], weight * means[2 * row + 1], out);
-      begin = stop;
+  const auto chunks = [&](int64_t i) { return ceil_div(table[i].n, kChunk); };
+  parallel_table(count, threads, chunks, [&](int64_t i, int64_t chunk) {
+    const OneBitSum& sum = table[i];
+    const int64_t end = std::min(sum.n, (chunk + 1) * kChunk);
+    for (int64_t begin = chunk * kChunk; begin < end; begin += kSumBlock) {
+      const int64_t stop = std::min(end, begin + kSumBlock);
+      if (!sum.add) std::fill(sum.out + begin, sum.out + stop, 0.0f);
+      for (int64_t t = 0; t < sum.terms; ++t) {
+        const OneBitTerm& term = first[size_t(i)][t];
+        const float weight = float(term.weight);
+        for (int64_t at = begin, row = begin / term.columns; at < stop; ++row) {
+          const int64_t row_end = std::min(stop, (row + 1) * term.columns);
+          const float* means = term.means + 2 * row;
+          add_by_sign(term.packed, at, row_end, weight * means[0], weight * means[1], sum.out);
+          at = row_end;
+        }
+      }
     }
   });
 }

@@ -15,10 +15,13 @@
 
 #include "common/bitmap_code.h"
 #include "common/low_rank.h"
+#include "common/one_bit.h"
 #include "common/orthogonalize.h"
 #include "common/payload.h"
 #include "common/range_float.h"
 #include "common/selection.h"
+#include "common/signs.h"
+#include "common/ternary.h"
 #include "common/transform.h"
 
 namespace gradzip::cpu {
@@ -144,16 +147,15 @@ void quantize_decode_add(const uint8_t* packed, const float* norms, int64_t n, i
                          float* out, int32_t* failed, int threads);
 
 // --- ternary
+// Tables are in host memory on every device.
 // TernGrad: sign(x) with probability min(|x|, *clip) / *scale, else 0; draw i of the key decides for x[i]. A null clip
 // does not clip. NaN counts as 0. Five trits to a byte, ceil(n / 5) bytes: each 320 elements (the last group may be
 // shorter) take w = ceil(320 / 5) bytes, byte j being the sum of 3^k t over the trits t of elements k w + j; t is 0 for
 // zero, 1 for plus, 2 for minus.
-void ternary_packed(const float* x, int64_t n, const float* scale, const float* clip, uint64_t key, uint8_t* packed,
-                    int threads);
-// out[i] += float(weight * *scale) * (-1, 0 or 1); a null scale is 1. *failed: *scale is negative or not finite, or a
-// byte is above 242, the largest that five trits make.
-void ternary_decode_add(const uint8_t* packed, int64_t n, const float* scale, double weight, float* out,
-                        int32_t* failed, int threads);
+void ternary_packed(const TernarySource* table, int64_t count, int threads);
+// Adds the terms of each entry in order, with a rounding after each. *failed: 1 + the index of the first term of which
+// *scale is negative or not finite, or a byte is above 242, the largest that five trits make.
+void ternary_decode_add(const TernarySum* table, int64_t count, const TernaryTerm* terms, int32_t* failed, int threads);
 
 // --- block_float
 // Block-scaled integers of 4 or 8 bits (common/block_float.h), one read of x. block is a multiple of 32, 4096 at most.
@@ -170,22 +172,28 @@ void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t 
                         int bits, int64_t block, float weight, const float* start, float* out, int threads);
 
 // --- signs
-// One bit per sign, by the rule of write_signs in sign_bits.h.
-void signs_pack(const float* x, int64_t n, uint64_t key, uint8_t* packed, int threads);
-// The majority of 1 to 65535 votes, bit by bit; on a tie, coin i of the key decides. Bits past n are ignored in the
-// votes and 0 in the result. The table of addresses is in host memory on every device.
-void signs_majority(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed, int threads);
-// out[i] += scale, or -scale if the bit is set.
-void signs_decode_add(const uint8_t* packed, int64_t n, float scale, float* out, int threads);
+// Tables are in host memory on every device.
+// One bit per sign, by the rule of write_signs in sign_bits.h. Unless it is null, `statistics` gets two numbers for each
+// tensor: max |x| as by abs_max, and mean |x|, summed as by bucket_norms: infinite if the sum exceeds the largest float, 0
+// if n is 0.
+void signs_pack(const SignsSource* table, int64_t count, float* statistics, int threads);
+// The majority of 1 to 65535 votes on each entry, bit by bit; on a tie, coin i of the entry's key decides. Bits past n
+// are ignored in the votes and 0 in the result. `votes` lists those on the first entry, then those on the next.
+// `against`, unless it is null, gets the number of bits that differ from the majority, for each vote in that order.
+void signs_majority(const SignsVote* table, int64_t count, const uint8_t* const* votes, int voters, int64_t* against,
+                    int threads);
+// Adds the terms of each entry in order, with a rounding after each.
+void signs_decode_add(const SignsSum* table, int64_t count, const SignsTerm* terms, int threads);
 
 // --- one_bit
-// 1-bit SGD: the signs and, per row of x, the mean of the values whose bit is clear and of those whose bit is set (0 if
-// there are none), summed in double in a fixed order. One read of x unless rows are very long.
-void one_bit_packed(const float* x, int64_t rows, int64_t columns, uint64_t key, uint8_t* packed, float* means,
-                    int threads);
-// out[i] += weight * the mean for its row and bit. *failed: a mean is not finite.
-void one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
-                        float* out, int32_t* failed, int threads);
+// Tables are in host memory on every device.
+// 1-bit SGD: the signs, as by signs_pack, and, per row of each x, the mean of the values whose bit is clear and of those
+// whose bit is set (0 if there are none), summed in double in a fixed order. Unless it is null, `most` gets max |x| of each
+// x, as by abs_max. One read of x unless rows are very long.
+void one_bit_packed(const OneBitSource* table, int64_t count, float* most, int threads);
+// Adds the terms of each entry in order, with a rounding after each. *failed: 1 + the index of the first term with a mean
+// that is not finite.
+void one_bit_decode_add(const OneBitSum* table, int64_t count, const OneBitTerm* terms, int32_t* failed, int threads);
 
 // --- atom_probabilities
 // p[i] = min(1, c |atoms[i]|) with c such that they sum to the budget (or to the number of nonzero atoms if that is
@@ -233,9 +241,10 @@ void transform_decode(const TransformPart* parts, int64_t count, uint32_t code, 
                       int64_t n, int32_t* failed, int threads);
 
 // --- payload
-// Writes the header of a payload whose sections are in place: *header, with the results added, and the checksum. The
-// arguments are in host memory on every device. header->nbytes is the size of the payload, a multiple of 16.
-void payload_seal(uint8_t* payload, const PayloadHeader* header, const PayloadResults* results, int threads);
+// Writes the header of each payload whose sections are in place: *header, with the results added, and the checksum. The
+// table, headers and results are in host memory on every device. header->nbytes is the size of the payload, a multiple of
+// 16.
+void payload_seal(const PayloadSeal* table, int64_t count, int threads);
 // Fills the table with the headers and checksums of `each` consecutive payloads in each of `count` buffers, which are
 // listed in host memory on every device. In each buffer, stops at the first header with an invalid size; later entries,
 // and its checksum, are 0.

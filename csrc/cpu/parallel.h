@@ -2,6 +2,7 @@
 // cores that the other needs.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -30,6 +31,17 @@ void parallel_chunks(int64_t n, int64_t chunk_size, int threads, F&& f) {
   parallel_for(ceil_div(n, chunk_size), threads, [&](int64_t chunk) {
     const int64_t begin = chunk * chunk_size, end = begin + chunk_size;
     f(chunk, begin, end < n ? end : n);
+  });
+}
+
+// f(i, chunk) for chunk < chunks(i) of each of `count` pieces of work, all side by side.
+template <class Chunks, class F>
+void parallel_table(int64_t count, int threads, Chunks&& chunks, F&& f) {
+  std::vector<int64_t> first(size_t(count) + 1, 0);
+  for (int64_t i = 0; i < count; ++i) first[size_t(i) + 1] = first[size_t(i)] + chunks(i);
+  parallel_for(first.back(), threads, [&](int64_t task) {
+    const int64_t i = std::upper_bound(first.begin(), first.end(), task) - first.begin() - 1;
+    f(i, task - first[size_t(i)]);
   });
 }
 

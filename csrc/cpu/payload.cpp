@@ -37,13 +37,17 @@ uint64_t checksum_sum(const uint8_t* payload, int64_t nbytes, int threads) {
 
 }  // namespace
 
-void payload_seal(uint8_t* payload, const PayloadHeader* header, const PayloadResults* results, int threads) {
-  PayloadHeader sealed = *header;
-  const int64_t nbytes = int64_t(sealed.nbytes), end = add_results(*results, &sealed);
-  std::fill(payload + end, payload + nbytes, uint8_t(0));
-  std::memcpy(payload, &sealed, sizeof sealed);
-  sealed.checksum = checksum_fold(checksum_sum(payload, nbytes, threads));
-  std::memcpy(payload, &sealed, sizeof sealed);
+void payload_seal(const PayloadSeal* table, int64_t count, int threads) {
+  const auto nbytes_of = [&](int64_t i) { return int64_t(table[i].header->nbytes); };
+  parallel_pieces(count, threads, nbytes_of, [&](int64_t i, int threads_of_one) {
+    uint8_t* payload = table[i].payload;
+    PayloadHeader sealed = *table[i].header;
+    const int64_t nbytes = nbytes_of(i), end = add_results(*table[i].results, &sealed);
+    std::fill(payload + end, payload + nbytes, uint8_t(0));
+    std::memcpy(payload, &sealed, sizeof sealed);
+    sealed.checksum = checksum_fold(checksum_sum(payload, nbytes, threads_of_one));
+    std::memcpy(payload, &sealed, sizeof sealed);
+  });
 }
 
 void payload_inspect(const PayloadBuffer* buffers, int64_t count, int64_t each, PayloadInspection* table, int threads) {

@@ -1,7 +1,11 @@
 #include <algorithm>
 #include <cstring>
+#include <mutex>
+#include <vector>
 
 #include "common/range_float.h"
+#include "cpu/abs_max.h"
+#include "cpu/bucket_norms.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/philox.h"
@@ -142,9 +146,21 @@ GZ_SIMD_DISPATCH(void, compare_votes,
                  (const Counters& counters, int used, int half, const uint64_t* tie, uint64_t* won),
                  (counters, used, half, tie, won))
 
-// Bits [begin, begin + count) of the vote, count <= 64 * kVoteWords.
-void vote_block(const uint8_t* const* votes, int voters, int64_t begin, int64_t count, uint64_t key, uint8_t* out) {
+GZ_INLINE int64_t count_differences_body(const uint64_t* a, const uint64_t* b, int64_t words) {
+  int64_t count = 0;
+  for (int64_t j = 0; j < words; ++j) count += __builtin_popcountll(a[j] ^ b[j]);
+  return count;
+}
+GZ_SIMD_DISPATCH(int64_t, count_differences, (const uint64_t* a, const uint64_t* b, int64_t words), (a, b, words))
+
+constexpr int64_t kVoteBlock = 64 * kVoteWords;
+
+// Bits [begin, begin + count) of the vote, count <= kVoteBlock. Adds the votes against it to `against`, unless it is null.
+void vote_block(const uint8_t* const* votes, int voters, const SignsVote& vote, int64_t begin, int64_t count,
+                int64_t* against) {
   const size_t bytes = size_t(ceil_div(count, 8));
+  const int64_t words = ceil_div(count, 64);
+  const uint64_t last = count % 64 ? (uint64_t(1) << (count % 64)) - 1 : ~uint64_t(0);  // of its bits, those below n
   Counters counters;
   uint64_t a[kVoteWords], b[kVoteWords], tie[kVoteWords] = {}, won[kVoteWords];
   int used = 0;
@@ -155,10 +171,16 @@ void vote_block(const uint8_t* const* votes, int voters, int64_t begin, int64_t 
     if (v + 1 < voters) std::memcpy(b, votes[v + 1] + begin / 8, bytes);
     count_votes(a, b, used, &counters);
   }
-  if (voters % 2 == 0) std::memcpy(tie, Coins(key, begin, count).words, bytes);
+  if (voters % 2 == 0) std::memcpy(tie, Coins(vote.key, begin, count).words, bytes);
   compare_votes(counters, used, voters / 2, tie, won);
-  if (count % 64) won[count / 64] &= (uint64_t(1) << (count % 64)) - 1;
-  std::memcpy(out + begin / 8, won, bytes);
+  won[words - 1] &= last;
+  std::memcpy(vote.packed + begin / 8, won, bytes);
+  for (int v = 0; against && v < voters; ++v) {
+    a[words - 1] = 0;
+    std::memcpy(a, votes[v] + begin / 8, bytes);
+    a[words - 1] &= last;
+    against[v] += count_differences(a, won, words);
+  }
 }
 
 }  // namespace
@@ -182,21 +204,66 @@ void add_by_sign(const uint8_t* packed, int64_t begin, int64_t end, float positi
   add_pair(packed, begin, end, positive, negative, out);
 }
 
-void signs_pack(const float* x, int64_t n, uint64_t key, uint8_t* packed, int threads) {
-  parallel_chunks(n, kChunk, threads,
-                  [&](int64_t, int64_t begin, int64_t end) { write_signs(x, begin, end, key, packed); });
+void signs_pack(const SignsSource* table, int64_t count, float* statistics, int threads) {
+  std::vector<int64_t> first(size_t(count) + 1, 0);  // segment of each tensor
+  for (int64_t i = 0; i < count; ++i) first[size_t(i) + 1] = first[size_t(i)] + ceil_div(table[i].n, kSumSegment);
+  std::vector<SignsPart> parts(statistics ? size_t(first.back()) : 0);
+  const auto chunks = [&](int64_t i) { return ceil_div(table[i].n, kChunk); };
+  parallel_table(count, threads, chunks, [&](int64_t i, int64_t chunk) {
+    const auto [x, n, key, packed] = table[i];
+    const int64_t end = std::min(n, (chunk + 1) * kChunk);
+    for (int64_t begin = chunk * kChunk; begin < end; begin += kSumSegment) {
+      const int64_t stop = std::min(end, begin + kSumSegment);
+      write_signs(x, begin, stop, key, packed);
+      if (!statistics) continue;
+      const double total = norm_part(x + begin, stop - begin, Norm::l1);
+      parts[size_t(first[size_t(i)] + begin / kSumSegment)] = {total, abs_max_here(x + begin, stop - begin)};
+    }
+  });
+  for (int64_t i = 0; statistics && i < count; ++i) {
+    SignsPart all{0.0, 0u};
+    for (int64_t p = first[size_t(i)]; p < first[size_t(i) + 1]; ++p) {
+      all.total += parts[size_t(p)].total;
+      all.most = std::max(all.most, parts[size_t(p)].most);
+    }
+    signs_statistics(all, table[i].n, statistics + 2 * i);
+  }
 }
 
-void signs_majority(const uint8_t* const* votes, int voters, int64_t n, uint64_t key, uint8_t* packed, int threads) {
-  parallel_chunks(n, 8 * kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i += 64 * kVoteWords)
-      vote_block(votes, voters, i, std::min<int64_t>(end - i, 64 * kVoteWords), key, packed);
+void signs_majority(const SignsVote* table, int64_t count, const uint8_t* const* votes, int voters, int64_t* against,
+                    int threads) {
+  constexpr int64_t kVoteChunk = 8 * kChunk;
+  if (against) std::fill_n(against, count * voters, int64_t(0));
+  std::mutex adding;
+  const auto chunks = [&](int64_t i) { return ceil_div(table[i].n, kVoteChunk); };
+  parallel_table(count, threads, chunks, [&](int64_t i, int64_t chunk) {
+    const int64_t end = std::min(table[i].n, (chunk + 1) * kVoteChunk);
+    std::vector<int64_t> own(against ? size_t(voters) : 0, 0);
+    for (int64_t begin = chunk * kVoteChunk; begin < end; begin += kVoteBlock)
+      vote_block(votes + i * voters, voters, table[i], begin, std::min(end - begin, kVoteBlock),
+                 against ? own.data() : nullptr);
+    const std::lock_guard<std::mutex> lock(adding);
+    for (int v = 0; v < int(own.size()); ++v) against[i * voters + v] += own[size_t(v)];
   });
 }
 
-void signs_decode_add(const uint8_t* packed, int64_t n, float scale, float* out, int threads) {
-  parallel_chunks(n, kChunk, threads,
-                  [&](int64_t, int64_t begin, int64_t end) { add_by_sign(packed, begin, end, scale, -scale, out); });
+void signs_decode_add(const SignsSum* table, int64_t count, const SignsTerm* terms, int threads) {
+  constexpr int64_t kSumBlock = 1 << 12;  // elements that stay in the L1 cache while all terms are added
+  std::vector<const SignsTerm*> first;
+  for (int64_t i = 0; i < count; terms += table[i++].terms) first.push_back(terms);
+  const auto chunks = [&](int64_t i) { return ceil_div(table[i].n, kChunk); };
+  parallel_table(count, threads, chunks, [&](int64_t i, int64_t chunk) {
+    const auto [out, n, own_terms, add] = table[i];
+    const int64_t end = std::min(n, (chunk + 1) * kChunk);
+    for (int64_t begin = chunk * kChunk; begin < end; begin += kSumBlock) {
+      const int64_t stop = std::min(end, begin + kSumBlock);
+      if (!add) std::fill(out + begin, out + stop, 0.0f);
+      for (int64_t t = 0; t < own_terms; ++t) {
+        const float scale = float(first[size_t(i)][t].scale);
+        add_by_sign(first[size_t(i)][t].packed, begin, stop, scale, -scale, out);
+      }
+    }
+  });
 }
 
 }  // namespace gradzip::cpu

@@ -60,40 +60,59 @@ GZ_SIMD_DISPATCH(uint8_t, largest_byte, (const uint8_t* bytes, int64_t n), (byte
 
 }  // namespace
 
-void ternary_packed(const float* x, int64_t n, const float* scale, const float* clip, uint64_t key, uint8_t* packed,
-                    int threads) {
-  const LevelScale level = level_scale(*scale, 1);
-  const float most = clip ? *clip : std::numeric_limits<float>::infinity();
-  parallel_chunks(n, kTritChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i += kTritBlock) {
-      const int count = int(std::min<int64_t>(end - i, kTritBlock)), width = width_of(count);
+void ternary_packed(const TernarySource* table, int64_t count, int threads) {
+  const auto chunks = [&](int64_t i) { return ceil_div(table[i].n, kTritChunk); };
+  parallel_table(count, threads, chunks, [&](int64_t t, int64_t chunk) {
+    const TernarySource& source = table[t];
+    const LevelScale level = level_scale(*source.scale, 1);
+    const float most = source.clip ? *source.clip : std::numeric_limits<float>::infinity();
+    const int64_t end = std::min(source.n, (chunk + 1) * kTritChunk);
+    for (int64_t i = chunk * kTritChunk; i < end; i += kTritBlock) {
+      const int n = int(std::min<int64_t>(end - i, kTritBlock)), width = width_of(n);
       uint32_t random[kTritBlock];
       uint8_t trits[kTritBlock];
-      philox_words(key, uint64_t(i), count, random);
-      draw_trits(x + i, random, count, level, most, trits);
-      std::fill(trits + count, trits + kDigits * width, uint8_t(0));
-      join_trits(trits, width, packed + i / kDigits);
+      philox_words(source.key, uint64_t(i), n, random);
+      draw_trits(source.x + i, random, n, level, most, trits);
+      std::fill(trits + n, trits + kDigits * width, uint8_t(0));
+      join_trits(trits, width, source.packed + i / kDigits);
     }
   });
 }
 
-void ternary_decode_add(const uint8_t* packed, int64_t n, const float* scale, double weight, float* out,
-                        int32_t* failed, int threads) {
-  const float factor = scale ? *scale : 1.0f, value = float(weight * double(factor));
-  bool valid = valid_norm(factor);
-  std::vector<uint8_t> most(ceil_div(n, kTritChunk), 0);
-  parallel_chunks(n, kTritChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
-    most[chunk] = largest_byte(packed + begin / kDigits, width_of(end - begin));
-  });
-  for (uint8_t m : most) valid &= m <= kTopByte;
-  if (!valid) {
-    *failed = 1;
-    return;
+void ternary_decode_add(const TernarySum* table, int64_t count, const TernaryTerm* terms, int32_t* failed,
+                        int threads) {
+  std::vector<const TernaryTerm*> first;
+  const TernaryTerm* next = terms;
+  for (int64_t i = 0; i < count; ++i) {
+    first.push_back(next);
+    for (const TernaryTerm* end = next + table[i].terms; next < end; ++next) {
+      const int64_t nbytes = ceil_div(table[i].n, kDigits);
+      std::vector<uint8_t> most(size_t(ceil_div(nbytes, kChunk)), 0);
+      parallel_chunks(nbytes, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end_of_chunk) {
+        most[size_t(chunk)] = largest_byte(next->packed + begin, end_of_chunk - begin);
+      });
+      const bool valid = !next->scale || valid_norm(*next->scale);
+      if (valid && std::all_of(most.begin(), most.end(), [](uint8_t byte) { return byte <= kTopByte; })) continue;
+      *failed = int32_t(next - terms) + 1;
+      return;
+    }
   }
-  parallel_chunks(n, kTritChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i += kTritBlock) {
-      const int count = int(std::min<int64_t>(end - i, kTritBlock));
-      add_trits(packed + i / kDigits, width_of(count), count, value, out + i);
+  const auto chunks = [&](int64_t i) { return ceil_div(table[i].n, kTritChunk); };
+  parallel_table(count, threads, chunks, [&](int64_t s, int64_t chunk) {
+    const TernarySum& sum = table[s];
+    constexpr int64_t kSumBlock = 10 * kTritBlock;  // elements that stay in the L1 cache while all terms are added
+    const int64_t end = std::min(sum.n, (chunk + 1) * kTritChunk);
+    for (int64_t begin = chunk * kTritChunk; begin < end; begin += kSumBlock) {
+      const int64_t stop = std::min(end, begin + kSumBlock);
+      if (!sum.add) std::fill(sum.out + begin, sum.out + stop, 0.0f);
+      for (int64_t t = 0; t < sum.terms; ++t) {
+        const TernaryTerm& term = first[size_t(s)][t];
+        const float value = float(term.weight * double(term.scale ? *term.scale : 1.0f));
+        for (int64_t i = begin; i < stop; i += kTritBlock) {
+          const int n = int(std::min<int64_t>(stop - i, kTritBlock));
+          add_trits(term.packed + i / kDigits, width_of(n), n, value, sum.out + i);
+        }
+      }
     }
   });
 }

@@ -44,6 +44,10 @@ __global__ void __launch_bounds__(kBlock) abs_max_columns_kernel(ColumnsTable ta
     const uint32_t m = magnitude(x[i]);
     largest = largest > m ? largest : m;
   }
+  if (columns == 1) {  // whole warps are here
+    largest = warp_max(largest);
+    if (lane() > 0) return;
+  }
   if (largest > 0) atomicMax(most + thread % columns, largest);
 }
 

@@ -2,34 +2,60 @@
 
 #include "cuda/launch.h"
 #include "cuda/ops.h"
+#include "cuda/table.h"
 
 namespace gradzip::cuda {
 
-int64_t one_bit_packed(void* workspace, const float* x, int64_t rows, int64_t columns, uint64_t key, uint8_t* packed,
-                       float* means, cudaStream_t stream) {
-  if (rows * columns == 0) {
-    clear(means, 2 * rows * int64_t(sizeof(float)), stream);
-    return 0;
+int64_t one_bit_packed(void* workspace, const OneBitSource* table, int64_t count, float* most, cudaStream_t stream) {
+  std::vector<SignsSource> signs;
+  std::vector<SidesEntry> entries;
+  std::vector<RowsEntry> long_rows;
+  int64_t blocks = 0, parts = 0, row_blocks = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto [x, rows, columns, key, packed, means] = table[i];
+    signs.push_back({x, rows * columns, key, packed});
+    const int64_t segments = columns > 0 ? ceil_div(columns, kSumSegment) : 1, tasks = rows * segments;
+    const int64_t rounds = std::clamp<int64_t>(kMostTile / (columns + 1), 1, 64);  // tasks of a team
+    entries.push_back({table[i], segments, rounds, parts, blocks});
+    blocks += ceil_div(tasks, rounds * (kBlock / kTeam));
+    if (segments == 1) continue;
+    long_rows.push_back({rows, columns, segments, parts, means, row_blocks});
+    parts += tasks;
+    row_blocks += ceil_div(rows, kBlock / kLanes);
   }
-  const int64_t segments = ceil_div(columns, kSumSegment);
   Arena arena(workspace);
-  auto* parts = arena.take<Sides>(segments > 1 ? rows * segments : 0);
+  const auto* on_device = upload(arena, entries, stream);
+  const auto* rows_on_device = upload(arena, long_rows, stream);
+  auto* sums = arena.take<Sides>(parts);
+  auto* for_signs = arena.take<char>(signs_pack(nullptr, signs.data(), count, nullptr, stream));
   if (!workspace) return arena.nbytes();
-  signs_pack(x, rows * columns, key, packed, stream);
-  launch(stream, grid_of(grid_for(ceil_div(rows * segments, kBlock / kTeam))), kBlock, side_sums_kernel, x, rows,
-         columns, segments, packed, parts, means);
-  if (segments > 1)
-    launch(stream, grid_of(grid_for(ceil_div(rows, kBlock / kLanes))), kBlock, combine_sides_kernel, parts, rows,
-           columns, segments, means);
+  signs_pack(for_signs, signs.data(), count, nullptr, stream);
+  if (most && count > 0) clear(most, count * int64_t(sizeof *most), stream);
+  if (blocks > 0)
+    launch(stream, grid_of(unsigned(blocks)), kBlock, side_sums_kernel, on_device, count, sums,
+           reinterpret_cast<uint32_t*>(most));
+  if (row_blocks > 0)
+    launch(stream, grid_of(unsigned(row_blocks)), kBlock, combine_sides_kernel, rows_on_device,
+           int64_t(long_rows.size()), sums);
   return 0;
 }
 
-void one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
-                        float* out, int32_t* failed, cudaStream_t stream) {
-  const int64_t n = rows * columns;
-  if (n == 0) return;
-  launch(stream, grid_of(grid_for(ceil_div(n, kMostTile))), kBlock, one_bit_decode_add_kernel, packed, means, n,
-         columns, weight, out, failed);
+int64_t one_bit_decode_add(void* workspace, const OneBitSum* table, int64_t count, const OneBitTerm* terms,
+                           int32_t* failed, cudaStream_t stream) {
+  std::vector<OneBitSumEntry> entries;
+  int64_t blocks = 0, before = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    entries.push_back({table[i], before, blocks});
+    before += table[i].terms;
+    blocks += ceil_div(table[i].n, kMostTile);
+  }
+  Arena arena(workspace);
+  const auto* on_device = upload(arena, entries, stream);
+  const auto* all_terms = upload(arena, std::vector<OneBitTerm>(terms, terms + before), stream);
+  if (!workspace) return arena.nbytes();
+  if (blocks > 0)
+    launch(stream, grid_of(unsigned(blocks)), kBlock, one_bit_decode_add_kernel, on_device, count, all_terms, failed);
+  return 0;
 }
 
 }  // namespace gradzip::cuda

@@ -18,10 +18,13 @@
 
 #include "common/bitmap_code.h"
 #include "common/low_rank.h"
+#include "common/one_bit.h"
 #include "common/orthogonalize.h"
 #include "common/payload.h"
 #include "common/range_float.h"
 #include "common/selection.h"
+#include "common/signs.h"
+#include "common/ternary.h"
 #include "common/transform.h"
 
 using cudaStream_t = struct CUstream_st*;
@@ -117,11 +120,11 @@ void quantize_decode_add(const uint8_t* packed, const float* norms, int64_t n, i
                          float* out, int32_t* failed, cudaStream_t stream);
 
 // --- ternary
-void ternary_packed(const float* x, int64_t n, const float* scale, const float* clip, uint64_t key, uint8_t* packed,
-                    cudaStream_t stream);
-// On failure the elements of the invalid bytes, or all if the scale is invalid, become NaN.
-void ternary_decode_add(const uint8_t* packed, int64_t n, const float* scale, double weight, float* out,
-                        int32_t* failed, cudaStream_t stream);
+// Tables are read before the call returns.
+int64_t ternary_packed(void* workspace, const TernarySource* table, int64_t count, cudaStream_t stream);
+// *failed is 1 on failure, and the elements of the invalid bytes, or all if a scale is invalid, become NaN.
+int64_t ternary_decode_add(void* workspace, const TernarySum* table, int64_t count, const TernaryTerm* terms,
+                           int32_t* failed, cudaStream_t stream);
 
 // --- block_float
 void block_float_encode(const float* x, const float* residual, int64_t n, int64_t blocks, int bits, int64_t block,
@@ -130,17 +133,19 @@ void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t 
                         int bits, int64_t block, float weight, const float* start, float* out, cudaStream_t stream);
 
 // --- signs
-void signs_pack(const float* x, int64_t n, uint64_t key, uint8_t* packed, cudaStream_t stream);
-int64_t signs_majority(void* workspace, const uint8_t* const* votes, int voters, int64_t n, uint64_t key,
-                       uint8_t* packed, cudaStream_t stream);
-void signs_decode_add(const uint8_t* packed, int64_t n, float scale, float* out, cudaStream_t stream);
+// Tables are read before the call returns.
+int64_t signs_pack(void* workspace, const SignsSource* table, int64_t count, float* statistics, cudaStream_t stream);
+int64_t signs_majority(void* workspace, const SignsVote* table, int64_t count, const uint8_t* const* votes, int voters,
+                       int64_t* against, cudaStream_t stream);
+int64_t signs_decode_add(void* workspace, const SignsSum* table, int64_t count, const SignsTerm* terms,
+                         cudaStream_t stream);
 
 // --- one_bit
-int64_t one_bit_packed(void* workspace, const float* x, int64_t rows, int64_t columns, uint64_t key, uint8_t* packed,
-                       float* means, cudaStream_t stream);
-// On failure the elements of the invalid rows become NaN.
-void one_bit_decode_add(const uint8_t* packed, const float* means, int64_t rows, int64_t columns, float weight,
-                        float* out, int32_t* failed, cudaStream_t stream);
+// Tables are read before the call returns.
+int64_t one_bit_packed(void* workspace, const OneBitSource* table, int64_t count, float* most, cudaStream_t stream);
+// *failed is 1 on failure, and the elements of the invalid rows become NaN.
+int64_t one_bit_decode_add(void* workspace, const OneBitSum* table, int64_t count, const OneBitTerm* terms,
+                           int32_t* failed, cudaStream_t stream);
 
 // --- atom_probabilities
 // p is NaN on failure.
@@ -180,8 +185,7 @@ int64_t transform_decode(void* workspace, const TransformPart* parts, int64_t co
 
 // --- payload
 // What is in host memory is read before the call returns.
-int64_t payload_seal(void* workspace, uint8_t* payload, const PayloadHeader* header, const PayloadResults* results,
-                     cudaStream_t stream);
+int64_t payload_seal(void* workspace, const PayloadSeal* table, int64_t count, cudaStream_t stream);
 void payload_inspect(const PayloadBuffer* buffers, int64_t count, int64_t each, PayloadInspection* table,
                      cudaStream_t stream);
 

@@ -5,21 +5,27 @@
 
 #include "cuda/launch.h"
 #include "cuda/ops.h"
+#include "cuda/table.h"
 
 namespace gradzip::cuda {
 
 static_assert(offsetof(PayloadHeader, checksum) == kChecksumBytes, "the wire format");
 
-int64_t payload_seal(void* workspace, uint8_t* payload, const PayloadHeader* header, const PayloadResults* results,
-                     cudaStream_t stream) {
+int64_t payload_seal(void* workspace, const PayloadSeal* table, int64_t count, cudaStream_t stream) {
+  std::vector<SealEntry> entries;
+  int64_t blocks = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto [payload, header, results] = table[i];
+    const int64_t own = ceil_div(int64_t(header->nbytes), kChecksumTile);
+    entries.push_back({payload, *header, *results, 0, 0, uint32_t(own), blocks});
+    blocks += own;
+  }
   Arena arena(workspace);
-  auto* state = arena.take<ChecksumState>(1);
+  auto* on_device = upload(arena, entries, stream);
   if (!workspace) return arena.nbytes();
-  const int64_t nbytes = int64_t(header->nbytes);
-  launch(stream, grid_of(1), kBlock, header_kernel, payload, *header, *results);
-  clear(state, sizeof *state, stream);
-  launch(stream, grid_of(grid_for(ceil_div(nbytes, 64 * kBlock))), kBlock, checksum_kernel, payload, nbytes, state,
-         payload + kChecksumBytes);
+  if (count == 0) return 0;
+  launch(stream, grid_of(unsigned(count)), kBlock, header_kernel, on_device);
+  launch(stream, grid_of(unsigned(blocks)), kBlock, checksum_kernel, on_device, count);
   return 0;
 }
 

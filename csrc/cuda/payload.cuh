@@ -3,6 +3,7 @@
 
 #include "common/payload.h"
 #include "cuda/block.cuh"
+#include "cuda/table.cuh"
 
 namespace gradzip::cuda {
 
@@ -19,12 +20,13 @@ GZ_DEVICE void store_bytes(uint8_t* at, uint64_t word, int nbytes) {
   for (int b = 0; b < nbytes; ++b) at[b] = uint8_t(word >> (8 * b));
 }
 
-// This block's part of the sum of the checksum's terms, for thread 0. nbytes is a multiple of 16.
-GZ_DEVICE uint64_t checksum_part(const uint8_t* payload, int64_t nbytes) {
+// The part of the sum of the checksum's terms that this block, of `threads` threads from `thread` on, computes: for its
+// thread 0. nbytes is a multiple of 16.
+GZ_DEVICE uint64_t checksum_part(const uint8_t* payload, int64_t nbytes, int64_t thread, int64_t threads) {
   __shared__ uint64_t partial[kLanes];
   const bool aligned = reinterpret_cast<uintptr_t>(payload) % 16 == 0;
   uint64_t sum = 0;
-  for (int64_t i = grid_thread(); i < nbytes / 16; i += grid_threads()) {
+  for (int64_t i = thread; i < nbytes / 16; i += threads) {
     uint64_t first, second;
     if (aligned) {
       const ulonglong2 words = __ldg(reinterpret_cast<const ulonglong2*>(payload) + i);
@@ -39,32 +41,40 @@ GZ_DEVICE uint64_t checksum_part(const uint8_t* payload, int64_t nbytes) {
 }
 static_assert(kChecksumWord % 2 == 1, "the second of two");
 
-// Zero at launch.
-struct ChecksumState {
-  uint64_t sum;
-  uint32_t ticket;
+constexpr int64_t kChecksumTile = 64 * kBlock;  // bytes of a block
+struct SealEntry {
+  uint8_t* payload;
+  PayloadHeader header;
+  PayloadResults results;
+  uint64_t sum;  // 0 at launch, as the ticket
+  uint32_t ticket, blocks;
+  int64_t first_block;
 };
 
-// Writes the checksum, 4 bytes, to `out`.
-__global__ void __launch_bounds__(kBlock)
-    checksum_kernel(const uint8_t* payload, int64_t nbytes, ChecksumState* state, uint8_t* out) {
-  const uint64_t part = checksum_part(payload, nbytes);
-  if (threadIdx.x == 0) atomic_add(&state->sum, part);
-  if (last_block(&state->ticket) && threadIdx.x == 0) store_bytes(out, checksum_fold(state->sum), 4);
-}
-
-// Writes the header without the checksum, and the zeros behind the last section. One block.
-__global__ void __launch_bounds__(kBlock)
-    header_kernel(uint8_t* payload, PayloadHeader header, PayloadResults results) {
+// Writes the headers without the checksums, and the zeros behind the last sections. One block per payload.
+__global__ void __launch_bounds__(kBlock) header_kernel(const SealEntry* entries) {
   __shared__ int64_t end;
+  const SealEntry& entry = entries[blockIdx.x];
   if (threadIdx.x == 0) {
-    end = add_results(results, &header);
+    PayloadHeader header = entry.header;
+    end = add_results(entry.results, &header);
     uint64_t words[sizeof header / 8];
     memcpy(words, &header, sizeof header);
-    for (int i = 0; i < int(sizeof header / 8); ++i) store_bytes(payload + 8 * i, words[i], 8);
+    for (int i = 0; i < int(sizeof header / 8); ++i) store_bytes(entry.payload + 8 * i, words[i], 8);
   }
   __syncthreads();
-  for (int64_t i = end + threadIdx.x; i < int64_t(header.nbytes); i += kBlock) payload[i] = 0;
+  for (int64_t i = end + threadIdx.x; i < int64_t(entry.header.nbytes); i += kBlock) entry.payload[i] = 0;
+}
+
+// Writes the checksum of each payload, 4 bytes, to its header.
+__global__ void __launch_bounds__(kBlock) checksum_kernel(SealEntry* entries, int64_t count) {
+  SealEntry& entry = entries[entry_of_block(static_cast<const SealEntry*>(entries), count)];
+  const unsigned blocks = entry.blocks;
+  const int64_t thread = (blockIdx.x - entry.first_block) * kBlock + threadIdx.x;
+  const uint64_t part = checksum_part(entry.payload, int64_t(entry.header.nbytes), thread, int64_t(blocks) * kBlock);
+  if (threadIdx.x == 0) atomic_add(&entry.sum, part);
+  if (last_block(&entry.ticket, blocks) && threadIdx.x == 0)
+    store_bytes(entry.payload + kChecksumBytes, checksum_fold(entry.sum), 4);
 }
 
 // The buffers of one launch.
@@ -100,7 +110,7 @@ __global__ void __launch_bounds__(kBlock) sums_kernel(PayloadBatch buffers, int6
     const PayloadBuffer buffer = buffers.of[r / each];
     const uint64_t claimed = table[r].header.nbytes, left = uint64_t(buffer.nbytes) - table[r].begin;
     if (claimed < sizeof(PayloadHeader) || claimed % kPayloadAlign || claimed > left) continue;
-    const uint64_t part = checksum_part(buffer.bytes + table[r].begin, int64_t(claimed));
+    const uint64_t part = checksum_part(buffer.bytes + table[r].begin, int64_t(claimed), grid_thread(), grid_threads());
     if (threadIdx.x == 0) atomic_add(&table[r].sum, part);
   }
 }

@@ -16,6 +16,17 @@ GZ_DEVICE void load4(const float* x, int64_t first, int64_t n, float* value) {
   for (int j = 0; j < 4; ++j) value[j] = first + j < n ? __ldg(x + first + j) : 0.0f;
 }
 
+// The same for memory that the kernel changes.
+GZ_DEVICE void load4_changing(const float* x, int64_t first, int64_t n, float* value) {
+  if (first + 4 <= n && reinterpret_cast<uintptr_t>(x) % 16 == 0) {
+    const float4 v = *reinterpret_cast<const float4*>(x + first);
+    value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) value[j] = first + j < n ? x[first + j] : 0.0f;
+}
+
 // out[first + j] += value[j], below n.
 GZ_DEVICE void add4(float* out, int64_t first, int64_t n, const float* value) {
   if (first + 4 <= n && reinterpret_cast<uintptr_t>(out) % 16 == 0) {
@@ -33,6 +44,16 @@ GZ_DEVICE void add4(float* out, int64_t first, int64_t n, const float* value) {
 GZ_DEVICE void store4(int32_t* out, int64_t first, int64_t n, const int32_t* value) {
   if (first + 4 <= n && reinterpret_cast<uintptr_t>(out) % 16 == 0) {
     *reinterpret_cast<int4*>(out + first) = make_int4(value[0], value[1], value[2], value[3]);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    if (first + j < n) out[first + j] = value[j];
+}
+
+GZ_DEVICE void store4(float* out, int64_t first, int64_t n, const float* value) {
+  if (first + 4 <= n && reinterpret_cast<uintptr_t>(out) % 16 == 0) {
+    *reinterpret_cast<float4*>(out + first) = make_float4(value[0], value[1], value[2], value[3]);
     return;
   }
 #pragma unroll

@@ -2,33 +2,66 @@
 
 #include "cuda/launch.h"
 #include "cuda/ops.h"
+#include "cuda/table.h"
 
 namespace gradzip::cuda {
 
-void signs_pack(const float* x, int64_t n, uint64_t key, uint8_t* packed, cudaStream_t stream) {
-  launch(stream, grid_of(grid_for(ceil_div(n, kTile))), kBlock, signs_pack_kernel, x, n, key, packed);
-}
-
-int64_t signs_majority(void* workspace, const uint8_t* const* votes, int voters, int64_t n, uint64_t key,
-                       uint8_t* packed, cudaStream_t stream) {
-  Arena arena(workspace);
-  auto* table = arena.take<const uint8_t*>(voters);
-  if (!workspace) return arena.nbytes();
-  for (int first = 0; first < voters; first += kVoteBatch) {
-    VoteBatch batch{};
-    batch.count = voters - first < kVoteBatch ? voters - first : kVoteBatch;
-    for (int v = 0; v < batch.count; ++v) batch.of[v] = votes[first + v];
-    launch(stream, grid_of(1), kVoteBatch, signs_table_kernel, batch, table + first);
+int64_t signs_pack(void* workspace, const SignsSource* table, int64_t count, float* statistics, cudaStream_t stream) {
+  std::vector<SignsPackEntry> entries;
+  int64_t blocks = 0, segments = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    entries.push_back({table[i], blocks, segments});
+    blocks += ceil_div(table[i].n, kSignsTile);
+    segments += ceil_div(table[i].n, kSumSegment);
   }
-  const auto kernel = voters < 1 << 4   ? signs_majority_kernel<4>
-                      : voters < 1 << 8 ? signs_majority_kernel<8>
-                                        : signs_majority_kernel<16>;
-  launch(stream, grid_of(grid_for(ceil_div(n, 32 * kBlock))), kBlock, kernel, table, voters, n, key, packed);
+  Arena arena(workspace);
+  const auto* on_device = upload(arena, entries, stream);
+  auto* parts = statistics ? arena.take<SignsPart>(segments) : nullptr;
+  if (!workspace) return arena.nbytes();
+  if (blocks > 0) launch(stream, grid_of(unsigned(blocks)), kBlock, signs_pack_kernel, on_device, count, parts);
+  if (statistics && count > 0)
+    launch(stream, grid_of(grid_for(ceil_div(count, kBlock / kLanes))), kBlock, signs_statistics_kernel, on_device,
+           count, parts, statistics);
   return 0;
 }
 
-void signs_decode_add(const uint8_t* packed, int64_t n, float scale, float* out, cudaStream_t stream) {
-  launch(stream, grid_of(grid_for(ceil_div(n, 4 * kBlock))), kBlock, signs_decode_add_kernel, packed, n, scale, out);
+int64_t signs_majority(void* workspace, const SignsVote* table, int64_t count, const uint8_t* const* votes, int voters,
+                       int64_t* against, cudaStream_t stream) {
+  std::vector<SignsVoteEntry> entries;
+  int64_t blocks = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    entries.push_back({table[i], blocks});
+    blocks += ceil_div(table[i].n, kVoteTile);
+  }
+  Arena arena(workspace);
+  const auto* on_device = upload(arena, entries, stream);
+  const auto* addresses = upload(arena, std::vector<const uint8_t*>(votes, votes + count * voters), stream);
+  if (!workspace) return arena.nbytes();
+  if (against && count > 0) clear(against, count * voters * int64_t(sizeof *against), stream);
+  const auto kernel = voters < 1 << 4   ? signs_majority_kernel<4>
+                      : voters < 1 << 8 ? signs_majority_kernel<8>
+                                        : signs_majority_kernel<16>;
+  if (blocks > 0)
+    launch(stream, grid_of(unsigned(blocks)), kBlock, kernel, on_device, count, addresses, voters, against);
+  return 0;
+}
+
+int64_t signs_decode_add(void* workspace, const SignsSum* table, int64_t count, const SignsTerm* terms,
+                         cudaStream_t stream) {
+  std::vector<SignsSumEntry> entries;
+  int64_t blocks = 0, before = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    entries.push_back({table[i], before, blocks});
+    before += table[i].terms;
+    blocks += ceil_div(table[i].n, kTile);
+  }
+  Arena arena(workspace);
+  const auto* on_device = upload(arena, entries, stream);
+  const auto* all_terms = upload(arena, std::vector<SignsTerm>(terms, terms + before), stream);
+  if (!workspace) return arena.nbytes();
+  if (blocks > 0)
+    launch(stream, grid_of(unsigned(blocks)), kBlock, signs_decode_add_kernel, on_device, count, all_terms);
+  return 0;
 }
 
 }  // namespace gradzip::cuda

@@ -2,22 +2,40 @@
 
 #include "cuda/launch.h"
 #include "cuda/ops.h"
+#include "cuda/table.h"
 
 namespace gradzip::cuda {
-namespace {
 
-unsigned trit_grid(int64_t n) { return grid_for(ceil_div(n, 4 * kDigits * kBlock)); }
-
-}  // namespace
-
-void ternary_packed(const float* x, int64_t n, const float* scale, const float* clip, uint64_t key, uint8_t* packed,
-                    cudaStream_t stream) {
-  launch(stream, grid_of(trit_grid(n)), kBlock, ternary_packed_kernel, x, n, scale, clip, key, packed);
+int64_t ternary_packed(void* workspace, const TernarySource* table, int64_t count, cudaStream_t stream) {
+  std::vector<TernaryEntry> entries;
+  int64_t blocks = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    entries.push_back({table[i], blocks});
+    blocks += ceil_div(table[i].n, kTritTile);
+  }
+  Arena arena(workspace);
+  const auto* on_device = upload(arena, entries, stream);
+  if (!workspace) return arena.nbytes();
+  if (blocks > 0) launch(stream, grid_of(unsigned(blocks)), kBlock, ternary_packed_kernel, on_device, count);
+  return 0;
 }
 
-void ternary_decode_add(const uint8_t* packed, int64_t n, const float* scale, double weight, float* out,
-                        int32_t* failed, cudaStream_t stream) {
-  launch(stream, grid_of(trit_grid(n)), kBlock, ternary_decode_add_kernel, packed, n, scale, weight, out, failed);
+int64_t ternary_decode_add(void* workspace, const TernarySum* table, int64_t count, const TernaryTerm* terms,
+                           int32_t* failed, cudaStream_t stream) {
+  std::vector<TernarySumEntry> entries;
+  int64_t blocks = 0, before = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    entries.push_back({table[i], before, blocks});
+    before += table[i].terms;
+    blocks += ceil_div(table[i].n, kTritTile);
+  }
+  Arena arena(workspace);
+  const auto* on_device = upload(arena, entries, stream);
+  const auto* all_terms = upload(arena, std::vector<TernaryTerm>(terms, terms + before), stream);
+  if (!workspace) return arena.nbytes();
+  if (blocks > 0)
+    launch(stream, grid_of(unsigned(blocks)), kBlock, ternary_decode_add_kernel, on_device, count, all_terms, failed);
+  return 0;
 }
 
 }  // namespace gradzip::cuda

@@ -5,10 +5,12 @@
 #include "common/philox.h"
 #include "common/ternary.h"
 #include "cuda/quads.cuh"
+#include "cuda/table.cuh"
 
 namespace gradzip::cuda {
 
-constexpr int kTritThreads = kTritWidth / 4;  // per block
+constexpr int kTritThreads = kTritWidth / 4;  // per block of trits
+constexpr int64_t kTritTile = kBlock / kTritThreads * kTritBlock;  // elements of a block of threads
 
 // This thread's four bytes of a whole block begin at byte `at` of the stream, their elements of plane k at
 // element + k * kTritWidth.
@@ -18,21 +20,27 @@ struct TritQuad {
       : at(4 * task), element(task / kTritThreads * kTritBlock + task % kTritThreads * 4) {}
 };
 
-// f(byte, first element, elements between digits, digits) for the bytes of the last block, if it is not whole; by the
-// first threads of the grid.
+// f(byte, first element, elements between digits, digits) for the bytes of the last block of n elements, if it is not
+// whole and in this tile; by the first threads.
 template <class F>
-GZ_DEVICE void for_last_bytes(int64_t n, F f) {
+GZ_DEVICE void for_last_bytes(int64_t tile, int64_t n, F f) {
   const int64_t begin = n / kTritBlock * kTritBlock;
-  const int count = int(n - begin), width = (count + kDigits - 1) / kDigits;
-  for (int64_t j = grid_thread(); j < width; j += grid_threads())
-    f(begin / kDigits + j, begin + j, width, int((count - j + width - 1) / width));
+  const int count = int(n - begin), width = (count + kDigits - 1) / kDigits, j = int(threadIdx.x);
+  if (begin / kTritTile == tile && j < width) f(begin / kDigits + j, begin + j, width, (count - j + width - 1) / width);
 }
 
-__global__ void __launch_bounds__(kBlock) ternary_packed_kernel(const float* x, int64_t n, const float* scale,
-                                                                const float* clip, uint64_t key, uint8_t* packed) {
+struct TernaryEntry {
+  TernarySource source;
+  int64_t first_block;
+};
+
+__global__ void __launch_bounds__(kBlock) ternary_packed_kernel(const TernaryEntry* entries, int64_t count) {
+  const TernaryEntry entry = entries[entry_of_block(entries, count)];
+  const auto [x, n, scale, clip, key, packed] = entry.source;
+  const int64_t tile = blockIdx.x - entry.first_block, task = tile * kBlock + threadIdx.x;
   const LevelScale level = level_scale(*scale, 1);
   const float most = clip ? *clip : bits_float(kInfBits);
-  for (int64_t task = grid_thread(); task < n / kTritBlock * kTritThreads; task += grid_threads()) {
+  if (task < n / kTritBlock * kTritThreads) {
     const TritQuad quad(task);
     float value[kDigits][4];
 #pragma unroll
@@ -53,7 +61,7 @@ __global__ void __launch_bounds__(kBlock) ternary_packed_kernel(const float* x, 
       for (int j = 0; j < 4; ++j) packed[quad.at + j] = uint8_t(bytes >> (8 * j));
     }
   }
-  for_last_bytes(n, [&](int64_t at, int64_t element, int width, int digits) {
+  for_last_bytes(tile, n, [&, x = x, key = key, packed = packed](int64_t at, int64_t element, int width, int digits) {
     uint32_t byte = 0;
     for (int k = digits - 1; k >= 0; --k) {
       const int64_t i = element + k * width;
@@ -73,43 +81,73 @@ GZ_DEVICE float take_trit(uint32_t* byte, float value) {
   return value * float((trit & 1) - (trit >> 1));
 }
 
-__global__ void __launch_bounds__(kBlock)
-    ternary_decode_add_kernel(const uint8_t* packed, int64_t n, const float* scale, double weight, float* out,
-                              int32_t* failed) {
-  const float factor = scale ? *scale : 1.0f, value = float(weight * double(factor));
-  const bool valid = valid_norm(factor);
-  bool bad = !valid;
-  for (int64_t task = grid_thread(); task < n / kTritBlock * kTritThreads; task += grid_threads()) {
-    const TritQuad quad(task);
-    uint32_t byte[4];
-    float values[4];
-    if (reinterpret_cast<uintptr_t>(packed) % 4 == 0) {
-      const uint32_t bytes = __ldg(reinterpret_cast<const uint32_t*>(packed + quad.at));
-#pragma unroll
-      for (int j = 0; j < 4; ++j) byte[j] = bytes >> (8 * j) & 0xff;
-    } else {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) byte[j] = __ldg(packed + quad.at + j);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const bool trits = valid && byte[j] <= kTopByte;
-      bad |= !trits;
-      values[j] = trits ? value : undecodable();
-    }
-#pragma unroll
-    for (int k = 0; k < kDigits; ++k) {
-      float sum[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sum[j] = take_trit(byte + j, values[j]);
-      add4(out, quad.element + k * kTritWidth, n, sum);
-    }
+struct TernarySumEntry {
+  TernarySum sum;
+  int64_t first_term, first_block;
+};
+
+// A term, and the value of its trits.
+struct TritValue {
+  const uint8_t* packed;
+  float value;
+  bool valid;
+
+  GZ_DEVICE explicit TritValue(const TernaryTerm& term) : packed(term.packed) {
+    const float factor = term.scale ? *term.scale : 1.0f;
+    value = float(term.weight * double(factor));
+    valid = valid_norm(factor);
   }
-  for_last_bytes(n, [&](int64_t at, int64_t element, int width, int digits) {
-    uint32_t byte = packed[at];
-    const bool trits = valid && byte <= kTopByte;
-    bad |= !trits;
-    for (int k = 0; k < digits; ++k) out[element + k * width] += take_trit(&byte, trits ? value : undecodable());
+};
+
+__global__ void __launch_bounds__(kBlock) ternary_decode_add_kernel(const TernarySumEntry* entries, int64_t count,
+                                                                    const TernaryTerm* terms, int32_t* failed) {
+  const TernarySumEntry entry = entries[entry_of_block(entries, count)];
+  const auto [out, n, own_terms, add] = entry.sum;
+  const int64_t tile = blockIdx.x - entry.first_block, task = tile * kBlock + threadIdx.x;
+  const TernaryTerm *first = terms + entry.first_term, *end = first + own_terms;
+  bool bad = false;
+  if (task < n / kTritBlock * kTritThreads) {
+    const TritQuad quad(task);
+    float sum[kDigits][4] = {};
+    if (add) {
+#pragma unroll
+      for (int k = 0; k < kDigits; ++k) load4_changing(out, quad.element + k * kTritWidth, n, sum[k]);
+    }
+    for (const TernaryTerm* t = first; t < end; ++t) {
+      const TritValue term(*t);
+      uint32_t byte[4];
+      float values[4];
+      if (reinterpret_cast<uintptr_t>(term.packed) % 4 == 0) {
+        const uint32_t bytes = __ldg(reinterpret_cast<const uint32_t*>(term.packed + quad.at));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) byte[j] = bytes >> (8 * j) & 0xff;
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) byte[j] = __ldg(term.packed + quad.at + j);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const bool trits = term.valid && byte[j] <= kTopByte;
+        bad |= !trits;
+        values[j] = trits ? term.value : undecodable();
+      }
+#pragma unroll
+      for (int k = 0; k < kDigits; ++k)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[k][j] += take_trit(byte + j, values[j]);
+    }
+#pragma unroll
+    for (int k = 0; k < kDigits; ++k) store4(out, quad.element + k * kTritWidth, n, sum[k]);
+  }
+  for_last_bytes(tile, n, [&, out = out, add = add](int64_t at, int64_t element, int width, int digits) {
+    for (int k = 0; !add && k < digits; ++k) out[element + k * width] = 0.0f;
+    for (const TernaryTerm* t = first; t < end; ++t) {
+      const TritValue term(*t);
+      uint32_t byte = __ldg(term.packed + at);
+      const bool trits = term.valid && byte <= kTopByte;
+      bad |= !trits;
+      for (int k = 0; k < digits; ++k) out[element + k * width] += take_trit(&byte, trits ? term.value : undecodable());
+    }
   });
   if (bad) report(failed);
 }

@@ -88,8 +88,10 @@ class BlockFloat(Compressor):
     def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
         return VECTOR
 
-    def add_residual(self, grad: Tensor, state: State) -> Tensor:
-        return grad if self.error_feedback else super().add_residual(grad, state)  # added by `reduce` as it encodes
+    def add_residual(self, grad: Tensor, state: State) -> Routine:
+        if self.error_feedback:
+            return grad  # `reduce` adds the residual as it encodes
+        return (yield from super().add_residual(grad, state))
 
     def reduce(self, grad: Tensor, state: State) -> Routine:
         key, numel = state.key(self.seed), grad.numel()
@@ -126,12 +128,10 @@ class BlockFloat(Compressor):
     def max_abs_bound(self, average: _Average, limit: float) -> float:
         if average.max_abs <= limit:
             return average.max_abs
-        # Rare: not finite, or so close to the limit that only the decoded elements can tell.
-        payload = average.payloads[0]
-        numel = (
-            len(average.payloads) * (payload.numel() // ops.block_float_nbytes(1, self.bits, self.block)) * self.block
-        )
-        decoded = self.new_average(numel, payload.device)
+        # Not finite, or so close to the limit that only the decoded elements can tell.
+        nbytes = sum(payload.numel() for payload in average.payloads)
+        numel = nbytes // ops.block_float_nbytes(1, self.bits, self.block) * self.block
+        decoded = self.new_average(numel, average.payloads[0].device)
         ops.block_float_decode(average.payloads, decoded, self.bits, self.block)
         return ops.abs_max(decoded)
 

@@ -102,8 +102,9 @@ class DGC(SparseCodec):
         names = ("residual", "velocity", "average_velocity", "decay_velocity")
         return dict.fromkeys(names, tuple(grad.shape))
 
-    def add_residual(self, grad: Tensor, state: State) -> Tensor:
-        """The velocity u. `reduce` adds the residual v."""
+    def add_residual(self, grad: Tensor, state: State) -> Routine:
+        """Coroutine: the velocity u. `reduce` adds the residual v."""
+        yield from ()
         if self.clip_norm is not None:
             norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
             grad.mul_((self.clip_norm * self.memory.loss_scale / math.sqrt(state.size) / norm).clamp(max=1.0))

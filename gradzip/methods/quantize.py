@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import Routine
-from ..gather import GatherCompressor, attribute_payload_errors, inspected
+from ..bucket_codec import BucketCodec, Sum
+from ..collectives import Local, Routine
+from ..gather import GatherCompressor, attribute_payload_errors, inspected, payload_source
 from ..registry import register
 from ..state import VECTOR, Key, State
 
 _STREAM = struct.Struct("<QB7x")  # length of the coded levels in bytes; whether they are Elias-coded
 _SCALE = struct.Struct("<f12x")
+_SCALE_AT = ops.HEADER_NBYTES - _SCALE.size  # its offset in a payload
 
 
 @register("qsgd", number=16)
@@ -101,7 +103,7 @@ class QSGD(GatherCompressor):
 
 @register("terngrad", number=17)
 @dataclass
-class TernGrad(GatherCompressor):
+class TernGrad(BucketCodec):
     """Rounds each element at random to -scale, 0 or scale.
 
     The gradient is clipped, c_i = sign(g_i) min(|g_i|, clip * sigma), and decoded as
@@ -120,7 +122,7 @@ class TernGrad(GatherCompressor):
     Payload: header, which holds the scale; five elements to a byte, 1.6 bits for each: 48 + ceil(n / 5) bytes, padded
     to 16. 48 bytes more with `shared_scale`.
 
-    Deterministic for a seed. With `shared_scale`, waits for a CUDA device to read the ranks' scales.
+    Deterministic for a seed.
 
     Source: Wen, Xu, Yan, Wu, Wang, Chen, Li, TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
     Learning, NeurIPS 2017.
@@ -147,61 +149,92 @@ class TernGrad(GatherCompressor):
     def reduce(self, grad: Tensor, state: State) -> Routine:
         if not self.shared_scale:
             return (yield from super().reduce(grad, state))
-        numel, largest = grad.numel(), self._largest(grad)
-        if ops.known_non_finite(largest):
-            header = self.non_finite(grad)
-        else:
-            header = self.seal(ops.new_payload(0, grad.device), numel, largest, _SCALE.pack(0.0), scale=largest)
-        headers = yield self.gather(header)
-        scale = 0.0
+        numel, device = grad.numel(), grad.device
+        largest = yield Local(self._largest_all, device, grad)
+        headers = yield self.gather((yield Local(self._headers, device, (largest, numel))))
+        # On a device, headers are inspected with the payloads: the host need not wait for the scales.
+        later = ops.on_device(grad)
         with attribute_payload_errors(f"TernGrad, parameter {state.name!r}"):
-            yield from inspected(headers)
-            for rank, header in enumerate(headers):
-                with attribute_payload_errors(f"from rank {rank} of {len(headers)}"):
-                    opened = self.open(header, numel)
-                    if opened.flags & ops.NON_FINITE:
-                        # All ranks see the flag and return, so none starts the second round.
-                        nan = torch.full((numel,), math.nan, dtype=torch.float32, device=grad.device)
-                        return (yield from self.with_max_abs(nan, math.nan))
-                    scale = max(scale, _scale(opened))
-            state.payload = self._encode(grad, state.key(self.seed), largest, scale)
-            payloads = yield self.gather(state.payload)
-            yield from inspected(payloads)
-            return (yield from self.with_max_abs(self.decode(payloads, numel)))
+            finite = later or self._all_finite(headers, numel)
+            if finite:
+                scale = yield Local(_shared_scales, device, headers)
+                state.payload = yield Local(self._pack_all, device, (grad, state.key(self.seed), largest, scale))
+                payloads = yield self.gather(state.payload)
+                yield from inspected([*headers, *payloads])
+                finite = not later or self._all_finite(headers, numel)
+            if finite:
+                return (yield from self.combine(payloads, numel, state))
+        # All ranks see the same headers and return.
+        nan = torch.full((numel,), math.nan, dtype=torch.float32, device=device)
+        return (yield from self.with_max_abs(nan, math.nan))
 
-    def encode(self, grad: Tensor, key: Key) -> Tensor:
-        return self._encode_by_itself(grad, key, self._largest(grad))
+    def _all_finite(self, headers: list[Tensor], numel: int) -> bool:
+        """Whether the gradients of all ranks are. Raises PayloadError for an invalid header."""
+        finite = True
+        for rank, header in enumerate(headers):
+            with attribute_payload_errors(payload_source(rank, len(headers))):
+                opened = self.open(header, numel)
+                if opened.flags & ops.NON_FINITE:
+                    finite = False
+                else:
+                    _scale(opened)
+        return finite
+
+    def encode_all(self, gradients: list[tuple[Tensor, Key]]) -> list[Tensor]:
+        largest = self._largest_all([grad for grad, _ in gradients])
+        return self._pack_all([(grad, key, most, most) for (grad, key), most in zip(gradients, largest)])
 
     def encode_average(self, average: Tensor, key: Key) -> Tensor:
         # Ranks clip before they send. Clipping again takes a third of a sparse gradient, whose sigma is small.
-        return self._encode_by_itself(average, key, ops.abs_max_tensor(average))
+        largest = ops.abs_max_tensor(average)
+        return self._pack_all([(average, key, largest, largest)])[0]
 
-    def _encode_by_itself(self, grad: Tensor, key: Key, largest: Tensor) -> Tensor:
-        return self.non_finite(grad) if ops.known_non_finite(largest) else self._encode(grad, key, largest, largest)
-
-    def _largest(self, grad: Tensor) -> Tensor:
-        """max |c_i| of the clipped gradient, as float32. Not finite if the gradient is not, or its norm overflows."""
-        largest = ops.abs_max_tensor(grad)
+    def _largest_all(self, gradients: list[Tensor]) -> list[Tensor]:
+        """max |c_i| of each clipped gradient, as float32. Not finite if the gradient is not, or its norm overflows."""
+        largest = ops.abs_max_all(gradients)
         if self.clip is None:
             return largest
-        norm = ops.bucket_norms(grad)
-        clip = self.clip * (norm.double() / math.sqrt(grad.numel()))
-        clipped = torch.minimum(largest.double(), clip).float()
-        return torch.where(norm >= torch.finfo(torch.float32).max, math.inf, clipped)
+        norms = torch.cat([ops.bucket_norms(grad) for grad in gradients])
+        roots = [math.sqrt(grad.numel()) for grad in gradients]
+        clips = self.clip * torch.cat(torch._foreach_div(norms.double().split(1), roots))
+        clipped = torch.minimum(torch.cat(largest).double(), clips).float()
+        return list(torch.where(norms >= torch.finfo(torch.float32).max, math.inf, clipped).split(1))
 
-    def _encode(self, grad: Tensor, key: Key, largest: Tensor, scale: Tensor | float) -> Tensor:
-        nbytes = ops.ternary_nbytes(grad.numel())
-        payload = ops.new_payload(nbytes, grad.device)
-        body = payload[ops.HEADER_NBYTES :]
-        clip = torch.where(largest > 0, largest, math.inf)  # all is 0: nothing to clip
-        ops.ternary_packed(grad, scale, clip, key.bits, out=body[:nbytes])
-        if isinstance(scale, Tensor):
-            return self.seal(payload, grad.numel(), scale, _SCALE.pack(0.0), scale=scale)
-        return self.seal(payload, grad.numel(), True, _SCALE.pack(scale))
+    def _headers(self, of: list[tuple[Tensor, int]]) -> list[Tensor]:
+        """Payloads without sections, with the scale that each rank would take."""
+        payloads = ops.new_payloads([0] * len(of), of[0][0].device)
+        return self.seal_finite(
+            [
+                self.to_seal(payload, numel, largest, _SCALE.pack(0.0), scale=largest)
+                for payload, (largest, numel) in zip(payloads, of)
+            ]
+        )
 
-    def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
-        (packed,) = payload.sections(ops.ternary_nbytes(out.numel()))
-        ops.ternary_decode_add(packed, _scale(payload), out, weight)
+    def _pack_all(self, gradients: list[tuple[Tensor, Key, Tensor, Tensor]]) -> list[Tensor]:
+        """The payloads of gradients, given the largest magnitudes of the clipped ones, and the scales."""
+        sizes = [ops.ternary_nbytes(grad.numel()) for grad, *_ in gradients]
+        payloads = ops.new_payloads(sizes, gradients[0][0].device)
+        bodies = [payload[ops.HEADER_NBYTES :][:nbytes] for payload, nbytes in zip(payloads, sizes)]
+        largest = torch.cat([most for _, _, most, _ in gradients])
+        clips = torch.where(largest > 0, largest, math.inf).split(1)  # all is 0: nothing to clip
+        ops.ternary_packed_all(
+            [(grad, scale, clip, key.bits, body) for (grad, key, _, scale), clip, body in zip(gradients, clips, bodies)]
+        )
+        return self.seal_finite(
+            [
+                self.to_seal(payload, grad.numel(), scale, _SCALE.pack(0.0), scale=scale)
+                for payload, (grad, _, _, scale) in zip(payloads, gradients)
+            ]
+        )
+
+    def parse(self, payload: ops.Payload, numel: int) -> tuple[Tensor, float]:
+        (packed,) = payload.sections(ops.ternary_nbytes(numel))
+        return packed, _scale(payload)
+
+    def sum_all(self, sums: list[Sum]) -> None:
+        ops.ternary_decode_add_all(
+            [ops.TernarySum(out, [(*parsed, weight) for parsed, weight in terms], add) for out, terms, add in sums]
+        )
 
 
 def _scale(payload: ops.Payload) -> float:
@@ -209,3 +242,10 @@ def _scale(payload: ops.Payload) -> float:
     if not 0 <= scale < math.inf:
         raise ops.PayloadError(f"corrupt payload: its scale is {scale}, expected a finite number >= 0")
     return scale
+
+
+def _shared_scales(gathered: list[list[Tensor]]) -> list[Tensor]:
+    """The largest scale in the headers of all ranks, for each gradient: float32 of 1 element on their device."""
+    ranks = len(gathered[0])
+    fields = torch.stack([header[_SCALE_AT : _SCALE_AT + 4] for headers in gathered for header in headers])
+    return list(fields.view(torch.float32).view(-1, ranks).amax(1).split(1))

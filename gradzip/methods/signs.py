@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
 from ctypes import c_float
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,18 +12,19 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import Routine, ToHost
-from ..gather import GatherCompressor, attribute_payload_errors, inspect, payload_source
+from ..bucket_codec import BucketCodec, Sum
+from ..collectives import Routine, ToHost, jointly
+from ..gather import at_once
 from ..registry import register
 from ..state import Key, State
 
-_BALLOT = struct.Struct("<f4xQ")  # scale, key of the coins that decide ties
+_BALLOT = struct.Struct("<f4xQ")  # scale, key of the coins
 _ROWS = struct.Struct("<Q8x")
 
 
 @register("signsgd", number=18)
 @dataclass
-class SignSGD(GatherCompressor):
+class SignSGD(BucketCodec):
     """Sends the signs of the gradient, and takes their majority vote or averages them.
 
     Rank i sends the signs b_i = sign(g_i) and the scale s_i = mean |g_i|. With error feedback, g_i is the gradient plus
@@ -66,115 +66,106 @@ class SignSGD(GatherCompressor):
 
     fixed_nbytes = True
 
-    def encode(self, grad: Tensor, key: Key) -> Tensor:
-        numel = grad.numel()
-        magnitude, scale = ops.abs_max_tensor(grad), None
-        if self.error_feedback or not self.majority:
-            total = ops.bucket_norms(grad, norm="l1")
-            # `bucket_norms` limits a sum that overflows to the largest float, so the mean would be wrong.
-            magnitude = torch.where(total >= torch.finfo(torch.float32).max, math.inf, magnitude)
-            scale = (total.double() / numel).float()
-        if ops.known_non_finite(magnitude):
-            return self.non_finite(grad)
-        payload = ops.new_payload(ops.bitmap_nbytes(numel), grad.device)
-        body = payload[ops.HEADER_NBYTES :]
-        ops.pack_signs(grad, key.bits, out=body[: ops.bitmap_nbytes(numel)])
-        fields = _BALLOT.pack(1.0, key._replace(rank="shared").bits)
-        return self.seal(payload, numel, magnitude, fields, scale=scale)
+    def encode_all(self, gradients: list[tuple[Tensor, Key]]) -> list[Tensor]:
+        numels = [grad.numel() for grad, _ in gradients]
+        payloads = ops.new_payloads([ops.bitmap_nbytes(n) for n in numels], gradients[0][0].device)
+        bodies = [p[ops.HEADER_NBYTES :][: ops.bitmap_nbytes(n)] for p, n in zip(payloads, numels)]
+        statistics = ops.pack_signs_all([(grad, key.bits, body) for (grad, key), body in zip(gradients, bodies)])
+        scaled = self.error_feedback or not self.majority
+        seals = []
+        for (grad, key), payload, numbers in zip(gradients, payloads, statistics):
+            largest, scale = numbers.split(1)
+            fields = _BALLOT.pack(1.0, key._replace(rank="shared").bits)
+            magnitudes, scale_sent = (numbers, scale) if scaled else (largest, None)
+            seals.append(self.to_seal(payload, grad.numel(), magnitudes, fields, scale=scale_sent))
+        return self.seal_finite(seals)
 
-    def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
-        signs, scale, _ = _ballot(payload, out.numel())
-        ops.signs_decode_add(signs, out, weight * scale)
+    def parse(self, payload: ops.Payload, numel: int) -> _Ballot:
+        (signs,) = payload.sections(ops.bitmap_nbytes(numel))
+        scale, coins = _BALLOT.unpack(payload.fields)
+        if not 0 <= scale < math.inf:
+            raise ops.PayloadError(f"corrupt payload: its scale is {scale}, expected a finite number >= 0")
+        return _Ballot(signs, scale, coins)
 
-    def decode(self, payloads: list[Tensor], numel: int) -> Tensor:
-        vote = self._vote(payloads, numel)
-        if vote is None:
-            return super().decode(payloads, numel)
-        return self._decode_vote(vote, vote.scale([ops.bitmap_count(bits, numel) for bits in self._against(vote)]))
+    def sum_all(self, sums: list[Sum]) -> None:
+        ops.signs_decode_add_all(
+            [
+                ops.SignsSum(out, [(ballot.signs, weight * ballot.scale) for ballot, weight in terms], add)
+                for out, terms, add in sums
+            ]
+        )
+
+    def decoded(self, payloads: list[Tensor], numel: int) -> Routine:
+        return (yield from self._combine(payloads, numel))[0]
 
     def combine(self, payloads: list[Tensor], numel: int, state: State) -> Routine:
-        vote = self._vote(payloads, numel)
+        average, vote = yield from self._combine(payloads, numel)
         if vote is None:
-            return (yield from self.with_max_abs(super().decode(payloads, numel)))
-        counts = [ops.bitmap_count_tensor(bits, numel) for bits in self._against(vote)]
-        if counts and ops.on_device(vote.winner):
-            counts = list((yield ToHost(torch.cat(counts))))
-        scale = vote.scale([int(count) for count in counts])
+            return (yield from self.with_max_abs(average))
         if self.error_feedback:
-            state.vote = vote, scale  # until `subtract_transmitted`
-        return (yield from self.with_max_abs(self._decode_vote(vote, scale), abs(c_float(scale).value)))
+            state.vote = vote  # until `corrections`
+        return (yield from self.with_max_abs(average, abs(c_float(vote.winner.scale).value)))
 
     def decode_shard(self, payloads: list[Tensor], numel: int) -> Tensor:
         # With error feedback, encoding the mean is the vote, and the owner's residual holds what it loses.
-        return super().decode(payloads, numel) if self.error_feedback else self.decode(payloads, numel)
+        if not self.error_feedback:
+            return self.decode(payloads, numel)
+        return at_once(super().decoded(payloads, numel))
 
-    def subtract_transmitted(self, state: State) -> None:
+    def corrections(self, state: State) -> list[Sum]:
+        vote: _Vote | None = getattr(state, "vote", None)
+        if vote is None:
+            return super().corrections(state)
+        # Add m - S v, too. In place, one term for each rank, without a tensor for m.
+        state.vote = None
         assert state.residual is not None
-        if getattr(state, "vote", None) is None:
-            for payload, part in self.transmitted_parts(state):
-                self.decode_add(self.open(payload, part.numel()), part, -1.0)
-            return
-        # Add m - S v, too. In place, one sum for each rank, without a tensor for m.
-        (vote, scale), state.vote = state.vote, None
-        residual, size = state.residual.view(-1), len(vote.scales)
-        for rank, (signs, own) in enumerate(zip(vote.signs, vote.scales)):
-            ops.signs_decode_add(signs, residual, own * (1.0 / size - (rank == state.rank)))
-        ops.signs_decode_add(vote.winner, residual, -scale)
+        size = len(vote.ballots)
+        terms = [(ballot, 1.0 / size - (rank == state.rank)) for rank, ballot in enumerate(vote.ballots)]
+        return [Sum(state.residual.view(-1), [*terms, (vote.winner, -1.0)], add=True)]
 
-    def _vote(self, payloads: list[Tensor], numel: int) -> _Vote | None:
-        """The vote; None if the result is the mean: without `majority`, of one payload, or if one is not finite."""
-        if not self.majority or len(payloads) == 1:
-            return None
-        inspect(payloads)
-        ballots = []
-        for rank, buffer in enumerate(payloads):
-            with attribute_payload_errors(payload_source(rank, len(payloads))):
-                payload = self.open(buffer, numel)
-                if payload.flags & ops.NON_FINITE:
-                    return None
-                ballots.append(_ballot(payload, numel))
-        signs, scales, coins = zip(*ballots)
-        # Use rank 0's coins on all ranks, in case a rank has counted its steps differently.
-        winner = ops.majority(signs, numel, coins[0])
-        return _Vote(signs, scales, winner, numel)
+    def _combine(self, payloads: list[Tensor], numel: int) -> Routine:
+        """Coroutine: the average, and the vote, or None if the average is the mean.
 
-    def _against(self, vote: _Vote) -> Iterator[Tensor]:
-        """Of each rank, where it voted otherwise. None without error feedback, which alone needs to know."""
-        return (signs ^ vote.winner for signs in vote.signs if self.error_feedback)
+        It is without `majority`, of one payload, or if one is not finite.
+        """
+        device = payloads[0].device
+        ballots = yield from self.parsed(payloads, numel)
+        if not self.majority or len(ballots) == 1 or None in ballots:
+            return (yield from self.mean(ballots, numel, device)), None
+        winner, against = yield from jointly(self._vote_all, device, (ballots, numel))
+        scale = 1.0
+        if self.error_feedback:
+            if ops.on_device(against):
+                against = yield ToHost(against)
+            agreements = [1 - 2 * count / numel for count in against.tolist()]
+            scale = math.fsum(ballot.scale * a for ballot, a in zip(ballots, agreements)) / len(ballots)
+        vote = _Vote(ballots, _Ballot(winner, scale, 0))
+        return (yield from self.mean([vote.winner], numel, device)), vote
 
-    def _decode_vote(self, vote: _Vote, scale: float) -> Tensor:
-        out = self.accumulator(vote.numel, vote.winner.device)
-        ops.signs_decode_add(vote.winner, out, scale)
-        return self.finish(out, vote.numel)
+    def _vote_all(self, votes: list[tuple[list[_Ballot], int]]) -> list[tuple[Tensor, Tensor]]:
+        # Rank 0's coins on all ranks, in case a rank has counted its steps differently.
+        taken = [([ballot.signs for ballot in ballots], numel, ballots[0].coins) for ballots, numel in votes]
+        return ops.majority_all(taken, count=self.error_feedback)
+
+
+class _Ballot(NamedTuple):
+    """The signs of a rank, or of the majority."""
+
+    signs: Tensor  # packed
+    scale: float
+    coins: int  # key of the coins that decide ties
 
 
 class _Vote(NamedTuple):
-    """The majority vote of the ranks' signs, which are packed."""
+    """A majority vote."""
 
-    signs: tuple[Tensor, ...]  # of each rank
-    scales: tuple[float, ...]  # of each rank
-    winner: Tensor
-    numel: int
-
-    def scale(self, against: list[int]) -> float:
-        """S, from the number of votes of each rank against the winner; 1 without error feedback."""
-        if not against:
-            return 1.0
-        agreements = [1 - 2 * count / self.numel for count in against]
-        return math.fsum(s * a for s, a in zip(self.scales, agreements)) / len(self.scales)
-
-
-def _ballot(payload: ops.Payload, numel: int) -> tuple[Tensor, float, int]:
-    (signs,) = payload.sections(ops.bitmap_nbytes(numel))
-    scale, coins = _BALLOT.unpack(payload.fields)
-    if not 0 <= scale < math.inf:
-        raise ops.PayloadError(f"corrupt payload: its scale is {scale}, expected a finite number >= 0")
-    return signs, scale, coins
+    ballots: list[_Ballot]  # of each rank
+    winner: _Ballot
 
 
 @register("onebit", number=19)
 @dataclass
-class OneBitSGD(GatherCompressor):
+class OneBitSGD(BucketCodec):
     """Sends the signs of the gradient, and the means of the positive and of the negative elements of each row.
 
     An element is quantized at the threshold 0, and decoded as the mean of the elements of its row with the same sign.
@@ -201,22 +192,36 @@ class OneBitSGD(GatherCompressor):
     def bypasses(self, grad: Tensor) -> bool:
         return super().bypasses(grad) or _nbytes(grad.shape[0], grad.numel()) >= 4 * grad.numel()
 
-    def encode(self, grad: Tensor, key: Key) -> Tensor:
-        numel, rows = grad.numel(), grad.shape[0] if grad.dim() > 1 else 1  # 1-D: a shard, a piece of the flat gradient
-        magnitude = ops.abs_max_tensor(grad)
-        if ops.known_non_finite(magnitude):
-            return self.non_finite(grad)
-        payload = ops.new_payload(8 * rows + ops.bitmap_nbytes(numel), grad.device)
-        means, signs = payload[ops.HEADER_NBYTES :][: 8 * rows + ops.bitmap_nbytes(numel)].tensor_split([8 * rows])
-        ops.one_bit_packed(grad.reshape(rows, -1), key.bits, out=signs, means=means.view(torch.float32))
-        return self.seal(payload, numel, magnitude, _ROWS.pack(rows))
+    def encode_all(self, gradients: list[tuple[Tensor, Key]]) -> list[Tensor]:
+        # 1-D: a shard, a piece of the flat gradient
+        matrices = [grad.reshape(grad.shape[0] if grad.dim() > 1 else 1, -1) for grad, _ in gradients]
+        sizes = [(8 * len(x), ops.bitmap_nbytes(x.numel())) for x in matrices]
+        payloads = ops.new_payloads([sum(size) for size in sizes], matrices[0].device)
+        bodies = [p[ops.HEADER_NBYTES :][: sum(size)].split(size) for p, size in zip(payloads, sizes)]
+        largest = ops.one_bit_packed_all(
+            [
+                (x, key.bits, signs, means.view(torch.float32))
+                for x, (_, key), (means, signs) in zip(matrices, gradients, bodies)
+            ]
+        )
+        return self.seal_finite(
+            [
+                self.to_seal(payload, x.numel(), most, _ROWS.pack(len(x)))
+                for payload, x, most in zip(payloads, matrices, largest)
+            ]
+        )
 
-    def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
+    def parse(self, payload: ops.Payload, numel: int) -> tuple[Tensor, Tensor]:
         (rows,) = _ROWS.unpack(payload.fields)
-        if not (1 <= rows <= out.numel() and out.numel() % rows == 0):
-            raise ops.PayloadError(f"corrupt payload: it claims {rows} rows of {out.numel()} elements")
-        means, signs = payload.sections(8 * rows, ops.bitmap_nbytes(out.numel()))
-        ops.one_bit_decode_add(signs, means.view(torch.float32).view(rows, 2), out.view(rows, -1), weight)
+        if not (1 <= rows <= numel and numel % rows == 0):
+            raise ops.PayloadError(f"corrupt payload: it claims {rows} rows of {numel} elements")
+        means, signs = payload.sections(8 * rows, ops.bitmap_nbytes(numel))
+        return signs, means.view(torch.float32)
+
+    def sum_all(self, sums: list[Sum]) -> None:
+        ops.one_bit_decode_add_all(
+            [ops.OneBitSum(out, [(*parsed, weight) for parsed, weight in terms], add) for out, terms, add in sums]
+        )
 
 
 def _nbytes(rows: int, numel: int) -> int:

@@ -7,10 +7,10 @@ All primitives are deterministic: the same input gives the same bits for any num
 device. On CUDA they do not wait for the device unless their docstring says so.
 """
 
-from .abs_max import abs_max, abs_max_columns, abs_max_tensor
+from .abs_max import abs_max, abs_max_all, abs_max_columns, abs_max_tensor
 from .atom_probabilities import atom_probabilities
 from .bernoulli import bernoulli
-from .bitmap import bitmap, bitmap_count, bitmap_count_tensor, bitmap_indices, bitmap_nbytes
+from .bitmap import bitmap, bitmap_count, bitmap_indices, bitmap_nbytes
 from .bitmap_code import (
     bitmap_code_capacity,
     bitmap_code_decode,
@@ -49,7 +49,13 @@ from .low_rank import (
     low_rank_project_all,
     low_rank_subtract,
 )
-from .one_bit import one_bit_decode_add, one_bit_packed
+from .one_bit import (
+    OneBitSum,
+    one_bit_decode_add,
+    one_bit_decode_add_all,
+    one_bit_packed,
+    one_bit_packed_all,
+)
 from .orthogonalize import orthogonalize_
 from .pack_bits import pack_bits, packed_nbytes, unpack_bits
 from .payload import (
@@ -57,14 +63,17 @@ from .payload import (
     NON_FINITE,
     PAYLOAD_ALIGN,
     Payload,
+    Seal,
     Stream,
     attach_inspections,
     first_payload,
     inspect_payloads,
     join_payloads,
     new_payload,
+    new_payloads,
     open_payload,
     seal_payload,
+    seal_payloads,
     split_all_payloads,
     split_payloads,
 )
@@ -73,8 +82,15 @@ from .random_indices import random_indices
 from .range_float import RangeFloat, check_format
 from .select import select, select_threshold
 from .select_sampled import select_sampled
-from .signs import majority, pack_signs, signs_decode_add
-from .ternary import ternary_decode_add, ternary_nbytes, ternary_packed
+from .signs import SignsSum, majority, majority_all, pack_signs, pack_signs_all, signs_decode_add, signs_decode_add_all
+from .ternary import (
+    TernarySum,
+    ternary_decode_add,
+    ternary_decode_add_all,
+    ternary_nbytes,
+    ternary_packed,
+    ternary_packed_all,
+)
 from .topk_abs import topk_abs
 from .transform import (
     Transform,
@@ -91,13 +107,18 @@ __all__ = [
     "NON_FINITE",
     "PAYLOAD_ALIGN",
     "AverageUpdate",
+    "OneBitSum",
     "Payload",
     "PayloadError",
     "RangeFloat",
+    "Seal",
+    "SignsSum",
     "Stream",
+    "TernarySum",
     "Transform",
     "TransformPart",
     "abs_max",
+    "abs_max_all",
     "abs_max_columns",
     "abs_max_tensor",
     "all_finite",
@@ -111,7 +132,6 @@ __all__ = [
     "bitmap_code_encode",
     "bitmap_code_write",
     "bitmap_count",
-    "bitmap_count_tensor",
     "bitmap_indices",
     "bitmap_nbytes",
     "block_float_decode",
@@ -150,30 +170,39 @@ __all__ = [
     "low_rank_project_all",
     "low_rank_subtract",
     "majority",
+    "majority_all",
     "new_payload",
+    "new_payloads",
     "num_buckets",
     "on_device",
     "one_bit_decode_add",
+    "one_bit_decode_add_all",
     "one_bit_packed",
+    "one_bit_packed_all",
     "open_payload",
     "orthogonalize_",
     "pack_bits",
     "pack_signs",
+    "pack_signs_all",
     "packed_nbytes",
     "quantize",
     "quantize_decode_add",
     "quantize_packed",
     "random_indices",
     "seal_payload",
+    "seal_payloads",
     "select",
     "select_sampled",
     "select_threshold",
     "signs_decode_add",
+    "signs_decode_add_all",
     "split_all_payloads",
     "split_payloads",
     "ternary_decode_add",
+    "ternary_decode_add_all",
     "ternary_nbytes",
     "ternary_packed",
+    "ternary_packed_all",
     "topk_abs",
     "transform",
     "transform_decode",

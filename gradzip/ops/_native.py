@@ -5,7 +5,7 @@ A kernel has the same name and parameters on both devices (csrc/cpu/ops.h); `run
 
 from __future__ import annotations
 
-from ctypes import addressof, c_float, c_int32, c_int64
+from ctypes import addressof, c_char, c_float, c_int32, c_int64
 from types import ModuleType
 from typing import Any
 
@@ -119,6 +119,11 @@ def check_key(key: int, what: str) -> int:
     if not (isinstance(key, int) and 0 <= key < 1 << 64):
         raise ValueError(f"{what}: got key = {key!r}, expected an integer from 0 to 2**64 - 1")
     return key
+
+
+def address_of(table: bytearray) -> int:
+    """Return the address of a table that a kernel reads. It may be empty. The caller keeps the table."""
+    return addressof(c_char.from_buffer(table)) if table else 0
 
 
 def scalar(value: float | Tensor, where: Tensor, what: str) -> tuple[int, Tensor | c_float]:

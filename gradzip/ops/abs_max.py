@@ -28,6 +28,17 @@ def abs_max_tensor(x: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
+def abs_max_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return `abs_max_tensor` of each of several tensors on one device; on CUDA in one call.
+
+    >>> abs_max_all([torch.tensor([1.0, -2.0]), torch.zeros(0)])
+    [tensor([2.]), tensor([0.])]
+    """
+    if not (tensors and _native.on_cuda(tensors[0])):
+        return [abs_max_tensor(x) for x in tensors]
+    return abs_max_columns([x.reshape(-1, 1) for x in tensors])
+
+
 def abs_max_columns(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Return max |x| of each column of each matrix, NaN if one is NaN, in one call.
 

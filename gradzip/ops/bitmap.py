@@ -35,14 +35,8 @@ def bitmap_count(bitmap: Tensor, numel: int) -> int:
 
     bitmap: uint8 of ceil(numel / 8). Waits for the device if the bitmap is on CUDA.
     """
-    return int(bitmap_count_tensor(bitmap, numel))
-
-
-def bitmap_count_tensor(bitmap: Tensor, numel: int) -> Tensor:
-    """Return the same number as an int64 tensor of 1 element on the bitmap's device, without waiting for it."""
     bits = _native.check(bitmap, torch.uint8, "bitmap_count: bitmap", bitmap_nbytes(numel))
-    count = _native.run_count("bitmap_count", bits, bits.data_ptr(), numel)
-    return count.view(1) if isinstance(count, Tensor) else torch.tensor([count], device=bits.device)
+    return int(_native.run_count("bitmap_count", bits, bits.data_ptr(), numel))
 
 
 def bitmap_indices(bitmap: Tensor, numel: int, count: int, out: Tensor | None = None) -> Tensor:

@@ -16,12 +16,9 @@ def on_device(x: Tensor) -> bool:
     return _native.on_cuda(x)
 
 
-def known_non_finite(magnitude: Tensor) -> bool:
-    """Return whether the host knows that a number is inf or NaN. On CUDA it does not, and does not wait to know.
-
-    magnitude: 1 element.
-    """
-    return not _native.on_cuda(magnitude) and not math.isfinite(magnitude.item())
+def known_non_finite(magnitudes: Tensor) -> bool:
+    """Return whether the host knows that one of a few numbers is inf or NaN. On CUDA it does not, nor waits to know."""
+    return not _native.on_cuda(magnitudes) and not all(map(math.isfinite, magnitudes.tolist()))
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

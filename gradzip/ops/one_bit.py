@@ -6,12 +6,20 @@ of Speech DNNs, Interspeech 2014.
 
 from __future__ import annotations
 
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from . import _native
 from .bitmap import bitmap_nbytes
 from .errors import PayloadError
+
+_SUM = struct.Struct("<QqQQ")
+_TERM = struct.Struct("<QQqd")
 
 
 def _shape(x: Tensor, what: str) -> tuple[int, int]:
@@ -35,13 +43,52 @@ def one_bit_packed(
     >>> packed.tolist(), means.tolist()
     ([4], [[2.0, -4.0]])
     """
-    _native.check_key(key, "one_bit_packed")
     x = _native.check(x, torch.float32, "one_bit_packed: x")
-    rows, columns = _shape(x, "one_bit_packed: x")
+    rows, _ = _shape(x, "one_bit_packed: x")
     out = _native.output(out, bitmap_nbytes(x.numel()), torch.uint8, x.device, "one_bit_packed: out")
     means = _native.output(means, 2 * rows, torch.float32, x.device, "one_bit_packed: means").view(rows, 2)
-    _native.run("one_bit_packed", x, x.data_ptr(), rows, columns, key, out.data_ptr(), means.data_ptr())
+    _pack([(x, key, out, means)], None)
     return out, means
+
+
+def one_bit_packed_all(sources: Sequence[tuple[Tensor, int, Tensor, Tensor]]) -> list[Tensor]:
+    """`one_bit_packed` for several tensors, in one call.
+
+    sources: (x, key, out, means) of each, all on one device. Returns max \\|x\\| of each, as by `abs_max_tensor`,
+    adjacent in memory.
+
+    >>> out, means = torch.empty(1, dtype=torch.uint8), torch.empty(1, 2)
+    >>> one_bit_packed_all([(torch.tensor([[1.0, 3.0, -4.0]]), 0, out, means)]), out.item(), means.tolist()
+    ([tensor([4.])], 4, [[2.0, -4.0]])
+    """
+    if not sources:
+        return []
+    most = torch.empty(len(sources), dtype=torch.float32, device=sources[0][0].device)
+    _pack(sources, most)
+    return list(most.split(1))
+
+
+def _pack(sources: Sequence[tuple[Tensor, int, Tensor, Tensor]], most: Tensor | None) -> None:
+    table = array("Q")  # struct OneBitSource of csrc/common/one_bit.h
+    kept: list[Tensor] = []
+    for x, key, out, means in sources:
+        _native.check_key(key, "one_bit_packed")
+        x = _native.check(x, torch.float32, "one_bit_packed: x", device=kept[0].device if kept else None)
+        rows, columns = _shape(x, "one_bit_packed: x")
+        kept.append(x)
+        _native.in_place(out, torch.uint8, "one_bit_packed: out", bitmap_nbytes(x.numel()), x.device)
+        _native.in_place(means, torch.float32, "one_bit_packed: means", 2 * rows, x.device)
+        table.extend((x.data_ptr(), rows, columns, key, out.data_ptr(), means.data_ptr()))
+    address = 0 if most is None else most.data_ptr()
+    _native.run("one_bit_packed", kept[0], table.buffer_info()[0], len(kept), address)
+
+
+class OneBitSum(NamedTuple):
+    """A sum of tensors packed by `one_bit_packed`."""
+
+    out: Tensor  # n elements, float32, any shape
+    terms: Sequence[tuple[Tensor, Tensor, float]]  # (packed, means, weight) of each; its rows divide n
+    add: bool = True  # to `out`, rather than overwrite it
 
 
 def one_bit_decode_add(packed: Tensor, means: Tensor, out: Tensor, weight: float = 1.0) -> None:
@@ -51,16 +98,52 @@ def one_bit_decode_add(packed: Tensor, means: Tensor, out: Tensor, weight: float
     Raises PayloadError, with out unchanged, if a length is wrong or a mean is not finite. On CUDA, which does not wait
     for the device, the elements of a row whose mean is not finite become NaN instead, so that all ranks skip the step.
     """
-    out = _native.in_place(out, torch.float32, "one_bit_decode_add: out")
     rows, columns = _shape(out, "one_bit_decode_add: out")
-    packed = _native.check(packed, torch.uint8, "one_bit_decode_add: packed", device=out.device)
-    means = _native.check(means, torch.float32, "one_bit_decode_add: means", device=out.device)
-    nbytes = bitmap_nbytes(out.numel())
-    if packed.numel() != nbytes or means.numel() != 2 * rows:
+    if means.numel() != 2 * rows or packed.numel() != bitmap_nbytes(out.numel()):
         raise PayloadError(
-            f"one_bit_decode_add: got {packed.numel()} bytes and {means.numel()} means, expected {nbytes} and "
-            f"{2 * rows} for shape {(rows, columns)}"
+            f"one_bit_decode_add: got {packed.numel()} bytes and {means.numel()} means, expected "
+            f"{bitmap_nbytes(out.numel())} and {2 * rows} for shape {(rows, columns)}"
         )
-    arguments = (packed.data_ptr(), means.data_ptr(), rows, columns, weight, out.data_ptr())
-    if _native.run_failed("one_bit_decode_add", out, *arguments):
-        raise PayloadError("corrupt payload: the mean of a row is not finite")
+    one_bit_decode_add_all([OneBitSum(out, [(packed, means, weight)])])
+
+
+def one_bit_decode_add_all(sums: Sequence[OneBitSum]) -> None:
+    """Compute several sums of terms, as `one_bit_decode_add` adds them, in one call and one pass over each `out`.
+
+    All tensors are on one device. The terms of a sum are added in order, with the bits of as many calls of
+    `one_bit_decode_add`.
+
+    Raises:
+        PayloadError: with nothing changed, a length is wrong or a mean is not finite; for the latter, `index` of the
+            exception is the index of the term among those of all sums. On CUDA, rows become NaN instead.
+
+    >>> out, packed = torch.empty(3), torch.tensor([4], dtype=torch.uint8)
+    >>> one_bit_decode_add_all([OneBitSum(out, [(packed, torch.tensor([[2.0, -4.0]]), 0.5)], add=False)])
+    >>> out.tolist()
+    [1.0, 1.0, -2.0]
+    """
+    table, terms = bytearray(), bytearray()  # struct OneBitSum and struct OneBitTerm of csrc/common/one_bit.h
+    kept: list[Tensor] = []
+    device = None
+    for out, own, add in sums:
+        _native.in_place(out, torch.float32, "one_bit_decode_add: out", device=device)
+        device, numel = out.device, out.numel()
+        table += _SUM.pack(out.data_ptr(), numel, len(own), add)
+        for packed, means, weight in own:
+            packed = _native.check(packed, torch.uint8, "one_bit_decode_add: packed", device=device)
+            means = _native.check(means, torch.float32, "one_bit_decode_add: means", device=device)
+            rows = means.numel() // 2
+            whole = numel == 0 or (means.numel() == 2 * rows and rows > 0 and numel % rows == 0)
+            if packed.numel() != bitmap_nbytes(numel) or not whole:
+                raise PayloadError(
+                    f"one_bit_decode_add: got {packed.numel()} bytes and {means.numel()} means, expected "
+                    f"{bitmap_nbytes(numel)} and two for each row of {numel} elements"
+                )
+            kept += [packed, means]
+            terms += _TERM.pack(packed.data_ptr(), means.data_ptr(), numel // max(1, rows), weight)
+    if not sums:
+        return
+    addresses = [_native.address_of(buffer) for buffer in (table, terms)]
+    failed = _native.run_failed("one_bit_decode_add", sums[0].out, addresses[0], len(sums), addresses[1])
+    if failed:
+        raise PayloadError("corrupt payload: the mean of a row is not finite", index=failed - 1)

@@ -85,6 +85,35 @@ def new_payload(section_nbytes: int, device: torch.device | None = None) -> Tens
     return payload
 
 
+def new_payloads(section_nbytes: Sequence[int], device: torch.device | None = None) -> list[Tensor]:
+    """Return a buffer as from `new_payload` for each, adjacent in memory."""
+    sizes = [_padded(HEADER_NBYTES + nbytes) for nbytes in section_nbytes]
+    return list(torch.zeros(sum(sizes), dtype=torch.uint8, device=device).split(sizes))
+
+
+class Seal(NamedTuple):
+    """A payload whose sections are in place, and what its header is to say.
+
+    payload: uint8, from `new_payload`. fields: 16 bytes, or 8 if `number` is given, whose wire form follows them.
+    magnitudes: float32, as from `abs_max_tensor`; NON_FINITE is added to the flags unless all are finite. scale:
+    float32 of 1 element; replaces the first 4 bytes of the fields. stream: the last section, if it is shorter than the
+    memory for it; what follows it becomes zeros. On CUDA these become slack, otherwise they are cut off.
+
+    On CUDA, `magnitudes`, `number`, `scale` and `stream` may be results that are still being computed.
+    """
+
+    payload: Tensor
+    method: int
+    digest: int
+    numel: int
+    fields: bytes
+    flags: int = 0
+    magnitudes: Tensor | None = None
+    number: RangeFloat | None = None
+    scale: Tensor | None = None
+    stream: Stream | None = None
+
+
 def seal_payload(
     payload: Tensor,
     *,
@@ -100,39 +129,52 @@ def seal_payload(
 ) -> Tensor:
     """Write the header of a payload whose sections are in place, and return the payload.
 
-    payload: uint8, from `new_payload`, in place. fields: 16 bytes, or 8 if `number` is given, whose wire form follows
-    them. magnitudes: float32, as from `abs_max_tensor`; NON_FINITE is added to the flags unless all are finite. scale:
-    float32 of 1 element; replaces the first 4 bytes of the fields. stream: the last section, if it is shorter than the
-    memory for it; what follows it becomes zeros. On CUDA these become slack, otherwise they are cut off.
-
-    Does not wait for the device: on CUDA, `magnitudes`, `number`, `scale` and `stream` may be results that are still
-    being computed.
+    The arguments are those of `Seal`. Does not wait for the device.
     """
-    _native.in_place(payload, torch.uint8, "seal_payload: payload")
-    if payload.numel() < HEADER_NBYTES or payload.numel() % PAYLOAD_ALIGN:
-        raise ValueError(f"seal_payload: got {payload.numel()} bytes, expected a payload as new_payload makes it")
-    expected = 16 if number is None else 8
-    if len(fields) != expected:
-        raise ValueError(f"seal_payload: got {len(fields)} bytes of fields, expected {expected}")
-    if magnitudes is not None:
-        magnitudes = _native.check(magnitudes, torch.float32, "seal_payload: magnitudes", device=payload.device)
-    if scale is not None:
-        scale = _native.check(scale, torch.float32, "seal_payload: scale", 1, payload.device)
-    begin, stream_address, padding_at = 0, 0, -1
-    if stream is not None:
-        begin, padding_at = HEADER_NBYTES + stream.begin, -1 if stream.padding_at is None else stream.padding_at
-        payload, stream_address, _held = _fitted(payload, begin, stream.nbytes)
-    words = None if number is None else number._words_on(payload.device)
-    header = create_string_buffer(HEADER_NBYTES)
-    _HEADER.pack_into(header, 0, b"gz", VERSION, method, digest, numel, payload.numel(), 0, flags, fields)
-    results = create_string_buffer(_RESULTS.size)
-    magnitude_count = 0 if magnitudes is None else magnitudes.numel()
-    addresses = [0 if x is None else x.data_ptr() for x in (magnitudes, words, scale)]
-    _RESULTS.pack_into(
-        results, 0, addresses[0], magnitude_count, addresses[1], addresses[2], stream_address, begin, padding_at
-    )
-    _native.run("payload_seal", payload, payload.data_ptr(), addressof(header), addressof(results))
-    return payload
+    return seal_payloads([Seal(payload, method, digest, numel, fields, flags, magnitudes, number, scale, stream)])[0]
+
+
+def seal_payloads(seals: Sequence[Seal]) -> list[Tensor]:
+    """Write the headers of several payloads on one device, in one call, and return the payloads."""
+    table = array("q")  # struct PayloadSeal
+    payloads: list[Tensor] = []
+    kept: list[object] = []  # alive until the kernel has run
+    for seal in seals:
+        payload = _native.in_place(
+            seal.payload, torch.uint8, "seal_payload: payload", device=payloads[0].device if payloads else None
+        )
+        if payload.numel() < HEADER_NBYTES or payload.numel() % PAYLOAD_ALIGN:
+            raise ValueError(f"seal_payload: got {payload.numel()} bytes, expected a payload as new_payload makes it")
+        expected = 16 if seal.number is None else 8
+        if len(seal.fields) != expected:
+            raise ValueError(f"seal_payload: got {len(seal.fields)} bytes of fields, expected {expected}")
+        magnitudes, scale = seal.magnitudes, seal.scale
+        if magnitudes is not None:
+            magnitudes = _native.check(magnitudes, torch.float32, "seal_payload: magnitudes", device=payload.device)
+        if scale is not None:
+            scale = _native.check(scale, torch.float32, "seal_payload: scale", 1, payload.device)
+        begin, stream_address, padding_at = 0, 0, -1
+        if seal.stream is not None:
+            begin = HEADER_NBYTES + seal.stream.begin
+            padding_at = -1 if seal.stream.padding_at is None else seal.stream.padding_at
+            payload, stream_address, held = _fitted(payload, begin, seal.stream.nbytes)
+            kept.append(held)
+        words = None if seal.number is None else seal.number._words_on(payload.device)
+        header, results = create_string_buffer(HEADER_NBYTES), create_string_buffer(_RESULTS.size)
+        _HEADER.pack_into(
+            header, 0, b"gz", VERSION, seal.method, seal.digest, seal.numel, payload.numel(), 0, seal.flags, seal.fields
+        )
+        magnitude_count = 0 if magnitudes is None else magnitudes.numel()
+        addresses = [0 if x is None else x.data_ptr() for x in (magnitudes, words, scale)]
+        _RESULTS.pack_into(
+            results, 0, addresses[0], magnitude_count, addresses[1], addresses[2], stream_address, begin, padding_at
+        )
+        table.extend((payload.data_ptr(), addressof(header), addressof(results)))
+        kept += [magnitudes, scale, words, header, results]
+        payloads.append(payload)
+    if payloads:
+        _native.run("payload_seal", payloads[0], table.buffer_info()[0], len(payloads))
+    return payloads
 
 
 def _fitted(payload: Tensor, begin: int, nbytes: int | Tensor) -> tuple[Tensor, int, object]:
@@ -161,20 +203,24 @@ class _Inspection(NamedTuple):
     checksum: int  # of the payload's contents, if the size in the header is valid
 
 
-def inspect_payloads(payloads: Sequence[Tensor]) -> Tensor | None:
-    """Read the headers and compute the checksums of payloads, without waiting for the device.
+def inspect_payloads(groups: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
+    """Read the headers and compute the checksums of several lists of payloads, without waiting for the device.
 
-    payloads: uint8, on one device. Returns a uint8 table on that device; `attach_inspections` wants a copy of it on the
-    CPU. Returns None if there is nothing to wait for: payloads on the CPU, or inspected ones.
+    groups: lists of payloads, uint8, all on one device. Returns a uint8 table on that device for each list;
+    `attach_inspections` wants a copy of it on the CPU. None in place of a table if there is nothing to wait for:
+    payloads on the CPU, or inspected ones.
     """
-    checked = [_native.check(payload, torch.uint8, "inspect_payloads: payloads") for payload in payloads]
-    if all(not _native.on_cuda(p) or hasattr(p, _INSPECTION) for p in checked):
-        return None
-    return _table(checked, 1)
+    wanted = [[_native.check(payload, torch.uint8, "inspect_payloads: payloads") for payload in g] for g in groups]
+    waiting = [any(_native.on_cuda(p) and not hasattr(p, _INSPECTION) for p in group) for group in wanted]
+    listed = [payload for group, needed in zip(wanted, waiting) if needed for payload in group]
+    if not listed:
+        return [None] * len(wanted)
+    tables = iter(_table(listed, 1).split([len(g) * _TABLE.size for g, needed in zip(wanted, waiting) if needed]))
+    return [next(tables) if needed else None for needed in waiting]
 
 
 def attach_inspections(payloads: Sequence[Tensor], table: Tensor) -> None:
-    """Attach the table of `inspect_payloads`, copied to the CPU: `open_payload` does not wait for the device then."""
+    """Attach a table of `inspect_payloads`, copied to the CPU: `open_payload` does not wait for the device then."""
     for payload, inspection in zip(payloads, _inspections(table.numpy().tobytes()), strict=True):
         setattr(payload, _INSPECTION, inspection)
 

@@ -5,8 +5,10 @@ Bernstein, Wang, Azizzadenesheli, Anandkumar, signSGD: Compressed Optimisation f
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from .bitmap import bitmap_nbytes
 from .errors import PayloadError
 
 _MOST_VOTERS = 65535
+_SUM = struct.Struct("<QqQQ")
+_TERM = struct.Struct("<Qd")
 
 
 def pack_signs(x: Tensor, key: int = 0, out: Tensor | None = None) -> Tensor:
@@ -30,11 +34,41 @@ def pack_signs(x: Tensor, key: int = 0, out: Tensor | None = None) -> Tensor:
     >>> pack_signs(torch.tensor([-1.0, 2.0, -3.0])).tolist()
     [5]
     """
-    _native.check_key(key, "pack_signs")
     x = _native.check(x, torch.float32, "pack_signs: x")
     out = _native.output(out, bitmap_nbytes(x.numel()), torch.uint8, x.device, "pack_signs: out")
-    _native.run("signs_pack", x, x.data_ptr(), x.numel(), key, out.data_ptr())
+    _pack([(x, key, out)], None)
     return out
+
+
+def pack_signs_all(sources: Sequence[tuple[Tensor, int, Tensor]]) -> list[Tensor]:
+    """Pack the signs of several tensors, and compute their statistics, in one call and one read.
+
+    sources: (x, key, out) of each, as in `pack_signs`, all on one device. Returns for each two float32 numbers on the
+    device, adjacent in memory: max \\|x\\| with the bits of `abs_max_tensor`, and mean \\|x\\|: the sum by
+    ``bucket_norms(x, norm="l1")`` over n, infinite if that sum is the largest float, 0 for an empty tensor.
+
+    >>> out = torch.empty(1, dtype=torch.uint8)
+    >>> pack_signs_all([(torch.tensor([-1.0, 2.0, -3.0]), 0, out)]), out
+    ([tensor([3., 2.])], tensor([5], dtype=torch.uint8))
+    """
+    if not sources:
+        return []
+    statistics = torch.empty(2 * len(sources), dtype=torch.float32, device=sources[0][0].device)
+    _pack(sources, statistics)
+    return list(statistics.split(2))
+
+
+def _pack(sources: Sequence[tuple[Tensor, int, Tensor]], statistics: Tensor | None) -> None:
+    table = array("Q")  # struct SignsSource of csrc/common/signs.h
+    kept: list[Tensor] = []
+    for x, key, out in sources:
+        _native.check_key(key, "pack_signs")
+        x = _native.check(x, torch.float32, "pack_signs: x", device=kept[0].device if kept else None)
+        kept.append(x)
+        _native.in_place(out, torch.uint8, "pack_signs: out", bitmap_nbytes(x.numel()), kept[0].device)
+        table.extend((x.data_ptr(), x.numel(), key, out.data_ptr()))
+    address = 0 if statistics is None else statistics.data_ptr()
+    _native.run("signs_pack", kept[0], table.buffer_info()[0], len(kept), address)
 
 
 def majority(packed: Sequence[Tensor], numel: int, key: int = 0, out: Tensor | None = None) -> Tensor:
@@ -48,21 +82,73 @@ def majority(packed: Sequence[Tensor], numel: int, key: int = 0, out: Tensor | N
     >>> majority([torch.tensor([b], dtype=torch.uint8) for b in (0b0011, 0b0101, 0b1111)], 4).tolist()
     [7]
     """
-    _native.check_key(key, "majority")
-    if not 1 <= len(packed) <= _MOST_VOTERS:
-        raise ValueError(f"majority: got {len(packed)} voters, expected 1 to {_MOST_VOTERS}")
-    nbytes = bitmap_nbytes(numel)
-    device = packed[0].device if isinstance(packed[0], Tensor) else None
-    votes = [_native.check(vote, torch.uint8, f"majority: voter {i}", device=device) for i, vote in enumerate(packed)]
-    for i, vote in enumerate(votes):
-        if vote.numel() != nbytes:
-            raise PayloadError(
-                f"majority: got {vote.numel()} bytes from voter {i}, expected {nbytes} for {numel} signs"
-            )
-    out = _native.output(out, nbytes, torch.uint8, votes[0].device, "majority: out")
-    addresses = array("q", [vote.data_ptr() for vote in votes])
-    _native.run("signs_majority", out, addresses.buffer_info()[0], len(votes), numel, key, out.data_ptr())
-    return out
+    outs = None if out is None else [out]
+    return _vote([(packed, numel, key)], outs, count=False)[0][0]
+
+
+def majority_all(votes: Sequence[tuple[Sequence[Tensor], int, int]], count: bool = True) -> list[tuple[Tensor, Tensor]]:
+    """Take several votes of the same number of voters, in one call.
+
+    votes: (packed, numel, key) of each, as in `majority`, all on one device. Returns for each the majority and, unless
+    `count` is false, for each voter the number of its signs that differ from it: int64 on the device; those of all
+    votes are adjacent in memory.
+
+    >>> ballots = [torch.tensor([b], dtype=torch.uint8) for b in (0b0011, 0b0101, 0b1111)]
+    >>> majority_all([(ballots, 4, 0)])
+    [(tensor([7], dtype=torch.uint8), tensor([1, 1, 1]))]
+    """
+    return _vote(votes, None, count)
+
+
+def _vote(
+    votes: Sequence[tuple[Sequence[Tensor], int, int]], outs: Sequence[Tensor] | None, count: bool
+) -> list[tuple[Tensor, Tensor]]:
+    if not votes:
+        return []
+    voters = len(votes[0][0])
+    table, addresses = array("Q"), array("Q")  # struct SignsVote; the ballots
+    kept: list[Tensor] = []
+    device = None
+    for packed, numel, key in votes:
+        _native.check_key(key, "majority")
+        if not 1 <= len(packed) <= _MOST_VOTERS:
+            raise ValueError(f"majority: got {len(packed)} voters, expected 1 to {_MOST_VOTERS}")
+        if len(packed) != voters:
+            raise ValueError(f"majority: got {len(packed)} voters, expected {voters} as in the first vote")
+        nbytes = bitmap_nbytes(numel)
+        for i, ballot in enumerate(packed):
+            ballot = _native.check(ballot, torch.uint8, f"majority: voter {i}", device=device)
+            device = ballot.device
+            if ballot.numel() != nbytes:
+                raise PayloadError(
+                    f"majority: got {ballot.numel()} bytes from voter {i}, expected {nbytes} for {numel} signs"
+                )
+            kept.append(ballot)
+            addresses.append(ballot.data_ptr())
+    sizes = [bitmap_nbytes(numel) for _, numel, _ in votes]
+    if outs is None:
+        # Aligned, so that kernels store whole words.
+        memory = torch.empty(sum(_aligned(n) for n in sizes), dtype=torch.uint8, device=device)
+        outs = [piece[:n] for piece, n in zip(memory.split([_aligned(n) for n in sizes]), sizes)]
+    for (_, numel, key), out, nbytes in zip(votes, outs, sizes, strict=True):
+        _native.in_place(out, torch.uint8, "majority: out", nbytes, device)
+        table.extend((numel, key, out.data_ptr()))
+    against = torch.empty(len(votes) * voters if count else 0, dtype=torch.int64, device=device)
+    arguments = (table.buffer_info()[0], len(votes), addresses.buffer_info()[0], voters)
+    _native.run("signs_majority", kept[0], *arguments, against.data_ptr() if count else 0)
+    return list(zip(outs, against.split(voters) if count else [against] * len(outs)))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
+class SignsSum(NamedTuple):
+    """A sum of scaled signs."""
+
+    out: Tensor  # n elements, float32, any shape
+    terms: Sequence[tuple[Tensor, float]]  # (packed, scale) of each: uint8 of ceil(n / 8), as from `pack_signs`
+    add: bool = True  # to `out`, rather than overwrite it
 
 
 def signs_decode_add(packed: Tensor, out: Tensor, scale: float = 1.0) -> None:
@@ -72,11 +158,36 @@ def signs_decode_add(packed: Tensor, out: Tensor, scale: float = 1.0) -> None:
     Raises PayloadError, with out unchanged, if the size is wrong; any bits are valid signs. Does not wait for the
     device.
     """
-    out = _native.in_place(out, torch.float32, "signs_decode_add: out")
-    packed = _native.check(packed, torch.uint8, "signs_decode_add: packed", device=out.device)
-    if packed.numel() != bitmap_nbytes(out.numel()):
-        raise PayloadError(
-            f"signs_decode_add: got {packed.numel()} bytes, expected {bitmap_nbytes(out.numel())} "
-            f"for {out.numel()} signs"
-        )
-    _native.run("signs_decode_add", out, packed.data_ptr(), out.numel(), scale, out.data_ptr())
+    signs_decode_add_all([SignsSum(out, [(packed, scale)])])
+
+
+def signs_decode_add_all(sums: Sequence[SignsSum]) -> None:
+    """Compute several sums of terms, scale * sign, in one call and one pass over each `out`.
+
+    All tensors are on one device. The terms of a sum are added in order, with the bits of as many calls of
+    `signs_decode_add`. Raises PayloadError, with nothing changed, if the size of a term is wrong.
+
+    >>> out = torch.empty(3)
+    >>> signs_decode_add_all([SignsSum(out, [(torch.tensor([b], dtype=torch.uint8), 0.5) for b in (1, 3)], add=False)])
+    >>> out.tolist()
+    [-1.0, 0.0, 1.0]
+    """
+    table, terms = bytearray(), bytearray()  # struct SignsSum and struct SignsTerm of csrc/common/signs.h
+    kept: list[Tensor] = []
+    device = None
+    for out, own, add in sums:
+        _native.in_place(out, torch.float32, "signs_decode_add: out", device=device)
+        device = out.device
+        table += _SUM.pack(out.data_ptr(), out.numel(), len(own), add)
+        for packed, scale in own:
+            packed = _native.check(packed, torch.uint8, "signs_decode_add: packed", device=device)
+            if packed.numel() != bitmap_nbytes(out.numel()):
+                raise PayloadError(
+                    f"signs_decode_add: got {packed.numel()} bytes, expected {bitmap_nbytes(out.numel())} "
+                    f"for {out.numel()} signs"
+                )
+            kept.append(packed)
+            terms += _TERM.pack(packed.data_ptr(), scale)
+    if sums:
+        addresses = [_native.address_of(buffer) for buffer in (table, terms)]
+        _native.run("signs_decode_add", sums[0].out, addresses[0], len(sums), addresses[1])

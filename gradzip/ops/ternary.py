@@ -7,12 +7,19 @@ NeurIPS 2017.
 from __future__ import annotations
 
 import math
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _native
 from .errors import PayloadError
+
+_SUM = struct.Struct("<QqQQ")
+_TERM = struct.Struct("<QQd")
 
 
 def ternary_nbytes(numel: int) -> int:
@@ -37,7 +44,6 @@ def ternary_packed(
     >>> ternary_packed(torch.tensor([1.0, -1.0, 0.0, 0.0, 1.0]), scale=1.0).tolist()  # 1 + 2 * 3 + 1 * 81
     [88]
     """
-    _native.check_key(key, "ternary_packed")
     x = _native.check(x, torch.float32, "ternary_packed: x")
     if not _stays_on_device(scale, x):
         scale = float(scale)
@@ -48,10 +54,43 @@ def ternary_packed(
         if not clip > 0:
             raise ValueError(f"ternary_packed: got clip = {clip}, expected None or a number > 0")
     out = _native.output(out, ternary_nbytes(x.numel()), torch.uint8, x.device, "ternary_packed: out")
-    scale_address, _scale = _native.scalar(scale, x, "ternary_packed: scale")
-    clip_address, _clip = (0, None) if clip is None else _native.scalar(clip, x, "ternary_packed: clip")
-    _native.run("ternary_packed", x, x.data_ptr(), x.numel(), scale_address, clip_address, key, out.data_ptr())
+    ternary_packed_all([(x, scale, clip, key, out)])
     return out
+
+
+def ternary_packed_all(
+    sources: Sequence[tuple[Tensor, float | Tensor, float | Tensor | None, int, Tensor]],
+) -> None:
+    """`ternary_packed` for several tensors, in one call.
+
+    sources: (x, scale, clip, key, out) of each, all on one device. The values of scale and clip are not checked.
+
+    >>> outs = [torch.empty(1, dtype=torch.uint8) for _ in range(2)]
+    >>> ternary_packed_all([(torch.tensor([sign]), 1.0, None, 0, out) for sign, out in zip((1.0, -1.0), outs)]), outs
+    (None, [tensor([1], dtype=torch.uint8), tensor([2], dtype=torch.uint8)])
+    """
+    table = array("Q")  # struct TernarySource of csrc/common/ternary.h
+    kept: list[Any] = []
+    device = None
+    for x, scale, clip, key, out in sources:
+        _native.check_key(key, "ternary_packed")
+        x = _native.check(x, torch.float32, "ternary_packed: x", device=device)
+        device = x.device
+        _native.in_place(out, torch.uint8, "ternary_packed: out", ternary_nbytes(x.numel()), device)
+        scale_address, held_scale = _native.scalar(scale, x, "ternary_packed: scale")
+        clip_address, held_clip = (0, None) if clip is None else _native.scalar(clip, x, "ternary_packed: clip")
+        kept += [x, held_scale, held_clip]
+        table.extend((x.data_ptr(), x.numel(), scale_address, clip_address, key, out.data_ptr()))
+    if sources:
+        _native.run("ternary_packed", kept[0], table.buffer_info()[0], len(sources))
+
+
+class TernarySum(NamedTuple):
+    """A sum of tensors packed by `ternary_packed`."""
+
+    out: Tensor  # n elements, float32, any shape
+    terms: Sequence[tuple[Tensor, float | Tensor, float]]  # (packed, scale, weight) of each
+    add: bool = True  # to `out`, rather than overwrite it
 
 
 def ternary_decode_add(packed: Tensor, scale: float | Tensor, out: Tensor, weight: float = 1.0) -> None:
@@ -62,23 +101,56 @@ def ternary_decode_add(packed: Tensor, scale: float | Tensor, out: Tensor, weigh
     the largest that five trits make. On CUDA, which does not wait for the device, the elements of such a byte become
     NaN instead, or all of them if the scale is a tensor and wrong, so that all ranks skip the step.
     """
-    out = _native.in_place(out, torch.float32, "ternary_decode_add: out")
-    packed = _native.check(packed, torch.uint8, "ternary_decode_add: packed", device=out.device)
-    if packed.numel() != ternary_nbytes(out.numel()):
-        raise PayloadError(
-            f"ternary_decode_add: got {packed.numel()} bytes, expected {ternary_nbytes(out.numel())} "
-            f"for {out.numel()} elements"
-        )
-    if isinstance(scale, Tensor) and _stays_on_device(scale, out):
-        address = _native.scalar(scale, out, "ternary_decode_add: scale")[0]
-    else:
-        scale = float(scale)
-        if not (math.isfinite(scale) and scale >= 0):
-            raise PayloadError(f"corrupt payload: its scale is {scale}, expected a finite number >= 0")
-        address, weight = 0, weight * scale  # a product of doubles, rounded once
-    arguments = (packed.data_ptr(), out.numel(), address, weight, out.data_ptr())
-    if _native.run_failed("ternary_decode_add", out, *arguments):
-        raise PayloadError("corrupt payload: got a byte above 242, the largest that five trits make")
+    ternary_decode_add_all([TernarySum(out, [(packed, scale, weight)])])
+
+
+def ternary_decode_add_all(sums: Sequence[TernarySum]) -> None:
+    """Compute several sums of terms, as `ternary_decode_add` adds them, in one call and one pass over each `out`.
+
+    All tensors are on one device. The terms of a sum are added in order, with the bits of as many calls of
+    `ternary_decode_add`.
+
+    Raises:
+        PayloadError: with nothing changed, a size, a scale or a byte is wrong; `index` of the exception is the index of
+            the term among those of all sums. On CUDA, elements become NaN instead if a byte or a scale there is wrong.
+
+    >>> out, packed = torch.empty(2), torch.tensor([1 + 3 * 2], dtype=torch.uint8)
+    >>> ternary_decode_add_all([TernarySum(out, [(packed, 4.0, 0.5)], add=False)])
+    >>> out.tolist()
+    [2.0, -2.0]
+    """
+    table, terms = bytearray(), bytearray()  # struct TernarySum and struct TernaryTerm of csrc/common/ternary.h
+    kept: list[Any] = []
+    device, index = None, 0
+    for out, own, add in sums:
+        _native.in_place(out, torch.float32, "ternary_decode_add: out", device=device)
+        device = out.device
+        table += _SUM.pack(out.data_ptr(), out.numel(), len(own), add)
+        for packed, scale, weight in own:
+            packed = _native.check(packed, torch.uint8, "ternary_decode_add: packed", device=device)
+            if packed.numel() != ternary_nbytes(out.numel()):
+                raise PayloadError(
+                    f"ternary_decode_add: got {packed.numel()} bytes, expected {ternary_nbytes(out.numel())} "
+                    f"for {out.numel()} elements",
+                    index,
+                )
+            address = 0
+            if isinstance(scale, Tensor) and _stays_on_device(scale, out):
+                address = _native.scalar(scale, out, "ternary_decode_add: scale")[0]
+            else:
+                scale = float(scale)
+                if not (math.isfinite(scale) and scale >= 0):
+                    raise PayloadError(f"corrupt payload: its scale is {scale}, expected a finite number >= 0", index)
+                weight *= scale  # a product of doubles, rounded once
+            kept += [packed, scale]
+            terms += _TERM.pack(packed.data_ptr(), address, weight)
+            index += 1
+    if not sums:
+        return
+    addresses = [_native.address_of(buffer) for buffer in (table, terms)]
+    failed = _native.run_failed("ternary_decode_add", sums[0].out, addresses[0], len(sums), addresses[1])
+    if failed:
+        raise PayloadError("corrupt payload: got a byte above 242, the largest that five trits make", failed - 1)
 
 
 def _stays_on_device(value: float | Tensor, where: Tensor) -> bool:

@@ -22,7 +22,8 @@ static Bytes body_of(int64_t nbytes) {
 }
 
 static Bytes sealed(Bytes bytes, const PayloadHeader& header, const PayloadResults& results = {}) {
-  cpu::payload_seal(bytes.data(), &header, &results, 1);
+  const PayloadSeal seal{bytes.data(), &header, &results};
+  cpu::payload_seal(&seal, 1, 1);
   return bytes;
 }
 
@@ -36,7 +37,8 @@ static void test_seal(int64_t nbytes, PayloadResults results, const PayloadHeade
   simt::expect_equal(on_cpu.data(), expected.data(), nbytes, "payload_seal on the CPU");
   simt::in_any_order(nbytes, [&] {
     const simt::Buffer<uint8_t> payload(body_of(nbytes));
-    simt::call(cuda::payload_seal, payload, &header, &results);
+    const PayloadSeal seal{payload, &header, &results};
+    simt::call(cuda::payload_seal, &seal, 1);
     simt::expect_equal(payload.get(), expected.data(), nbytes, "payload_seal");
   });
 }
@@ -62,6 +64,36 @@ static void test_stream(int64_t nbytes, int64_t begin, int64_t stream, int64_t p
   expected.flags |= uint32_t(nbytes - end - padding) / 16 << 8;
   if (padding_at >= 0) expected.fields[padding_at] = uint8_t(padding);
   test_seal(nbytes, {nullptr, 0, nullptr, nullptr, &stream, begin, padding_at}, expected, end);
+}
+
+// Many payloads in one call, as each alone. The table exceeds what one launch takes to the device.
+static void test_seal_all(const std::vector<int64_t>& lengths) {
+  const simt::Buffer<float> magnitudes(std::vector<float>{1.0f, NAN});
+  std::vector<PayloadHeader> headers;
+  std::vector<PayloadResults> results;
+  std::vector<Bytes> expected;
+  int64_t all = 0;
+  for (int64_t nbytes : lengths) {
+    headers.push_back(header_of(nbytes));
+    results.push_back({magnitudes, int64_t(headers.size() % 3), nullptr, nullptr, nullptr, 0, -1});
+    expected.push_back(sealed(body_of(nbytes), headers.back(), results.back()));
+    all += nbytes;
+  }
+  const auto seal_with = [&](auto kernel) {
+    std::vector<simt::Buffer<uint8_t>> payloads;
+    std::vector<PayloadSeal> table;
+    for (size_t i = 0; i < lengths.size(); ++i) {
+      payloads.emplace_back(body_of(lengths[i]), int64_t(i % 5));
+      table.push_back({payloads.back(), &headers[i], &results[i]});
+    }
+    kernel(table.data(), int64_t(table.size()));
+    for (size_t i = 0; i < lengths.size(); ++i)
+      simt::expect_equal(payloads[i].get(), expected[i].data(), lengths[i], "payload_seal of several");
+  };
+  seal_with([](const PayloadSeal* table, int64_t count) { cpu::payload_seal(table, count, 2); });
+  simt::in_any_order(all, [&] {
+    seal_with([](const PayloadSeal* table, int64_t count) { simt::call(cuda::payload_seal, table, count); });
+  });
 }
 
 static void test_inspect(const std::vector<std::vector<int64_t>>& lengths) {
@@ -130,6 +162,9 @@ int main() {
       for (int64_t stream : {int64_t(-1), int64_t(0), int64_t(1), nbytes / 3, nbytes - 64, nbytes - 48, nbytes})
         if (begin >= 48 && begin <= nbytes) test_stream(nbytes, begin, stream, stream % 2 ? 7 : -1);
   }
+  test_seal_all({});
+  test_seal_all({48, 100000, 64, 16384 + 48, 16384});
+  test_seal_all(std::vector<int64_t>(70, 64));
   test_inspect({{}});
   test_inspect({{48}});
   test_inspect({{100000}});

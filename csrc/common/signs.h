@@ -1,0 +1,55 @@
+// Tables of the kernels for signs, with an entry for each tensor, and what is computed of their magnitudes.
+#pragma once
+
+#include <cstdint>
+
+#include "common/quantize.h"
+
+namespace gradzip {
+
+// A tensor whose signs are packed.
+struct SignsSource {
+  const float* x;
+  int64_t n;
+  uint64_t key;
+  uint8_t* packed;
+};
+static_assert(sizeof(SignsSource) == 32, "gradzip/ops/signs.py writes it");
+
+// A vote on n signs.
+struct SignsVote {
+  int64_t n;
+  uint64_t key;
+  uint8_t* packed;
+};
+static_assert(sizeof(SignsVote) == 24, "gradzip/ops/signs.py writes it");
+
+// out = the sum of the next `terms` terms, in order, or out += each if `add`.
+struct SignsSum {
+  float* out;
+  int64_t n, terms, add;
+};
+static_assert(sizeof(SignsSum) == 32, "gradzip/ops/signs.py writes it");
+
+// scale, or -scale where the bit is set.
+struct SignsTerm {
+  const uint8_t* packed;
+  double scale;
+};
+static_assert(sizeof(SignsTerm) == 16, "gradzip/ops/signs.py writes it");
+
+// Of one segment (common/sums.h), or of all: the sum of the finite magnitudes, and the bits of the largest one.
+struct SignsPart {
+  double total;
+  uint32_t most;
+};
+
+// max |x| and mean |x|, infinite if the sum overflows.
+GZ_HD void signs_statistics(const SignsPart& all, int64_t n, float* statistics) {
+  const float total = norm_value(all.total);
+  statistics[0] = bits_float(all.most);
+  const bool finite = float_bits(total) < kMaxFiniteBits;
+  statistics[1] = n == 0 ? 0.0f : finite ? float(double(total) / double(n)) : bits_float(kInfBits);
+}
+
+}  // namespace gradzip

@@ -1,0 +1,11 @@
+// The largest magnitude of a piece of a tensor.
+#pragma once
+
+#include <cstdint>
+
+namespace gradzip::cpu {
+
+// The bits of max |x|, which order as magnitudes do, with every NaN above infinity. On the calling thread.
+uint32_t abs_max_here(const float* x, int64_t n);
+
+}  // namespace gradzip::cpu
