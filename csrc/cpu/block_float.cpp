@@ -147,23 +147,24 @@ void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t 
   const int64_t record = block_float_nbytes(bits, block);
   parallel_chunks(shards * blocks, std::max<int64_t>(1, kChunk / block), threads,
                   [&](int64_t, int64_t begin, int64_t end) {
-    int8_t narrow[kLargestBlock];
-    for (int64_t b = begin; b < end; ++b) {
-      const int64_t first = b * block, shard = b / blocks, at = (b - shard * blocks) * record;
-      const int count = int(std::clamp<int64_t>(n - first, 0, block));
-      if (count == 0) break;
-      const float* from = start ? start + first : nullptr;
-      for (int64_t i = 0; i < each; ++i) {
-        const uint8_t* coded = payloads[shard * each + i] + at;
-        float step;
-        std::memcpy(&step, coded, 4);
-        coded += 4;
-        if (bits == 4) unpack_nibbles(coded, int(block), narrow);
-        values(bits == 4 ? narrow : reinterpret_cast<const int8_t*>(coded), count, weight * step, from, out + first);
-        from = out + first;
-      }
-    }
-  });
+                    int8_t narrow[kLargestBlock];
+                    for (int64_t b = begin; b < end; ++b) {
+                      const int64_t first = b * block, shard = b / blocks, at = (b - shard * blocks) * record;
+                      const int count = int(std::clamp<int64_t>(n - first, 0, block));
+                      if (count == 0) break;
+                      const float* from = start ? start + first : nullptr;
+                      for (int64_t i = 0; i < each; ++i) {
+                        const uint8_t* coded = payloads[shard * each + i] + at;
+                        float step;
+                        std::memcpy(&step, coded, 4);
+                        coded += 4;
+                        if (bits == 4) unpack_nibbles(coded, int(block), narrow);
+                        values(bits == 4 ? narrow : reinterpret_cast<const int8_t*>(coded), count, weight * step, from,
+                               out + first);
+                        from = out + first;
+                      }
+                    }
+                  });
 }
 
 }  // namespace gradzip::cpu

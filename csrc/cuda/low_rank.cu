@@ -72,9 +72,12 @@ struct ProjectLaunch {
                        columns % 4 == 0 && aligned(m) && aligned(e)};  // after the first columns, m has been added
       sums[table.count] = cut.parts > 1 ? cut.tiles * cut.parts * kLowRankTile * padded : 0;
       partials += sums[table.count];
-      table.entries[table.count++] = {x,       {q, transpose ? rows : columns, rank, first, int(ranks)},
-                                      out,     nullptr,
-                                      nullptr, int32_t(cut.parts),
+      table.entries[table.count++] = {x,
+                                      {q, transpose ? rows : columns, rank, first, int(ranks)},
+                                      out,
+                                      nullptr,
+                                      nullptr,
+                                      int32_t(cut.parts),
                                       uint32_t(blocks)};
       blocks += cut.tiles * cut.parts;
       if (cut.parts > 1) tickets += cut.tiles;

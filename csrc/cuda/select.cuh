@@ -68,9 +68,8 @@ GZ_DEVICE void select_find(int64_t k, int shift, bool last_pass, uint64_t* histo
 }
 
 template <int kPass>
-__global__ void __launch_bounds__(kSelectBlock)
-    select_kernel(const float* x, int64_t n, int64_t k, SelectState* state, Selection* selection,
-                  SelectCandidates candidates) {
+__global__ void __launch_bounds__(kSelectBlock) select_kernel(const float* x, int64_t n, int64_t k, SelectState* state,
+                                                              Selection* selection, SelectCandidates candidates) {
   using Digit = SelectDigit<kPass>;
   constexpr int kBins = Digit::kBins;
   __shared__ uint32_t counts[kBins * kSelectCopies];
