@@ -33,6 +33,7 @@ import gradzip.ops._native as native
 import sanitized
 from gradzip import ops
 from gradzip.averaging import averaged
+from gradzip.collectives import advance
 from gradzip.gather import GatherCompressor
 from gradzip.state import Key
 
@@ -297,13 +298,13 @@ def check_step(codec: GatherCompressor, case: Case, forged: torch.Tensor) -> Non
     answer = None
     try:
         while True:
-            collective = exchange.send(answer)
+            collective = advance(exchange, answer)
             if not isinstance(collective, gradzip.collectives.Gather):
-                return  # the gradient bypasses compression
+                return  # the step is done, or the gradient bypasses compression
             pair = [collective.tensor, forged]
             gathered = torch.cat(pair if case.trial // 4 % 2 == 0 else pair[::-1])
             answer = collective.split_by_rank(gathered, 2)
-    except (StopIteration, gradzip.PayloadError):
+    except gradzip.PayloadError:
         return
     except Exception as error:
         raise Finding(f"a step: {type(error).__name__}: {error}, expected a PayloadError or a gradient") from error
