@@ -86,9 +86,8 @@ GZ_DEVICE void write_index_block(const int32_t* indices, int n, int64_t base, in
   __syncthreads();
   write_bytes(out, uint64_t(k), 1);
   const int low_bytes = (n * k + 7) / 8;
-  const CodeWidth width(k > 0 ? k : 1);
   for (int done = 0; k > 0 && done < n; done += kPackTile)
-    pack_tile(codes + done, n - done < kPackTile ? n - done : kPackTile, width, out + 1 + done / 8 * k);
+    pack_tile(codes + done, n - done < kPackTile ? n - done : kPackTile, CodeWidth(k), out + 1 + done / 8 * k);
   for (int i = int(threadIdx.x); i < nbytes - 1 - low_bytes; i += kBlock)
     out[1 + low_bytes + i] = uint8_t(unary[i / 4] >> (i % 4 * 8));
   __syncthreads();

@@ -45,8 +45,9 @@ examples:
 """
 
 # ATOMO computes a singular value decomposition of each layer, which takes long to measure. GradiVeQ compresses after
-# hundreds of steps. The others have no meaning without arguments, or are compared anyway.
-LEFT_OUT = ("none", "fp16", "per-layer", "auto", "phases", "atomo", "gradiveq")
+# hundreds of steps. What block-float sends in a round depends on the number of ranks. The others have no meaning
+# without arguments, or are compared anyway.
+LEFT_OUT = ("none", "fp16", "per-layer", "auto", "phases", "atomo", "gradiveq", "block-float")
 
 # Methods that a single measured step says nothing about.
 CHANGING = {
