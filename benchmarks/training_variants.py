@@ -27,6 +27,7 @@ METHODS = (
     "acpsgd",
     "atomo:atoms=entry",
     "auto",
+    "block-float",
     "dct-range:theta=0.95",
     "dgc",
     "fft-range",

@@ -409,7 +409,8 @@ def test_group_on_the_device(on_device, size):
 
 CODECS = [
     *("topk:theta=0.9,bits=8", "topk:theta=0.9,select=sampled", "dgc:theta=0.9"),
-    *("qsgd", "terngrad:shared_scale=False", "signsgd:majority=False", "onebit", "atomo", "atomo:budget=l2"),
+    *("qsgd:coding=always_elias", "qsgd:coding=packed", "terngrad:shared_scale=False", "signsgd:majority=False"),
+    *("onebit", "atomo", "atomo:budget=l2"),
     *("atomo:atoms=entry,budget=100", "atomo:atoms=entry,budget=max", "atomo:atoms=fourier,budget=50"),
 ]
 
