@@ -36,8 +36,8 @@ REQUIRED = {
     "signsgd": 400, "signsgd:majority=False": 400, "onebit": 400,
 }  # fmt: skip
 COUNTED = {
-    "fft-range": 215, "dct-range": 505, "qsgd": 131, "terngrad": 314, "signsgd": 98, "signsgd:majority=False": 96,
-    "onebit": 108,
+    "acpsgd": 48, "fft-range": 206, "dct-range": 466, "topk": 391, "qsgd": 122, "terngrad": 314,
+    "signsgd": 98, "signsgd:majority=False": 96, "onebit": 108,
 }  # fmt: skip
 
 SHAPES = {"a.weight": torch.Size((40, 300)), "b.weight": torch.Size((64, 20, 3, 3)), "b.bias": torch.Size((64,))}
