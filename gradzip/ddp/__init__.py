@@ -41,8 +41,8 @@ class HookState:
 
     Each DDP model needs a HookState of its own. Several may share a compressor: states are kept apart by a prefix for
     all but the first. A HookState for parameters that an earlier one was for, as when a model is wrapped again,
-    continues with their states. Some methods compress
-    several gradients of a bucket as one (`Compressor.joined_shape`).
+    continues with their states. Some methods compress several gradients of a bucket as one
+    (`Compressor.joined_shape`).
 
     Under `compressor.follow(scaler)` one optimizer has to step all parameters of the model: a gradient that is not
     finite rolls back the step of all.
