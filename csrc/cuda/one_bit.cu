@@ -42,19 +42,12 @@ int64_t one_bit_packed(void* workspace, const OneBitSource* table, int64_t count
 
 int64_t one_bit_decode_add(void* workspace, const OneBitSum* table, int64_t count, const OneBitTerm* terms,
                            int32_t* failed, cudaStream_t stream) {
-  std::vector<OneBitSumEntry> entries;
-  int64_t blocks = 0, before = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    entries.push_back({table[i], before, blocks});
-    before += table[i].terms;
-    blocks += ceil_div(table[i].n, kMostTile);
-  }
   Arena arena(workspace);
-  const auto* on_device = upload(arena, entries, stream);
-  const auto* all_terms = upload(arena, std::vector<OneBitTerm>(terms, terms + before), stream);
+  const UploadedSums<OneBitSumEntry, OneBitSum, OneBitTerm> sums(arena, table, count, terms, kMostTile, stream);
   if (!workspace) return arena.nbytes();
-  if (blocks > 0)
-    launch(stream, grid_of(unsigned(blocks)), kBlock, one_bit_decode_add_kernel, on_device, count, all_terms, failed);
+  if (sums.blocks > 0)
+    launch(stream, grid_of(unsigned(sums.blocks)), kBlock, one_bit_decode_add_kernel, sums.entries, count, sums.terms,
+           failed);
   return 0;
 }
 

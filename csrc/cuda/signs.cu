@@ -48,19 +48,11 @@ int64_t signs_majority(void* workspace, const SignsVote* table, int64_t count, c
 
 int64_t signs_decode_add(void* workspace, const SignsSum* table, int64_t count, const SignsTerm* terms,
                          cudaStream_t stream) {
-  std::vector<SignsSumEntry> entries;
-  int64_t blocks = 0, before = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    entries.push_back({table[i], before, blocks});
-    before += table[i].terms;
-    blocks += ceil_div(table[i].n, kTile);
-  }
   Arena arena(workspace);
-  const auto* on_device = upload(arena, entries, stream);
-  const auto* all_terms = upload(arena, std::vector<SignsTerm>(terms, terms + before), stream);
+  const UploadedSums<SignsSumEntry, SignsSum, SignsTerm> sums(arena, table, count, terms, kTile, stream);
   if (!workspace) return arena.nbytes();
-  if (blocks > 0)
-    launch(stream, grid_of(unsigned(blocks)), kBlock, signs_decode_add_kernel, on_device, count, all_terms);
+  if (sums.blocks > 0)
+    launch(stream, grid_of(unsigned(sums.blocks)), kBlock, signs_decode_add_kernel, sums.entries, count, sums.terms);
   return 0;
 }
 

@@ -27,4 +27,24 @@ T* upload(Arena& arena, const std::vector<T>& table, cudaStream_t stream) {
   return at;
 }
 
+// Sums of terms in the workspace: entries {sum, index of its first term, its first block}, and the terms of all sums.
+template <class Entry, class Sum, class Term>
+struct UploadedSums {
+  const Entry* entries;
+  const Term* terms;
+  int64_t blocks = 0;  // each of `tile` elements
+
+  UploadedSums(Arena& arena, const Sum* table, int64_t count, const Term* of_sums, int64_t tile, cudaStream_t stream) {
+    std::vector<Entry> listed;
+    int64_t before = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      listed.push_back({table[i], before, blocks});
+      before += table[i].terms;
+      blocks += ceil_div(table[i].n, tile);
+    }
+    entries = upload(arena, listed, stream);
+    terms = upload(arena, std::vector<Term>(of_sums, of_sums + before), stream);
+  }
+};
+
 }  // namespace gradzip::cuda

@@ -22,19 +22,12 @@ int64_t ternary_packed(void* workspace, const TernarySource* table, int64_t coun
 
 int64_t ternary_decode_add(void* workspace, const TernarySum* table, int64_t count, const TernaryTerm* terms,
                            int32_t* failed, cudaStream_t stream) {
-  std::vector<TernarySumEntry> entries;
-  int64_t blocks = 0, before = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    entries.push_back({table[i], before, blocks});
-    before += table[i].terms;
-    blocks += ceil_div(table[i].n, kTritTile);
-  }
   Arena arena(workspace);
-  const auto* on_device = upload(arena, entries, stream);
-  const auto* all_terms = upload(arena, std::vector<TernaryTerm>(terms, terms + before), stream);
+  const UploadedSums<TernarySumEntry, TernarySum, TernaryTerm> sums(arena, table, count, terms, kTritTile, stream);
   if (!workspace) return arena.nbytes();
-  if (blocks > 0)
-    launch(stream, grid_of(unsigned(blocks)), kBlock, ternary_decode_add_kernel, on_device, count, all_terms, failed);
+  if (sums.blocks > 0)
+    launch(stream, grid_of(unsigned(sums.blocks)), kBlock, ternary_decode_add_kernel, sums.entries, count, sums.terms,
+           failed);
   return 0;
 }
 
