@@ -166,8 +166,8 @@ def test_file(capsys, tmp_path):
         (["--methods", "topk", "zip"], r"--methods: unknown compression method 'zip'.*"),
         (["--methods", "auto"], r"got --methods auto, which chooses during training; expected the methods .*"),
         (["--methods", "phases:0=topk"], r"got --methods phases, which changes during training; expected .*"),
-        (["--methods", "topk:exchange=auto"], r"got --methods topk:exchange=auto, whose .*; expected exchange=gather"),
-        (["--methods", "per-layer:fc=topk(exchange=scatter_reduce),default=fp16"], r".*; expected exchange=gather"),
+        (["--methods", "topk:exchange=auto"], r".* topk:exchange=auto, whose .*; expected exchange=gather or .*"),
+        (["--methods", "per-layer:fc=topk(exchange=auto),default=fp16"], r".*; expected exchange=gather or .*"),
         (["--png", "k.foo"], r"got k.foo to write, expected a file that ends in .png, .svg or .pdf"),
         (["--png", "gone/k.png"], r"got gone/k.png to write, expected a file in a folder that exists"),
         (

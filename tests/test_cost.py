@@ -19,7 +19,7 @@ DENSE = [cost.uncompressed(layer) for layer in STEP.layers]
 GATHERED = [Compressed((("all_gather", 5e5),), 0.02, 0.01)] * 4
 TWO_ROUNDS = [Compressed((("all_reduce", 3e5), ("all_reduce", 2e5)), 0.01, 0.02)] * 4
 SCATTERED = [Compressed((("all_to_all", 5e5), ("all_gather", 2e5)), 0.01, 0.01)] * 4
-KINDS = ["all_reduce", "all_reduce_half", "all_gather", "all_to_all"]
+KINDS = ["all_reduce", "all_reduce_half", "all_gather", "all_gather_shards", "all_to_all"]
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 32])

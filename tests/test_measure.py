@@ -39,6 +39,7 @@ def test_every_method(name, ranks):
         "all_reduce",
         "all_reduce_half",
         "all_gather",
+        "all_gather_shards",
         "all_to_all",
     }
     # The bytes that a group of real ranks sends in the second and third step, in which the measured ones are.
@@ -51,7 +52,8 @@ def test_every_method(name, ranks):
     # measured in its first phase.
     expected = {"gradiveq": sent[2] - sent[1], "phases": sent[0]}.get(name, (sent[2] - sent[0]) / 2)
     tolerance = 0.02 if name != "atomo" else 0.5  # coded lengths vary; so do the atoms that are drawn
-    assert measured.nbytes == pytest.approx(expected, rel=tolerance)
+    handed = sum(n / ranks if kind == "all_gather_shards" else n for kind, n in measured.compressed.rounds)
+    assert handed == pytest.approx(expected, rel=tolerance)
 
 
 @pytest.mark.parametrize("spec", ["none", "topk:theta=0.9", "fft-range", "signsgd", "acpsgd", "dgc", "gradiveq"])
@@ -67,7 +69,8 @@ def test_gradients_of_a_model():
     together = measure.measure_gradients(method, grads)
     for name, grad in grads.items():
         alone = measure.measure_method(method, grad, name)
-        assert together[name].error == pytest.approx(alone.error) and together[name].nbytes == alone.nbytes
+        assert together[name].error == pytest.approx(alone.error)
+        assert together[name].compressed.nbytes == alone.compressed.nbytes
     kinds = {name: [kind for kind, _ in m.compressed.rounds] for name, m in together.items()}
     assert kinds == {"a.weight": ["all_gather"], "b.weight": ["all_reduce"], "b.bias": ["all_reduce"]}
     assert measure.measure_gradients(method, {}) == {}
@@ -81,8 +84,19 @@ def test_rounds():
     }
     assert rounds["powersgd"] == (("all_reduce", 4.0 * 48 * 4), ("all_reduce", 4.0 * 288 * 4))
     assert rounds["acpsgd"] == (("all_reduce", 4.0 * (48 + 288) * 4 / 2),)
-    scattered = measure.measure_method(gradzip.TopK(exchange="scatter_reduce"), gradient(), ranks=4)
-    assert [kind for kind, _ in scattered.compressed.rounds] == ["all_to_all", "all_gather"]
+
+
+def test_rounds_of_shards():
+    """Bytes that do not depend on the number of ranks: a step and integers of 8 bits for each of 54 blocks of 256."""
+    whole = 54 * (4 + 256)
+    for ranks in (2, 3, 6):
+        compressed = measure.measure_method(gradzip.BlockFloat(), gradient(), ranks=ranks, repeats=2).compressed
+        assert compressed.rounds == (("all_to_all", whole), ("all_gather_shards", whole))
+        assert compressed.nbytes == whole
+    spec = "topk:theta=0.9,exchange=scatter_reduce"
+    two, four = (measure.measure_method(gradzip.parse(spec), gradient(), ranks=n).compressed for n in (2, 4))
+    assert [kind for kind, _ in four.rounds] == ["all_to_all", "all_gather_shards"]
+    assert four.nbytes == pytest.approx(two.nbytes, rel=0.05)  # headers, one for each shard
 
 
 @pytest.mark.parametrize("error_feedback", [False, True])

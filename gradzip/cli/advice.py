@@ -65,7 +65,7 @@ class Advice:
         rows = []
         for method, found in predictions.items():
             layers = self.compressed(method, self.link.ranks)
-            nbytes = sum(n for layer in layers for _, n in layer.rounds)
+            nbytes = sum(layer.nbytes for layer in layers)
             least = 1.0
             if method != FP32:
                 limit = fp32 if method == FP16 else min(fp32, fp16)

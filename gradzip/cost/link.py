@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 # (messages one after the other, multiples of this rank's bytes that it sends) among p ranks. Numbers of messages:
 # Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH, IJHPCA 2005. An all-to-all
-# exchanges its messages in pairs.
+# exchanges its messages in pairs. An all-gather of shards counts the bytes of all ranks, an all-gather those of one.
 _EXCHANGES: dict[str, Callable[[int], tuple[int, float]]] = {
     "all_reduce": lambda p: (2 * math.ceil(math.log2(p)), 2 * (p - 1) / p),
     "all_reduce_half": lambda p: (2 * math.ceil(math.log2(p)), 2 * (p - 1) / p),
     "all_gather": lambda p: (math.ceil(math.log2(p)), p - 1),
+    "all_gather_shards": lambda p: (math.ceil(math.log2(p)), (p - 1) / p),
     "all_to_all": lambda p: (p - 1, (p - 1) / p),
 }
 
@@ -72,7 +73,8 @@ class Link:
     def seconds(self, kind: str, nbytes: float) -> float:
         """Seconds of a collective of `nbytes` of this rank.
 
-        kind: "all_reduce", "all_reduce_half" (of float16 or bfloat16), "all_gather" or "all_to_all".
+        kind: "all_reduce", "all_reduce_half" (of float16 or bfloat16), "all_gather", "all_gather_shards" (`nbytes` of
+            all ranks together) or "all_to_all".
         """
         sent = self.sent_nbytes(kind, nbytes)
         return self.messages(kind) * self.latency + sent / self.bandwidth + self._half(kind) * sent

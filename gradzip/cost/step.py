@@ -31,11 +31,14 @@ class Step:
     seconds: float
 
 
+_HALVES = ("all_to_all", "all_gather_shards")  # of an all-reduce
+
+
 @dataclass(frozen=True)
 class Compressed:
     """What a method does to one layer.
 
-    rounds: (collective, bytes of this rank), one after the other.
+    rounds: (collective, bytes), one after the other, as for `Link.seconds`.
     encode: seconds before the first round.
     decode: seconds after that: between rounds, and for all ranks' payloads at the end.
     """
@@ -43,6 +46,11 @@ class Compressed:
     rounds: tuple[tuple[str, float], ...]
     encode: float = 0.0
     decode: float = 0.0
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that compare with an all-reduce's, of which an all-to-all and an all-gather of shards are halves."""
+        return sum(nbytes / 2 if kind in _HALVES else nbytes for kind, nbytes in self.rounds)
 
 
 def uncompressed(layer: Layer, itemsize: int = 4) -> Compressed:

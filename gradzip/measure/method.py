@@ -31,11 +31,6 @@ class Measurement:
     compressed: Compressed
     error: float
 
-    @property
-    def nbytes(self) -> float:
-        """Bytes that one rank hands to collectives in a step."""
-        return sum(nbytes for _, nbytes in self.compressed.rounds)
-
 
 def measure_method(
     compressor: Compressor, grad: Tensor, name: str = "gradient", ranks: int = 2, repeats: int = 3
@@ -103,11 +98,19 @@ def _timed_step(group: Sequence[Compressor], grad: Tensor, name: str, ranks: int
         if isinstance(collectives[0], Done):
             return Compressed(tuple(rounds), seconds[0], sum(seconds[1:])), grads[0]
         if not isinstance(collectives[0], ToHost):
-            rounds.append((_kind(collectives[0]), float(sent_nbytes(collectives[0]))))
+            rounds.append(_round(collectives[0], rounds, ranks))
         start = now(grad.device)
         results = local.run(collectives) if len(group) == ranks else [_answer(collectives[0], ranks)]
         if isinstance(collectives[0], RingSum):  # compresses while it communicates
             seconds.append((now(grad.device) - start) / len(group))
+
+
+def _round(collective: Collective, before: Sequence[tuple[str, float]], ranks: int) -> tuple[str, float]:
+    """A round of the cost model, after those before it: what is gathered after an all-to-all are shards."""
+    kind, nbytes = _kind(collective), float(sent_nbytes(collective))
+    if kind == "all_gather" and any(kind == "all_to_all" for kind, _ in before):
+        return "all_gather_shards", nbytes * ranks
+    return kind, nbytes
 
 
 def _kind(collective: Collective) -> str:
