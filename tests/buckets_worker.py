@@ -23,7 +23,7 @@ SPECS = [
     "powersgd:rank=2",
     "per-layer:c=qsgd,d|e|f=topk(theta=0.9,exchange=scatter_reduce),default=acpsgd(rank=2)",
 ]
-MORE_SPECS = ["qsgd", "dgc:theta=0.9", "acpsgd:rank=2", "none"]
+MORE_SPECS = ["qsgd", "dgc:theta=0.9", "acpsgd:rank=2", "none", "block-float:bits=4,block=32"]
 OPTIONS = [{"backward_passes_per_step": 2}, {"groups": 2}, {"op": "Sum"}, {"gradient_predivide_factor": 4.0}]
 OPTIONS_SPECS = ["topk:theta=0.9", "acpsgd:rank=2"]
 SCENARIOS = {}

@@ -95,7 +95,7 @@ def plan_of(compressor, *names):
     return Plan.of(compressor, [torch.zeros(STATE_SHAPES[name]) for name in names], list(names), "")
 
 
-@pytest.mark.parametrize("spec", ["topk:theta=0.9", "dct-range:theta=0.9", "qsgd"])
+@pytest.mark.parametrize("spec", ["topk:theta=0.9", "dct-range:theta=0.9", "qsgd", "block-float:bits=4"])
 def test_states_follow_their_parameters_through_any_buckets(spec):
     """Averages plus residuals add up to the gradients, also if plans that were used before are used again."""
     compressor = gradzip.parse(spec)
@@ -150,7 +150,11 @@ def test_freed_parameters_leave_the_states_of_their_bucket():
     assert all(torch.equal(after[name]["residual"], before[name]["residual"]) for name in after)
 
 
-SCATTERED = ["topk:theta=0.9,exchange=scatter_reduce", "dct-range:theta=0.9,exchange=scatter_reduce"]
+SCATTERED = [
+    "topk:theta=0.9,exchange=scatter_reduce",
+    "dct-range:theta=0.9,exchange=scatter_reduce",
+    "block-float:bits=4,block=32",
+]
 
 
 def average_in_group(compressors, names, step):
@@ -316,7 +320,7 @@ def assert_equal(averages, first, wanted, exact):
 
 
 def every_spec():
-    more = [pytest.param("MORE_SPECS", i, marks=pytest.mark.long) for i in range(4)]
+    more = [pytest.param("MORE_SPECS", i, marks=pytest.mark.long) for i in range(5)]
     return pytest.mark.parametrize("specs, index", [*(("SPECS", i) for i in range(3)), *more])
 
 
@@ -352,7 +356,7 @@ def test_collectives_of_buckets(results, specs, index):
             assert launches == [0] * w.STEPS
         elif spec.startswith("acpsgd"):
             assert launches == several
-        elif spec.startswith("powersgd"):
+        elif spec.startswith(("powersgd", "block-float")):
             assert launches == [n + 1 for n in filled]
         elif not spec.startswith("per-layer"):
             assert launches == filled
