@@ -100,7 +100,7 @@ def test_no_code_is_beyond_the_largest():
 
 
 @pytest.mark.parametrize("bits, block", FORMATS)
-def test_the_same_at_every_simd_level(bits, block):
+def test_awkward_sizes_are_the_same_at_every_simd_level(bits, block):
     for n in (*SIZES, LARGE) if (bits, block) == (8, 256) else SIZES[::3]:
         array = arrays(n)["heavy-tailed"]
         x, residual = sliced(array), sliced(array[::-1] * np.float32(0.3))
