@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import cost
 from .averaging import Averaging
-from .collectives import Routine
+from .collectives import AllToAll, Mean, Routine
 from .compressor import Compressor
 from .engines.base import Engine
 from .fusion import Round, adjacent
@@ -150,12 +150,29 @@ class Bucket:
 
     def __init__(self, routines: dict[Any, Routine], first: Round, engine: Engine, slot: str) -> None:
         self.routines = routines
+        self._engine = engine
+        self._slot = slot
         self._rings = {} if engine.in_order else first.take_rings()
-        self._first = first
-        self._pending = [engine.launch(c, f"{slot}.{i}") for i, c in enumerate(first.collectives())]
+        self._launch(first)
+
+    def _launch(self, current: Round) -> None:
+        collectives = current.collectives()
+        # Shards of equal lengths: no transfer overflows, no length is waited for, and as many bytes are to follow.
+        self._of_shards = any(isinstance(c, AllToAll) for c in collectives) and all(
+            isinstance(c, Mean) or (isinstance(c, AllToAll) and c.same_length) for c in collectives
+        )
+        self._current = current
+        self._pending = [self._engine.launch(c, f"{self._slot}.{i}") for i, c in enumerate(collectives)]
+
+    def gather_shards(self) -> None:
+        """If ranks exchange shards of equal lengths, wait for them, and start to gather what becomes of them."""
+        if self._of_shards:
+            following = Round()
+            self.advance_unless_overflow(following)
+            self._launch(following)
 
     def advance_unless_overflow(self, following: Round) -> bool:
-        """Wait for the first transfers. If none overflowed, advance the routines to `following`, and return True."""
+        """Wait for the transfers. If none overflowed, advance the routines to `following`, and return True."""
         overflowed = [p.send_overflow() for p in self._pending]  # call all: each may have to start a transfer
         if any(overflowed):
             return False
@@ -163,7 +180,7 @@ class Bucket:
         return True
 
     def advance(self, following: Round) -> None:
-        """Send the routines the results of the first round, and add their next collectives to `following`."""
-        following.advance(self.routines, self._first.split([p.result() for p in self._pending]))
+        """Send the routines the results of their round, and add their next collectives to `following`."""
+        following.advance(self.routines, self._current.split([p.result() for p in self._pending]))
         for key, ring in self._rings.items():
             following.add(key, ring)

@@ -125,6 +125,24 @@ def methods(rank, size):
     return {spec: Job(gradzip.parse(spec)).run(rank) for spec in METHODS}
 
 
+@scenario
+def order(rank, size):
+    """The kinds of collectives in the order in which they start, in the last step."""
+    kinds = {}
+    for spec in ("block-float", "topk:theta=0.9,exchange=scatter_reduce"):
+        job = Job(gradzip.parse(spec), [torch.zeros(40, 40) for _ in range(5)])
+        job.run(rank)
+        kinds[spec], launch = [], job.state._engine.launch
+
+        def recording(collective, slot, kinds=kinds[spec], launch=launch):
+            kinds.append(type(collective).__name__)
+            return launch(collective, slot)
+
+        job.state._engine.launch = recording
+        job.step(rank, STEPS)
+    return kinds
+
+
 # Gathers and rings add in a fixed order, so the results equal those of a LocalGroup bit for bit.
 CONVOLUTIONS = [(40, 3, 3, 3), (16, 12, 3, 3), (64, 64), (8, 8, 5, 5), (300,)]
 RING = (

@@ -180,6 +180,14 @@ def test_methods(world, spec):
         assert_equal(averages, wanted, [] if inexact else exact, ulps=64 if spec in ("powersgd", "acpsgd") else 4)
 
 
+def test_shards_are_gathered_while_the_next_ones_are_exchanged(world):
+    """Of three buckets. Shards of other lengths wait for all buckets, because their lengths may not be known yet."""
+    for of_rank in world[1]["order"]:
+        even, uneven = of_rank.values()
+        assert even == ["AllToAll", "AllToAll", "Gather", "AllToAll", "Gather", "Gather"]
+        assert uneven == ["AllToAll"] * 3 + ["Gather"]
+
+
 @pytest.mark.parametrize("spec", METHODS)
 def test_bytes_sent(world, spec):
     """Payloads, 16 bytes for each exchange, padding if lengths vary, and the handshake of the first step."""

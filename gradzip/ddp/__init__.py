@@ -4,6 +4,8 @@ DDP calls the hook for one bucket of gradients after the other, in the same orde
 pass. The hook runs the methods of a bucket's parameters to their first collectives, joins those into one per kind, and
 starts them. The rest is done when the last gradient is computed, just before DDP waits for the buckets: results are
 decoded bucket by bucket, while those of later buckets are still in transfer. Later rounds run for all buckets together.
+Where ranks exchange shards, though, half of the bytes is in the second round: that of a bucket starts when the next
+bucket has started. If the hook waits for shards then, the next ones are on the wire.
 
 A process group matches operations by their order, which is the same on all ranks: the hook is called for one bucket at
 a time, in the order of the buckets; no other thread and no callback starts an operation; and the operations at the end
@@ -158,6 +160,8 @@ class HookState:
                 for i, unit in enumerate(plan.units)
             }
         self._buckets.append(GradBuffer(bucket.buffer(), routines, self._engine, ",".join(names)))
+        if index > 0:
+            self._buckets[index - 1].gather_shards()
 
     def _schedule_finish(self) -> None:
         # DDP waits for the buckets in a callback at the end of the backward pass, which it queues when this hook
@@ -183,6 +187,7 @@ class HookState:
     def _run(self, buckets: list[GradBuffer]) -> bool:
         """Run the routines of all buckets to their ends. Returns False if GradScaler is going to skip the step."""
         assert self._engine is not None
+        buckets[-1].gather_shards()
         following = Round()
         # Buckets with overflow come last: their second transfers run meanwhile.
         overflowed = [bucket for bucket in buckets if not bucket.advance_unless_overflow(following)]
