@@ -19,11 +19,13 @@ namespace simt {
 // has blocks, and few kinds of data.
 inline constexpr bool kRaces = races::kDetected;
 
-#if defined(SIMT_RACES)
-inline constexpr int64_t kSizes[] = {33, 1025, 70001};
-#else
-inline constexpr int64_t kSizes[] = {0, 1, 2, 5, 31, 32, 33, 255, 1000, 1023, 1025, 8193, 65537, 100003};
-#endif
+// Whether to run everything (pytest --long) or a part that takes a quarter of the time.
+inline const bool kLong = std::getenv("SIMT_LONG") != nullptr;
+
+using Sizes = std::vector<int64_t>;
+inline const Sizes kSizes = kRaces  ? Sizes{33, 1025, 70001}
+                            : kLong ? Sizes{0, 1, 2, 5, 31, 32, 33, 255, 1000, 1023, 1025, 8193, 65537, 100003}
+                                    : Sizes{0, 1, 31, 33, 1025, 8193, 65537};
 
 // Memory of exactly n items, `skip` items off an aligned address, filled with a pattern on which no kernel may rely.
 template <class T>
@@ -99,9 +101,6 @@ inline std::vector<float> data(Kind kind, int64_t n, bool finite = false) {
   }
   return x;
 }
-
-// Whether to run everything (pytest --long) or a part that takes half the time.
-inline const bool kLong = std::getenv("SIMT_LONG") != nullptr;
 
 // Runs f() in several block and thread orders, on simulated devices of several sizes; large inputs get fewer. To detect
 // races, which hardly depend on the order, one suffices.

@@ -122,7 +122,7 @@ static void test_hostile(int64_t n, unsigned seed) {
 }
 
 int main() {
-  std::vector<int64_t> sizes(simt::kSizes, simt::kSizes + std::size(simt::kSizes));
+  simt::Sizes sizes = simt::kSizes;
   for (int64_t n : {4095, 4096, 4097, 40000}) sizes.push_back(n);
   if (simt::kRaces) sizes = {300, 40000};
   for (int64_t n : sizes) {

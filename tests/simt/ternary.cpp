@@ -118,7 +118,7 @@ static void test_table(const std::vector<int64_t>& sizes) {
 }
 
 int main() {
-  std::vector<int64_t> sizes(simt::kSizes, simt::kSizes + std::size(simt::kSizes));
+  simt::Sizes sizes = simt::kSizes;
   for (int64_t n : {319, 320, 321, 640, 959}) sizes.push_back(n);
   for (int64_t n : sizes)
     for (simt::Kind kind : simt::kKinds) {
