@@ -32,7 +32,8 @@ def predict(
     bucket when its last layer is compressed. The link carries collectives in the order in which they start, one at a
     time, while the backward pass goes on, and takes core time from it. After the backward pass, the thread decodes
     results in the same order, and waits where they are not there. Later rounds follow, for all layers together, as both
-    front ends run them. The optimizer, which is what the step does after its last gradient, comes last.
+    front ends run them. (DDP gathers `BlockFloat`'s shards earlier, which is not predicted.) The optimizer, which is
+    what the step does after its last gradient, comes last.
 
     Args:
         layers: what happens to each of the step's layers.
