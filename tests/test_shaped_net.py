@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,9 @@ def test_nothing_is_left_after_a_signal(number):
         (["1gbps", 2, "--", "true"], "got rate '1gbps', expected a number"),
         (["0.0mbit", 2, "--", "true"], "got rate '0.0mbit', expected more than 0"),
         (["1gbit", "two", "--", "true"], "got 'two' ranks, expected a number"),
+        (["--hosts", 2, "--", "true"], "expected --hosts 2 --inter RATE -- COMMAND"),
+        (["--hosts", 3, "--inter", "1gbit", "--", "true"], "got '3' hosts, expected 2"),
+        (["--hosts", 2, "--inter", "fast", "--", "true"], "got rate 'fast', expected a number"),
     ],
 )
 def test_wrong_arguments(arguments, expected):
@@ -166,3 +170,94 @@ def test_help_has_examples():
     assert done.returncode == 0
     assert "horovodrun -np 2" in done.stdout
     assert "torchrun" in done.stdout
+
+
+# --- two hosts
+
+# As TRANSFER: host 1 sends SIZE bytes four times to host 0, which also sends as much to itself.
+BETWEEN_HOSTS = r"""
+import os, socket, sys, time
+size, host = int(sys.argv[1]), int(os.environ["HOST"])
+def receive(server, sender):
+    if host == 0:
+        server = socket.create_server((server, 5000))
+    if os.fork() == 0:
+        while host == sender:
+            try:
+                peer = socket.create_connection(("10.77.0.1", 5000))
+                break
+            except OSError:
+                time.sleep(0.02)
+        while host == sender and peer.recv(1):
+            peer.sendall(bytes(size))
+        os._exit(0)
+    if host == 0:
+        peer, _ = server.accept()
+        for _ in range(4):
+            start, received = time.perf_counter(), 0
+            peer.sendall(b"?")
+            while received < size:
+                received += len(peer.recv(1 << 20))
+            os.write(1, b"%f\n" % (time.perf_counter() - start))
+        peer.close()
+        server.close()
+    os.wait()
+receive("10.77.0.1", 1)
+(line,) = (line for line in open("/proc/net/dev") if line.strip().startswith("inter:"))
+os.write(1, line.split()[1 if host == 0 else 9].encode() + b"\n")  # at once: the hosts share the output
+receive("10.77.0.1", 0)
+"""
+
+
+@needs_network
+def test_only_the_link_between_hosts_is_shaped():
+    size, ideal = 1_000_000, 0.08
+    done = shaped("--hosts", 2, "--inter", "100mbit", "--", sys.executable, "-c", BETWEEN_HOSTS, size)
+    assert done.returncode == 0, done.stderr
+    numbers = [float(line) for line in done.stdout.split()]
+    counted = [number for number in numbers if number > 1000]
+    times = [number for number in numbers if number < 1000]
+    assert len(counted) == 2 and all(4 * size < nbytes < 1.05 * 4 * size for nbytes in counted)
+    assert len(times) == 8 and 0.9 * ideal < min(times[:4]) < 4 * ideal
+    assert min(times[4:]) < ideal / 4
+
+
+@needs_network
+def test_a_host_that_fails_ends_the_other():
+    script = "echo $HOST $(hostname) $PET_NODE_RANK; if ((HOST)); then exit 7; else cat; exec sleep 50; fi"
+    done = shaped("--hosts", 2, "--inter", "none", "--", "bash", "-c", script, input="in\n")
+    assert done.returncode == 7
+    assert sorted(done.stdout.splitlines()) in (["0 host0 0", "1 host1 1"], ["0 host0 0", "1 host1 1", "in"])
+    assert shaped("--hosts", 2, "--inter", "none", "--", "bash", "-c", "exit $((HOST ? 0 : 3))").returncode == 3
+    assert shaped("--hosts", 2, "--inter", "none", "--", "no-such-command").returncode == 127
+
+
+@needs_network
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_the_hosts_after_a_signal(number):
+    # Written at once: the hosts share the output.
+    code = r"import os, time; os.write(1, os.readlink('/proc/self/ns/net').encode() + b'\n'); time.sleep(60)"
+    command = ["bash", SHAPED_NET, "--hosts", "2", "--inter", "1gbit", "--", sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as job:
+        namespaces = {job.stdout.readline().strip() for _ in range(2)}
+        assert len(namespaces) == 2 and all(map(in_use, namespaces))
+        job.send_signal(number)  # to the script alone
+        job.wait(10)
+        assert job.stdout.read() == ""  # both commands have ended
+    end = time.monotonic() + 5
+    while any(map(in_use, namespaces)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(in_use, namespaces))
+
+
+@needs_network
+@pytest.mark.long
+def test_torchrun_joins_the_hosts():
+    code = (
+        "import os, torch, torch.distributed as dist; dist.init_process_group('gloo'); "
+        "x = torch.ones(1); dist.all_reduce(x); os.write(1, b'sum %d %s\\n' % (x, os.environ['GROUP_RANK'].encode()))"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", 2]
+    done = shaped("--hosts", 2, "--inter", "1gbit", "--", *command, sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["sum 4 0", "sum 4 0", "sum 4 1", "sum 4 1"]
