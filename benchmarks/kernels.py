@@ -26,6 +26,7 @@ import gradzip
 from gradzip import ops
 from gradzip.state import Key
 from provenance import provenance
+from result_files import write_whole
 from shapes import matrix_shapes
 
 EXAMPLES = """\
@@ -36,7 +37,8 @@ examples:
 """
 
 
-CUDA_CALLS = 20  # in one measurement
+CUDA_CALLS = 20  # in one measurement, at most
+CUDA_MS = 200  # a measurement, about, but for three calls that take longer
 CUDA_CLOCK = 2e9  # cycles a second of the fastest device, about
 
 NUMEL = {"cpu": 25_600_000, "cuda": 1 << 27}  # a device copies 25.6 million floats in 70 us: too little to time
@@ -571,19 +573,21 @@ def timed_on_cuda(function: Callable[[], object]) -> float:
     The device is kept busy while the host queues the calls, so that it does not wait for the host between them: a call
     may take the host longer than the device.
     """
+    torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(CUDA_CALLS):
-        function()
-    seconds = time.perf_counter() - start  # to queue them, unless they wait for the device
+    function()
+    seconds = time.perf_counter() - start  # to queue it, unless it waits for the device
+    torch.cuda.synchronize()
+    calls = max(3, min(CUDA_CALLS, round(CUDA_MS / 1000 / (time.perf_counter() - start))))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    torch.cuda._sleep(int(1.5 * seconds * CUDA_CLOCK))
+    torch.cuda._sleep(int(1.5 * seconds * calls * CUDA_CLOCK))
     begin.record()
-    for _ in range(CUDA_CALLS):
+    for _ in range(calls):
         function()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / CUDA_CALLS
+    return begin.elapsed_time(end) / calls
 
 
 def timed(function: Callable[[], object], device: str) -> float:
@@ -653,8 +657,9 @@ def main() -> None:
             sys.exit(f"{case.name}: the result is wrong, so it is not timed")
         rows.append(measure(case, x, args.rounds, args.device))
         print(line(rows[-1]), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({"provenance": about, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
+        if args.json:  # after each row: a run that is stopped leaves what it has measured
+            document = {"provenance": about, "rows": [asdict(r) for r in rows]}
+            write_whole(args.json, json.dumps(document, indent=1) + "\n")
     missed = [r.name for r in rows if r.most_copies and r.copies > r.most_copies]
     missed += [r.name for r in rows if r.least_speedup and r.speedup < r.least_speedup]
     if missed:

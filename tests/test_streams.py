@@ -13,17 +13,20 @@ from torch.nn import Parameter
 
 import gradzip
 import gradzip.ddp
-import gradzip.engines.horovod
 from contract import EXAMPLES
 from device_ops import noise
 from gradzip.collectives import AllToAll, Broadcast, Gather, Mean, RingSum, ToHost, Traffic
-from gradzip.engines.horovod import HorovodEngine
 from gradzip.engines.ring import Ring, _Wire
 from gradzip.engines.torch import TorchEngine
 from gradzip.state import Key, State
 from gradzip.streams import HomeStreams, home_streams
 from stand_in import DEVICE, stand_in
 from stream_recorder import Future, Horovod, ProcessGroup, Recorder, Stream
+
+pytest.importorskip("horovod.torch")
+
+import gradzip.engines.horovod
+from gradzip.engines.horovod import HorovodEngine
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 

@@ -22,6 +22,7 @@ from ..collectives import (
 )
 from ..compressor import Compressor
 from ..fusion import FusedRoutine
+from ..ops.arrays import takes_arrays
 
 
 def run(collectives: Sequence[Collective]) -> list:
@@ -137,15 +138,18 @@ class LocalGroup:
         return averages
 
 
+@takes_arrays
 def simulate(compressor: Compressor, grads: Sequence[Tensor], name: str = "gradient") -> list[Tensor]:
-    """One step of a fresh `LocalGroup`."""
+    """One step of a fresh `LocalGroup`. Takes and returns arrays of other libraries as `gradzip.ops` does."""
     return LocalGroup(compressor, len(grads)).average(grads, name)
 
 
+@takes_arrays
 def roundtrip(compressor: Compressor, grad: Tensor, name: str = "gradient") -> tuple[Tensor, int]:
     """Compress and decompress a gradient: one step of one fresh rank.
 
-    Returns (what peers would see of the gradient, bytes sent).
+    Returns (what peers would see of the gradient, bytes sent). Takes and returns arrays of other libraries as
+    `gradzip.ops` does.
     """
     group = LocalGroup(compressor, 1)
     return group.average([grad], name)[0], group.bytes_sent

@@ -5,8 +5,18 @@ kernels (csrc/cuda) if the tensors are on a CUDA device, on its current stream.
 
 All primitives are deterministic: the same input gives the same bits for any number of threads, instruction set or
 device. On CUDA they do not wait for the device unless their docstring says so.
+
+In place of tensors they take arrays of NumPy, of CuPy, and of other libraries with ``__dlpack__`` or
+``__cuda_array_interface__`` (arrays.py), without a copy. The first array decides what results are: NumPy's or CuPy's
+arrays for those of NumPy and CuPy, torch tensors for all others. With CuPy's arrays, work is queued on CuPy's current
+stream. Errors call arrays tensors.
+
+>>> import numpy as np
+>>> select_threshold(np.array([1, -3, 2], dtype=np.float32), 2)
+array(2., dtype=float32)
 """
 
+from . import arrays as _arrays
 from .abs_max import abs_max, abs_max_all, abs_max_columns, abs_max_tensor
 from .atom_probabilities import atom_probabilities
 from .bernoulli import bernoulli
@@ -211,3 +221,5 @@ __all__ = [
     "transform_select",
     "unpack_bits",
 ]
+
+_arrays.take_arrays(globals(), __all__)

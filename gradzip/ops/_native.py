@@ -19,6 +19,8 @@ except ImportError as error:  # reported when a kernel is called, so that `impor
 else:
     _missing = None
 
+READ_ONLY = "_gradzip_read_only"  # attribute of tensors that share the memory of read-only arrays (arrays.py)
+
 
 def kernels() -> ModuleType:
     """Return the compiled module. Raises RuntimeError, with what to do, if it was not built."""
@@ -95,7 +97,7 @@ def check(
     has kernels for.
     """
     if not isinstance(x, Tensor):
-        raise ValueError(f"{what}: got {type(x).__name__}, expected a torch tensor")
+        raise ValueError(f"{what}: got {type(x).__name__}, expected a torch tensor, or an array with __dlpack__")
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if x.dtype not in dtypes:
         raise ValueError(f"{what}: got {x.dtype}, expected {' or '.join(map(str, dtypes))}")
@@ -149,8 +151,10 @@ def output(out: Tensor | None, numel: int, dtype: torch.dtype, device: torch.dev
 def in_place(
     x: Any, dtype: torch.dtype, what: str, numel: int | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Return `x`, checked, for a kernel to write to. Raises ValueError if it is not contiguous."""
+    """Return `x`, checked, for a kernel to write to. Raises ValueError if it is read-only or not contiguous."""
     checked = check(x, dtype, what, numel, device)
+    if getattr(x, READ_ONLY, False):
+        raise ValueError(f"{what}: got a read-only array, expected one to write to; pass a copy")
     if checked is x:
         return x
     raise ValueError(f"{what}: got strides {x.stride()}, expected a contiguous tensor")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _native
+from .arrays import takes_arrays
 from .errors import PayloadError
 from .pack_bits import packed_nbytes
 
@@ -55,6 +56,7 @@ class RangeFloat:
         return self._words.to(device, non_blocking=True)  # pageable memory is read before the call returns
 
     @classmethod
+    @takes_arrays
     def fit(
         cls, x: Tensor, bits: int, mantissa: int | None = None, value_range: tuple[float, float] | None = None
     ) -> RangeFloat:
@@ -115,6 +117,7 @@ class RangeFloat:
         pbase, _, _, mantissa, *_ = self._fields()
         return struct.unpack("<f", struct.pack("<I", pbase << (23 - mantissa)))[0]
 
+    @takes_arrays
     def encode(self, x: Tensor, key: int | None = None) -> Tensor:
         """Return the codes of x.
 
@@ -129,6 +132,7 @@ class RangeFloat:
         _native.run_count("range_float_encode", x, *arguments)
         return codes
 
+    @takes_arrays
     def encode_packed(self, x: Tensor, out: Tensor, key: int | None = None) -> int | Tensor:
         """Write the codes of x as a bit stream, in one pass over x.
 
@@ -143,6 +147,7 @@ class RangeFloat:
         source = (words.data_ptr(), x.data_ptr(), x.numel(), self._bits, key is not None, key or 0)
         return _native.run_count("range_float_encode_packed", x, *source, out.data_ptr())
 
+    @takes_arrays
     def decode(self, codes: Tensor, wait: bool = True) -> Tensor:
         """Return the values of codes.
 

@@ -1,0 +1,201 @@
+#!/usr/bin/env python
+"""Time training steps of one rank with DDP, with and without compression: what compressing takes, without a network.
+
+The group has one rank, so that a step consists of computing the gradients, compressing them, and decompressing this
+rank's own payloads. The row "stock" is DDP without a hook. Steps of all variants are timed in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import gradzip
+import gradzip.ddp
+from provenance import provenance
+from result_files import write_whole
+
+EXAMPLES = """\
+examples:
+  python benchmarks/step.py --device cuda --json step.json          all methods, ResNet-50, 64 images of 224 x 224
+  python benchmarks/step.py --image-size 32 --batch-size 4 acpsgd   on a CPU
+"""
+
+SPECS = (
+    "acpsgd", "powersgd", "block-float", "fft-range", "dct-range", "topk", "qsgd", "terngrad", "signsgd", "onebit",
+)  # fmt: skip
+WARM_UP = 4  # steps: DDP rebuilds its buckets after the first; methods with two kinds of steps take both
+
+
+class Bottleneck(nn.Module):
+    """He et al., CVPR 2016, figure 5, with the stride in the convolution of 3x3."""
+
+    def __init__(self, channels_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        out = 4 * width
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(channels_in, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+            nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out),
+        )  # fmt: skip
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != out:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels_in, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.convolutions(x) + self.shortcut(x)).relu_()
+
+
+def resnet50(classes: int = 1000) -> nn.Sequential:
+    """ResNet-50: 25.6 M parameters."""
+    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    blocks, channels = [], 64
+    for width, depth in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for i in range(depth):
+            blocks.append(Bottleneck(channels, width, 2 if i == 0 and width > 64 else 1))
+            channels = 4 * width
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+@dataclass
+class Row:
+    """The measurements of a variant; times in milliseconds."""
+
+    variant: str
+    ms: float  # of a step
+    ms_p20: float
+    ms_p80: float
+    added_ms: float  # compared with "stock", in the same round
+    nbytes: int | None  # that the rank sends in a step
+
+
+def step_of(model: nn.Module, spec: str, images: Tensor, labels: Tensor) -> tuple[Callable[[], None], gradzip.Traffic]:
+    """A training step of a copy of the network under DDP, and what counts its bytes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch 2.13, about a new name of the argument
+        replica = DistributedDataParallel(model, broadcast_buffers=False)
+    traffic = gradzip.Traffic()
+    if spec == "fp16 hook":
+        replica.register_comm_hook(None, fp16_compress_hook)
+    elif spec != "stock":
+        state = gradzip.ddp.HookState(gradzip.parse(spec), named_parameters=model.named_parameters())
+        replica.register_comm_hook(state, gradzip.ddp.hook)
+        traffic = state.traffic
+    optimizer = torch.optim.SGD(replica.parameters(), 1e-3, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(replica(images), labels).backward()
+        optimizer.step()
+
+    return step, traffic
+
+
+def milliseconds(step: Callable[[], None], steps: int, device: str) -> float:
+    """Of a step, the mean of several. On CUDA the host does not wait between them, as in training."""
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    wait()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    wait()
+    return 1000 * (time.perf_counter() - start) / steps
+
+
+def measure(
+    specs: list[str], build: Callable[[], nn.Module], args: argparse.Namespace, failed: dict[str, str]
+) -> Iterator[list[Row]]:
+    """Yield the rows after each round. Methods that fail are left out, and noted in `failed` with the error."""
+    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=args.device)
+    labels = torch.randint(1000, (args.batch_size,), device=args.device)
+    steps: dict[str, Callable[[], None]] = {}
+    nbytes: dict[str, int | None] = {}
+    for spec in specs:
+        step, traffic = step_of(build().to(args.device), spec, images, labels)
+        try:
+            milliseconds(step, WARM_UP, args.device)
+            before = traffic.bytes_sent
+            milliseconds(step, 2, args.device)
+        except Exception as error:
+            failed[spec] = str(error).partition("\n")[0]
+            continue
+        steps[spec] = step
+        nbytes[spec] = None if spec in ("stock", "fp16 hook") else (traffic.bytes_sent - before) // 2
+    times: dict[str, list[float]] = {spec: [] for spec in steps}
+    for _ in range(args.rounds):
+        for spec, step in steps.items():
+            times[spec].append(milliseconds(step, args.steps, args.device))
+        yield [row_of(spec, times, nbytes[spec]) for spec in steps]
+
+
+def row_of(spec: str, times: dict[str, list[float]], nbytes: int | None) -> Row:
+    own = times[spec]
+    added = statistics.median(ms - stock for ms, stock in zip(own, times["stock"]))
+    p20, median, p80 = (sorted(own)[round(share * (len(own) - 1))] for share in (0.2, 0.5, 0.8))
+    return Row(spec, median, p20, p80, added, nbytes)
+
+
+@contextlib.contextmanager
+def group_of_one(device: str) -> Iterator[None]:
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("methods", metavar="SPEC", nargs="*", help=f"methods (default: {', '.join(SPECS)})")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--batch-size", type=int, default=64, help="images (default: %(default)s)")
+    parser.add_argument("--image-size", type=int, default=224, help="pixels (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="of each variant in a round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of all variants (default: %(default)s)")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="write the rows and their provenance")
+    args = parser.parse_args()
+    for name in ("batch_size", "image_size", "steps", "rounds"):
+        if getattr(args, name) < 1:
+            parser.error(f"got --{name.replace('_', '-')} {getattr(args, name)}, expected a number above 0")
+    torch.manual_seed(0)
+    settings = {name: getattr(args, name) for name in ("batch_size", "image_size", "steps", "rounds")}
+    about = {**provenance(args.device), "model": "resnet50", **settings}
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    with group_of_one(args.device):
+        for rows in measure(["stock", "fp16 hook", *(args.methods or SPECS)], resnet50, args, failed):
+            if args.json:  # after each round: a run that is stopped leaves what it has measured
+                document = {"provenance": about, "rows": [asdict(row) for row in rows], "failed": failed}
+                write_whole(args.json, json.dumps(document, indent=1) + "\n")
+    for row in rows:
+        sent = "" if row.nbytes is None else f"  {row.nbytes / 1e6:.2f} MB"
+        spread = f"({row.ms_p20:.2f} to {row.ms_p80:.2f})"
+        print(f"{row.variant:24} {row.ms:9.2f} ms  {spread:20} {row.added_ms:+8.2f} ms{sent}")
+    for spec, error in failed.items():
+        print(f"{spec:24} failed: {error}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
