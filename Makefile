@@ -12,6 +12,7 @@ COMPRESSION ?= --compression none --compression fft-range:theta=0.85,bits=10
 ENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 LAUNCH_horovod := horovodrun -np $(NP) python
 LAUNCH_ddp := torchrun --standalone --nproc-per-node $(NP)
+LAUNCH_fsdp := $(LAUNCH_ddp)
 
 .PHONY: help
 help: ## list the targets

@@ -1,10 +1,11 @@
-"""Engines for `train.py`: stock Horovod, or PyTorch's DistributedDataParallel (DDP).
+"""Engines for `train.py`: stock Horovod, or PyTorch's DistributedDataParallel (DDP) or FSDP2.
 
 An engine has this process's `rank`, the world `size` and the `local_size` on this machine. It wraps a network and its
 optimizer, and averages and gathers tensors. Horovod is imported only if it is used.
 """
 
 import atexit
+import copy
 import os
 import sys
 import warnings
@@ -54,6 +55,10 @@ class Horovod:
         )
         return model, optimizer, compressor.traffic
 
+    def whole(self, model):
+        """The trained network, with all of its parameters on this rank."""
+        return model
+
     def step(self, optimizer, scaler):
         """Step the optimizer, unless `scaler` finds an average that is not finite, which it does on all ranks."""
         optimizer.synchronize()  # before the scaler checks gradients: it must see the averages
@@ -102,6 +107,10 @@ class DDP:
             traffic = state.traffic
         return model, optimizer, traffic
 
+    def whole(self, model):
+        """See `Horovod.whole`."""
+        return model
+
     def step(self, optimizer, scaler):
         """See `Horovod.step`."""
         scaler.step(optimizer)
@@ -128,6 +137,40 @@ class DDP:
         return torch.stack(gathered)
 
 
+class FSDP(DDP):
+    """PyTorch's FSDP2 over gloo: shards within a machine, and gradzip's averages of them between machines.
+
+    On one machine, each half of the ranks stands for a machine.
+    """
+
+    def wrap(self, model, optimizer, compressor):
+        """See `Horovod.wrap`. All ranks have the same weights, because they have the same seed."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        if self.size == 1:
+            return super().wrap(model, optimizer, compressor)
+        shards = self.local_size if self.local_size < self.size else max(1, self.size // 2)
+        mesh = init_device_mesh("cpu", (self.size // shards, shards), mesh_dim_names=("replicate", "shard"))
+        self.plain = copy.deepcopy(model)  # for `whole`
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for block in getattr(model, "blocks", ()):
+            fully_shard(block, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        for group in optimizer.param_groups:
+            group["params"] = [model.get_parameter(names[parameter]) for parameter in group["params"]]
+        state = gradzip.fsdp.compress(model, compressor, mesh["replicate"].get_group())
+        return model, optimizer, state.traffic
+
+    def whole(self, model):
+        """See `Horovod.whole`."""
+        if self.size == 1:
+            return model
+        tensors = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in model.state_dict().items()}
+        self.plain.load_state_dict(tensors)
+        return self.plain
+
+
 def all_reduce(traffic, bucket):
     """DDP's default all-reduce as a hook that counts bytes."""
     traffic.bytes_sent += bucket.buffer().nbytes
@@ -135,4 +178,4 @@ def all_reduce(traffic, bucket):
     return allreduce_hook(None, bucket)
 
 
-ENGINES = {"horovod": Horovod, "ddp": DDP}
+ENGINES = {"horovod": Horovod, "ddp": DDP, "fsdp": FSDP}

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train a network on real data with stock Horovod or PyTorch DDP, once for each compression, and compare the runs."""
+"""Train a network on real data with stock Horovod, DDP or FSDP2, once for each compression, and compare the runs."""
 
 import argparse
 import contextlib
@@ -31,6 +31,7 @@ examples:
   horovodrun -np 2 python examples/train.py --model resnet18 --data cifar-10-batches-bin --batch-size 16 \\
       --steps 100 --compression none --compression fp16 --compression fft-range --json results.json
   torchrun --nproc-per-node 2 examples/train.py --model charlm  a character language model, through PyTorch DDP
+  torchrun --nproc-per-node 4 examples/train.py --model charlm --engine fsdp    the same, sharded by FSDP2
   torchrun --nproc-per-node 2 examples/train.py --amp fp16      in mixed precision, with a loss scale
 """
 
@@ -156,11 +157,9 @@ def parse_arguments():
     args.optimizer = args.optimizer or MODELS[args.model].optimizer
     if args.beta2 is not None and args.optimizer == "sgd":
         parser.error("argument --beta2: got it for sgd, which has none; give --momentum, or another --optimizer")
-    if engines.launcher() not in (None, args.engine):
-        parser.error(
-            f"argument --engine: got {args.engine} from a launcher for {engines.launcher()}; start it with "
-            f"{engines.ENGINES[args.engine].start}"
-        )
+    launcher, start = engines.launcher(), engines.ENGINES[args.engine].start
+    if launcher and engines.ENGINES[launcher].start != start:
+        parser.error(f"argument --engine: got {args.engine} from a launcher for {launcher}; start it with {start}")
     return args
 
 
@@ -255,6 +254,7 @@ def train(spec, args, dataset, steps, engine):
             report(step + 1, losses[-1])
     seconds = time.perf_counter() - start
 
+    model = engine.whole(model)
     curve = engine.average(torch.tensor(losses, dtype=torch.float64), name="loss_curve")
     if engine.rank == 0:
         print(f"{spec}  testing", flush=True)

@@ -27,7 +27,7 @@ from .state import State
 from .telemetry import Monitor
 
 if TYPE_CHECKING:
-    from . import ddp
+    from . import ddp, fsdp
 
 __all__ = [
     "AllToAll",
@@ -49,6 +49,7 @@ __all__ = [
     "capture",
     "checkpoint",
     "ddp",
+    "fsdp",
     "fused",
     "horovod",
     "ops",
@@ -62,8 +63,9 @@ __all__ += methods.__all__
 
 
 def __getattr__(name: str) -> Any:
-    if name != "ddp":
+    if name not in ("ddp", "fsdp"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return importlib.import_module(".ddp", __name__)  # needs a torch with torch.distributed, which the rest does not
+    # It needs a torch with torch.distributed, which the rest does not.
+    return importlib.import_module(f".{name}", __name__)

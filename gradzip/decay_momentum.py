@@ -110,8 +110,14 @@ def _add_momentum(parameter: Tensor, group: dict[str, Any], scale: float) -> Non
     if state is None or state.loaded:
         return  # the parameter is frozen: the method has averaged its gradient without momentum
     decay, velocity = float(group["weight_decay"]), getattr(state, "decay_velocity", None)
+    own = _local(parameter)
     if velocity is not None:
-        parameter.grad.add_(velocity, alpha=(-momentum if group["maximize"] else momentum) * scale)
-        velocity.mul_(momentum).add_(parameter, alpha=decay)
+        _local(parameter.grad).add_(velocity, alpha=(-momentum if group["maximize"] else momentum) * scale)
+        velocity.mul_(momentum).add_(own, alpha=decay)
     elif decay:
-        state.decay_velocity = parameter * decay
+        state.decay_velocity = own * decay
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -88,7 +88,8 @@ hosts() { # hosts BITS COMMAND...
   done
   ip link add inter type veth peer name inter netns "${pids[1]}" ||
     { kill "${pids[1]}"; die "this machine cannot join two namespaces" "load the module: modprobe veth"; }
-  (host 0 "$@") <&0 &
+  exec 9<"/proc/${pids[1]}/ns/net" # the link lasts until both have ended
+  (host 0 "$@") <&0 9<&- &
   pids[0]=$!
   while kill -0 "${pids[0]}" 2>/dev/null && kill -0 "${pids[1]}" 2>/dev/null; do
     sleep 0.05 &

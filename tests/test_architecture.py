@@ -34,6 +34,7 @@ ORDER = [
     "methods",
     "spec",
     "codec_ring",
+    "fixed_codec",
     "averaging",
     "decay_momentum",
     "engines",
@@ -49,6 +50,7 @@ ORDER = [
     "telemetry",
     "horovod",
     "ddp",
+    "fsdp",
     "__init__",
     "cli",
     "__main__",
@@ -113,7 +115,7 @@ def test_import_has_no_side_effects():
         "before = (torch.initial_seed(), threading.active_count(), list(warnings.filters))\n"
         "import gradzip\n"
         "assert before == (torch.initial_seed(), threading.active_count(), list(warnings.filters))\n"
-        "assert not [m for m in sys.modules if m.startswith(('cupy', 'horovod.', 'gradzip.ddp'))]\n"
+        "assert not [m for m in sys.modules if m.startswith(('cupy', 'horovod.', 'gradzip.ddp', 'gradzip.fsdp'))]\n"
         "gradzip.roundtrip(gradzip.FFTRange(), torch.ones(64, 64))\n"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)

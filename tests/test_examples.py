@@ -299,6 +299,27 @@ def test_charlm_trains_alike_under_both_launchers(text, tmp_path):
 
 
 @pytest.mark.long
+def test_charlm_trains_under_fsdp(text, tmp_path):
+    """Two replicas of two shards, against DDP on as many ranks."""
+    arguments = ("--model", "charlm-small", "--data", text, "--batch-size", 2, "--steps", 20, "--threads", 1)
+    fsdp = ("--engine", "fsdp", "--compression", "none", "--compression", "acpsgd", "--amp", "fp16")
+    ddp = ("--engine", "ddp", "--compression", "none", "--amp", "fp16")
+    runs = []
+    for options in (fsdp, ddp):
+        results = tmp_path / "results.json"
+        job = torchrun(4, EXAMPLES / "train.py", *arguments, *options, "--json", results, timeout=280)
+        assert job.returncode == 0, job.stdout + job.stderr
+        runs += json.loads(results.read_text())["runs"]
+    plain, compressed, replicated = runs
+    assert all(run["replicas_identical"] for run in runs)
+    assert 0.999 < plain["ratio"] <= 1 and compressed["ratio"] > 5  # ranks compare their configurations, too
+    assert abs(plain["uncompressed_bytes_per_step"] / replicated["uncompressed_bytes_per_step"] - 0.5) < 0.01
+    np.testing.assert_allclose(plain["loss_curve"], replicated["loss_curve"], rtol=1e-2)
+    assert plain["loss_curve"][0] == compressed["loss_curve"][0]
+    assert compressed["test_loss"] < math.log(256) - 0.5
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("launch", [horovodrun, torchrun])
 def test_ada_momentum_trains_in_jobs(text, tmp_path, launch):
     arguments = ("--model", "charlm-small", "--data", text, "--batch-size", 2, "--steps", 30, "--threads", 1)

@@ -1,0 +1,123 @@
+"""The shards that FSDP2 reduces together. All that gradzip reads of FSDP2's private fields is in this file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+_FIELDS = ("sharded_param", "sharded_size", "contiguous_sharded_stride", "padded_sharded_param_size")
+
+
+class Shards:
+    """This rank's shards of the parameters of one FSDP module, whose gradients FSDP reduces as one flat tensor.
+
+    Args:
+        module: after `fully_shard`.
+        names: of all parameters of the model.
+
+    Raises:
+        RuntimeError: this torch has another FSDP2.
+        ValueError: the parameters are on a mesh on which FSDP all-reduces the gradients itself.
+    """
+
+    def __init__(self, module: FSDPModule, name: str, names: dict[Tensor, str]) -> None:
+        self.module = module
+        self.name = name
+        try:
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            groups = [state._fsdp_param_group] if groups is None else groups
+            self._groups: list[Any] = [group for group in groups if group is not None]
+            members = [parameter for group in self._groups for parameter in group.fsdp_params]
+            replicated = any(group.mesh_info.replicate_mesh_dim is not None for group in self._groups)
+            missing = [field for field in _FIELDS if members and not hasattr(members[0], field)]
+        except AttributeError as error:
+            raise _unknown_torch(str(error)) from None
+        if missing or not hasattr(module, "set_all_reduce_hook"):
+            raise _unknown_torch(f"no {', '.join(missing) or 'set_all_reduce_hook'}")
+        if replicated:
+            raise ValueError(
+                f"compress: got module {name!r} on a mesh with a dimension of replicas, where FSDP averages gradients "
+                'uncompressed; expected fully_shard(module, mesh=mesh["shard"])'
+            )
+        if len(self._groups) > 1:
+            raise ValueError(
+                f"compress: got module {name!r} with parameters on several meshes, expected one: call fully_shard "
+                "without a shard_placement_fn that returns meshes"
+            )
+        unknown = [tuple(p.sharded_param.shape) for p in members if p.sharded_param not in names]
+        if unknown:
+            raise ValueError(
+                f"compress: got module {name!r} with a parameter of shape {unknown[0]} that is not among "
+                "model.parameters(), expected the model after fully_shard and before a forward pass"
+            )
+        self._members = [(names[parameter.sharded_param], parameter) for parameter in members]
+
+    @property
+    def meshes(self) -> set[DeviceMesh]:
+        """The meshes of the parameters."""
+        return {parameter.sharded_param.device_mesh for _, parameter in self._members}
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Names and local shards, as plain tensors, of the parameters that are trained and not empty on this rank."""
+        return [(name, p.sharded_param.to_local()) for name, p in self._trained() if p.sharded_size.numel()]
+
+    def parameters(self) -> list[DTensor]:
+        """The parameters of `named_parameters`, as the optimizer knows them."""
+        return [p.sharded_param for _, p in self._trained() if p.sharded_size.numel()]
+
+    def averages(self) -> list[Tensor]:
+        """The gradients of `parameters` as FSDP has left them: their local shards."""
+        return [p.sharded_param.grad.to_local() for _, p in self._trained() if p.sharded_size.numel()]
+
+    def gradients(self, reduced: Tensor) -> dict[str, Tensor]:
+        """Views of the gradients of `named_parameters` in what FSDP has reduced, without the padding between them.
+
+        Raises:
+            RuntimeError: some parameters got no gradient. `reduced` does not tell which.
+        """
+        trained = self._trained()
+        numels = [p.padded_sharded_param_size.numel() for _, p in trained]
+        if sum(numels) != reduced.numel():
+            raise RuntimeError(
+                f"module {self.name!r}: got {reduced.numel()} elements of gradients, expected {sum(numels)}: some "
+                "parameters got no gradient; call model.set_reduce_scatter_unused_params(True), which gives them zeros"
+            )
+        return {
+            name: piece.as_strided(p.sharded_size, p.contiguous_sharded_stride)
+            for (name, p), piece in zip(trained, reduced.split(numels))
+            if p.sharded_size.numel()
+        }
+
+    def writable(self, reduced: Tensor) -> bool:
+        """Whether `reduced` may be written until the end of the backward pass: FSDP makes its memory the gradients.
+
+        Otherwise FSDP casts, divides, copies to the host or adds to a gradient what the hook leaves in `reduced`.
+        """
+        (group,) = self._groups
+        return (
+            reduced.dtype == getattr(group, "_orig_dtype", None)
+            and reduced.dtype in (torch.float32, torch.bfloat16)  # others are divided after the hook
+            and not getattr(group, "force_sum_reduction_for_comms", True)
+            and all(
+                p.sharded_param.grad is None
+                and not getattr(p, "offload_to_cpu", True)
+                and not getattr(p.sharded_param, "_post_accumulate_grad_hooks", None)  # they read the gradient
+                for _, p in self._trained()
+            )
+        )
+
+    def _trained(self) -> list[tuple[str, Any]]:
+        return [(name, p) for name, p in self._members if p.sharded_param.requires_grad]
+
+
+def _unknown_torch(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"gradzip.fsdp: torch {torch.__version__} has another FSDP2 ({what}), expected one as of torch 2.13: install "
+        "that, or average with gradzip.ddp"
+    )
