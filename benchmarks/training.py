@@ -115,14 +115,17 @@ class Benchmark:
         return Job(
             model=model, rate=rate, ranks=ranks, variants=tuple(variants), data=args.data_of[model],
             batch_size=args.batch_size or BATCH_SIZES.get(model, 16), seed=args.seed, warmup=args.warmup,
-            steps=args.steps, seconds=args.seconds, threads=args.threads,
-            link=not known(results.links, rate=rate, ranks=ranks, front_end=front)
+            steps=args.steps, seconds=args.seconds, threads=args.threads, hosts=args.hosts,
+            # The cost model is that of one link.
+            link=args.hosts == 1
+            and not known(results.links, rate=rate, ranks=ranks, front_end=front)
             and (*cell, "link") not in self.not_calibrated,
-            profile=not known(results.profiles, **at),
+            profile=args.hosts == 1 and not known(results.profiles, **at),
             codecs=tuple(
                 spec
                 for spec in specs
-                if not known(results.codecs, compression=spec, **at)
+                if args.hosts == 1
+                and not known(results.codecs, compression=spec, **at)
                 and (*cell, f"codec {spec}") not in self.not_calibrated
             ),
         )  # fmt: skip
@@ -137,7 +140,7 @@ class Benchmark:
         self.results.row(cell, name).parameters = result["parameters"]
         if "profile" in result:
             self.results.profiles.append({"model": model, "ranks": ranks, **result["profile"]})
-        own_net = rate != "none" or training_jobs.has_own_net()
+        own_net = bool(training_jobs.network(rate, ranks, self.args.hosts))
         wire = result["wire_bytes"] if own_net else None
         return Round(number, result["ms"], result["compression_ms"], wire, result["payload_bytes"], result["choice"])
 
@@ -169,8 +172,8 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
     return {
         **provenance(), "horovod": version("horovod"), "python": platform.python_version(), "cores": os.cpu_count(),
         "data": {"images": "cifar10" if folder else "digits", "text": Path(text).name if text else "standard library"},
-        "threads": args.threads, "batch_size": args.batch_size, "warmup": args.warmup, "seconds": args.seconds,
-        "steps": args.steps, "seed": args.seed, "fresh": args.fresh,
+        "hosts": args.hosts, "threads": args.threads, "batch_size": args.batch_size, "warmup": args.warmup,
+        "seconds": args.seconds, "steps": args.steps, "seed": args.seed, "fresh": args.fresh,
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("HOROVOD_")},
         "commands": [shlex.join(["python", *sys.argv])],
     }  # fmt: skip

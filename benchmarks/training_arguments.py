@@ -28,6 +28,7 @@ variants:
                                             ddp-powersgd   with powerSGD_hook, rank 4
   horovod:SPEC   Horovod with a method of gradzip, for example horovod:fft-range:theta=0.9
   ddp:SPEC       DDP with a method of gradzip
+  fsdp           FSDP2, which averages over the replicas itself     fsdp:SPEC   with a method of gradzip
   stock          the first six (the default)
   methods        Horovod with each of gradzip's {len(METHODS)} methods
   ddp-methods    DDP with the main ones
@@ -40,6 +41,8 @@ examples:
   python benchmarks/training.py all --rate 100mbit --rate 1gbit --rate 10gbit --rate none --ranks 2 --ranks 4 \\
       --json results.json --png results.png                      hours: all models, on all networks
   python benchmarks/training.py compute horovod horovod:fft-range --ranks 4
+  python benchmarks/training.py compute ddp-fp16 fsdp fsdp:acpsgd --hosts 2 --ranks 4 --rate 250mbit --rate none
+                                                                 two hosts of two ranks, and a link between them
 
 --json PATH is written after each measurement. The same command continues an interrupted run, or adds rounds, models,
 rates or numbers of ranks to it. Rates other than none need root, for scripts/shaped_net.sh. Without root, unshaped runs
@@ -75,6 +78,10 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
         help="bandwidth of each rank, for example 1gbit; none is unshaped loopback (the default); repeat for several",
     )  # fmt: skip
     parser.add_argument("--ranks", action="append", **number, help="repeat for several (default: 2)")
+    parser.add_argument(
+        "--hosts", type=int, choices=(1, 2), default=1,
+        help="2: half of the ranks on each of two hosts, which a link of RATE joins; not with Horovod",
+    )  # fmt: skip
     parser.add_argument(
         "--data", action="append", default=[], metavar="PATH",
         help="a folder with CIFAR-10's binary version (default: scikit-learn's digits, 8x8), or a text for charlm "
@@ -130,6 +137,11 @@ def parse_arguments(description: str | None = None) -> argparse.Namespace:
         batch, ranks = args.batch_size or BATCH_SIZES.get(model, 16), max(args.ranks)
         if batch * ranks > len(dataset):
             parse.error(f"got a batch of {ranks} x {batch}, expected at most all {len(dataset)} {dataset.unit}")
+    if args.hosts > 1:
+        if any(front_end(text) == "horovod" for text in args.variants):
+            parse.error("--hosts 2: got variants of Horovod, expected those of torchrun: compute, ddp..., fsdp...")
+        if any(ranks % args.hosts for ranks in args.ranks):
+            parse.error(f"--hosts 2: got {args.ranks} ranks, expected even numbers")
     if version("horovod") is None and any(front_end(text) == "horovod" for text in args.variants):
         parse.error("Horovod is not installed; run make bootstrap, or name variants without it")
     if args.png and args.png.suffix not in (".png", ".svg", ".pdf"):
@@ -137,7 +149,7 @@ def parse_arguments(description: str | None = None) -> argparse.Namespace:
     if args.png and importlib.util.find_spec("matplotlib") is None:
         parse.error("--png needs matplotlib; install gradzip[bench], or leave --png out")
     for rate in args.rate:
-        if rate != "none" and (reason := shaping_error(rate, max(args.ranks))):
+        if (rate != "none" or args.hosts > 1) and (reason := shaping_error(rate, max(args.ranks), args.hosts)):
             parse.error(f"--rate {rate}: {reason}")
     return args
 

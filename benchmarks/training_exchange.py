@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,7 +16,12 @@ from torch.optim import Optimizer
 
 import gradzip
 from gradzip.engines.base import Engine
-from training_variants import front_end
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+from models import BasicBlock, DecoderBlock
+
+BLOCKS = (BasicBlock, DecoderBlock)  # what FSDP2 gathers and reduces as one
 
 
 class Group(ABC):
@@ -80,13 +88,17 @@ class Exchange(ABC):
         itemsize: bytes for each element in the front end's own exchange.
     """
 
-    def __init__(self, compressor: gradzip.Compressor | None = None, itemsize: int = 4) -> None:
+    def __init__(self, compressor: gradzip.Compressor | None = None, itemsize: float = 4) -> None:
         self.compressor = compressor
         self.itemsize = itemsize
 
     @abstractmethod
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Make the model and the optimizer average gradients. Returns what to train in place of them."""
+
+    def parameters(self, network: nn.Module) -> list[Tensor]:
+        """The network's parameters, whole, the same number on all ranks. All ranks must call it."""
+        return [p.detach() for p in network.parameters()]
 
     def sent(self) -> int | None:
         """Payload bytes that this rank has sent so far; None if nothing counts them."""
@@ -148,6 +160,34 @@ class PowerSGDHook(DDP):
         return 4 * self.state.compression_stats()[2]
 
 
+class FSDP(Exchange):
+    """FSDP2 with shards within a host, and replicas on the others. On one host, each half of the ranks is a replica.
+
+    Without a method, FSDP2 averages over the replicas itself.
+    """
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        ranks, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+        shards = local if local < ranks else max(1, ranks // 2)
+        mesh = init_device_mesh("cpu", (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for module in [m for m in model.modules() if isinstance(m, BLOCKS)]:
+            fully_shard(module, mesh=mesh["shard"] if self.compressor else mesh)
+        fully_shard(model, mesh=mesh["shard"] if self.compressor else mesh)
+        for group in optimizer.param_groups:
+            group["params"] = [model.get_parameter(names[parameter]) for parameter in group["params"]]
+        self.itemsize = 4 / shards  # of whole parameters, for FSDP2's own averages
+        if self.compressor:
+            gradzip.fsdp.compress(model, self.compressor, mesh["replicate"].get_group())
+        return model, optimizer
+
+    def parameters(self, network: nn.Module) -> list[Tensor]:
+        return [p.detach().full_tensor() for p in network.parameters()]
+
+
 class NoExchange(Exchange):
     """No exchange of gradients."""
 
@@ -162,12 +202,13 @@ _STOCK: dict[str, Callable[[], Exchange]] = {
     "ddp": DDP,
     "ddp-fp16": lambda: DDP(itemsize=2),
     "ddp-powersgd": PowerSGDHook,
+    "fsdp": FSDP,
 }
 
 
 def exchange(variant: str) -> Exchange:
-    """The exchange of a variant: a stock one, horovod:SPEC or ddp:SPEC."""
+    """The exchange of a variant: a stock one, horovod:SPEC, ddp:SPEC or fsdp:SPEC."""
     if variant in _STOCK:
         return _STOCK[variant]()
-    spec = variant.partition(":")[2]
-    return {"horovod": Horovod, "ddp": DDP}[front_end(variant)](gradzip.parse(spec))
+    front, _, spec = variant.partition(":")
+    return {"horovod": Horovod, "ddp": DDP, "fsdp": FSDP}[front](gradzip.parse(spec))

@@ -33,6 +33,7 @@ class Job:
 
     Args:
         variants: of one front end.
+        hosts: over which the ranks are spread; with more than one, `rate` is that of the link between them.
         link: measure the link.
         profile: also profile the model in the variant without communication.
         codecs: specs of methods to measure.
@@ -49,6 +50,7 @@ class Job:
     steps: int
     seconds: float
     threads: int
+    hosts: int = 1
     link: bool = False
     profile: bool = False
     codecs: tuple[str, ...] = ()
@@ -66,18 +68,28 @@ def has_own_net() -> bool:
     return subprocess.run([*OWN_NET, "true"], capture_output=True).returncode == 0
 
 
-def shaping_error(rate: str, ranks: int) -> str | None:
+def network(rate: str, ranks: int, hosts: int) -> list[str]:
+    """The command that runs others on a network; empty for the machine's own."""
+    if hosts > 1:
+        return [str(SHAPED_NET), "--hosts", str(hosts), "--inter", rate, "--"]
+    if rate != "none":
+        return [str(SHAPED_NET), rate, str(ranks), "--"]
+    return OWN_NET if has_own_net() else []
+
+
+def shaping_error(rate: str, ranks: int, hosts: int) -> str | None:
     """Why this machine cannot shape a network to a rate; None if it can."""
-    shaped = subprocess.run([SHAPED_NET, rate, str(ranks), "--", "true"], capture_output=True, text=True)
+    shaped = subprocess.run([*network(rate, ranks, hosts), "true"], capture_output=True, text=True)
     return shaped.stderr.strip() if shaped.returncode else None
 
 
-def launcher(front: str, ranks: int) -> list[str]:
+def launcher(front: str, ranks: int, hosts: int) -> list[str]:
     """The launcher's command line for a front end."""
     if front == "horovod":
         script = str(Path(sys.executable).with_name("horovodrun"))
         return [script, "--network-interface", "lo", "-np", str(ranks), sys.executable]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    rendezvous = ["--standalone"] if hosts == 1 else []  # or that of shaped_net.sh
+    return [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(ranks // hosts)]
 
 
 def run(job: Job, timeout: float) -> Iterator[dict[str, Any]]:
@@ -93,13 +105,9 @@ def run(job: Job, timeout: float) -> Iterator[dict[str, Any]]:
         results.touch()
         (Path(folder) / "job.json").write_text(json.dumps(asdict(job)))
         command = [
-            *launcher(front_end(job.variants[0]), job.ranks),
+            *network(job.rate, job.ranks, job.hosts), *launcher(front_end(job.variants[0]), job.ranks, job.hosts),
             str(HERE / "training_rank.py"), str(Path(folder) / "job.json"), str(results),
         ]  # fmt: skip
-        if job.rate != "none":
-            command = [str(SHAPED_NET), job.rate, str(job.ranks), "--", *command]
-        elif has_own_net():
-            command = [*OWN_NET, *command]
         with output.open("w") as log, results.open() as lines, started(command, job.threads, log) as process:
             news = time.monotonic()
             while True:

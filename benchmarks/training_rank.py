@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-RANK = int(os.environ.get("HOROVOD_LOCAL_RANK", os.environ.get("LOCAL_RANK", 0)))
-RANKS = int(os.environ.get("HOROVOD_LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1)))
+RANK = int(os.environ.get("HOROVOD_RANK", os.environ.get("RANK", 0)))
+RANKS = int(os.environ.get("HOROVOD_SIZE", os.environ.get("WORLD_SIZE", 1)))
 
 
 def pin() -> None:
@@ -73,12 +73,11 @@ class Training:
         torch.manual_seed(job["seed"])
         self.network = recipe.build(*batches.dataset.dimensions)
         torch.manual_seed(job["seed"] + RANK)  # for dropout masks
-        self.parameters = list(self.network.parameters())
         # A low learning rate, because it is not increased slowly. DGC has its own momentum.
         parts = averaging.compressor.parts if averaging.compressor else []
         own_momentum = any(part.optimizer_momentum for part in parts)
         momentum = 0.0 if own_momentum else 0.9
-        optimizer = recipe.make_optimizer(self.parameters, recipe.lr / 10, momentum=momentum)
+        optimizer = recipe.make_optimizer(list(self.network.parameters()), recipe.lr / 10, momentum=momentum)
         self.model, self.optimizer = averaging.wrap(self.network, optimizer)
         self.losses: list[float] = []
 
@@ -95,10 +94,12 @@ class Training:
         return elapsed
 
 
-def loopback_bytes() -> int:
-    """Bytes that this network namespace's loopback has transmitted."""
-    (line,) = (line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
-    return int(line.split(":")[1].split()[8])
+def wire_bytes(hosts: int) -> float:
+    """Bytes of one rank on the wire so far: of the loopback, or of this host's link to the other."""
+    interface = "lo:" if hosts == 1 else "inter:"
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    (line,) = (line for line in lines if line.strip().startswith(interface))
+    return int(line.split(":")[1].split()[8]) / (RANKS // hosts)
 
 
 def num_steps(job: dict[str, Any], seconds: float, averaging: Exchange, group: Group) -> int:
@@ -115,9 +116,9 @@ def measure(job: dict[str, Any], variant: str, batches: Batches, group: Group) -
     averaging = exchange(variant)
     training = Training(job, batches, averaging)
 
-    def counters() -> tuple[int, int | None]:
+    def counters() -> tuple[float, int | None]:
         group.gather(torch.zeros(1))  # a barrier
-        return loopback_bytes(), averaging.sent()
+        return wire_bytes(job["hosts"]), averaging.sent()
 
     warmup = max(job["warmup"], least_warmup(variant))
     last = [training.step(batch) for batch in batches.load(0, warmup)][-1]
@@ -133,8 +134,8 @@ def measure(job: dict[str, Any], variant: str, batches: Batches, group: Group) -
         compression.append(averaging.seconds() - before)
     wire_after, payload_after = counters()
 
-    parameters = training.parameters
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in parameters)).digest()
+    parameters = averaging.parameters(training.network)
+    digest = hashlib.sha256(b"".join(p.numpy().tobytes() for p in parameters)).digest()
     digests = group.gather(torch.tensor(list(digest), dtype=torch.uint8))
     finite = group.gather(torch.tensor([math.isfinite(sum(training.losses))], dtype=torch.uint8))
     if payload is None or payload_after is None:
@@ -144,7 +145,7 @@ def measure(job: dict[str, Any], variant: str, batches: Batches, group: Group) -
     result: dict[str, Any] = {
         "ms": [1000 * step for step in times],
         "compression_ms": 1000 * statistics.median(compression),
-        "wire_bytes": (wire_after - wire) / len(times) / RANKS,
+        "wire_bytes": (wire_after - wire) / len(times),
         "payload_bytes": sent,
         "identical": bool((digests == digests[0]).all()),
         "finite": bool(finite.all()),

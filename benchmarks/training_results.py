@@ -104,7 +104,7 @@ class Results:
             return False
         try:
             stored = json.loads(self.path.read_text())
-            known = stored["provenance"]
+            known = {"hosts": 1, **stored["provenance"]}
             self.variants = {
                 (cell["model"], cell["rate"], cell["ranks"]): list(cell["variants"]) for cell in stored["cells"]
             }

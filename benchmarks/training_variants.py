@@ -17,7 +17,8 @@ STOCK = {
     "ddp-powersgd": "DDP, torch's `powerSGD_hook`, rank 4",
 }
 COMPUTE, FP32, FP16 = "compute", "horovod", "ddp-fp16"  # what other variants are compared with
-FRONT_ENDS = {"horovod": "Horovod", "ddp": "DDP"}
+FRONT_ENDS = {"horovod": "Horovod", "ddp": "DDP"}  # each with a launcher of its own
+FSDP = "fsdp"  # FSDP2, which torchrun starts, too; without SPEC, its own averages over the replicas
 
 # Every registered method but three: `none` is stock Horovod, and `per-layer` and `phases` are made of the others.
 # ATOMO: by entries, because the singular values of AlexNet's dense layers take 25 s a step.
@@ -58,12 +59,12 @@ MOST_WARMUP = 200  # steps before the timed ones that a variant may need
 
 def variant(text: str) -> str:
     """Check a variant or shorthand of a command line. Raises ArgumentTypeError."""
-    if text in SHORTHANDS or text in STOCK:
+    if text in SHORTHANDS or text in STOCK or text == FSDP:
         return text
     front, _, spec = text.partition(":")
-    if front not in FRONT_ENDS:
-        names = ", ".join([*SHORTHANDS, *STOCK])
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected {names}, horovod:SPEC or ddp:SPEC")
+    if front not in (*FRONT_ENDS, FSDP):
+        names = ", ".join([*SHORTHANDS, *STOCK, FSDP])
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {names}, horovod:SPEC, ddp:SPEC or fsdp:SPEC")
     try:
         gradzip.parse(spec)
     except ValueError as error:
@@ -90,7 +91,7 @@ def compression(variant: str) -> str | None:
     """The spec that does in gradzip what the variant does; None if there is none."""
     if ":" in variant:
         return variant.partition(":")[2]
-    return {"horovod": "none", "ddp": "none", "horovod-fp16": "fp16", "ddp-fp16": "fp16"}.get(variant)
+    return {"horovod": "none", "ddp": "none", "fsdp": "none", "horovod-fp16": "fp16", "ddp-fp16": "fp16"}.get(variant)
 
 
 def least_warmup(variant: str) -> int:
@@ -115,9 +116,11 @@ def label(variant: str) -> str:
     """Name a variant for people, in Markdown."""
     if variant in STOCK:
         return STOCK[variant]
+    if variant == FSDP:
+        return "torch's FSDP2 with replicas, fp32"
     front, _, spec = variant.partition(":")
     arguments = spec.partition(":")[2].replace(",", ", ")
-    return f"{FRONT_ENDS[front]}, `{type(gradzip.parse(spec)).__name__}({arguments})`"
+    return f"{FRONT_ENDS.get(front, 'FSDP2')}, `{type(gradzip.parse(spec)).__name__}({arguments})`"
 
 
 def bandwidth(rate: str) -> str:

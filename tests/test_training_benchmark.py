@@ -94,6 +94,25 @@ def test_one_job_measures_several_variants_and_their_bytes_on_the_wire(tmp_path)
     assert 0 < topk["wire_bytes"] < row["wire_bytes"] / 10
 
 
+@pytest.mark.long
+@needs_network
+def test_two_hosts_and_the_bytes_between_them(tmp_path):
+    """Two ranks on each. FSDP2 sends half of the gradients from each rank to the other host."""
+    variants = "ddp", "fsdp", "fsdp:none", "fsdp:block-float"
+    completed = benchmark(*variants, "--hosts", 2, "--ranks", 4, "--rate", "5gbit", "--json", tmp_path / "r.json")
+    assert completed.returncode == 0, completed.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    rows = {row["variant"]: row for row in report["rows"]}
+    assert report["provenance"]["hosts"] == 2 and not report["links"] and not report["codecs"]
+    for name in ("fsdp", "fsdp:none"):
+        assert rows[name]["payload_bytes"] == pytest.approx(2 * PARAMETERS, rel=0.01)
+        assert 1 < rows[name]["wire_bytes"] / rows[name]["payload_bytes"] < 1.1
+    # All-to-all, and gather of shards: half of a payload of its own to the other host, twice.
+    assert rows["fsdp:block-float"]["wire_bytes"] < rows["fsdp"]["wire_bytes"] / 3
+    # A ring through all four ranks crosses the link once in each direction: half as much from each rank of a host.
+    assert 0.7 < rows["ddp"]["wire_bytes"] / (3 / 4 * 4 * PARAMETERS) < 1.1
+
+
 def test_failing_method_is_reported_and_exits_with_an_error():
     completed = benchmark("horovod:topk", "--timeout", 1)
     assert completed.returncode == 1
@@ -332,6 +351,8 @@ def test_error_line(output, expected):
         (["horovod:gradiveq"], "which compresses after 2600 steps, expected at most 199"),
         (["--steps", "2"], "got '2', expected a whole number of at least 3"),
         (["--ranks", "0"], "got '0', expected a whole number of at least 1"),
+        (["ddp", "--hosts", "2", "--ranks", "3"], "--hosts 2: got [3] ranks, expected even numbers"),
+        (["horovod", "--hosts", "2"], "--hosts 2: got variants of Horovod, expected those of torchrun"),
         (["--rate", "fast"], "got rate 'fast', expected a number"),
         (["--data", "/no/such"], "/no/such: no such file or folder"),
         (["--batch-size", "700"], "expected at most all 1297 images"),
