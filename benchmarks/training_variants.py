@@ -20,7 +20,8 @@ COMPUTE, FP32, FP16 = "compute", "horovod", "ddp-fp16"  # what other variants ar
 FRONT_ENDS = {"horovod": "Horovod", "ddp": "DDP"}  # each with a launcher of its own
 FSDP = "fsdp"  # FSDP2, which torchrun starts, too; without SPEC, its own averages over the replicas
 
-# Every registered method but three: `none` is stock Horovod, and `per-layer` and `phases` are made of the others.
+# Every registered method but four: `none` is stock Horovod, and `per-layer`, `phases` and `hierarchical` are made of
+# the others.
 # ATOMO: by entries, because the singular values of AlexNet's dense layers take 25 s a step.
 # GradiVeQ compresses after some steps of sampling. With 8 samples instead of 100 it has fewer components, and sends
 # less, than in real training.

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import ops
 from .collectives import Mean, Routine, timed
 from .compressor import Compressor
+from .sharding import Sharding, among_peers
 from .state import State
 
 
@@ -34,18 +35,23 @@ class Averaging:
         self.name = prefix + name
         self.method = compressor.method_for(name, like.shape, prefix)
         compressor.register_parameter(name, like.shape, self.name)
+        self.sharding: Sharding | None = compressor.sharding
         self._compressor = compressor
         self._frozen = frozen
         self._traffic = compressor.traffic
         compressed = self.compresses(like)
         # On a device, methods ask for what the host must know (ToHost), one round more.
         self.rounds = self.method.rounds + ops.on_device(like) if compressed else 1
-        self.joined_shape = self.method.joined_shape(like.shape) if compressed else None
+        self.joined_shape = self.method.joined_shape(like.shape) if compressed and self.sharding is None else None
+        if compressed and self.sharding is not None:
+            self.rounds += self.sharding.rounds
         self.joins = compressed and (self.method.joins or self.rounds > 1)
 
     def compresses(self, grad: Tensor) -> bool:
         """Whether a gradient of this shape is compressed, rather than averaged as it is."""
-        return not self._frozen and not self.method.bypasses(grad)
+        if self._frozen:
+            return False
+        return not (self.method if self.sharding is None else self.sharding).bypasses(grad)
 
     def run(self, grad: Tensor, rank: int = 0, size: int = 1) -> Routine:
         """Coroutine that replaces `grad` by its average over the group, and returns it.
@@ -70,6 +76,8 @@ class Averaging:
         report = None if monitor is None else monitor.begin(self, grad, rank, size)
         self._traffic.bytes_dense += grad.numel() * grad.element_size()
         self.method.memory.discard_snapshot(self.name)
+        if self.sharding is not None:
+            rank, size = self.sharding.node, self.sharding.nodes
         if not self.compresses(grad):
             return (yield from self._uncompressed(grad, rank, size))
         routine = timed(self._compressed(grad, rank, size), self._traffic)
@@ -77,24 +85,32 @@ class Averaging:
 
     def _compressed(self, grad: Tensor, rank: int, size: int) -> Routine:
         method, memory = self.method, self.method.memory
-        state = memory.begin_step(self.name, grad, method.state_shapes, rank, size)
+        own = grad if self.sharding is None else (yield from self.sharding.scatter(grad))
+        state = memory.begin_step(self.name, own, method.state_shapes, rank, size)
         before = state.fields()
         # The gradient is going to be overwritten: if it is float32, the residual is added in place.
-        corrected = yield from method.add_residual(grad.float().contiguous(), state)
-        average = yield from method.reduce(corrected, state)
+        corrected = yield from method.add_residual(own.float().contiguous(), state)
+        reduce = method.reduce(corrected, state)
+        average = yield from (reduce if self.sharding is None else among_peers(reduce))
         # All ranks see the same average, so all commit or all undo. Limit of the gradient's own type: a finite float32
         # number may overflow in float16.
         limit = torch.finfo(grad.dtype).max
-        if method.max_abs_bound(average, limit) <= limit:
+        finite = method.max_abs_bound(average, limit) <= limit
+        if finite:
             memory.snapshot(state, before)
+            if self.sharding is not None:
+                before = memory.copied(before)  # another shard of the node may not be finite
             state.step += 1
-            yield from method.commit(grad, corrected, average, state)
+            yield from method.commit(own, corrected, average, state)
             state.payload = None
             if not method.error_feedback:
                 state.residual = None  # of the method that was in charge before: it is sent now
-            return grad
-        state.replace_fields(before)
-        return grad.fill_(math.nan)
+        if self.sharding is not None:
+            finite = yield from self.sharding.gather(own, finite, grad)
+        if not finite:
+            state.replace_fields(before)
+            grad.fill_(math.nan)
+        return grad
 
     def _uncompressed(self, grad: Tensor, rank: int, size: int) -> Routine:
         left = self._left_residual(grad, rank, size)

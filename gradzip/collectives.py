@@ -7,12 +7,16 @@ import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from . import ops
+
+# The ranks that a collective runs among: all of the group, those of a rank's node, or its peers, one of each node: the
+# ranks with the same place in their nodes. "rank" in a collective's description is the number among these.
+Scope = Literal["all", "node", "peers"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Mean:
 
     tensor: Tensor
     in_place: bool = False  # have the average written to the tensor, if it is joined with others: all in one operation
+    scope: Scope = "all"
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Gather:
     tensor: Tensor
     count: int = 1  # of payloads, the same on all ranks
     same_length: bool = False  # whether each rank sends as many bytes, so that none need wait to learn how many
+    scope: Scope = "all"
 
     def split_by_rank(self, gathered: Tensor, size: int) -> list[Tensor]:
         """The result, from the concatenation of what `size` ranks sent: payload headers hold the lengths.
@@ -64,6 +70,7 @@ class AllToAll:
     tensor: Tensor
     nbytes: tuple[int, ...]
     same_length: bool = False  # whether all ranks send each rank as many bytes: `nbytes` are equal
+    scope: Scope = "all"
 
     @property
     def parts(self) -> list[Tensor]:
@@ -88,6 +95,7 @@ class Broadcast:
     """
 
     tensor: Tensor
+    scope: Scope = "all"
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,8 @@ class ToHost:
     methods of a round wait together, once. Ranks may ask for different sizes. Result: the tensor on the CPU, maybe a
     view of a larger one.
     """
+
+    scope: ClassVar[Scope] = "all"  # as the collectives, but nothing is sent
 
     tensor: Tensor
 
@@ -128,6 +138,7 @@ class RingSum:
     merge: Callable[[int, Tensor], Tensor] | None = None
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    scope: Scope = "all"
 
     def add(self, i: int, partial: Tensor, own: Tensor | None = None) -> Tensor:
         """`partial` with this rank's segment i added; overwrites `partial` unless there is a `merge`.
@@ -140,6 +151,11 @@ class RingSum:
 
 
 Collective = Mean | Gather | AllToAll | Broadcast | ToHost | RingSum
+
+
+def among(scope: Scope, collective: Collective) -> Collective:
+    """The same collective, among other ranks. A `ToHost` stays as it is."""
+    return collective if isinstance(collective, ToHost) else replace(collective, scope=scope)
 
 
 @dataclass(frozen=True)
@@ -230,11 +246,22 @@ class Traffic:
     `seconds` is the time of the thread that runs the methods: it compresses, decompresses and updates states, and does
     not wait. Rings compress while they communicate: only what comes before and after them counts. On a device it is
     the time to launch the work.
+
+    What collectives among the ranks of a node send (scope "node") is counted in `bytes_in_node`, and not in
+    `bytes_sent`, which is what may travel between nodes.
     """
 
     bytes_sent: int = 0
     bytes_dense: int = 0
     seconds: float = 0.0
+    bytes_in_node: int = 0
+
+    def count(self, nbytes: int, scope: Scope = "all") -> None:
+        """Count bytes that this rank sends."""
+        if scope == "node":
+            self.bytes_in_node += nbytes
+        else:
+            self.bytes_sent += nbytes
 
     @property
     def ratio(self) -> float:

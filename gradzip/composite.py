@@ -33,7 +33,8 @@ class Composite(Compressor):
             if not isinstance(part, Compressor) or isinstance(part, Composite):
                 got = type(part).__name__ if isinstance(part, Compressor) else repr(part)
                 raise ValueError(
-                    f"{type(self).__name__}: got {got}, expected a compressor other than PerLayer, Auto and Phases"
+                    f"{type(self).__name__}: got {got}, expected a compressor other than PerLayer, Auto, Phases and "
+                    "Hierarchical"
                 )
             part.traffic = self.traffic
         self._parts: list[Compressor] = list(parts)

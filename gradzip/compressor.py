@@ -14,6 +14,7 @@ from . import ops
 from .collectives import Local, Routine, ToHost, Traffic, jointly
 from .hyper_parameters import check_types, cloned, digest_of
 from .memory import Memory
+from .sharding import Sharding
 from .state import State, Workspace
 
 _MAX_ABS = "_gradzip_max_abs"  # attribute of an average: its largest magnitude, if it is known
@@ -49,6 +50,9 @@ class Compressor(ABC):
     # Momentum that the method applies to gradients in place of the optimizer.
     optimizer_momentum = 0.0
 
+    # Whether the number of its collectives depends on gradients, and not on their shape and the step alone.
+    adapts = False
+
     # State fields to multiply when the loss scale changes, and the power of the loss scale they are proportional to.
     loss_scaled: ClassVar[Mapping[str, int]] = {"residual": 1, "owner_residual": 1}
 
@@ -69,6 +73,22 @@ class Compressor(ABC):
         self.memory = Memory(type(self).__name__, self.loss_scaled, self.rank_local, self.shard_local)
         self.traffic = Traffic()
         self.workspace = Workspace()
+        # How the ranks of a node share a gradient, whose shards `method_for` then averages; None: each takes all of it.
+        self.sharding: Sharding | None = None
+
+    # --- the group
+
+    def join_group(self, engine: Any) -> None:  # noqa: B027 (most methods do not care)
+        """Called by a front end before the first step in a group, on all ranks.
+
+        Args:
+            engine: as of `end_step`; in a `LocalGroup`, one that knows the group and exchanges nothing.
+        """
+
+    def change_group(self, rank: int, size: int) -> None:
+        """Continue as another rank, or in a group of another size: called in elastic jobs. Residuals are kept."""
+        for part in self.parts:
+            part.memory.change_group(rank, size)
 
     # --- hooks of a step, in the order in which `Averaging` calls them
 

@@ -84,10 +84,11 @@ class Round:
         """Add a collective that the routine `key` waits for."""
         kind: tuple
         if isinstance(collective, RingSum):
-            kind = (RingSum, collective.dtype, collective.device, collective.merge is None)
+            kind = (RingSum, collective.scope, collective.dtype, collective.device, collective.merge is None)
         else:
             same_length = getattr(collective, "same_length", None)  # of a Gather or AllToAll
-            kind = (type(collective), collective.tensor.dtype, collective.tensor.device, same_length)
+            tensor = collective.tensor
+            kind = (type(collective), collective.scope, tensor.dtype, tensor.device, same_length)
         self._groups.setdefault(kind, {})[key] = collective
 
     def take_rings(self) -> dict[Any, RingSum]:
@@ -114,14 +115,14 @@ def _join(group: list[Any]) -> Collective:
     if isinstance(group[0], (Mean, Broadcast, ToHost)):
         tensors = [c.tensor for c in group]
         joined = adjacent(tensors)
-        return type(group[0])(torch.cat([t.reshape(-1) for t in tensors]) if joined is None else joined)
+        return replace(group[0], tensor=torch.cat([t.reshape(-1) for t in tensors]) if joined is None else joined)
     if isinstance(group[0], Gather):
-        return Gather(torch.cat([c.tensor for c in group]), sum(c.count for c in group), group[0].same_length)
+        return replace(group[0], tensor=torch.cat([c.tensor for c in group]), count=sum(c.count for c in group))
     if isinstance(group[0], RingSum):
         return _join_rings(group)
     by_rank = list(zip(*[c.parts for c in group]))
     nbytes = tuple(sum(part.numel() for part in parts) for parts in by_rank)
-    return AllToAll(torch.cat([part for parts in by_rank for part in parts]), nbytes, group[0].same_length)
+    return replace(group[0], tensor=torch.cat([part for parts in by_rank for part in parts]), nbytes=nbytes)
 
 
 def _split(result: Any, group: list[Any]) -> list[Any]:

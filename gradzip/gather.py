@@ -62,6 +62,7 @@ class GatherCompressor(Compressor):
                 "'auto'"
             )
         self.rounds = 1 if self.exchange == "gather" else 2
+        self.adapts = self.exchange == "auto"
 
     # --- the codec
 

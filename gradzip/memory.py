@@ -117,11 +117,14 @@ class Memory:
     def snapshot(self, state: State, before: Mapping[str, Any]) -> None:
         """With a loss scale, keep the fields that a state had before the current step, for `rollback`."""
         if self.scaler is not None:
-            # Only loss-scaled tensors are changed in place.
-            self._snapshots[state.name] = {
-                name: value.clone() if name in self.loss_scaled and isinstance(value, Tensor) else value
-                for name, value in before.items()
-            }
+            self._snapshots[state.name] = self.copied(before)
+
+    def copied(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a state, with copies of what a step may change in place: only loss-scaled tensors."""
+        return {
+            name: value.clone() if name in self.loss_scaled and isinstance(value, Tensor) else value
+            for name, value in fields.items()
+        }
 
     def discard_snapshot(self, name: str) -> None:
         """Free the snapshot of a parameter."""

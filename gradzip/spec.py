@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from .compressor import Compressor
-from .methods import PerLayer, Phases
+from .methods import Hierarchical, PerLayer, Phases
 from .methods.per_layer import Rule
 from .registry import registered
 
@@ -21,7 +21,8 @@ def parse(spec: str) -> Compressor:
     in a list: auto:allow=[fp16,dct-range(theta=0.95)].
 
     `per-layer` takes rules: a regular expression for the parameter's name and a method. The first match counts;
-    `default` is for all other parameters. `phases` takes steps and the methods that begin there.
+    `default` is for all other parameters. `phases` takes steps and the methods that begin there, `hierarchical` the
+    method between nodes as its first argument.
 
     Raises:
         ValueError: unknown method or argument; lists the known ones.
@@ -34,6 +35,9 @@ def parse(spec: str) -> Compressor:
 
     >>> parse("phases:0=none,1000=acpsgd(rank=4)").phases[0]
     NoCompression(min_numel=1024)
+
+    >>> parse("hierarchical:inner=topk(theta=0.9),local_size=8").local_size
+    8
     """
     if not isinstance(spec, str):
         raise TypeError(f"parse: got {spec!r}, expected a string such as 'topk:theta=0.99'")
@@ -46,6 +50,12 @@ def parse(spec: str) -> Compressor:
             return _per_layer(_pairs(name, arguments, "rule", "pattern"))
         if method is Phases:
             return _phases(_pairs(name, arguments, "phase", "step"))
+        if method is Hierarchical:
+            first, *others = _split(arguments, ",") or [""]
+            ((key, inner),) = _pairs(name, first, "argument", "inner")
+            if key != "inner":
+                raise ValueError(f"got the argument {first!r}, expected inner=method or inner=method(argument=value)")
+            return Hierarchical(inner, **_arguments(method, ",".join(others)))
         return method(**_arguments(method, arguments))
     except ValueError as error:
         raise ValueError(f"compression {spec!r}: {error}") from None

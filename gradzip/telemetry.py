@@ -132,7 +132,7 @@ class Monitor:
         if not self._names.isdisjoint(names):
             self._end_step()
         self._names.update(names)
-        if self.steps % self.every or not averaging.compresses(grad):
+        if self.steps % self.every or not averaging.compresses(grad) or averaging.sharding is not None:
             return None
         # Now and not in the step itself: loaded states are checked, and residuals rescaled, before they are copied.
         state = method.memory.begin_step(averaging.name, grad, method.state_shapes, rank, size)

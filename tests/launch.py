@@ -37,9 +37,13 @@ def launcher():
     return [*python(), str(Path(sys.executable).with_name("horovodrun")), "--gloo", "--network-interface", "lo"]
 
 
-def horovodrun(ranks, script, *arguments, timeout=120):
-    """Run a script of this folder on `ranks` processes of this machine. Return the finished process."""
-    command = [*launcher(), "-np", str(ranks), *python(), str(HERE / script), *map(str, arguments)]
+def horovodrun(ranks, script, *arguments, timeout=120, hosts=None):
+    """Run a script of this folder on `ranks` processes of this machine. Return the finished process.
+
+    hosts: names of this machine, and their numbers of processes, as horovodrun takes them.
+    """
+    options = ["-np", str(ranks), *(["-H", hosts] if hosts else [])]
+    command = [*launcher(), *options, *python(), str(HERE / script), *map(str, arguments)]
     # On a busy machine, a rank may be delayed for longer than gloo's default timeout of 30 seconds.
     environment = dict(os.environ, OMP_NUM_THREADS="1", HOROVOD_STALL_CHECK_TIME_SECONDS="10",
                        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="30", HOROVOD_GLOO_TIMEOUT_SECONDS="100")  # fmt: skip

@@ -24,6 +24,7 @@ ORDER = [
     "cost",
     "models",
     "fusion",
+    "sharding",
     "hyper_parameters",
     "compressor",
     "composite",

@@ -63,7 +63,7 @@ def in_charge(compressor, name="w", prefix=""):
         (lambda: Phases({0: TopK(), 1.5: TopK()}), "got the step 1.5, expected an integer >= 0"),
         (lambda: Phases({0: TopK(), True: TopK()}), "got the step True, expected an integer >= 0"),
         (lambda: Phases({0: TopK(), "9": TopK()}), "got the step '9', expected an integer >= 0"),
-        (lambda: Phases({0: "topk"}), "got 'topk', expected a compressor other than PerLayer, Auto and Phases"),
+        (lambda: Phases({0: "topk"}), "got 'topk', expected a compressor other than PerLayer, Auto, Phases"),
         (lambda: Phases({0: TopK}), r"got <class .*TopK'>, expected a compressor"),
         (lambda: Phases({0: Phases({0: TopK()})}), "got Phases, expected a compressor other than PerLayer, Auto"),
         (lambda: Phases({0: gradzip.Auto()}), "got Auto, expected a compressor other than"),

@@ -46,12 +46,13 @@ examples:
 
 # ATOMO computes a singular value decomposition of each layer, which takes long to measure. GradiVeQ compresses after
 # hundreds of steps. The others have no meaning without arguments, or are compared anyway.
-LEFT_OUT = ("none", "fp16", "per-layer", "auto", "phases", "atomo", "gradiveq")
+LEFT_OUT = ("none", "fp16", "per-layer", "auto", "phases", "hierarchical", "atomo", "gradiveq")
 
 # Methods that a single measured step says nothing about.
 CHANGING = {
     "auto": "chooses during training; expected the methods to choose from",
     "phases": "changes during training; expected the methods of its phases",
+    "hierarchical": "has two kinds of links; expected its inner method, with --ranks the number of nodes",
 }
 
 

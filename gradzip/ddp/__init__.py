@@ -212,6 +212,7 @@ class HookState:
         named = ((name, parameter) for parameter, name in self._model.names.items())
         description = handshake.describe(self.compressor, named, self._model.prefix)
         handshake.compare(engine.allgather_bytes(description, "handshake"))
+        self.compressor.join_group(engine)
         return engine
 
     def _name(self, parameter: Tensor) -> str:

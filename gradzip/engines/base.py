@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..collectives import Collective, Routine, ToHost, Traffic
+from ..collectives import Collective, Routine, Scope, ToHost, Traffic, among
 from ..fusion import Round
 
 
@@ -48,6 +48,8 @@ class Engine(ABC):
     rank: int  # this rank's number in the group
     size: int  # the world size
     traffic: Traffic
+    scope: Scope = "all"  # of this engine's group in the group that it was split from
+    scopes: Mapping[str, Engine] = {}  # the engines of other scopes, after `set_nodes`
 
     # Whether operations are matched by their order alone, in place of their slots.
     in_order = False
@@ -66,9 +68,55 @@ class Engine(ABC):
     def launch(self, collective: Collective, slot: str) -> Pending:
         """Start a collective. slot: its name, the same on all ranks and in every step."""
 
+    def count(self, nbytes: int) -> None:
+        """Count bytes that this rank sends."""
+        self.traffic.count(nbytes, self.scope)
+
     @abstractmethod
     def allgather_bytes(self, data: bytes, slot: str) -> list[bytes]:
         """Every rank's bytes, in rank order. Blocks until all ranks have called it."""
+
+    # --- scopes
+
+    def place(self) -> tuple[int, int]:
+        """This rank's number among the ranks of its node, and how many these are, as the launcher says."""
+        raise NotImplementedError(f"{type(self).__name__} knows no nodes")
+
+    def split(self, groups: Sequence[Sequence[int]], scope: Scope) -> Engine:
+        """The engine of that group of these that this rank is in. All ranks must call it, with the same groups."""
+        raise NotImplementedError(f"{type(self).__name__} has no scopes")
+
+    def node_size(self, what: str) -> int:
+        """The number of ranks on each node, as the launcher says. All ranks must call it.
+
+        Raises:
+            ValueError: nodes have different numbers of ranks, or ranks are not numbered node by node; the same on all
+                ranks. what: who asks.
+        """
+        lines = self.allgather_bytes(json.dumps(self.place()).encode() + b"\n", "gradzip.places")
+        places = [tuple(json.loads(line)) for line in lines]
+        size = places[0][1]
+        for rank, place in enumerate(places):
+            if place != (rank % size, size):
+                raise ValueError(
+                    f"{what}: rank {rank} is number {place[0]} of {place[1]} on its node, expected number "
+                    f"{rank % size} of {size}: start as many ranks on each node, numbered node by node"
+                )
+        return size
+
+    def set_nodes(self, node_size: int) -> None:
+        """Make the groups for the scopes "node" and "peers". All ranks must call it.
+
+        Args:
+            node_size: ranks of a node, which are consecutive; a divisor of the world size.
+        """
+        nodes = [list(range(first, first + node_size)) for first in range(0, self.size, node_size)]
+        peers = [list(range(place, self.size, node_size)) for place in range(node_size)]
+        self.scopes = {"node": self.split(nodes, "node"), "peers": self.split(peers, "peers")}
+
+    def launch_scoped(self, collective: Collective, slot: str) -> Pending:
+        """Start a collective of another scope than all ranks."""
+        return self.scopes[collective.scope].launch(among("all", collective), slot)
 
     def max_over_ranks(self, values: Sequence[float], slot: str) -> list[float]:
         """The largest of each number over the ranks, the same on all. Blocks until all ranks have called it."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 import torch.distributed as dist
+from horovod.common import process_sets
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, ToHost, Traffic, split_equally
+from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, Scope, ToHost, Traffic, split_equally
 from ..cost import JOINED
 from ..streams import use_on_current_stream
 from .base import Engine, Pending, PendingCopy
@@ -67,10 +69,22 @@ class HorovodEngine(Engine):
         if tensor.is_floating_point() and tensor.dtype not in _ALLREDUCE_DTYPES:
             tensor = tensor.float()
         tensor = tensor.contiguous()
-        self.traffic.bytes_sent += tensor.numel() * tensor.element_size()
+        self.count(tensor.numel() * tensor.element_size())
         return tensor
 
+    def place(self) -> tuple[int, int]:
+        return hvd.local_rank(), hvd.local_size()
+
+    def split(self, groups: Sequence[Sequence[int]], scope: Scope) -> HorovodEngine:
+        members = self.members
+        sets = [_process_set([members[i] for i in group]) for group in groups]  # all ranks add all, in the same order
+        engine = HorovodEngine(next(s for s in sets if s.included()), self.traffic)
+        engine.scope = scope
+        return engine
+
     def launch(self, collective: Collective, slot: str) -> Pending:
+        if collective.scope != "all":
+            return self.launch_scoped(collective, slot)
         if isinstance(collective, ToHost):
             return PendingCopy(collective)
         if isinstance(collective, RingSum):
@@ -101,6 +115,23 @@ class HorovodEngine(Engine):
         tensor = self.wire(torch.cat(encoded) if encoded else torch.empty(0, dtype=ring.dtype, device=ring.device))
         handle = hvd.allreduce_async_(tensor, name=slot, op=hvd.Sum, process_set=self.process_set)
         return _Pending(self, ring, handle)
+
+
+def _process_set(ranks: list[int]) -> Any:
+    """The process set of these ranks: one that exists, or a new one, which all ranks must add at the same time."""
+    process_set = hvd.ProcessSet(ranks)
+    for number, known in process_sets._basics._get_process_set_ids_and_ranks().items():
+        if list(known) == ranks:
+            process_set.process_set_id = number
+            return process_set
+    try:
+        return hvd.add_process_set(process_set)
+    except ValueError as error:
+        raise ValueError(
+            f"HorovodEngine: there is no process set of the ranks {ranks} ({error}); set "
+            "HOROVOD_DYNAMIC_PROCESS_SETS=1 on all ranks, or pass the sets of all nodes, and of all peers, to "
+            "hvd.init(process_sets=...)"
+        ) from None
 
 
 class _Pending:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from ..collectives import (
     ToHost,
     Traffic,
     advance,
+    among,
     sent_nbytes,
 )
 from ..compressor import Compressor
@@ -25,10 +28,20 @@ from ..fusion import FusedRoutine
 from ..ops.arrays import takes_arrays
 
 
-def run(collectives: Sequence[Collective]) -> list:
-    """Run one collective of every rank, in rank order; return the ranks' results."""
+def run(collectives: Sequence[Collective], node_size: int = 1) -> list:
+    """Run one collective of every rank, in rank order; return the ranks' results. node_size: ranks of a node."""
     kinds = {type(c) for c in collectives}
-    if len(kinds) != 1:
+    if len({c.scope for c in collectives}) == 1 and collectives[0].scope != "all":
+        size, scope = len(collectives), collectives[0].scope
+        nodes = [range(first, first + node_size) for first in range(0, size, node_size)]
+        groups = nodes if scope == "node" else [range(place, size, node_size) for place in range(node_size)]
+        results: list = [None] * size
+        for group in groups:
+            of_group = run([among("all", collectives[rank]) for rank in group])
+            for rank, result in zip(group, of_group):
+                results[rank] = result
+        return results
+    if len(kinds) != 1 or len({c.scope for c in collectives}) != 1:
         raise RuntimeError(f"ranks ask for different collectives: {sorted(k.__name__ for k in kinds)}")
     if kinds == {RingSum}:
         return _ring_sum([c for c in collectives if isinstance(c, RingSum)])
@@ -65,10 +78,12 @@ def _ring_sum(rings: Sequence[RingSum]) -> list[None]:
     return [None] * size
 
 
-def drive(routines: Sequence[Routine | FusedRoutine], traffics: Sequence[Traffic] | None = None) -> list:
+def drive(
+    routines: Sequence[Routine | FusedRoutine], traffics: Sequence[Traffic] | None = None, node_size: int = 1
+) -> list:
     """Run one routine (or fused routine) per rank to its end, in lock-step; return the ranks' results.
 
-    traffics: count the bytes that the ranks send; not for fused routines.
+    traffics: count the bytes that the ranks send; not for fused routines. node_size: ranks of a node, for scopes.
     """
     results: list = [None] * len(routines)
     while True:
@@ -79,15 +94,33 @@ def drive(routines: Sequence[Routine | FusedRoutine], traffics: Sequence[Traffic
         if done:
             raise RuntimeError(f"{len(done)} of {len(routines)} ranks are done while others wait for a collective")
         for traffic, collective in zip(traffics or (), collectives):
-            traffic.bytes_sent += sent_nbytes(collective)
+            traffic.count(sent_nbytes(collective), collective.scope)
         if isinstance(collectives[0], list):
-            results = [list(of_rank) for of_rank in zip(*[run(of_ranks) for of_ranks in zip(*collectives)])]
+            results = [list(of_rank) for of_rank in zip(*[run(of_ranks, node_size) for of_ranks in zip(*collectives)])]
         else:
-            results = run(collectives)
+            results = run(collectives, node_size)
+
+
+@dataclass
+class Worker:
+    """What `Compressor.join_group` sees of a worker in a LocalGroup."""
+
+    rank: int
+    size: int
+    local_size: int
+
+    def node_size(self, what: str) -> int:
+        return self.local_size
+
+    def set_nodes(self, node_size: int) -> None:
+        self.local_size = node_size
 
 
 class LocalGroup:
     """A group of `size` workers in one process, each with its own clone of the compressor and its state.
+
+    Args:
+        size: the number of workers, each a node of its own; or (nodes, workers on each node).
 
     >>> import gradzip, torch
     >>> group = gradzip.LocalGroup(gradzip.NoCompression(), size=2)
@@ -97,16 +130,21 @@ class LocalGroup:
     4
     """
 
-    def __init__(self, compressor: Compressor, size: int) -> None:
+    def __init__(self, compressor: Compressor, size: int | tuple[int, int]) -> None:
         if not isinstance(compressor, Compressor):
             raise TypeError(f"LocalGroup: got {compressor!r}, expected a compressor, such as gradzip.TopK()")
-        if not (isinstance(size, int) and size >= 1):
-            raise ValueError(f"LocalGroup: got size = {size!r}, expected an integer >= 1")
-        self.compressors = [compressor.clone() for _ in range(size)]
+        shape = size if isinstance(size, tuple) else (size, 1)
+        if len(shape) != 2 or not all(isinstance(n, int) and n >= 1 for n in shape):
+            raise ValueError(f"LocalGroup: got size = {size!r}, expected an integer >= 1, or a pair (nodes, workers)")
+        self.compressors = [compressor.clone() for _ in range(math.prod(shape))]
+        workers = [Worker(rank, math.prod(shape), shape[1]) for rank in range(math.prod(shape))]
+        for own, worker in zip(self.compressors, workers):
+            own.join_group(worker)
+        self._node_size = workers[0].local_size
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes per rank so far, of the rank that sent most."""
+        """Payload bytes per rank so far, of the rank that sent most, without those within nodes."""
         return max(c.traffic.bytes_sent for c in self.compressors)
 
     def average(self, grads: Sequence[Tensor], name: str) -> list[Tensor]:
@@ -128,7 +166,7 @@ class LocalGroup:
             averaged(compressor, grad.detach().clone(), name, rank, len(grads))
             for rank, (compressor, grad) in enumerate(zip(self.compressors, grads))
         ]
-        averages = drive(routines, [compressor.traffic for compressor in self.compressors])
+        averages = drive(routines, [compressor.traffic for compressor in self.compressors], self._node_size)
         finite = bool(averages[0].isfinite().all())
         for compressor in self.compressors:
             if finite:

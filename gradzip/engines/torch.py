@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
-from ..collectives import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, ToHost, Traffic
+from ..collectives import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, Scope, ToHost, Traffic
 from ..cost import JOINED
 from .base import Engine, Pending, PendingCopy
 from .ring import Ring
@@ -61,7 +63,28 @@ class TorchEngine(Engine):
         ranks = dist.get_process_group_ranks(self.group)
         return Ring(dist.new_group(ranks, use_local_synchronization=True), traffic=self.traffic)
 
+    def place(self) -> tuple[int, int]:
+        names = "LOCAL_RANK", "LOCAL_WORLD_SIZE"  # set by torchrun
+        try:
+            rank, size = (int(os.environ[name]) for name in names)
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"TorchEngine: got {', '.join(f'{name}={os.environ.get(name)}' for name in names)}, expected the "
+                "numbers that torchrun sets; set them, or pass local_size"
+            ) from None
+        return rank, size
+
+    def split(self, groups: Sequence[Sequence[int]], scope: Scope) -> TorchEngine:
+        members = self.members
+        ranks = [members[i] for group in groups if self.rank in group for i in group]
+        group: Any = dist.new_group(ranks, use_local_synchronization=True)
+        engine = TorchEngine(group, self.traffic, self.device)
+        engine.scope = scope
+        return engine
+
     def launch(self, collective: Collective, slot: str) -> Pending:
+        if collective.scope != "all":
+            return self.launch_scoped(collective, slot)
         if isinstance(collective, RingSum):
             return _PendingRing(self, collective)
         if isinstance(collective, ToHost):
@@ -99,7 +122,7 @@ class _PendingSingle:
 
     def __init__(self, engine: TorchEngine, collective: Mean | Gather | AllToAll | Broadcast) -> None:
         self._collective = collective
-        engine.traffic.bytes_sent += nbytes_of(collective.tensor)
+        engine.count(nbytes_of(collective.tensor))
 
     def send_overflow(self) -> bool:
         return False
@@ -119,7 +142,7 @@ class _PendingReduction:
         tensor = collective.tensor
         self._tensor = tensor if tensor.is_sparse else tensor.contiguous()
         self._divisor = engine.size if isinstance(collective, Mean) else None
-        engine.traffic.bytes_sent += nbytes_of(tensor)
+        engine.count(nbytes_of(tensor))
         if self._divisor:
             self._work = dist.all_reduce(self._tensor, group=engine.group, async_op=True)
         else:
@@ -142,7 +165,7 @@ class _PendingEqual:
         scatters = isinstance(collective, AllToAll)
         each = self._sent.numel() // engine.size if scatters else self._sent.numel()
         self._received = self._sent.new_empty((engine.size, each))
-        engine.traffic.bytes_sent += self._sent.numel()
+        engine.count(self._sent.numel())
         exchange = dist.all_to_all_single if scatters else _all_gather
         self._work = exchange(self._received.view(-1), self._sent, group=engine.group, async_op=True)
 
@@ -184,7 +207,7 @@ class _PendingExchange:
         engine = self._engine
         received = message.new_empty((engine.size, message.shape[1]))
         self._sent = message  # kept until the transfer ends: it has no other owner
-        engine.traffic.bytes_sent += message.numel()
+        engine.count(message.numel())
         return received, self._exchange(received.view(-1), message.view(-1), group=engine.group, async_op=True)
 
     def send_overflow(self) -> bool:

@@ -68,6 +68,7 @@ class OptimizerContext:
         mine = {"nbytes": bucket_nbytes, "names": names_in_buckets(parameters, bucket_nbytes)}
         description = handshake.describe(compressor, named.items(), prefix, mine)
         of_ranks = handshake.compare(self.engine.allgather_bytes(description, "gradzip"))
+        compressor.join_group(self.engine)
         self.engine.bucket_nbytes, cuts = of_ranks[0]["nbytes"], of_ranks[0]["names"]
         if len({frozenset(itertools.chain(*plan["names"])) for plan in of_ranks}) > 1:
             # Others have started with another optimizer: this one's order of the parameters on rank 0 is not known.

@@ -72,8 +72,7 @@ class CompressorHandler(StateHandler):
 
     def sync(self) -> None:
         rank, size = hvd.rank(), hvd.size()
-        for part in self.value.parts:
-            part.memory.change_group(rank, size)
+        self.value.change_group(rank, size)
         common, own = split(self.value.state_dict())
         common = hvd.broadcast_object(common, root_rank=0, name="gradzip.elastic")
         self.value.load_state_dict(join(common, own, rank, size))

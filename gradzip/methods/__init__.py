@@ -7,6 +7,7 @@ from .dct import DCTRange
 from .dgc import DGC
 from .fft import FFTRange
 from .gradiveq import GradiVeQ
+from .hierarchical import Hierarchical
 from .low_rank import ACPSGD, PowerSGD
 from .none import NoCompression
 from .per_layer import PerLayer
@@ -26,6 +27,7 @@ __all__ = [
     "DCTRange",
     "FFTRange",
     "GradiVeQ",
+    "Hierarchical",
     "NoCompression",
     "OneBitSGD",
     "PerLayer",

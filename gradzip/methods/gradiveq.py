@@ -96,6 +96,7 @@ class GradiVeQ(Compressor):
     number: ClassVar[int]
     loss_scaled: ClassVar = {"samples": 1, "mean": 1, "offset": 1, "energy": 2, "lost": 2}
     rank_local = ("energy", "lost")
+    adapts = True
 
     loss: float = 0.01
     slice_size: int | None = None

@@ -1,0 +1,154 @@
+"""Full precision between the ranks of a node, compression between nodes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..composite import Composite
+from ..compressor import Compressor
+from ..registry import register
+from ..sharding import Sharding
+
+
+@register("hierarchical", example="inner=acpsgd,local_size=1")
+@dataclass
+class Hierarchical(Composite):
+    """Averages gradients uncompressed within each node, and compresses what travels between nodes.
+
+    For clusters whose links between nodes are slower than those within a node:
+
+    1. The ranks of a node exchange shards of their gradients in float32, and each averages one shard: a reduce-scatter.
+    2. Ranks with the same place on all nodes (peers) average their shard by the method `inner`.
+    3. The ranks of a node gather the shards.
+
+    With n ranks on each node, a rank compresses, and keeps states for, 1/n of each gradient. Shards are blocks of rows
+    of a gradient's first dimension; with fewer rows than ranks, pieces of the flat gradient. A gradient whose shards
+    `inner` would average uncompressed (`min_numel` counts for shards) is averaged uncompressed, in one all-reduce. So
+    are all gradients with one node. With one rank on each node, `inner` runs as it is. `Traffic.bytes_in_node` counts
+    the bytes of steps 1 and 3, and `Traffic.bytes_sent` all others.
+
+    Args:
+        inner: the method between nodes; none that is made of methods, and none whose collectives depend on the data
+            (`GradiVeQ`, ``exchange="auto"``).
+        local_size: ranks on each node, which are numbered node by node. Default: as `horovodrun` and `torchrun` say;
+            1 in a `LocalGroup` of one number. On one machine, any divisor of the world size can be tried.
+
+    States belong to a rank's place in its node. They are dropped with a warning when they are loaded at another place,
+    and begin anew when the workers of an elastic job change.
+
+    >>> import gradzip
+    >>> group = gradzip.LocalGroup(gradzip.Hierarchical(gradzip.ACPSGD(rank=1)), size=(2, 4))  # 2 nodes of 4 ranks
+    >>> averages = group.average([torch.ones(256, 64) * rank for rank in range(8)], "weight")
+    >>> traffic = group.compressors[0].traffic
+    >>> traffic.bytes_sent, traffic.bytes_in_node  # a factor of 64 rows; the gradient, and a shard and one flag
+    (256, 81924)
+    """
+
+    inner: Compressor
+    local_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = self.local_size
+        if size is not None and not (isinstance(size, int) and not isinstance(size, bool) and size >= 1):
+            raise ValueError(f"Hierarchical: got local_size = {size!r}, expected None or an integer >= 1")
+        self.set_parts([self.inner])
+        if self.inner.adapts:
+            raise ValueError(
+                f"Hierarchical: got {self.inner!r}, expected a method whose collectives do not depend on the data; "
+                "GradiVeQ and exchange='auto' do"
+            )
+        self._place: tuple[int, int] | None = None  # and the number of places; None until a group is joined
+        self._saved_place: tuple[int, int] | None = None  # of loaded states, until a group is joined
+
+    def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor:
+        return self.inner
+
+    @property
+    def configuration(self) -> int | None:
+        return self.local_size
+
+    # --- the group
+
+    def join_group(self, engine: Any) -> None:
+        """Find this rank's place in its node, and make the groups of ranks that exchange data.
+
+        Raises:
+            ValueError: nodes differ in their numbers of ranks, or ranks are not numbered node by node.
+        """
+        places = engine.node_size("Hierarchical") if self.local_size is None else self.local_size
+        if engine.size % places:
+            raise ValueError(
+                f"Hierarchical: got {engine.size} ranks with local_size = {places}, expected a multiple of it; start "
+                "as many ranks on each node, or pass another local_size"
+            )
+        self._place = engine.rank % places, places
+        self.sharding = None
+        if places > 1:
+            nodes = engine.size // places
+            self.sharding = Sharding(engine.rank // places, nodes, *self._place, self.inner)
+            if nodes > 1:
+                engine.set_nodes(places)
+        self._drop_states_of_other_places()
+
+    def change_group(self, rank: int, size: int) -> None:
+        if self.sharding is not None:
+            self.inner.memory.states.clear()  # of a place that may be another rank's now
+        elif self._saved_place is None:  # else `join_group` sees whether the states fit
+            super().change_group(rank, size)
+
+    def _drop_states_of_other_places(self) -> None:
+        """Drop loaded states of another place, but for their step counts."""
+        saved, self._saved_place = self._saved_place, None
+        if saved is None or self._place is None or saved == self._place:
+            return
+        warnings.warn(
+            f"Hierarchical: the states of place {saved[0]} of {saved[1]} on a node were loaded at place "
+            f"{self._place[0]} of {self._place[1]}: all but step counts are dropped",
+            stacklevel=2,
+        )
+        for state in self.inner.states.values():
+            for name in vars(state).keys() - _SHARED - {"name", "loaded"}:
+                delattr(state, name)
+            state.residual = state.payload = None
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of any method. All fields but step counts are rank-local, if there are several ranks on each node."""
+        saved = super().state_dict()
+        place, places = self._saved_place or self._place or (0, 1)
+        if places > 1:
+            (part,) = saved["parts"]
+            states = {
+                name: fields | {"rank": fields["rank"] * places + place, "size": fields["size"] * places}
+                for name, fields in part["states"].items()
+            }
+            names = {*part["rank_local"], *(field for fields in states.values() for field in fields)}
+            saved["parts"] = [part | {"rank_local": sorted(names - _SHARED), "states": states}]
+        return saved | {"local_size": places}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.memory.check_method(state_dict)
+        places = state_dict.get("local_size")
+        if not (isinstance(places, int) and places >= 1):
+            raise ValueError(f"Hierarchical.load_state_dict: got local_size = {places!r}, expected an integer >= 1")
+        (part,) = state_dict["parts"]
+        ranks = {fields["rank"] for fields in part["states"].values()}
+        states = {
+            name: {**fields, "rank": fields["rank"] // places, "size": fields["size"] // places}
+            for name, fields in part["states"].items()
+        }
+        super().load_state_dict({**state_dict, "parts": [{**part, "states": states}]})
+        self._saved_place = (min(ranks) % places, places) if ranks else None
+        if self._place is not None:
+            self._drop_states_of_other_places()
+
+
+# Fields of a state that are the same on all ranks, or are set from the group.
+_SHARED = {"step", "rank", "size"}
