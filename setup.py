@@ -5,7 +5,11 @@ writes ``build/VARIANT/build.ninja`` and runs ninja: a source is compiled again 
 command line or its compiler changed. The kernels take raw pointers: no torch is needed to build, and one build serves
 every version of torch.
 
-Environment: ``GRADZIP_CUDA``        auto (default: with CUDA if nvcc is found), 1 (fail without nvcc) or 0 (never)
+Without nvcc, the C++ compiler builds the launchers of the CUDA kernels, with the kernels' sources inside the library;
+gradzip/nvrtc compiles these where there is a GPU.
+
+Environment: ``GRADZIP_CUDA``        auto (default: nvcc if it is found, else nvrtc), 1 (fail without nvcc), nvrtc (even
+                                 if there is an nvcc) or 0 (no CUDA kernels)
              ``GRADZIP_CUDA_ARCHS``  compute capabilities to compile for, as in "80,90" (default: CUDA_ARCHS)
              ``GRADZIP_SANITIZE``    as in "address,undefined": a debug build with these sanitizers
              ``CUDA_HOME`` ``CXX`` ``CXXFLAGS`` ``LDFLAGS``  as usual
@@ -35,6 +39,8 @@ CUDA_ARCHS = ("75", "80", "86", "89", "90")
 # The kernels never read errno or floating-point traps, which would prevent vectorisation.
 HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
 HOST_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+# A .cu as C++. nvcc also includes cuda_runtime.h before all else.
+NVRTC_FLAGS = ["-Wno-unknown-pragmas", "-Icsrc/nvrtc", "-include", "cuda_runtime.h", "-x", "c++"]
 
 # The comment at the end of a command is not executed; a change of it makes ninja run the command again.
 COMPILE = """\
@@ -72,11 +78,11 @@ def find_cxx() -> list[str]:
 
 
 def find_nvcc() -> str | None:
-    """Return the path of the CUDA compiler, or None if there is none or ``GRADZIP_CUDA=0``."""
+    """Return the path of the CUDA compiler, or None if there is none or ``GRADZIP_CUDA`` is 0 or nvrtc."""
     wanted = os.environ.get("GRADZIP_CUDA", "auto")
-    if wanted not in ("auto", "0", "1"):
-        raise fail(f"GRADZIP_CUDA={wanted!r} is not understood; expected auto, 0 or 1")
-    if wanted == "0":
+    if wanted not in ("auto", "0", "1", "nvrtc"):
+        raise fail(f"GRADZIP_CUDA={wanted!r} is not understood; expected auto, 0, 1 or nvrtc")
+    if wanted in ("0", "nvrtc"):
         return None
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     places = [*(f"{home}/bin/nvcc" for home in homes if home), "nvcc", "/usr/local/cuda/bin/nvcc"]
@@ -84,7 +90,7 @@ def find_nvcc() -> str | None:
     if not found and wanted == "1":
         raise fail(
             f"GRADZIP_CUDA=1, but there is no nvcc (looked for {', '.join(places)}); "
-            "install the CUDA toolkit or set CUDA_HOME, or build for the CPU only with GRADZIP_CUDA=0"
+            "install the CUDA toolkit or set CUDA_HOME, or have kernels compiled at run time with GRADZIP_CUDA=nvrtc"
         )
     return found
 
@@ -122,8 +128,21 @@ def max_jobs() -> str:
     return wanted
 
 
-def ninja_file(folder: Path, sources: list[str], nvcc: str | None, sanitize: str) -> str:
-    """Return the text of build.ninja, which builds `folder`/_C.so."""
+def kernel_sources(csrc: Path) -> str:
+    """Return C++ with the text of all files that kernels are in, for csrc/nvrtc/sources.h."""
+    paths = sorted([*(csrc / "common").glob("*.h"), *(csrc / "cuda").glob("*.cuh")])
+    rows = [f'    {{"{path.parent.name}/{path.name}", R"gradzip({path.read_text()})gradzip"}},\n' for path in paths]
+    return (
+        '#include "nvrtc/sources.h"\n\nnamespace gradzip::driver {\n\n'
+        f"const Source sources[] = {{\n{''.join(rows)}    {{nullptr, nullptr}}}};\n\n}}  // namespace gradzip::driver\n"
+    )
+
+
+def ninja_file(folder: Path, sources: list[str], nvcc: str | None, sanitize: str, nvrtc: bool = False) -> str:
+    """Return the text of build.ninja, which builds `folder`/_C.so.
+
+    With `nvrtc`, the C++ compiler builds the CUDA launchers, and `folder`/sources.cpp has the sources of the kernels.
+    """
     import pybind11  # here, so that commands that do not compile (sdist, metadata) do not need it
 
     cxx = find_cxx()
@@ -132,7 +151,8 @@ def ninja_file(folder: Path, sources: list[str], nvcc: str | None, sanitize: str
     if sanitize:
         host += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g"]
         link.append(f"-fsanitize={sanitize}")
-    common = ["-std=c++17", "-O1" if sanitize else "-O3", "-Icsrc", *(["-DGRADZIP_CUDA"] if nvcc else [])]
+    defined = ["-DGRADZIP_CUDA"] * bool(nvcc or nvrtc) + ["-DGRADZIP_NVRTC"] * nvrtc
+    common = ["-std=c++17", "-O1" if sanitize else "-O3", "-Icsrc", *defined]
     # As system headers they raise no warnings of ours.
     includes = ["-isystem", sysconfig.get_path("include"), "-isystem", pybind11.get_include()]
     commands = {"cpp": [*cxx, *common, *host, *includes, *shlex.split(os.environ.get("CXXFLAGS", ""))]}
@@ -148,19 +168,29 @@ def ninja_file(folder: Path, sources: list[str], nvcc: str | None, sanitize: str
         host = [through_nvcc(flag) for flag in host if flag != "-Wextra"]
         commands["cu"] = [*driver, *common, "-fmad=false", "-Xptxas=-v", *gencode, *host, "--threads=2"]
         versions += f", {version([nvcc])}"
+    elif nvrtc:
+        commands["cu"] = [*cxx, *common, *host, *NVRTC_FLAGS]
+        sources = [*sources, "csrc/nvrtc/driver.cpp", f"{folder}/sources.cpp"]
     linker = [*driver, *map(through_nvcc, link)] if nvcc else [*cxx, *link]
 
     # 1.11 is the first ninja that repairs the output of a killed command.
     text = f"ninja_required_version = 1.11\nbuilddir = {folder}\n"
     for name, command in commands.items():
-        log = PTXAS_LOG if name == "cu" else ""
+        log = PTXAS_LOG if name == "cu" and nvcc else ""
         text += COMPILE.format(name=name, command=quoted(command), log=log, versions=versions)
     text += LINK.format(command=quoted([*linker, "-shared"]), versions=versions)
-    objects = {f"{folder}/{source}.o": source for source in sources if source.endswith(tuple(commands))}
+    compiled = [source for source in sources if source.endswith(tuple(commands))]
+    objects = {f"{folder}/{source.removeprefix(f'{folder}/')}.o": source for source in compiled}
     for target, source in objects.items():
         rule = source.rpartition(".")[2]
-        text += f"build {target}{f' | {target}.ptxas' if rule == 'cu' else ''}: {rule} {source}\n"
+        text += f"build {target}{f' | {target}.ptxas' if rule == 'cu' and nvcc else ''}: {rule} {source}\n"
     return text + f"build {folder}/_C.so: link {' '.join(objects)}\n"
+
+
+def write_changed(path: Path, text: str) -> None:
+    """Write the file unless it has this text already: ninja compiles files that are newer than their objects."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
 
 
 def quoted(command: list[str]) -> str:
@@ -177,11 +207,14 @@ class BuildExtension(build_ext):
         if sys.platform != "linux":
             raise fail(f"platform {sys.platform!r} is not supported; expected linux")
         ninja, jobs, nvcc = find_ninja(), max_jobs(), find_nvcc()
+        nvrtc = not nvcc and os.environ.get("GRADZIP_CUDA") != "0"
         sanitize = os.environ.get("GRADZIP_SANITIZE", "")
-        variant = [sys.implementation.cache_tag, "cuda" if nvcc else "cpu", *filter(None, sanitize.split(","))]
-        folder = Path("build") / "-".join(variant)
+        kind = "cuda" if nvcc else "nvrtc" if nvrtc else "cpu"
+        folder = Path("build") / "-".join([sys.implementation.cache_tag, kind, *filter(None, sanitize.split(","))])
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "build.ninja").write_text(ninja_file(folder, ext.sources, nvcc, sanitize))
+        (folder / "build.ninja").write_text(ninja_file(folder, ext.sources, nvcc, sanitize, nvrtc))
+        if nvrtc:
+            write_changed(folder / "sources.cpp", kernel_sources(Path("csrc")))
         # The compilers of a killed build keep the lock of bootstrap.sh, which they inherit.
         done = subprocess.run([ninja, "-f", folder / "build.ninja", "-j", jobs], close_fds=False)
         if done.returncode:

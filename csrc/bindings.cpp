@@ -40,7 +40,13 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_simd", set_simd);
 #ifdef GRADZIP_CUDA
   m.attr("cuda_built") = true;
+#ifdef GRADZIP_NVRTC
+  m.attr("cuda_nvrtc") = true;
+  m.attr("cuda_archs") = "";  // compiled for the device where they run
+#else
+  m.attr("cuda_nvrtc") = false;
   m.attr("cuda_archs") = GRADZIP_CUDA_ARCHS;
+#endif
   m.def("cuda_runtime_version", cuda::runtime_version);
   m.def("cuda_driver_version", cuda::driver_version);
   m.def("cuda_devices", [] {
@@ -52,6 +58,7 @@ PYBIND11_MODULE(_C, m) {
   });
 #else
   m.attr("cuda_built") = false;
+  m.attr("cuda_nvrtc") = false;
   m.attr("cuda_archs") = "";
   m.def("cuda_runtime_version", [] { return 0; });
   m.def("cuda_driver_version", [] { return 0; });

@@ -11,7 +11,8 @@ MOST_WORKERS = 8  # each takes memory for a torch of its own
 # Files that import launch.py start jobs of several ranks. One worker runs them all, a job at a time.
 JOBS = {path.name for path in Path(__file__).parent.glob("test_*.py") if "\nfrom launch import" in path.read_text()}
 # Long tests, independent of each other: handed out one by one, after the jobs, before the other files.
-LONG = ["test_docker.py", "test_sanitized.py", "test_fuzz.py", "test_simt.py", "test_races.py", "test_cuda.py"]
+LONG = ["test_docker.py", "test_sanitized.py", "test_fuzz.py", "test_simt.py", "test_races.py", "test_nvrtc_launch.py"]
+LONG += ["test_cuda.py"]
 
 
 def pytest_addoption(parser):

@@ -6,10 +6,14 @@ import concurrent.futures
 import fcntl
 import hashlib
 import os
+import runpy
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
@@ -101,3 +105,46 @@ def module() -> Path:
     command = ["g++", *PLAIN, "-shared", "-fPIC", "-fvisibility=hidden", *include, str(SIMT / "module.cpp"), "-o"]
     parts = [" ".join(command), *sources(CSRC, CSRC / "cuda", CSRC / "common", SIMT)]
     return cached("simt_cuda.so", parts, lambda target: run([*command, str(target)]))
+
+
+def setup_py() -> dict:
+    """Return the functions of setup.py. Without setuptools, which would replace this process's distutils."""
+    modules = {
+        "setuptools": SimpleNamespace(Extension=object, setup=None),
+        "setuptools.command.build_ext": SimpleNamespace(build_ext=object),
+    }
+    with mock.patch.dict(sys.modules, modules):
+        return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def nvrtc_module() -> Path:
+    """Build the extension `nvrtc_cuda`: the CUDA launchers of a build without nvcc, with the flags of setup.py."""
+    import pybind11
+
+    setup = setup_py()
+    options = [*setup["HOST_FLAGS"], "-std=c++17", "-O1", "-Icsrc", "-DGRADZIP_CUDA", "-DGRADZIP_NVRTC"]
+    include = [flag for path in (pybind11.get_include(), sysconfig.get_path("include")) for flag in ("-isystem", path)]
+    launchers = sorted((CSRC / "cuda").glob("*.cu"))
+    others = [CSRC / "nvrtc" / "driver.cpp", ROOT / "tests" / "nvrtc" / "module.cpp"]
+    parts = [" ".join(options), *sources(CSRC, CSRC / "cuda", CSRC / "nvrtc", CSRC / "common"), others[1]]
+
+    def make(target: Path) -> None:
+        embedded = Path(f"{target}-sources.cpp")
+        embedded.write_text(setup["kernel_sources"](CSRC))
+        commands = [[*options, *setup["NVRTC_FLAGS"], "-c", str(path)] for path in launchers]
+        commands += [[*options, *include, "-c", str(path)] for path in (*others, embedded)]
+        objects = [f"{target}-{number}.o" for number in range(len(commands))]
+        with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(lambda item: run(["g++", *item[0], "-o", item[1]]), zip(commands, objects)))
+        run(["g++", "-shared", "-pthread", *objects, "-ldl", "-o", str(target)])
+        for path in (*objects, embedded):
+            os.remove(path)
+
+    return cached("nvrtc_cuda.so", parts, make)
+
+
+def stand_in_driver() -> Path:
+    """Build the stand-in for NVIDIA's driver."""
+    source = ROOT / "tests" / "nvrtc" / "libcuda.cpp"
+    command = ["g++", *PLAIN, "-shared", "-fPIC", str(source), "-o"]
+    return cached("libcuda.so.1", [" ".join(command), source], lambda target: run([*command, str(target)]))

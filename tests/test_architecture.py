@@ -15,6 +15,7 @@ PACKAGE = Path(gradzip.__file__).parent
 # Modules and packages in order. Each may import earlier ones and, in a package, the package's own modules.
 ORDER = [
     "_version",
+    "nvrtc",
     "ops",
     "optim",
     "state",

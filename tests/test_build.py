@@ -1,7 +1,7 @@
 """setup.py: which compilers and flags it chooses, and what the ninja file it writes compiles again."""
 
 import os
-import runpy
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import simt_build
 from test_kernel_resources import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,11 +35,8 @@ def _no_settings(monkeypatch):
 
 
 @pytest.fixture
-def setup(monkeypatch):
-    """The functions of setup.py. Without setuptools, which would replace this process's distutils."""
-    monkeypatch.setitem(sys.modules, "setuptools", SimpleNamespace(Extension=object, setup=None))
-    monkeypatch.setitem(sys.modules, "setuptools.command.build_ext", SimpleNamespace(build_ext=object))
-    return runpy.run_path(str(ROOT / "setup.py"))
+def setup():
+    return simt_build.setup_py()
 
 
 @pytest.fixture
@@ -147,7 +145,7 @@ def test_compile_error_is_shown(tree):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"GRADZIP_CUDA": "maybe"}, "GRADZIP_CUDA='maybe' is not understood; expected auto, 0 or 1"),
+        ({"GRADZIP_CUDA": "maybe"}, "GRADZIP_CUDA='maybe' is not understood; expected auto, 0, 1 or nvrtc"),
         ({"CXX": "nonesuch-c++"}, "'nonesuch-c++' is not on PATH; install g++"),
         ({"MAX_JOBS": "many"}, "MAX_JOBS='many' is not understood; expected a number"),
     ],
@@ -229,6 +227,32 @@ def test_commands(setup, monkeypatch, cuda):
 
     text = setup["ninja_file"](Path("build/x"), sources, None, "")
     assert ".cu" not in text and "GRADZIP_CUDA" not in text
+
+
+def test_commands_without_nvcc(setup):
+    """The C++ compiler builds the launchers, with a header in place of CUDA's."""
+    pytest.importorskip("pybind11")
+    text = setup["ninja_file"](Path("build/x"), [BINDINGS, "csrc/cuda/select.cu"], None, "", nvrtc=True)
+    cpp, cu, _ = (line for line in text.splitlines() if line.startswith("  command"))
+    for command in (cpp, cu):
+        assert "-DGRADZIP_CUDA -DGRADZIP_NVRTC" in command and "-ffp-contract=off" in command
+    assert "-Icsrc/nvrtc -include cuda_runtime.h -x c++ -MD" in cu and "ptxas" not in text
+    assert "build build/x/csrc/cuda/select.cu.o: cu csrc/cuda/select.cu\n" in text
+    linked = next(line for line in text.splitlines() if line.startswith("build build/x/_C.so")).split()[3:]
+    assert "build/x/csrc/nvrtc/driver.cpp.o" in linked and "build/x/sources.cpp.o" in linked
+
+
+def test_sources_of_kernels_are_written_into_the_library(setup, tmp_path):
+    text = setup["kernel_sources"](ROOT / "csrc")
+    rows = re.findall(r'^    \{"(\w+/\w+\.(?:cuh|h))", R"gradzip\((.*?)\)gradzip"\},\n', text, re.MULTILINE | re.DOTALL)
+    assert len(rows) > 40 and all((ROOT / "csrc" / path).read_text() == content for path, content in rows)
+    path = tmp_path / "sources.cpp"
+    setup["write_changed"](path, text)
+    os.utime(path, (1, 1))
+    setup["write_changed"](path, text)
+    assert path.stat().st_mtime == 1, "the same text does not make it newer than its object"
+    setup["write_changed"](path, "other")
+    assert path.read_text() == "other"
 
 
 KERNEL = """

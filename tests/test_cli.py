@@ -66,12 +66,22 @@ def test_broken_horovod(capsys, monkeypatch):
 
 def test_cuda_facts_as_text():
     device = {"name": "NVIDIA H200", "major": 9, "minor": 0, "memory": 139 * 2**30}
-    facts = {"built": True, "archs": ["sm_80", "sm_90"], "runtime": "13.0", "driver": "13.0", "devices": [device]}
+    facts = {"built": True, "archs": ["sm_80", "sm_90"], "nvrtc": None, "runtime": "13.0", "driver": "13.0"}
+    facts["devices"] = [device]
     assert cli.info._cuda_rows(facts) == [
-        ("CUDA", "built for sm_80, sm_90; runtime 13.0, driver for CUDA 13.0"),
+        ("CUDA", "built by nvcc for sm_80, sm_90; runtime 13.0, driver for CUDA 13.0"),
         ("", "device 0: NVIDIA H200, sm_90, 139 GiB"),
     ]
     assert "no driver found" in cli.info._cuda_rows({**facts, "driver": None, "devices": []})[0][1]
+    nvrtc = {"version": "13.0", "path": "/lib/libnvrtc.so.13", "cache": "/cache"}
+    assert cli.info._cuda_rows({**facts, "archs": [], "runtime": None, "nvrtc": nvrtc}) == [
+        ("CUDA", "built without nvcc: NVRTC 13.0 compiles kernels at their first use; driver for CUDA 13.0"),
+        ("", "NVRTC in /lib/libnvrtc.so.13"),
+        ("", "compiled kernels in /cache"),
+        ("", "device 0: NVIDIA H200, sm_90, 139 GiB"),
+    ]
+    rows = cli.info._cuda_rows({**facts, "nvrtc": {"error": "no NVRTC"}, "devices": []})
+    assert rows == [("CUDA", "kernels cannot be compiled; driver for CUDA 13.0"), ("", "no NVRTC")]
     assert "not built" in cli.info._cuda_rows({"built": False})[0][1]
     assert cli.info._cuda_version(12080) == "12.8"
     assert cli.info._cuda_version(0) is None

@@ -7,7 +7,7 @@ namespace gradzip::cuda {
 
 void abs_max(const float* x, int64_t n, float* most, cudaStream_t stream) {
   clear(most, sizeof *most, stream);
-  launch(stream, grid_of(grid_for(ceil_div(n, 16 * kBlock))), kBlock, abs_max_kernel, x, n,
+  launch(stream, grid_of(grid_for(ceil_div(n, 16 * kBlock))), kBlock, kernel<abs_max_kernel>, x, n,
          reinterpret_cast<uint32_t*>(most));
 }
 
@@ -29,7 +29,7 @@ void abs_max_columns(const Matrix* matrices, int64_t count, float* most, cudaStr
       }
       most += columns;
     }
-    if (table.count > 0) launch(stream, grid_of(unsigned(blocks)), kBlock, abs_max_columns_kernel, table);
+    if (table.count > 0) launch(stream, grid_of(unsigned(blocks)), kBlock, kernel<abs_max_columns_kernel>, table);
   }
 }
 

@@ -18,10 +18,10 @@ int64_t probabilities(void* workspace, const T* atoms, int64_t n, double budget,
   // block below runs them.
   const int64_t blocks = ceil_div(n, kSplitSegment * kBlockTeams);
   for (int round = 0; blocks > 1 && round <= kNewtonRounds; ++round)
-    launch(stream, grid_of(grid_for(blocks)), kBlock, split_atoms_kernel<T>, atoms, n, budget, parts, state);
-  launch(stream, grid_of(1), kBlock, split_atoms_kernel<T>, atoms, n, budget, parts, state);
-  launch(stream, grid_of(grid_for(ceil_div(n, 4 * kBlock))), kBlock, atom_probabilities_kernel<T>, atoms, n, state, p,
-         failed);
+    launch(stream, grid_of(grid_for(blocks)), kBlock, kernel<split_atoms_kernel<T>>, atoms, n, budget, parts, state);
+  launch(stream, grid_of(1), kBlock, kernel<split_atoms_kernel<T>>, atoms, n, budget, parts, state);
+  launch(stream, grid_of(grid_for(ceil_div(n, 4 * kBlock))), kBlock, kernel<atom_probabilities_kernel<T>>, atoms, n,
+         state, p, failed);
   return 0;
 }
 

@@ -13,10 +13,10 @@ int64_t bitmap(void* workspace, const float* x, int64_t n, const Selection* sele
   auto* ties = arena.take<int64_t>(1);
   if (!workspace) return arena.nbytes();
   clear(count, sizeof *count, stream);
-  launch(stream, grid_of(tiles.grid()), kBlock, mark_kernel, x, n, selection, bitmap, tiles.counts, count);
+  launch(stream, grid_of(tiles.grid()), kBlock, kernel<mark_kernel>, x, n, selection, bitmap, tiles.counts, count);
   tiles.scan(ties, stream);
-  launch(stream, grid_of(tiles.grid()), kBlock, drop_ties_kernel, x, n, selection, tiles.counts, tiles.offsets, bitmap,
-         count);
+  launch(stream, grid_of(tiles.grid()), kBlock, kernel<drop_ties_kernel>, x, n, selection, tiles.counts, tiles.offsets,
+         bitmap, count);
   return 0;
 }
 
@@ -34,8 +34,8 @@ int64_t bitmap_indices(void* workspace, const uint8_t* bitmap, int64_t n, const 
   const BitmapOffsets tiles(arena, n);
   if (!workspace) return arena.nbytes();
   tiles.count(bitmap, n, found, stream);
-  launch(stream, grid_of(tiles.grid()), kBlock, bitmap_indices_kernel, bitmap, n, x, tiles.offsets, count, indices,
-         values);
+  launch(stream, grid_of(tiles.grid()), kBlock, kernel<bitmap_indices_kernel>, bitmap, n, x, tiles.offsets, count,
+         indices, values);
   return 0;
 }
 

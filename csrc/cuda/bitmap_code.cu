@@ -21,7 +21,7 @@ struct BitmapSegments {
   dim3 grid() const { return grid_of(grid_for(ceil_div(count, kBlock))); }
 
   void scan(cudaStream_t stream) const {
-    launch(stream, grid_of(1), kScanBlock, scan_counts_kernel, sizes, count, offsets, total);
+    launch(stream, grid_of(1), kScanBlock, kernel<scan_counts_kernel>, sizes, count, offsets, total);
   }
 };
 
@@ -33,10 +33,10 @@ int64_t bitmap_code_encode(void* workspace, const uint8_t* bitmap, int64_t n, in
   const BitmapSegments segments(arena, n, segment);
   auto* entries = arena.take<uint16_t>(segments.count);
   if (!workspace) return arena.nbytes();
-  launch(stream, segments.grid(), kBlock, bitmap_plan_kernel, bitmap, n, segment, segments.count, entries,
+  launch(stream, segments.grid(), kBlock, kernel<bitmap_plan_kernel>, bitmap, n, segment, segments.count, entries,
          segments.sizes);
   segments.scan(stream);
-  launch(stream, segments.grid(), kBlock, bitmap_write_kernel, bitmap, n, segment, segments.count, entries,
+  launch(stream, segments.grid(), kBlock, kernel<bitmap_write_kernel>, bitmap, n, segment, segments.count, entries,
          segments.offsets, out, nbytes);
   return 0;
 }
@@ -55,10 +55,11 @@ int64_t bitmap_code_decode(void* workspace, const BitmapStream* streams, int64_t
     for (int64_t i = 0; i < some; ++i) table.of[i] = streams[first + i];
     const auto grid = [&](int64_t work) { return grid_of(grid_for(ceil_div(work, kBlock)), unsigned(some)); };
     clear(checks, some * int64_t(sizeof *checks), stream);
-    launch(stream, grid(segments), kBlock, bitmap_sizes_kernel, table, n, segment, segments, sizes, checks);
-    launch(stream, grid_of(unsigned(some)), kScanBlock, bitmap_scan_kernel, sizes, segments, offsets);
-    launch(stream, grid(segments), kBlock, bitmap_read_kernel, table, n, segment, segments, offsets, checks);
-    launch(stream, grid(ceil_div(n, 32)), kBlock, bitmap_check_kernel, table, checks, n, int32_t(first), failed);
+    launch(stream, grid(segments), kBlock, kernel<bitmap_sizes_kernel>, table, n, segment, segments, sizes, checks);
+    launch(stream, grid_of(unsigned(some)), kScanBlock, kernel<bitmap_scan_kernel>, sizes, segments, offsets);
+    launch(stream, grid(segments), kBlock, kernel<bitmap_read_kernel>, table, n, segment, segments, offsets, checks);
+    launch(stream, grid(ceil_div(n, 32)), kBlock, kernel<bitmap_check_kernel>, table, checks, n, int32_t(first),
+           failed);
   }
   return 0;
 }

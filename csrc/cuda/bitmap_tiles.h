@@ -5,6 +5,7 @@
 #include "cuda/launch.h"
 
 namespace gradzip::cuda {
+namespace {
 
 struct BitmapOffsets {
   int64_t tiles;
@@ -17,12 +18,13 @@ struct BitmapOffsets {
   unsigned grid() const { return grid_for(tiles); }
 
   void scan(int64_t* total, cudaStream_t stream) const {
-    launch(stream, grid_of(1), kScanBlock, scan_counts_kernel, counts, tiles, offsets, total);
+    launch(stream, grid_of(1), kScanBlock, kernel<scan_counts_kernel>, counts, tiles, offsets, total);
   }
   void count(const uint8_t* bitmap, int64_t n, int64_t* total, cudaStream_t stream) const {
-    launch(stream, grid_of(grid()), kBlock, count_bits_kernel, bitmap, n, counts);
+    launch(stream, grid_of(grid()), kBlock, kernel<count_bits_kernel>, bitmap, n, counts);
     scan(total, stream);
   }
 };
 
+}  // namespace
 }  // namespace gradzip::cuda

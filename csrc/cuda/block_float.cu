@@ -7,8 +7,9 @@ namespace gradzip::cuda {
 
 void block_float_encode(const float* x, const float* residual, int64_t n, int64_t blocks, int bits, int64_t block,
                         bool stochastic, uint64_t key, float* error, uint8_t* payload, cudaStream_t stream) {
-  const auto kernel = block <= kEight * kLanes ? block_float_encode_kernel<true> : block_float_encode_kernel<false>;
-  launch(stream, grid_of(grid_for(ceil_div(blocks, kBlock / kLanes))), kBlock, kernel, x, residual, n, blocks, bits,
+  const auto encode =
+      block <= kEight * kLanes ? kernel<block_float_encode_kernel<true>> : kernel<block_float_encode_kernel<false>>;
+  launch(stream, grid_of(grid_for(ceil_div(blocks, kBlock / kLanes))), kBlock, encode, x, residual, n, blocks, bits,
          block, stochastic, key, error, reinterpret_cast<uint32_t*>(payload));
 }
 
@@ -26,8 +27,8 @@ void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t 
       PayloadTable batch{};
       for (int64_t i = 0; i < count; ++i)
         batch.of[i] = reinterpret_cast<const uint32_t*>(payloads[shard * each + p + i]);
-      launch(stream, grid_of(grid_for(ceil_div(numel, kEight * kBlock))), kBlock, block_float_decode_kernel, batch,
-             some, blocks, numel, bits, block, weight, from, out + first);
+      launch(stream, grid_of(grid_for(ceil_div(numel, kEight * kBlock))), kBlock, kernel<block_float_decode_kernel>,
+             batch, some, blocks, numel, bits, block, weight, from, out + first);
       from = out + first;
     }
   }

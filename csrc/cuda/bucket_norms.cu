@@ -12,11 +12,11 @@ int64_t bucket_norms(void* workspace, const float* x, int64_t n, int64_t bucket,
   Arena arena(workspace);
   auto* parts = arena.take<double>(segments > 1 ? buckets * segments : 0);
   if (!workspace) return arena.nbytes();
-  launch(stream, grid_of(grid_for(ceil_div(buckets * segments, kBlock / kTeam))), kBlock, segment_norms_kernel, x, n,
-         bucket, segments, norm, parts, norms);
+  launch(stream, grid_of(grid_for(ceil_div(buckets * segments, kBlock / kTeam))), kBlock, kernel<segment_norms_kernel>,
+         x, n, bucket, segments, norm, parts, norms);
   if (segments > 1)
-    launch(stream, grid_of(grid_for(ceil_div(buckets, kBlock / kLanes))), kBlock, combine_norms_kernel, parts, buckets,
-           segments, norm, norms);
+    launch(stream, grid_of(grid_for(ceil_div(buckets, kBlock / kLanes))), kBlock, kernel<combine_norms_kernel>, parts,
+           buckets, segments, norm, norms);
   return 0;
 }
 

@@ -13,14 +13,14 @@ using Item8 = unsigned long long;
 template <class T>
 void compact_items(const void* values, int64_t n, const uint8_t* bitmap, void* out, int64_t capacity,
                    const BitmapOffsets& tiles, cudaStream_t stream) {
-  launch(stream, grid_of(tiles.grid()), kBlock, compact_kernel<T>, static_cast<const T*>(values), n, bitmap,
+  launch(stream, grid_of(tiles.grid()), kBlock, kernel<compact_kernel<T>>, static_cast<const T*>(values), n, bitmap,
          tiles.offsets, static_cast<T*>(out), capacity);
 }
 
 template <class T>
 void expand_items(const void* values, int64_t count, const uint8_t* bitmap, void* out, int64_t n,
                   const BitmapOffsets& tiles, cudaStream_t stream) {
-  launch(stream, grid_of(tiles.grid()), kBlock, expand_kernel<T>, static_cast<const T*>(values), count, bitmap,
+  launch(stream, grid_of(tiles.grid()), kBlock, kernel<expand_kernel<T>>, static_cast<const T*>(values), count, bitmap,
          tiles.offsets, static_cast<T*>(out), n);
 }
 

@@ -1,6 +1,5 @@
 #include "cuda/elias.cuh"
 
-#include "cuda/bitmap_tiles.cuh"
 #include "cuda/launch.h"
 #include "cuda/ops.h"
 
@@ -22,7 +21,7 @@ struct Chunks {
   unsigned grid() const { return grid_for(count); }
 
   void scan(cudaStream_t stream) const {
-    launch(stream, grid_of(1), kScanBlock, scan_counts_kernel, sizes, count, offsets, total);
+    launch(stream, grid_of(1), kScanBlock, kernel<scan_counts_kernel>, sizes, count, offsets, total);
   }
 };
 
@@ -38,14 +37,14 @@ struct Encoder {
 
   void finish(uint8_t* out, int64_t capacity, int64_t* nbytes, cudaStream_t stream) const {
     chunks.scan(stream);
-    launch(stream, grid_of(chunks.grid()), kBlock, move_chunks_kernel, slots, chunks.offsets, chunks.count, beyond, out,
-           capacity, nbytes);
+    launch(stream, grid_of(chunks.grid()), kBlock, kernel<move_chunks_kernel>, slots, chunks.offsets, chunks.count,
+           beyond, out, capacity, nbytes);
   }
 };
 
 // Computes the offsets of the chunks of a stream.
 void locate(const Chunks& chunks, const uint8_t* bytes, int64_t nbytes, cudaStream_t stream) {
-  launch(stream, grid_of(grid_for(ceil_div(chunks.count, kBlock))), kBlock, chunk_sizes_kernel, bytes, nbytes,
+  launch(stream, grid_of(grid_for(ceil_div(chunks.count, kBlock))), kBlock, kernel<chunk_sizes_kernel>, bytes, nbytes,
          chunks.count, chunks.sizes);
   chunks.scan(stream);
 }
@@ -62,7 +61,8 @@ int64_t elias_encode(void* workspace, const int32_t* codes, int64_t n, uint8_t* 
   const Encoder encoder(arena, n, kEliasBits);
   if (!workspace) return arena.nbytes();
   clear(encoder.beyond, sizeof *encoder.beyond, stream);
-  launch(stream, grid_of(encoder.chunks.grid()), kBlock, elias_encode_kernel, codes, n, encoder.slots, encoder.beyond);
+  launch(stream, grid_of(encoder.chunks.grid()), kBlock, kernel<elias_encode_kernel>, codes, n, encoder.slots,
+         encoder.beyond);
   encoder.finish(out, capacity, nbytes, stream);
   return 0;
 }
@@ -78,7 +78,7 @@ int64_t elias_quantize(void* workspace, const float* x, int64_t n, int bits, int
   clear(encoder.beyond, sizeof *encoder.beyond, stream);
   if (!nested) bucket_norms(scratch, x, n, bucket, norm, norms, stream);
   launch(stream, grid_of(encoder.chunks.grid()), kBlock,
-         nested ? elias_quantize_kernel<true> : elias_quantize_kernel<false>, q, encoder.slots);
+         nested ? kernel<elias_quantize_kernel<true>> : kernel<elias_quantize_kernel<false>>, q, encoder.slots);
   encoder.finish(out, capacity, nbytes, stream);
   return 0;
 }
@@ -89,8 +89,8 @@ int64_t elias_decode(void* workspace, const uint8_t* bytes, int64_t nbytes, int6
   const Chunks chunks(arena, n);
   if (!workspace) return arena.nbytes();
   locate(chunks, bytes, nbytes, stream);
-  launch(stream, read_grid(chunks), kReadBlock, elias_decode_kernel, bytes, nbytes, n, top, chunks.offsets, codes,
-         failed);
+  launch(stream, read_grid(chunks), kReadBlock, kernel<elias_decode_kernel>, bytes, nbytes, n, top, chunks.offsets,
+         codes, failed);
   return 0;
 }
 
@@ -100,8 +100,8 @@ int64_t elias_decode_add(void* workspace, const uint8_t* bytes, int64_t nbytes, 
   const Chunks chunks(arena, n);
   if (!workspace) return arena.nbytes();
   locate(chunks, bytes, nbytes, stream);
-  launch(stream, read_grid(chunks), kReadBlock, elias_decode_add_kernel, bytes, nbytes, norms, n, bits, bucket, weight,
-         chunks.offsets, out, failed);
+  launch(stream, read_grid(chunks), kReadBlock, kernel<elias_decode_add_kernel>, bytes, nbytes, norms, n, bits, bucket,
+         weight, chunks.offsets, out, failed);
   return 0;
 }
 

@@ -5,6 +5,7 @@
 
 #include "common/elias.h"
 #include "cuda/bit_stream.cuh"
+#include "cuda/bitmap_tiles.cuh"
 #include "cuda/quantize_tile.cuh"
 
 namespace gradzip::cuda {

@@ -24,7 +24,7 @@ struct IndexPlan {
 // Computes the number of bits set before each tile, if the stream has a bitmap.
 void count_tiles(const uint8_t* bytes, int64_t nbytes, int64_t numel, int64_t count, const BitmapOffsets& tiles,
                  int64_t* total, cudaStream_t stream) {
-  launch(stream, grid_of(tiles.grid()), kBlock, index_count_kernel, bytes, nbytes, numel, count, tiles.counts);
+  launch(stream, grid_of(tiles.grid()), kBlock, kernel<index_count_kernel>, bytes, nbytes, numel, count, tiles.counts);
   tiles.scan(total, stream);
 }
 
@@ -41,11 +41,11 @@ int64_t index_code_encode(void* workspace, const int32_t* indices, int64_t count
   if (!workspace) return arena.nbytes();
   const int64_t blocks = index_blocks(count), tiles = ceil_div(numel, kTile);
   clear(plan.unsound, sizeof *plan.unsound, stream);
-  launch(stream, grid_of(grid_for(blocks)), kBlock, index_plan_kernel, indices, count, numel, plan.nbytes, plan.ks,
-         plan.unsound);
-  launch(stream, grid_of(1), kScanBlock, scan_counts_kernel, plan.nbytes, blocks, plan.offsets, plan.total);
-  launch(stream, grid_of(capacity > 0 ? grid_for(blocks > tiles ? blocks : tiles) : 1), kBlock, index_write_kernel,
-         indices, count, numel, plan.offsets, plan.ks, plan.unsound, out, capacity, nbytes);
+  launch(stream, grid_of(grid_for(blocks)), kBlock, kernel<index_plan_kernel>, indices, count, numel, plan.nbytes,
+         plan.ks, plan.unsound);
+  launch(stream, grid_of(1), kScanBlock, kernel<scan_counts_kernel>, plan.nbytes, blocks, plan.offsets, plan.total);
+  launch(stream, grid_of(capacity > 0 ? grid_for(blocks > tiles ? blocks : tiles) : 1), kBlock,
+         kernel<index_write_kernel>, indices, count, numel, plan.offsets, plan.ks, plan.unsound, out, capacity, nbytes);
   return 0;
 }
 
@@ -56,8 +56,8 @@ int64_t index_code_decode(void* workspace, const uint8_t* bytes, int64_t nbytes,
   auto* total = arena.take<int64_t>(1);
   if (!workspace) return arena.nbytes();
   count_tiles(bytes, nbytes, numel, count, tiles, total, stream);
-  launch(stream, grid_of(grid_of_indices(tiles, count)), kBlock, index_code_decode_kernel, bytes, nbytes, numel, count,
-         tiles.offsets, indices, failed);
+  launch(stream, grid_of(grid_of_indices(tiles, count)), kBlock, kernel<index_code_decode_kernel>, bytes, nbytes, numel,
+         count, tiles.offsets, indices, failed);
   return 0;
 }
 
@@ -70,9 +70,10 @@ int64_t index_code_decode_add(void* workspace, const uint8_t* bytes, int64_t nby
   if (!workspace) return arena.nbytes();
   clear(corrupt, sizeof *corrupt, stream);
   count_tiles(bytes, nbytes, numel, count, tiles, total, stream);
-  launch(stream, grid_of(grid_of_indices(tiles, count)), kBlock, index_code_decode_add_kernel, bytes, nbytes, values,
-         count, weight, out, numel, tiles.offsets, corrupt);
-  launch(stream, grid_of(grid_for(ceil_div(numel, 16 * kBlock))), kBlock, spoil_kernel, corrupt, out, numel, failed);
+  launch(stream, grid_of(grid_of_indices(tiles, count)), kBlock, kernel<index_code_decode_add_kernel>, bytes, nbytes,
+         values, count, weight, out, numel, tiles.offsets, corrupt);
+  launch(stream, grid_of(grid_for(ceil_div(numel, 16 * kBlock))), kBlock, kernel<spoil_kernel>, corrupt, out, numel,
+         failed);
   return 0;
 }
 

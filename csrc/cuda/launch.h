@@ -27,13 +27,24 @@ inline unsigned grid_for(int64_t pieces, int blocks_per_multiprocessor = 8) {
   return unsigned(pieces < 1 ? 1 : pieces < most ? pieces : most);
 }
 
+// `kernel<f>` is the kernel f as a value of type Kernel<P...>, with P the types of its parameters.
+#ifdef GRADZIP_NVRTC
+using driver::Kernel;
+using driver::kernel;
+#else
+template <class... P>
+using Kernel = void (*)(P...);
+template <auto function>
+constexpr auto kernel = function;
+#endif
+
 template <class... P, class... A>
-void launch(cudaStream_t stream, dim3 grid, unsigned threads, void (*kernel)(P...), A... arguments) {
+void launch(cudaStream_t stream, dim3 grid, unsigned threads, Kernel<P...> function, A... arguments) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim.x = threads;
   config.stream = stream;
-  check(cudaLaunchKernelEx(&config, kernel, P(arguments)...), "kernel launch");
+  check(cudaLaunchKernelEx(&config, function, P(arguments)...), "kernel launch");
 }
 
 inline dim3 grid_of(unsigned x, unsigned y = 1) {

@@ -28,25 +28,23 @@ int padded_rank(int64_t rank) {
   return padded;
 }
 
-using ProjectKernel = void (*)(ProjectTable);
-
 template <bool kTranspose>
-ProjectKernel project_kernel_for(int padded) {
+Kernel<ProjectTable> project_kernel_for(int padded) {
   switch (padded) {
     case 1:
-      return project_kernel<1, kTranspose>;
+      return kernel<project_kernel<1, kTranspose>>;
     case 2:
-      return project_kernel<2, kTranspose>;
+      return kernel<project_kernel<2, kTranspose>>;
     case 4:
-      return project_kernel<4, kTranspose>;
+      return kernel<project_kernel<4, kTranspose>>;
     case 8:
-      return project_kernel<8, kTranspose>;
+      return kernel<project_kernel<8, kTranspose>>;
     case 16:
-      return project_kernel<16, kTranspose>;
+      return kernel<project_kernel<16, kTranspose>>;
     case 32:
-      return project_kernel<32, kTranspose>;
+      return kernel<project_kernel<32, kTranspose>>;
     default:
-      return project_kernel<64, kTranspose>;
+      return kernel<project_kernel<64, kTranspose>>;
   }
 }
 
@@ -107,7 +105,7 @@ void expand(int64_t count, Entry&& entry, cudaStream_t stream) {
       table.entries[table.count++] = next;
       blocks += tiles;
     }
-    if (table.count > 0) launch(stream, grid_of(unsigned(blocks)), kBlock, expand_product_kernel, table);
+    if (table.count > 0) launch(stream, grid_of(unsigned(blocks)), kBlock, kernel<expand_product_kernel>, table);
   }
 }
 

@@ -32,10 +32,10 @@ int64_t one_bit_packed(void* workspace, const OneBitSource* table, int64_t count
   signs_pack(for_signs, signs.data(), count, nullptr, stream);
   if (most && count > 0) clear(most, count * int64_t(sizeof *most), stream);
   if (blocks > 0)
-    launch(stream, grid_of(unsigned(blocks)), kBlock, side_sums_kernel, on_device, count, sums,
+    launch(stream, grid_of(unsigned(blocks)), kBlock, kernel<side_sums_kernel>, on_device, count, sums,
            reinterpret_cast<uint32_t*>(most));
   if (row_blocks > 0)
-    launch(stream, grid_of(unsigned(row_blocks)), kBlock, combine_sides_kernel, rows_on_device,
+    launch(stream, grid_of(unsigned(row_blocks)), kBlock, kernel<combine_sides_kernel>, rows_on_device,
            int64_t(long_rows.size()), sums);
   return 0;
 }
@@ -46,8 +46,8 @@ int64_t one_bit_decode_add(void* workspace, const OneBitSum* table, int64_t coun
   const UploadedSums<OneBitSumEntry, OneBitSum, OneBitTerm> sums(arena, table, count, terms, kMostTile, stream);
   if (!workspace) return arena.nbytes();
   if (sums.blocks > 0)
-    launch(stream, grid_of(unsigned(sums.blocks)), kBlock, one_bit_decode_add_kernel, sums.entries, count, sums.terms,
-           failed);
+    launch(stream, grid_of(unsigned(sums.blocks)), kBlock, kernel<one_bit_decode_add_kernel>, sums.entries, count,
+           sums.terms, failed);
   return 0;
 }
 

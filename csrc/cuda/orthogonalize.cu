@@ -37,7 +37,8 @@ int64_t orthogonalize(void* workspace, const Matrix* matrices, int64_t count, cu
     if (!workspace || next.table.count == 0) continue;
     clear(next.states, kOrthoBatch * int64_t(sizeof(OrthoState)), stream);
     for (int pass = 0; pass < (next.tall ? 2 : 1); ++pass)
-      launch(stream, grid_of(unsigned(next.blocks)), kBlock, orthogonalize_kernel, next.table, next.states, pass);
+      launch(stream, grid_of(unsigned(next.blocks)), kBlock, kernel<orthogonalize_kernel>, next.table, next.states,
+             pass);
   }
   return workspace ? 0 : nbytes;
 }

@@ -24,8 +24,8 @@ int64_t payload_seal(void* workspace, const PayloadSeal* table, int64_t count, c
   auto* on_device = upload(arena, entries, stream);
   if (!workspace) return arena.nbytes();
   if (count == 0) return 0;
-  launch(stream, grid_of(unsigned(count)), kBlock, header_kernel, on_device);
-  launch(stream, grid_of(unsigned(blocks)), kBlock, checksum_kernel, on_device, count);
+  launch(stream, grid_of(unsigned(count)), kBlock, kernel<header_kernel>, on_device);
+  launch(stream, grid_of(unsigned(blocks)), kBlock, kernel<checksum_kernel>, on_device, count);
   return 0;
 }
 
@@ -40,10 +40,10 @@ void payload_inspect(const PayloadBuffer* buffers, int64_t count, int64_t each, 
       batch.of[b] = buffers[at + b];
       longest = std::max(longest, batch.of[b].nbytes);
     }
-    launch(stream, grid_of(1), kPayloadBatch, walk_kernel, batch, each, table + at * each);
+    launch(stream, grid_of(1), kPayloadBatch, kernel<walk_kernel>, batch, each, table + at * each);
     const unsigned y = unsigned(std::clamp<int64_t>(batch.count * each, 1, 1024));
     const unsigned x = grid_for(ceil_div(longest, std::max<int64_t>(each, 1) * 64 * kBlock));
-    launch(stream, grid_of(x, y), kBlock, sums_kernel, batch, each, table + at * each);
+    launch(stream, grid_of(x, y), kBlock, kernel<sums_kernel>, batch, each, table + at * each);
   }
 }
 

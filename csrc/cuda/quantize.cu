@@ -17,7 +17,7 @@ int tile_of_buckets(int64_t bucket) {
 
 // Computes the norms of each tile with it if the tile can be whole buckets, all norms first otherwise.
 template <class T>
-int64_t quantize_with(void* workspace, void (*with_norms)(Quantizer, int, T*), void (*alone)(Quantizer, int, T*),
+int64_t quantize_with(void* workspace, Kernel<Quantizer, int, T*> with_norms, Kernel<Quantizer, int, T*> alone,
                       const Quantizer& q, T* out, cudaStream_t stream) {
   const int tile = tile_of_buckets(q.bucket);
   if (tile > 0) {
@@ -35,25 +35,26 @@ int64_t quantize_with(void* workspace, void (*with_norms)(Quantizer, int, T*), v
 int64_t quantize(void* workspace, const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key,
                  int32_t* codes, float* norms, cudaStream_t stream) {
   const Quantizer q{x, n, bucket, bits, Norm(norm), key, norms};
-  return quantize_with(workspace, quantize_kernel<true>, quantize_kernel<false>, q, codes, stream);
+  return quantize_with(workspace, kernel<quantize_kernel<true>>, kernel<quantize_kernel<false>>, q, codes, stream);
 }
 
 int64_t quantize_packed(void* workspace, const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key,
                         uint8_t* packed, float* norms, cudaStream_t stream) {
   const Quantizer q{x, n, bucket, bits, Norm(norm), key, norms};
-  return quantize_with(workspace, quantize_packed_kernel<true>, quantize_packed_kernel<false>, q, packed, stream);
+  return quantize_with(workspace, kernel<quantize_packed_kernel<true>>, kernel<quantize_packed_kernel<false>>, q,
+                       packed, stream);
 }
 
 void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,
                      int32_t* failed, cudaStream_t stream) {
-  launch(stream, grid_of(grid_for(ceil_div(n, kMostTile))), kBlock, quantize_decode_kernel, codes, norms, n, bits,
-         bucket, x, failed);
+  launch(stream, grid_of(grid_for(ceil_div(n, kMostTile))), kBlock, kernel<quantize_decode_kernel>, codes, norms, n,
+         bits, bucket, x, failed);
 }
 
 void quantize_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
                          float* out, int32_t* failed, cudaStream_t stream) {
-  launch(stream, grid_of(grid_for(ceil_div(n, kMostTile))), kBlock, quantize_decode_add_kernel, packed, norms, n, bits,
-         bucket, weight, out, failed);
+  launch(stream, grid_of(grid_for(ceil_div(n, kMostTile))), kBlock, kernel<quantize_decode_add_kernel>, packed, norms,
+         n, bits, bucket, weight, out, failed);
 }
 
 }  // namespace gradzip::cuda

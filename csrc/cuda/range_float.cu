@@ -11,10 +11,11 @@ int64_t range_float_fit(void* workspace, RangeFloat* format, const float* x, int
   auto* state = arena.take<FitState>(1);
   if (!workspace) return arena.nbytes();
   clear(state, sizeof *state, stream);
-  if (vmin > vmax) launch(stream, grid_of(grid_for(ceil_div(n, 16 * kBlock))), kBlock, range_kernel, x, n, state);
+  if (vmin > vmax)
+    launch(stream, grid_of(grid_for(ceil_div(n, 16 * kBlock))), kBlock, kernel<range_kernel>, x, n, state);
   if (mantissa < 0)
-    launch(stream, grid_of(grid_for(ceil_div(n, histogram_step(n)), 1)), kBlock, histogram_kernel, x, n, state);
-  launch(stream, grid_of(1), kFitBlock, fit_kernel, state, bits, mantissa, vmin, vmax, format);
+    launch(stream, grid_of(grid_for(ceil_div(n, histogram_step(n)), 1)), kBlock, kernel<histogram_kernel>, x, n, state);
+  launch(stream, grid_of(1), kFitBlock, kernel<fit_kernel>, state, bits, mantissa, vmin, vmax, format);
   return 0;
 }
 
@@ -22,20 +23,20 @@ void range_float_encode(const RangeFloat* format, const float* x, int64_t n, boo
                         int32_t* codes, int64_t* outside, cudaStream_t stream) {
   clear(outside, sizeof *outside, stream);
   launch(stream, grid_of(grid_for(ceil_div(n, 4 * kBlock))), kBlock,
-         stochastic ? encode_kernel<true> : encode_kernel<false>, format, x, n, key, codes, outside);
+         stochastic ? kernel<encode_kernel<true>> : kernel<encode_kernel<false>>, format, x, n, key, codes, outside);
 }
 
 void range_float_encode_packed(const RangeFloat* format, const float* x, int64_t n, int bits, bool stochastic,
                                uint64_t key, uint8_t* packed, int64_t* outside, cudaStream_t stream) {
   clear(outside, sizeof *outside, stream);
   launch(stream, grid_of(grid_for(ceil_div(n, kPackTile))), kBlock,
-         stochastic ? encode_packed_kernel<true> : encode_packed_kernel<false>, format, x, n, bits, key, packed,
-         outside);
+         stochastic ? kernel<encode_packed_kernel<true>> : kernel<encode_packed_kernel<false>>, format, x, n, bits, key,
+         packed, outside);
 }
 
 void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t n, float* x, int32_t* failed,
                         cudaStream_t stream) {
-  launch(stream, grid_of(grid_for(ceil_div(n, kBlock))), kBlock, decode_kernel, *format, codes, n, x, failed);
+  launch(stream, grid_of(grid_for(ceil_div(n, kBlock))), kBlock, kernel<decode_kernel>, *format, codes, n, x, failed);
 }
 
 }  // namespace gradzip::cuda

@@ -5,6 +5,7 @@
 #include "cuda/select.cuh"
 
 namespace gradzip::cuda {
+namespace {
 
 struct SelectLaunch {
   dim3 grid;
@@ -21,10 +22,11 @@ struct SelectLaunch {
   // state: zero.
   void launch_on(cudaStream_t stream, const float* x, int64_t n, int64_t k, SelectState* state,
                  Selection* selection) const {
-    launch(stream, grid, kSelectBlock, select_kernel<0>, x, n, k, state, selection, candidates);
-    launch(stream, grid, kSelectBlock, select_kernel<1>, x, n, k, state, selection, candidates);
-    launch(stream, grid, kSelectBlock, select_kernel<2>, x, n, k, state, selection, candidates);
+    launch(stream, grid, kSelectBlock, kernel<select_kernel<0>>, x, n, k, state, selection, candidates);
+    launch(stream, grid, kSelectBlock, kernel<select_kernel<1>>, x, n, k, state, selection, candidates);
+    launch(stream, grid, kSelectBlock, kernel<select_kernel<2>>, x, n, k, state, selection, candidates);
   }
 };
 
+}  // namespace
 }  // namespace gradzip::cuda

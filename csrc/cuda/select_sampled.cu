@@ -26,14 +26,14 @@ int64_t select_sampled(void* workspace, const float* x, int64_t n, int64_t k, ui
   uint64_t counter = 0;
   int64_t size = first_sample(n, k);
   for (int round = 0; round < kSampleRounds && sample_pays(size, n); ++round, size *= 4) {
-    launch(stream, grid_of(grid_for(ceil_div(size, 4 * kSelectBlock), 4)), kSelectBlock, sample_kernel, x, n, size,
-           sampled_rank(n, k, size), key, counter, round, sample, state);
-    launch(stream, grid_of(grid_for(ceil_div(n, 16 * kBlock))), kBlock, sample_count_kernel, x, n, k, round, state,
-           selection, count);
+    launch(stream, grid_of(grid_for(ceil_div(size, 4 * kSelectBlock), 4)), kSelectBlock, kernel<sample_kernel>, x, n,
+           size, sampled_rank(n, k, size), key, counter, round, sample, state);
+    launch(stream, grid_of(grid_for(ceil_div(n, 16 * kBlock))), kBlock, kernel<sample_count_kernel>, x, n, k, round,
+           state, selection, count);
     counter += uint64_t(size) / 4;
   }
   passes.launch_on(stream, x, n, k, &state->exact, exact);
-  launch(stream, grid_of(1), kLanes, sample_finish_kernel, n, k, state, exact, selection, count);
+  launch(stream, grid_of(1), kLanes, kernel<sample_finish_kernel>, n, k, state, exact, selection, count);
   return 0;
 }
 

@@ -18,10 +18,10 @@ int64_t signs_pack(void* workspace, const SignsSource* table, int64_t count, flo
   const auto* on_device = upload(arena, entries, stream);
   auto* parts = statistics ? arena.take<SignsPart>(segments) : nullptr;
   if (!workspace) return arena.nbytes();
-  if (blocks > 0) launch(stream, grid_of(unsigned(blocks)), kBlock, signs_pack_kernel, on_device, count, parts);
+  if (blocks > 0) launch(stream, grid_of(unsigned(blocks)), kBlock, kernel<signs_pack_kernel>, on_device, count, parts);
   if (statistics && count > 0)
-    launch(stream, grid_of(grid_for(ceil_div(count, kBlock / kLanes))), kBlock, signs_statistics_kernel, on_device,
-           count, parts, statistics);
+    launch(stream, grid_of(grid_for(ceil_div(count, kBlock / kLanes))), kBlock, kernel<signs_statistics_kernel>,
+           on_device, count, parts, statistics);
   return 0;
 }
 
@@ -38,11 +38,10 @@ int64_t signs_majority(void* workspace, const SignsVote* table, int64_t count, c
   const auto* addresses = upload(arena, std::vector<const uint8_t*>(votes, votes + count * voters), stream);
   if (!workspace) return arena.nbytes();
   if (against && count > 0) clear(against, count * voters * int64_t(sizeof *against), stream);
-  const auto kernel = voters < 1 << 4   ? signs_majority_kernel<4>
-                      : voters < 1 << 8 ? signs_majority_kernel<8>
-                                        : signs_majority_kernel<16>;
-  if (blocks > 0)
-    launch(stream, grid_of(unsigned(blocks)), kBlock, kernel, on_device, count, addresses, voters, against);
+  const auto vote = voters < 1 << 4   ? kernel<signs_majority_kernel<4>>
+                    : voters < 1 << 8 ? kernel<signs_majority_kernel<8>>
+                                      : kernel<signs_majority_kernel<16>>;
+  if (blocks > 0) launch(stream, grid_of(unsigned(blocks)), kBlock, vote, on_device, count, addresses, voters, against);
   return 0;
 }
 
@@ -52,7 +51,8 @@ int64_t signs_decode_add(void* workspace, const SignsSum* table, int64_t count, 
   const UploadedSums<SignsSumEntry, SignsSum, SignsTerm> sums(arena, table, count, terms, kTile, stream);
   if (!workspace) return arena.nbytes();
   if (sums.blocks > 0)
-    launch(stream, grid_of(unsigned(sums.blocks)), kBlock, signs_decode_add_kernel, sums.entries, count, sums.terms);
+    launch(stream, grid_of(unsigned(sums.blocks)), kBlock, kernel<signs_decode_add_kernel>, sums.entries, count,
+           sums.terms);
   return 0;
 }
 

@@ -10,6 +10,7 @@
 #include "cuda/table.cuh"
 
 namespace gradzip::cuda {
+namespace {
 
 // A copy of the table in the workspace. Queues nothing if there is no workspace yet.
 template <class T>
@@ -22,7 +23,8 @@ T* upload(Arena& arena, const std::vector<T>& table, cudaStream_t stream) {
     UploadBatch batch{};
     const size_t count = std::min(words - first, size_t(kUploadWords));
     std::memcpy(batch.words, reinterpret_cast<const uint64_t*>(table.data()) + first, count * sizeof(uint64_t));
-    launch(stream, grid_of(1), kBlock, upload_kernel, batch, int(count), reinterpret_cast<uint64_t*>(at) + first);
+    launch(stream, grid_of(1), kBlock, kernel<upload_kernel>, batch, int(count),
+           reinterpret_cast<uint64_t*>(at) + first);
   }
   return at;
 }
@@ -47,4 +49,5 @@ struct UploadedSums {
   }
 };
 
+}  // namespace
 }  // namespace gradzip::cuda

@@ -16,7 +16,7 @@ int64_t ternary_packed(void* workspace, const TernarySource* table, int64_t coun
   Arena arena(workspace);
   const auto* on_device = upload(arena, entries, stream);
   if (!workspace) return arena.nbytes();
-  if (blocks > 0) launch(stream, grid_of(unsigned(blocks)), kBlock, ternary_packed_kernel, on_device, count);
+  if (blocks > 0) launch(stream, grid_of(unsigned(blocks)), kBlock, kernel<ternary_packed_kernel>, on_device, count);
   return 0;
 }
 
@@ -26,8 +26,8 @@ int64_t ternary_decode_add(void* workspace, const TernarySum* table, int64_t cou
   const UploadedSums<TernarySumEntry, TernarySum, TernaryTerm> sums(arena, table, count, terms, kTritTile, stream);
   if (!workspace) return arena.nbytes();
   if (sums.blocks > 0)
-    launch(stream, grid_of(unsigned(sums.blocks)), kBlock, ternary_decode_add_kernel, sums.entries, count, sums.terms,
-           failed);
+    launch(stream, grid_of(unsigned(sums.blocks)), kBlock, kernel<ternary_decode_add_kernel>, sums.entries, count,
+           sums.terms, failed);
   return 0;
 }
 

@@ -19,12 +19,12 @@ dim3 warp_grid(int64_t tiles, int block) { return grid_of(grid_for(ceil_div(tile
 
 void transform(const float* x, int64_t n, uint32_t code, float* coefficients, cudaStream_t stream) {
   const TransformLayout t = layout_of(code, n);
-  launch(stream, tile_grid(t), kTransformBlock, transform_kernel, t, x, coefficients);
+  launch(stream, tile_grid(t), kTransformBlock, kernel<transform_kernel>, t, x, coefficients);
 }
 
 void transform_inverse(const float* coefficients, int64_t n, uint32_t code, float* x, cudaStream_t stream) {
   const TransformLayout t = layout_of(code, n);
-  launch(stream, tile_grid(t), kTransformBlock, transform_inverse_kernel, t, coefficients, x);
+  launch(stream, tile_grid(t), kTransformBlock, kernel<transform_inverse_kernel>, t, coefficients, x);
 }
 
 int64_t transform_select(void* workspace, const float* x, int64_t n, uint32_t code, int64_t k, float* scratch,
@@ -45,11 +45,11 @@ int64_t transform_select(void* workspace, const float* x, int64_t n, uint32_t co
   clear(s.state, sizeof *s.state, stream);
   if (s.t.group == 2) abs_max(x, n, amax, stream);
   const dim3 by_tile = tile_grid(s.t), by_warp = warp_grid(s.t.tiles, kTransformBlock);
-  launch(stream, by_tile, kTransformBlock, transform_rank_kernel, s, x);
-  launch(stream, by_tile, kTransformBlock, transform_collect_kernel, s, x);
-  launch(stream, by_warp, kTransformBlock, transform_refine_kernel, s);
-  launch(stream, by_warp, kTransformBlock, transform_count_kernel, s);
-  launch(stream, by_tile, kTransformBlock, transform_emit_kernel, s, bitmap, values);
+  launch(stream, by_tile, kTransformBlock, kernel<transform_rank_kernel>, s, x);
+  launch(stream, by_tile, kTransformBlock, kernel<transform_collect_kernel>, s, x);
+  launch(stream, by_warp, kTransformBlock, kernel<transform_refine_kernel>, s);
+  launch(stream, by_warp, kTransformBlock, kernel<transform_count_kernel>, s);
+  launch(stream, by_tile, kTransformBlock, kernel<transform_emit_kernel>, s, bitmap, values);
   return 0;
 }
 
@@ -67,12 +67,12 @@ int64_t transform_decode(void* workspace, const TransformPart* parts, int64_t co
   for (int64_t c = 0; c < count; ++c) table.of[c] = parts[c];
   clear(invalid, sizeof *invalid, stream);
   if (count > 0) {
-    launch(stream, warp_grid(count * t.tiles, kBlock), kBlock, transform_parts_count_kernel, t, table, counts);
-    launch(stream, grid_of(unsigned(count)), kScanBlock, transform_parts_scan_kernel, t, table, counts, offsets,
+    launch(stream, warp_grid(count * t.tiles, kBlock), kBlock, kernel<transform_parts_count_kernel>, t, table, counts);
+    launch(stream, grid_of(unsigned(count)), kScanBlock, kernel<transform_parts_scan_kernel>, t, table, counts, offsets,
            invalid);
   }
-  launch(stream, tile_grid(t), kTransformBlock, transform_decode_kernel, t, table, offsets, invalid, weight, add, out,
-         failed);
+  launch(stream, tile_grid(t), kTransformBlock, kernel<transform_decode_kernel>, t, table, offsets, invalid, weight,
+         add, out, failed);
   return 0;
 }
 

@@ -93,10 +93,22 @@ def _cuda() -> Facts:
     return {
         "built": True,
         "archs": _C.cuda_archs.split(),
+        "nvrtc": _nvrtc(_C.cuda_driver_version()) if _C.cuda_nvrtc else None,
         "runtime": _cuda_version(_C.cuda_runtime_version()),
         "driver": _cuda_version(_C.cuda_driver_version()),
         "devices": _C.cuda_devices(),
     }
+
+
+def _nvrtc(driver: int) -> Facts:
+    """What compiles the kernels in a build without nvcc."""
+    from gradzip.nvrtc import cache, find
+
+    try:
+        found = find(driver)
+    except RuntimeError as error:
+        return {"error": str(error)}
+    return {"version": found.version, "path": found.path, "cache": str(cache.home())}
 
 
 def _cuda_version(number: int) -> str | None:
@@ -198,10 +210,21 @@ def _cuda_rows(cuda: Facts) -> list[tuple[str, str]]:
     if "error" in cuda:
         return [("CUDA", f"broken: {cuda['error']}")]
     if not cuda["built"]:
-        return [("CUDA", "not built (no nvcc was found, or GRADZIP_CUDA=0)")]
+        return [("CUDA", "not built (GRADZIP_CUDA=0)")]
     driver = f"driver for CUDA {cuda['driver']}" if cuda["driver"] else "no driver found"
+    nvrtc = cuda["nvrtc"]
+    if nvrtc is None:
+        rows = [("CUDA", f"built by nvcc for {', '.join(cuda['archs'])}; runtime {cuda['runtime']}, {driver}")]
+    elif "error" in nvrtc:
+        rows = [("CUDA", f"kernels cannot be compiled; {driver}"), ("", nvrtc["error"])]
+    else:
+        rows = [
+            ("CUDA", f"built without nvcc: NVRTC {nvrtc['version']} compiles kernels at their first use; {driver}"),
+            ("", f"NVRTC in {nvrtc['path']}"),
+            ("", f"compiled kernels in {nvrtc['cache']}"),
+        ]
     return [
-        ("CUDA", f"built for {', '.join(cuda['archs'])}; runtime {cuda['runtime']}, {driver}"),
+        *rows,
         *(
             ("", f"device {i}: {d['name']}, sm_{d['major']}{d['minor']}, {d['memory'] / 2**30:.0f} GiB")
             for i, d in enumerate(cuda["devices"])

@@ -106,7 +106,7 @@ def check(
     if on_cuda(x) and not kernels().cuda_built:
         raise ValueError(
             f"{what}: got a tensor on {x.device}, but this build of gradzip has kernels for the CPU only; "
-            "build it where nvcc is"
+            "build it without GRADZIP_CUDA=0"
         )
     if device is not None and x.device != device:
         raise ValueError(f"{what}: got a tensor on {x.device}, expected one on {device} like the others")
