@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,3 +184,15 @@ class Bucket:
         following.advance(self.routines, self._current.split([p.result() for p in self._pending]))
         for key, ring in self._rings.items():
             following.add(key, ring)
+
+
+def finish(buckets: Sequence[Bucket], engine: Engine) -> None:
+    """Run the routines of all buckets to their ends. Later rounds run for all together."""
+    buckets[-1].gather_shards()
+    following = Round()
+    # Buckets with overflow come last: their second transfers run meanwhile.
+    overflowed = [bucket for bucket in buckets if not bucket.advance_unless_overflow(following)]
+    for bucket in overflowed:
+        bucket.advance(following)
+    routines = {key: routine for bucket in buckets for key, routine in bucket.routines.items()}
+    engine.finish(routines, following, "round")

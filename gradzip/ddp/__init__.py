@@ -22,11 +22,10 @@ from torch import Tensor
 
 from .. import decay_momentum, handshake, ops
 from ..averaging import no_autocast
-from ..buckets import Plan
+from ..buckets import Plan, finish
 from ..collectives import Mean, Routine, Traffic
 from ..compressor import Compressor
 from ..engines.torch import TorchEngine, nbytes_of
-from ..fusion import Round
 from ..streams import home_streams
 from .buckets import Future, GradBuffer, Names
 
@@ -187,14 +186,7 @@ class HookState:
     def _run(self, buckets: list[GradBuffer]) -> bool:
         """Run the routines of all buckets to their ends. Returns False if GradScaler is going to skip the step."""
         assert self._engine is not None
-        buckets[-1].gather_shards()
-        following = Round()
-        # Buckets with overflow come last: their second transfers run meanwhile.
-        overflowed = [bucket for bucket in buckets if not bucket.advance_unless_overflow(following)]
-        for bucket in overflowed:
-            bucket.advance(following)
-        routines = {key: routine for bucket in buckets for key, routine in bucket.routines.items()}
-        self._engine.finish(routines, following, "round")
+        finish(buckets, self._engine)
         if self.compressor.memory.scaler is None:
             return True
         # GradScaler skips the step of all parameters, not only of those whose gradients are not finite.

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import decay_momentum, handshake, ops
 from ..averaging import no_autocast
-from ..buckets import Bucket, Plan
+from ..buckets import Bucket, Plan, finish
 from ..collectives import Traffic
 from ..compressor import Compressor
 from ..engines.torch import TorchEngine
@@ -172,7 +172,10 @@ class HookState:
         }
         first = Round()
         first.advance(routines, dict.fromkeys(routines))
+        before = list(self._buckets.values())
         self._buckets[index] = Bucket(routines, first, self._engine, ",".join(gradients))
+        if before:
+            before[-1].gather_shards()
         self._averaged.add(index)
 
     def _plan(self, index: int, gradients: dict[str, Tensor]) -> Plan:
@@ -190,14 +193,8 @@ class HookState:
     def _run(self) -> None:
         """Run the routines in progress to their ends."""
         buckets, self._buckets = list(self._buckets.values()), {}
-        following = Round()
-        # Buckets with overflow come last: their second transfers run meanwhile.
-        overflowed = [bucket for bucket in buckets if not bucket.advance_unless_overflow(following)]
-        for bucket in overflowed:
-            bucket.advance(following)
-        routines = {key: routine for bucket in buckets for key, routine in bucket.routines.items()}
         assert self._engine is not None
-        self._engine.finish(routines, following, "round")
+        finish(buckets, self._engine)
 
     def _finish(self) -> None:
         """End the step. Called at the end of a backward pass, after FSDP has called all hooks."""
