@@ -70,10 +70,10 @@ def scenarios(ranks, script, folder, *names, run=horovodrun, timeout=120):
     return {name: [results[name] for results in per_rank] for name in per_rank[0]}
 
 
-def shaped(*arguments, **options):
+def shaped(*arguments, timeout=60, **options):
     """Run scripts/shaped_net.sh. Return the finished process."""
     command = ["bash", str(SHAPED_NET), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
 
 
 def no_shaping_reason():

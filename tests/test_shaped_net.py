@@ -258,6 +258,6 @@ def test_torchrun_joins_the_hosts():
         "x = torch.ones(1); dist.all_reduce(x); os.write(1, b'sum %d %s\\n' % (x, os.environ['GROUP_RANK'].encode()))"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", 2]
-    done = shaped("--hosts", 2, "--inter", "1gbit", "--", *command, sys.executable, "-c", code)
+    done = shaped("--hosts", 2, "--inter", "1gbit", "--", *command, sys.executable, "-c", code, timeout=250)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["sum 4 0", "sum 4 0", "sum 4 1", "sum 4 1"]

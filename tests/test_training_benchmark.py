@@ -37,7 +37,7 @@ def command(*arguments):
 
 
 def benchmark(*arguments):
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=200)
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.long
