@@ -503,7 +503,7 @@ def test_an_interrupted_study_continues(tmp_path):
             if line.startswith("[1/6]"):
                 process.send_signal(signal.SIGINT)
                 break
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=200)
     assert process.returncode == 130
     (line,) = errors.splitlines()[-1:]
     assert line.startswith("convergence.py: interrupted; to go on ") and f"--json {tmp_path / 'r.json'}" in line
