@@ -70,6 +70,9 @@ class Ddp:
         dist.all_gather_object(gathered, value)
         return gathered
 
+    def end(self):
+        pass
+
 
 class Horovod:
     def __init__(self):
@@ -93,6 +96,11 @@ class Horovod:
         import horovod.torch as hvd
 
         return hvd.allgather_object(value)
+
+    def end(self):
+        import horovod.torch as hvd
+
+        hvd.shutdown()  # all ranks together: one that leaves earlier aborts the others
 
 
 class Job:
@@ -172,6 +180,7 @@ def main():
         results = {spec: train(launcher, spec) for spec in names or SPECS}
     torch.save(results, Path(folder) / f"{launcher.rank}.pt")
     launcher.gather(0)
+    launcher.end()
     os._exit(0)
 
 

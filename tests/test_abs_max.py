@@ -51,7 +51,7 @@ def test_any_shape_and_strides():
     "x, got",
     [
         ([1.0], "list"),
-        (np.ones(3, np.float32), "ndarray"),
+        (np.ones(3), "torch.float64"),
         (None, "NoneType"),
         (torch.ones(3, dtype=torch.float64), "torch.float64"),
         (torch.ones(3, dtype=torch.bfloat16), "torch.bfloat16"),
