@@ -73,13 +73,12 @@ class Unit:
         torch._foreach_copy_(gradients, [p.view(g.shape) for p, g in zip(pieces, gradients)])  # one operation
         return average
 
-    def rollback(self) -> None:
-        """Undo the last step of the unit."""
-        self.averaging.method.memory.rollback(self.name)
-
-    def discard_snapshot(self) -> None:
-        """Free what `rollback` needs."""
-        self.averaging.method.memory.discard_snapshot(self.name)
+    def end_step(self, skipped: bool) -> None:
+        """With a loss scale, undo the unit's step if it was skipped. Frees what that needs before the next step."""
+        memory = self.averaging.method.memory
+        if skipped:
+            memory.rollback(self.name)
+        memory.discard_snapshot(self.name)
 
     def _find_states(self, gradients: list[Tensor], rank: int, size: int) -> None:
         """Make one state of the parameters' states, unless there is one. They may be in former buckets' states."""

@@ -51,6 +51,13 @@ class Round:
     def __init__(self) -> None:
         self._groups: dict[Any, dict[Any, Any]] = {}  # kind -> key -> collective
 
+    @classmethod
+    def first(cls, routines: Mapping[Any, Routine]) -> Round:
+        """The round of the first collectives of routines that have not started."""
+        first = cls()
+        first.advance(routines, dict.fromkeys(routines))
+        return first
+
     def advance(self, routines: Mapping[Any, Routine], results: Mapping[Any, Any]) -> dict[Any, Any]:
         """Send routines the results of their last collectives, and add their next ones to this round.
 

@@ -193,9 +193,7 @@ class HookState:
         averages = [b.buffer._values() if b.buffer.is_sparse else b.buffer for b in buckets]
         skipped = not ops.all_finite(averages)
         for unit in [unit for index in range(len(buckets)) for unit in self._plans[index].units]:
-            if skipped:
-                unit.rollback()
-            unit.discard_snapshot()  # free it before the next step
+            unit.end_step(skipped)
         return not skipped
 
     def _connect(self, group: dist.ProcessGroup, device: torch.device) -> TorchEngine:

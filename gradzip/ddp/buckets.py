@@ -42,8 +42,6 @@ class GradBuffer(Bucket):
     """A bucket in progress whose averages are written to a buffer of DDP, which waits for a future of it."""
 
     def __init__(self, buffer: Tensor, routines: dict[Any, Routine], engine: TorchEngine, slot: str) -> None:
-        first = Round()
-        first.advance(routines, dict.fromkeys(routines))
-        super().__init__(routines, first, engine, slot)
+        super().__init__(routines, Round.first(routines), engine, slot)
         self.buffer = buffer
         self.future = Future(devices=[buffer.device] if buffer.is_cuda else None)

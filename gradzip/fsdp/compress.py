@@ -170,10 +170,8 @@ class HookState:
             (index, i): unit.average([tensors[j] for j in unit.indices], rank, size)
             for i, unit in enumerate(plan.units)
         }
-        first = Round()
-        first.advance(routines, dict.fromkeys(routines))
         before = list(self._buckets.values())
-        self._buckets[index] = Bucket(routines, first, self._engine, ",".join(gradients))
+        self._buckets[index] = Bucket(routines, Round.first(routines), self._engine, ",".join(gradients))
         if before:
             before[-1].gather_shards()
         self._averaged.add(index)
@@ -219,9 +217,7 @@ class HookState:
         skipped = torch.tensor([float(not ops.all_finite(gradients))], device=self._engine.device)
         dist.all_reduce(skipped, dist.ReduceOp.MAX, self._mesh.get_group())  # replicas have the same averages
         for unit in [unit for i in averaged for unit in self._plans[i].units]:
-            if skipped:
-                unit.rollback()
-            unit.discard_snapshot()  # free it before the next step
+            unit.end_step(bool(skipped))
         return bool(skipped)
 
     def _connect(self, device: torch.device) -> TorchEngine:

@@ -165,8 +165,7 @@ class OptimizerContext:
             )
             for i, unit in enumerate(units)
         }
-        first = Round()
-        first.advance(routines, dict.fromkeys(routines))
+        first = Round.first(routines)
         if units:
             self._started[planned.name] = Bucket(routines, first, self.engine, f"{planned.name}.gradzip")
         self._units += units
@@ -209,9 +208,7 @@ class OptimizerContext:
         self._waiting = {}
         skipped = not ops.all_finite(averages)
         for unit in units:
-            if skipped:
-                unit.rollback()
-            unit.discard_snapshot()  # free it before the next step
+            unit.end_step(skipped)
         if skipped:
             self.compressor.skip_step()
         else:
