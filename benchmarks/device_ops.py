@@ -28,10 +28,11 @@ from torch.nn import Parameter
 import gradzip
 import gradzip.ddp
 from gradzip import cost, models
-from gradzip.collectives import AllToAll, Collective, Gather, RingSum, ToHost, Traffic
+from gradzip.collectives import AllToAll, Collective, Gather, RingSum, ToHost
 from gradzip.engines.base import Engine, Pending, PendingCopy
 from gradzip.horovod.context import OptimizerContext
 from gradzip.horovod.front_end import BUCKET_CAP_MB
+from gradzip.traffic import Traffic
 from provenance import provenance
 from result_files import replace_block, write_whole
 from stand_in import SMALL, Counts, StandIn, stand_in

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from . import checkpoint, horovod, methods, ops, optim
 from ._version import __version__ as __version__
 from .auto import Auto
-from .collectives import AllToAll, Broadcast, Gather, Mean, RingSum, Traffic
+from .collectives import AllToAll, Broadcast, Gather, Mean, RingSum
 from .compressor import Compressor
 from .engines.local import LocalGroup, roundtrip, simulate
 from .fusion import fused
@@ -25,6 +25,7 @@ from .schedule import DiminishingTheta, StepSchedule
 from .spec import parse
 from .state import State
 from .telemetry import Monitor
+from .traffic import Traffic
 
 if TYPE_CHECKING:
     from . import ddp, fsdp

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .collectives import Mean, Routine, timed
+from .collectives import Mean
 from .compressor import Compressor
+from .routines import Routine, timed
 from .sharding import Sharding, among_peers
 from .state import State
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .collectives import Local, Routine, jointly
 from .gather import GatherCompressor, at_once, attribute_payload_errors, inspected, payload_source
+from .routines import Local, Routine, jointly
 from .state import Key, State
 
 

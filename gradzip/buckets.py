@@ -11,10 +11,11 @@ from torch import Tensor
 
 from . import cost
 from .averaging import Averaging
-from .collectives import AllToAll, Mean, Routine
+from .collectives import AllToAll, Mean
 from .compressor import Compressor
 from .engines.base import Engine
 from .fusion import Round, adjacent
+from .routines import Routine
 from .state import BucketState
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -156,126 +155,6 @@ Collective = Mean | Gather | AllToAll | Broadcast | ToHost | RingSum
 def among(scope: Scope, collective: Collective) -> Collective:
     """The same collective, among other ranks. A `ToHost` stays as it is."""
     return collective if isinstance(collective, ToHost) else replace(collective, scope=scope)
-
-
-@dataclass(frozen=True)
-class Local:
-    """Work of this rank alone, done in one call for all routines that ask for it at the same time. No collective.
-
-    Result: this routine's item of what `function` returns.
-
-    Args:
-        function: called with the list of the arguments of all these routines; returns a result for each.
-        device: on which the work is done. Requests for different devices are not joined.
-        argument: of this routine.
-        traffic: counts the time.
-    """
-
-    function: Callable[[list[Any]], Sequence[Any]]
-    device: torch.device
-    argument: Any
-    traffic: Traffic | None = None
-
-
-def run_local(requests: Sequence[Local]) -> Sequence[Any]:
-    """The results of requests for the same function, in one call."""
-    start = time.perf_counter()
-    results = requests[0].function([request.argument for request in requests])
-    if requests[0].traffic is not None:
-        requests[0].traffic.seconds += time.perf_counter() - start
-    return results
-
-
-# A running method: yields collectives and local work, is sent their results, returns the average.
-Routine = Generator[Collective | Local, Any, Any]
-
-
-def jointly(function: Callable[[list[Any]], Sequence[Any]], device: torch.device, argument: Any) -> Routine:
-    """Coroutine: local work that is joined with that of other routines on a device.
-
-    On a CPU it is done at once, since averages share memory.
-    """
-    if device.type == "cpu":
-        return function([argument])[0]
-    return (yield Local(function, device, argument))
-
-
-@dataclass(frozen=True)
-class Done:
-    """The end of a routine, with what it returned."""
-
-    result: Any
-
-
-def step(routine: Generator[Any, Any, Any], result: Any = None) -> Any:
-    """Send a routine the result of what it has yielded last; return what it yields next, or `Done`.
-
-    result: None starts the routine.
-    """
-    try:
-        return routine.send(result)
-    except StopIteration as stop:
-        return Done(stop.value)
-
-
-def advance(routine: Generator[Any, Any, Any], result: Any = None) -> Any:
-    """Like `step`, but do local work at once: return the next collective, or `Done`."""
-    while isinstance(item := step(routine, result), Local):
-        (result,) = run_local([item])
-    return item
-
-
-def timed(routine: Routine, traffic: Traffic) -> Routine:
-    """The same routine; adds the time that it takes between its collectives to `traffic.seconds`."""
-    result = None
-    while True:
-        start = time.perf_counter()
-        try:
-            item = step(routine, result)
-        finally:
-            traffic.seconds += time.perf_counter() - start
-        if isinstance(item, Done):
-            return item.result
-        result = yield replace(item, traffic=traffic) if isinstance(item, Local) else item
-
-
-@dataclass
-class Traffic:
-    """Bytes that one rank has sent, bytes of the same gradients uncompressed, and the time that compression took.
-
-    `seconds` is the time of the thread that runs the methods: it compresses, decompresses and updates states, and does
-    not wait. Rings compress while they communicate: only what comes before and after them counts. On a device it is
-    the time to launch the work.
-
-    What collectives among the ranks of a node send (scope "node") is counted in `bytes_in_node`, and not in
-    `bytes_sent`, which is what may travel between nodes.
-    """
-
-    bytes_sent: int = 0
-    bytes_dense: int = 0
-    seconds: float = 0.0
-    bytes_in_node: int = 0
-
-    def count(self, nbytes: int, scope: Scope = "all") -> None:
-        """Count bytes that this rank sends."""
-        if scope == "node":
-            self.bytes_in_node += nbytes
-        else:
-            self.bytes_sent += nbytes
-
-    @property
-    def ratio(self) -> float:
-        """Compression ratio: uncompressed bytes for each byte sent."""
-        return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
-
-
-def sent_nbytes(collective: Collective) -> int:
-    """Bytes that one rank hands to the collective. An all-reduce counts once, whatever its algorithm sends."""
-    if isinstance(collective, ToHost):
-        return 0
-    if isinstance(collective, RingSum):
-        return sum(collective.numels) * collective.dtype.itemsize
-    return collective.tensor.numel() * collective.tensor.element_size()
 
 
 # Segment size, large enough to amortise per-message latency.

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collectives import Routine
 from .compressor import Compressor
+from .routines import Routine
 from .state import State
 
 

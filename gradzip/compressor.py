@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .collectives import Local, Routine, ToHost, Traffic, jointly
+from .collectives import ToHost
 from .hyper_parameters import check_types, cloned, digest_of
 from .memory import Memory
+from .routines import Local, Routine, jointly
 from .sharding import Sharding
 from .state import State, Workspace
+from .traffic import Traffic
 
 _MAX_ABS = "_gradzip_max_abs"  # attribute of an average: its largest magnitude, if it is known
 

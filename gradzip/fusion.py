@@ -10,20 +10,8 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .collectives import (
-    AllToAll,
-    Broadcast,
-    Collective,
-    Done,
-    Gather,
-    Local,
-    Mean,
-    RingSum,
-    Routine,
-    ToHost,
-    run_local,
-    step,
-)
+from .collectives import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, ToHost
+from .routines import Done, Local, Routine, run_local, step
 
 # Fused routines: yields the collectives of a round, which may run concurrently, and is sent the list of their results.
 FusedRoutine = Generator[list[Collective], list[Any], list[Any]]

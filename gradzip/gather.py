@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .collectives import AllToAll, Done, Gather, Local, Routine, ToHost, advance
+from .collectives import AllToAll, Gather, ToHost
 from .compressor import Compressor
 from .cost import Link
+from .routines import Done, Local, Routine, advance
 from .state import Key, State, split_shards
 
 # The network that exchange="auto" assumes. All ranks must decide alike, so it is not measured: 1 Gb/s with a latency of

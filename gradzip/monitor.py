@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Broadcast, Traffic
+from .collectives import Broadcast
 from .engines.base import Engine
 from .handshake import parameters_by_name
+from .traffic import Traffic
 
 
 class ReplicaMonitor:

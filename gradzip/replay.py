@@ -12,11 +12,13 @@ from torch import Tensor
 
 from . import ops
 from .averaging import Averaging, no_autocast
-from .collectives import Collective, Done, Gather, Routine, advance, sent_nbytes
+from .collectives import Collective, Gather
 from .compressor import Compressor
 from .engines.local import drive
 from .methods.transform_codec import TransformCodec
+from .routines import Done, Routine, advance
 from .state import State
+from .traffic import sent_nbytes
 
 
 @dataclass(frozen=True)

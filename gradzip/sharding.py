@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collectives import AllToAll, Done, Gather, Local, Routine, ToHost, among, step
+from .collectives import AllToAll, Gather, ToHost, among
+from .routines import Done, Local, Routine, step
 
 
 @dataclass(frozen=True)

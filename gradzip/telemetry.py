@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, linalg
 
-from .collectives import Routine, Traffic, sent_nbytes
 from .compressor import Compressor
 from .replay import recorded, relative_error, replay
+from .routines import Routine
+from .traffic import Traffic, sent_nbytes
 
 if TYPE_CHECKING:
     from .averaging import Averaging

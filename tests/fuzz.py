@@ -33,8 +33,8 @@ import gradzip.ops._native as native
 import sanitized
 from gradzip import ops
 from gradzip.averaging import averaged
-from gradzip.collectives import advance
 from gradzip.gather import GatherCompressor
+from gradzip.routines import advance
 from gradzip.state import Key
 
 FOLDER = sanitized.ROOT / "build" / "fuzz"

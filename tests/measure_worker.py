@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from gradzip.collectives import Traffic
 from gradzip.measure import measure_link
+from gradzip.traffic import Traffic
 
 
 def engine():

@@ -22,6 +22,8 @@ ORDER = [
     "streams",
     "memory",
     "collectives",
+    "traffic",
+    "routines",
     "cost",
     "models",
     "fusion",

@@ -8,9 +8,11 @@ import torch
 import gradzip
 from gradzip import ops
 from gradzip.averaging import averaged
-from gradzip.collectives import Broadcast, Gather, Mean, ToHost, sent_nbytes, timed
+from gradzip.collectives import Broadcast, Gather, Mean, ToHost
 from gradzip.engines.local import drive
 from gradzip.fusion import adjacent, fused
+from gradzip.routines import timed
+from gradzip.traffic import sent_nbytes
 
 
 def mean(x):

@@ -12,11 +12,11 @@ import gradzip
 from contract import assert_equal_states
 from gradzip import ACPSGD, LocalGroup, PowerSGD, simulate
 from gradzip.averaging import averaged
-from gradzip.collectives import Local
 from gradzip.engines.local import drive
 from gradzip.fusion import fused
 from gradzip.methods.low_rank import Factors
 from gradzip.ops import _native as native
+from gradzip.routines import Local
 
 both_methods = pytest.mark.parametrize("method", [PowerSGD, ACPSGD])
 U = 2.0**-24

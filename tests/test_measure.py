@@ -12,12 +12,13 @@ import torch
 
 import gradzip
 from gradzip import measure
-from gradzip.collectives import Gather, Mean, Traffic
+from gradzip.collectives import Gather, Mean
 from gradzip.engines.base import Engine
 from gradzip.measure import clock as clock_module
 from gradzip.measure import link as link_module
 from gradzip.measure.method import _kind
 from gradzip.registry import registered
+from gradzip.traffic import Traffic
 from launch import horovodrun, needs_network, scenarios, shaped, torchrun
 
 SHAPE = (48, 32, 3, 3)

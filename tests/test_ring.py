@@ -12,10 +12,11 @@ import torch
 import gradzip
 from gradzip import ops
 from gradzip.codec_ring import codec_ring
-from gradzip.collectives import RingSum, ring_segments, sent_nbytes
+from gradzip.collectives import RingSum, ring_segments
 from gradzip.engines.local import drive
 from gradzip.fusion import fused
 from gradzip.state import Key
+from gradzip.traffic import sent_nbytes
 from launch import HERE, needs_network, processes, scenarios
 from ring_worker import (
     CUTS,

@@ -15,11 +15,12 @@ import gradzip
 import gradzip.ddp
 from contract import EXAMPLES
 from device_ops import noise
-from gradzip.collectives import AllToAll, Broadcast, Gather, Mean, RingSum, ToHost, Traffic
+from gradzip.collectives import AllToAll, Broadcast, Gather, Mean, RingSum, ToHost
 from gradzip.engines.ring import Ring, _Wire
 from gradzip.engines.torch import TorchEngine
 from gradzip.state import Key, State
 from gradzip.streams import HomeStreams, home_streams
+from gradzip.traffic import Traffic
 from stand_in import DEVICE, stand_in
 from stream_recorder import Future, Horovod, ProcessGroup, Recorder, Stream
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ..collectives import Traffic
 from ..engines.base import Engine
+from ..traffic import Traffic
 from .error import CommandError
 
 

@@ -23,10 +23,12 @@ from torch import Tensor
 from .. import decay_momentum, handshake, ops
 from ..averaging import no_autocast
 from ..buckets import Plan, finish
-from ..collectives import Mean, Routine, Traffic
+from ..collectives import Mean
 from ..compressor import Compressor
 from ..engines.torch import TorchEngine, nbytes_of
+from ..routines import Routine
 from ..streams import home_streams
+from ..traffic import Traffic
 from .buckets import Future, GradBuffer, Names
 
 

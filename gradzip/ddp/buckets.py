@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buckets import Bucket
-from ..collectives import Routine
 from ..engines.torch import TorchEngine
 from ..fusion import Round
+from ..routines import Routine
 
 Future: TypeAlias = torch.futures.Future[torch.Tensor]
 

@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..collectives import Collective, Routine, Scope, ToHost, Traffic, among
+from ..collectives import Collective, Scope, ToHost, among
 from ..fusion import Round
+from ..routines import Routine
+from ..traffic import Traffic
 
 
 class Pending(Protocol):

@@ -14,9 +14,10 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, Scope, ToHost, Traffic, split_equally
+from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, Scope, ToHost, split_equally
 from ..cost import JOINED
 from ..streams import use_on_current_stream
+from ..traffic import Traffic
 from .base import Engine, Pending, PendingCopy
 from .horovod_group import group_from_horovod
 from .ring import Ring, RingError

@@ -9,23 +9,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..averaging import averaged
-from ..collectives import (
-    AllToAll,
-    Broadcast,
-    Collective,
-    Done,
-    Gather,
-    RingSum,
-    Routine,
-    ToHost,
-    Traffic,
-    advance,
-    among,
-    sent_nbytes,
-)
+from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, ToHost, among
 from ..compressor import Compressor
 from ..fusion import FusedRoutine
 from ..ops.arrays import takes_arrays
+from ..routines import Done, Routine, advance
+from ..traffic import Traffic, sent_nbytes
 
 
 def run(collectives: Sequence[Collective], node_size: int = 1) -> list:

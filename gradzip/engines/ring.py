@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import RingSum, Traffic
+from ..collectives import RingSum
 from ..state import Workspace
+from ..traffic import Traffic
 
 
 class RingError(RuntimeError):

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
-from ..collectives import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, Scope, ToHost, Traffic
+from ..collectives import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, Scope, ToHost
 from ..cost import JOINED
+from ..traffic import Traffic
 from .base import Engine, Pending, PendingCopy
 from .ring import Ring
 

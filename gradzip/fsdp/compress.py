@@ -23,11 +23,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import decay_momentum, handshake, ops
 from ..averaging import no_autocast
 from ..buckets import Bucket, Plan, finish
-from ..collectives import Traffic
 from ..compressor import Compressor
 from ..engines.torch import TorchEngine
 from ..fusion import Round
 from ..streams import home_streams, use_on_current_stream
+from ..traffic import Traffic
 from .shards import Shards
 
 

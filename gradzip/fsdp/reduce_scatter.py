@@ -10,11 +10,12 @@ from torch import Tensor
 
 from .. import handshake
 from ..averaging import no_autocast
-from ..collectives import AllToAll, Traffic
+from ..collectives import AllToAll
 from ..compressor import Compressor
 from ..engines.torch import TorchEngine
 from ..fixed_codec import fixed_codec
 from ..state import Key
+from ..traffic import Traffic
 
 
 def reduce_scatter(compressor: Compressor) -> ReduceScatter:

@@ -22,9 +22,10 @@ from torch import Tensor
 from .. import decay_momentum, handshake, ops
 from ..averaging import Averaging, no_autocast
 from ..buckets import Bucket, Plan, Unit, cut
-from ..collectives import Done, Mean, Routine, advance
+from ..collectives import Mean
 from ..compressor import Compressor
 from ..fusion import Round
+from ..routines import Done, Routine, advance
 from ..streams import home_streams
 from .buckets import PlannedBucket, WaitingBucket
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from ..averaging import averaged, no_autocast
-from ..collectives import AllToAll, Collective, Done, Gather, RingSum, ToHost, advance, sent_nbytes
+from ..collectives import AllToAll, Collective, Gather, RingSum, ToHost
 from ..compressor import Compressor
 from ..cost import Compressed
 from ..engines import local
+from ..routines import Done, advance
+from ..traffic import sent_nbytes
 from .clock import now
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import AllToAll, Gather, Routine, ToHost
+from ..collectives import AllToAll, Gather, ToHost
 from ..compressor import Compressor
 from ..registry import register
+from ..routines import Routine
 from ..state import VECTOR, Key, State
 
 

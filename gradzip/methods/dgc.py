@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import Routine
 from ..registry import register
+from ..routines import Routine
 from ..schedule import Theta, check_theta, theta_at
 from ..state import Key, State
 from .topk import SparseCodec, num_kept

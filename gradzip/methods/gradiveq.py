@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import Broadcast, Gather, Mean, RingSum, Routine, ring_segments
+from ..collectives import Broadcast, Gather, Mean, RingSum, ring_segments
 from ..compressor import Compressor
 from ..gather import attribute_payload_errors
 from ..registry import register
+from ..routines import Routine
 from ..state import State
 from .pca import max_dimension, principal_weights
 

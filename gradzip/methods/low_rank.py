@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import Local, Mean, Routine, ToHost
+from ..collectives import Mean, ToHost
 from ..compressor import Compressor
 from ..registry import register
+from ..routines import Local, Routine
 from ..state import State
 
 # An upper bound of the magnitudes in a factor that is orthonormal but for rounding errors.

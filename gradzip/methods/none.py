@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..collectives import Mean, Routine
+from ..collectives import Mean
 from ..compressor import Compressor
 from ..registry import register
+from ..routines import Routine
 from ..state import State
 
 

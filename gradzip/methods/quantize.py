@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .. import ops
 from ..bucket_codec import BucketCodec, Sum
-from ..collectives import Local, Routine
 from ..gather import GatherCompressor, attribute_payload_errors, inspected, payload_source
 from ..registry import register
+from ..routines import Local, Routine
 from ..state import VECTOR, Key, State
 
 _STREAM = struct.Struct("<QB7x")  # length of the coded levels in bytes; whether they are Elias-coded

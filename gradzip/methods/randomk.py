@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import Mean, Routine
+from ..collectives import Mean
 from ..compressor import Compressor
 from ..registry import register
+from ..routines import Routine
 from ..schedule import Theta, check_theta, theta_at
 from ..state import State
 from .topk import num_kept

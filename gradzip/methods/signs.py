@@ -13,9 +13,10 @@ from torch import Tensor
 
 from .. import ops
 from ..bucket_codec import BucketCodec, Sum
-from ..collectives import Routine, ToHost, jointly
+from ..collectives import ToHost
 from ..gather import at_once
 from ..registry import register
+from ..routines import Routine, jointly
 from ..state import Key, State
 
 _BALLOT = struct.Struct("<f4xQ")  # scale, key of the coins
