@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .gather import GatherCompressor, at_once, attribute_payload_errors, inspected, payload_source
-from .routines import Local, Routine, jointly
+from .codec import attribute_payload_errors, inspected, payload_source
+from .gather import GatherCompressor
+from .routines import Local, Routine, at_once, jointly
 from .state import Key, State
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .codec import Codec
 from .collectives import RingSum
-from .gather import GatherCompressor
 from .state import Key
 
 
-def codec_ring(codec: GatherCompressor, x: Tensor, segments: Sequence[slice], key: Key) -> RingSum:
+def codec_ring(codec: Codec, x: Tensor, segments: Sequence[slice], key: Key) -> RingSum:
     """The RingSum of a codec: decode, add and encode at every hop. Each of the n encodings of an element adds an error.
 
     An inf or a NaN makes its segment NaN on all ranks.

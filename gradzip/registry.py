@@ -8,8 +8,8 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import TypeVar
 
+from .codec import Codec
 from .compressor import Compressor
-from .gather import GatherCompressor
 
 # Modules named by entry points of this group are imported, and register their methods.
 ENTRY_POINT_GROUP = "gradzip.methods"
@@ -42,7 +42,7 @@ def register(name: str, *, number: int | None = None, example: str = "") -> Call
         other = REGISTRY.get(name, method)
         if (other.__module__, other.__qualname__) != (method.__module__, method.__qualname__):
             raise ValueError(f"{what}, expected another name: {other.__name__} has this one")
-        if number is None and issubclass(method, GatherCompressor):
+        if number is None and issubclass(method, Codec):
             raise ValueError(f"{what}, whose payloads need a number, expected register({name!r}, number=1 to 255)")
         if number is not None:
             if not (isinstance(number, int) and 1 <= number <= 255):

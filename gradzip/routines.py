@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .collectives import Collective
+from .collectives import Collective, ToHost
 from .traffic import Traffic
 
 
@@ -78,6 +78,15 @@ def advance(routine: Generator[Any, Any, Any], result: Any = None) -> Any:
     while isinstance(item := step(routine, result), Local):
         (result,) = run_local([item])
     return item
+
+
+def at_once(routine: Routine) -> Any:
+    """Run a routine without collectives, and return its result. Waits for the device where it asks for `ToHost`."""
+    result = None
+    while not isinstance(item := advance(routine, result), Done):
+        assert isinstance(item, ToHost)
+        result = item.tensor.cpu()
+    return item.result
 
 
 def timed(routine: Routine, traffic: Traffic) -> Routine:

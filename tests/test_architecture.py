@@ -31,6 +31,7 @@ ORDER = [
     "hyper_parameters",
     "compressor",
     "composite",
+    "codec",
     "gather",
     "bucket_codec",
     "registry",

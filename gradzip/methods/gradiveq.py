@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..codec import attribute_payload_errors
 from ..collectives import Broadcast, Gather, Mean, RingSum, ring_segments
 from ..compressor import Compressor
-from ..gather import attribute_payload_errors
 from ..registry import register
 from ..routines import Routine
 from ..state import State

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .. import ops
 from ..bucket_codec import BucketCodec, Sum
-from ..gather import GatherCompressor, attribute_payload_errors, inspected, payload_source
+from ..codec import attribute_payload_errors, inspected, payload_source
+from ..gather import GatherCompressor
 from ..registry import register
 from ..routines import Local, Routine
 from ..state import VECTOR, Key, State

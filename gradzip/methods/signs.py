@@ -14,9 +14,8 @@ from torch import Tensor
 from .. import ops
 from ..bucket_codec import BucketCodec, Sum
 from ..collectives import ToHost
-from ..gather import at_once
 from ..registry import register
-from ..routines import Routine, jointly
+from ..routines import Routine, at_once, jointly
 from ..state import Key, State
 
 _BALLOT = struct.Struct("<f4xQ")  # scale, key of the coins

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..gather import GatherCompressor, attribute_payload_errors, inspect, payload_source
+from ..codec import attribute_payload_errors, inspect, payload_source
+from ..gather import GatherCompressor
 from ..schedule import Theta, check_theta, theta_at
 from ..state import Key, State
 from .topk import num_kept
