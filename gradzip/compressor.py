@@ -1,8 +1,7 @@
-"""What a method is: hyper-parameters, and the hooks around its routine."""
+"""What a method is: hyper-parameters, configuration and state."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, ClassVar
@@ -10,20 +9,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from . import ops
-from .collectives import ToHost
+from .hooks import Hooks
 from .hyper_parameters import check_types, cloned, digest_of
 from .memory import Memory
-from .routines import Local, Routine, jointly
 from .sharding import Sharding
 from .state import State, Workspace
 from .traffic import Traffic
 
-_MAX_ABS = "_gradzip_max_abs"  # attribute of an average: its largest magnitude, if it is known
-
 
 @dataclass
-class Compressor(ABC):
+class Compressor(Hooks):
     """A gradient compression method.
 
     Subclasses are dataclasses of their hyper-parameters and define `reduce`. Pass an instance to
@@ -42,12 +37,6 @@ class Compressor(ABC):
     # Whether front ends join the collectives of several gradients also if each has only one. It does not pay for a Mean
     # alone, which Horovod takes for its own all-reduce, and joins itself.
     joins = False
-
-    # Methods with error feedback declare it as a hyper-parameter. (A ClassVar here would fix its place among them.)
-    error_feedback = False
-
-    # Whether `apply_uncompressed` has to see the averages of gradients that bypass compression.
-    changes_uncompressed = False
 
     # Momentum that the method applies to gradients in place of the optimizer.
     optimizer_momentum = 0.0
@@ -80,7 +69,7 @@ class Compressor(ABC):
 
     # --- the group
 
-    def join_group(self, engine: Any) -> None:  # noqa: B027 (most methods do not care)
+    def join_group(self, engine: Any) -> None:
         """Called by a front end before the first step in a group, on all ranks.
 
         Args:
@@ -92,119 +81,9 @@ class Compressor(ABC):
         for part in self.parts:
             part.memory.change_group(rank, size)
 
-    # --- hooks of a step, in the order in which `Averaging` calls them
-
-    def bypasses(self, grad: Tensor) -> bool:
-        """Whether a gradient of this shape is averaged uncompressed, because compression would not pay."""
-        return grad.dim() < 2 or grad.numel() < max(1, self.min_numel)
-
-    def joined_shape(self, shape: torch.Size) -> tuple[int, ...] | None:
-        """The shape of the tensor that a gradient of this shape is joined to, with -1 for one length; None joins none.
-
-        Front ends that have buckets concatenate the gradients of a bucket whose joined shapes are equal, and compress
-        them as one: `state.VECTOR` as one vector, (-1, 1, 3, 3) as rows of kernels.
-        """
-        return None
-
-    def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors in the state of this gradient, by field. Loaded states are checked against them."""
-        return {"residual": tuple(grad.shape)}
-
-    def add_residual(self, grad: Tensor, state: State) -> Routine:
-        """Coroutine: the gradient plus the residual, what `reduce` gets.
-
-        Args:
-            grad: contiguous float32; may be changed and returned.
-        """
-        if state.residual is not None:
-            yield Local(_add_all, grad.device, (grad, state.residual))
-        return grad
-
-    @abstractmethod
-    def reduce(self, grad: Tensor, state: State) -> Routine:
-        """Average `grad` over the group: the method itself, as a coroutine over collectives.
-
-        Args:
-            grad: the gradient plus residual, in its own shape, contiguous float32.
-
-        Returns the average, in any shape with as many elements, or any other value that `max_abs_bound` and
-        `apply_average` of the method accept.
-        """
-
-    def max_abs_bound(self, average: Any, limit: float) -> float:
-        """An upper bound of the average's magnitudes: exact if above `limit`, not finite if any element is not finite.
-
-        The same number on all ranks. Waits for the device, unless `reduce` has returned what `with_max_abs` did.
-        """
-        known = getattr(average, _MAX_ABS, None)
-        return ops.abs_max(average) if known is None else known
-
-    def with_max_abs(self, average: Tensor, max_abs: float | None = None) -> Routine:
-        """Coroutine that returns the average, and on a device its largest magnitude for `max_abs_bound`.
-
-        `reduce` ends with it, so that the host waits once for the magnitudes of all gradients.
-
-        Args:
-            average: must keep its values until it is applied: `new_average` makes it.
-            max_abs: the largest magnitude, if it is known.
-        """
-        if max_abs is None and ops.on_device(average):
-            max_abs = float((yield ToHost((yield Local(ops.abs_max_all, average.device, average)))))
-        setattr(average, _MAX_ABS, max_abs)
-        return average
-
-    def new_average(self, numel: int, device: torch.device) -> Tensor:
-        """Uninitialized memory for an average (float32, flat).
-
-        On a CPU, the next call reuses it. On a device it does not: several averages wait for `with_max_abs` together.
-        """
-        if device.type == "cpu":
-            return self.workspace.empty("average", (numel,), torch.float32, device)
-        return torch.empty(numel, dtype=torch.float32, device=device)
-
-    def apply_average(self, grad: Tensor, corrected: Tensor, average: Any, state: State) -> None:
-        """Write the average to `grad`, and the residual to the state. Called when the average is known to be finite.
-
-        Args:
-            corrected: what `reduce` got; it may share memory with `grad`.
-            average: what `reduce` returned.
-        """
-        if self.error_feedback:
-            self.store_residual(corrected, state)
-        grad.copy_(average.view(grad.shape))
-        if self.error_feedback:
-            self.subtract_transmitted(state)
-
-    def commit(self, grad: Tensor, corrected: Tensor, average: Any, state: State) -> Routine:
-        """Coroutine: `apply_average`, joined with that of other gradients."""
-        yield from jointly(self.apply_averages, grad.device, (grad, corrected, average, state))
-
-    def apply_averages(self, updates: list[tuple[Tensor, Tensor, Any, State]]) -> list[None]:
-        """`apply_average` for several gradients."""
-        for update in updates:
-            self.apply_average(*update)
-        return [None] * len(updates)
-
-    def store_residual(self, corrected: Tensor, state: State) -> None:
-        """Error feedback: copy the corrected gradient to the residual, before its memory is overwritten."""
-        state.residual = (torch.empty_like(corrected) if state.residual is None else state.residual).copy_(corrected)
-
-    def subtract_transmitted(self, state: State) -> None:
-        """Error feedback: subtract what peers saw of this rank's gradient from the residual."""
-        assert state.residual is not None
-        state.residual.sub_(self.transmitted(state).view(state.residual.shape))
-
-    def transmitted(self, state: State) -> Tensor:
-        """What peers saw of this rank's gradient in the current step."""
-        raise TypeError(f"{type(self).__name__} has no error feedback")
-
-    def apply_uncompressed(self, average: Tensor, state: State) -> None:
-        """Change the average of a gradient that bypassed compression, in place. Called if `changes_uncompressed`."""
-        raise TypeError(f"{type(self).__name__} leaves uncompressed averages as they are")
-
     # --- the end of a step
 
-    def end_step(self, engine: Any) -> None:  # noqa: B027 (most methods have nothing to do here)
+    def end_step(self, engine: Any) -> None:
         """Called by a front end when all gradients of a step are averaged, at the same point on all ranks.
 
         A method may exchange what it has measured here, and change what `method_for` returns in the next step. A
@@ -215,7 +94,7 @@ class Compressor(ABC):
                 where nothing can be exchanged.
         """
 
-    def skip_step(self) -> None:  # noqa: B027 (as above)
+    def skip_step(self) -> None:
         """Called in place of `end_step`, on all ranks, if GradScaler is going to skip the optimizer's step.
 
         In a `LocalGroup`: if the average is not finite.
@@ -242,10 +121,10 @@ class Compressor(ABC):
         state = self.method_for(name, shape, prefix).memory.find(prefix + name)
         return 0 if state is None else state.step
 
-    def register_parameter(self, name: str, shape: torch.Size, state_name: str) -> None:  # noqa: B027
+    def register_parameter(self, name: str, shape: torch.Size, state_name: str) -> None:
         """Called when it is planned how a parameter is averaged. state_name: the name with the prefix of its model."""
 
-    def observe(self, state_name: str, grad: Tensor) -> None:  # noqa: B027
+    def observe(self, state_name: str, grad: Tensor) -> None:
         """Called with each gradient before it is averaged, but not for frozen parameters.
 
         Args:
@@ -317,8 +196,3 @@ class Compressor(ABC):
 
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
         return tensor if ctx is None else ctx.finish(tensor)
-
-
-def _add_all(pairs: list[tuple[Tensor, Tensor]]) -> list[None]:
-    torch._foreach_add_(*map(list, zip(*pairs)))  # one operation on a device
-    return [None] * len(pairs)

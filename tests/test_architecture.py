@@ -28,6 +28,7 @@ ORDER = [
     "models",
     "fusion",
     "sharding",
+    "hooks",
     "hyper_parameters",
     "compressor",
     "composite",
