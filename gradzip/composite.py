@@ -14,6 +14,7 @@ from torch import Tensor
 from .compressor import Compressor
 from .routines import Routine
 from .state import State
+from .state_dict import check_method
 
 
 @dataclass
@@ -92,7 +93,7 @@ class Composite(Compressor):
         return {"method": type(self).__name__, "parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.memory.check_method(state_dict)
+        check_method(state_dict, type(self).__name__)
         saved = state_dict["parts"]
         if len(saved) != len(self.parts):
             raise ValueError(

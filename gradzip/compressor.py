@@ -14,6 +14,7 @@ from .hyper_parameters import check_types, cloned, digest_of
 from .memory import Memory
 from .sharding import Sharding
 from .state import State, Workspace
+from .state_dict import state_dict_of, states_from
 from .traffic import Traffic
 
 
@@ -174,7 +175,7 @@ class Compressor(Hooks):
 
     def state_dict(self) -> dict[str, Any]:
         """All states as plain tensors and numbers. ``torch.load(weights_only=True)`` reads them."""
-        return self.memory.state_dict()
+        return state_dict_of(self.states, self.rank_local, type(self).__name__)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict.
@@ -185,7 +186,7 @@ class Compressor(Hooks):
         Raises:
             ValueError: the state dict belongs to another method or is malformed.
         """
-        self.memory.load_state_dict(state_dict)
+        self.memory.states = states_from(state_dict, type(self).__name__)
 
     # --- Horovod calls these two methods of its `compression` argument
 

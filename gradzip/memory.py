@@ -1,17 +1,15 @@
-"""All states of one compressor: loss scale, rollback, rank changes, state dict."""
+"""All states of one compressor: loss scale, rollback, rank changes, buckets."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from .state import BucketState, State
-from .streams import use_on_current_stream
+from .state_dict import restore
 
 # From a gradient to the shapes of its state's tensors, by field. Called for loaded states only.
 Shapes = Callable[[Tensor], Mapping[str, tuple[int, ...]]]
@@ -21,7 +19,7 @@ class Memory:
     """The states that one compressor keeps, by parameter name.
 
     Args:
-        method: name of the compressor's class, for errors and state dicts.
+        method: name of the compressor's class, for errors.
         loss_scaled: state fields to multiply when the loss scale changes, and the power of the loss scale that they
             are proportional to.
         rank_local: state fields that differ between ranks. All other fields are the same on all ranks.
@@ -54,8 +52,7 @@ class Memory:
         state = self.states.get(name)
         if state is None:
             state = self.states[name] = State(name)
-        if state.loaded:
-            self.restore(state, grad, shapes, rank, size)
+        self._restore(state, grad, shapes, rank, size)
         if state.residual is not None and state.residual.shape != grad.shape:
             raise ValueError(
                 f"{self.method}, parameter {name!r}: got a gradient of shape {tuple(grad.shape)}, expected "
@@ -64,6 +61,10 @@ class Memory:
         state.set_rank(rank, size, self.shard_local)
         self._rescale(state)
         return state
+
+    def _restore(self, state: State, grad: Tensor, shapes: Shapes, rank: int, size: int) -> None:
+        if state.loaded:
+            restore(state, shapes(grad), grad.device, rank, size, self.rank_local, self.method)
 
     def find(self, name: str) -> State | None:
         """The state that a parameter is a part of: its own, or that of a bucket."""
@@ -160,8 +161,7 @@ class Memory:
         """
         found = {parameter: self.states[parameter] for parameter in gradients if parameter in self.states}
         for parameter, state in found.items():
-            if state.loaded:
-                self.restore(state, gradients[parameter], shapes, rank, size)
+            self._restore(state, gradients[parameter], shapes, rank, size)
             self._rescale(state)  # a parameter that was frozen has the loss scale of its last step
         for parameter in found:
             del self.states[parameter]
@@ -204,68 +204,3 @@ class Memory:
             residual.mul_(scale)
         new.residual = residual if new.residual is None else new.residual + residual
         new.loaded |= state.loaded  # the heir checks it
-
-    # --- state dict
-
-    def restore(self, state: State, grad: Tensor, shapes: Shapes, rank: int, size: int) -> None:
-        """Fit a loaded state to the gradient, and to this rank. Drop rank-local fields of another rank with a warning.
-
-        Raises:
-            ValueError: a tensor of the state has another shape than expected for this gradient.
-        """
-        for name, shape in shapes(grad).items():
-            value = getattr(state, name, None)
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            if value is not None and got != shape:
-                raise ValueError(
-                    f"{self.method}, parameter {state.name!r}: got a state whose {name} has the shape "
-                    f"{got}, expected {shape}; load the state of the same model and the same arguments"
-                )
-        for name, value in vars(state).items():
-            if isinstance(value, Tensor):
-                setattr(state, name, use_on_current_stream(value.to(grad.device)))
-            elif isinstance(value, list):
-                setattr(state, name, [use_on_current_stream(tensor.to(grad.device)) for tensor in value])
-        rank_local = [name for name in self.rank_local if isinstance(getattr(state, name, None), Tensor)]
-        if rank_local and (state.rank, state.size) != (rank, size):
-            warnings.warn(
-                f"the state of rank {state.rank} of {state.size} was loaded by rank {rank} of {size}: residuals of "
-                "that rank are dropped",
-                stacklevel=2,
-            )
-            for name in rank_local:
-                setattr(state, name, None)
-        state.loaded = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """All states, as plain tensors and numbers."""
-        return {
-            "method": self.method,
-            "rank_local": list(self.rank_local),
-            "states": {name: fields for state in self.states.values() for name, fields in state.state_dicts().items()},
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict. Raises ValueError if it belongs to another method or is malformed."""
-        what = f"{self.method}.load_state_dict"
-        self.check_method(state_dict)
-        states = {}
-        for name, fields in state_dict["states"].items():
-            state = states[name] = State(name)
-            for key, value in fields.items():
-                kind = type(vars(state)[key]) if key in ("step", "rank", "size") else (Tensor, int, float)
-                tensors = isinstance(value, list) and all(isinstance(item, Tensor) for item in value)
-                if not tensors and not isinstance(value, kind):
-                    raise ValueError(
-                        f"{what}: got {type(value).__name__} as {key} of {name!r}, expected a tensor or number"
-                    )
-            vars(state).update(copy.deepcopy(dict(fields)), loaded=True)
-        self.states = states
-
-    def check_method(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ValueError for the state dict of another method, or of all ranks."""
-        what = f"{self.method}.load_state_dict"
-        if "ranks" in state_dict:
-            raise ValueError(f"{what}: got all ranks' states, expected gradzip.checkpoint.shard(states, rank, size)")
-        if state_dict.get("method") != self.method:
-            raise ValueError(f"{what}: got the state of {state_dict.get('method')!r}, expected that of {self.method!r}")

@@ -20,6 +20,7 @@ ORDER = [
     "optim",
     "state",
     "streams",
+    "state_dict",
     "memory",
     "collectives",
     "traffic",

@@ -13,6 +13,7 @@ from ..composite import Composite
 from ..compressor import Compressor
 from ..registry import register
 from ..sharding import Sharding
+from ..state_dict import check_method
 
 
 @register("hierarchical", example="inner=acpsgd,local_size=1")
@@ -134,7 +135,7 @@ class Hierarchical(Composite):
         return saved | {"local_size": places}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.memory.check_method(state_dict)
+        check_method(state_dict, type(self).__name__)
         places = state_dict.get("local_size")
         if not (isinstance(places, int) and places >= 1):
             raise ValueError(f"Hierarchical.load_state_dict: got local_size = {places!r}, expected an integer >= 1")
