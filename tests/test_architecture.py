@@ -1,4 +1,4 @@
-"""Imports of the package's modules follow one order, and importing gradzip has no side effects."""
+"""Imports of the package's modules follow one order and have no side effects, and modules are short."""
 
 import ast
 import graphlib
@@ -63,6 +63,9 @@ ORDER = [
     "__main__",
 ]
 
+# Of a module directly in gradzip/.
+MAX_LINES = 220
+
 
 def module_name(path):
     return path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
@@ -112,6 +115,13 @@ def test_no_import_cycles():
 
 def test_order_lists_every_module():
     assert {name.partition(".")[0] for name in MODULES} == set(ORDER)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.name)
+def test_modules_of_the_core_are_short(path):
+    """One idea for each module: a longer one has two."""
+    lines = len(path.read_text().splitlines())
+    assert lines <= MAX_LINES, f"gradzip/{path.name} has {lines} lines, expected at most {MAX_LINES}; split it"
 
 
 def test_import_has_no_side_effects():
