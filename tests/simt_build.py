@@ -52,18 +52,34 @@ def sources(*folders: Path) -> list[Path]:
 
 
 def cpu_library() -> Path:
-    """Build the CPU kernels, which give the expected results. Not sanitized: test_sanitized.py tests them."""
-    flags = ["-O1", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-I{CSRC}"]
+    """Archive the CPU kernels, which give the expected results: those of the extension if it was built here.
+
+    Not sanitized: test_sanitized.py tests them.
+    """
+    used = sources(CSRC / "cpu", CSRC / "common")
+    built = [ROOT / "build" / f"{sys.implementation.cache_tag}-{kind}" for kind in ("cuda", "nvrtc", "cpu")]
+    folder = next((path for path in built if (path / "build.ninja").exists()), None)
+    if folder is None:
+        flags = ["-O1", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Icsrc"]
+        return cached("cpu.a", [" ".join(flags), *used], lambda target: compile_kernels(flags, target))
 
     def make(target: Path) -> None:
-        objects = {path: f"{target}-{path.stem}.o" for path in sorted((CSRC / "cpu").glob("*.cpp"))}
-        with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(lambda item: run(["g++", *flags, "-c", str(item[0]), "-o", item[1]]), objects.items()))
-        run(["ar", "rcs", str(target), *objects.values()])
-        for path in objects.values():
-            os.remove(path)
+        objects = [f"{folder}/csrc/cpu/{path.name}.o" for path in sorted((CSRC / "cpu").glob("*.cpp"))]
+        objects = [os.path.relpath(path, ROOT) for path in objects]
+        run([setup_py()["find_ninja"](), "--quiet", "-f", str(folder / "build.ninja"), *objects])  # they may be old
+        run(["ar", "rcs", str(target), *objects])
 
-    return cached("cpu.a", [" ".join(flags), *sources(CSRC / "cpu", CSRC / "common")], make)
+    return cached("cpu.a", [folder / "build.ninja", *used], make)
+
+
+def compile_kernels(flags: list[str], target: Path) -> None:
+    """Compile the CPU kernels to an archive."""
+    objects = {path: f"{target}-{path.stem}.o" for path in sorted((CSRC / "cpu").glob("*.cpp"))}
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda item: run(["g++", *flags, "-c", str(item[0]), "-o", item[1]]), objects.items()))
+    run(["ar", "rcs", str(target), *objects.values()])
+    for path in objects.values():
+        os.remove(path)
 
 
 def program(name: str, edits: dict[str, tuple[str, str]] | None = None, flags: list[str] = SANITIZED) -> Path:
