@@ -26,8 +26,10 @@ PROGRAMS = [*SLOWEST, *sorted(OTHERS)]
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_give_the_bits_of_the_cpu(name, pytestconfig):
-    """With --long, blocks and threads run in more orders, on more sizes and more hostile streams."""
-    result = run_program(simt_build.program(name), long=pytestconfig.getoption("--long"))
+    """With --long, blocks and threads run in more orders, on more sizes and more hostile streams, under sanitizers."""
+    long = pytestconfig.getoption("--long")
+    program = simt_build.program(name, flags=simt_build.SANITIZED if long else simt_build.PLAIN)
+    result = run_program(program, long=long)
     assert result.returncode == 0 and not result.stderr, result.stderr[-4000:]
 
 
