@@ -57,19 +57,18 @@ def cpu_library() -> Path:
     Not sanitized: test_sanitized.py tests them.
     """
     used = sources(CSRC / "cpu", CSRC / "common")
-    built = [ROOT / "build" / f"{sys.implementation.cache_tag}-{kind}" for kind in ("cuda", "nvrtc", "cpu")]
-    folder = next((path for path in built if (path / "build.ninja").exists()), None)
+    built = [f"build/{sys.implementation.cache_tag}-{kind}" for kind in ("cuda", "nvrtc", "cpu")]
+    folder = next((path for path in built if (ROOT / path / "build.ninja").exists()), None)
     if folder is None:
         flags = ["-O1", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Icsrc"]
         return cached("cpu.a", [" ".join(flags), *used], lambda target: compile_kernels(flags, target))
 
     def make(target: Path) -> None:
         objects = [f"{folder}/csrc/cpu/{path.name}.o" for path in sorted((CSRC / "cpu").glob("*.cpp"))]
-        objects = [os.path.relpath(path, ROOT) for path in objects]
-        run([setup_py()["find_ninja"](), "--quiet", "-f", str(folder / "build.ninja"), *objects])  # they may be old
+        run([setup_py()["find_ninja"](), "--quiet", "-f", f"{folder}/build.ninja", *objects])  # they may be old
         run(["ar", "rcs", str(target), *objects])
 
-    return cached("cpu.a", [folder / "build.ninja", *used], make)
+    return cached("cpu.a", [ROOT / folder / "build.ninja", *used], make)
 
 
 def compile_kernels(flags: list[str], target: Path) -> None:
