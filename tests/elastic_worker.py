@@ -4,6 +4,7 @@ Trains several models, each with its own compression method. The plan says in wh
 killed. Every worker records its state after each step.
 """
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -34,12 +35,14 @@ class Plan:
     sizes: the world size of each generation.
     hosts: by (generation, step), the hosts listed besides rank 0's after that step. All workers wait for the change.
     killed: by generation, the worker that is killed: (rank, step, model, where).
+    late: seconds that rank 0 waits in that step, so that it notices the death when it launches a collective.
     """
 
     models: list[tuple[str, dict]]
     sizes: list[int]
     hosts: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     killed: dict[int, tuple[int, int, int, str]] = field(default_factory=dict)
+    late: float = 0.0
     last_step: int = 0
     plain: bool = False  # use hvd.elastic.TorchState
 
@@ -68,6 +71,7 @@ PLANS = {
         models=[(TOPK, {"groups": 2}), ("powersgd:rank=2", {"groups": 1})],
         sizes=[3, 2, 1],
         killed={0: (1, 4, 0, "in the backward pass"), 1: (1, 7, 1, "between rounds")},
+        late=1.0,
         last_step=12,
     ),
     # hvd.elastic.TorchState, and a worker that is replaced by another, so that the world size does not change.
@@ -199,6 +203,8 @@ def train(state, plan):
             death = ""
             if plan.killed.get(generation, ())[:3] == (hvd.rank(), state.step, i):
                 death = plan.killed[generation][3]
+            elif hvd.rank() == 0 and plan.killed.get(generation, ())[1:3] == (state.step, i):
+                time.sleep(plan.late)
             optimizer.zero_grad()
             for seed in batch_seeds(state.step, hvd.rank(), plan.models[i][1]):
                 loss(network, seed, death == "in the backward pass").backward()
@@ -224,6 +230,7 @@ def train(state, plan):
 
 def main():
     plan = PLANS[sys.argv[1]]
+    faulthandler.dump_traceback_later(120)  # a job that hangs is found with the stacks of its workers
     hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(hvd.rank() + os.getpid())  # only the shared state makes the models equal

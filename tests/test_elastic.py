@@ -37,6 +37,8 @@ def elastic_horovodrun(folder, name, timeout):
         )  # fmt: skip
         try:
             job.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"not done after {timeout} s:\n{(folder / 'output').read_text()[-6000:]}")
         finally:
             # Each worker runs in its own session. It is found by its argument, this folder.
             for process in psutil.process_iter(["cmdline"]):

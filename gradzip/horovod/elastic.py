@@ -42,12 +42,21 @@ def elastic_state(**values: Any) -> TorchState:
 
 
 class ElasticState(TorchState):
-    """Horovod's state, but models are broadcast after optimizers.
+    """Horovod's state, with two corrections.
 
-    Horovod lets a new worker's optimizer step to create its state. With weight decay that changes the model.
+    Models are broadcast after optimizers: Horovod lets a new worker's optimizer step to create its state, and with
+    weight decay that changes the model. A restored optimizer has no gradients of its `groups` counted: Horovod keeps
+    the count of a group whose launch failed, launches its gradients one by one from then on, and waits forever for the
+    ranks that launch them as a group.
     """
 
     _handlers: dict[str, StateHandler]
+
+    def restore(self) -> None:
+        super().restore()
+        for handler in self._handlers.values():
+            counts = getattr(handler.value, "_group_counts", {})
+            counts.update(dict.fromkeys(counts, 0))
 
     def sync(self) -> None:
         self._handlers = dict(
