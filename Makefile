@@ -35,36 +35,36 @@ test: bootstrap ## lint, check types and run the tests; ARGS go to pytest (--lon
 	@$(ENV) pytest -n auto $(ARGS)
 
 .PHONY: fuzz
-fuzz: bootstrap ## feed hostile payloads to every decoder for SECONDS (60); ARGS go to tests/fuzz.py
-	@$(ENV) python tests/fuzz.py --seconds $(SECONDS) $(ARGS)
+fuzz: bootstrap ## feed hostile payloads to every decoder for SECONDS (60); ARGS go to tests/support/fuzz.py
+	@$(ENV) python tests/support/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 .PHONY: load
 load: bootstrap ## run 2000 steps of 200 parameters with each engine, check for leaks; ARGS go to pytest
-	@$(ENV) pytest tests/test_load.py --long --load-steps 2000 --timeout 1800 $(ARGS)
+	@$(ENV) pytest tests/front_ends/test_load.py --long --load-steps 2000 --timeout 1800 $(ARGS)
 
 .PHONY: bench-kernels
 bench-kernels: bootstrap ## time the primitives, a copy and torch; ARGS go to benchmarks/kernels.py
-	@$(ENV) python benchmarks/kernels.py $(ARGS)
+	@$(ENV) python -m benchmarks.kernels $(ARGS)
 
 .PHONY: bench-training
-bench-training: bootstrap ## time training steps on slow networks; ARGS go to benchmarks/training.py (--quick: 10 minutes)
-	@$(ENV) python benchmarks/training.py $(ARGS)
+bench-training: bootstrap ## time training steps on slow networks; ARGS go to benchmarks/training (--quick: 10 minutes)
+	@$(ENV) python -m benchmarks.training $(ARGS)
 
 .PHONY: bench-convergence
-bench-convergence: bootstrap ## train to the end with each method; ARGS go to benchmarks/convergence.py (--quick: 5 minutes)
-	@$(ENV) python benchmarks/convergence.py $(ARGS)
+bench-convergence: bootstrap ## train to the end with each method; ARGS go to benchmarks/convergence (--quick: 5 minutes)
+	@$(ENV) python -m benchmarks.convergence $(ARGS)
 
 .PHONY: bench-ring
 bench-ring: bootstrap ## time three compressed ring all-reduces; ARGS go to benchmarks/ring.py
-	@$(ENV) python benchmarks/ring.py $(ARGS)
+	@$(ENV) python -m benchmarks.ring $(ARGS)
 
 .PHONY: bench-papers
-bench-papers: bootstrap ## replay what the papers claim; ARGS go to benchmarks/papers.py (--data DIR: CIFAR-10)
-	@$(ENV) python benchmarks/papers.py $(ARGS)
+bench-papers: bootstrap ## replay what the papers claim; ARGS go to benchmarks/papers (--data DIR: CIFAR-10)
+	@$(ENV) python -m benchmarks.papers $(ARGS)
 
 .PHONY: bench-device
-bench-device: bootstrap ## count what methods queue on a GPU, without one; ARGS go to benchmarks/device_ops.py
-	@$(ENV) python benchmarks/device_ops.py $(ARGS)
+bench-device: bootstrap ## count what methods queue on a GPU, without one; ARGS go to benchmarks/device_ops
+	@$(ENV) python -m benchmarks.device_ops $(ARGS)
 
 .PHONY: lint
 lint: bootstrap ## check style, types and formatting of Python, C++ and CUDA

@@ -6,7 +6,7 @@ command line or its compiler changed. The kernels take raw pointers: no torch is
 every version of torch.
 
 Without nvcc, the C++ compiler builds the launchers of the CUDA kernels, with the kernels' sources inside the library;
-gradzip/nvrtc compiles these where there is a GPU.
+gradzip/ops/nvrtc compiles these where there is a GPU.
 
 Environment: ``GRADZIP_CUDA``        auto (default: nvcc if it is found, else nvrtc), 1 (fail without nvcc), nvrtc (even
                                  if there is an nvcc) or 0 (no CUDA kernels)
@@ -50,7 +50,7 @@ rule {name}
   deps = gcc
   description = $in
 """
-# $out.ptxas keeps the resources that kernels use, for tests/test_kernel_resources.py. All other output is printed.
+# $out.ptxas keeps the resources that kernels use, for tests/simt/test_kernel_resources.py. All other output is printed.
 PTXAS_LOG = "2>$out.ptxas; status=$$?; sed '/^ptxas info /d; / bytes stack frame, /d' $out.ptxas >&2; exit $$status "
 LINK = """\
 rule link
@@ -130,8 +130,9 @@ def max_jobs() -> str:
 
 def kernel_sources(csrc: Path) -> str:
     """Return C++ with the text of all files that kernels are in, for csrc/nvrtc/sources.h."""
-    paths = sorted([*(csrc / "common").glob("*.h"), *(csrc / "cuda").glob("*.cuh")])
-    rows = [f'    {{"{path.parent.name}/{path.name}", R"gradzip({path.read_text()})gradzip"}},\n' for path in paths]
+    paths = sorted([*(csrc / "common").glob("*.h"), *(csrc / "cuda").rglob("*.cuh")])
+    names = [path.relative_to(csrc).as_posix() for path in paths]
+    rows = [f'    {{"{name}", R"gradzip({(csrc / name).read_text()})gradzip"}},\n' for name in names]
     return (
         '#include "nvrtc/sources.h"\n\nnamespace gradzip::driver {\n\n'
         f"const Source sources[] = {{\n{''.join(rows)}    {{nullptr, nullptr}}}};\n\n}}  // namespace gradzip::driver\n"
@@ -187,6 +188,14 @@ def ninja_file(folder: Path, sources: list[str], nvcc: str | None, sanitize: str
     return text + f"build {folder}/_C.so: link {' '.join(objects)}\n"
 
 
+def methods_stub(folder: Path) -> str:
+    """Return the text of methods/__init__.pyi: type checkers do not see what methods/__init__.py finds at run time."""
+    pattern = re.compile(r"^@register\(.*?^class (\w+)", re.MULTILINE | re.DOTALL)
+    found = {name: path.stem for path in sorted(folder.glob("*.py")) for name in pattern.findall(path.read_text())}
+    imports = "".join(f"from .{stem} import {name} as {name}\n" for name, stem in found.items())
+    return f"{imports}\n__all__ = {sorted(found)}\n"
+
+
 def write_changed(path: Path, text: str) -> None:
     """Write the file unless it has this text already: ninja compiles files that are newer than their objects."""
     if not path.exists() or path.read_text() != text:
@@ -203,6 +212,12 @@ def through_nvcc(flag: str) -> str:
 
 
 class BuildExtension(build_ext):
+    def run(self) -> None:
+        super().run()
+        stub = Path(self.get_ext_fullpath(self.extensions[0].name)).parent / "methods" / "__init__.pyi"
+        stub.parent.mkdir(exist_ok=True)
+        write_changed(stub, methods_stub(Path("gradzip/methods")))
+
     def build_extension(self, ext: Extension) -> None:
         if sys.platform != "linux":
             raise fail(f"platform {sys.platform!r} is not supported; expected linux")

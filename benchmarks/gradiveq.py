@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Train ResNet-20 with GradiVeQ on simulated workers: what later gradients lose, why, and what that costs.
 
 The workers take turns in one process, each with its own batches, and share one copy of the network.
@@ -13,11 +12,8 @@ is the same for the gradients of worker 0 in compressed steps, and `error` for t
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import sys
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,20 +21,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
 import data
 import gradzip
-from arguments import output_file
+from benchmarks.common.arguments import Parser, at_least, method, output_file
+from benchmarks.common.progress import Progress
+from benchmarks.common.results import ResultsError, check_same, provenance, stored, write_json
+from benchmarks.common.tables import markdown
+from benchmarks.common.workers import Workers, batches
 from gradzip.methods.gradiveq import best_slice_size, unflatten
 from gradzip.methods.pca import principal_weights
 from models import MODELS
-from provenance import provenance
-from result_files import write_whole
-from train import cross_entropy, learning_rate
-from training_progress import Progress
-from transforms import positive
+from train import learning_rate
 
+RECIPE = MODELS["resnet20"]
 SHORT = "gradiveq:warmup_steps=50,compress_steps=100"
 SPECS = [
     "none",
@@ -57,9 +52,9 @@ LEARNED_AT = (4 / 9, 7 / 9)  # of the steps
 AGES = ((1, 10), (11, 50), (51, 100))  # steps since a basis was learned
 EXAMPLES = f"""\
 examples:
-  python benchmarks/gradiveq.py --steps 100 --batch-size 8                   a look, on scikit-learn's digits
-  python benchmarks/gradiveq.py --data cifar-10-batches-bin --bf16 --json benchmarks/results/gradiveq.json
-  python benchmarks/gradiveq.py none {SHORT},loss=0 --data cifar-10-batches-bin
+  python -m benchmarks.gradiveq --steps 100 --batch-size 8                   a look, on scikit-learn's digits
+  python -m benchmarks.gradiveq --data cifar-10-batches-bin --bf16 --json benchmarks/results/gradiveq.json
+  python -m benchmarks.gradiveq none {SHORT},loss=0 --data cifar-10-batches-bin
 """
 
 
@@ -207,6 +202,39 @@ class Point:
         return {name: round(value, 4) for name, value in report.items()}
 
 
+class Measured(Workers):
+    """Workers that measure what is lost of their gradients when they are compressed."""
+
+    def __init__(self, spec: str, args: argparse.Namespace, dataset: data.Images) -> None:
+        torch.manual_seed(args.seed)
+        network = RECIPE.build(*dataset.dimensions)
+        optimizer = RECIPE.make_optimizer(network.parameters(), RECIPE.lr)
+        super().__init__(network, optimizer, gradzip.parse(spec), args.workers)
+        self.bf16 = args.bf16
+        self.point = Point()
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+            return super().loss(inputs, targets)
+
+    def average(self, name: str, gradients: list[Tensor]) -> Tensor:
+        """Average a parameter's gradients, and add up what was lost if they were compressed."""
+        compressor, point = self.group.compressors[0], self.point
+        before = vars(compressor.states[name]).copy() if name in compressor.states else {}
+        phase = compressor.phase(compressor.states[name]) if before and isinstance(compressor, gradzip.GradiVeQ) else ""
+        average = super().average(name, gradients)
+        after = vars(compressor.states[name]) if name in compressor.states else {}
+        if after.get("energy") != before.get("energy"):
+            mean = torch.stack(gradients).mean(0)
+            # A cycle counts from 0.
+            for i, key in enumerate(("lost", "energy")):
+                point.own[i] += after[key] - (before[key] if phase == "compressing" else 0.0)
+            point.averages[0] += float((average - mean).double().square().sum())
+            point.averages[1] += float(mean.double().square().sum())
+            point.compressed += 1
+        return average
+
+
 def train(
     spec: str,
     args: argparse.Namespace,
@@ -215,67 +243,23 @@ def train(
     study: LossStudy | None = None,
 ) -> dict[str, Any]:
     """Train with one compression. Returns its curves: a point for each EVERY steps."""
-    recipe = MODELS["resnet20"]
-    torch.manual_seed(args.seed)
-    model = recipe.build(*dataset.dimensions)
-    optimizer = recipe.make_optimizer(model.parameters(), recipe.lr)
-    group = gradzip.LocalGroup(gradzip.parse(spec), args.workers)
-    traffic = group.compressors[0].traffic
-    shards = [
-        data.batches(dataset, batch_size=args.batch_size, rank=rank, size=args.workers, seed=args.seed)
-        for rank in range(args.workers)
-    ]
-    parameters = dict(model.named_parameters())
-    convolutions = sum(not gradzip.GradiVeQ().bypasses(p) for p in parameters.values())
-    points, losses, point, seen = [], [], Point(), (0, 0)
-    for step in range(args.steps):
-        for settings in optimizer.param_groups:
-            settings["lr"] = learning_rate(recipe.lr, step, args.steps)
-        gradients: dict[str, list[Tensor]] = {name: [] for name in parameters}
-        loss = 0.0
-        for shard in shards:
-            inputs, targets = next(shard)
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-                each = cross_entropy(model(inputs), targets)
-            each.backward()
-            loss += each.item() / args.workers
-            for name, p in parameters.items():
-                gradients[name].append(p.grad)
-        averages = {name: averaged(group, name, of_workers, point) for name, of_workers in gradients.items()}
-        for name, p in parameters.items():
-            p.grad = averages[name]
-        optimizer.step()
-        losses.append(loss)
-        point.losses.append(loss)
+    workers = Measured(spec, args, dataset)
+    traffic = workers.group.compressors[0].traffic
+    convolutions = sum(not gradzip.GradiVeQ().bypasses(p) for p in workers.parameters.values())
+    points, losses, seen = [], [], (0, 0)
+    for step, shards in zip(range(args.steps), batches(dataset, args.batch_size, args.workers, args.seed)):
+        losses.append(workers.step(learning_rate(RECIPE.lr, step, args.steps), shards))
+        workers.point.losses.append(losses[-1])
         if study:
-            study.observe(step, gradients, averages)
+            study.observe(step, workers.gradients, {name: p.grad for name, p in workers.parameters.items()})
         if (step + 1) % EVERY == 0 or step + 1 == args.steps:
             sent, dense = traffic.bytes_sent - seen[0], traffic.bytes_dense - seen[1]
-            points.append(point.report(convolutions, dense / sent))
-            point, seen = Point(), (traffic.bytes_sent, traffic.bytes_dense)
+            points.append(workers.point.report(convolutions, dense / sent))
+            workers.point, seen = Point(), (traffic.bytes_sent, traffic.bytes_dense)
         report(step + 1)
     final = losses[-FINAL:]
     return {"compression": spec, "train_loss": round(sum(final) / len(final), 4), "ratio": round(traffic.ratio, 2),
             "points": points}  # fmt: skip
-
-
-def averaged(group: gradzip.LocalGroup, name: str, gradients: list[Tensor], point: Point) -> Tensor:
-    """Average a parameter's gradients, and add up what was lost if they were compressed."""
-    compressor = group.compressors[0]
-    before = vars(compressor.states[name]).copy() if name in compressor.states else {}
-    phase = compressor.phase(compressor.states[name]) if before and isinstance(compressor, gradzip.GradiVeQ) else ""
-    average = group.average(gradients, name)[0]
-    after = vars(compressor.states[name]) if name in compressor.states else {}
-    if after.get("energy") != before.get("energy"):
-        mean = torch.stack(gradients).mean(0)
-        # A cycle counts from 0.
-        for i, key in enumerate(("lost", "energy")):
-            point.own[i] += after[key] - (before[key] if phase == "compressing" else 0.0)
-        point.averages[0] += float((average - mean).double().square().sum())
-        point.averages[1] += float(mean.double().square().sum())
-        point.compressed += 1
-    return average
 
 
 # --- results
@@ -285,30 +269,16 @@ CONFIGURATION = ("steps", "workers", "batch_size", "bf16", "seed")
 
 
 def continued(path: Path | None, configuration: dict[str, Any]) -> dict[str, Any]:
-    """The results in a file, or new ones. Raises ValueError if they have another configuration."""
+    """The results in a file, or new ones. Raises ResultsError if they have another configuration."""
     if path is None or not path.exists():
         return {"provenance": provenance(), "configuration": configuration, "lost": [], "runs": []}
-    results = json.loads(path.read_text())
-    if results["configuration"] != configuration:
-        raise ValueError(f"got {path} of {results['configuration']}, expected {configuration}: give another --json")
+    with stored(path) as results:
+        known = results["configuration"]
+    check_same(path, "was measured", known, configuration)
     return results
 
 
-def save(results: dict[str, Any], path: Path | None) -> None:
-    """Write the file, as a whole or not at all. Rows and points take a line each."""
-    if path is not None:
-        text = json.dumps(results, indent=1)
-        write_whole(path, re.sub(r"\{[^{}]*\}", lambda row: re.sub(r"\s+", " ", row[0]), text) + "\n")
-
-
-def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Lines with columns of equal width, the first to the left. Short rows end early."""
-    cells = [row + [""] * (len(header) - len(row)) for row in [header, *rows]]
-    first, *others = [max(map(len, column)) for column in zip(*cells)]
-    return ["  ".join([row[0].ljust(first), *(c.rjust(w) for c, w in zip(row[1:], others))]).rstrip() for row in cells]
-
-
-def lines(results: dict[str, Any]) -> list[str]:
+def lines(results: dict[str, Any]) -> Iterator[str]:
     """Both tables."""
     header = ["basis", "step", "channels", "d", "samples, first slice", "others"]
     header += [f"{what} {first}-{last}" for what in ("own", "average") for first, last in AGES]
@@ -316,10 +286,12 @@ def lines(results: dict[str, Any]) -> list[str]:
     for row in results["lost"]:
         basis = f"{row['samples']} samples, loss={row['loss']}, reuse={row['reuse']}"
         samples = [row[f"in samples, {which}"][0] for which in ("first slice", "others")]
-        lost = [*samples, *row.get("own", []), *row.get("average", [])]
-        rows.append([basis, *(f"{row[key]:.0f}" for key in ("learned_at", "channels", "dimension"))])
-        rows[-1] += [f"{100 * fraction:.0f}" for fraction in lost]
-    text = ["Energy lost, %, by age in steps:", *table(header, rows), ""] if rows else []
+        lost = [100 * share for share in (*samples, *row.get("own", []), *row.get("average", []))]
+        rows.append([basis, *(f"{x:.0f}" for x in (row["learned_at"], row["channels"], row["dimension"], *lost))])
+    if rows:
+        yield "Energy lost, %, by age in steps:\n"
+        yield from markdown(header, rows)
+        yield ""
     header = ["compression", "training loss", "difference", "ratio", "compressed", "lost", "error"]
     rows, first = [], results["runs"][0]["train_loss"]
     for run in results["runs"]:
@@ -327,28 +299,20 @@ def lines(results: dict[str, Any]) -> list[str]:
         loss, compressed = run["train_loss"], sum(point["compressed"] for point in run["points"]) / len(run["points"])
         numbers = [f"{loss:.4f}", f"{loss - first:+.4f}", f"{run['ratio']:.2f}", f"{compressed:.2f}"]
         means = [f"{sum(point[key] for point in points) / len(points):.2f}" for key in ("lost", "error") if points]
-        rows.append([run["compression"], *numbers, *means])
-    return [*text, f"Mean training loss of the last {FINAL} steps:", *table(header, rows)]
+        rows.append([run["compression"], *numbers, *(means or ["", ""])])
+    yield f"Mean training loss of the last {FINAL} steps:\n"
+    yield from markdown(header, rows)
 
 
 # --- command line
 
 
-def compression(text: str) -> str:
-    try:
-        gradzip.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("specs", nargs="*", metavar="SPEC", type=compression, default=SPECS,
+def main() -> None:
+    parser = Parser("gradiveq", __doc__, EXAMPLES)
+    parser.add_argument("specs", nargs="*", metavar="SPEC", type=method, default=SPECS,
                         help="compression; the first is what the others are compared with (default: none, and GradiVeQ "
                         "with several arguments)")  # fmt: skip
+    positive = at_least(1)
     parser.add_argument("--data", metavar="DIR", help="folder with CIFAR-10's binary version (default: digits)")
     parser.add_argument("--steps", type=positive, default=450, help="(default: %(default)s)")
     parser.add_argument("--workers", type=positive, default=4, help="(default: %(default)s)")
@@ -358,18 +322,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=positive, default=1, help="of torch (default: %(default)s)")
     parser.add_argument("--json", metavar="PATH", type=output_file,
                         help="write results to this file after each run; skip the runs that are in it")  # fmt: skip
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse_arguments()
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     try:
         dataset = data.images(args.data)
         configuration = {key: getattr(args, key) for key in CONFIGURATION} | {"data": dataset.name}
         results = continued(args.json, configuration)
-    except (data.DataError, ValueError) as error:
-        sys.exit(f"gradiveq.py: error: {error}")
+    except (data.DataError, ResultsError) as error:
+        parser.fail(str(error))
     left = [spec for spec in args.specs if spec not in [run["compression"] for run in results["runs"]]]
     with Progress(len(left)) as progress:
         for spec in left:
@@ -378,7 +338,8 @@ def main() -> None:
             results["runs"].append(run)
             if study:
                 results["lost"] = study.rows()
-            save(results, args.json)
+            if args.json:
+                write_json(args.json, results)
             progress.done(f"{spec}: training loss {run['train_loss']:.4f}")
     print(*lines(results), sep="\n")
 

@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Benchmark the primitives against a copy of the data and against the same computation in torch ops.
 
 Absolute times on shared machines are noise, so every row is a ratio: copy, ours and peer run in turns, and the medians
@@ -9,31 +8,29 @@ is not timed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import gradzip
+from benchmarks.common.arguments import Parser, at_least, output_file
+from benchmarks.common.results import provenance, write_json
+from benchmarks.common.tables import goal
 from gradzip import ops
-from gradzip.state import Key
-from provenance import provenance
-from result_files import write_whole
-from shapes import matrix_shapes
+from gradzip.cli.models import MODELS
+from gradzip.memory.state import Key
 
 EXAMPLES = """\
 examples:
-  python benchmarks/kernels.py                                 all primitives, 25.6 M floats, 2 threads
-  python benchmarks/kernels.py --only 'select|compact' --rounds 15
-  python benchmarks/kernels.py --device cuda --json results.json
+  python -m benchmarks.kernels                                 all primitives, 25.6 M floats, 2 threads
+  python -m benchmarks.kernels --only 'select|compact' --rounds 15
+  python -m benchmarks.kernels --device cuda --json results.json
 """
 
 
@@ -58,22 +55,6 @@ class Case:
     most_copies: float | None = None
     least_speedup: float | None = None
     data: Tensor | None = None  # what to copy for comparison, if not the floats that all cases share
-
-
-@dataclass
-class Row:
-    """The measurements of a case; times in milliseconds."""
-
-    name: str
-    ms: float
-    gb_per_s: float
-    copy_ms: float
-    copies: float
-    peer: str
-    peer_ms: float
-    speedup: float
-    most_copies: float | None
-    least_speedup: float | None
 
 
 def cases(n: int, device: str) -> Iterator[Case]:
@@ -363,7 +344,7 @@ def low_rank_cases(device: str) -> Iterator[Case]:
 
     def step() -> None:
         ops.low_rank_project(e, m, q, out=p)
-        ops.low_rank_apply_average(m, e, p, q, p, q)
+        ops.low_rank_apply_average_all([(m, e, p, q, p, q)])
 
     def plain() -> None:
         """The usual implementation."""
@@ -385,6 +366,11 @@ def low_rank_cases(device: str) -> Iterator[Case]:
     for name, model, rank in (("ResNet-50 r=4", "resnet50", 4), ("BERT-base r=32", "bert-base", 32)):
         matrices = [torch.randn(rows, rank, device=device) for rows, _ in matrix_shapes(model)]
         yield orthogonalize_case(name, matrices)
+
+
+def matrix_shapes(model: str) -> list[tuple[int, int]]:
+    """The shapes (n, m) of the gradients that low-rank methods compress. model: a name in MODELS."""
+    return [(p.shape[0], p.numel // p.shape[0]) for p in MODELS[model]() if len(p.shape) > 1]
 
 
 def orthogonalize_case(name: str, matrices: list[Tensor]) -> Case:
@@ -599,7 +585,8 @@ def timed(function: Callable[[], object], device: str) -> float:
     return 1000 * (time.perf_counter() - start)
 
 
-def measure(case: Case, x: Tensor, rounds: int, device: str) -> Row:
+def measure(case: Case, x: Tensor, rounds: int, device: str) -> dict[str, Any]:
+    """The row of a case; times in milliseconds."""
     data = x if case.data is None else case.data
     out = torch.empty_like(data)
     functions = [lambda: out.copy_(data), case.ours, case.peer]
@@ -607,34 +594,23 @@ def measure(case: Case, x: Tensor, rounds: int, device: str) -> Row:
         function()
     times = [[timed(function, device) for function in functions] for _ in range(rounds)]
     copy_ms, ms, peer_ms = (statistics.median(column) for column in zip(*times))
-    return Row(
-        case.name, ms, case.nbytes / ms / 1e6, copy_ms, ms / copy_ms, case.peer_name, peer_ms, peer_ms / ms,
-        case.most_copies, case.least_speedup,
-    )  # fmt: skip
-
-
-def line(row: Row) -> str:
-    def goal(met: bool | None, text: str) -> str:
-        return "" if met is None else f"{'ok' if met else 'MISSED'} ({text})"
-
-    copies = goal(row.most_copies and row.copies <= row.most_copies, f"<= {row.most_copies}")
-    speedup = goal(row.least_speedup and row.speedup >= row.least_speedup, f">= {row.least_speedup}")
-    return (
-        f"{row.name:32} {row.ms:9.2f} {row.gb_per_s:8.1f} {row.copies:8.2f} {copies:16} "
-        f"{row.speedup:8.1f} {speedup:17} {row.peer}"
-    )
+    return {
+        "name": case.name, "ms": ms, "gb_per_s": case.nbytes / ms / 1e6, "copy_ms": copy_ms, "copies": ms / copy_ms,
+        "peer": case.peer_name, "peer_ms": peer_ms, "speedup": peer_ms / ms, "most_copies": case.most_copies,
+        "least_speedup": case.least_speedup,
+    }  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("kernels", __doc__, EXAMPLES)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--numel", type=int, help=f"floats (default: {NUMEL['cpu']}, on cuda {NUMEL['cuda']})")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of copy, ours, peer (default: %(default)s)")
+    parser.add_argument("--threads", type=at_least(1), default=2, help="CPU threads (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=9, help="turns of copy, ours, peer (default: %(default)s)"
+    )
     parser.add_argument("--only", metavar="REGEX", default="", help="cases whose name contains a match")
-    parser.add_argument("--json", metavar="PATH", type=Path, help="write the rows and their provenance")
+    parser.add_argument("--json", metavar="PATH", type=output_file, help="write the rows and their provenance")
     args = parser.parse_args()
     if args.numel is None:
         args.numel = NUMEL[args.device]
@@ -649,19 +625,24 @@ def main() -> None:
     print("  ".join(f"{key} {value}" for key, value in about.items()))
     print(f"{'primitive':32} {'ms':>9} {'GB/s':>8} {'x copy':>8} {'':16} {'x peer':>8} {'':17} peer")
     x = torch.randn(args.numel, device=args.device)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    missed: list[str] = []
     for case in cases(args.numel, args.device):
         if not re.search(args.only, case.name):
             continue
         if not case.valid():
-            sys.exit(f"{case.name}: the result is wrong, so it is not timed")
-        rows.append(measure(case, x, args.rounds, args.device))
-        print(line(rows[-1]), flush=True)
+            parser.fail(f"{case.name}: the result is wrong, so it is not timed")
+        row = measure(case, x, args.rounds, args.device)
+        rows.append(row)
+        goals = goal(row["copies"], row["most_copies"], most=True), goal(row["speedup"], row["least_speedup"])
+        missed += [row["name"] for met in goals if met.startswith("MISSED")]
+        print(
+            f"{row['name']:32} {row['ms']:9.2f} {row['gb_per_s']:8.1f} {row['copies']:8.2f} {goals[0]:16} "
+            f"{row['speedup']:8.1f} {goals[1]:17} {row['peer']}",
+            flush=True,
+        )
         if args.json:  # after each row: a run that is stopped leaves what it has measured
-            document = {"provenance": about, "rows": [asdict(r) for r in rows]}
-            write_whole(args.json, json.dumps(document, indent=1) + "\n")
-    missed = [r.name for r in rows if r.most_copies and r.copies > r.most_copies]
-    missed += [r.name for r in rows if r.least_speedup and r.speedup < r.least_speedup]
+            write_json(args.json, {"provenance": about, "rows": rows})
     if missed:
         print(f"{len(missed)} goals missed: {', '.join(missed)}")
 

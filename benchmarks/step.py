@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Time training steps of one rank with DDP, with and without compression: what compressing takes, without a network.
 
 The group has one rank, so that a step consists of computing the gradients, compressing them, and decompressing this
@@ -9,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
 import gradzip.ddp
-from provenance import provenance
-from result_files import write_whole
+from benchmarks.common.arguments import Parser, at_least, method, output_file
+from benchmarks.common.results import provenance, write_json
 
 EXAMPLES = """\
 examples:
-  python benchmarks/step.py --device cuda --json step.json          all methods, ResNet-50, 64 images of 224 x 224
-  python benchmarks/step.py --image-size 32 --batch-size 4 acpsgd   on a CPU
+  python -m benchmarks.step --device cuda --json step.json          all methods, ResNet-50, 64 images of 224 x 224
+  python -m benchmarks.step --image-size 32 --batch-size 4 acpsgd   on a CPU
 """
 
 SPECS = (
@@ -71,31 +68,21 @@ def resnet50(classes: int = 1000) -> nn.Sequential:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
-@dataclass
-class Row:
-    """The measurements of a variant; times in milliseconds."""
-
-    variant: str
-    ms: float  # of a step
-    ms_p20: float
-    ms_p80: float
-    added_ms: float  # compared with "stock", in the same round
-    nbytes: int | None  # that the rank sends in a step
-
-
 def step_of(model: nn.Module, spec: str, images: Tensor, labels: Tensor) -> tuple[Callable[[], None], gradzip.Traffic]:
     """A training step of a copy of the network under DDP, and what counts its bytes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch 2.13, about a new name of the argument
         replica = DistributedDataParallel(model, broadcast_buffers=False)
-    traffic = gradzip.Traffic()
+    traffic, momentum = gradzip.Traffic(), 0.9
     if spec == "fp16 hook":
         replica.register_comm_hook(None, fp16_compress_hook)
     elif spec != "stock":
-        state = gradzip.ddp.HookState(gradzip.parse(spec), named_parameters=model.named_parameters())
+        compressor = gradzip.parse(spec)
+        momentum *= not any(part.optimizer_momentum for part in compressor.parts)  # DGC refuses another one
+        state = gradzip.ddp.HookState(compressor, named_parameters=model.named_parameters())
         replica.register_comm_hook(state, gradzip.ddp.hook)
         traffic = state.traffic
-    optimizer = torch.optim.SGD(replica.parameters(), 1e-3, momentum=0.9)
+    optimizer = torch.optim.SGD(replica.parameters(), 1e-3, momentum)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -122,7 +109,7 @@ def milliseconds(step: Callable[[], None], steps: int, device: str) -> float:
 
 def measure(
     specs: list[str], build: Callable[[], nn.Module], args: argparse.Namespace, failed: dict[str, str]
-) -> Iterator[list[Row]]:
+) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows after each round. Methods that fail are left out, and noted in `failed` with the error."""
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=args.device)
     labels = torch.randint(1000, (args.batch_size,), device=args.device)
@@ -146,11 +133,12 @@ def measure(
         yield [row_of(spec, times, nbytes[spec]) for spec in steps]
 
 
-def row_of(spec: str, times: dict[str, list[float]], nbytes: int | None) -> Row:
+def row_of(spec: str, times: dict[str, list[float]], nbytes: int | None) -> dict[str, Any]:
+    """The row of a variant, in milliseconds of a step; `added_ms` compared with "stock", in the same round."""
     own = times[spec]
     added = statistics.median(ms - stock for ms, stock in zip(own, times["stock"]))
     p20, median, p80 = (sorted(own)[round(share * (len(own) - 1))] for share in (0.2, 0.5, 0.8))
-    return Row(spec, median, p20, p80, added, nbytes)
+    return {"variant": spec, "ms": median, "ms_p20": p20, "ms_p80": p80, "added_ms": added, "nbytes": nbytes}
 
 
 @contextlib.contextmanager
@@ -164,34 +152,32 @@ def group_of_one(device: str) -> Iterator[None]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser("step", __doc__, EXAMPLES)
+    parser.add_argument(
+        "methods", metavar="SPEC", nargs="*", type=method, help=f"methods (default: {', '.join(SPECS)})"
     )
-    parser.add_argument("methods", metavar="SPEC", nargs="*", help=f"methods (default: {', '.join(SPECS)})")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--batch-size", type=int, default=64, help="images (default: %(default)s)")
-    parser.add_argument("--image-size", type=int, default=224, help="pixels (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=10, help="of each variant in a round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of all variants (default: %(default)s)")
-    parser.add_argument("--json", metavar="PATH", type=Path, help="write the rows and their provenance")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, help="images (default: %(default)s)")
+    parser.add_argument("--image-size", type=at_least(1), default=224, help="pixels (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=at_least(1), default=10, help="of each variant in a round (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="turns of all variants (default: %(default)s)")
+    parser.add_argument("--json", metavar="PATH", type=output_file, help="write the rows and their provenance")
     args = parser.parse_args()
-    for name in ("batch_size", "image_size", "steps", "rounds"):
-        if getattr(args, name) < 1:
-            parser.error(f"got --{name.replace('_', '-')} {getattr(args, name)}, expected a number above 0")
     torch.manual_seed(0)
     settings = {name: getattr(args, name) for name in ("batch_size", "image_size", "steps", "rounds")}
     about = {**provenance(args.device), "model": "resnet50", **settings}
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     with group_of_one(args.device):
         for rows in measure(["stock", "fp16 hook", *(args.methods or SPECS)], resnet50, args, failed):
             if args.json:  # after each round: a run that is stopped leaves what it has measured
-                document = {"provenance": about, "rows": [asdict(row) for row in rows], "failed": failed}
-                write_whole(args.json, json.dumps(document, indent=1) + "\n")
+                write_json(args.json, {"provenance": about, "rows": rows, "failed": failed})
     for row in rows:
-        sent = "" if row.nbytes is None else f"  {row.nbytes / 1e6:.2f} MB"
-        spread = f"({row.ms_p20:.2f} to {row.ms_p80:.2f})"
-        print(f"{row.variant:24} {row.ms:9.2f} ms  {spread:20} {row.added_ms:+8.2f} ms{sent}")
+        sent = "" if row["nbytes"] is None else f"  {row['nbytes'] / 1e6:.2f} MB"
+        spread = f"({row['ms_p20']:.2f} to {row['ms_p80']:.2f})"
+        print(f"{row['variant']:24} {row['ms']:9.2f} ms  {spread:20} {row['added_ms']:+8.2f} ms{sent}")
     for spec, error in failed.items():
         print(f"{spec:24} failed: {error}")
     return 1 if failed else 0

@@ -1,22 +1,16 @@
-#!/usr/bin/env python
 """Compare orthonormal transforms of real gradients: relative error against bytes, of values and indices.
 
-The gradients of one worker are captured while the networks of examples/ train (benchmarks/gradients.py). Each layer is
+The gradients of one worker are captured while the networks of examples/ train (common/gradients.py). Each layer is
 transformed, its largest coefficients are kept, and their values become range floats. The error is exact; the bytes are
 those of the values and of coded indices, without a header. Errors are interpolated at equal bits per element.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib.util
 import itertools
-import json
 import math
 import multiprocessing
-import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -27,12 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import data
 import gradzip
-from arguments import output_file
-from gradients import CAPTURES, QUICK, data, gradient_files, load_data
+from benchmarks.common.arguments import Parser, at_least, output_file, picture_file
+from benchmarks.common.charts import pyplot, save
+from benchmarks.common.gradients import CAPTURES, QUICK, gradient_files, load_data
+from benchmarks.common.progress import tenths
+from benchmarks.common.results import provenance, write_json
+from benchmarks.common.tables import markdown
 from gradzip import ops
-from gradzip.methods.transform import transform_shape
-from provenance import provenance
+from gradzip.methods.base.transform import transform_shape
 
 THETAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995)
 BITS = (3, 4, 5, 6, 7, 8, 10, 12)
@@ -45,8 +43,8 @@ SAMPLE = 1 << 18  # elements: of larger layers, the first output channels stand 
 
 EXAMPLES = """\
 examples:
-  python benchmarks/transforms.py --quick                      two networks, a few steps, digits: a minute
-  python benchmarks/transforms.py --data cifar-10-batches-bin --text shakespeare.txt --cache gradients \\
+  python -m benchmarks.transforms --quick                      two networks, a few steps, digits: a minute
+  python -m benchmarks.transforms --data cifar-10-batches-bin --text shakespeare.txt --cache gradients \\
       --json benchmarks/results/transforms.json --picture docs/images/transforms.png
 """
 
@@ -181,19 +179,6 @@ def dct_squares(side: int) -> Callable[[Tensor], list[Tensor]]:
     return panels
 
 
-def dct_rows(x: Tensor) -> list[Tensor]:
-    return [dct(x.flatten(1))]
-
-
-def dct_columns(x: Tensor) -> list[Tensor]:
-    return [dct(x.flatten(1).t())]
-
-
-def dct_pixels(x: Tensor) -> list[Tensor]:
-    """Over the 4x4 pixels of each channel that AlexNet's first dense layer reads."""
-    return [dct_axes(x.reshape(-1, 4, 4), 2).reshape(-1, 16)]
-
-
 def is_kernel(shape: torch.Size) -> bool:
     return math.prod(shape[2:]) > 1
 
@@ -216,11 +201,13 @@ def transforms() -> Iterator[Transform]:
     yield Transform("fft whole", fft_blocks(None), flat=True)
     for length in (8, 64, 256, 1024, 4096):
         yield Transform(f"hadamard {length}", hadamard_blocks(length))
-    yield Transform("dct rows", dct_rows, fits=is_matrix)
-    yield Transform("dct columns", dct_columns, fits=is_matrix)
+    yield Transform("dct rows", lambda x: [dct(x.flatten(1))], fits=is_matrix)
+    yield Transform("dct columns", lambda x: [dct(x.flatten(1).t())], fits=is_matrix)
     yield Transform("dct 8 outputs", dct_outputs(8), fits=is_matrix)
     yield Transform("dct 8x8", dct_squares(8), fits=is_matrix)
-    yield Transform("dct 4x4 pixels", dct_pixels, fits=lambda shape: shape[1:] == (4096,))
+    # The 4x4 pixels of each channel that AlexNet's first dense layer reads.
+    pixels = lambda x: [dct_axes(x.reshape(-1, 4, 4), 2).reshape(-1, 16)]  # noqa: E731
+    yield Transform("dct 4x4 pixels", pixels, fits=lambda shape: shape[1:] == (4096,))
 
 
 # Coefficients, in the order in which a payload holds them.
@@ -505,28 +492,22 @@ def title(gradient: dict) -> str:
 
 def table(gradients: list[dict]) -> Iterator[str]:
     """Errors at a few rates: a row for each gradient, a column for each line."""
-    yield f"| | {' | '.join(line.label for line in LINES)} |"
-    yield f"|---|{'---|' * len(LINES)}"
-    for gradient in gradients:
-        cells = [title(gradient)]
-        for line in LINES:
-            errors = dict(zip(RATES, errors_of(gradient, line)))
-            shown = (errors[rate] for rate in SHOWN_RATES)
-            cells.append(" ".join("–" if error is None else f"{error:.3f}".lstrip("0") for error in shown))
-        yield f"| {' | '.join(cells)} |"
+
+    def cell(gradient: dict, line: Line) -> str:
+        errors = dict(zip(RATES, errors_of(gradient, line)))
+        shown = (errors[rate] for rate in SHOWN_RATES)
+        return " ".join("–" if error is None else f"{error:.3f}".lstrip("0") for error in shown)
+
+    rows = ([title(gradient), *(cell(gradient, line) for line in LINES)] for gradient in gradients)
+    return markdown(["", *(line.label for line in LINES)], rows, left=1 + len(LINES))
 
 
 def draw(gradients: list[dict], file: Path) -> None:
     """A panel for each gradient, a row of panels for each network: the mean error of layers against bits."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     models = {model: list(group) for model, group in itertools.groupby(gradients, lambda gradient: gradient["model"])}
     columns = max(map(len, models.values()))
     size = (3.2 * columns, 2.3 * len(models) + 0.8)
-    figure, axes = pyplot.subplots(len(models), columns, figsize=size, sharex=True, sharey=True, squeeze=False)
+    figure, axes = pyplot().subplots(len(models), columns, figsize=size, sharex=True, sharey=True, squeeze=False)
     for row_of_axes, group in zip(axes, models.values()):
         row_of_axes[0].set_ylabel("relative error")
         for ax in row_of_axes[len(group) :]:
@@ -544,59 +525,19 @@ def draw(gradients: list[dict], file: Path) -> None:
         ax.set_xlabel("bits per element")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=min(3, 2 * columns), frameon=False)
     figure.tight_layout(rect=(0, 0.6 / size[1], 1, 1))
-    figure.savefig(file, dpi=100)
+    save(figure, file)
 
 
-@contextlib.contextmanager
-def progress(title: str) -> Iterator[Callable[[float], None]]:
-    """Yield report(share done): a bar on a terminal, ten lines in a pipe. All go to stderr."""
-    try:
-        from rich import progress as rich
-        from rich.console import Console
-    except ImportError:
-        rich = None
-    if rich and sys.stderr.isatty():
-        columns = ("{task.description}", rich.BarColumn(None), rich.TaskProgressColumn(), rich.TimeRemainingColumn())
-        with rich.Progress(*columns, console=Console(stderr=True), expand=True) as bar:
-            shown = bar.add_task(title, total=1.0)
-            yield lambda share: bar.update(shown, completed=share)
-        return
-    last = 0
-
-    def report(share: float) -> None:
-        nonlocal last
-        if int(10 * share) > last:
-            last = int(10 * share)
-            print(f"{title}  {10 * last} %", file=sys.stderr, flush=True)
-
-    yield report
-
-
-def positive(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"got {text}, expected an integer above 0")
-    return int(text)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    parser = Parser("transforms", __doc__, EXAMPLES)
     parser.add_argument("--data", metavar="DIR", help="folder with CIFAR-10's binary version (default: digits)")
     parser.add_argument("--text", metavar="FILE", help="text for charlm (default: sources of Python's library)")
     parser.add_argument("--cache", metavar="DIR", type=Path, help="keep gradients here, and find them here")
     parser.add_argument("--json", metavar="PATH", type=output_file, help="write all results to this file")
-    parser.add_argument("--picture", metavar="PATH", type=output_file, help="draw errors (needs matplotlib)")
-    parser.add_argument("--jobs", metavar="N", type=positive, default=1, help="processes (default: %(default)s)")
+    parser.add_argument("--picture", metavar="PATH", type=picture_file, help="draw errors (needs matplotlib)")
+    parser.add_argument("--jobs", metavar="N", type=at_least(1), default=1, help="processes (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="two networks, a few steps")
     args = parser.parse_args()
-    if args.picture and not importlib.util.find_spec("matplotlib"):
-        parser.error("argument --picture: matplotlib is not installed: pip install matplotlib")
-    return args
-
-
-def main() -> None:
-    args = parse_arguments()
     torch.set_num_threads(1)
     runs = QUICK if args.quick else CAPTURES
     with contextlib.ExitStack() as stack:
@@ -605,33 +546,22 @@ def main() -> None:
             datasets = [load_data(run, args.data, args.text) for run in runs]
             gradients, files = [], []
             for run, dataset in zip(runs, datasets):
-                with progress(f"{NETWORKS[run.model]} on {dataset.name}") as report:
+                with tenths(f"{NETWORKS[run.model]} on {dataset.name}") as report:
                     for step, file in gradient_files(run, dataset, cache, report).items():
                         gradients.append({"model": run.model, "step": step})
                         files.append(file)
         except (data.DataError, OSError) as error:
-            sys.exit(f"transforms.py: error: {error}")
-        with progress("transforms") as report:
+            parser.fail(str(error))
+        with tenths("transforms") as report:
             study_all(gradients, files, args.jobs, report)
     print(f"Mean relative error of layers at {', '.join(f'{rate:g}' for rate in SHOWN_RATES)} bits per element:\n")
     print(*table(gradients), sep="\n")
     if args.json:
         captures = [{**asdict(run), "data": dataset.name} for run, dataset in zip(runs, datasets)]
         about = {"provenance": provenance(), "captures": captures, "rates": RATES, "thetas": THETAS, "sample": SAMPLE}
-        args.json.write_text(to_json({**about, "gradients": gradients}))
+        write_json(args.json, {**about, "gradients": gradients})
     if args.picture:
         draw(gradients, args.picture)
-
-
-def to_json(results: dict) -> str:
-    """JSON with a line for each row."""
-    rows = [row for gradient in results["gradients"] for row in gradient["rows"]]
-    lines = iter([json.dumps(row) for row in rows])
-    frame = {**results, "gradients": [{**each, "rows": ["@"] * len(each["rows"])} for each in results["gradients"]]}
-    return (
-        "".join(part if part != '"@"' else next(lines) for part in re.split(r'("@")', json.dumps(frame, indent=1)))
-        + "\n"
-    )
 
 
 if __name__ == "__main__":

@@ -169,6 +169,19 @@ def ada_momentum(parameters, lr, momentum=0.7, beta2=0.98):
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "ada-momentum": ada_momentum}
 
 
+def make_optimizer(name, parameters, lr, method=None, **options):
+    """The optimizer of this name. options: momentum, and beta2 of AdamW.
+
+    A method that applies momentum to gradients, as DGC, replaces that of the optimizer.
+    """
+    momentum = max((part.optimizer_momentum for part in method.parts), default=0.0) if method else 0.0
+    if not momentum:
+        return OPTIMIZERS[name](parameters, lr, **options)
+    if name == "sgd":
+        return gradzip.optim.DGCSGD(parameters, lr, momentum, weight_decay=5e-4)
+    return OPTIMIZERS[name](parameters, lr, **options | {"momentum": 0.0})
+
+
 class Recipe(NamedTuple):
     """How to build a network from its data set's dimensions, its data, optimizer and learning rate."""
 
@@ -177,9 +190,9 @@ class Recipe(NamedTuple):
     optimizer: str  # a name in OPTIMIZERS
     lr: float  # peak
 
-    def make_optimizer(self, parameters, lr, **options):
-        """The network's own optimizer. options: momentum, and beta2 of AdamW."""
-        return OPTIMIZERS[self.optimizer](parameters, lr, **options)
+    def make_optimizer(self, parameters, lr, method=None, **options):
+        """The network's own optimizer. Arguments: `make_optimizer`."""
+        return make_optimizer(self.optimizer, parameters, lr, method, **options)
 
 
 MODELS = {

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import data
 import engines
 import gradzip
-from models import MODELS, OPTIMIZERS
+from models import MODELS, OPTIMIZERS, make_optimizer
 
 EXAMPLES = """\
 examples:
@@ -135,7 +135,7 @@ def parse_arguments():
     parser.add_argument(
         "--momentum",
         type=fraction,
-        help="of the optimizer, beta1 of AdamW and AdaMomentum; 0 with dgc, which has its own (default: 0.9, "
+        help="of the optimizer, beta1 of AdamW and AdaMomentum; dgc replaces it by its own (default: 0.9, "
         "ada-momentum 0.7)",
     )
     parser.add_argument(
@@ -219,10 +219,9 @@ def train(spec, args, dataset, steps, engine):
     torch.manual_seed(args.seed)
     model = recipe.build(*dataset.dimensions)
     compressor = gradzip.parse(spec)
-    own_momentum = any(part.optimizer_momentum for part in compressor.parts)  # DGC has its own
-    chosen = {"momentum": 0.0 if own_momentum else args.momentum, "beta2": args.beta2}
+    chosen = {"momentum": args.momentum, "beta2": args.beta2}
     chosen = {name: value for name, value in chosen.items() if value is not None}
-    optimizer = OPTIMIZERS[args.optimizer](model.parameters(), args.lr, **chosen)
+    optimizer = make_optimizer(args.optimizer, model.parameters(), args.lr, compressor, **chosen)
     scaler = torch.amp.GradScaler("cpu", enabled=args.amp == "fp16")
     if scaler.is_enabled():
         compressor.follow(scaler)  # rescale residuals with the loss scale

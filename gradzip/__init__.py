@@ -8,58 +8,34 @@ True
 
 from typing import TYPE_CHECKING, Any
 
-from . import checkpoint, horovod, methods, ops, optim
+from . import horovod, methods, ops, optim
 from ._version import __version__ as __version__
 from .auto import Auto
+from .averaging.local import LocalGroup, roundtrip, simulate
 from .collectives import AllToAll, Broadcast, Gather, Mean, RingSum
-from .compressor import Compressor
-from .engines.local import LocalGroup, roundtrip, simulate
-from .fusion import fused
-from .gather import GatherCompressor
+from .collectives.fusion import fused
+from .collectives.traffic import Traffic
 from .inspection import capture
+from .memory import checkpoint
+from .memory.state import State
 from .methods import *  # noqa: F403 (the classes in its __all__)
-from .monitor import ReplicaMonitor
+from .methods.base.compressor import Compressor
+from .methods.base.gather import GatherCompressor
+from .methods.base.registry import register
+from .methods.base.schedule import DiminishingTheta, StepSchedule
+from .methods.spec import parse
 from .ops import PayloadError
-from .registry import register
-from .schedule import DiminishingTheta, StepSchedule
-from .spec import parse
-from .state import State
-from .telemetry import Monitor
-from .traffic import Traffic
+from .watch.monitor import Monitor
+from .watch.replicas import ReplicaMonitor
 
 if TYPE_CHECKING:
     from . import ddp, fsdp
 
 __all__ = [
-    "AllToAll",
-    "Auto",
-    "Broadcast",
-    "Compressor",
-    "DiminishingTheta",
-    "Gather",
-    "GatherCompressor",
-    "LocalGroup",
-    "Mean",
-    "Monitor",
-    "PayloadError",
-    "ReplicaMonitor",
-    "RingSum",
-    "State",
-    "StepSchedule",
-    "Traffic",
-    "capture",
-    "checkpoint",
-    "ddp",
-    "fsdp",
-    "fused",
-    "horovod",
-    "ops",
-    "optim",
-    "parse",
-    "register",
-    "roundtrip",
-    "simulate",
-]
+    "AllToAll", "Auto", "Broadcast", "Compressor", "DiminishingTheta", "Gather", "GatherCompressor", "LocalGroup",
+    "Mean", "Monitor", "PayloadError", "ReplicaMonitor", "RingSum", "State", "StepSchedule", "Traffic", "capture",
+    "checkpoint", "ddp", "fsdp", "fused", "horovod", "ops", "optim", "parse", "register", "roundtrip", "simulate",
+]  # fmt: skip
 __all__ += methods.__all__
 
 

@@ -1,4 +1,4 @@
-"""An optimizer for training with sparse averages."""
+"""Optimizers for training with sparse averages, and with gradients that have momentum already."""
 
 from __future__ import annotations
 
@@ -10,7 +10,37 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 
-class AdaMomentum(torch.optim.Optimizer):
+class _Optimizer(torch.optim.Optimizer):
+    """Steps all parameters of a group together. Subclasses define `_update`."""
+
+    def __init__(self, params: Iterable[Any], options: dict[str, Any], not_negative: Iterable[str]) -> None:
+        for name in not_negative:
+            if not options[name] >= 0:
+                raise ValueError(f"{type(self).__name__}: got {name} = {options[name]!r}, expected a number >= 0")
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            gradients = {p: p.grad for p in group["params"] if p.grad is not None}
+            if any(gradient.is_sparse for gradient in gradients.values()):
+                raise ValueError(
+                    f"{type(self).__name__}: got a sparse gradient, expected a dense one; use Embedding(sparse=False)"
+                )
+            if gradients:
+                self._update(group, gradients)
+        return loss
+
+    def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
+        """Update the parameters of a group that have gradients."""
+        raise NotImplementedError
+
+
+class AdaMomentum(_Optimizer):
     """AdamW whose second moment is that of the momentum, not of the gradients.
 
     For the averaged gradient g, the momentum m, which starts as the first gradient, and the second moment v:
@@ -49,27 +79,12 @@ class AdaMomentum(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"AdaMomentum: got {name} = {value!r}, expected a number >= 0")
         if not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
             raise ValueError(f"AdaMomentum: got betas = {betas!r}, expected two numbers in [0, 1)")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            gradients = {p: p.grad for p in group["params"] if p.grad is not None}
-            if gradients:
-                self._update(group, gradients)
-        return loss
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, options, ("lr", "eps", "weight_decay"))
 
     def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
-        """Update the parameters of a group that have gradients."""
         beta1, beta2 = group["betas"]
         states = [self._state(parameter, gradient) for parameter, gradient in gradients.items()]
         momenta = [state["exp_avg"] for state in states]
@@ -83,11 +98,69 @@ class AdaMomentum(torch.optim.Optimizer):
 
     def _state(self, parameter: Tensor, gradient: Tensor) -> dict[str, Any]:
         """The state of a parameter, under the names of torch's AdamW."""
-        if gradient.is_sparse:
-            raise ValueError("AdaMomentum: got a sparse gradient, expected a dense one; use Embedding(sparse=False)")
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = gradient.clone()
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         return state
+
+
+class DGCSGD(_Optimizer):
+    """SGD for `DGC`: for averages that have momentum already. Its momentum is that of weight decay alone.
+
+    For the averaged gradient g, which has momentum, and the momentum d of the decay, which starts as 0:
+
+        d = momentum d + weight_decay p
+        p = p - lr (g + d)
+
+    If g is u = momentum u + gradient, this is torch.optim.SGD(momentum=..., weight_decay=...): the sum of u and d is
+    its buffer. torch.optim.SGD(weight_decay=...) would decay parameters 1 / (1 - momentum) times too slowly. Elements
+    of the decay are neither dropped nor masked.
+
+    Args:
+        params, lr, weight_decay: as of torch.optim.SGD.
+        maximize: add lr g instead of subtracting it; the decay is subtracted.
+        momentum: of the decay; give the momentum of the method.
+
+    >>> import gradzip, torch
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = gradzip.optim.DGCSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+
+    Pass it to Horovod with the method, ``hvd.DistributedOptimizer(optimizer, compression=gradzip.DGC(momentum=0.9))``,
+    or use it as it is with a model that has a hook of `gradzip.ddp` or `gradzip.fsdp`.
+
+    Source: the optimizer of the same name in the published code of Lin, Han, Mao, Wang, Dally, Deep Gradient
+    Compression, ICLR 2018.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"DGCSGD: got momentum = {momentum!r}, expected a number in [0, 1)")
+        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, options, ("lr", "weight_decay"))
+
+    def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
+        lr, decay = group["lr"], group["weight_decay"]
+        buffers = {p: self._buffer(p) for p in gradients if decay or p in self.state}
+        if buffers:
+            decays = list(buffers.values())
+            torch._foreach_mul_(decays, group["momentum"])
+            torch._foreach_add_(decays, list(buffers), alpha=decay)
+        torch._foreach_add_(list(gradients), list(gradients.values()), alpha=lr if group["maximize"] else -lr)
+        if buffers:
+            torch._foreach_add_(list(buffers), decays, alpha=-lr)
+
+    def _buffer(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            state["decay_momentum_buffer"] = torch.zeros_like(parameter)
+        return state["decay_momentum_buffer"]

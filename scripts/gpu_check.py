@@ -65,7 +65,9 @@ def steps(arch: str, folder: Path) -> list[Step]:
     build = [python, "setup.py", "build_ext", "--inplace"]
     # Only files with such tests: others need packages that a machine with a GPU may not have.
     files = [
-        f"tests/{path.name}" for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.cuda" in path.read_text()
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "mark.cuda" in path.read_text()
     ]
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-m"]
     sanitizer = ["compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all", "--tool"]
@@ -75,7 +77,7 @@ def steps(arch: str, folder: Path) -> list[Step]:
     builds = ("build_nvcc", "build_nvrtc")
 
     def timing(benchmark: str, results: str) -> list[str]:
-        return [python, f"benchmarks/{benchmark}.py", "--device", "cuda", "--json", str(folder / results)]
+        return [python, "-m", f"benchmarks.{benchmark}", "--device", "cuda", "--json", str(folder / results)]
 
     return [
         Step("build_nvrtc", 80, build, nvrtc),

@@ -1,41 +1,112 @@
+import collections
+import functools
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
 import gradzip.ops._native as native
+import records
+import simt_build
+import turns
+from paths import ROOT
 
 MOST_WORKERS = 8  # each takes memory for a torch of its own
 
-# Files that import launch.py start jobs of several ranks. One worker runs them all, a job at a time.
-JOBS = {path.name for path in Path(__file__).parent.glob("test_*.py") if "\nfrom launch import" in path.read_text()}
-# Long tests, independent of each other: handed out one by one, after the jobs, before the other files.
-LONG = ["test_docker.py", "test_sanitized.py", "test_fuzz.py", "test_simt.py", "test_races.py", "test_nvrtc_launch.py"]
-LONG += ["test_cuda.py"]
-
 
 def pytest_addoption(parser):
-    parser.addoption("--long", action="store_true", help="also run slow, low-yield tests")
-    parser.addoption("--load-steps", type=int, default=120, help="steps of tests/test_load.py (make load: 2000)")
+    parser.addoption("--long", action="store_true", help="also run slow, low-yield tests, and all tests of tooling")
+    parser.addoption(
+        "--load-steps", type=int, default=120, help="steps of tests/front_ends/test_load.py (make load: 2000)"
+    )
 
 
 def pytest_configure(config):
-    if hasattr(config, "workerinput"):  # a process of pytest-xdist: workers share the cores
+    if is_worker(config):
         cores, workers = len(os.sched_getaffinity(0)), config.workerinput["workercount"]
         share = max(1, cores // workers)
         torch.set_num_threads(share)
         os.environ.setdefault("MAX_JOBS", str(share))  # compilers that a test runs at a time (setup.py)
+    else:
+        config.pluginmanager.register(Recorder(config))
+
+
+def is_worker(config):
+    """Return whether this process is a worker of pytest-xdist. Otherwise it runs all tests, or hands them out."""
+    return hasattr(config, "workerinput")
+
+
+class Recorder:
+    """Has the records of earlier runs (records.py), and updates them at the end of this one."""
+
+    def __init__(self, config):
+        self.known = config.known_tests = records.load()
+        self.seconds, self.passed = collections.Counter(), {}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node):
+        node.workerinput["known_tests"] = self.known
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid] += report.duration
+        if digest := dict(report.user_properties).get("covers"):
+            passed = report.passed and self.passed.get(report.nodeid, "") is not None
+            self.passed[report.nodeid] = digest if passed else None
+
+    def pytest_sessionfinish(self):
+        records.save(self.seconds, self.passed)
 
 
 @pytest.hookimpl(trylast=True)  # after pytest has put tests with the same fixtures side by side
 def pytest_collection_modifyitems(config, items):
-    order = {name: number for number, name in enumerate([*sorted(JOBS), *LONG])}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
-    if not config.getoption("--long"):
+    known = config.workerinput["known_tests"] if is_worker(config) else config.known_tests
+    for item in items:
+        # Tests of tooling: their module says which files they cover, COVERS = ["scripts/x.sh", ...].
+        covers = getattr(getattr(item, "module", None), "COVERS", None)
+        digest = covers and records.digest(item.path, *covers)
+        if digest and known["passed"].get(item.nodeid) == digest and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="unchanged since it passed: --long runs it"))
+        elif digest:
+            item.user_properties.append(("covers", digest))
+    if not config.getoption("--long"):  # not skipped: there are thousands
+        long = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+    if is_worker(config):
+        seconds = collections.Counter()
         for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="long: make test ARGS=--long"))
+            seconds[unit(item.nodeid)] += known["seconds"].get(item.nodeid, not known["seconds"])
+        items.sort(key=lambda item: -int(seconds[unit(item.nodeid)]))  # stable: the tests of a file stay together
+
+
+@pytest.fixture
+def unless_passed(request):
+    """Skip a test that has passed with the same inputs, unless --long: call it with them (`simt_build.Parts`)."""
+    config = request.config
+    known = config.workerinput["known_tests"] if is_worker(config) else config.known_tests
+
+    def check(parts):
+        digest = simt_build.digest([*parts, request.node.path])
+        if known["passed"].get(request.node.nodeid) == digest and not config.getoption("--long"):
+            pytest.skip("unchanged since it passed: --long runs it")
+        request.node.user_properties.append(("covers", digest))
+
+    return check
+
+
+@functools.cache
+def text_of(path):
+    return (ROOT / path).read_text()
+
+
+def unit(nodeid):
+    """Return a name of what one worker runs as a whole: a test, or a file whose tests share fixtures."""
+    path = nodeid.partition("::")[0]
+    return path if 'scope="module"' in text_of(path) else nodeid
+
+
+def may_start_jobs(unit):
+    return "from launch import" in text_of(unit.partition("::")[0])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -45,17 +116,39 @@ def pytest_xdist_auto_num_workers(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Hand out tests in the order of `pytest_collection_modifyitems`, in units that one worker runs as a whole."""
+    """Hand out units in the order of `pytest_collection_modifyitems`, but jobs not to workers that would wait."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            path = nodeid.partition("::")[0]
-            name = Path(path).name
-            return "jobs" if name in JOBS else nodeid if name in LONG else path
+            return unit(nodeid)
+
+        def _assign_work_unit(self, node):
+            others = (units for other, units in self.assigned_work.items() if other is not node)
+            if sum(any(map(may_start_jobs, units)) for units in others) >= turns.AT_A_TIME:
+                starts_none = next((name for name in self.workqueue if not may_start_jobs(name)), None)
+                self.workqueue.move_to_end(starts_none or next(iter(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
+        def mark_test_complete(self, node, item_index, duration=0):
+            super().mark_test_complete(node, item_index, duration)
+            # Forget a finished unit. The base class goes through all units that it has assigned for each test.
+            finished = unit(self.registered_collections[node][item_index])
+            if all(self.assigned_work[node][finished].values()):
+                del self.assigned_work[node][finished]
 
     config.option.loadscopereorder = False
     return Scheduler(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _jobs_take_turns(request, tmp_path_factory):
+    if is_worker(request.config):
+        turns.share(tmp_path_factory.getbasetemp().parent)
+
+
+def pytest_runtest_logreport(report):
+    turns.end()
 
 
 @pytest.fixture(params=["scalar", "avx2", "avx512"])

@@ -18,13 +18,6 @@ struct OneBitSource {
 };
 static_assert(sizeof(OneBitSource) == 48, "gradzip/ops/one_bit.py writes it");
 
-// out = the sum of the next `terms` terms, in order, or out += each if `add`.
-struct OneBitSum {
-  float* out;
-  int64_t n, terms, add;
-};
-static_assert(sizeof(OneBitSum) == 32, "gradzip/ops/one_bit.py writes it");
-
 // weight * the mean for its row and bit. Rows are of `columns` elements, a divisor of n.
 struct OneBitTerm {
   const uint8_t* packed;

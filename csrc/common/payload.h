@@ -39,11 +39,15 @@ GZ_HD uint64_t checksum_term(uint64_t word, uint64_t position) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
   return x ^ (x >> 29);
 }
-constexpr int kChecksumWord = 3;  // the word of the header whose lower half, the checksum itself, counts as 0
+constexpr int kChecksumAt = 24;  // offset of the checksum in the header
+constexpr int kChecksumWord = kChecksumAt / 8;  // whose lower half, the checksum itself, counts as 0
 GZ_HD uint32_t checksum_fold(uint64_t sum) { return uint32_t(sum ^ (sum >> 32)); }
 
-// What is known of a payload once its sections are written: on CUDA, to the device only. Pointers may be null.
-struct PayloadResults {
+// A payload to be sealed: its header, and what is known of it once its sections are written, on CUDA to the device only.
+// Pointers to that may be null.
+struct PayloadSeal {
+  uint8_t* payload;
+  PayloadHeader header;  // without the results and the checksum
   const float* magnitudes;  // kNonFinite is set unless all are finite
   int64_t magnitude_count;
   const RangeFloat* number;  // its wire form becomes the last 8 bytes of the fields
@@ -52,32 +56,25 @@ struct PayloadResults {
   int64_t stream_begin;  // offset of that section in the payload
   int64_t padding_at;  // the byte of the fields that becomes the size of that section's padding, or -1
 };
-static_assert(sizeof(PayloadResults) == 56, "gradzip/ops/payload.py writes it");
+static_assert(sizeof(PayloadSeal) == 112, "gradzip/ops/payload.py writes it");
 
-// A payload to be sealed: its header, without the results and the checksum.
-struct PayloadSeal {
-  uint8_t* payload;
-  const PayloadHeader* header;
-  const PayloadResults* results;
-};
-static_assert(sizeof(PayloadSeal) == 24, "gradzip/ops/payload.py writes it");
-
-// Adds the results to the header. Returns the end of the last section.
-GZ_HD int64_t add_results(const PayloadResults& results, PayloadHeader* header) {
-  for (int64_t i = 0; i < results.magnitude_count; ++i)
-    if ((float_bits(results.magnitudes[i]) & 0x7fffffffu) >= kInfBits) header->flags |= kNonFinite;
-  if (results.scale) memcpy(header->fields, results.scale, sizeof(float));
-  if (results.number) {
-    const uint64_t wire = range_wire(*results.number);
+// Writes the header with the seal. Returns the end of the last section.
+GZ_HD int64_t add_results(const PayloadSeal& seal, PayloadHeader* header) {
+  *header = seal.header;
+  for (int64_t i = 0; i < seal.magnitude_count; ++i)
+    if ((float_bits(seal.magnitudes[i]) & 0x7fffffffu) >= kInfBits) header->flags |= kNonFinite;
+  if (seal.scale) memcpy(header->fields, seal.scale, sizeof(float));
+  if (seal.number) {
+    const uint64_t wire = range_wire(*seal.number);
     memcpy(header->fields + sizeof header->fields - sizeof wire, &wire, sizeof wire);
   }
   const int64_t nbytes = int64_t(header->nbytes), align = int64_t(kPayloadAlign);
-  if (!results.stream_nbytes) return nbytes;
-  int64_t stream = *results.stream_nbytes;
-  if (stream < 0 || stream > nbytes - results.stream_begin) header->flags |= kNonFinite, stream = 0;
-  const int64_t end = results.stream_begin + stream, padding = (align - end % align) % align;
+  if (!seal.stream_nbytes) return nbytes;
+  int64_t stream = *seal.stream_nbytes;
+  if (stream < 0 || stream > nbytes - seal.stream_begin) header->flags |= kNonFinite, stream = 0;
+  const int64_t end = seal.stream_begin + stream, padding = (align - end % align) % align;
   header->flags |= uint32_t((nbytes - end - padding) / align) << kSlackBit;
-  if (results.padding_at >= 0) header->fields[results.padding_at] = uint8_t(padding);
+  if (seal.padding_at >= 0) header->fields[seal.padding_at] = uint8_t(padding);
   return end;
 }
 

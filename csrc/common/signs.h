@@ -24,17 +24,10 @@ struct SignsVote {
 };
 static_assert(sizeof(SignsVote) == 24, "gradzip/ops/signs.py writes it");
 
-// out = the sum of the next `terms` terms, in order, or out += each if `add`.
-struct SignsSum {
-  float* out;
-  int64_t n, terms, add;
-};
-static_assert(sizeof(SignsSum) == 32, "gradzip/ops/signs.py writes it");
-
-// scale, or -scale where the bit is set.
+// weight, or -weight where the bit is set.
 struct SignsTerm {
   const uint8_t* packed;
-  double scale;
+  double weight;
 };
 static_assert(sizeof(SignsTerm) == 16, "gradzip/ops/signs.py writes it");
 

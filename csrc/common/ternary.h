@@ -21,13 +21,6 @@ struct TernarySource {
 };
 static_assert(sizeof(TernarySource) == 48, "gradzip/ops/ternary.py writes it");
 
-// out = the sum of the next `terms` terms, in order, or out += each if `add`.
-struct TernarySum {
-  float* out;
-  int64_t n, terms, add;
-};
-static_assert(sizeof(TernarySum) == 32, "gradzip/ops/ternary.py writes it");
-
 // float(weight * *scale) * (-1, 0 or 1). A null scale is 1.
 struct TernaryTerm {
   const uint8_t* packed;

@@ -10,6 +10,7 @@
 #include "cpu/parallel.h"
 #include "cpu/sign_bits.h"
 #include "cpu/simd.h"
+#include "cpu/weighted_sum.h"
 
 namespace gradzip::cpu {
 namespace {
@@ -163,38 +164,23 @@ void one_bit_packed(const OneBitSource* table, int64_t count, float* most, int t
   });
 }
 
-void one_bit_decode_add(const OneBitSum* table, int64_t count, const OneBitTerm* terms, int32_t* failed, int threads) {
-  constexpr int64_t kSumBlock = 1 << 12;  // elements that stay in the L1 cache while all terms are added
-  std::vector<const OneBitTerm*> first;
-  const OneBitTerm* next = terms;
-  for (int64_t i = 0; i < count; ++i) {
-    first.push_back(next);
-    for (const OneBitTerm* end = next + table[i].terms; next < end; ++next) {
-      const float* means_end = next->means + (table[i].n == 0 ? 0 : 2 * (table[i].n / next->columns));
-      if (std::all_of(next->means, means_end, [](float mean) { return std::isfinite(mean); })) continue;
-      *failed = int32_t(next - terms) + 1;
-      return;
-    }
-  }
-  const auto chunks = [&](int64_t i) { return ceil_div(table[i].n, kChunk); };
-  parallel_table(count, threads, chunks, [&](int64_t i, int64_t chunk) {
-    const OneBitSum& sum = table[i];
-    const int64_t end = std::min(sum.n, (chunk + 1) * kChunk);
-    for (int64_t begin = chunk * kChunk; begin < end; begin += kSumBlock) {
-      const int64_t stop = std::min(end, begin + kSumBlock);
-      if (!sum.add) std::fill(sum.out + begin, sum.out + stop, 0.0f);
-      for (int64_t t = 0; t < sum.terms; ++t) {
-        const OneBitTerm& term = first[size_t(i)][t];
-        const float weight = float(term.weight);
-        for (int64_t at = begin, row = begin / term.columns; at < stop; ++row) {
-          const int64_t row_end = std::min(stop, (row + 1) * term.columns);
-          const float* means = term.means + 2 * row;
-          add_by_sign(term.packed, at, row_end, weight * means[0], weight * means[1], sum.out);
-          at = row_end;
-        }
-      }
-    }
+void one_bit_decode_add(const WeightedSum* table, int64_t count, const OneBitTerm* terms, int32_t* failed,
+                        int threads) {
+  *failed = first_invalid(table, count, terms, [](const WeightedSum& sum, const OneBitTerm& term) {
+    const float* end = term.means + (sum.n == 0 ? 0 : 2 * (sum.n / term.columns));
+    return std::all_of(term.means, end, [](float mean) { return std::isfinite(mean); });
   });
+  if (*failed) return;
+  add_terms(table, count, terms, kChunk, 1 << 12, threads,
+            [](const OneBitTerm& term, int64_t begin, int64_t end, float* out) {
+              const float weight = float(term.weight);
+              for (int64_t row = begin / term.columns; begin < end; ++row) {
+                const int64_t row_end = std::min(end, (row + 1) * term.columns);
+                const float* means = term.means + 2 * row;
+                add_by_sign(term.packed, begin, row_end, weight * means[0], weight * means[1], out);
+                begin = row_end;
+              }
+            });
 }
 
 }  // namespace gradzip::cpu

@@ -23,6 +23,7 @@
 #include "common/signs.h"
 #include "common/ternary.h"
 #include "common/transform.h"
+#include "common/weighted_sum.h"
 
 namespace gradzip::cpu {
 
@@ -153,9 +154,10 @@ void quantize_decode_add(const uint8_t* packed, const float* norms, int64_t n, i
 // shorter) take w = ceil(320 / 5) bytes, byte j being the sum of 3^k t over the trits t of elements k w + j; t is 0 for
 // zero, 1 for plus, 2 for minus.
 void ternary_packed(const TernarySource* table, int64_t count, int threads);
-// Adds the terms of each entry in order, with a rounding after each. *failed: 1 + the index of the first term of which
+// Adds the terms of each sum in order, with a rounding after each. *failed: 1 + the index of the first term of which
 // *scale is negative or not finite, or a byte is above 242, the largest that five trits make.
-void ternary_decode_add(const TernarySum* table, int64_t count, const TernaryTerm* terms, int32_t* failed, int threads);
+void ternary_decode_add(const WeightedSum* table, int64_t count, const TernaryTerm* terms, int32_t* failed,
+                        int threads);
 
 // --- block_float
 // Block-scaled integers of 4 or 8 bits (common/block_float.h), one read of x. block is a multiple of 32, 4096 at most.
@@ -182,8 +184,8 @@ void signs_pack(const SignsSource* table, int64_t count, float* statistics, int 
 // `against`, unless it is null, gets the number of bits that differ from the majority, for each vote in that order.
 void signs_majority(const SignsVote* table, int64_t count, const uint8_t* const* votes, int voters, int64_t* against,
                     int threads);
-// Adds the terms of each entry in order, with a rounding after each.
-void signs_decode_add(const SignsSum* table, int64_t count, const SignsTerm* terms, int threads);
+// Adds the terms of each sum in order, with a rounding after each.
+void signs_decode_add(const WeightedSum* table, int64_t count, const SignsTerm* terms, int threads);
 
 // --- one_bit
 // Tables are in host memory on every device.
@@ -191,9 +193,9 @@ void signs_decode_add(const SignsSum* table, int64_t count, const SignsTerm* ter
 // whose bit is set (0 if there are none), summed in double in a fixed order. Unless it is null, `most` gets max |x| of each
 // x, as by abs_max. One read of x unless rows are very long.
 void one_bit_packed(const OneBitSource* table, int64_t count, float* most, int threads);
-// Adds the terms of each entry in order, with a rounding after each. *failed: 1 + the index of the first term with a mean
+// Adds the terms of each sum in order, with a rounding after each. *failed: 1 + the index of the first term with a mean
 // that is not finite.
-void one_bit_decode_add(const OneBitSum* table, int64_t count, const OneBitTerm* terms, int32_t* failed, int threads);
+void one_bit_decode_add(const WeightedSum* table, int64_t count, const OneBitTerm* terms, int32_t* failed, int threads);
 
 // --- atom_probabilities
 // p[i] = min(1, c |atoms[i]|) with c such that they sum to the budget (or to the number of nonzero atoms if that is
@@ -241,9 +243,8 @@ void transform_decode(const TransformPart* parts, int64_t count, uint32_t code, 
                       int64_t n, int32_t* failed, int threads);
 
 // --- payload
-// Writes the header of each payload whose sections are in place: *header, with the results added, and the checksum. The
-// table, headers and results are in host memory on every device. header->nbytes is the size of the payload, a multiple of
-// 16.
+// Writes the header of each payload whose sections are in place, with the results and the checksum. The table is in host
+// memory on every device. header.nbytes is the size of the payload, a multiple of 16.
 void payload_seal(const PayloadSeal* table, int64_t count, int threads);
 // Fills the table with the headers and checksums of `each` consecutive payloads in each of `count` buffers, which are
 // listed in host memory on every device. In each buffer, stops at the first header with an invalid size; later entries,

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <vector>
 
@@ -8,6 +9,8 @@
 
 namespace gradzip::cpu {
 namespace {
+
+static_assert(offsetof(PayloadHeader, checksum) == kChecksumAt, "the wire format");
 
 GZ_INLINE uint64_t checksum_body(const uint8_t* bytes, int64_t first, int64_t last) {
   uint64_t sum = 0;
@@ -38,11 +41,11 @@ uint64_t checksum_sum(const uint8_t* payload, int64_t nbytes, int threads) {
 }  // namespace
 
 void payload_seal(const PayloadSeal* table, int64_t count, int threads) {
-  const auto nbytes_of = [&](int64_t i) { return int64_t(table[i].header->nbytes); };
+  const auto nbytes_of = [&](int64_t i) { return int64_t(table[i].header.nbytes); };
   parallel_pieces(count, threads, nbytes_of, [&](int64_t i, int threads_of_one) {
     uint8_t* payload = table[i].payload;
-    PayloadHeader sealed = *table[i].header;
-    const int64_t nbytes = nbytes_of(i), end = add_results(*table[i].results, &sealed);
+    PayloadHeader sealed;
+    const int64_t nbytes = nbytes_of(i), end = add_results(table[i], &sealed);
     std::fill(payload + end, payload + nbytes, uint8_t(0));
     std::memcpy(payload, &sealed, sizeof sealed);
     sealed.checksum = checksum_fold(checksum_sum(payload, nbytes, threads_of_one));

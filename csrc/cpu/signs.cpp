@@ -11,6 +11,7 @@
 #include "cpu/philox.h"
 #include "cpu/sign_bits.h"
 #include "cpu/simd.h"
+#include "cpu/weighted_sum.h"
 
 namespace gradzip::cpu {
 namespace {
@@ -247,23 +248,12 @@ void signs_majority(const SignsVote* table, int64_t count, const uint8_t* const*
   });
 }
 
-void signs_decode_add(const SignsSum* table, int64_t count, const SignsTerm* terms, int threads) {
-  constexpr int64_t kSumBlock = 1 << 12;  // elements that stay in the L1 cache while all terms are added
-  std::vector<const SignsTerm*> first;
-  for (int64_t i = 0; i < count; terms += table[i++].terms) first.push_back(terms);
-  const auto chunks = [&](int64_t i) { return ceil_div(table[i].n, kChunk); };
-  parallel_table(count, threads, chunks, [&](int64_t i, int64_t chunk) {
-    const auto [out, n, own_terms, add] = table[i];
-    const int64_t end = std::min(n, (chunk + 1) * kChunk);
-    for (int64_t begin = chunk * kChunk; begin < end; begin += kSumBlock) {
-      const int64_t stop = std::min(end, begin + kSumBlock);
-      if (!add) std::fill(out + begin, out + stop, 0.0f);
-      for (int64_t t = 0; t < own_terms; ++t) {
-        const float scale = float(first[size_t(i)][t].scale);
-        add_by_sign(first[size_t(i)][t].packed, begin, stop, scale, -scale, out);
-      }
-    }
-  });
+void signs_decode_add(const WeightedSum* table, int64_t count, const SignsTerm* terms, int threads) {
+  add_terms(table, count, terms, kChunk, 1 << 12, threads,
+            [](const SignsTerm& term, int64_t begin, int64_t end, float* out) {
+              const float weight = float(term.weight);
+              add_by_sign(term.packed, begin, end, weight, -weight, out);
+            });
 }
 
 }  // namespace gradzip::cpu

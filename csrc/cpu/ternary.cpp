@@ -9,6 +9,7 @@
 #include "cpu/parallel.h"
 #include "cpu/philox.h"
 #include "cpu/simd.h"
+#include "cpu/weighted_sum.h"
 
 namespace gradzip::cpu {
 namespace {
@@ -79,42 +80,26 @@ void ternary_packed(const TernarySource* table, int64_t count, int threads) {
   });
 }
 
-void ternary_decode_add(const TernarySum* table, int64_t count, const TernaryTerm* terms, int32_t* failed,
+void ternary_decode_add(const WeightedSum* table, int64_t count, const TernaryTerm* terms, int32_t* failed,
                         int threads) {
-  std::vector<const TernaryTerm*> first;
-  const TernaryTerm* next = terms;
-  for (int64_t i = 0; i < count; ++i) {
-    first.push_back(next);
-    for (const TernaryTerm* end = next + table[i].terms; next < end; ++next) {
-      const int64_t nbytes = ceil_div(table[i].n, kDigits);
-      std::vector<uint8_t> most(size_t(ceil_div(nbytes, kChunk)), 0);
-      parallel_chunks(nbytes, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end_of_chunk) {
-        most[size_t(chunk)] = largest_byte(next->packed + begin, end_of_chunk - begin);
-      });
-      const bool valid = !next->scale || valid_norm(*next->scale);
-      if (valid && std::all_of(most.begin(), most.end(), [](uint8_t byte) { return byte <= kTopByte; })) continue;
-      *failed = int32_t(next - terms) + 1;
-      return;
-    }
-  }
-  const auto chunks = [&](int64_t i) { return ceil_div(table[i].n, kTritChunk); };
-  parallel_table(count, threads, chunks, [&](int64_t s, int64_t chunk) {
-    const TernarySum& sum = table[s];
-    constexpr int64_t kSumBlock = 10 * kTritBlock;  // elements that stay in the L1 cache while all terms are added
-    const int64_t end = std::min(sum.n, (chunk + 1) * kTritChunk);
-    for (int64_t begin = chunk * kTritChunk; begin < end; begin += kSumBlock) {
-      const int64_t stop = std::min(end, begin + kSumBlock);
-      if (!sum.add) std::fill(sum.out + begin, sum.out + stop, 0.0f);
-      for (int64_t t = 0; t < sum.terms; ++t) {
-        const TernaryTerm& term = first[size_t(s)][t];
-        const float value = float(term.weight * double(term.scale ? *term.scale : 1.0f));
-        for (int64_t i = begin; i < stop; i += kTritBlock) {
-          const int n = int(std::min<int64_t>(stop - i, kTritBlock));
-          add_trits(term.packed + i / kDigits, width_of(n), n, value, sum.out + i);
-        }
-      }
-    }
+  *failed = first_invalid(table, count, terms, [&](const WeightedSum& sum, const TernaryTerm& term) {
+    const int64_t nbytes = ceil_div(sum.n, kDigits);
+    std::vector<uint8_t> most(size_t(ceil_div(nbytes, kChunk)), 0);
+    parallel_chunks(nbytes, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
+      most[size_t(chunk)] = largest_byte(term.packed + begin, end - begin);
+    });
+    const bool valid = !term.scale || valid_norm(*term.scale);
+    return valid && std::all_of(most.begin(), most.end(), [](uint8_t byte) { return byte <= kTopByte; });
   });
+  if (*failed) return;
+  add_terms(table, count, terms, kTritChunk, 10 * kTritBlock, threads,
+            [](const TernaryTerm& term, int64_t begin, int64_t end, float* out) {
+              const float value = float(term.weight * double(term.scale ? *term.scale : 1.0f));
+              for (int64_t i = begin; i < end; i += kTritBlock) {
+                const int n = int(std::min<int64_t>(end - i, kTritBlock));
+                add_trits(term.packed + i / kDigits, width_of(n), n, value, out + i);
+              }
+            });
 }
 
 }  // namespace gradzip::cpu

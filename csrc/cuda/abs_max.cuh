@@ -1,6 +1,7 @@
 #pragma once
 
-#include "cuda/block.cuh"
+#include "cuda/block/block.cuh"
+#include "cuda/block/table.cuh"
 
 namespace gradzip::cuda {
 

@@ -4,8 +4,8 @@
 #pragma once
 
 #include "common/atom_probabilities.h"
-#include "cuda/quads.cuh"
-#include "cuda/teams.cuh"
+#include "cuda/block/quads.cuh"
+#include "cuda/block/teams.cuh"
 
 namespace gradzip::cuda {
 

@@ -3,8 +3,8 @@
 
 #include "common/bernoulli.h"
 #include "common/philox.h"
-#include "cuda/bitmap_tiles.cuh"
-#include "cuda/quads.cuh"
+#include "cuda/block/bitmap_tiles.cuh"
+#include "cuda/block/quads.cuh"
 
 namespace gradzip::cuda {
 

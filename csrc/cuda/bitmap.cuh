@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/selection.h"
-#include "cuda/bitmap_tiles.cuh"
+#include "cuda/block/bitmap_tiles.cuh"
 
 namespace gradzip::cuda {
 

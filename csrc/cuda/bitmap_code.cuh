@@ -2,8 +2,9 @@
 #pragma once
 
 #include "common/bitmap_code.h"
-#include "cuda/bit_stream.cuh"
-#include "cuda/bitmap_tiles.cuh"
+#include "cuda/block/bit_stream.cuh"
+#include "cuda/block/bitmap_tiles.cuh"
+#include "cuda/block/bytes.cuh"
 
 namespace gradzip::cuda {
 
@@ -104,7 +105,7 @@ struct BitmapCheck {
 };
 
 GZ_DEVICE uint16_t load_entry(const uint8_t* stream, int64_t segment) {
-  return uint16_t(stream[2 * segment] | stream[2 * segment + 1] << 8);
+  return load_bytes<uint16_t>(stream + 2 * segment);
 }
 
 // Streams that one launch decodes: blocks with the same y share one.

@@ -4,28 +4,20 @@
 
 #include "common/block_float.h"
 #include "common/philox.h"
-#include "cuda/quads.cuh"
+#include "cuda/block/quads.cuh"
 
 namespace gradzip::cuda {
 
 constexpr int kEight = 8;
 
-// value[j] = x[first + j] + residual[first + j], 0 from n on. residual may be null. x may be written to later on, so it
-// is not read through the read-only cache.
+// value[j] = x[first + j] + residual[first + j], 0 from n on. residual may be null. x may be written to later on.
 GZ_DEVICE void load_sums(const float* x, const float* residual, int64_t first, int64_t n, float* value) {
 #pragma unroll
   for (int q = 0; q < kEight; q += 4) {
-    const int64_t i = first + q;
-    if (i + 4 <= n && reinterpret_cast<uintptr_t>(x) % 16 == 0) {
-      const float4 v = *reinterpret_cast<const float4*>(x + i);
-      value[q] = v.x, value[q + 1] = v.y, value[q + 2] = v.z, value[q + 3] = v.w;
-    } else {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) value[q + j] = i + j < n ? x[i + j] : 0.0f;
-    }
+    load4_changing(x, first + q, n, value + q);
     if (residual == nullptr) continue;
     float more[4];
-    load4(residual, i, n, more);
+    load4(residual, first + q, n, more);
 #pragma unroll
     for (int j = 0; j < 4; ++j) value[q + j] += more[j];
   }
@@ -33,17 +25,8 @@ GZ_DEVICE void load_sums(const float* x, const float* residual, int64_t first, i
 
 // out[first + j] = value[j], below n.
 GZ_DEVICE void store_eight(float* out, int64_t first, int64_t n, const float* value) {
-#pragma unroll
-  for (int q = 0; q < kEight; q += 4) {
-    const int64_t i = first + q;
-    if (i + 4 <= n && reinterpret_cast<uintptr_t>(out) % 16 == 0) {
-      *reinterpret_cast<float4*>(out + i) = make_float4(value[q], value[q + 1], value[q + 2], value[q + 3]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (i + j < n) out[i + j] = value[q + j];
-    }
-  }
+  store4(out, first, n, value);
+  store4(out, first + 4, n, value + 4);
 }
 
 // A warp encodes a block. kOnce: a block is at most 256 elements, so that each lane keeps its own between the search of

@@ -1,7 +1,7 @@
 // Norms of buckets of any length.
 #pragma once
 
-#include "cuda/team_norm.cuh"
+#include "cuda/block/team_norm.cuh"
 
 namespace gradzip::cuda {
 

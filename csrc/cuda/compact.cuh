@@ -2,7 +2,7 @@
 // the bitmap. Tiles are counted first, which reads the bitmap a second time: 1/32 of the size of the items.
 #pragma once
 
-#include "cuda/bitmap_tiles.cuh"
+#include "cuda/block/bitmap_tiles.cuh"
 
 namespace gradzip::cuda {
 

@@ -4,9 +4,9 @@
 #pragma once
 
 #include "common/elias.h"
-#include "cuda/bit_stream.cuh"
-#include "cuda/bitmap_tiles.cuh"
-#include "cuda/quantize_tile.cuh"
+#include "cuda/block/bit_stream.cuh"
+#include "cuda/block/bitmap_tiles.cuh"
+#include "cuda/block/quantize_tile.cuh"
 
 namespace gradzip::cuda {
 

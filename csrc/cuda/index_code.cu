@@ -1,7 +1,7 @@
 #include "cuda/index_code.cuh"
 
-#include "cuda/bitmap_tiles.h"
-#include "cuda/launch.h"
+#include "cuda/block/bitmap_tiles.h"
+#include "cuda/block/launch.h"
 #include "cuda/ops.h"
 
 namespace gradzip::cuda {

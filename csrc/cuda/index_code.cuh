@@ -3,8 +3,9 @@
 #pragma once
 
 #include "common/index_code.h"
-#include "cuda/bit_stream.cuh"
-#include "cuda/bitmap_tiles.cuh"
+#include "cuda/block/bit_stream.cuh"
+#include "cuda/block/bitmap_tiles.cuh"
+#include "cuda/block/bytes.cuh"
 
 namespace gradzip::cuda {
 
@@ -51,8 +52,8 @@ __global__ void __launch_bounds__(kBlock) index_plan_kernel(const int32_t* indic
   }
 }
 
-// Little-endian, at any address, by the first threads of the block.
-GZ_DEVICE void write_bytes(uint8_t* at, uint64_t word, int nbytes) {
+// store_bytes, by the first threads of the block.
+GZ_DEVICE void store_bytes_together(uint8_t* at, uint64_t word, int nbytes) {
   if (int(threadIdx.x) < nbytes) at[threadIdx.x] = uint8_t(word >> (8 * threadIdx.x));
 }
 
@@ -84,7 +85,7 @@ GZ_DEVICE void write_index_block(const int32_t* indices, int n, int64_t base, in
     ++position;
   }
   __syncthreads();
-  write_bytes(out, uint64_t(k), 1);
+  store_bytes_together(out, uint64_t(k), 1);
   const int low_bytes = (n * k + 7) / 8;
   for (int done = 0; k > 0 && done < n; done += kPackTile)
     pack_tile(codes + done, n - done < kPackTile ? n - done : kPackTile, CodeWidth(k), out + 1 + done / 8 * k);
@@ -135,9 +136,9 @@ __global__ void __launch_bounds__(kBlock)
   if (grid_thread() == 0) *nbytes = total;
   if (total < 0 || total > capacity) return;
   if (blockIdx.x == 0) {
-    write_bytes(out, coded < plain, 4);
-    write_bytes(out + 4, uint64_t(count), 4);
-    write_bytes(out + 8, uint64_t(total), 4);
+    store_bytes_together(out, coded < plain, 4);
+    store_bytes_together(out + 4, uint64_t(count), 4);
+    store_bytes_together(out + 8, uint64_t(total), 4);
   }
   out += header;
   if (coded >= plain) {
@@ -148,18 +149,14 @@ __global__ void __launch_bounds__(kBlock)
   for (int64_t b = blockIdx.x; b < blocks; b += gridDim.x) {
     const int64_t begin = b * kIndexBlock;
     const int n = int(count - begin < kIndexBlock ? count - begin : kIndexBlock);
-    write_bytes(out + b * int64_t(sizeof(IndexBlock)), uint64_t(__ldg(indices + begin + n - 1)) + 1, 4);
-    write_bytes(out + b * int64_t(sizeof(IndexBlock)) + 4, uint64_t(offsets[b + 1]), 4);
+    store_bytes_together(out + b * int64_t(sizeof(IndexBlock)), uint64_t(__ldg(indices + begin + n - 1)) + 1, 4);
+    store_bytes_together(out + b * int64_t(sizeof(IndexBlock)) + 4, uint64_t(offsets[b + 1]), 4);
     write_index_block(indices + begin, n, base_of(indices, b), ks[b], int(offsets[b + 1] - offsets[b]),
                       out + table + offsets[b], codes, unary, partial);
   }
 }
 
 // --- reading
-
-GZ_DEVICE uint32_t read_u32(const uint8_t* at) {
-  return at[0] | uint32_t(at[1]) << 8 | uint32_t(at[2]) << 16 | uint32_t(at[3]) << 24;
-}
 
 enum class IndexForm { bitmap, coded, corrupt };
 
@@ -173,8 +170,8 @@ GZ_DEVICE IndexStream open_index_stream(const uint8_t* stream, int64_t nbytes, i
   const int64_t header = sizeof(IndexHeader);
   const IndexStream corrupt{IndexForm::corrupt, nullptr, 0};
   if (nbytes < header || count > numel) return corrupt;
-  const uint32_t coded = read_u32(stream), claimed = read_u32(stream + 8);
-  if (coded > 1 || read_u32(stream + 4) != count || !index_stream_fits(claimed, nbytes)) return corrupt;
+  const uint32_t coded = load_bytes<uint32_t>(stream), claimed = load_bytes<uint32_t>(stream + 8);
+  if (coded > 1 || load_bytes<uint32_t>(stream + 4) != count || !index_stream_fits(claimed, nbytes)) return corrupt;
   const IndexStream opened{coded ? IndexForm::coded : IndexForm::bitmap, stream + header, int64_t(claimed) - header};
   if (coded) {
     const int64_t table = index_blocks(count) * int64_t(sizeof(IndexBlock));
@@ -258,8 +255,8 @@ GZ_DEVICE void for_each_index(const uint8_t* stream, int64_t nbytes, int64_t num
   const int64_t blocks = index_blocks(count), table = blocks * int64_t(sizeof(IndexBlock));
   for (int64_t b = blockIdx.x; b < blocks; b += gridDim.x) {
     const uint8_t* entry = opened.body + b * int64_t(sizeof(IndexBlock));
-    const int64_t end = read_u32(entry), end_byte = read_u32(entry + 4);
-    const int64_t base = b ? read_u32(entry - 8) : 0, begin_byte = b ? read_u32(entry - 4) : 0;
+    const int64_t end = load_bytes<uint32_t>(entry), end_byte = load_bytes<uint32_t>(entry + 4);
+    const int64_t base = b ? load_bytes<uint32_t>(entry - 8) : 0, begin_byte = b ? load_bytes<uint32_t>(entry - 4) : 0;
     const int64_t first = b * kIndexBlock;
     const int n = int(count - first < kIndexBlock ? count - first : kIndexBlock);
     // Each block checks its own bounds, so nothing outside is read, whatever other entries claim.

@@ -4,7 +4,8 @@
 // results depend on the sizes only, not on the device or the order of blocks.
 #pragma once
 
-#include "cuda/block.cuh"
+#include "cuda/block/quads.cuh"
+#include "cuda/block/table.cuh"
 
 namespace gradzip::cuda {
 
@@ -13,24 +14,6 @@ constexpr int kLowRankQuads = kLowRankTile / 4;  // of a row
 constexpr int kLowRankStride = kLowRankQuads + 1;  // float4s: neighbouring rows start in different banks
 constexpr int kLowRankMost = 64;  // largest rank of one launch
 constexpr int kLowRankBatch = 32;  // matrices whose table fits the 4 KB of kernel arguments
-
-// Four floats at x; those from `left` on are 0. `wide`: x is aligned to 16 bytes.
-template <class Left>
-GZ_DEVICE float4 load_quad(const float* x, Left left, bool wide) {
-  if (wide && left >= 4) return *reinterpret_cast<const float4*>(x);
-  return make_float4(left > 0 ? x[0] : 0.0f, left > 1 ? x[1] : 0.0f, left > 2 ? x[2] : 0.0f, left > 3 ? x[3] : 0.0f);
-}
-template <class Left>
-GZ_DEVICE void store_quad(float* x, const float4& v, Left left, bool wide) {
-  if (wide && left >= 4) {
-    *reinterpret_cast<float4*>(x) = v;
-    return;
-  }
-  if (left > 0) x[0] = v.x;
-  if (left > 1) x[1] = v.y;
-  if (left > 2) x[2] = v.z;
-  if (left > 3) x[3] = v.w;
-}
 
 // The gradient as products read it: m, or e after e += m.
 struct Gradient {
@@ -50,16 +33,16 @@ GZ_DEVICE void stage_gradient(const Gradient& x, int64_t row, int64_t column, fl
   const int64_t at = row * x.columns + column, step = kRows * x.columns;
   float4 value[kPer];
 #pragma unroll
-  for (int u = 0; u < kPer; ++u) value[u] = load_quad(x.m + at + u * step, u * kRows < rows ? columns : 0, x.wide);
+  for (int u = 0; u < kPer; ++u) value[u] = load4(x.m + at + u * step, u * kRows < rows ? columns : 0, x.wide);
   if (x.e) {
     float4 sum[kPer];
 #pragma unroll
-    for (int u = 0; u < kPer; ++u) sum[u] = load_quad(x.e + at + u * step, u * kRows < rows ? columns : 0, x.wide);
+    for (int u = 0; u < kPer; ++u) sum[u] = load4(x.e + at + u * step, u * kRows < rows ? columns : 0, x.wide);
 #pragma unroll
     for (int u = 0; u < kPer; ++u) {
       value[u] =
           make_float4(value[u].x + sum[u].x, value[u].y + sum[u].y, value[u].z + sum[u].z, value[u].w + sum[u].w);
-      store_quad(x.e + at + u * step, value[u], u * kRows < rows ? columns : 0, x.wide);
+      store4(x.e + at + u * step, value[u], u * kRows < rows ? columns : 0, x.wide);
     }
   }
 #pragma unroll
@@ -255,11 +238,11 @@ struct ExpandTile {
 
   GZ_DEVICE void load(const float* from, float4 (&value)[4]) const {
 #pragma unroll
-    for (int u = 0; u < 4; ++u) value[u] = load_quad(from + at(u), left(u), wide);
+    for (int u = 0; u < 4; ++u) value[u] = load4(from + at(u), left(u), wide);
   }
   GZ_DEVICE void store(float* to, const float4 (&value)[4]) const {
 #pragma unroll
-    for (int u = 0; u < 4; ++u) store_quad(to + at(u), value[u], left(u), wide);
+    for (int u = 0; u < 4; ++u) store4(to + at(u), value[u], left(u), wide);
   }
   GZ_DEVICE void multiply(const Product& factors, int64_t rank, ProductStage& stage, float4 (&acc)[4]) const {
 #pragma unroll

@@ -1,8 +1,8 @@
 #include "cuda/one_bit.cuh"
 
-#include "cuda/launch.h"
+#include "cuda/block/launch.h"
+#include "cuda/block/table.h"
 #include "cuda/ops.h"
-#include "cuda/table.h"
 
 namespace gradzip::cuda {
 
@@ -40,15 +40,9 @@ int64_t one_bit_packed(void* workspace, const OneBitSource* table, int64_t count
   return 0;
 }
 
-int64_t one_bit_decode_add(void* workspace, const OneBitSum* table, int64_t count, const OneBitTerm* terms,
+int64_t one_bit_decode_add(void* workspace, const WeightedSum* table, int64_t count, const OneBitTerm* terms,
                            int32_t* failed, cudaStream_t stream) {
-  Arena arena(workspace);
-  const UploadedSums<OneBitSumEntry, OneBitSum, OneBitTerm> sums(arena, table, count, terms, kMostTile, stream);
-  if (!workspace) return arena.nbytes();
-  if (sums.blocks > 0)
-    launch(stream, grid_of(unsigned(sums.blocks)), kBlock, kernel<one_bit_decode_add_kernel>, sums.entries, count,
-           sums.terms, failed);
-  return 0;
+  return launch_sums(workspace, table, count, terms, kMostTile, stream, kernel<one_bit_decode_add_kernel>, failed);
 }
 
 }  // namespace gradzip::cuda

@@ -2,11 +2,11 @@
 #pragma once
 
 #include "common/one_bit.h"
-#include "cuda/bitmap_tiles.cuh"
-#include "cuda/quads.cuh"
-#include "cuda/table.cuh"
-#include "cuda/teams.cuh"
-#include "cuda/tile_buckets.cuh"
+#include "cuda/block/bitmap_tiles.cuh"
+#include "cuda/block/quads.cuh"
+#include "cuda/block/table.cuh"
+#include "cuda/block/teams.cuh"
+#include "cuda/block/tile_buckets.cuh"
 
 namespace gradzip::cuda {
 
@@ -83,15 +83,10 @@ __global__ void __launch_bounds__(kBlock)
   if (lane() == 0) side_means(total, entry.columns, entry.means + 2 * row);
 }
 
-struct OneBitSumEntry {
-  OneBitSum sum;
-  int64_t first_term, first_block;
-};
-
-__global__ void __launch_bounds__(kBlock)
-    one_bit_decode_add_kernel(const OneBitSumEntry* entries, int64_t count, const OneBitTerm* terms, int32_t* failed) {
+__global__ void __launch_bounds__(kBlock) one_bit_decode_add_kernel(const WeightedSumEntry* entries, int64_t count,
+                                                                    const OneBitTerm* terms, int32_t* failed) {
   constexpr int kQuads = kMostTile / (4 * kBlock);
-  const OneBitSumEntry entry = entries[entry_of_block(entries, count)];
+  const WeightedSumEntry entry = entries[entry_of_block(entries, count)];
   const auto [all, n, own_terms, add] = entry.sum;
   const int64_t first = (blockIdx.x - entry.first_block) * kMostTile;
   const int length = int(n - first < kMostTile ? n - first : kMostTile), own = 4 * int(threadIdx.x);

@@ -26,6 +26,7 @@
 #include "common/signs.h"
 #include "common/ternary.h"
 #include "common/transform.h"
+#include "common/weighted_sum.h"
 
 using cudaStream_t = struct CUstream_st*;
 
@@ -123,7 +124,7 @@ void quantize_decode_add(const uint8_t* packed, const float* norms, int64_t n, i
 // Tables are read before the call returns.
 int64_t ternary_packed(void* workspace, const TernarySource* table, int64_t count, cudaStream_t stream);
 // *failed is 1 on failure, and the elements of the invalid bytes, or all if a scale is invalid, become NaN.
-int64_t ternary_decode_add(void* workspace, const TernarySum* table, int64_t count, const TernaryTerm* terms,
+int64_t ternary_decode_add(void* workspace, const WeightedSum* table, int64_t count, const TernaryTerm* terms,
                            int32_t* failed, cudaStream_t stream);
 
 // --- block_float
@@ -137,14 +138,14 @@ void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t 
 int64_t signs_pack(void* workspace, const SignsSource* table, int64_t count, float* statistics, cudaStream_t stream);
 int64_t signs_majority(void* workspace, const SignsVote* table, int64_t count, const uint8_t* const* votes, int voters,
                        int64_t* against, cudaStream_t stream);
-int64_t signs_decode_add(void* workspace, const SignsSum* table, int64_t count, const SignsTerm* terms,
+int64_t signs_decode_add(void* workspace, const WeightedSum* table, int64_t count, const SignsTerm* terms,
                          cudaStream_t stream);
 
 // --- one_bit
 // Tables are read before the call returns.
 int64_t one_bit_packed(void* workspace, const OneBitSource* table, int64_t count, float* most, cudaStream_t stream);
 // *failed is 1 on failure, and the elements of the invalid rows become NaN.
-int64_t one_bit_decode_add(void* workspace, const OneBitSum* table, int64_t count, const OneBitTerm* terms,
+int64_t one_bit_decode_add(void* workspace, const WeightedSum* table, int64_t count, const OneBitTerm* terms,
                            int32_t* failed, cudaStream_t stream);
 
 // --- atom_probabilities
@@ -184,7 +185,7 @@ int64_t transform_decode(void* workspace, const TransformPart* parts, int64_t co
                          bool add, float* out, int64_t n, int32_t* failed, cudaStream_t stream);
 
 // --- payload
-// What is in host memory is read before the call returns.
+// Tables are read before the call returns.
 int64_t payload_seal(void* workspace, const PayloadSeal* table, int64_t count, cudaStream_t stream);
 void payload_inspect(const PayloadBuffer* buffers, int64_t count, int64_t each, PayloadInspection* table,
                      cudaStream_t stream);

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "common/orthogonalize.h"
-#include "cuda/block.cuh"
+#include "cuda/block/block.cuh"
 
 namespace gradzip::cuda {
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/bit_stream.cuh"
+#include "cuda/block/bit_stream.cuh"
 
 namespace gradzip::cuda {
 

@@ -1,23 +1,19 @@
 #include "cuda/payload.cuh"
 
 #include <algorithm>
-#include <cstddef>
 
-#include "cuda/launch.h"
+#include "cuda/block/launch.h"
+#include "cuda/block/table.h"
 #include "cuda/ops.h"
-#include "cuda/table.h"
 
 namespace gradzip::cuda {
-
-static_assert(offsetof(PayloadHeader, checksum) == kChecksumBytes, "the wire format");
 
 int64_t payload_seal(void* workspace, const PayloadSeal* table, int64_t count, cudaStream_t stream) {
   std::vector<SealEntry> entries;
   int64_t blocks = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const auto [payload, header, results] = table[i];
-    const int64_t own = ceil_div(int64_t(header->nbytes), kChecksumTile);
-    entries.push_back({payload, *header, *results, 0, 0, uint32_t(own), blocks});
+    const int64_t own = ceil_div(int64_t(table[i].header.nbytes), kChecksumTile);
+    entries.push_back({table[i], 0, 0, uint32_t(own), blocks});
     blocks += own;
   }
   Arena arena(workspace);

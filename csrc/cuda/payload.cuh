@@ -2,23 +2,10 @@
 #pragma once
 
 #include "common/payload.h"
-#include "cuda/block.cuh"
-#include "cuda/table.cuh"
+#include "cuda/block/bytes.cuh"
+#include "cuda/block/table.cuh"
 
 namespace gradzip::cuda {
-
-constexpr int kChecksumBytes = 24;  // offset of the checksum in a header
-static_assert(kChecksumBytes == 8 * kChecksumWord, "in the lower half of its word");
-
-// Any alignment: a payload may be a view of anything.
-GZ_DEVICE uint64_t load_bytes8(const uint8_t* at) {
-  uint64_t word = 0;
-  for (int b = 0; b < 8; ++b) word |= uint64_t(at[b]) << (8 * b);
-  return word;
-}
-GZ_DEVICE void store_bytes(uint8_t* at, uint64_t word, int nbytes) {
-  for (int b = 0; b < nbytes; ++b) at[b] = uint8_t(word >> (8 * b));
-}
 
 // The part of the sum of the checksum's terms that this block, of `threads` threads from `thread` on, computes: for its
 // thread 0. nbytes is a multiple of 16.
@@ -32,7 +19,7 @@ GZ_DEVICE uint64_t checksum_part(const uint8_t* payload, int64_t nbytes, int64_t
       const ulonglong2 words = __ldg(reinterpret_cast<const ulonglong2*>(payload) + i);
       first = words.x, second = words.y;
     } else {
-      first = load_bytes8(payload + 16 * i), second = load_bytes8(payload + 16 * i + 8);
+      first = load_bytes<uint64_t>(payload + 16 * i), second = load_bytes<uint64_t>(payload + 16 * i + 8);
     }
     if (2 * i + 1 == kChecksumWord) second &= ~uint64_t(0xffffffffu);
     sum += checksum_term(first, uint64_t(2 * i)) + checksum_term(second, uint64_t(2 * i + 1));
@@ -43,9 +30,7 @@ static_assert(kChecksumWord % 2 == 1, "the second of two");
 
 constexpr int64_t kChecksumTile = 64 * kBlock;  // bytes of a block
 struct SealEntry {
-  uint8_t* payload;
-  PayloadHeader header;
-  PayloadResults results;
+  PayloadSeal seal;
   uint64_t sum;  // 0 at launch, as the ticket
   uint32_t ticket, blocks;
   int64_t first_block;
@@ -54,16 +39,16 @@ struct SealEntry {
 // Writes the headers without the checksums, and the zeros behind the last sections. One block per payload.
 __global__ void __launch_bounds__(kBlock) header_kernel(const SealEntry* entries) {
   __shared__ int64_t end;
-  const SealEntry& entry = entries[blockIdx.x];
+  const PayloadSeal& seal = entries[blockIdx.x].seal;
   if (threadIdx.x == 0) {
-    PayloadHeader header = entry.header;
-    end = add_results(entry.results, &header);
+    PayloadHeader header;
+    end = add_results(seal, &header);
     uint64_t words[sizeof header / 8];
     memcpy(words, &header, sizeof header);
-    for (int i = 0; i < int(sizeof header / 8); ++i) store_bytes(entry.payload + 8 * i, words[i], 8);
+    for (int i = 0; i < int(sizeof header / 8); ++i) store_bytes(seal.payload + 8 * i, words[i], 8);
   }
   __syncthreads();
-  for (int64_t i = end + threadIdx.x; i < int64_t(entry.header.nbytes); i += kBlock) entry.payload[i] = 0;
+  for (int64_t i = end + threadIdx.x; i < int64_t(seal.header.nbytes); i += kBlock) seal.payload[i] = 0;
 }
 
 // Writes the checksum of each payload, 4 bytes, to its header.
@@ -71,10 +56,11 @@ __global__ void __launch_bounds__(kBlock) checksum_kernel(SealEntry* entries, in
   SealEntry& entry = entries[entry_of_block(static_cast<const SealEntry*>(entries), count)];
   const unsigned blocks = entry.blocks;
   const int64_t thread = (blockIdx.x - entry.first_block) * kBlock + threadIdx.x;
-  const uint64_t part = checksum_part(entry.payload, int64_t(entry.header.nbytes), thread, int64_t(blocks) * kBlock);
+  const auto nbytes = int64_t(entry.seal.header.nbytes);
+  const uint64_t part = checksum_part(entry.seal.payload, nbytes, thread, int64_t(blocks) * kBlock);
   if (threadIdx.x == 0) atomic_add(&entry.sum, part);
   if (last_block(&entry.ticket, blocks) && threadIdx.x == 0)
-    store_bytes(entry.payload + kChecksumBytes, checksum_fold(entry.sum), 4);
+    store_bytes(entry.seal.payload + kChecksumAt, checksum_fold(entry.sum), 4);
 }
 
 // The buffers of one launch.
@@ -93,7 +79,7 @@ __global__ void walk_kernel(PayloadBatch buffers, int64_t each, PayloadInspectio
     int64_t begin = 0;
     for (int64_t r = 0; r < each && buffer.nbytes - begin >= int64_t(sizeof(PayloadHeader)); ++r) {
       uint64_t words[sizeof(PayloadHeader) / 8];
-      for (int i = 0; i < int(sizeof words / 8); ++i) words[i] = load_bytes8(buffer.bytes + begin + 8 * i);
+      for (int i = 0; i < int(sizeof words / 8); ++i) words[i] = load_bytes<uint64_t>(buffer.bytes + begin + 8 * i);
       memcpy(&rows[r].header, words, sizeof words);
       rows[r].begin = uint64_t(begin);
       const uint64_t claimed = rows[r].header.nbytes;

@@ -2,7 +2,7 @@
 
 #include <numeric>
 
-#include "cuda/launch.h"
+#include "cuda/block/launch.h"
 #include "cuda/ops.h"
 
 namespace gradzip::cuda {

@@ -1,8 +1,8 @@
 // QSGD levels: norms, draws and packing in one read of x if buckets fit a tile.
 #pragma once
 
-#include "cuda/bit_stream.cuh"
-#include "cuda/quantize_tile.cuh"
+#include "cuda/block/bit_stream.cuh"
+#include "cuda/block/quantize_tile.cuh"
 
 namespace gradzip::cuda {
 

@@ -1,6 +1,6 @@
 #include "cuda/random_indices.cuh"
 
-#include "cuda/launch.h"
+#include "cuda/block/launch.h"
 #include "cuda/ops.h"
 
 namespace gradzip::cuda {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/random_indices.h"
-#include "cuda/block.cuh"
+#include "cuda/block/block.cuh"
 
 namespace gradzip::cuda {
 

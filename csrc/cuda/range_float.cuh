@@ -3,7 +3,7 @@
 
 #include "common/philox.h"
 #include "common/range_float_fit.h"
-#include "cuda/bit_stream.cuh"
+#include "cuda/block/bit_stream.cuh"
 
 namespace gradzip::cuda {
 

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "common/selection.h"
-#include "cuda/block.cuh"
+#include "cuda/block/block.cuh"
 
 namespace gradzip::cuda {
 

@@ -1,7 +1,7 @@
 // The launches of an exact selection, for launchers that share its kernels.
 #pragma once
 
-#include "cuda/launch.h"
+#include "cuda/block/launch.h"
 #include "cuda/select.cuh"
 
 namespace gradzip::cuda {

@@ -1,8 +1,8 @@
 #include "cuda/signs.cuh"
 
-#include "cuda/launch.h"
+#include "cuda/block/launch.h"
+#include "cuda/block/table.h"
 #include "cuda/ops.h"
-#include "cuda/table.h"
 
 namespace gradzip::cuda {
 
@@ -45,15 +45,9 @@ int64_t signs_majority(void* workspace, const SignsVote* table, int64_t count, c
   return 0;
 }
 
-int64_t signs_decode_add(void* workspace, const SignsSum* table, int64_t count, const SignsTerm* terms,
+int64_t signs_decode_add(void* workspace, const WeightedSum* table, int64_t count, const SignsTerm* terms,
                          cudaStream_t stream) {
-  Arena arena(workspace);
-  const UploadedSums<SignsSumEntry, SignsSum, SignsTerm> sums(arena, table, count, terms, kTile, stream);
-  if (!workspace) return arena.nbytes();
-  if (sums.blocks > 0)
-    launch(stream, grid_of(unsigned(sums.blocks)), kBlock, kernel<signs_decode_add_kernel>, sums.entries, count,
-           sums.terms);
-  return 0;
+  return launch_sums(workspace, table, count, terms, kTile, stream, kernel<signs_decode_add_kernel>);
 }
 
 }  // namespace gradzip::cuda

@@ -4,10 +4,10 @@
 
 #include "common/philox.h"
 #include "common/signs.h"
-#include "cuda/bitmap_tiles.cuh"
-#include "cuda/quads.cuh"
-#include "cuda/table.cuh"
-#include "cuda/teams.cuh"
+#include "cuda/block/bitmap_tiles.cuh"
+#include "cuda/block/quads.cuh"
+#include "cuda/block/table.cuh"
+#include "cuda/block/teams.cuh"
 
 namespace gradzip::cuda {
 
@@ -150,16 +150,11 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-struct SignsSumEntry {
-  SignsSum sum;
-  int64_t first_term, first_block;
-};
-
 // A lane loads the word of 32 signs, then takes four neighbouring elements of each 128.
 __global__ void __launch_bounds__(kBlock)
-    signs_decode_add_kernel(const SignsSumEntry* entries, int64_t count, const SignsTerm* terms) {
+    signs_decode_add_kernel(const WeightedSumEntry* entries, int64_t count, const SignsTerm* terms) {
   constexpr int kQuads = int(kWarpBits / (4 * kLanes));
-  const SignsSumEntry entry = entries[entry_of_block(entries, count)];
+  const WeightedSumEntry entry = entries[entry_of_block(entries, count)];
   const auto [out, n, own_terms, add] = entry.sum;
   const int64_t tile = blockIdx.x - entry.first_block, first = tile * kTile + warp() * kWarpBits + 4 * lane();
   float sum[kQuads][4] = {};
@@ -168,7 +163,7 @@ __global__ void __launch_bounds__(kBlock)
     for (int q = 0; q < kQuads; ++q) load4_changing(out, first + 4 * kLanes * q, n, sum[q]);
   }
   for (int64_t t = entry.first_term; t < entry.first_term + own_terms; ++t) {
-    const float scale = float(terms[t].scale);
+    const float scale = float(terms[t].weight);
     const uint32_t word = load_word(terms[t].packed, tile_word(tile), n);
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {

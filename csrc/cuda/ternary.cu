@@ -1,8 +1,8 @@
 #include "cuda/ternary.cuh"
 
-#include "cuda/launch.h"
+#include "cuda/block/launch.h"
+#include "cuda/block/table.h"
 #include "cuda/ops.h"
-#include "cuda/table.h"
 
 namespace gradzip::cuda {
 
@@ -20,15 +20,9 @@ int64_t ternary_packed(void* workspace, const TernarySource* table, int64_t coun
   return 0;
 }
 
-int64_t ternary_decode_add(void* workspace, const TernarySum* table, int64_t count, const TernaryTerm* terms,
+int64_t ternary_decode_add(void* workspace, const WeightedSum* table, int64_t count, const TernaryTerm* terms,
                            int32_t* failed, cudaStream_t stream) {
-  Arena arena(workspace);
-  const UploadedSums<TernarySumEntry, TernarySum, TernaryTerm> sums(arena, table, count, terms, kTritTile, stream);
-  if (!workspace) return arena.nbytes();
-  if (sums.blocks > 0)
-    launch(stream, grid_of(unsigned(sums.blocks)), kBlock, kernel<ternary_decode_add_kernel>, sums.entries, count,
-           sums.terms, failed);
-  return 0;
+  return launch_sums(workspace, table, count, terms, kTritTile, stream, kernel<ternary_decode_add_kernel>, failed);
 }
 
 }  // namespace gradzip::cuda

@@ -4,8 +4,8 @@
 
 #include "common/philox.h"
 #include "common/ternary.h"
-#include "cuda/quads.cuh"
-#include "cuda/table.cuh"
+#include "cuda/block/quads.cuh"
+#include "cuda/block/table.cuh"
 
 namespace gradzip::cuda {
 
@@ -81,11 +81,6 @@ GZ_DEVICE float take_trit(uint32_t* byte, float value) {
   return value * float((trit & 1) - (trit >> 1));
 }
 
-struct TernarySumEntry {
-  TernarySum sum;
-  int64_t first_term, first_block;
-};
-
 // A term, and the value of its trits.
 struct TritValue {
   const uint8_t* packed;
@@ -99,9 +94,9 @@ struct TritValue {
   }
 };
 
-__global__ void __launch_bounds__(kBlock) ternary_decode_add_kernel(const TernarySumEntry* entries, int64_t count,
+__global__ void __launch_bounds__(kBlock) ternary_decode_add_kernel(const WeightedSumEntry* entries, int64_t count,
                                                                     const TernaryTerm* terms, int32_t* failed) {
-  const TernarySumEntry entry = entries[entry_of_block(entries, count)];
+  const WeightedSumEntry entry = entries[entry_of_block(entries, count)];
   const auto [out, n, own_terms, add] = entry.sum;
   const int64_t tile = blockIdx.x - entry.first_block, task = tile * kBlock + threadIdx.x;
   const TernaryTerm *first = terms + entry.first_term, *end = first + own_terms;

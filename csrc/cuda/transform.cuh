@@ -6,9 +6,9 @@
 #pragma once
 
 #include "common/transform.h"
-#include "cuda/bit_stream.cuh"
-#include "cuda/bitmap_tiles.cuh"
-#include "cuda/quads.cuh"
+#include "cuda/block/bit_stream.cuh"
+#include "cuda/block/bitmap_tiles.cuh"
+#include "cuda/block/quads.cuh"
 #include "cuda/select.cuh"
 
 namespace gradzip::cuda {

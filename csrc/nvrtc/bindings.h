@@ -1,4 +1,4 @@
-// What gradzip._C.cuda has besides kernels in a build without nvcc; gradzip/nvrtc compiles them.
+// What gradzip._C.cuda has besides kernels in a build without nvcc; gradzip/ops/nvrtc compiles them.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -30,7 +30,7 @@ inline void bind(py::module_& m) {
   });
   set_compiler([](const std::string& module, const std::vector<std::string>& names, int capability, int driver) {
     const py::gil_scoped_acquire gil;
-    const auto compile = py::module_::import("gradzip.nvrtc").attr("compile_module");
+    const auto compile = py::module_::import("gradzip.ops.nvrtc").attr("compile_module");
     auto [image, symbols] = compile(sources_by_path(), module, names, capability, driver)
                                 .cast<std::pair<std::string, std::map<std::string, std::string>>>();
     return Module{std::move(image), std::move(symbols)};

@@ -1,6 +1,6 @@
-"""A compressor that measures, and chooses: uncompressed, in 16 bits, or the fastest of the allowed methods.
+"""A compressor that measures its job, and chooses a method for each parameter: none, 16 bits or an allowed one.
 
-`method` is the compressor, `search` what it does over the steps of a training, `plans` what it chooses among.
+`method` has the compressor, `search` the steps by which it chooses, `assignments` what it chooses among.
 """
 
 from .method import Auto

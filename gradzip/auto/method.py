@@ -1,73 +1,78 @@
-"""`Auto`: the compressor."""
+"""`Auto`: the compressor, and the report of its decisions."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..composite import Composite
-from ..compressor import Compressor
+from ..collectives.engine import Engine
 from ..cost import Link
-from ..engines.base import Engine
-from ..measure.clock import now
-from ..methods import Cast, NoCompression
-from ..registry import register
-from ..spec import parse, unparse
-from .plans import NONE, Key, Plan, is_simple
-from .report import explain, report
-from .search import WARM_UP, Steps, Tick, life
+from ..measure.step import now
+from ..methods.base.composite import Composite
+from ..methods.base.compressor import Compressor
+from ..methods.base.registry import register
+from ..methods.cast import Cast
+from ..methods.none import NoCompression
+from ..methods.spec import parse, unparse
+from .assignments import NONE, Assignment, ParameterKey
+from .search import WARM_UP, StepEnd, Steps, run
 
 logger = logging.getLogger("gradzip.auto")
 
-# Steps of other optimizers, one after the other, after which they decide in place of the one that has decided so far.
+# After this many consecutive steps of another optimizer, that optimizer's steps are measured instead.
 PATIENCE = 20
+
+# Share of a core that an idle engine may take without a remark. Horovod's cycles of 1 ms take 0.05.
+BUSY = 0.03
 
 
 @register("auto")
 @dataclass
 class Auto(Composite):
-    """Measures the job that it runs in, and chooses a method for each parameter: the fastest, or none.
+    """Measures the job that it runs in, and chooses the fastest method for each parameter, or none.
 
-    After `steps` uncompressed steps, in which it records when gradients are ready, it measures the error and the time
-    of all allowed methods on the gradients of one step, and the network. A cost model (`gradzip.cost`) proposes plans:
-    a method for each parameter. Training goes on with each of the best for some steps, and with no compression and
-    `fp16`, in two rounds; then the fastest plan is in charge. A plan that compresses must be 2 % faster than both
-    simple ones, and `fp16` 2 % faster than none. All ranks exchange what they have measured; the slowest rank counts,
-    and all choose alike.
+    The first `steps` steps are uncompressed. In them, Auto records when gradients are ready. It then measures the error
+    and the time of all allowed methods on the gradients of one step, and measures the network. A cost model
+    (`gradzip.cost`) proposes assignments of methods to parameters. Training continues with each of the best assignments
+    for some steps, and with no compression and `fp16`, twice each. The fastest one is chosen. A compressing assignment
+    must be 2 % faster than none and `fp16`, and `fp16` 2 % faster than none. All ranks exchange their measurements; the
+    slowest rank counts, and all ranks choose alike.
 
-    The residual of a method that is not chosen moves to the one that is. If that has no error feedback, the residual is
-    sent once, with the next gradient. While plans are tried, each method with error feedback keeps a residual. In the
-    step in which methods are measured, a copy of all gradients is kept.
+    When the method of a parameter changes, its residual moves to the new method. A method without error feedback sends
+    the residual once, with the next gradient. While assignments are tried, each method with error feedback keeps a
+    residual. In the step in which methods are measured, a copy of all gradients is kept.
 
     With one rank, nothing is compressed. `gradzip.LocalGroup` and `gradzip.roundtrip` never choose: they average
-    uncompressed. If several optimizers share an Auto, one of them decides for all.
+    uncompressed. If several optimizers share an Auto, the steps of one of them are measured, and the choice holds for
+    all.
 
     Args:
         allow: the methods to choose from, as specs or compressors. Uncompressed is always allowed. The default has the
             fastest method with error feedback, and an unbiased one without state that is faster on small parameters.
             Speed alone decides among them: allow what trains your network well (AdamW: ``"topk:theta=0.96,bits=4"``).
-        max_error: the largest error |x - decoded| / |x| of a method on one gradient, without a residual, for which it
-            may compress that parameter. Error feedback makes up for errors near 1 (`acpsgd`); None: any error.
-        every: steps after which plans are compared again. A plan is tried again if that costs less than 2 % of the
-            time, and replaces the one in charge if it is 3 % faster. With `max_error`, errors are measured again.
-            0: never.
+        max_error: the largest error |x - decoded| / |x| on a parameter's gradient, without a residual, with which a
+            method may compress that parameter. Error feedback makes up for errors near 1 (`acpsgd`). None: any error.
+        every: steps after which assignments are compared again; 0: never. An assignment is tried again if that costs
+            less than 2 % of the time, and is chosen if it is 3 % faster. With `max_error`, errors are measured again.
         steps: uncompressed steps before the first choice.
 
     Attributes:
         decided: whether the first choice is made. The same on all ranks.
-        choice: the spec of the method in charge, by parameter name.
+        choice: the spec of the chosen method, by parameter name.
         report: the last decision, as plain numbers and strings.
 
-    The logger "gradzip.auto" gets a line for each decision, on rank 0. The choice is a part of the state dict. If that
-    is loaded in a group of another size, the choice is made again. On a device, steps are timed until it has done its
-    work, as long as plans are compared.
+    On rank 0, the logger "gradzip.auto" gets a line for each decision. The choice is a part of the state dict. If that
+    is loaded in a group of another size, the choice is made again. On a device, Auto waits for the end of each step
+    while assignments are compared.
 
     The choice depends on times, so it may differ between runs. Replicas stay bit-identical.
 
@@ -91,16 +96,16 @@ class Auto(Composite):
         if self.max_error is not None and not (_is_number(self.max_error) and self.max_error > 0):
             raise ValueError(f"Auto: got max_error = {self.max_error!r}, expected a number > 0, or None for any error")
         self.set_parts([NoCompression(), *allowed])
-        self.titles = [unparse(part) for part in self.parts]
+        self.specs = [unparse(part) for part in self.parts]
         self.half = next((i for i, part in enumerate(self.parts) if isinstance(part, Cast)), None)
         self.report: dict[str, Any] = {}
         self.link: Link | None = None
-        self._names: dict[str, Key] = {}  # of parameters, by the name of their state
-        self._leader: weakref.ref[Engine] | None = None  # the optimizer whose steps count
-        self._members: tuple[int, ...] = ()
-        self._others = 0  # steps of other optimizers since
+        self._names: dict[str, ParameterKey] = {}  # by the name of the state
+        self._leader: weakref.ref[Engine] | None = None  # engine of the optimizer whose steps are measured
+        self._members: tuple[int, ...] = ()  # of that engine
+        self._others = 0  # steps of other optimizers since that optimizer's last step
         self._device = torch.device("cpu")  # of the last gradient
-        self._forget(0)
+        self._reset(0)
 
     def _allowed(self) -> list[Compressor]:
         if not self.allow or isinstance(self.allow, str) or not isinstance(self.allow, Sequence):
@@ -118,32 +123,32 @@ class Auto(Composite):
             raise ValueError("Auto: got none alone in allow, expected a method that compresses")
         return compressing
 
-    def _forget(self, size: int) -> None:
-        """Start from the beginning, in a group of `size` ranks. 0: not known yet."""
+    def _reset(self, size: int) -> None:
+        """Forget the choice. size: of the group; 0 if it is not known yet."""
         self.decided = False
-        self.chosen = Plan(self.titles[NONE], {})  # in charge, but for a few steps when others are tried
-        self.plans: list[Plan] = []
-        self.steps_since = 0  # the last decision
+        self.chosen = Assignment(self.specs[NONE], {})
+        self.candidates: list[Assignment] = []
+        self.steps_since = 0  # steps since the last decision
         self._size = size
-        self._start()
+        self._restart_search()
 
-    def _start(self) -> None:
-        """Start the search again, or, if the choice is made, wait for the next look."""
-        self.plan = self.chosen
+    def _restart_search(self) -> None:
+        """Stop the search. The next step starts a new one, or waits for the next comparison if the choice is made."""
+        self.current = self.chosen  # the assignment in use: `chosen`, or one that is tried
         self._search: Steps[None] | None = None
-        self._clock: float | None = None
+        self._step_start: float | None = None
         self._arrivals: dict[str, float] | None = None
         self._gradients: dict[str, Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and for pickle. A copy goes on with the choice, or begins to measure."""
-        started = ("_search", "_clock", "_arrivals", "_gradients", "_leader")
-        return {**vars(self), **dict.fromkeys(started), "_members": (), "plan": self.chosen}
+        """Get the state of a copy, which continues with the choice, or starts to measure."""
+        dropped = ("_search", "_step_start", "_arrivals", "_gradients", "_leader")
+        return {**vars(self), **dict.fromkeys(dropped), "_members": (), "current": self.chosen}
 
     # --- a method made of methods
 
     def method_for(self, name: str, shape: torch.Size | tuple[int, ...], prefix: str = "") -> Compressor:
-        return self.parts[self.plan.methods.get((name, shape), NONE)]
+        return self.parts[self.current.methods.get((name, shape), NONE)]
 
     @property
     def configuration(self) -> tuple[float | None, ...]:
@@ -151,66 +156,62 @@ class Auto(Composite):
 
     @property
     def choice(self) -> dict[str, str]:
-        """The spec of the method in charge, by parameter name."""
+        """The spec of the chosen method, by parameter name."""
         keys = dict.fromkeys([*self._names.values(), *self.chosen.methods])
-        return {key[0]: self.titles[self.chosen.methods.get(key, NONE)] for key in keys}
+        return {key[0]: self.specs[self.chosen.methods.get(key, NONE)] for key in keys}
 
-    # --- what happens in a step
+    # --- a step
 
     def register_parameter(self, name: str, shape: torch.Size, state_name: str) -> None:
         self._names[state_name] = (name, shape)
 
     def observe(self, state_name: str, grad: Tensor) -> None:
-        if self._arrivals is not None and self._clock is not None:
-            self._arrivals[state_name] = time.perf_counter() - self._clock
+        if self._arrivals is not None and self._step_start is not None:
+            self._arrivals[state_name] = time.perf_counter() - self._step_start
         self._device = grad.device
         if self._gradients is not None and not self.bypasses(grad):
             self._gradients[state_name] = grad.detach().clone()
 
     def skip_step(self) -> None:
-        self._clock = None  # the next step's time is not known
-        self._clear()
-
-    def _clear(self) -> None:
-        """Drop what was recorded since the last step."""
+        self._step_start = None  # the next step is not timed
         for recorded in (self._arrivals, self._gradients):
             if recorded is not None:
                 recorded.clear()
 
     def end_step(self, engine: Engine | None) -> None:
-        if engine is None or not self._leads(engine):
+        if engine is None or not self._is_measured(engine):
             return
-        seconds = None if self._clock is None else self._now() - self._clock
-        tick = Tick(engine, seconds, dict(self._arrivals or {}))
+        seconds = None if self._step_start is None else self._now() - self._step_start
+        end = StepEnd(engine, seconds, dict(self._arrivals or {}))
         if self._search is None:
-            self._search = life(self)
+            self._search = run(self)
             next(self._search)
         try:
-            self._search.send(tick)
-        except BaseException:  # of a rank that died, for example
-            self._start()
+            self._search.send(end)
+        except BaseException:  # for example because a rank died
+            self._restart_search()
             raise
         if self._arrivals is not None:
             self._arrivals.clear()
-        self._clock = self._now()
+        self._step_start = self._now()
 
     def _now(self) -> float:
-        """The time; while plans are compared, when the device has done its work."""
+        """The time. While assignments are compared, wait for the device first."""
         comparing = not self.decided or self.steps_since >= self.every > 0
         return now(self._device) if comparing else time.perf_counter()
 
-    def _leads(self, engine: Engine) -> bool:
-        """Whether this is the optimizer whose steps count."""
-        if self.memory.in_flight:  # of another optimizer, which ends its step later: methods must not change now
+    def _is_measured(self, engine: Engine) -> bool:
+        """Whether the steps of this engine's optimizer are measured, rather than those of another optimizer."""
+        if self.memory.in_step:  # of another optimizer: its residuals are on the way
             return False
         leader = None if self._leader is None else self._leader()
         if leader is engine:
             self._others = 0
             return True
-        if engine.size == 1:  # alone, or a process set of one rank, beside those of more
+        if engine.size == 1:  # a job of one rank, or a process set of one rank beside larger ones
             if self._leader is None and self._size != 1:
-                self._forget(1)
-                self.settle(Plan(self.titles[NONE], {}), [], None, rank=0, size=1)
+                self._reset(1)
+                self.choose(Assignment(self.specs[NONE], {}), [], None, rank=0, size=1)
             return False
         if self._leader is not None:
             if engine.members != self._members:
@@ -221,14 +222,14 @@ class Auto(Composite):
             self._others += 1
             if self._others < PATIENCE:
                 return False
-        self._start()  # times of one optimizer are not compared with those of another
+        self._restart_search()  # times of different optimizers are not comparable
         self._leader, self._members, self._others = weakref.ref(engine), engine.members, 0
         unknown = self.decided and not self.chosen.methods.keys() >= set(self.keys().values())
         if self._size != engine.size or unknown:  # a new group, or a new model
-            self._forget(engine.size)
+            self._reset(engine.size)
         return True
 
-    # --- what the search asks for (search.Job)
+    # --- called by the search (search.Job)
 
     def record_arrivals(self, on: bool) -> None:
         self._arrivals = {} if on else None
@@ -236,28 +237,47 @@ class Auto(Composite):
     def keep_gradients(self) -> None:
         self._gradients = {}
 
-    def kept_gradients(self) -> dict[str, Tensor]:
+    def take_gradients(self) -> dict[str, Tensor]:
         gradients, self._gradients = self._gradients or {}, None
         return gradients
 
-    def keys(self) -> Mapping[str, Key]:
+    def keys(self) -> Mapping[str, ParameterKey]:
         return {state_name: (name, tuple(shape)) for state_name, (name, shape) in self._names.items()}
 
-    def use(self, plan: Plan) -> None:
-        self.plan = plan
+    def use(self, assignment: Assignment) -> None:
+        self.current = assignment
 
-    def settle(self, plan: Plan, plans: Sequence[Plan], link: Link | None, rank: int, size: int) -> None:
-        """Put a plan in charge: its methods get the residuals of all others, whose states are freed. Rank 0 logs it."""
-        before = self.chosen if self.decided else None
-        plan.methods |= {key: NONE for key in self._names.values() if key not in plan.methods}
-        self.plan = self.chosen = plan
-        self.plans, self.link = list(plans), link
+    def choose(
+        self, assignment: Assignment, candidates: Sequence[Assignment], link: Link | None, rank: int, size: int
+    ) -> None:
+        before = self.chosen.title if self.decided else None
+        assignment.methods |= {key: NONE for key in self._names.values() if key not in assignment.methods}
+        self.current = self.chosen = assignment
+        self.candidates, self.link = list(candidates), link
         self.decided, self.steps_since, self._size = True, 0, size
-        self.hand_over({state_name: self.method_for(*key) for state_name, key in self._names.items()})
-        keys = list(self._names.values())
-        self.report = report(plan, self.plans, keys, self.titles, size, link)
+        self.reassign({state_name: self.method_for(*key) for state_name, key in self._names.items()})
+        self.report = self._report()
         if rank == 0:
-            logger.info("%s", explain(self.report, is_simple(plan, self.half), before.title if before else None))
+            logger.info("%s", explain(self.report, assignment.is_simple(self.half), before))
+
+    def _report(self) -> dict[str, Any]:
+        """The decision, as plain numbers and strings."""
+        numels: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
+        for key in self._names.values():
+            spec = self.specs[self.chosen.methods.get(key, NONE)]
+            numels[spec] += math.prod(key[1])
+            counts[spec] += 1
+        total = sum(numels.values()) or 1
+        return {
+            "assignment": self.chosen.title,
+            "ranks": self._size,
+            "share": {spec: numel / total for spec, numel in numels.most_common()},  # of the elements, by method
+            "parameters": dict(counts),
+            "ms": {c.title: c.seconds * 1000 for c in self.candidates if c.seconds is not None},
+            "predicted_ms": {c.title: c.predicted * 1000 for c in self.candidates if c.predicted is not None},
+            "link": None if self.link is None else asdict(self.link),
+        }
 
     # --- state
 
@@ -265,33 +285,35 @@ class Auto(Composite):
         return super().state_dict() | {"auto": self._saved() if self.decided else {}}
 
     def _saved(self) -> dict[str, Any]:
-        keys = list(dict.fromkeys(key for plan in (self.chosen, *self.plans) for key in plan.methods))
-        plans = self.plans if any(plan is self.chosen for plan in self.plans) else [self.chosen, *self.plans]
+        saved = self.candidates
+        if all(candidate is not self.chosen for candidate in saved):
+            saved = [self.chosen, *saved]
+        keys = list(dict.fromkeys(key for candidate in saved for key in candidate.methods))
         return {
             "size": self._size,
             "steps": self.steps_since,
-            "methods": self.titles,
+            "methods": self.specs,
             "parameters": [[name, list(shape)] for name, shape in keys],
-            "plans": [
-                [plan.title, -1.0 if plan.seconds is None else plan.seconds, [plan.methods.get(k, NONE) for k in keys]]
-                for plan in plans
+            "candidates": [
+                [c.title, -1.0 if c.seconds is None else c.seconds, [c.methods.get(key, NONE) for key in keys]]
+                for c in saved
             ],
-            "chosen": next(i for i, plan in enumerate(plans) if plan is self.chosen),
+            "chosen": next(i for i, candidate in enumerate(saved) if candidate is self.chosen),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict, with the choice. A choice that was not made yet, or by other ranks, is made again.
+        """Load a state dict, with the choice. If it has none, or that of a group of another size, choose again.
 
         Raises:
-            ValueError: as for other methods, or the choice is among other methods, or malformed.
+            ValueError: as for other methods; or the choice is among other methods, or malformed.
         """
         super().load_state_dict(state_dict)
         self._leader = None
-        self._forget(0)
+        self._reset(0)
         saved = state_dict.get("auto") or {}
         what = "Auto.load_state_dict: got a"
-        if saved and saved.get("methods") != self.titles:
-            raise ValueError(f"{what} choice among {saved.get('methods')}, expected one among {self.titles}")
+        if saved and saved.get("methods") != self.specs:
+            raise ValueError(f"{what} choice among {saved.get('methods')}, expected one among {self.specs}")
         try:
             if saved:
                 self._load_choice(saved)
@@ -300,12 +322,12 @@ class Auto(Composite):
 
     def _load_choice(self, saved: Mapping[str, Any]) -> None:
         keys = [(str(name), tuple(shape)) for name, shape in saved["parameters"]]
-        plans = []
-        for title, seconds, indices in saved["plans"]:
+        candidates = []
+        for title, seconds, indices in saved["candidates"]:
             methods = {key: range(len(self.parts))[index] for key, index in zip(keys, indices)}
-            plans.append(Plan(title, methods, None if seconds < 0 else seconds))
-        self.plan = self.chosen = plans[saved["chosen"]]
-        self.plans, self.steps_since, self._size = plans, int(saved["steps"]), int(saved["size"])
+            candidates.append(Assignment(title, methods, None if seconds < 0 else seconds))
+        self.current = self.chosen = candidates[saved["chosen"]]
+        self.candidates, self.steps_since, self._size = candidates, int(saved["steps"]), int(saved["size"])
         self.decided = True
 
 
@@ -317,3 +339,34 @@ def _check_number(name: str, value: Any, least: int, zero: bool = False) -> None
     if not (isinstance(value, int) and _is_number(value) and (value >= least or (zero and value == 0))):
         never = ", or 0 for never" if zero else ""
         raise ValueError(f"Auto: got {name} = {value!r}, expected an integer >= {least}{never}")
+
+
+def explain(report: dict[str, Any], simple: bool, before: str | None) -> str:
+    """A decision and its reason, in one line.
+
+    Args:
+        simple: whether all gradients are averaged uncompressed or in 16 bits.
+        before: title of the assignment that was chosen before.
+    """
+    if report["ranks"] == 1:
+        return "one rank: nothing to send, nothing is compressed"
+    title = report["assignment"]
+    if simple:
+        what = f"no compression pays here: {_name(title)}"
+    else:
+        shares = ", ".join(f"{share:.1%} {_name(method)}" for method, share in report["share"].items())
+        what = f"{title} ({shares} of the elements)"
+    if before is not None:
+        what = f"still {what}" if before == title else f"no longer {_name(before)}, but {what}"
+    times = sorted(report["ms"].items(), key=lambda item: item[1])
+    listed = ", ".join(f"{_name(title)} {ms:.1f}" for title, ms in times)
+    network = ""
+    if link := report["link"]:
+        network = f", {link['bandwidth'] * 8e-9:.3g} Gb/s, {link['latency'] * 1e6:.0f} us"
+        if link["background"] > BUSY:
+            network += f"; the engine takes {link['background']:.0%} of a core: with Horovod, try --cycle-time-ms 20"
+    return f"{what}; ms per step: {listed}; {report['ranks']} ranks{network}"
+
+
+def _name(title: str) -> str:
+    return "fp32" if title == "none" else title

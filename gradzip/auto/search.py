@@ -1,8 +1,8 @@
-"""The search for the fastest plan: a coroutine that is sent each training step.
+"""The search for the fastest assignment: a coroutine that is sent each training step.
 
-The model proposes, measurement decides: every rank measures its own gradients, methods and steps, all exchange what
-they have measured, and compute the same choice from the same numbers. A step lasts from the end of one exchange of
-gradients to the end of the next one: what the user waits for.
+The cost model proposes assignments, and measured steps decide among them. Each rank measures its own gradients, methods
+and steps. All ranks exchange their measurements, and compute the same choice from the same numbers. The time of a step
+runs from the end of one average to the end of the next one: it is what the user waits for.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from ..compressor import Compressor
+from ..collectives.engine import Engine
 from ..cost import Compressed, Link
-from ..engines.base import Engine
 from ..measure import measure_link, measure_method
-from .plans import (
+from ..methods.base.compressor import Compressor
+from .assignments import (
     NONE,
-    Key,
+    Assignment,
     Measured,
     Option,
-    Plan,
+    ParameterKey,
     Profile,
-    adapted,
-    agree,
-    is_simple,
+    adapt,
+    merge_lines,
     proposals,
     to_line,
     with_errors_below,
@@ -36,19 +35,20 @@ from .plans import (
 logger = logging.getLogger("gradzip.auto")
 
 WARM_UP = 2  # steps after a change that are not timed: they allocate buffers and states
-TIMED = 4  # steps of a plan that are timed, in each round. Even: the steps of ACP-SGD alternate
-ROUNDS = 2  # times change: plans take turns
-MOST = 3  # plans that compress, the fastest ones by the model
-CLOSE = 1.15  # plans slower than the fastest by this factor are not tried in the second round
-PAYS = 0.98  # share of the time of a simpler plan that a plan may take to be chosen in its place
-BETTER = 0.97  # share of the time of the plan in charge that another one may take to replace it
-SHARE = 0.02  # share of the time between two looks that trying other plans may cost
-MEASURED_RANKS = 4  # the time to decode payloads is proportional to their number: measured with so many at most
+TIMED = 4  # timed steps of an assignment in each turn. Even: the steps of ACP-SGD alternate
+TURNS = 2  # of each assignment: conditions change, so assignments take turns
+MOST = 3  # compressing assignments to try: the fastest ones by the model
+CLOSE = 1.15  # assignments slower than the fastest by this factor have no second turn
+PAYS = 0.98  # an assignment is chosen in place of a simpler one if its time is at most this share
+BETTER = 0.97  # an assignment replaces the chosen one if its time is at most this share
+SHARE = 0.02  # share of the training time that trying other assignments may cost
+MEASURED_RANKS = 4  # measure with so many payloads at most: decoding time is proportional to their number
 
 
-class Tick(NamedTuple):
-    """The end of a training step. seconds: that it took, None if that is not known.
+class StepEnd(NamedTuple):
+    """The end of a training step.
 
+    seconds: time of the step; None if it is not known.
     arrivals: seconds from the start of the step to each gradient, by the name of its state, if they were recorded.
     """
 
@@ -58,82 +58,84 @@ class Tick(NamedTuple):
 
 
 class Job(Protocol):
-    """What the search sees of `Auto`: its arguments, what is in charge, and what it can ask for."""
+    """The training job: what the search reads of `Auto`, and asks of it."""
 
     max_error: float | None
     every: int
     steps: int
-    titles: list[str]  # of the parts
+    specs: list[str]  # of the parts
     half: int | None  # index of the part that averages in 16 bits
     decided: bool
-    chosen: Plan
-    plans: list[Plan]
+    chosen: Assignment
+    candidates: list[Assignment]
     steps_since: int
     link: Link | None
 
     @property
     def parts(self) -> list[Compressor]: ...
 
-    def keys(self) -> Mapping[str, Key]:
+    def keys(self) -> Mapping[str, ParameterKey]:
         """Names and shapes of the parameters, by the name of their state."""
 
     def record_arrivals(self, on: bool) -> None:
-        """Record when gradients are ready, or stop."""
+        """Start or stop recording when gradients are ready."""
 
     def keep_gradients(self) -> None:
         """Keep a copy of the next step's gradients."""
 
-    def kept_gradients(self) -> dict[str, Tensor]:
-        """The gradients of the last step, by the name of the state. They are not kept any more."""
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Return the kept gradients, by the name of the state, and free them."""
 
-    def use(self, plan: Plan) -> None:
-        """Average by a plan, from the next step on. Residuals of other methods wait."""
+    def use(self, assignment: Assignment) -> None:
+        """Use an assignment from the next step on, for a trial. Residuals of other methods stay where they are."""
 
-    def settle(self, plan: Plan, plans: Sequence[Plan], link: Link | None, rank: int, size: int) -> None:
-        """Put a plan in charge.
+    def choose(
+        self, assignment: Assignment, candidates: Sequence[Assignment], link: Link | None, rank: int, size: int
+    ) -> None:
+        """Choose an assignment. Its methods get the residuals of all others, whose states are freed.
 
         Args:
-            plans: all that may be tried, the one without compression first.
+            candidates: all assignments that may be tried, the uncompressed one first.
             link: as measured.
             rank, size: this rank's number and the world size.
         """
 
 
 Result = TypeVar("Result")
-Steps = Generator[None, Tick, Result]
+Steps = Generator[None, StepEnd, Result]
 
 
-def life(auto: Job) -> Steps[None]:
-    """All steps of a training. Each yield is one step."""
+def run(auto: Job) -> Steps[None]:
+    """The search over a whole training. Each yield is one step."""
     if not auto.decided:
         yield from first_choice(auto)
     while True:
-        while not auto.every or len(auto.plans) < 2 or auto.steps_since < auto.every:
+        while not auto.every or len(auto.candidates) < 2 or auto.steps_since < auto.every:
             yield
             auto.steps_since += 1
-        yield from second_look(auto)
+        yield from reconsider(auto)
 
 
 def first_choice(auto: Job) -> Steps[None]:
-    """Measure uncompressed steps, the link and the methods; try the best plans; choose."""
+    """Measure uncompressed steps, the methods and the link; try the proposed assignments; choose one."""
     times, arrivals = yield from _uncompressed_steps(auto)
     layers, engine = yield from _measured_layers(auto, _medians(arrivals))
     profile = Profile(layers, measure_link(engine), engine.bucket_nbytes, engine.fusion_nbytes)
-    plans = proposals(profile, auto.titles, auto.half, MOST)
-    engine = yield from race(auto, plans, ROUNDS, engine, times)
-    auto.settle(winner(plans, auto.half), plans, profile.link, engine.rank, engine.size)
+    candidates = proposals(profile, auto.specs, auto.half, MOST)
+    engine = yield from time_candidates(auto, candidates, TURNS, engine, times)
+    auto.choose(fastest(candidates, auto.half), candidates, profile.link, engine.rank, engine.size)
 
 
 def _uncompressed_steps(auto: Job) -> Steps[tuple[list[float], list[Mapping[str, float]]]]:
-    """The times of `auto.steps` steps without compression, but for the first ones, and when gradients were ready."""
+    """Run `auto.steps` uncompressed steps. Returns times and arrivals of those after the warm-up."""
     auto.record_arrivals(True)
-    ticks = []
+    ends = []
     for _ in range(auto.steps):
-        ticks.append((yield))
-    while not (timed := [t for t in ticks[WARM_UP:] if t.seconds is not None]):
-        ticks.append((yield))
+        ends.append((yield))
+    while not (timed := [end for end in ends[WARM_UP:] if end.seconds is not None]):
+        ends.append((yield))
     auto.record_arrivals(False)
-    return [tick.seconds for tick in timed if tick.seconds is not None], [tick.arrivals for tick in timed]
+    return [end.seconds for end in timed if end.seconds is not None], [end.arrivals for end in timed]
 
 
 def _medians(arrivals: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -148,17 +150,17 @@ def _measured_layers(auto: Job, ready: Mapping[str, float]) -> Steps[tuple[dict[
     """
     auto.keep_gradients()
     engine = (yield).engine
-    gradients, keys = auto.kept_gradients(), auto.keys()
+    gradients, keys = auto.take_gradients(), auto.keys()
     mine = {
         name: Measured(keys[name], seconds, measure_options(auto, gradients.pop(name, None), name, engine.size))
         for name, seconds in ready.items()
     }
-    layers = agree(engine.allgather_bytes(to_line(mine), "gradzip.auto"))
+    layers = merge_lines(engine.allgather_bytes(to_line(mine), "gradzip.auto"))
     return with_errors_below(layers, auto.max_error), engine
 
 
 def measure_options(auto: Job, gradient: Tensor | None, name: str, size: int) -> dict[int, Option]:
-    """The methods that compress a gradient, as measured on it. None: no method compresses it."""
+    """Measure the methods that compress a gradient, by index. None: no method does."""
     options: dict[int, Option] = {}
     for index, part in enumerate(auto.parts):
         if index == NONE or gradient is None or part.bypasses(gradient):
@@ -166,8 +168,8 @@ def measure_options(auto: Job, gradient: Tensor | None, name: str, size: int) ->
         ranks = min(size, MEASURED_RANKS)
         try:
             measured = measure_method(part, gradient, name, ranks)
-        except Exception as error:  # out of memory, for example: other ranks wait for what this one has measured
-            logger.warning("%s on %s was not measured, and is not chosen: %r", auto.titles[index], name, error)
+        except Exception as error:  # out of memory, for example: other ranks wait for this one's measurements
+            logger.warning("%s on %s was not measured, and is not chosen: %r", auto.specs[index], name, error)
             continue
         compressed = measured.compressed
         if all(kind == "all_gather" for kind, _ in compressed.rounds):
@@ -176,77 +178,82 @@ def measure_options(auto: Job, gradient: Tensor | None, name: str, size: int) ->
     return options
 
 
-def race(
-    auto: Job, plans: Sequence[Plan], rounds: int, engine: Engine | None = None, known: Sequence[float] = ()
+def time_candidates(
+    auto: Job,
+    candidates: Sequence[Assignment],
+    turns: int,
+    engine: Engine | None = None,
+    known: Sequence[float] = (),
 ) -> Steps[Engine]:
-    """Train some steps with each plan, in turns, and fill in its time: the median of the slowest rank.
+    """Train some steps with each assignment, in turns. Set its time: the slowest rank's median.
 
     Args:
-        known: times of the first plan, from steps just before. It has no turn in the first round then.
-        engine: of those steps.
+        engine: of the step before.
+        known: times of the first assignment, measured just before. It has no first turn then.
 
     Returns the engine of the last step.
     """
-    times: dict[int, list[float]] = {id(plan): [] for plan in plans}
-    times[id(plans[0])] += known
-    contenders = list(plans)
-    for number in range(rounds):
-        for plan in contenders:
-            if number == 0 and times[id(plan)]:
+    times: dict[int, list[float]] = {id(candidate): [] for candidate in candidates}
+    times[id(candidates[0])] += known
+    left = list(candidates)
+    for turn in range(turns):
+        for candidate in left:
+            if turn == 0 and times[id(candidate)]:
                 continue
-            auto.use(plan)
+            auto.use(candidate)
             for _ in range(WARM_UP):
                 yield
-            goal = len(times[id(plan)]) + TIMED
-            while len(times[id(plan)]) < goal:
-                tick = yield
-                engine = tick.engine
-                if tick.seconds is not None:
-                    times[id(plan)].append(tick.seconds)
-        assert engine is not None  # of the last step
-        agreed = engine.max_over_ranks([statistics.median(times[id(plan)]) for plan in contenders], "gradzip.auto")
-        for plan, seconds in zip(contenders, agreed):
-            plan.seconds = seconds
-        contenders = [plan for plan, seconds in zip(contenders, agreed) if seconds <= CLOSE * min(agreed)]
-        if len(contenders) == 1:
+            goal = len(times[id(candidate)]) + TIMED
+            while len(times[id(candidate)]) < goal:
+                end = yield
+                engine = end.engine
+                if end.seconds is not None:
+                    times[id(candidate)].append(end.seconds)
+        assert engine is not None
+        slowest = engine.max_over_ranks([statistics.median(times[id(candidate)]) for candidate in left], "gradzip.auto")
+        for candidate, seconds in zip(left, slowest):
+            candidate.seconds = seconds
+        left = [candidate for candidate, seconds in zip(left, slowest) if seconds <= CLOSE * min(slowest)]
+        if len(left) == 1:
             break
     assert engine is not None
     return engine
 
 
-def winner(plans: Sequence[Plan], half: int | None) -> Plan:
-    """The fastest plan; but the simpler one, where the other wins little. plans: without compression first."""
-    none = plans[0]
-    simple = [plan for plan in plans if is_simple(plan, half)]
-    others = [plan for plan in plans if not is_simple(plan, half)]
+def fastest(candidates: Sequence[Assignment], half: int | None) -> Assignment:
+    """The fastest assignment, or a simpler one that is almost as fast. candidates: the uncompressed one first."""
+    none = candidates[0]
+    simple = [candidate for candidate in candidates if candidate.is_simple(half)]
+    others = [candidate for candidate in candidates if not candidate.is_simple(half)]
     best = min(simple, key=_seconds)
-    if others and _seconds(fastest := min(others, key=_seconds)) <= PAYS * _seconds(best):
-        return fastest
+    if others and _seconds(other := min(others, key=_seconds)) <= PAYS * _seconds(best):
+        return other
     return best if _seconds(best) <= PAYS * _seconds(none) else none
 
 
-def second_look(auto: Job) -> Steps[None]:
-    """Try the plans again that do not cost too much to try. The plan in charge stays, unless another is clearly faster.
+def reconsider(auto: Job) -> Steps[None]:
+    """Try the candidates that are cheap enough to try again. The chosen one stays unless another is clearly faster.
 
-    Residuals of the plan in charge wait meanwhile. With a limit of the error, errors are measured again.
+    Residuals of the chosen assignment wait meanwhile. If there is a `max_error`, errors are measured again.
     """
-    number, plans = auto.plans.index(auto.chosen), auto.plans
-    if auto.max_error is not None:  # gradients have changed
-        auto.use(plans[0])
+    number, candidates = auto.candidates.index(auto.chosen), auto.candidates
+    if auto.max_error is not None:
+        auto.use(candidates[0])
         layers, _ = yield from _measured_layers(auto, dict.fromkeys(auto.keys(), 0.0))
-        plans = [adapted(plan, layers, auto.titles, auto.half) for plan in plans]
-    incumbent = plans[number]
-    tried, budget = [incumbent], SHARE * auto.every * _seconds(incumbent)
-    for plan in sorted((p for p in plans if p is not incumbent), key=_seconds):
-        cost = (WARM_UP + TIMED) * max(0.0, _seconds(plan) - _seconds(incumbent))
+        candidates = [adapt(candidate, layers, auto.specs, auto.half) for candidate in candidates]
+    chosen = candidates[number]
+    tried, budget = [chosen], SHARE * auto.every * _seconds(chosen)
+    for candidate in sorted((c for c in candidates if c is not chosen), key=_seconds):
+        cost = (WARM_UP + TIMED) * max(0.0, _seconds(candidate) - _seconds(chosen))
         if cost <= budget:
-            tried.append(plan)
+            tried.append(candidate)
             budget -= cost
-    engine = yield from race(auto, tried, 1)
-    fastest = min(tried, key=_seconds)
-    chosen = fastest if _seconds(fastest) <= BETTER * _seconds(incumbent) else incumbent
-    auto.settle(chosen, plans, auto.link, engine.rank, engine.size)
+    engine = yield from time_candidates(auto, tried, 1)
+    best = min(tried, key=_seconds)
+    auto.choose(
+        best if _seconds(best) <= BETTER * _seconds(chosen) else chosen, candidates, auto.link, engine.rank, engine.size
+    )
 
 
-def _seconds(plan: Plan) -> float:
-    return float("inf") if plan.seconds is None else plan.seconds
+def _seconds(assignment: Assignment) -> float:
+    return float("inf") if assignment.seconds is None else assignment.seconds

@@ -1,7 +1,7 @@
 """The command line ``gradzip``: one module for each subcommand.
 
-A subcommand's module has `add(commands)`, which adds its parser, with a default `run`: from the parsed arguments to the
-exit status. `run` raises CommandError for bad input.
+A subcommand's module has `add(commands)`, which adds its parser, and `run(options)`, which returns the exit status and
+raises CommandError for bad input.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import gradzip
 
 from . import advise, info, inspect, listing
-from .error import CommandError
+from .command import CommandError
 
 COMMANDS = (info, advise, inspect, listing)
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gradzip {options.command}: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader closed the pipe (`gradzip info | head`). Python would complain again when it closes stdout.
+        # The reader has closed the pipe (`gradzip info | head`). Python must not fail again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status

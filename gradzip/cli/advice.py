@@ -1,4 +1,4 @@
-"""What `gradzip advise` computes: predictions of all methods, a sentence, a projection."""
+"""The results of `gradzip advise`: predictions of all methods, a recommendation, a projection to more ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from .. import cost
 from ..cost import JOINED, Compressed, Link, Step
-from .codecs import Codec
+from .layer_costs import LayerCost
 
 FP32, FP16 = "none", "fp16"
-# Compression has to be faster by this share: what is closer is within the noise, and costs accuracy.
+# Recommend compression only if it is faster by this share: less is within the noise, and compression costs accuracy.
 MARGIN = 0.02
 
 
@@ -20,8 +20,8 @@ MARGIN = 0.02
 class Row:
     """A method's prediction. Times in seconds.
 
-    nbytes: that one rank hands to collectives in a step. ratio: how many times less than float32.
-    least_ratio: at which the method would be as fast as the faster of fp32 and fp16.
+    nbytes: bytes that one rank hands to collectives in a step. ratio: bytes in float32 / nbytes.
+    least_ratio: the ratio at which the method is as fast as the faster of fp32 and fp16.
     """
 
     method: str
@@ -42,24 +42,24 @@ class Advice:
     """Predictions of all methods for a step on a link, the fastest first.
 
     front_end: "horovod" or "ddp".
-    codecs: what each method does to each layer. `FP32` and `FP16` are among them.
+    costs: of each method, by layer. `FP32` and `FP16` are among the methods.
     """
 
     step: Step
     link: Link
     front_end: str
-    codecs: Mapping[str, Sequence[Codec]]
+    costs: Mapping[str, Sequence[LayerCost]]
 
     def compressed(self, method: str, ranks: int) -> list[Compressed]:
-        """What a method does to the layers, among that many ranks."""
-        return [codec.among(ranks) for codec in self.codecs[method]]
+        """The cost of a method on each layer, in a group of that many ranks."""
+        return [layer.among(ranks) for layer in self.costs[method]]
 
     def predict(self, method: str, link: Link) -> cost.Prediction:
         layers = self.compressed(method, link.ranks)
         return cost.predict(self.step, layers, link, **JOINED[self.front_end])
 
     def rows(self) -> list[Row]:
-        predictions = {method: self.predict(method, self.link) for method in self.codecs}
+        predictions = {method: self.predict(method, self.link) for method in self.costs}
         fp32, fp16 = predictions[FP32].seconds, predictions[FP16].seconds
         dense = sum(4 * layer.numel for layer in self.step.layers)
         rows = []
@@ -76,7 +76,7 @@ class Advice:
         return sorted(rows, key=lambda row: row.seconds)
 
     def sentence(self, rows: Sequence[Row]) -> str:
-        """What to do, in one sentence."""
+        """The recommendation, in one sentence."""
         by_name = {row.method: row for row in rows}
         stock = min(by_name[FP32], by_name[FP16], key=lambda row: row.seconds)
         if by_name[FP32].seconds <= (1 + MARGIN) * by_name[FP16].seconds:
@@ -95,7 +95,7 @@ class Advice:
         )
 
     def notes(self, cycle_time: str | None, cores: int) -> list[str]:
-        """What else to know. cycle_time: of Horovod, if it is set. cores: of this machine."""
+        """Further remarks. cycle_time: of Horovod, if it is set. cores: of this machine."""
         notes = []
         if self.link.spread > 0.2:
             notes.append(f"Ranks differ in speed by {self.link.spread:.0%}; the slowest one counts.")
@@ -108,7 +108,7 @@ class Advice:
         return notes
 
     def projection(self, ranks: int, methods: Sequence[str]) -> list[dict[str, Any]]:
-        """Steps with 2, 4, 8, ... and `ranks` ranks, each with the same work: seconds and efficiency by method."""
+        """Weak scaling to 2, 4, 8, ... and `ranks` ranks: seconds and efficiency of a step, by method."""
         sizes = sorted({ranks, *(1 << shift for shift in range(1, ranks.bit_length()) if 1 << shift <= ranks)})
         rows = []
         for size in sizes:
@@ -118,7 +118,7 @@ class Advice:
         return rows
 
     def json(self, rows: Sequence[Row], projection: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """All results in JSON types. A ratio that cannot pay is null."""
+        """All results in JSON types. If no ratio pays, `least_ratio` is None."""
         methods = [asdict(row) for row in rows]
         for method in methods:
             method["least_ratio"] = method["least_ratio"] if math.isfinite(method["least_ratio"]) else None

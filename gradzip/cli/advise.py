@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,20 @@ from typing import Any
 import torch
 
 import gradzip
-from gradzip.registry import registered
+from gradzip.methods.base.registry import registered
 
-from ..compressor import Compressor
+from ..collectives.engine import Engine
+from ..collectives.traffic import Traffic
 from ..cost import JOINED, Compressed, Link, Step
-from ..engines.base import Engine
+from ..engines import horovod_engine, torch_engine
 from ..measure import measure_link
-from ..models import MODELS, step_of
+from ..methods.base.composite import Composite
+from ..methods.base.compressor import Compressor
 from .advice import FP16, FP32, Advice
-from .codecs import Codec, measure_codecs
-from .error import CommandError
-from .job import job
-from .output import check_picture
-from .plots import plot
-from .progress import progress
-from .tables import method_table, print_table, projection_table
+from .advice_report import method_table, plot, print_table, projection_table
+from .command import CommandError, check_picture, progress
+from .layer_costs import LayerCost, measure_layers
+from .models import MODELS, step_of
 from .workload import Workload, load
 
 EXAMPLES = f"""\
@@ -44,11 +44,11 @@ examples:
   torchrun --nproc-per-node 4 --no-python gradzip advise --measure --model resnet50 --step-ms 180
 """
 
-# ATOMO computes a singular value decomposition of each layer, which takes long to measure. GradiVeQ compresses after
-# hundreds of steps. The others have no meaning without arguments, or are compared anyway.
-LEFT_OUT = ("none", "fp16", "per-layer", "auto", "phases", "hierarchical", "atomo", "gradiveq")
+# Methods that are not compared by default, beside those made of methods. ATOMO takes long to measure: it decomposes
+# each layer. GradiVeQ compresses after hundreds of steps. The first two are compared anyway.
+LEFT_OUT = (FP32, FP16, "atomo", "gradiveq")
 
-# Methods that a single measured step says nothing about.
+# Methods whose cost no single step shows.
 CHANGING = {
     "auto": "chooses during training; expected the methods to choose from",
     "phases": "changes during training; expected the methods of its phases",
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
         check_picture(options.png)
     workload = load(options.model)
     if options.measure:
-        with job() as (engine, front_end):
+        with _job() as (engine, front_end):
             advice = _measured(workload, methods, device, engine, front_end, options)
             try:
                 if engine.rank == 0:
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     link = _link(options)
     step = step_of(workload.parameters, _given_seconds(options))
-    _report(Advice(step, link, options.front_end or "horovod", _codecs(methods, step, device)), options)
+    _report(Advice(step, link, options.front_end or "horovod", _costs(methods, step, device)), options)
     return 0
 
 
@@ -114,9 +114,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _methods(specs: Sequence[str] | None) -> dict[str, Compressor]:
-    """The methods to compare, by spec, with fp32 and fp16."""
+    """The methods to compare, by spec; fp32 and fp16 are among them."""
     if specs is None:
-        specs = [name for name in registered() if name not in LEFT_OUT]
+        known = registered()
+        specs = [name for name in known if name not in LEFT_OUT and not issubclass(known[name], Composite)]
     for name in (spec.partition(":")[0].strip() for spec in specs):
         if name in CHANGING:
             raise CommandError(f"got --methods {name}, which {CHANGING[name]}")
@@ -188,47 +189,75 @@ def _refuse(options: argparse.Namespace) -> None:
 # --- measuring and reporting
 
 
+@contextlib.contextmanager
+def _job() -> Iterator[tuple[Engine, str]]:
+    """Join the job that this process is a rank of. Yields its engine, and its front end: "horovod" or "ddp".
+
+    Raises:
+        CommandError: the process is a rank of no job.
+    """
+    if "HOROVOD_RANK" in os.environ:
+        import horovod.torch as hvd
+
+        hvd.init()
+        try:
+            yield horovod_engine(hvd.global_process_set, Traffic()), "horovod"
+        finally:
+            hvd.shutdown()
+        return
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise CommandError(
+            "got --measure outside of a job, expected horovodrun -np 2 gradzip advise --measure ..., or "
+            "torchrun --nproc-per-node 2 --no-python gradzip advise --measure ..."
+        )
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    assert dist.group.WORLD is not None
+    try:
+        yield torch_engine(dist.group.WORLD, Traffic(), torch.device("cpu")), "ddp"
+    finally:
+        dist.destroy_process_group()
+
+
 def _measured(
     workload: Workload, methods: dict[str, Compressor], device: torch.device, engine: Engine, front_end: str,
     options: argparse.Namespace,
 ) -> Advice:  # fmt: skip
-    """Advice for this job. All ranks measure at the same time; each number is the slowest rank's."""
+    """Advice for this job, from the slowest rank's measurements. All ranks measure at the same time."""
     if workload.inputs is not None and options.step_ms is None:
         step = workload.measured_step()
     else:
         step = step_of(workload.parameters, _given_seconds(options))
     step = _stretched(step, engine.max_over_ranks([step.seconds], "gradzip.advise.step")[0])
     link = measure_link(engine)
-    codecs = _codecs(methods, step, device, quiet=engine.rank > 0)
-    for method, of_layers in codecs.items():
+    costs = _costs(methods, step, device, quiet=engine.rank > 0)
+    for method, of_layers in costs.items():
         times = [t for c in of_layers for t in (c.compressed.encode, c.compressed.decode, c.decode_rank)]
         slowest = engine.max_over_ranks(times, f"gradzip.advise.{method}")
-        codecs[method] = [
-            Codec(Compressed(c.compressed.rounds, *slowest[3 * i : 3 * i + 2]), slowest[3 * i + 2])
+        costs[method] = [
+            LayerCost(Compressed(c.compressed.rounds, *slowest[3 * i : 3 * i + 2]), slowest[3 * i + 2])
             for i, c in enumerate(of_layers)
         ]
-    return Advice(step, link, front_end, codecs)
+    return Advice(step, link, front_end, costs)
 
 
 def _stretched(step: Step, seconds: float) -> Step:
-    """The same step, if it takes `seconds`."""
+    """The step with all times scaled to a total of `seconds`."""
     # Rounding must not make a gradient ready after the step.
     ready = [min(seconds, layer.ready * seconds / step.seconds) for layer in step.layers]
     return Step(tuple(replace(layer, ready=at) for layer, at in zip(step.layers, ready)), seconds)
 
 
-def _codecs(
+def _costs(
     methods: dict[str, Compressor], step: Step, device: torch.device, quiet: bool = False
-) -> dict[str, Sequence[Codec]]:
-    codecs: dict[str, Sequence[Codec]] = {}
+) -> dict[str, Sequence[LayerCost]]:
+    costs: dict[str, Sequence[LayerCost]] = {}
     with progress(len(methods), "measuring the methods", quiet) as advance:
         for spec, compressor in methods.items():
-            if spec == FP32:
-                codecs[spec] = [Codec(Compressed((("all_reduce", 4.0 * layer.numel),))) for layer in step.layers]
-            else:
-                codecs[spec] = measure_codecs(compressor, step.layers, device)
+            costs[spec] = measure_layers(compressor, step.layers, device)
             advance()
-    return codecs
+    return costs
 
 
 def _report(advice: Advice, options: argparse.Namespace) -> None:

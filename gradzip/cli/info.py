@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 import gradzip
-from gradzip.registry import registered
+from gradzip.methods.base.registry import registered
+
+from ..inspection.table import count
 
 # Facts about one part of the installation; `{"error": reason}` if it is missing or broken.
 Facts = dict[str, Any]
@@ -101,8 +103,8 @@ def _cuda() -> Facts:
 
 
 def _nvrtc(driver: int) -> Facts:
-    """What compiles the kernels in a build without nvcc."""
-    from gradzip.nvrtc import cache, find
+    """The NVRTC that compiles kernels in a build without nvcc."""
+    from gradzip.ops.nvrtc import cache, find
 
     try:
         found = find(driver)
@@ -112,7 +114,7 @@ def _nvrtc(driver: int) -> Facts:
 
 
 def _cuda_version(number: int) -> str | None:
-    """Format a CUDA version number, 1000 * major + 10 * minor; None for 0, which means that there is none."""
+    """Format a CUDA version, 1000 * major + 10 * minor. None for 0, which means that there is none."""
     return f"{number // 1000}.{number % 1000 // 10}" if number else None
 
 
@@ -149,61 +151,52 @@ def _lines(report: dict[str, Facts]) -> list[str]:
     """The report as text: a title for each part, and below it aligned names and values."""
     lines: list[str] = []
 
-    def part(title: str, facts: Facts, remedy: str, rows: Callable[[], list[tuple[str, str]]]) -> None:
-        if "error" in facts:
-            shown = [("unusable", facts["error"]), ("", remedy)]
-        else:
-            shown = rows()
-        lines.append(title)
+    def part(key: str, title: str, remedy: str, rows: Callable[[Facts], list[tuple[str, str]]]) -> None:
+        facts = report[key]
+        shown = [("unusable", facts["error"]), ("", remedy)] if "error" in facts else rows(facts)
+        lines.append(f"{title} {facts.get('version', '')}".rstrip())
         lines.extend(f"  {name:<11} {value}".rstrip() for name, value in shown if name or value)
 
-    own, python, extension, cuda = report["gradzip"], report["python"], report["extension"], report["cuda"]
-    torch_, horovod, methods = report["torch"], report["horovod"], report["methods"]
+    part("gradzip", "gradzip", "", lambda own: [("path", own["path"])])
     part(
-        f"gradzip {own.get('version', '')}",
-        own,
+        "python",
+        "Python",
         "",
-        lambda: [("path", own["path"])],
-    )
-    part(
-        f"Python {python.get('version', '')}",
-        python,
-        "",
-        lambda: [
+        lambda python: [
             ("executable", python["executable"]),
             ("platform", python["platform"]),
-            ("processor", f"{python['processor']}, {_count(python['cores'], 'core')}"),
+            ("processor", f"{python['processor']}, {count(python['cores'], 'core')}"),
         ],
     )
     part(
+        "extension",
         "kernels",
-        extension,
         "no method that compresses works without them; build them: pip install . in gradzip's source tree (needs g++)",
-        lambda: [
+        lambda extension: [
             ("extension", extension["path"]),
             ("compiler", extension["compiler"]),
             ("SIMD", f"{extension['simd']} in use; available: {', '.join(extension['simd_levels'])}"),
-            *_cuda_rows(cuda),
+            *_cuda_rows(report["cuda"]),
         ],
     )
     part(
-        f"torch {torch_.get('version', '')}",
-        torch_,
+        "torch",
+        "torch",
         "",
-        lambda: [
+        lambda torch_: [
             ("CUDA", _torch_cuda(torch_)),
             ("backends", _which(torch_["backends"])),
             ("threads", f"{torch_['threads']}, {'with' if torch_['mkl'] else 'without'} MKL"),
         ],
     )
     part(
-        f"Horovod {horovod.get('version', '')}",
-        horovod,
+        "horovod",
+        "Horovod",
         "needed only for training with Horovod; gradzip's source tree builds it: scripts/bootstrap.sh",
-        lambda: [("path", horovod["path"]), ("backends", _which(horovod["backends"]))],
+        lambda horovod: [("path", horovod["path"]), ("backends", _which(horovod["backends"]))],
     )
-    part("methods", methods, "", lambda: [(name, _summary(name)) for name in methods])
-    return [line.rstrip() for line in lines]
+    part("methods", "methods", "", lambda methods: [(name, _summary(name)) for name in methods])
+    return lines
 
 
 def _cuda_rows(cuda: Facts) -> list[tuple[str, str]]:
@@ -223,13 +216,9 @@ def _cuda_rows(cuda: Facts) -> list[tuple[str, str]]:
             ("", f"NVRTC in {nvrtc['path']}"),
             ("", f"compiled kernels in {nvrtc['cache']}"),
         ]
-    return [
-        *rows,
-        *(
-            ("", f"device {i}: {d['name']}, sm_{d['major']}{d['minor']}, {d['memory'] / 2**30:.0f} GiB")
-            for i, d in enumerate(cuda["devices"])
-        ),
-    ]
+    for i, d in enumerate(cuda["devices"]):
+        rows.append(("", f"device {i}: {d['name']}, sm_{d['major']}{d['minor']}, {d['memory'] / 2**30:.0f} GiB"))
+    return rows
 
 
 def _torch_cuda(facts: Facts) -> str:
@@ -246,7 +235,3 @@ def _summary(name: str) -> str:
 
 def _which(present: dict[str, bool]) -> str:
     return ", ".join(name for name, there in present.items() if there) or "none"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

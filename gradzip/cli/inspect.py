@@ -1,4 +1,4 @@
-"""`gradzip inspect`: what methods make of real gradients."""
+"""`gradzip inspect`: error, bytes and time of methods on real gradients."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from typing import Any
 import torch
 
 import gradzip
-from gradzip.compressor import Compressor
-from gradzip.inspection import cells, figure, gradients, page, table
-from gradzip.spec import parse
+from gradzip.inspection import cells, figure, gradients, table
+from gradzip.methods.base.compressor import Compressor
+from gradzip.methods.spec import parse
 
-from .error import CommandError
-from .output import check_file, check_picture
-from .progress import progress
+from . import page
+from .command import CommandError, check_file, check_picture, progress
 
 DEFAULTS = ("fp16", "fft-range", "dct-range", "topk", "qsgd", "terngrad", "signsgd", "acpsgd")
 
-MOST_DRAWN = 20  # layers in a picture: more are too long to look at
+MOST_DRAWN = 20  # layers in a picture
 
 EXAMPLES = """examples:
   gradzip inspect step500.pt                     a file that gradzip.capture(model, "step500.pt") wrote
@@ -125,7 +124,7 @@ def _gradients(source: str) -> gradients.Named:
 
 
 def _chosen(found: gradients.Named, pattern: str | None) -> gradients.Named:
-    """The layers whose name matches, without empty ones."""
+    """The non-empty layers whose name matches."""
     try:
         test = re.compile(pattern or "")
     except re.error as error:
@@ -140,7 +139,7 @@ def _chosen(found: gradients.Named, pattern: str | None) -> gradients.Named:
 
 
 def _finite(found: gradients.Named) -> gradients.Named:
-    """The gradients that are finite. Names the others on stderr."""
+    """The finite gradients. Prints the names of the others to stderr."""
     finite = {}
     for name, gradient in found.items():
         bad = int((~gradient.isfinite()).sum())
@@ -174,7 +173,7 @@ def _as_json(report: cells.Report, source: str) -> dict[str, Any]:
 
 
 def _facts(method: str, cell: cells.Cell) -> dict[str, Any]:
-    """A cell in JSON types. Numbers that are not finite, which JSON has not, are None."""
+    """A cell in JSON types. Numbers that are not finite are None."""
     numbers = {
         "error": cell.error,
         "cosine": cell.cosine,

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 import gradzip
-from gradzip.averaging import averaged
+from gradzip.averaging.routine import averaged
 from gradzip.collectives import Collective
-from gradzip.compressor import Compressor
 from gradzip.engines.local import drive
-from gradzip.registry import registered
-from gradzip.replay import recorded
-from gradzip.spec import parse
+from gradzip.methods.base.compressor import Compressor
+from gradzip.methods.base.registry import registered
+from gradzip.methods.spec import parse
+from gradzip.watch.replay import recorded
 
-from .error import CommandError
+from .command import CommandError
 
 Facts = dict[str, Any]
 
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def facts(name: str) -> Facts:
-    """All about one method, in JSON types."""
+    """The facts about one method, in JSON types."""
     method = registered()[name]
     summary, *_ = _paragraphs(method)
     source = next((p.removeprefix("Source: ") for p in _paragraphs(method) if p.startswith("Source: ")), None)
@@ -68,8 +68,8 @@ def facts(name: str) -> Facts:
         "class": method.__name__,
         "module": method.__module__,
         "summary": summary,
-        "collectives": _collectives(name, method),
-        # Those that all methods have come last.
+        "collectives": _collectives(method),
+        # Arguments of all methods come last.
         "arguments": {f.name: _default(f) for f in sorted(fields(method), key=lambda f: bool(f.kw_only)) if f.init},
         "payload": getattr(method, "number", None),
         "source": source,
@@ -85,20 +85,20 @@ def _known(name: str) -> str:
     return name
 
 
-def _collectives(name: str, method: type[Compressor]) -> list[str] | None:
-    """The collectives of a step of two ranks, found by running a few. None: they are those of other methods."""
+def _collectives(method: type[Compressor]) -> list[str] | None:
+    """Find the collectives of a method by running some steps of two ranks. None for methods made of methods."""
     try:
-        compressor = parse(f"{name}:{method.example}")
+        compressor = parse(method.examples[0])
         if compressor.parts[0] is not compressor:
             return None
         default: dict[str, Any] = {f.name: f.default for f in fields(compressor) if f.name == "exchange"}
         return _of_steps(replace(compressor, **default))
-    except Exception:  # a method of another package may fail in any way, and all do without kernels
+    except Exception:  # methods of other packages may fail in any way, and without kernels all fail
         return []
 
 
 def _of_steps(compressor: Compressor) -> list[str]:
-    """Kinds of collectives in order, each as often as in the step that has most of it."""
+    """Kinds of collectives in order, each as often as in the step with most of that kind."""
     ranks = [compressor.clone() for _ in range(2)]
     generator = torch.Generator(device="cpu").manual_seed(0)
     most: dict[str, int] = {}
@@ -117,7 +117,7 @@ def _of_steps(compressor: Compressor) -> list[str]:
 
 
 def _default(argument: Field[Any]) -> str | None:
-    """The default value as on a command line; None if there is none."""
+    """The default value as on a command line; None if the argument has none."""
     if argument.default_factory is not MISSING:
         return repr(argument.default_factory())
     if argument.default is MISSING:

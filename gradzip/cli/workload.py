@@ -1,4 +1,4 @@
-"""What a command's `--model` names: a well-known network, a function in a file, or shapes in JSON."""
+"""The argument `--model` of a command: a well-known network, a function in a file, or shapes in JSON."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import script
 from ..cost import Step
+from ..inspection import script
 from ..measure import measure_step
-from ..models import MODELS, Parameter
-from .error import CommandError
+from .command import CommandError
+from .models import MODELS, Parameter
 
-# Elements of one parameter: more are a mistake, and some such numbers do not fit in 64 bits.
+# Largest number of elements of one parameter. Larger ones are mistakes, and some do not fit in 64 bits.
 MOST_ELEMENTS = 1 << 36
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The parameters to train, in the order of the forward pass.
+    """A model: its parameters in the order of the forward pass.
 
-    module, inputs: None unless a file built them.
+    module, inputs: what the function in a file returned; None otherwise.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Workload:
     inputs: tuple[Any, ...] | None = None
 
     def train_step(self) -> Callable[[], object]:
-        """A training step of the module on its inputs, with plain SGD. The loss is the mean of the outputs."""
+        """Get a function that runs a training step of the module, with plain SGD. The loss is the outputs' mean."""
         module, inputs = self.module, self.inputs
         assert module is not None and inputs is not None
         optimizer = torch.optim.SGD(module.parameters(), lr=1e-6)
@@ -48,7 +48,7 @@ class Workload:
         return step
 
     def measured_step(self) -> Step:
-        """A training step, as measured. Raises CommandError if the module is not on the CPU, or if its step fails."""
+        """Measure a training step. Raises CommandError if the module is not on the CPU, or if its step fails."""
         module = self.module
         assert module is not None
         for parameter in module.parameters():
@@ -67,7 +67,7 @@ class Workload:
 
 
 def load(text: str) -> Workload:
-    """The workload that `--model` names. Raises CommandError."""
+    """Load the workload that `--model` names. Raises CommandError."""
     if text in MODELS:
         return Workload(text, list(MODELS[text]()))
     path, _, function = text.partition(":")
@@ -129,7 +129,7 @@ def _from_shapes(path: Path) -> Workload:
 
 
 def _by_elements(named: Sequence[tuple[str, tuple[int, ...]]]) -> list[Parameter]:
-    """Parameters whose work is estimated by their numbers of elements."""
+    """Make parameters whose work is estimated by their number of elements."""
     return [Parameter(name, shape, float(math.prod(shape))) for name, shape in named]
 
 

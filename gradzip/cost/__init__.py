@@ -1,15 +1,18 @@
 """A cost model of a training step with compressed gradients: does compression pay, and which method is fastest?
 
-All times are in seconds, all sizes in bytes. The model extends equations (1) to (4) of Wang et al., FFT-based Gradient
-Sparsification for the Distributed Training of Deep Neural Networks, HPDC 2020, section 3.3, by the exchange costs of
-Table II of Zhang et al., Evaluation and Optimization of Gradient Compression for Distributed Deep Learning, ICDCS 2023,
-by latency, and by the overlap of communication with the backward pass. Pure arithmetic: deterministic.
+All times are in seconds, all sizes in bytes. The model is pure arithmetic, and deterministic. It extends equations (1)
+to (4) of Wang et al., FFT-based Gradient Sparsification for the Distributed Training of Deep Neural Networks, HPDC
+2020, section 3.3, by
+
+* the costs of collectives in Table II of Zhang et al., Evaluation and Optimization of Gradient Compression for
+  Distributed Deep Learning, ICDCS 2023;
+* latency;
+* the overlap of communication with the backward pass.
 """
 
-from .buckets import SMALL_BUCKET_NBYTES, cut
 from .link import Link
 from .ratio import compression_cost, least_ratio, minimal_ratio
-from .simulation import JOINED, predict
+from .simulation import JOINED, SMALL_BUCKET_NBYTES, cut, predict
 from .step import Compressed, Layer, Prediction, Step, uncompressed
 
 __all__ = [

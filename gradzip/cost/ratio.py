@@ -1,4 +1,4 @@
-"""The compression ratio from which on compression pays."""
+"""The compression ratio above which compression pays."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def compression_cost(
     packing: float = math.inf,
     selection: float = math.inf,
 ) -> float:
-    """Seconds to compress a message of `nbytes`, from the throughputs of the primitives in bytes per second.
+    """Seconds to compress a message of `nbytes`. Arguments: throughputs of the primitives in bytes per second.
 
-    The cost is M (2 / T_m + 1 / T_f + 1 / T_p + 1 / T_s), equation (1) of HPDC 2020: precision conversion runs twice.
+    M (2 / T_m + 1 / T_f + 1 / T_p + 1 / T_s), equation (1) of HPDC 2020: precision conversion runs twice.
     """
     return nbytes * (2 / conversion + 1 / transform + 1 / packing + 1 / selection)
 
 
 def minimal_ratio(link: Link, nbytes: float, seconds: float, kind: str = "all_reduce") -> float:
-    """The compression ratio k above which compression pays; infinity if none does.
+    """The compression ratio k above which compression pays, without overlap; infinity if it never does.
 
-    It pays if compression, decompression and the exchange of M / k bytes take less time than an all-reduce of M bytes,
-    where nothing overlaps. With two ranks, an all-reduce, no latency and `seconds` twice `compression_cost`, this is
-    equation (4) of HPDC 2020: k > 1 / (1 - 2 T_comm (2 / T_m + 1 / T_f + 1 / T_p + 1 / T_s)).
+    Compression pays if compressing, decompressing and sending M / k bytes take less time than an all-reduce of M bytes.
+    With two ranks, an all-reduce, no latency and `seconds` twice `compression_cost`, this is equation (4) of HPDC 2020:
+    k > 1 / (1 - 2 T_comm (2 / T_m + 1 / T_f + 1 / T_p + 1 / T_s)).
 
     Args:
-        nbytes: M, of the uncompressed gradient.
-        seconds: to compress and decompress it.
-        kind: of the exchange, as for `Link.seconds`.
+        nbytes: M, the size of the uncompressed gradient.
+        seconds: time to compress and decompress the gradient.
+        kind: the collective of the compressed gradient, as for `Link.seconds`.
 
     >>> link = Link(ranks=2, bandwidth=1.25e9, latency=0.0)  # 10 Gb/s
     >>> cost = compression_cost(1e9, conversion=35e9, transform=20e9, packing=10e9, selection=10e9)
@@ -56,10 +56,11 @@ def least_ratio(
     bucket_nbytes: float | None = None,
     fusion_nbytes: float | None = None,
 ) -> float:
-    """`minimal_ratio` with overlap: the ratio at which a step with a method takes `limit` seconds, by bisection.
+    """The compression ratio k at which a step with a method takes `limit` seconds; infinity if none does.
 
-    The method takes the time of `layers`, and sends 4 numel / k bytes of each layer that it compresses, divided among
-    its rounds as in `layers`. Below 1 it may send more than the gradients have. Infinity if no ratio is enough.
+    This is `minimal_ratio` with overlap, by bisection. The method takes the encoding and decoding times of `layers`. It
+    sends 4 numel / k bytes of each layer that it compresses, divided among its rounds as in `layers`. A result below 1
+    means that the method may send more bytes than the gradients have.
 
     Args:
         limit: seconds of the step without the method.

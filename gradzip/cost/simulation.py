@@ -1,4 +1,4 @@
-"""Prediction of a training step, by a simulation of one rank's training thread and link."""
+"""Predict a training step by simulating one rank's training thread and link."""
 
 from __future__ import annotations
 
@@ -7,15 +7,44 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .buckets import cut
 from .link import Link
 from .step import Compressed, Layer, Prediction, Step
 
-# What front ends join by default, as arguments of `predict`.
+# How much front ends join by default: arguments of `predict`.
 JOINED: dict[str, dict[str, float]] = {
     "ddp": {"bucket_nbytes": 25 << 20},
     "horovod": {"bucket_nbytes": 25 << 20, "fusion_nbytes": 128 << 20},
 }
+
+# Size of DDP's first bucket, so that communication starts early, and of Horovod's last one, so that little is left to
+# send after the backward pass.
+SMALL_BUCKET_NBYTES = 1 << 20
+
+
+def cut(sizes: Iterable[int], nbytes: float, *, large_alone: bool) -> list[list[int]]:
+    """Split gradients into buckets of at least `nbytes`, as front ends do. Returns the indices of each bucket.
+
+    Args:
+        sizes: bytes of each gradient.
+        nbytes: size of a bucket. The first one is full at `SMALL_BUCKET_NBYTES`, if that is less. 0 makes one bucket
+            for each gradient; infinity makes one bucket of all after the first one.
+        large_alone: whether a gradient of `nbytes` or more is a bucket of its own, as with Horovod. DDP adds it to the
+            gradients before it.
+
+    >>> cut([1 << 20] * 6, 2 << 20, large_alone=True)
+    [[0], [1, 2], [3, 4], [5]]
+    >>> cut([1000, 4 << 20, 1000], 2 << 20, large_alone=True), cut([1000, 4 << 20, 1000], 2 << 20, large_alone=False)
+    ([[0], [1], [2]], [[0, 1], [2]])
+    """
+    buckets: list[list[int]] = []
+    missing = 0.0  # bytes until the bucket is full
+    for number, size in enumerate(sizes):
+        if missing <= 0 or (large_alone and size >= nbytes):
+            missing = nbytes if buckets else min(nbytes, SMALL_BUCKET_NBYTES)
+            buckets.append([])
+        buckets[-1].append(number)
+        missing -= size
+    return buckets
 
 
 def predict(
@@ -28,26 +57,26 @@ def predict(
 ) -> Prediction:
     """Predict a training step by simulation.
 
-    The training thread computes gradients and compresses them, one after the other. It starts the first round of a
-    bucket when its last layer is compressed. The link carries collectives in the order in which they start, one at a
-    time, while the backward pass goes on, and takes core time from it. After the backward pass, the thread decodes
-    results in the same order, and waits where they are not there. Later rounds follow, for all layers together, as both
-    front ends run them. (DDP gathers `BlockFloat`'s shards earlier, which is not predicted.) The optimizer, which is
-    what the step does after its last gradient, comes last.
+    The training thread computes and compresses one gradient after the other. When the last layer of a bucket is
+    compressed, the thread starts the bucket's first round. The link carries one collective at a time, in the order in
+    which they were started, during the backward pass, and takes core time from it. After the backward pass, the thread
+    waits for the results and decodes them, in the same order. Later rounds run for all layers together. The optimizer
+    runs last: it is what the step does after its last gradient.
+
+    Not modelled: DDP starts the second round of `BlockFloat` during the backward pass.
 
     Args:
-        layers: what happens to each of the step's layers.
+        layers: the cost of each of the step's layers.
         bucket_nbytes: join the collectives of consecutive layers until their float32 gradients have that many bytes.
             None: one collective for each layer.
-        fusion_nbytes: the engine joins equal kinds of collectives that wait for the link at the same time, up to that
-            many bytes, as Horovod does. Layers that need a single all-reduce are in no bucket then (those of ACP-SGD
-            are, but that they are joined is the same). None: it does not join them.
+        fusion_nbytes: the engine joins collectives of the same kind that wait for the link, up to that many bytes, as
+            Horovod does. A layer that needs a single all-reduce is in no bucket then. None: the engine joins none.
 
-    Buckets are those of `cut`: without fusion, as DDP's, from the first gradient on; with fusion, as Horovod's, from
-    the last one backwards.
+    Buckets are those of `cut`. Without fusion they start at the first gradient, as DDP's; with fusion at the last one,
+    as Horovod's.
 
     Raises:
-        ValueError: `layers` has another length than the step, or the step ends before a gradient is ready.
+        ValueError: the number of `layers` differs from that of the step, or a gradient is ready after the step's end.
     """
     if len(layers) != len(step.layers):
         raise ValueError(f"predict: got {len(layers)} compressed layers, expected one for each of {len(step.layers)}")
@@ -87,7 +116,7 @@ def predict(
 def _buckets(
     pairs: Sequence[tuple[Layer, Compressed]], nbytes: float | None, fusion_nbytes: float | None
 ) -> list[list[int]]:
-    """The numbers of the layers whose first rounds are started together, in ascending order."""
+    """The indices of the layers whose first rounds start together, in ascending order."""
     if nbytes is None:
         return [[i] for i in range(len(pairs))]
     sizes = [4 * layer.numel for layer, _ in pairs]
@@ -105,7 +134,7 @@ def _is_one_all_reduce(compressed: Compressed) -> bool:
 
 @dataclass(eq=False)
 class _Transfer:
-    """A collective that was started."""
+    """A collective on the link, or waiting for it."""
 
     kind: str
     nbytes: float
@@ -121,12 +150,12 @@ class _Simulation:
         self._fusion_nbytes = fusion_nbytes
         self._background = link.background if link.ranks > 1 else 0.0
         self._waiting: deque[_Transfer] = deque()
-        self._running: list[_Transfer] = []  # one collective, maybe joined from several
-        self._end = 0.0  # of what is running
-        self._taken = 0.0  # share of the core that it takes
+        self._running: list[_Transfer] = []  # on the link: one collective, or several that the engine has joined
+        self._end = 0.0  # time at which the link is free
+        self._taken = 0.0  # share of the core that the running collective takes
 
     def work(self, seconds: float) -> None:
-        """Let the thread work, in seconds of a core of its own, while the link goes on."""
+        """Advance the thread by `seconds` of core time. The link goes on meanwhile."""
         while True:
             speed = (1 - self._background) * (1 - self._taken if self._running else 1)
             if not self._running or seconds <= (self._end - self.now) * speed:
@@ -136,7 +165,7 @@ class _Simulation:
             self._complete()
 
     def start(self, collectives: Iterable[tuple[str, float]]) -> list[_Transfer]:
-        """Start collectives, joined into one of each kind."""
+        """Start (kind, bytes) collectives, joined into one of each kind."""
         totals: dict[str, float] = {}
         for kind, nbytes in collectives:
             totals[kind] = totals.get(kind, 0.0) + nbytes
@@ -151,13 +180,13 @@ class _Simulation:
         return transfers
 
     def wait(self, transfers: Iterable[_Transfer]) -> None:
-        """Let the thread wait until transfers are done."""
+        """Advance the thread to the end of the transfers."""
         for transfer in transfers:
             while not transfer.done:
                 self._complete()
 
     def _complete(self) -> None:
-        """Go to the end of what is running, and start what waits."""
+        """Advance to the end of the running transfers; start the next ones."""
         self.now = self._end
         for transfer in self._running:
             transfer.done = True

@@ -1,4 +1,4 @@
-"""A training step: its layers, what a method does to them, and how long it takes."""
+"""A training step: its layers, their cost with a method, and the predicted time."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ class Step:
     seconds: float
 
 
-_HALVES = ("all_to_all", "all_gather_shards")  # of an all-reduce
+# An all-reduce is an all-to-all and an all-gather of partitions.
+_HALF_ALL_REDUCES = ("all_to_all", "all_gather_partitions")
 
 
 @dataclass(frozen=True)
 class Compressed:
-    """What a method does to one layer.
+    """The cost of a method on one layer.
 
-    rounds: (collective, bytes), one after the other, as for `Link.seconds`.
+    rounds: (kind, bytes) of the consecutive collectives: arguments of `Link.seconds`.
     encode: seconds before the first round.
-    decode: seconds after that: between rounds, and for all ranks' payloads at the end.
+    decode: seconds between rounds, and after the last one for the payloads of all ranks.
     """
 
     rounds: tuple[tuple[str, float], ...]
@@ -49,20 +50,20 @@ class Compressed:
 
     @property
     def nbytes(self) -> float:
-        """Bytes that compare with an all-reduce's, of which an all-to-all and an all-gather of shards are halves."""
-        return sum(nbytes / 2 if kind in _HALVES else nbytes for kind, nbytes in self.rounds)
+        """Bytes of all rounds, comparable with those of an all-reduce."""
+        return sum(nbytes / 2 if kind in _HALF_ALL_REDUCES else nbytes for kind, nbytes in self.rounds)
 
 
 def uncompressed(layer: Layer, itemsize: int = 4) -> Compressed:
-    """A layer that is averaged as it is, with `itemsize` bytes for each element."""
+    """The cost of averaging a layer uncompressed, with `itemsize` bytes for each element."""
     return Compressed((("all_reduce_half" if itemsize == 2 else "all_reduce", float(itemsize * layer.numel)),))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A training step with communication: seconds = compute + compression + exposed.
+    """The time of a training step with communication: seconds = compute + compression + exposed.
 
-    exposed: what communication adds: waiting, and the core time of collectives.
+    exposed: time that communication adds, by waiting and by the core time of collectives.
     nbytes: bytes that one rank sends.
     """
 

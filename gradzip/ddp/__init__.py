@@ -1,35 +1,34 @@
 """Front end for DDP: `model.register_comm_hook(gradzip.ddp.HookState(gradzip.TopK()), gradzip.ddp.hook)`.
 
-DDP calls the hook for one bucket of gradients after the other, in the same order on all ranks, during the backward
-pass. The hook runs the methods of a bucket's parameters to their first collectives, joins those into one per kind, and
-starts them. The rest is done when the last gradient is computed, just before DDP waits for the buckets: results are
-decoded bucket by bucket, while those of later buckets are still in transfer. Later rounds run for all buckets together.
-Where ranks exchange shards, though, half of the bytes is in the second round: that of a bucket starts when the next
-bucket has started. If the hook waits for shards then, the next ones are on the wire.
+DDP calls the hook for each bucket of gradients during the backward pass. The hook starts the first collectives of the
+bucket. The rest happens in a callback at the end of the backward pass, just before DDP waits for the buckets: the
+results of one bucket are decoded while those of later ones are in transfer, and later rounds run for all buckets
+together. Methods that exchange partitions send half of their bytes in the second round. That of a bucket therefore
+starts in the hook of the next one.
 
-A process group matches operations by their order, which is the same on all ranks: the hook is called for one bucket at
-a time, in the order of the buckets; no other thread and no callback starts an operation; and the operations at the end
-follow from the order of the buckets, and from lengths and results that all ranks have received alike.
+A process group matches operations by their order, which is the same on all ranks: DDP calls the hook for one bucket at
+a time, in the order of the buckets; no other thread starts an operation; and the operations at the end follow from the
+order of the buckets, and from lengths and results that all ranks have received alike.
 """
 # No `from __future__ import annotations`: DDP refuses hooks whose annotations are strings.
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import decay_momentum, handshake, ops
-from ..averaging import no_autocast
-from ..buckets import Plan, finish
+from ..averaging.buckets import Plan
+from ..averaging.handshake import parameters_by_name
+from ..averaging.session import Session
 from ..collectives import Mean
-from ..compressor import Compressor
-from ..engines.torch import TorchEngine, nbytes_of
-from ..routines import Routine
-from ..streams import home_streams
-from ..traffic import Traffic
-from .buckets import Future, GradBuffer, Names
+from ..collectives.routines import Routine
+from ..collectives.traffic import Traffic, nbytes_of
+from ..methods.base.compressor import Compressor
+
+Future: TypeAlias = torch.futures.Future[torch.Tensor]
 
 
 def hook(state: "HookState", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -67,9 +66,7 @@ class HookState:
         process_group: dist.ProcessGroup | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
-        if not isinstance(compressor, Compressor):
-            raise TypeError(f"HookState: got {compressor!r}, expected a compressor, such as gradzip.TopK()")
-        decay_momentum.prepare(compressor)
+        self._session = Session(compressor, "HookState")
         self.compressor = compressor
         self.process_group = process_group
         if named_parameters is None and compressor.selects_by_name:
@@ -77,23 +74,19 @@ class HookState:
                 f"HookState: got no names of parameters, expected named_parameters=model.named_parameters(): "
                 f"rules of {type(compressor).__name__} match names"
             )
-        named = {p: name for name, p in handshake.parameters_by_name(named_parameters or (), "HookState").items()}
-        self._all_known = named_parameters is not None
-        models = self._models()
-        model = next((model for model in models if model.matches(named)), None)
-        if model is None:
-            model = Names(f"model{len(models)}." if models else "")
-            models.append(model)
-        model.names.update(named)
-        self._model: Names = model
-        self._engine: TorchEngine | None = None
-        self._streams = home_streams(compressor.memory.attachments)
+        self._names: Any = WeakIdKeyDictionary()  # parameter -> name
+        self._all_named = named_parameters is not None
+        if (
+            named_parameters is None
+        ):  # models are numbered as they are wrapped: this object holds the place of the first
+            self._session.name_states({"0": self}, "model")
+        else:
+            named = parameters_by_name(named_parameters, "HookState")
+            self._session.name_states(named, "model")
+            self._names.update((parameter, name) for name, parameter in named.items())
+        self._group: dist.ProcessGroup | None = None  # of the session's engine
         self._plans: dict[int, Plan] = {}  # by the bucket's index, until DDP rebuilds its buckets
-        self._buckets: list[GradBuffer] = []  # of the current step
-
-    def _models(self) -> list[Names]:
-        """The models that the compressor serves."""
-        return self.compressor.memory.attachments.setdefault("ddp", [])
+        self._averages: list[tuple[Tensor, Future]] = []  # of the current step: buffers of DDP, which waits for futures
 
     @property
     def traffic(self) -> Traffic:
@@ -111,35 +104,28 @@ class HookState:
     def average_bucket(self, bucket: dist.GradBucket) -> Future:
         """Start averaging a bucket; after the last one, schedule the end of the step. Called by `hook`."""
         try:
-            with no_autocast(bucket.buffer().device), self._streams.on(bucket.buffer()):
-                self._start(bucket)
-                future = self._buckets[-1].future
+            with self._session.on_stream_of(bucket.buffer()):
+                future = self._start(bucket)
                 if bucket.is_last():
-                    self._all_known = True
+                    self._all_named = True
                     self._schedule_finish()
         except BaseException:
-            self._buckets = []
+            self._drop()
             raise
         return future
 
-    def _start(self, bucket: dist.GradBucket) -> None:
-        index, parameters = bucket.index(), bucket.parameters()
-        if not self._model.names:
-            known = (model for model in self._models() if parameters[0] in model.names)
-            self._model = next(known, self._model)
-        if index == 0 and self._buckets and not set(parameters).isdisjoint(self._plans[0].parameters):
-            self._buckets = []  # of a backward pass that was interrupted
+    def _start(self, bucket: dist.GradBucket) -> Future:
+        session, index, parameters, buffer = self._session, bucket.index(), bucket.parameters(), bucket.buffer()
+        if index == 0 and self._averages and not set(parameters).isdisjoint(self._plans[0].parameters):
+            self._drop()  # the last backward pass was interrupted
         plan = self._plans.get(index)
         if plan is not None and not plan.fits(self.compressor, parameters):
             plan = None
-        names = [self._name(p) for p in parameters] if plan is None else plan.names
-        group = self.process_group or dist.group.WORLD
-        assert group is not None  # DDP needs one
-        if self._engine is None or self._engine.group is not group:
-            self._engine = self._connect(group, bucket.buffer().device)
-        if index != len(self._buckets):
+        names = self._name(parameters) if plan is None else plan.names
+        self._connect(buffer.device)
+        if index != len(self._averages):
             raise RuntimeError(
-                f"HookState: got bucket {index}, expected bucket {len(self._buckets)} of the same model: "
+                f"HookState: got bucket {index}, expected bucket {len(self._averages)} of the same model: "
                 "give each DDP model a HookState of its own"
             )
         if plan is None:
@@ -147,22 +133,21 @@ class HookState:
             for later in [i for i in self._plans if i >= index]:
                 for unit in self._plans.pop(later).units:
                     unit.averaging.method.workspace.clear()  # DDP's first bucket is the whole model
-            self._engine.capacities.clear()  # other methods, or other buckets, have payloads of other lengths
-            plan = self._plans[index] = Plan.of(self.compressor, parameters, names, self._model.prefix)
-        for parameter, averaging in zip(plan.parameters, plan.averagings):
-            decay_momentum.register(parameter, averaging)
-        rank, size = self._engine.rank, self._engine.size
-        if bucket.buffer().is_sparse:
-            routines = {(index, 0): self._average_sparse(bucket.buffer())}
+            plan = self._plans[index] = session.plan(parameters, names)
+        session.check_optimizers(plan.parameters, plan.averagings)
+        slot = ",".join(names)
+        if buffer.is_sparse:
+            session.launch(index, {(index, 0): self._average_sparse(buffer)}, slot)
         else:
             gradients = [_with_strides_of(p, g) for p, g in zip(parameters, bucket.gradients())]
-            routines = {
-                (index, i): unit.average([gradients[j] for j in unit.indices], rank, size)
-                for i, unit in enumerate(plan.units)
-            }
-        self._buckets.append(GradBuffer(bucket.buffer(), routines, self._engine, ",".join(names)))
-        if index > 0:
-            self._buckets[index - 1].gather_shards()
+            session.start(index, plan.units, gradients, slot)
+        future = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        self._averages.append((buffer, future))
+        return future
+
+    def _drop(self) -> None:
+        self._averages = []
+        self._session.drop()
 
     def _schedule_finish(self) -> None:
         # DDP waits for the buckets in a callback at the end of the backward pass, which it queues when this hook
@@ -175,48 +160,41 @@ class HookState:
 
     def _finish(self) -> None:
         """Run the routines of all buckets to their ends, and end the step."""
-        buckets, self._buckets = self._buckets, []
-        with no_autocast(buckets[0].buffer.device), self._streams.on_all():
-            if self._run(buckets):
-                self.compressor.end_step(self._engine)
-            else:
-                self.compressor.skip_step()
+        averages, self._averages = self._averages, []
+        with self._session.on_all_streams(averages[0][0].device):
+            self._session.finish("round")
+            buffers = [buffer._values() if buffer.is_sparse else buffer for buffer, _ in averages]
+            self._session.end(self._session.overflows(buffers))
         # DDP waits for an event of the current stream, that of `backward()`, which now waits for the home stream.
-        for bucket in buckets:
-            bucket.future.set_result(bucket.buffer)
+        for buffer, future in averages:
+            future.set_result(buffer)
 
-    def _run(self, buckets: list[GradBuffer]) -> bool:
-        """Run the routines of all buckets to their ends. Returns False if GradScaler is going to skip the step."""
-        assert self._engine is not None
-        finish(buckets, self._engine)
-        if self.compressor.memory.scaler is None:
-            return True
-        # GradScaler skips the step of all parameters, not only of those whose gradients are not finite.
-        averages = [b.buffer._values() if b.buffer.is_sparse else b.buffer for b in buckets]
-        skipped = not ops.all_finite(averages)
-        for unit in [unit for index in range(len(buckets)) for unit in self._plans[index].units]:
-            unit.end_step(skipped)
-        return not skipped
+    def _connect(self, device: torch.device) -> None:
+        """Connect to the ranks of the group, unless the last step had the same group."""
+        group: Any = self.process_group or dist.group.WORLD  # DDP needs one
+        if self._group is not group:
+            engine = self._session.torch_engine(group, device)
+            self._session.connect(engine, {name: p for p, name in self._names.items()}, "handshake")
+            self._group = group
 
-    def _connect(self, group: dist.ProcessGroup, device: torch.device) -> TorchEngine:
-        """Make the engine, and compare the configurations of all ranks."""
-        engine = TorchEngine(group, self.traffic, device)
-        named = ((name, parameter) for parameter, name in self._model.names.items())
-        description = handshake.describe(self.compressor, named, self._model.prefix)
-        handshake.compare(engine.allgather_bytes(description, "handshake"))
-        self.compressor.join_group(engine)
-        return engine
-
-    def _name(self, parameter: Tensor) -> str:
-        name = self._model.names.get(parameter)
-        if name is None:
-            if self._all_known:
+    def _name(self, parameters: list[Tensor]) -> list[str]:
+        """The names of a bucket's parameters. Without names, they are numbered as they come."""
+        session, known = self._session, self.compressor.memory.names
+        for parameter in parameters:
+            if parameter in self._names:
+                continue
+            if self._all_named:
                 raise RuntimeError(
                     f"HookState: got a gradient of shape {tuple(parameter.shape)} of an unknown parameter, expected "
                     "those of named_parameters, or of the first step; give each DDP model a HookState of its own"
                 )
-            name = self._model.add_number(parameter)
-        return name
+            found = known.find(parameter)  # by an earlier HookState: the model was wrapped again
+            if found is not None:
+                session.prefix, name = found
+            else:
+                name = known.add_number(session.prefix, parameter, self)
+            self._names[parameter] = name
+        return [self._names[parameter] for parameter in parameters]
 
     def _average_sparse(self, gradient: Tensor) -> Routine:
         """Average the gradient of an embedding with sparse=True, which has a bucket of its own, uncompressed."""

@@ -15,10 +15,10 @@ from horovod.torch import mpi_ops
 from torch import Tensor
 
 from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, Scope, ToHost, split_equally
+from ..collectives.engine import Engine, Pending, PendingCopy
+from ..collectives.traffic import Traffic
 from ..cost import JOINED
-from ..streams import use_on_current_stream
-from ..traffic import Traffic
-from .base import Engine, Pending, PendingCopy
+from ..memory.streams import use_on_current_stream
 from .horovod_group import group_from_horovod
 from .ring import Ring, RingError
 
@@ -29,11 +29,11 @@ _ALLREDUCE_DTYPES = (torch.float16, torch.float32, torch.float64)
 class HorovodEngine(Engine):
     """Runs collectives over a Horovod process set.
 
-    On a device, Horovod starts a transfer when an event has passed that it records on the current stream, and holds
-    what it was given until `hvd.synchronize`, where the host waits for the end of the transfer.
+    On a device, Horovod starts a transfer after an event that it records on the current stream. It keeps the tensors
+    until `hvd.synchronize`, where the host waits for the end of the transfer.
 
-    Horovod matches collectives by their slots. A RingSum runs on a process group of its own, and is matched by its
-    order. Where torch has no gloo, and on a device, it is one all-reduce.
+    Horovod matches collectives by their slots. A RingSum runs on a process group of its own, which matches operations
+    by their order. On a device, and if torch has no gloo, it is one all-reduce.
     """
 
     bucket_nbytes = JOINED["horovod"]["bucket_nbytes"]  # until the front end has agreed on another
@@ -51,7 +51,7 @@ class HorovodEngine(Engine):
 
     @property
     def is_stale(self) -> bool:
-        """Whether Horovod was initialized again since, maybe with other ranks. It has a new map of handles then."""
+        """Whether Horovod was initialized again, maybe with other ranks. Its map of handles is new then."""
         return mpi_ops._handle_map is not self._handles
 
     @cached_property
@@ -66,7 +66,7 @@ class HorovodEngine(Engine):
         return bytes(gathered.tolist()).splitlines()
 
     def wire(self, tensor: Tensor) -> Tensor:
-        """The tensor as Horovod accepts it: contiguous, and bfloat16 as float32. Counts its bytes as sent."""
+        """Convert a tensor to what Horovod accepts: contiguous, and bfloat16 to float32. Counts its bytes as sent."""
         if tensor.is_floating_point() and tensor.dtype not in _ALLREDUCE_DTYPES:
             tensor = tensor.float()
         tensor = tensor.contiguous()
@@ -107,11 +107,6 @@ class HorovodEngine(Engine):
 
     def launch_as_allreduce(self, ring: RingSum, slot: str) -> _Pending:
         """Start a RingSum as one all-reduce: stock Horovod has no point-to-point messages."""
-        if ring.merge is not None:
-            raise ValueError(
-                f"{slot}: got a RingSum that merges at every hop, expected one that Horovod can add up; such rings "
-                "need tensors on the CPU, and a torch with gloo"
-            )
         encoded = [ring.encode(i).reshape(-1) for i in range(len(ring.numels))]
         tensor = self.wire(torch.cat(encoded) if encoded else torch.empty(0, dtype=ring.dtype, device=ring.device))
         handle = hvd.allreduce_async_(tensor, name=slot, op=hvd.Sum, process_set=self.process_set)

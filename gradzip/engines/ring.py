@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives import RingSum
-from ..state import Workspace
-from ..traffic import Traffic
+from ..collectives.traffic import Traffic
+from ..memory.state import Workspace
 
 
 class RingError(RuntimeError):
@@ -87,13 +87,13 @@ class Ring:
                 else:
                     data = wire.receive(step - 1, leaving)
                     if step < n:
-                        data = _checked(ring, leaving, ring.add(leaving, data, own.pop(leaving, None)))
+                        data.add_(own.pop(leaving))
                 if step < 2 * n - 2:
                     wire.exchange(step, leaving, data, arriving)
                 # While others are on the wire:
                 if step >= n - 1:
                     ring.decode(leaving, data)
-                elif ring.merge is None:
+                else:
                     own[arriving] = _checked(ring, arriving, ring.encode(arriving))
 
 
@@ -104,13 +104,11 @@ def _pad(ring: RingSum, size: int) -> RingSum:
     if not missing:
         return ring
     empty = torch.empty(0, dtype=ring.dtype, device=ring.device)
-    merge = ring.merge
     return replace(
         ring,
         numels=ring.numels + (0,) * missing,
         encode=lambda i: ring.encode(i) if i < count else empty,
         decode=lambda i, total: ring.decode(i, total) if i < count else None,
-        merge=merge and (lambda i, partial: merge(i, partial) if i < count else partial),
     )
 
 

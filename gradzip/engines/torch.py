@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, Scope, ToHost
+from ..collectives.engine import Engine, Pending, PendingCopy
+from ..collectives.traffic import Traffic, nbytes_of
 from ..cost import JOINED
-from ..traffic import Traffic
-from .base import Engine, Pending, PendingCopy
 from .ring import Ring
 
 _PREFIX = 16  # bytes before a part: its length, and the length of its sender's longest part (int64)
@@ -31,14 +31,14 @@ class TorchEngine(Engine):
     A process group matches operations by their order: all ranks must call `launch` and `send_overflow` in the same
     order.
 
-    Payload lengths differ between ranks and steps, but torch needs equal lengths. Exchanging lengths before every
-    gather would cost a round. Instead every part has the capacity that was sufficient in the last step, starts with
-    its length, and sends what did not fit in a second operation. All ranks see the lengths of the longest parts, so
-    all compute the same capacity.
+    Payload lengths differ between ranks and steps, but torch needs equal lengths, and an exchange of lengths before
+    every gather would cost a round. Instead, each part is sent with the capacity that was sufficient in the last step,
+    and starts with its length. What did not fit is sent in a second operation. All ranks see the lengths of the longest
+    parts, so all compute the same capacity.
 
-    On a device, a transfer starts after what is queued on the current stream, and runs on the group's own stream.
-    `send_overflow` and `result` make the current stream wait for it, not the host. Until then a pending transfer refers
-    to what it sends and receives, and nothing writes to that.
+    On a device, a transfer starts after the work queued on the current stream, and runs on the group's own stream.
+    `send_overflow` and `result` make the current stream wait for it, not the host. Until then, a pending transfer keeps
+    what it sends and receives, and nothing may write to that.
 
     device: of the tensors that `allgather_bytes` makes, one that the group's backend supports.
     """
@@ -63,6 +63,9 @@ class TorchEngine(Engine):
         """The ring for RingSums, on a process group of its own, where no other operation can come between."""
         ranks = dist.get_process_group_ranks(self.group)
         return Ring(dist.new_group(ranks, use_local_synchronization=True), traffic=self.traffic)
+
+    def forget_lengths(self) -> None:
+        self.capacities.clear()
 
     def place(self) -> tuple[int, int]:
         names = "LOCAL_RANK", "LOCAL_WORLD_SIZE"  # set by torchrun
@@ -95,7 +98,7 @@ class TorchEngine(Engine):
         if isinstance(collective, (Gather, AllToAll)):
             if collective.same_length:
                 return _PendingEqual(self, collective)
-            return _PendingExchange(self, collective, slot)
+            return _PendingParts(self, collective, slot)
         return _PendingReduction(self, collective)
 
     def allgather_bytes(self, data: bytes, slot: str) -> list[bytes]:
@@ -159,7 +162,7 @@ class _PendingReduction:
 
 
 class _PendingEqual:
-    """A Gather or AllToAll to which all ranks send as many bytes: nothing waits to learn how many."""
+    """A Gather or AllToAll in which all parts have equally many bytes: no lengths are exchanged."""
 
     def __init__(self, engine: TorchEngine, collective: Gather | AllToAll) -> None:
         self._sent = collective.tensor.contiguous()  # kept until the transfer ends: a joined payload has no other owner
@@ -178,8 +181,8 @@ class _PendingEqual:
         return list(self._received)
 
 
-class _PendingExchange:
-    """Gather, where a rank sends one part to all ranks, and AllToAll, where it sends each rank a part of its own."""
+class _PendingParts:
+    """A Gather (one part, sent to all ranks) or an AllToAll (a part for each rank), of parts of different lengths."""
 
     def __init__(self, engine: TorchEngine, collective: Gather | AllToAll, slot: str) -> None:
         self._engine = engine
@@ -242,19 +245,13 @@ class _PendingExchange:
         return buffers
 
 
-def nbytes_of(tensor: Tensor) -> int:
-    """Bytes of a dense or sparse tensor."""
-    parts = [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
-    return sum(part.nbytes for part in parts)
-
-
 def _fill(row: Tensor, content: Tensor) -> None:
     row[: content.numel()] = content
     row[content.numel() :].zero_()
 
 
 def next_capacity(capacity: int, needed: int) -> int:
-    """Capacity for the next step: what was needed, and, if lengths vary, a margin that decays."""
+    """The capacity for the next step: the bytes needed in this one, plus a decaying margin if lengths vary."""
     if needed > capacity:
         margin = min(needed - capacity, needed // 16) if capacity else 0
     else:

@@ -22,7 +22,7 @@ except ImportError:
         f"gradzip.fsdp: got torch {torch.__version__}, expected one with torch.distributed.fsdp.fully_shard"
     ) from None
 
-from .compress import HookState, compress
+from .compress import ReplicaAverages, compress
 from .reduce_scatter import ReduceScatter, reduce_scatter
 
-__all__ = ["HookState", "ReduceScatter", "compress", "reduce_scatter"]
+__all__ = ["ReduceScatter", "ReplicaAverages", "compress", "reduce_scatter"]

@@ -8,14 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import handshake
-from ..averaging import no_autocast
+from ..averaging.routine import no_autocast
+from ..averaging.session import Session
 from ..collectives import AllToAll
-from ..compressor import Compressor
-from ..engines.torch import TorchEngine
-from ..fixed_codec import fixed_codec
-from ..state import Key
-from ..traffic import Traffic
+from ..collectives.traffic import Traffic
+from ..memory.state import Key
+from ..methods.base.compressor import Compressor
+from .fixed_codec import fixed_codec
 
 
 def reduce_scatter(compressor: Compressor) -> ReduceScatter:
@@ -56,7 +55,7 @@ class ReduceScatter:
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
         self._codec = fixed_codec(compressor, "reduce_scatter")
-        self._engines: dict[dist.ProcessGroup, TorchEngine] = {}
+        self._sessions: dict[dist.ProcessGroup, Session] = {}
         self._calls = 0
 
     @property
@@ -94,7 +93,7 @@ class ReduceScatter:
                 "set_gradient_divide_factor, also call set_force_sum_reduction_for_comms(True)"
             )
         with no_autocast(input_tensor.device):
-            engine = self._engines.get(group) or self._connect(group, input_tensor.device)
+            engine = (self._sessions.get(group) or self._connect(group, input_tensor.device)).engine
             shards = input_tensor.view(engine.size, -1).float()
             nbytes = self._codec.nbytes(shards.shape[1])
             payloads = torch.empty((engine.size, nbytes), dtype=torch.uint8, device=shards.device)
@@ -110,9 +109,7 @@ class ReduceScatter:
                 output_tensor.copy_(total)
         self.traffic.bytes_dense += input_tensor.nbytes
 
-    def _connect(self, group: dist.ProcessGroup, device: torch.device) -> TorchEngine:
-        """Make the engine of a group, and compare the configurations of its ranks."""
-        engine = TorchEngine(group, self.traffic, device)
-        handshake.compare(engine.allgather_bytes(handshake.describe(self.compressor, []), "handshake"))
-        self._engines[group] = engine
-        return engine
+    def _connect(self, group: dist.ProcessGroup, device: torch.device) -> Session:
+        session = self._sessions[group] = Session(self.compressor, "reduce_scatter")
+        session.connect(session.torch_engine(group, device), {}, "handshake")
+        return session

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compressor import Compressor
+from ..methods.base.compressor import Compressor
 from .front_end import bucketed as bucketed
-from .front_end import front_end
+from .front_end import compress
 
-Compressor.horovod_front_end = front_end
+Compressor.horovod_compress = compress
 
 
 def __getattr__(name: str) -> Any:
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import horovod.torch as hvd
 
-    from ..registry import registered
+    from ..methods.base.registry import registered
 
     # .none and .fp16 stay Horovod's own.
     names = {key.replace("-", "_"): method for key, method in registered().items()}

@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..averaging import Averaging
-from ..buckets import Plan
-from ..memory import Memory
+from ..averaging.buckets import Plan
+from ..averaging.routine import Averaging
 
 
 class PlannedBucket:
@@ -32,13 +31,10 @@ class PlannedBucket:
 class WaitingBucket:
     """A bucket whose gradients have not all come in this step."""
 
-    def __init__(self, planned: PlannedBucket, memory: Memory) -> None:
+    def __init__(self, planned: PlannedBucket) -> None:
         self.planned = planned
         self.missing = set(planned.joined)
         self.gradients: dict[Any, Tensor] = {}  # by parameter
-        # From now on: methods that change at the end of another optimizer's step must not do so on some ranks only.
-        self._counted = memory.counted()
-        self._counted.__enter__()
 
     def add(self, parameter: Any, grad: Tensor) -> Averaging:
         """Add a gradient. Returns how it is averaged."""

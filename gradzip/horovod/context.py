@@ -13,51 +13,43 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from .. import decay_momentum, handshake, ops
-from ..averaging import Averaging, no_autocast
-from ..buckets import Bucket, Plan, Unit, cut
+from ..averaging.buckets import Bucket, Plan, Unit, cut
+from ..averaging.routine import Averaging
+from ..averaging.session import Session
 from ..collectives import Mean
-from ..compressor import Compressor
-from ..fusion import Round
-from ..routines import Done, Routine, advance
-from ..streams import home_streams
+from ..collectives.fusion import Round
+from ..collectives.routines import Done, Routine, advance
 from .buckets import PlannedBucket, WaitingBucket
-
-if TYPE_CHECKING:
-    from ..engines.horovod import HorovodEngine
 
 
 class OptimizerContext:
     """One optimizer: its engine, its buckets, and its gradients in flight.
 
+    Rank 0's size of a bucket counts, and its order of the parameters. If ranks take the first steps of several
+    optimizers in different orders, the order of the names counts.
+
     Args:
-        prefix: of the names of the states.
-        bucket_nbytes: size of a bucket. That of rank 0 counts, and so does its order of the parameters. If ranks take
-            the first steps of several optimizers in different orders, the order of the names counts.
+        session: not connected yet.
     """
 
-    def __init__(self, optimizer: Any, compressor: Compressor, prefix: str, bucket_nbytes: float) -> None:
+    def __init__(self, optimizer: Any, session: Session) -> None:
         import horovod.torch as hvd
-
-        from ..engines.horovod import HorovodEngine
 
         # Horovod's optimizer for Adasum has no `op`.
         op = getattr(optimizer, "op", hvd.Adasum)
         if op not in (hvd.Average, hvd.Sum):
             raise ValueError(
-                f"{type(compressor).__name__} with op=Adasum: Adasum combines the very gradients that compression "
-                "changes; use op=hvd.Average or op=hvd.Sum"
+                f"{type(session.compressor).__name__} with op=Adasum: Adasum combines the very gradients that "
+                "compression changes; use op=hvd.Average or op=hvd.Sum"
             )
         self.sums = op == hvd.Sum
-        self.compressor = compressor
-        self.engine: HorovodEngine = HorovodEngine(optimizer.process_set, compressor.traffic)
-        self.prefix = prefix
+        self.session = session
         self._names = names = optimizer._parameter_names
         named = {name: parameter for parameter, name in names.items()}
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer._requires_update]
@@ -66,10 +58,10 @@ class OptimizerContext:
         def names_in_buckets(parameters: Iterable[Any], nbytes: float) -> list[list[str]]:
             return [[names[p] for p in bucket] for bucket in cut(parameters, nbytes)]
 
-        mine = {"nbytes": bucket_nbytes, "names": names_in_buckets(parameters, bucket_nbytes)}
-        description = handshake.describe(compressor, named.items(), prefix, mine)
-        of_ranks = handshake.compare(self.engine.allgather_bytes(description, "gradzip"))
-        compressor.join_group(self.engine)
+        nbytes = session.compressor.bucket_cap_mb * 2**20
+        mine = {"nbytes": nbytes, "names": names_in_buckets(parameters, nbytes)}
+        of_ranks = session.connect(session.horovod_engine(optimizer.process_set), named, "gradzip", mine)
+        self.engine = session.engine
         self.engine.bucket_nbytes, cuts = of_ranks[0]["nbytes"], of_ranks[0]["names"]
         if len({frozenset(itertools.chain(*plan["names"])) for plan in of_ranks}) > 1:
             # Others have started with another optimizer: this one's order of the parameters on rank 0 is not known.
@@ -85,10 +77,9 @@ class OptimizerContext:
         self._handles = optimizer._handles
         self._waiting: dict[Any, WaitingBucket] = {}  # by parameter that has to come
         self._alone: dict[Any, Unit] = {}  # by parameter that waits for no other
-        self._started: dict[str, Bucket] = {}  # by the name of the first parameter
-        self._units: list[Unit] = []  # of the current step, that were started
         self._averages: list[Tensor] = []  # of the current step, with a loss scale
         self._num_in_flight = 0
+        self.session.drop()
 
     def reset_if_stale(self, optimizer: Any) -> None:
         """Drop gradients in flight if the optimizer has: it does when it loads a state dict, maybe on one rank only."""
@@ -102,12 +93,13 @@ class OptimizerContext:
 
         Returns the tensor for Horovod to all-reduce, and the context of `decompress`.
         """
+        self.session.begin()
         if not self._num_in_flight:
             self._plan_step()
         in_flight = InFlightGradient(self, self._names[parameter], grad)
         bucket = self._waiting.get(parameter)
         if bucket is not None and parameter.requires_grad and _is_like(grad, parameter):
-            decay_momentum.register(parameter, bucket.add(parameter, grad))
+            self.session.check_optimizers([parameter], [bucket.add(parameter, grad)])
             wire = self.engine.wire(bucket.planned.zeros[parameter])
         else:
             self._sparse.discard(parameter)
@@ -125,14 +117,14 @@ class OptimizerContext:
         for i, bucket in enumerate(self._buckets):
             parameters = [p for p in bucket if p.requires_grad and p not in self._sparse]
             planned = self._planned[i]
-            if planned is None or not planned.plan.fits(self.compressor, parameters):
+            if planned is None or not planned.plan.fits(self.session.compressor, parameters):
                 planned = self._planned[i] = PlannedBucket(self._plan(parameters))
             self._alone |= planned.alone
             if planned.joined:
-                self._waiting |= dict.fromkeys(planned.joined, WaitingBucket(planned, self.compressor.memory))
+                self._waiting |= dict.fromkeys(planned.joined, WaitingBucket(planned))
 
     def _plan(self, parameters: list[Tensor]) -> Plan:
-        return Plan.of(self.compressor, parameters, [self._names[p] for p in parameters], self.prefix)
+        return self.session.plan(parameters, [self._names[p] for p in parameters])
 
     def _start_alone(self, parameter: Any, grad: Tensor, in_flight: InFlightGradient) -> Tensor:
         """Run the method of one gradient to its first collective. Returns the tensor that Horovod all-reduces."""
@@ -140,18 +132,17 @@ class OptimizerContext:
         unit = self._alone.get(parameter)
         if unit is None or not parameter.requires_grad:
             frozen = not parameter.requires_grad
-            averaging = Averaging(self.compressor, name, grad, prefix=self.prefix, frozen=frozen)
+            averaging = Averaging(self.session.compressor, name, grad, prefix=self.session.prefix, frozen=frozen)
             unit = Unit(averaging, [0], {averaging.name: grad.shape})
-        decay_momentum.register(parameter, unit.averaging)
-        routine = unit.average([grad], self.engine.rank, self.engine.size)
+        self.session.check_optimizers([parameter], [unit.averaging])
+        routine = self.session.average(unit, [grad])
         collective = advance(routine)
-        self._units.append(unit)
         if isinstance(collective, Mean) and unit.averaging.rounds == 1:
             in_flight.routine, in_flight.dtype = routine, collective.tensor.dtype
             return self.engine.wire(collective.tensor)
         first = Round()
         first.add(name, collective)
-        self._started[name] = Bucket({name: routine}, first, self.engine, f"{name}.gradzip")
+        self.session.buckets[name] = Bucket({name: routine}, first, self.engine, f"{name}.gradzip")
         return self.engine.wire(grad.new_zeros(1))
 
     def _start(self, bucket: WaitingBucket) -> None:
@@ -159,17 +150,9 @@ class OptimizerContext:
         planned, gradients = bucket.planned, bucket.gradients
         if len(gradients) < len(planned.joined):  # parameters were frozen since, or have sparse gradients
             planned = PlannedBucket(self._plan([p for p in planned.joined if p in gradients]), least=1)
-        parameters, units = planned.plan.parameters, planned.units
-        routines = {
-            (planned.name, i): unit.average(
-                [gradients[parameters[j]] for j in unit.indices], self.engine.rank, self.engine.size
-            )
-            for i, unit in enumerate(units)
-        }
-        first = Round.first(routines)
-        if units:
-            self._started[planned.name] = Bucket(routines, first, self.engine, f"{planned.name}.gradzip")
-        self._units += units
+        if planned.units:
+            by_number = {i: gradients[p] for i, p in enumerate(planned.plan.parameters) if p in gradients}
+            self.session.start(planned.name, planned.units, by_number, f"{planned.name}.gradzip")
         for parameter in bucket.planned.joined:
             self._waiting.pop(parameter, None)
 
@@ -184,15 +167,11 @@ class OptimizerContext:
         for bucket in dict.fromkeys(self._waiting.values()):
             self._sparse |= bucket.missing  # Horovod gathers sparse gradients itself
             self._start(bucket)
-        started, self._started = self._started, {}
-        if not started:
-            return
-        names = sorted(started, key=lambda name: (self._order.get(name, -1), name), reverse=True)
-        following = Round()
-        for name in names:
-            started[name].advance_unless_overflow(following)  # Horovod's collectives have no overflow
-        routines = {key: routine for name in names for key, routine in started[name].routines.items()}
-        self.engine.finish(routines, following, f"{names[0]}.gradzip")
+        started = self.session.buckets
+        if started:
+            names = sorted(started, key=lambda name: (self._order.get(name, -1), name), reverse=True)
+            self.session.buckets = {name: started[name] for name in names}
+            self.session.finish(f"{names[0]}.gradzip")
 
     def finished(self, gradient: InFlightGradient) -> None:
         """Count a finished gradient; after the last one, end the step, and roll it back if the optimizer will skip it.
@@ -200,20 +179,13 @@ class OptimizerContext:
         With a loss scale, one gradient that is not finite makes GradScaler skip the step for all parameters.
         """
         self._num_in_flight -= 1
-        if self.compressor.memory.scaler is not None:
+        if self.session.compressor.memory.scaler is not None:
             self._averages.append(gradient.grad)
         if self._num_in_flight:
             return
         averages, self._averages = self._averages, []
-        units, self._units = self._units, []
         self._waiting = {}
-        skipped = not ops.all_finite(averages)
-        for unit in units:
-            unit.end_step(skipped)
-        if skipped:
-            self.compressor.skip_step()
-        else:
-            self.compressor.end_step(self.engine)
+        self.session.end(self.session.overflows(averages))
 
 
 class InFlightGradient:
@@ -233,7 +205,7 @@ class InFlightGradient:
             raise RuntimeError(f"{self.name}: got the result of a step that was dropped when the group changed")
         size = context.engine.size
         # The host has waited for `reduced` in Horovod's `synchronize`.
-        with no_autocast(reduced.device), home_streams(context.compressor.memory.attachments).on_all():
+        with context.session.on_all_streams(reduced.device):
             if self.routine is None:
                 context.complete()
             else:

@@ -13,9 +13,10 @@ import torch
 from horovod.torch.elastic import TorchState
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
-from ..checkpoint import join, split
-from ..compressor import Compressor
-from .front_end import front_end
+from ..averaging.session import Session
+from ..memory.checkpoint import join, split
+from ..methods.base.compressor import Compressor
+from .front_end import drop_in_flight, name_states
 
 
 def elastic_state(**values: Any) -> TorchState:
@@ -37,7 +38,7 @@ def elastic_state(**values: Any) -> TorchState:
         if isinstance(compressor, Compressor):
             compressors[id(compressor)] = compressor
             # Assign prefixes in this order on all workers, whichever optimizer steps first when a worker joins.
-            front_end(compressor).prefix(compressor, value)
+            name_states(Session(compressor, "elastic_state"), value)
     return ElasticState(**values, **{f"compressor{i}": c for i, c in enumerate(compressors.values())})
 
 
@@ -77,7 +78,7 @@ class CompressorHandler(StateHandler):
 
     def restore(self) -> None:
         self.value.load_state_dict(self._saved)
-        front_end(self.value).drop_in_flight()
+        drop_in_flight(self.value)
 
     def sync(self) -> None:
         rank, size = hvd.rank(), hvd.size()
@@ -85,5 +86,5 @@ class CompressorHandler(StateHandler):
         common, own = split(self.value.state_dict())
         common = hvd.broadcast_object(common, root_rank=0, name="gradzip.elastic")
         self.value.load_state_dict(join(common, own, rank, size))
-        front_end(self.value).drop_in_flight()
+        drop_in_flight(self.value)
         self.save()

@@ -1,4 +1,4 @@
-"""What each method makes of each layer: error, bytes and time of one step."""
+"""Error, bytes and time of one step, for each method and layer."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..compressor import Compressor
-from ..engines.local import LocalGroup
+from ..averaging.local import LocalGroup
 from ..measure import measure_method
-from ..measure.method import drop_residuals
-from ..replay import Replay, cosine, relative_error, replay
-from ..state import State
-from .histogram import Histogram
+from ..memory.state import State
+from ..methods.base.compressor import Compressor
+from ..watch.replay import cosine, relative_error, replay
+
+_QUANTILES = 200
+_MOST = 1 << 20  # elements that quantiles are computed from
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One method's first step of one gradient, without a residual, or the sum over several gradients.
+    """One step of one gradient x with one method, without a residual; or the sum over several gradients.
 
     Args:
-        compressed: whether the method compresses the gradient, rather than average it as it is.
+        compressed: whether the method compresses the gradient.
         nbytes, dense_nbytes: bytes that a rank sends, headers included; bytes of the gradient.
-        lost, whole, sent: |x - x^|^2, |x|^2 and |x^|^2.
-        zeros: elements of x^ that are 0.
+        lost, whole, sent: |x - x^|^2, |x|^2 and |x^|^2, where x^ is what peers decode.
+        zeros: number of elements of x^ that are 0.
         clamped: share of the coded values that a fixed range has clamped; None for methods without range floats.
-        encode, decode: seconds in the method's own code before the first collective, and after it: of one rank's
-            payload. The least of the timed steps: of the even and of the odd ones, and the mean of both.
+        encode, decode: seconds in the method's own code before and after the first collective, for one rank's payload:
+            as in `Measurement`.
     """
 
     compressed: bool
@@ -62,15 +63,13 @@ class Cell:
 def measure(
     compressor: Compressor, name: str, gradient: Tensor, *, repeats: int = 3, warm: int = 0, bins: int = 0
 ) -> tuple[Cell, Histogram | None]:
-    """Compress one gradient.
+    """Compress one gradient. Deterministic except for times. Synchronises a device.
 
     Args:
         gradient: finite; any shape and floating-point dtype.
-        repeats: steps to time, rounded up to an even number, after one that is not timed.
-        warm: steps on the same gradient before the one that is measured, whose residuals are dropped.
+        repeats: steps to time, as in `measure_method`.
+        warm: steps on the same gradient before the measured one. Their residuals are dropped.
         bins: of the histogram; 0 makes none.
-
-    Deterministic but for the times. Synchronises a device.
     """
     seen = replay(compressor, name, gradient, _state_after(compressor, name, gradient, warm))
     lost, whole = seen.energies
@@ -88,11 +87,11 @@ def measure(
         encode=times.encode,
         decode=times.decode,
     )
-    return cell, _histogram(seen, bins)
+    return cell, Histogram.of(seen.wanted, seen.sent, bins) if bins else None
 
 
 def total(cells: Sequence[Cell]) -> Cell:
-    """The cell of all gradients together. The clamped share is the mean, weighted by bytes."""
+    """The cell of all gradients together. Its clamped share is the mean, weighted by bytes."""
     clamped = [(cell.clamped, cell.nbytes) for cell in cells if cell.clamped is not None]
     return Cell(
         compressed=any(cell.compressed for cell in cells),
@@ -110,8 +109,40 @@ def total(cells: Sequence[Cell]) -> Cell:
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """Counts of a gradient's elements x and of the sent elements x^ in equal bins, and quantiles of the error.
+
+    Args:
+        low, high: ends of the first and the last bin, which also count the elements beyond them.
+        wanted, sent: numbers of elements of x and of x^ in each bin.
+        errors: |x_i - x^_i| at the quantiles 0, 1 / n, ..., 1, ascending.
+
+    Source: Wang et al., HPDC 2020, figure 15.
+    """
+
+    low: float
+    high: float
+    wanted: list[int]
+    sent: list[int]
+    errors: list[float]
+
+    @classmethod
+    def of(cls, wanted: Tensor, sent: Tensor, bins: int) -> Histogram:
+        """The histogram of a gradient before and after (float32). 0.1 % of its elements are beyond the range."""
+        x, y = wanted.reshape(-1), sent.reshape(-1)
+        step = -(-x.numel() // _MOST)
+        limit = torch.quantile(x[::step].abs(), 0.999).item() or 1.0
+        error = torch.quantile((x - y)[::step].abs(), torch.linspace(0, 1, _QUANTILES + 1, device=x.device))
+        return cls(-limit, limit, _counts(x, limit, bins), _counts(y, limit, bins), error.tolist())
+
+
+def _counts(x: Tensor, limit: float, bins: int) -> list[int]:
+    return torch.histc(x.clamp(-limit, limit), bins, -limit, limit).long().tolist()
+
+
+@dataclass(frozen=True)
 class Report:
-    """Cells by layer and method, the largest layers first; histograms of those that are drawn."""
+    """Cells and histograms by layer and method, the largest layers first."""
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
@@ -145,7 +176,7 @@ def inspect(
         gradients: by layer; finite.
         compressors: by the name to show.
         repeats, warm: of `measure`.
-        drawn: the number of layers to make histograms of: the largest ones that any method compresses.
+        drawn: number of layers to make histograms of: the largest ones that any method compresses.
         advance_progress: called after each gradient and method, len(gradients) * len(compressors) times.
     """
     order = sorted(gradients, key=lambda layer: -gradients[layer].numel())
@@ -174,17 +205,13 @@ def inspect(
     )
 
 
-def _histogram(seen: Replay, bins: int) -> Histogram | None:
-    return Histogram.of(seen.wanted, seen.sent, bins) if bins else None
-
-
 def _state_after(compressor: Compressor, name: str, gradient: Tensor, steps: int) -> State | None:
-    """The state after some steps on the same gradient, without residuals and whatever else belongs to one rank."""
+    """The state after some steps on the same gradient, without rank-local fields. None: the method bypasses it."""
     group = LocalGroup(compressor, 1)
     method = group.compressors[0].method_for(name, gradient.shape)
     if method.bypasses(gradient):
         return None
     for _ in range(steps):
         group.average([gradient.float()], name)
-        drop_residuals(method)
+        method.memory.drop_rank_local()
     return method.states.get(name)

@@ -1,4 +1,4 @@
-"""Gradients to inspect: saved by a model in training, or computed on the spot."""
+"""Gradients to inspect: saved by `capture` in a training, or computed by a function in a file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import script
-from ..handshake import parameters_by_name
+from ..averaging.handshake import parameters_by_name
+from . import script
 
 Named = dict[str, Tensor]
 
@@ -23,15 +23,15 @@ def capture(source: torch.nn.Module | Iterable[tuple[str, Tensor]], path: str | 
         if step == 500:
             gradzip.capture(model, "step500.pt")
 
-    Under Horovod and DDP, gradients are averages after `optimizer.synchronize()` and `backward()`, and compressed ones
-    at that. Methods compress the gradient of one rank: capture without the distributed optimizer, in `no_sync()`, or
-    with `NoCompression`.
+    Methods compress the gradient of one rank. After `optimizer.synchronize()` under Horovod, and after `backward()`
+    under DDP, gradients are (compressed) averages: capture without the distributed optimizer, in `no_sync()`, or with
+    `NoCompression`.
 
     Args:
         source: a model, or pairs as of `model.named_parameters()`. Parameters without a gradient are left out, and so
             are sparse gradients, which are never compressed.
-        path: of the file, which is written whole or not at all: a dict from names to tensors in their own types and
-            shapes, on the CPU. ``torch.load(weights_only=True)`` reads it.
+        path: of the file, which is written whole or not at all. ``torch.load(weights_only=True)`` reads it: a dict from
+            names to tensors on the CPU.
 
     Raises:
         ValueError: no parameter has a gradient.
@@ -46,16 +46,16 @@ def capture(source: torch.nn.Module | Iterable[tuple[str, Tensor]], path: str | 
 
 
 def _gradients(parameters: Mapping[str, Tensor]) -> Named:
-    """Copies of the dense gradients, without the memory of a bucket that they may be views of."""
+    """Copies of the dense gradients. A gradient may be a view of a bucket, which is not copied."""
     found = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
     return {name: grad.to("cpu", copy=True) for name, grad in found.items() if grad.layout == torch.strided}
 
 
 def read(path: str | os.PathLike[str]) -> Named:
-    """The gradients in a file that `capture` wrote, or in any file of a dict from names to tensors.
+    """Read gradients from a file of `capture`, or from any file of a dict from names to tensors.
 
     Raises:
-        ValueError: there is no such file, or no gradients in it.
+        ValueError: there is no such file, or it has no gradients.
     """
     what, remedy = os.fspath(path), "save gradients with gradzip.capture(model, path) after backward()"
     try:
@@ -68,15 +68,14 @@ def read(path: str | os.PathLike[str]) -> Named:
 
 
 def compute(path: str | os.PathLike[str], function: str) -> Named:
-    """The gradients that a function in a Python file computes.
+    """Compute gradients by a function in a Python file.
 
     Args:
-        function: its name. It is called without arguments, and returns a model after `backward()`, a model and its loss
-            to call `backward()` of, or a dict from names to gradients. The loss is a tensor of no dimensions that
-            requires a gradient.
+        function: name of a function without arguments that returns a model after `backward()`, a model and its loss, or
+            a dict from names to gradients. The loss is a tensor of no dimensions that requires a gradient.
 
     Raises:
-        ValueError: no such file or function; it fails, or returns something else.
+        ValueError: there is no such file or function, or the function fails or returns something else.
     """
     what, remedy = f"{os.fspath(path)}:{function}", "return a model after backward(), or a model and its loss"
     try:
@@ -97,14 +96,14 @@ def compute(path: str | os.PathLike[str], function: str) -> Named:
 
 
 def _kind(value: object) -> str:
-    """What a value is, for a message."""
+    """Describe a value for an error message."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"a tensor of shape {tuple(value.shape)} that requires {'a' if value.requires_grad else 'no'} gradient"
 
 
 def check(contents: Any, what: str, remedy: str) -> Named:
-    """A dict from names to gradients without the entries that are None. Raises ValueError for anything else."""
+    """Check a dict from names to gradients; drop entries that are None. Raises ValueError for anything else."""
     if not isinstance(contents, Mapping):
         raise ValueError(f"{what}: got {type(contents).__name__}, expected gradients by name; {remedy}")
     gradients: Named = {}

@@ -44,7 +44,7 @@ def sections(report: Report, top: int) -> Iterator[tuple[str, str, list[tuple[st
 
 
 def notes(report: Report, top: int) -> Iterator[str]:
-    """What the sections leave out or do not explain: a sentence each."""
+    """Sentences about what the sections leave out."""
     uncompressed = report.uncompressed
     shown = min(top, len(report.layers) - len(uncompressed))
     hidden = len(report.layers) - len(uncompressed) - shown
@@ -61,7 +61,7 @@ def notes(report: Report, top: int) -> Iterator[str]:
 
 
 def lines(report: Report, top: int, width: int) -> Iterator[tuple[str, str]]:
-    """Aligned lines, and the style of each: "bold", "dim" or "". Methods' names are cut to fit into `width`."""
+    """Aligned lines with their styles: "bold", "dim" or "". Names of methods are shortened to fit into `width`."""
     tables = list(sections(report, top))
     rows = [HEADER, *(row for _, _, of_section in tables for row in of_section)]
     widths = [max(len(row[i]) for row in rows if i == 0 or row[1] != _UNCOMPRESSED) for i in range(len(HEADER))]
@@ -102,7 +102,7 @@ def count(number: int, noun: str) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """A text of at most `width` characters: the middle is left out, since names differ at their ends."""
+    """Shorten a text to `width` characters, by leaving out the middle: names of layers differ at their ends."""
     if len(text) <= width:
         return text
     head = max(1, (width - 1) // 3)

@@ -19,34 +19,40 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import Gather, Mean
+from ..collectives.engine import Engine
 from ..cost import Link
-from ..engines.base import Engine
-from .clock import now
+from .step import now
 
-# Sizes of transfers grow until one takes as long as TRANSFER_SECONDS, or all have taken LINK_SECONDS.
+# Bytes of the timed transfers, in growing order. Stop at the first one that takes TRANSFER_SECONDS, or after
+# LINK_SECONDS in all.
 SIZES = (*(1 << shift for shift in (16, 18, 20)), *(1 << shift for shift in range(22, 27)))
 TRANSFER_SECONDS = 0.05
 LINK_SECONDS = 1.0
-HALF_NBYTES = 1 << 18  # of the transfer that shows how fast the engine adds numbers of 16 bits
+HALF_NBYTES = 1 << 18  # bytes of the all-reduce of 16-bit numbers
 
 
 def measure_link(
     engine: Engine, sizes: Sequence[int] = SIZES, repeats: int = 4, device: torch.device | None = None
 ) -> Link:
-    """Measure the connection of an engine's ranks. All ranks must call it at the same point; all get the same link.
+    """Measure the connection of an engine's ranks, in about a second.
 
-    It runs all-reduces and all-gathers of a few bytes and all-reduces of growing sizes, for about a second. Latency and
-    bandwidth are fitted to the lower quartiles of their times, because everything that disturbs a transfer makes it
-    longer. `operation` and `nbyte` are fitted to the core time that they take; `half` is what all-reduces of float16
-    take more of it than those of float32, and `background` what the idle process takes. If this rank has a core more
-    than torch has threads, `operation`, `nbyte` and `background` are the calling thread's core time alone; on a device
-    they are 0. Each number is the slowest rank's; `spread` says how far apart ranks are in a fixed computation. The
-    engine's traffic is left as it was.
+    All ranks must call it at the same point. All get the same link: each number is that of the slowest rank.
+
+    Runs all-reduces and all-gathers of a few bytes, and all-reduces of growing sizes. The fields of the result:
+
+        latency, bandwidth          Fitted to the lower quartiles of the times: disturbances only make transfers longer.
+        operation, core_per_byte    Fitted to the core time of the same transfers. 0 on a device.
+        background                  Core time of the idle process. 0 on a device.
+        half                        Extra core time of an all-reduce of float16 over one of float32.
+        spread                      Slowdown of the slowest rank relative to the fastest, in a fixed computation.
+
+    Core time is that of the process. If this rank has a core more than torch has threads, it is that of the calling
+    thread alone. The engine's traffic does not change.
 
     Args:
-        sizes: bytes, in growing order.
-        repeats: transfers of each size; one more comes first and is not timed.
-        device: of the tensors. None is the engine's own, or the CPU if it has none, as Horovod's.
+        sizes: bytes of the transfers, in growing order.
+        repeats: timed transfers of each size, after one that is not timed.
+        device: of the tensors. None: the engine's device, or the CPU for an engine without one, such as Horovod's.
     """
     if engine.size == 1:
         return Link(1, math.inf, 0.0)
@@ -60,7 +66,7 @@ def measure_link(
     points = []
     for nbytes in sizes:
         points.append(probe.point("all_reduce", nbytes, repeats))
-        slowest, elapsed = probe.agree([points[-1].seconds, time.perf_counter() - start])
+        slowest, elapsed = probe.max_over_ranks([points[-1].seconds, time.perf_counter() - start])
         if slowest >= TRANSFER_SECONDS or elapsed >= LINK_SECONDS:
             break
     link = Link(engine.size, math.inf, 0.0)
@@ -68,23 +74,23 @@ def measure_link(
     operation = statistics.fmean(point.core for point in small)
     sent = [link.sent_nbytes(point.kind, point.nbytes) for point in points]
     per_byte = _slope(sent, [point.seconds - latency * link.messages(point.kind) for point in points])
-    nbyte = _slope(sent, [point.core - operation for point in points])
+    core_per_byte = _slope(sent, [point.core - operation for point in points])
     whole, halves = (probe.point(kind, HALF_NBYTES, repeats) for kind in ("all_reduce", "all_reduce_half"))
     half = max(0.0, halves.process - whole.process) / link.sent_nbytes(whole.kind, whole.nbytes)
     # The last two are the slowest and, negated, the fastest rank's work.
-    latency, per_byte, operation, nbyte, half, background, slowest, fastest = probe.agree(
-        [latency, max(per_byte, 1e-15), operation, nbyte, half, background, compute, -compute]
+    latency, per_byte, operation, core_per_byte, half, background, slowest, fastest = probe.max_over_ranks(
+        [latency, max(per_byte, 1e-15), operation, core_per_byte, half, background, compute, -compute]
     )
     engine.traffic.bytes_sent = traffic
     background, spread = min(background, 0.95), slowest / -fastest - 1
-    return Link(engine.size, 1 / per_byte, latency, operation, nbyte, background, half, spread)
+    return Link(engine.size, 1 / per_byte, latency, operation, core_per_byte, background, half, spread)
 
 
 @dataclass(frozen=True)
 class _Point:
-    """Lower quartiles over some collectives of `nbytes`, in seconds.
+    """Lower quartiles of the times of some collectives of `nbytes`, in seconds.
 
-    core: time that the training thread loses. process: of the process's own threads.
+    seconds: wall time. core: core time that the training thread loses. process: core time of all threads.
     """
 
     kind: str
@@ -100,7 +106,7 @@ class _Probe:
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self.engine = engine
         self.device = device
-        self._exchanges = itertools.count()
+        self._numbers = itertools.count()
         cores = self._cores()
         spare = cores - torch.get_num_threads()
         self._clock = time.thread_time if spare >= 1 else time.process_time
@@ -108,16 +114,15 @@ class _Probe:
         self._weight = 0.0 if self.device.type != "cpu" else 1 / min(1.0, float(cores))
 
     def _slot(self) -> str:
-        return f"gradzip.measure.{next(self._exchanges)}"
+        return f"gradzip.measure.{next(self._numbers)}"
 
-    def agree(self, values: Sequence[float]) -> list[float]:
-        """The largest of each number over the ranks."""
+    def max_over_ranks(self, values: Sequence[float]) -> list[float]:
         return self.engine.max_over_ranks(values, self._slot())
 
     def _cores(self) -> Fraction:
-        """This rank's share of the cores that it may use, which ranks of the same machine share.
+        """This rank's share of the cores that it may use. Ranks on one machine divide the cores that they share.
 
-        A fraction: as floats, twelve sixths are not always two cores.
+        Exact: twelve sixths as floats are not always two cores.
         """
         allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         boot = Path("/proc/sys/kernel/random/boot_id")
@@ -128,7 +133,7 @@ class _Probe:
         return sum(shares, Fraction(0))
 
     def seconds_of_work(self) -> float:
-        """Seconds of a fixed computation: the least of some runs, so that what else the machine does hardly counts."""
+        """The least time of some runs of a fixed computation, which other processes disturb least."""
         matrix = torch.ones(256, 256, device=self.device)
 
         def once() -> float:
@@ -140,7 +145,7 @@ class _Probe:
         return min(once() for _ in range(8))
 
     def idle_share(self) -> float:
-        """Share of a core that this process takes while it does nothing."""
+        """Share of a core that this process takes while its main thread sleeps."""
 
         def once() -> float:
             wall, core = time.perf_counter(), self._clock()
@@ -150,7 +155,7 @@ class _Probe:
         return self._weight * statistics.median(once() for _ in range(3))
 
     def point(self, kind: str, nbytes: int, repeats: int) -> _Point:
-        """Time collectives of one size; of one element, or of an empty payload, for 0 bytes."""
+        """Time collectives of one size. 0 bytes: of one element, or of an empty payload."""
         slot = f"gradzip.measure.{kind}.{nbytes}"
         tensor: Tensor
         if kind != "all_gather":
@@ -158,7 +163,7 @@ class _Probe:
             tensor = torch.ones(max(1, nbytes // dtype.itemsize), dtype=dtype, device=self.device)
         else:
             body = ops.new_payload(max(0, nbytes - ops.HEADER_NBYTES), self.device)
-            tensor = ops.seal_payload(body, method=0, digest=0, numel=0, fields=bytes(16))
+            tensor = ops.seal_payloads([ops.Seal(body, 0)], method=0, digest=0)[0]
         collective = Gather(tensor) if kind == "all_gather" else Mean(tensor)
 
         def seconds() -> float:
@@ -169,7 +174,7 @@ class _Probe:
         def core_seconds(pause: float) -> tuple[float, float]:
             start, process = self._clock(), time.process_time()
             pending = self.engine.launch(collective, slot)
-            time.sleep(pause)  # Horovod waits in a busy loop, which is no cost of the transfer
+            time.sleep(pause)  # Horovod waits in a busy loop, whose core time is not that of the transfer
             pending.send_overflow()
             pending.result()
             return self._weight * (self._clock() - start), time.process_time() - process
@@ -185,5 +190,5 @@ def _lower_quartile(values: Sequence[float]) -> float:
 
 
 def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """The slope of a line through the origin, >= 0: least squares, in which the largest sizes count most."""
+    """Least-squares slope of a line through the origin, at least 0."""
     return max(0.0, sum(x * y for x, y in zip(xs, ys)) / sum(x * x for x in xs))

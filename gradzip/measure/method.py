@@ -1,4 +1,4 @@
-"""Measure what a method does to a gradient."""
+"""Measure the cost and the error of a method on gradients."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..averaging import averaged, no_autocast
+from ..averaging.routine import averaged, no_autocast
 from ..collectives import AllToAll, Collective, Gather, RingSum, ToHost
-from ..compressor import Compressor
+from ..collectives.routines import Done, advance
+from ..collectives.traffic import sent_nbytes
 from ..cost import Compressed
 from ..engines import local
-from ..routines import Done, advance
-from ..traffic import sent_nbytes
-from .clock import now
+from ..methods.base.compressor import Compressor
+from .step import now
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a method does to one gradient.
+    """The cost and the error of a method on one gradient.
 
-    compressed: its rounds, and times of steps that nothing disturbed.
-    error: |x - decoded| / |x|, of one step without a residual (α of HPDC 2020). 0 for a gradient of zeros, and
-        for one that bypasses compression.
+    compressed: rounds and times: the least of the timed steps.
+    error: |x - decoded| / |x| of one step without a residual (α of HPDC 2020). 0 for a gradient of zeros, and for one
+        that bypasses compression.
     """
 
     compressed: Compressed
@@ -37,38 +37,36 @@ class Measurement:
 def measure_method(
     compressor: Compressor, grad: Tensor, name: str = "gradient", ranks: int = 2, repeats: int = 3
 ) -> Measurement:
-    """Measure the steps of a method on one gradient: `measure_gradients` of a single one.
-
-    Its states stay in the caches between steps, so that the times are the least that training can have.
-    """
+    """`measure_gradients` for one gradient. Its state stays in the caches, so times are a lower bound."""
     return measure_gradients(compressor, {name: grad}, ranks, repeats)[name]
 
 
 def measure_gradients(
     compressor: Compressor, grads: Mapping[str, Tensor], ranks: int = 2, repeats: int = 3
 ) -> dict[str, Measurement]:
-    """Measure the steps of a method, of which only a copy without states is used, on the gradients of a model.
+    """Measure steps of a method on the gradients of a model, as one of `ranks` ranks that all have these gradients.
 
-    All ranks have these gradients, and this rank does its own part only: it encodes once, and decodes what `ranks`
-    ranks send. (With `exchange="scatter_reduce"` or "auto" it computes the parts of all ranks, and times its own.) A
-    step compresses all gradients, one after the other. The first step is not timed, and at least two are: methods such
-    as ACP-SGD alternate. `Phases` stays in its first phase. Bytes and the error are deterministic for a seed. On a CUDA
-    device, each part is timed until the device has done its work.
+    A step compresses all gradients, one after the other. The rank encodes once, and decodes the payloads of all ranks.
+    For `asymmetric` methods, the work of all ranks is done, and that of rank 0 is timed. The first step is not timed.
+    `Phases` stays in its first phase. On a CUDA device, each part is timed until the device has done its work.
+
+    The method is cloned: its states are neither used nor changed. Bytes and errors are deterministic for a seed.
 
     Args:
-        grads: of any shapes and floating-point dtypes, by parameter name; they are not changed.
+        grads: of any shapes and floating-point dtypes, by parameter name; not changed.
         ranks: the world size.
-        repeats: steps to time, rounded up to an even number.
+        repeats: steps to time, rounded up to an even number, because steps of methods such as ACP-SGD alternate.
     """
     methods = {name: compressor.method_for(name, grad.shape) for name, grad in grads.items()}
-    alone = ranks == 1 or all(getattr(method, "exchange", "gather") == "gather" for method in methods.values())
-    group = [compressor.clone() for _ in range(1 if alone else ranks)]
+    simulate_all = ranks > 1 and any(method.asymmetric for method in methods.values())
+    group = [compressor.clone() for _ in range(ranks if simulate_all else 1)]
     steps: dict[str, list[Compressed]] = {name: [] for name in grads}
     for _ in range(1 + 2 * math.ceil(repeats / 2)):
         for name, grad in grads.items():
             steps[name].append(_step(group, grad, name, ranks)[0])
     for member in group:
-        drop_residuals(member)
+        for part in member.parts:
+            part.memory.drop_rank_local()
     measured = {}
     for name, grad in grads.items():
         decoded = grad if methods[name].bypasses(grad) else _step(group, grad, name, ranks)[1]
@@ -79,7 +77,7 @@ def measure_gradients(
 
 
 def _step(group: Sequence[Compressor], grad: Tensor, name: str, ranks: int) -> tuple[Compressed, Tensor]:
-    """One step of one gradient: what it took on rank 0, and the average."""
+    """One step of one gradient. Returns its cost on rank 0, and the average."""
     with no_autocast(grad.device):
         return _timed_step(group, grad, name, ranks)
 
@@ -108,15 +106,15 @@ def _timed_step(group: Sequence[Compressor], grad: Tensor, name: str, ranks: int
 
 
 def _round(collective: Collective, before: Sequence[tuple[str, float]], ranks: int) -> tuple[str, float]:
-    """A round of the cost model, after those before it: what is gathered after an all-to-all are shards."""
+    """The (kind, bytes) of a collective for the cost model, given the earlier rounds."""
     kind, nbytes = _kind(collective), float(sent_nbytes(collective))
-    if kind == "all_gather" and any(kind == "all_to_all" for kind, _ in before):
-        return "all_gather_shards", nbytes * ranks
+    if kind == "all_gather" and any(kind == "all_to_all" for kind, _ in before):  # each rank sends its own partition
+        return "all_gather_partitions", nbytes * ranks
     return kind, nbytes
 
 
 def _kind(collective: Collective) -> str:
-    """A collective of the cost model. A broadcast takes at most as long as an all-reduce."""
+    """The kind of a collective for the cost model. A broadcast takes at most as long as an all-reduce."""
     if isinstance(collective, (Gather, AllToAll)):
         return "all_gather" if isinstance(collective, Gather) else "all_to_all"
     dtype = collective.dtype if isinstance(collective, RingSum) else collective.tensor.dtype
@@ -124,37 +122,21 @@ def _kind(collective: Collective) -> str:
 
 
 def _answer(collective: Collective, ranks: int) -> Any:
-    """The result of a collective in which all ranks do the same."""
+    """The result of a collective in which all ranks send the same."""
     if isinstance(collective, Gather):
         return [collective.tensor] * ranks
-    if isinstance(collective, RingSum):
-        for i in range(len(collective.numels)):
-            total = collective.encode(i).clone()
-            for _ in range(1, ranks):
-                total = collective.add(i, total)
-            collective.decode(i, total)
-        return None
     if isinstance(collective, ToHost):
         return collective.tensor.cpu()
-    if isinstance(collective, AllToAll):
-        raise TypeError("measure_method: got a method with an AllToAll, expected one with an `exchange` to announce it")
+    if isinstance(collective, (AllToAll, RingSum)):
+        kind = type(collective).__name__
+        raise TypeError(f"measure_method: got a {kind} from a method whose `asymmetric` is False, expected True")
     return collective.tensor
 
 
-def drop_residuals(compressor: Compressor) -> None:
-    """Drop the residuals, and whatever else belongs to one rank, from all states of a compressor."""
-    for part in compressor.parts:
-        for state in part.states.values():
-            for field in part.rank_local:
-                vars(state).pop(field, None)
-            state.residual = None
-
-
 def _mean_of(steps: Sequence[Compressed]) -> Compressed:
-    """Reduce the same layer's steps to one.
+    """The cost of a layer from several steps: the mean of even and odd steps, which differ in methods such as ACP-SGD.
 
-    Methods such as ACP-SGD do different work in even and odd steps. Each of the two halves counts with its least time
-    and its mean bytes. The result is the mean of the two halves.
+    Each of the two counts with its least times and its mean bytes.
     """
 
     def mean(values: Sequence[float], least: bool = True) -> float:
@@ -162,7 +144,7 @@ def _mean_of(steps: Sequence[Compressed]) -> Compressed:
 
     last = [kind for kind, _ in steps[-1].rounds]
     alike = [step for step in steps if [kind for kind, _ in step.rounds] == last]
-    if len(alike) < len(steps):  # phases of other rounds, such as a warm-up: the last one counts
+    if len(alike) < len(steps):  # the rounds have changed, as after a warm-up: the last step counts
         alike = [alike[-1]] * 2
     rounds = tuple((kind, mean([step.rounds[i][1] for step in alike], least=False)) for i, kind in enumerate(last))
     return Compressed(rounds, mean([s.encode for s in alike]), mean([s.decode for s in alike]))

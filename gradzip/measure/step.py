@@ -1,4 +1,4 @@
-"""Measure a training step without communication."""
+"""Measure a training step without communication; the time on a device."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from torch import Tensor, nn
 from ..cost import Layer, Step
 
 
-def measure_step(model: nn.Module, train: Callable[[], object], repeats: int = 5) -> Step:
-    """Measure a training step without communication: when each gradient is ready, and how long the step takes.
+def now(device: torch.device) -> float:
+    """Wait for the device, and return the time."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
-    On a CUDA device, events time the gradients, and nothing waits for the device before the end of the step.
+
+def measure_step(model: nn.Module, train: Callable[[], object], repeats: int = 5) -> Step:
+    """Measure when each gradient of a training step is ready, and how long the step takes, without communication.
+
+    Times are medians. On a CUDA device they are those of events, and nothing waits for the device before the last step.
 
     Args:
-        model: on one device; its parameters that get a gradient are the layers, named as in `named_parameters`.
-        train: runs one step: forward and backward pass, and optimizer. It is called `repeats + 2` times.
-        repeats: steps to measure; times are medians.
+        model: on one device. Its layers are the parameters that get a gradient, named as in `named_parameters`.
+        train: runs one step: forward pass, backward pass and optimizer. It is called `repeats + 2` times.
+        repeats: steps to measure.
 
     Raises:
         ValueError: no parameter gets a gradient.
@@ -43,8 +50,7 @@ def measure_step(model: nn.Module, train: Callable[[], object], repeats: int = 5
     finally:
         for handle in handles:
             handle.remove()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    now(device)
     seconds = statistics.median(_between(*step) for step in steps[2:])
     ready = {
         name: statistics.median(_between(begin, mark) for (begin, _), mark in zip(steps[2:], marks[2:]))

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..gather import GatherCompressor
-from ..registry import register
-from ..state import Key
-from .threads import one_thread
-from .transform import inverse_transform, row_chunks, transform_shape
+from ..memory.state import Key
+from .base.gather import GatherCompressor
+from .base.registry import register
+from .base.threads import one_thread
+from .base.transform import inverse_transform, row_chunks, transform_shape
 
 _MATRICES = struct.Struct("<QQ")  # rows, atoms
 _ENTRIES = struct.Struct("<fII4x")  # magnitude of drawn atoms; how many atoms are certain (p = 1), how many drawn
@@ -24,28 +24,38 @@ _BLOCK = 4096  # longest transform
 _THREADS_NUMEL = 1 << 18  # decompose smaller matrices in one thread, which is faster
 
 
-@register("atomo", number=20)
+@register(
+    "atomo",
+    number=20,
+    examples=[
+        "",
+        "atoms=entry,budget=100",
+        "atoms=fourier,budget=50",
+        "budget=l2",
+        "atoms=entry,budget=max",
+    ],
+)
 @dataclass
 class ATOMO(GatherCompressor):
-    """Sends a random choice of the gradient's atoms, scaled so that the average is unbiased.
+    """Sends random atoms of the gradient, scaled so that the average is unbiased.
 
     Atom i of the decomposition g = sum_i lambda_i a_i is sent with probability p_i, as (lambda_i / p_i) a_i. The
-    variance is sum lambda_i^2 (1 / p_i - 1), and Algorithm 1 finds the p that minimises it for sum p_i = budget. Atoms
-    are drawn independently; if none is drawn, peers see 0.
+    variance is sum lambda_i^2 (1 / p_i - 1). Algorithm 1 finds the p with the least variance for sum p_i = budget.
+    Atoms are drawn independently. If none is drawn, peers decode 0.
 
     Args:
-        atoms: what the gradient is decomposed into.
+        atoms: the kind of decomposition.
 
-            "svd": singular values with their vectors. The gradient [x, y, k, k] of a convolution is seen as a matrix of
-            xy / 2 rows and 2 k^2 columns (section 6), or of x rows and y k^2 columns if xy is odd or k = 1.
+            "svd": singular values with their vectors. The gradient [x, y, k, k] of a convolution is viewed as a matrix
+            of xy / 2 rows and 2 k^2 columns (section 6), or of x rows and y k^2 columns if xy is odd or k = 1.
 
             "entry": elements.
 
             "fourier": sines and cosines in rows of at most 4096 elements, an orthonormal basis.
 
-        budget: expected number of atoms sent, > 0, for each gradient (or shard of a gradient). If the budget covers all
-            atoms that are not 0, the result is exact. For "entry" and "fourier" an atom is a single number, so use a
-            far larger budget than for "svd".
+        budget: expected number of atoms sent, > 0, for each gradient (or partition of a gradient). If the budget covers
+            all atoms that are not 0, the result is exact. For "entry" and "fourier" an atom is a single number, so use
+            a far larger budget than for "svd".
 
             "l2" or "max": p_i = |lambda_i| / ||lambda||_q, with q = 2 or infinity: the optimal p for the budget
             ||lambda||_1 / ||lambda||_q (Theorem 5). With "entry" this is 1-bit QSGD, or TernGrad without clipping. With
@@ -53,15 +63,15 @@ class ATOMO(GatherCompressor):
         seed: of the draws.
 
     Payload, "svd": header; for each atom, the left vector times sigma / p, and the right vector, as float32: 48 + 4
-    atoms (rows + columns) bytes, padded to 16. Gradients bypass compression if this is not less than 4 n bytes for
-    `budget` atoms (for one atom with "l2" or "max"), and so whenever the budget covers the full rank.
+    atoms (rows + columns) bytes, padded to 16. A gradient bypasses compression if the payload of `budget` atoms (of one
+    atom with "l2" or "max") is not smaller than its 4 n bytes.
 
     Payload, "entry" and "fourier": header; float32 values of the atoms with p = 1, and their indices; indices of the
-    drawn atoms, and a sign for each, because lambda_i / p_i has the same magnitude for all of them: 48 + 4 certain +
-    drawn / 8 bytes and two streams of coded indices (gradzip/ops/index_code.py), padded to 16.
+    drawn atoms, and a sign for each: 48 + 4 certain + drawn / 8 bytes and two streams of coded indices
+    (gradzip/ops/index_code.py), padded to 16. All drawn atoms have the same magnitude lambda_i / p_i, in the header.
 
     Deterministic for a seed; "svd" and "fourier" depend on the LAPACK and FFT libraries. Encoding synchronises a CUDA
-    device, to learn how many atoms were drawn.
+    device, because the host must know how many atoms were drawn.
 
     Source: Wang, Sievert, Charles, Liu, Wright, Papailiopoulos, ATOMO: Communication-efficient Learning via Atomic
     Sparsification, NeurIPS 2018.
@@ -127,7 +137,7 @@ class ATOMO(GatherCompressor):
             left, sigma, right = torch.linalg.svd(grad.view(rows, columns), full_matrices=False)
         if not math.isfinite(ops.abs_max(sigma)):  # sigma may overflow even if the gradient is finite
             return self.non_finite(grad)
-        # Singular values within rounding of 0 are not atoms.
+        # Singular values that are 0 up to rounding are not atoms.
         sigma[sigma <= sigma[0] * (max(rows, columns) * torch.finfo(torch.float32).eps)] = 0
         p = self.probabilities(sigma)
         drawn = ops.bernoulli(p, key.bits)
@@ -140,7 +150,7 @@ class ATOMO(GatherCompressor):
         body = payload[ops.HEADER_NBYTES :][: 4 * atoms * (rows + columns)].view(torch.float32)
         body[: atoms * rows].view(rows, atoms).copy_(left)
         body[atoms * rows :].view(columns, atoms).copy_(right[kept].t())
-        return self.seal(payload, grad.numel(), True, _MATRICES.pack(rows, atoms))
+        return self.seal([ops.Seal(payload, grad.numel(), _MATRICES.pack(rows, atoms))])[0]
 
     def _add_matrix(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         rows, atoms = _MATRICES.unpack(payload.fields)
@@ -166,7 +176,7 @@ class ATOMO(GatherCompressor):
         values, signs = [ops.compact_values(coefficients, bits, k) for bits, k in zip((certain, drawn), numbers)]
         magnitude = 0.0
         if numbers[1]:
-            # |lambda| / p is the same for all drawn atoms up to rounding, which is least where both are largest.
+            # |lambda| / p is the same for all drawn atoms up to rounding. Take it where rounding is least.
             most = signs.abs().argmax()
             magnitude = (signs[most].abs().double() / ops.compact_values(p, drawn, numbers[1])[most].double()).item()
             if magnitude > torch.finfo(torch.float32).max:
@@ -179,7 +189,7 @@ class ATOMO(GatherCompressor):
         joined = torch.cat(sections)
         payload = ops.new_payload(joined.numel(), grad.device)
         payload[ops.HEADER_NBYTES : ops.HEADER_NBYTES + joined.numel()] = joined
-        return self.seal(payload, grad.numel(), True, _ENTRIES.pack(magnitude, *numbers))
+        return self.seal([ops.Seal(payload, grad.numel(), _ENTRIES.pack(magnitude, *numbers))])[0]
 
     def _add_entries(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         magnitude, certain, drawn = _ENTRIES.unpack(payload.fields)

@@ -10,20 +10,20 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import AllToAll, Gather, ToHost
-from ..compressor import Compressor
-from ..registry import register
-from ..routines import Routine
-from ..state import VECTOR, Key, State
+from ..collectives.routines import Routine
+from ..memory.state import VECTOR, Key, State
+from .base.compressor import Compressor
+from .base.registry import register
 
 
 class _Average(NamedTuple):
     """An average that is not decoded yet."""
 
-    payloads: list[Tensor]  # of the shards, in rank order
+    payloads: list[Tensor]  # of the partitions, in rank order
     max_abs: float  # an upper bound of its magnitudes
 
 
-@register("block-float")
+@register("block-float", examples=["", "bits=4", "block=64,rounding=nearest,error_feedback=False"])
 @dataclass
 class BlockFloat(Compressor):
     """Rounds each element to a multiple of a step that neighbouring elements share.
@@ -36,28 +36,29 @@ class BlockFloat(Compressor):
 
     With p ranks, one step of training is:
 
-        1. Each rank encodes gradient + residual, cut into p shards of equally many blocks, and keeps the error as its
-           residual. All-to-all: rank i receives shard i from all ranks.
-        2. Rank i decodes and averages them, adds its own residual of the shard's average, encodes the sum, and keeps
-           the error. All-gather: all ranks decode the same p shards.
+        1. Each rank encodes gradient + residual, in p partitions of equally many blocks, and keeps the error as its
+           residual. All-to-all: rank i receives partition i from all ranks.
+        2. Rank i decodes and averages them, adds its residual of the partition's average, encodes the sum, and keeps
+           the error. All-gather: all ranks decode the same p partitions.
 
-    So elements are rounded twice. The error is below 1 step of the rank's own block and 1 of the average's block, 1/2
-    and 1/2 with "nearest". An element at the largest magnitude is sent with bits = 8 to 0.8 %, with 4 to 14 %.
+    Elements are therefore rounded twice. The error is below 1 step of the rank's own block plus 1 step of the average's
+    block; 1/2 and 1/2 with "nearest". The largest element of a block has a relative error below 0.8 % with bits = 8,
+    and 14 % with 4.
 
-    "stochastic" is unbiased, but for x / step being cut to 16 bits below the point: the expectation of an element is
+    "stochastic" is unbiased, except that x / step is cut to 16 bits below the point: the expectation of an element is
     off by less than 2^-16 steps. "nearest" has half the largest error and is biased: without error feedback, elements
     that stay below half a step are never sent.
 
     Args:
-        bits: 8 or 4, of an integer.
-        block: a multiple of 32 up to 4096. A smaller block has smaller steps, and more of them are sent.
+        bits: size of an integer, 8 or 4.
+        block: a multiple of 32 up to 4096. Smaller blocks have smaller steps, and more steps are sent.
         rounding: "stochastic" or "nearest".
         error_feedback: add both errors to the next gradient.
         seed: of the random numbers u.
 
-    Payload: for each block, its step (float32) and its integers: 4 + block bits / 8 bytes, for 32 bits an element a
-    ratio of 3.94 with bits = 8 and 7.76 with 4. No header: lengths follow from the shape. A rank sends 2 (p - 1) / p
-    payloads, as in an all-reduce. If an element is not finite, the step of its block is NaN, in the average too.
+    Payload: for each block, its step (float32) and its integers: 4 + block bits / 8 bytes, a ratio of 3.94 to float32
+    with bits = 8, and 7.76 with 4. No header: lengths follow from the shape. A rank sends 2 (p - 1) / p payloads, as in
+    an all-reduce. If an element is not finite, the step of its block is NaN, also in the average.
 
     Deterministic for a seed. On a device, waits once, for a bound of the average's magnitudes; nothing else depends on
     the host.
@@ -75,10 +76,10 @@ class BlockFloat(Compressor):
 
     rounds = 2
     joins = True
-    exchange = "scatter_reduce"  # as of the methods that have a choice
+    asymmetric = True
 
     rank_local = (*Compressor.rank_local, "owner_start")
-    shard_local = (*Compressor.shard_local, "owner_start")
+    partition_local = (*Compressor.partition_local, "owner_start")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,18 +97,18 @@ class BlockFloat(Compressor):
 
     def reduce(self, grad: Tensor, state: State) -> Routine:
         key, numel = state.key(self.seed), grad.numel()
-        blocks = -(-numel // (self.block * state.size))  # of a shard
+        blocks = -(-numel // (self.block * state.size))  # of a partition
         payload = self._encode(grad, key, blocks * state.size, state.residual if self.error_feedback else None)
         if state.size > 1:
             nbytes = payload.numel() // state.size
             received = yield AllToAll(payload, (nbytes,) * state.size, same_length=True)
             start = min(numel, state.rank * blocks * self.block)
-            shard = grad.new_empty(min(numel - start, blocks * self.block))
+            partition = grad.new_empty(min(numel - start, blocks * self.block))
             residual = getattr(state, "owner_residual", None) if self.error_feedback else None
-            ops.block_float_decode_sum(received, shard, self.bits, self.block, 1.0 / state.size, residual)
-            payload = self._encode(shard, key._replace(name=f"{key.name}[owner]"), blocks)
+            ops.block_float_decode_sum(received, partition, self.bits, self.block, 1.0 / state.size, residual)
+            payload = self._encode(partition, key._replace(name=f"{key.name}[owner]"), blocks)
             if self.error_feedback:
-                state.owner_residual, state.owner_start = shard, start
+                state.owner_residual, state.owner_start = partition, start
         payloads = yield Gather(payload, same_length=True)
         step = ops.block_float_max_step(payloads, self.bits, self.block)
         if ops.on_device(step):

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ..collectives import Mean
-from ..compressor import Compressor
-from ..registry import register
-from ..routines import Routine
-from ..state import State
+from ..collectives.routines import Routine
+from ..memory.state import State
+from .base.compressor import Compressor
+from .base.registry import register
 
 
-@register("fp16")
+@register("fp16", examples=["", "dtype=bfloat16"])
 @dataclass
 class Cast(Compressor):
     """Casts gradients to a 16-bit type and averages those.

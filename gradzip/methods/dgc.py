@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..registry import register
-from ..routines import Routine
-from ..schedule import Theta, check_theta, theta_at
-from ..state import Key, State
+from ..collectives.routines import Routine
+from ..memory.state import Key, State
+from .base.registry import register
+from .base.schedule import Theta, check_theta, theta_at
 from .topk import SparseCodec, num_kept
 
 _WARM_UP_THETA = (0.75, 0.9375, 0.984375, 0.99609375)  # in the four quarters of the warm-up
 
 
-@register("dgc", number=3, example="theta=0.9")
+@register("dgc", number=3, examples=["theta=0.9", "", "theta=0.9,warmup_steps=2,clip_norm=9"])
 @dataclass
 class DGC(SparseCodec):
     """Sends the k largest elements of a residual that accumulates gradients with momentum.
@@ -34,16 +34,22 @@ class DGC(SparseCodec):
 
     Args:
         theta: fraction of the elements that is dropped, in [0, 1), or a schedule step -> theta.
-        momentum: in [0, 1). It replaces the momentum of the optimizer, which must have none: torch.optim.SGD with
-            momentum is refused in its first step. Parameters that bypass compression get it on their average, which is
-            equivalent.
+        momentum: in [0, 1). It replaces the momentum of the optimizer. Parameters that bypass compression get it on
+            their average, which is equivalent.
         clip_norm: before accumulation, scale each parameter's gradient down to the norm clip_norm / sqrt(world size).
             The paper clips the norm over all parameters. None does not clip.
         warmup_steps: theta is at most 75 %, 93.75 %, 98.4375 % and 99.6 % in the four quarters of these steps.
 
-    The weight decay of torch.optim.SGD gets the same momentum, under Horovod and DDP (`gradzip.decay_momentum`): it
-    acts as in SGD(momentum=momentum, weight_decay=...). Elements of the decay are not dropped, and not masked. It is
-    left alone in other optimizers, where it may be decoupled, as in AdamW. `LocalGroup` has no optimizer.
+    Use `gradzip.optim.DGCSGD`, which applies the momentum to the weight decay as well. It acts as
+    SGD(momentum=momentum, weight_decay=...) does without compression:
+
+        optimizer = hvd.DistributedOptimizer(
+            gradzip.optim.DGCSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4),
+            named_parameters=model.named_parameters(), compression=gradzip.DGC(momentum=0.9),
+        )
+
+    Under Horovod, DDP and FSDP2, the first step of an optimizer of torch with momentum or weight decay raises
+    ValueError, unless its weight decay is decoupled, as in AdamW. `LocalGroup` has no optimizer.
 
     Payload: that of `TopK`, 48 + 4 k + I bytes, padded to 16; I is about 1.4 bytes per index at theta = 0.999.
 
@@ -99,7 +105,7 @@ class DGC(SparseCodec):
             state.average_velocity = average.clone()
 
     def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
-        names = ("residual", "velocity", "average_velocity", "decay_velocity")
+        names = ("residual", "velocity", "average_velocity")
         return dict.fromkeys(names, tuple(grad.shape))
 
     def add_residual(self, grad: Tensor, state: State) -> Routine:

@@ -8,25 +8,36 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..registry import register
-from ..state import VECTOR
-from .transform import inverse_transform, pairs_to_spectrum, row_chunks, spectrum_to_pairs, transform_shape
-from .transform_codec import TransformCodec
+from ..memory.state import VECTOR
+from .base.registry import register
+from .base.transform import inverse_transform, pairs_to_spectrum, row_chunks, spectrum_to_pairs, transform_shape
+from .base.transform_codec import TransformCodec
 
 
-@register("fft-range", number=1, example="theta=0.5,error_feedback=True")
+@register(
+    "fft-range",
+    number=1,
+    examples=[
+        "theta=0.5,error_feedback=True",
+        "",
+        "block=None",
+        "block=8,rounding=stochastic",
+        "block=100,bits=2,value_range=1.0",
+    ],
+)
 @dataclass
 class FFTRange(TransformCodec):
     """Sends the largest frequencies of the gradient as N-bit floats fitted to their range.
 
     The gradient is cut into rows of `block` elements, and each row is transformed by a real FFT. Of the C frequencies
     of all rows, the k = round((1 - theta) C) largest in magnitude are kept, and their real and imaginary parts coded as
-    range-based floats of N bits. The first and the last frequency of a row, which are real, are kept or dropped as one.
-    The ranks' frequencies are added up before they are transformed back, so a step needs one inverse transform for any
+    range-based floats of N bits. The first and the last frequency of a row are real, and are kept or dropped together.
+    The ranks' frequencies are added before they are transformed back, so a step needs one inverse transform for any
     world size.
 
-    Suits convolutional networks, of which `DCTRange` is more exact still. Matrices of dense layers and of transformers
-    have no structure along their rows: there TopK, and DCTRange, which leaves them as they are, are more exact.
+    At equal bytes, the error is smaller than that of `TopK` for convolutions, for which that of `DCTRange` is smaller
+    still. Matrices of dense layers and of transformers have no structure along their rows: there `TopK`, and
+    `DCTRange`, which does not transform them, have smaller errors.
 
     Args:
         theta: fraction of the frequencies that is dropped, in [0, 1), or a schedule step -> theta.
@@ -34,24 +45,24 @@ class FFTRange(TransformCodec):
         mantissa: mantissa bits m, 1 to N. None chooses, for each payload, the m with the least expected squared error.
         value_range: range of the floats: r for (-r, r), or (min, max). Values beyond it are clamped, and counted in
             `clamped`. None fits the range to each payload. (The paper fixes it.)
-        block: length of the transforms. Powers of two from 8 to 1024 have a kernel; the elements after the last whole
-            row stay as they are, in pairs. Others go to torch.fft, in rows of equal length up to `block`. None
+        block: length of the transforms. Powers of two from 8 to 1024 have a kernel, which does not transform the
+            elements after the last whole row. Other lengths use torch.fft, in rows of equal length up to `block`. None
             transforms the whole gradient at once, as the paper does.
-        error_feedback: add what was not sent to the next gradient. Off by default, as in the paper; on, it is worth
-            points of accuracy (docs/accuracy.md).
+        error_feedback: add what was not sent to the next gradient. Off by default, as in the paper. It improves the
+            accuracy by some points (docs/accuracy.md).
         seed: of stochastic rounding.
-        rounding: "nearest" or "stochastic". Stochastic rounding is unbiased up to the largest value that has a code. A
-            fitted range ends within half a step of that value, a relative 2^-(m+1).
+        rounding: "nearest" or "stochastic". Stochastic rounding is unbiased for values up to the largest one that has a
+            code, which is within half a step (a relative 2^-(m+1)) of the end of a fitted range.
 
-    Payload: header; 2 k range floats; coded status bitmap of the C frequencies: 48 + ceil(2 k N / 8) + I bytes, padded
-    to 16. C is n / 2. Each run of 1024 frequencies of the bitmap is coded for its own density
-    (gradzip/ops/bitmap_code.py). I is 0.63 C / 8 bytes at theta = 0.85 if all frequencies have the same density, and
-    less otherwise; at most C / 8 and 2 for each run. At theta = 0.85 and N = 10 this is 17.6 times less than float32.
-    (The paper sends the bitmap as it is, which is 16.0 times less.)
+    Payload: header; 2 k range floats; coded status bitmap of the C = n / 2 frequencies: 48 + ceil(2 k N / 8) + I bytes,
+    padded to 16. Each run of 1024 frequencies of the bitmap is coded for its own density (gradzip/ops/bitmap_code.py).
+    I is at most C / 8 plus 2 for each run. At theta = 0.85 it is 0.63 C / 8 bytes if all frequencies have the same
+    density, and less otherwise; with N = 10, the payload is then 17.6 times smaller than float32 (16.0 times with the
+    paper's uncoded bitmap).
 
-    Deterministic for a seed: the same bits on every device, if `block` has a kernel; else all ranks need the same FFT
-    library. On a CUDA device, payloads have room for the longest coded bitmap of k frequencies, 1.4 % more than they
-    take on average at the defaults, and nothing waits to learn its length.
+    Deterministic for a seed. If `block` has a kernel, the bits are the same on every device; otherwise all ranks need
+    the same FFT library. On a CUDA device, payloads have room for the longest coded bitmap of k frequencies, so that
+    nothing waits for its length: 1.4 % more than the average length at the defaults.
 
     Source: Wang et al., FFT-based Gradient Sparsification for the Distributed Training of Deep Neural Networks, HPDC
     2020, figure 3.
@@ -72,7 +83,7 @@ class FFTRange(TransformCodec):
 
     @property
     def _transform(self) -> ops.Transform:
-        """The kernel's transform, or that of the spectra of torch.fft."""
+        """The transform of the kernel, or pairs of numbers, which hold the spectra of torch.fft."""
         if self.block is not None and ops.Transform.fourier_exists(self.block):
             return ops.Transform.fourier(self.block)
         return ops.Transform.pairs()

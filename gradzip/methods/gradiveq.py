@@ -12,46 +12,54 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..codec import attribute_payload_errors
 from ..collectives import Broadcast, Gather, Mean, RingSum, ring_segments
-from ..compressor import Compressor
-from ..registry import register
-from ..routines import Routine
-from ..state import State
+from ..collectives.routines import Routine
+from ..memory.state import State
+from .base.compressor import Compressor
+from .base.gather import attribute_payload_errors
+from .base.registry import register
 from .pca import max_dimension, principal_weights
 
 _POSITION = struct.Struct("<QIB3x")  # step, progress in its phase, index of the phase
 _PHASES = ("warm-up", "sampling", "compressing")
 _SLICE_SIZE = 768  # the paper's, for a 3x3 convolution of 16 by 16 channels
 _CHECK_EVERY, _MAX_SAMPLES = 25, 200  # with sample_steps="auto"
-# A method that overrides any of these hooks cannot be used for `sampling`, which only calls its `reduce`.
-_HOOKS = ("method_for", "add_residual", "max_abs_bound", "apply_average", "commit")
+# `sampling` only calls `reduce`: a method that overrides any of these extension points cannot be used for it.
+_EXTENSION_POINTS = ("method_for", "add_residual", "max_abs_bound", "apply_average", "commit")
 
 
-@register("gradiveq", number=32, example="warmup_steps=0,sample_steps=2,compress_steps=2")
+@register(
+    "gradiveq",
+    number=32,
+    examples=[
+        "warmup_steps=0,sample_steps=2,compress_steps=2",
+        "warmup_steps=0,sample_steps=2,compress_steps=2,sampling=qsgd(bits=8),exchange=ring",
+    ],
+)
 @dataclass
 class GradiVeQ(Compressor):
     """Averages slices of a convolution's gradient in the basis of their principal components.
 
     The gradient [F, D, *kernel] is laid out with F fastest, then D, width and height, and cut into slices g_n of K
-    elements. After `warmup_steps` uncompressed steps, training repeats a cycle: `sample_steps` steps, whose averages
-    every rank samples, and `compress_steps` steps that average compressed slices:
+    elements. After `warmup_steps` uncompressed steps, training repeats a cycle: `sample_steps` steps, in which every
+    rank samples the averages, and `compress_steps` steps, which average compressed slices:
 
         compress      g'_n = U^T g_n                            (equation 3), d numbers instead of K
         decompress    g^_n = U mean(g'_n) + (I - U U^T) mu_n    (equations 4 and 5)
 
     U holds the first d principal components of the samples, with d from equation (6), and mu is the mean of the
-    averages. The paper subtracts U^T mu before compression. All ranks know it, so it is left in, and g' is linear in g.
+    averages. The paper subtracts U^T mu before compression. All ranks know it, so it is not subtracted here, and g' is
+    linear in g.
 
-    Later gradients have components that no sample had: lambda bounds what the samples lose, not what they lose. With
+    lambda bounds the loss of the samples, not that of later gradients, which have components that no sample had. With
     100 samples of ResNet-20 on CIFAR-10, the next gradients lose 0.20 to 0.24 of their energy in layers of 16 channels,
-    0.32 to 0.43 of 32 and 0.41 to 0.51 of 64. With loss=0 they lose 0.01 to 0.05 less. The number of samples decides:
-    with 50, these layers lose 0.31 to 0.62, with 200, 0.12 to 0.39. Gradients 50 to 100 steps later lose up to 0.10
-    more. Layers with F D > 16384 lose 0.7 to 0.9.
+    0.32 to 0.43 in layers of 32 and 0.41 to 0.51 in layers of 64, and with loss=0 0.01 to 0.05 less. The number of
+    samples matters more: the loss is 0.31 to 0.62 with 50 samples, and 0.12 to 0.39 with 200. Gradients 50 to 100 steps
+    later lose up to 0.10 more. Layers with F D > 16384 lose 0.7 to 0.9.
 
-    Settings that train ResNet-20 well are ``sampling=QSGD(bits=4)`` with the default `stop`: a short run ends at the
-    training loss of one without compression, with 6 times fewer bytes, most of which QSGD saves; QSGD alone sends fewer
-    still. With uncompressed sampling, runs end 0.03 to 0.12 higher, at 1.1 to 2.2 times fewer bytes (docs/methods.md).
+    ``sampling=QSGD(bits=4)`` with the default `stop` trains ResNet-20 well: a short run ends at the training loss of
+    uncompressed training, with 6 times fewer bytes. Most of that is the saving of QSGD, which alone sends even fewer.
+    With uncompressed sampling, the loss is 0.03 to 0.12 higher, at 1.1 to 2.2 times fewer bytes (docs/methods.md).
 
     Gradients of fewer than three dimensions, such as those of dense layers, bypass compression; `PerLayer` can choose
     another method for them. There is no error feedback: residuals outside of the basis would accumulate until the next
@@ -60,35 +68,35 @@ class GradiVeQ(Compressor):
     Args:
         loss: lambda of equation (6), in [0, 1): the fraction of the samples' variance that may be lost. d is also less
             than the number of samples, and leaves out eigenvalues below float32's resolution of their sum (1.2e-7).
-        slice_size: K. None chooses the multiple of F D, by a divisor of the kernel's size, that is nearest to 768.
+        slice_size: K. None chooses F D times the divisor of the kernel's size that gives the size nearest to 768.
             Slices correlate only at multiples of F D (figure 5). The last slice is padded with zeros.
-        reuse: number of consecutive slices that share the basis computed from the first of them. None: all slices of a
-            gradient. Each slice has its own mu.
-        sample_steps: 2 or more, or "auto". With "auto", rank 0 computes d every 25 samples, and ends the sampling when
-            d has changed by at most 1/20 (or by 1) since the last time, or at 200 samples.
+        reuse: number of consecutive slices that share a basis, which is computed from the first of them. None: all
+            slices of a gradient. Each slice has its own mu.
+        sample_steps: 2 or more, or "auto": rank 0 computes d every 25 samples, and ends the sampling when d has changed
+            by at most 1/20 (or by 1) since the last time, or at 200 samples.
         compress_steps: compressed steps in a cycle.
         warmup_steps: uncompressed steps before the first cycle.
-        sampling: the method that averages sampling steps, without error feedback, such as the paper's QSGD(bits=4).
+        sampling: the method that averages in sampling steps, without error feedback, such as the paper's QSGD(bits=4).
             None does not compress them.
         stop: a rank votes to end the compressed steps when its own gradients have lost at least this fraction of their
-            energy in them: equation (7) over |g_n|^2, each summed over the compressed steps so far. A majority ends
-            them after the current step. None never votes. To first order, a projection that loses l of the energy of g
-            makes 1 - l of g's progress, <g, U U^T g> = (1 - l) |g|^2: the default, 1/2, ends the use of bases that
-            leave out more than they keep. A layer of which each basis does is hardly compressed.
-        exchange: how compressed steps average. With "mean", one all-reduce of all slices overlaps with the backward
-            pass. With "ring", segments of slices go around a ring at the end of the backward pass, and are compressed
-            and decompressed while other segments are on the wire (Algorithm 1). The averages differ only by the order
-            in which the ranks' numbers are added.
+            energy (equation (7) over |g_n|^2, each summed over the compressed steps so far). A majority ends them after
+            the current step. None never votes. To first order, a projection that loses the fraction l of the energy
+            makes the fraction 1 - l of the progress, because <g, U U^T g> = (1 - l) |g|^2. The default, 1/2, drops
+            bases that lose more than they keep; a layer that has only such bases is hardly compressed.
+        exchange: how compressed steps average. "mean": one all-reduce of all slices, which overlaps with the backward
+            pass. "ring": segments of slices go around a ring at the end of the backward pass, and are compressed and
+            decompressed while other segments are on the wire (Algorithm 1). The averages differ only by the order in
+            which the ranks' numbers are added.
 
     Payload: 4 d bytes for each slice, and 4 bytes for the vote in each segment. Once per cycle, rank 0 broadcasts U, as
     weights of the samples: 4 (1 + sample_steps^2) bytes for each basis. In the first step of a process and after
-    `load_state_dict`, a payload header of 48 bytes is gathered, to compare the ranks' configurations and phases.
+    `load_state_dict`, ranks gather a payload header of 48 bytes, to compare their configurations and phases.
 
-    Memory: 4 K sample_steps bytes for each basis, which is a multiple of the gradient if K is a large part of it; with
-    "ring", one more copy of the gradient.
+    Memory: 4 K sample_steps bytes for each basis, which may be several times the size of the gradient; with "ring", one
+    more copy of the gradient.
 
-    Deterministic: products run in one fixed order, so all ranks get the same basis and the same average, to the bit.
-    A compressed step synchronises a CUDA device, to compute the vote.
+    Deterministic: products are summed in a fixed order, so all ranks get the same bits of bases and averages. A
+    compressed step synchronises a CUDA device, to compute the vote.
 
     Source: Yu, Lin, Narra, Li, Li, Kim, Schwing, Annavaram, Avestimehr, GradiVeQ: Vector Quantization for
     Bandwidth-Efficient Gradient Aggregation in Distributed CNN Training, NeurIPS 2018.
@@ -133,7 +141,7 @@ class GradiVeQ(Compressor):
         if method is not None and (
             not isinstance(method, Compressor)
             or method.error_feedback
-            or any(getattr(type(method), own) is not getattr(Compressor, own) for own in _HOOKS)
+            or any(getattr(type(method), own) is not getattr(Compressor, own) for own in _EXTENSION_POINTS)
         ):
             raise ValueError(
                 f"GradiVeQ: got sampling = {method!r}, expected None or a method that keeps nothing between steps, "
@@ -141,9 +149,10 @@ class GradiVeQ(Compressor):
             )
         if self.exchange not in ("mean", "ring"):
             raise ValueError(f"GradiVeQ: got exchange = {self.exchange!r}, expected 'mean' or 'ring'")
+        self.asymmetric = self.exchange == "ring"
         # At most: the gather of positions, the broadcast of bases, the average.
         self.rounds = 2 + (1 if method is None else method.rounds)
-        self._in_step: set[str] = set()  # parameters whose step and phase are known to be the same on all ranks
+        self._in_step: set[str] = set()  # parameters whose step and phase are known to be equal on all ranks
 
     def bypasses(self, grad: Tensor) -> bool:
         return grad.dim() < 3 or super().bypasses(grad)
@@ -194,11 +203,11 @@ class GradiVeQ(Compressor):
     def _average_compressed(self, grad: Tensor, state: State) -> Routine:
         """Average a gradient by its coordinates. Returns the average flat, in the order of slices.
 
-        A segment is sent as its coordinates and one more number: the vote in the segment that this rank compresses last
-        (another one on each rank), 0 in the other segments.
+        A segment is sent as its coordinates and one more number: the vote in the segment that this rank compresses
+        last, and 0 in the others.
         """
         ring = self.exchange == "ring"
-        # A ring starts after the slices of all gradients are laid out, so each needs its own memory.
+        # A ring starts when the slices of all gradients are laid out, so each gradient needs its own memory.
         slices = self._slices(grad, f"slices of {state.name}" if ring else "slices")
         coordinates = sum(len(group) * len(basis) for group, basis in zip(self._groups(slices), state.bases))
         whole = slice(0, len(slices))
@@ -228,7 +237,7 @@ class GradiVeQ(Compressor):
         else:
             decode(0, (yield Mean(encode(0))))
         voted = torch.cat(votes).sum().item() * state.size
-        if not math.isfinite(voted):  # if d = 0, no coordinate shows that a gradient is not finite
+        if not math.isfinite(voted):  # with d = 0, there are no coordinates to show that a gradient is not finite
             return torch.full((grad.numel(),), math.nan, dtype=torch.float32, device=grad.device)
         if 2 * round(voted) > state.size:
             state.left = 1
@@ -256,7 +265,7 @@ class GradiVeQ(Compressor):
         energy, missed, found = torch.stack(energies).sum(0).tolist()
         if not math.isfinite(energy):
             return math.nan
-        # Both fields are rank-local: a checkpoint that another rank loads in compressed steps has lost them.
+        # Both fields are rank-local: if another rank loads the state dict, they are missing.
         state.energy = getattr(state, "energy", 0.0) + energy
         state.lost = getattr(state, "lost", 0.0) + max(0.0, missed - found)
         return float(self.stop is not None and state.lost > 0 and state.lost >= self.stop * state.energy)
@@ -288,14 +297,13 @@ class GradiVeQ(Compressor):
             state.mean = torch.zeros_like(slices)
         state.samples[:, state.count] = first
         state.count += 1
-        # Separate operations round alike on all hardware. In this form the mean of equal gradients is exact, and
-        # nothing overflows.
+        # Separate operations round alike on all hardware. The mean of equal gradients is exact, and nothing overflows.
         state.mean.add_(slices.div_(state.count).sub_(state.mean / state.count))
         if _is_full(state) and state.rank == 0:
             state.learnt = self._encode_bases(state)
 
     def _encode_bases(self, state: State) -> Tensor:
-        """What rank 0 broadcasts: 1 if sampling is done, else 0; then each basis, as weights of its samples."""
+        """The message that rank 0 broadcasts: 1 if sampling is done, else 0; then each basis, as sample weights."""
         parts, done = [], True
         for centred in self._centred(state):
             weights, stable = principal_weights(centred, self.loss, recent=_CHECK_EVERY)
@@ -306,7 +314,7 @@ class GradiVeQ(Compressor):
         return torch.cat([parts[0].new_tensor([done]), *parts])
 
     def _broadcast_bases(self, state: State) -> Routine:
-        """Take the bases from rank 0, or, if sampling is not done, allocate memory for more samples."""
+        """Get the bases from rank 0; or, if sampling is not done, allocate memory for more samples."""
         number, count, size = state.samples.shape
         rank = max_dimension(count, size)
         if state.rank == 0:
@@ -346,15 +354,14 @@ class GradiVeQ(Compressor):
     def _check_position(self, grad: Tensor, state: State) -> Routine:
         """Compare step and phase with those of the other ranks. Raises PayloadError if they differ.
 
-        Once per process, and once after a state dict is loaded; later steps cannot differ. The message has the same
-        size in all phases. The front ends compare only steps, which do not determine the phase: votes may end the
-        compressed steps of one run earlier than those of another. Ranks that loaded checkpoints of two runs would
-        average coordinates in different bases, without an error.
+        This runs once per process, and once after a state dict is loaded; later steps cannot differ. The front ends
+        compare steps, but these do not determine the phase: votes may end the compressed steps of one run earlier than
+        those of another. Ranks with checkpoints of two runs would average coordinates in different bases.
         """
         fields = _POSITION.pack(state.step, _progress(state), _PHASES.index(self.phase(state)))
         number, digest, numel = self.number, self.digest, grad.numel()
-        header = ops.new_payload(0, grad.device)
-        payloads = yield Gather(ops.seal_payload(header, method=number, digest=digest, numel=numel, fields=fields))
+        seal = ops.Seal(ops.new_payload(0, grad.device), numel, fields)
+        payloads = yield Gather(ops.seal_payloads([seal], method=number, digest=digest)[0])
         with attribute_payload_errors(f"GradiVeQ, parameter {state.name!r}"):
             for rank, payload in enumerate(payloads):
                 with attribute_payload_errors(f"from rank {rank} of {len(payloads)}"):
@@ -397,7 +404,7 @@ def unflatten(flat: Tensor, shape: torch.Size) -> Tensor:
 
 
 def best_slice_size(shape: torch.Size) -> int:
-    """The multiple of F D, by a divisor of the kernel's size, that is nearest to 768; the smaller one of two."""
+    """F D times the divisor of the kernel's size that gives the size nearest to 768; the smaller one of two."""
     kernel, unit = math.prod(shape[2:]), math.prod(shape[:2])
     divisors = [k for k in range(1, kernel + 1) if kernel % k == 0]
     return min((unit * k for k in divisors), key=lambda size: abs(size - _SLICE_SIZE))

@@ -9,29 +9,29 @@ from typing import Any
 
 import torch
 
-from ..composite import Composite
-from ..compressor import Compressor
-from ..registry import register
-from ..sharding import Sharding
-from ..state_dict import check_method
+from ..collectives.node_chunks import NodeChunks
+from ..memory.state_dict import check_method
+from .base.composite import Composite
+from .base.compressor import Compressor
+from .base.registry import register
 
 
-@register("hierarchical", example="inner=acpsgd,local_size=1")
+@register("hierarchical", examples=["inner=acpsgd,local_size=1"])
 @dataclass
 class Hierarchical(Composite):
-    """Averages gradients uncompressed within each node, and compresses what travels between nodes.
+    """Averages gradients uncompressed within each node, and compressed between nodes.
 
     For clusters whose links between nodes are slower than those within a node:
 
-    1. The ranks of a node exchange shards of their gradients in float32, and each averages one shard: a reduce-scatter.
-    2. Ranks with the same place on all nodes (peers) average their shard by the method `inner`.
-    3. The ranks of a node gather the shards.
+    1. The ranks of a node exchange chunks of their gradients in float32, and each averages one chunk: a reduce-scatter.
+    2. Ranks with the same place on all nodes (peers) average their chunk by the method `inner`.
+    3. The ranks of a node gather the chunks.
 
-    With n ranks on each node, a rank compresses, and keeps states for, 1/n of each gradient. Shards are blocks of rows
-    of a gradient's first dimension; with fewer rows than ranks, pieces of the flat gradient. A gradient whose shards
-    `inner` would average uncompressed (`min_numel` counts for shards) is averaged uncompressed, in one all-reduce. So
-    are all gradients with one node. With one rank on each node, `inner` runs as it is. `Traffic.bytes_in_node` counts
-    the bytes of steps 1 and 3, and `Traffic.bytes_sent` all others.
+    With n ranks on each node, a rank compresses, and keeps states for, 1/n of each gradient. Chunks are blocks of rows
+    of a gradient's first dimension; with fewer rows than ranks, pieces of the flat gradient. A gradient is averaged
+    uncompressed, in one all-reduce, if `inner` would bypass its chunks (`min_numel` is compared with a chunk), or if
+    there is one node. With one rank on each node, `inner` runs unchanged. `Traffic.bytes_in_node` counts the bytes of
+    steps 1 and 3, and `Traffic.bytes_sent` all others.
 
     Args:
         inner: the method between nodes; none that is made of methods, and none whose collectives depend on the data
@@ -39,14 +39,14 @@ class Hierarchical(Composite):
         local_size: ranks on each node, which are numbered node by node. Default: as `horovodrun` and `torchrun` say;
             1 in a `LocalGroup` of one number. On one machine, any divisor of the world size can be tried.
 
-    States belong to a rank's place in its node. They are dropped with a warning when they are loaded at another place,
-    and begin anew when the workers of an elastic job change.
+    States belong to a rank's place in its node. States that are loaded at another place are dropped with a warning.
+    When the workers of an elastic job change, all states are dropped.
 
     >>> import gradzip
     >>> group = gradzip.LocalGroup(gradzip.Hierarchical(gradzip.ACPSGD(rank=1)), size=(2, 4))  # 2 nodes of 4 ranks
     >>> averages = group.average([torch.ones(256, 64) * rank for rank in range(8)], "weight")
     >>> traffic = group.compressors[0].traffic
-    >>> traffic.bytes_sent, traffic.bytes_in_node  # a factor of 64 rows; the gradient, and a shard and one flag
+    >>> traffic.bytes_sent, traffic.bytes_in_node  # a factor of 64 rows; the gradient, and a chunk and one flag
     (256, 81924)
     """
 
@@ -64,8 +64,8 @@ class Hierarchical(Composite):
                 f"Hierarchical: got {self.inner!r}, expected a method whose collectives do not depend on the data; "
                 "GradiVeQ and exchange='auto' do"
             )
-        self._place: tuple[int, int] | None = None  # and the number of places; None until a group is joined
-        self._saved_place: tuple[int, int] | None = None  # of loaded states, until a group is joined
+        self._place: tuple[int, int] | None = None  # (place, places), once a group is joined
+        self._saved_place: tuple[int, int] | None = None  # (place, places) of loaded states, until a group is joined
 
     def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor:
         return self.inner
@@ -89,22 +89,22 @@ class Hierarchical(Composite):
                 "as many ranks on each node, or pass another local_size"
             )
         self._place = engine.rank % places, places
-        self.sharding = None
+        self.node_chunks = None
         if places > 1:
             nodes = engine.size // places
-            self.sharding = Sharding(engine.rank // places, nodes, *self._place, self.inner)
+            self.node_chunks = NodeChunks(engine.rank // places, nodes, *self._place, self.inner)
             if nodes > 1:
                 engine.set_nodes(places)
         self._drop_states_of_other_places()
 
     def change_group(self, rank: int, size: int) -> None:
-        if self.sharding is not None:
+        if self.node_chunks is not None:
             self.inner.memory.states.clear()  # of a place that may be another rank's now
         elif self._saved_place is None:  # else `join_group` sees whether the states fit
             super().change_group(rank, size)
 
     def _drop_states_of_other_places(self) -> None:
-        """Drop loaded states of another place, but for their step counts."""
+        """Drop loaded states of another place, except for their step counts."""
         saved, self._saved_place = self._saved_place, None
         if saved is None or self._place is None or saved == self._place:
             return
@@ -121,7 +121,7 @@ class Hierarchical(Composite):
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """As of any method. All fields but step counts are rank-local, if there are several ranks on each node."""
+        """`Compressor.state_dict`. With several ranks on each node, all fields but step counts are rank-local."""
         saved = super().state_dict()
         place, places = self._saved_place or self._place or (0, 1)
         if places > 1:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import Mean, ToHost
-from ..compressor import Compressor
-from ..registry import register
-from ..routines import Local, Routine
-from ..state import State
+from ..collectives.routines import Local, Routine
+from ..memory.state import State
+from .base.compressor import Compressor
+from .base.registry import register
 
-# An upper bound of the magnitudes in a factor that is orthonormal but for rounding errors.
+# An upper bound of the magnitudes in a factor that is orthonormal up to rounding errors.
 _ORTHONORMAL = 1.001
 
 
@@ -36,11 +36,11 @@ class Factors(NamedTuple):
 class LowRank(Compressor):
     """Base of Power-SGD and ACP-SGD: the average is P Qᵀ, of rank r.
 
-    A gradient of any shape is seen as the matrix G = grad.reshape(shape[0], -1), n x m; P is n x r and Q is m x r.
-    Gradients bypass compression if P and Q together are not smaller: (n + m) r >= n m.
+    A gradient of any shape is viewed as the matrix G = grad.reshape(shape[0], -1), n x m; P is n x r and Q is m x r.
+    A gradient bypasses compression if P and Q together are not smaller: (n + m) r >= n m.
 
-    To save memory traffic, a step reads and writes the gradient only twice: G += residual and P = G Q in one pass;
-    residual = G - sent and G = P Qᵀ in another, once the average is known to be finite.
+    To save memory traffic, a step passes over the gradient only twice: G += residual and P = G Q in one pass; residual
+    = G - sent and G = P Qᵀ in another, when the average is known to be finite.
     """
 
     joins = True  # all matrices of a bucket take one call of each kernel
@@ -106,17 +106,17 @@ class LowRank(Compressor):
         return torch.from_numpy(generator.random((rows, self.rank), dtype=np.float32) - np.float32(0.5)).to(device)
 
     def max_of_columns(self, factor: Tensor) -> Routine:
-        """Coroutine: the largest magnitude in each column, on the CPU. The host waits once for those of all factors."""
+        """Coroutine: the largest magnitude in each column, on the CPU. The host waits once for all factors."""
         largest = yield Local(ops.abs_max_columns, factor.device, factor)
         return (yield ToHost(largest)) if ops.on_device(factor) else largest
 
     def replace_zero_columns(self, factor: Tensor, largest: Tensor, state: State) -> Tensor:
-        """Replace columns that are 0, as all are after a gradient of zeros, by random ones for the next step.
+        """Replace columns that are 0, as after a gradient of zeros, by random ones for the next step.
+
+        `orthogonalize_` would replace them by unit vectors. If the gradient is always 0 in that row or column, as for
+        dead units, the column would stay 0 in all later steps, which lowers the rank.
 
         largest: the largest magnitude in each column, on the CPU.
-
-        `orthogonalize_` would replace them by unit vectors. If the gradient is 0 in such a row or column, as for dead
-        units, the column would stay 0 in all later steps, which lowers the rank.
         """
         zero = largest == 0
         if not zero.any():
@@ -124,7 +124,7 @@ class LowRank(Compressor):
         return self.random_factor(len(factor), state, factor.device).where(zero.to(factor.device), factor)
 
 
-@register("powersgd")
+@register("powersgd", examples=["", "rank=3,warm_start=False"])
 @dataclass
 class PowerSGD(LowRank):
     """Averages by one step of power iteration: P = orthogonalize(mean(G Q)), Q = mean(Gᵀ P), average P Qᵀ.
@@ -153,11 +153,11 @@ class PowerSGD(LowRank):
         if q is None or not self.warm_start:
             q = self.random_factor(m.shape[1], state, m.device)
         p = yield Mean((yield from self.project(m, state, q)))
-        yield Local(_orthogonalize, m.device, p)  # replaces what is not finite; Q is not, then
+        yield Local(_orthogonalize, m.device, p)  # replaces columns that are not finite; Q shows that they were not
         q = yield Mean((yield Local(ops.low_rank_project_all, m.device, (m, None, p, True))))
         columns = yield from self.max_of_columns(q)
         largest = columns.max().item()
-        # Only the span of Q matters. Scaling keeps the next P at the gradient's magnitude, rather than its square.
+        # Only the span of Q matters. Scaling keeps the magnitude of the next P that of the gradient, not its square.
         scale = largest if largest > 0 else 1.0
         scaled = yield Local(_quotients, m.device, (q, scale))
         state.q = self.replace_zero_columns(scaled, columns / scale, state)
@@ -167,10 +167,10 @@ class PowerSGD(LowRank):
         return super().state_shapes(grad) | {"q": self.factor_shapes(grad)[1]}
 
 
-@register("acpsgd")
+@register("acpsgd", examples=["", "rank=2,error_feedback=False"])
 @dataclass
 class ACPSGD(LowRank):
-    """Averages by half a step of power iteration, on P and Q alternately: "alternate compressed" Power-SGD.
+    """Averages by half a step of power iteration, alternately on P and Q: "alternate compressed" Power-SGD.
 
     The average is P Qᵀ:
 
@@ -216,11 +216,11 @@ class ACPSGD(LowRank):
         return super().state_shapes(grad) | {"next_p": p, "next_q": q}
 
 
-# --- local work: for all matrices of a bucket, in one operation
+# --- local work for all matrices of a bucket
 
 
 def _copies(matrices: list[Tensor]) -> list[Tensor]:
-    """Copies, adjacent in memory: joined collectives take them as they are."""
+    """Copy matrices to adjacent memory, from which a joined collective needs no further copy."""
     copies = torch.cat([matrix.reshape(-1) for matrix in matrices]).split([matrix.numel() for matrix in matrices])
     return [copy.view(matrix.shape) for copy, matrix in zip(copies, matrices)]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..collectives import Mean
-from ..compressor import Compressor
-from ..registry import register
-from ..routines import Routine
-from ..state import State
+from ..collectives.routines import Routine
+from ..memory.state import State
+from .base.compressor import Compressor
+from .base.registry import register
 
 
 @register("none")

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .threads import one_thread
+from .base.threads import one_thread
 
 
 def max_dimension(samples: int, size: int) -> int:
-    """The largest dimension of the space that `samples` vectors of `size` elements span about their mean."""
+    """The largest number of principal components of `samples` vectors of `size` elements."""
     return min(samples - 1, size)
 
 
 def dimension(eigenvalues: Tensor, loss: float) -> int:
-    """The smallest d for which the first d eigenvalues make up 1 - loss of their sum.
+    """The smallest d for which the sum of the first d eigenvalues is at least 1 - loss of their total; 0 if all are 0.
 
-    eigenvalues: float64, descending. Those below float32's resolution of the sum count as 0. Returns 0 if all do.
+    eigenvalues: float64, descending. Those below float32's resolution of the total count as 0.
 
     Source: GradiVeQ, equation 6.
     """
@@ -35,10 +35,11 @@ def principal_weights(centred: Tensor, loss: float, recent: int) -> tuple[Tensor
     Args:
         centred: (n, K) float32: n samples with mean 0, at most 1 in magnitude.
         loss: the fraction of the variance that the components may lose; it determines d.
-        recent: d is stable if the samples without the last `recent` give the same one, to 1/20 or to 1.
+        recent: d is stable if it differs by at most 1/20 (or by 1) without the last `recent` samples.
 
     Returns:
-        (max_dimension(n, K), n) float32, in which rows after the first d are 0; whether d is stable.
+        weights: (max_dimension(n, K), n) float32; rows after the first d are 0.
+        stable: whether d is stable.
     """
     count, size = centred.shape
     gram = torch.zeros(count, count, dtype=torch.float64, device="cpu")

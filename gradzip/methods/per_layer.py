@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..composite import Composite
-from ..compressor import Compressor
-from ..registry import register
+from .base.composite import Composite
+from .base.compressor import Compressor
+from .base.registry import register
 from .none import NoCompression
 
 _RULE = "(regular expression or predicate(name, shape), compressor)"
@@ -19,7 +19,13 @@ Predicate = Callable[[str, torch.Size], bool]
 Rule = str | re.Pattern[str] | Predicate
 
 
-@register("per-layer", example="^w$=topk(theta=0.9),default=acpsgd")
+@register(
+    "per-layer",
+    examples=[
+        "^w$=topk(theta=0.9),default=acpsgd",
+        "[w0]$=none,[v23]$=topk(theta=0.8,exchange=scatter_reduce),default=dgc",
+    ],
+)
 @dataclass
 class PerLayer(Composite):
     """Compresses each parameter by the compressor of the first rule that matches it.
@@ -28,8 +34,8 @@ class PerLayer(Composite):
 
     Args:
         rules: pairs of a rule and a compressor. A rule is a regular expression to search for in the parameter's name,
-            or a predicate(name, shape). The compressors' own `min_numel` counts, and each keeps the states of its
-            parameters.
+            or a predicate(name, shape). Each compressor keeps the states of its parameters, and applies its own
+            `min_numel`.
         default: for parameters that no rule matches.
 
     >>> from gradzip import Cast, NoCompression

@@ -9,32 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..composite import Composite
-from ..compressor import Compressor
-from ..registry import register
-from ..state import BucketState
+from ..memory.state import BucketState
+from .base.composite import Composite
+from .base.compressor import Compressor
+from .base.registry import register
 
 
-@register("phases", example="0=none,1=acpsgd")
+@register("phases", examples=["0=none,1=acpsgd", "0=onebit,1=acpsgd,2=none"])
 @dataclass
 class Phases(Composite):
-    """Compresses each parameter by one method after the other, such as by none at first.
+    """Compresses each parameter by one method after the other, for example by none at first.
 
-    Low-rank methods profit from an uncompressed warm-up: torch's `powerSGD_hook`, for example, starts to compress at
-    step 1000 by default.
+    Low-rank methods profit from an uncompressed warm-up: torch's `powerSGD_hook` starts to compress at step 1000 by
+    default.
 
-    A residual moves to the next method. If that has no error feedback, the residual is sent once, with the next
-    gradient. All else begins anew with a method, and is freed when it is over: factors, bases, velocities, and the step
-    number that schedules and `warmup_steps` of the method itself see.
+    When a phase begins, residuals move to its method. A method without error feedback sends them once, with the next
+    gradients. All other state of the last phase's method is freed, and that of the new method starts fresh: factors,
+    bases, velocities, and the step number of the method's own schedules and `warmup_steps`.
 
     Args:
-        phases: methods, by the step from which on they are in charge. One begins at step 0. On a command line:
+        phases: methods by the first step of their phase. One phase begins at step 0. On a command line:
             ``phases:0=none,1000=acpsgd(rank=4)``.
 
-    The step of a parameter is the number of its optimizer's steps so far that averaged it. Steps in which it is frozen
-    and steps that GradScaler skips do not count. It is the same on all ranks, and a part of the state dict. Parameters
-    that are trained together therefore change their method together; those of a model that is added later begin with
-    the first one.
+    The step of a parameter is the number of times it was averaged. Steps in which it is frozen do not count, nor do
+    steps that GradScaler skips. Step numbers are equal on all ranks, and a part of the state dict. Parameters that are
+    trained together change their method together; those of a model that is added later begin with the first phase.
 
     >>> import gradzip
     >>> compressor = gradzip.Phases({0: gradzip.NoCompression(), 2: gradzip.ACPSGD(rank=1)})
@@ -52,9 +51,9 @@ class Phases(Composite):
         super().__post_init__()
         self.phases = _in_order(self.phases)
         self.set_parts(list(self.phases.values()))
-        self._steps: dict[str, int] = {}  # that are over, by the name of the state
-        self._methods: dict[str, Compressor] = {}  # in charge, by the name of the state; the first one of all others
-        self._averaged: set[str] = set()  # names of the states whose step is not over
+        self._steps: dict[str, int] = {}  # completed steps, by the name of the state
+        self._methods: dict[str, Compressor] = {}  # by the name of the state; all others have the first method
+        self._averaged: set[str] = set()  # names of the states that the current step has averaged
         self._change_due = False
 
     @property
@@ -67,7 +66,7 @@ class Phases(Composite):
     def step_of(self, name: str, shape: torch.Size, prefix: str = "") -> int:
         return self._steps.get(prefix + name, 0)
 
-    # --- what happens in a step
+    # --- a step
 
     def observe(self, state_name: str, grad: Tensor) -> None:
         states = [part.states.get(state_name) for part in self.parts]
@@ -82,15 +81,15 @@ class Phases(Composite):
             self._steps[name] = step = self._steps.get(name, 0) + 1
             self._change_due |= step in self.phases
         self._averaged.clear()
-        # The residuals of gradients in flight, of another optimizer, are on the way: its step ends later.
-        if self._change_due and not self.memory.in_flight:
+        # Another optimizer may be in a step: its residuals are on the way.
+        if self._change_due and not self.memory.in_step:
             self._change_methods()
 
     def _change_methods(self) -> None:
-        """Put the methods in charge that the step numbers ask for."""
+        """Reassign all parameters to the methods of their steps."""
         self._methods = {name: self._method_at(step) for name, step in self._steps.items()}
         self._change_due = False
-        self.hand_over(self._methods)
+        self.reassign(self._methods)
 
     def _method_at(self, step: int) -> Compressor:
         return self.phases[max(start for start in self.phases if start <= step)]
@@ -101,12 +100,12 @@ class Phases(Composite):
         return super().state_dict() | {"steps": dict(self._steps)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict, and go on in the phase of its steps.
+        """Load a state dict, and continue in the phase of its steps.
 
-        If the phases begin at other steps than those of the saved ones, residuals move to the methods in charge.
+        If phases begin at other steps than in the saved job, residuals move to the methods of this job's phases.
 
         Raises:
-            ValueError: as for other methods, or the step numbers are malformed.
+            ValueError: as for other methods; or the step numbers are malformed.
         """
         super().load_state_dict(state_dict)
         steps = state_dict.get("steps")

@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..bucket_codec import BucketCodec, Sum
-from ..codec import attribute_payload_errors, inspected, payload_source
-from ..gather import GatherCompressor
-from ..registry import register
-from ..routines import Local, Routine
-from ..state import VECTOR, Key, State
+from ..collectives.routines import Local, Routine
+from ..memory.state import VECTOR, Key, State
+from .base.bucket_codec import BucketCodec
+from .base.gather import GatherCompressor, attribute_payload_errors, inspected, payload_source
+from .base.registry import register
 
 _STREAM = struct.Struct("<QB7x")  # length of the coded levels in bytes; whether they are Elias-coded
 _SCALE = struct.Struct("<f12x")
 _SCALE_AT = ops.HEADER_NBYTES - _SCALE.size  # its offset in a payload
 
 
-@register("qsgd", number=16)
+@register("qsgd", number=16, examples=["", "coding=packed", "coding=always_elias", "bits=8,norm=max,bucket=7"])
 @dataclass
 class QSGD(GatherCompressor):
     """Rounds each element at random to a multiple of norm / s, where norm is that of its bucket.
@@ -36,13 +35,13 @@ class QSGD(GatherCompressor):
     Args:
         bits: bits of a level, 2 to 16, sign included. The papers' "1-bit QSGD" has s = 1, signs and zeros: it is
             ``bits=2`` here.
-        bucket: number of neighbouring elements that share a norm. Front ends compress the gradients of their buckets as
-            one vector, as the paper does, so these may be elements of two gradients.
+        bucket: number of neighbouring elements that share a norm. Front ends compress the gradients of a bucket as one
+            vector, as the paper does, so elements of two gradients may share a norm.
         norm: "l2", as in the paper's theory (most levels are 0), or "max", as in its experiments (less variance, more
             bytes).
         coding: "packed" codes each level in `bits` bits. "elias" codes runs of zeros, and levels, in Elias gamma code,
-            if that is shorter than "packed"; on a device it is "packed", because the host would have to wait for the
-            length of each payload in the backward pass. "always_elias" does so on a device, too: for slow networks.
+            if that is shorter than "packed". On a device "elias" is "packed", because the host would have to wait for
+            the length of each payload in the backward pass. "always_elias" waits, which may pay on slow networks.
         seed: of the u_i.
 
     Payload: header; a float32 norm for each bucket; levels. 48 + 4 ceil(n / bucket) + n bits / 8 bytes, padded to 16;
@@ -88,12 +87,14 @@ class QSGD(GatherCompressor):
                 body = payload[ops.HEADER_NBYTES :]
                 body[:norms_end] = norms.view(torch.uint8)
                 body[norms_end : norms_end + stream.numel()] = stream
-                return self.seal(payload, numel, magnitude, _STREAM.pack(stream.numel(), True))
+                fields = _STREAM.pack(stream.numel(), True)
+                return self.seal([ops.Seal(payload, numel, fields, magnitudes=magnitude)])[0]
         payload = ops.new_payload(norms_end + packed_nbytes, grad.device)
         body = payload[ops.HEADER_NBYTES :]
         norms = body[:norms_end].view(torch.float32)
         ops.quantize_packed(*arguments, out=body[norms_end : norms_end + packed_nbytes], norms=norms)
-        return self.seal(payload, numel, magnitude, _STREAM.pack(packed_nbytes, False))
+        fields = _STREAM.pack(packed_nbytes, False)
+        return self.seal([ops.Seal(payload, numel, fields, magnitudes=magnitude)])[0]
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         nbytes, elias = _STREAM.unpack(payload.fields)
@@ -102,7 +103,7 @@ class QSGD(GatherCompressor):
         decode_add(stream, norms.view(torch.float32), out, self.bits, self.bucket, weight)
 
 
-@register("terngrad", number=17)
+@register("terngrad", number=17, examples=["", "shared_scale=False"])
 @dataclass
 class TernGrad(BucketCodec):
     """Rounds each element at random to -scale, 0 or scale.
@@ -114,9 +115,9 @@ class TernGrad(BucketCodec):
     The expectation is c, and the variance sum |c_i| (scale - |c_i|).
 
     Args:
-        clip: clip magnitudes at clip * sigma; None does not clip. sigma^2 is the second moment, mean(g^2). The paper's
-            central moment is 0 for a constant gradient, which would be clipped to 0.
-        shared_scale: take the maximum over all ranks as the scale ("scaler sharing"), gathered in a first round. False
+        clip: clip magnitudes at clip * sigma; None does not clip. sigma^2 is the second moment, mean(g^2). With the
+            paper's central moment, a constant gradient would be clipped to 0.
+        shared_scale: use the maximum over all ranks as the scale ("scaler sharing"), gathered in a first round. False
             uses each rank's own scale.
         seed: of the Bernoulli draws.
 
@@ -141,7 +142,7 @@ class TernGrad(BucketCodec):
             if self.exchange != "gather":
                 raise ValueError(
                     f"TernGrad: got exchange = {self.exchange!r} with shared_scale=True, expected shared_scale=False: "
-                    "each shard has its own scale"
+                    "each partition has its own scale"
                 )
             self.rounds = 2
         if self.clip is not None and not (isinstance(self.clip, (int, float)) and self.clip > 0):
@@ -156,21 +157,20 @@ class TernGrad(BucketCodec):
         # On a device, headers are inspected with the payloads: the host need not wait for the scales.
         later = ops.on_device(grad)
         with attribute_payload_errors(f"TernGrad, parameter {state.name!r}"):
-            finite = later or self._all_finite(headers, numel)
-            if finite:
+            if later or self._all_finite(headers, numel):
                 scale = yield Local(_shared_scales, device, headers)
                 state.payload = yield Local(self._pack_all, device, (grad, state.key(self.seed), largest, scale))
-                payloads = yield self.gather(state.payload)
-                yield from inspected([*headers, *payloads])
-                finite = not later or self._all_finite(headers, numel)
-            if finite:
+            else:  # both rounds all the same: ranks with another chunk of the gradient do not see these headers
+                state.payload = self.non_finite(grad)
+            payloads = yield self.gather(state.payload)
+            yield from inspected([*headers, *payloads])
+            if self._all_finite(headers, numel):
                 return (yield from self.combine(payloads, numel, state))
-        # All ranks see the same headers and return.
         nan = torch.full((numel,), math.nan, dtype=torch.float32, device=device)
         return (yield from self.with_max_abs(nan, math.nan))
 
     def _all_finite(self, headers: list[Tensor], numel: int) -> bool:
-        """Whether the gradients of all ranks are. Raises PayloadError for an invalid header."""
+        """Whether the gradients of all ranks are finite. Raises PayloadError for an invalid header."""
         finite = True
         for rank, header in enumerate(headers):
             with attribute_payload_errors(payload_source(rank, len(headers))):
@@ -186,7 +186,7 @@ class TernGrad(BucketCodec):
         return self._pack_all([(grad, key, most, most) for (grad, key), most in zip(gradients, largest)])
 
     def encode_average(self, average: Tensor, key: Key) -> Tensor:
-        # Ranks clip before they send. Clipping again takes a third of a sparse gradient, whose sigma is small.
+        # Ranks have clipped before. Clipping again would take a third of a sparse gradient, whose sigma is small.
         largest = ops.abs_max_tensor(average)
         return self._pack_all([(average, key, largest, largest)])[0]
 
@@ -202,11 +202,11 @@ class TernGrad(BucketCodec):
         return list(torch.where(norms >= torch.finfo(torch.float32).max, math.inf, clipped).split(1))
 
     def _headers(self, of: list[tuple[Tensor, int]]) -> list[Tensor]:
-        """Payloads without sections, with the scale that each rank would take."""
+        """Payloads without sections, for a first round: each rank's own scale."""
         payloads = ops.new_payloads([0] * len(of), of[0][0].device)
-        return self.seal_finite(
+        return self.seal(
             [
-                self.to_seal(payload, numel, largest, _SCALE.pack(0.0), scale=largest)
+                ops.Seal(payload, numel, magnitudes=largest, scale=largest)
                 for payload, (largest, numel) in zip(payloads, of)
             ]
         )
@@ -221,9 +221,9 @@ class TernGrad(BucketCodec):
         ops.ternary_packed_all(
             [(grad, scale, clip, key.bits, body) for (grad, key, _, scale), clip, body in zip(gradients, clips, bodies)]
         )
-        return self.seal_finite(
+        return self.seal(
             [
-                self.to_seal(payload, grad.numel(), scale, _SCALE.pack(0.0), scale=scale)
+                ops.Seal(payload, grad.numel(), magnitudes=scale, scale=scale)
                 for payload, (grad, _, _, scale) in zip(payloads, gradients)
             ]
         )
@@ -232,10 +232,8 @@ class TernGrad(BucketCodec):
         (packed,) = payload.sections(ops.ternary_nbytes(numel))
         return packed, _scale(payload)
 
-    def sum_all(self, sums: list[Sum]) -> None:
-        ops.ternary_decode_add_all(
-            [ops.TernarySum(out, [(*parsed, weight) for parsed, weight in terms], add) for out, terms, add in sums]
-        )
+    def sum_all(self, sums: list[ops.WeightedSum]) -> None:
+        ops.ternary_decode_add_all(sums)
 
 
 def _scale(payload: ops.Payload) -> float:

@@ -10,31 +10,31 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import Mean
-from ..compressor import Compressor
-from ..registry import register
-from ..routines import Routine
-from ..schedule import Theta, check_theta, theta_at
-from ..state import State
+from ..collectives.routines import Routine
+from ..memory.state import State
+from .base.compressor import Compressor
+from .base.registry import register
+from .base.schedule import Theta, check_theta, theta_at
 from .topk import num_kept
 
 
-@register("randomk", example="theta=0.9")
+@register("randomk", examples=["theta=0.9"])
 @dataclass
 class RandomK(Compressor):
-    """Averages k random elements, the same on all ranks, chosen anew in each step.
+    """Averages k random elements, the same on all ranks, drawn in each step.
 
-    k = round((1 - theta) n) of the n elements. Indices are drawn from (seed, step, name), so they are not sent. They
-    are stratified: one random index in each of k runs of n / k neighbours, and a random shift of the runs. Each element
-    is chosen with probability k / n.
+    k = round((1 - theta) n) of the n elements. Indices depend on (seed, step, name) only, so they are not sent. They
+    are stratified: one random index in each of k runs of n / k neighbours, with a random shift of the runs. Each
+    element is chosen with probability k / n.
 
     An element is sent every n / k steps on average, while Top-k sends large ones at once. The optimizer's momentum
     multiplies these late gradients: at theta = 0.99, use little or no momentum and a higher learning rate.
 
     Args:
         theta: fraction of the elements that is dropped, in [0, 1), or a schedule step -> theta.
-        error_feedback: add what was not sent to the next gradient. Elements are then sent unscaled, a contraction:
-            E|x - C(x)|^2 = (1 - k / n) |x|^2. Without error feedback, elements are multiplied by n / k, which makes
-            the average unbiased.
+        error_feedback: add what was not sent to the next gradient. Elements are sent unscaled then, which is a
+            contraction: E|x - C(x)|^2 = (1 - k / n) |x|^2. Without error feedback, elements are multiplied by n / k,
+            and the average is unbiased.
         seed: of the indices.
 
     Payload: k float32 numbers, 4 k bytes, through one all-reduce.

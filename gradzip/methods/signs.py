@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..bucket_codec import BucketCodec, Sum
 from ..collectives import ToHost
-from ..registry import register
-from ..routines import Routine, at_once, jointly
-from ..state import Key, State
+from ..collectives.routines import Routine, at_once, jointly
+from ..memory.state import Key, State
+from .base.bucket_codec import BucketCodec
+from .base.registry import register
 
 _BALLOT = struct.Struct("<f4xQ")  # scale, key of the coins
 _ROWS = struct.Struct("<Q8x")
 
 
-@register("signsgd", number=18)
+@register("signsgd", number=18, examples=["", "majority=False", "error_feedback=False"])
 @dataclass
 class SignSGD(BucketCodec):
     """Sends the signs of the gradient, and takes their majority vote or averages them.
@@ -34,16 +34,15 @@ class SignSGD(BucketCodec):
         majority                      v
         error_feedback, or neither    m = mean_i(s_i b_i)
 
-    S v is the multiple of v that is nearest to m: a_i is the mean over the elements, between -1 and 1, so S is smaller
-    the less the ranks agree. The residual is g_i - s_i b_i, plus m - S v with `majority`. All ranks know what the vote
-    has lost of the mean, m - S v, so all add it to their next gradients. Averages and mean residual then add up to the
-    mean gradients.
+    S v is the multiple of v that is nearest to m. a_i is a mean over the elements, between -1 and 1: the less the ranks
+    agree, the smaller is S. The residual is g_i - s_i b_i, plus m - S v with `majority`, the error of the vote, which
+    all ranks know. The sum of averages and mean residual then equals the sum of mean gradients.
 
     With `majority` alone, elements are 1 or -1 for gradients of any size: choose the learning rate accordingly, about
     that of Adam.
 
-    With exchange="scatter_reduce" and error feedback, the owner of a shard sends the signs of m plus its own residual,
-    so a rank's vote counts in proportion to its scale.
+    With exchange="scatter_reduce" and error feedback, the owner of a partition sends the signs of m plus its own
+    residual, so a rank's vote counts in proportion to its scale.
 
     Args:
         majority: take the majority vote of the ranks' signs. Ties are decided by a fair coin, the same on all ranks.
@@ -77,8 +76,8 @@ class SignSGD(BucketCodec):
             largest, scale = numbers.split(1)
             fields = _BALLOT.pack(1.0, key._replace(rank="shared").bits)
             magnitudes, scale_sent = (numbers, scale) if scaled else (largest, None)
-            seals.append(self.to_seal(payload, grad.numel(), magnitudes, fields, scale=scale_sent))
-        return self.seal_finite(seals)
+            seals.append(ops.Seal(payload, grad.numel(), fields, magnitudes=magnitudes, scale=scale_sent))
+        return self.seal(seals)
 
     def parse(self, payload: ops.Payload, numel: int) -> _Ballot:
         (signs,) = payload.sections(ops.bitmap_nbytes(numel))
@@ -87,13 +86,9 @@ class SignSGD(BucketCodec):
             raise ops.PayloadError(f"corrupt payload: its scale is {scale}, expected a finite number >= 0")
         return _Ballot(signs, scale, coins)
 
-    def sum_all(self, sums: list[Sum]) -> None:
-        ops.signs_decode_add_all(
-            [
-                ops.SignsSum(out, [(ballot.signs, weight * ballot.scale) for ballot, weight in terms], add)
-                for out, terms, add in sums
-            ]
-        )
+    def sum_all(self, sums: list[ops.WeightedSum]) -> None:
+        scaled = [[(ballot.signs, weight * ballot.scale) for ballot, weight in one.terms] for one in sums]
+        ops.signs_decode_add_all([one._replace(terms=terms) for one, terms in zip(sums, scaled)])
 
     def decoded(self, payloads: list[Tensor], numel: int) -> Routine:
         return (yield from self._combine(payloads, numel))[0]
@@ -106,27 +101,27 @@ class SignSGD(BucketCodec):
             state.vote = vote  # until `corrections`
         return (yield from self.with_max_abs(average, abs(c_float(vote.winner.scale).value)))
 
-    def decode_shard(self, payloads: list[Tensor], numel: int) -> Tensor:
-        # With error feedback, encoding the mean is the vote, and the owner's residual holds what it loses.
+    def decode_partition(self, payloads: list[Tensor], numel: int) -> Tensor:
+        # With error feedback, encoding the mean is the vote, and the owner's residual holds its error.
         if not self.error_feedback:
             return self.decode(payloads, numel)
         return at_once(super().decoded(payloads, numel))
 
-    def corrections(self, state: State) -> list[Sum]:
+    def corrections(self, state: State) -> list[ops.WeightedSum]:
         vote: _Vote | None = getattr(state, "vote", None)
         if vote is None:
             return super().corrections(state)
-        # Add m - S v, too. In place, one term for each rank, without a tensor for m.
+        # Also add m - S v, in place: one term for each rank, without a tensor for m.
         state.vote = None
         assert state.residual is not None
         size = len(vote.ballots)
         terms = [(ballot, 1.0 / size - (rank == state.rank)) for rank, ballot in enumerate(vote.ballots)]
-        return [Sum(state.residual.view(-1), [*terms, (vote.winner, -1.0)], add=True)]
+        return [ops.WeightedSum(state.residual.view(-1), [*terms, (vote.winner, -1.0)], add=True)]
 
     def _combine(self, payloads: list[Tensor], numel: int) -> Routine:
-        """Coroutine: the average, and the vote, or None if the average is the mean.
+        """Coroutine: the average, and the vote. The vote is None if the average is the mean.
 
-        It is without `majority`, of one payload, or if one is not finite.
+        The average is the mean without `majority`, for one payload, and if a payload is not finite.
         """
         device = payloads[0].device
         ballots = yield from self.parsed(payloads, numel)
@@ -143,7 +138,7 @@ class SignSGD(BucketCodec):
         return (yield from self.mean([vote.winner], numel, device)), vote
 
     def _vote_all(self, votes: list[tuple[list[_Ballot], int]]) -> list[tuple[Tensor, Tensor]]:
-        # Rank 0's coins on all ranks, in case a rank has counted its steps differently.
+        # All ranks use rank 0's coins, in case ranks have counted steps differently.
         taken = [([ballot.signs for ballot in ballots], numel, ballots[0].coins) for ballots, numel in votes]
         return ops.majority_all(taken, count=self.error_feedback)
 
@@ -168,15 +163,15 @@ class _Vote(NamedTuple):
 class OneBitSGD(BucketCodec):
     """Sends the signs of the gradient, and the means of the positive and of the negative elements of each row.
 
-    An element is quantized at the threshold 0, and decoded as the mean of the elements of its row with the same sign.
-    These two values minimise the squared error. A row is one output unit: grad[i], which is a filter of a convolution.
-    (The paper's layers compute W^T x, so its output units are columns of W.) Error feedback is always on.
+    An element is decoded as the mean of the elements of its row with the same sign, which minimises the squared error.
+    A row is one output unit: grad[i], which is a filter of a convolution. (The paper's layers compute W^T x, so its
+    output units are columns of W.) Error feedback is always on.
 
     Args:
         seed: of the coins that are taken as the signs of zeros.
 
     Payload: header; two float32 means for each row; one bit for each element: 48 + 8 rows + ceil(n / 8) bytes, padded
-    to 16. Gradients bypass compression if their rows are so short that this is not less than 4 n bytes.
+    to 16. A gradient bypasses compression if its rows are so short that this is not less than its 4 n bytes.
 
     Deterministic for a seed.
 
@@ -193,7 +188,7 @@ class OneBitSGD(BucketCodec):
         return super().bypasses(grad) or _nbytes(grad.shape[0], grad.numel()) >= 4 * grad.numel()
 
     def encode_all(self, gradients: list[tuple[Tensor, Key]]) -> list[Tensor]:
-        # 1-D: a shard, a piece of the flat gradient
+        # A 1-D gradient is a partition: a piece of the flat gradient.
         matrices = [grad.reshape(grad.shape[0] if grad.dim() > 1 else 1, -1) for grad, _ in gradients]
         sizes = [(8 * len(x), ops.bitmap_nbytes(x.numel())) for x in matrices]
         payloads = ops.new_payloads([sum(size) for size in sizes], matrices[0].device)
@@ -204,9 +199,9 @@ class OneBitSGD(BucketCodec):
                 for x, (_, key), (means, signs) in zip(matrices, gradients, bodies)
             ]
         )
-        return self.seal_finite(
+        return self.seal(
             [
-                self.to_seal(payload, x.numel(), most, _ROWS.pack(len(x)))
+                ops.Seal(payload, x.numel(), _ROWS.pack(len(x)), magnitudes=most)
                 for payload, x, most in zip(payloads, matrices, largest)
             ]
         )
@@ -218,10 +213,8 @@ class OneBitSGD(BucketCodec):
         means, signs = payload.sections(8 * rows, ops.bitmap_nbytes(numel))
         return signs, means.view(torch.float32)
 
-    def sum_all(self, sums: list[Sum]) -> None:
-        ops.one_bit_decode_add_all(
-            [ops.OneBitSum(out, [(*parsed, weight) for parsed, weight in terms], add) for out, terms, add in sums]
-        )
+    def sum_all(self, sums: list[ops.WeightedSum]) -> None:
+        ops.one_bit_decode_add_all(sums)
 
 
 def _nbytes(rows: int, numel: int) -> int:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..gather import GatherCompressor
-from ..registry import register
-from ..schedule import Theta, check_theta, theta_at
-from ..state import VECTOR, Key, State
+from ..memory.state import VECTOR, Key, State
+from .base.gather import GatherCompressor
+from .base.registry import register
+from .base.schedule import Theta, check_theta, theta_at
 
 _COUNT = struct.Struct("<Q")  # k; the header's other 8 bytes hold the range float
 
@@ -32,7 +32,7 @@ class SparseCodec(GatherCompressor):
     bits = 32
 
     def pack(self, indices: Tensor, values: Tensor, numel: int) -> Tensor:
-        """The sealed payload of k elements. indices: int32, ascending; values: float32."""
+        """Make the sealed payload of k elements. indices: int32, ascending; values: float32."""
         values_end = ops.packed_nbytes(values.numel(), self.bits)
         end = values_end + ops.index_code_capacity(values.numel(), numel)
         payload = ops.new_payload(end + -end % ops.PAYLOAD_ALIGN, values.device)  # `seal` writes the padding
@@ -46,16 +46,17 @@ class SparseCodec(GatherCompressor):
             number = ops.RangeFloat.fit(values, self.bits)
             number.encode_packed(values, body[:values_end])
         stream = ops.Stream(values_end, ops.index_code_write(indices, numel, body[values_end:end]))
-        # Elements that are not finite are the largest in magnitude, so the kept ones include them.
-        return self.seal(payload, numel, ops.abs_max_tensor(values), fields, number, stream=stream)
+        # Check the kept elements, which include those that are not finite: their magnitudes are the largest.
+        magnitudes = ops.abs_max_tensor(values)
+        return self.seal([ops.Seal(payload, numel, fields, 0, magnitudes, number, stream=stream)])[0]
 
     def unpack(self, payload: ops.Payload, numel: int) -> tuple[Tensor, Tensor]:
-        """Coded indices and values (float32) of a gradient of `numel` elements. Raises PayloadError.
+        """Parse the payload of a gradient of `numel` elements: coded indices and values (float32).
 
-        Does not wait for the device: up to 15 bytes of padding follow the indices there.
+        Does not wait for the device: up to 15 bytes of padding follow the indices there. Raises PayloadError.
         """
         (k,) = _COUNT.unpack(payload.fields[:8])
-        # Checked before memory is allocated: decoded 2-bit values take 16 times their bytes in the payload.
+        # Check before memory is allocated: decoded 2-bit values take 16 times their bytes in the payload.
         if k > numel:
             raise ops.PayloadError(f"corrupt payload: it claims {k} values of {numel} elements")
         values_end = ops.packed_nbytes(k, self.bits)
@@ -86,17 +87,17 @@ class SparseCodec(GatherCompressor):
         ops.index_code_decode_add(stream, values, out, weight)
 
     def subtract_transmitted(self, state: State) -> None:
-        # The base class decodes to a dense tensor. This gives the same bits, and touches k elements only.
+        # The same bits as in the base class, which decodes to a dense tensor. This touches k elements only.
         for payload, part in self.transmitted_parts(state):
             self.decode_add(self.open(payload, part.numel()), part, -1.0)
 
 
-@register("topk", number=2, example="theta=0.9,exchange=scatter_reduce")
+@register("topk", number=2, examples=["theta=0.9,exchange=scatter_reduce", "", "bits=8", "theta=0.9,select=sampled"])
 @dataclass
 class TopK(SparseCodec):
     """Sends the k elements of largest magnitude.
 
-    This is the best approximation by k elements; its squared error is the sum of squares of the elements dropped.
+    This is the best approximation by k elements. Its squared error is the sum of squares of the dropped elements.
 
     Args:
         theta: fraction of the elements that is dropped, in [0, 1), or a schedule step -> theta.
@@ -110,8 +111,8 @@ class TopK(SparseCodec):
     Payload: header; k values of `bits` bits; coded indices: 48 + ceil(bits k / 8) + I bytes, padded to 16. I is 12
     bytes plus the smaller of a bitmap, ceil(n / 8), and Rice-coded gaps, 1.02 bytes per index at theta = 0.99.
 
-    Deterministic. On a CUDA device, payloads have room for the longest coded indices of k elements, 5 % more than
-    random ones take at theta = 0.99, and nothing waits to learn their length. select="sampled" waits for k.
+    Deterministic. On a CUDA device, payloads have room for the longest coded indices of k elements, so that nothing
+    waits for their length: 5 % more than random indices take at theta = 0.99. select="sampled" waits for k.
 
     Source: Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017; error feedback: Stich,
     Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018; sampled selection: Zhang, Zhang, Shi, Chu, Li,

@@ -1,15 +1,13 @@
-"""Arrays of other libraries in place of torch tensors: NumPy, CuPy, and all that export DLPack.
-
-``takes_arrays`` converts the arguments and results of a function of tensors. No memory is copied.
-"""
+"""Arrays of other libraries in place of torch tensors: NumPy, CuPy, and all that export DLPack. No memory is copied."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -43,59 +41,32 @@ def takes_arrays(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if _NO_ARRAYS.issuperset(map(type, args)) and (not kwargs or _NO_ARRAYS.issuperset(map(type, kwargs.values()))):
             return function(*args, **kwargs)
-        first = _first_array((*args, *kwargs.values()))
+        first = next(filter(_is_array, _leaves((*args, *kwargs.values()), most=1)), None)
         return function(*args, **kwargs) if first is None else _call_with_arrays(function, args, kwargs, first)
 
     return call
 
 
 def take_arrays(namespace: dict[str, Any], names: Iterable[str]) -> None:
-    """Apply `takes_arrays` to those functions of a namespace that take tensors or sequences."""
+    """Apply `takes_arrays` to the functions of a namespace."""
     for name in names:
-        function = namespace[name]
-        if inspect.isfunction(function):
-            kinds = [str(kind) for parameter, kind in function.__annotations__.items() if parameter != "return"]
-            if any(word in kind for kind in kinds for word in ("Tensor", "Sequence", "Iterable")):
-                namespace[name] = takes_arrays(function)
-                vars(sys.modules[function.__module__])[name] = namespace[name]  # pickle looks there
-
-
-def _first_array(value: Any) -> Any:
-    """The first array in an argument, None if it holds none. Of a list, only the first element is looked at."""
-    if isinstance(value, Tensor):
-        return None
-    if isinstance(value, (tuple, list)):
-        for item in value if isinstance(value, tuple) else value[:1]:
-            if type(item) not in _NO_ARRAYS and (array := _first_array(item)) is not None:
-                return array
-        return None
-    return value if _is_array(value) else None
+        if inspect.isfunction(function := namespace[name]):
+            # pickle looks for it in its module
+            namespace[name] = vars(sys.modules[function.__module__])[name] = takes_arrays(function)
 
 
 def _is_array(value: Any) -> bool:
-    return hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
+    has_array = hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
+    return has_array and not isinstance(value, Tensor)
 
 
-def _call_with_arrays(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], first: Any) -> Any:
-    """Call a function of tensors with arrays. `first`: the array that decides about stream and results."""
-    passed: dict[int, tuple[Tensor, Any]] = {}  # by the id of the tensor, which is kept so that the id stays its own
-
-    def tensor(value: Any) -> Any:
-        if not (isinstance(value, Tensor) or _is_array(value)):
-            return value
-        shared = value if isinstance(value, Tensor) else _tensor_of(value, function.__name__)
-        passed[id(shared)] = shared, value
-        return shared
-
-    def array(result: Any) -> Any:
-        if not isinstance(result, Tensor):
-            return result
-        return passed[id(result)][1] if id(result) in passed else _array_like(first, result)
-
-    arguments = [*args, *kwargs.values()]
-    with _stream_of(first, any(_each(arguments, lambda x: isinstance(x, Tensor) and x.is_cuda))):
-        result = function(*_map(tensor, args), **{name: _map(tensor, value) for name, value in kwargs.items()})
-        return _map(array, result)
+def _leaves(value: Any, most: int | None = None) -> Iterator[Any]:
+    """What nested lists and tuples hold; of each list, the first `most` elements."""
+    if not isinstance(value, (tuple, list)):
+        yield value
+        return
+    for item in value[:most] if isinstance(value, list) else value:
+        yield from _leaves(item, most)
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
@@ -108,28 +79,40 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
     return value._make(items) if hasattr(value, "_make") else tuple(items)  # a NamedTuple
 
 
-def _each(value: Any, function: Callable[[Any], bool]) -> Iterator[bool]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _each(item, function)
-    else:
-        yield function(value)
+def _call_with_arrays(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], first: Any) -> Any:
+    """Call a function of tensors with arrays. `first`: the array that decides about stream and results."""
+    passed: dict[int, tuple[Any, Any]] = {}  # by the id of what the function gets, which is kept: its id stays its own
+    cupy: Any = sys.modules.get("cupy")  # whoever has an array of it has imported it
+    of_cupy = cupy is not None and isinstance(first, cupy.ndarray)
 
+    def tensor(value: Any) -> Any:
+        shared = _tensor_of(value, function.__name__) if _is_array(value) else value
+        passed[id(shared)] = shared, value
+        return shared
 
-def _cupy_of(array: Any) -> Any:
-    """CuPy if it is the array's library, otherwise None. Whoever has an array of it has imported it."""
-    cupy = sys.modules.get("cupy")
-    return cupy if cupy is not None and isinstance(array, cupy.ndarray) else None
+    def array(result: Any) -> Any:
+        if not isinstance(result, Tensor):
+            return result
+        if id(result) in passed:
+            return passed[id(result)][1]
+        if isinstance(first, np.ndarray) and result.device.type == "cpu":
+            return result.detach().numpy()
+        return cupy.from_dlpack(result.detach()) if of_cupy and result.is_cuda else result
+
+    with _stream_of(first, cupy, (*args, *kwargs.values())) if of_cupy else contextlib.nullcontext():
+        result = function(*_map(tensor, args), **{name: _map(tensor, value) for name, value in kwargs.items()})
+        return _map(array, result)
 
 
 def _tensor_of(array: Any, what: str) -> Tensor:
     """A tensor that shares the array's memory. Raises ValueError if there is none."""
     try:
         if isinstance(array, np.ndarray):
-            return _tensor_of_numpy(array)
+            return torch.from_numpy(array) if array.flags.writeable else _read_only(array)
         if hasattr(array, "__dlpack__"):
             return torch.from_dlpack(array)
-        _wait_for(array.__cuda_array_interface__.get("stream"))
+        if (pointer := array.__cuda_array_interface__.get("stream")) is not None:
+            torch.cuda.current_stream().wait_stream(_torch_stream(pointer))
         return torch.as_tensor(array, device="cuda")
     except Exception as error:  # of the other library, or torch's about it: any type
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
@@ -140,61 +123,32 @@ def _tensor_of(array: Any, what: str) -> Tensor:
         ) from error
 
 
-class _Writable:
-    """The memory of a read-only NumPy array. torch warns of read-only arrays, also if nothing writes to them."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        interface = array.__array_interface__
-        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
-        self._array = array  # keeps the memory
-
-
-def _tensor_of_numpy(array: np.ndarray) -> Tensor:
-    if array.flags.writeable:
-        return torch.from_numpy(array)
-    tensor = torch.from_numpy(np.asarray(_Writable(array)))
+def _read_only(array: np.ndarray) -> Tensor:
+    """A tensor of a read-only array, marked as such. torch would warn of it, also if nothing writes to it."""
+    interface = array.__array_interface__ | {"data": (array.ctypes.data, False)}
+    tensor = torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=interface, memory=array)))
     setattr(tensor, READ_ONLY, True)
     return tensor
 
 
-def _array_like(first: Any, result: Tensor) -> Any:
-    """The result as an array of the library of `first`, as it is if that library is not known or has no such device."""
-    if isinstance(first, np.ndarray):
-        return result.detach().numpy() if result.device.type == "cpu" else result
-    cupy = _cupy_of(first)
-    return cupy.from_dlpack(result.detach()) if cupy is not None and result.is_cuda else result
+@contextlib.contextmanager
+def _stream_of(array: Any, cupy: Any, arguments: tuple) -> Iterator[None]:
+    """Make CuPy's current stream on the array's device torch's current one there.
 
-
-def _stream_of(array: Any, with_tensors: bool) -> AbstractContextManager[Any]:
-    """Make CuPy's current stream on the array's device torch's current one there; for other arrays, do nothing.
-
-    with_tensors: tensors on a device are among the arguments; they are used on torch's current stream before and after.
+    If tensors on a device are among the arguments, that stream waits for torch's before, and torch's for it after.
     """
-    cupy = _cupy_of(array)
-    if cupy is None:
-        return nullcontext()
     device = array.device.id
-    stream = _torch_stream(cupy.cuda.get_current_stream(device).ptr, device)
-    return _between(torch.cuda.current_stream(device), stream) if with_tensors else torch.cuda.stream(stream)
-
-
-@contextmanager
-def _between(caller: torch.cuda.Stream, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work on `stream`, after what `caller` has to do and before what it gets to do."""
-    stream.wait_stream(caller)
+    caller, stream = torch.cuda.current_stream(device), _torch_stream(cupy.cuda.get_current_stream(device).ptr, device)
+    mixed = any(isinstance(value, Tensor) and value.is_cuda for value in _leaves(arguments))
+    if mixed:
+        stream.wait_stream(caller)
     with torch.cuda.stream(stream):
         yield
-    caller.wait_stream(stream)
+    if mixed:
+        caller.wait_stream(stream)
 
 
 def _torch_stream(pointer: int, device: int | None = None) -> torch.cuda.Stream:
     """The stream with this handle. torch knows the legacy default stream (0; 1 in protocols) by another call."""
-    if pointer in (0, 1):
-        return torch.cuda.default_stream(device)
-    return torch.cuda.ExternalStream(pointer, device=device)
-
-
-def _wait_for(pointer: int | None) -> None:
-    """Let torch's current stream wait for the stream of a ``__cuda_array_interface__``, if it has one."""
-    if pointer is not None:
-        torch.cuda.current_stream().wait_stream(_torch_stream(pointer))
+    default = pointer in (0, 1)
+    return torch.cuda.default_stream(device) if default else torch.cuda.ExternalStream(pointer, device=device)

@@ -21,26 +21,10 @@ def _check_indices(indices: Tensor, numel: int) -> Tensor:
     return _native.check(indices, torch.int32, "index_code_encode: indices")
 
 
-def _encode(indices: Tensor, numel: int, out: Tensor | None) -> int | Tensor:
-    """Write the stream to `out` if it has room; return its size, or -1 for invalid indices."""
-    address, capacity = (0, 0) if out is None else (out.data_ptr(), out.numel())
-    arguments = (indices.data_ptr(), indices.numel(), numel, address, capacity)
-    return _native.run_count("index_code_encode", indices, *arguments)
-
-
 def _valid_nbytes(nbytes: int, numel: int) -> int:
     if nbytes < 0:
         raise ValueError(f"index_code_encode: got indices that are not strictly ascending, or not within [0, {numel})")
     return nbytes
-
-
-def index_code_nbytes(indices: Tensor, numel: int) -> int:
-    """Return the size of the stream of `index_code_encode`, header included: at most 12 + ceil(numel / 8).
-
-    indices: int32. Raises ValueError as `index_code_encode` does. Waits for the device if they are on CUDA.
-    """
-    indices = _check_indices(indices, numel)
-    return _valid_nbytes(int(_encode(indices, numel, None)), numel)
 
 
 def index_code_capacity(count: int, numel: int) -> int:
@@ -68,21 +52,19 @@ def index_code_write(indices: Tensor, numel: int, out: Tensor) -> int | Tensor:
     for the device, the size is a 0-dim tensor, and -1 for such indices.
     """
     indices = _check_indices(indices, numel)
-    _native.in_place(out, torch.uint8, "index_code_encode: out", device=indices.device)
-    written = _encode(indices, numel, out)
+    _native.in_place(out, torch.uint8, "index_code_write: out", device=indices.device)
+    arguments = (indices.data_ptr(), indices.numel(), numel, out.data_ptr(), out.numel())
+    written = _native.run_count("index_code_encode", indices, *arguments)
     return _valid_nbytes(written, numel) if isinstance(written, int) else written
 
 
-def index_code_encode(indices: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+def index_code_encode(indices: Tensor, numel: int) -> Tensor:
     """Encode ascending indices below `numel`.
 
-    indices: int32, strictly ascending, or a bitmap of them (uint8 of ceil(numel / 8)). out: uint8 of
-    `index_code_nbytes`. Returns uint8, `out` if given. At a density of 1 % an index costs 1.02 bytes (the entropy is
-    1.01); at 15 % it costs 0.61 bit per element; never more than a plain bitmap and 12 bytes. Deterministic.
-
-    Raises ValueError if the indices are not ascending or `out` has another size. On CUDA, waits for the device to know
-    the size if the indices are a bitmap or there is no `out`; otherwise it does not wait, and what is written for
-    invalid indices or to an `out` of another size is unspecified.
+    indices: int32, strictly ascending, or a bitmap of them (uint8 of ceil(numel / 8)). Returns uint8. At a density of
+    1 % an index costs 1.02 bytes (the entropy is 1.01); at 15 % it costs 0.61 bit per element; never more than a plain
+    bitmap and 12 bytes. Deterministic. Raises ValueError if the indices are not ascending. On CUDA, waits for the
+    device to know the size.
 
     >>> stream = index_code_encode(torch.tensor([3, 700], dtype=torch.int32), 100_000)
     >>> stream.numel(), index_code_decode(stream, 100_000).tolist()
@@ -92,18 +74,8 @@ def index_code_encode(indices: Tensor, numel: int, out: Tensor | None = None) ->
         bits = _native.check(indices, torch.uint8, "index_code_encode: bitmap", bitmap_nbytes(numel))
         indices = bitmap_indices(bits, numel, bitmap_count(bits, numel))
     indices = _check_indices(indices, numel)
-    if out is None and _native.on_cuda(indices):  # waits once, for a buffer that is large enough in any case
-        most = torch.empty(_HEADER.size + bitmap_nbytes(numel), dtype=torch.uint8, device=indices.device)
-        return most[: _valid_nbytes(int(_encode(indices, numel, most)), numel)]
-    if out is None:
-        nbytes = _valid_nbytes(int(_encode(indices, numel, None)), numel)
-        out = torch.empty(nbytes, dtype=torch.uint8, device=indices.device)
-    else:
-        _native.in_place(out, torch.uint8, "index_code_encode: out", device=indices.device)
-    written = _encode(indices, numel, out)
-    if isinstance(written, int) and _valid_nbytes(written, numel) != out.numel():
-        raise ValueError(f"index_code_encode: out: got {out.numel()} elements, expected {written}")
-    return out
+    out = torch.empty(index_code_capacity(indices.numel(), numel), dtype=torch.uint8, device=indices.device)
+    return out[: _valid_nbytes(int(index_code_write(indices, numel, out)), numel)]
 
 
 def index_code_open(buffer: Tensor) -> tuple[Tensor, int]:

@@ -107,26 +107,18 @@ def _distinct(tensors: list[Tensor], what: str) -> None:
         raise ValueError(f"{what}: got the same matrix more than once, expected distinct ones")
 
 
-def low_rank_apply_average(m: Tensor, e: Tensor, sent_p: Tensor, sent_q: Tensor, p: Tensor, q: Tensor) -> None:
-    """Set e = m - sent_p @ sent_qᵀ (the new residual), then m = p @ qᵀ (the average gradient), in one pass.
+def low_rank_apply_average_all(updates: Sequence[AverageUpdate]) -> None:
+    """Set e = m - sent_p @ sent_qᵀ (the new residual), then m = p @ qᵀ (the average gradient), each in one pass.
 
-    m, e: (n, m), in place; e is not read. sent_p, p: (n, r); sent_q, q: (m, r). The factors sent may be p and q
-    themselves; if both are, one product is computed. m gets the bits of `low_rank_expand(p, q)`. No factor may overlap
-    m or e, nor m e.
+    updates: (m, e, sent_p, sent_q, p, q) of each matrix. m, e: (n, m), in place; e is not read. sent_p, p: (n, r);
+    sent_q, q: (m, r). The factors sent may be p and q themselves; if both are, one product is computed. m gets the bits
+    of `low_rank_expand(p, q)`. No m or e may overlap another tensor.
 
     >>> m, e = torch.tensor([[31.0, 7.0]]), torch.empty(1, 2)
     >>> sent_p, sent_q = torch.tensor([[3.0]]), torch.tensor([[10.0], [2.0]])
-    >>> low_rank_apply_average(m, e, sent_p, sent_q, torch.ones(1, 1), torch.ones(2, 1))
+    >>> low_rank_apply_average_all([(m, e, sent_p, sent_q, torch.ones(1, 1), torch.ones(2, 1))])
     >>> m.tolist(), e.tolist()
     ([[1.0, 1.0]], [[1.0, 1.0]])
-    """
-    low_rank_apply_average_all([(m, e, sent_p, sent_q, p, q)])
-
-
-def low_rank_apply_average_all(updates: Sequence[AverageUpdate]) -> None:
-    """`low_rank_apply_average` for several matrices, with the same bits, in one call.
-
-    updates: (m, e, sent_p, sent_q, p, q) of each. No m or e may overlap another tensor.
     """
     table = array("q")  # struct AverageUpdate of csrc/common/low_rank.h
     kept, changed = [], []

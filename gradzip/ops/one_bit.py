@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +16,9 @@ from torch import Tensor
 from . import _native
 from .bitmap import bitmap_nbytes
 from .errors import PayloadError
+from .weighted_sum import WeightedSum, decode_sums
 
-_SUM = struct.Struct("<QqQQ")
-_TERM = struct.Struct("<QQqd")
+_TERM = struct.Struct("<QQqd")  # struct OneBitTerm of csrc/common/one_bit.h
 
 
 def _shape(x: Tensor, what: str) -> tuple[int, int]:
@@ -83,14 +82,6 @@ def _pack(sources: Sequence[tuple[Tensor, int, Tensor, Tensor]], most: Tensor | 
     _native.run("one_bit_packed", kept[0], table.buffer_info()[0], len(kept), address)
 
 
-class OneBitSum(NamedTuple):
-    """A sum of tensors packed by `one_bit_packed`."""
-
-    out: Tensor  # n elements, float32, any shape
-    terms: Sequence[tuple[Tensor, Tensor, float]]  # (packed, means, weight) of each; its rows divide n
-    add: bool = True  # to `out`, rather than overwrite it
-
-
 def one_bit_decode_add(packed: Tensor, means: Tensor, out: Tensor, weight: float = 1.0) -> None:
     """Add weight * the mean for its row and bit to each element of `out`.
 
@@ -104,46 +95,38 @@ def one_bit_decode_add(packed: Tensor, means: Tensor, out: Tensor, weight: float
             f"one_bit_decode_add: got {packed.numel()} bytes and {means.numel()} means, expected "
             f"{bitmap_nbytes(out.numel())} and {2 * rows} for shape {(rows, columns)}"
         )
-    one_bit_decode_add_all([OneBitSum(out, [(packed, means, weight)])])
+    one_bit_decode_add_all([WeightedSum(out, [((packed, means), weight)])])
 
 
-def one_bit_decode_add_all(sums: Sequence[OneBitSum]) -> None:
+def one_bit_decode_add_all(sums: Sequence[WeightedSum]) -> None:
     """Compute several sums of terms, as `one_bit_decode_add` adds them, in one call and one pass over each `out`.
 
-    All tensors are on one device. The terms of a sum are added in order, with the bits of as many calls of
-    `one_bit_decode_add`.
+    sums: their terms are ((packed, means), weight); the rows of the means divide n. All tensors are on one device. The
+    terms of a sum are added in order, with the bits of as many calls of `one_bit_decode_add`.
 
     Raises:
-        PayloadError: with nothing changed, a length is wrong or a mean is not finite; for the latter, `index` of the
-            exception is the index of the term among those of all sums. On CUDA, rows become NaN instead.
+        PayloadError: with nothing changed, a length is wrong or a mean is not finite; `index` of the exception is the
+            index of the term among those of all sums. On CUDA, rows become NaN instead if a mean is not finite.
 
     >>> out, packed = torch.empty(3), torch.tensor([4], dtype=torch.uint8)
-    >>> one_bit_decode_add_all([OneBitSum(out, [(packed, torch.tensor([[2.0, -4.0]]), 0.5)], add=False)])
+    >>> one_bit_decode_add_all([WeightedSum(out, [((packed, torch.tensor([[2.0, -4.0]])), 0.5)], add=False)])
     >>> out.tolist()
     [1.0, 1.0, -2.0]
     """
-    table, terms = bytearray(), bytearray()  # struct OneBitSum and struct OneBitTerm of csrc/common/one_bit.h
-    kept: list[Tensor] = []
-    device = None
-    for out, own, add in sums:
-        _native.in_place(out, torch.float32, "one_bit_decode_add: out", device=device)
-        device, numel = out.device, out.numel()
-        table += _SUM.pack(out.data_ptr(), numel, len(own), add)
-        for packed, means, weight in own:
-            packed = _native.check(packed, torch.uint8, "one_bit_decode_add: packed", device=device)
-            means = _native.check(means, torch.float32, "one_bit_decode_add: means", device=device)
-            rows = means.numel() // 2
-            whole = numel == 0 or (means.numel() == 2 * rows and rows > 0 and numel % rows == 0)
-            if packed.numel() != bitmap_nbytes(numel) or not whole:
-                raise PayloadError(
-                    f"one_bit_decode_add: got {packed.numel()} bytes and {means.numel()} means, expected "
-                    f"{bitmap_nbytes(numel)} and two for each row of {numel} elements"
-                )
-            kept += [packed, means]
-            terms += _TERM.pack(packed.data_ptr(), means.data_ptr(), numel // max(1, rows), weight)
-    if not sums:
-        return
-    addresses = [_native.address_of(buffer) for buffer in (table, terms)]
-    failed = _native.run_failed("one_bit_decode_add", sums[0].out, addresses[0], len(sums), addresses[1])
-    if failed:
+    if failed := decode_sums("one_bit_decode_add", sums, _term):
         raise PayloadError("corrupt payload: the mean of a row is not finite", index=failed - 1)
+
+
+def _term(encoded: tuple[Tensor, Tensor], weight: float, out: Tensor) -> tuple[bytes, list[Tensor]]:
+    packed, means = encoded
+    packed = _native.check(packed, torch.uint8, "one_bit_decode_add: packed", device=out.device)
+    means = _native.check(means, torch.float32, "one_bit_decode_add: means", device=out.device)
+    numel, rows = out.numel(), means.numel() // 2
+    whole = numel == 0 or (means.numel() == 2 * rows and rows > 0 and numel % rows == 0)
+    if packed.numel() != bitmap_nbytes(numel) or not whole:
+        raise PayloadError(
+            f"one_bit_decode_add: got {packed.numel()} bytes and {means.numel()} means, expected "
+            f"{bitmap_nbytes(numel)} and two for each row of {numel} elements"
+        )
+    term = _TERM.pack(packed.data_ptr(), means.data_ptr(), numel // max(1, rows), weight)
+    return term, [packed, means]

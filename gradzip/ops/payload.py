@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from ctypes import addressof, c_int64, create_string_buffer
+from ctypes import addressof, c_int64
 from typing import NamedTuple
 
 import torch
@@ -28,8 +28,8 @@ PAYLOAD_ALIGN = 16
 NON_FINITE = 1
 _HEADER = struct.Struct("<2sBBIQQII16s")
 HEADER_NBYTES = _HEADER.size
-_TABLE = struct.Struct(f"<{HEADER_NBYTES}sQQ")  # struct PayloadInspection of csrc/common/payload.h
-_RESULTS = struct.Struct("@QqQQQqq")  # struct PayloadResults
+_SEAL = struct.Struct(f"<Q{HEADER_NBYTES}sQqQQQqq")  # struct PayloadSeal of csrc/common/payload.h
+_TABLE = struct.Struct(f"<{HEADER_NBYTES}sQQ")  # struct PayloadInspection
 _SLACK_BIT = 8
 _MOST_STREAM = 1 << 28  # bytes: the slack has 24 bits
 _INSPECTION = "_gradzip_inspection"  # attribute of a payload on CUDA: its _Inspection
@@ -94,19 +94,18 @@ def new_payloads(section_nbytes: Sequence[int], device: torch.device | None = No
 class Seal(NamedTuple):
     """A payload whose sections are in place, and what its header is to say.
 
-    payload: uint8, from `new_payload`. fields: 16 bytes, or 8 if `number` is given, whose wire form follows them.
-    magnitudes: float32, as from `abs_max_tensor`; NON_FINITE is added to the flags unless all are finite. scale:
-    float32 of 1 element; replaces the first 4 bytes of the fields. stream: the last section, if it is shorter than the
-    memory for it; what follows it becomes zeros. On CUDA these become slack, otherwise they are cut off.
+    payload: uint8, from `new_payload`. numel: of the gradient. fields: 16 bytes, or 8 if `number` is given, whose wire
+    form follows them. magnitudes: float32, as from `abs_max_tensor`; NON_FINITE is added to the flags unless all are
+    finite. scale: float32 of 1 element; replaces the first 4 bytes of the fields. stream: the last section, if it is
+    shorter than the memory for it; what follows it becomes zeros. On CUDA these become slack, otherwise they are cut
+    off.
 
     On CUDA, `magnitudes`, `number`, `scale` and `stream` may be results that are still being computed.
     """
 
     payload: Tensor
-    method: int
-    digest: int
     numel: int
-    fields: bytes
+    fields: bytes = bytes(16)
     flags: int = 0
     magnitudes: Tensor | None = None
     number: RangeFloat | None = None
@@ -114,66 +113,40 @@ class Seal(NamedTuple):
     stream: Stream | None = None
 
 
-def seal_payload(
-    payload: Tensor,
-    *,
-    method: int,
-    digest: int,
-    numel: int,
-    fields: bytes,
-    flags: int = 0,
-    magnitudes: Tensor | None = None,
-    number: RangeFloat | None = None,
-    scale: Tensor | None = None,
-    stream: Stream | None = None,
-) -> Tensor:
-    """Write the header of a payload whose sections are in place, and return the payload.
-
-    The arguments are those of `Seal`. Does not wait for the device.
-    """
-    return seal_payloads([Seal(payload, method, digest, numel, fields, flags, magnitudes, number, scale, stream)])[0]
-
-
-def seal_payloads(seals: Sequence[Seal]) -> list[Tensor]:
-    """Write the headers of several payloads on one device, in one call, and return the payloads."""
-    table = array("q")  # struct PayloadSeal
+def seal_payloads(seals: Sequence[Seal], *, method: int, digest: int) -> list[Tensor]:
+    """Write the headers of payloads on one device, in one call. Return the payloads. Does not wait for the device."""
+    table = bytearray()
     payloads: list[Tensor] = []
     kept: list[object] = []  # alive until the kernel has run
-    for seal in seals:
-        payload = _native.in_place(
-            seal.payload, torch.uint8, "seal_payload: payload", device=payloads[0].device if payloads else None
-        )
+    for payload, numel, fields, flags, magnitudes, number, scale, stream in seals:
+        device = payloads[0].device if payloads else None
+        _native.in_place(payload, torch.uint8, "seal_payloads: payload", device=device)
         if payload.numel() < HEADER_NBYTES or payload.numel() % PAYLOAD_ALIGN:
-            raise ValueError(f"seal_payload: got {payload.numel()} bytes, expected a payload as new_payload makes it")
-        expected = 16 if seal.number is None else 8
-        if len(seal.fields) != expected:
-            raise ValueError(f"seal_payload: got {len(seal.fields)} bytes of fields, expected {expected}")
-        magnitudes, scale = seal.magnitudes, seal.scale
+            raise ValueError(f"seal_payloads: got {payload.numel()} bytes, expected a payload as new_payload makes it")
+        expected = 16 if number is None else 8
+        if len(fields) != expected:
+            raise ValueError(f"seal_payloads: got {len(fields)} bytes of fields, expected {expected}")
         if magnitudes is not None:
-            magnitudes = _native.check(magnitudes, torch.float32, "seal_payload: magnitudes", device=payload.device)
+            magnitudes = _native.check(magnitudes, torch.float32, "seal_payloads: magnitudes", device=payload.device)
         if scale is not None:
-            scale = _native.check(scale, torch.float32, "seal_payload: scale", 1, payload.device)
+            scale = _native.check(scale, torch.float32, "seal_payloads: scale", 1, payload.device)
         begin, stream_address, padding_at = 0, 0, -1
-        if seal.stream is not None:
-            begin = HEADER_NBYTES + seal.stream.begin
-            padding_at = -1 if seal.stream.padding_at is None else seal.stream.padding_at
-            payload, stream_address, held = _fitted(payload, begin, seal.stream.nbytes)
+        if stream is not None:
+            begin = HEADER_NBYTES + stream.begin
+            padding_at = -1 if stream.padding_at is None else stream.padding_at
+            payload, stream_address, held = _fitted(payload, begin, stream.nbytes)
             kept.append(held)
-        words = None if seal.number is None else seal.number._words_on(payload.device)
-        header, results = create_string_buffer(HEADER_NBYTES), create_string_buffer(_RESULTS.size)
-        _HEADER.pack_into(
-            header, 0, b"gz", VERSION, seal.method, seal.digest, seal.numel, payload.numel(), 0, seal.flags, seal.fields
-        )
-        magnitude_count = 0 if magnitudes is None else magnitudes.numel()
+        words = None if number is None else number._words_on(payload.device)
+        header = _HEADER.pack(b"gz", VERSION, method, digest, numel, payload.numel(), 0, flags, fields)
         addresses = [0 if x is None else x.data_ptr() for x in (magnitudes, words, scale)]
-        _RESULTS.pack_into(
-            results, 0, addresses[0], magnitude_count, addresses[1], addresses[2], stream_address, begin, padding_at
-        )
-        table.extend((payload.data_ptr(), addressof(header), addressof(results)))
-        kept += [magnitudes, scale, words, header, results]
+        table += _SEAL.pack(
+            payload.data_ptr(), header, addresses[0], 0 if magnitudes is None else magnitudes.numel(), *addresses[1:],
+            stream_address, begin, padding_at,
+        )  # fmt: skip
+        kept += [magnitudes, scale, words]
         payloads.append(payload)
     if payloads:
-        _native.run("payload_seal", payloads[0], table.buffer_info()[0], len(payloads))
+        _native.run("payload_seal", payloads[0], _native.address_of(table), len(payloads))
     return payloads
 
 
@@ -182,11 +155,11 @@ def _fitted(payload: Tensor, begin: int, nbytes: int | Tensor) -> tuple[Tensor, 
     room = payload.numel() - begin
     if isinstance(nbytes, Tensor):
         if room > _MOST_STREAM:
-            raise ValueError(f"seal_payload: got room for a stream of {room} bytes, expected at most {_MOST_STREAM}")
-        nbytes = _native.check(nbytes, torch.int64, "seal_payload: stream.nbytes", 1, payload.device)
+            raise ValueError(f"seal_payloads: got room for a stream of {room} bytes, expected at most {_MOST_STREAM}")
+        nbytes = _native.check(nbytes, torch.int64, "seal_payloads: stream.nbytes", 1, payload.device)
         return payload, nbytes.data_ptr(), nbytes
     if not 0 <= nbytes <= room:
-        raise ValueError(f"seal_payload: got a stream of {nbytes} bytes, expected 0 to {room}")
+        raise ValueError(f"seal_payloads: got a stream of {nbytes} bytes, expected 0 to {room}")
     size = c_int64(nbytes)
     return payload[: _padded(begin + nbytes)], addressof(size), size
 
@@ -346,15 +319,3 @@ def _split(buffer: Tensor, inspections: Sequence[_Inspection | None]) -> list[Te
     if begin != buffer.numel():
         raise PayloadError(f"got {buffer.numel()} bytes, expected {begin} in {count} payloads")
     return payloads
-
-
-def first_payload(buffer: Tensor) -> Tensor:
-    """Return the payload at the beginning of a buffer that may be longer, as a view.
-
-    buffer: uint8. Raises PayloadError if the payload is truncated. Waits for the device if the buffer is on CUDA.
-    """
-    buffer = _native.check(buffer, torch.uint8, "first_payload: buffer")
-    nbytes = _read_header(buffer, _inspect([buffer], 1)[0] if _native.on_cuda(buffer) else None).nbytes
-    if nbytes > buffer.numel():
-        raise PayloadError(f"truncated payload: got {buffer.numel()} bytes, expected {nbytes}")
-    return buffer[:nbytes]

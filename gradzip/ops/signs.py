@@ -8,7 +8,6 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +15,10 @@ from torch import Tensor
 from . import _native
 from .bitmap import bitmap_nbytes
 from .errors import PayloadError
+from .weighted_sum import WeightedSum, decode_sums
 
 _MOST_VOTERS = 65535
-_SUM = struct.Struct("<QqQQ")
-_TERM = struct.Struct("<Qd")
+_TERM = struct.Struct("<Qd")  # struct SignsTerm of csrc/common/signs.h
 
 
 def pack_signs(x: Tensor, key: int = 0, out: Tensor | None = None) -> Tensor:
@@ -143,14 +142,6 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 
 
-class SignsSum(NamedTuple):
-    """A sum of scaled signs."""
-
-    out: Tensor  # n elements, float32, any shape
-    terms: Sequence[tuple[Tensor, float]]  # (packed, scale) of each: uint8 of ceil(n / 8), as from `pack_signs`
-    add: bool = True  # to `out`, rather than overwrite it
-
-
 def signs_decode_add(packed: Tensor, out: Tensor, scale: float = 1.0) -> None:
     """Add scale * sign to each element of `out`.
 
@@ -158,36 +149,30 @@ def signs_decode_add(packed: Tensor, out: Tensor, scale: float = 1.0) -> None:
     Raises PayloadError, with out unchanged, if the size is wrong; any bits are valid signs. Does not wait for the
     device.
     """
-    signs_decode_add_all([SignsSum(out, [(packed, scale)])])
+    signs_decode_add_all([WeightedSum(out, [(packed, scale)])])
 
 
-def signs_decode_add_all(sums: Sequence[SignsSum]) -> None:
+def signs_decode_add_all(sums: Sequence[WeightedSum]) -> None:
     """Compute several sums of terms, scale * sign, in one call and one pass over each `out`.
 
-    All tensors are on one device. The terms of a sum are added in order, with the bits of as many calls of
-    `signs_decode_add`. Raises PayloadError, with nothing changed, if the size of a term is wrong.
+    sums: their terms are (packed, scale). All tensors are on one device. The terms of a sum are added in order, with
+    the bits of as many calls of `signs_decode_add`. Raises PayloadError, with nothing changed, if the size of a term is
+    wrong.
 
     >>> out = torch.empty(3)
-    >>> signs_decode_add_all([SignsSum(out, [(torch.tensor([b], dtype=torch.uint8), 0.5) for b in (1, 3)], add=False)])
+    >>> terms = [(torch.tensor([bits], dtype=torch.uint8), 0.5) for bits in (1, 3)]
+    >>> signs_decode_add_all([WeightedSum(out, terms, add=False)])
     >>> out.tolist()
     [-1.0, 0.0, 1.0]
     """
-    table, terms = bytearray(), bytearray()  # struct SignsSum and struct SignsTerm of csrc/common/signs.h
-    kept: list[Tensor] = []
-    device = None
-    for out, own, add in sums:
-        _native.in_place(out, torch.float32, "signs_decode_add: out", device=device)
-        device = out.device
-        table += _SUM.pack(out.data_ptr(), out.numel(), len(own), add)
-        for packed, scale in own:
-            packed = _native.check(packed, torch.uint8, "signs_decode_add: packed", device=device)
-            if packed.numel() != bitmap_nbytes(out.numel()):
-                raise PayloadError(
-                    f"signs_decode_add: got {packed.numel()} bytes, expected {bitmap_nbytes(out.numel())} "
-                    f"for {out.numel()} signs"
-                )
-            kept.append(packed)
-            terms += _TERM.pack(packed.data_ptr(), scale)
-    if sums:
-        addresses = [_native.address_of(buffer) for buffer in (table, terms)]
-        _native.run("signs_decode_add", sums[0].out, addresses[0], len(sums), addresses[1])
+    decode_sums("signs_decode_add", sums, _term, run=_native.run)
+
+
+def _term(packed: Tensor, scale: float, out: Tensor) -> tuple[bytes, list[Tensor]]:
+    packed = _native.check(packed, torch.uint8, "signs_decode_add: packed", device=out.device)
+    if packed.numel() != bitmap_nbytes(out.numel()):
+        raise PayloadError(
+            f"signs_decode_add: got {packed.numel()} bytes, expected {bitmap_nbytes(out.numel())} "
+            f"for {out.numel()} signs"
+        )
+    return _TERM.pack(packed.data_ptr(), scale), [packed]

@@ -10,16 +10,16 @@ import math
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _native
 from .errors import PayloadError
+from .weighted_sum import WeightedSum, decode_sums
 
-_SUM = struct.Struct("<QqQQ")
-_TERM = struct.Struct("<QQd")
+_TERM = struct.Struct("<QQd")  # struct TernaryTerm of csrc/common/ternary.h
 
 
 def ternary_nbytes(numel: int) -> int:
@@ -85,14 +85,6 @@ def ternary_packed_all(
         _native.run("ternary_packed", kept[0], table.buffer_info()[0], len(sources))
 
 
-class TernarySum(NamedTuple):
-    """A sum of tensors packed by `ternary_packed`."""
-
-    out: Tensor  # n elements, float32, any shape
-    terms: Sequence[tuple[Tensor, float | Tensor, float]]  # (packed, scale, weight) of each
-    add: bool = True  # to `out`, rather than overwrite it
-
-
 def ternary_decode_add(packed: Tensor, scale: float | Tensor, out: Tensor, weight: float = 1.0) -> None:
     """Add weight * scale * trit to each element of `out`.
 
@@ -101,56 +93,43 @@ def ternary_decode_add(packed: Tensor, scale: float | Tensor, out: Tensor, weigh
     the largest that five trits make. On CUDA, which does not wait for the device, the elements of such a byte become
     NaN instead, or all of them if the scale is a tensor and wrong, so that all ranks skip the step.
     """
-    ternary_decode_add_all([TernarySum(out, [(packed, scale, weight)])])
+    ternary_decode_add_all([WeightedSum(out, [((packed, scale), weight)])])
 
 
-def ternary_decode_add_all(sums: Sequence[TernarySum]) -> None:
+def ternary_decode_add_all(sums: Sequence[WeightedSum]) -> None:
     """Compute several sums of terms, as `ternary_decode_add` adds them, in one call and one pass over each `out`.
 
-    All tensors are on one device. The terms of a sum are added in order, with the bits of as many calls of
-    `ternary_decode_add`.
+    sums: their terms are ((packed, scale), weight). All tensors are on one device. The terms of a sum are added in
+    order, with the bits of as many calls of `ternary_decode_add`.
 
     Raises:
         PayloadError: with nothing changed, a size, a scale or a byte is wrong; `index` of the exception is the index of
             the term among those of all sums. On CUDA, elements become NaN instead if a byte or a scale there is wrong.
 
     >>> out, packed = torch.empty(2), torch.tensor([1 + 3 * 2], dtype=torch.uint8)
-    >>> ternary_decode_add_all([TernarySum(out, [(packed, 4.0, 0.5)], add=False)])
+    >>> ternary_decode_add_all([WeightedSum(out, [((packed, 4.0), 0.5)], add=False)])
     >>> out.tolist()
     [2.0, -2.0]
     """
-    table, terms = bytearray(), bytearray()  # struct TernarySum and struct TernaryTerm of csrc/common/ternary.h
-    kept: list[Any] = []
-    device, index = None, 0
-    for out, own, add in sums:
-        _native.in_place(out, torch.float32, "ternary_decode_add: out", device=device)
-        device = out.device
-        table += _SUM.pack(out.data_ptr(), out.numel(), len(own), add)
-        for packed, scale, weight in own:
-            packed = _native.check(packed, torch.uint8, "ternary_decode_add: packed", device=device)
-            if packed.numel() != ternary_nbytes(out.numel()):
-                raise PayloadError(
-                    f"ternary_decode_add: got {packed.numel()} bytes, expected {ternary_nbytes(out.numel())} "
-                    f"for {out.numel()} elements",
-                    index,
-                )
-            address = 0
-            if isinstance(scale, Tensor) and _stays_on_device(scale, out):
-                address = _native.scalar(scale, out, "ternary_decode_add: scale")[0]
-            else:
-                scale = float(scale)
-                if not (math.isfinite(scale) and scale >= 0):
-                    raise PayloadError(f"corrupt payload: its scale is {scale}, expected a finite number >= 0", index)
-                weight *= scale  # a product of doubles, rounded once
-            kept += [packed, scale]
-            terms += _TERM.pack(packed.data_ptr(), address, weight)
-            index += 1
-    if not sums:
-        return
-    addresses = [_native.address_of(buffer) for buffer in (table, terms)]
-    failed = _native.run_failed("ternary_decode_add", sums[0].out, addresses[0], len(sums), addresses[1])
-    if failed:
+    if failed := decode_sums("ternary_decode_add", sums, _term):
         raise PayloadError("corrupt payload: got a byte above 242, the largest that five trits make", failed - 1)
+
+
+def _term(encoded: tuple[Tensor, float | Tensor], weight: float, out: Tensor) -> tuple[bytes, list[Tensor]]:
+    packed, scale = encoded
+    packed = _native.check(packed, torch.uint8, "ternary_decode_add: packed", device=out.device)
+    if packed.numel() != ternary_nbytes(out.numel()):
+        raise PayloadError(
+            f"ternary_decode_add: got {packed.numel()} bytes, expected {ternary_nbytes(out.numel())} "
+            f"for {out.numel()} elements"
+        )
+    if isinstance(scale, Tensor) and _stays_on_device(scale, out):
+        scale = _native.check(scale, torch.float32, "ternary_decode_add: scale", 1, out.device)
+        return _TERM.pack(packed.data_ptr(), scale.data_ptr(), weight), [packed, scale]
+    scale = float(scale)
+    if not (math.isfinite(scale) and scale >= 0):
+        raise PayloadError(f"corrupt payload: its scale is {scale}, expected a finite number >= 0")
+    return _TERM.pack(packed.data_ptr(), 0, weight * scale), [packed]  # a product of doubles, rounded once
 
 
 def _stays_on_device(value: float | Tensor, where: Tensor) -> bool:

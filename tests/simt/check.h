@@ -19,7 +19,13 @@ namespace simt {
 // has blocks, and few kinds of data.
 inline constexpr bool kRaces = races::kDetected;
 
-// Whether to run everything (pytest --long) or a part that takes a quarter of the time.
+#if defined(__SANITIZE_ADDRESS__)
+inline constexpr bool kSanitized = true;
+#else
+inline constexpr bool kSanitized = kRaces;
+#endif
+
+// Whether to run all sizes and streams, or a part that takes a quarter of the time.
 inline const bool kLong = std::getenv("SIMT_LONG") != nullptr;
 
 using Sizes = std::vector<int64_t>;
@@ -102,11 +108,11 @@ inline std::vector<float> data(Kind kind, int64_t n, bool finite = false) {
   return x;
 }
 
-// Runs f() in several block and thread orders, on simulated devices of several sizes; large inputs get fewer. To detect
-// races, which hardly depend on the order, one suffices.
+// Runs f() in several block and thread orders, on simulated devices of several sizes; large inputs get fewer. What
+// sanitizers detect hardly depends on the order: one suffices.
 template <class F>
 void in_any_order(int64_t n, F f) {
-  const unsigned first = kRaces ? 1 : unsigned(n % 2), orders = kRaces ? 1 : (n > 10000 ? 1 : 2) * (kLong ? 2 : 1);
+  const unsigned first = kRaces ? 1 : unsigned(n % 2), orders = kSanitized || n > 10000 ? 1 : 2;
   for (unsigned seed = first; seed < first + orders; ++seed) {
     options.seed = seed;
     options.multiprocessors = seed % 2 ? 1 : 3;

@@ -19,7 +19,7 @@ struct cudaLaunchConfig_t {
 namespace simt {
 inline int launches = 0, memsets = 0;
 inline bool record = false;
-inline std::vector<std::string> recorded;  // a line for each launch and fill, in the format of tests/nvrtc/libcuda.cpp
+inline std::vector<std::string> recorded;  // a line for each launch and fill, in the format of tests/simt/nvrtc/libcuda.cpp
 
 template <class T>
 std::string hex(const T& value) {

@@ -40,7 +40,7 @@ static void test(const std::vector<Floats>& tensors, const std::vector<Shape>& s
     return terms;
   };
   const auto sums_of = [&](std::vector<Floats>& outs, int64_t skip) {
-    std::vector<OneBitSum> table;
+    std::vector<WeightedSum> table;
     for (const auto [rows, columns] : shapes) {
       const int64_t n = rows * columns, i = int64_t(table.size());
       outs.emplace_back(simt::data(simt::Kind::normal, n), skip * (n % 3));
@@ -75,10 +75,10 @@ static void test(const std::vector<Floats>& tensors, const std::vector<Shape>& s
       simt::expect_equal(packed[i].get(), expected[i].get(), packed[i].size(), "one_bit_packed, " + what);
       simt::expect_equal(means[i].get(), expected_means[i].get(), 2 * rows, "one_bit_packed: means, " + what);
       simt::expect_equal(sums[i].get(), expected_sums[i].get(), rows * columns, "one_bit_decode_add, " + what);
-      if (rows * columns == 0) continue;
+      if (rows * columns == 0 || i >= 12) continue;
       means[i][2 * rows - 1] = i % 2 ? NAN : INFINITY;
       const OneBitTerm bad{packed[i], means[i], columns, 0.3};
-      const OneBitSum to{sums[i], rows * columns, 1, 1};
+      const WeightedSum to{sums[i], rows * columns, 1, 1};
       const simt::Buffer<int32_t> reported(std::vector<int32_t>{0});
       simt::call(cuda::one_bit_decode_add, &to, 1, &bad, reported);
       simt::expect_equal(*reported.get(), 1, "one_bit_decode_add of a mean there is not: failed");
@@ -116,6 +116,6 @@ int main() {
   test(several, shapes);
   test({}, {});
   if (simt::kRaces) return 0;
-  for (int i = 0; i < 150; ++i) add(simt::Kind::ties, 9, 3);  // more than one launch takes to the device
+  for (int i = 0; i < 60; ++i) add(simt::Kind::ties, 9, 3);  // more than one launch takes to the device
   test(several, shapes);
 }

@@ -21,23 +21,26 @@ static Bytes body_of(int64_t nbytes) {
   return bytes;
 }
 
-static Bytes sealed(Bytes bytes, const PayloadHeader& header, const PayloadResults& results = {}) {
-  const PayloadSeal seal{bytes.data(), &header, &results};
+static Bytes sealed(Bytes bytes, PayloadSeal seal) {
+  seal.payload = bytes.data();
   cpu::payload_seal(&seal, 1, 1);
   return bytes;
 }
 
+static PayloadSeal seal_of(const PayloadHeader& header) {
+  return {nullptr, header, nullptr, 0, nullptr, nullptr, nullptr, 0, -1};
+}
+
 // CPU and CUDA seal with these results as if the header had had them, and zeros had followed the sections.
-static void test_seal(int64_t nbytes, PayloadResults results, const PayloadHeader& expected_header, int64_t end) {
+static void test_seal(int64_t nbytes, PayloadSeal seal, const PayloadHeader& expected_header, int64_t end) {
   Bytes body = body_of(nbytes);
   std::fill(body.begin() + end, body.end(), uint8_t(0));
-  const Bytes expected = sealed(body, expected_header);
-  const PayloadHeader header = header_of(nbytes);
-  const Bytes on_cpu = sealed(body_of(nbytes), header, results);
+  const Bytes expected = sealed(body, seal_of(expected_header));
+  const Bytes on_cpu = sealed(body_of(nbytes), seal);
   simt::expect_equal(on_cpu.data(), expected.data(), nbytes, "payload_seal on the CPU");
   simt::in_any_order(nbytes, [&] {
     const simt::Buffer<uint8_t> payload(body_of(nbytes));
-    const PayloadSeal seal{payload, &header, &results};
+    seal.payload = payload;
     simt::call(cuda::payload_seal, &seal, 1);
     simt::expect_equal(payload.get(), expected.data(), nbytes, "payload_seal");
   });
@@ -53,7 +56,8 @@ static void test_magnitudes(int64_t nbytes, const std::vector<float>& magnitudes
   }
   if (scale) std::memcpy(expected.fields, scale, 4);
   const simt::Buffer<float> values(magnitudes);
-  test_seal(nbytes, {values, values.size(), number, scale, nullptr, 0, -1}, expected, nbytes);
+  const PayloadSeal seal{nullptr, header_of(nbytes), values, values.size(), number, scale, nullptr, 0, -1};
+  test_seal(nbytes, seal, expected, nbytes);
 }
 
 static void test_stream(int64_t nbytes, int64_t begin, int64_t stream, int64_t padding_at) {
@@ -63,28 +67,28 @@ static void test_stream(int64_t nbytes, int64_t begin, int64_t stream, int64_t p
   const int64_t end = begin + (valid ? stream : 0), padding = (16 - end % 16) % 16;
   expected.flags |= uint32_t(nbytes - end - padding) / 16 << 8;
   if (padding_at >= 0) expected.fields[padding_at] = uint8_t(padding);
-  test_seal(nbytes, {nullptr, 0, nullptr, nullptr, &stream, begin, padding_at}, expected, end);
+  const PayloadSeal seal{nullptr, header_of(nbytes), nullptr, 0, nullptr, nullptr, &stream, begin, padding_at};
+  test_seal(nbytes, seal, expected, end);
 }
 
 // Many payloads in one call, as each alone. The table exceeds what one launch takes to the device.
 static void test_seal_all(const std::vector<int64_t>& lengths) {
   const simt::Buffer<float> magnitudes(std::vector<float>{1.0f, NAN});
-  std::vector<PayloadHeader> headers;
-  std::vector<PayloadResults> results;
+  std::vector<PayloadSeal> table;
   std::vector<Bytes> expected;
   int64_t all = 0;
   for (int64_t nbytes : lengths) {
-    headers.push_back(header_of(nbytes));
-    results.push_back({magnitudes, int64_t(headers.size() % 3), nullptr, nullptr, nullptr, 0, -1});
-    expected.push_back(sealed(body_of(nbytes), headers.back(), results.back()));
+    table.push_back(seal_of(header_of(nbytes)));
+    table.back().magnitudes = magnitudes;
+    table.back().magnitude_count = int64_t(table.size() % 3);
+    expected.push_back(sealed(body_of(nbytes), table.back()));
     all += nbytes;
   }
   const auto seal_with = [&](auto kernel) {
     std::vector<simt::Buffer<uint8_t>> payloads;
-    std::vector<PayloadSeal> table;
     for (size_t i = 0; i < lengths.size(); ++i) {
       payloads.emplace_back(body_of(lengths[i]), int64_t(i % 5));
-      table.push_back({payloads.back(), &headers[i], &results[i]});
+      table[i].payload = payloads.back();
     }
     kernel(table.data(), int64_t(table.size()));
     for (size_t i = 0; i < lengths.size(); ++i)
@@ -103,7 +107,7 @@ static void test_inspect(const std::vector<std::vector<int64_t>>& lengths) {
   for (const auto& of_buffer : lengths) {
     buffers.emplace_back();
     for (int64_t nbytes : of_buffer) {
-      const Bytes one = sealed(body_of(nbytes), header_of(nbytes));
+      const Bytes one = sealed(body_of(nbytes), seal_of(header_of(nbytes)));
       PayloadInspection entry{};
       std::memcpy(&entry.header, one.data(), sizeof entry.header);
       entry.begin = buffers.back().size();

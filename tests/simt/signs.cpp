@@ -45,7 +45,7 @@ static void test_decode_add(const std::vector<int64_t>& sizes, int64_t terms_of_
   std::mt19937 random(unsigned(sizes.size()));
   const auto sum_with = [&](auto kernel, const std::vector<Floats>* expected) {
     std::vector<Floats> outs;
-    std::vector<SignsSum> table;
+    std::vector<WeightedSum> table;
     for (int64_t n : sizes) {
       const int64_t i = int64_t(outs.size());
       outs.emplace_back(simt::data(simt::Kind::normal, n), expected ? i % 3 : 0);
@@ -66,9 +66,9 @@ static void test_decode_add(const std::vector<int64_t>& sizes, int64_t terms_of_
   for (int64_t n : sizes) all += n;
   const int64_t count = int64_t(sizes.size());
   const std::vector<Floats> expected = sum_with(
-      [&](const SignsSum* table, const SignsTerm* of) { cpu::signs_decode_add(table, count, of, 1); }, nullptr);
+      [&](const WeightedSum* table, const SignsTerm* of) { cpu::signs_decode_add(table, count, of, 1); }, nullptr);
   simt::in_any_order(all, [&] {
-    sum_with([&](const SignsSum* table, const SignsTerm* of) { simt::call(cuda::signs_decode_add, table, count, of); },
+    sum_with([&](const WeightedSum* table, const SignsTerm* of) { simt::call(cuda::signs_decode_add, table, count, of); },
              &expected);
   });
 }

@@ -226,21 +226,18 @@ inline void release_barrier(unsigned threads) {
 
 inline void run_block(unsigned threads, std::mt19937& random) {
   start_fibers(threads);
-  std::vector<unsigned> order(threads);
-  std::iota(order.begin(), order.end(), 0u);
-  for (;;) {
+  const std::unique_ptr<Fiber>* all = fibers().data();
+  for (unsigned left = threads; left > 0;) {
     // Another order each time: t and t ^ flip are exchanged.
     const unsigned flip = unsigned(random()) & 1023u;
-    bool progress = false, done = true;
-    for (unsigned t : order) {
-      const unsigned pick = (t ^ flip) < threads ? t ^ flip : t;
-      if (fibers()[pick]->state == State::ready) {
-        resume(*fibers()[pick]);
-        progress = true;
-      }
+    bool progress = false;
+    for (unsigned t = 0; t < threads; ++t) {
+      Fiber& fiber = *all[(t ^ flip) < threads ? t ^ flip : t];
+      if (fiber.state != State::ready) continue;
+      resume(fiber);
+      progress = true;
+      left -= fiber.state == State::done;
     }
-    for (unsigned t = 0; t < threads; ++t) done = done && fibers()[t]->state == State::done;
-    if (done) return;
     if (!progress) release_barrier(threads);
   }
 }
@@ -291,9 +288,9 @@ SIMT_UNCHECKED inline const uint64_t* exchange(const char* what, unsigned mask, 
     for (unsigned l = 0; l < kLanes; ++l) static_cast<volatile uint64_t&>(warp.results[l]) = warp.values[l];
     warp.arrived = 0;
     ++warp.completed;
-    const unsigned first = threadIdx.x / kLanes * kLanes;
+    const std::unique_ptr<Fiber>* lanes = fibers().data() + threadIdx.x / kLanes * kLanes;
     for (unsigned l = 0; l < kLanes; ++l)
-      if (mask >> l & 1 && l != lane) fibers()[first + l]->state = State::ready;
+      if (mask >> l & 1 && l != lane) lanes[l]->state = State::ready;
   }
   return warp.results;
 }

@@ -13,10 +13,9 @@ static uint32_t dct(int a, int b = 1, int c = 1) {
 static uint32_t fourier(int log2) { return 1u | uint32_t(log2) << 8; }
 constexpr uint32_t kPairs = 2;
 
-// Once, in orders that alternate from call to call; more often if no time is to be spared.
+// Once, in orders that alternate from call to call.
 template <class F>
-static void in_some_order(int64_t n, F f) {
-  if (simt::kLong) return simt::in_any_order(n, f);
+static void in_some_order(F f) {
   static unsigned calls = 0;
   simt::options.seed = ++calls % 2;
   simt::options.multiprocessors = calls % 2 ? 1 : 3;
@@ -49,7 +48,7 @@ static void test_transform(uint32_t code, int64_t n, simt::Kind kind) {
   const simt::Buffer<float> x(data, n % 4), expected(size), back(n);
   cpu::transform(x, n, code, expected, 1);
   cpu::transform_inverse(expected, n, code, back, 1);
-  in_some_order(n, [&] {
+  in_some_order([&] {
     const simt::Buffer<float> coefficients(size, n % 3), elements(n, n % 2);
     cuda::transform(x, n, code, coefficients, nullptr);
     expect_close(coefficients, expected, size, name("transform", code, n));
@@ -68,7 +67,7 @@ static void test_select(uint32_t code, const std::vector<float>& data, int64_t k
   const simt::Buffer<uint8_t> bitmap(nbytes);
   cpu::transform_select(x, n, code, k, nullptr, 0, bitmap, values, 1);
   const std::string title = name(what, code, n) + ", k = " + std::to_string(k);
-  in_some_order(n, [&] {
+  in_some_order([&] {
     const simt::Buffer<float> memory(room), got(k * t.group, n % 3);
     const simt::Buffer<uint8_t> bits(nbytes, n % 4);
     simt::call(cuda::transform_select, x, n, code, k, memory, room, bits, got);
@@ -140,7 +139,7 @@ static void test_decode(uint32_t code, int64_t n, int count) {
     int32_t refused = 0;
     cpu::transform_decode(table.data(), count, code, 0.3f, add, expected, n, &refused, 1);
     simt::expect_equal(refused, 0, "transform_decode on the CPU: failed");
-    in_some_order(n, [&] {
+    in_some_order([&] {
       const simt::Buffer<float> out(start, n % 4);
       const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
       simt::call(cuda::transform_decode, table.data(), int64_t(count), code, 0.3f, add, out, n, failed);

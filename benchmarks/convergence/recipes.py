@@ -1,0 +1,183 @@
+"""What benchmarks/convergence trains: networks, data, methods, learning rates and seeds, in three sizes."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, replace
+
+import data
+import gradzip
+from models import MODELS
+
+# The most useful first. `compressor` reads them.
+IMAGE_METHODS = (
+    "none", "acpsgd", "powersgd", "fft-range", "qsgd", "topk", "signsgd", "dct-range:theta=0.95", "fft-range:theta=0.9",
+    "fft-range:theta={0:0.9,50%:0.0}",  # Wang et al., HPDC 2020, figure 13
+    # Zhang et al., ICDCS 2023, figure 7:
+    "acpsgd:error_feedback=false", "acpsgd:reuse=false", "acpsgd:error_feedback=false,reuse=false",
+    "terngrad", "dgc:warmup_steps=10%", "atomo",
+    "gradiveq:warmup_steps=10%,sample_steps=5%,compress_steps=20%",  # nearly four cycles
+)  # fmt: skip
+TEXT_METHODS = (
+    "none", "acpsgd:rank=4", "powersgd:rank=4", "qsgd", "topk", "fp16", "acpsgd:rank=16", "powersgd:rank=16",
+    "acpsgd:rank=32", "powersgd:rank=32", "topk:theta=0.96,bits=4",
+)  # fmt: skip
+REMEDY_METHODS = ("none", "topk:theta=0.96,bits=4", "qsgd", "acpsgd:rank=4")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How all methods that are compared with each other train.
+
+    Args:
+        network: a name in MODELS.
+        lrs: peak learning rates, for every method alike. The first is run first.
+        optimizer: a name in OPTIMIZERS.
+        betas: its momentum, and beta2 of AdamW; empty for those of OPTIMIZERS.
+        workers: simulated ranks.
+        batch_size: examples of a step and worker.
+        share: of the training examples that is used: the first ones.
+        margin: by how much the score of a run may be worse than without compression to count as reached, in units of
+            the data set's measure.
+    """
+
+    network: str
+    epochs: int
+    lrs: tuple[float, ...]
+    methods: tuple[str, ...]
+    margin: float
+    optimizer: str
+    betas: tuple[float, ...] = ()
+    seeds: tuple[int, ...] = (0, 1)
+    workers: int = 4
+    batch_size: int = 32
+    share: float = 1.0
+
+
+_IMAGES = Recipe("resnet20", epochs=15, lrs=(0.1, 0.03, 0.3), methods=IMAGE_METHODS, margin=2.0, optimizer="sgd")
+_TEXT = Recipe(
+    "charlm", epochs=4, lrs=(0.002, 0.001, 0.004), methods=TEXT_METHODS, margin=0.05, optimizer="adamw", batch_size=8
+)
+
+
+def _with_remedies(text: Recipe) -> dict[str, Recipe]:
+    """The recipe for text, and again with optimizers that are made for late gradients."""
+    few = replace(text, methods=REMEDY_METHODS)
+    return {
+        "text": text,
+        "text-betas": replace(few, betas=(0.3, 0.99)),
+        "text-momentum": replace(few, optimizer="ada-momentum"),
+    }
+
+
+SIZES = {
+    "quick": {
+        "images": replace(_IMAGES, network="cnn", batch_size=8, epochs=15, lrs=(0.05,), seeds=(0,)),
+        **_with_remedies(replace(_TEXT, network="charlm-small", epochs=3, lrs=(0.002,), seeds=(0,), share=0.1)),
+    },
+    "default": {
+        "images": replace(_IMAGES, network="resnet8", epochs=4, lrs=(0.1, 0.03)),
+        **_with_remedies(replace(_TEXT, network="charlm-small", epochs=3, lrs=(0.002,))),
+    },
+    "full": {"images": _IMAGES, **_with_remedies(_TEXT)},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run. The result depends on these values, the data and the number of threads alone."""
+
+    recipe: str
+    method: str
+    lr: float
+    seed: int
+    network: str
+    epochs: int
+    workers: int
+    batch_size: int
+    share: float
+    optimizer: str
+    betas: tuple[float, ...]
+
+    @property
+    def key(self) -> tuple[str, str, float, int]:
+        """What tells it from other runs of a study."""
+        return self.recipe, self.method, self.lr, self.seed
+
+    @property
+    def title(self) -> str:
+        return f"{self.recipe}, {self.method}, lr {self.lr:g}, seed {self.seed}"
+
+    @property
+    def stem(self) -> str:
+        """Name of its files: readable, and different for different runs."""
+        digest = hashlib.blake2b(json.dumps(asdict(self)).encode(), digest_size=6).hexdigest()
+        return f"{self.recipe}-{re.sub('[^a-z0-9.]+', '-', self.method)}-{self.lr:g}-{self.seed}-{digest}"
+
+
+def runs_of(recipes: dict[str, Recipe]) -> list[Run]:
+    """All runs in the order in which they are done, so that an unfinished study compares as many methods as it can.
+
+    Every method once, then again with the other seeds, then with the other learning rates.
+    """
+    ranked = []
+    for name, recipe in recipes.items():
+        fixed = (
+            recipe.network, recipe.epochs, recipe.workers, recipe.batch_size, recipe.share, recipe.optimizer,
+            recipe.betas,
+        )  # fmt: skip
+        for s, seed in enumerate(recipe.seeds):
+            for i, lr in enumerate(recipe.lrs):
+                ranked += [((i, s), Run(name, method, lr, seed, *fixed)) for method in recipe.methods]
+    return [run for _, run in sorted(ranked, key=lambda entry: entry[0])]  # recipes and methods keep their order
+
+
+def compressor(method: str, steps: int) -> gradzip.Compressor:
+    """Make the compressor of a run of so many steps.
+
+    Args:
+        method: a spec as for `gradzip.parse`, with two additions: `10%` stands for a tenth of the steps (at least 2),
+            and theta may be a schedule of steps, as in fft-range:theta={0:0.9,50%:0.0}.
+
+    Raises:
+        ValueError: unknown method or argument.
+    """
+    spec = re.sub(r"(\d+)%", lambda found: str(max(2, steps * int(found[1]) // 100)), method)
+    found = re.search(r"theta=(\{[^}]*\}),?", spec)
+    if found is None:
+        return gradzip.parse(spec)
+    made = gradzip.parse(spec.replace(found[0], "").rstrip(",:"))
+    try:
+        schedule = gradzip.StepSchedule(ast.literal_eval(found[1]))
+        return replace(made, theta=schedule)
+    except (SyntaxError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"compression {method!r}: got theta = {found[1]} ({error}), expected a schedule such as {{0:0.9,50%:0.0}} "
+            "of a method that has theta"
+        ) from None
+
+
+def is_text(network: str) -> bool:
+    return MODELS[network].data is data.text
+
+
+def load_data(run: Run | Recipe, path: str | None) -> data.Images | data.Text:
+    """The data set of a run: a folder with CIFAR-10 or the digits, a text file or Python's library.
+
+    Raises:
+        data.DataError: it is missing or damaged.
+    """
+    dataset = MODELS[run.network].data(path)
+    if run.share < 1:
+        used = int(run.share * len(dataset.train if is_text(run.network) else dataset))
+        cut = dataset.train[:used] if is_text(run.network) else tuple(array[:used] for array in dataset.train)
+        dataset = replace(dataset, train=cut)
+    return dataset
+
+
+def steps_per_epoch(run: Run | Recipe, dataset: data.Images | data.Text) -> int:
+    """Steps of an epoch. An incomplete last step is dropped."""
+    return len(dataset) // (run.workers * run.batch_size)

@@ -1,0 +1,325 @@
+"""Count what one training step with each method queues on a device, and how often the host waits. Needs no GPU.
+
+A stand-in for the device counts operations, syncs and bytes (stand_in.py) while one rank runs its part of a step. All
+other ranks send what it sends. Front ends (both have buckets of 25 MiB):
+
+  horovod  gradzip's hook, beside Horovod's own all-reduces, which are not counted.
+  ddp      gradzip's hook of DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+import gradzip
+import gradzip.ddp
+from benchmarks.common.arguments import Parser, at_least, method, output_file
+from benchmarks.common.results import RESULTS, ROOT, provenance, replace_block, write_json
+from benchmarks.common.tables import markdown
+from benchmarks.device_ops.stand_in import SMALL, Counts, StandIn, stand_in
+from gradzip import cost
+from gradzip.averaging.session import Session
+from gradzip.cli import models
+from gradzip.collectives import AllToAll, Collective, Gather, RingSum, ToHost
+from gradzip.collectives.engine import Engine, Pending, PendingCopy
+from gradzip.collectives.traffic import Traffic
+from gradzip.horovod.context import OptimizerContext
+from gradzip.methods.base.registry import registered
+
+STORED = RESULTS / "device_ops.json"
+PAGE = ROOT / "docs" / "gpu.md"
+START = "<!-- table: python -m benchmarks.device_ops --write -->\n\n"
+
+SMALLEST = "three"  # two matrices and a bias
+MODELS = ("resnet50", "bert-large", "charlm")
+FRONT_ENDS = ("horovod", "ddp")
+SIZES = (2, 8)
+BUCKET = 25 << 20  # bytes, as DDP's default
+
+EXAMPLES = """\
+examples:
+  python -m benchmarks.device_ops --model charlm topk fft-range        two methods on a small network
+  python -m benchmarks.device_ops --json benchmarks/results/device_ops.json
+  python -m benchmarks.device_ops --write                              the table of docs/gpu.md, from that file
+"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One step of one method."""
+
+    method: str
+    model: str
+    ranks: int
+    front_end: str
+    parameters: int
+    compressed: int  # of the parameters
+    ops: int
+    syncs: int
+    in_hook: int  # of the syncs, those in backward hooks
+    read: int  # bytes
+    written: int  # bytes
+    sent: int  # bytes
+    waits: dict[str, float]  # syncs by operation
+
+
+Shapes = dict[str, torch.Size]
+Step = Callable[[dict[str, Tensor], Counts], None]  # averages gradients by name
+
+
+def stored() -> list[Cell]:
+    return [Cell(**row) for row in json.loads(STORED.read_text())["cells"]]
+
+
+def default_specs() -> list[str]:
+    """What is stored, and the first example of each other method whose operations do not depend on the gradients."""
+    specs = dict.fromkeys(cell.method for cell in stored())
+    known = {type(gradzip.parse(spec)) for spec in specs}
+    new = [gradzip.parse(method.examples[0]) for method in registered().values() if method not in known]
+    return [*specs, *(type(c).examples[0] for c in new if c.parts == [c] and not c.adapts)]
+
+
+def shapes_of(model: str) -> Shapes:
+    """The shapes of a network's parameters, by name, in the order of the forward pass."""
+    if model == SMALLEST:
+        return {"a.weight": torch.Size((40, 300)), "b.weight": torch.Size((64, 20, 3, 3)), "b.bias": torch.Size((64,))}
+    if model == "charlm":
+        from models import charlm
+
+        with torch.device("meta"):
+            return {name: p.shape for name, p in charlm(65, 128).named_parameters()}
+    return {p.name: torch.Size(p.shape) for p in models.MODELS[model]()}
+
+
+def buckets_of(shapes: Shapes) -> list[Shapes]:
+    """DDP's buckets: the parameters in the order in which their gradients are computed."""
+    names = list(reversed(shapes))
+    numbers = cost.cut([4 * shapes[name].numel() for name in names], BUCKET, large_alone=False)
+    return [{names[i]: shapes[names[i]] for i in bucket} for bucket in numbers]
+
+
+def compresses(compressor: gradzip.Compressor, shape: torch.Size) -> bool:
+    return not compressor.bypasses(torch.empty(shape, device="meta"))
+
+
+def noise(numel: int, step: int) -> Tensor:
+    """Normal numbers on the CPU, repeated."""
+    some = torch.randn(1 << 16, generator=torch.Generator().manual_seed(step))
+    return some.repeat(-(-numel // some.numel()))[:numel]
+
+
+# --- Horovod
+
+
+class Loopback(Engine):
+    """A group whose ranks all send the same, as seen by one of them. Its transfers are not counted."""
+
+    def __init__(self, size: int, traffic: Traffic, uncounted: Callable[[], Any]) -> None:
+        self.rank, self.size, self.traffic, self.uncounted = 0, size, traffic, uncounted
+
+    def wire(self, tensor: Tensor) -> Tensor:
+        self.traffic.bytes_sent += tensor.nbytes
+        return tensor.contiguous()
+
+    def launch(self, collective: Collective, slot: str) -> Pending:
+        return PendingCopy(collective) if isinstance(collective, ToHost) else _Looped(self, collective)
+
+    def allgather_bytes(self, data: bytes, slot: str) -> list[bytes]:
+        return [data] * self.size
+
+
+class _Looped:
+    def __init__(self, engine: Loopback, collective: Collective) -> None:
+        self._engine, self._collective = engine, collective
+
+    def send_overflow(self) -> bool:
+        return False
+
+    def result(self) -> Any:
+        engine, collective = self._engine, self._collective
+        assert not isinstance(collective, RingSum)
+        tensor = engine.wire(collective.tensor)
+        if isinstance(collective, AllToAll):
+            return [collective.parts[engine.rank]] * engine.size
+        if not isinstance(collective, Gather):
+            return tensor  # Horovod writes the average to the same memory
+        with engine.uncounted():
+            received = torch.cat([tensor] * engine.size)
+        return collective.split_by_rank(received, engine.size)
+
+
+def horovod_steps(compressor: gradzip.Compressor, shapes: Shapes, size: int, device: StandIn) -> Step:
+    import horovod.torch as hvd
+
+    engine = Loopback(size, compressor.traffic, device.uncounted)
+    named = {name: device.tensor(torch.empty(shape)).requires_grad_() for name, shape in shapes.items()}
+    optimizer: Any = SimpleNamespace(  # what Horovod's optimizer gives its front end
+        op=hvd.Average, process_set=None, param_groups=[{"params": list(named.values())}],
+        _parameter_names={parameter: name for name, parameter in named.items()},
+        _requires_update=set(named.values()), _handles={},
+    )  # fmt: skip
+    with mock.patch("gradzip.engines.horovod.HorovodEngine", lambda *_: engine):
+        context = OptimizerContext(optimizer, Session(compressor, "device_ops"))
+
+    def run(gradients: dict[str, Tensor], counts: Counts) -> None:
+        with counts.hook():
+            sent = [context.add(named[name], gradient) for name, gradient in reversed(gradients.items())]
+        for tensor, in_flight in sent:
+            in_flight.finish(tensor)
+
+    return run
+
+
+# --- DDP
+
+
+def grad_bucket(index: int, parameters: list[Parameter], buffer: Tensor, is_last: bool) -> Any:
+    """What DDP gives its hook."""
+    pieces = buffer.split([p.numel() for p in parameters])
+    return SimpleNamespace(
+        index=lambda: index, parameters=lambda: parameters, buffer=lambda: buffer, is_last=lambda: is_last,
+        gradients=lambda: [piece.view(p.shape) for piece, p in zip(pieces, parameters)],
+    )  # fmt: skip
+
+
+def future(**_: Any) -> Any:
+    """In place of a torch.futures.Future, which looks into the memory of its result."""
+    return SimpleNamespace(set_result=lambda result: None)
+
+
+@contextlib.contextmanager
+def fake_group(size: int) -> Iterator[None]:
+    """A process group in which rank 0 is alone, and receives from all ranks what it sends."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def ddp_steps(compressor: gradzip.Compressor, shapes: Shapes, size: int, device: StandIn) -> Step:
+    named = {name: Parameter(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
+    buckets = [{name: named[name] for name in bucket} for bucket in buckets_of(shapes)]
+    state = gradzip.ddp.HookState(compressor, dist.group.WORLD, named.items())
+
+    def run(gradients: dict[str, Tensor], counts: Counts) -> None:
+        with counts.hook(), mock.patch.object(state, "_schedule_finish", lambda: None):
+            for i, bucket in enumerate(buckets):
+                with device.uncounted():
+                    buffer = torch.cat([gradients[name].view(-1) for name in bucket])
+                gradzip.ddp.hook(state, grad_bucket(i, list(bucket.values()), buffer, i == len(buckets) - 1))
+        state._finish()
+
+    return run
+
+
+# --- counting
+
+WARM_UP, COUNTED = 1, 2  # steps: ACPSGD does other work in even and odd ones
+
+
+def count(
+    compressor: gradzip.Compressor, shapes: Shapes, size: int, front_end: str, compute: bool = True, small: int = SMALL
+) -> Counts:
+    """Count two steps, with residuals, of the first of `size` ranks. compute, small: of `stand_in`."""
+    total = Counts()
+    with fake_group(size), mock.patch("gradzip.ddp.Future", future), stand_in(compute, small) as device:
+        steps = horovod_steps if front_end == "horovod" else ddp_steps
+        run = steps(compressor, shapes, size, device)
+        for step in range(WARM_UP + COUNTED):
+            if step == WARM_UP:
+                compressor.traffic.bytes_sent = 0
+            gradients = {name: device.tensor(gradient(shape, step, compute)) for name, shape in shapes.items()}
+            with device.counting() as counts:
+                run(gradients, counts)
+            if step >= WARM_UP:
+                total.add(counts)
+    return total
+
+
+def gradient(shape: torch.Size, step: int, compute: bool) -> Tensor:
+    return noise(shape.numel(), step).view(shape) if compute else torch.zeros(shape)
+
+
+def cell(spec: str, model: str, size: int, front_end: str) -> Cell:
+    """Count one step of a method: the mean of two."""
+    shapes = shapes_of(model)
+    compressor = gradzip.parse(spec)
+    # Where values decide how much is queued, they are computed for all networks, which takes hours for the largest one.
+    compute = model in (SMALLEST, "charlm") or not getattr(compressor, "fixed_nbytes", True)
+    counts = count(compressor, shapes, size, front_end, compute)
+    numbers = [counts.ops, counts.syncs, counts.in_hook, counts.read, counts.written, compressor.traffic.bytes_sent]
+    return Cell(
+        spec, model, size, front_end, len(shapes), sum(compresses(compressor, s) for s in shapes.values()),
+        *(-(-number // COUNTED) for number in numbers),
+        waits={name: n / COUNTED for name, n in sorted(counts.waits.items())},
+    )  # fmt: skip
+
+
+# --- what is printed
+
+
+def table(cells: list[Cell], size: int) -> Iterator[str]:
+    """Markdown: a row for each method, columns for the networks and front ends."""
+    columns = [(model, front_end) for model in MODELS for front_end in FRONT_ENDS]
+    found = {(c.method, c.model, c.front_end): f"{c.ops} / {c.syncs}" for c in cells if c.ranks == size}
+    methods = sorted({c.method for c in cells})
+    rows = ([f"`{method}`", *(found.get((method, *column), "") for column in columns)] for method in methods)
+    return markdown(["method", *(f"{model}, {front_end}" for model, front_end in columns)], rows)
+
+
+def main() -> None:
+    parser = Parser("device_ops", __doc__, EXAMPLES)
+    parser.add_argument(
+        "methods", metavar="SPEC", nargs="*", type=method, help="methods (default: those in results/, and new ones)"
+    )
+    parser.add_argument(
+        "--model", action="append", choices=(SMALLEST, *MODELS), help="repeat for several (default: all)"
+    )
+    parser.add_argument("--ranks", action="append", type=at_least(1), help="repeat for several (default: 2 and 8)")
+    parser.add_argument("--waits", action="store_true", help="show which operations wait for the device")
+    parser.add_argument(
+        "--json", metavar="PATH", type=output_file, help="add the counts to this file, with their provenance"
+    )
+    parser.add_argument("--write", action="store_true", help="write the table of docs/gpu.md, and count nothing")
+    args = parser.parse_args()
+    if args.write:
+        block = "".join(f"{line}\n" for line in table(stored(), max(SIZES)))
+        replace_block(PAGE, START, block)
+        return
+    document: dict[str, Any] = {"cells": []}
+    if args.json and args.json.exists():
+        document = json.loads(args.json.read_text())
+    cells = {tuple(row[key] for key in ("model", "method", "front_end", "ranks")): row for row in document["cells"]}
+    for model in args.model or (SMALLEST, *MODELS):
+        for spec in args.methods or default_specs():
+            for front_end in FRONT_ENDS:
+                for size in args.ranks or SIZES:
+                    c = cell(spec, model, size, front_end)
+                    cells[model, spec, front_end, size] = asdict(c)
+                    print(
+                        f"{model:10} {spec:30} {front_end:8} {size:2} ranks {c.ops:6} ops {c.syncs:5} syncs "
+                        f"({c.in_hook} in hooks) {c.read / 1e6:9.1f} MB read {c.written / 1e6:9.1f} MB written "
+                        f"{c.sent / 1e6:7.2f} MB sent" + (f"  {c.waits}" if args.waits else ""),
+                        flush=True,
+                    )
+            if args.json:
+                document = {"provenance": provenance(), "cells": list(cells.values())}
+                write_json(args.json, document)
+
+
+if __name__ == "__main__":
+    main()

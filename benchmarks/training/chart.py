@@ -1,0 +1,108 @@
+"""Draw the results of benchmarks/training: the three parts of each variant's step.
+
+The parts are those of Zhang et al., Evaluation and Optimization of Gradient Compression for Distributed Deep Learning,
+ICDCS 2023, figures 3 and 8: forward and backward pass, compression, communication that does not overlap with them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.charts import COLORS, open_frame, pyplot, save
+from benchmarks.training.results import cells
+from benchmarks.training.variants import COMPUTE, FRONT_ENDS, STOCK, bandwidth
+
+PARTS = {  # hatches tell them apart without colours
+    "compute_ms": ("forward, backward, optimizer", COLORS[1], ""),
+    "compression_ms": ("compression", COLORS[2], "//"),
+    "communication_ms": ("communication not overlapped", "#BBBBBB", ".."),
+}
+WIDTH, BAR_HEIGHT = 6.4, 0.21  # inches, of a panel and of a bar
+LONGEST_SPEC = 24  # characters; longer ones are cut
+LONGEST = 4.0  # an axis ends at this multiple of the step of `compute`; longer bars are cut, with their value
+
+
+def short(variant: str) -> str:
+    """Name a variant in a chart."""
+    if variant == COMPUTE:
+        return "no communication"
+    if variant in STOCK:
+        front, _, what = variant.partition("-")
+        return f"stock {FRONT_ENDS[front]} {what or 'fp32'}"
+    front, _, spec = variant.partition(":")
+    name = spec.partition(":")[0]
+    return f"{FRONT_ENDS[front]} {spec if len(spec) <= LONGEST_SPEC else f'{name}:…'}"
+
+
+def draw(reports: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write a chart, in the format of the path's suffix: a panel for each model and number of ranks.
+
+    Each panel has a group of bars for each rate, from the slowest variant to the fastest.
+    """
+    measured = [row for row in reports if row.get("compute_ms") is not None]
+    panels: dict[tuple[str, int], list[tuple[str, list[dict[str, Any]]]]] = {}
+    for (model, rate, ranks), rows in cells(measured):
+        panels.setdefault((model, ranks), []).append((rate, sorted(rows, key=lambda row: -row["ms"])))
+    if not panels:
+        return
+    plt = pyplot()
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    bars = max(sum(len(rows) + 1.5 for _, rows in groups) for groups in panels.values())
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(WIDTH * columns, lines * (BAR_HEIGHT * bars + 0.9) + 0.5), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axis, panel in itertools.zip_longest(axes.flat, panels.items()):
+        if panel is None:
+            axis.set_axis_off()
+        else:
+            _draw_panel(axis, *panel)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color, hatch=hatch, ec="white") for _, color, hatch in PARTS.values()]
+    ideal = plt.Line2D([], [], color="black", linestyle="--", linewidth=1)
+    labels = [label for label, *_ in PARTS.values()]
+    figure.legend(
+        [*handles, ideal], [*labels, "no communication"], loc="outside upper center", ncols=4 if columns > 1 else 2
+    )
+    save(figure, path, dpi=120)
+    plt.close(figure)
+
+
+def _draw_panel(axis: Any, of: tuple[str, int], groups: list[tuple[str, list[dict[str, Any]]]]) -> None:
+    model, ranks = of
+    ideals = [row["compute_ms"] for _, rows in groups for row in rows]
+    longest = max(row["ms"] for _, rows in groups for row in rows)
+    limit = min(1.12 * longest, LONGEST * max(ideals))
+    ticks, names = [], []
+    y = 0.0
+    for rate, rows in groups:
+        axis.text(0, y, bandwidth(rate), weight="bold", va="center", ha="left")
+        y += 1
+        top = y - 0.5
+        for row in rows:
+            left = 0.0
+            for key, (_, color, hatch) in PARTS.items():
+                axis.barh(y, row[key], left=left, height=0.8, color=color, hatch=hatch, edgecolor="white", linewidth=0)
+                left += row[key]
+            value = f"{row['ms']:.0f}"
+            if left < 0.93 * limit:
+                axis.text(left + 0.01 * limit, y, value, va="center", fontsize=8)
+            else:
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+                shown = f"{value} →" if left > limit else value
+                axis.text(0.99 * limit, y, shown, va="center", ha="right", fontsize=8, bbox=box)
+            ticks.append(y)
+            names.append(short(row["variant"]))
+            y += 1
+        ideal = rows[0]["compute_ms"]
+        axis.plot([ideal, ideal], [top, y - 0.5], color="black", linestyle="--", linewidth=1)
+        y += 0.5
+    axis.set_yticks(ticks, names, fontsize=8)
+    axis.set_ylim(y - 0.5, -1)
+    axis.set_xlim(0, limit)
+    axis.set_xlabel("ms per step")
+    axis.set_title(f"{model}, {ranks} ranks")
+    open_frame(axis)

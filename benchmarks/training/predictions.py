@@ -1,0 +1,93 @@
+"""Compare the measured steps of benchmarks/training with what the cost model predicts for them.
+
+The prediction of a cell uses what was measured without it: the profile of the model's step without communication, the
+link of the network, and the time and bytes of the method on each layer. Only the step without communication is taken
+from the cell's own rounds, because machines drift.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.common.arguments import Parser
+from benchmarks.common.results import RESULTS
+from benchmarks.common.tables import markdown
+from benchmarks.training.variants import COMPUTE, compression, front_end
+from gradzip.cost import JOINED, Compressed, Layer, Link, Step, predict
+
+
+class Cell(NamedTuple):
+    """A variant on a model, a network and a number of ranks."""
+
+    model: str
+    rate: str
+    ranks: int
+    variant: str
+
+
+def predict_cells(results: Mapping[str, Any]) -> list[tuple[Cell, float, float]]:
+    """The cells that can be predicted: (cell, measured ms, predicted ms).
+
+    Left out: `compute`, which is the prediction's base; variants that failed, or that no method of gradzip stands for;
+    and cells for which the results have no profile, link or codec.
+
+    Args:
+        results: the content of a JSON file of benchmarks/training.
+    """
+    profiles = {(p["model"], p["ranks"]): p for p in results["profiles"]}
+    links = {(found["rate"], found["ranks"], found["front_end"]): Link(**found["link"]) for found in results["links"]}
+    codecs = {(c["model"], c["ranks"], c["compression"]): c["layers"] for c in results["codecs"]}
+    cells = []
+    for row in results["rows"]:
+        cell = Cell(row["model"], row["rate"], row["ranks"], row["variant"])
+        front, method = front_end(cell.variant), compression(cell.variant)
+        profile, link = profiles.get((cell.model, cell.ranks)), links.get((cell.rate, cell.ranks, front))
+        layers = codecs.get((cell.model, cell.ranks, method)) if method else None
+        if cell.variant == COMPUTE or "ms" not in row or not profile or not link or not layers:
+            continue
+        step = _step(profile, (row["compute_ms"] or 1e3 * profile["seconds"]) / 1e3)
+        by_name = {layer["name"]: layer for layer in layers}
+        compressed = [_compressed(by_name[layer.name]) for layer in step.layers]
+        predicted = predict(step, compressed, link, **JOINED[front])
+        cells.append((cell, row["ms"], 1e3 * predicted.seconds))
+    return cells
+
+
+def _step(profile: Mapping[str, Any], seconds: float) -> Step:
+    """The profile of a step that takes `seconds`."""
+    scale = seconds / profile["seconds"]
+    layers = [Layer(p["name"], tuple(p["shape"]), p["ready"] * scale) for p in profile["layers"]]
+    return Step(tuple(replace(layer, ready=min(layer.ready, seconds)) for layer in layers), seconds)
+
+
+def _compressed(fields: Mapping[str, Any]) -> Compressed:
+    rounds = tuple((kind, nbytes) for kind, nbytes in fields["rounds"])
+    return Compressed(rounds, fields["encode"], fields["decode"])
+
+
+def share_within(cells: Sequence[tuple[Cell, float, float]], tolerance: float) -> float:
+    """The share of cells whose prediction differs from the measurement by at most `tolerance` of it."""
+    return statistics.fmean(abs(predicted - ms) <= tolerance * ms for _, ms, predicted in cells)
+
+
+def main() -> None:
+    parser = Parser("training.predictions", __doc__)
+    parser.add_argument("json", type=Path, nargs="?", default=RESULTS / "training_cpu.json")
+    cells = predict_cells(json.loads(parser.parse_args().json.read_text()))
+    rows = (
+        [*map(str, cell), f"{ms:.0f}", f"{predicted:.0f}", f"{predicted / ms - 1:+.0%}"]
+        for cell, ms, predicted in cells
+    )
+    header = ["model", "rate", "ranks", "variant", "measured ms", "predicted ms", "difference"]
+    print(*markdown(header, rows, left=4), sep="\n")
+    if cells:
+        print(f"\n{share_within(cells, 0.25):.0%} of {len(cells)} cells are within 25 %.")
+
+
+if __name__ == "__main__":
+    main()

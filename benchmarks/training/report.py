@@ -1,0 +1,206 @@
+"""Write the tables of training speed: in README.md and docs/benchmarks.md, and a page for each file of results.
+
+To refill them, measure again, then write the tables:
+
+  python -m benchmarks.training VARIANT... --rate 1gbit --json benchmarks/results/training_cpu.json
+  horovodrun -np 2 python examples/train.py --threads 1 --compression none --compression fp16 --compression SPEC \\
+      --json runs.json
+  python -m benchmarks.training.report --accuracy runs.json --write
+
+README's table has the main variants of training_cpu.json for two ranks at 1 Gb/s on AlexNet and ResNet-18; `horovod`
+and `ddp-fp16` must be among them: they are the baselines. The accuracy of a row is that of the run in
+accuracy_digits.json with the same compression. benchmarks/results/training*.md have all rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradzip
+from benchmarks.common.arguments import Parser
+from benchmarks.common.results import RESULTS, ROOT, ResultsError, replace_block, write_json, write_whole
+from benchmarks.common.tables import markdown
+from benchmarks.training.results import cells, table
+from benchmarks.training.variants import FRONT_ENDS, STOCK, bandwidth, compression, label
+
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+TRAINING, ACCURACY = RESULTS / "training_cpu.json", RESULTS / "accuracy_digits.json"
+START = "<!-- table: python -m benchmarks.training.report --write -->\n\n"
+
+MODELS = {"alexnet": "AlexNet", "resnet18": "ResNet-18"}
+RATE, RANKS = "1gbit", 2  # of README's table
+SHOWN = (  # there
+    *STOCK, "horovod:powersgd", "horovod:acpsgd", "horovod:fft-range", "horovod:dct-range:theta=0.95", "horovod:topk",
+    "horovod:qsgd:coding=packed", "horovod:signsgd", "ddp:acpsgd", "ddp:fft-range",
+)  # fmt: skip
+
+
+SUMMARY = {  # columns of the table in docs/benchmarks.md: the fastest of these variants
+    "fp32": ("horovod", "ddp"),
+    "fp16": ("horovod-fp16", "ddp-fp16"),
+    "torch's PowerSGD": ("ddp-powersgd",),
+    "`ACPSGD()`": ("horovod:acpsgd", "ddp:acpsgd"),
+    "`FFTRange()`": ("horovod:fft-range", "ddp:fft-range"),
+    "`QSGD(coding=packed)`": ("horovod:qsgd:coding=packed", "ddp:qsgd:coding=packed"),
+    "`Auto()`": ("horovod:auto", "ddp:auto"),
+    "no communication": ("compute",),
+}
+
+
+def rows_of_readme(training: dict) -> list[dict]:
+    """The rows of README's table."""
+    return [
+        row
+        for row in training["rows"]
+        if row["model"] in MODELS and row["rate"] == RATE and row["ranks"] == RANKS and "ms" in row
+        if row["variant"] in SHOWN
+    ]
+
+
+def table_of_readme(training: dict, accuracy: dict) -> Iterator[str]:
+    """The lines of README's table: for each model its variants, from the slowest to the fastest."""
+    accuracies = {run["compression"]: run["test_accuracy"] for run in accuracy["runs"]}
+    lines: list[list[str]] = []
+    for (model, rate, _), rows in cells(rows_of_readme(training)):
+        parameters = max(row["parameters"] for row in rows) / 1e6
+        lines.append([f"**{MODELS[model]}**, {parameters:.1f} M parameters, {bandwidth(rate)}", *[""] * 5])
+        for row in sorted(rows, key=lambda row: -row["ms"]):
+            speedups = [f"{row[key]:.2f}" for key in ("times_fp32", "times_fp16")]
+            megabytes = row["payload_bytes"] / 1e6
+            sent = f"{megabytes:.{1 if megabytes >= 10 else 2}f}" if megabytes else "0"
+            right = accuracies.get(compression(row["variant"]))
+            shown = "" if right is None else f"{100 * right:.1f}"
+            lines.append([label(row["variant"]), *speedups, f"{row['ms']:.0f}", sent, shown])
+    return markdown(["", "× fp32", "× fp16", "ms per step", "MB sent", "digits, %"], lines)
+
+
+def caption(training: dict) -> Iterator[str]:
+    """How the figures of README's table were measured, in one paragraph."""
+    spreads: dict[str, float] = {}  # by model: between the rounds of one row
+    rows = rows_of_readme(training)
+    for row in rows:
+        spread = max(row["ms_of_rounds"]) / min(row["ms_of_rounds"]) - 1
+        spreads[MODELS[row["model"]]] = max(spread, spreads.get(MODELS[row["model"]], 0.0))
+    rounds = min(len(row["ms_of_rounds"]) for row in rows)
+    yield (
+        f"Medians of {rounds} round{'s' if rounds > 1 else ''}; {RANKS} ranks with {training['provenance']['threads']} "
+        "CPU core each."
+    )
+    if rounds > 1:
+        differ = ", ".join(f"{100 * spread:.0f} % ({model})" for model, spread in spreads.items())
+        yield f"Rounds of the same row differ by up to {differ}: smaller differences between rows are noise."
+    yield "Digits: one training run for each compression; one of the 500 test images is 0.2 %."
+
+
+def block(training: dict, accuracy: dict) -> str:
+    """The text between the marks in README.md."""
+    return "\n".join([*table_of_readme(training, accuracy), "", *caption(training)]) + "\n"
+
+
+def summary(training: dict) -> str:
+    """The text between the marks in docs/benchmarks.md: the fastest step of each kind, in ms; empty if not measured."""
+    lines = []
+    for (model, rate, ranks), rows in cells(training["rows"]):
+        ms = {row["variant"]: row["ms"] for row in rows if "ms" in row}
+        fastest = [min((ms[name] for name in names if name in ms), default=None) for names in SUMMARY.values()]
+        figures = ["" if value is None else f"{value:.0f}" for value in fastest]
+        lines.append([MODELS.get(model, model), str(ranks), bandwidth(rate), *figures])
+    return "\n".join(markdown(["model", "ranks", "network", *SUMMARY], lines, left=3)) + "\n"
+
+
+def fixed_choices(front: str) -> list[str]:
+    """The variants of a front end that `Auto` is compared with: uncompressed, fp16, and what it chooses from."""
+    _none, *allowed = gradzip.Auto().specs
+    return [front, f"{front}-fp16", *(f"{front}:{spec}" for spec in allowed)]
+
+
+def auto_table(rows: list[dict]) -> Iterator[str]:
+    """What Auto chose: its step against the best of the fixed choices, fp32 and fp16. Empty without Auto."""
+    lines = []
+    for (model, rate, _), of_cell in cells(rows):
+        measured = {row["variant"]: row for row in of_cell if "ms" in row}
+        for front, name in FRONT_ENDS.items():
+            auto = measured.get(f"{front}:auto")
+            if auto is None:
+                continue
+            ms = {variant: measured[variant]["ms"] for variant in fixed_choices(front)}
+            best = min(ms, key=ms.__getitem__)
+            fp16 = min(ms[f"{front}-fp16"], ms[f"{front}:fp16"])
+            chosen = ", ".join(f"{count} × `{spec}`" for spec, count in sorted(auto["rounds"][-1]["choice"].items()))
+            figures = [f"{ms[front]:.0f}", f"{fp16:.0f}", f"{ms[best]:.0f} (`{best}`)", f"{auto['ms']:.0f}"]
+            lines.append([MODELS.get(model, model), bandwidth(rate), name, chosen, *figures])
+    if lines:
+        yield "## Auto\n"
+        header = ["model", "network", "front end", "`Auto` chose", "fp32", "fp16", "best fixed choice", "`Auto`"]
+        yield from markdown(header, lines, left=4)
+        yield ""
+
+
+def page(path: Path) -> str:
+    """The page of a file of results: its conditions, and all its rows, from the slowest to the fastest of a cell."""
+    content = json.loads(path.read_text())
+    lines = [f"# {path.name}", "", "By `python -m benchmarks.training.report --write`; what the columns are:",
+             "[benchmarks.md](../../docs/benchmarks.md#training-steps).", ""]  # fmt: skip
+    for part in content.get("runs", [content]):
+        about, rows = part["provenance"], part["rows"]
+        lines += [f"* {key}: {stated(value)}" for key, value in about.items()]
+        lines += ["", *auto_table(rows)]
+        for (model, rate, ranks), of_cell in cells(rows):
+            slowest_first = sorted(of_cell, key=lambda row: -row.get("ms", 0.0))
+            lines += [f"## {MODELS.get(model, model)}, {ranks} ranks, {bandwidth(rate)}", ""]
+            lines += [*table(slowest_first, label), ""]
+    return "\n".join(lines)
+
+
+def stated(value: Any) -> str:
+    """A condition, for people."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {item}" for key, item in value.items()) or "none"
+    return "; ".join(f"`{item}`" for item in value) if isinstance(value, list) else str(value)
+
+
+def pages() -> dict[Path, str]:
+    """The pages of all files of training steps."""
+    files = itertools.chain(RESULTS.glob("training*.json"), [RESULTS / "horovod_settings.json"])
+    return {path.with_suffix(".md"): page(path) for path in sorted(files)}
+
+
+def blocks() -> dict[Path, str]:
+    """The text between the marks of README.md and docs/benchmarks.md."""
+    training = json.loads(TRAINING.read_text())
+    return {README: block(training, json.loads(ACCURACY.read_text())), PAGE: summary(training)}
+
+
+def store_accuracy(path: Path) -> None:
+    """Store the results of examples/train.py without times and loss curves."""
+    results = json.loads(path.read_text())
+    kept = ("compression", "test_accuracy", "test_loss", "ratio", "replicas_identical", "steps")
+    results["runs"] = [{key: run[key] for key in kept} for run in results["runs"]]
+    write_json(ACCURACY, results)
+
+
+def main() -> None:
+    parser = Parser("training.report", __doc__)
+    parser.add_argument("--write", action="store_true", help="write all tables")
+    parser.add_argument("--accuracy", metavar="PATH", type=Path, help="first store results of examples/train.py --json")
+    args = parser.parse_args()
+    if args.accuracy:
+        store_accuracy(args.accuracy)
+    if not args.write:
+        print(*blocks().values(), sep="\n")
+        return
+    for path, content in pages().items():
+        write_whole(path, content)
+    try:
+        for path, content in blocks().items():
+            replace_block(path, START, content)
+    except ResultsError as error:
+        parser.fail(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+// Four neighbouring values per thread, 16 bytes per load or store if the memory is aligned.
+#pragma once
+
+#include "cuda/block/block.cuh"
+
+namespace gradzip::cuda {
+
+// Whether four values can be read or written at once at x, and at each multiple of four values from there.
+GZ_DEVICE bool aligned4(const void* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; }
+
+// How many of the four values from `first` on are below n; negative if it is past n.
+GZ_DEVICE int left4(int64_t first, int64_t n) { return int(n - first < 4 ? n - first : 4); }
+
+// Four values at x; those from `left` on are 0. Reads memory that the kernel may change. wide: aligned4(x).
+template <class Left>
+GZ_DEVICE float4 load4(const float* x, Left left, bool wide) {
+  if (wide && left >= 4) return *reinterpret_cast<const float4*>(x);
+  return make_float4(left > 0 ? x[0] : 0.0f, left > 1 ? x[1] : 0.0f, left > 2 ? x[2] : 0.0f, left > 3 ? x[3] : 0.0f);
+}
+
+template <class Left>
+GZ_DEVICE void store4(float* x, const float4& v, Left left, bool wide) {
+  if (wide && left >= 4) {
+    *reinterpret_cast<float4*>(x) = v;
+    return;
+  }
+  if (left > 0) x[0] = v.x;
+  if (left > 1) x[1] = v.y;
+  if (left > 2) x[2] = v.z;
+  if (left > 3) x[3] = v.w;
+}
+
+// value[j] = x[first + j], 0 from n on. first is a multiple of 4. The kernel does not change x.
+GZ_DEVICE void load4(const float* x, int64_t first, int64_t n, float* value) {
+  if (first + 4 <= n && aligned4(x)) {
+    const float4 v = __ldg(reinterpret_cast<const float4*>(x + first));
+    value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) value[j] = first + j < n ? __ldg(x + first + j) : 0.0f;
+}
+
+// The same for memory that the kernel may change.
+GZ_DEVICE void load4_changing(const float* x, int64_t first, int64_t n, float* value) {
+  const float4 v = load4(x + first, left4(first, n), aligned4(x));
+  value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
+}
+
+// out[first + j] += value[j], below n.
+GZ_DEVICE void add4(float* out, int64_t first, int64_t n, const float* value) {
+  if (first + 4 <= n && aligned4(out)) {
+    float4* at = reinterpret_cast<float4*>(out + first);
+    const float4 v = *at;
+    *at = make_float4(v.x + value[0], v.y + value[1], v.z + value[2], v.w + value[3]);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    if (first + j < n) out[first + j] += value[j];
+}
+
+// out[first + j] = value[j], below n.
+GZ_DEVICE void store4(float* out, int64_t first, int64_t n, const float* value) {
+  store4(out + first, make_float4(value[0], value[1], value[2], value[3]), left4(first, n), aligned4(out));
+}
+
+GZ_DEVICE void store4(int32_t* out, int64_t first, int64_t n, const int32_t* value) {
+  if (first + 4 <= n && aligned4(out)) {
+    *reinterpret_cast<int4*>(out + first) = make_int4(value[0], value[1], value[2], value[3]);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    if (first + j < n) out[first + j] = value[j];
+}
+
+// The value of elements that cannot be decoded, NaN: nobody may be reading the flag, and a non-finite average makes
+// every rank skip the step.
+GZ_DEVICE float undecodable() { return bits_float(0x7fc00000u); }
+
+}  // namespace gradzip::cuda

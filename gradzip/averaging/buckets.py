@@ -1,0 +1,186 @@
+"""Buckets: which parameters a front end averages together, and the averages in progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import cost
+from ..collectives import AllToAll, Mean
+from ..collectives.engine import Engine
+from ..collectives.fusion import Round, adjacent
+from ..collectives.routines import Routine
+from ..memory.state import BucketState
+from ..methods.base.compressor import Compressor
+from .routine import Averaging
+
+
+def cut(parameters: Iterable[Tensor], nbytes: float) -> list[list[Tensor]]:
+    """Split parameters into Horovod's buckets of at least `nbytes`, each of one dtype and on one device.
+
+    parameters: in the order of the forward pass, so that the gradients of the first bucket of each dtype and device
+    come last. nbytes: as in `gradzip.cost.cut`. The result depends on the order, dtypes, devices and shapes alone.
+
+    A large gradient does not wait for those of earlier layers, which would fill its bucket with it.
+    """
+    by_kind: dict[Any, list[tuple[int, Tensor]]] = {}
+    for number, parameter in enumerate(parameters):
+        by_kind.setdefault(_kind(parameter), []).append((number, parameter))
+    buckets = [
+        [members[i] for i in bucket]
+        for members in by_kind.values()
+        for bucket in cost.cut([p.nbytes for _, p in members], nbytes, large_alone=True)
+    ]
+    return [[parameter for _, parameter in bucket] for bucket in sorted(buckets, key=lambda bucket: bucket[0][0])]
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    """What tensors that are concatenated have in common."""
+    return tensor.dtype, tensor.device
+
+
+class Unit:
+    """Parameters that a method averages as one: a single one, or all of a bucket that it joins."""
+
+    def __init__(self, averaging: Averaging, indices: list[int], shapes: dict[str, torch.Size]) -> None:
+        self.averaging = averaging
+        self.indices = indices  # within the bucket
+        self.shapes = shapes  # by name
+        first, *others = shapes
+        self.name = f"{first} and {len(others)} more" if others else first
+        averaging.name = self.name
+        self._memory: Tensor | None = None  # for the concatenated gradients, if they are not adjacent
+
+    def average(self, gradients: list[Tensor], rank: int, size: int) -> Routine:
+        """Coroutine that replaces the unit's gradients, in the order of its parameters, by their averages."""
+        self._find_states(gradients, rank, size)
+        if len(gradients) == 1:
+            return (yield from self.averaging.run(gradients[0], rank, size))
+        joined_shape = self.averaging.joined_shape
+        assert joined_shape is not None
+        vector = adjacent(gradients)
+        if vector is not None:
+            return (yield from self.averaging.run(vector.view(joined_shape), rank, size))
+        numels = [g.numel() for g in gradients]
+        if self._memory is None:
+            self._memory = gradients[0].new_empty(sum(numels))
+        vector = torch.cat([g.reshape(-1) for g in gradients], out=self._memory)
+        average = yield from self.averaging.run(vector.view(joined_shape), rank, size)
+        pieces = average.view(-1).split(numels)
+        torch._foreach_copy_(gradients, [p.view(g.shape) for p, g in zip(pieces, gradients)])  # one operation
+        return average
+
+    def end_step(self, skipped: bool) -> None:
+        """With a loss scale, undo the unit's step if it was skipped. Frees what that needs before the next step."""
+        memory = self.averaging.method.memory
+        if skipped:
+            memory.rollback(self.name)
+        memory.discard_snapshot(self.name)
+
+    def _find_states(self, gradients: list[Tensor], rank: int, size: int) -> None:
+        """Make one state of the parameters' states, unless there is one. They may be in former buckets' states."""
+        method, joined_shape = self.averaging.method, self.averaging.joined_shape
+        if joined_shape is None:
+            return
+        state, memory = method.states.get(self.name), method.memory
+        if len(gradients) == 1:
+            if state is None:
+                memory.split_buckets({self.name})
+        elif not (isinstance(state, BucketState) and list(state.shapes.items()) == list(self.shapes.items())):
+            memory.split_buckets(set(self.shapes))
+            by_name = dict(zip(self.shapes, gradients))
+            memory.concatenate(self.name, by_name, joined_shape, method.state_shapes, rank, size)
+
+
+@dataclass
+class Plan:
+    """The units of a bucket of these parameters."""
+
+    parameters: list[Tensor]
+    names: list[str]
+    prefix: str  # of the names of their states
+    averagings: list[Averaging]  # of the parameters
+    units: list[Unit]
+
+    def __post_init__(self) -> None:
+        self._kinds = list(map(_kind, self.parameters))
+
+    @classmethod
+    def of(cls, compressor: Compressor, parameters: list[Tensor], names: list[str], prefix: str) -> Plan:
+        """Plan a bucket whose parameters have not been seen together before. prefix: of the states' names."""
+        members: dict[Any, list[int]] = {}
+        averagings = []
+        for i, (name, parameter) in enumerate(zip(names, parameters)):
+            if not parameter.is_floating_point():  # DDP gives complex gradients as twice as many real numbers
+                raise ValueError(f"gradient of {name!r}: got {parameter.dtype}, expected a real floating-point type")
+            averaging = Averaging(compressor, name, parameter, prefix=prefix)
+            averagings.append(averaging)
+            joined = averaging.joined_shape
+            key = i if joined is None else (id(averaging.method), _kind(parameter), joined)
+            members.setdefault(key, []).append(i)
+        units = []
+        for indices in members.values():
+            shapes = {prefix + names[i]: parameters[i].shape for i in indices}
+            units.append(Unit(averagings[indices[0]], indices, shapes))
+        return cls(parameters, names, prefix, averagings, units)
+
+    def fits(self, compressor: Compressor, parameters: list[Tensor]) -> bool:
+        """Whether these are the parameters of the plan, with the same methods in charge, and have not changed type."""
+        return len(parameters) == len(self.parameters) and all(
+            p is known and _kind(p) == kind and compressor.method_for(name, p.shape, self.prefix) is averaging.method
+            for p, known, kind, name, averaging in zip(
+                parameters, self.parameters, self._kinds, self.names, self.averagings
+            )
+        )
+
+
+class Bucket:
+    """A bucket whose averages are in progress: its routines, and the first round of their collectives.
+
+    Args:
+        routines: by key.
+        first: the round of their first collectives, which are started here. If the engine matches operations by their
+            slots, rings wait for `advance`: they are matched by their order, and buckets start in any order.
+        slot: prefix of the collectives' slots.
+    """
+
+    def __init__(self, routines: dict[Any, Routine], first: Round, engine: Engine, slot: str) -> None:
+        self.routines = routines
+        self._engine = engine
+        self._slot = slot
+        self._rings = {} if engine.in_order else first.take_rings()
+        self._launch(first)
+
+    def _launch(self, current: Round) -> None:
+        collectives = current.collectives()
+        # Partitions of equal lengths: no transfer overflows, no length is waited for, and as many bytes are to follow.
+        self._of_partitions = any(isinstance(c, AllToAll) for c in collectives) and all(
+            isinstance(c, Mean) or (isinstance(c, AllToAll) and c.same_length) for c in collectives
+        )
+        self._current = current
+        self._pending = [self._engine.launch(c, f"{self._slot}.{i}") for i, c in enumerate(collectives)]
+
+    def gather_partitions(self) -> None:
+        """If ranks exchange partitions of equal lengths, wait for them, and start to gather what becomes of them."""
+        if self._of_partitions:
+            following = Round()
+            self.advance_unless_overflow(following)
+            self._launch(following)
+
+    def advance_unless_overflow(self, following: Round) -> bool:
+        """Wait for the transfers. If none overflowed, advance the routines to `following`, and return True."""
+        overflowed = [p.send_overflow() for p in self._pending]  # call all: each may have to start a transfer
+        if any(overflowed):
+            return False
+        self.advance(following)
+        return True
+
+    def advance(self, following: Round) -> None:
+        """Send the routines the results of their round, and add their next collectives to `following`."""
+        following.advance(self.routines, self._current.split([p.result() for p in self._pending]))
+        for key, ring in self._rings.items():
+            following.add(key, ring)

@@ -1,0 +1,106 @@
+"""What ranks compare before the first step: version, method, parameters, step counts.
+
+Ranks that differ in them would wait for each other forever, or average tensors that do not belong together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .. import _version
+from ..methods.base.compressor import Compressor
+
+
+def parameters_by_name(named_parameters: Iterable[tuple[str, Tensor]], what: str) -> dict[str, Tensor]:
+    """The pairs of `model.named_parameters()` as a dict. Raises ValueError for anything else, and for equal names."""
+    expected = "expected (name, tensor) pairs, as of model.named_parameters()"
+    try:
+        pairs = list(named_parameters)
+    except TypeError:
+        raise ValueError(f"{what}: got {type(named_parameters).__name__}, {expected}") from None
+    for pair in pairs:
+        name, tensor = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
+        if not (isinstance(name, str) and isinstance(tensor, Tensor)):
+            raise ValueError(f"{what}: got named_parameters of {type(pair).__name__}, {expected}")
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        raise ValueError(f"{what}: got named_parameters with equal names, expected a name for each parameter")
+    return named
+
+
+def describe(
+    compressor: Compressor,
+    parameters: Iterable[tuple[str, Tensor]],
+    prefix: str = "",
+    buckets: Any = None,
+) -> bytes:
+    """Describe this rank's configuration as a line of JSON, for `compare`.
+
+    Args:
+        prefix: of the names of the states.
+        buckets: of the front end, in JSON types. They are not compared, but the front end sees those of all ranks.
+    """
+    shapes, steps = {}, {}
+    for name, p in parameters:
+        shapes[name] = f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}"
+        steps[name] = compressor.step_of(name, p.shape, prefix)
+    parts = compressor.parts
+    description = {
+        "version": _version.__version__,
+        "method": repr(compressor),
+        # A digest does not depend on how payloads travel.
+        "digest": [compressor.digest, *(getattr(part, "exchange", None) for part in parts)],
+        "parameters": shapes,
+        "choice": getattr(compressor, "choice", {}),  # of a method that chooses while training runs
+        "steps": steps,
+        "buckets": buckets,
+    }
+    return json.dumps(description).encode() + b"\n"
+
+
+def compare(descriptions: Sequence[bytes]) -> list[Any]:
+    """Compare the descriptions of all ranks, in rank order. Returns the `buckets` of each.
+
+    Raises:
+        RuntimeError: names both sides of the first difference; the same on all ranks.
+    """
+    first, *others = map(json.loads, descriptions)
+    for rank, other in enumerate(others, start=1):
+        if other["version"] != first["version"]:
+            raise RuntimeError(
+                f"rank {rank} runs gradzip {other['version']}, rank 0 gradzip {first['version']}; install the same "
+                "version everywhere"
+            )
+        if other["digest"] != first["digest"]:
+            raise RuntimeError(
+                f"rank {rank} compresses with {other['method']}, rank 0 with {first['method']}; give all ranks the "
+                "same method and the same arguments"
+            )
+        for name, theirs, ours in _differences(other["parameters"], first["parameters"], "no such parameter"):
+            raise RuntimeError(
+                f"parameter {name!r}: rank {rank} has {theirs}, rank 0 has {ours}; build the same model on all ranks"
+            )
+        for name, theirs, ours in _differences(other["choice"], first["choice"], "none"):
+            raise RuntimeError(
+                f"parameter {name!r}: rank {rank} has chosen {theirs} for it, rank 0 {ours}; load the compressor's "
+                "state on all ranks or on none"
+            )
+        for name, theirs, ours in _differences(other["steps"], first["steps"], 0):
+            raise RuntimeError(
+                f"parameter {name!r}: rank {rank} has compressed it {theirs} times, rank 0 {ours} times; load the "
+                "compressor's state on all ranks or on none, and train elastically with gradzip.horovod.elastic_state "
+                "in place of hvd.elastic.TorchState"
+            )
+    return [of_rank["buckets"] for of_rank in (first, *others)]
+
+
+def _differences(theirs: dict[str, Any], ours: dict[str, Any], default: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(name, their value, our value) where two ranks differ. default: the value of a parameter that one has not."""
+    for name in ours | theirs:
+        sides = theirs.get(name, default), ours.get(name, default)
+        if sides[0] != sides[1]:
+            yield name, *sides

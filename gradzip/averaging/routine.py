@@ -1,0 +1,148 @@
+"""The routine around every method: bypass, residual, reduce, non-finite guard, commit."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..collectives import Mean
+from ..collectives.node_chunks import NodeChunks, among_peers
+from ..collectives.routines import Routine, timed
+from ..memory.state import State
+from ..methods.base.compressor import Compressor
+
+
+class Averaging:
+    """How the gradients of one parameter, or of a bucket, are averaged: by which method, and whether compressed.
+
+    Args:
+        compressor: the compressor of the whole model.
+        name: the parameter's name, the same on all ranks.
+        like: a tensor of the parameter's shape.
+        prefix: keeps equal names of several models apart. The state is kept under `prefix + name`; rules of a
+            `PerLayer` see the name alone.
+        frozen: average the gradient uncompressed, and leave the state alone. Residuals of a frozen parameter are not
+            applied.
+    """
+
+    def __init__(
+        self, compressor: Compressor, name: str, like: Tensor, *, prefix: str = "", frozen: bool = False
+    ) -> None:
+        self.name = prefix + name
+        self.method = compressor.method_for(name, like.shape, prefix)
+        compressor.register_parameter(name, like.shape, self.name)
+        self.node_chunks: NodeChunks | None = compressor.node_chunks
+        self._compressor = compressor
+        self.frozen = frozen
+        self._traffic = compressor.traffic
+        compressed = self.compresses(like)
+        # On a device, methods ask for what the host must know (ToHost), one round more.
+        self.rounds = self.method.rounds + ops.on_device(like) if compressed else 1
+        self.joined_shape = self.method.joined_shape(like.shape) if compressed and self.node_chunks is None else None
+        if compressed and self.node_chunks is not None:
+            self.rounds += self.node_chunks.rounds
+        self.joins = compressed and (self.method.joins or self.rounds > 1)
+
+    def compresses(self, grad: Tensor) -> bool:
+        """Whether a gradient of this shape is compressed, rather than averaged as it is."""
+        if self.frozen:
+            return False
+        return not (self.method if self.node_chunks is None else self.node_chunks).bypasses(grad)
+
+    def run(self, grad: Tensor, rank: int = 0, size: int = 1) -> Routine:
+        """Coroutine that replaces `grad` by its average over the group, and returns it.
+
+        If the gradient of any rank is not finite, the average is not finite on any rank, and no state changes.
+
+        Args:
+            grad: any shape, strides and floating-point dtype; the average has the same.
+            rank, size: this rank's number and the world size.
+        """
+        if not grad.is_floating_point() or grad.is_sparse:
+            raise ValueError(
+                f"gradient of {self.name!r}: got {grad.layout} {grad.dtype}, expected a dense float tensor"
+            )
+        if not self.frozen:
+            self._compressor.observe(self.name, grad)
+        monitor = self._compressor.monitor
+        report = None if monitor is None else monitor.begin(self, grad, rank, size)
+        self._traffic.bytes_dense += grad.numel() * grad.element_size()
+        self.method.memory.discard_snapshot(self.name)
+        if self.node_chunks is not None:
+            rank, size = self.node_chunks.node, self.node_chunks.nodes
+        if not self.compresses(grad):
+            return (yield from self._uncompressed(grad, rank, size))
+        routine = timed(self._compressed(grad, rank, size), self._traffic)
+        return (yield from (routine if report is None else report(routine)))
+
+    def _compressed(self, grad: Tensor, rank: int, size: int) -> Routine:
+        method, memory = self.method, self.method.memory
+        own = grad if self.node_chunks is None else (yield from self.node_chunks.scatter(grad))
+        state = memory.begin_step(self.name, own, method.state_shapes, rank, size)
+        before = state.fields()
+        # The gradient is going to be overwritten: if it is float32, the residual is added in place.
+        corrected = yield from method.add_residual(own.float().contiguous(), state)
+        reduce = method.reduce(corrected, state)
+        average = yield from (reduce if self.node_chunks is None else among_peers(reduce))
+        # All ranks see the same average, so all commit or all undo. Limit of the gradient's own type: a finite float32
+        # number may overflow in float16.
+        limit = torch.finfo(grad.dtype).max
+        finite = method.max_abs_bound(average, limit) <= limit
+        if finite:
+            memory.snapshot(state, before)
+            if self.node_chunks is not None:
+                before = memory.copied(before)  # another chunk of the node may not be finite
+            state.step += 1
+            yield from method.commit(own, corrected, average, state)
+            state.payload = None
+            if not method.error_feedback:
+                state.residual = None  # of the method that was in charge before: it is sent now
+        if self.node_chunks is not None:
+            finite = yield from self.node_chunks.gather(own, finite, grad)
+        if not finite:
+            state.replace_fields(before)
+            grad.fill_(math.nan)
+        return grad
+
+    def _uncompressed(self, grad: Tensor, rank: int, size: int) -> Routine:
+        left = self._left_residual(grad, rank, size)
+        if left is not None and left.residual is not None:
+            grad.add_(left.residual)
+        average = yield Mean(grad.contiguous(), in_place=True)
+        if average.data_ptr() != grad.data_ptr():
+            grad.copy_(average)
+        if left is not None and bool(grad.isfinite().all()):
+            self.method.memory.snapshot(left, left.fields())
+            left.residual = None
+        if self.method.changes_uncompressed and not self.frozen:
+            method, memory = self.method, self.method.memory
+            state = memory.begin_step(self.name, grad, method.state_shapes, rank, size)
+            memory.snapshot(state, state.fields())
+            method.apply_uncompressed(grad, state)
+        return grad
+
+    def _left_residual(self, grad: Tensor, rank: int, size: int) -> State | None:
+        """The state of a gradient that is averaged as it is, if the method that was in charge left a residual."""
+        memory = self.method.memory
+        state = None if self.frozen else memory.states.get(self.name)
+        if state is None or state.residual is None:
+            return None
+        return memory.begin_step(self.name, grad, self.method.state_shapes, rank, size)
+
+
+def averaged(compressor: Compressor, grad: Tensor, name: str, rank: int = 0, size: int = 1) -> Routine:
+    """One step of one parameter: `Averaging.run` as a function."""
+    return Averaging(compressor, name, grad).run(grad, rank, size)
+
+
+@contextlib.contextmanager
+def no_autocast(device: torch.device) -> Iterator[None]:
+    """Disable autograd and autocast: a method must compute in its own types, whatever the backward pass runs in."""
+    autocast = torch.is_autocast_enabled(device.type)  # entering it for nothing costs as much as a small gradient
+    with torch.no_grad(), torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext():
+        yield

@@ -1,0 +1,196 @@
+"""What all front ends do alike: connect a group of ranks, plan buckets, and begin, end, skip or drop steps.
+
+A front end knows when gradients come and where averages go. It has a `Session` for each model (under Horovod, for each
+optimizer), and reaches engines through it alone:
+
+    name_states, connect    once in a group, on all ranks
+    plan                    a bucket that is new or has changed
+    start                   a bucket whose gradients are complete: its first collectives
+    finish                  at the end of a backward pass: all other collectives
+    end, or drop            the step is over; or a backward pass has failed
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import engines, ops
+from ..collectives.engine import Engine
+from ..collectives.fusion import Round
+from ..collectives.routines import Routine
+from ..collectives.traffic import Traffic
+from ..memory.memory import Memory
+from ..methods.base.compressor import Compressor
+from . import handshake, optimizer_check
+from .buckets import Bucket, Plan, Unit
+from .routine import Averaging, no_autocast
+
+
+class Session:
+    """One model that a front end trains with a compressor.
+
+    Args:
+        compressor: several sessions may share it.
+        what: the function of the user's, for errors.
+    """
+
+    def __init__(self, compressor: Compressor, what: str) -> None:
+        if not isinstance(compressor, Compressor):
+            raise TypeError(f"{what}: got {compressor!r}, expected a compressor, such as gradzip.TopK()")
+        self.compressor = compressor
+        self.prefix = ""  # of the names of the states
+        self.engine: Any = None  # an Engine, once connected
+        # Of the current step:
+        self.buckets: dict[Any, Bucket] = {}  # in progress, in the order in which they were started
+        self.units: dict[Unit, None] = {}  # started so far
+        self._in_step = False
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.compressor.traffic
+
+    # --- the group
+
+    def name_states(self, named: Mapping[str, Any], word: str, group: str = "") -> None:
+        """Choose the prefix of the states' names (`StateNames.prefix`), and free the states of deleted parameters."""
+        names = self.compressor.memory.names
+        deleted = names.deleted()
+        for part in self.compressor.parts:
+            part.memory.free(deleted)
+        self.prefix = names.prefix(named, word, group)
+
+    def torch_engine(self, group: Any, device: torch.device) -> Engine:
+        """An engine for a torch process group, to connect."""
+        return engines.torch_engine(group, self.traffic, device)
+
+    def horovod_engine(self, process_set: Any) -> Engine:
+        """An engine for a Horovod process set, to connect."""
+        return engines.horovod_engine(process_set, self.traffic)
+
+    def connect(self, engine: Engine, named: Mapping[str, Tensor], slot: str, buckets: Any = None) -> list[Any]:
+        """Compare the configurations of all ranks, and join their group. Returns the `buckets` of each rank.
+
+        Args:
+            named: parameters by name.
+            slot: of the comparison.
+            buckets: of the front end, in JSON types. They are not compared.
+
+        Raises:
+            RuntimeError: names both sides of the first difference; the same on all ranks.
+        """
+        description = handshake.describe(self.compressor, named.items(), self.prefix, buckets)
+        of_ranks = handshake.compare(engine.allgather_bytes(description, slot))
+        self.compressor.join_group(engine)
+        self.engine = engine
+        return of_ranks
+
+    # --- work on gradients
+
+    @contextlib.contextmanager
+    def on_stream_of(self, gradient: Tensor) -> Iterator[None]:
+        """Run the block without autograd and autocast, on the compressor's stream of a gradient's device."""
+        with no_autocast(gradient.device), self.compressor.streams.on(gradient):
+            yield
+
+    @contextlib.contextmanager
+    def on_all_streams(self, device: torch.device) -> Iterator[None]:
+        """The same on the compressor's streams of all devices."""
+        with no_autocast(device), self.compressor.streams.on_all():
+            yield
+
+    def plan(self, parameters: list[Tensor], names: list[str]) -> Plan:
+        """Plan a bucket that is new, or whose parameters or methods have changed."""
+        self.engine.forget_lengths()
+        return Plan.of(self.compressor, parameters, names, self.prefix)
+
+    # --- a step
+
+    def begin(self) -> None:
+        """Begin a step, unless it has begun. Until its end, methods do not change, and the loss scale stands still."""
+        if not self._in_step:
+            self._in_step = True
+            for memory in self._memories():
+                memory.begin(self)
+
+    def check_optimizers(self, parameters: Iterable[Tensor], averagings: Iterable[Averaging]) -> None:
+        """Have the optimizers of these parameters checked in this step (`optimizer_check`)."""
+        for parameter, averaging in zip(parameters, averagings):
+            optimizer_check.register(parameter, averaging)
+
+    def average(self, unit: Unit, gradients: list[Tensor]) -> Routine:
+        """Coroutine that replaces the gradients of a unit, in the order of its parameters, by their averages."""
+        self.begin()
+        self.units[unit] = None
+        return unit.average(gradients, self.engine.rank, self.engine.size)
+
+    def start(
+        self, key: Any, units: Sequence[Unit], gradients: Sequence[Tensor] | Mapping[int, Tensor], slot: str
+    ) -> None:
+        """Run the methods of a bucket to their first collectives, and start those.
+
+        Args:
+            key: of the bucket, with which it is found in `buckets`.
+            gradients: of the parameters of the bucket's plan, by their numbers in it.
+            slot: prefix of the collectives' slots.
+        """
+        self.launch(
+            key,
+            {(key, i): self.average(unit, [gradients[j] for j in unit.indices]) for i, unit in enumerate(units)},
+            slot,
+        )
+
+    def launch(self, key: Any, routines: dict[Any, Routine], slot: str) -> None:
+        """The same for routines, by keys of their own."""
+        previous = list(self.buckets.values())
+        self.buckets[key] = Bucket(routines, Round.first(routines), self.engine, slot)
+        if previous and self.engine.in_order:
+            previous[-1].gather_partitions()
+
+    def finish(self, slot: str) -> None:
+        """Run the routines of all buckets to their ends. Later rounds run for all together. slot: prefix of theirs.
+
+        An error, such as PayloadError, drops the step.
+        """
+        buckets, self.buckets = list(self.buckets.values()), {}
+        try:
+            if buckets and self.engine.in_order:
+                buckets[-1].gather_partitions()
+            following = Round()
+            # Buckets with overflow come last: their second transfers run meanwhile.
+            overflowed = [bucket for bucket in buckets if not bucket.advance_unless_overflow(following)]
+            for bucket in overflowed:
+                bucket.advance(following)
+            routines = {key: routine for bucket in buckets for key, routine in bucket.routines.items()}
+            self.engine.finish(routines, following, slot)
+        except BaseException:
+            self.drop()
+            raise
+
+    def overflows(self, averages: Sequence[Tensor]) -> bool:
+        """Whether GradScaler is going to skip the step, because an average is not finite. False without a scaler."""
+        return self.compressor.memory.scaler is not None and not ops.all_finite(averages)
+
+    def end(self, skipped: bool) -> None:
+        """End the step. skipped: whether GradScaler skips it, for all parameters: all states are rolled back then."""
+        units = list(self.units)
+        self.drop()
+        for unit in units:
+            unit.end_step(skipped)
+        if skipped:
+            self.compressor.skip_step()
+        else:
+            self.compressor.end_step(self.engine)
+
+    def drop(self) -> None:
+        """Drop the step in progress: its backward pass has failed or was interrupted."""
+        self.buckets, self.units, self._in_step = {}, {}, False
+        for memory in self._memories():
+            memory.end(self)
+
+    def _memories(self) -> list[Memory]:
+        return [self.compressor.memory, *(part.memory for part in self.compressor.parts)]

@@ -1,0 +1,158 @@
+"""The abstract engine: runs collectives over a group of ranks."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .fusion import Round
+from .requests import Collective, Scope, ToHost, among
+from .routines import Routine
+from .traffic import Traffic
+
+
+class Pending(Protocol):
+    """A collective in progress."""
+
+    def send_overflow(self) -> bool:
+        """Wait for the first transfer; start a second one for what did not fit.
+
+        Returns whether a second transfer was needed (the same on all ranks).
+        """
+
+    def result(self) -> Any:
+        """Wait for the collective, and return its result. Call `send_overflow` first."""
+
+
+class PendingCopy:
+    """A ToHost in progress."""
+
+    def __init__(self, collective: ToHost) -> None:
+        self._tensor = collective.tensor
+
+    def send_overflow(self) -> bool:
+        return False
+
+    def result(self) -> Tensor:
+        return self._tensor.cpu()  # the host waits for the current stream, on which the tensor was computed
+
+
+class Engine(ABC):
+    """Runs collectives over a group of ranks, and counts the bytes that this rank sends.
+
+    All ranks must start the same collectives, with the same slots, in the same order.
+    """
+
+    rank: int  # this rank's number in the group
+    size: int  # the world size
+    traffic: Traffic
+    scope: Scope = "all"  # "node" or "peers" for an engine that `split` has made
+    scopes: Mapping[str, Engine] = {}  # the engines of "node" and "peers", after `set_nodes`
+
+    # Whether ranks match operations by their order alone, and not by their slots.
+    in_order = False
+
+    # Arguments of `cost.predict`, for methods that measure their job: the size of the front end's buckets, and up to
+    # how many bytes the engine joins collectives that wait at the same time.
+    bucket_nbytes: float | None = None
+    fusion_nbytes: float | None = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The group's ranks, as numbered in the whole job."""
+        return tuple(range(self.size))
+
+    @abstractmethod
+    def launch(self, collective: Collective, slot: str) -> Pending:
+        """Start a collective. slot: name of the operation, the same on all ranks and in every step."""
+
+    def forget_lengths(self) -> None:  # noqa: B027 (most engines remember none)
+        """Forget the lengths of earlier payloads: buckets or methods have changed. All ranks must call it."""
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that this rank sends."""
+        self.traffic.count(nbytes, self.scope)
+
+    @abstractmethod
+    def allgather_bytes(self, data: bytes, slot: str) -> list[bytes]:
+        """All-gather bytes, in rank order. Blocks until all ranks have called it."""
+
+    # --- scopes
+
+    def place(self) -> tuple[int, int]:
+        """This rank's number within its node, and the number of ranks on the node, according to the launcher."""
+        raise NotImplementedError(f"{type(self).__name__} knows no nodes")
+
+    def split(self, groups: Sequence[Sequence[int]], scope: Scope) -> Engine:
+        """Make an engine for the group that has this rank. All ranks must call it, with the same groups."""
+        raise NotImplementedError(f"{type(self).__name__} has no scopes")
+
+    def node_size(self, what: str) -> int:
+        """The number of ranks on each node, according to the launcher. All ranks must call it.
+
+        Args:
+            what: the caller's name, for errors.
+
+        Raises:
+            ValueError: nodes have different numbers of ranks, or ranks are not numbered node by node. The same error on
+                all ranks.
+        """
+        lines = self.allgather_bytes(json.dumps(self.place()).encode() + b"\n", "gradzip.places")
+        places = [tuple(json.loads(line)) for line in lines]
+        size = places[0][1]
+        for rank, place in enumerate(places):
+            if place != (rank % size, size):
+                raise ValueError(
+                    f"{what}: rank {rank} is number {place[0]} of {place[1]} on its node, expected number "
+                    f"{rank % size} of {size}: start as many ranks on each node, numbered node by node"
+                )
+        return size
+
+    def set_nodes(self, node_size: int) -> None:
+        """Make the engines of the scopes "node" and "peers". All ranks must call it.
+
+        Args:
+            node_size: number of (consecutive) ranks on each node, a divisor of the world size.
+        """
+        nodes = [list(range(first, first + node_size)) for first in range(0, self.size, node_size)]
+        peers = [list(range(place, self.size, node_size)) for place in range(node_size)]
+        self.scopes = {"node": self.split(nodes, "node"), "peers": self.split(peers, "peers")}
+
+    def launch_scoped(self, collective: Collective, slot: str) -> Pending:
+        """Start a collective of the scope "node" or "peers"."""
+        return self.scopes[collective.scope].launch(among("all", collective), slot)
+
+    def max_over_ranks(self, values: Sequence[float], slot: str) -> list[float]:
+        """The maximum of each number over the ranks. Blocks until all ranks have called it."""
+        lines = self.allgather_bytes(json.dumps(list(values)).encode() + b"\n", slot)
+        return [max(column) for column in zip(*map(json.loads, lines), strict=True)]
+
+    def run(self, collective: Collective, slot: str) -> Any:
+        """Start a collective, wait for it, and return its result."""
+        pending = self.launch(collective, slot)
+        pending.send_overflow()
+        return pending.result()
+
+    def finish(self, routines: Mapping[Any, Routine], current: Round, slot: str) -> dict[Any, Any]:
+        """Run routines to their ends, with one collective per kind in each round. Returns their results, by key.
+
+        Args:
+            routines: by key; the same on all ranks.
+            current: the first round, not started yet.
+            slot: prefix of the collectives' slots.
+        """
+        returned: dict[Any, Any] = {}
+        number = 1
+        while collectives := current.collectives():
+            number += 1
+            pending = [self.launch(c, f"{slot}.{number}.{i}") for i, c in enumerate(collectives)]
+            for p in pending:
+                p.send_overflow()
+            results = current.split([p.result() for p in pending])
+            current = Round()
+            returned |= current.advance(routines, results)
+        return returned

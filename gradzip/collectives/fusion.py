@@ -1,0 +1,168 @@
+"""Tensor fusion: the collectives of several routines joined into one collective per round and kind."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .requests import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, ToHost
+from .routines import Done, Local, Routine, run_local, step
+
+# Fused routines: yields the collectives of a round, which may run concurrently, and is sent the list of their results.
+FusedRoutine = Generator[list[Collective], list[Any], list[Any]]
+
+
+def fused(routines: Iterable[Routine]) -> FusedRoutine:
+    """Run routines in lock-step, and join what they yield into one collective per round and kind.
+
+    Routines may need different numbers of rounds. All ranks must fuse the same routines in the same order. Returns
+    their results, in order. This is the simplest loop over `Round`, which the front ends use.
+    """
+    members = dict(enumerate(routines))
+    current = Round()
+    returned = current.advance(members, dict.fromkeys(members))
+    while collectives := current.collectives():
+        results = current.split((yield collectives))
+        current = Round()
+        returned |= current.advance(members, results)
+    return [returned[i] for i in members]
+
+
+class Round:
+    """The collectives that several routines wait for at the same time. A key of any type identifies a routine."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Any, dict[Any, Any]] = {}  # kind -> key -> collective
+
+    @classmethod
+    def first(cls, routines: Mapping[Any, Routine]) -> Round:
+        """Start routines, and make the round of their first collectives."""
+        first = cls()
+        first.advance(routines, dict.fromkeys(routines))
+        return first
+
+    def advance(self, routines: Mapping[Any, Routine], results: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Send routines the results of their last collectives, and add their next ones to this round.
+
+        Local work is done in between, in one call for all routines with the same function and device.
+
+        Returns the results of the routines that are done, by key.
+        """
+        returned: dict[Any, Any] = {}
+        yielded: dict[Any, Collective] = {}
+        waiting: Mapping[Any, Any] = results
+        while waiting:
+            local: dict[Any, dict[Any, Local]] = {}  # by what can be done in one call
+            for key, result in waiting.items():
+                item = step(routines[key], result)
+                if isinstance(item, Done):
+                    returned[key] = item.result
+                elif isinstance(item, Local):
+                    local.setdefault((item.function, item.device), {})[key] = item
+                else:
+                    yielded[key] = item
+            sent: dict[Any, Any] = {}
+            for requests in local.values():
+                sent |= zip(requests, run_local(list(requests.values())))
+            waiting = sent
+        for key in results:  # in the same order on all ranks, whatever local work they did
+            if key in yielded:
+                self.add(key, yielded[key])
+        return returned
+
+    def add(self, key: Any, collective: Collective) -> None:
+        """Add a collective of the routine `key`."""
+        kind: tuple
+        if isinstance(collective, RingSum):
+            kind = (RingSum, collective.scope, collective.dtype, collective.device)
+        else:
+            same_length = getattr(collective, "same_length", None)  # of a Gather or AllToAll
+            tensor = collective.tensor
+            kind = (type(collective), collective.scope, tensor.dtype, tensor.device, same_length)
+        self._groups.setdefault(kind, {})[key] = collective
+
+    def take_rings(self) -> dict[Any, RingSum]:
+        """Remove the RingSums from this round, and return them by key."""
+        kinds = [kind for kind in self._groups if kind[0] is RingSum]
+        return {key: ring for kind in kinds for key, ring in self._groups.pop(kind).items()}
+
+    def collectives(self) -> list[Collective]:
+        """The collectives of this round, joined into one per kind. They may run concurrently."""
+        return [_join(list(group.values())) for group in self._groups.values()]
+
+    def split(self, results: Iterable[Any]) -> dict[Any, Any]:
+        """Split the results of the joined collectives into each routine's result, by key."""
+        parts: dict[Any, Any] = {}
+        for group, result in zip(self._groups.values(), results):
+            parts |= zip(group, _split(result, list(group.values())))
+        return parts
+
+
+def _join(group: list[Any]) -> Collective:
+    """Join collectives of one kind."""
+    if len(group) == 1:
+        return group[0]
+    if isinstance(group[0], (Mean, Broadcast, ToHost)):
+        tensors = [c.tensor for c in group]
+        joined = adjacent(tensors)
+        return replace(group[0], tensor=torch.cat([t.reshape(-1) for t in tensors]) if joined is None else joined)
+    if isinstance(group[0], Gather):
+        return replace(group[0], tensor=torch.cat([c.tensor for c in group]), count=sum(c.count for c in group))
+    if isinstance(group[0], RingSum):
+        return _join_rings(group)
+    by_rank = list(zip(*[c.parts for c in group]))
+    nbytes = tuple(sum(part.numel() for part in parts) for parts in by_rank)
+    return replace(group[0], tensor=torch.cat([part for parts in by_rank for part in parts]), nbytes=nbytes)
+
+
+def _split(result: Any, group: list[Any]) -> list[Any]:
+    """Split the result of a joined collective."""
+    if len(group) == 1:
+        return [result]
+    if isinstance(group[0], (Mean, Broadcast, ToHost)):
+        parts = result.split([c.tensor.numel() for c in group])
+        parts = [part.view(c.tensor.shape) for part, c in zip(parts, group)]
+        in_place = {i: c.tensor for i, c in enumerate(group) if isinstance(c, Mean) and c.in_place}
+        if in_place and result.untyped_storage().data_ptr() != group[0].tensor.untyped_storage().data_ptr():
+            torch._foreach_copy_(list(in_place.values()), [parts[i] for i in in_place])  # one operation on a device
+            parts = [in_place.get(i, part) for i, part in enumerate(parts)]
+        return parts
+    if isinstance(group[0], RingSum):
+        return [None] * len(group)
+    if group[0].same_length:
+        nbytes = [c.nbytes[0] if isinstance(c, AllToAll) else c.tensor.numel() for c in group]
+        by_rank = [buffer.split(nbytes) for buffer in result]
+    else:
+        by_rank = [ops.split_payloads(buffer, len(group)) for buffer in result]
+    return [list(payloads) for payloads in zip(*by_rank)]
+
+
+def _join_rings(group: list[RingSum]) -> RingSum:
+    segments = [(ring, i) for ring in group for i in range(len(ring.numels))]
+
+    def encode(i: int) -> Tensor:
+        ring, own = segments[i]
+        return ring.encode(own)
+
+    def decode(i: int, total: Tensor) -> None:
+        ring, own = segments[i]
+        ring.decode(own, total)
+
+    numels = tuple(numel for ring in group for numel in ring.numels)
+    return replace(group[0], numels=numels, encode=encode, decode=decode)
+
+
+def adjacent(tensors: list[Tensor]) -> Tensor | None:
+    """One flat view of tensors that are adjacent in memory, such as the gradients of a bucket; None for others."""
+    first, end = tensors[0], tensors[0].storage_offset()
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and tensor.is_contiguous() and tensor.storage_offset() == end):
+            return None
+        end += tensor.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))

@@ -1,0 +1,99 @@
+"""Codecs whose payloads have no header, and a length that follows from the number of elements alone."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..memory.state import Key
+from ..methods.base.compressor import Compressor
+from ..methods.block_float import BlockFloat
+from ..methods.quantize import QSGD
+
+
+class FixedCodec(ABC):
+    """Encodes with a method's arguments, and decodes into a sum. Does not wait for the device."""
+
+    seed: int  # of the random draws
+
+    @abstractmethod
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the payload of `numel` elements: a multiple of 4."""
+
+    @abstractmethod
+    def encode(self, grad: Tensor, key: Key, out: Tensor) -> None:
+        """Encode a gradient (float32, flat) to `out`."""
+
+    @abstractmethod
+    def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
+        """Write weight * the sum of decoded payloads, added in order, to `out` (float32, flat).
+
+        If an element of a gradient was not finite, neither is the sum of its block.
+        """
+
+
+class _BlockFloat(FixedCodec):
+    """The blocks of `BlockFloat`."""
+
+    def __init__(self, method: BlockFloat) -> None:
+        self.seed = method.seed
+        self._bits, self._block = method.bits, method.block
+        self._stochastic = method.rounding == "stochastic"
+
+    def nbytes(self, numel: int) -> int:
+        return ops.block_float_nbytes(-(-numel // self._block), self._bits, self._block)
+
+    def encode(self, grad: Tensor, key: Key, out: Tensor) -> None:
+        ops.block_float_encode(grad, self._bits, self._block, key.bits if self._stochastic else None, out=out)
+
+    def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
+        ops.block_float_decode_sum(payloads, out, self._bits, self._block, weight)
+
+
+class _QSGD(FixedCodec):
+    """The norms (float32) and packed levels of `QSGD`, padded to 4 bytes."""
+
+    def __init__(self, method: QSGD) -> None:
+        self.seed = method.seed
+        self._bits, self._bucket, self._norm = method.bits, method.bucket, method.norm
+
+    def nbytes(self, numel: int) -> int:
+        return -(-self._ends(numel)[1] // 4) * 4
+
+    def encode(self, grad: Tensor, key: Key, out: Tensor) -> None:
+        norms, levels = self._sections(out, grad.numel())
+        out[norms.nbytes + levels.nbytes :].zero_()
+        ops.quantize_packed(grad, self._bits, self._bucket, self._norm, key.bits, out=levels, norms=norms)
+        norms.add_(ops.abs_max_tensor(grad) * 0.0)  # NaN if an element is not finite, which levels do not show
+
+    def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
+        out.zero_()
+        for payload in payloads:
+            norms, levels = self._sections(payload, out.numel())
+            if not ops.on_device(norms) and not norms.isfinite().all():  # on a device, such a norm gives NaN
+                out.fill_(torch.nan)
+                return
+            ops.quantize_decode_add(levels, norms, out, self._bits, self._bucket, weight)
+
+    def _ends(self, numel: int) -> tuple[int, int]:
+        norms_end = 4 * ops.num_buckets(numel, self._bucket)
+        return norms_end, norms_end + ops.packed_nbytes(numel, self._bits)
+
+    def _sections(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        norms_end, end = self._ends(numel)
+        return payload[:norms_end].view(torch.float32), payload[norms_end:end]
+
+
+def fixed_codec(compressor: Compressor, what: str) -> FixedCodec:
+    """The codec of a compressor. Raises ValueError, which starts with `what`, for one that has none."""
+    if isinstance(compressor, BlockFloat):
+        return _BlockFloat(compressor)
+    if isinstance(compressor, QSGD) and compressor.coding == "packed":
+        return _QSGD(compressor)
+    raise ValueError(
+        f"{what}: got {compressor!r}, expected gradzip.BlockFloat() or gradzip.QSGD(coding='packed'), whose payloads "
+        "have a fixed length"
+    )

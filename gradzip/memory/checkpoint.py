@@ -1,0 +1,70 @@
+"""One checkpoint of all ranks: merge their state dicts, and get each rank's state dict (shard) back.
+
+>>> import gradzip
+>>> compressor = gradzip.TopK(theta=0.99)
+>>> state_dicts = [compressor.state_dict()]  # hvd.allgather_object(compressor.state_dict(), name="state")
+>>> merged = merge(state_dicts)
+>>> compressor.load_state_dict(shard(merged, rank=0, size=1))
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def merge(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the state dicts of all ranks, in rank order. Fields that are the same on all ranks are stored once.
+
+    Raises:
+        ValueError: not a list of state dicts, or state dicts of different methods.
+    """
+    if not state_dicts or isinstance(state_dicts, Mapping):
+        got = "a single state dict" if state_dicts else "no state dicts"
+        raise ValueError(f"merge: got {got}, expected a list of one for each rank")
+    methods = [state_dict.get("method") for state_dict in state_dicts]
+    if len(set(methods)) > 1:
+        raise ValueError(f"merge: got the states of {methods}, expected those of one method")
+    halves = [split(state_dict) for state_dict in state_dicts]
+    return {"method": methods[0], "common": halves[0][0], "ranks": [own for _, own in halves]}
+
+
+def shard(merged: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """Get one rank's state dict, for `load_state_dict`, from a merged one.
+
+    In a group of another size than the saved one, rank-local fields (residuals) are dropped with a warning.
+
+    Raises:
+        ValueError: not a result of `merge`, or no such rank.
+    """
+    if "common" not in merged or "ranks" not in merged:
+        raise ValueError(f"shard: got a dict of {sorted(merged)}, expected what gradzip.checkpoint.merge returned")
+    if not 0 <= rank < size:
+        raise ValueError(f"shard: got rank = {rank} of {size}, expected one from 0 to {size - 1}")
+    saved = merged["ranks"]
+    if size == len(saved):
+        return join(merged["common"], saved[rank], rank, size)
+    warnings.warn(f"shard: the states of {len(saved)} ranks for {size}: residuals are dropped", stacklevel=2)
+    return join(merged["common"], None, rank, size)
+
+
+def split(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a state dict into the fields that are the same on all ranks, and the rank-local ones."""
+    if "parts" in state_dict:
+        halves = [split(part) for part in state_dict["parts"]]
+        return {**state_dict, "parts": [common for common, _ in halves]}, {"parts": [own for _, own in halves]}
+    local, states = state_dict["rank_local"], state_dict["states"].items()
+    common = {name: {k: v for k, v in fields.items() if k not in local} for name, fields in states}
+    own = {name: {k: v for k, v in fields.items() if k in local} for name, fields in states}
+    return {**state_dict, "states": common}, {"states": own}
+
+
+def join(common: Mapping[str, Any], own: Mapping[str, Any] | None, rank: int, size: int) -> dict[str, Any]:
+    """Join the two results of `split` to the state dict of a rank. own: None without the rank-local fields."""
+    if "parts" in common:
+        owns = [None] * len(common["parts"]) if own is None else own["parts"]
+        return {**common, "parts": [join(c, o, rank, size) for c, o in zip(common["parts"], owns)]}
+    owned = {} if own is None else own["states"]
+    place = {"rank": rank, "size": size}
+    return {**common, "states": {n: {**v, **owned.get(n, {}), **place} for n, v in common["states"].items()}}

@@ -1,0 +1,228 @@
+"""All states of one compressor: loss scale, rollback, changes of the group, buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+from .names import StateNames
+from .state import BucketState, State
+from .state_dict import restore
+
+# From a gradient to the shapes of its state's tensors, by field. Called for loaded states only.
+Shapes = Callable[[Tensor], Mapping[str, tuple[int, ...]]]
+
+
+class Memory:
+    """The states that one compressor keeps, by parameter name.
+
+    Args:
+        method: name of the compressor's class, for errors.
+        loss_scaled: state fields to multiply when the loss scale changes, and the power of the loss scale that they
+            are proportional to.
+        rank_local: state fields that differ between ranks. All other fields are the same on all ranks.
+        partition_local: the rank-local fields of the partition that this rank owns; they depend on the world size.
+    """
+
+    def __init__(
+        self, method: str, loss_scaled: Mapping[str, int], rank_local: tuple[str, ...], partition_local: tuple[str, ...]
+    ) -> None:
+        self.method = method
+        self.loss_scaled = loss_scaled
+        self.rank_local = rank_local
+        self.partition_local = partition_local
+        self.states: dict[str, State] = {}
+        self.scaler: Any = None  # a torch.amp.GradScaler
+        self.names = StateNames()
+        self._sessions: list[ref[Any]] = []  # with a step in progress
+        self._loss_scale: float | None = None  # while a step is in progress
+        self._snapshots: dict[str, dict[str, Any]] = {}
+
+    def begin_step(self, name: str, grad: Tensor, shapes: Shapes, rank: int, size: int) -> State:
+        """Get a parameter's state for a step: checked, on the gradient's device, rescaled to the loss scale.
+
+        Args:
+            rank, size: this rank's number and the world size.
+
+        Raises:
+            ValueError: the state belongs to a gradient of another shape.
+        """
+        state = self.states.get(name)
+        if state is None:
+            state = self.states[name] = State(name)
+        self._restore(state, grad, shapes, rank, size)
+        if state.residual is not None and state.residual.shape != grad.shape:
+            raise ValueError(
+                f"{self.method}, parameter {name!r}: got a gradient of shape {tuple(grad.shape)}, expected "
+                f"{tuple(state.residual.shape)} as in the step before; give each parameter a name of its own"
+            )
+        state.set_rank(rank, size, self.partition_local)
+        self._rescale(state)
+        return state
+
+    def _restore(self, state: State, grad: Tensor, shapes: Shapes, rank: int, size: int) -> None:
+        if state.loaded:
+            restore(state, shapes(grad), grad.device, rank, size, self.rank_local, self.method)
+
+    def find(self, name: str) -> State | None:
+        """The state of a parameter, or of the bucket that has it."""
+        buckets = (s for s in self.states.values() if isinstance(s, BucketState) and name in s.shapes)
+        return self.states.get(name) or next(buckets, None)
+
+    def free(self, names: Iterable[str]) -> None:
+        """Free the states of parameters."""
+        gone = set(names)
+        self.split_buckets(gone)
+        for name in gone:
+            self.states.pop(name, None)
+
+    def drop_rank_local(self) -> None:
+        """Drop the residuals, and all other fields that differ between ranks, from all states."""
+        for state in self.states.values():
+            for field in self.rank_local:
+                vars(state).pop(field, None)
+            state.residual = None
+
+    # --- steps in progress
+
+    def begin(self, session: Any) -> None:
+        """Note that a session (a model, an optimizer) is in a step, until `end`, or until nothing refers to it."""
+        if not self.in_step:
+            self._loss_scale = None
+        self.end(session)
+        self._sessions.append(ref(session))
+
+    def end(self, session: Any) -> None:
+        """Note that a session is not in a step."""
+        self._sessions = [known for known in self._sessions if known() not in (None, session)]
+
+    @property
+    def in_step(self) -> bool:
+        """Whether any session is in a step. Residuals must not move to another method then."""
+        return any(known() is not None for known in self._sessions)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_sessions": []}  # a copy is in no step
+
+    # --- loss scale
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that gradients are multiplied by. Read once a step: a GradScaler keeps it on the device."""
+        if self.scaler is None:
+            return 1.0
+        if self._loss_scale is None or not self.in_step:
+            self._loss_scale = float(self.scaler.get_scale())
+        return self._loss_scale
+
+    def _rescale(self, state: State) -> None:
+        scale = self.loss_scale
+        factor = scale / getattr(state, "loss_scale", scale)
+        if factor != 1.0:
+            for name, power in self.loss_scaled.items():
+                value = getattr(state, name, None)
+                if isinstance(value, Tensor):
+                    value.mul_(factor**power)
+                elif value is not None:
+                    setattr(state, name, value * factor**power)
+        if self.scaler is not None or factor != 1.0:
+            state.loss_scale = scale
+
+    # --- rollback of a step that GradScaler skips
+
+    def snapshot(self, state: State, before: Mapping[str, Any]) -> None:
+        """With a loss scale, keep the fields that a state had before the current step, for `rollback`."""
+        if self.scaler is not None:
+            self._snapshots[state.name] = self.copied(before)
+
+    def copied(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy the fields of a state. Only loss-scaled tensors, which a step may change in place, are cloned."""
+        return {
+            name: value.clone() if name in self.loss_scaled and isinstance(value, Tensor) else value
+            for name, value in fields.items()
+        }
+
+    def discard_snapshot(self, name: str) -> None:
+        """Free the snapshot of a parameter."""
+        self._snapshots.pop(name, None)
+
+    def rollback(self, name: str) -> None:
+        """Undo the last step of a parameter."""
+        if (before := self._snapshots.pop(name, None)) is not None:
+            self.states[name].replace_fields(before)
+
+    # --- rank and world size
+
+    def change_group(self, rank: int, size: int) -> None:
+        """Continue as another rank, or in a group of another size. Residuals are kept."""
+        self.split_all_buckets()  # adds owners' residuals to residuals: none is lost
+        for state in self.states.values():
+            state.set_rank(rank, size, self.partition_local)
+
+    # --- buckets
+
+    def concatenate(
+        self,
+        name: str,
+        gradients: Mapping[str, Tensor],
+        joined_shape: tuple[int, ...],
+        shapes: Shapes,
+        rank: int,
+        size: int,
+    ) -> None:
+        """Replace the states of several parameters by one `BucketState`.
+
+        Args:
+            name: of the bucket's state.
+            gradients: by parameter name.
+            joined_shape: of the concatenated gradients.
+            shapes, rank, size: as in `begin_step`.
+        """
+        found = {parameter: self.states[parameter] for parameter in gradients if parameter in self.states}
+        for parameter, state in found.items():
+            self._restore(state, gradients[parameter], shapes, rank, size)
+            self._rescale(state)  # a parameter that was frozen still has the loss scale of its last step
+        for parameter in found:
+            del self.states[parameter]
+        of_bucket = {parameter: gradient.shape for parameter, gradient in gradients.items()}
+        self.states[name] = BucketState.concatenate(name, of_bucket, found, joined_shape)
+
+    def split_buckets(self, parameters: set[str]) -> None:
+        """Split the states of all buckets that have any of these parameters."""
+        for state in list(self.states.values()):
+            if isinstance(state, BucketState) and state.shapes.keys() & parameters:
+                del self.states[state.name]
+                self.states |= state.split()
+
+    def split_all_buckets(self) -> None:
+        """Split the states of all buckets. The next step concatenates them again."""
+        states = [state for state in self.states.values() if isinstance(state, BucketState)]
+        self.split_buckets({parameter for state in states for parameter in state.shapes})
+
+    # --- a change of the method
+
+    def move_residual(self, name: str, to: Memory) -> None:
+        """Free a parameter's state, and add its residual to the parameter's state in another memory.
+
+        The residual of a state that was loaded and not used since is dropped if the other memory has a state.
+        """
+        self.discard_snapshot(name)
+        state = self.states.pop(name, None)
+        residual = None if state is None else state.take_residual()
+        if state is None or residual is None:
+            return
+        new = to.states.get(name)
+        if state.loaded and new is not None:
+            return  # not checked yet: it may be another rank's, or on another device
+        if new is None:
+            new = to.states[name] = State(name, state.rank, state.size)
+            if hasattr(state, "loss_scale"):
+                new.loss_scale = state.loss_scale
+        scale = getattr(new, "loss_scale", self.loss_scale) / getattr(state, "loss_scale", self.loss_scale)
+        if scale != 1.0:
+            residual.mul_(scale)
+        new.residual = residual if new.residual is None else new.residual + residual
+        new.loaded |= state.loaded  # checked in the next step

@@ -1,0 +1,203 @@
+"""The state of a parameter, or of a bucket of parameters, between steps; keys of random draws; reusable memory."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# The joined shape (`Compressor.joined_shape`) of methods that compress a bucket as one vector.
+VECTOR = (1, -1)
+
+
+class Key(NamedTuple):
+    """The key of one random draw. Equal keys give equal numbers on every device; different keys independent ones."""
+
+    seed: int
+    step: int
+    name: str
+    rank: int | str  # "shared" where all ranks must draw the same numbers
+
+    @property
+    def bits(self) -> int:
+        """The key as 64 bits, the key of the counter-based generator (csrc/common/philox.h)."""
+        text = f"{self.seed}/{self.step}/{self.rank}/{self.name}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+class State:
+    """State of one parameter: step count, residual, and the fields that its method adds.
+
+    A step whose average is not finite is undone by restoring the fields. Until the average is known to be finite,
+    methods assign new tensors to fields, and change none in place.
+    """
+
+    # Fields that a state dict does not hold.
+    TRANSIENT: tuple[str, ...] = ("name", "payload", "loaded")
+
+    def __init__(self, name: str, rank: int = 0, size: int = 1) -> None:
+        self.name = name
+        self.rank = rank
+        self.size = size  # of the group
+        self.step = 0
+        self.residual: Tensor | None = None
+        self.payload: Tensor | None = None  # that this rank has sent in the current step
+        self.loaded = False  # whether it comes from a state dict, and is not yet checked against a gradient
+
+    def key(self, seed: int) -> Key:
+        """The key of this rank's random draw in the current step."""
+        return Key(seed, self.step, self.name, self.rank)
+
+    def fields(self) -> dict[str, Any]:
+        """A shallow copy of all fields, for `replace_fields`."""
+        return dict(vars(self))
+
+    def replace_fields(self, fields: Mapping[str, Any]) -> None:
+        """Replace all fields by these, which `fields` returned."""
+        vars(self).clear()
+        vars(self).update(fields)
+
+    def set_rank(self, rank: int, size: int, partition_local: tuple[str, ...]) -> None:
+        """Record rank and world size; drop the partition-local fields if they changed."""
+        if (self.rank, self.size) != (rank, size):
+            for name in partition_local:
+                if hasattr(self, name):
+                    setattr(self, name, None)
+        self.rank, self.size = rank, size
+
+    def take_residual(self) -> Tensor | None:
+        """Remove the residual and the owner's residual from the state, and return their sum."""
+        residual = _with_owner_residual(self).get("residual")
+        self.residual = None
+        for name in ("owner_residual", "owner_start"):
+            vars(self).pop(name, None)
+        return residual
+
+    def state_dict(self) -> dict[str, Any]:
+        """The fields to save: tensors, lists of tensors and numbers."""
+        return {k: v for k, v in vars(self).items() if k not in self.TRANSIENT and v is not None}
+
+    def state_dicts(self) -> dict[str, dict[str, Any]]:
+        """State dicts by parameter name."""
+        return {self.name: self.state_dict()}
+
+    if TYPE_CHECKING:  # fields that methods add
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+class BucketState(State):
+    """State of several parameters of a bucket, whose gradients are concatenated to one tensor.
+
+    Buckets change: DDP rebuilds its buckets after the first step, and parameters are frozen. A bucket's state is
+    therefore concatenated from its parameters' states and split into them again. It is also saved by parameter.
+    """
+
+    TRANSIENT = (*State.TRANSIENT, "shapes", "joined_shape")
+
+    def __init__(self, name: str, shapes: Mapping[str, torch.Size], joined_shape: tuple[int, ...] = VECTOR) -> None:
+        super().__init__(name)
+        self.shapes = dict(shapes)  # by parameter name, in the order of the concatenation
+        self.joined_shape = joined_shape
+
+    @classmethod
+    def concatenate(
+        cls,
+        name: str,
+        shapes: Mapping[str, torch.Size],
+        states: Mapping[str, State],
+        joined_shape: tuple[int, ...] = VECTOR,
+    ) -> BucketState:
+        """Concatenate the states of a bucket's parameters. A parameter without a state counts as zeros."""
+        bucket = cls(name, shapes, joined_shape)
+        saved = {parameter: _with_owner_residual(state) for parameter, state in states.items()}
+        for key in dict.fromkeys(key for fields in saved.values() for key in fields):
+            values = {parameter: fields[key] for parameter, fields in saved.items() if key in fields}
+            some = next(iter(values.values()))
+            if isinstance(some, Tensor):
+                parts = [
+                    values[parameter].reshape(-1) if parameter in values else some.new_zeros(shape.numel())
+                    for parameter, shape in shapes.items()
+                ]
+                vars(bucket)[key] = torch.cat(parts).view(joined_shape)
+            else:  # equal for all parameters, unless some were not averaged in a step
+                vars(bucket)[key] = sum(values.values()) if key == "payload_nbytes" else max(values.values())
+        return bucket
+
+    def split(self) -> dict[str, State]:
+        """Split into the states of the parameters, with tensors of their own."""
+        states = {parameter: State(parameter, self.rank, self.size) for parameter in self.shapes}
+        numels = {parameter: shape.numel() for parameter, shape in self.shapes.items()}
+        for key, value in _with_owner_residual(self).items():
+            if isinstance(value, Tensor):
+                pieces = value.view(-1).split(list(numels.values()))
+                values = [piece.view(shape).clone() for piece, shape in zip(pieces, self.shapes.values())]
+            elif key == "payload_nbytes":
+                values = [value * numel // sum(numels.values()) for numel in numels.values()]
+            else:
+                values = [value] * len(numels)
+            for state, part in zip(states.values(), values):
+                vars(state)[key] = part
+        return states
+
+    def state_dicts(self) -> dict[str, dict[str, Any]]:
+        return {parameter: state.state_dict() for parameter, state in self.split().items()}
+
+
+def _with_owner_residual(state: State) -> dict[str, Any]:
+    """The fields to save, with the owner's residual added to the rank's residual.
+
+    The owner's residual is the error of an average, so it counts `size` times in the rank's gradient. It belongs to the
+    rank's partition of `split_partitions`, or, if the state has `owner_start`, to the flat elements from there on.
+    """
+    fields = state.state_dict()
+    owner, start = fields.pop("owner_residual", None), fields.pop("owner_start", None)
+    if owner is not None:
+        fields["residual"] = fields["residual"].clone()
+        if start is not None:
+            partitions = {state.rank: fields["residual"].view(-1)[start : start + owner.numel()]}
+        else:
+            partitions = dict(enumerate(split_partitions(fields["residual"], state.size)))
+        # The group may have another size than when the state was saved.
+        if state.rank in partitions and partitions[state.rank].shape == owner.shape:
+            partitions[state.rank].add_(owner, alpha=state.size)
+    return fields
+
+
+def split_partitions(tensor: Tensor, size: int) -> list[Tensor]:
+    """Split a contiguous tensor into views, one for each of `size` ranks, in order.
+
+    Partitions are blocks of rows, so that methods for matrices get matrices. With fewer than `size` rows, they are
+    pieces of the flat tensor.
+    """
+    if size == 1:
+        return [tensor]
+    rows = tensor if tensor.dim() > 1 and tensor.shape[0] >= size else tensor.view(-1)
+    return list(rows.tensor_split(size))
+
+
+class Workspace:
+    """Reusable buffers by name, which grow to the largest size asked for.
+
+    A fresh large tensor costs a page fault every 4 KiB, which takes several times as long as the work done in it.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialized tensor in the buffer `name`. The next call with that name reuses its memory."""
+        numel = math.prod(shape)
+        buffer = self._buffers.get((name, device))
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[name, device] = torch.empty(numel, dtype=dtype, device=device)
+        return buffer[:numel].view(shape)
+
+    def clear(self) -> None:
+        """Free all buffers."""
+        self._buffers.clear()

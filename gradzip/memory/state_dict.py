@@ -1,0 +1,97 @@
+"""State dicts of compressors: saving, loading, and checks of loaded states."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .state import State
+from .streams import use_on_current_stream
+
+
+def state_dict_of(states: Mapping[str, State], rank_local: tuple[str, ...], method: str) -> dict[str, Any]:
+    """The state dict of a compressor: plain tensors and numbers. method: name of its class."""
+    return {
+        "method": method,
+        "rank_local": list(rank_local),
+        "states": {name: fields for state in states.values() for name, fields in state.state_dicts().items()},
+    }
+
+
+def states_from(state_dict: Mapping[str, Any], method: str) -> dict[str, State]:
+    """Load the states of a state dict, by parameter name. `restore` then fits each to its gradient.
+
+    Raises:
+        ValueError: the state dict belongs to another method or is malformed.
+    """
+    check_method(state_dict, method)
+    states = {}
+    for name, fields in state_dict["states"].items():
+        state = states[name] = State(name)
+        for key, value in fields.items():
+            kind = type(vars(state)[key]) if key in ("step", "rank", "size") else (Tensor, int, float)
+            tensors = isinstance(value, list) and all(isinstance(item, Tensor) for item in value)
+            if not tensors and not isinstance(value, kind):
+                raise ValueError(
+                    f"{method}.load_state_dict: got {type(value).__name__} as {key} of {name!r}, expected a tensor or "
+                    "number"
+                )
+        vars(state).update(copy.deepcopy(dict(fields)), loaded=True)
+    return states
+
+
+def check_method(state_dict: Mapping[str, Any], method: str) -> None:
+    """Raise ValueError for the state dict of another method, or a merged one of all ranks."""
+    what = f"{method}.load_state_dict"
+    if "ranks" in state_dict:
+        raise ValueError(f"{what}: got all ranks' states, expected gradzip.checkpoint.shard(states, rank, size)")
+    if state_dict.get("method") != method:
+        raise ValueError(f"{what}: got the state of {state_dict.get('method')!r}, expected that of {method!r}")
+
+
+def restore(
+    state: State,
+    shapes: Mapping[str, tuple[int, ...]],
+    device: torch.device,
+    rank: int,
+    size: int,
+    rank_local: tuple[str, ...],
+    method: str,
+) -> None:
+    """Check a loaded state, and move it to the gradient's device. Drop another rank's fields, with a warning.
+
+    Args:
+        shapes: expected shapes of the state's tensors, by field.
+        device: of the gradient.
+
+    Raises:
+        ValueError: a tensor of the state has another shape than expected.
+    """
+    for name, shape in shapes.items():
+        value = getattr(state, name, None)
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if value is not None and got != shape:
+            raise ValueError(
+                f"{method}, parameter {state.name!r}: got a state whose {name} has the shape {got}, expected {shape}; "
+                "load the state of the same model and the same arguments"
+            )
+    for name, value in vars(state).items():
+        if isinstance(value, Tensor):
+            setattr(state, name, use_on_current_stream(value.to(device)))
+        elif isinstance(value, list):
+            setattr(state, name, [use_on_current_stream(tensor.to(device)) for tensor in value])
+    local = [name for name in rank_local if isinstance(getattr(state, name, None), Tensor)]
+    if local and (state.rank, state.size) != (rank, size):
+        warnings.warn(
+            f"the state of rank {state.rank} of {state.size} was loaded by rank {rank} of {size}: residuals of "
+            "that rank are dropped",
+            stacklevel=3,
+        )
+        for name in local:
+            setattr(state, name, None)
+    state.loaded = False

@@ -1,0 +1,1 @@
+"""What a method is: the bases that methods derive from."""

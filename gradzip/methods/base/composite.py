@@ -1,0 +1,104 @@
+"""Methods made of methods: each parameter is averaged by one of several parts."""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...collectives.routines import Routine
+from ...memory.state import State
+from ...memory.state_dict import check_method
+from .compressor import Compressor
+
+
+@dataclass
+class Composite(Compressor):
+    """Base of methods that choose another method for each parameter. Subclasses define `method_for`.
+
+    Each part keeps the states of its parameters, and its own `min_numel` applies to them.
+    """
+
+    def set_parts(self, parts: Sequence[Any]) -> None:
+        """Set the compressors that `method_for` may return. They share one `Traffic`.
+
+        Raises:
+            ValueError: a part is no compressor, or is a composite itself.
+        """
+        for part in parts:
+            if not isinstance(part, Compressor) or isinstance(part, Composite):
+                got = type(part).__name__ if isinstance(part, Compressor) else repr(part)
+                raise ValueError(
+                    f"{type(self).__name__}: got {got}, expected a compressor other than PerLayer, Auto, Phases and "
+                    "Hierarchical"
+                )
+            part.traffic = self.traffic
+        self._parts: list[Compressor] = list(parts)
+        self.rounds = max(part.rounds for part in self._parts)
+
+    @property
+    def parts(self) -> list[Compressor]:
+        return self._parts
+
+    @abstractmethod
+    def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor: ...
+
+    def reassign(self, methods: Mapping[str, Compressor]) -> None:
+        """Reassign all parameters to parts, between two steps.
+
+        A parameter's residual moves to its new part, which adds it to the next gradient. A part without error feedback
+        sends it once. Other states of the parameter are freed, and so are the workspaces of parts without parameters.
+
+        Args:
+            methods: the new parts, by name of the state.
+        """
+        for part in self.parts:
+            part.memory.split_all_buckets()
+        for name, method in methods.items():
+            for part in self.parts:
+                if part is not method:
+                    part.memory.move_residual(name, method.memory)
+        used = {id(method) for method in methods.values()}
+        for part in self.parts:
+            if id(part) not in used:
+                part.workspace.clear()
+
+    def bypasses(self, grad: Tensor) -> bool:
+        """Whether every part bypasses a gradient of this shape."""
+        return all(part.bypasses(grad) for part in self.parts)
+
+    def reduce(self, grad: Tensor, state: State) -> Routine:
+        raise TypeError(f"{type(self).__name__}: gradients are averaged by the methods that `method_for` returns")
+
+    # --- configuration
+
+    @property
+    @abstractmethod
+    def configuration(self) -> Any:
+        """The hyper-parameters besides the parts, as a value whose text is equal on ranks that agree."""
+
+    @property
+    def digest(self) -> int:
+        parts = [part.digest for part in self.parts]
+        return zlib.crc32(f"{type(self).__name__}{self.configuration}{parts}".encode())
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"method": type(self).__name__, "parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        check_method(state_dict, type(self).__name__)
+        saved = state_dict["parts"]
+        if len(saved) != len(self.parts):
+            raise ValueError(
+                f"{type(self).__name__}.load_state_dict: got the states of {len(saved)} compressors, expected "
+                f"{len(self.parts)}: one for each of its parts"
+            )
+        for part, of_part in zip(self.parts, saved):
+            part.load_state_dict(of_part)

@@ -1,0 +1,376 @@
+"""The base class of all methods: hyper-parameters, a routine with its extension points, configuration and state."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ...collectives import ToHost
+from ...collectives.node_chunks import NodeChunks
+from ...collectives.routines import Local, Routine, jointly
+from ...collectives.traffic import Traffic
+from ...cost import JOINED
+from ...memory.memory import Memory
+from ...memory.state import State, Workspace
+from ...memory.state_dict import state_dict_of, states_from
+from ...memory.streams import HomeStreams
+
+_MAX_ABS = "_gradzip_max_abs"  # attribute of an average that holds its largest magnitude, if that is known
+
+
+class StepMonitor(Protocol):
+    """The interface of `gradzip.Monitor`, which watches a compressor."""
+
+    def begin(self, averaging: Any, grad: Tensor, rank: int, size: int) -> Callable[[Routine], Routine] | None:
+        """Called before a gradient is averaged. Returns a function to wrap its routine by, or None."""
+
+
+@dataclass
+class Compressor(ABC):
+    """A gradient compression method.
+
+    Subclasses are dataclasses of their hyper-parameters, and define `reduce`. They may set the class attributes below,
+    and override the extension points: the methods that `Averaging` and the front ends call, all of which have defaults.
+
+    Pass an instance to ``hvd.DistributedOptimizer(..., compression=)``, to `gradzip.ddp.HookState` or to
+    `gradzip.LocalGroup`.
+
+    Args:
+        min_numel: smaller gradients, and those of fewer than two dimensions, are averaged uncompressed.
+    """
+
+    _: KW_ONLY
+    min_numel: int = 1024
+
+    # The largest number of consecutive collectives that a compressed gradient needs. ToHost does not count.
+    rounds = 1
+
+    # Whether to join the collectives of several gradients even if each gradient needs only one. This does not pay for a
+    # single Mean under Horovod, which joins its own all-reduces.
+    joins = False
+
+    # Whether residuals are kept. Methods with error feedback declare it as a hyper-parameter.
+    error_feedback = False
+
+    # Whether `apply_uncompressed` is called.
+    changes_uncompressed = False
+
+    # Momentum that the method applies to gradients in place of the optimizer.
+    optimizer_momentum = 0.0
+
+    # Whether a step may need an AllToAll or a RingSum, in which ranks do different work.
+    asymmetric = False
+
+    # Whether the number of collectives depends on the gradients' values, besides their shape and the step.
+    adapts = False
+
+    # State fields to multiply when the loss scale changes, and the power of the loss scale they are proportional to.
+    loss_scaled: ClassVar[Mapping[str, int]] = {"residual": 1, "owner_residual": 1}
+
+    # State fields that differ between ranks; and those among them that belong to the partition that the rank owns.
+    rank_local: ClassVar[tuple[str, ...]] = ("residual", "owner_residual")
+    partition_local: ClassVar[tuple[str, ...]] = ("owner_residual",)
+
+    # Specs for tests and benchmarks of all methods, set by `register`.
+    examples: ClassVar[tuple[str, ...]] = ()
+
+    # The function behind `compress`, which Horovod calls. gradzip.horovod sets it: methods import no front end.
+    horovod_compress: ClassVar[Callable[[Compressor, Tensor], tuple[Tensor, Any]]]
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.min_numel, int) and self.min_numel >= 0):
+            raise ValueError(f"{type(self).__name__}: got min_numel = {self.min_numel!r}, expected an integer >= 0")
+        check_types(self)
+        self.memory = Memory(type(self).__name__, self.loss_scaled, self.rank_local, self.partition_local)
+        self.traffic = Traffic()
+        self.workspace = Workspace()
+        self.streams = HomeStreams()
+        self.monitor: StepMonitor | None = None
+        self.bucket_cap_mb = JOINED["horovod"]["bucket_nbytes"] / 2**20  # MiB, of Horovod's buckets
+        # If set, a gradient is averaged by node, and `method_for` averages one chunk of it on each rank.
+        self.node_chunks: NodeChunks | None = None
+
+    # --- extension points of a step of one gradient, in the order in which `Averaging` calls them
+
+    def bypasses(self, grad: Tensor) -> bool:
+        """Whether a gradient of this shape is averaged uncompressed."""
+        return grad.dim() < 2 or grad.numel() < max(1, self.min_numel)
+
+    def joined_shape(self, shape: torch.Size) -> tuple[int, ...] | None:
+        """The shape in which gradients of a bucket are concatenated, with -1 for one length; None: they are not.
+
+        The gradients of a bucket whose joined shapes are equal are compressed as one tensor: with `state.VECTOR` as one
+        vector, with (-1, 1, 3, 3) as rows of kernels.
+        """
+        return None
+
+    def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
+        """The expected shapes of tensors in a loaded state of this gradient, by field."""
+        return {"residual": tuple(grad.shape)}
+
+    def add_residual(self, grad: Tensor, state: State) -> Routine:
+        """Coroutine: the gradient plus the residual, for `reduce`.
+
+        Args:
+            grad: contiguous float32; may be changed and returned.
+        """
+        if state.residual is not None:
+            yield Local(_add_all, grad.device, (grad, state.residual))
+        return grad
+
+    @abstractmethod
+    def reduce(self, grad: Tensor, state: State) -> Routine:
+        """Average `grad` over the group: the method itself, as a coroutine over collectives.
+
+        Args:
+            grad: the gradient plus residual, in its own shape, contiguous float32.
+
+        Returns the average, in any shape with as many elements; or any other value, if the method overrides
+        `max_abs_bound` and `apply_average`.
+        """
+
+    def max_abs_bound(self, average: Any, limit: float) -> float:
+        """An upper bound of the average's magnitudes: exact if above `limit`, not finite if any element is not finite.
+
+        The same on all ranks. Waits for the device, unless `reduce` ended with `with_max_abs`.
+        """
+        known = getattr(average, _MAX_ABS, None)
+        return ops.abs_max(average) if known is None else known
+
+    def commit(self, grad: Tensor, corrected: Tensor, average: Any, state: State) -> Routine:
+        """Coroutine: `apply_average`, together with other gradients of the bucket."""
+        yield from jointly(self.apply_averages, grad.device, (grad, corrected, average, state))
+
+    def apply_averages(self, updates: list[tuple[Tensor, Tensor, Any, State]]) -> list[None]:
+        """`apply_average` for several gradients."""
+        for update in updates:
+            self.apply_average(*update)
+        return [None] * len(updates)
+
+    def apply_average(self, grad: Tensor, corrected: Tensor, average: Any, state: State) -> None:
+        """Write the average to `grad`, and the residual to the state. Called only if the average is finite.
+
+        Args:
+            corrected: the argument of `reduce`; it may share memory with `grad`.
+            average: the result of `reduce`.
+        """
+        if self.error_feedback:
+            self.store_residual(corrected, state)
+        grad.copy_(average.view(grad.shape))
+        if self.error_feedback:
+            self.subtract_transmitted(state)
+
+    def apply_uncompressed(self, average: Tensor, state: State) -> None:
+        """Change the average of a gradient that bypassed compression, in place."""
+        raise TypeError(f"{type(self).__name__} leaves uncompressed averages as they are")
+
+    # --- for `reduce` to call
+
+    def with_max_abs(self, average: Tensor, max_abs: float | None = None) -> Routine:
+        """Coroutine: attach the largest magnitude to an average on a device, for `max_abs_bound`. Returns the average.
+
+        If `reduce` ends with it, the host waits once for the magnitudes of all gradients.
+
+        Args:
+            average: made by `new_average`, so that it keeps its values until it is applied.
+            max_abs: the largest magnitude, if it is known.
+        """
+        if max_abs is None and ops.on_device(average):
+            max_abs = float((yield ToHost((yield Local(ops.abs_max_all, average.device, average)))))
+        setattr(average, _MAX_ABS, max_abs)
+        return average
+
+    def new_average(self, numel: int, device: torch.device) -> Tensor:
+        """Uninitialized memory for an average (float32, flat). On a CPU, the next call reuses it.
+
+        On a device it does not, because several averages wait for `with_max_abs` together.
+        """
+        if device.type == "cpu":
+            return self.workspace.empty("average", (numel,), torch.float32, device)
+        return torch.empty(numel, dtype=torch.float32, device=device)
+
+    # --- error feedback
+
+    def store_residual(self, corrected: Tensor, state: State) -> None:
+        """Copy the argument of `reduce` to the residual, before its memory is overwritten."""
+        state.residual = (torch.empty_like(corrected) if state.residual is None else state.residual).copy_(corrected)
+
+    def subtract_transmitted(self, state: State) -> None:
+        """Subtract what peers decode of this rank's gradient from the residual."""
+        assert state.residual is not None
+        state.residual.sub_(self.transmitted(state).view(state.residual.shape))
+
+    def transmitted(self, state: State) -> Tensor:
+        """What peers decode of this rank's gradient in the current step."""
+        raise TypeError(f"{type(self).__name__} has no error feedback")
+
+    # --- the group
+
+    def join_group(self, engine: Any) -> None:
+        """Prepare for a group. Called on all ranks before the first step in it.
+
+        Args:
+            engine: of the group; in a `LocalGroup` a stand-in that knows the ranks but runs no collectives.
+        """
+
+    def change_group(self, rank: int, size: int) -> None:
+        """Continue as another rank, or in a group of another size, in an elastic job. Residuals are kept."""
+        for part in self.parts:
+            part.memory.change_group(rank, size)
+
+    # --- the end of a step
+
+    def end_step(self, engine: Any) -> None:
+        """End a step. Called when all its gradients are averaged, at the same point on all ranks.
+
+        A method may run collectives here, and change the result of `method_for` for the next step. A `LocalGroup` calls
+        it after each average.
+
+        Args:
+            engine: of the group that has averaged the gradients (`gradzip.collectives.engine.Engine`); None in a
+                `LocalGroup`.
+        """
+
+    def skip_step(self) -> None:
+        """End a step that GradScaler is going to skip. Called on all ranks in place of `end_step`.
+
+        A `LocalGroup` calls it if an average is not finite.
+        """
+
+    # --- methods made of methods
+
+    @property
+    def parts(self) -> list[Compressor]:
+        """The compressors that `method_for` may return: this one, or those that a `Composite` is made of."""
+        return [self]
+
+    @property
+    def selects_by_name(self) -> bool:
+        """Whether `method_for` depends on the parameter's name."""
+        return False
+
+    def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor:
+        """The compressor of a parameter. prefix: of its model; the state's name is prefix + name."""
+        return self
+
+    def step_of(self, name: str, shape: torch.Size, prefix: str = "") -> int:
+        """The number of steps of a parameter so far, the same on all ranks. Arguments: as in `method_for`."""
+        state = self.method_for(name, shape, prefix).memory.find(prefix + name)
+        return 0 if state is None else state.step
+
+    def register_parameter(self, name: str, shape: torch.Size, state_name: str) -> None:
+        """Note a parameter that is going to be averaged. state_name: its name with the prefix of its model."""
+
+    def observe(self, state_name: str, grad: Tensor) -> None:
+        """See each gradient before it is averaged, except those of frozen parameters.
+
+        Args:
+            state_name: of the parameter, or of the bucket that is compressed as one tensor.
+            grad: must not be changed, and is overwritten later.
+        """
+
+    # --- configuration
+
+    def clone(self) -> Compressor:
+        """A compressor with the same hyper-parameters and loss scale, and no state."""
+        clone = replace(self, **{f.name: cloned(getattr(self, f.name)) for f in fields(self) if f.init})
+        clone.memory.scaler = self.memory.scaler
+        return clone
+
+    @property
+    def digest(self) -> int:
+        """32 bits of the class and the hyper-parameters, without fields whose metadata say ``digest: False``.
+
+        Ranks with equal digests understand each other's payloads.
+        """
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("digest", True)}
+        # Schedules count as equal if their classes are: their repr may hold an address.
+        plain = {k: type(v).__qualname__ if callable(v) else repr(v) for k, v in values.items()}
+        return zlib.crc32(f"{type(self).__name__}{sorted(plain.items())}".encode())
+
+    def follow(self, scaler: Any) -> Compressor:
+        """Rescale states when the loss scale changes, for training in mixed precision.
+
+        Gradients come multiplied by ``scaler.get_scale()``. If one gradient is not finite, GradScaler skips the
+        optimizer's step for all parameters. All states are rolled back then, to copies that each step keeps.
+
+        Args:
+            scaler: a torch.amp.GradScaler.
+
+        Returns the compressor itself.
+
+        >>> import gradzip, torch
+        >>> compressor = gradzip.TopK(theta=0.99).follow(torch.amp.GradScaler("cpu"))
+        """
+        if isinstance(scaler, type) or not callable(getattr(scaler, "get_scale", None)):
+            raise ValueError(f"follow: got {scaler!r}, expected a torch.amp.GradScaler, as in follow(scaler)")
+        for compressor in (self, *self.parts):
+            compressor.memory.scaler = scaler
+        return self
+
+    # --- state
+
+    @property
+    def states(self) -> dict[str, State]:
+        """The states of this compressor's parameters, by name."""
+        return self.memory.states
+
+    def state_dict(self) -> dict[str, Any]:
+        """Get all states as plain tensors and numbers, which ``torch.load(weights_only=True)`` reads."""
+        return state_dict_of(self.states, self.rank_local, type(self).__name__)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict.
+
+        Rank-local fields are kept if the same rank of a group of the same size continues, and dropped with a warning
+        otherwise. `gradzip.checkpoint` merges the state dicts of all ranks. Shapes are checked in the first step.
+
+        Raises:
+            ValueError: the state dict belongs to another method or is malformed.
+        """
+        self.memory.states = states_from(state_dict, type(self).__name__)
+
+    # --- Horovod calls these two methods of its `compression` argument
+
+    def compress(self, *tensor: Tensor) -> tuple[Tensor, Any]:
+        if not tensor:  # called on the class, as Horovod calls its own compressions
+            raise TypeError("compression: got a class, expected an instance of it, as in compression=gradzip.TopK()")
+        return type(self).horovod_compress(self, *tensor)
+
+    def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor if ctx is None else ctx.finish(tensor)
+
+
+def _add_all(pairs: list[tuple[Tensor, Tensor]]) -> list[None]:
+    torch._foreach_add_(*map(list, zip(*pairs)))  # one operation on a device
+    return [None] * len(pairs)
+
+
+def check_types(method: Any) -> None:
+    """Check switches and seeds. A shell or a YAML file may give strings, and the string "false" is true.
+
+    Raises:
+        ValueError: a bool that is not True or False, or a seed that is not an integer.
+    """
+    for f in fields(method):
+        value = getattr(method, f.name)
+        if f.type == "bool" and not isinstance(value, bool):
+            raise ValueError(f"{type(method).__name__}: got {f.name} = {value!r}, expected True or False")
+        if f.name == "seed" and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ValueError(f"{type(method).__name__}: got seed = {value!r}, expected an integer")
+
+
+def cloned(value: Any) -> Any:
+    """Clone the methods in a hyper-parameter. A method is whatever has `clone` and `memory`."""
+    if hasattr(value, "memory"):
+        return value.clone()
+    if type(value) in (list, tuple):
+        return type(value)(cloned(item) for item in value)
+    return {key: cloned(item) for key, item in value.items()} if type(value) is dict else value

@@ -1,0 +1,133 @@
+"""One step of a single rank, on a copy of its state: what peers decode of its gradient, and the error."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..averaging.routine import Averaging, no_autocast
+from ..collectives import Collective, Gather
+from ..collectives.routines import Done, Routine, advance
+from ..collectives.traffic import sent_nbytes
+from ..engines.local import drive
+from ..memory.state import State
+from ..methods.base.compressor import Compressor
+from ..methods.base.transform_codec import TransformCodec
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The result of `replay`.
+
+    Args:
+        wanted: x, the gradient plus the residual: float32, of the gradient's shape.
+        sent: x^, what peers decode: the average of a group of this rank alone.
+        nbytes: bytes that the rank sends.
+        clamped: share of the coded values that a fixed range has clamped; None for methods without range floats.
+    """
+
+    wanted: Tensor
+    sent: Tensor
+    nbytes: int
+    clamped: float | None
+
+    @property
+    def energies(self) -> tuple[float, float]:
+        """|x - x^|^2 and |x|^2. Like all properties, it synchronises a device."""
+        return _norm(self.wanted - self.sent) ** 2, _norm(self.wanted) ** 2
+
+    @property
+    def error(self) -> float:
+        """Relative error alpha = |x - x^| / |x| (Wang et al., HPDC 2020, assumption 3.2); 0 if both are 0."""
+        return relative_error(*self.energies)
+
+    @property
+    def cosine(self) -> float:
+        """Cosine of the angle between x and x^; 1 if both are 0, and 0 if only one is."""
+        return cosine(*self.energies, _norm(self.sent) ** 2)
+
+    @property
+    def zeros(self) -> float:
+        """Share of the elements of x^ that are 0."""
+        return (self.sent == 0).double().mean().item() if self.sent.numel() else 0.0
+
+
+def replay(compressor: Compressor, name: str, grad: Tensor, state: State | None = None) -> Replay:
+    """Run one step of a parameter in a group of one rank, with a clone of the method.
+
+    Does not read or change the compressor's states. Random draws are those of rank 0. If the gradient is not finite,
+    neither are the results. With error feedback, x - x^ is the new residual.
+
+    Args:
+        compressor: a method, or one made of methods.
+        grad: any shape, strides and floating-point dtype. It is compressed as float32.
+        state: of the parameter, from `Memory.begin_step`; it is copied. None: a fresh one.
+
+    Memory: some copies of the gradient and of the state.
+    """
+    gradient = grad.detach().to(torch.float32, copy=True)
+    averaging = Averaging(compressor.clone(), name, gradient)
+    method = averaging.method
+    before = None if state is None else state.residual
+    if state is not None:
+        method.states[name] = copy.deepcopy(state)
+    collectives: list[Collective] = []
+    with no_autocast(grad.device):
+        [sent] = drive([recorded(averaging.run(gradient.clone(), 0, 1), collectives.append)])
+    after, clamped = None, None
+    nbytes = grad.numel() * grad.element_size()  # uncompressed gradients travel in their own type
+    if averaging.compresses(gradient):
+        nbytes = sum(map(sent_nbytes, collectives))
+        if method.error_feedback:
+            after = method.states[name].residual
+        if isinstance(method, TransformCodec):
+            clamped = _clamped_share(method, collectives, gradient.numel())
+    if after is not None:
+        wanted = sent + after
+    else:  # a residual that another method has left is sent
+        wanted = gradient if before is None else gradient + before
+    return Replay(wanted, sent, nbytes, clamped)
+
+
+def recorded(routine: Routine, record: Callable[[Collective], object]) -> Routine:
+    """The same routine; calls `record` with each of its collectives."""
+    result = None
+    while not isinstance(collective := advance(routine, result), Done):
+        record(collective)
+        result = yield collective
+    return collective.result
+
+
+def relative_error(lost: float, whole: float) -> float:
+    """The square root of lost / whole, two squared norms; 0 if both are 0."""
+    if whole == 0:
+        return 0.0 if lost == 0 else math.inf
+    return math.sqrt(lost / whole)
+
+
+def cosine(lost: float, whole: float, sent: float) -> float:
+    """Cosine of the angle between x and x^, from |x - x^|^2, |x|^2 and |x^|^2.
+
+    1 if both are 0, and 0 if only one is.
+    """
+    norms = math.sqrt(whole) * math.sqrt(sent)
+    return (whole + sent - lost) / (2 * norms) if norms else float(whole == sent)
+
+
+def _clamped_share(method: TransformCodec, collectives: list[Collective], numel: int) -> float | None:
+    """The share of the values in the payload that were clamped. The method has made one step."""
+    (payload,) = (method.open(c.tensor, numel) for c in collectives if isinstance(c, Gather))
+    if payload.flags & ops.NON_FINITE:
+        return None
+    part = method.coded_part(payload, numel)
+    return int(method.clamped) / (part.k * part.transform.group)
+
+
+def _norm(x: Tensor) -> float:
+    return torch.linalg.vector_norm(x, dtype=torch.float64).item()

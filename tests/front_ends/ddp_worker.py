@@ -1,0 +1,512 @@
+"""Scenarios for tests/front_ends/test_ddp.py, run by torchrun."""
+
+import gc
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import gradzip
+import harness
+import kinds
+from harness import main, message, on_request, scenario
+
+SHAPES = [(64, 64), (300,), (40, 3, 3, 3), (33, 129), (7,), (50, 40), (48, 48), (3, 500)]
+STEPS = 4
+CAP_MB = 0.012  # one bucket in the first step, three after DDP has rebuilt its buckets
+
+
+def gradient(rank, step, index, *shape, dtype=torch.float32):
+    """The gradient of a rank, in every scenario and in tests/front_ends/test_ddp.py."""
+    generator = torch.Generator().manual_seed(10000 * step + 100 * index + rank)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+class Layers(torch.nn.Module):
+    """Parameters whose gradients are the arguments of `forward`. Parameters with None are not used."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.layers = torch.nn.ParameterList([torch.nn.Parameter(t) for t in tensors])
+        self.order = list(range(len(tensors)))  # in which `forward` uses the parameters
+
+    def forward(self, grads):
+        return sum((self.layers[i] * grads[i]).sum() for i in self.order if grads[i] is not None)
+
+
+class Job:
+    """A DDP model with gradzip's hook. Records which parameters share a bucket."""
+
+    def __init__(self, compressor, tensors=None, names=True, group=None, frozen=(), state=None, **arguments):
+        self.model = tensors if isinstance(tensors, Layers) else Layers(tensors or [torch.zeros(s) for s in SHAPES])
+        for i in frozen:
+            self.model.layers[i].requires_grad_(False)
+        named = list(self.model.named_parameters())
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=CAP_MB, process_group=group, **arguments)
+        self.state = state or gradzip.ddp.HookState(compressor, group, named if names else None)
+        numbers = {p: i for i, (_, p) in enumerate(named)}
+        self.buckets = []  # for each step, the parameters of each bucket
+
+        def recording_hook(state, bucket):
+            if bucket.index() == 0:
+                self.buckets.append([])
+            self.buckets[-1].append([numbers[p] for p in bucket.parameters()])
+            return gradzip.ddp.hook(state, bucket)
+
+        self.ddp.register_comm_hook(self.state, recording_hook)
+
+    def loss(self, rank, step, skip=(), change=None):
+        grads = [
+            None if i in skip else gradient(rank, step, i, *p.shape, dtype=p.dtype).to(p.device)
+            for i, p in enumerate(self.model.layers)
+        ]
+        if change:
+            change(grads)
+        return self.ddp(grads)
+
+    def step(self, rank, step, **arguments):
+        """Run one step; return its averages."""
+        self.ddp.zero_grad()
+        self.loss(rank, step, **arguments).backward()
+        return self.averages()
+
+    def averages(self):
+        return [None if p.grad is None else p.grad.clone() for p in self.model.layers]
+
+    def run(self, rank, steps=STEPS):
+        averages = [self.step(rank, step) for step in range(steps)]
+        traffic = self.state.traffic
+        return {
+            "averages": averages,
+            "buckets": self.buckets,
+            "sent": traffic.bytes_sent,
+            "dense": traffic.bytes_dense,
+        }
+
+
+@scenario
+def methods(rank, size):
+    return {spec: Job(gradzip.parse(spec)).run(rank) for spec in kinds.SAMPLE}
+
+
+@scenario
+def order(rank, size):
+    """The kinds of collectives in the order in which they start, in the last step."""
+    kinds = {}
+    for spec in ("block-float", "topk:theta=0.9,exchange=scatter_reduce"):
+        job = Job(gradzip.parse(spec), [torch.zeros(40, 40) for _ in range(5)])
+        job.run(rank)
+        kinds[spec], launch = [], job.state._session.engine.launch
+
+        def recording(collective, slot, kinds=kinds[spec], launch=launch):
+            kinds.append(type(collective).__name__)
+            return launch(collective, slot)
+
+        job.state._session.engine.launch = recording
+        job.step(rank, STEPS)
+    return kinds
+
+
+# Gathers and rings add in a fixed order, so the results equal those of a LocalGroup bit for bit.
+CONVOLUTIONS = [(40, 3, 3, 3), (16, 12, 3, 3), (64, 64), (8, 8, 5, 5), (300,)]
+RING = (
+    "gradiveq:warmup_steps=0,sample_steps=3,compress_steps={},sampling=qsgd(bits=8),stop=None,slice_size=200,"
+    "exchange=ring"
+)
+RINGS = [
+    RING.format(3),
+    f"per-layer:layers.1={RING.replace(':', '(').format(1)}),default={RING.replace(':', '(').format(9)})",
+]
+
+
+@scenario
+def rings(rank, size):
+    """Odd ranks use layers in a different order. Step 4 continues from a checkpoint."""
+    results = {}
+    for spec in RINGS:
+        job = Job(gradzip.parse(spec), [torch.zeros(s) for s in CONVOLUTIONS])
+        averages, buckets = [], []
+        for step in range(8):
+            if step == 4:
+                saved = job.state.state_dict()
+                job = Job(gradzip.parse(spec), [torch.zeros(s) for s in CONVOLUTIONS])
+                job.state.load_state_dict(saved)
+            if rank % 2:
+                job.model.order.reverse()
+            averages.append(job.step(rank, step))
+            buckets.append(job.buckets[-1])
+        results[spec] = {"averages": averages, "buckets": buckets}
+    return results
+
+
+OPTIONS = [{"static_graph": True}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}]
+
+
+@scenario
+def options(rank, size):
+    """A method with two rounds beside one that compresses buckets, under DDP's options."""
+    compressor = gradzip.PerLayer([("2|3", gradzip.TopK(theta=0.9))], gradzip.TernGrad())
+    return [Job(compressor.clone(), **option).run(rank) for option in OPTIONS]
+
+
+@scenario
+def feedback(rank, size):
+    """Error feedback of buckets, with rebuilt buckets, shards and checkpoints: averages and residuals."""
+    results = {}
+    for spec in ("topk:theta=0.9,exchange=scatter_reduce", "fft-range:theta=0.8,error_feedback=True", "topk:theta=0.9"):
+        job = Job(gradzip.parse(spec))
+        averages = job.run(rank)["averages"]
+        saved = job.state.state_dict()
+        again = Job(gradzip.parse(spec))
+        again.state.load_state_dict(saved)
+        averages += [again.step(rank, STEPS + step) for step in range(STEPS)]
+        states = again.state.state_dict()["states"]
+        results[spec] = averages, {name: s["residual"] for name, s in states.items()}, len(again.buckets[-1])
+    return results
+
+
+@scenario
+def resumed(rank, size):
+    """The next step, without and with a checkpoint before it; parameters without names."""
+    job = Job(gradzip.DGC(theta=0.9), names=False)
+    for step in range(2):
+        job.step(rank, step)
+    again = Job(gradzip.DGC(theta=0.9), names=False)
+    again.state.load_state_dict(job.state.state_dict())
+    return job.step(rank, 2), again.step(rank, 2), sorted(again.state.state_dict()["states"])
+
+
+@scenario
+def rewrapped(rank, size):
+    """The same parameters in a second DDP model with a second HookState."""
+    compressor, averages = gradzip.DGC(theta=0.9), []
+    job = Job(compressor, names=False)
+    for step in range(4):
+        if step == 2:
+            job = Job(compressor, job.model, names=False)
+        averages.append(job.step(rank, step))
+    return averages, sorted(compressor.state_dict()["states"])
+
+
+def table_gradient(rank, step):
+    """(rows, their gradients)"""
+    return torch.tensor([rank, 5, 199, 5]), gradient(rank, step, 50, 4, 16)
+
+
+class Table(torch.nn.Module):
+    """An embedding with a sparse gradient, and a matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(200, 16, sparse=True)
+        self.matrix = torch.nn.Parameter(torch.zeros(40, 40))
+
+    def forward(self, rows, factors, grad):
+        return (self.table(rows) * factors).sum() + (self.matrix * grad).sum()
+
+
+@scenario
+def sparse(rank, size):
+    model, compressor, averages = Table(), gradzip.TopK(theta=0.9), []
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(gradzip.ddp.HookState(compressor), gradzip.ddp.hook)
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(*table_gradient(rank, step), gradient(rank, step, 0, 40, 40)).backward()
+        assert model.table.weight.grad.is_sparse
+        averages.append(model.table.weight.grad.to_dense())
+    return averages, compressor.traffic.bytes_dense
+
+
+@scenario
+def memory_between_steps(rank, size):
+    """Bytes of all tensors that a job leaves between two steps, without and with a loss scale."""
+    results = []
+    for follows in (False, True):
+        earlier = storages()  # holds them, so that no new storage takes the address of an earlier one
+        compressor = gradzip.TopK(theta=0.9)
+        if follows:
+            scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+            scaler.scale(torch.zeros(()))
+            compressor.follow(scaler)
+        job = Job(compressor)
+        for step in range(3):
+            job.step(rank, step)
+        job.ddp.zero_grad()
+        kept = []
+        for _ in range(20):  # other threads may hold the last collectives' tensors a little longer
+            kept.append(sum(s.nbytes() for address, s in storages().items() if address not in earlier))
+            time.sleep(0.02)
+        results.append(min(kept))
+    return results
+
+
+def storages():
+    """The storages of all tensors of this process, by address."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    return {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.layout == torch.strided}
+
+
+@scenario
+def unused(rank, size):
+    """A layer that rank 0 does not use, and one that no rank uses."""
+    job = Job(gradzip.QSGD(), find_unused_parameters=True)
+    averages = [job.step(rank, step, skip=(3, 5) if rank == 0 else (5,)) for step in range(2)]
+    return {"averages": averages, "buckets": job.buckets}
+
+
+@scenario
+def frozen(rank, size):
+    job = Job(gradzip.TopK(theta=0.9), frozen=(0, 4))
+    return job.run(rank)
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64] * 2
+
+
+@scenario
+def mixed(rank, size):
+    return Job(gradzip.QSGD(), [torch.zeros(s, dtype=t) for s, t in zip(SHAPES, DTYPES)]).run(rank)
+
+
+@scenario
+def strides(rank, size):
+    tensors = [
+        torch.zeros(32, 16, 3, 3).to(memory_format=torch.channels_last),
+        torch.zeros(60, 50).t(),
+        torch.zeros(64, 64),
+    ]
+    results = []
+    for compressor in (gradzip.FFTRange(theta=0.5), gradzip.NoCompression()):
+        job = Job(compressor, tensors)
+        results.append(job.run(rank))
+        results[-1]["strides"] = [list(p.grad.stride()) == list(p.stride()) for p in job.model.layers]
+    return results
+
+
+@scenario
+def alone(rank, size):
+    """A group of one."""
+    group = [dist.new_group([r]) for r in range(size)][rank]
+    return {
+        spec: Job(gradzip.parse(spec), group=group).run(rank)
+        for spec in ("topk:theta=0.9,exchange=scatter_reduce", "terngrad", "none")
+    }
+
+
+@scenario
+def subset(rank, size):
+    """A group of all ranks but the first."""
+    group = dist.new_group(range(1, size))
+    return Job(gradzip.QSGD(exchange="scatter_reduce"), group=group).run(rank) if rank else None
+
+
+@scenario
+def two_models(rank, size):
+    """One compressor, two models in one backward pass, whose buckets alternate."""
+    compressor = gradzip.TernGrad()
+    jobs = [Job(compressor, names=False) for _ in range(2)]
+    averages = []
+    for step in range(STEPS):
+        for job in jobs:
+            job.ddp.zero_grad()
+        (jobs[0].loss(rank, step) + jobs[1].loss(rank, step)).backward()
+        averages.append([job.averages() for job in jobs])
+    return averages
+
+
+@scenario
+def joined(rank, size):
+    """Ranks with different numbers of batches."""
+    job = Job(gradzip.TopK(theta=0.0, error_feedback=False))
+    averages = []
+    with job.ddp.join():
+        for step in range(3 + rank):
+            averages.append(job.step(rank, step))
+    return averages
+
+
+THETAS = {0: 0.99, 2: 0.3, 4: 0.95}
+
+
+@scenario
+def growing(rank, size):
+    """Payloads that are longer or shorter than in the step before."""
+    return Job(gradzip.TopK(theta=gradzip.StepSchedule(THETAS))).run(rank, steps=8)
+
+
+@scenario
+def non_finite(rank, size):
+    """An inf in one layer on the last rank, in the second of three steps."""
+
+    def add_inf(grads):
+        grads[3][0, 0] = float("inf")
+
+    results = {}
+    for spec in ("dgc:theta=0.9,momentum=0", "topk:theta=0.9", "terngrad"):
+        job = Job(gradzip.parse(spec))
+        results[spec] = []
+        for step in range(3):
+            averages = job.step(rank, step, change=add_inf if (step, rank) == (1, size - 1) else None)
+            states = job.state.state_dict()["states"]
+            results[spec].append(
+                {
+                    "finite": [bool(a.isfinite().all()) for a in averages],
+                    "steps": {name: s["step"] for name, s in states.items()},
+                    "residuals": {name: s["residual"].clone() for name, s in states.items() if "residual" in s},
+                }
+            )
+    return results
+
+
+# Compression, and how a step is taken. Parameters have weight decays of their own.
+DECAYS = [0.1, 0.02]
+DECAY_STEPS = 10
+DECAYED = {
+    "bypassed": ("dgc:min_numel=10000", "plain"),
+    "compressed": ("dgc:theta=0", "plain"),
+    "per layer": ("per-layer:0=dgc(theta=0)", "plain"),
+    "accumulated": ("dgc:min_numel=10000", "accumulated"),
+    "closure": ("dgc:min_numel=10000", "closure"),
+    "loss scaled": ("dgc:min_numel=10000", "loss scaled"),
+}
+OVERFLOWS = 3  # the step in which one gradient of the last rank is infinite, under a GradScaler
+
+
+@scenario
+def weight_decay(rank, size):
+    """Parameters after steps of DGCSGD with weight decay."""
+    return {name: decayed(rank, size, *case) for name, case in DECAYED.items()}
+
+
+def decayed(rank, size, spec, how):
+    job = Job(gradzip.parse(spec), [gradient(99, 0, i, *shape) for i, shape in enumerate([(40, 40), (30,)])])
+    parameters = list(job.model.layers)
+    methods = [job.state.compressor.method_for(name, p.shape) for name, p in job.model.named_parameters()]
+    momenta = [method.optimizer_momentum for method in methods]
+    groups = [{"params": [p], "momentum": m, "weight_decay": w} for p, m, w in zip(parameters, momenta, DECAYS)]
+    sgd = gradzip.optim.DGCSGD(groups, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4, enabled=how == "loss scaled")
+    if scaler.is_enabled():
+        job.state.compressor.follow(scaler)
+
+    def backward(step):
+        def overflow(grads):
+            if (how, step, rank) == ("loss scaled", OVERFLOWS, size - 1):
+                grads[1][0] = float("inf")
+
+        sgd.zero_grad()
+        if how == "accumulated":
+            with job.ddp.no_sync():
+                job.loss(rank, step).backward()
+        scaler.scale(job.loss(rank, step, change=overflow)).backward()
+        return 1.5
+
+    for step in range(DECAY_STEPS):
+        if how == "closure":
+            assert sgd.step(lambda step=step: backward(step)) == 1.5
+        else:
+            backward(step)
+            scaler.step(sgd)
+            scaler.update()
+    return [p.detach().clone() for p in parameters]
+
+
+@dataclass
+class Damaging(gradzip.QSGD):
+    """Damages rank 1's payload of one layer in the third step."""
+
+    def joined_shape(self, shape):
+        return None  # each layer has a payload
+
+    def encode(self, grad, key):
+        payload = super().encode(grad, key)
+        if (key.rank, key.step, key.name) == (1, 2, "layers.3"):
+            payload[60] ^= 1
+        return payload
+
+
+@scenario
+def errors(rank, size):
+    """Errors that the backward pass raises."""
+    results = {}
+    job = Job(Damaging())
+    results["damaged"] = [message(job.step, rank, step) for step in range(3)]
+    for name, mine, other in (
+        ("methods", gradzip.QSGD(), gradzip.TopK()),
+        ("arguments", gradzip.TopK(theta=0.9), gradzip.TopK(theta=0.8)),
+        ("exchanges", gradzip.QSGD(), gradzip.QSGD(exchange="scatter_reduce")),
+    ):
+        results[name] = message(Job(other if rank == 1 else mine).step, rank, 0)
+    results["names"] = message(Job(gradzip.QSGD(), names=rank != 1).step, rank, 0)
+    for static in (False, True):
+        job = Job(Damaging(), static_graph=static)
+        job.state.load_state_dict({"method": "Damaging", "states": {"layers.3": {"step": 2}}})
+        results[f"first step, static_graph={static}"] = message(job.step, rank, 0)
+
+    first, second = Job(gradzip.QSGD(), names=False), Layers([torch.zeros(40, 30)])
+    ddp = DistributedDataParallel(second)
+    ddp.register_comm_hook(first.state, gradzip.ddp.hook)
+    first.step(rank, 0)
+    results["shared"] = message(lambda: ddp([torch.ones(40, 30)]).backward())
+
+    for how in ("after backward", "closure"):
+        job = Job(gradzip.DGC())
+        sgd = torch.optim.SGD(job.model.parameters(), lr=0.1, weight_decay=0.5)
+        if how == "after backward":
+            job.step(rank, 0)
+        closure = None if how == "after backward" else lambda job=job: job.step(rank, 0)
+        results[f"weight decay, {how}"] = message(sgd.step, closure)
+
+    job = Job(gradzip.DGC())
+    job.state.load_state_dict({"method": "DGC", "states": {"layers.0": {"step": 1, "residual": torch.zeros(5, 5)}}})
+    results["foreign state"] = message(job.step, rank, 0)
+
+    ddp = DistributedDataParallel(torch.nn.Linear(40, 30, dtype=torch.complex64))
+    ddp.register_comm_hook(gradzip.ddp.HookState(gradzip.NoCompression()), gradzip.ddp.hook)
+    results["complex"] = message(lambda: ddp(torch.ones(2, 40, dtype=torch.complex64)).abs().sum().backward())
+    ddp = DistributedDataParallel(torch.nn.Linear(40, 30))
+    ddp.register_comm_hook(gradzip.TopK(), gradzip.ddp.hook)
+    results["no hook state"] = message(lambda: ddp(torch.ones(2, 40)).sum().backward())
+    return results
+
+
+@scenario
+def recreated_group(rank, size):
+    """A new process group and DDP model between steps, with the same HookState."""
+    job, averages, buckets = Job(gradzip.TopK(theta=0.9)), [], []
+    for step in range(4):
+        if step == 2:
+            state, store = job.state, dist.distributed_c10d._get_default_store()
+            dist.barrier()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.PrefixStore("recreated", store), rank=rank, world_size=size)
+            job = Job(state.compressor, job.model, state=state)
+        averages.append(job.step(rank, step))
+        buckets.append(job.buckets[-1])
+    return {"averages": averages, "buckets": buckets, "is_new": job.state._session.engine.group is dist.group.WORLD}
+
+
+@on_request
+def killed(rank):
+    """Kill rank 1 while the others wait for its gradients. Return their error and its time."""
+    job = Job(gradzip.TopK(theta=0.9))
+    for step in range(2):  # from here on, ranks exchange only gradients
+        job.step(rank, step)
+
+    def kill(grads):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    begin = time.monotonic()
+    error = message(lambda: job.step(rank, 2, change=kill))
+    return time.monotonic() - begin, error
+
+
+if __name__ == "__main__":
+    main(of_spec=lambda spec: Job(gradzip.parse(spec)).run(harness.job.rank))

@@ -1,0 +1,440 @@
+"""Scenarios for tests/front_ends/test_fsdp.py, run by torchrun.
+
+Ranks are numbered as in the mesh: rank = replica * shards + shard.
+"""
+
+import functools
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import gradzip
+from contract import gradient
+from gradzip.fsdp import shards as private
+from gradzip.methods.base.registry import registered
+from harness import main, message, scenario
+
+# By module, "" for the root: 33, 7 and 1 rows do not divide among the shards.
+SHAPES = {
+    "first": {"a": (64, 48), "b": (300,), "c": (33, 40), "k": (32, 8, 3, 3)},
+    "second": {"d": (48, 24), "e": (7,), "f": (6, 500)},
+    "": {"g": (1, 2000), "h": (50, 40)},
+}
+STEPS = 3
+BASE = "acpsgd:rank=4,min_numel=256"
+EXAMPLES = [method.examples[0] for name, method in registered().items() if name != "auto"]
+METHODS = [BASE, "topk:theta=0.9,min_numel=256", "block-float:min_numel=256", "acpsgd:rank=24"]
+INNER = "topk:theta=0.9,min_numel=128"
+UNCOMPRESSED = "acpsgd:min_numel=1000000"
+AMP = [("", None), ("overflow", 1), ("after", None)]  # names of steps, and the rank whose gradient is not finite
+
+
+class Block(torch.nn.Module):
+    """Adds the products of its parameters and their gradients, which are arguments."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, x, grads):
+        for name, parameter in self.named_parameters(recurse=False):
+            if name in grads:
+                x = x + (parameter * grads[name]).sum()
+        return x
+
+
+class Model(Block):
+    def __init__(self, dtype=torch.float32):
+        super().__init__(SHAPES[""])
+        self.first, self.second = Block(SHAPES["first"]), Block(SHAPES["second"])
+        self.runs = 1  # of the second block
+        self.to(dtype)
+
+    def forward(self, grads):
+        x = self.first(torch.zeros(()), grads)
+        for _ in range(self.runs):
+            x = self.second(x, grads)
+        return super().forward(x, grads)
+
+
+@functools.cache
+def mesh(shards=2):
+    shape = (dist.get_world_size() // shards, shards)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+class Job:
+    """A model with FSDP, and with a compressor between replicas."""
+
+    def __init__(self, method=BASE, shards=2, frozen=(), dtype=torch.float32, **options):
+        self.model = Model(dtype)
+        for name in frozen:
+            self.model.get_parameter(name).requires_grad_(False)
+        for module in (self.model.first, self.model.second, self.model):
+            fully_shard(module, mesh=mesh(shards)["shard"], **options)
+        self.compressor = gradzip.parse(method) if isinstance(method, str) else method
+        if self.compressor is not None:
+            group = mesh(shards)["replicate"].get_group()
+            self.state = gradzip.fsdp.compress(self.model, self.compressor, group)
+
+    def backward(self, step=0, skip=(), scale=1.0, change=None):
+        rank = dist.get_rank()
+        grads = {
+            name: scale * gradient(name, rank, step, shape)
+            for shapes in SHAPES.values()
+            for name, shape in shapes.items()
+            if name not in skip
+        }
+        if change:
+            change(grads)
+        self.model(grads).backward()
+
+    def averages(self):
+        return {
+            name.rpartition(".")[2]: p.grad.to_local().clone()
+            for name, p in self.model.named_parameters()
+            if p.grad is not None and p.grad.to_local().numel()
+        }
+
+    def step(self, step=0, **arguments):
+        self.model.zero_grad()
+        self.backward(step, **arguments)
+        return self.averages()
+
+    def run(self, steps=STEPS):
+        averages, sent, dense = [], [], []
+        for step in range(steps):
+            averages.append(self.step(step))
+            sent.append(self.state.traffic.bytes_sent)
+            dense.append(self.state.traffic.bytes_dense)
+        return {"averages": averages, "sent": sent, "dense": dense}
+
+
+@scenario
+def methods():
+    return {spec: Job(spec).run() for spec in [*METHODS, UNCOMPRESSED]}
+
+
+@scenario
+def nodes():
+    """Replicas on two nodes, on which `Hierarchical` compresses between nodes alone."""
+    return Job(gradzip.Hierarchical(gradzip.parse(INNER), local_size=2), shards=1).run()
+
+
+@scenario
+def all_methods():
+    return {spec: Job(spec).run() for spec in EXAMPLES}
+
+
+@scenario
+def replicas_only():
+    """Each rank has the whole model: data parallelism, as with DDP."""
+    return Job(shards=1).run()
+
+
+@scenario
+def shards_only():
+    """One replica: nothing to average."""
+    return Job(shards=dist.get_world_size()).run()
+
+
+@scenario
+def native():
+    """FSDP's own all-reduce over replicas, uncompressed."""
+    job = Job(None)
+    model = Model()
+    for module in (model.first, model.second, model):
+        fully_shard(module, mesh=mesh())
+    job.model = model
+    return [job.step(step) for step in range(STEPS)]
+
+
+def accumulated(step, job):
+    """Two backward passes, the first without synchronization."""
+    job.model.zero_grad()
+    job.model.set_requires_gradient_sync(False)
+    job.backward(step)
+    job.model.set_requires_gradient_sync(True)
+    job.backward(step)
+    return job.averages()
+
+
+@scenario
+def options():
+    """Averages of two steps, with options of FSDP."""
+    cast = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    results = {
+        "default": Job().run(2)["averages"],
+        "offload": Job(offload_policy=CPUOffloadPolicy(pin_memory=False)).run(2)["averages"],
+        "cast_bf16": Job(mp_policy=cast).run(2)["averages"],
+    }
+    job = Job()
+    results["accumulated"] = [accumulated(step, job) for step in range(2)]
+
+    job = Job()
+    job.model.set_reduce_scatter_unused_params(True)
+    results["unused"] = [job.step(step, skip=("e", "b")) for step in range(2)]
+
+    job = Job()
+    results["frozen_later"] = [job.step(0)]
+    job.model.get_parameter("first.a").requires_grad_(False)
+    results["frozen_later"].append(job.step(1))
+    return results
+
+
+@scenario
+def more_options():
+    reduced = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    results = {
+        "no_reshard": Job(reshard_after_forward=False).run(2)["averages"],
+        "frozen": Job(frozen=["first.a", "g"]).run(2)["averages"],
+        "reduced_bf16": Job(UNCOMPRESSED, mp_policy=reduced).run(2)["averages"],
+        "float16": Job(UNCOMPRESSED, dtype=torch.float16).run(2)["averages"],
+        "hooks": [],
+    }
+    job = Job()
+    seen = {}  # hooks see the averages
+    for name, parameter in job.model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: seen.update({name.rpartition(".")[2]: p.grad.to_local().clone()})
+        )
+    for step in range(2):
+        job.step(step)
+        results["hooks"].append({name: average for name, average in seen.items() if average.numel()})
+
+    job = Job()
+    for module in job.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    results["sums"] = job.run(2)["averages"]
+
+    job = Job()
+    job.backward(0)
+    job.backward(1)
+    results["added"] = [job.averages()]
+
+    job = Job()
+    job.model.runs = 2
+    results["run_twice"] = job.run(1)["averages"]
+    return results
+
+
+@scenario
+def overlap():
+    """How often routines are run to their end in a backward pass: once, if the transfers run beside it."""
+    runs = {}
+    policies = {"default": {}, "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}
+    for name, policy in policies.items():
+        job = Job(**policy)
+        job.step()
+        run, runs[name] = job.state._run, 0
+
+        def counted(name=name, run=run):
+            runs[name] += 1
+            run()
+
+        job.state._run = counted
+        job.step(1)
+    return runs
+
+
+@scenario
+def clipping():
+    job = Job()
+    job.step()
+    norm = torch.nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
+    return {"norm": norm.full_tensor(), "clipped": job.averages()}
+
+
+class Scaler:
+    """A loss scale that the test sets."""
+
+    def __init__(self):
+        self.scale = 4.0
+
+    def get_scale(self):
+        return self.scale
+
+
+@scenario
+def loss_scale():
+    """One element of one rank's gradient overflows in the second step, and the loss scale is halved."""
+    scaler, results = Scaler(), {}
+    job = Job(gradzip.parse(BASE).follow(scaler))
+
+    def overflow(grads):
+        grads["d"][0, 0] = torch.inf
+
+    for step, (name, rank) in enumerate(AMP):
+        averages = job.step(step, scale=scaler.scale, change=overflow if rank == dist.get_rank() else None)
+        results[name] = averages, {state: s.step for state, s in job.compressor.states.items()}
+        if rank is not None:
+            scaler.scale /= 2
+    return results
+
+
+@scenario
+def distributed_checkpoint(folder):
+    """A run that continues from a checkpoint, and the run that it continues."""
+    job = Job()
+    job.run(2)
+    path = str(Path(folder, "checkpoint"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"compressor": job.state, "model": job.model.state_dict()}, checkpoint_id=path)
+        resumed = Job()
+        dcp.load({"compressor": resumed.state}, checkpoint_id=path)
+    torch.save(job.state.state_dict(), Path(folder, f"plain{dist.get_rank()}.pt"))
+    plain = Job()
+    plain.state.load_state_dict(torch.load(Path(folder, f"plain{dist.get_rank()}.pt"), weights_only=True))
+    jobs = {"original": job, "resumed": resumed, "plain": plain}
+    return {
+        **{name: [one.step(step) for step in (2, 3)] for name, one in jobs.items()},
+        "states": sorted(job.compressor.states),
+        "other": message(lambda: plain.state.load_state_dict({"shard9of9": b""})),
+    }
+
+
+@scenario
+def shared_compressor():
+    """Two models with one compressor, and a model that is compressed again."""
+    first = Job()
+    second = Job(first.compressor)
+    averages = [job.step(0) for job in (first, second)]
+    first.state = gradzip.fsdp.compress(first.model, first.compressor, mesh()["replicate"].get_group())
+    averages.append(first.step(1))
+    return {"averages": averages, "states": sorted(first.compressor.states)}
+
+
+@scenario
+def auto():
+    """A method that measures the job, and changes while it runs."""
+    job = Job("auto:steps=3,every=0,allow=[fp16,acpsgd]")
+    averages = [job.step(step % STEPS) for step in range(60)]
+    return {"averages": averages, "chosen": job.compressor.decided, "choice": dict(job.compressor.choice)}
+
+
+@scenario
+def momentum():
+    """DGC's momentum, and that of the weight decay, on sharded parameters: the parameters after three steps."""
+    job = Job("dgc:theta=0.5,min_numel=256")
+    with torch.no_grad():
+        for p in job.model.parameters():
+            p.fill_(1.0)
+    optimizer = gradzip.optim.DGCSGD(job.model.parameters(), lr=0.1, weight_decay=0.5)
+    for step in range(STEPS):
+        job.step(step)
+        optimizer.step()
+    return {
+        "parameters": {
+            name.rpartition(".")[2]: p.to_local().detach().clone() for name, p in job.model.named_parameters()
+        },
+    }
+
+
+@scenario
+def errors():
+    rank, group, sharded = dist.get_rank(), mesh()["replicate"].get_group(), mesh()["shard"]
+    results = {
+        "unsharded": message(lambda: gradzip.fsdp.compress(Model(), gradzip.TopK(), group)),
+        "no_group": message(lambda: gradzip.fsdp.compress(Model(), gradzip.TopK(), None)),
+        "no_method": message(lambda: gradzip.fsdp.compress(Model(), "topk", group)),
+        "replicated": message(lambda: gradzip.fsdp.compress(fully_shard(Model(), mesh=mesh()), gradzip.TopK(), group)),
+        "no_codec": message(lambda: gradzip.fsdp.reduce_scatter(gradzip.TopK())),
+        "elias": message(lambda: gradzip.fsdp.reduce_scatter(gradzip.QSGD())),
+        "methods": message(Job(gradzip.TopK(theta=0.9 if rank < 2 else 0.8)).step),
+        "unused": message(lambda: Job().step(skip=("e",))),
+    }
+    decaying = Job(gradzip.DGC())
+    decaying.step()
+    results["weight_decay"] = message(torch.optim.SGD(decaying.model.parameters(), lr=0.1, weight_decay=0.5).step)
+    meshes = Model()
+    fully_shard(meshes.first, mesh=mesh(1)["shard"])
+    fully_shard(meshes, mesh=sharded)
+    results["meshes"] = message(lambda: gradzip.fsdp.compress(meshes, gradzip.TopK(), group))
+    fields = private._FIELDS
+    private._FIELDS = (*fields, "renamed")  # as with a torch that has another FSDP2
+    results["torch"] = message(Job)
+    private._FIELDS = fields
+    job = Job(None)
+    gradzip.fsdp.compress(job.model, gradzip.TopK(), sharded.get_group())
+    results["wrong_group"] = message(job.step)
+    model = fully_shard(Model(), mesh=sharded)
+    model.set_custom_reduce_scatter(gradzip.fsdp.reduce_scatter(gradzip.BlockFloat(seed=rank)))
+    job.model = model
+    results["codecs"] = message(job.step)
+    model = fully_shard(Model(), mesh=sharded)
+    model.set_custom_reduce_scatter(gradzip.fsdp.reduce_scatter(gradzip.BlockFloat()))
+    model.set_gradient_divide_factor(3.0)
+    job.model = model
+    results["factor"] = message(job.step)
+    return results
+
+
+CODECS = [
+    "block-float",
+    "block-float:bits=4,block=64",
+    "block-float:rounding=nearest",
+    "qsgd:coding=packed,bits=8",
+    "qsgd:coding=packed,norm=max,bucket=100",
+]
+DRAWS = 64
+
+
+@scenario
+def quantized():
+    """Quantized reduce-scatters of one gradient, called as FSDP does."""
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    results = {}
+    x = torch.cat([gradient("x", rank, i, (1000,)) for i in range(size)])  # 1000 elements in each shard
+
+    def call(reduce_scatter, x, op=dist.ReduceOp.AVG):
+        out = reduce_scatter.allocate((x.numel() // size,), dtype=x.dtype, device=x.device)
+        assert reduce_scatter(output_tensor=out, input_tensor=x.clone(), group=group, op=op) is None
+        return out
+
+    for spec in CODECS:
+        reduce_scatter = gradzip.fsdp.reduce_scatter(gradzip.parse(spec))
+        first = call(reduce_scatter, x)
+        sent, dense = reduce_scatter.traffic.bytes_sent, reduce_scatter.traffic.bytes_dense
+        draws = torch.stack([call(reduce_scatter, x) for _ in range(DRAWS)])
+        bad = x.clone()
+        if rank == 1:
+            bad[1500] = torch.inf  # in the shard of rank 1
+        results[spec] = {
+            "first": first,
+            "again": call(gradzip.fsdp.reduce_scatter(gradzip.parse(spec)), x),
+            "mean": draws.double().mean(0),
+            "sent": (reduce_scatter.traffic.bytes_sent - sent) / DRAWS,
+            "dense": (reduce_scatter.traffic.bytes_dense - dense) / DRAWS,
+            "sum": call(gradzip.fsdp.reduce_scatter(gradzip.parse(spec)), x, dist.ReduceOp.SUM),
+            "bf16": call(gradzip.fsdp.reduce_scatter(gradzip.parse(spec)), x.bfloat16()),
+            "bad": call(reduce_scatter, bad),
+            "after_bad": call(reduce_scatter, x),
+        }
+    return results
+
+
+@scenario
+def quantized_training():
+    """FSDP with a quantized reduce-scatter, alone and with compression between replicas."""
+    results = {}
+    for name, shards, method in [("alone", dist.get_world_size(), None), ("both", 2, UNCOMPRESSED)]:
+        job = Job(method, shards=shards)
+        reduce_scatter = gradzip.fsdp.reduce_scatter(gradzip.BlockFloat(bits=8))
+        for module in job.model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(reduce_scatter)
+        results[name] = [job.step(step) for step in range(2)]
+        results[f"{name}_ratio"] = reduce_scatter.traffic.ratio
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,480 @@
+"""The DDP front end in real `torchrun` jobs, against the same method in a LocalGroup."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradzip
+import kinds
+from contract import Expected, assert_averages
+from gradzip.averaging.routine import averaged
+from gradzip.collectives.fusion import fused
+from gradzip.engines.local import drive
+from launch import Jobs, processes, scenarios, torchrun
+from reference import MomentumSGD
+
+if not dist.is_available():
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+from ddp_worker import (
+    CONVOLUTIONS,
+    DECAY_STEPS,
+    DECAYED,
+    DECAYS,
+    DTYPES,
+    OPTIONS,
+    OVERFLOWS,
+    RINGS,
+    SHAPES,
+    STEPS,
+    THETAS,
+    gradient,
+    table_gradient,
+)
+
+SPECS = [*kinds.ALL, *kinds.exchanged()]
+ALL = range(len(SHAPES))
+COMPRESSED = [i for i, s in enumerate(SHAPES) if len(s) > 1 and torch.Size(s).numel() >= 1024]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def world(request, tmp_path_factory):
+    size = request.param
+
+    def run(names):
+        return scenarios(size, "ddp_worker.py", tmp_path_factory.mktemp(f"world{size}"), *names, run=torchrun)
+
+    return size, Jobs(run, kinds.batches(SPECS))
+
+
+def gradients(ranks, step, index, dtype=torch.float32):
+    return [gradient(r, step, index, *SHAPES[index], dtype=dtype) for r in ranks]
+
+
+class InGroups:
+    """Reference: LocalGroups, one for each parameter, or for those of a bucket that the method joins."""
+
+    def __init__(self, compressor, size, prefix="layers."):
+        self.groups = Expected(compressor, prefix, size)
+
+    def average(self, grads, buckets):
+        """grads: {index: list of all ranks' gradients}."""
+        named = [[str(i) for i in bucket if i in grads] for bucket in buckets]
+        averages = self.groups.average({str(i): per_rank for i, per_rank in grads.items()}, named)
+        return {i: averages[str(i)] for i in grads}
+
+
+class PerBucket:
+    """Reference: a stateless method compresses each bucket as one vector."""
+
+    def __init__(self, compressor, size):
+        self.compressor = compressor
+
+    def average(self, grads, buckets):
+        averages = {}
+        for members in ([i for i in bucket if i in grads] for bucket in buckets):
+            if members:
+                joined = [
+                    torch.cat([g.reshape(1, -1) for g in rank_grads], 1) for rank_grads in zip(*map(grads.get, members))
+                ]
+                parts = gradzip.simulate(self.compressor, joined)[0].split([grads[i][0].numel() for i in members], 1)
+                averages |= {i: part.view(grads[i][0].shape) for i, part in zip(members, parts)}
+        return averages
+
+
+class TopK:
+    """Reference: Top-k with error feedback in plain torch; a residual per parameter, one selection per bucket."""
+
+    def __init__(self, theta, size):
+        self.theta = theta
+        self.step = 0
+        self.residuals = [{} for _ in range(size)]
+
+    def average(self, grads, buckets):
+        theta = self.theta(self.step) if callable(self.theta) else self.theta
+        self.step += 1
+        averages = {i: torch.zeros(per_rank[0].shape) for i, per_rank in grads.items()}
+        for members in ([i for i in bucket if i in grads] for bucket in buckets):
+            for rank, residuals in enumerate(self.residuals if members else []):
+                corrected = torch.cat([(grads[i][rank] + residuals.get(i, 0.0)).view(-1) for i in members])
+                kept = corrected.abs().argsort(descending=True)[: max(1, round((1 - theta) * corrected.numel()))]
+                sent = torch.zeros_like(corrected).index_copy(0, kept, corrected[kept])
+                numels = [grads[i][rank].numel() for i in members]
+                for i, s, left in zip(members, sent.split(numels), (corrected - sent).split(numels)):
+                    averages[i] += s.view(averages[i].shape) / len(self.residuals)
+                    residuals[i] = left.view(averages[i].shape)
+        return averages
+
+
+def expected(references, ranks, buckets, steps=STEPS, dtypes=None, indices=ALL):
+    """Averages of each step, by index: plain means where there is no reference."""
+    results = []
+    for step in range(steps):
+        dtypes = dtypes or [torch.float32] * len(SHAPES)
+        grads = {i: gradients(ranks, step, i, dtypes[i]) for i in indices}
+        averages = {i: sum(per_rank) / len(ranks) for i, per_rank in grads.items()}
+        for members, method in references:
+            averages |= method.average({i: grads[i] for i in members if i in grads}, buckets[step])
+        results.append(averages)
+    return results
+
+
+def assert_equal(per_rank, wanted, exact=COMPRESSED, ulps=4):
+    """All ranks have the same bits in all steps. Averages in `exact` equal the wanted ones bit for bit; others up to
+    rounding, because gloo or the reference adds in a different order."""
+    for run in per_rank:
+        assert len(run) == len(wanted)
+        for averages, first, want in zip(run, per_rank[0], wanted):
+            for i, average in want.items():
+                assert torch.equal(averages[i], first[i])
+                if i in exact:
+                    assert torch.equal(averages[i], average), i
+                else:
+                    rounding = ulps * torch.finfo(average.dtype).eps
+                    torch.testing.assert_close(averages[i], average, rtol=rounding, atol=rounding)
+
+
+def runs(per_rank, *keys):
+    for key in keys:
+        per_rank = [result[key] for result in per_rank]
+    assert all(result["buckets"] == per_rank[0]["buckets"] for result in per_rank)
+    return [result["averages"] for result in per_rank], per_rank[0]["buckets"]
+
+
+def of_method(results, spec):
+    return [result[spec] for result in results["methods"]] if spec in kinds.SAMPLE else results[spec]
+
+
+@pytest.mark.parametrize("spec", kinds.params(SPECS))
+def test_methods(world, spec):
+    size, results = world
+    averages, buckets = runs(of_method(results, spec))
+    assert [len(step) for step in buckets] == [1, 3, 3, 3]
+    wanted = expected([(ALL, InGroups(gradzip.parse(spec), size))], range(size), buckets)
+    for step, want in enumerate(wanted):
+        of_ranks = [{f"layers.{i}": average for i, average in enumerate(run[step])} for run in averages]
+        assert_averages(gradzip.parse(spec), of_ranks, {f"layers.{i}": average for i, average in want.items()})
+
+
+def test_shards_are_gathered_while_the_next_ones_are_exchanged(world):
+    """Of three buckets. Shards of other lengths wait for all buckets, because their lengths may not be known yet."""
+    for of_rank in world[1]["order"]:
+        even, uneven = of_rank.values()
+        assert even == ["AllToAll", "AllToAll", "Gather", "AllToAll", "Gather", "Gather"]
+        assert uneven == ["AllToAll"] * 3 + ["Gather"]
+
+
+@pytest.mark.parametrize("spec", kinds.params(SPECS))
+def test_bytes_sent(world, spec):
+    """Payloads, 16 bytes for each exchange, padding if lengths vary, and the handshake of the first step."""
+    size, results = world
+    _, buckets = runs(of_method(results, spec))
+    method = InGroups(gradzip.parse(spec), size)
+    expected([(ALL, method)], range(size), buckets)
+    configuration = 600 + len(repr(gradzip.parse(spec)))
+    gathers = 1 + 3 * 3  # of one bucket in the first step, and three in the others
+    collectives, (steps, lengths, _) = kinds.collectives(gradzip.parse(spec)), kinds.observed(spec)
+    parts = size if "AllToAll" in collectives else 1
+    varying = 0.1 if sum(min(lengths)) > 0.9 * sum(max(lengths)) else 0.5  # between steps and ranks
+    for run in of_method(results, spec):
+        spare = run["sent"] - method.groups.bytes_sent
+        assert run["dense"] == STEPS * sum(4 * torch.Size(s).numel() for s in SHAPES)
+        if collectives == {"Mean"}:
+            assert 0 < spare < configuration
+        elif {*steps} == {("Gather",)} and len(lengths) == 1:
+            assert 0 < spare - 16 * gathers < configuration
+        else:
+            assert 0 < spare < configuration + 16 * gathers * (parts + 1) + varying * method.groups.bytes_sent
+
+
+@pytest.mark.parametrize("spec", RINGS)
+def test_one_ring_for_each_bucket(world, spec, one_thread):
+    """Equals a LocalGroup with the gradients of a bucket in one fused routine."""
+    size, results = world
+    per_rank, buckets = runs(results["rings"], spec)
+    assert len(buckets[0]) == 1 < len(buckets[-1])
+    compressors = [gradzip.parse(spec) for _ in range(size)]
+    wanted, phases = [], []
+    for step, of_step in enumerate(buckets):
+        wanted.append({})
+        for bucket in of_step:
+            routines = [
+                fused([averaged(c, gradient(r, step, i, *CONVOLUTIONS[i]), f"layers.{i}", r, size) for i in bucket])
+                for r, c in enumerate(compressors)
+            ]
+            wanted[-1] |= zip(bucket, drive(routines)[0])
+        parts = {i: compressors[0].method_for(f"layers.{i}", torch.Size(CONVOLUTIONS[i])) for i in (0, 1)}
+        phases.append([part.phase(part.states[f"layers.{i}"]) for i, part in parts.items()])
+    assert_equal(per_rank, wanted, [i for i, shape in enumerate(CONVOLUTIONS) if len(shape) == 4])
+    # Both layers compress in some step; with different schedules, one samples while the other compresses.
+    assert ["compressing"] * 2 in phases if spec == RINGS[0] else ["compressing", "sampling"] in phases
+
+
+@pytest.mark.parametrize("which", range(len(OPTIONS)), ids=str)
+def test_options_of_ddp(world, which):
+    size, results = world
+    averages, buckets = runs(results["options"], which)
+    references = [([2, 3], TopK(0.9, size)), (ALL, InGroups(gradzip.TernGrad(), size))]
+    wanted = expected(references[::-1], range(size), buckets)
+    assert_equal(averages, wanted, [i for i in COMPRESSED if i not in (2, 3)])
+
+
+def test_error_feedback_loses_nothing(world):
+    """Averages plus mean residual equal the mean gradients, with rebuilt buckets, checkpoints and shards."""
+    size, results = world
+    for spec in results["feedback"][0]:
+        averages, residuals, buckets = zip(*[result[spec] for result in results["feedback"]])
+        assert buckets[0] == 3
+        for i in COMPRESSED:
+            assert all(torch.equal(a[i], b[i]) for run in averages for a, b in zip(run, averages[0]))
+            total = sum(step[i] for step in averages[0]) + sum(r[f"layers.{i}"] for r in residuals) / size
+            # STEPS more steps were taken from the checkpoint.
+            want = sum(sum(gradients(range(size), step, i)) for step in range(2 * STEPS)) / size
+            torch.testing.assert_close(total, want, rtol=1e-5, atol=2e-5)
+            assert residuals[0][f"layers.{i}"].norm() > 0.1 * want.norm()
+
+
+def test_checkpoint_without_names_continues_training(world):
+    _, results = world
+    for without, with_, names in results["resumed"]:
+        for i in ALL:  # the first bucket after a start is the whole model: gloo adds in a different order
+            rounding = 0 if i in COMPRESSED else 1e-6
+            torch.testing.assert_close(without[i], with_[i], rtol=rounding, atol=rounding)
+        assert names == [str(i) for i in ALL]
+
+
+def test_rewrapped_model_without_names_finds_its_state(world):
+    size, results = world
+    wanted = expected([(ALL, InGroups(gradzip.DGC(theta=0.9), size))], range(size), [[ALL]] * 4)
+    assert_equal([averages for averages, _ in results["rewrapped"]], wanted)
+    assert all(names == [str(i) for i in ALL] for _, names in results["rewrapped"])
+
+
+def test_sparse_gradients_are_averaged_as_without_compression(world):
+    size, results = world
+    for averages, dense_nbytes in results["sparse"]:
+        for step, average in enumerate(averages):
+            want = sum(torch.zeros(200, 16).index_add_(0, *table_gradient(r, step)) for r in range(size)) / size
+            torch.testing.assert_close(average, want, rtol=1e-6, atol=1e-6)
+        # Four rows of the table, and the matrix.
+        assert dense_nbytes == len(averages) * (4 * 8 + 4 * 16 * 4 + 40 * 40 * 4)
+
+
+def test_loss_scale_needs_no_memory_between_steps(world):
+    _, results = world
+    for without, with_ in results["memory_between_steps"]:
+        assert without > 0 and with_ - without < 1000  # the scaler's numbers; a residual has at least 8 kB
+
+
+def test_recreated_process_group_is_used(world):
+    size, results = world
+    averages, buckets = runs(results["recreated_group"])
+    assert [len(step) for step in buckets] == [1, 3, 1, 3]
+    assert_equal(averages, expected([(COMPRESSED, TopK(0.9, size))], range(size), buckets), [])
+    assert all(result["is_new"] for result in results["recreated_group"])
+
+
+def test_unused_parameters(world):
+    size, results = world
+    per_rank, buckets = runs(results["unused"])
+    groups = InGroups(gradzip.QSGD(), size)
+    wanted = []
+    for step in range(2):
+        grads = {i: gradients(range(size), step, i) for i in ALL}
+        grads[3][0].zero_()
+        grads[5] = [torch.zeros_like(unused) for unused in grads[5]]
+        wanted.append(groups.average(grads, buckets[step]))
+        del wanted[-1][5]
+    assert_equal(per_rank, wanted)
+    assert all(averages[5] is None for run in per_rank for averages in run)
+
+
+def test_frozen_parameters(world):
+    size, results = world
+    averages, buckets = runs(results["frozen"])
+    trained = [i for i in ALL if i not in (0, 4)]
+    compressed = [i for i in trained if i in COMPRESSED]
+    assert_equal(averages, expected([(compressed, TopK(0.9, size))], range(size), buckets, indices=trained), [])
+    assert all(step[i] is None for run in averages for step in run for i in (0, 4))
+
+
+def test_mixed_dtypes(world):
+    size, results = world
+    averages, buckets = runs(results["mixed"])
+    assert len(buckets[-1]) >= 4
+    references = [(ALL, InGroups(gradzip.QSGD(), size))]
+    assert_equal(averages, expected(references, range(size), buckets, dtypes=DTYPES))
+
+
+def test_strides_are_kept(world):
+    size, results = world
+    shapes = [(32, 16, 3, 3), (50, 60), (64, 64)]
+    for which, compressor in enumerate((gradzip.FFTRange(theta=0.5), gradzip.NoCompression())):
+        averages, buckets = runs(results["strides"], which)
+        wanted = []
+        for step in range(STEPS):
+            grads = {i: [gradient(r, step, i, *s) for r in range(size)] for i, s in enumerate(shapes)}
+            wanted.append(PerBucket(compressor, size).average(grads, buckets[step] if which == 0 else [[0], [1], [2]]))
+        assert_equal(averages, wanted, range(3) if which == 0 else [])
+        assert all(all(result[which]["strides"]) for result in results["strides"])
+
+
+def test_group_of_one(world):
+    size, results = world
+    for spec in results["alone"][0]:
+        for rank in range(size):
+            (averages,), buckets = runs(results["alone"][rank : rank + 1], spec)
+            method = TopK(0.9, 1) if spec.startswith("topk") else InGroups(gradzip.parse(spec), 1)
+            wanted = expected([(COMPRESSED, method)], [rank], buckets)
+            assert_equal([averages], wanted, ALL)
+
+
+def test_group_of_some_ranks(world):
+    size, results = world
+    assert results["subset"][0] is None
+    averages, buckets = runs(results["subset"][1:])
+    references = [(ALL, InGroups(gradzip.QSGD(exchange="scatter_reduce"), size - 1))]
+    assert_equal(averages, expected(references, range(1, size), buckets))
+
+
+def test_two_models_in_one_backward_pass(world):
+    size, results = world
+    for model, prefix in enumerate(("", "model1.")):
+        wanted = expected([(ALL, InGroups(gradzip.TernGrad(), size, prefix))], range(size), [[ALL]] * STEPS)
+        assert_equal([[step[model] for step in run] for run in results["two_models"]], wanted)
+
+
+def test_join_with_uneven_data(world):
+    size, results = world
+    for rank, run in enumerate(results["joined"]):
+        assert len(run) == 3 + rank
+        for step, averages in enumerate(run):
+            for i, average in enumerate(averages):
+                active = [r for r in range(size) if step < 3 + r]
+                want = sum(gradients(active, step, i)) / size
+                assert torch.equal(average, results["joined"][-1][step][i])
+                torch.testing.assert_close(average, want, rtol=1e-6, atol=1e-6)
+
+
+def test_payloads_longer_than_in_the_step_before(world):
+    size, results = world
+    averages, buckets = runs(results["growing"])
+    theta = gradzip.StepSchedule(THETAS)
+    assert_equal(averages, expected([(COMPRESSED, TopK(theta, size))], range(size), buckets, steps=8), [])
+
+
+def test_non_finite_gradient_of_one_rank(world):
+    _, results = world
+    names = {f"layers.{i}" for i in COMPRESSED}
+    for result in results["non_finite"]:
+        for spec, (before, during, after) in result.items():
+            # TopK compresses a bucket as one vector: all parameters of that bucket are affected.
+            bad = {3, 5} if spec.startswith("topk") else {3}
+            assert during["finite"] == [i not in bad for i in ALL]
+            assert before["finite"] == after["finite"] == [True] * len(SHAPES)
+            assert after["steps"] == {name: 2 if int(name[-1]) in bad else 3 for name in names}
+            if spec != "terngrad":
+                for name in names:
+                    same = torch.equal(before["residuals"][name], during["residuals"][name])
+                    assert same is (int(name[-1]) in bad)
+                    assert not torch.equal(during["residuals"][name], after["residuals"][name])
+
+
+@pytest.mark.parametrize("case", DECAYED)
+def test_weight_decay_has_momentum_next_to_dgc(world, case):
+    """Parameters that bypass compression equal those of SGD with momentum on the gradient plus decay."""
+    size, results = world
+    momenta = (0.0, 0.9) if case in ("compressed", "per layer") else (0.9, 0.9)
+    start = {str(i): gradient(99, 0, i, *shape) for i, shape in enumerate([(40, 40), (30,)])}
+    reference = MomentumSGD(start, {"0": momenta, "1": (0.0, 0.0) if case == "per layer" else (0.9, 0.9)})
+    factor = (2 if case == "accumulated" else 1) / size
+    for step in range(DECAY_STEPS):
+        totals = {
+            name: sum(gradient(r, step, i, *p.shape).double() for r in range(size))
+            for i, (name, p) in enumerate(start.items())
+        }
+        if not (case == "loss scaled" and step == OVERFLOWS):
+            reference.step({name: factor * total for name, total in totals.items()}, 0.1, dict(zip(start, DECAYS)))
+    for parameters in results["weight_decay"]:
+        for got, first, want in zip(parameters[case], results["weight_decay"][0][case], reference.parameters.values()):
+            assert torch.equal(got, first)
+            torch.testing.assert_close(got.double(), torch.from_numpy(want), rtol=1e-4, atol=1e-4)
+
+
+def test_errors_are_raised_by_backward(world):
+    size, results = world
+    for result in results["errors"]:
+        corrupt = f"PayloadError: Damaging, parameter 'layers.3': from rank 1 of {size}: corrupt payload: its checksum"
+        assert result["damaged"][:2] == [""] * 2 and result["damaged"][2].startswith(corrupt)
+        for static in (False, True):
+            assert result[f"first step, static_graph={static}"].startswith(corrupt)
+        assert "got torch.complex64, expected a real floating-point type" in result["complex"]
+        assert (
+            "hook: got TopK(" in result["no hook state"]
+            and "expected one as of gradzip.ddp.HookState(" in result["no hook state"]
+        )
+        assert "of an unknown parameter" in result["shared"] and "HookState of its own" in result["shared"]
+        for how in ("after backward", "closure"):
+            decay = result[f"weight decay, {how}"]
+            assert decay.startswith("ValueError: SGD: got weight_decay = 0.5 for a parameter to which DGC applies")
+        assert result["foreign state"].startswith("ValueError: ") and "parameter 'layers.0'" in result["foreign state"]
+
+
+def test_different_configurations_raise_in_the_first_step(world):
+    _, results = world
+    for result in results["errors"]:
+        for what, words in {
+            "methods": ("rank 1 compresses with TopK(", "rank 0 with QSGD("),
+            "arguments": ("rank 1", "theta=0.8", "rank 0", "theta=0.9"),
+            "exchanges": ("rank 1", "exchange='scatter_reduce'", "rank 0", "exchange='gather'"),
+            "names": ("parameter 'layers.0': rank 1 has no such parameter, rank 0 has float32[64, 64]",),
+        }.items():
+            assert result[what].startswith("RuntimeError: ") and all(w in result[what] for w in words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((gradzip.TopK,), TypeError, "HookState: got <class .*, expected a compressor, such as gradzip.TopK()"),
+        ((gradzip.TopK(), None, torch.nn.Linear(2, 2)), ValueError, "got Linear, expected .* model.named_parameters()"),
+        ((gradzip.TopK(), None, torch.nn.Linear(2, 2).parameters()), ValueError, "got named_parameters of Parameter,"),
+        ((gradzip.TopK(), None, [("w", torch.ones(2))] * 2), ValueError, "got named_parameters with equal names"),
+        (
+            (gradzip.parse("per-layer:^fc=none"),),
+            ValueError,
+            "got no names of parameters, .*: rules of PerLayer match names",
+        ),
+    ],
+)
+def test_invalid_arguments_of_hook_state(arguments, error, message):
+    with pytest.raises(error, match=message):
+        gradzip.ddp.HookState(*arguments)
+
+
+def test_killed_rank_is_an_error_on_the_others(tmp_path):
+    results, statuses = processes(3, "ddp_worker.py", tmp_path, "killed")
+    assert statuses == [0, -9, 0]
+    for rank in (0, 2):
+        seconds, error = results["killed"][rank]
+        assert "Error: " in error and seconds < 60  # the group's timeout
+
+
+def test_hook_state_refuses_other_objects_and_equal_names():
+    with pytest.raises(TypeError, match="HookState: got 4, expected a compressor"):
+        gradzip.ddp.HookState(4)
+    weights = [("w", torch.zeros(2)), ("w", torch.zeros(2))]
+    with pytest.raises(ValueError, match="equal names"):
+        gradzip.ddp.HookState(gradzip.TopK(), named_parameters=weights)
+
+
+def test_capacity_follows_the_longest_payload():
+    from gradzip.engines.torch import next_capacity
+
+    assert next_capacity(0, 1600) == 1600  # nothing is known yet about how lengths vary
+    assert next_capacity(1600, 1600) == 1600
+    assert next_capacity(1600, 1632) == 1664 and next_capacity(1600, 16000) == 17008
+    capacity = 16000
+    for _ in range(40):
+        smaller = next_capacity(capacity, 1600)
+        assert 1600 <= smaller <= capacity and smaller % 16 == 0
+        capacity = smaller
+    assert capacity < 1.1 * 1600

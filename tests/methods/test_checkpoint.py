@@ -1,0 +1,144 @@
+"""State dicts: every method resumes to the bit, or warns of what is dropped. Malformed state dicts are refused."""
+
+import io
+import warnings
+
+import pytest
+import torch
+
+import gradzip
+import kinds
+from gradzip.memory.checkpoint import merge, shard
+
+SHAPES = {"w": (64, 48), "v": (40, 3, 3, 3), "bias": (48,)}
+
+
+def run_steps(group, first, last):
+    """Run steps first to last - 1. Returns all averages in order."""
+    size, averages = len(group.compressors), []
+    for step in range(first, last):
+        for i, (name, shape) in enumerate(SHAPES.items()):
+            seeds = [100 * step + 10 * i + rank for rank in range(size)]
+            grads = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+            averages.append(group.average(grads, name)[0])
+    return averages
+
+
+def save_and_load(saved):
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def all_equal(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["of_each_rank", "merged"])
+@pytest.mark.parametrize("spec", kinds.params())
+def test_resuming_from_a_file_changes_no_bit(spec, merged):
+    size = 3
+    group, resumed = (gradzip.LocalGroup(gradzip.parse(spec), size) for _ in range(2))
+    run_steps(group, 0, 5)
+    saved = [c.state_dict() for c in group.compressors]
+    if merged:
+        merged_states = save_and_load(merge(saved))
+        saved = [shard(merged_states, rank, size) for rank in range(size)]
+    for compressor, state_dict in zip(resumed.compressors, saved):
+        compressor.load_state_dict(save_and_load(state_dict))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is dropped
+        assert all_equal(run_steps(resumed, 5, 10), run_steps(group, 5, 10))
+
+
+@pytest.mark.parametrize("spec", kinds.params())
+def test_another_world_size_keeps_shared_state(spec):
+    group, resumed = gradzip.LocalGroup(gradzip.parse(spec), 3), gradzip.LocalGroup(gradzip.parse(spec), 2)
+    run_steps(group, 0, 5)
+    merged_states = merge([c.state_dict() for c in group.compressors])
+    for rank, compressor in enumerate(resumed.compressors):
+        with pytest.warns(UserWarning, match="shard: the states of 3 ranks for 2: residuals are dropped"):
+            compressor.load_state_dict(shard(merged_states, rank, 2))
+    assert all(state.residual is None for c in resumed.compressors for state in c.states.values())
+    averages = run_steps(resumed, 5, 8)
+    assert all(bool(a.isfinite().all()) for a in averages)
+    for name, state in resumed.compressors[0].states.items():
+        assert state.step == 8 == resumed.compressors[1].states[name].step or name == "bias"
+    if spec in ("powersgd", "acpsgd"):
+        fresh = gradzip.LocalGroup(gradzip.parse(spec), 2)
+        assert not all_equal(averages[:1], run_steps(fresh, 5, 6)[:1])  # the factors were kept
+
+
+def test_merge_keeps_rank_local_fields():
+    """GradiVeQ: votes depend on rank-local fields."""
+    group, resumed = (
+        gradzip.LocalGroup(gradzip.parse("gradiveq:warmup_steps=1,sample_steps=3,compress_steps=9"), 3)
+        for _ in range(2)
+    )
+    run_steps(group, 0, 6)
+    merged_states = merge([c.state_dict() for c in group.compressors])
+    for rank, compressor in enumerate(resumed.compressors):
+        compressor.load_state_dict(shard(merged_states, rank, 3))
+    of_ranks = [[(c.states["v"].energy, c.states["v"].lost) for c in g.compressors] for g in (group, resumed)]
+    assert of_ranks[0] == of_ranks[1]
+    assert len(set(of_ranks[0])) == 3
+
+
+def test_residuals_loaded_by_another_rank_are_dropped():
+    group, resumed = (gradzip.LocalGroup(gradzip.TopK(theta=0.9), 2) for _ in range(2))
+    run_steps(group, 0, 3)
+    for compressor in resumed.compressors:
+        compressor.load_state_dict(group.compressors[0].state_dict())
+    with pytest.warns(UserWarning, match="rank 0 of 2 was loaded by rank 1 of 2"):
+        run_steps(resumed, 3, 4)
+    residual = group.compressors[0].states["w"].residual
+    # Rank 0 keeps its residual, rank 1 starts without one.
+    assert residual.abs().max() > 0
+    assert resumed.compressors[0].states["w"].residual.norm() > resumed.compressors[1].states["w"].residual.norm()
+
+
+def test_malformed_state_dicts_are_refused():
+    group = gradzip.LocalGroup(gradzip.PowerSGD(rank=2), 1)
+    run_steps(group, 0, 2)
+    saved = group.compressors[0].state_dict()
+    for key, value in {"step": "two", "residual": [1.0], "q": None}.items():
+        malformed = {"method": "PowerSGD", "states": {"w": {**saved["states"]["w"], key: value}}}
+        with pytest.raises(ValueError, match=f"PowerSGD.load_state_dict: got {type(value).__name__} as {key} of 'w'"):
+            gradzip.PowerSGD(rank=2).load_state_dict(malformed)
+    with pytest.raises(ValueError, match="TopK.load_state_dict: got the state of 'PowerSGD', expected that of 'TopK'"):
+        gradzip.TopK().load_state_dict(saved)
+    with pytest.raises(ValueError, match="got the state of None"):
+        gradzip.TopK().load_state_dict({})
+
+
+@pytest.mark.parametrize("method", [gradzip.PowerSGD(rank=3), gradzip.PowerSGD(rank=2)], ids=["rank", "shape"])
+def test_states_with_other_shapes_are_refused_in_the_first_step(method):
+    group = gradzip.LocalGroup(gradzip.PowerSGD(rank=2), 1)
+    group.average([torch.randn(64, 48)], "w")
+    resumed = gradzip.LocalGroup(method, 1)
+    resumed.compressors[0].load_state_dict(group.compressors[0].state_dict())
+    columns = 48 if method.rank == 3 else 50
+    with pytest.raises(ValueError, match="PowerSGD, parameter 'w': got a state whose .* has the shape .*, expected"):
+        resumed.average([torch.randn(64, columns)], "w")
+
+
+def test_merge_and_shard_errors():
+    a, b = gradzip.TopK().state_dict(), gradzip.DGC().state_dict()
+    with pytest.raises(ValueError, match="merge: got no state dicts"):
+        merge([])
+    with pytest.raises(ValueError, match="merge: got a single state dict, expected a list"):
+        merge(a)
+    with pytest.raises(
+        ValueError, match=r"TopK.load_state_dict: got all ranks' states, expected gradzip.checkpoint.sh"
+    ):
+        gradzip.TopK().load_state_dict(merge([a, a]))
+    with pytest.raises(ValueError, match=r"merge: got the states of \['TopK', 'DGC'\], expected those of one method"):
+        merge([a, b])
+    with pytest.raises(
+        ValueError,
+        match=r"shard: got a dict of \['method', 'rank_local', 'states'\], expected what gradzip.checkpoint",
+    ):
+        shard(a, 0, 1)
+    with pytest.raises(ValueError, match="shard: got rank = 2 of 2, expected one from 0 to 1"):
+        shard(merge([a, a]), 2, 2)

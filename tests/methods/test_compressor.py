@@ -1,0 +1,284 @@
+"""Behaviour that all methods inherit from the base classes, tested on methods of every kind."""
+
+import dataclasses
+import io
+
+import pytest
+import torch
+
+import gradzip
+import kinds
+from gradzip.memory.state import Key
+from gradzip.methods.base.registry import registered
+
+
+@pytest.fixture(params=kinds.params())
+def compressor(request):
+    return gradzip.parse(request.param)
+
+
+GRADIENTS = {
+    "empty": torch.zeros(0),
+    "empty_2d": torch.zeros(0, 7),
+    "scalar": torch.tensor(3.0),
+    "one": torch.tensor([[2.0]]),
+    "vector": torch.randn(5000),
+    "small": torch.randn(5, 7),
+    "matrix": torch.randn(60, 70),
+    "transposed": torch.randn(70, 60).t(),
+    "channels_last": torch.randn(16, 8, 5, 5).to(memory_format=torch.channels_last),
+    "sliced": torch.randn(80, 90)[3:70, 5:80],
+    "half": torch.randn(60, 70).half(),
+    "bfloat16": torch.randn(60, 70).bfloat16(),
+    "double": torch.randn(60, 70).double(),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_shape_dtype_and_strides_are_kept_on_all_ranks(compressor, kind, size):
+    grads = [GRADIENTS[kind] * (rank + 1) for rank in range(size)]
+    grads = [torch.empty_like(GRADIENTS[kind]).copy_(g) for g in grads]
+    before = [g.clone() for g in grads]
+    averages = gradzip.simulate(compressor, grads)
+    for grad, was, average in zip(grads, before, averages):
+        assert average.shape == grad.shape and average.dtype == grad.dtype and average.stride() == grad.stride()
+        assert torch.equal(grad, was)  # simulate() does not change its arguments
+        assert torch.equal(average, averages[0])  # replicas are bit-identical
+
+
+@pytest.mark.parametrize("shape", [(5000,), (5, 7), (), (31, 33)])
+def test_small_and_1d_gradients_are_averaged_exactly(compressor, shape):
+    a, b = torch.randn(shape), torch.randn(shape)
+    group = gradzip.LocalGroup(compressor, 2)
+    assert torch.equal(group.average([a, b], "w")[0], (a + b) / 2)
+    assert group.bytes_sent == 4 * a.numel()
+    # No state is kept, except by methods that change them (DGC applies momentum).
+    assert not group.compressors[0].states or any(part.changes_uncompressed for part in compressor.parts)
+
+
+def test_min_numel():
+    x = torch.randn(32, 32)
+    assert gradzip.roundtrip(gradzip.FFTRange(min_numel=1024), x)[1] < x.numel() * 4
+    assert gradzip.roundtrip(gradzip.FFTRange(min_numel=1025), x)[1] == x.numel() * 4
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_non_finite_gradient_reaches_all_ranks_and_changes_no_state(compressor, bad, size):
+    def finite(step):
+        return [torch.randn(16, 16, 4, 4, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(size)]
+
+    group, spared = gradzip.LocalGroup(compressor, size), gradzip.LocalGroup(compressor, size)
+    spoilt = finite(7)
+    spoilt[-1][3, 4] = bad
+    for step in range(3):
+        expected = spared.average(finite(step), "w")
+        if step == 1:
+            for average in group.average(spoilt, "w"):
+                assert not average.isfinite().all()
+        assert torch.equal(group.average(finite(step), "w")[0], expected[0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_error_feedback_conserves_the_sum(size):
+    """Sum of averages + mean residual = sum of mean gradients, up to the rounding of float32 additions."""
+    steps, compressor = 50, gradzip.FFTRange(theta=0.95, bits=6, error_feedback=True)
+    group = gradzip.LocalGroup(compressor, size)
+    sent = wanted = torch.zeros(64, 64, dtype=torch.float64)
+    largest = 0.0
+    for _ in range(steps):
+        grads = [torch.randn(64, 64) for _ in range(size)]
+        average = group.average(grads, "w")[0]
+        sent = sent + average.double()
+        wanted = wanted + sum(g.double() for g in grads) / size
+        largest = max(largest, max(c.states["w"].residual.abs().max().item() for c in group.compressors))
+    residual = sum(c.states["w"].residual.double() for c in group.compressors) / size
+    # A step rounds a handful of times (add the residual, transform twice, average, subtract) numbers below 2 * largest.
+    bound = steps * 40 * 2**-24 * 2 * largest
+    assert (sent + residual - wanted).abs().max() < bound
+    assert residual.abs().max() > 1e3 * bound  # the residual is not just rounding
+
+
+def test_clone_shares_hyper_parameters_only():
+    a = gradzip.FFTRange(theta=0.7)
+    b = a.clone()
+    assert a == b and a.digest == b.digest and a.states is not b.states and a.traffic is not b.traffic
+
+
+def test_digest_covers_hyper_parameters_and_schedule_classes():
+    base = gradzip.FFTRange()
+    others = [gradzip.FFTRange(theta=0.9), gradzip.FFTRange(bits=8), gradzip.FFTRange(block=None), gradzip.Cast()]
+    assert len({c.digest for c in [base, *others]}) == 5
+    one, two = (gradzip.FFTRange(theta=gradzip.StepSchedule({0: t})) for t in (0.5, 0.5))
+    assert one.digest == two.digest != base.digest
+
+
+def test_traffic_counts_compressed_and_dense_bytes():
+    group = gradzip.LocalGroup(gradzip.FFTRange(), 2)
+    x = torch.randn(512, 512)
+    group.average([x, x], "w")
+    group.average([x[0], x[0]], "b")
+    traffic = group.compressors[0].traffic
+    assert traffic.bytes_dense == 4 * (512 * 512 + 512)
+    assert traffic.bytes_sent == group.bytes_sent == gradzip.roundtrip(gradzip.FFTRange(), x)[1] + 4 * 512
+    assert traffic.ratio == traffic.bytes_dense / traffic.bytes_sent
+    assert gradzip.Traffic().ratio == 1.0
+
+
+def test_state_dict_survives_torch_save_with_weights_only():
+    compressor = gradzip.FFTRange(theta=0.9, error_feedback=True)
+    grads = [torch.randn(64, 64) for _ in range(6)]
+    through, stopped = gradzip.LocalGroup(compressor, 1), gradzip.LocalGroup(compressor, 1)
+    for grad in grads[:3]:
+        through.average([grad], "w"), stopped.average([grad], "w")
+    file = io.BytesIO()
+    torch.save(stopped.compressors[0].state_dict(), file)
+    file.seek(0)
+    resumed = gradzip.LocalGroup(compressor, 1)
+    resumed.compressors[0].load_state_dict(torch.load(file, weights_only=True))
+    for grad in grads[3:]:
+        assert torch.equal(resumed.average([grad], "w")[0], through.average([grad], "w")[0])
+    with pytest.raises(ValueError, match="got the state of 'FFTRange', expected that of 'Cast'"):
+        gradzip.Cast().load_state_dict(compressor.state_dict())
+
+
+def test_random_keys_are_unique_and_reproducible():
+    keys = [Key(s, t, n, r) for s in (0, 1) for t in (0, 1) for n in ("a", "b") for r in (0, 1, "shared")]
+    assert len({k.bits for k in keys}) == len(keys)
+    assert Key(0, 0, "conv1.weight", 0).bits == Key(0, 0, "conv1.weight", 0).bits
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    gradzip.roundtrip(gradzip.FFTRange(rounding="stochastic"), torch.ones(64, 64))
+    assert torch.equal(torch.get_rng_state(), before)  # torch's global generator is not used
+
+
+def test_invalid_gradients_and_arguments_are_refused():
+    with pytest.raises(ValueError, match="torch.int64, expected a dense float tensor"):
+        gradzip.roundtrip(gradzip.FFTRange(), torch.ones(64, 64, dtype=torch.int64))
+    with pytest.raises(ValueError, match="sparse_coo"):
+        gradzip.roundtrip(gradzip.FFTRange(), torch.ones(64, 64).to_sparse())
+    with pytest.raises(ValueError, match="got min_numel = -1"):
+        gradzip.NoCompression(min_numel=-1)
+    with pytest.raises(ValueError, match="expected torch.float16 or torch.bfloat16"):
+        gradzip.Cast(dtype=torch.int8)
+
+
+def test_local_group_refuses_mismatched_gradients():
+    group = gradzip.LocalGroup(gradzip.NoCompression(), 2)
+    with pytest.raises(ValueError, match="got 1 gradients, expected 2"):
+        group.average([torch.ones(3)], "w")
+    with pytest.raises(ValueError, match=r"float32 \(3,\), torch.float32 \(4,\), expected equal types and shapes"):
+        group.average([torch.ones(3), torch.ones(4)], "w")
+    with pytest.raises(ValueError, match=r"float32 \(3,\), torch.float16 \(3,\), expected equal types and shapes"):
+        group.average([torch.ones(3), torch.ones(3).half()], "w")
+    with pytest.raises(TypeError, match="got a gradient of type list, expected tensors"):
+        group.average([torch.ones(3), [1.0]], "w")
+    for size in (0, "2"):
+        with pytest.raises(ValueError, match=f"got size = {size!r}, expected an integer >= 1"):
+            gradzip.LocalGroup(gradzip.NoCompression(), size)
+    for compressor in (gradzip.TopK, "topk"):
+        with pytest.raises(TypeError, match="expected a compressor, such as gradzip.TopK()"):
+            gradzip.roundtrip(compressor, torch.ones(3))
+
+
+def test_bool_and_seed_arguments_reject_strings():
+    for method in registered().values():
+        for f in dataclasses.fields(method):
+            if isinstance(f.default, bool):
+                with pytest.raises(ValueError, match=f"got {f.name} = 'no', expected True or False"):
+                    method(**{f.name: "no"})
+            elif f.name == "seed":
+                with pytest.raises(ValueError, match="got seed = '1', expected an integer"):
+                    method(seed="1")
+
+
+def test_shape_change_of_a_parameter_is_refused():
+    group = gradzip.LocalGroup(gradzip.TopK(theta=0.9), 1)
+    group.average([torch.randn(64, 48)], "w")
+    words = r"TopK, parameter 'w': got a gradient of shape \(48, 64\), expected \(64, 48\) as in the step before"
+    with pytest.raises(ValueError, match=words):
+        group.average([torch.randn(48, 64)], "w")
+
+
+@pytest.mark.parametrize("setting", ["dtype", "device"])
+def test_torch_default_dtype_and_device_do_not_matter(compressor, setting):
+    """Tensors are created with explicit dtype and device."""
+    own = [[torch.randn(64, 48), torch.randn(64, 16, 3, 3)] for _ in range(3)]
+
+    def averages():
+        group = gradzip.LocalGroup(compressor, 2)
+        return [group.average([g.clone(), g / 2], f"g{i}")[0] for grads in own for i, g in enumerate(grads)]
+
+    expected = averages()
+    (torch.set_default_dtype if setting == "dtype" else torch.set_default_device)(
+        torch.float64 if setting == "dtype" else "meta"
+    )
+    try:
+        got = averages()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected))
+
+
+def grad_scaler(value):
+    scaler = torch.amp.GradScaler("cpu", init_scale=value)
+    scaler.scale(torch.zeros(()))  # initializes the scale lazily
+    return scaler
+
+
+def keeps_scaled_state(spec):
+    fields = kinds.observed(spec).fields
+    return any(fields & {*part.loss_scaled} for part in gradzip.parse(spec).parts)
+
+
+@pytest.mark.parametrize("spec", kinds.params([*filter(keeps_scaled_state, kinds.ALL)]))
+def test_states_follow_the_loss_scale(spec):
+    """Powers of two multiply exactly, so averages have the same bits as without a loss scale."""
+    group, plain = (gradzip.LocalGroup(gradzip.parse(spec), 3) for _ in range(2))
+    scaler = grad_scaler(2.0**16)
+    for compressor in group.compressors:
+        assert compressor.follow(scaler) is compressor
+    unaware = gradzip.LocalGroup(gradzip.parse(spec), 3)
+    differs = False
+    for step, value in enumerate([2.0**16, 2.0**16, 2.0**15, 2.0**17, 2.0**17, 2.0**10]):
+        scaler.update(value)
+        for name, shape in (("w", (64, 64)), ("conv", (16, 8, 3, 3)), ("bias", (64,))):
+            grads = [torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(3)]
+            expected = plain.average(grads, name)[0]
+            assert torch.equal(group.average([g * value for g in grads], name)[0] / value, expected)
+            differs |= not torch.equal(unaware.average([g * value for g in grads], name)[0] / value, expected)
+    assert differs  # without `follow`, residuals of several scales are mixed
+
+
+def test_loss_scale_survives_a_checkpoint():
+    scaler = grad_scaler(2.0**16)
+    group, resumed = (gradzip.LocalGroup(gradzip.TopK(theta=0.9), 1) for _ in range(2))
+    for of in (group, resumed):
+        of.compressors[0].follow(scaler)
+    group.average([torch.randn(64, 64)], "w")
+    resumed.compressors[0].load_state_dict(group.compressors[0].state_dict())
+    scaler.update(2.0**15)
+    grad = torch.randn(64, 64)
+    assert torch.equal(resumed.average([grad], "w")[0], group.average([grad], "w")[0])
+
+
+def test_checkpoint_with_loss_scale_resumes_without_one():
+    scaler = grad_scaler(2.0**10)
+    grads = [torch.randn(64, 64) for _ in range(4)]
+    group, plain, resumed = (gradzip.LocalGroup(gradzip.TopK(theta=0.9), 1) for _ in range(3))
+    group.compressors[0].follow(scaler)
+    group.average([grads[0] * 2.0**10], "w")
+    plain.average([grads[0]], "w")
+    resumed.compressors[0].load_state_dict(group.compressors[0].state_dict())
+    for grad in grads[1:]:
+        assert torch.equal(resumed.average([grad], "w")[0], plain.average([grad], "w")[0])
+
+
+def test_follow_accepts_grad_scalers_only():
+    for scaler in (3, torch.amp.GradScaler):
+        with pytest.raises(
+            ValueError, match=r"follow: got .*, expected a torch.amp.GradScaler, as in follow\(scaler\)"
+        ):
+            gradzip.TopK().follow(scaler)

@@ -1,0 +1,190 @@
+"""The exchanges of payloads: gather, scatter_reduce and auto."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import gradzip
+import kinds
+from gradzip import ops
+from gradzip.averaging.routine import averaged
+from gradzip.collectives import AllToAll, Gather, Mean
+from gradzip.collectives.fusion import fused
+from gradzip.engines.local import drive
+from gradzip.memory.state import Key, split_partitions
+from gradzip.methods.base.gather import GatherCompressor, scatter_pays
+
+SIZES = [1, 2, 3, 4]
+SHAPES = [(64, 64), (3, 2000), (1, 1031), (33, 37), (8, 16, 3, 3)]
+
+
+@dataclass
+class Lossless(GatherCompressor):
+    """Sends float32 values unchanged."""
+
+    number = 200
+    error_feedback: bool = False
+
+    def encode(self, grad, key):
+        payload = ops.new_payload(4 * grad.numel())
+        payload[ops.HEADER_NBYTES :][: 4 * grad.numel()].view(torch.float32).copy_(grad.reshape(-1))
+        flags = 0 if grad.isfinite().all() else ops.NON_FINITE
+        return self.seal([ops.Seal(payload, grad.numel(), flags=flags)])[0]
+
+    def decode_add(self, payload, out, weight):
+        out += weight * payload.body[: 4 * out.numel()].view(torch.float32)
+
+
+def gradients(size, shape, step=0):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, generator=generator) for _ in range(size)]
+
+
+def collectives(compressor, size, shape, rank=0):
+    """The types of collectives that a rank yields, if all ranks have the same gradient."""
+    compressor, seen, answer = compressor.clone(), [], None
+    routine = averaged(compressor, torch.ones(shape), "w", rank, size)
+    while True:
+        try:
+            collective = routine.send(answer)
+        except StopIteration:
+            return seen
+        seen.append(type(collective))
+        if isinstance(collective, AllToAll):
+            answer = [collective.parts[rank]] * size
+        else:
+            parts = split_partitions(torch.ones(shape), size)
+            payloads = [compressor.encode(part, Key(0, 0, "", 0)) for part in parts]
+            answer = payloads if AllToAll in seen else [collective.tensor] * size
+
+
+@pytest.mark.parametrize("error_feedback", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_gather_and_scatter_reduce_agree_for_a_lossless_codec(size, shape, error_feedback):
+    gather, scatter = (
+        gradzip.LocalGroup(Lossless(exchange=exchange, error_feedback=error_feedback), size)
+        for exchange in ("gather", "scatter_reduce")
+    )
+    for step in range(3):
+        grads = gradients(size, shape, step)
+        a, b = gather.average(grads, "w"), scatter.average(grads, "w")
+        assert all(torch.equal(x, a[0]) for x in (*a, *b))
+
+
+SCATTERED = [spec for spec in kinds.exchanged() if spec.endswith("exchange=scatter_reduce")]
+
+
+@pytest.mark.parametrize("spec", SCATTERED)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_replicas_are_identical_after_a_non_finite_gradient(size, shape, spec):
+    group, reference = (gradzip.LocalGroup(gradzip.parse(spec), size) for _ in range(2))
+    for step in range(3):
+        grads = gradients(size, shape, step)
+        if step == 1:
+            non_finite = [g.clone() for g in grads]
+            non_finite[0].view(-1)[-1] = float("inf")  # in the partition of the last rank
+            for average in group.average(non_finite, "w"):
+                assert not average.isfinite().all()
+        averages = group.average(grads, "w")
+        assert all(torch.equal(a, averages[0]) for a in averages)
+        assert torch.equal(averages[0], reference.average(grads, "w")[0])
+
+
+def test_split_partitions():
+    x = torch.arange(70.0).view(7, 10)
+    assert [tuple(s.shape) for s in split_partitions(x, 3)] == [(3, 10), (2, 10), (2, 10)]
+    assert [tuple(s.shape) for s in split_partitions(x, 8)] == [(9,)] * 6 + [(8,)] * 2
+    for size in range(1, 12):
+        assert torch.equal(torch.cat([s.reshape(-1) for s in split_partitions(x, size)]), x.view(-1))
+
+
+def test_bytes_sent_are_all_shards_and_the_average_of_one():
+    size, shape = 4, (400, 250)
+    grads = gradients(size, shape)
+    group = gradzip.LocalGroup(gradzip.TopK(exchange="scatter_reduce"), size)
+    group.average(grads, "w")
+    partition = max(gradzip.roundtrip(gradzip.TopK(), s)[1] for g in grads for s in split_partitions(g, size))
+    assert 4.8 * partition < group.bytes_sent <= 5.2 * partition
+    # A rank receives 2 (p - 1) / p payloads rather than p - 1: partitions to average, and averaged partitions.
+    payload = gradzip.roundtrip(gradzip.TopK(), grads[0])[1]
+    received = (size - 1) * 2 * partition
+    assert received < 0.6 * (size - 1) * payload
+
+
+def test_auto_scatters_when_it_saves_more_than_a_round():
+    gather, scatter = [Gather], [AllToAll, Gather]
+    auto, shape = Lossless(exchange="auto"), (256, 300)  # 307 kB
+    for size in (1, 2, 3, 8):
+        group = gradzip.LocalGroup(auto, size)
+        for step in range(3):
+            group.average(gradients(size, shape), "w")
+            # Gathering sends (p - 1) payloads; scattering 2 (p - 1) / p, and p - 1 messages and a collective more. At
+            # 1 Gb/s, 50 us a message and 500 us a collective, those are worth 6250 (p - 1) + 62500 bytes.
+            saved = (size - 1) * (size - 2) / size * (4 * 256 * 300 + 48)
+            expected = step > 0 and saved > 6250 * (size - 1) + 62500
+            for compressor in group.compressors:
+                assert compressor.states["w"].scattered is expected, (size, step)
+        assert expected is (size > 2)
+    small = gradzip.LocalGroup(auto, 4)
+    for _ in range(3):
+        small.average(gradients(4, (64, 64)), "w")
+    assert not small.compressors[0].states["w"].scattered
+    assert collectives(auto, 4, (64, 64)) == collectives(Lossless(), 4, (64, 64)) == gather
+    assert collectives(Lossless(exchange="scatter_reduce"), 4, (64, 64)) == scatter
+    assert collectives(Lossless(exchange="scatter_reduce"), 1, (64, 64)) == gather
+    assert [Lossless(exchange=e).rounds for e in ("gather", "scatter_reduce", "auto")] == [1, 2, 2]
+
+
+def test_auto_is_monotone_in_payload_and_never_scatters_between_two():
+    for size in range(1, 65):
+        decisions = [scatter_pays(1 << shift, size) for shift in range(40)]
+        assert decisions == sorted(decisions) and decisions[-1] is (size > 2) and not decisions[0], size
+
+
+def test_gradients_with_fewer_elements_than_ranks_are_gathered():
+    grads = [torch.full((1, 2), float(r)) for r in range(4)]
+    averages = gradzip.simulate(Lossless(exchange="scatter_reduce", min_numel=0), grads)
+    assert torch.equal(averages[3], torch.full((1, 2), 1.5))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_fused_equals_separate(size):
+    method = gradzip.TopK(theta=0.8, exchange="scatter_reduce")
+    shapes = {"a": (64, 64), "b": (33, 129), "bias": (7,), "c": (16, 16, 3, 3)}
+    grads = {name: gradients(size, shape) for name, shape in shapes.items()}
+    compressors = [method.clone() for _ in range(size)]
+    together = drive(
+        [fused([averaged(c, g[r].clone(), n, r, size) for n, g in grads.items()]) for r, c in enumerate(compressors)]
+    )
+    group = gradzip.LocalGroup(method, size)
+    for i, name in enumerate(shapes):
+        alone = group.average(grads[name], name)[0]
+        assert all(torch.equal(together[rank][i], alone) for rank in range(size))
+
+
+def test_fused_yields_one_collective_per_round_and_kind():
+    methods = [gradzip.TopK(exchange="scatter_reduce"), gradzip.TopK(exchange="scatter_reduce"), gradzip.TopK()]
+    routine = fused([averaged(m, torch.ones(64, 64), f"{i}", 0, 1 if i == 2 else 2) for i, m in enumerate(methods)])
+    first, gather = next(routine)
+    assert isinstance(gather, Gather) and len(ops.split_payloads(gather.tensor, 1)) == 1
+    assert isinstance(first, AllToAll) and len(first.nbytes) == 2 and first.tensor.numel() == sum(first.nbytes)
+    assert [len(ops.split_payloads(part, 2)) for part in first.parts] == [2, 2]
+    (second,) = routine.send([[first.parts[0]] * 2, [gather.tensor]])
+    assert isinstance(second, Gather) and len(ops.split_payloads(second.tensor, 2)) == 2
+
+
+def test_wrong_number_of_parts_is_an_error():
+    def wrong():
+        yield AllToAll(torch.zeros(3, dtype=torch.uint8), (3,))
+
+    with pytest.raises(RuntimeError, match="an all-to-all of 2 ranks: got \\[1, 1\\] parts, one per rank"):
+        drive([wrong(), wrong()])
+    with pytest.raises(RuntimeError, match="different collectives: \\['AllToAll', 'Mean'\\]"):
+        drive([wrong(), (c for c in [Mean(torch.zeros(1))])])
+
+
+def test_digest_ignores_the_exchange():
+    assert Lossless().digest == Lossless(exchange="auto").digest != Lossless(error_feedback=True).digest

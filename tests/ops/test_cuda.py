@@ -1,0 +1,704 @@
+"""gradzip.ops and the methods have the same bits on CUDA as on the CPU.
+
+Each test runs twice: on a CUDA device, if there is one, and with the same launchers compiled for the CPU (see
+tests/simt), so that everything except the device is tested on every machine.
+"""
+
+import contextlib
+import importlib.util
+import math
+import shutil
+import types
+
+import pytest
+import torch
+
+import gradzip
+import gradzip.ops._native as native
+import kinds
+import simt_build
+from gradzip import ops
+from gradzip.memory.state import Key
+from gradzip.methods.base.gather import GatherCompressor
+from gradzip.methods.base.transform_codec import TransformCodec
+
+SIZES = [0, 1, 31, 32, 33, 1000, 8193]
+
+
+class OnDevice:
+    """A device for tensors, and a context in which `gradzip.ops` runs the CUDA kernels on them."""
+
+    def __init__(self, device, context):
+        self.device = torch.device(device)
+        self.context = context
+
+    def __call__(self, function, *arguments, **keywords):
+        """Call the function on the device. Return its result on the CPU."""
+        with self.context():
+            return self.back(function(*map(self.move, arguments), **{k: self.move(v) for k, v in keywords.items()}))
+
+    def move(self, value):
+        return value.to(self.device) if isinstance(value, torch.Tensor) else value
+
+    def back(self, value):
+        if isinstance(value, tuple):
+            return tuple(map(self.back, value))
+        return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.fixture(scope="session")
+def simt_module():
+    if not shutil.which("g++"):
+        pytest.skip("no g++")
+    spec = importlib.util.spec_from_file_location("simt_cuda", simt_build.module())
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(params=["simt", pytest.param("cuda", marks=pytest.mark.cuda)])
+def on_device(request, monkeypatch):
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        return OnDevice("cuda", contextlib.nullcontext)
+    module = types.SimpleNamespace(cuda=request.getfixturevalue("simt_module"), cuda_built=True)
+
+    @contextlib.contextmanager
+    def simulated_device():
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "kernels", lambda: module)
+            patch.setattr(native, "on_cuda", lambda x: True)
+            patch.setattr(torch.cuda, "device", contextlib.nullcontext)
+            patch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
+            yield
+
+    return OnDevice("cpu", simulated_device)
+
+
+def bits_equal(got, expected):
+    """Return whether results are equal bit for bit. NaNs with the same bits are equal; -0 and 0 are not."""
+    if isinstance(expected, tuple):
+        return len(got) == len(expected) and all(map(bits_equal, got, expected))
+    if not isinstance(expected, torch.Tensor):
+        return got == expected or (got != got and expected != expected)
+    return (
+        got.dtype == expected.dtype
+        and got.shape == expected.shape
+        and torch.equal(got.contiguous().reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+    )
+
+
+def inputs(n):
+    """Yield gradients of n elements: with ties, not aligned to 16 bytes; of many also dense, and mostly zero."""
+    yield torch.randint(-2, 3, (n,)).float()
+    yield torch.randn(n + 1)[1:]
+    if n >= 1000:
+        yield torch.randn(n)
+        yield torch.randn(n) * (torch.rand(n) < 0.02)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_selection_and_packing(on_device, n):
+    for x in inputs(n):
+        assert bits_equal(on_device(ops.abs_max, x), ops.abs_max(x))
+        assert bits_equal(on_device(ops.compact, x, 0.5), ops.compact(x, 0.5))
+        values, bits = ops.compact(x, 0.5)
+        assert bits_equal(on_device(ops.expand, values, bits, n), ops.expand(values, bits, n))
+        if n == 0:
+            continue
+        if len(values):
+            with pytest.raises(gradzip.PayloadError, match="another number of elements"):
+                on_device(ops.expand, values[1:], bits, n)
+        for k in {1, math.ceil(n / 7), n}:
+            selection = ops.select(x, k)
+            bits = ops.bitmap(x, selection)
+            assert bits_equal(on_device(ops.select, x, k), selection)
+            assert bits_equal(on_device(ops.select_threshold, x, k), ops.select_threshold(x, k))
+            assert bits_equal(on_device(ops.bitmap, x, selection), bits)
+            for items in (x, torch.complex(x, -x)):
+                assert bits_equal(on_device(ops.compact_values, items, bits, k), ops.compact_values(items, bits, k))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("bits", [2, 7, 10, 16])
+def test_range_float_and_bit_streams(on_device, n, bits):
+    for x in inputs(n):
+        for mantissa, limits in ((None, None), (2, None), (None, (-1.0, 0.5))):
+            number = ops.RangeFloat.fit(x, bits, mantissa, limits)
+            fitted = on_device(lambda *arguments: ops.RangeFloat.fit(*arguments)._words, x, bits, mantissa, limits)
+            assert bits_equal(fitted, number._words)
+            for key in (None, 12345):
+                codes = number.encode(x, key)
+                assert bits_equal(on_device(number.encode, x, key), codes)
+                packed = ops.pack_bits(codes, bits)
+                out = torch.empty_like(packed)
+                outside = number.encode_packed(x, out, key)
+                assert int(on_device(number.encode_packed, x, out, key)) == outside
+
+                def pack(y, number=number, key=key):
+                    buffer = torch.zeros(ops.packed_nbytes(n, bits), dtype=torch.uint8, device=y.device)
+                    number.encode_packed(y, buffer, key)
+                    return buffer
+
+                assert bits_equal(on_device(pack, x), packed) and bits_equal(out, packed)
+            assert bits_equal(on_device(ops.pack_bits, codes, bits), packed)
+            assert bits_equal(on_device(ops.unpack_bits, packed, bits, n), codes)
+            assert bits_equal(on_device(number.decode, codes), number.decode(codes))
+    if n:
+        above = torch.full((n,), number.positive + number.negative + 1, dtype=torch.int32)
+        assert on_device(lambda codes: number.decode(codes, wait=False), above).isnan().all()
+        with pytest.raises(ValueError, match="got a code above"):
+            on_device(number.decode, torch.full((n,), number.positive + number.negative + 1, dtype=torch.int32))
+
+
+TRANSFORMS = [
+    *(ops.Transform.dct(*lengths) for lengths in ((), (3, 3), (2, 3, 4), (16,), (128,))),
+    *(ops.Transform.fourier(length) for length in (8, 64, 512)),
+    ops.Transform.pairs(),
+]
+
+
+@pytest.mark.parametrize("n", [1, 31, 1000, 8193])
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+def test_transforms(on_device, transform, n):
+    def same(got, expected):  # but for the sign of zero
+        return bits_equal(got + 0.0, expected + 0.0)
+
+    groups = transform.groups(n)
+    k = math.ceil(groups / 7)
+    number = ops.RangeFloat(9, 4, -2.0, 3.0)
+    codes = torch.randint(0, 400, (k * transform.group,), dtype=torch.int32)
+    packed, total = ops.pack_bits(codes, 9), torch.randn(n)
+
+    def decode(out, *bitmaps, count=k, add=False):
+        some = packed[: ops.packed_nbytes(count * transform.group, 9)].to(out.device)
+        parts = [ops.TransformPart(bitmap, some, count, number) for bitmap in bitmaps]
+        out = out.clone()
+        ops.transform_decode(parts, transform, out, 0.25, add)
+        return out
+
+    bitmaps = []
+    for x in inputs(n):
+        coefficients = ops.transform(x, transform)
+        assert same(on_device(ops.transform, x, transform), coefficients)
+        back = ops.transform_inverse(coefficients, transform, n)
+        assert same(on_device(ops.transform_inverse, coefficients, transform, n), back)
+        bitmap, values = ops.transform_select(x, transform, k)
+        for room in (0, n + 8192):
+            scratch = torch.empty(room)
+            select = on_device(lambda x, s: ops.transform_select(x, transform, k, scratch=s), x, scratch)
+            assert bits_equal(select[0], bitmap) and same(select[1], values)
+        bitmaps.append(bitmap)
+    for add in (False, True):
+        expected = decode(total, *bitmaps * 5, add=add)  # more parts than are decoded together
+        assert same(on_device(decode, total, *bitmaps * 5, add=add), expected)
+    assert on_device(decode, total, *bitmaps, count=k - 1).isnan().all()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_sparse_indices(on_device, n):
+    for x in inputs(n):
+        for k in {0, 1, math.ceil(n / 7), n} & set(range(n + 1)):
+            topk = ops.topk_abs(x, k)
+            assert bits_equal(on_device(ops.topk_abs, x, k), topk)
+            indices, values = topk
+            stream = ops.index_code_encode(indices, n)
+            assert bits_equal(on_device(ops.index_code_encode, indices, n), stream)
+            bits = ops.bitmap(x, ops.select(x, k)) if k else torch.zeros(ops.bitmap_nbytes(n), dtype=torch.uint8)
+            assert bits_equal(on_device(ops.bitmap_indices, bits, n, k), indices)
+            assert bits_equal(on_device(ops.index_code_encode, bits, n), stream)
+            assert bits_equal(on_device(ops.index_code_decode, stream, n), indices)
+
+            def write(indices, out):
+                return out, ops.index_code_write(indices, n, out)
+
+            written, nbytes = on_device(write, indices, torch.empty_like(stream))
+            assert bits_equal(written, stream) and nbytes == stream.numel()
+            padded = torch.cat([stream, torch.zeros(15, dtype=torch.uint8)])
+            assert bits_equal(on_device(lambda s, k=k: ops.index_code_decode(s, n, k), padded), indices)
+
+            def decode_add(stream, values, out):
+                total = out.clone()
+                ops.index_code_decode_add(stream, values, total, 0.3)
+                return total
+
+            out = torch.randn(n)
+            assert bits_equal(on_device(decode_add, stream, values, out), decode_add(stream, values, out))
+            if n and k:
+                damaged = stream.clone()
+                damaged[4] ^= 1
+                assert on_device(decode_add, damaged, values, out).isnan().all()
+                with pytest.raises(gradzip.PayloadError):
+                    on_device(ops.index_code_decode, damaged, n)
+                assert not on_device(lambda s, k=k: ops.index_code_decode(s, n, k), damaged).any()
+        if n:
+            with pytest.raises(ValueError, match="not strictly ascending"):
+                on_device(ops.index_code_encode, torch.tensor([n], dtype=torch.int32), n)
+
+
+@pytest.mark.parametrize("n", [*SIZES, 1024, 3001])
+def test_bitmap_code(on_device, n):
+    for x in inputs(n):
+        for p in (x.abs() * 0.2, x.abs(), x.abs() * 2):
+            bits = ops.bernoulli(p.nan_to_num(0.5).clamp(0, 1), 7)
+            count = ops.bitmap_count(bits, n)
+            stream = ops.bitmap_code_encode(bits, n)
+            assert bits_equal(on_device(ops.bitmap_code_encode, bits, n), stream)
+            assert bits_equal(on_device(ops.bitmap_code_decode, stream, n, count), bits)
+            if n:
+                for damaged, claimed in ((stream[:-1], count), (stream, count + 1), (stream, max(0, count - 1))):
+                    if (len(damaged), claimed) != (len(stream), count):
+                        assert ops.bitmap_count(on_device(ops.bitmap_code_decode, damaged, n, claimed), n) != claimed
+
+
+def test_bitmap_code_of_all_ranks(on_device):
+    """Of corrupt streams, and of these alone, the bitmaps have another number of bits set."""
+    n, ranks, corrupt = 3001, 20, (3, 17)
+    bits = [ops.bernoulli(torch.full((n,), 0.04 * (1 + i)), i) for i in range(ranks)]
+    counts = [ops.bitmap_count(b, n) for b in bits]
+    streams = [ops.bitmap_code_encode(b, n)[: -1 if i in corrupt else None] for i, b in enumerate(bits)]
+
+    def decode(*streams):
+        return tuple(ops.bitmap_code_decode_all(streams, n, counts)[0])
+
+    for i, (got, wanted) in enumerate(zip(on_device(decode, *streams), bits, strict=True)):
+        assert ops.bitmap_count(got, n) != counts[i] if i in corrupt else bits_equal(got, wanted)
+
+
+@pytest.mark.parametrize("n", [1, 1000, 20000, 65537])
+def test_select_sampled(on_device, n):
+    for x in inputs(n):
+        for k in {1, math.ceil(n / 100), math.ceil(n / 7), n}:
+            selection, count = ops.select_sampled(x, k, 99)
+            got, found = on_device(ops.select_sampled, x, k, 99)
+            assert found == count and bits_equal(got[:4], selection[:4]) and bits_equal(got[8:], selection[8:])
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 16, 32, 65])
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (64, 147), (33, 260), (300, 520)])
+def test_low_rank_passes(on_device, shape, rank):
+    m, residual = torch.randn(shape), torch.randn(shape)
+    p, q, sent = torch.randn(shape[0], rank), torch.randn(shape[1], rank), torch.randn(shape[0], rank)
+
+    def passes(m, residual, p, q, sent):
+        e = residual.clone()
+        first = ops.low_rank_project(m, e, q)
+        second = ops.low_rank_project(m, None, p, transpose=True)
+        results = [first, second, e, ops.low_rank_expand(p, q)]
+        for sent_p in (p, sent):
+            gradient, residual_out = e.clone(), torch.empty_like(e)
+            ops.low_rank_apply_average_all([(gradient, residual_out, sent_p, q, p, q)])
+            results += [gradient, residual_out]
+        difference = e.clone()
+        ops.low_rank_subtract(difference, p, q)
+        return (*results, difference)
+
+    got, expected = on_device(passes, m, residual, p, q, sent), passes(m, residual, p, q, sent)
+    assert bits_equal(got[2:], expected[2:])
+    for got_sum, expected_sum in zip(got[:2], expected[:2]):  # sums of several hundred products, added in another order
+        assert torch.allclose(got_sum, expected_sum, rtol=1e-5, atol=1e-4)
+
+
+def test_orthogonalize(on_device):
+    shapes = [(1, 1), (64, 4), (147, 4), (3000, 4), (100, 7), (1500, 32), (40, 40), (3, 5), (0, 2)]
+    matrices = [torch.randn(shape) for shape in shapes]
+    matrices += [torch.zeros(50, 3), torch.ones(1100, 2), torch.full((9, 2), math.nan)]
+    expected = [m.clone() for m in matrices]
+    ops.orthogonalize_(expected)
+
+    def orthogonalized(*matrices):
+        copies = [m.clone() for m in matrices]
+        ops.orthogonalize_(copies)
+        return tuple(copies)
+
+    got = on_device(orthogonalized, *matrices)
+    for i, (got_matrix, expected_matrix) in enumerate(zip(got, expected)):
+        assert torch.allclose(got_matrix, expected_matrix, atol=1e-6), shapes[i : i + 1]
+    assert bits_equal(got[:6], tuple(expected[:6]))
+
+
+@pytest.mark.parametrize("n", [*SIZES, 40000])
+def test_atom_probabilities(on_device, n):
+    for x in inputs(n):
+        for budget in (0.5, 3, n / 7 + 0.25, n + 1):
+            for atoms in (x, x.double()):
+                expected = ops.atom_probabilities(atoms, budget)
+                assert bits_equal(on_device(ops.atom_probabilities, atoms, budget), expected)
+    falling = 0.9 ** torch.arange(n, dtype=torch.float64)
+    assert bits_equal(
+        on_device(ops.atom_probabilities, falling, 40 + n / 2), ops.atom_probabilities(falling, 40 + n / 2)
+    )
+    for bad in (math.nan, -math.inf):
+        atoms = torch.cat([x, torch.tensor([bad])])
+        assert on_device(ops.atom_probabilities, atoms, 3).isnan().all()
+
+
+@pytest.mark.parametrize("n", [*SIZES, 40000])
+def test_random_draws(on_device, n):
+    for key, p in enumerate(inputs(n)):
+        assert bits_equal(on_device(ops.bernoulli, p, key), ops.bernoulli(p, key))
+    for k in {0, 1, math.ceil(n / 7), n} & set(range(n + 1)):
+        assert bits_equal(on_device(ops.random_indices, n, k, 7, on_device.device), ops.random_indices(n, k, 7))
+
+
+@pytest.mark.parametrize("n", [*SIZES, 40000])
+@pytest.mark.parametrize("norm", ["l2", "max", "l1"])
+def test_bucket_norms(on_device, n, norm):
+    for x in inputs(n):
+        for bucket in (None, 100, 9000):
+            assert bits_equal(on_device(ops.bucket_norms, x, bucket, norm), ops.bucket_norms(x, bucket, norm))
+    x[n // 2 :][:2] = torch.tensor([math.nan, -math.inf])[: n - n // 2]
+    assert bits_equal(on_device(ops.bucket_norms, x, None, norm), ops.bucket_norms(x, None, norm))
+
+
+def test_two_devices_in_one_call_are_refused():
+    here, there = torch.ones(4, 2), torch.ones(4, 2, device="meta")
+    with pytest.raises(ValueError, match="got a tensor on meta"):
+        ops.orthogonalize_([here, there])
+    with pytest.raises(ValueError, match="got a tensor on meta"):
+        ops.low_rank_project(here, there, torch.ones(2, 1))
+
+
+METHODS = [
+    gradzip.FFTRange(),
+    gradzip.FFTRange(theta=0.5, bits=7, block=None),
+    gradzip.FFTRange(theta=0.99, block=64, value_range=0.1, rounding="stochastic"),
+    gradzip.FFTRange(mantissa=3, error_feedback=True),
+]
+
+
+def same_contents(got, wanted, codec):
+    """Whether payloads differ in their slack only."""
+    numel = int.from_bytes(bytes(wanted[8:16].tolist()), "little")
+    got, wanted = (ops.open_payload(p, method=codec.number, digest=codec.digest, numel=numel) for p in (got, wanted))
+    return got[:2] == wanted[:2] and bits_equal(got.body, wanted.body)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_fft_range_payloads(on_device, method):
+    """Payloads from the simulated device equal the CPU's. On a real one, the library's FFT may round differently."""
+    for shape in ((40, 50), (33, 31)):
+        grad = torch.randn(shape)
+        key = Key(0, 3, "w", 1)
+        expected = method.clone()
+        device_method = method.clone()
+        payload = on_device(device_method.encode, grad, key)
+        wanted = expected.encode(grad, key)
+        assert payload.numel() >= wanted.numel() and on_device(ops.on_device, payload)
+        if on_device.device.type == "cpu":
+            assert same_contents(payload, wanted, method) and device_method.clamped == expected.clamped
+            got = on_device(device_method.decode, [payload, payload], grad.numel())
+            assert bits_equal(got, expected.decode([payload, payload], grad.numel()))
+        bad = grad.clone()
+        bad[3, 4] = math.inf
+        assert on_device(lambda g, m, k: m.decode([m.encode(g, k)], g.numel()), bad, device_method, key).isnan().all()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_group_on_the_device(on_device, size):
+    grads = [torch.randn(60, 70) for _ in range(size)]
+    groups = [gradzip.LocalGroup(gradzip.FFTRange(error_feedback=True), size) for _ in range(2)]
+    for _ in range(3):
+        with on_device.context():
+            got = groups[0].average([on_device.move(g) for g in grads], "w")
+        expected = groups[1].average(grads, "w")
+        for average, wanted in zip(got, expected):
+            assert average.device.type == on_device.device.type
+            # The device's FFT rounds differently, so other bins near the threshold may be selected.
+            assert torch.allclose(average.cpu(), wanted, atol=0.2)
+            if on_device.device.type == "cpu":
+                assert bits_equal(average, wanted)
+
+
+CODECS = kinds.examples(lambda compressor: isinstance(compressor, GatherCompressor))
+
+
+def uses_library(method):
+    """Whether it computes singular values or transforms, which round differently on a device."""
+    return isinstance(method, TransformCodec) or getattr(method, "atoms", "entry") != "entry"
+
+
+@pytest.mark.parametrize("spec", CODECS)
+def test_payloads_of_codecs(on_device, spec):
+    cpu_method, device_method = gradzip.parse(spec), gradzip.parse(spec)
+    for shape in ((40, 50), (8, 6, 3, 3)):
+        grad, key = torch.randn(shape), Key(0, 3, "w", 1)
+        payload = cpu_method.encode(grad, key)
+        expected = cpu_method.decode([payload, payload], grad.numel()).clone()
+        decoded = on_device(lambda p, numel: device_method.decode([p, p], numel).clone(), payload, grad.numel())
+        round_tripped = on_device(lambda g, m, k: round_trip(m, g, k).clone(), grad, device_method, key)
+        if on_device.device.type == "cpu" or not uses_library(cpu_method):
+            assert bits_equal(decoded, expected)
+            assert bits_equal(round_tripped, round_trip(cpu_method, grad, key))
+            if getattr(cpu_method, "coding", None) != "elias":  # which is "packed" on a device
+                encoded = on_device(device_method.encode, grad, key)
+                assert same_contents(encoded, payload, cpu_method)
+        else:
+            assert torch.allclose(decoded, expected, atol=1e-5)
+        assert round_tripped.isfinite().all()
+        non_finite = grad.clone()
+        non_finite[3, 4] = math.inf
+        assert on_device(round_trip, device_method, non_finite, key).isnan().all()
+
+
+def round_trip(method, grad, key):
+    return method.decode([method.encode(grad, key)], grad.numel())
+
+
+SAME_BITS = ["randomk:theta=0.9", *(spec for spec in CODECS if not uses_library(gradzip.parse(spec)))]
+
+
+@pytest.mark.parametrize("spec", SAME_BITS)
+def test_groups_of_other_methods(on_device, spec):
+    """Averages equal the CPU's. Only torch's division by the number of ranks may round differently on a device."""
+    groups = [gradzip.LocalGroup(gradzip.parse(spec), 3) for _ in range(2)]
+    for _ in range(3):
+        grads = [torch.randn(60, 70) for _ in range(3)]
+        with on_device.context():
+            got = groups[0].average([on_device.move(g.clone()) for g in grads], "w")
+        for average, wanted in zip(got, groups[1].average(grads, "w")):
+            assert torch.allclose(average.cpu(), wanted, rtol=1e-6, atol=0)
+            assert bits_equal(average, wanted) or on_device.device.type != "cpu"
+
+
+def test_ternary_scales_that_are_not_finite(on_device):
+    """The device shares the scales before the host knows that one is not finite: the average is NaN on all ranks."""
+    grads = [torch.randn(60, 70) for _ in range(3)]
+    group = gradzip.LocalGroup(gradzip.TernGrad(), 3)
+    for bad in (math.inf, -math.inf, math.nan):
+        grads[1][5, 5] = bad
+        with on_device.context():
+            averages = group.average([on_device.move(g.clone()) for g in grads], "w")
+        assert all(average.isnan().all() for average in averages)
+        assert all(compressor.states["w"].step == 0 for compressor in group.compressors)
+
+
+def gathered_payloads(on_device):
+    """Return three consecutive payloads in one buffer, each payload alone, and their method."""
+    method = gradzip.FFTRange()
+    payloads = [method.encode(torch.randn(40, 40 + r), Key(0, 0, "w", r)) for r in range(3)]
+    return torch.cat(payloads), payloads, method
+
+
+def test_gathered_payloads_are_opened_with_one_synchronization(on_device, monkeypatch):
+    buffer, payloads, method = gathered_payloads(on_device)
+    inspections = []
+    inspect = ops.payload._inspect
+    monkeypatch.setattr(ops.payload, "_inspect", lambda *a: inspections.append(1) or inspect(*a))
+
+    def open_all(buffer):
+        return tuple(
+            ops.open_payload(p, method=1, digest=method.digest, numel=40 * (40 + r)).body
+            for r, p in enumerate(ops.split_payloads(buffer, 3))
+        )
+
+    assert bits_equal(on_device(open_all, buffer), tuple(p[ops.HEADER_NBYTES :] for p in payloads))
+    assert len(inspections) == 1
+    alone = on_device(lambda p: ops.open_payload(p, method=1, digest=method.digest, numel=1600).body, payloads[0])
+    assert bits_equal(alone, payloads[0][ops.HEADER_NBYTES :])
+
+
+@pytest.mark.parametrize(
+    "position, byte, message",
+    [
+        (0, 1, "not a gradzip payload"),
+        (2, 9, "wire format 9"),
+        (3, 9, "method number 9"),
+        (5, 1, "another configuration"),
+        (8, 1, "elements, expected"),
+        (16, 1, "claims 1 bytes|claims .* bytes, but|truncated"),
+        (23, 255, "claims .* bytes, but"),
+        (24, 1, "corrupt payload"),
+        (40, 1, "corrupt payload"),
+        (100, 1, "corrupt payload"),
+    ],
+)
+def test_tampered_payloads_are_refused(on_device, position, byte, message):
+    buffer, payloads, method = gathered_payloads(on_device)
+    buffer[payloads[0].numel() + position] ^= byte if byte != 9 else int(payloads[1][position]) ^ 9
+
+    def open_second(buffer):
+        second = ops.split_payloads(buffer, 3)[1]
+        return ops.open_payload(second, method=1, digest=method.digest, numel=1640)
+
+    with pytest.raises(gradzip.PayloadError, match=message) as cpu_error:
+        open_second(buffer)
+    with pytest.raises(gradzip.PayloadError) as device_error:
+        on_device(open_second, buffer)
+    assert str(device_error.value) == str(cpu_error.value)
+
+
+def test_truncated_buffers_are_refused(on_device):
+    buffer, payloads, _ = gathered_payloads(on_device)
+    for nbytes in (0, 16, 47, payloads[0].numel(), payloads[0].numel() + 48, buffer.numel() - 16):
+        with pytest.raises(gradzip.PayloadError) as cpu_error:
+            ops.split_payloads(buffer[:nbytes], 3)
+        with pytest.raises(gradzip.PayloadError) as device_error:
+            on_device(ops.split_payloads, buffer[:nbytes], 3)
+        assert str(device_error.value) == str(cpu_error.value)
+
+
+def test_tensors_of_two_devices_are_refused():
+    x = torch.empty(4, device="meta")
+    with pytest.raises(ValueError, match="got a tensor on meta, expected one on the CPU or a CUDA device"):
+        ops.abs_max(x)
+    with pytest.raises(ValueError, match="expected one on cuda:1 like the others"):
+        native.check(torch.ones(4), torch.float32, "x", device=torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("bits, bucket, norm", [(2, 64, "max"), (4, 512, "l2"), (9, 100, "l2"), (16, 5000, "max")])
+def test_quantization(on_device, n, bits, bucket, norm):
+    for x in inputs(n):
+        codes, norms = ops.quantize(x, bits, bucket, norm, 7)
+        assert bits_equal(on_device(ops.quantize, x, bits, bucket, norm, 7), (codes, norms))
+        assert bits_equal(
+            on_device(ops.dequantize, codes, norms, bits, bucket), ops.dequantize(codes, norms, bits, bucket)
+        )
+        packed, _ = ops.quantize_packed(x, bits, bucket, norm, 7)
+        assert bits_equal(on_device(ops.quantize_packed, x, bits, bucket, norm, 7), (packed, norms))
+        stream, _ = ops.elias_quantize(x, bits, bucket, norm, 7)
+        assert bits_equal(on_device(ops.elias_quantize, x, bits, bucket, norm, 7), (stream, norms))
+        assert bits_equal(on_device(ops.elias_encode, codes), ops.elias_encode(codes))
+        assert bits_equal(on_device(ops.elias_decode, stream, n), codes.view(-1))
+        start = torch.randn(n)
+        for decode_add, body in ((ops.quantize_decode_add, packed), (ops.elias_decode_add, stream)):
+
+            def add(body, norms, out, decode_add=decode_add):
+                total = out.clone()
+                decode_add(body, norms, total, bits, bucket, 0.3)
+                return total
+
+            assert bits_equal(on_device(add, body, norms, start), add(body, norms, start))
+            if n:
+                non_finite = norms.clone()
+                non_finite[-1] = math.inf
+                assert on_device(add, body, non_finite, start)[-1].isnan()
+    if n:
+        with pytest.raises(ValueError, match="got a level beyond"):
+            on_device(ops.dequantize, torch.full((n,), 1 << bits, dtype=torch.int32), norms, bits, bucket)
+        with pytest.raises(ValueError, match="got a level beyond 65535"):
+            on_device(ops.elias_encode, torch.full((n,), 65536, dtype=torch.int32))
+        with pytest.raises(ValueError, match="less than the stream needs"):
+            on_device(ops.elias_encode, codes, torch.empty(len(stream) - 1, dtype=torch.uint8))
+        with pytest.raises(gradzip.PayloadError, match="not a stream"):
+            on_device(ops.elias_decode, stream[:-1], n)
+        assert on_device(add, stream[:-1], norms, start).isnan().all()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_signs_and_majority(on_device, n):
+    ballots = [ops.pack_signs(x, key) for key, x in enumerate(inputs(n))]
+    for key, x in enumerate(inputs(n)):
+        assert bits_equal(on_device(ops.pack_signs, x, key), ops.pack_signs(x, key))
+
+    def vote(*packed):
+        return ops.majority(packed, n, 11)
+
+    for voters in (1, 2, 3, 4):
+        assert bits_equal(on_device(vote, *ballots[:voters]), vote(*ballots[:voters]))
+
+    def decode_add(packed, out):
+        total = out.clone()
+        ops.signs_decode_add(packed, total, 0.3)
+        return total
+
+    assert bits_equal(on_device(decode_add, ballots[0], torch.ones(n)), decode_add(ballots[0], torch.ones(n)))
+
+
+def test_tables(on_device):
+    """Several tensors in one call of each kernel."""
+    sizes = [33, 0, 8193, 1, 12_000, 7]
+    tensors = [torch.randn(n) for n in sizes]
+    count = len(sizes)
+
+    def sums(*given):
+        xs, starts = given[:count], [x.clone() for x in given[count:]]
+        signs = [torch.empty(ops.bitmap_nbytes(x.numel()), dtype=torch.uint8, device=x.device) for x in xs]
+        means = [torch.empty(2, device=x.device) for x in xs]
+        trits = [torch.empty(ops.ternary_nbytes(x.numel()), dtype=torch.uint8, device=x.device) for x in xs]
+        scale = torch.ones(1, device=xs[0].device)
+        statistics = ops.pack_signs_all([(x, i, out) for i, (x, out) in enumerate(zip(xs, signs))])
+        votes = ops.majority_all([([packed, packed, ~packed], x.numel(), 5) for x, packed in zip(xs, signs)])
+        scales = (0.5, -0.25)
+        terms = [[(p, scale) for scale in scales] for p in signs]
+        ops.signs_decode_add_all([ops.WeightedSum(*one, bool(i % 2)) for i, one in enumerate(zip(starts, terms))])
+        largest = ops.one_bit_packed_all([(x.view(1, -1), 7, p, m) for x, p, m in zip(xs, signs, means)])
+        ops.one_bit_decode_add_all([ops.WeightedSum(out, [((p, m), 0.3)]) for out, p, m in zip(starts, signs, means)])
+        ops.ternary_packed_all([(x, scale, scale, i, p) for i, (x, p) in enumerate(zip(xs, trits))])
+        ops.ternary_decode_add_all([ops.WeightedSum(out, [((p, scale), 0.3)] * 2) for out, p in zip(starts, trits)])
+        payloads = ops.new_payloads(sizes, xs[0].device)
+        ops.seal_payloads([ops.Seal(p, 3, magnitudes=m) for p, m in zip(payloads, statistics)], method=1, digest=2)
+        parts = [*statistics, *largest, *ops.abs_max_all(list(xs))]
+        counted = [torch.cat([winner, against.to(torch.uint8)]) for winner, against in votes]
+        return *starts, *parts, *counted, *signs, *means, *trits, *payloads
+
+    arguments = (*tensors, *(torch.randn(n) for n in sizes))
+    assert bits_equal(on_device(sums, *arguments), sums(*arguments))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 1), (7, 33), (100, 8), (2, 9000)])
+def test_one_bit(on_device, shape):
+    for x in inputs(shape[0] * shape[1]):
+        x = x.view(shape)
+        packed, means = ops.one_bit_packed(x, 5)
+        assert bits_equal(on_device(ops.one_bit_packed, x, 5), (packed, means))
+
+        def decode_add(packed, means, out):
+            total = out.clone()
+            ops.one_bit_decode_add(packed, means, total, 0.3)
+            return total
+
+        assert bits_equal(on_device(decode_add, packed, means, x), decode_add(packed, means, x))
+        if x.numel():
+            non_finite = means.clone()
+            non_finite[-1] = torch.tensor([math.nan, -math.inf])
+            assert on_device(decode_add, packed, non_finite, x)[-1].isnan().all()
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("bits, block", [(8, 256), (4, 256), (4, 288)])
+def test_block_float(on_device, n, bits, block):
+    for x in inputs(n):
+        residual = torch.randn(n)
+        for key in (None, 7):
+
+            def encode(x, residual, key=key):
+                error = torch.empty_like(x)
+                blocks = -(-n // block) + 1
+                payload = ops.block_float_encode(x, bits, block, key, blocks=blocks, residual=residual, error=error)
+                return payload, error
+
+            def decode(payload, residual):
+                out, total = torch.empty_like(residual), residual.clone()
+                ops.block_float_decode([payload], out, bits, block)
+                ops.block_float_decode_sum([payload, payload], total, bits, block, 0.3, total)
+                return out, total, ops.block_float_max_step([payload], bits, block)
+
+            payload, error = encode(x, residual)
+            assert bits_equal(on_device(encode, x, residual), (payload, error))
+            assert bits_equal(on_device(decode, payload, residual), decode(payload, residual))
+
+
+@pytest.mark.parametrize("n", [*SIZES, 320, 1601])
+def test_ternary(on_device, n):
+    for x in inputs(n):
+        scale, clip = torch.tensor([1.7]), torch.tensor([1.1])
+        expected = ops.ternary_packed(x, scale.item(), clip.item(), 3)
+        assert bits_equal(on_device(ops.ternary_packed, x, scale, clip, 3), expected)
+        assert bits_equal(on_device(ops.ternary_packed, x, scale.item(), clip.item(), 3), expected)
+        assert bits_equal(on_device(ops.ternary_packed, x, scale, None, 3), ops.ternary_packed(x, scale, None, 3))
+
+        def decode_add(packed, scale, out):
+            total = out.clone()
+            ops.ternary_decode_add(packed, scale, total, 1 / 3)
+            return total
+
+        start = torch.randn(n)
+        for value in (0.7, scale, scale.item()):
+            assert bits_equal(on_device(decode_add, expected, value, start), decode_add(expected, value, start))
+        if n:
+            assert on_device(decode_add, expected, torch.tensor([-1.0]), start).isnan().all()
+            expected[-1] = 243
+            assert on_device(decode_add, expected, scale, start).isnan().any()

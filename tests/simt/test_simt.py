@@ -1,0 +1,290 @@
+"""The CUDA kernels and launchers, compiled for the CPU with tests/simt/simt.h and compared with the CPU kernels."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+import simt_build
+from simt_build import CSRC
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
+
+
+def run_program(path, *arguments, long=False):
+    environment = os.environ | ({"SIMT_LONG": "1"} if long else {})
+    return subprocess.run([path, *arguments], env=environment, capture_output=True, text=True, timeout=250)
+
+
+SLOWEST = ["elias", "index_code", "orthogonalize", "quantize", "compact", "low_rank"]
+NOT_KERNELS = {"faults", "racy", "module"}
+OTHERS = {path.stem for path in simt_build.SIMT.glob("*.cpp")} - NOT_KERNELS - {*SLOWEST}
+PROGRAMS = [*SLOWEST, *sorted(OTHERS)]
+
+
+@pytest.mark.parametrize("sanitized", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "sanitized"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_kernels_give_the_bits_of_the_cpu(name, sanitized, unless_passed):
+    """In several orders of blocks and threads. Under sanitizers in one, on more sizes and more hostile streams."""
+    flags = simt_build.SANITIZED if sanitized else simt_build.PLAIN
+    unless_passed(simt_build.program_parts(name, flags=flags))
+    result = run_program(simt_build.program(name, flags=flags), long=sanitized)
+    assert result.returncode == 0 and not result.stderr, result.stderr[-4000:]
+
+
+BROKEN = {
+    # without the barrier, a thread that is still clearing erases the counts of another
+    "barrier after clearing": (
+        "select",
+        {"cuda/select.cuh": ("counts[i] = 0;\n  __syncthreads();", "counts[i] = 0;")},
+        "select, k =",
+    ),
+    "barrier of a scan": (
+        "compact",
+        {"cuda/block/block.cuh": ("partial[warp()] = upto;\n  __syncthreads();", "partial[warp()] = upto;")},
+        "compact: set bits: item 0",
+    ),
+    "barrier between tiles": (
+        "pack_bits",
+        {"cuda/pack_bits.cuh": ("packed + first / 8 * bits);\n    __syncthreads();", "packed + first / 8 * bits);")},
+        "pack_bits, bits =",
+    ),
+    "barrier in a branch": (
+        "bitmap",
+        {
+            "cuda/block/bitmap_tiles.cuh": (
+                "if (threadIdx.x == 0) counts[tile] = set;",
+                "if (warp() == 0) __syncthreads(), counts[tile] = set;",
+            )
+        },
+        "simt: .*(barrier|waits|has ended)",
+    ),
+    "tail too short": (
+        "abs_max",
+        {"cuda/block/block.cuh": ("if (thread < n - tail) f", "if (thread < n - tail - 1) f")},
+        "abs_max: item",
+    ),
+    "tail too long": (
+        "bitmap",
+        {"cuda/bitmap.cuh": ("value[u] = i < n ?", "value[u] = i <= n ?")},
+        "heap-buffer-overflow",
+    ),
+    "last block too early": (
+        "payload",
+        {"cuda/block/block.cuh": ("== blocks - 1;", "== blocks - 2;")},
+        "payload_seal: item",
+    ),
+    "word written whole at the end": (
+        "range_float",
+        {"cuda/block/bit_stream.cuh": ("first >= 0 && first + 4 <= nbytes", "first >= 0")},
+        "heap-buffer-overflow",
+    ),
+    "barrier after staging": (
+        "low_rank",
+        {
+            "cuda/low_rank.cuh": (
+                "stage_factor<R>(q, begin, factor);\n    __syncthreads();",
+                "stage_factor<R>(q, begin, factor);",
+            )
+        },
+        "low_rank_project",
+    ),
+    "parts in the order of arrival": (
+        "low_rank",
+        {
+            "cuda/low_rank.cuh": (
+                "last_block(tickets + block / unsigned(parts), unsigned(parts))",
+                "(!tickets || part != parts - 1)",
+            )
+        },
+        "low_rank_project",
+    ),
+    "barrier between products": (
+        "low_rank",
+        {"cuda/low_rank.cuh": ("      }\n      __syncthreads();\n    }\n  }\n};", "      }\n    }\n  }\n};")},
+        "low_rank_apply_average: [em]",
+    ),
+    "blocks that trust the table": (
+        "index_code",
+        {"cuda/index_code.cuh": (" && end_byte <= opened.nbytes - table", "")},
+        "heap-buffer-overflow",
+    ),
+    "a bit past the segment": (
+        "bitmap_code",
+        {"cuda/bitmap_code.cuh": ("if (at >= bits) {", "if (at > bits) {")},
+        "bitmap_code_decode of other bytes: failed",
+    ),
+    "segments that trust the table": (
+        "bitmap_code",
+        {"cuda/bitmap_code.cuh": ("if (2 * segments + offsets[segments] != nbytes) {", "if (nbytes < 0) {")},
+        "heap-buffer-overflow|bitmap_code_decode of other bytes: failed",
+    ),
+    "indices beyond the end": (
+        "index_code",
+        {"cuda/index_code.cuh": ("return *last + 1 == end;", "return true;")},
+        "heap-buffer-overflow|failed: item 0",
+    ),
+    "barrier before a tile's norms": (
+        "quantize",
+        {"cuda/block/quantize_tile.cuh": ("    __syncthreads();\n    tile_norms", "    tile_norms")},
+        "norms, bits =",
+    ),
+    "barrier after a tile's norms": (
+        "quantize",
+        {"cuda/block/quantize_tile.cuh": ("buckets.first);\n    __syncthreads();", "buckets.first);")},
+        "quantize, bits =",
+    ),
+    "barrier before a chunk's tokens": (
+        "elias",
+        {"cuda/elias.cuh": ("words[w] = 0;\n  __syncthreads();", "words[w] = 0;")},
+        "elias_encode, levels",
+    ),
+    "a run past the end": (
+        "elias",
+        {"cuda/elias.cuh": ("if (next >= count) return;", "if (next > count) return;")},
+        "elias_decode",
+    ),
+    "ties to one side": (
+        "signs",
+        {"cuda/signs.cuh": ("if (voters % 2 == 0 && equal)", "if (equal)")},
+        "signs_majority of",
+    ),
+    "a byte of no trits": (
+        "ternary",
+        {"cuda/ternary.cuh": ("valid && byte[j] <= kTopByte", "valid && byte[j] <= kTopByte + 1")},
+        "ternary_decode_add of a byte",
+    ),
+    "barrier between stages": (
+        "transform",
+        {
+            "cuda/transform.cuh": (
+                "at[i * apart + pitch] = v[i][1];\n    });\n    __syncthreads();",
+                "at[i * apart + pitch] = v[i][1];\n    });",
+            )
+        },
+        "transform of",
+    ),
+    "barrier after a tile's candidates": (
+        "transform",
+        {
+            "cuda/transform.cuh": (
+                "list[t.tile_groups() + to] = tile.z[im];\n    });\n    __syncthreads();",
+                "list[t.tile_groups() + to] = tile.z[im];\n    });",
+            )
+        },
+        "transform_select: ",
+    ),
+    "too few codes for a bitmap": (
+        "transform",
+        {"cuda/transform.cuh": ("set != parts.of[part].count ||", "set < parts.of[part].count ||")},
+        "transform_decode of an invalid part",
+    ),
+    "barrier between rounds": (
+        "atom_probabilities",
+        {
+            "cuda/atom_probabilities.cuh": (
+                "if (gridDim.x > 1) return;\n    __syncthreads();",
+                "if (gridDim.x > 1) return;",
+            )
+        },
+        "atom_probabilities, budget =|barrier|waits|has ended",
+    ),
+    "ticket of the next round": (
+        "atom_probabilities",
+        {"cuda/atom_probabilities.cuh": ("state->ticket = 0;", "")},
+        "atom_probabilities, budget =",
+    ),
+    "a stratum too many": (
+        "random_indices",
+        {"cuda/random_indices.cuh": ("if (i < k) indices", "if (i <= k) indices")},
+        "heap-buffer-overflow|random_indices of",
+    ),
+    "misaligned wide load": (
+        "select",
+        {"cuda/block/block.cuh": ("reinterpret_cast<const float4*>(x + head)", "reinterpret_cast<const float4*>(x)")},
+        "misaligned|heap-buffer-overflow|item",
+    ),
+}
+
+
+# One of each kind: a missing barrier, a barrier that not all threads reach, an access out of bounds.
+SAMPLE = ["barrier after clearing", "barrier in a branch", "a stratum too many"]
+
+
+@pytest.mark.parametrize(
+    "case", [*SAMPLE, *(pytest.param(c, marks=pytest.mark.long) for c in BROKEN if c not in SAMPLE)]
+)
+def test_broken_kernels_are_caught(case, unless_passed):
+    name, edits, message = BROKEN[case]
+    flags = simt_build.SANITIZED if "overflow" in message else simt_build.PLAIN
+    unless_passed(simt_build.program_parts(name, edits, flags))
+    result = run_program(simt_build.program(name, edits, flags), long=True)
+    assert result.returncode != 0 and re.search(message, result.stderr), (result.returncode, result.stderr[-4000:])
+
+
+FAULTS = {
+    "exit": "thread 40: has ended while thread 0 waits at line",
+    "barriers": "is at the barrier of line",
+    "warp-and-barrier": "__syncwarp at line .* but only fffffff7 came",
+    "collectives": "other lanes of its warp at",
+    "left-out": "leaves out lane",
+    "outside": "reads lane 20, outside of mask 0000ffff",
+    "missing-barrier": "reads what is not there yet",
+    "shared-bounds": "index 64 out of bounds",
+    "dynamic-bounds": "heap-buffer-overflow",
+    "block-size": "cannot launch 1 x 1 blocks of 48 x 1 threads",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_reported(fault, unless_passed):
+    unless_passed(simt_build.program_parts("faults"))
+    program = simt_build.program("faults")
+    assert run_program(program, "none").returncode == 0
+    result = run_program(program, fault)
+    assert result.returncode != 0 and re.search(FAULTS[fault], result.stderr), result.stderr[-4000:]
+
+
+KERNELS = sorted(path.relative_to(CSRC / "cuda").as_posix() for path in (CSRC / "cuda").rglob("*.cuh"))
+
+
+def includes(path):
+    return re.findall(r'#include ([<"].*[>"])', path.read_text())
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel_files_have_no_host_code(name):
+    """Kernel files include only other kernel files and common headers, and use neither std:: nor streams.
+
+    Building blocks include no kernel file of a primitive.
+    """
+    kernels = r"cuda/block/\w+\.cuh" if name.startswith("block/") else r"cuda/(block/)?\w+\.cuh"
+    for include in includes(CSRC / "cuda" / name):
+        assert re.fullmatch(rf'"({kernels}|common/\w+\.h)"', include), include
+    text = (CSRC / "cuda" / name).read_text()
+    assert "std::" not in text and "cudaStream_t" not in text
+
+
+def test_common_headers_include_no_library():
+    for path in (CSRC / "common").glob("*.h"):
+        for include in includes(path):
+            assert re.fullmatch(r'"common/\w+\.h"|<cstdint>|<cstring>', include), f"{path.name}: {include}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel_files_include_what_they_use(name):
+    flags = [*simt_build.PLAIN, f"-I{simt_build.SIMT}", f"-I{CSRC}", "-include", "cuda_runtime.h"]
+    simt_build.run(["g++", *flags, "-include", f"cuda/{name}", "-fsyntax-only", "-x", "c++", "/dev/null"])
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+@pytest.mark.skipif(simt_build.built_with_nvcc(), reason="nvcc has compiled them for the extension")
+@pytest.mark.parametrize("name", sorted(path.name for path in (CSRC / "cuda").glob("*.cu")))
+def test_nvcc_compiles(name, unless_passed, tmp_path):
+    """Without warnings, for the oldest supported architecture."""
+    command = ["nvcc", "-std=c++17", "-arch=sm_75", "-fmad=false", "-ptx", f"-I{CSRC}", str(CSRC / "cuda" / name), "-o"]
+    unless_passed([" ".join(command), *simt_build.sources(CSRC / "cuda", CSRC / "common")])
+    simt_build.run([*command, str(tmp_path / "ptx")])

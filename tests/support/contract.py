@@ -1,0 +1,218 @@
+"""Shared by the contract tests: gradients and expected averages."""
+
+import zlib
+
+import torch
+
+import gradzip
+import kinds
+
+SHAPES = {"b": (48,), "v": (32, 8, 3, 3), "w": (64, 48)}
+STEPS = 3
+AMP_STEPS = 7
+OVERFLOWS = 2  # the step in which one gradient of the last rank is not finite
+AMP_SCALES = [1024.0] * 3 + [512.0] * 3 + [1024.0]  # with GradScaler(init_scale=1024.0, growth_interval=3)
+
+TIMEOUT = 280  # seconds for all scenarios; far more than needed, less than pytest's limit of 300
+
+
+def gradient(name, rank, step, shape=None):
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{rank}/{step}".encode()))
+    return torch.randn(shape or SHAPES[name], generator=generator)
+
+
+def each(steps, of_rank, names=SHAPES, size=2):
+    """Gradients of_rank(name, rank, step) of each step: [{name: [of rank 0, ...]}, ...]."""
+    return [{name: [of_rank(name, r, step) for r in range(size)] for name in names} for step in steps]
+
+
+class Expected:
+    """Expected averages of gradients in buckets, computed with LocalGroups.
+
+    There is one group per parameter. For methods that join the gradients of a bucket, there is one per bucket, method
+    and joined shape. When buckets change, parameters keep their residuals, which are moved here in plain torch. A unit
+    is the tuple of the names of parameters that are compressed together.
+
+    Args:
+        method: a spec or a compressor.
+    """
+
+    def __init__(self, method, prefix="", size=2):
+        self.compressor = gradzip.parse(method) if isinstance(method, str) else method
+        self.prefix, self.size, self.step = prefix, size, 0
+        self.groups = {}  # by unit
+        self.shapes = {}  # by name
+        self.residuals = [{} for _ in range(size)]  # by name, of parameters without a group
+        self.sent = [0] * size  # bytes, by groups that are no more
+
+    @property
+    def bytes_sent(self):
+        """Payload bytes so far, of the rank that sent most."""
+        groups = self.groups.values()
+        return max(
+            sent + sum(group.compressors[r].traffic.bytes_sent for group in groups) for r, sent in enumerate(self.sent)
+        )
+
+    def averages(self, steps, buckets=None, reset_before=()):
+        """Return the averages of all steps.
+
+        Args:
+            buckets: the names in each bucket, for each step. None: all gradients of a step are in one.
+            reset_before: steps before which all units are split into parameters, as a checkpoint does.
+        """
+        buckets = buckets or [[list(grads)] for grads in steps]
+        assert len(steps) == len(buckets)
+        return [
+            self.average(grads, of_step, i in reset_before) for i, (grads, of_step) in enumerate(zip(steps, buckets))
+        ]
+
+    def average(self, grads, buckets=None, reset=False):
+        """Return the averages of one step. grads: {name: [of rank 0, ...]}."""
+        self.shapes |= {name: per_rank[0].shape for name, per_rank in grads.items()}
+        units = [unit for bucket in buckets or [list(grads)] for unit in self.units(bucket)]
+        present = {name for unit in units for name in unit}
+        for unit in list(self.groups):
+            if (unit not in units and not present.isdisjoint(unit)) or (reset and len(unit) > 1):
+                self.keep_residuals(unit)
+        averages = {}
+        for unit in units:
+            if unit not in self.groups:
+                self.groups[unit] = self.group(unit)
+            per_rank = list(grads[unit[0]])
+            if len(unit) > 1:
+                per_rank = [self.joined(unit, [grads[name][r] for name in unit]) for r in range(self.size)]
+            average = self.groups[unit].average(per_rank, self.name(unit))[0]
+            averages |= self.split(unit, average)
+        self.step += 1
+        return {name: averages[name] for name in grads}
+
+    def split(self, unit, tensor):
+        """Return the parts of a unit's tensor by name."""
+        parts = tensor.view(-1).split([self.shapes[name].numel() for name in unit])
+        return {name: part.view(self.shapes[name]) for name, part in zip(unit, parts)}
+
+    def units(self, bucket):
+        """Return the units of a bucket."""
+        units = {}
+        for name in bucket:
+            method = self.compressor.method_for(name, self.shapes[name])
+            bypasses = method.bypasses(torch.empty(self.shapes[name], device="meta"))
+            joined = None if bypasses else method.joined_shape(self.shapes[name])
+            units.setdefault(name if joined is None else (id(method), joined), []).append(name)
+        return [tuple(names) for names in units.values()]
+
+    def joined(self, unit, tensors):
+        """Return the tensors of a unit's parameters as one."""
+        shape = self.shapes[unit[0]]
+        joined = self.compressor.method_for(unit[0], shape).joined_shape(shape)
+        return torch.cat([t.reshape(-1) for t in tensors]).view(joined)
+
+    def name(self, unit):
+        first, *others = (self.prefix + name for name in unit)
+        return f"{first} and {len(others)} more" if others else first
+
+    def group(self, unit):
+        """Return a new group that continues with these parameters' residuals, if they have any."""
+        compressor = self.compressor
+        if compressor.selects_by_name:
+            compressor = compressor.method_for(unit[0], self.shapes[unit[0]])
+        group = gradzip.LocalGroup(compressor, self.size)
+        if unit[0] in self.residuals[0]:
+            for rank, compressor in enumerate(group.compressors):
+                state = {"step": self.step, "rank": rank, "size": self.size}
+                parts = [self.residuals[rank].pop(name) for name in unit]
+                if parts[0] is not None:
+                    state["residual"] = self.joined(unit, parts) if len(unit) > 1 else parts[0]
+                compressor.load_state_dict({"method": type(compressor).__name__, "states": {self.name(unit): state}})
+        return group
+
+    def keep_residuals(self, unit):
+        """Remove a unit's group. Keep its residuals by name, including those of the shards that ranks own."""
+        for rank, compressor in enumerate(self.groups.pop(unit).compressors):
+            (state,) = compressor.states.values()
+            self.sent[rank] += compressor.traffic.bytes_sent
+            if state.residual is None:
+                self.residuals[rank] |= dict.fromkeys(unit)
+                continue
+            residual = state.residual.clone()
+            if (owed := getattr(state, "owner_residual", None)) is not None:
+                start, shards = getattr(state, "owner_start", None), residual.view(-1)
+                if start is None and residual.shape[0] >= self.size:
+                    shards = residual  # whole rows, if there are enough
+                shard = shards.tensor_split(self.size)[rank] if start is None else shards[start:][: owed.numel()]
+                shard.add_(owed.view(shard.shape), alpha=self.size)
+            self.residuals[rank] |= self.split(unit, residual)
+
+
+def average_bucket(group, grads):
+    """The averages by name of one bucket of gradients {name: [of rank 0, ...]}, with the states of a LocalGroup."""
+    reference = Expected(group.compressors[0], size=len(group.compressors))
+    reference.shapes = {name: per_rank[0].shape for name, per_rank in grads.items()}
+    reference.groups = dict.fromkeys(reference.units(list(grads)), group)
+    return reference.average(grads)
+
+
+def expected(method, gradients, prefix=""):
+    """The averages of the last step, where all gradients are in one bucket."""
+    return Expected(method, prefix, size=len(next(iter(gradients[0].values())))).averages(gradients)[-1]
+
+
+def assert_averages(compressor, per_rank, wanted):
+    """Assert that all ranks have the same bits, and that these are the wanted ones.
+
+    An engine adds in an order of its own. Averages that it adds equal the wanted ones up to rounding.
+
+    Args:
+        per_rank: averages by name, of each rank.
+    """
+    for got in per_rank:
+        assert got.keys() == wanted.keys()
+        for name, want in wanted.items():
+            assert torch.equal(got[name], per_rank[0][name]), name
+            method = compressor.method_for(name, want.shape)
+            if method.bypasses(want):
+                rounding = 4 * torch.finfo(want.dtype).eps
+                torch.testing.assert_close(got[name], want, rtol=rounding, atol=rounding)
+            elif kinds.exact(method if compressor.selects_by_name else compressor):
+                assert torch.equal(got[name], want), name
+            elif isinstance(method, gradzip.Cast):  # may differ by one rounding of each partial sum
+                eps, sums = torch.finfo(method.dtype).eps, len(per_rank) - 1
+                torch.testing.assert_close(got[name], want, rtol=sums * eps, atol=2**-20 if sums == 1 else sums * eps)
+            else:
+                torch.testing.assert_close(got[name], want, rtol=1e-5, atol=1e-6)
+
+
+def expected_of_scaled(method, gradients, scales, buckets=None):
+    """The averages of all steps for loss scales that change, without the scale. gradients: without it, too.
+
+    States follow the loss scale, so gradients without a scale give the same. A method that keeps no tensors may round
+    or clamp at fixed magnitudes: it gets the gradients as scaled.
+    """
+    reference, averages, keeps = Expected(method), [], False
+    for i, of_step in enumerate(gradients):
+        averages.append(reference.average(of_step, buckets and buckets[i]))
+        compressors = [compressor for group in reference.groups.values() for compressor in group.compressors]
+        states = [state for c in compressors for part in c.parts for state in part.states.values()]
+        keeps |= any(isinstance(value, (torch.Tensor, list)) for state in states for value in vars(state).values())
+    if keeps:
+        return averages
+    scaled = [
+        {name: [g * scale for g in grads] for name, grads in of_step.items()}
+        for scale, of_step in zip(scales, gradients, strict=True)
+    ]
+    averages = Expected(method).averages(scaled, buckets)
+    return [{name: a / scale for name, a in of_step.items()} for scale, of_step in zip(scales, averages)]
+
+
+def assert_equal_states(a, b):
+    """Assert that two state dicts are equal to the bit."""
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_equal_states(a[key], b[key])
+    elif isinstance(a, list):
+        for x, y in zip(a, b, strict=True):
+            assert_equal_states(x, y)
+    else:
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b

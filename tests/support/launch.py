@@ -1,0 +1,169 @@
+"""Start real `horovodrun` and `torchrun` jobs, and commands on slow networks."""
+
+import atexit
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import turns
+from paths import ROOT, TESTS
+
+WARM = Path(__file__).with_name("warm.py")
+SHAPED_NET = ROOT / "scripts" / "shaped_net.sh"
+
+
+def worker_path(name):
+    """Return the path of a script for ranks: `tests/*/NAME`, or `name` itself if it is a path."""
+    (path,) = [name] if isinstance(name, Path) else TESTS.glob(f"*/{name}")
+    return path
+
+
+def environment(**variables):
+    """Return the environment of a rank: this process's, the modules of tests/support, one thread, and `variables`."""
+    path = os.pathsep.join([str(TESTS / "support"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1") | variables
+
+
+def python():
+    """Return the command that replaces `python` in a job: it forks a process that has torch loaded (warm.py)."""
+    turns.take()
+    return _warm_python()
+
+
+@functools.cache
+def _warm_python():
+    if not hasattr(os, "pidfd_open"):  # warm.py needs Linux
+        return [sys.executable]
+    name = f"gradzip-tests-{os.getpid()}-{time.monotonic_ns()}"
+    server = subprocess.Popen(
+        [sys.executable, WARM, name], env=dict(os.environ, OMP_NUM_THREADS="1"),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    atexit.register(server.communicate)  # closes its standard input, which ends it
+    assert server.stdout.readline() == "ready\n"
+    return [sys.executable, "-S", "-E", str(WARM), name]
+
+
+def launcher():
+    """Return the command that starts `horovodrun` on this machine. With --gloo, it does not look for MPI."""
+    return [*python(), str(Path(sys.executable).with_name("horovodrun")), "--gloo", "--network-interface", "lo"]
+
+
+def horovodrun(ranks, script, *arguments, timeout=120, hosts=None):
+    """Run a script (`worker_path`) on `ranks` processes of this machine. Return the finished process.
+
+    hosts: names of this machine, and their numbers of processes, as horovodrun takes them.
+    """
+    options = ["-np", str(ranks), *(["-H", hosts] if hosts else [])]
+    command = [*launcher(), *options, *python(), str(worker_path(script)), *map(str, arguments)]
+    # On a busy machine, a rank may be delayed for longer than gloo's default timeout of 30 seconds.
+    variables = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "10", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30",
+                 "HOROVOD_GLOO_TIMEOUT_SECONDS": "100"}  # fmt: skip
+    return subprocess.run(
+        command, env=environment(**variables), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def torchrun(ranks, script, *arguments, timeout=120):
+    """Run a script (`worker_path`) under `torchrun`. Arguments and result are those of `horovodrun`."""
+    options = ["--standalone", "--nproc-per-node", str(ranks), "--no-python"]
+    command = [
+        *python(),
+        "-m",
+        "torch.distributed.run",
+        *options,
+        *python(),
+        str(worker_path(script)),
+        *map(str, arguments),
+    ]
+    return subprocess.run(
+        command,
+        env=environment(GLOO_SOCKET_IFNAME="lo"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def scenarios(ranks, script, folder, *names, run=horovodrun, timeout=120):
+    """Run scenarios of a worker script. Return each scenario's results by rank: {name: [of rank 0, ...]}."""
+    job = run(ranks, script, folder, *names, timeout=timeout)
+    assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
+    per_rank = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
+    return {name: [results[name] for results in per_rank] for name in per_rank[0]}
+
+
+class Jobs(dict):
+    """Results of scenarios by name, in batches: a job runs a batch when one of its scenarios is asked for.
+
+    Args:
+        run: run(names) returns what `scenarios` returns.
+        batches: lists of names. Those in no list are what run([]) returns.
+    """
+
+    def __init__(self, run, batches):
+        super().__init__()
+        self.run, self.batches = run, batches
+
+    def __missing__(self, name):
+        self.update(self.run(next((batch for batch in self.batches if name in batch), [])))
+        return self[name]
+
+
+def shaped(*arguments, timeout=60, **options):
+    """Run scripts/shaped_net.sh. Return the finished process."""
+    turns.take()
+    command = ["bash", str(SHAPED_NET), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
+
+
+def no_shaping_reason():
+    """Return why this machine cannot shape a network, or None if it can."""
+    if os.geteuid() != 0:
+        return "only root may make a network namespace"
+    missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if shutil.which(tool) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    result = shaped("1gbit", 1, "--", "true")
+    return result.stderr.strip() if result.returncode else None
+
+
+_REASON = no_shaping_reason()
+needs_network = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
+
+
+def processes(ranks, script, folder, *names, timeout=120):
+    """Run a script in `ranks` processes without a launcher. They rendezvous in `folder` and save their results there.
+
+    Returns:
+        The results as `scenarios` returns them, None for a rank that saved none, and the exit statuses.
+    """
+    workers = [
+        subprocess.Popen(
+            [*python(), str(worker_path(script)), str(folder), *names],
+            env=environment(GLOO_SOCKET_IFNAME="lo", WORLD_SIZE=str(ranks), RANK=str(rank)),
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        outputs = [worker.communicate(timeout=timeout)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    saved = [Path(folder) / f"{rank}.pt" for rank in range(ranks)]
+    per_rank = [torch.load(path, weights_only=True) if path.exists() else None for path in saved]
+    first = next((results for results in per_rank if results is not None), None)
+    assert first is not None, "\n".join(outputs)[-8000:]
+    return (
+        {name: [results and results[name] for results in per_rank] for name in first},
+        [worker.returncode for worker in workers],
+    )

@@ -1,0 +1,372 @@
+"""`gradzip advise`: known networks, inputs, predictions, sentences, bad input, and real jobs."""
+
+import contextlib
+import importlib.util
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradzip
+from gradzip import cost
+from gradzip.cli import advice, advise, layer_costs, main
+from gradzip.cli.command import CommandError
+from gradzip.cli.layer_costs import LayerCost
+from gradzip.cli.models import MODELS, Parameter, step_of
+from gradzip.collectives.engine import Engine
+from gradzip.cost import Compressed, Layer, Link, Step
+from gradzip.measure import measure_method
+from gradzip.methods.base.composite import Composite
+from gradzip.methods.base.registry import registered
+from kinds import SAMPLE, params
+from launch import horovodrun, torchrun
+
+# Published numbers of parameters, of torchvision's and Hugging Face's networks.
+PUBLISHED = {
+    "resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032, "resnet101": 44_549_160,
+    "resnet152": 60_192_808, "vgg16": 138_357_544, "alexnet": 61_100_840, "bert-base": 109_482_240,
+    "bert-large": 335_141_888, "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "llama-7b": 6_738_415_616,
+}  # fmt: skip
+# Published multiply-adds of one image, in units of 10^9.
+GIGA = {
+    "resnet18": 1.81, "resnet34": 3.66, "resnet50": 4.09, "resnet101": 7.80, "resnet152": 11.51, "vgg16": 15.47,
+    "alexnet": 0.71,
+}  # fmt: skip
+
+SHAPES = {"conv": [64, 32, 3, 3], "norm": [64], "fc": [100, 1024]}
+BASE = ["--bandwidth", "1gbit", "--ranks", "4", "--step-ms", "10", "--methods", "topk", "acpsgd"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_known_networks(name):
+    parameters = list(MODELS[name]())
+    assert sum(p.numel for p in parameters) == PUBLISHED[name]
+    assert len({p.name for p in parameters}) == len(parameters)
+    if name in GIGA:  # published numbers leave normalizations out, or in
+        assert sum(p.work for p in parameters) / 1e9 == pytest.approx(GIGA[name], rel=0.02)
+
+
+def test_estimated_step():
+    step = step_of([Parameter("a", (2, 3), 100.0), Parameter("b", (5,), 0.0), Parameter("c", (7,), 300.0)], 0.6)
+    assert [layer.name for layer in step.layers] == ["c", "b", "a"]
+    assert [layer.ready for layer in step.layers] == pytest.approx([0.2 + 0.3, 0.2 + 0.3, 0.6])
+    assert step.seconds == 0.6
+    assert all(layer.ready <= 0.1 for layer in step_of([Parameter("a", (1,), 0.1)] * 7, 0.1).layers)
+
+
+@pytest.fixture
+def shapes(tmp_path):
+    path = tmp_path / "shapes.json"
+    path.write_text(json.dumps(SHAPES))
+    return str(path)
+
+
+def run(capsys, *arguments, status=0):
+    assert main(["advise", *map(str, arguments)]) == status
+    return capsys.readouterr()
+
+
+def test_json_of_shapes(capsys, shapes, tmp_path):
+    out = json.loads(run(capsys, "--model", shapes, *BASE, "--json").out)
+    assert out["parameters"] == 64 * 32 * 9 + 64 + 102400 and out["layers"] == 3
+    assert {m["method"] for m in out["methods"]} == {"none", "fp16", "topk", "acpsgd"}
+    for m in out["methods"]:
+        assert m["seconds"] == pytest.approx(m["compute"] + m["compression"] + m["exposed"])
+        assert m["compute"] == out["step_seconds"] == 0.01
+        assert m["share_of_ideal"] == pytest.approx(0.01 / m["seconds"])
+    times = [m["seconds"] for m in out["methods"]]
+    assert times == sorted(times)
+    by_name = {m["method"]: m for m in out["methods"]}
+    assert by_name["none"]["nbytes"] == 4 * out["parameters"] and by_name["none"]["times_fp32"] == 1
+    assert 1.9 < by_name["fp16"]["ratio"] < 2
+    # The same as a prediction by hand, of work that is estimated by elements.
+    parameters = [Parameter(name, tuple(shape), math.prod(shape)) for name, shape in SHAPES.items()]
+    step = step_of(parameters, 0.01)
+    dense = [cost.uncompressed(layer) for layer in step.layers]
+    expected = cost.predict(step, dense, Link(4, 1.25e8, 5e-5), fusion_nbytes=128 << 20).seconds
+    assert by_name["none"]["seconds"] == pytest.approx(expected, rel=1e-12)
+    as_list = tmp_path / "list.json"
+    as_list.write_text(json.dumps(list(SHAPES.items())))
+    assert json.loads(run(capsys, "--model", as_list, *BASE, "--json").out)["parameters"] == out["parameters"]
+
+
+def test_text(capsys, shapes):
+    text = run(capsys, "--model", shapes, *BASE, "--project", 12, "--front-end", "ddp").out
+    lines = text.splitlines()
+    assert lines[0] == "shapes.json: 0.1 M elements in 3 parameters".replace("shapes.json", shapes)
+    assert lines[1] == "4 ranks, 1 Gb/s, 50 us a message; 10.0 ms a step without communication"
+    header = next(line for line in lines if line.startswith("method"))
+    assert re.split("  +", header)[:4] == ["method", "ms/step", "× fp32", "× fp16"]
+    assert len([line for line in lines if re.match(r"(fp32 \(none\)|fp16|topk|acpsgd) ", line)]) == 4
+    assert len({len(line) for line in lines[3:8]}) == 1  # aligned
+    assert any(re.match(r"(Use |Do not compress: use )", line) for line in lines)
+    assert [line.split()[0] for line in lines if re.match(r"\d+ +\d", line) and "%" in line] == ["2", "4", "8", "12"]
+
+
+def test_one_rank_needs_no_compression(capsys, shapes):
+    text = run(capsys, "--model", shapes, *BASE[:3], "1", *BASE[4:]).out
+    assert "Do not compress: use fp32. It takes 10.0 ms a step, 100% of the ideal" in text
+
+
+FILE = """from __future__ import annotations
+import dataclasses
+import torch
+@dataclasses.dataclass
+class Settings:  # which dataclasses can only make if the module is known
+    width: int = 64
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+def step():
+    return build(), torch.ones(8, 64)
+def loss(): return build(), torch.ones(())
+def wrong(): return build(), torch.ones(8, 63)
+def meta(): return build().to("meta"), torch.ones(8, 64)
+def number(): return 3
+def fails(): raise KeyError("no such\\nkey")
+def empty(): return torch.nn.ReLU()
+"""
+
+
+def test_file(capsys, tmp_path):
+    path = tmp_path / "net.py"
+    path.write_text(FILE)
+    folders = list(sys.path)
+    out = json.loads(run(capsys, "--model", f"{path}:build", *BASE, "--json").out)
+    assert out["layers"] == 4 and out["parameters"] == 2 * 64 * 128 + 192
+    assert sys.path == folders
+    assert json.loads(run(capsys, "--model", path, *BASE, "--json").out)["layers"] == 4  # build is the default
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--model", "resnet51"],
+            r"got --model 'resnet51', expected file.py:build, shapes.json or one of: .*",
+        ),
+        (["--model", "gone.py:build"], r"gone.py:build: got no such file; expected .*"),
+        (["--model", "{file}:gone"], r".*net.py: got no function 'gone'; expected .*"),
+        (["--model", "{file}:loss"], r".*net.py:loss: got a tensor of no dimensions, as a loss is, for inputs; .*"),
+        (["--model", "{file}:number"], r".*net.py:number: got int, expected .*torch.nn.Module, or \(module, inputs\)"),
+        (["--model", "{file}:fails"], r".*net.py:fails: KeyError: 'no such.*key'; expected .*"),
+        (["--model", "{file}:empty"], r".*got a module without parameters that need a gradient, expected some"),
+        (["--model", "gone.json"], r"got --model gone.json, which cannot be read \(No such file .*"),
+        (["--model", "{empty}"], r".*empty.json: got no shapes, expected a list of .*"),
+        (["--model", "{text}"], r".*text.json: got no JSON \(JSONDecodeError.*"),
+        (["--model", "{zero}"], r".*zero.json: got the shape \[3, 0\] of 'w', expected a list of integers >= 1"),
+        (["--model", "{huge}"], r".*: got the shape \[1\d*, 1\d*\] of 'w', expected at most 68719476736 elements"),
+        (["--model", "{types}"], r".*types.json: got \[\"w\"\], expected a list of .*"),
+        (["--bandwidth", "10gigs"], r"got --bandwidth '10gigs', expected a number > 0 and kbit, mbit or gbit, .*"),
+        (["--bandwidth", "0gbit"], r"got --bandwidth '0gbit', expected a number > 0 .*"),
+        (["--ranks", "0"], r"got --ranks 0, expected a number >= 1"),
+        (["--step-ms", "-1"], r"got --step-ms -1.0, expected milliseconds > 0"),
+        (["--step-ms", "nan"], r"got --step-ms nan, expected milliseconds > 0"),
+        (["--latency-us", "-1"], r"got --latency-us -1.0, expected microseconds >= 0"),
+        (["--project", "1"], r"got --project 1, expected a number of ranks >= 2"),
+        (["--methods", "topk", "zip"], r"--methods: unknown compression method 'zip'.*"),
+        (["--methods", "auto"], r"got --methods auto, which chooses during training; expected the methods .*"),
+        (["--methods", "phases:0=topk"], r"got --methods phases, which changes during training; expected .*"),
+        (["--methods", "topk:exchange=auto"], r".* topk:exchange=auto, whose .*; expected exchange=gather or .*"),
+        (["--methods", "per-layer:fc=topk(exchange=auto),default=fp16"], r".*; expected exchange=gather or .*"),
+        (["--png", "k.foo"], r"got k.foo to write, expected a file that ends in .png, .svg or .pdf"),
+        (["--png", "gone/k.png"], r"got gone/k.png to write, expected a file in a folder that exists"),
+        (
+            ["--measure", "--device", "cuda"],
+            r"got --device cuda with --measure, which measures on the CPU; expected .*",
+        ),
+        (["--device", "cuda:99"], r"got --device 'cuda:99', expected cpu or a device that torch can use .*"),
+        (["--measure"], r"got --bandwidth with --measure, expected one of both: --measure finds it out"),
+    ],
+)
+def test_bad_input(capsys, shapes, tmp_path, arguments, message):
+    contents = {"file": FILE, "empty": "[]", "text": "not json", "zero": '{"w": [3, 0]}', "types": '[["w"]]'}
+    contents["huge"] = '{"w": [10000000000, 10000000000]}'
+    files = {}
+    for name, content in contents.items():
+        files[name] = tmp_path / ("net.py" if name == "file" else f"{name}.json")
+        files[name].write_text(content)
+    given = [a.format(**files) for a in arguments]
+    output = run(capsys, "--model", shapes, *BASE, *given, status=2)
+    assert output.out == "" and re.fullmatch(f"gradzip advise: error: {message}\n", output.err), output.err
+
+
+@pytest.mark.parametrize("missing", ["--bandwidth", "--ranks", "--step-ms"])
+def test_what_is_missing(capsys, shapes, missing):
+    i = BASE.index(missing)
+    error = run(capsys, "--model", shapes, *BASE[:i], *BASE[i + 2 :], status=2).err
+    assert f"got no {missing}, expected" in error and error.count("\n") == 1
+
+
+def test_outside_of_a_job(capsys, shapes, monkeypatch):
+    for name in ("HOROVOD_RANK", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    error = run(capsys, "--model", shapes, "--measure", "--step-ms", 10, status=2).err
+    assert "got --measure outside of a job, expected horovodrun -np 2 gradzip advise" in error
+
+
+def make_advice(link, **seconds):
+    """Advice for one layer of 4 MB, with methods that take this long and send 40 kB."""
+    step = Step((Layer("w", (1000, 1000), 0.1),), 0.1)
+    methods = {name: [LayerCost(Compressed((("all_reduce", 4e4),), time))] for name, time in seconds.items()}
+    stock = {"none": [LayerCost(cost_of(4e6))], "fp16": [LayerCost(Compressed((("all_reduce", 2e6),), 1e-3, 1e-3))]}
+    return advice.Advice(step, link, "ddp", stock | methods)
+
+
+def cost_of(nbytes):
+    return Compressed((("all_reduce", nbytes),))
+
+
+def test_sentences():
+    slow, fast = Link(2, 1e7, 0.0), Link(2, 1e10, 0.0)  # 0.4 s and 0.4 ms for the layer
+    good = make_advice(slow, good=0.01, bad=1.0)
+    assert good.sentence(good.rows()).startswith(
+        "Use good: 114 ms a step, 4.39 times as fast as fp32 and 2.65 times as fast as fp16"
+    )
+    assert [row.method for row in good.rows()] == ["good", "fp16", "none", "bad"]
+    bad = make_advice(slow, bad=1.0)
+    assert bad.sentence(bad.rows()).startswith("Do not compress: use fp16. It takes 302 ms a step, 33% of the ideal")
+    pointless = make_advice(fast, good=0.01)
+    assert pointless.sentence(pointless.rows()).startswith(
+        "Do not compress: use fp32. It takes 100 ms a step, 100% of the ideal; the"
+    )
+    # What is less than 2 % faster is not worth it.
+    close = make_advice(Link(2, 4e8, 0.0), close=0.005)
+    rows = {row.method: row for row in close.rows()}
+    assert 0.98 < rows["close"].seconds / rows["fp16"].seconds < 1
+    assert close.sentence(close.rows()).startswith("Do not compress")
+    nothing = make_advice(slow)
+    assert nothing.sentence(nothing.rows()).endswith("33% of the ideal.")
+
+
+def test_least_ratio_that_pays():
+    found = make_advice(Link(2, 1e7, 0.0), good=0.01, bad=1.0)
+    rows = {row.method: row for row in found.rows()}
+    # 0.01 s + 0.4 s / k = 0.202 s, which fp16 takes after the backward pass.
+    assert rows["good"].least_ratio == pytest.approx(0.4 / 0.192, rel=2e-3)
+    assert rows["bad"].least_ratio == math.inf and rows["none"].least_ratio == 1
+    content = found.json(found.rows(), [])
+    assert next(m for m in content["methods"] if m["method"] == "bad")["least_ratio"] is None
+    json.dumps(content, allow_nan=False)
+
+
+def test_notes():
+    step = Step(tuple(Layer(f"{i}", (4, 4), 0.1) for i in range(60)), 0.1)
+    slow = Link(2, 1e9, 0.0, background=0.1, spread=0.5)
+    notes = advice.Advice(step, slow, "horovod", {}).notes(None, 64)
+    assert notes[0] == "Ranks differ in speed by 50%; the slowest one counts."
+    assert "horovodrun --cycle-time-ms 20" in notes[1]
+    assert len(advice.Advice(step, slow, "horovod", {}).notes("20", 2)) == 1
+    assert len(advice.Advice(step, slow, "ddp", {}).notes(None, 2)) == 1
+    assert not advice.Advice(step, Link(2, 1e9, 0.0), "horovod", {}).notes(None, 64)
+
+
+@pytest.mark.parametrize("spec", params([*advise._methods(None)], ["fp16", *SAMPLE]))
+@pytest.mark.parametrize("shape", [(2048, 1024), (512, 256, 3, 3)])
+def test_large_layers_are_scaled(spec, shape, monkeypatch):
+    monkeypatch.setattr(layer_costs, "LARGEST", 1 << 20)
+    (layer,) = layer_costs.measure_layers(gradzip.parse(spec), [Layer("w", shape, 0.0)], torch.device("cpu"))
+    true = measure_method(gradzip.parse(spec), torch.randn(shape), repeats=2).compressed
+    assert [kind for kind, _ in layer.compressed.rounds] == [kind for kind, _ in true.rounds]
+    for (_, nbytes), (_, expected) in zip(layer.compressed.rounds, true.rounds):
+        assert nbytes == pytest.approx(expected, rel=0.1)
+
+
+def test_decoding_grows_with_the_ranks():
+    layer = LayerCost(Compressed((("all_gather", 10.0),), 1.0, 2.0), 0.5)
+    assert [layer.among(ranks).decode for ranks in (1, 2, 3, 10)] == [2.0, 2.0, 2.5, 6.0]
+
+
+def test_default_methods_exist():
+    compared = advise._methods(None)
+    left_out = registered().keys() - compared.keys()
+    composite = {name for name, method in registered().items() if issubclass(method, Composite)}
+    assert left_out == composite | {"atomo", "gradiveq"}
+
+
+def test_picture(capsys, shapes, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "k.png"
+    run(capsys, "--model", shapes, *BASE, "--project", 8, "--png", path)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    error = run(capsys, "--model", shapes, *BASE, "--png", tmp_path / f"{'k' * 300}.png", status=2).err
+    assert "which cannot be written" in error and error.count("\n") == 1
+
+
+def test_picture_without_matplotlib(capsys, shapes, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delattr(advise, "measure_layers")  # nothing is measured
+    error = run(capsys, "--model", shapes, *BASE, "--png", tmp_path / "k.png", status=2).err
+    assert error == "gradzip advise: error: --png: matplotlib is not installed: pip install 'gradzip[see]'\n"
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Let `--measure` run in a job of this process alone. Returns the slots of what it exchanges."""
+    slots = []
+
+    class Alone(Engine):
+        rank, size = 0, 1
+
+        def launch(self, collective, slot):
+            raise AssertionError("a rank alone exchanges nothing else")
+
+        def allgather_bytes(self, data, slot):
+            slots.append(slot)
+            return [data]
+
+    monkeypatch.setattr(advise, "_job", lambda: contextlib.nullcontext((Alone(), "ddp")))
+    return slots
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("wrong", r"net.py:wrong: a training step: RuntimeError: .*; expected inputs for module\(\*inputs\), which .*"),
+        ("meta", r"net.py:meta: got a module on meta, but --measure measures on the CPU; expected .*"),
+    ],
+)
+def test_steps_that_cannot_be_measured(capsys, tmp_path, alone, function, message):
+    path = tmp_path / "net.py"
+    path.write_text(FILE)
+    output = run(capsys, "--model", f"{path}:{function}", "--measure", "--methods", "topk", status=2)
+    assert output.out == "" and re.fullmatch(f"gradzip advise: error: {message}\n", output.err), output.err
+
+
+def test_rank_0_does_not_keep_the_others_waiting(capsys, shapes, alone, monkeypatch):
+    def fails(*arguments):
+        raise CommandError("no space")
+
+    monkeypatch.setattr(advise, "_report", fails)
+    run(capsys, "--model", shapes, "--measure", "--step-ms", 10, "--methods", "topk", status=2)
+    assert alone[-1] == "gradzip.advise.end"
+
+
+def test_no_gradient_is_ready_after_the_step():
+    step = Step((Layer("w", (2, 2), 0.05), Layer("v", (2, 2), 0.1)), 0.1)
+    assert 0.1 * 0.1 / 0.1 > 0.1
+    assert [layer.ready for layer in advise._stretched(step, 0.1).layers] == pytest.approx([0.05, 0.1])
+    assert advise._stretched(step, 0.1).layers[1].ready <= 0.1
+    assert advise._stretched(step, 0.3).layers[0].ready == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize(
+    ("run_job", "ranks", "front"),
+    [(horovodrun, 2, "horovod"), pytest.param(torchrun, 3, "ddp", marks=pytest.mark.long)],
+)
+def test_measured_in_a_job(run_job, ranks, front, tmp_path):
+    path = tmp_path / "net.py"
+    path.write_text(FILE)
+    gradzip_command = Path(sys.executable).with_name("gradzip")
+    job = run_job(
+        ranks, gradzip_command, "advise", "--measure", "--model", f"{path}:step", "--methods", "topk", "--json"
+    )
+    assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-3000:]
+    # horovodrun says which rank has printed a line: only rank 0 has.
+    text = "\n".join(re.sub(r"^\[0\]<stdout>:", "", line) for line in job.stdout.splitlines())
+    out = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    assert out["front_end"] == front and out["link"]["ranks"] == ranks and out["layers"] == 4
+    assert 0 < out["step_seconds"] < 60 and {m["method"] for m in out["methods"]} == {"none", "fp16", "topk"}

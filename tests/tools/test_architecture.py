@@ -1,0 +1,154 @@
+"""Imports of the package's modules follow one order and have no side effects."""
+
+import ast
+import functools
+import graphlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from gradzip.methods.base.registry import registered
+from paths import ROOT
+
+PACKAGE = ROOT / "gradzip"
+
+# Rooms in order: folders, and modules directly in gradzip/. Each may import earlier ones and its own modules.
+_PAGE = (ROOT / "docs" / "design.md").read_text()
+_PICTURE = _PAGE.partition("## Order of imports")[2].partition("```text\n")[2].partition("```")[0]
+ORDER = [line.split()[0] for line in _PICTURE.splitlines()]
+
+
+def module_name(path):
+    return path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@functools.cache
+def imports(name):
+    """All modules of gradzip that a module imports, at any place in its file. The package itself is `__init__`."""
+    path = MODULES[name]
+    package = ["gradzip", *path.relative_to(PACKAGE).parts[:-1]]
+    # methods/__init__.py finds the methods at run time.
+    imported_modules = {module for module, file in MODULES.items() if name == "methods" and file.parent == path.parent}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            stems = [(alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            stems = [(stem, alias.name) for alias in node.names]
+        else:
+            continue
+        for stem, attribute in stems:
+            if stem != "gradzip" and not stem.startswith("gradzip."):
+                continue
+            stem = stem.removeprefix("gradzip").removeprefix(".")
+            # `from package import module` imports the module; `from module import name` only the module.
+            inner = f"{stem}.{attribute}".removeprefix(".")
+            if inner in MODULES:
+                imported_modules.add(inner)
+            elif inner != "_C":
+                imported_modules.add(stem or "__init__")
+    return imported_modules - {name}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_follow_the_order(name):
+    own = name.partition(".")[0]
+    for imported in imports(name):
+        top = imported.partition(".")[0]
+        assert top == own or ORDER.index(top) < ORDER.index(own), f"gradzip.{name} imports gradzip.{imported}"
+
+
+def test_no_import_cycles():
+    graphlib.TopologicalSorter({name: imports(name) for name in MODULES}).prepare()
+
+
+FRONT_ENDS = {"horovod", "ddp", "fsdp"}
+
+
+def test_front_ends_reach_engines_through_the_session():
+    for name in MODULES:
+        if name.partition(".")[0] in FRONT_ENDS:
+            assert not {module for module in imports(name) if module.partition(".")[0] == "engines"}, name
+
+
+def test_order_in_the_documentation_lists_every_room_once():
+    assert sorted({name.partition(".")[0] for name in MODULES}) == sorted(ORDER)
+
+
+def test_no_module_is_in_the_wrong_room():
+    """A module that one other module imports, in another folder, belongs there. Public names are imported by users."""
+    importers = {name: {other for other in MODULES if name in imports(other)} for name in MODULES}
+    lonely = {
+        name: other
+        for name, (other, *more) in ((name, sorted(found)) for name, found in importers.items() if found)
+        if not more and other != "__init__" and MODULES[name].parent != MODULES[other].parent
+        if MODULES[name].name != "__init__.py" or MODULES[name].parent.parent != MODULES[other].parent
+    }
+    assert lonely == {}
+
+
+def test_import_has_no_side_effects():
+    """`import gradzip` works without Horovod, starts no thread, seeds nothing and filters no warning."""
+    code = (
+        "import sys, threading, warnings, torch\n"
+        "sys.modules['horovod'] = None\n"  # as if not installed
+        "before = (torch.initial_seed(), threading.active_count(), list(warnings.filters))\n"
+        "import gradzip\n"
+        "assert before == (torch.initial_seed(), threading.active_count(), list(warnings.filters))\n"
+        "assert not [m for m in sys.modules if m.startswith(('cupy', 'horovod.', 'gradzip.ddp', 'gradzip.fsdp'))]\n"
+        "gradzip.roundtrip(gradzip.FFTRange(), torch.ones(64, 64))\n"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+
+
+def test_missing_extension_is_reported_on_first_use():
+    code = (
+        "import sys; sys.modules['gradzip._C'] = None\n"
+        "import gradzip, torch\n"
+        "try: gradzip.roundtrip(gradzip.FFTRange(), torch.ones(64, 64))\n"
+        "except RuntimeError as error: print(error)\n"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert "compiled kernels cannot be loaded" in process.stdout and "pip install ." in process.stdout, process.stderr
+
+
+# Files that choose methods on purpose: studies that compare these, and small networks that learn with them.
+CHOSEN = {
+    "benchmarks/convergence/recipes.py",
+    "benchmarks/step.py",
+    "benchmarks/training/variants.py",
+    "tests/front_ends/buckets_worker.py",
+    "tests/tools/test_examples.py",
+}
+MOST_NAMED = 4
+
+
+def named_methods(node):
+    """The registered methods that the elements of a literal are: specs, classes, instances."""
+    names = {name for key, method in registered().items() for name in (key, method.__name__)}
+    elements = [*node.keys, *node.values] if isinstance(node, ast.Dict) else node.elts
+    named = set()
+    for element in elements:
+        if isinstance(element, ast.Call):
+            element = element.func
+        text = getattr(element, "value", None) if isinstance(element, ast.Constant) else getattr(element, "attr", None)
+        if isinstance(text, str):
+            named.add(re.split(r"[:(]", text)[0])
+    return named & names
+
+
+def test_no_list_of_methods_is_kept_by_hand():
+    """What holds for every method is asked of the registry (tests/support/kinds.py)."""
+    found = set()
+    for path in sorted([*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.Dict)) and len(named_methods(node)) > MOST_NAMED:
+                found.add(path.relative_to(ROOT).as_posix())
+    assert found == CHOSEN

@@ -1,0 +1,207 @@
+"""docker/ as far as that goes without an engine: lint, paths, the entrypoint, and what `pip install .` installs."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paths import ROOT
+
+COVERS = ["docker/*", ".dockerignore", "scripts/*.sh", "recipes/**/*.sh", "recipes/slurm/bin/ssh", ".ci/run"]
+DOCKER = ROOT / "docker"
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+SCRIPTS = sorted(
+    path for pattern in COVERS for path in ROOT.glob(pattern) if path.read_bytes().startswith(b"#!/usr/bin/env bash")
+)
+
+
+def tool(name):
+    return shutil.which(name, path=PATH) or pytest.skip(f"no {name} here")
+
+
+def checked_in():
+    listed = subprocess.run([tool("git"), "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a clone")
+    return [path for path in listed.stdout.splitlines() if (ROOT / path).is_file()]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_shell_scripts_pass_lint(script):
+    assert os.access(script, os.X_OK)
+    done = subprocess.run([tool("shellcheck"), script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_dockerfile(name):
+    """It passes lint, does not run as root, holds no host keys, and names what is there, as docker/README.md does."""
+    done = subprocess.run([tool("hadolint"), "--no-color", DOCKER / name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    text, readme = (DOCKER / name).read_text(), (DOCKER / "README.md").read_text()
+    assert text.rindex("\nUSER ${UID}\n") > text.rindex("\nRUN ") and "/etc/ssh/ssh_host_*" in text
+    arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
+    assert {*re.findall(r"--build-arg\s+(\w+)=", readme)} == {*arguments} and f"`{arguments['BASE']}`" in readme
+    named = {*re.findall(r"\b(?:docker|scripts|examples|tests)/[\w./-]*\w", readme + text)}
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_every_file_of_the_repository_is_in_the_context_of_an_image():
+    checked_in()  # or skip
+    command = [tool("git"), "ls-files", "--cached", "--ignored", "--exclude-from=.dockerignore"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == ""
+    patterns = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {".git", ".venv", "build", "keys", "**/*.so"} <= {*patterns}, "private, large or built"
+
+
+def test_compose_starts_a_job_on_its_nodes():
+    services = pytest.importorskip("yaml").safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    nodes, command = services["job"]["depends_on"], services["job"]["command"]
+    assert all(services[node]["command"] == ["sshd"] for node in nodes)
+    assert command[command.index("-H") + 1] == ",".join(f"{node}:1" for node in nodes)
+    assert int(command[command.index("-np") + 1]) == len(nodes)
+    assert (ROOT / command[command.index("python") + 1]).is_file()
+
+
+# The entrypoint
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A user's home and an empty folder for keys, as the environment that names both."""
+    tool("ssh-keygen")
+    return new_home(tmp_path / "user")
+
+
+def new_home(folder):
+    (folder / "keys").mkdir(parents=True)
+    return {"PATH": PATH, "HOME": str(folder), "GRADZIP_KEYS": str(folder / "keys")}
+
+
+def new_key(environment, phrase=""):
+    key = Path(environment["GRADZIP_KEYS"]) / "id_ed25519"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", phrase, "-f", key], check=True)
+    return key
+
+
+def enter(environment, *command):
+    return subprocess.run(
+        [DOCKER / "entrypoint.sh", *command], env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_command_runs_as_it_is(home):
+    done = enter(home, "bash", "-c", 'echo "$#:$1"; exit 7', "bash", "two words")
+    assert (done.returncode, done.stdout, done.stderr) == (7, "1:two words\n", "")
+
+
+def test_nodes_that_start_together_have_one_key(home):
+    """Every process makes a key, all but one lose, and none ever sees a part of one."""
+    look = f'source {DOCKER}/entrypoint.sh; make_key; cat "$key"'
+    nodes = [subprocess.Popen(["bash", "-c", look], env=home, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    keys = {node.communicate()[0] for node in nodes}
+    assert [node.returncode for node in nodes] == [0] * 8
+    assert len(keys) == 1 and "OPENSSH PRIVATE KEY" in keys.pop()
+    (left,) = Path(home["GRADZIP_KEYS"]).iterdir()
+    assert left.stat().st_mode & 0o777 == 0o600
+
+
+def test_refusals(home):
+    def refused(text, environment, *command):
+        done = enter(environment, *command)
+        assert done.returncode == 1 and text in done.stderr
+        assert len(done.stderr.splitlines()) == 2, "one line says what is wrong, one what to do"
+
+    refused("nothing to run", home)
+    refused("sshd takes no arguments, got: -p 22", home, "sshd", "-p", "22")
+    refused("no key in /none", home | {"GRADZIP_KEYS": "/none"}, "sshd")
+    new_key(home, "a phrase")
+    refused("is not a private key without passphrase", home, "true")
+
+
+@pytest.mark.parametrize(
+    ("name", "warning"),
+    [("127.0.1.1", "127.0.1.1, stands for 127"), ("x" * 64, "stands for no address"), ("192.0.2.1", "")],
+)
+def test_name_that_others_cannot_reach_is_a_warning(home, name, warning):
+    look = f"source {DOCKER}/entrypoint.sh; check_name {name}"
+    told = subprocess.run(["bash", "-c", look], env=home, capture_output=True, text=True, check=True).stderr
+    assert warning in told and bool(warning) == bool(told)
+
+
+@pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="no sshd here")
+def test_node_serves_who_has_the_key(home, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        home |= {"GRADZIP_SSH_PORT": str(free.getsockname()[1])}
+    new_key(home).chmod(0o644)  # as a mounted one may be; ssh would refuse it
+    # A session has the node's PATH. The user's shell may put something before it, or take something out.
+    own = {**home, "PATH": os.pathsep.join([PATH, str(tmp_path)])}
+    node = subprocess.Popen([DOCKER / "entrypoint.sh", "sshd"], env=own, stderr=subprocess.PIPE, text=True)
+
+    def ssh(environment, command, until=0.0):
+        while True:  # ssh takes the home from the password file, so it is told where its files are
+            done = subprocess.run(
+                ["ssh", "-F", f"{environment['HOME']}/.ssh/config", "127.0.0.1", command],
+                env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+            )  # fmt: skip
+            if done.returncode != 255 or time.monotonic() > until:
+                return done
+            time.sleep(0.1)
+
+    try:
+        answer = ssh(home, "printenv PATH", until=time.monotonic() + 20)
+        assert answer.returncode == 0, answer.stderr
+        assert answer.stdout.rstrip().split(os.pathsep)[-1] == str(tmp_path)
+
+        stranger = home | new_home(tmp_path / "stranger")
+        new_key(stranger)
+        assert enter(stranger, "true").returncode == 0
+        answer = ssh(stranger, "true")
+        assert answer.returncode == 255 and "Host key verification failed" in answer.stderr
+        # Trusting the node does not make the node trust it.
+        shutil.copy(f"{home['HOME']}/.ssh/known_hosts", f"{stranger['HOME']}/.ssh/known_hosts")
+        answer = ssh(stranger, "true")
+        assert answer.returncode == 255 and "Permission denied (publickey)" in answer.stderr
+    finally:
+        node.terminate()
+        node.communicate(timeout=10)
+
+
+@pytest.mark.long
+def test_installed_package_is_whole(tmp_path):
+    """`pip install .` installs every file of the package, and gradzip-test tests those, not the sources."""
+    sources, site, files = tmp_path / "sources", tmp_path / "site", checked_in()
+    for path in files:
+        (sources / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / path, sources / path)
+    for objects in (ROOT / "build").glob(f"{sys.implementation.cache_tag}-*"):  # so that little is compiled
+        shutil.copytree(objects, sources / "build" / objects.name)
+    environment = {**os.environ, "PATH": PATH, "PYTHON": sys.executable}
+    pip = "-m pip install --no-index --no-build-isolation --no-deps --disable-pip-version-check --target"
+    subprocess.run([sys.executable, *pip.split(), site, sources], env=environment, check=True, capture_output=True)
+    package = {path for path in files if path.startswith("gradzip/")}
+    installed = {path.relative_to(site).as_posix() for path in (site / "gradzip").rglob("*") if path.is_file()}
+    assert package - installed == set()
+    assert [
+        path for path in installed - package if not re.search(r"_C.*\.so$|\.pyc$|methods/__init__\.pyi$", path)
+    ] == []
+
+    def run(place):
+        command = [sources / "scripts" / "test_installed.sh", "-q", "-p", "no:cacheprovider", "tests/tools/test_cli.py"]
+        done = subprocess.run(command, env=environment | {"PYTHONPATH": str(place)}, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    status, output = run(site)
+    assert status == 0 and output.startswith(f"test_installed: {site}/gradzip\n"), output
+    (site / "gradzip" / "methods" / "spec.py").unlink()
+    status, output = run(site)
+    assert status != 0 and "gradzip.methods.spec" in output
+    status, output = run(sources)
+    assert status == 1 and f"gradzip is imported from the checkout, {sources}/gradzip" in output

@@ -1,0 +1,134 @@
+"""The documentation is true: tests and files that it names exist, and its figures are those of the results."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import gradzip
+from benchmarks.common.results import END
+from benchmarks.training import report
+from benchmarks.training.results import Results, Round
+from gradzip.methods.base.registry import registered
+from paths import ROOT
+
+README = (ROOT / "README.md").read_text()
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docker/*.md"), *ROOT.glob("recipes/*.md")]
+
+
+def table(text, header):
+    """The cells of the rows of the table whose header starts with `header`."""
+    rows = text[text.index(header) :].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
+
+
+def test_named_tests_exist():
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs" / "guarantees.md").read_text())
+    assert len(named) > 30
+    for path, test in named:
+        source = (ROOT / path).read_text()
+        assert f"def {test}(" in source if test else "def test_" in source, f"{path}::{test}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_have_a_target(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], link
+
+
+@pytest.mark.parametrize("script", ["gpu_check.sh", "shaped_net.sh"])
+def test_scripts_have_help(script):
+    path = ROOT / "scripts" / script
+    # If --help does not stop the script, this stops it early.
+    environment = dict(os.environ, PYTHON="false")
+    done = subprocess.run(["bash", path, "--help"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"\nusage: scripts/{script} " in done.stdout
+    assert all(line in path.read_text() for line in done.stdout.splitlines())
+    assert "set -" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["kernels", "ring.__main__", "training.__main__", "training.report"])
+def test_benchmarks_have_help(monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert capsys.readouterr().out.startswith(f"usage: python -m benchmarks.{name.removesuffix('.__main__')} ")
+
+
+@pytest.mark.parametrize("header", ["| name | class |", "| name on a command line |"])
+def test_tables_of_methods_are_complete(header):
+    page = README if header in README else (ROOT / "docs" / "methods.md").read_text()
+    named = {row[0].strip("`"): re.match(r"`(\w+)", row[1])[1] for row in table(page, header)}
+    assert named == {name: method.__name__ for name, method in registered().items()}
+
+
+def test_compression_ratios_are_those_of_the_code():
+    gradient = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+    rows = {row[0].strip("`"): row[2] for row in table(README, "| name | class |")}
+    checked = 0
+    for name, cell in rows.items():
+        if re.fullmatch(r"[\d.]+", cell):
+            _, nbytes = gradzip.roundtrip(gradzip.parse(name), gradient)
+            assert f"{gradient.nbytes / nbytes:.3g}" == f"{float(cell):.3g}", name
+            checked += 1
+    # gradiveq is for convolutions; per-layer, phases, auto and hierarchical are what they are made of
+    assert checked == len(registered()) - 5
+
+
+def test_training_tables_are_those_of_the_results():
+    refill = "run python -m benchmarks.training.report --write"
+    for path, block in report.blocks().items():
+        assert path.read_text().partition(report.START)[2].partition(END)[0] == block, refill
+    pages = report.pages()
+    assert len(pages) > 5 and set(pages) == set(report.RESULTS.glob("*.md")), refill
+    for path, page in pages.items():
+        assert path.read_text() == page, refill
+
+
+def test_training_table_has_speed_ups_over_both_baselines(tmp_path):
+    results = Results({"threads": 1})
+    cell, other = ("resnet18", "1gbit", 2), ("resnet18", "1gbit", 4)
+    variants = {
+        "compute": (100, 0),
+        "horovod": (400, 12_000_000),
+        "ddp-fp16": (250, 6_000_000),
+        "ddp:fft-range": (125, 346_000),
+    }
+    for at in (cell, other):
+        results.plan([at], [*variants, "ddp"])
+        for variant, (ms, nbytes) in variants.items():
+            row = results.row(at, variant)
+            row.parameters = 3_000_000
+            row.rounds = [Round(i, [ms * speed], 0.0, 0.0, nbytes) for i, speed in enumerate((1, 1, 1.2))]
+        results.row(at, "ddp").rounds.append(Round(0, error="aborts"))
+    training = {"provenance": results.provenance, "rows": results.reports()}
+    accuracies = {"none": 0.9, "fft-range": 0.875}
+    accuracy = {"runs": [{"compression": spec, "test_accuracy": value} for spec, value in accuracies.items()]}
+    text = report.block(training, accuracy)
+    assert table(text, "|  | × fp32 | × fp16 |") == [
+        ["**ResNet-18**, 3.0 M parameters, 1 Gb/s", "", "", "", "", ""],
+        ["stock Horovod, fp32", "1.00", "0.62", "400", "12.0", "90.0"],
+        ["DDP, torch's `fp16_compress_hook`", "1.60", "1.00", "250", "6.00", ""],
+        ["DDP, `FFTRange()`", "3.20", "2.00", "125", "0.35", "87.5"],
+        ["no communication (upper bound)", "4.00", "2.50", "100", "0", ""],
+    ]
+    assert "Medians of 3 rounds" in text and "by up to 20 % (ResNet-18)" in text
+    (tmp_path / "training_x.json").write_text(json.dumps(training))
+    page = report.page(tmp_path / "training_x.json")
+    assert page.count("## ResNet-18, 4 ranks, 1 Gb/s") == 1 and "\n* threads: 1\n" in page
+    rows = table(page, "| variant |")
+    assert [row[0] for row in rows][-1] == "stock DDP, fp32" and rows[-1][1].startswith("aborts in 1 of 1 rounds")
+    assert rows[2][:5] == ["DDP, `FFTRange()`", "125.0 (125.0–140.0)", "80%", "3.20", "2.00"]

@@ -1,0 +1,191 @@
+"""scripts/shaped_net.sh: a network of limited bandwidth for one command."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import SHAPED_NET, needs_network, shaped
+
+COVERS = ["scripts/shaped_net.sh"]
+
+# Host 1 (or a child process, where there are no hosts) sends SIZE bytes four times to host 0, which then sends as much
+# to itself. Prints the seconds of each transfer, and the bytes that the interface INTERFACE has counted for the first
+# four. Written at once: hosts share the output.
+TRANSFER = r"""
+import os, socket, sys, time
+size, interface, hosts = int(sys.argv[1]), sys.argv[2], "HOST" in os.environ
+host, address = int(os.environ.get("HOST", 0)), ("10.77.0.1" if hosts else "127.0.0.1", 5000)
+
+def transfer(sender):
+    server = socket.create_server(address) if host == 0 else None
+    if os.fork() == 0:
+        while host == sender:
+            try:
+                peer = socket.create_connection(address)
+                break
+            except OSError:
+                time.sleep(0.02)
+        while host == sender and peer.recv(1):
+            peer.sendall(bytes(size))
+        os._exit(0)
+    if host == 0:
+        peer, _ = server.accept()
+        for _ in range(4):
+            start, received = time.perf_counter(), 0
+            peer.sendall(b"?")
+            while received < size:
+                received += len(peer.recv(1 << 20))
+            os.write(1, b"%f\n" % (time.perf_counter() - start))
+        peer.close()
+        server.close()
+    os.wait()
+
+transfer(1 if hosts else 0)
+(line,) = (line for line in open("/proc/net/dev") if line.strip().startswith(interface + ":"))
+os.write(1, line.split()[1 if host == 0 else 9].encode() + b"\n")
+if hosts:
+    transfer(0)
+"""
+
+
+def transferred(network, size, interface):
+    """Return the seconds of each transfer, and what interfaces have counted."""
+    done = shaped(*network, "--", sys.executable, "-c", TRANSFER, size, interface)
+    assert done.returncode == 0, done.stderr
+    numbers = [float(line) for line in done.stdout.split()]
+    return [number for number in numbers if number < 1000], [number for number in numbers if number > 1000]
+
+
+def in_use(namespace):
+    """Whether any process is in the network namespace (net:[number])."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "ns/net") == namespace:
+                return True
+        except OSError:  # the process has ended
+            pass
+    return False
+
+
+@needs_network
+@pytest.mark.parametrize(("rate", "ranks", "size"), [("100mbit", 1, 2_000_000), ("0.5gbit", 2, 20_000_000)])
+def test_transfers_have_the_bandwidth(rate, ranks, size):
+    seconds, counted = transferred((rate, ranks), size, "lo")
+    ideal = 8 * size / {"100mbit": 100e6, "0.5gbit": 2 * 500e6}[rate]
+    # The fastest of four, and wide: a busy machine is slower, but wrong by a unit (bits, bytes) is a factor of eight.
+    assert len(seconds) == 4 and 0.9 * ideal < min(seconds) < 4 * ideal
+    assert len(counted) == 1 and 4 * size < counted[0] < 1.05 * 4 * size, "bytes are counted once"
+
+
+@needs_network
+def test_only_the_link_between_hosts_is_shaped():
+    size, ideal = 1_000_000, 0.08
+    seconds, counted = transferred(("--hosts", 2, "--inter", "100mbit"), size, "inter")
+    assert len(counted) == 2 and all(4 * size < nbytes < 1.05 * 4 * size for nbytes in counted)
+    assert len(seconds) == 8 and 0.9 * ideal < min(seconds[:4]) < 4 * ideal
+    assert min(seconds[4:]) < ideal / 4
+
+
+@needs_network
+def test_command_replaces_the_script():
+    done = shaped("2mbit", 3, "--", "bash", "-c", "cat; tc qdisc show dev lo; hostname; exit 7", input="in\n")
+    assert (done.returncode, done.stderr) == (7, "")
+    first, shape, host = done.stdout.splitlines()
+    assert (first, host) == ("in", "localhost") and " tbf " in shape and "rate 6Mbit" in shape
+    assert shaped("1mbit", 1, "--", "bash", "-c", "kill -TERM $$").returncode == -signal.SIGTERM
+
+
+@needs_network
+def test_a_host_that_fails_ends_the_other():
+    script = "echo $HOST $(hostname) $PET_NODE_RANK; if ((HOST)); then exit 7; else cat; exec sleep 50; fi"
+    done = shaped("--hosts", 2, "--inter", "none", "--", "bash", "-c", script, input="in\n")
+    assert done.returncode == 7
+    assert sorted(done.stdout.splitlines()) in (["0 host0 0", "1 host1 1"], ["0 host0 0", "1 host1 1", "in"])
+    assert shaped("--hosts", 2, "--inter", "none", "--", "bash", "-c", "exit $((HOST ? 0 : 3))").returncode == 3
+
+
+@needs_network
+@pytest.mark.parametrize(
+    ("network", "number"),
+    [
+        (["1gbit", "2"], signal.SIGINT),  # to the whole process group, as Ctrl-C does
+        (["--hosts", "2", "--inter", "1gbit"], signal.SIGTERM),
+        (["--hosts", "2", "--inter", "1gbit"], signal.SIGKILL),
+    ],
+)
+def test_nothing_is_left_after_a_signal(network, number):
+    code = r"import os, time; os.write(1, os.readlink('/proc/self/ns/net').encode() + b'\n'); time.sleep(60)"
+    # These tests may run as a background job of a shell, which starts those with SIGINT ignored.
+    command = ["env", "--default-signal=INT", "bash", SHAPED_NET, *network, "--", sys.executable, "-c", code]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    ) as job:
+        hosts = 2 if "--hosts" in network else 1
+        namespaces = {job.stdout.readline().strip() for _ in range(hosts)}
+        assert len(namespaces - {os.readlink("/proc/self/ns/net")}) == hosts and all(map(in_use, namespaces))
+        (os.killpg if number == signal.SIGINT else os.kill)(job.pid, number)
+        job.wait(10)
+        assert job.stdout.read() == ""  # all commands have ended
+    end = time.monotonic() + 5
+    while any(map(in_use, namespaces)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(in_use, namespaces))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["1gbit", 2, "true"], "expected RATE RANKS -- COMMAND"),
+        (["1gbps", 2, "--", "true"], "got rate '1gbps', expected a number"),
+        (["0.0mbit", 2, "--", "true"], "got rate '0.0mbit', expected more than 0"),
+        (["1gbit", "two", "--", "true"], "got 'two' ranks, expected a number"),
+        (["--hosts", 3, "--inter", "1gbit", "--", "true"], "got '3' hosts, expected 2"),
+        (["--hosts", 2, "--inter", "fast", "--", "true"], "got rate 'fast', expected a number"),
+    ],
+)
+def test_wrong_arguments(arguments, expected):
+    done = shaped(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("shaped_net: ") and expected in done.stderr
+
+
+def test_missing_tools_are_named(tmp_path):
+    command = [shutil.which("bash"), SHAPED_NET, "1gbit", "2", "--", "true"]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 2 and "no 'ip' on PATH; install iproute2" in done.stderr
+
+
+@needs_network
+def test_errors_of_the_machine_are_one_line():
+    for command, status, says in (
+        (("1gbit", 2, "--", "no-such-command"), 127, "shaped_net: no-such-command: command not found\n"),
+        (("9999gbit", 9999, "--", "true"), 2, "take a lower rate"),
+    ):
+        done = shaped(*command)
+        assert done.returncode == status and done.stderr.count("\n") == 1 and says in done.stderr
+    done = subprocess.run(  # from the standard input, because that user may not be able to read the clone
+        ["bash", "-s", "--", "1gbit", "2", "--", "true"],
+        input=SHAPED_NET.read_text(), capture_output=True, text=True, user=65534, extra_groups=[], cwd="/",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "shaped_net: only root may make a network namespace; run this with sudo\n"
+
+
+@needs_network
+@pytest.mark.long
+def test_torchrun_joins_the_hosts():
+    code = (
+        "import os, torch, torch.distributed as dist; dist.init_process_group('gloo'); "
+        "x = torch.ones(1); dist.all_reduce(x); os.write(1, b'sum %d %s\\n' % (x, os.environ['GROUP_RANK'].encode())); "
+        "dist.destroy_process_group()"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", 2]
+    done = shaped("--hosts", 2, "--inter", "1gbit", "--", *command, sys.executable, "-c", code, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["sum 4 0", "sum 4 0", "sum 4 1", "sum 4 1"]
