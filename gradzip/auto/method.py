@@ -164,6 +164,8 @@ class Auto(Composite):
 
     def register_parameter(self, name: str, shape: torch.Size, state_name: str) -> None:
         self._names[state_name] = (name, shape)
+        if self.current is self.chosen:  # an assignment that is only tried leaves residuals where they are
+            super().register_parameter(name, shape, state_name)
 
     def observe(self, state_name: str, grad: Tensor) -> None:
         if self._arrivals is not None and self._step_start is not None:
@@ -178,7 +180,7 @@ class Auto(Composite):
             if recorded is not None:
                 recorded.clear()
 
-    def end_step(self, engine: Engine | None) -> None:
+    def end_step(self, engine: Engine | None, names: Sequence[str]) -> None:
         if engine is None or not self._is_measured(engine):
             return
         seconds = None if self._step_start is None else self._now() - self._step_start
@@ -202,8 +204,6 @@ class Auto(Composite):
 
     def _is_measured(self, engine: Engine) -> bool:
         """Whether the steps of this engine's optimizer are measured, rather than those of another optimizer."""
-        if self.memory.in_step:  # of another optimizer: its residuals are on the way
-            return False
         leader = None if self._leader is None else self._leader()
         if leader is engine:
             self._others = 0
@@ -253,9 +253,9 @@ class Auto(Composite):
         before = self.chosen.title if self.decided else None
         assignment.methods |= {key: NONE for key in self._names.values() if key not in assignment.methods}
         self.current = self.chosen = assignment
+        self.choice_number += 1
         self.candidates, self.link = list(candidates), link
         self.decided, self.steps_since, self._size = True, 0, size
-        self.reassign({state_name: self.method_for(*key) for state_name, key in self._names.items()})
         self.report = self._report()
         if rank == 0:
             logger.info("%s", explain(self.report, assignment.is_simple(self.half), before))

@@ -105,6 +105,7 @@ class Plan:
     prefix: str  # of the names of their states
     averagings: list[Averaging]  # of the parameters
     units: list[Unit]
+    choice_number: int  # of the compressor
 
     def __post_init__(self) -> None:
         self._kinds = list(map(_kind, self.parameters))
@@ -126,11 +127,13 @@ class Plan:
         for indices in members.values():
             shapes = {prefix + names[i]: parameters[i].shape for i in indices}
             units.append(Unit(averagings[indices[0]], indices, shapes))
-        return cls(parameters, names, prefix, averagings, units)
+        return cls(parameters, names, prefix, averagings, units, compressor.choice_number)
 
     def fits(self, compressor: Compressor, parameters: list[Tensor]) -> bool:
         """Whether these are the parameters of the plan, with the same methods in charge, and have not changed type."""
-        return len(parameters) == len(self.parameters) and all(
+        if len(parameters) != len(self.parameters) or self.choice_number != compressor.choice_number:
+            return False
+        return all(
             p is known and _kind(p) == kind and compressor.method_for(name, p.shape, self.prefix) is averaging.method
             for p, known, kind, name, averaging in zip(
                 parameters, self.parameters, self._kinds, self.names, self.averagings

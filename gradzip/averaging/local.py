@@ -75,6 +75,8 @@ class LocalGroup:
         if len({(g.shape, g.dtype) for g in grads}) != 1:
             kinds = [f"{g.dtype} {tuple(g.shape)}" for g in grads]
             raise ValueError(f"LocalGroup.average: got gradients {', '.join(kinds)}, expected equal types and shapes")
+        for compressor in self.compressors:
+            compressor.memory.loss_scale.begin_step()
         routines = [
             averaged(compressor, grad.detach().clone(), name, rank, len(grads))
             for rank, (compressor, grad) in enumerate(zip(self.compressors, grads))
@@ -83,7 +85,7 @@ class LocalGroup:
         finite = bool(averages[0].isfinite().all())
         for compressor in self.compressors:
             if finite:
-                compressor.end_step(None)
+                compressor.end_step(None, [name])
             else:
                 compressor.skip_step()
         return averages

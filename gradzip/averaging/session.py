@@ -24,7 +24,6 @@ from ..collectives.engine import Engine
 from ..collectives.fusion import Round
 from ..collectives.routines import Routine
 from ..collectives.traffic import Traffic
-from ..memory.memory import Memory
 from ..methods.base.compressor import Compressor
 from . import handshake, optimizer_check
 from .buckets import Bucket, Plan, Unit
@@ -111,11 +110,10 @@ class Session:
     # --- a step
 
     def begin(self) -> None:
-        """Begin a step, unless it has begun. Until its end, methods do not change, and the loss scale stands still."""
+        """Begin a step, unless it has begun. Until its end, the loss scale stands still."""
         if not self._in_step:
             self._in_step = True
-            for memory in self._memories():
-                memory.begin(self)
+            self.compressor.memory.loss_scale.begin_step()
 
     def check_optimizers(self, parameters: Iterable[Tensor], averagings: Iterable[Averaging]) -> None:
         """Have the optimizers of these parameters checked in this step (`optimizer_check`)."""
@@ -173,24 +171,20 @@ class Session:
 
     def overflows(self, averages: Sequence[Tensor]) -> bool:
         """Whether GradScaler is going to skip the step, because an average is not finite. False without a scaler."""
-        return self.compressor.memory.scaler is not None and not ops.all_finite(averages)
+        return self.compressor.memory.loss_scale.scaler is not None and not ops.all_finite(averages)
 
     def end(self, skipped: bool) -> None:
         """End the step. skipped: whether GradScaler skips it, for all parameters: all states are rolled back then."""
         units = list(self.units)
+        names = [name for unit in units if not unit.averaging.frozen for name in unit.shapes]
         self.drop()
         for unit in units:
             unit.end_step(skipped)
         if skipped:
             self.compressor.skip_step()
         else:
-            self.compressor.end_step(self.engine)
+            self.compressor.end_step(self.engine, names)
 
     def drop(self) -> None:
         """Drop the step in progress: its backward pass has failed or was interrupted."""
         self.buckets, self.units, self._in_step = {}, {}, False
-        for memory in self._memories():
-            memory.end(self)
-
-    def _memories(self) -> list[Memory]:
-        return [self.compressor.memory, *(part.memory for part in self.compressor.parts)]

@@ -183,7 +183,7 @@ class ReplicaAverages:
 
     def _overflows(self, averaged: set[int]) -> bool:
         """Whether GradScaler is going to skip the step: then the states of all parameters are rolled back."""
-        if self.compressor.memory.scaler is None:
+        if self.compressor.memory.loss_scale.scaler is None:
             return False
         gradients = [gradient for i in sorted(averaged) for gradient in self._modules[i].averages()]
         mine = float(self._session.overflows(gradients))

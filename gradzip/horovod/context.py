@@ -179,7 +179,7 @@ class OptimizerContext:
         With a loss scale, one gradient that is not finite makes GradScaler skip the step for all parameters.
         """
         self._num_in_flight -= 1
-        if self.session.compressor.memory.scaler is not None:
+        if self.session.compressor.memory.loss_scale.scaler is not None:
             self._averages.append(gradient.grad)
         if self._num_in_flight:
             return

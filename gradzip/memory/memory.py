@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from weakref import ref
 
 from torch import Tensor
 
@@ -14,6 +13,29 @@ from .state_dict import restore
 
 # From a gradient to the shapes of its state's tensors, by field. Called for loaded states only.
 Shapes = Callable[[Tensor], Mapping[str, tuple[int, ...]]]
+
+
+class LossScale:
+    """The factor that gradients are multiplied by. Read once a step: a GradScaler keeps it on the device.
+
+    A compressor and its parts share one.
+    """
+
+    def __init__(self, scaler: Any = None) -> None:
+        self.scaler = scaler  # a torch.amp.GradScaler
+        self._value: float | None = None
+
+    def begin_step(self) -> None:
+        """Read the scale again when it is needed next."""
+        self._value = None
+
+    @property
+    def value(self) -> float:
+        if self.scaler is None:
+            return 1.0
+        if self._value is None:
+            self._value = float(self.scaler.get_scale())
+        return self._value
 
 
 class Memory:
@@ -35,10 +57,8 @@ class Memory:
         self.rank_local = rank_local
         self.partition_local = partition_local
         self.states: dict[str, State] = {}
-        self.scaler: Any = None  # a torch.amp.GradScaler
+        self.loss_scale = LossScale()
         self.names = StateNames()
-        self._sessions: list[ref[Any]] = []  # with a step in progress
-        self._loss_scale: float | None = None  # while a step is in progress
         self._snapshots: dict[str, dict[str, Any]] = {}
 
     def begin_step(self, name: str, grad: Tensor, shapes: Shapes, rank: int, size: int) -> State:
@@ -86,40 +106,10 @@ class Memory:
                 vars(state).pop(field, None)
             state.residual = None
 
-    # --- steps in progress
-
-    def begin(self, session: Any) -> None:
-        """Note that a session (a model, an optimizer) is in a step, until `end`, or until nothing refers to it."""
-        if not self.in_step:
-            self._loss_scale = None
-        self.end(session)
-        self._sessions.append(ref(session))
-
-    def end(self, session: Any) -> None:
-        """Note that a session is not in a step."""
-        self._sessions = [known for known in self._sessions if known() not in (None, session)]
-
-    @property
-    def in_step(self) -> bool:
-        """Whether any session is in a step. Residuals must not move to another method then."""
-        return any(known() is not None for known in self._sessions)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_sessions": []}  # a copy is in no step
-
     # --- loss scale
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor that gradients are multiplied by. Read once a step: a GradScaler keeps it on the device."""
-        if self.scaler is None:
-            return 1.0
-        if self._loss_scale is None or not self.in_step:
-            self._loss_scale = float(self.scaler.get_scale())
-        return self._loss_scale
-
     def _rescale(self, state: State) -> None:
-        scale = self.loss_scale
+        scale = self.loss_scale.value
         factor = scale / getattr(state, "loss_scale", scale)
         if factor != 1.0:
             for name, power in self.loss_scaled.items():
@@ -128,14 +118,14 @@ class Memory:
                     value.mul_(factor**power)
                 elif value is not None:
                     setattr(state, name, value * factor**power)
-        if self.scaler is not None or factor != 1.0:
+        if self.loss_scale.scaler is not None or factor != 1.0:
             state.loss_scale = scale
 
     # --- rollback of a step that GradScaler skips
 
     def snapshot(self, state: State, before: Mapping[str, Any]) -> None:
         """With a loss scale, keep the fields that a state had before the current step, for `rollback`."""
-        if self.scaler is not None:
+        if self.loss_scale.scaler is not None:
             self._snapshots[state.name] = self.copied(before)
 
     def copied(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,8 +197,10 @@ class Memory:
     def move_residual(self, name: str, to: Memory) -> None:
         """Free a parameter's state, and add its residual to the parameter's state in another memory.
 
-        The residual of a state that was loaded and not used since is dropped if the other memory has a state.
+        If a bucket has the parameter, its state is split first. The residual of a state that was loaded and not used
+        since is dropped if the other memory has a state.
         """
+        self.split_buckets({name})
         self.discard_snapshot(name)
         state = self.states.pop(name, None)
         residual = None if state is None else state.take_residual()
@@ -221,7 +213,8 @@ class Memory:
             new = to.states[name] = State(name, state.rank, state.size)
             if hasattr(state, "loss_scale"):
                 new.loss_scale = state.loss_scale
-        scale = getattr(new, "loss_scale", self.loss_scale) / getattr(state, "loss_scale", self.loss_scale)
+        current = self.loss_scale.value
+        scale = getattr(new, "loss_scale", current) / getattr(state, "loss_scale", current)
         if scale != 1.0:
             residual.mul_(scale)
         new.residual = residual if new.residual is None else new.residual + residual

@@ -113,7 +113,7 @@ class DGC(SparseCodec):
         yield from ()
         if self.clip_norm is not None:
             norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
-            grad.mul_((self.clip_norm * self.memory.loss_scale / math.sqrt(state.size) / norm).clamp(max=1.0))
+            grad.mul_((self.clip_norm * self.memory.loss_scale.value / math.sqrt(state.size) / norm).clamp(max=1.0))
         if (velocity := getattr(state, "velocity", None)) is not None:
             grad.add_(velocity, alpha=self.momentum)
         return grad

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..memory.state import BucketState
 from .base.composite import Composite
 from .base.compressor import Compressor
 from .base.registry import register
@@ -23,9 +21,9 @@ class Phases(Composite):
     Low-rank methods profit from an uncompressed warm-up: torch's `powerSGD_hook` starts to compress at step 1000 by
     default.
 
-    When a phase begins, residuals move to its method. A method without error feedback sends them once, with the next
-    gradients. All other state of the last phase's method is freed, and that of the new method starts fresh: factors,
-    bases, velocities, and the step number of the method's own schedules and `warmup_steps`.
+    In the first step of a phase, residuals move to its method. A method without error feedback sends them once, with
+    the next gradients. All other state of the last phase's method is freed, and that of the new method starts fresh:
+    factors, bases, velocities, and the step number of the method's own schedules and `warmup_steps`.
 
     Args:
         phases: methods by the first step of their phase. One phase begins at step 0. On a command line:
@@ -52,47 +50,23 @@ class Phases(Composite):
         self.phases = _in_order(self.phases)
         self.set_parts(list(self.phases.values()))
         self._steps: dict[str, int] = {}  # completed steps, by the name of the state
-        self._methods: dict[str, Compressor] = {}  # by the name of the state; all others have the first method
-        self._averaged: set[str] = set()  # names of the states that the current step has averaged
-        self._change_due = False
 
     @property
     def configuration(self) -> list[int]:
         return list(self.phases)
 
     def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor:
-        return self._methods.get(prefix + name, self.parts[0])
+        step = self._steps.get(prefix + name, 0)
+        return self.phases[max(start for start in self.phases if start <= step)]
 
     def step_of(self, name: str, shape: torch.Size, prefix: str = "") -> int:
         return self._steps.get(prefix + name, 0)
 
     # --- a step
 
-    def observe(self, state_name: str, grad: Tensor) -> None:
-        states = [part.states.get(state_name) for part in self.parts]
-        bucket = next((state for state in states if isinstance(state, BucketState)), None)
-        self._averaged.update([state_name] if bucket is None else bucket.shapes)
-
-    def skip_step(self) -> None:
-        self._averaged.clear()
-
-    def end_step(self, engine: Any) -> None:
-        for name in self._averaged:
-            self._steps[name] = step = self._steps.get(name, 0) + 1
-            self._change_due |= step in self.phases
-        self._averaged.clear()
-        # Another optimizer may be in a step: its residuals are on the way.
-        if self._change_due and not self.memory.in_step:
-            self._change_methods()
-
-    def _change_methods(self) -> None:
-        """Reassign all parameters to the methods of their steps."""
-        self._methods = {name: self._method_at(step) for name, step in self._steps.items()}
-        self._change_due = False
-        self.reassign(self._methods)
-
-    def _method_at(self, step: int) -> Compressor:
-        return self.phases[max(start for start in self.phases if start <= step)]
+    def end_step(self, engine: Any, names: Sequence[str]) -> None:
+        for name in names:
+            self._steps[name] = self._steps.get(name, 0) + 1
 
     # --- state
 
@@ -112,8 +86,6 @@ class Phases(Composite):
         if not (isinstance(steps, Mapping) and all(map(_is_step, steps.values()))):
             raise ValueError(f"Phases.load_state_dict: got steps = {steps!r:.80}, expected integers by parameter name")
         self._steps = dict(steps)
-        self._averaged.clear()
-        self._change_methods()
 
 
 def _in_order(phases: Any) -> dict[int, Compressor]:

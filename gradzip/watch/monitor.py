@@ -157,7 +157,7 @@ class Monitor:
         values["ratio"] = nbytes / sent[0] if sent[0] else math.nan
         memory = averaging.method.memory
         if (state := memory.states.get(averaging.name)) is not None:
-            values |= _of_state(state, memory.loss_scale)
+            values |= _of_state(state, memory.loss_scale.value)
         self._write({f".{measure}/{averaging.name}": value for measure, value in values.items()}, step)
         return average
 

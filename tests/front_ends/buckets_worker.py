@@ -61,15 +61,14 @@ class Launches:
 def train(rank, specs):
     """Parameters that are frozen or unused in some steps, and ranks that list the parameters in different orders.
 
-    Returns for each method: the averages of each step, its number of collectives, the residuals, and whether
-    a step is in progress after each one.
+    Returns for each method: the averages of each step, its number of collectives, and the residuals.
     """
     results = {}
     for spec in specs:
         # Rank 0's size of the buckets counts.
         named, compressor = parameters(SHAPES), gradzip.horovod.bucketed(gradzip.parse(spec), 7 * rank or CAP_MB)
         opt = optimizer(named, compressor, reverse=rank > 0)
-        steps, launches, in_step = [], [], []
+        steps, launches = [], []
         for step in range(STEPS):
             opt.zero_grad()
             for name, frozen in FROZEN.items():
@@ -78,10 +77,9 @@ def train(rank, specs):
                 backward(named, rank, step, unused=[n for n, those in UNUSED.items() if rank == 0 and step in those])
                 opt.synchronize()
             launches.append(counted.count)
-            in_step.append(compressor.memory.in_step)
             steps.append({name: p.grad.clone() for name, p in named.items() if p.requires_grad})
         assert front_end._contexts[opt].engine.bucket_nbytes == CAP_MB * 2**20
-        results[spec] = steps, launches, residuals(compressor), in_step
+        results[spec] = steps, launches, residuals(compressor)
     return results
 
 
@@ -217,24 +215,22 @@ def overlap(rank):
 
 @scenario
 def dropped(rank):
-    """Drop a step in which a bucket waits for a gradient on one rank. It is over afterwards."""
+    """Drop steps in which a bucket waits for a gradient. Returns the averages of the step after each of them."""
     named, compressor = parameters(SHAPES), gradzip.parse("topk:theta=0.9")
     opt = optimizer(named, compressor)
-    counts = []
+    steps = []
     for drop in (lambda: opt.load_state_dict(opt.state_dict()), lambda: front_end.drop_in_flight(compressor)):
         opt.zero_grad()
         (named["c"] * gradient("c", rank, 0, SHAPES["c"])).sum().backward()
-        counts.append(compressor.memory.in_step)
         for handle, _ in opt._handles.values():
             hvd.synchronize(handle)  # the operation's name can be used again
         drop()
         opt.load_state_dict(opt.state_dict())
         named["c"].grad = None
-        counts.append(compressor.memory.in_step)
         backward(named, rank, 1)
         opt.synchronize()
-        counts.append(compressor.memory.in_step)
-    return counts
+        steps.append({name: p.grad.clone() for name, p in named.items()})
+    return steps
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import copy
 import torch
 
 import gradzip
-from auto_worker import SHAPES, equal, training
+from auto_worker import SHAPES, equal, residuals, training
 from contract import gradient
 from harness import UNDER_HOROVOD, gather, main, message, scenario
 
@@ -27,12 +27,6 @@ def switched():
         averages = job.step(step)
         steps.append((averages, residuals(compressor), compressor.traffic.bytes_sent - before))
     return steps
-
-
-def residuals(compressor):
-    """Copies of this rank's residuals, by parameter name."""
-    states = [item for part in compressor.state_dict()["parts"] for item in part["states"].items()]
-    return {name: fields["residual"].clone() for name, fields in states if "residual" in fields}
 
 
 @scenario

@@ -1,7 +1,9 @@
 """What front ends share: names of states, steps, and steps that fail. One rank, on a real process group."""
 
+import copy
 import gc
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -42,10 +44,15 @@ def connected(compressor, group, named):
     return session
 
 
+plans = WeakKeyDictionary()  # by session
+
+
 def train(session, named):
     """One step in which all gradients are one bucket. Returns the averages."""
-    gradients = [torch.ones_like(parameter) for parameter in named.values()]
-    plan = session.plan(list(named.values()), list(named))
+    parameters, plan = list(named.values()), plans.get(session)
+    gradients = [torch.ones_like(parameter) for parameter in parameters]
+    if plan is None or not plan.fits(session.compressor, parameters):
+        plan = plans[session] = session.plan(parameters, list(named))
     session.start(0, plan.units, gradients, "bucket")
     session.finish("round")
     session.end(session.overflows(gradients))
@@ -62,25 +69,60 @@ def test_a_failed_step_is_dropped(group):
     compressor.fails = True
     with pytest.raises(gradzip.PayloadError, match="this one"):
         train(session, named)
-    assert not session.buckets and not session.units and not compressor.memory.in_step
+    assert not session.buckets and not session.units
     compressor.fails = False
     assert all(torch.equal(average, torch.ones(40, 40)) for average in train(session, named))
-    assert {state.step for state in compressor.states.values()} == {1} and not compressor.memory.in_step
+    assert {state.step for state in compressor.states.values()} == {1}
 
 
-def test_a_dropped_step_does_not_stop_phases(group):
-    """A model whose backward pass has failed, beside one that goes on training."""
-    compressor = gradzip.parse("phases:0=none,1=topk")
+def test_a_step_that_nobody_ends_stops_neither_phases_nor_the_loss_scale(group):
+    """A model whose backward pass has failed, and whose hook is still referred to, beside one that goes on training."""
+
+    class Scaler:
+        scale = 4.0
+
+        def get_scale(self):
+            return self.scale
+
+    scaler = Scaler()
+    compressor = gradzip.parse("phases:0=none,2=topk").follow(scaler)
     first, second = (connected(compressor, group, layers(name)) for name in "vw")
     first.begin()
-    train(second, layers("w"))
-    assert compressor.method_for("w", (40, 40)) is compressor.parts[0]
-    first.drop()
-    train(second, layers("w"))
+    named = layers("w")
+    train(second, named)
+    train(second, named)
     assert compressor.method_for("w", (40, 40)) is compressor.parts[1]
+    for scaler.scale in (4.0, 1024.0):
+        train(second, named)
+        assert compressor.parts[1].states["w"].loss_scale == scaler.scale
 
 
-def test_the_loss_scale_is_read_once_a_step_and_method(group):
+def test_a_state_dict_of_the_last_step_of_a_phase_goes_on_in_the_same_job(group):
+    """Its residuals are still those of the phase before."""
+    compressor, named = gradzip.parse("phases:0=topk,2=acpsgd"), layers("v", "w")
+    session = connected(compressor, group, named)
+    for _ in range(2):
+        train(session, named)
+    saved, runs = copy.deepcopy(compressor.state_dict()), []
+    for _ in range(2):
+        runs.append([train(session, named) for _ in range(3)])
+        compressor.load_state_dict(saved)
+    for of_step in zip(*runs, strict=True):
+        assert all(torch.equal(*averages) for averages in zip(*of_step, strict=True))
+
+
+def test_steps_of_frozen_parameters_do_not_count(group):
+    compressor, named = gradzip.parse("phases:0=none,2=topk"), layers("v", "w")
+    session = connected(compressor, group, named)
+    plan = session.plan(list(named.values()), list(named))
+    plan.units[0].averaging.frozen = True
+    session.start(0, plan.units, [torch.ones_like(parameter) for parameter in named.values()], "bucket")
+    session.finish("round")
+    session.end(False)
+    assert [compressor.step_of(name, (40, 40)) for name in named] == [0, 1]
+
+
+def test_the_loss_scale_is_read_once_a_step(group):
     """A GradScaler keeps it on the device: each reading waits."""
 
     class Scaler:
@@ -95,9 +137,9 @@ def test_the_loss_scale_is_read_once_a_step_and_method(group):
     named = layers("v", "w", "x", "y")
     session = connected(compressor.follow(scaler), group, named)
     train(session, named)
-    assert scaler.readings == 2
+    assert scaler.readings == 1
     train(session, named)
-    assert scaler.readings == 4
+    assert scaler.readings == 2
 
 
 # --- names of states

@@ -203,7 +203,7 @@ def test_with_every_method(spec, front_end, which):
 def test_with_a_loss_scale(front_end):
     """Snapshots of states are made and freed, and averages are read at the end of the step."""
     compressor = gradzip.parse("acpsgd")
-    compressor.memory.scaler = types.SimpleNamespace(get_scale=lambda: 2.0**16)
+    compressor.follow(types.SimpleNamespace(get_scale=lambda: 2.0**16))
     with recorded() as recorder:
         FRONT_ENDS[front_end](compressor, recorder, "two")
     assert recorder.violations == []

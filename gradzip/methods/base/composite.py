@@ -48,25 +48,19 @@ class Composite(Compressor):
     @abstractmethod
     def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor: ...
 
-    def reassign(self, methods: Mapping[str, Compressor]) -> None:
-        """Reassign all parameters to parts, between two steps.
+    def register_parameter(self, name: str, shape: torch.Size, state_name: str) -> None:
+        """Move what other parts have of a parameter's gradients to the part that is in charge of it now.
 
-        A parameter's residual moves to its new part, which adds it to the next gradient. A part without error feedback
-        sends it once. Other states of the parameter are freed, and so are the workspaces of parts without parameters.
-
-        Args:
-            methods: the new parts, by name of the state.
+        That part adds the residual to the next gradient; a part without error feedback sends it once. Other states of
+        the parameter are freed, and so are the workspaces of parts that are left without states.
         """
+        prefix = state_name.removesuffix(name)
+        method = self.method_for(name, shape, prefix)
         for part in self.parts:
-            part.memory.split_all_buckets()
-        for name, method in methods.items():
-            for part in self.parts:
-                if part is not method:
-                    part.memory.move_residual(name, method.memory)
-        used = {id(method) for method in methods.values()}
-        for part in self.parts:
-            if id(part) not in used:
-                part.workspace.clear()
+            if part is not method and part.memory.find(state_name) is not None:
+                part.memory.move_residual(state_name, method.memory)
+                if not part.states:
+                    part.workspace.clear()
 
     def bypasses(self, grad: Tensor) -> bool:
         """Whether every part bypasses a gradient of this shape."""
@@ -100,5 +94,6 @@ class Composite(Compressor):
                 f"{type(self).__name__}.load_state_dict: got the states of {len(saved)} compressors, expected "
                 f"{len(self.parts)}: one for each of its parts"
             )
+        self.choice_number += 1  # a part may have residuals that its successor has not taken over yet
         for part, of_part in zip(self.parts, saved):
             part.load_state_dict(of_part)

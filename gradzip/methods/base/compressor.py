@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
 
@@ -17,7 +17,7 @@ from ...collectives.node_chunks import NodeChunks
 from ...collectives.routines import Local, Routine, jointly
 from ...collectives.traffic import Traffic
 from ...cost import JOINED
-from ...memory.memory import Memory
+from ...memory.memory import LossScale, Memory
 from ...memory.state import State, Workspace
 from ...memory.state_dict import state_dict_of, states_from
 from ...memory.streams import HomeStreams
@@ -94,6 +94,8 @@ class Compressor(ABC):
         self.streams = HomeStreams()
         self.monitor: StepMonitor | None = None
         self.bucket_cap_mb = JOINED["horovod"]["bucket_nbytes"] / 2**20  # MiB, of Horovod's buckets
+        # Front ends plan again when it changes: parameters may have other methods, whose residuals they take over.
+        self.choice_number = 0
         # If set, a gradient is averaged by node, and `method_for` averages one chunk of it on each rank.
         self.node_chunks: NodeChunks | None = None
 
@@ -227,7 +229,7 @@ class Compressor(ABC):
 
     # --- the end of a step
 
-    def end_step(self, engine: Any) -> None:
+    def end_step(self, engine: Any, names: Sequence[str]) -> None:
         """End a step. Called when all its gradients are averaged, at the same point on all ranks.
 
         A method may run collectives here, and change the result of `method_for` for the next step. A `LocalGroup` calls
@@ -236,6 +238,7 @@ class Compressor(ABC):
         Args:
             engine: of the group that has averaged the gradients (`gradzip.collectives.engine.Engine`); None in a
                 `LocalGroup`.
+            names: of the states of the parameters that the step has averaged, in any order, without frozen ones.
         """
 
     def skip_step(self) -> None:
@@ -281,7 +284,7 @@ class Compressor(ABC):
     def clone(self) -> Compressor:
         """A compressor with the same hyper-parameters and loss scale, and no state."""
         clone = replace(self, **{f.name: cloned(getattr(self, f.name)) for f in fields(self) if f.init})
-        clone.memory.scaler = self.memory.scaler
+        clone._share(LossScale(self.memory.loss_scale.scaler))
         return clone
 
     @property
@@ -311,9 +314,12 @@ class Compressor(ABC):
         """
         if isinstance(scaler, type) or not callable(getattr(scaler, "get_scale", None)):
             raise ValueError(f"follow: got {scaler!r}, expected a torch.amp.GradScaler, as in follow(scaler)")
-        for compressor in (self, *self.parts):
-            compressor.memory.scaler = scaler
+        self._share(LossScale(scaler))
         return self
+
+    def _share(self, loss_scale: LossScale) -> None:
+        for compressor in (self, *self.parts):
+            compressor.memory.loss_scale = loss_scale
 
     # --- state
 
