@@ -51,7 +51,7 @@ class Engine(ABC):
     size: int  # the world size
     traffic: Traffic
     scope: Scope = "all"  # "node" or "peers" for an engine that `split` has made
-    scopes: Mapping[str, Engine] = {}  # the engines of "node" and "peers", after `set_nodes`
+    scopes: Mapping[Scope, Engine] = {}  # the engines of "node" and "peers", after `set_nodes`
 
     # Whether ranks match operations by their order alone, and not by their slots.
     in_order = False
@@ -87,8 +87,12 @@ class Engine(ABC):
         """This rank's number within its node, and the number of ranks on the node, according to the launcher."""
         raise NotImplementedError(f"{type(self).__name__} knows no nodes")
 
-    def split(self, groups: Sequence[Sequence[int]], scope: Scope) -> Engine:
-        """Make an engine for the group that has this rank. All ranks must call it, with the same groups."""
+    def split(self, groups: Mapping[Scope, Sequence[Sequence[int]]]) -> Mapping[Scope, Engine]:
+        """Make an engine for the group of each scope that has this rank. All ranks must call it, with the same groups.
+
+        Raises:
+            ValueError: this engine cannot make the groups. The same error on all ranks.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no scopes")
 
     def node_size(self, what: str) -> int:
@@ -120,7 +124,7 @@ class Engine(ABC):
         """
         nodes = [list(range(first, first + node_size)) for first in range(0, self.size, node_size)]
         peers = [list(range(place, self.size, node_size)) for place in range(node_size)]
-        self.scopes = {"node": self.split(nodes, "node"), "peers": self.split(peers, "peers")}
+        self.scopes = self.split({"node": nodes, "peers": peers})
 
     def launch_scoped(self, collective: Collective, slot: str) -> Pending:
         """Start a collective of the scope "node" or "peers"."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -76,12 +76,15 @@ class HorovodEngine(Engine):
     def place(self) -> tuple[int, int]:
         return hvd.local_rank(), hvd.local_size()
 
-    def split(self, groups: Sequence[Sequence[int]], scope: Scope) -> HorovodEngine:
-        members = self.members
-        sets = [_process_set([members[i] for i in group]) for group in groups]  # all ranks add all, in the same order
-        engine = HorovodEngine(next(s for s in sets if s.included()), self.traffic)
-        engine.scope = scope
-        return engine
+    def split(self, groups: Mapping[Scope, Sequence[Sequence[int]]]) -> Mapping[Scope, Engine]:
+        members, engines = self.members, {}
+        ranks = {scope: [[members[i] for i in group] for group in groups[scope]] for scope in groups}
+        sets = _process_sets([group for of_scope in ranks.values() for group in of_scope], self.size == hvd.size())
+        for scope, of_scope in ranks.items():
+            own = next(s for s in sets if s.included() and s.ranks in of_scope)
+            engines[scope] = HorovodEngine(own, self.traffic)
+            engines[scope].scope = scope
+        return engines
 
     def launch(self, collective: Collective, slot: str) -> Pending:
         if collective.scope != "all":
@@ -113,21 +116,35 @@ class HorovodEngine(Engine):
         return _Pending(self, ring, handle)
 
 
-def _process_set(ranks: list[int]) -> Any:
-    """The process set of these ranks: one that exists, or a new one, which all ranks must add at the same time."""
-    process_set = hvd.ProcessSet(ranks)
-    for number, known in process_sets._basics._get_process_set_ids_and_ranks().items():
-        if list(known) == ranks:
-            process_set.process_set_id = number
-            return process_set
+def _process_sets(groups: list[list[int]], add: bool) -> list[Any]:
+    """The process sets of these groups of ranks.
+
+    Args:
+        add: whether to add those that do not exist, which all ranks of the job must do at the same time.
+
+    Raises:
+        ValueError: some do not exist, and cannot be added.
+    """
+    sets = [hvd.ProcessSet(ranks) for ranks in groups]
+    known = {tuple(ranks): i for i, ranks in process_sets._basics._get_process_set_ids_and_ranks().items()}
+    for one in sets:
+        one.process_set_id = known.get(tuple(one.ranks))
+    missing = [one for one in sets if one.process_set_id is None]
+    what = f"HorovodEngine: there are no process sets of the ranks {', '.join(str(one.ranks) for one in missing)}"
+    if missing and not add:
+        raise ValueError(
+            f"{what}, which only all ranks of the job together can add; pass them to hvd.init(process_sets=...), or "
+            "call hvd.add_process_set for each of them on all ranks before the first step"
+        )
     try:
-        return hvd.add_process_set(process_set)
+        for one in missing:
+            hvd.add_process_set(one)
     except ValueError as error:
         raise ValueError(
-            f"HorovodEngine: there is no process set of the ranks {ranks} ({error}); set "
-            "HOROVOD_DYNAMIC_PROCESS_SETS=1 on all ranks, or pass the sets of all nodes, and of all peers, to "
+            f"{what} ({error}); set HOROVOD_DYNAMIC_PROCESS_SETS=1 on all ranks, or pass them to "
             "hvd.init(process_sets=...)"
         ) from None
+    return sets
 
 
 class _Pending:

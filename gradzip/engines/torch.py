@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -78,13 +78,14 @@ class TorchEngine(Engine):
             ) from None
         return rank, size
 
-    def split(self, groups: Sequence[Sequence[int]], scope: Scope) -> TorchEngine:
-        members = self.members
-        ranks = [members[i] for group in groups if self.rank in group for i in group]
-        group: Any = dist.new_group(ranks, use_local_synchronization=True)
-        engine = TorchEngine(group, self.traffic, self.device)
-        engine.scope = scope
-        return engine
+    def split(self, groups: Mapping[Scope, Sequence[Sequence[int]]]) -> Mapping[Scope, Engine]:
+        members, engines = self.members, {}
+        for scope, of_scope in groups.items():
+            ranks = [members[i] for group in of_scope if self.rank in group for i in group]
+            group: Any = dist.new_group(ranks, use_local_synchronization=True)
+            engines[scope] = TorchEngine(group, self.traffic, self.device)
+            engines[scope].scope = scope
+        return engines
 
     def launch(self, collective: Collective, slot: str) -> Pending:
         if collective.scope != "all":

@@ -1,4 +1,4 @@
-"""Scenarios for test_hierarchical_jobs.py, on 2 nodes of 2 ranks: one for each of SPECS, and `error`."""
+"""Scenarios for test_hierarchical_jobs.py, on 2 nodes of 2 ranks: one for each of SPECS, `error`, `process_set`."""
 
 import copy
 import functools
@@ -8,7 +8,8 @@ import torch
 
 import gradzip
 from contract import gradient
-from harness import SCENARIOS, UNDER_HOROVOD, Training, gather, main, message, scenario
+from gradzip.collectives import Mean, among
+from harness import SCENARIOS, UNDER_HOROVOD, Training, gather, main, message, on_request, scenario
 
 NODES, PLACES = 2, 2
 SHAPES = {"b": (48,), "v": (33, 8, 3, 3), "w": (64, 48)}
@@ -71,6 +72,26 @@ def skipped_steps(spec, overflows):
         )
         skipped.append(same and not averages["w"].isfinite().any().item())
     return skipped
+
+
+@on_request
+def process_set(rank):
+    """Nodes of one rank on a process set: the error without process sets for them; with them, means in both scopes."""
+    import horovod.torch as hvd
+
+    from gradzip.engines.horovod import HorovodEngine
+
+    members, error, means = hvd.add_process_set([0, 3]), "", []
+    if members.included():
+        error = message(HorovodEngine(members, gradzip.Traffic()).set_nodes, 1)
+    for ranks in ([0], [3]):
+        hvd.add_process_set(ranks)
+    if members.included():
+        engine = HorovodEngine(members, gradzip.Traffic())
+        engine.set_nodes(1)
+        own = torch.tensor([float(rank)])
+        means = [engine.run(among(scope, Mean(own)), "mean").item() for scope in ("node", "peers")]
+    return error, *means
 
 
 @scenario

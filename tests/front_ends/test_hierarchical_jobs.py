@@ -56,15 +56,25 @@ def test_horovodrun(tmp_path, monkeypatch, specs):
     pytest.importorskip("horovod.torch")
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     results = scenarios(
-        SIZE, "hierarchical_worker.py", tmp_path, *specs, run=functools.partial(horovodrun, hosts=HOSTS)
+        SIZE, "hierarchical_worker.py", tmp_path, *specs, "process_set", run=functools.partial(horovodrun, hosts=HOSTS)
     )
+    assert_on_a_process_set(results.pop("process_set"))
     assert results.keys() == set(specs)
     assert_as_expected(results)
 
 
+def assert_on_a_process_set(of_ranks):
+    """Scopes among ranks 1 and 3 need process sets that exist: the other ranks would not add them."""
+    for rank in (0, 3):
+        error, *means = of_ranks[rank]
+        assert "there are no process sets of the ranks [0], [3], which only all ranks of the job together" in error
+        assert "\n" not in error
+        assert means == [rank, 1.5]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("hosts, message", [
-    ("localhost:2,127.0.0.1:2", "set HOROVOD_DYNAMIC_PROCESS_SETS=1 on all ranks, or pass the sets of all nodes"),
+    ("localhost:2,127.0.0.1:2", "ranks [0, 1], [2, 3], [0, 2], [1, 3] (Set HOROVOD_DYNAMIC_PROCESS_SETS=1"),
     ("localhost:2,127.0.0.1:1", "Hierarchical: rank 2 is number 0 of 1 on its node, expected number 0 of 2: start as"),
 ])  # fmt: skip
 def test_errors_are_raised_on_all_ranks(tmp_path, monkeypatch, hosts, message):
