@@ -310,8 +310,10 @@ class Auto(Composite):
         super().load_state_dict(state_dict)
         self._leader = None
         self._reset(0)
-        saved = state_dict.get("auto") or {}
+        saved = state_dict.get("auto", {})
         what = "Auto.load_state_dict: got a"
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"{what} choice of type {type(saved).__name__}, expected a dict")
         if saved and saved.get("methods") != self.specs:
             raise ValueError(f"{what} choice among {saved.get('methods')}, expected one among {self.specs}")
         try:

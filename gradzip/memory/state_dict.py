@@ -13,6 +13,8 @@ from torch import Tensor
 from .state import State
 from .streams import use_on_current_stream
 
+COUNTS = ("step", "rank", "size")  # fields that every state has
+
 
 def state_dict_of(states: Mapping[str, State], rank_local: tuple[str, ...], method: str) -> dict[str, Any]:
     """The state dict of a compressor: plain tensors and numbers. method: name of its class."""
@@ -29,29 +31,56 @@ def states_from(state_dict: Mapping[str, Any], method: str) -> dict[str, State]:
     Raises:
         ValueError: the state dict belongs to another method or is malformed.
     """
-    check_method(state_dict, method)
     states = {}
-    for name, fields in state_dict["states"].items():
+    for name, fields in saved_states(state_dict, method).items():
         state = states[name] = State(name)
-        for key, value in fields.items():
-            kind = type(vars(state)[key]) if key in ("step", "rank", "size") else (Tensor, int, float)
-            tensors = isinstance(value, list) and all(isinstance(item, Tensor) for item in value)
-            if not tensors and not isinstance(value, kind):
-                raise ValueError(
-                    f"{method}.load_state_dict: got {type(value).__name__} as {key} of {name!r}, expected a tensor or "
-                    "number"
-                )
         vars(state).update(copy.deepcopy(dict(fields)), loaded=True)
     return states
 
 
+def saved_states(state_dict: Mapping[str, Any], method: str) -> Mapping[str, Mapping[str, Any]]:
+    """The fields of all states of a state dict, by parameter name.
+
+    Raises:
+        ValueError: the state dict belongs to another method or is malformed.
+    """
+    check_method(state_dict, method)
+    what = f"{method}.load_state_dict: got"
+    states = state_dict.get("states")
+    if not isinstance(states, Mapping):
+        raise ValueError(f"{what} {type(states).__name__} as states, expected a dict of them by parameter name")
+    for name, fields in states.items():
+        if not (isinstance(name, str) and isinstance(fields, Mapping)):
+            raise ValueError(
+                f"{what} {type(fields).__name__} as the state of {name!r}, expected a dict, of a parameter's name"
+            )
+        for key, value in fields.items():
+            count, tensors = key in COUNTS, isinstance(value, list) and all(isinstance(item, Tensor) for item in value)
+            if not (is_count(value) if count else tensors or isinstance(value, (Tensor, int, float))):
+                expected = "an integer >= 0" if count else "a tensor or number"
+                raise ValueError(f"{what} {type(value).__name__} as {key} of {name!r}, expected {expected}")
+    return states
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer >= 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def in_line(value: Any) -> str:
+    """A short description of any value, in one line, for errors."""
+    return " ".join(repr(value).split())[:80]
+
+
 def check_method(state_dict: Mapping[str, Any], method: str) -> None:
-    """Raise ValueError for the state dict of another method, or a merged one of all ranks."""
+    """Raise ValueError for what is no state dict, that of another method, or a merged one of all ranks."""
     what = f"{method}.load_state_dict"
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"{what}: got {type(state_dict).__name__}, expected what state_dict() returned")
     if "ranks" in state_dict:
         raise ValueError(f"{what}: got all ranks' states, expected gradzip.checkpoint.shard(states, rank, size)")
     if state_dict.get("method") != method:
-        raise ValueError(f"{what}: got the state of {state_dict.get('method')!r}, expected that of {method!r}")
+        raise ValueError(f"{what}: got the state of {in_line(state_dict.get('method'))}, expected that of {method!r}")
 
 
 def restore(

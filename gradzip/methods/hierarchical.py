@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..collectives.node_chunks import NodeChunks
-from ..memory.state_dict import check_method
+from ..memory.state_dict import in_line, is_count, saved_states
 from .base.composite import Composite
 from .base.compressor import Compressor
 from .base.registry import register
@@ -135,15 +135,18 @@ class Hierarchical(Composite):
         return saved | {"local_size": places}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        check_method(state_dict, type(self).__name__)
+        (part,) = self.saved_parts(state_dict)
+        saved, what = saved_states(part, type(self.inner).__name__), "Hierarchical.load_state_dict: got"
         places = state_dict.get("local_size")
-        if not (isinstance(places, int) and places >= 1):
-            raise ValueError(f"Hierarchical.load_state_dict: got local_size = {places!r}, expected an integer >= 1")
-        (part,) = state_dict["parts"]
-        ranks = {fields["rank"] for fields in part["states"].values()}
+        if not (is_count(places) and places):
+            raise ValueError(f"{what} local_size = {in_line(places)}, expected an integer >= 1")
+        for name, fields in saved.items():
+            if not {"rank", "size"} <= fields.keys():
+                raise ValueError(f"{what} a state of {name!r} with {sorted(fields)}, expected rank and size, too")
+        ranks = {fields["rank"] for fields in saved.values()}
         states = {
             name: {**fields, "rank": fields["rank"] // places, "size": fields["size"] // places}
-            for name, fields in part["states"].items()
+            for name, fields in saved.items()
         }
         super().load_state_dict({**state_dict, "parts": [{**part, "states": states}]})
         self._saved_place = (min(ranks) % places, places) if ranks else None

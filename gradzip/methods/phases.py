@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..memory.state_dict import in_line, is_count
 from .base.composite import Composite
 from .base.compressor import Compressor
 from .base.registry import register
@@ -83,8 +84,10 @@ class Phases(Composite):
         """
         super().load_state_dict(state_dict)
         steps = state_dict.get("steps")
-        if not (isinstance(steps, Mapping) and all(map(_is_step, steps.values()))):
-            raise ValueError(f"Phases.load_state_dict: got steps = {steps!r:.80}, expected integers by parameter name")
+        if not (isinstance(steps, Mapping) and all(map(is_count, steps.values()))):
+            raise ValueError(
+                f"Phases.load_state_dict: got steps = {in_line(steps)}, expected integers by parameter name"
+            )
         self._steps = dict(steps)
 
 
@@ -94,12 +97,8 @@ def _in_order(phases: Any) -> dict[int, Compressor]:
             f"Phases: got {phases!r}, expected a dict of methods by step, as in {{0: NoCompression(), 1000: ACPSGD()}}"
         )
     for step in phases:
-        if not _is_step(step):
+        if not is_count(step):
             raise ValueError(f"Phases: got the step {step!r}, expected an integer >= 0")
     if 0 not in phases:
         raise ValueError(f"Phases: got the steps {sorted(phases)}, expected step 0 among them, and its method")
     return dict(sorted(phases.items()))
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

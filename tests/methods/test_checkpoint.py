@@ -1,6 +1,9 @@
 """State dicts: every method resumes to the bit, or warns of what is dropped. Malformed state dicts are refused."""
 
+import copy
+import functools
 import io
+import operator
 import warnings
 
 import pytest
@@ -10,6 +13,7 @@ import gradzip
 import kinds
 from gradzip.memory.checkpoint import merge, shard
 
+OF_NODES = ["hierarchical:inner=dgc(theta=0.9)"]
 SHAPES = {"w": (64, 48), "v": (40, 3, 3, 3), "bias": (48,)}
 
 
@@ -110,6 +114,61 @@ def test_malformed_state_dicts_are_refused():
         gradzip.TopK().load_state_dict(saved)
     with pytest.raises(ValueError, match="got the state of None"):
         gradzip.TopK().load_state_dict({})
+
+
+def paths(value, path=()):
+    """The keys that lead to each value in a state dict."""
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from paths(item, (*path, key))
+
+
+def edited(state_dict, path, *values):
+    """A state dict with another value at the end of a path, or none."""
+    state_dict = copy.deepcopy(state_dict)
+    inner = functools.reduce(operator.getitem, path[:-1], state_dict)
+    if values:
+        inner[path[-1]] = values[0]
+    else:
+        del inner[path[-1]]
+    return state_dict
+
+
+MALFORMED = [None, True, -1, 1.5, "text", [], {}, [3], {"w": 3}, {3: {}}, torch.zeros(2, 2)]
+
+
+@pytest.mark.parametrize("spec", kinds.params([*kinds.ALL, *OF_NODES], [*kinds.SAMPLE, *OF_NODES]))
+def test_malformed_state_dicts_load_or_raise_value_error(spec):
+    """Each value of a state dict missing, or replaced by each of these."""
+    group = gradzip.LocalGroup(gradzip.parse(spec), (2, 2) if spec in OF_NODES else 2)
+    run_steps(group, 0, 3)
+    saved = group.compressors[0].state_dict()
+    malformed = [edited(saved, path, *values) for path in paths(saved) for values in [(), *zip(MALFORMED)]]
+    refused = 0
+    for state_dict in [*malformed, *MALFORMED]:
+        compressor = gradzip.parse(spec)
+        try:
+            compressor.load_state_dict(state_dict)
+        except ValueError as error:
+            assert "\n" not in str(error)
+            refused += 1
+        else:
+            compressor.state_dict()
+    assert refused > len(malformed) / 4
+
+
+@pytest.mark.parametrize("path, message", [
+    (("parts",), "Hierarchical.load_state_dict: got NoneType as parts, expected a list of state dicts"),
+    (("parts", 0, "states"), "TopK.load_state_dict: got NoneType as states, expected a dict of them by parameter name"),
+    (("parts", 0, "states", "w", "rank"), "Hierarchical.load_state_dict: got a state of 'w' with .*, expected rank"),
+])  # fmt: skip
+def test_a_missing_part_of_a_state_dict_is_named(path, message):
+    group = gradzip.LocalGroup(gradzip.Hierarchical(gradzip.TopK()), (2, 2))
+    run_steps(group, 0, 1)
+    with pytest.raises(ValueError, match=message):
+        gradzip.Hierarchical(gradzip.TopK()).load_state_dict(edited(group.compressors[0].state_dict(), path))
 
 
 @pytest.mark.parametrize("method", [gradzip.PowerSGD(rank=3), gradzip.PowerSGD(rank=2)], ids=["rank", "shape"])

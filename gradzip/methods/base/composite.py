@@ -87,13 +87,23 @@ class Composite(Compressor):
         return {"method": type(self).__name__, "parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        check_method(state_dict, type(self).__name__)
-        saved = state_dict["parts"]
-        if len(saved) != len(self.parts):
-            raise ValueError(
-                f"{type(self).__name__}.load_state_dict: got the states of {len(saved)} compressors, expected "
-                f"{len(self.parts)}: one for each of its parts"
-            )
+        saved = self.saved_parts(state_dict)
         self.choice_number += 1  # a part may have residuals that its successor has not taken over yet
         for part, of_part in zip(self.parts, saved):
             part.load_state_dict(of_part)
+
+    def saved_parts(self, state_dict: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """The state dicts of the parts in a state dict of this method.
+
+        Raises:
+            ValueError: the state dict belongs to another method, or has not one for each part.
+        """
+        check_method(state_dict, type(self).__name__)
+        what, saved = f"{type(self).__name__}.load_state_dict: got", state_dict.get("parts")
+        if not isinstance(saved, (list, tuple)):
+            raise ValueError(f"{what} {type(saved).__name__} as parts, expected a list of state dicts")
+        if len(saved) != len(self.parts):
+            raise ValueError(
+                f"{what} the states of {len(saved)} compressors, expected {len(self.parts)}: one for each of its parts"
+            )
+        return saved
