@@ -14,8 +14,10 @@ from models import MODELS
 
 # The most useful first. `compressor` reads them.
 IMAGE_METHODS = (
-    "none", "acpsgd", "powersgd", "fft-range", "qsgd", "topk", "signsgd", "dct-range:theta=0.95", "fft-range:theta=0.9",
-    "fft-range:theta={0:0.9,50%:0.0}",  # Wang et al., HPDC 2020, figure 13
+    "none", "acpsgd", "powersgd", "fft-range", "qsgd", "topk", "signsgd", "dct-range:theta=0.95",
+    # Wang et al., HPDC 2020, figure 13:
+    "fft-range:error_feedback=false", "fft-range:theta=0.9,error_feedback=false",
+    "fft-range:theta={0:0.9,50%:0.0},error_feedback=false",
     # Zhang et al., ICDCS 2023, figure 7:
     "acpsgd:error_feedback=false", "acpsgd:reuse=false", "acpsgd:error_feedback=false,reuse=false",
     "terngrad", "dgc:warmup_steps=10%", "atomo",

@@ -469,7 +469,8 @@ def test_steps_are_counted_per_parameter(make, shape):
 def test_diminishing_theta_changes_the_payload(make, shape):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     grad = correlated(*shape)
-    group = LocalGroup(make(theta=gradzip.DiminishingTheta(optimizer, lipschitz=0.9**2 / 0.1)), 1)
+    theta = gradzip.DiminishingTheta(optimizer, lipschitz=0.9**2 / 0.1)
+    group = LocalGroup(make(theta=theta, error_feedback=False), 1)
     for rate in (0.1, 0.05, 0.01, 0.0):
         optimizer.param_groups[0]["lr"] = rate
         assert bytes_of_steps(group, grad, 1) == [documented_nbytes(make(), grad, 0.9 * math.sqrt(rate / 0.1))]

@@ -105,7 +105,7 @@ def test_training_table_has_speed_ups_over_both_baselines(tmp_path):
         "compute": (100, 0),
         "horovod": (400, 12_000_000),
         "ddp-fp16": (250, 6_000_000),
-        "ddp:fft-range": (125, 346_000),
+        "ddp:fft-range:error_feedback=false": (125, 346_000),
     }
     for at in (cell, other):
         results.plan([at], [*variants, "ddp"])
@@ -115,14 +115,14 @@ def test_training_table_has_speed_ups_over_both_baselines(tmp_path):
             row.rounds = [Round(i, [ms * speed], 0.0, 0.0, nbytes) for i, speed in enumerate((1, 1, 1.2))]
         results.row(at, "ddp").rounds.append(Round(0, error="aborts"))
     training = {"provenance": results.provenance, "rows": results.reports()}
-    accuracies = {"none": 0.9, "fft-range": 0.875}
+    accuracies = {"none": 0.9, "fft-range:error_feedback=false": 0.875}
     accuracy = {"runs": [{"compression": spec, "test_accuracy": value} for spec, value in accuracies.items()]}
     text = report.block(training, accuracy)
     assert table(text, "|  | × fp32 | × fp16 |") == [
         ["**ResNet-18**, 3.0 M parameters, 1 Gb/s", "", "", "", "", ""],
         ["stock Horovod, fp32", "1.00", "0.62", "400", "12.0", "90.0"],
         ["DDP, torch's `fp16_compress_hook`", "1.60", "1.00", "250", "6.00", ""],
-        ["DDP, `FFTRange()`", "3.20", "2.00", "125", "0.35", "87.5"],
+        ["DDP, `FFTRange(error_feedback=false)`", "3.20", "2.00", "125", "0.35", "87.5"],
         ["no communication (upper bound)", "4.00", "2.50", "100", "0", ""],
     ]
     assert "Medians of 3 rounds" in text and "by up to 20 % (ResNet-18)" in text
@@ -131,4 +131,4 @@ def test_training_table_has_speed_ups_over_both_baselines(tmp_path):
     assert page.count("## ResNet-18, 4 ranks, 1 Gb/s") == 1 and "\n* threads: 1\n" in page
     rows = table(page, "| variant |")
     assert [row[0] for row in rows][-1] == "stock DDP, fp32" and rows[-1][1].startswith("aborts in 1 of 1 rounds")
-    assert rows[2][:5] == ["DDP, `FFTRange()`", "125.0 (125.0–140.0)", "80%", "3.20", "2.00"]
+    assert rows[2][:5] == ["DDP, `FFTRange(error_feedback=false)`", "125.0 (125.0–140.0)", "80%", "3.20", "2.00"]
