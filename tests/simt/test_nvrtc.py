@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -84,6 +85,71 @@ def test_files_of_other_users_are_not_read(home):
     cache.fetch("select", "key", lambda: COMPILED)
     os.chown(home / "select", 12345, 12345)
     assert cache.read(home / "select", "key") is None
+
+
+def give_away(path):
+    os.chown(path, 12345, 12345)
+
+
+def link(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+UNSAFE = {
+    "link": (link, "it is a link, or no folder"),
+    "group-writable": (lambda path: path.chmod(0o770), "it belongs to another user, or others may write to it"),
+    "world-writable": (lambda path: path.chmod(0o707), "it belongs to another user, or others may write to it"),
+    "another user's": (give_away, "it belongs to another user, or others may write to it"),
+}
+
+
+@pytest.mark.parametrize("change", UNSAFE)
+def test_folders_that_others_may_write_to_are_not_used(home, tmp_path, caplog, change):
+    """Neither the user's own nor the one in the temporary directory, whose name others know."""
+    make_unsafe, reason = UNSAFE[change]
+    if make_unsafe is give_away and os.getuid() != 0:
+        pytest.skip("only root can give files away")
+    folders = home, tmp_path / f"gradzip-kernels-{os.getuid()}"
+    cache.fetch("select", "key", lambda: (b"theirs", {}))
+    shutil.copytree(*folders)
+    for folder in folders:
+        (folder / "select.lock").unlink()
+        make_unsafe(folder)
+    assert cache.fetch("select", "key", lambda: COMPILED) == COMPILED
+    for folder in folders:
+        assert cache.read(folder / "select", "key") is None
+        assert [path.name for path in folder.iterdir()] == ["select"]
+    assert [record.args[1] for record in caplog.records] == [reason]
+
+
+@pytest.mark.parametrize("change", [link, lambda path: path.chmod(0o664)], ids=["link", "group-writable"])
+def test_files_that_others_may_write_to_are_not_read(home, change):
+    cache.fetch("select", "key", lambda: COMPILED)
+    change(home / "select")
+    assert cache.read(home / "select", "key") is None
+
+
+def test_a_file_is_checked_and_read_at_the_same_time(home, monkeypatch):
+    """Whoever puts another file in its place between the two does not have that one read."""
+    cache.fetch("select", "key", lambda: COMPILED)
+    cache.fetch("theirs", "key", lambda: (b"theirs", {}))
+
+    def replace(status):
+        if stat.S_ISREG(status.st_mode):
+            (home / "theirs").replace(home / "select")
+        return False
+
+    monkeypatch.setattr(cache, "_others_can_write", replace)
+    assert cache.read(home / "select", "key") == COMPILED
+
+
+def test_a_lock_is_not_written_through_a_link(home, tmp_path):
+    (tmp_path / "precious").write_text("content")
+    home.mkdir(parents=True, mode=0o700)
+    (home / "select.lock").symlink_to(tmp_path / "precious")
+    assert cache.fetch("select", "key", lambda: COMPILED) == COMPILED
+    assert (tmp_path / "precious").read_text() == "content"
 
 
 def test_without_a_folder_to_write_to_a_temporary_one_is_used(home, tmp_path, monkeypatch, caplog):

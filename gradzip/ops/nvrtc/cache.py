@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -64,9 +65,12 @@ def temporary() -> Path:
 def read(path: Path, key: str) -> Compiled | None:
     """Return what `write` wrote with this key; None if there is nothing like that, or it is not whole."""
     try:
-        if path.stat().st_uid not in (0, os.getuid()):  # others could have a device run their code
-            return None
-        magic, checksum, head, image = path.read_bytes().split(b"\n", 3)
+        _check_folder(path.parent)
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or _others_can_write(status):
+                return None
+            magic, checksum, head, image = file.read().split(b"\n", 3)
         facts = json.loads(head)
     except (OSError, ValueError):
         return None
@@ -94,14 +98,26 @@ def _checksum(head: bytes, image: bytes) -> bytes:
     return hashlib.sha256(head + b"\n" + image).hexdigest().encode()
 
 
+def _check_folder(folder: Path) -> None:
+    """Raise OSError if other users may choose what is in a folder: they could have a device run their code."""
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "it is a link, or no folder", str(folder))
+    if _others_can_write(status):
+        raise PermissionError(errno.EPERM, "it belongs to another user, or others may write to it", str(folder))
+
+
+def _others_can_write(status: os.stat_result) -> bool:
+    """Whether users other than this one and root own a file, or may write to it."""
+    return status.st_uid not in (0, os.getuid()) or bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
 @contextlib.contextmanager
 def _writable(folder: Path, name: str) -> Iterator[None]:
-    """Make the folder, and hold its lock of that name. Raises OSError if it cannot be written to or is another's."""
+    """Make the folder, and hold its lock of that name. Raises OSError if it cannot be, or others can write to it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    owner = os.lstat(folder)
-    if not stat.S_ISDIR(owner.st_mode) or owner.st_uid not in (0, os.getuid()):
-        raise PermissionError(1, "it belongs to another user", str(folder))
-    with open(folder / f"{name}.lock", "w") as lock:
+    _check_folder(folder)
+    with open(os.open(folder / f"{name}.lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "w") as lock:
         with contextlib.suppress(OSError):  # not on all network file systems: then several may compile
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
