@@ -148,6 +148,37 @@ def test_a_loaded_state_continues_bit_for_bit():
     assert all(torch.equal(p, through.named[name]) for name, p in resumed.named.items())
 
 
+def test_a_loaded_state_continues_bit_for_bit_on_nodes():
+    """A rank of a node has the states of its chunks alone, and the optimizer those of whole parameters."""
+    compressor = gradzip.Hierarchical(gradzip.DGC(theta=0.9))
+    optimizers, groups, named = {}, {}, {}
+    for job in ("through", "resumed"):
+        named[job] = {name: torch.nn.Parameter(tensor(name, 1000)) for name in DECAYS}
+        optimizers[job] = gradzip.optim.DGCSGD(named[job].values(), lr=LR, momentum=M, weight_decay=0.1)
+        groups[job] = gradzip.LocalGroup(compressor, (2, 2))
+
+    def step(job, number):
+        for name, p in named[job].items():
+            p.grad = groups[job].average([tensor(name, 4 * number + rank) for rank in range(4)], name)[0]
+        optimizers[job].step()
+
+    for number in range(3):
+        step("through", number)
+    file = io.BytesIO()
+    state_dicts = [one.state_dict() for one in groups["through"].compressors]
+    torch.save([gradzip.checkpoint.merge(state_dicts), optimizers["through"].state_dict(), named["through"]], file)
+    file.seek(0)
+    merged, of_optimizer, parameters = torch.load(file, weights_only=True)
+    for rank, one in enumerate(groups["resumed"].compressors):
+        one.load_state_dict(gradzip.checkpoint.shard(merged, rank, 4))
+    optimizers["resumed"].load_state_dict(of_optimizer)
+    for name, p in named["resumed"].items():
+        p.data.copy_(parameters[name])
+    for number in range(3, 6):
+        step("through", number), step("resumed", number)
+    assert all(torch.equal(p, named["through"][name]) for name, p in named["resumed"].items())
+
+
 def test_groups_with_momenta_of_their_own():
     """As where `PerLayer` gives some parameters to another method. A parameter without a gradient does not decay."""
     job = Job(f"per-layer:^w$=dgc(theta=0,momentum={M})")
