@@ -33,6 +33,7 @@ class Job:
         self.sgd = optimizer(groups, lr=LR, momentum=M, **options)
 
     def average(self, gradients):
+        self.compressor.memory.loss_scale.begin_step()
         for name, gradient in gradients.items():
             self.named[name].grad = gradient.clone()
             drive([averaged(self.compressor, self.named[name].grad, name)])
