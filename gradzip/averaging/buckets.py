@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..collectives.engine import Engine
 from ..collectives.fusion import Round, adjacent
 from ..collectives.routines import Routine
 from ..memory.state import BucketState
-from ..methods.base.compressor import Compressor
+from ..methods.base.compressor import INDEXED_NUMEL, Compressor
 from .routine import Averaging
 
 
@@ -96,6 +97,18 @@ class Unit:
             memory.concatenate(self.name, by_name, joined_shape, method.state_shapes, rank, size)
 
 
+def _split(indices: list[int], parameters: list[Tensor]) -> Iterator[list[int]]:
+    """Split parameters, by their numbers, where a vector of them would be longer than `INDEXED_NUMEL`."""
+    run, length = [indices[0]], parameters[indices[0]].numel()
+    for i in indices[1:]:
+        length += parameters[i].numel()
+        if length > INDEXED_NUMEL:
+            yield run
+            run, length = [], parameters[i].numel()
+        run.append(i)
+    yield run
+
+
 @dataclass
 class Plan:
     """The units of a bucket of these parameters."""
@@ -124,7 +137,7 @@ class Plan:
             key = i if joined is None else (id(averaging.method), _kind(parameter), joined)
             members.setdefault(key, []).append(i)
         units = []
-        for indices in members.values():
+        for indices in itertools.chain.from_iterable(_split(of_key, parameters) for of_key in members.values()):
             shapes = {prefix + names[i]: parameters[i].shape for i in indices}
             units.append(Unit(averagings[indices[0]], indices, shapes))
         return cls(parameters, names, prefix, averagings, units, compressor.choice_number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -41,6 +42,12 @@ class Averaging:
         self.frozen = frozen
         self._traffic = compressor.traffic
         compressed = self.compresses(like)
+        if not (compressed or frozen) and like.numel() > self.method.max_numel:
+            warnings.warn(
+                f"parameter {name!r} is averaged uncompressed: got {like.numel()} elements, "
+                f"{type(self.method).__name__} takes at most {self.method.max_numel}",
+                stacklevel=2,
+            )
         # On a device, methods ask for what the host must know (ToHost), one round more.
         self.rounds = self.method.rounds + ops.on_device(like) if compressed else 1
         self.joined_shape = self.method.joined_shape(like.shape) if compressed and self.node_chunks is None else None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import ops
 from ..memory.state import Key
+from .base.compressor import INDEXED_NUMEL
 from .base.gather import GatherCompressor
 from .base.registry import register
 from .base.threads import one_thread
@@ -91,6 +92,10 @@ class ATOMO(GatherCompressor):
             valid = self.budget in ("l2", "max")
         if not valid:
             raise ValueError(f"ATOMO: got budget = {self.budget!r}, expected a finite number > 0, 'l2' or 'max'")
+
+    @property
+    def max_numel(self) -> float:  # type: ignore[override]
+        return math.inf if self.atoms == "svd" else INDEXED_NUMEL
 
     def bypasses(self, grad: Tensor) -> bool:
         if super().bypasses(grad) or self.atoms != "svd":

@@ -12,7 +12,7 @@ from .. import ops
 from ..collectives import Mean
 from ..collectives.routines import Routine
 from ..memory.state import State
-from .base.compressor import Compressor
+from .base.compressor import INDEXED_NUMEL, Compressor
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
 from .topk import num_kept
@@ -44,6 +44,8 @@ class RandomK(Compressor):
     Source: Wangni, Wang, Liu, Zhang, Gradient Sparsification for Communication-Efficient Distributed Optimization,
     NeurIPS 2018; Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, definition 2.2.
     """
+
+    max_numel = INDEXED_NUMEL
 
     theta: Theta = 0.99
     error_feedback: bool = True

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..memory.state import VECTOR, Key, State
+from .base.compressor import INDEXED_NUMEL
 from .base.gather import GatherCompressor
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
@@ -30,6 +31,7 @@ class SparseCodec(GatherCompressor):
     """
 
     bits = 32
+    max_numel = INDEXED_NUMEL
 
     def pack(self, indices: Tensor, values: Tensor, numel: int) -> Tensor:
         """Make the sealed payload of k elements. indices: int32, ascending; values: float32."""

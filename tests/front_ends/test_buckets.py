@@ -1,5 +1,6 @@
 """Buckets: how they are cut, the states of their parameters, and Horovod's in real `horovodrun` jobs."""
 
+import contextlib
 import copy
 import math
 
@@ -9,6 +10,7 @@ import torch
 import gradzip
 from contract import Expected, each, gradient
 from gradzip import LocalGroup
+from gradzip.averaging import buckets
 from gradzip.averaging.buckets import Plan, cut
 from gradzip.collectives.fusion import fused
 from gradzip.cost import SMALL_BUCKET_NBYTES
@@ -138,6 +140,42 @@ def test_gradients_with_the_same_kernels_are_joined():
         joined = torch.cat([gradient(name, 0, 0, STATE_SHAPES[name]).view(-1) for name in names]).view(shape)
         wanted = gradzip.roundtrip(compressor.clone(), joined)[0].view(-1)
         assert torch.equal(torch.cat([averages[name].view(-1) for name in names]), wanted)
+
+
+def test_vectors_have_fewer_than_2_to_the_31_elements():
+    """DDP's first bucket is the whole model, and indices have 32 bits."""
+    parameters = [torch.zeros(1).expand(2**14, 2**15) for _ in range(8)]
+    parameters[1:1] = [torch.zeros(1).expand(2**30, 1), torch.zeros(5)]
+    plan = Plan.of(gradzip.TopK(), parameters, [str(i) for i in range(10)], "")
+    assert [unit.indices for unit in plan.units] == [[0, 1], [3, 4, 5], [6, 7, 8], [9], [2]]
+
+
+def test_vectors_of_split_buckets_are_what_the_method_sees(monkeypatch):
+    numels = [torch.Size(STATE_SHAPES[name]).numel() for name in "uvwx"]
+    monkeypatch.setattr(buckets, "INDEXED_NUMEL", sum(numels[:2]))
+    compressor = gradzip.TopK(theta=0.9)
+    split = plan_of(compressor, "u", "v", "w", "x")
+    assert len(split.units) > 1 and split.units[0].indices == [0, 1]
+    averages, alone = average([split], 0), compressor.clone()
+    for unit in split.units:
+        names = [split.names[i] for i in unit.indices]
+        wanted = average([plan_of(alone, *names)], 0)
+        assert all(torch.equal(averages[name], wanted[name]) for name in names)
+
+
+INDEXED = ["topk", "dgc", "randomk", "atomo:atoms=entry"]
+
+
+@pytest.mark.parametrize("spec", [*INDEXED, "hierarchical:inner=topk", "powersgd"])
+def test_a_parameter_of_2_to_the_31_elements(spec):
+    """Methods that number elements do not compress it, and say so. All ranks see the same shape."""
+    like = torch.zeros(1).expand(2**16, 2**15)
+    compressor = gradzip.parse(spec)
+    message = "'w' is averaged uncompressed: got 2147483648 elements, .* takes at most 2147483647"
+    with pytest.warns(UserWarning, match=message) if spec != "powersgd" else contextlib.nullcontext():
+        (unit,) = Plan.of(compressor, [like], ["w"], "").units
+    assert unit.averaging.compresses(like) == (spec == "powersgd")
+    assert unit.averaging.compresses(like[1:])
 
 
 def test_freed_parameters_leave_the_states_of_their_bucket():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from ...memory.state import State, Workspace
 from ...memory.state_dict import state_dict_of, states_from
 from ...memory.streams import HomeStreams
 
+INDEXED_NUMEL = 2**31 - 1  # elements that kernels can number: indices have 32 bits
 _MAX_ABS = "_gradzip_max_abs"  # attribute of an average that holds its largest magnitude, if that is known
 
 
@@ -58,6 +60,9 @@ class Compressor(ABC):
 
     # Whether residuals are kept. Methods with error feedback declare it as a hyper-parameter.
     error_feedback = False
+
+    # Larger gradients are averaged uncompressed.
+    max_numel = math.inf
 
     # Whether `apply_uncompressed` is called.
     changes_uncompressed = False
@@ -103,7 +108,7 @@ class Compressor(ABC):
 
     def bypasses(self, grad: Tensor) -> bool:
         """Whether a gradient of this shape is averaged uncompressed."""
-        return grad.dim() < 2 or grad.numel() < max(1, self.min_numel)
+        return grad.dim() < 2 or not max(1, self.min_numel) <= grad.numel() <= self.max_numel
 
     def joined_shape(self, shape: torch.Size) -> tuple[int, ...] | None:
         """The shape in which gradients of a bucket are concatenated, with -1 for one length; None: they are not.
