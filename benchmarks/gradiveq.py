@@ -217,22 +217,24 @@ class Measured(Workers):
         with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
             return super().loss(inputs, targets)
 
-    def average(self, name: str, gradients: list[Tensor]) -> Tensor:
-        """Average a parameter's gradients, and add up what was lost if they were compressed."""
+    def average(self) -> dict[str, Tensor]:
+        """Average the gradients, and add up what was lost of those that were compressed."""
         compressor, point = self.group.compressors[0], self.point
-        before = vars(compressor.states[name]).copy() if name in compressor.states else {}
-        phase = compressor.phase(compressor.states[name]) if before and isinstance(compressor, gradzip.GradiVeQ) else ""
-        average = super().average(name, gradients)
-        after = vars(compressor.states[name]) if name in compressor.states else {}
-        if after.get("energy") != before.get("energy"):
-            mean = torch.stack(gradients).mean(0)
+        phase_of = compressor.phase if isinstance(compressor, gradzip.GradiVeQ) else lambda state: ""
+        before = {name: (phase_of(state), vars(state).copy()) for name, state in compressor.states.items()}
+        averages = super().average()
+        for name, state in compressor.states.items():
+            after, (phase, earlier) = vars(state), before.get(name, ("", {}))
+            if after.get("energy") == earlier.get("energy"):
+                continue
+            mean = torch.stack(self.gradients[name]).mean(0)
             # A cycle counts from 0.
             for i, key in enumerate(("lost", "energy")):
-                point.own[i] += after[key] - (before[key] if phase == "compressing" else 0.0)
-            point.averages[0] += float((average - mean).double().square().sum())
+                point.own[i] += after[key] - (earlier[key] if phase == "compressing" else 0.0)
+            point.averages[0] += float((averages[name] - mean).double().square().sum())
             point.averages[1] += float(mean.double().square().sum())
             point.compressed += 1
-        return average
+        return averages
 
 
 def train(

@@ -51,16 +51,18 @@ class Workers:
             losses.append(loss.item())
             for name, parameter in self.parameters.items():
                 self.gradients[name].append(parameter.grad)
-        for name, parameter in self.parameters.items():
-            parameter.grad = self.average(name, self.gradients[name])
+        for name, average in self.average().items():
+            self.parameters[name].grad = average
         self.optimizer.step()
         return statistics.fmean(losses)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(self.network(inputs), targets)
 
-    def average(self, name: str, gradients: list[Tensor]) -> Tensor:
-        return self.group.average(gradients, name)[0]
+    def average(self) -> dict[str, Tensor]:
+        """The averages of `gradients`, by name: in buckets, as in a real job."""
+        of_ranks = [dict(zip(self.gradients, of_rank)) for of_rank in zip(*self.gradients.values())]
+        return self.group.step(of_ranks)[0]
 
 
 class Deferred:

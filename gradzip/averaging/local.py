@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from ..collectives.fusion import fused
 from ..engines.local import drive
 from ..methods.base.compressor import Compressor
 from ..ops.arrays import takes_arrays
-from .routine import averaged
+from .buckets import Plan, Unit, cut
 
 
 @dataclass
@@ -54,6 +56,8 @@ class LocalGroup:
         for own, worker in zip(self.compressors, workers):
             own.join_group(worker)
         self._node_size = workers[0].local_size
+        self._parameters: dict[str, Tensor] = {}  # by name: tensors of their shapes and types
+        self._plans: list[list[Plan]] = [[] for _ in self.compressors]  # of each rank's buckets
 
     @property
     def bytes_sent(self) -> int:
@@ -68,27 +72,61 @@ class LocalGroup:
 
         Returns each rank's average: identical tensors.
         """
-        if len(grads) != len(self.compressors):
-            raise ValueError(f"LocalGroup.average: got {len(grads)} gradients, expected {len(self.compressors)}")
         if others := [type(g).__name__ for g in grads if not isinstance(g, Tensor)]:
             raise TypeError(f"LocalGroup.average: got a gradient of type {others[0]}, expected tensors")
-        if len({(g.shape, g.dtype) for g in grads}) != 1:
-            kinds = [f"{g.dtype} {tuple(g.shape)}" for g in grads]
-            raise ValueError(f"LocalGroup.average: got gradients {', '.join(kinds)}, expected equal types and shapes")
-        for compressor in self.compressors:
-            compressor.memory.loss_scale.begin_step()
+        return [average[name] for average in self.step([{name: grad} for grad in grads])]
+
+    def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Average all gradients of a step of training, in buckets and units as under Horovod.
+
+        The step counts if all averages are finite.
+
+        Args:
+            gradients: by name, for each rank, in the order of `model.parameters()`. They are not changed. Without
+                those of frozen parameters.
+
+        Returns each rank's averages by name: identical tensors.
+        """
+        if len(gradients) != len(self.compressors):
+            raise ValueError(f"LocalGroup: got {len(gradients)} gradients, expected {len(self.compressors)}")
+        kinds = [{name: (grad.dtype, tuple(grad.shape)) for name, grad in of_rank.items()} for of_rank in gradients]
+        for name in dict.fromkeys(name for kind in kinds for name in kind):
+            if len({kind.get(name) for kind in kinds}) > 1:
+                got = ", ".join(" ".join(map(str, kind.get(name, ["none"]))) for kind in kinds)
+                raise ValueError(f"LocalGroup: got gradients {name!r} of {got}, expected equal types and shapes")
+        averages = [{name: grad.detach().clone() for name, grad in of.items()} for of in gradients]
+        units = [self._units(rank, averages[0]) for rank in range(len(self.compressors))]
         routines = [
-            averaged(compressor, grad.detach().clone(), name, rank, len(grads))
-            for rank, (compressor, grad) in enumerate(zip(self.compressors, grads))
+            fused([unit.average([own[name] for name in names], rank, len(gradients)) for unit, names in of_rank])
+            for rank, (own, of_rank) in enumerate(zip(averages, units))
         ]
-        averages = drive(routines, [compressor.traffic for compressor in self.compressors], self._node_size)
-        finite = bool(averages[0].isfinite().all())
-        for compressor in self.compressors:
-            if finite:
-                compressor.end_step(None, [name])
-            else:
+        drive(routines, [compressor.traffic for compressor in self.compressors], self._node_size)
+        skipped = not all(average.isfinite().all() for average in averages[0].values())
+        for compressor, of_rank in zip(self.compressors, units):
+            for unit, _ in of_rank:
+                unit.end_step(skipped)
+            if skipped:
                 compressor.skip_step()
+            else:
+                compressor.end_step(None, list(averages[0]))
         return averages
+
+    def _units(self, rank: int, gradients: Mapping[str, Tensor]) -> list[tuple[Unit, list[str]]]:
+        """The units of a rank in a step, and the names of their parameters: planned again only if they change."""
+        compressor = self.compressors[rank]
+        compressor.memory.loss_scale.begin_step()
+        for name, grad in gradients.items():
+            known = self._parameters.get(name)
+            if known is None or (known.shape, known.dtype, known.device) != (grad.shape, grad.dtype, grad.device):
+                self._parameters[name] = torch.empty((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
+        named = {id(parameter): name for name, parameter in self._parameters.items()}
+        buckets = cut(self._parameters.values(), compressor.bucket_cap_mb * 2**20)
+        buckets = [present for bucket in buckets if (present := [p for p in bucket if named[id(p)] in gradients])]
+        plans = self._plans[rank]
+        if len(plans) != len(buckets) or not all(plan.fits(compressor, bucket) for plan, bucket in zip(plans, buckets)):
+            plans = [Plan.of(compressor, bucket, [named[id(p)] for p in bucket], "") for bucket in buckets]
+            self._plans[rank] = plans
+        return [(unit, [plan.names[i] for i in unit.indices]) for plan in plans for unit in plan.units]
 
 
 @takes_arrays

@@ -65,7 +65,7 @@ def drive(
 ) -> list:
     """Run one routine (or fused routine) per rank to its end, in lock-step; return the ranks' results.
 
-    traffics: count the bytes that the ranks send; not for fused routines. node_size: ranks of a node, for scopes.
+    traffics: count the bytes that the ranks send. node_size: ranks of a node, for scopes.
     """
     results: list = [None] * len(routines)
     while True:
@@ -75,8 +75,9 @@ def drive(
             return done
         if done:
             raise RuntimeError(f"{len(done)} of {len(routines)} ranks are done while others wait for a collective")
-        for traffic, collective in zip(traffics or (), collectives):
-            traffic.count(sent_nbytes(collective), collective.scope)
+        for traffic, of_rank in zip(traffics or (), collectives):
+            for collective in of_rank if isinstance(of_rank, list) else [of_rank]:
+                traffic.count(sent_nbytes(collective), collective.scope)
         if isinstance(collectives[0], list):
             results = [list(of_rank) for of_rank in zip(*[run(of_ranks, node_size) for of_ranks in zip(*collectives)])]
         else:

@@ -370,6 +370,24 @@ def test_several_buckets(results, specs, index):
 
 
 @every_spec()
+def test_local_groups_average_as_jobs(results, specs, index):
+    """Studies of accuracy rest on it: the same units, with parameters that are frozen or unused in some steps."""
+    w = worker()
+    spec = getattr(w, specs)[index]
+    group, (steps, _) = LocalGroup(bucketed(gradzip.parse(spec), w.CAP_MB), SIZE), trained_steps()
+    for got, grads in zip(results["trained"][0][spec][0], steps, strict=True):
+        averages, *others = group.step([{name: of[rank] for name, of in grads.items()} for rank in range(SIZE)])
+        for name, average in averages.items():
+            assert all(torch.equal(average, other[name]) for other in others)
+            torch.testing.assert_close(average, got[name], rtol=1e-4, atol=1e-5)
+    left = results["trained"][0][spec][2]
+    states = worker().residuals(group.compressors[0])
+    assert states.keys() == left.keys()
+    for name, residual in states.items():
+        torch.testing.assert_close(residual, left[name], rtol=1e-4, atol=1e-4)
+
+
+@every_spec()
 def test_collectives_of_buckets(results, specs, index):
     """One per bucket, kind and round; none for what Horovod averages itself, or for a bucket of one Mean."""
     w = worker()
@@ -491,6 +509,11 @@ def test_a_dropped_step_leaves_nothing(results):
             assert_equal(got, got, want, lambda name: name != "b")
 
 
-def test_local_groups_have_no_buckets():
-    group = LocalGroup(bucketed(gradzip.TopK(theta=0.9), 10), 2)
-    assert len(group.average([torch.ones(40, 40)] * 2, "w")) == 2
+def test_a_local_group_of_one_parameter_after_the_other_has_no_buckets():
+    group, alone = LocalGroup(gradzip.TopK(theta=0.9), 2), LocalGroup(gradzip.TopK(theta=0.9), 2)
+    for step in range(3):
+        of_ranks = [{name: gradient(name, rank, step, STATE_SHAPES[name]) for name in "uv"} for rank in range(2)]
+        group.step(of_ranks)
+        for name in "uv":
+            alone.average([of_rank[name] for of_rank in of_ranks], name)
+    assert group.compressors[0].states.keys() == {"u and 1 more"} and alone.compressors[0].states.keys() == {"u", "v"}

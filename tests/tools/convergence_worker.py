@@ -37,7 +37,7 @@ def trained(run):
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(network.parameters(), run.lr, momentum=0.9, weight_decay=5e-4),
         named_parameters=network.named_parameters(),
-        compression=gradzip.horovod.bucketed(gradzip.parse(run.method), 0),  # simulated workers have no buckets
+        compression=gradzip.parse(run.method),
     )
     shard = data.batches(dataset, batch_size=run.batch_size, rank=hvd.rank(), size=hvd.size(), seed=run.seed)
     for step, (inputs, targets) in enumerate(itertools.islice(shard, steps)):

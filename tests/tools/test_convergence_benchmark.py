@@ -183,7 +183,7 @@ def test_real_ranks_end_with_the_bits_of_simulated_ones(tmp_path, one_thread):
     from convergence_worker import RUN
 
     gradiveq = "gradiveq:warmup_steps=4,sample_steps=4,compress_steps=10"
-    results = scenarios(2, "convergence_worker.py", tmp_path, "none", "acpsgd", "topk", "qsgd", gradiveq)
+    results = scenarios(2, "convergence_worker.py", tmp_path, "none", "acpsgd", "fft-range", "topk", "qsgd", gradiveq)
     dataset = load_data(RUN, None)
     for method, of_ranks in results.items():
         run = replace(RUN, method=method)

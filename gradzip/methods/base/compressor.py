@@ -287,8 +287,9 @@ class Compressor(ABC):
     # --- configuration
 
     def clone(self) -> Compressor:
-        """A compressor with the same hyper-parameters and loss scale, and no state."""
+        """A compressor with the same hyper-parameters, loss scale and size of buckets, and no state."""
         clone = replace(self, **{f.name: cloned(getattr(self, f.name)) for f in fields(self) if f.init})
+        clone.bucket_cap_mb = self.bucket_cap_mb
         clone._share(LossScale(self.memory.loss_scale.scaler))
         return clone
 
