@@ -1,14 +1,15 @@
 """Front end for DDP: `model.register_comm_hook(gradzip.ddp.HookState(gradzip.TopK()), gradzip.ddp.hook)`.
 
-DDP calls the hook for each bucket of gradients during the backward pass. The hook starts the first collectives of the
-bucket. The rest happens in a callback at the end of the backward pass, just before DDP waits for the buckets: the
-results of one bucket are decoded while those of later ones are in transfer, and later rounds run for all buckets
-together. Methods that exchange partitions send half of their bytes in the second round. That of a bucket therefore
-starts in the hook of the next one.
+DDP calls the hook for each bucket of gradients during the backward pass, and for the last bucket at its end. The hook
+starts the first collectives of the bucket. The rest happens in the hook of the last bucket: the results of one bucket
+are decoded while those of later ones are in transfer, and later rounds run for all buckets together. Methods that
+exchange partitions send half of their bytes in the second round. That of a bucket therefore starts in the hook of the
+next one.
 
 A process group matches operations by their order, which is the same on all ranks: DDP calls the hook for one bucket at
 a time, in the order of the buckets; no other thread starts an operation; and the operations at the end follow from the
-order of the buckets, and from lengths and results that all ranks have received alike.
+order of the buckets, and from lengths and results that all ranks have received alike. No operation waits until the last
+hook has returned: with `find_unused_parameters`, DDP then starts an all-reduce of its own.
 """
 # No `from __future__ import annotations`: DDP refuses hooks whose annotations are strings.
 
@@ -102,13 +103,13 @@ class HookState:
         self.compressor.load_state_dict(state_dict)
 
     def average_bucket(self, bucket: dist.GradBucket) -> Future:
-        """Start averaging a bucket; after the last one, schedule the end of the step. Called by `hook`."""
+        """Start averaging a bucket; with the last one, end the step. Called by `hook`."""
         try:
             with self._session.on_stream_of(bucket.buffer()):
                 future = self._start(bucket)
-                if bucket.is_last():
-                    self._all_named = True
-                    self._schedule_finish()
+            if bucket.is_last():
+                self._all_named = True
+                self._finish()
         except BaseException:
             self._drop()
             raise
@@ -149,15 +150,6 @@ class HookState:
         self._averages = []
         self._session.drop()
 
-    def _schedule_finish(self) -> None:
-        # DDP waits for the buckets in a callback at the end of the backward pass, which it queues when this hook
-        # returns: ours is called before. Outside of a graph node, though, DDP waits at once (in the first step with
-        # static_graph=True, and on ranks that have run out of data under `join`).
-        if torch._C._current_autograd_node() is None:
-            self._finish()
-        else:
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-
     def _finish(self) -> None:
         """Run the routines of all buckets to their ends, and end the step."""
         averages, self._averages = self._averages, []
@@ -165,7 +157,7 @@ class HookState:
             self._session.finish("round")
             buffers = [buffer._values() if buffer.is_sparse else buffer for buffer, _ in averages]
             self._session.end(self._session.overflows(buffers))
-        # DDP waits for an event of the current stream, that of `backward()`, which now waits for the home stream.
+        # A future records an event of the current stream, which now waits for the home stream. DDP waits for the event.
         for buffer, future in averages:
             future.set_result(buffer)
 

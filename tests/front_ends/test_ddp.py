@@ -343,15 +343,17 @@ def test_two_models_in_one_backward_pass(world):
         assert_equal([[step[model] for step in run] for run in results["two_models"]], wanted)
 
 
-def test_join_with_uneven_data(world):
+@pytest.mark.parametrize("unused", [False, True], ids=["", "find_unused_parameters"])
+def test_join_with_uneven_data(world, unused):
     size, results = world
-    for rank, run in enumerate(results["joined"]):
+    runs = [result[unused] for result in results["joined"]]
+    for rank, run in enumerate(runs):
         assert len(run) == 3 + rank
         for step, averages in enumerate(run):
             for i, average in enumerate(averages):
                 active = [r for r in range(size) if step < 3 + r]
                 want = sum(gradients(active, step, i)) / size
-                assert torch.equal(average, results["joined"][-1][step][i])
+                assert torch.equal(average, runs[-1][step][i])
                 torch.testing.assert_close(average, want, rtol=1e-6, atol=1e-6)
 
 

@@ -38,7 +38,7 @@ SHAPES = {
 BUCKETS = (("c.weight", "b.weight"), ("a.bias", "a.weight"))
 SIZE = 4  # divides the rows of all matrices: shards are alike
 
-# Streams of the backward hooks, and of `backward()` and `step()`.
+# Streams of the backward hooks, and of `backward()` and `step()`. DDP calls the last hook on the latter here.
 STREAMS = {"side": ("side", "side"), "two": ("default", "side")}
 
 
@@ -87,14 +87,13 @@ def ddp_steps(compressor, recorder, which, steps=3):
             buffers = [torch.zeros(sum(SHAPES[n].numel() for n in names), device=DEVICE) for names in BUCKETS]
         for step in range(steps):
             futures = []
-            hooks.wait_stream(caller)  # autograd: gradients are computed on the stream of the forward pass
-            with recorder.on(hooks), mock.patch.object(state, "_schedule_finish", lambda: None):
-                for i, (names, buffer) in enumerate(zip(BUCKETS, buffers, strict=True)):
+            hooks.wait_stream(caller)  # autograd: gradients are computed on the streams of the forward pass
+            for i, (names, buffer) in enumerate(zip(BUCKETS, buffers, strict=True)):
+                with recorder.on((hooks, caller)[i]):
                     buffer.copy_(recorder.device.tensor(noise(buffer.numel(), step)))
                     futures.append(gradzip.ddp.hook(state, GradBucket(i, [named[n] for n in names], buffer)))
-            caller.wait_stream(hooks)  # autograd, before it calls the callbacks
+                caller.wait_stream(hooks)  # autograd, before DDP waits for the futures
             with recorder.on(caller):
-                state._finish()
                 for future in futures:
                     assert future.wait().mul(2).isfinite().all()
         del state, futures
