@@ -47,6 +47,11 @@ class HookState:
     continues with their states. Some methods compress several gradients of a bucket as one
     (`Compressor.joined_shape`).
 
+    A DDP model with the hook can be copied and pickled. As torch does it, the copy has no hook registered. A copied
+    HookState has a copy of the method with its states, knows no parameters, and is for the default group. Register it
+    with another model if it was made without names. With names, register
+    ``HookState(copy.compressor, named_parameters=...)``.
+
     Under `compressor.follow(scaler)` one optimizer has to step all parameters of the model: a gradient that is not
     finite rolls back the step of all.
 
@@ -67,27 +72,39 @@ class HookState:
         process_group: dist.ProcessGroup | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
-        self._session = Session(compressor, "HookState")
-        self.compressor = compressor
-        self.process_group = process_group
+        self._set_up(compressor, process_group, named_parameters is not None)
         if named_parameters is None and compressor.selects_by_name:
             raise ValueError(
                 f"HookState: got no names of parameters, expected named_parameters=model.named_parameters(): "
                 f"rules of {type(compressor).__name__} match names"
             )
-        self._names: Any = WeakIdKeyDictionary()  # parameter -> name
-        self._all_named = named_parameters is not None
-        if (
-            named_parameters is None
-        ):  # models are numbered as they are wrapped: this object holds the place of the first
+        if named_parameters is None:
+            # Models are numbered as they are wrapped: this object holds the place of the first parameter.
             self._session.name_states({"0": self}, "model")
         else:
             named = parameters_by_name(named_parameters, "HookState")
             self._session.name_states(named, "model")
             self._names.update((parameter, name) for name, parameter in named.items())
+
+    def _set_up(self, compressor: Compressor, process_group: dist.ProcessGroup | None, has_names: bool) -> None:
+        self._session = Session(compressor, "HookState")
+        self.compressor = compressor
+        self.process_group = process_group
+        self._has_names = self._all_named = has_names
+        self._names: Any = WeakIdKeyDictionary()  # parameter -> name
         self._group: dist.ProcessGroup | None = None  # of the session's engine
         self._plans: dict[int, Plan] = {}  # by the bucket's index, until DDP rebuilds its buckets
         self._averages: list[tuple[Tensor, Future]] = []  # of the current step: buffers of DDP, which waits for futures
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"compressor": self.compressor, "has_names": self._has_names, "prefix": self._session.prefix}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        compressor, has_names = state["compressor"], state["has_names"]
+        self._set_up(compressor, None, has_names)
+        self._session.prefix = state["prefix"]
+        if not has_names:
+            compressor.memory.names.add(state["prefix"], {"0": self})
 
     @property
     def traffic(self) -> Traffic:
@@ -178,7 +195,8 @@ class HookState:
             if self._all_named:
                 raise RuntimeError(
                     f"HookState: got a gradient of shape {tuple(parameter.shape)} of an unknown parameter, expected "
-                    "those of named_parameters, or of the first step; give each DDP model a HookState of its own"
+                    "those of named_parameters, or of the first step; give each DDP model a HookState of its own, and "
+                    "each copy of one HookState(state.compressor, named_parameters=model.named_parameters())"
                 )
             found = known.find(parameter)  # by an earlier HookState: the model was wrapped again
             if found is not None:

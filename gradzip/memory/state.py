@@ -190,6 +190,9 @@ class Workspace:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
 
+    def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
+        return Workspace, ()  # a copy has no buffers yet
+
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialized tensor in the buffer `name`. The next call with that name reuses its memory."""
         numel = math.prod(shape)

@@ -1,7 +1,9 @@
 """Scenarios for tests/front_ends/test_ddp.py, run by torchrun."""
 
+import copy
 import gc
 import os
+import pickle
 import signal
 import time
 from dataclasses import dataclass
@@ -178,6 +180,36 @@ def resumed(rank, size):
     again = Job(gradzip.DGC(theta=0.9), names=False)
     again.state.load_state_dict(job.state.state_dict())
     return job.step(rank, 2), again.step(rank, 2), sorted(again.state.state_dict()["states"])
+
+
+@scenario
+def copied(rank, size):
+    """The next step of copies of a DDP model with their hooks, and of the model itself."""
+    results = {}
+    for named in (False, True):
+        model = Layers([torch.zeros(s) for s in SHAPES])
+        ddp = DistributedDataParallel(model)
+        names = model.named_parameters() if named else None
+        ddp.register_comm_hook(gradzip.ddp.HookState(gradzip.DGC(theta=0.9), named_parameters=names), gradzip.ddp.hook)
+        for step in range(2):
+            gradients_of(ddp, rank, step)
+        copies = [copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp)), torch.optim.swa_utils.AveragedModel(ddp).module]
+        for copied in copies:
+            ((hook, state),) = copied._comm_hooks
+            if named:
+                state = gradzip.ddp.HookState(state.compressor, named_parameters=copied.module.named_parameters())
+            copied.register_comm_hook(state, hook)
+        results[named] = [gradients_of(each, rank, 2) for each in (ddp, *copies)]
+    unnamed = copy.deepcopy(ddp)
+    unnamed.register_comm_hook(unnamed._comm_hooks[0][1], gradzip.ddp.hook)
+    results["error"] = message(gradients_of, unnamed, rank, 0)
+    return results
+
+
+def gradients_of(ddp, rank, step):
+    ddp.zero_grad()
+    ddp([gradient(rank, step, i, *p.shape) for i, p in enumerate(ddp.module.layers)]).backward()
+    return [p.grad.clone() for p in ddp.module.layers]
 
 
 @scenario

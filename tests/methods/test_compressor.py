@@ -1,7 +1,9 @@
 """Behaviour that all methods inherit from the base classes, tested on methods of every kind."""
 
+import copy
 import dataclasses
 import io
+import pickle
 
 import pytest
 import torch
@@ -104,6 +106,27 @@ def test_clone_shares_hyper_parameters_only():
     a = gradzip.FFTRange(theta=0.7)
     b = a.clone()
     assert a == b and a.digest == b.digest and a.states is not b.states and a.traffic is not b.traffic
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("spec", kinds.ALL)
+def test_copies_continue_with_the_state(spec, copied):
+    group = gradzip.LocalGroup(gradzip.parse(spec), 2)
+
+    def average(step):
+        generator = torch.Generator().manual_seed(step)
+        return group.average([torch.randn(kinds.SHAPE, generator=generator) for _ in range(2)], "w")[0]
+
+    for step in range(kinds.STEPS):
+        average(step)
+    original, group.compressors = group.compressors, [copied(c) for c in group.compressors]
+    assert group.compressors == original
+    for of_copy, part in zip(group.compressors[0].parts, original[0].parts, strict=True):
+        assert of_copy.memory is not part.memory and of_copy.traffic is group.compressors[0].traffic
+        assert not of_copy.workspace._buffers  # they are as large as gradients
+    average_of_copies = average(kinds.STEPS)
+    group.compressors = original
+    assert torch.equal(average_of_copies, average(kinds.STEPS))
 
 
 def test_digest_covers_hyper_parameters_and_schedule_classes():
