@@ -1,4 +1,4 @@
-"""What ranks compare before the first step: version, method, parameters, step counts.
+"""What ranks compare before the first step: version, method, parameters, names of states, loss scaling, step counts.
 
 Ranks that differ in them would wait for each other forever, or average tensors that do not belong together.
 """
@@ -55,6 +55,8 @@ def describe(
         # A digest does not depend on how payloads travel.
         "digest": [compressor.digest, *(getattr(part, "exchange", None) for part in parts)],
         "parameters": shapes,
+        "prefix": prefix,  # random numbers that all ranks draw alike depend on the names of states
+        "scaled": compressor.memory.loss_scale.scaler is not None,
         "choice": getattr(compressor, "choice", {}),  # of a method that chooses while training runs
         "steps": steps,
         "buckets": buckets,
@@ -83,6 +85,18 @@ def compare(descriptions: Sequence[bytes]) -> list[Any]:
         for name, theirs, ours in _differences(other["parameters"], first["parameters"], "no such parameter"):
             raise RuntimeError(
                 f"parameter {name!r}: rank {rank} has {theirs}, rank 0 has {ours}; build the same model on all ranks"
+            )
+        if other["prefix"] != first["prefix"]:
+            raise RuntimeError(
+                f"rank {rank} names the states of these parameters {other['prefix']}NAME, rank 0 "
+                f"{first['prefix']}NAME; give a compressor the same models and optimizers, in the same order, on "
+                "all ranks"
+            )
+        if other["scaled"] != first["scaled"]:
+            follows, follows_not = (rank, 0) if other["scaled"] else (0, rank)
+            raise RuntimeError(
+                f"the compressor of rank {follows} follows a GradScaler, that of rank {follows_not} does not; call "
+                "compressor.follow(scaler) on all ranks or on none"
             )
         for name, theirs, ours in _differences(other["choice"], first["choice"], "none"):
             raise RuntimeError(

@@ -102,14 +102,22 @@ class Engine(ABC):
             what: the caller's name, for errors.
 
         Raises:
-            ValueError: nodes have different numbers of ranks, or ranks are not numbered node by node. The same error on
-                all ranks.
+            ValueError: nodes have different numbers of ranks, or ranks are not numbered node by node, or the launcher
+                has not told some. The same error on all ranks.
         """
-        lines = self.allgather_bytes(json.dumps(self.place()).encode() + b"\n", "gradzip.places")
-        places = [tuple(json.loads(line)) for line in lines]
+        mine: tuple[int, int] | str
+        try:
+            mine = self.place()
+        except ValueError as error:
+            mine = str(error)  # the other ranks wait for this one
+        lines = self.allgather_bytes(json.dumps(mine).encode() + b"\n", "gradzip.places")
+        places = [json.loads(line) for line in lines]
+        for rank, place in enumerate(places):
+            if isinstance(place, str):
+                raise ValueError(f"{what}: rank {rank}: {place}")
         size = places[0][1]
         for rank, place in enumerate(places):
-            if place != (rank % size, size):
+            if place != [rank % size, size]:
                 raise ValueError(
                     f"{what}: rank {rank} is number {place[0]} of {place[1]} on its node, expected number "
                     f"{rank % size} of {size}: start as many ranks on each node, numbered node by node"

@@ -479,6 +479,13 @@ def errors(rank, size):
     ):
         results[name] = message(Job(other if rank == 1 else mine).step, rank, 0)
     results["names"] = message(Job(gradzip.QSGD(), names=rank != 1).step, rank, 0)
+    for name in ("prefixes", "scalers"):
+        compressor = gradzip.QSGD()
+        if rank == 1 and name == "prefixes":
+            gradzip.ddp.HookState(compressor, named_parameters=Layers([torch.zeros(1)]).named_parameters())
+        if rank == 1 and name == "scalers":
+            compressor.follow(torch.amp.GradScaler("cpu"))
+        results[name] = message(Job(compressor).step, rank, 0)
     for static in (False, True):
         job = Job(Damaging(), static_graph=static)
         job.state.load_state_dict({"method": "Damaging", "states": {"layers.3": {"step": 2}}})

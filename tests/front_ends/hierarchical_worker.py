@@ -1,4 +1,4 @@
-"""Scenarios for test_hierarchical_jobs.py, on 2 nodes of 2 ranks: one for each of SPECS, `error`, `process_set`."""
+"""Scenarios for test_hierarchical_jobs.py, on 2 nodes of 2 ranks: one for each of SPECS, and those on request."""
 
 import copy
 import functools
@@ -92,6 +92,15 @@ def process_set(rank):
         own = torch.tensor([float(rank)])
         means = [engine.run(among(scope, Mean(own)), "mean").item() for scope in ("node", "peers")]
     return error, *means
+
+
+@on_request
+def unknown_place(rank):
+    """The error of the first step, if the launcher has told one rank nothing."""
+    if rank == 1:
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+    return error()
 
 
 @scenario

@@ -441,6 +441,8 @@ def test_different_configurations_raise_in_the_first_step(world):
             "arguments": ("rank 1", "theta=0.8", "rank 0", "theta=0.9"),
             "exchanges": ("rank 1", "exchange='scatter_reduce'", "rank 0", "exchange='gather'"),
             "names": ("parameter 'layers.0': rank 1 has no such parameter, rank 0 has float32[64, 64]",),
+            "prefixes": ("rank 1 names the states of these parameters model1.NAME, rank 0 NAME; give",),
+            "scalers": ("the compressor of rank 1 follows a GradScaler, that of rank 0 does not; call",),
         }.items():
             assert result[what].startswith("RuntimeError: ") and all(w in result[what] for w in words)
 

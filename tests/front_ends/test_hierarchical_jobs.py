@@ -46,7 +46,9 @@ every_method = pytest.mark.parametrize("specs", [SPECS[:1], pytest.param(SPECS[1
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 @every_method
 def test_torchrun(tmp_path, specs):
-    results = scenarios(SIZE, "hierarchical_worker.py", tmp_path, *specs, run=torchrun)
+    results = scenarios(SIZE, "hierarchical_worker.py", tmp_path, *specs, "unknown_place", run=torchrun)
+    for message in results.pop("unknown_place"):
+        assert "ValueError: Hierarchical: rank 1: TorchEngine: got LOCAL_RANK=None, LOCAL_WORLD_SIZE=None" in message
     assert results.keys() == set(specs)
     assert_as_expected(results)
 
