@@ -342,7 +342,8 @@ class Compressor(ABC):
         """Load a state dict.
 
         Rank-local fields are kept if the same rank of a group of the same size continues, and dropped with a warning
-        otherwise. `gradzip.checkpoint` merges the state dicts of all ranks. Shapes are checked in the first step.
+        otherwise. `gradzip.checkpoint` merges the state dicts of all ranks. Shapes are checked in the first step. Once
+        training runs, all ranks must load between the same two steps: states decide which collectives follow.
 
         Raises:
             ValueError: the state dict belongs to another method or is malformed.
