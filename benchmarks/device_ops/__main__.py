@@ -216,7 +216,8 @@ def ddp_steps(compressor: gradzip.Compressor, shapes: Shapes, size: int, device:
     state = gradzip.ddp.HookState(compressor, dist.group.WORLD, named.items())
 
     def run(gradients: dict[str, Tensor], counts: Counts) -> None:
-        with counts.hook(), mock.patch.object(state, "_schedule_finish", lambda: None):
+        # The hook of the last bucket ends the step, and may wait for the device there.
+        with counts.hook(), mock.patch.object(state, "_finish", lambda: None):
             for i, bucket in enumerate(buckets):
                 with device.uncounted():
                     buffer = torch.cat([gradients[name].view(-1) for name in bucket])
