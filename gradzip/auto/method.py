@@ -74,6 +74,9 @@ class Auto(Composite):
     is loaded in a group of another size, the choice is made again. On a device, Auto waits for the end of each step
     while assignments are compared.
 
+    `fp16` overflows if a gradient or an average exceeds 65504. Without a GradScaler, which skips such a step, leave it
+    out of `allow` if that may happen.
+
     The choice depends on times, so it may differ between runs. Replicas stay bit-identical.
 
     Source of the model: Wang et al., FFT-based Gradient Sparsification, HPDC 2020, section 3.3.

@@ -23,11 +23,26 @@ class Mean:
     """All-reduce: the average over the ranks of a floating-point tensor of the same shape and dtype on each.
 
     Result: the average. The engine may overwrite the tensor, and return it.
+
+    In float16, a sum may overflow where the average does not. Engines therefore divide by the number of ranks before
+    they add float16, and after they have added other types.
     """
 
     tensor: Tensor
     in_place: bool = False  # write the average to the tensor, also if it is joined with others
     scope: Scope = "all"
+
+    @property
+    def divides_first(self) -> bool:
+        return self.tensor.dtype == torch.float16
+
+    def addend(self, size: int) -> Tensor:
+        """What this rank of `size` adds to the sum. May overwrite the tensor, and return it."""
+        return self.tensor.div_(size) if self.divides_first else self.tensor
+
+    def average(self, total: Tensor, size: int) -> Tensor:
+        """Make the average of the sum of all ranks' addends, in its memory."""
+        return total if self.divides_first else total.div_(size)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, Scope, ToHost, split_equally
+from ..collectives import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, Scope, ToHost, split_equally
 from ..collectives.engine import Engine, Pending, PendingCopy
 from ..collectives.traffic import Traffic
 from ..cost import JOINED
@@ -95,7 +95,8 @@ class HorovodEngine(Engine):
             if collective.device.type == "cpu" and dist.is_available() and dist.is_gloo_available():
                 return _Pending(self, collective, None)
             return self.launch_as_allreduce(collective, slot)
-        tensor = self.wire(collective.tensor)
+        sent = collective.addend(self.size) if isinstance(collective, Mean) else collective.tensor
+        tensor = self.wire(sent)
         if isinstance(collective, Gather):
             handle = hvd.allgather_async(tensor, name=slot, process_set=self.process_set)
         elif isinstance(collective, AllToAll):
@@ -105,7 +106,8 @@ class HorovodEngine(Engine):
             root = self.process_set.ranks[0]
             handle = hvd.broadcast_async(tensor, root, name=slot, process_set=self.process_set)
         else:
-            handle = hvd.allreduce_async_(tensor, name=slot, op=hvd.Average, process_set=self.process_set)
+            op = hvd.Sum if collective.divides_first else hvd.Average
+            handle = hvd.allreduce_async_(tensor, name=slot, op=op, process_set=self.process_set)
         return _Pending(self, collective, handle)
 
     def launch_as_allreduce(self, ring: RingSum, slot: str) -> _Pending:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..collectives import AllToAll, Broadcast, Collective, Gather, RingSum, ToHost, among
+from torch import Tensor
+
+from ..collectives import AllToAll, Collective, Gather, Mean, RingSum, ToHost, among
 from ..collectives.fusion import FusedRoutine
 from ..collectives.routines import Done, Routine, advance
 from ..collectives.traffic import Traffic, sent_nbytes
@@ -32,18 +34,24 @@ def run(collectives: Sequence[Collective], node_size: int = 1) -> list:
         if any(len(parts) != len(sent) for parts in sent):
             raise RuntimeError(f"an all-to-all of {len(sent)} ranks: got {[len(p) for p in sent]} parts, one per rank")
         return [list(received) for received in zip(*sent)]
+    if kinds == {Mean}:
+        return _mean([c for c in collectives if isinstance(c, Mean)])
     tensors = [c.tensor for c in collectives if not isinstance(c, RingSum)]
     if kinds == {ToHost}:
         return [tensor.cpu() for tensor in tensors]
     if kinds == {Gather}:
         return [list(tensors) for _ in tensors]
-    if kinds == {Broadcast}:
-        return [tensors[0].clone() for _ in tensors]
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total += tensor
-    total /= len(tensors)
-    return [total.clone() for _ in tensors]
+    return [tensors[0].clone() for _ in tensors]  # Broadcast
+
+
+def _mean(means: Sequence[Mean]) -> list[Tensor]:
+    size = len(means)
+    first, *others = [mean.addend(size) for mean in means]
+    total = first.clone()
+    for addend in others:
+        total += addend
+    average = means[0].average(total, size)
+    return [average.clone() for _ in means]
 
 
 def _ring_sum(rings: Sequence[RingSum]) -> list[None]:

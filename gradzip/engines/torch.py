@@ -144,11 +144,12 @@ class _PendingReduction:
     """
 
     def __init__(self, engine: TorchEngine, collective: Mean | Broadcast) -> None:
-        tensor = collective.tensor
+        mean = self._mean = collective if isinstance(collective, Mean) else None
+        self._size = engine.size
+        tensor = collective.tensor if mean is None else mean.addend(engine.size)
         self._tensor = tensor if tensor.is_sparse else tensor.contiguous()
-        self._divisor = engine.size if isinstance(collective, Mean) else None
         engine.count(nbytes_of(tensor))
-        if self._divisor:
+        if mean is not None:
             self._work = dist.all_reduce(self._tensor, group=engine.group, async_op=True)
         else:
             root = dist.get_global_rank(engine.group, 0)
@@ -159,7 +160,7 @@ class _PendingReduction:
         return False
 
     def result(self) -> Tensor:
-        return self._tensor.div_(self._divisor) if self._divisor else self._tensor
+        return self._tensor if self._mean is None else self._mean.average(self._tensor, self._size)
 
 
 class _PendingEqual:

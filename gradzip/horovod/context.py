@@ -2,8 +2,9 @@
 
 Horovod calls ``compress(gradient)`` in its backward hook, all-reduces the tensor it returns, and calls ``decompress``
 in ``optimizer.synchronize()``, when it has called `compress` for all gradients. Where a gradient needs one Mean and
-gains nothing from others, that Mean is Horovod's own all-reduce. All other gradients wait until their bucket is
-complete; its collectives are started beside Horovod's, which gets a tensor of one element to all-reduce.
+gains nothing from others, that Mean is Horovod's own all-reduce; but in float16, where Horovod's sum could overflow, it
+is a collective of its own. All other gradients wait until their bucket is complete. Collectives are started beside
+Horovod's, which gets a tensor of one element to all-reduce.
 
 Hooks are called in an order that differs between ranks, and Horovod matches operations by their names. All ranks have
 the same buckets, and name operations after parameters.
@@ -137,7 +138,7 @@ class OptimizerContext:
         self.session.check_optimizers([parameter], [unit.averaging])
         routine = self.session.average(unit, [grad])
         collective = advance(routine)
-        if isinstance(collective, Mean) and unit.averaging.rounds == 1:
+        if isinstance(collective, Mean) and unit.averaging.rounds == 1 and not collective.divides_first:
             in_flight.routine, in_flight.dtype = routine, collective.tensor.dtype
             return self.engine.wire(collective.tensor)
         first = Round()

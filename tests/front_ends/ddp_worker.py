@@ -307,6 +307,18 @@ def mixed(rank, size):
 
 
 @scenario
+def large_halves(rank, size):
+    """Averages in float16 whose sums overflow: a cast gradient, and gradients that are not compressed."""
+
+    def fill(grads):
+        for i, grad in enumerate(grads):
+            grad.fill_(60000 - 1000 * i)
+
+    tensors = [torch.zeros(64, 64), torch.zeros(64, 64).half(), torch.zeros(300).half()]
+    return Job(gradzip.Cast(), tensors).step(rank, 0, change=fill)
+
+
+@scenario
 def strides(rank, size):
     tensors = [
         torch.zeros(32, 16, 3, 3).to(memory_format=torch.channels_last),

@@ -317,6 +317,12 @@ def test_mixed_dtypes(world):
     assert_equal(averages, expected(references, range(size), buckets, dtypes=DTYPES))
 
 
+def test_float16_averages_do_not_overflow_as_their_sums_do(world):
+    for averages in world[1]["large_halves"]:
+        for i, average in enumerate(averages):
+            assert (average / (60000 - 1000 * i) - 1).abs().max() < 4 * 2**-11
+
+
 def test_strides_are_kept(world):
     size, results = world
     shapes = [(32, 16, 3, 3), (50, 60), (64, 64)]

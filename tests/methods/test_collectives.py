@@ -19,6 +19,18 @@ def mean(x):
     return (yield Mean(x))
 
 
+@pytest.mark.parametrize("size", [3, 66])
+def test_float16_is_divided_before_it_is_added(size):
+    """No partial sum overflows. Numbers are divided once: 64 times the smallest number has an average of 64 ranks."""
+    large, small = torch.full((8,), 60000.0).half(), torch.full((8,), 64 * 2**-24).half()
+    for average in drive([mean(large.clone()) for _ in range(size)]):
+        torch.testing.assert_close(average, large, rtol=size * 2**-11, atol=0)
+    assert torch.equal(drive([mean(small.clone()) for _ in range(64)])[0], small)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        values = torch.randn(size, 100).to(dtype)
+        assert torch.equal(drive([mean(x.clone()) for x in values])[0], sum(values[1:], values[0]) / size)
+
+
 def two_rounds(x):
     """As in a power iteration, the second collective depends on the result of the first."""
     first = yield Mean(x)
