@@ -22,8 +22,8 @@ class Phases(Composite):
     Low-rank methods profit from an uncompressed warm-up: torch's `powerSGD_hook` starts to compress at step 1000 by
     default.
 
-    In the first step of a phase, residuals move to its method. A method without error feedback sends them once, with
-    the next gradients. All other state of the last phase's method is freed, and that of the new method starts fresh:
+    At the end of a phase, residuals move to the next method. A method without error feedback sends them once, with the
+    next gradients. All other state of the last phase's method is freed, and that of the new method starts fresh:
     factors, bases, velocities, and the step number of the method's own schedules and `warmup_steps`.
 
     Args:
@@ -57,7 +57,9 @@ class Phases(Composite):
         return list(self.phases)
 
     def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor:
-        step = self._steps.get(prefix + name, 0)
+        return self._method_at(self._steps.get(prefix + name, 0))
+
+    def _method_at(self, step: int) -> Compressor:
         return self.phases[max(start for start in self.phases if start <= step)]
 
     def step_of(self, name: str, shape: torch.Size, prefix: str = "") -> int:
@@ -67,7 +69,9 @@ class Phases(Composite):
 
     def end_step(self, engine: Any, names: Sequence[str]) -> None:
         for name in names:
-            self._steps[name] = self._steps.get(name, 0) + 1
+            self._steps[name] = step = self._steps.get(name, 0) + 1
+            if step in self.phases:
+                self.move_to(self.phases[step], name)
 
     # --- state
 

@@ -98,7 +98,7 @@ def test_a_step_that_nobody_ends_stops_neither_phases_nor_the_loss_scale(group):
 
 
 def test_a_state_dict_of_the_last_step_of_a_phase_goes_on_in_the_same_job(group):
-    """Its residuals are still those of the phase before."""
+    """Its residuals are those of the next phase already."""
     compressor, named = gradzip.parse("phases:0=topk,2=acpsgd"), layers("v", "w")
     session = connected(compressor, group, named)
     for _ in range(2):

@@ -49,13 +49,15 @@ class Composite(Compressor):
     def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor: ...
 
     def register_parameter(self, name: str, shape: torch.Size, state_name: str) -> None:
-        """Move what other parts have of a parameter's gradients to the part that is in charge of it now.
+        """Put the part that is in charge of a parameter now in charge of its residual, too."""
+        self.move_to(self.method_for(name, shape, state_name.removesuffix(name)), state_name)
+
+    def move_to(self, method: Compressor, state_name: str) -> None:
+        """Move what other parts have of a parameter's gradients to a part. The parameter must not be in a step.
 
         That part adds the residual to the next gradient; a part without error feedback sends it once. Other states of
         the parameter are freed, and so are the workspaces of parts that are left without states.
         """
-        prefix = state_name.removesuffix(name)
-        method = self.method_for(name, shape, prefix)
         for part in self.parts:
             if part is not method and part.memory.find(state_name) is not None:
                 part.memory.move_residual(state_name, method.memory)
