@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradzip
-from contract import assert_equal_states
+from contract import assert_equal_states, check_conservation
 from gradzip import ACPSGD, LocalGroup, PowerSGD, simulate
 from gradzip.averaging.routine import averaged
 from gradzip.collectives.fusion import fused
@@ -124,9 +124,6 @@ def test_factors_are_equal_on_all_ranks_for_any_torch_seed(method, size):
         factor = "q" if method is PowerSGD else "next_q" if step % 2 else "next_p"
         factors = [getattr(c.states["w"], factor) for c in group.compressors]
         assert all(torch.equal(f, factors[0]) for f in factors)
-    before = torch.get_rng_state()
-    simulate(method(), [normal(64, 64)])
-    assert torch.equal(torch.get_rng_state(), before)
     other_name, other_seed = (
         simulate(m, [normal(64, 64)], name=n)[0] for m, n in ((method(), "v"), (method(seed=1), "w"))
     )
@@ -138,24 +135,15 @@ def test_factors_are_equal_on_all_ranks_for_any_torch_seed(method, size):
 @pytest.mark.parametrize("options", [{}, {"warm_start": False}, {"reuse": False}], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_error_feedback_conserves_the_sum(method, options, size):
-    """Sum of averages + mean residual = sum of mean gradients, up to the rounding of additions."""
+    """A step adds the residual, computes products of rank 2 and their mean, and subtracts.
+
+    Each rounds once, and the mean of P Qᵀ over ranks differs from (mean P) Qᵀ by the rounding of sums of 64 products.
+    """
     if set(options) - set(method.__dataclass_fields__):
         pytest.skip("an option of the other method")
-    steps = 40
     group = LocalGroup(method(rank=2, **options), size)
-    sent = expected = torch.zeros(48, 64, dtype=torch.float64)
-    largest = 0.0
-    for step in range(steps):
-        grads = [normal(48, 64, seed=10 * step + r) for r in range(size)]
-        sent = sent + group.average(grads, "w")[0].double()
-        expected = expected + sum(g.double() for g in grads) / size
-        largest = max(largest, *(c.states["w"].residual.abs().max().item() for c in group.compressors))
-    residual = sum(c.states["w"].residual.double() for c in group.compressors) / size
-    # A step adds the residual, computes products of rank 2 and their mean, and subtracts. Each rounds once, and the
-    # mean of P Qᵀ over ranks differs from (mean P) Qᵀ by the rounding of sums of 64 products.
-    bound = steps * 100 * U * largest
-    assert (sent + residual - expected).abs().max() < bound
-    assert residual.abs().max() > 1e3 * bound
+    gradients = lambda step: [normal(48, 64, seed=10 * step + r) for r in range(size)]  # noqa: E731
+    check_conservation(group, gradients, 40, roundings=100, above=1e3)
 
 
 @both_methods
@@ -261,19 +249,12 @@ def test_max_abs_bound_is_exact_above_the_limit():
 
 
 @both_methods
-def test_state_dict_survives_torch_save_with_weights_only(method):
-    group = LocalGroup(method(rank=3), 1)
-    grads = [normal(64, 48, seed=s) for s in range(7)]
-    for grad in grads[:3]:
-        group.average([grad], "w")
-    file = io.BytesIO()
+def test_a_saved_state_has_no_more_than_the_state(method):
+    group, file = LocalGroup(method(rank=3), 1), io.BytesIO()
+    for seed in range(3):
+        group.average([normal(64, 48, seed=seed)], "w")
     torch.save(group.compressors[0].state_dict(), file)
-    assert len(file.getvalue()) < 4 * (64 * 48 + 3 * (64 + 48)) + 8000  # no more than the state
-    file.seek(0)
-    resumed = LocalGroup(method(rank=3), 1)
-    resumed.compressors[0].load_state_dict(torch.load(file, weights_only=True))
-    for grad in grads[3:]:
-        assert torch.equal(resumed.average([grad], "w")[0], group.average([grad], "w")[0])
+    assert len(file.getvalue()) < 4 * (64 * 48 + 3 * (64 + 48)) + 8000
 
 
 def distance(compressor, steps=400):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import gradzip
+from contract import check_conservation
 from gradzip.memory.state import Key
 from reference import resnet20_gradients
 
@@ -115,22 +116,10 @@ def test_residual_is_what_a_rank_did_not_send_and_what_the_vote_lost(size):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("spec", ["signsgd", "signsgd:majority=False", "onebit"])
 def test_error_feedback_conserves_the_sum(spec, size, exchange):
-    """Sum of averages + mean residual + owner residuals = sum of mean gradients, up to rounding."""
-    method = dataclasses.replace(gradzip.parse(spec), exchange=exchange)
-    group, steps = gradzip.LocalGroup(method, size), 50
-    total = torch.zeros(64, 64, dtype=torch.float64)
-    largest = 0.0
-    for _ in range(steps):
-        grads = [(rank + 1) * torch.randn(64, 64) for rank in range(size)]
-        total += group.average(grads, "w")[0].double() - sum(g.double() for g in grads) / size
-        states = [compressor.states["w"] for compressor in group.compressors]
-        residual = sum(state.residual.double() for state in states) / size
-        if exchange == "scatter_reduce" and size > 1:
-            residual += torch.cat([state.owner_residual.double().view(-1) for state in states]).view(64, 64)
-        largest = max(largest, *(state.residual.abs().max().item() for state in states))
-    # A step rounds the sum of gradient and residual, what is subtracted for each rank, the vote and the average.
-    bound = steps * (4 + size) * 2**-24 * 2 * largest
-    assert (total + residual).abs().max() < bound < 1e-3 * residual.abs().max()
+    """A step rounds the sum of gradient and residual, what is subtracted for each rank, the vote and the average."""
+    group = gradzip.LocalGroup(dataclasses.replace(gradzip.parse(spec), exchange=exchange), size)
+    gradients = lambda step: [(rank + 1) * torch.randn(64, 64) for rank in range(size)]  # noqa: E731
+    check_conservation(group, gradients, 50, roundings=2 * (4 + size), above=1e3)
 
 
 long = pytest.mark.long

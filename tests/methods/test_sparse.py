@@ -9,9 +9,10 @@ import torch
 
 import gradzip
 import kinds
+from contract import check_conservation
 from gradzip import DGC, LocalGroup, RandomK, TopK, roundtrip, simulate
 from gradzip.memory.state import Key
-from reference import U, by_magnitude, resnet20_gradients
+from reference import by_magnitude, resnet20_gradients
 
 KEY = Key(0, 0, "w", 0)
 
@@ -128,13 +129,6 @@ def test_randomk_contracts_with_error_feedback_and_is_unbiased_without():
     assert z.abs().max() < 4.5 and 0.85 < z.std() < 1.15
 
 
-@pytest.mark.parametrize("method", [TopK(), RandomK(), DGC()], ids=lambda m: type(m).__name__)
-def test_torch_generator_is_not_used(method):
-    before = torch.get_rng_state()
-    roundtrip(method, torch.ones(64, 64))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_randomk_detects_infinity_in_unchosen_elements():
     grads = [gaussian(64, 64, seed=r) for r in range(2)]
     unchosen = (simulate(RandomK(), grads)[0] == 0).nonzero()[0].tolist()
@@ -241,7 +235,6 @@ def sends_parts_of_gradients(spec):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("spec", kinds.params([*filter(sends_parts_of_gradients, kinds.ALL)], kinds.FIRST))
 def test_error_feedback_conserves_the_sum(spec, size, exchange):
-    """Sum of averages + mean residual + owner residuals = sum of mean gradients, up to rounding."""
     method = dataclasses.replace(gradzip.parse(spec), theta=0.95)
     if hasattr(method, "exchange"):
         method = dataclasses.replace(method, exchange=exchange)
@@ -249,25 +242,8 @@ def test_error_feedback_conserves_the_sum(spec, size, exchange):
         pytest.skip("the method has no exchange")
     if hasattr(method, "momentum"):
         method = dataclasses.replace(method, momentum=0.0)
-    steps, group = 50, LocalGroup(method, size)
-    sent = expected = torch.zeros(64, 66, dtype=torch.float64)
-    largest = 0.0
-    for step in range(steps):
-        grads = [gaussian(64, 66, seed=10 * step + r) for r in range(size)]
-        averages = group.average(grads, "w")
-        assert all(torch.equal(a, averages[0]) for a in averages)
-        sent = sent + averages[0].double()
-        expected = expected + sum(g.double() for g in grads) / size
-        largest = max(largest, max(c.states["w"].residual.abs().max().item() for c in group.compressors))
-    states = [c.states["w"] for c in group.compressors]
-    residual = sum(s.residual.double() for s in states) / size
-    if exchange == "scatter_reduce" and size > 1:
-        owned = torch.cat([s.owner_residual.double().view(-1) for s in states]).view(64, 66)
-        assert owned.abs().max() > 1e-3
-        residual = residual + owned
-    bound = steps * 40 * U * 4 * largest
-    assert (sent + residual - expected).abs().max() < bound
-    assert residual.abs().max() > 1e2 * bound
+    gradients = lambda step: [gaussian(64, 66, seed=10 * step + r) for r in range(size)]  # noqa: E731
+    check_conservation(LocalGroup(method, size), gradients, 50, roundings=160, above=1e2)
 
 
 @pytest.mark.parametrize("bits", [32, 10, 7, 2])
@@ -322,28 +298,3 @@ def test_schedule_of_theta():
 def test_invalid_arguments(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@pytest.mark.parametrize("bits", [32, 8])
-def test_corrupt_payloads_are_decoded_or_refused(bits):
-    """Corrupt or truncated payloads with a valid checksum are decoded or refused."""
-    codec = TopK(theta=0.9, bits=bits)
-    payload = codec.encode(gaussian(64, 64), KEY)
-    with pytest.raises(gradzip.PayloadError):
-        TopK(theta=0.8, bits=bits).decode([payload], 4096)
-    with pytest.raises(gradzip.PayloadError, match="tensor of 4096 elements, expected 4095"):
-        codec.decode([payload], 4095)
-    rng, refused = np.random.default_rng(0), 0
-    for _ in range(400):
-        damaged = payload.clone()
-        at = rng.integers(32 if rng.random() < 0.5 else 48, 64 if rng.random() < 0.3 else payload.numel(), 3)
-        damaged[torch.from_numpy(at)] = torch.from_numpy(rng.integers(0, 256, 3, dtype=np.uint8))
-        cut = damaged[: damaged.numel() - 16 * int(rng.integers(0, 3))].clone()
-        fields = cut[32:48].numpy().tobytes()
-        codec.seal([gradzip.ops.Seal(cut, 4096, fields)])
-        out = torch.zeros(4096)
-        try:
-            codec.decode_add(codec.open(cut, 4096), out, 1.0)
-        except gradzip.PayloadError:
-            refused += 1
-    assert refused > 150

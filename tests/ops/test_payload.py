@@ -13,7 +13,7 @@ from hypothesis import given
 import gradzip
 from gradzip import FFTRange, PayloadError, ops
 from gradzip.memory.state import Key
-from reference import HEADER, LARGE, checksum, encode_bitmap, examples, read_fft_payload, same_everywhere
+from reference import LARGE, checksum, examples, read_fft_payload, same_everywhere
 
 NUMEL = 1500
 
@@ -80,14 +80,6 @@ def test_layout():
     assert struct.unpack_from("<2sBBIQQ", data) == expected
     assert struct.unpack_from("<II", data, 24) == (checksum(data), 0)
     assert data[32:48] == bytes(range(16)) and data[48:] == b"abc" + bytes(13)
-
-
-def test_golden_bytes():
-    data = sealed(b"gradzip").numpy().tobytes()
-    assert data.hex() == (
-        "677a0203efbeadde4d000000000000004000000000000000" + "d8a857fd" + "00000000"
-        "000102030405060708090a0b0c0d0e0f" + b"gradzip".hex() + "00" * 9
-    )
 
 
 @pytest.mark.parametrize("nbytes", [48, 64, 8 * 32768 - 16, 8 * 32768, 8 * 32768 + 16, 8 * 65536 + 48, LARGE * 16])
@@ -343,69 +335,12 @@ def forged(data: bytes, at: int, value: bytes) -> bytes:
     return resealed(data[:at] + value + data[at + len(value) :])
 
 
-@pytest.mark.parametrize("k", [0, 1, 149, 151, 750, 751, 2**31, 2**32 - 1])
-def test_forged_counts(k):
-    with pytest.raises(PayloadError):
-        decode(forged(fft_payload(), 32, struct.pack("<I", k)))
-
-
 @pytest.mark.parametrize("length", [2, 3, 64, 256])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_forged_transforms(axis, length):
     """FFTRange has one transform for any shape: its payloads name no lengths."""
     with pytest.raises(PayloadError, match=r"it claims kernels of \(.*, which no transform is for"):
         decode(forged(fft_payload(), 36 + axis, bytes([length - 1])))
-
-
-def test_forged_padding():
-    """What is left for the bitmap must be all of it."""
-    for padding in range(256):
-        if padding != fft_payload()[39]:
-            with pytest.raises(PayloadError):
-                decode(forged(fft_payload(), 39, bytes([padding])))
-
-
-@pytest.mark.parametrize(
-    "wire",
-    [
-        *((pbase, 1, 5, 10) for pbase in (0, 255 << 5, 2**32 - 1)),
-        *((9, 5, mantissa, 10) for mantissa in (0, 11)),
-        *((9, 5, 5, bits) for bits in (0, 9, 16, 255)),
-        (9, 2000, 5, 10),
-    ],
-)
-def test_forged_number_formats(wire):
-    with pytest.raises(PayloadError):
-        decode(forged(fft_payload(), 40, struct.pack("<IHBB", *wire)))
-
-
-def test_forged_bitmaps():
-    """One bit more or fewer than k, and one past the last bin."""
-    data, total = fft_payload(), NUMEL // 2
-    payload = read_fft_payload(buffer(data), fft_codec().block)
-    codes = data[48 : 48 + -(-2 * payload.k * 10 // 8)]
-
-    def with_index(index: bytes) -> bytes:
-        padding = -(len(codes) + len(index)) % 16
-        header = bytearray(data[:48])
-        header[39] = padding
-        header[16:24] = struct.pack("<Q", 48 + len(codes) + len(index) + padding)
-        return resealed(bytes(header) + codes + index + bytes(padding))
-
-    assert with_index(payload.index) == data
-    message = f"corrupt bitmap: got .* bytes that are not a bitmap of {total} elements with {payload.k} set"
-    for at in (0, 100, total - 1):
-        mask = payload.mask.copy()
-        mask[at] ^= True
-        with pytest.raises(PayloadError, match=message):
-            decode(with_index(encode_bitmap(mask)))
-    # As many bits set, but one of them past the end.
-    longer = np.append(payload.mask, True)
-    longer[np.flatnonzero(payload.mask)[0]] = False
-    wrong = [encode_bitmap(longer), payload.index[:-1], b"", payload.index + b"\0", np.packbits(payload.mask).tobytes()]
-    for index in wrong:
-        with pytest.raises(PayloadError, match=message):
-            decode(with_index(index))
 
 
 @examples
@@ -425,15 +360,6 @@ def test_forged_payloads_are_refused_or_decode_to_numbers(data):
         opened = read_fft_payload(buffer(bytes(changed)), fft_codec().block)
         if np.abs(opened.format.codebook).max() < 1e30:
             assert result.isfinite().all()
-
-
-def test_the_header_of_a_real_payload():
-    payload = read_fft_payload(buffer(fft_payload()), fft_codec().block)
-    assert payload[:2] == (b"gz", 2)
-    assert payload.method == FFTRange.number == 1 and payload.digest == fft_codec().digest
-    assert payload.numel == NUMEL and payload.nbytes == len(fft_payload()) and payload.flags == 0
-    assert payload.k == round(0.2 * (NUMEL // 2)) and payload.format.bits == 10
-    assert HEADER.size == ops.HEADER_NBYTES
 
 
 def test_several_payloads_are_sealed_as_each_alone():

@@ -1,5 +1,6 @@
 """Shared by the contract tests: gradients and expected averages."""
 
+import io
 import zlib
 
 import torch
@@ -24,6 +25,40 @@ def gradient(name, rank, step, shape=None):
 def each(steps, of_rank, names=SHAPES, size=2):
     """Gradients of_rank(name, rank, step) of each step: [{name: [of rank 0, ...]}, ...]."""
     return [{name: [of_rank(name, r, step) for r in range(size)] for name in names} for step in steps]
+
+
+def through_file(saved):
+    """What torch.load returns of a saved state dict, with plain tensors only."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def check_conservation(group, gradients, steps, roundings, above):
+    """Assert that error feedback loses nothing: sum of averages + mean residual = sum of mean gradients.
+
+    Args:
+        gradients: gradients(step) returns those of all ranks.
+        roundings: how many numbers of the size of the largest residual a step rounds, for the bound on the difference.
+        above: how many times as large as this bound a residual is at least: it is not just rounding.
+    """
+    size, lost, largest = len(group.compressors), 0.0, 0.0
+    for step in range(steps):
+        grads = gradients(step)
+        averages = group.average(grads, "w")
+        assert all(torch.equal(average, averages[0]) for average in averages)
+        lost = lost + sum(g.double() for g in grads) / size - averages[0].double()
+        states = [compressor.states["w"] for compressor in group.compressors]
+        largest = max(largest, *(state.residual.abs().max().item() for state in states))
+    bound = steps * roundings * 2**-24 * largest
+    residual = sum(state.residual.double() for state in states) / size
+    if getattr(states[0], "owner_residual", None) is not None:  # after a scatter-reduce, of the averages of partitions
+        owned = torch.cat([state.owner_residual.double().view(-1) for state in states]).view(residual.shape)
+        assert owned.abs().max() > bound
+        residual = residual + owned
+    assert (residual - lost).abs().max() < bound
+    assert residual.abs().max() > above * bound
 
 
 class Expected:
