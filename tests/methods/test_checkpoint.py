@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 import operator
 import warnings
 
@@ -11,6 +10,7 @@ import torch
 
 import gradzip
 import kinds
+from contract import through_file
 from gradzip.memory.checkpoint import merge, shard
 
 OF_NODES = ["hierarchical:inner=dgc(theta=0.9)"]
@@ -28,13 +28,6 @@ def run_steps(group, first, last):
     return averages
 
 
-def save_and_load(saved):
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def all_equal(ours, theirs):
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -47,10 +40,10 @@ def test_resuming_from_a_file_changes_no_bit(spec, merged):
     run_steps(group, 0, 5)
     saved = [c.state_dict() for c in group.compressors]
     if merged:
-        merged_states = save_and_load(merge(saved))
+        merged_states = through_file(merge(saved))
         saved = [shard(merged_states, rank, size) for rank in range(size)]
     for compressor, state_dict in zip(resumed.compressors, saved):
-        compressor.load_state_dict(save_and_load(state_dict))
+        compressor.load_state_dict(through_file(state_dict))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing is dropped
         assert all_equal(run_steps(resumed, 5, 10), run_steps(group, 5, 10))

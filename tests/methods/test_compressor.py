@@ -76,7 +76,7 @@ def test_non_finite_gradient_reaches_all_ranks_and_changes_no_state(compressor, 
     spoilt[-1][3, 4] = bad
     for step in range(3):
         expected = spared.average(finite(step), "w")
-        if step == 1:
+        if step < 2:
             for average in group.average(spoilt, "w"):
                 assert not average.isfinite().all()
         assert torch.equal(group.average(finite(step), "w")[0], expected[0])

@@ -1,11 +1,10 @@
 """DGCSGD with DGC, against SGD with momentum on gradients and on the decay. tests/front_ends has it in real jobs."""
 
-import io
-
 import pytest
 import torch
 
 import gradzip
+from contract import through_file
 from gradzip.averaging.routine import averaged
 from gradzip.engines.local import drive
 from reference import MomentumSGD, U
@@ -136,10 +135,8 @@ def test_a_loaded_state_continues_bit_for_bit():
     through, stopped = Job("dgc:theta=0.9"), Job("dgc:theta=0.9")
     for step in range(5):
         through.step(step), stopped.step(step)
-    file = io.BytesIO()
-    torch.save([stopped.compressor.state_dict(), stopped.sgd.state_dict()], file)
-    file.seek(0)
-    resumed, states = Job("dgc:theta=0.9"), torch.load(file, weights_only=True)
+    states = through_file([stopped.compressor.state_dict(), stopped.sgd.state_dict()])
+    resumed = Job("dgc:theta=0.9")
     resumed.compressor.load_state_dict(states[0])
     resumed.sgd.load_state_dict(states[1])
     for name, p in resumed.named.items():
@@ -165,11 +162,9 @@ def test_a_loaded_state_continues_bit_for_bit_on_nodes():
 
     for number in range(3):
         step("through", number)
-    file = io.BytesIO()
-    state_dicts = [one.state_dict() for one in groups["through"].compressors]
-    torch.save([gradzip.checkpoint.merge(state_dicts), optimizers["through"].state_dict(), named["through"]], file)
-    file.seek(0)
-    merged, of_optimizer, parameters = torch.load(file, weights_only=True)
+    merged = gradzip.checkpoint.merge([one.state_dict() for one in groups["through"].compressors])
+    saved = [merged, optimizers["through"].state_dict(), named["through"]]
+    merged, of_optimizer, parameters = through_file(saved)
     for rank, one in enumerate(groups["resumed"].compressors):
         one.load_state_dict(gradzip.checkpoint.shard(merged, rank, 4))
     optimizers["resumed"].load_state_dict(of_optimizer)

@@ -1,7 +1,6 @@
 """GradiVeQ: comparison with the paper's equations in NumPy, phases, checkpoints, and agreement of ranks."""
 
 import dataclasses
-import io
 import itertools
 import math
 
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradzip
+from contract import through_file
 from gradzip import QSGD, Cast, GradiVeQ, LocalGroup
 from gradzip.averaging.routine import averaged
 from gradzip.collectives.fusion import fused
@@ -484,10 +484,7 @@ def test_parse():
 def resumed(method, dicts):
     group = LocalGroup(method, len(dicts))
     for compressor, state_dict in zip(group.compressors, dicts):
-        file = io.BytesIO()
-        torch.save(state_dict, file)
-        file.seek(0)
-        compressor.load_state_dict(torch.load(file, weights_only=True))
+        compressor.load_state_dict(through_file(state_dict))
     return group
 
 
@@ -497,8 +494,7 @@ def test_checkpoint_in_every_phase_changes_no_bit(sampling, exchange):
     through = LocalGroup(method, size)
     expected, dicts = [], []
     for step in range(steps):
-        dicts.append([c.state_dict() for c in through.compressors])
-        dicts[-1] = torch.load(saved_file(dicts[-1]), weights_only=True)
+        dicts.append(through_file([c.state_dict() for c in through.compressors]))
         expected.append(through.average(gradients(step, size), "w")[0])
     for stop in range(steps):
         for of_ranks in (dicts[stop], dicts[stop][::-1]):  # in any order of the ranks
@@ -507,20 +503,13 @@ def test_checkpoint_in_every_phase_changes_no_bit(sampling, exchange):
                 assert torch.equal(group.average(gradients(step, size), "w")[0], expected[step]), (stop, step)
 
 
-def saved_file(object):
-    file = io.BytesIO()
-    torch.save(object, file)
-    file.seek(0)
-    return file
-
-
 @pytest.mark.parametrize("ours, theirs", list(itertools.permutations([0, 1, 3, 6, 7], 2)))
 def test_ranks_in_different_steps_are_an_error(ours, theirs):
     method = short()
     group = LocalGroup(method, 1)
     dicts = []
     for step in range(8):
-        dicts.append(torch.load(saved_file(group.compressors[0].state_dict()), weights_only=True))
+        dicts.append(through_file(group.compressors[0].state_dict()))
         group.average(gradients(step, 1), "w")
     names = {0: "step 0 (warm-up)", 1: "step 1 (warm-up)", 3: "step 3 (sampling, 1 taken)",
              6: "step 6 (sampling, 4 taken)", 7: "step 7 (compressing, 2 to go)"}  # fmt: skip

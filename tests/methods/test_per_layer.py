@@ -1,6 +1,5 @@
 """PerLayer: rules, states and errors."""
 
-import io
 import pickle
 import re
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 import gradzip
+from contract import through_file
 from gradzip import Cast, FFTRange, LocalGroup, NoCompression, PerLayer, TopK
 from gradzip.averaging.routine import averaged
 from gradzip.collectives.fusion import fused
@@ -73,10 +73,7 @@ def test_state_dict_survives_torch_save():
     for step in range(3):
         for name, of_ranks in gradients(step, 1).items():
             through.average(of_ranks, name), stopped.average(of_ranks, name)
-    file = io.BytesIO()
-    torch.save(stopped.compressors[0].state_dict(), file)
-    file.seek(0)
-    resumed.compressors[0].load_state_dict(torch.load(file, weights_only=True))
+    resumed.compressors[0].load_state_dict(through_file(stopped.compressors[0].state_dict()))
     for name, of_ranks in gradients(3, 1).items():
         assert torch.equal(resumed.average(of_ranks, name)[0], through.average(of_ranks, name)[0])
     with pytest.raises(ValueError, match="got the states of 3 compressors, expected 2: one for each of its parts"):

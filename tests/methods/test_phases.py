@@ -1,7 +1,6 @@
 """Phases: when methods change, what happens to residuals and states, step numbers, and real jobs."""
 
 import copy
-import io
 import json
 import math
 import pickle
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 import gradzip
 import kinds
-from contract import SHAPES, each, gradient
+from contract import SHAPES, each, gradient, through_file
 from gradzip import ACPSGD, Cast, FFTRange, LocalGroup, NoCompression, Phases, TopK
 from gradzip.averaging.handshake import compare, describe
 from gradzip.averaging.routine import Averaging, averaged
@@ -271,13 +270,6 @@ def test_a_step_ends_while_the_gradient_of_another_optimizer_is_in_flight():
 
 
 # --- state dicts
-
-
-def through_file(saved):
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("last", range(9))
