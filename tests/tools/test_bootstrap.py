@@ -13,6 +13,7 @@ import zipfile
 
 import pytest
 
+import commands
 from paths import ROOT
 
 COVERS = ["scripts/bootstrap.sh"]
@@ -49,18 +50,16 @@ def clone(tmp_path):
     folder = tmp_path / "a clone"
     (folder / "scripts").mkdir(parents=True)
     for name, text in FILES.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    for name, version in (("torch", "1"), ("torch", "2"), ("numpy", "1"), ("gradzip", "0"), ("horovod", "3")):
-        wheel(tmp_path, name, version)
+        commands.executable(folder / name, text)
+    for package in ("torch-1", "torch-2", "numpy-1", "gradzip-0", "horovod-3"):
+        wheel(tmp_path, *package.split("-"))
     return folder
 
 
 def start(clone, **environment):
-    home = clone.parent
     environment = {
-        "PATH": os.environ["PATH"], "HOME": str(home), "PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull,
-        "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": home.as_uri(), **environment,
+        "PATH": os.environ["PATH"], "HOME": str(clone.parent), "PYTHON": sys.executable,
+        "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": clone.parent.as_uri(), **environment,
     }  # fmt: skip
     # No standard input: nothing may read from it.
     return subprocess.Popen(
@@ -70,9 +69,9 @@ def start(clone, **environment):
 
 
 def bootstrap(clone, **environment):
-    run = start(clone, **environment)
-    run.out, run.error = run.communicate(timeout=120)
-    return run
+    process = start(clone, **environment)
+    stdout, stderr = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 @pytest.mark.long
@@ -80,10 +79,10 @@ def test_repairs(clone):
     def works(steps, builds):
         """Whether a run does these steps, Horovod was built so often by now, and the next run does nothing."""
         done = bootstrap(clone)
-        assert done.returncode == 0, done.error
-        assert [line.split()[0] for line in done.out.splitlines() if line.startswith("  ")] == steps.split()
+        assert done.returncode == 0, done.stderr
+        assert [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")] == steps.split()
         assert (clone.parent / "builds").read_text().count("\n") == builds
-        assert bootstrap(clone).out == UP_TO_DATE
+        assert bootstrap(clone).stdout == UP_TO_DATE
         installed = clone / ".venv" / "bin" / "python"
         subprocess.run([installed, "-I", "-c", "import torch, horovod.torch, gradzip"], check=True)
 
@@ -126,24 +125,22 @@ def test_runs_wait_for_each_other(clone):
 def test_missing_tools_are_named_before_anything_is_made(clone, tmp_path):
     def refused(*texts, **environment):
         done = bootstrap(clone, **environment)
-        assert done.returncode == 1 and not (clone / ".venv" / "bin").exists()
-        assert not [text for text in texts if text not in done.error], done.error
-        assert len(done.error.splitlines()) == 2, "one line says what is wrong, one what to do"
+        commands.check_refusal(done, 1, *texts)
+        assert not (clone / ".venv" / "bin").exists()
 
     refused("no usable Python (/none/python3: ", "PYTHON=/path/to/python3.11", PYTHON="/none/python3")
-    old = tmp_path / "old"
-    old.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c \"import sys; sys.version_info = (3, 8, 1); $2\"\n")
-    old.chmod(0o755)
+    text = f"#!/bin/sh\nexec '{sys.executable}' -c \"import sys; sys.version_info = (3, 8, 1); $2\"\n"
+    old = commands.executable(tmp_path / "old", text)
     refused("old: is Python 3.8.1, expected 3.10 to 3.13", PYTHON=str(old))
     refused("'nonesuch-c++' does not compile C++17: ", "not found", "apt install g++", CXX="nonesuch-c++")
 
 
 def test_failing_step_shows_its_log_and_the_cause(clone):
     done = bootstrap(clone, PIP_INDEX_URL="http://127.0.0.1:9/", PIP_RETRIES="0", PIP_NO_INDEX="0", PIP_FIND_LINKS="")
-    assert done.returncode == 1 and "  packages  installing" in done.out
+    assert done.returncode == 1 and "  packages  installing" in done.stdout
     log = clone / ".venv" / "log" / "packages.log"
-    assert str(log) in done.error and log.read_text().splitlines()[-1] in done.error
-    assert "The package index cannot be reached" in done.error
+    assert str(log) in done.stderr and log.read_text().splitlines()[-1] in done.stderr
+    assert "The package index cannot be reached" in done.stderr
 
 
 def test_causes(tmp_path):
@@ -155,4 +152,4 @@ def test_causes(tmp_path):
     }.items():
         (tmp_path / "log").write_text(f"first\n{log}\nlast\n")
         script = f'source "{ROOT}/scripts/bootstrap.sh"; explain "{tmp_path / "log"}"'
-        assert cause in subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+        assert cause in commands.run("bash", "-c", script).stdout

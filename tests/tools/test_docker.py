@@ -3,21 +3,24 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+import commands
 from paths import ROOT
 
-COVERS = ["docker/*", ".dockerignore", "scripts/*.sh", "recipes/**/*.sh", "recipes/slurm/bin/ssh", ".ci/run"]
+COVERS = ["docker/*", ".dockerignore", "scripts/*.sh", "recipes/**/*", ".ci/run"]
 DOCKER = ROOT / "docker"
+DOCKERFILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.cpu"]
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 SCRIPTS = sorted(
-    path for pattern in COVERS for path in ROOT.glob(pattern) if path.read_bytes().startswith(b"#!/usr/bin/env bash")
+    path
+    for pattern in COVERS
+    for path in ROOT.glob(pattern)
+    if path.is_file() and path.read_bytes().startswith(b"#!/usr/bin/env bash")
 )
 
 
@@ -26,36 +29,39 @@ def tool(name):
 
 
 def checked_in():
-    listed = subprocess.run([tool("git"), "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    listed = commands.run(tool("git"), "ls-files", cwd=ROOT)
     if listed.returncode:
         pytest.skip("not a clone")
     return [path for path in listed.stdout.splitlines() if (ROOT / path).is_file()]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_shell_scripts_pass_lint(script):
-    assert os.access(script, os.X_OK)
-    done = subprocess.run([tool("shellcheck"), script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
-def test_dockerfile(name):
-    """It passes lint, does not run as root, holds no host keys, and names what is there, as docker/README.md does."""
-    done = subprocess.run([tool("hadolint"), "--no-color", DOCKER / name], capture_output=True, text=True)
+@pytest.mark.parametrize("path", [*SCRIPTS, *DOCKERFILES], ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_lint(path):
+    assert path in DOCKERFILES or os.access(path, os.X_OK)
+    done = commands.run(tool("hadolint" if path in DOCKERFILES else "shellcheck"), path)
     assert done.returncode == 0, done.stdout + done.stderr
-    text, readme = (DOCKER / name).read_text(), (DOCKER / "README.md").read_text()
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_dockerfile(path):
+    """It does not run as root, holds no host keys, and its arguments are those of docker/README.md."""
+    text, readme = path.read_text(), (DOCKER / "README.md").read_text()
     assert text.rindex("\nUSER ${UID}\n") > text.rindex("\nRUN ") and "/etc/ssh/ssh_host_*" in text
     arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
     assert {*re.findall(r"--build-arg\s+(\w+)=", readme)} == {*arguments} and f"`{arguments['BASE']}`" in readme
-    named = {*re.findall(r"\b(?:docker|scripts|examples|tests)/[\w./-]*\w", readme + text)}
+
+
+def test_named_files_exist():
+    pages = [*DOCKERFILES, DOCKER / "README.md", ROOT / "recipes" / "README.md"]
+    text = "".join(page.read_text() for page in pages)
+    named = {*re.findall(r"\b(?:docker|recipes|scripts|examples|tests)/[\w./-]*\w", text)}
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_every_file_of_the_repository_is_in_the_context_of_an_image():
     checked_in()  # or skip
-    command = [tool("git"), "ls-files", "--cached", "--ignored", "--exclude-from=.dockerignore"]
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == ""
+    ignored = commands.run("git", "ls-files", "--cached", "--ignored", "--exclude-from=.dockerignore", cwd=ROOT)
+    assert (ignored.returncode, ignored.stdout) == (0, "")
     patterns = (ROOT / ".dockerignore").read_text().splitlines()
     assert {".git", ".venv", "build", "keys", "**/*.so"} <= {*patterns}, "private, large or built"
 
@@ -91,9 +97,7 @@ def new_key(environment, phrase=""):
 
 
 def enter(environment, *command):
-    return subprocess.run(
-        [DOCKER / "entrypoint.sh", *command], env=environment, capture_output=True, text=True, timeout=60
-    )
+    return commands.run(DOCKER / "entrypoint.sh", *command, env=environment)
 
 
 def test_command_runs_as_it_is(home):
@@ -113,16 +117,11 @@ def test_nodes_that_start_together_have_one_key(home):
 
 
 def test_refusals(home):
-    def refused(text, environment, *command):
-        done = enter(environment, *command)
-        assert done.returncode == 1 and text in done.stderr
-        assert len(done.stderr.splitlines()) == 2, "one line says what is wrong, one what to do"
-
-    refused("nothing to run", home)
-    refused("sshd takes no arguments, got: -p 22", home, "sshd", "-p", "22")
-    refused("no key in /none", home | {"GRADZIP_KEYS": "/none"}, "sshd")
+    commands.check_refusal(enter(home), 1, "nothing to run")
+    commands.check_refusal(enter(home, "sshd", "-p", "22"), 1, "sshd takes no arguments, got: -p 22")
+    commands.check_refusal(enter(home | {"GRADZIP_KEYS": "/none"}, "sshd"), 1, "no key in /none")
     new_key(home, "a phrase")
-    refused("is not a private key without passphrase", home, "true")
+    commands.check_refusal(enter(home, "true"), 1, "is not a private key without passphrase")
 
 
 @pytest.mark.parametrize(
@@ -130,33 +129,25 @@ def test_refusals(home):
     [("127.0.1.1", "127.0.1.1, stands for 127"), ("x" * 64, "stands for no address"), ("192.0.2.1", "")],
 )
 def test_name_that_others_cannot_reach_is_a_warning(home, name, warning):
-    look = f"source {DOCKER}/entrypoint.sh; check_name {name}"
-    told = subprocess.run(["bash", "-c", look], env=home, capture_output=True, text=True, check=True).stderr
-    assert warning in told and bool(warning) == bool(told)
+    done = commands.run("bash", "-c", f"source {DOCKER}/entrypoint.sh; check_name {name}", env=home)
+    assert done.returncode == 0 and warning in done.stderr and bool(warning) == bool(done.stderr)
 
 
 @pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="no sshd here")
 def test_node_serves_who_has_the_key(home, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        home |= {"GRADZIP_SSH_PORT": str(free.getsockname()[1])}
+    home |= {"GRADZIP_SSH_PORT": str(commands.free_port())}
     new_key(home).chmod(0o644)  # as a mounted one may be; ssh would refuse it
     # A session has the node's PATH. The user's shell may put something before it, or take something out.
     own = {**home, "PATH": os.pathsep.join([PATH, str(tmp_path)])}
     node = subprocess.Popen([DOCKER / "entrypoint.sh", "sshd"], env=own, stderr=subprocess.PIPE, text=True)
 
-    def ssh(environment, command, until=0.0):
-        while True:  # ssh takes the home from the password file, so it is told where its files are
-            done = subprocess.run(
-                ["ssh", "-F", f"{environment['HOME']}/.ssh/config", "127.0.0.1", command],
-                env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
-            )  # fmt: skip
-            if done.returncode != 255 or time.monotonic() > until:
-                return done
-            time.sleep(0.1)
+    def ssh(environment, command):
+        # It takes the home from the password file, so it is told where its files are. One attempt a second.
+        config = f"{environment['HOME']}/.ssh/config"
+        return commands.run("ssh", "-F", config, "-o", "ConnectionAttempts=20", "127.0.0.1", command, env=environment)
 
     try:
-        answer = ssh(home, "printenv PATH", until=time.monotonic() + 20)
+        answer = ssh(home, "printenv PATH")
         assert answer.returncode == 0, answer.stderr
         assert answer.stdout.rstrip().split(os.pathsep)[-1] == str(tmp_path)
 
@@ -185,17 +176,18 @@ def test_installed_package_is_whole(tmp_path):
         shutil.copytree(objects, sources / "build" / objects.name)
     environment = {**os.environ, "PATH": PATH, "PYTHON": sys.executable}
     pip = "-m pip install --no-index --no-build-isolation --no-deps --disable-pip-version-check --target"
-    subprocess.run([sys.executable, *pip.split(), site, sources], env=environment, check=True, capture_output=True)
+    done = commands.run(sys.executable, *pip.split(), site, sources, env=environment, timeout=None)
+    assert done.returncode == 0, done.stdout + done.stderr
     package = {path for path in files if path.startswith("gradzip/")}
     installed = {path.relative_to(site).as_posix() for path in (site / "gradzip").rglob("*") if path.is_file()}
     assert package - installed == set()
-    assert [
-        path for path in installed - package if not re.search(r"_C.*\.so$|\.pyc$|methods/__init__\.pyi$", path)
-    ] == []
+    made = re.compile(r"_C.*\.so$|\.pyc$|methods/__init__\.pyi$")
+    assert {path for path in installed - package if not made.search(path)} == set()
 
     def run(place):
-        command = [sources / "scripts" / "test_installed.sh", "-q", "-p", "no:cacheprovider", "tests/tools/test_cli.py"]
-        done = subprocess.run(command, env=environment | {"PYTHONPATH": str(place)}, capture_output=True, text=True)
+        arguments = ["-q", "-p", "no:cacheprovider", "tests/tools/test_cli.py"]
+        variables = environment | {"PYTHONPATH": str(place)}
+        done = commands.run(sources / "scripts" / "test_installed.sh", *arguments, env=variables, timeout=None)
         return done.returncode, done.stdout + done.stderr
 
     status, output = run(site)

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import commands
 from benchmarks import kernels, step
 from gradzip.cli import models
 from paths import ROOT
@@ -30,8 +30,8 @@ def shell(name, text, **options):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 def test_no_gpu_is_a_one_line_error(tmp_path):
-    command = ["bash", ROOT / "scripts" / "gpu_check.sh", tmp_path / "results.json"]
-    done = subprocess.run(command, env=dict(os.environ, PYTHON=sys.executable), capture_output=True, text=True)
+    script, variables = ROOT / "scripts" / "gpu_check.sh", os.environ | {"PYTHON": sys.executable}
+    done = commands.run("bash", script, tmp_path / "results.json", env=variables)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1 and "sees no GPU; name a Python" in done.stderr
     assert not (tmp_path / "results.json").exists()
@@ -68,7 +68,7 @@ def test_budget_is_kept():
     assert time.monotonic() - begin < 4
     assert (first.outcome, second.outcome) == ("stopped", "passed")
     assert first.limit == 1 and 0.5 < second.limit <= 1 and 1 <= first.seconds < 2 and 0.1 <= second.seconds < 1
-    assert subprocess.run(["pgrep", "-f", "sleep 31.4159"], capture_output=True).returncode == 1
+    assert commands.run("pgrep", "-f", "sleep 31.4159").returncode == 1
 
 
 # Last lines as pytest prints them, and what compute-sanitizer says where it cannot work.

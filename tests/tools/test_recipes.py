@@ -2,15 +2,13 @@
 
 import json
 import os
-import re
 import shlex
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import commands
 from launch import python
 from paths import ROOT
 
@@ -26,28 +24,19 @@ COMMANDS = {
     # ssh, but to this machine: notes the host, and runs the command in a new shell.
     "ssh": """\
 host=
-while (($#)); do
-  case $1 in
-  -tt) shift ;;
-  -*) shift 2 ;;
-  *) [[ -z $host ]] || break; host=$1; shift ;;
-  esac
+until [[ $host && $1 != -* ]]; do
+  case $1 in -tt) shift ;; -*) shift 2 ;; *) host=$1; shift ;; esac
 done
 echo "$host" >>"$NOTES"
-cd / && exec env -u PATH PATH=/usr/bin:/bin bash -c "$*"
+cd / && exec env PATH=/usr/bin:/bin bash -c "$*"
 """,
     # srun of a job of two nodes: runs the command on the named node, or on each of them.
     "srun": """\
-tasks=1
-while (($#)); do
-  case $1 in
-  --nodelist=*) echo "${1#*=}" >>"$NOTES"; shift ;;
-  --ntasks=*) tasks=${1#*=}; shift ;;
-  --*) shift ;;
-  *) break ;;
-  esac
+tasks=1 pids=()
+while [[ $1 == --* ]]; do
+  case $1 in --nodelist=*) echo "${1#*=}" >>"$NOTES" ;; --ntasks=*) tasks=${1#*=} ;; esac
+  shift
 done
-pids=()
 for ((node = 0; node < tasks; node++)); do SLURM_NODEID=$node "$@" & pids+=($!); done
 for pid in "${pids[@]}"; do wait "$pid" || exit; done
 """,
@@ -69,24 +58,17 @@ def environment(tmp_path):
         f'exec {torchrun} "${{options[@]}}" --no-python {fork} "$@"\n',
     }
     for name, text in {**warm, **COMMANDS}.items():
-        (bin / name).write_text(f"#!/usr/bin/env bash\n{text}")
-        (bin / name).chmod(0o755)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        commands.executable(bin / name, f"#!/usr/bin/env bash\n{text}")
     return {
-        "PATH": os.pathsep.join([str(bin), str(VENV), os.environ["PATH"]]), "PYTHONPATH": str(ROOT), "PORT": str(port),
+        "PATH": os.pathsep.join([str(bin), str(VENV), os.environ["PATH"]]), "PYTHONPATH": str(ROOT),
         "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "INTERFACE": "lo", "HOROVOD_GLOO_TIMEOUT_SECONDS": "100",
         "NOTES": str(tmp_path / "notes"), "SLURM_JOB_NODELIST": "two-nodes", "SLURM_JOB_ID": "7",
-        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_SUBMIT_DIR": str(ROOT), "PORT": str(commands.free_port()),
     }  # fmt: skip
 
 
 def run(environment, *command):
-    return subprocess.run(
-        list(map(str, command)), env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=150,
-    )  # fmt: skip
+    return commands.run(*command, env=environment, cwd=ROOT)
 
 
 @pytest.mark.parametrize("engine", [pytest.param("horovod", marks=pytest.mark.long), "ddp"])
@@ -137,8 +119,8 @@ def test_dry_run_prints_the_commands(environment):
 )
 def test_refusals(environment, script, arguments, variables, says):
     done = run(environment | variables, script, *arguments)
-    assert done.returncode == 2 and done.stdout == ""
-    assert says in done.stderr and len(done.stderr.splitlines()) == 2, "one line says what is wrong, one what to do"
+    commands.check_refusal(done, 2, says)
+    assert done.stdout == ""
 
 
 def test_manifest_agrees_with_the_image_and_itself():
@@ -158,8 +140,3 @@ def test_manifest_agrees_with_the_image_and_itself():
     assert (ROOT / command[command.index("python") + 1]).is_file()
     port = worker["readinessProbe"]["tcpSocket"]["port"]
     assert f"EXPOSE {port}" in (ROOT / "docker" / "Dockerfile.cpu").read_text()
-
-
-def test_readme_names_what_is_there():
-    paths = {*re.findall(r"\b(?:docker|recipes|examples|tests)/[\w./-]*\w", (RECIPES / "README.md").read_text())}
-    assert [path for path in paths if not (ROOT / path).exists()] == []

@@ -10,47 +10,47 @@ from pathlib import Path
 
 import pytest
 
+import commands
 from launch import SHAPED_NET, needs_network, shaped
 
 COVERS = ["scripts/shaped_net.sh"]
 
-# Host 1 (or a child process, where there are no hosts) sends SIZE bytes four times to host 0, which then sends as much
-# to itself. Prints the seconds of each transfer, and the bytes that the interface INTERFACE has counted for the first
-# four. Written at once: hosts share the output.
+# Host 0 gets SIZE bytes four times from host 1 (or from itself, where there are no hosts), and then from itself. Prints
+# the seconds of each transfer, and the bytes that the interface INTERFACE has counted for the first four. Written at
+# once: hosts share the output.
 TRANSFER = r"""
-import os, socket, sys, time
-size, interface, hosts = int(sys.argv[1]), sys.argv[2], "HOST" in os.environ
-host, address = int(os.environ.get("HOST", 0)), ("10.77.0.1" if hosts else "127.0.0.1", 5000)
+import os, socket, sys, threading, time
+size, interface, host = int(sys.argv[1]), sys.argv[2], os.environ.get("HOST")
 
-def transfer(sender):
-    server = socket.create_server(address) if host == 0 else None
-    if os.fork() == 0:
-        while host == sender:
-            try:
-                peer = socket.create_connection(address)
-                break
-            except OSError:
-                time.sleep(0.02)
-        while host == sender and peer.recv(1):
-            peer.sendall(bytes(size))
-        os._exit(0)
-    if host == 0:
-        peer, _ = server.accept()
-        for _ in range(4):
-            start, received = time.perf_counter(), 0
-            peer.sendall(b"?")
-            while received < size:
-                received += len(peer.recv(1 << 20))
-            os.write(1, b"%f\n" % (time.perf_counter() - start))
-        peer.close()
-        server.close()
-    os.wait()
+def serve():
+    peer, _ = socket.create_server(("", 5000)).accept()
+    while peer.recv(1):
+        peer.sendall(bytes(size))
 
-transfer(1 if hosts else 0)
+def get(address):
+    while True:
+        try:
+            peer = socket.create_connection((address, 5000))
+            break
+        except OSError:
+            time.sleep(0.02)
+    for _ in range(4):
+        start, received = time.perf_counter(), 0
+        peer.sendall(b"?")
+        while received < size:
+            received += len(peer.recv(1 << 20))
+        os.write(1, b"%f\n" % (time.perf_counter() - start))
+    peer.close()
+
+def get_from_itself():
+    threading.Thread(target=serve, daemon=True).start()
+    get("127.0.0.1")
+
+serve() if host == "1" else get("10.77.0.2") if host else get_from_itself()
 (line,) = (line for line in open("/proc/net/dev") if line.strip().startswith(interface + ":"))
-os.write(1, line.split()[1 if host == 0 else 9].encode() + b"\n")
-if hosts:
-    transfer(0)
+os.write(1, line.split()[9 if host == "1" else 1].encode() + b"\n")
+if host == "0":
+    get_from_itself()
 """
 
 
@@ -123,9 +123,8 @@ def test_nothing_is_left_after_a_signal(network, number):
     code = r"import os, time; os.write(1, os.readlink('/proc/self/ns/net').encode() + b'\n'); time.sleep(60)"
     # These tests may run as a background job of a shell, which starts those with SIGINT ignored.
     command = ["env", "--default-signal=INT", "bash", SHAPED_NET, *network, "--", sys.executable, "-c", code]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-    ) as job:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as job:
         hosts = 2 if "--hosts" in network else 1
         namespaces = {job.stdout.readline().strip() for _ in range(hosts)}
         assert len(namespaces - {os.readlink("/proc/self/ns/net")}) == hosts and all(map(in_use, namespaces))
@@ -155,9 +154,8 @@ def test_wrong_arguments(arguments, expected):
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("shaped_net: ") and expected in done.stderr
 
 
-def test_missing_tools_are_named(tmp_path):
-    command = [shutil.which("bash"), SHAPED_NET, "1gbit", "2", "--", "true"]
-    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+def test_missing_tools_are_named():
+    done = commands.run(shutil.which("bash"), SHAPED_NET, "1gbit", "2", "--", "true", env={"PATH": "/none"})
     assert done.returncode == 2 and "no 'ip' on PATH; install iproute2" in done.stderr
 
 
@@ -169,23 +167,8 @@ def test_errors_of_the_machine_are_one_line():
     ):
         done = shaped(*command)
         assert done.returncode == status and done.stderr.count("\n") == 1 and says in done.stderr
-    done = subprocess.run(  # from the standard input, because that user may not be able to read the clone
-        ["bash", "-s", "--", "1gbit", "2", "--", "true"],
-        input=SHAPED_NET.read_text(), capture_output=True, text=True, user=65534, extra_groups=[], cwd="/",
-    )  # fmt: skip
+    # From the standard input, because another user may not be able to read the clone.
+    options = {"input": SHAPED_NET.read_text(), "user": 65534, "extra_groups": [], "cwd": "/"}
+    done = commands.run("bash", "-s", "--", "1gbit", "2", "--", "true", **options)
     assert done.returncode == 2
     assert done.stderr == "shaped_net: only root may make a network namespace; run this with sudo\n"
-
-
-@needs_network
-@pytest.mark.long
-def test_torchrun_joins_the_hosts():
-    code = (
-        "import os, torch, torch.distributed as dist; dist.init_process_group('gloo'); "
-        "x = torch.ones(1); dist.all_reduce(x); os.write(1, b'sum %d %s\\n' % (x, os.environ['GROUP_RANK'].encode())); "
-        "dist.destroy_process_group()"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", 2]
-    done = shaped("--hosts", 2, "--inter", "1gbit", "--", *command, sys.executable, "-c", code, timeout=250)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["sum 4 0", "sum 4 0", "sum 4 1", "sum 4 1"]
