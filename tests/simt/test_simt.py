@@ -34,179 +34,69 @@ def test_kernels_give_the_bits_of_the_cpu(name, sanitized, unless_passed):
     assert result.returncode == 0 and not result.stderr, result.stderr[-4000:]
 
 
+def without_barriers(code):
+    return re.sub(r"\n? *__syncthreads\(\);", "", code)
+
+
+# By name: a program, a file of csrc/cuda, code in it, what replaces it (None: it loses its barriers), and the error.
 BROKEN = {
-    # without the barrier, a thread that is still clearing erases the counts of another
-    "barrier after clearing": (
-        "select",
-        {"cuda/select.cuh": ("counts[i] = 0;\n  __syncthreads();", "counts[i] = 0;")},
-        "select, k =",
-    ),
-    "barrier of a scan": (
-        "compact",
-        {"cuda/block/block.cuh": ("partial[warp()] = upto;\n  __syncthreads();", "partial[warp()] = upto;")},
-        "compact: set bits: item 0",
-    ),
-    "barrier between tiles": (
-        "pack_bits",
-        {"cuda/pack_bits.cuh": ("packed + first / 8 * bits);\n    __syncthreads();", "packed + first / 8 * bits);")},
-        "pack_bits, bits =",
-    ),
-    "barrier in a branch": (
-        "bitmap",
-        {
-            "cuda/block/bitmap_tiles.cuh": (
-                "if (threadIdx.x == 0) counts[tile] = set;",
-                "if (warp() == 0) __syncthreads(), counts[tile] = set;",
-            )
-        },
-        "simt: .*(barrier|waits|has ended)",
-    ),
-    "tail too short": (
-        "abs_max",
-        {"cuda/block/block.cuh": ("if (thread < n - tail) f", "if (thread < n - tail - 1) f")},
-        "abs_max: item",
-    ),
-    "tail too long": (
-        "bitmap",
-        {"cuda/bitmap.cuh": ("value[u] = i < n ?", "value[u] = i <= n ?")},
-        "heap-buffer-overflow",
-    ),
-    "last block too early": (
-        "payload",
-        {"cuda/block/block.cuh": ("== blocks - 1;", "== blocks - 2;")},
-        "payload_seal: item",
-    ),
-    "word written whole at the end": (
-        "range_float",
-        {"cuda/block/bit_stream.cuh": ("first >= 0 && first + 4 <= nbytes", "first >= 0")},
-        "heap-buffer-overflow",
-    ),
-    "barrier after staging": (
-        "low_rank",
-        {
-            "cuda/low_rank.cuh": (
-                "stage_factor<R>(q, begin, factor);\n    __syncthreads();",
-                "stage_factor<R>(q, begin, factor);",
-            )
-        },
-        "low_rank_project",
-    ),
-    "parts in the order of arrival": (
-        "low_rank",
-        {
-            "cuda/low_rank.cuh": (
-                "last_block(tickets + block / unsigned(parts), unsigned(parts))",
-                "(!tickets || part != parts - 1)",
-            )
-        },
-        "low_rank_project",
-    ),
-    "barrier between products": (
-        "low_rank",
-        {"cuda/low_rank.cuh": ("      }\n      __syncthreads();\n    }\n  }\n};", "      }\n    }\n  }\n};")},
-        "low_rank_apply_average: [em]",
-    ),
-    "blocks that trust the table": (
-        "index_code",
-        {"cuda/index_code.cuh": (" && end_byte <= opened.nbytes - table", "")},
-        "heap-buffer-overflow",
-    ),
-    "a bit past the segment": (
-        "bitmap_code",
-        {"cuda/bitmap_code.cuh": ("if (at >= bits) {", "if (at > bits) {")},
-        "bitmap_code_decode of other bytes: failed",
-    ),
-    "segments that trust the table": (
-        "bitmap_code",
-        {"cuda/bitmap_code.cuh": ("if (2 * segments + offsets[segments] != nbytes) {", "if (nbytes < 0) {")},
-        "heap-buffer-overflow|bitmap_code_decode of other bytes: failed",
-    ),
-    "indices beyond the end": (
-        "index_code",
-        {"cuda/index_code.cuh": ("return *last + 1 == end;", "return true;")},
-        "heap-buffer-overflow|failed: item 0",
-    ),
-    "barrier before a tile's norms": (
-        "quantize",
-        {"cuda/block/quantize_tile.cuh": ("    __syncthreads();\n    tile_norms", "    tile_norms")},
-        "norms, bits =",
-    ),
-    "barrier after a tile's norms": (
-        "quantize",
-        {"cuda/block/quantize_tile.cuh": ("buckets.first);\n    __syncthreads();", "buckets.first);")},
-        "quantize, bits =",
-    ),
-    "barrier before a chunk's tokens": (
-        "elias",
-        {"cuda/elias.cuh": ("words[w] = 0;\n  __syncthreads();", "words[w] = 0;")},
-        "elias_encode, levels",
-    ),
-    "a run past the end": (
-        "elias",
-        {"cuda/elias.cuh": ("if (next >= count) return;", "if (next > count) return;")},
-        "elias_decode",
-    ),
-    "ties to one side": (
-        "signs",
-        {"cuda/signs.cuh": ("if (voters % 2 == 0 && equal)", "if (equal)")},
-        "signs_majority of",
-    ),
-    "a byte of no trits": (
-        "ternary",
-        {"cuda/ternary.cuh": ("valid && byte[j] <= kTopByte", "valid && byte[j] <= kTopByte + 1")},
-        "ternary_decode_add of a byte",
-    ),
-    "barrier between stages": (
-        "transform",
-        {
-            "cuda/transform.cuh": (
-                "at[i * apart + pitch] = v[i][1];\n    });\n    __syncthreads();",
-                "at[i * apart + pitch] = v[i][1];\n    });",
-            )
-        },
-        "transform of",
-    ),
-    "barrier after a tile's candidates": (
-        "transform",
-        {
-            "cuda/transform.cuh": (
-                "list[t.tile_groups() + to] = tile.z[im];\n    });\n    __syncthreads();",
-                "list[t.tile_groups() + to] = tile.z[im];\n    });",
-            )
-        },
-        "transform_select: ",
-    ),
-    "too few codes for a bitmap": (
-        "transform",
-        {"cuda/transform.cuh": ("set != parts.of[part].count ||", "set < parts.of[part].count ||")},
-        "transform_decode of an invalid part",
-    ),
-    "barrier between rounds": (
-        "atom_probabilities",
-        {
-            "cuda/atom_probabilities.cuh": (
-                "if (gridDim.x > 1) return;\n    __syncthreads();",
-                "if (gridDim.x > 1) return;",
-            )
-        },
-        "atom_probabilities, budget =|barrier|waits|has ended",
-    ),
-    "ticket of the next round": (
-        "atom_probabilities",
-        {"cuda/atom_probabilities.cuh": ("state->ticket = 0;", "")},
-        "atom_probabilities, budget =",
-    ),
-    "a stratum too many": (
-        "random_indices",
-        {"cuda/random_indices.cuh": ("if (i < k) indices", "if (i <= k) indices")},
-        "heap-buffer-overflow|random_indices of",
-    ),
-    "misaligned wide load": (
-        "select",
-        {"cuda/block/block.cuh": ("reinterpret_cast<const float4*>(x + head)", "reinterpret_cast<const float4*>(x)")},
-        "misaligned|heap-buffer-overflow|item",
-    ),
-}
+    # Without the barrier, a thread that is still clearing erases the counts of another.
+    "barrier after clearing": ("select", "select.cuh", "counts[i] = 0;\n  __syncthreads();", None, "select, k ="),
+    "barrier of a scan": ("compact", "block/block.cuh", "partial[warp()] = upto;\n  __syncthreads();", None,
+        "compact: set bits: item 0"),
+    "barrier between tiles": ("pack_bits", "pack_bits.cuh", "packed + first / 8 * bits);\n    __syncthreads();", None,
+        "pack_bits, bits ="),
+    "barrier in a branch": ("bitmap", "block/bitmap_tiles.cuh", "if (threadIdx.x == 0) counts[tile] = set;",
+        "if (warp() == 0) __syncthreads(), counts[tile] = set;", "simt: .*(barrier|waits|has ended)"),
+    "tail too short": ("abs_max", "block/block.cuh", "if (thread < n - tail) f", "if (thread < n - tail - 1) f",
+        "abs_max: item"),
+    "tail too long": ("bitmap", "bitmap.cuh", "value[u] = i < n ?", "value[u] = i <= n ?", "heap-buffer-overflow"),
+    "last block too early": ("payload", "block/block.cuh", "== blocks - 1;", "== blocks - 2;", "payload_seal: item"),
+    "word written whole at the end": ("range_float", "block/bit_stream.cuh", "first >= 0 && first + 4 <= nbytes",
+        "first >= 0", "heap-buffer-overflow"),
+    "barrier after staging": ("low_rank", "low_rank.cuh", "stage_factor<R>(q, begin, factor);\n    __syncthreads();",
+        None, "low_rank_project"),
+    "parts in the order of arrival": ("low_rank", "low_rank.cuh",
+        "last_block(tickets + block / unsigned(parts), unsigned(parts))", "(!tickets || part != parts - 1)",
+        "low_rank_project"),
+    "barrier between products": ("low_rank", "low_rank.cuh", "      }\n      __syncthreads();\n    }\n  }\n};", None,
+        "low_rank_apply_average: [em]"),
+    "blocks that trust the table": ("index_code", "index_code.cuh", " && end_byte <= opened.nbytes - table", "",
+        "heap-buffer-overflow"),
+    "a bit past the segment": ("bitmap_code", "bitmap_code.cuh", "if (at >= bits) {", "if (at > bits) {",
+        "bitmap_code_decode of other bytes: failed"),
+    "segments that trust the table": ("bitmap_code", "bitmap_code.cuh",
+        "if (2 * segments + offsets[segments] != nbytes) {", "if (nbytes < 0) {",
+        "heap-buffer-overflow|bitmap_code_decode of other bytes: failed"),
+    "indices beyond the end": ("index_code", "index_code.cuh", "return *last + 1 == end;", "return true;",
+        "heap-buffer-overflow|failed: item 0"),
+    "barrier before a tile's norms": ("quantize", "block/quantize_tile.cuh", "    __syncthreads();\n    tile_norms",
+        None, "norms, bits ="),
+    "barrier after a tile's norms": ("quantize", "block/quantize_tile.cuh", "buckets.first);\n    __syncthreads();",
+        None, "quantize, bits ="),
+    "barrier before a chunk's tokens": ("elias", "elias.cuh", "words[w] = 0;\n  __syncthreads();", None,
+        "elias_encode, levels"),
+    "a run past the end": ("elias", "elias.cuh", "if (next >= count) return;", "if (next > count) return;",
+        "elias_decode"),
+    "ties to one side": ("signs", "signs.cuh", "if (voters % 2 == 0 && equal)", "if (equal)", "signs_majority of"),
+    "a byte of no trits": ("ternary", "ternary.cuh", "valid && byte[j] <= kTopByte", "valid && byte[j] <= kTopByte + 1",
+        "ternary_decode_add of a byte"),
+    "barrier between stages": ("transform", "transform.cuh",
+        "at[i * apart + pitch] = v[i][1];\n    });\n    __syncthreads();", None, "transform of"),
+    "barrier after a tile's candidates": ("transform", "transform.cuh",
+        "list[t.tile_groups() + to] = tile.z[im];\n    });\n    __syncthreads();", None, "transform_select: "),
+    "too few codes for a bitmap": ("transform", "transform.cuh", "set != parts.of[part].count ||",
+        "set < parts.of[part].count ||", "transform_decode of an invalid part"),
+    "barrier between rounds": ("atom_probabilities", "atom_probabilities.cuh",
+        "if (gridDim.x > 1) return;\n    __syncthreads();", None,
+        "atom_probabilities, budget =|barrier|waits|has ended"),
+    "ticket of the next round": ("atom_probabilities", "atom_probabilities.cuh", "state->ticket = 0;", "",
+        "atom_probabilities, budget ="),
+    "a stratum too many": ("random_indices", "random_indices.cuh", "if (i < k) indices", "if (i <= k) indices",
+        "heap-buffer-overflow|random_indices of"),
+    "misaligned wide load": ("select", "block/block.cuh", "reinterpret_cast<const float4*>(x + head)",
+        "reinterpret_cast<const float4*>(x)", "misaligned|heap-buffer-overflow|item"),
+}  # fmt: skip
 
 
 # One of each kind: a missing barrier, a barrier that not all threads reach, an access out of bounds.
@@ -217,7 +107,8 @@ SAMPLE = ["barrier after clearing", "barrier in a branch", "a stratum too many"]
     "case", [*SAMPLE, *(pytest.param(c, marks=pytest.mark.long) for c in BROKEN if c not in SAMPLE)]
 )
 def test_broken_kernels_are_caught(case, unless_passed):
-    name, edits, message = BROKEN[case]
+    name, file, code, broken, message = BROKEN[case]
+    edits = {f"cuda/{file}": (code, without_barriers(code) if broken is None else broken)}
     flags = simt_build.SANITIZED if "overflow" in message else simt_build.PLAIN
     unless_passed(simt_build.program_parts(name, edits, flags))
     result = run_program(simt_build.program(name, edits, flags), long=True)
