@@ -145,6 +145,17 @@ class Clock:
     thread_time = property(lambda self: lambda: self.thread)
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock for measurements, on a core of this rank's own."""
+    clock = Clock()
+    monkeypatch.setattr(link_module, "time", clock)
+    monkeypatch.setattr(step_module, "time", clock)
+    monkeypatch.setattr(link_module._Probe, "_cores", lambda self: 1.0)
+    monkeypatch.setattr(link_module._Probe, "seconds_of_work", lambda self: 0.01)
+    return clock
+
+
 class FakeEngine(Engine):
     """p ranks like this one. Collectives take what `link` says, on the fake clock."""
 
@@ -178,15 +189,10 @@ class FakeEngine(Engine):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("bandwidth", [1.25e7, 1.25e8, 1e10])
-def test_link_is_found(monkeypatch, ranks, bandwidth):
+def test_link_is_found(clock, ranks, bandwidth):
     """Without noise, all parameters are found: the fit is of the same form as the model."""
     true = gradzip.cost.Link(ranks, bandwidth, 2e-4, operation=1e-4, core_per_byte=2e-10, background=0.05, half=3e-9)
-    clock = Clock()
     clock.background = true.background
-    monkeypatch.setattr(link_module, "time", clock)
-    monkeypatch.setattr(step_module, "time", clock)
-    monkeypatch.setattr(link_module._Probe, "_cores", lambda self: 1.0)
-    monkeypatch.setattr(link_module._Probe, "seconds_of_work", lambda self: 0.01)
     engine = FakeEngine(clock, dataclasses.replace(true))
     link = measure.measure_link(engine)
     assert link.ranks == ranks and link.spread == 0
@@ -207,13 +213,7 @@ def test_link_is_found(monkeypatch, ranks, bandwidth):
     assert largest < 4.1 * link_module.TRANSFER_SECONDS and clock.wall < 2.2
 
 
-def test_slowest_rank_counts(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(link_module, "time", clock)
-    monkeypatch.setattr(step_module, "time", clock)
-    monkeypatch.setattr(link_module._Probe, "_cores", lambda self: 1.0)
-    monkeypatch.setattr(link_module._Probe, "seconds_of_work", lambda self: 0.01)
-
+def test_slowest_rank_counts(clock):
     def slower(values):
         if isinstance(values, list) and len(values) == 8:
             latency, per_byte, *others, _, slowest, fastest = values
@@ -226,12 +226,8 @@ def test_slowest_rank_counts(monkeypatch):
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(2.0, 0.0), (1.0, 2e-10), (0.5, 4e-10)])
-def test_core_time_counts_where_there_is_no_spare_core(monkeypatch, cores, expected):
-    clock = Clock()
-    monkeypatch.setattr(link_module, "time", clock)
-    monkeypatch.setattr(step_module, "time", clock)
+def test_core_time_counts_where_there_is_no_spare_core(monkeypatch, clock, cores, expected):
     monkeypatch.setattr(link_module._Probe, "_cores", lambda self: cores)
-    monkeypatch.setattr(link_module._Probe, "seconds_of_work", lambda self: 0.01)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     link = measure.measure_link(FakeEngine(clock, gradzip.cost.Link(2, 1e8, 1e-4, core_per_byte=2e-10)))
     assert link.core_per_byte == pytest.approx(expected, rel=0.02, abs=1e-15)
