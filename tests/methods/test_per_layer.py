@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import gradzip
-from contract import through_file
 from gradzip import Cast, FFTRange, LocalGroup, NoCompression, PerLayer, TopK
 from gradzip.averaging.routine import averaged
 from gradzip.collectives.fusion import fused
@@ -68,14 +67,7 @@ def test_fused_equals_separate():
         assert torch.equal(together[1][i], together[0][i])
 
 
-def test_state_dict_survives_torch_save():
-    through, stopped, resumed = (LocalGroup(mixed(), 1) for _ in range(3))
-    for step in range(3):
-        for name, of_ranks in gradients(step, 1).items():
-            through.average(of_ranks, name), stopped.average(of_ranks, name)
-    resumed.compressors[0].load_state_dict(through_file(stopped.compressors[0].state_dict()))
-    for name, of_ranks in gradients(3, 1).items():
-        assert torch.equal(resumed.average(of_ranks, name)[0], through.average(of_ranks, name)[0])
+def test_states_of_other_parts_are_refused():
     with pytest.raises(ValueError, match="got the states of 3 compressors, expected 2: one for each of its parts"):
         PerLayer([("fc", TopK())]).load_state_dict(mixed().state_dict())
     with pytest.raises(ValueError, match="got the state of 'FFTRange', expected that of 'TopK'"):
@@ -86,19 +78,10 @@ def test_state_dict_survives_torch_save():
         mixed().load_state_dict(TopK().state_dict())
 
 
-def test_pickle_keeps_the_state():
-    """torch.multiprocessing.spawn pickles its arguments."""
+def test_pickle_keeps_compiled_patterns():
     compressor = PerLayer([(r"^fc\.", TopK(theta=0.9)), (re.compile("conv"), FFTRange())])
-    group = LocalGroup(compressor, 1)
-    for step in range(2):
-        for name, of_ranks in gradients(step, 1).items():
-            group.average(of_ranks, name)
-    copied = pickle.loads(pickle.dumps(group.compressors[0]))
+    copied = pickle.loads(pickle.dumps(compressor))
     assert copied == compressor and copied.digest == compressor.digest
-    assert all(part.traffic is copied.traffic for part in copied.parts)
-    for name, (grad,) in gradients(2, 1).items():
-        (expected,) = group.average([grad], name)
-        assert torch.equal(drive([averaged(copied, grad.clone(), name)])[0], expected)
 
 
 def test_clone_and_digest():
