@@ -10,16 +10,12 @@ import gradzip
 from gradzip import ops
 from gradzip.memory.state import Key
 from gradzip.methods.atomo import matrix_shape
-from reference import resnet20_gradients
+from reference import padded, resnet20_gradients
 from unbiased import SHAPE, assert_unbiased, gradients
 
 GRADIENTS = gradients()
 N = 40 * 50
 KINDS = {"svd": 3, "entry": 100, "fourier": 100}
-
-
-def padded(nbytes):
-    return -(-nbytes // 16) * 16
 
 
 def atoms_of(kind, grad):

@@ -15,11 +15,13 @@ from gradzip.averaging.routine import averaged
 from gradzip.engines.local import drive
 from gradzip.memory.state import Key
 from reference import (
+    as_tensor,
     bitmap,
     correlated,
     dct_basis,
     decode_bitmap,
     encode_bitmap,
+    padded,
     read_dct_payload,
     resnet20_gradients,
     same_everywhere,
@@ -131,7 +133,7 @@ def test_bitmap_is_coded_in_segments_of_a_plane(shape, theta):
     payload = read_dct_payload(sent)
     assert payload.index == encode_bitmap(payload.mask, payload.basis.segment)
     nbytes = 48 + -(-payload.k * 6 // 8) + len(payload.index)
-    assert sent.numel() == -(-nbytes // 16) * 16
+    assert sent.numel() == padded(nbytes)
     assert len(payload.index) <= -(-grad.numel() // 8) + 2 * -(-grad.numel() // payload.basis.segment)
 
 
@@ -226,7 +228,7 @@ def changed(payload: torch.Tensor, fields: dict, body: bytes | None = None) -> t
     own = struct.pack("<I3BBIHBB", *(values | fields).values())
     if body is not None:
         data = payload.numpy()[:48].tobytes() + body + bytes(-len(body) % 16)
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        payload = as_tensor(data)
     return resealed(DCTRange(), payload, 4032, own)
 
 

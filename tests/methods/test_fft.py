@@ -9,7 +9,15 @@ import torch
 from gradzip import FFTRange, roundtrip
 from gradzip.memory.state import Key
 from gradzip.methods.base.transform import transform_shape
-from reference import correlated, encode_bitmap, fft_basis, read_fft_payload, resnet20_gradients, same_everywhere
+from reference import (
+    correlated,
+    encode_bitmap,
+    fft_basis,
+    padded,
+    read_fft_payload,
+    resnet20_gradients,
+    same_everywhere,
+)
 
 KERNELS = [8, 16, 32, 64, 128, 256, 512, 1024]
 BLOCKS = [None, *KERNELS, 2, 3, 4, 7, 100, 1000, 2048, 4096]
@@ -23,7 +31,7 @@ def norm(x) -> float:
 
 def documented_nbytes(k: int, index: bytes, bits: int = 10) -> int:
     """Header; two N-bit numbers for each of k frequencies; coded bitmap; padded to 16."""
-    return -(-(48 + -(-2 * k * bits // 8) + len(index)) // 16) * 16
+    return padded(48 + -(-2 * k * bits // 8) + len(index))
 
 
 # --- frequencies

@@ -7,14 +7,10 @@ import torch
 import gradzip
 from gradzip import ops
 from gradzip.memory.state import Key
-from reference import resnet20_gradients
+from reference import padded, resnet20_gradients
 from unbiased import SHAPE, assert_unbiased, gradients
 
 GRADIENTS = gradients()
-
-
-def padded(nbytes):
-    return -(-nbytes // 16) * 16
 
 
 # --- QSGD

@@ -12,7 +12,7 @@ import kinds
 from contract import check_conservation
 from gradzip import DGC, LocalGroup, RandomK, TopK, roundtrip, simulate
 from gradzip.memory.state import Key
-from reference import by_magnitude, resnet20_gradients
+from reference import by_magnitude, padded, resnet20_gradients
 
 KEY = Key(0, 0, "w", 0)
 
@@ -255,7 +255,7 @@ def test_bytes_equal_the_documented_formula(theta, bits):
         indices, _ = gradzip.ops.topk_abs(flat, k)
         coded = gradzip.ops.index_code_encode(indices, n).numel()
         assert coded <= 12 + -(-n // 8)
-        nbytes = -(-(48 + -(-k * bits // 8) + coded) // 16) * 16
+        nbytes = padded(48 + -(-k * bits // 8) + coded)
         assert roundtrip(TopK(theta=theta, bits=bits), grad)[1] == nbytes
         if bits == 32:
             assert roundtrip(DGC(theta=theta), grad)[1] == nbytes

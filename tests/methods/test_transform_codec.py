@@ -22,6 +22,7 @@ from reference import (
     dct_basis,
     encode_bitmap,
     fft_basis,
+    padded,
     read_dct_payload,
     read_fft_payload,
     resnet20_gradients,
@@ -72,7 +73,7 @@ def documented_nbytes(codec, grad: torch.Tensor, theta: float | None = None) -> 
     k = of.num_kept(codec.theta if theta is None else theta)
     codes = -(-k * of.blocks.group * codec.bits // 8)
     index = len(encode_bitmap(of.largest(of.coefficients(grad.numpy()), k), of.segment))
-    return -(-(48 + codes + index) // 16) * 16
+    return padded(48 + codes + index)
 
 
 # --- approximation error

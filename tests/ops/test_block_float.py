@@ -15,7 +15,7 @@ from gradzip.ops import (
     block_float_max_step,
     block_float_nbytes,
 )
-from reference import FLT_MAX, LARGE, SIZES, Guarded, U, arrays, examples, same_everywhere, sliced
+from reference import FLT_MAX, LARGE, SIZES, Guarded, U, arrays, as_tensor, examples, same_everywhere, sliced
 
 KEY = 0x0123_4567_89AB_CDEF
 FORMATS = [(8, 256), (4, 256), (8, 32), (4, 96), (8, 4096), (4, 1056)]
@@ -224,7 +224,7 @@ def test_bound_of_the_magnitudes(bits):
 @given(data=st.binary(max_size=120), bits=st.sampled_from([4, 8]), n=st.integers(0, 130), each=st.integers(1, 3))
 def test_any_bytes_decode_or_are_refused(data, bits, n, each):
     out = Guarded(n, torch.float32)
-    payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    payload = as_tensor(data)
     record = 4 + 4 * bits
     if len(data) % record == 0 and len(data) // record * 32 >= n:
         block_float_decode_sum([payload] * each, out.out, bits, 32)

@@ -37,6 +37,12 @@ class OnDevice:
         with self.context():
             return self.back(function(*map(self.move, arguments), **{k: self.move(v) for k, v in keywords.items()}))
 
+    def same(self, function, *arguments):
+        """Assert that the function has the CPU's bits on the device. Return its result."""
+        expected = function(*arguments)
+        assert bits_equal(self(function, *arguments), expected)
+        return expected
+
     def move(self, value):
         return value.to(self.device) if isinstance(value, torch.Tensor) else value
 
@@ -89,6 +95,18 @@ def bits_equal(got, expected):
     )
 
 
+def added(decode_add, *rest):
+    """A function that returns what decode_add(*encoded, out, *rest) makes of a copy of its last argument, `out`."""
+
+    def call(*arguments):
+        *encoded, out = arguments
+        total = out.clone()
+        decode_add(*encoded, total, *rest)
+        return total
+
+    return call
+
+
 def inputs(n):
     """Yield gradients of n elements: with ties, not aligned to 16 bytes; of many also dense, and mostly zero."""
     yield torch.randint(-2, 3, (n,)).float()
@@ -101,23 +119,20 @@ def inputs(n):
 @pytest.mark.parametrize("n", SIZES)
 def test_selection_and_packing(on_device, n):
     for x in inputs(n):
-        assert bits_equal(on_device(ops.abs_max, x), ops.abs_max(x))
-        assert bits_equal(on_device(ops.compact, x, 0.5), ops.compact(x, 0.5))
-        values, bits = ops.compact(x, 0.5)
-        assert bits_equal(on_device(ops.expand, values, bits, n), ops.expand(values, bits, n))
+        on_device.same(ops.abs_max, x)
+        values, bits = on_device.same(ops.compact, x, 0.5)
+        on_device.same(ops.expand, values, bits, n)
         if n == 0:
             continue
         if len(values):
             with pytest.raises(gradzip.PayloadError, match="another number of elements"):
                 on_device(ops.expand, values[1:], bits, n)
         for k in {1, math.ceil(n / 7), n}:
-            selection = ops.select(x, k)
-            bits = ops.bitmap(x, selection)
-            assert bits_equal(on_device(ops.select, x, k), selection)
-            assert bits_equal(on_device(ops.select_threshold, x, k), ops.select_threshold(x, k))
-            assert bits_equal(on_device(ops.bitmap, x, selection), bits)
+            selection = on_device.same(ops.select, x, k)
+            on_device.same(ops.select_threshold, x, k)
+            bits = on_device.same(ops.bitmap, x, selection)
             for items in (x, torch.complex(x, -x)):
-                assert bits_equal(on_device(ops.compact_values, items, bits, k), ops.compact_values(items, bits, k))
+                on_device.same(ops.compact_values, items, bits, k)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -129,8 +144,7 @@ def test_range_float_and_bit_streams(on_device, n, bits):
             fitted = on_device(lambda *arguments: ops.RangeFloat.fit(*arguments)._words, x, bits, mantissa, limits)
             assert bits_equal(fitted, number._words)
             for key in (None, 12345):
-                codes = number.encode(x, key)
-                assert bits_equal(on_device(number.encode, x, key), codes)
+                codes = on_device.same(number.encode, x, key)
                 packed = ops.pack_bits(codes, bits)
                 out = torch.empty_like(packed)
                 outside = number.encode_packed(x, out, key)
@@ -144,7 +158,7 @@ def test_range_float_and_bit_streams(on_device, n, bits):
                 assert bits_equal(on_device(pack, x), packed) and bits_equal(out, packed)
             assert bits_equal(on_device(ops.pack_bits, codes, bits), packed)
             assert bits_equal(on_device(ops.unpack_bits, packed, bits, n), codes)
-            assert bits_equal(on_device(number.decode, codes), number.decode(codes))
+            on_device.same(number.decode, codes)
     if n:
         above = torch.full((n,), number.positive + number.negative + 1, dtype=torch.int32)
         assert on_device(lambda codes: number.decode(codes, wait=False), above).isnan().all()
@@ -200,11 +214,8 @@ def test_transforms(on_device, transform, n):
 def test_sparse_indices(on_device, n):
     for x in inputs(n):
         for k in {0, 1, math.ceil(n / 7), n} & set(range(n + 1)):
-            topk = ops.topk_abs(x, k)
-            assert bits_equal(on_device(ops.topk_abs, x, k), topk)
-            indices, values = topk
-            stream = ops.index_code_encode(indices, n)
-            assert bits_equal(on_device(ops.index_code_encode, indices, n), stream)
+            indices, values = on_device.same(ops.topk_abs, x, k)
+            stream = on_device.same(ops.index_code_encode, indices, n)
             bits = ops.bitmap(x, ops.select(x, k)) if k else torch.zeros(ops.bitmap_nbytes(n), dtype=torch.uint8)
             assert bits_equal(on_device(ops.bitmap_indices, bits, n, k), indices)
             assert bits_equal(on_device(ops.index_code_encode, bits, n), stream)
@@ -218,13 +229,8 @@ def test_sparse_indices(on_device, n):
             padded = torch.cat([stream, torch.zeros(15, dtype=torch.uint8)])
             assert bits_equal(on_device(lambda s, k=k: ops.index_code_decode(s, n, k), padded), indices)
 
-            def decode_add(stream, values, out):
-                total = out.clone()
-                ops.index_code_decode_add(stream, values, total, 0.3)
-                return total
-
-            out = torch.randn(n)
-            assert bits_equal(on_device(decode_add, stream, values, out), decode_add(stream, values, out))
+            decode_add, out = added(ops.index_code_decode_add, 0.3), torch.randn(n)
+            on_device.same(decode_add, stream, values, out)
             if n and k:
                 damaged = stream.clone()
                 damaged[4] ^= 1
@@ -243,8 +249,7 @@ def test_bitmap_code(on_device, n):
         for p in (x.abs() * 0.2, x.abs(), x.abs() * 2):
             bits = ops.bernoulli(p.nan_to_num(0.5).clamp(0, 1), 7)
             count = ops.bitmap_count(bits, n)
-            stream = ops.bitmap_code_encode(bits, n)
-            assert bits_equal(on_device(ops.bitmap_code_encode, bits, n), stream)
+            stream = on_device.same(ops.bitmap_code_encode, bits, n)
             assert bits_equal(on_device(ops.bitmap_code_decode, stream, n, count), bits)
             if n:
                 for damaged, claimed in ((stream[:-1], count), (stream, count + 1), (stream, max(0, count - 1))):
@@ -323,12 +328,9 @@ def test_atom_probabilities(on_device, n):
     for x in inputs(n):
         for budget in (0.5, 3, n / 7 + 0.25, n + 1):
             for atoms in (x, x.double()):
-                expected = ops.atom_probabilities(atoms, budget)
-                assert bits_equal(on_device(ops.atom_probabilities, atoms, budget), expected)
+                on_device.same(ops.atom_probabilities, atoms, budget)
     falling = 0.9 ** torch.arange(n, dtype=torch.float64)
-    assert bits_equal(
-        on_device(ops.atom_probabilities, falling, 40 + n / 2), ops.atom_probabilities(falling, 40 + n / 2)
-    )
+    on_device.same(ops.atom_probabilities, falling, 40 + n / 2)
     for bad in (math.nan, -math.inf):
         atoms = torch.cat([x, torch.tensor([bad])])
         assert on_device(ops.atom_probabilities, atoms, 3).isnan().all()
@@ -337,7 +339,7 @@ def test_atom_probabilities(on_device, n):
 @pytest.mark.parametrize("n", [*SIZES, 40000])
 def test_random_draws(on_device, n):
     for key, p in enumerate(inputs(n)):
-        assert bits_equal(on_device(ops.bernoulli, p, key), ops.bernoulli(p, key))
+        on_device.same(ops.bernoulli, p, key)
     for k in {0, 1, math.ceil(n / 7), n} & set(range(n + 1)):
         assert bits_equal(on_device(ops.random_indices, n, k, 7, on_device.device), ops.random_indices(n, k, 7))
 
@@ -347,9 +349,9 @@ def test_random_draws(on_device, n):
 def test_bucket_norms(on_device, n, norm):
     for x in inputs(n):
         for bucket in (None, 100, 9000):
-            assert bits_equal(on_device(ops.bucket_norms, x, bucket, norm), ops.bucket_norms(x, bucket, norm))
+            on_device.same(ops.bucket_norms, x, bucket, norm)
     x[n // 2 :][:2] = torch.tensor([math.nan, -math.inf])[: n - n // 2]
-    assert bits_equal(on_device(ops.bucket_norms, x, None, norm), ops.bucket_norms(x, None, norm))
+    on_device.same(ops.bucket_norms, x, None, norm)
 
 
 def test_two_devices_in_one_call_are_refused():
@@ -551,26 +553,17 @@ def test_tensors_of_two_devices_are_refused():
 @pytest.mark.parametrize("bits, bucket, norm", [(2, 64, "max"), (4, 512, "l2"), (9, 100, "l2"), (16, 5000, "max")])
 def test_quantization(on_device, n, bits, bucket, norm):
     for x in inputs(n):
-        codes, norms = ops.quantize(x, bits, bucket, norm, 7)
-        assert bits_equal(on_device(ops.quantize, x, bits, bucket, norm, 7), (codes, norms))
-        assert bits_equal(
-            on_device(ops.dequantize, codes, norms, bits, bucket), ops.dequantize(codes, norms, bits, bucket)
-        )
-        packed, _ = ops.quantize_packed(x, bits, bucket, norm, 7)
-        assert bits_equal(on_device(ops.quantize_packed, x, bits, bucket, norm, 7), (packed, norms))
-        stream, _ = ops.elias_quantize(x, bits, bucket, norm, 7)
-        assert bits_equal(on_device(ops.elias_quantize, x, bits, bucket, norm, 7), (stream, norms))
-        assert bits_equal(on_device(ops.elias_encode, codes), ops.elias_encode(codes))
+        codes, norms = on_device.same(ops.quantize, x, bits, bucket, norm, 7)
+        on_device.same(ops.dequantize, codes, norms, bits, bucket)
+        packed, of_packed = on_device.same(ops.quantize_packed, x, bits, bucket, norm, 7)
+        stream, of_stream = on_device.same(ops.elias_quantize, x, bits, bucket, norm, 7)
+        assert bits_equal((of_packed, of_stream), (norms, norms))
+        on_device.same(ops.elias_encode, codes)
         assert bits_equal(on_device(ops.elias_decode, stream, n), codes.view(-1))
         start = torch.randn(n)
         for decode_add, body in ((ops.quantize_decode_add, packed), (ops.elias_decode_add, stream)):
-
-            def add(body, norms, out, decode_add=decode_add):
-                total = out.clone()
-                decode_add(body, norms, total, bits, bucket, 0.3)
-                return total
-
-            assert bits_equal(on_device(add, body, norms, start), add(body, norms, start))
+            add = added(decode_add, bits, bucket, 0.3)
+            on_device.same(add, body, norms, start)
             if n:
                 non_finite = norms.clone()
                 non_finite[-1] = math.inf
@@ -591,20 +584,14 @@ def test_quantization(on_device, n, bits, bucket, norm):
 def test_signs_and_majority(on_device, n):
     ballots = [ops.pack_signs(x, key) for key, x in enumerate(inputs(n))]
     for key, x in enumerate(inputs(n)):
-        assert bits_equal(on_device(ops.pack_signs, x, key), ops.pack_signs(x, key))
+        on_device.same(ops.pack_signs, x, key)
 
     def vote(*packed):
         return ops.majority(packed, n, 11)
 
     for voters in (1, 2, 3, 4):
-        assert bits_equal(on_device(vote, *ballots[:voters]), vote(*ballots[:voters]))
-
-    def decode_add(packed, out):
-        total = out.clone()
-        ops.signs_decode_add(packed, total, 0.3)
-        return total
-
-    assert bits_equal(on_device(decode_add, ballots[0], torch.ones(n)), decode_add(ballots[0], torch.ones(n)))
+        on_device.same(vote, *ballots[:voters])
+    on_device.same(added(ops.signs_decode_add, 0.3), ballots[0], torch.ones(n))
 
 
 def test_tables(on_device):
@@ -634,23 +621,16 @@ def test_tables(on_device):
         counted = [torch.cat([winner, against.to(torch.uint8)]) for winner, against in votes]
         return *starts, *parts, *counted, *signs, *means, *trits, *payloads
 
-    arguments = (*tensors, *(torch.randn(n) for n in sizes))
-    assert bits_equal(on_device(sums, *arguments), sums(*arguments))
+    on_device.same(sums, *tensors, *(torch.randn(n) for n in sizes))
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 1), (7, 33), (100, 8), (2, 9000)])
 def test_one_bit(on_device, shape):
     for x in inputs(shape[0] * shape[1]):
         x = x.view(shape)
-        packed, means = ops.one_bit_packed(x, 5)
-        assert bits_equal(on_device(ops.one_bit_packed, x, 5), (packed, means))
-
-        def decode_add(packed, means, out):
-            total = out.clone()
-            ops.one_bit_decode_add(packed, means, total, 0.3)
-            return total
-
-        assert bits_equal(on_device(decode_add, packed, means, x), decode_add(packed, means, x))
+        packed, means = on_device.same(ops.one_bit_packed, x, 5)
+        decode_add = added(ops.one_bit_decode_add, 0.3)
+        on_device.same(decode_add, packed, means, x)
         if x.numel():
             non_finite = means.clone()
             non_finite[-1] = torch.tensor([math.nan, -math.inf])
@@ -676,9 +656,8 @@ def test_block_float(on_device, n, bits, block):
                 ops.block_float_decode_sum([payload, payload], total, bits, block, 0.3, total)
                 return out, total, ops.block_float_max_step([payload], bits, block)
 
-            payload, error = encode(x, residual)
-            assert bits_equal(on_device(encode, x, residual), (payload, error))
-            assert bits_equal(on_device(decode, payload, residual), decode(payload, residual))
+            payload, _ = on_device.same(encode, x, residual)
+            on_device.same(decode, payload, residual)
 
 
 @pytest.mark.parametrize("n", [*SIZES, 320, 1601])
@@ -688,16 +667,11 @@ def test_ternary(on_device, n):
         expected = ops.ternary_packed(x, scale.item(), clip.item(), 3)
         assert bits_equal(on_device(ops.ternary_packed, x, scale, clip, 3), expected)
         assert bits_equal(on_device(ops.ternary_packed, x, scale.item(), clip.item(), 3), expected)
-        assert bits_equal(on_device(ops.ternary_packed, x, scale, None, 3), ops.ternary_packed(x, scale, None, 3))
+        on_device.same(ops.ternary_packed, x, scale, None, 3)
 
-        def decode_add(packed, scale, out):
-            total = out.clone()
-            ops.ternary_decode_add(packed, scale, total, 1 / 3)
-            return total
-
-        start = torch.randn(n)
+        decode_add, start = added(ops.ternary_decode_add, 1 / 3), torch.randn(n)
         for value in (0.7, scale, scale.item()):
-            assert bits_equal(on_device(decode_add, expected, value, start), decode_add(expected, value, start))
+            on_device.same(decode_add, expected, value, start)
         if n:
             assert on_device(decode_add, expected, torch.tensor([-1.0]), start).isnan().all()
             expected[-1] = 243

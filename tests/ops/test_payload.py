@@ -13,13 +13,9 @@ from hypothesis import given
 import gradzip
 from gradzip import FFTRange, PayloadError, ops
 from gradzip.memory.state import Key
-from reference import LARGE, checksum, examples, read_fft_payload, same_everywhere
+from reference import LARGE, as_tensor, checksum, examples, read_fft_payload, same_everywhere
 
 NUMEL = 1500
-
-
-def buffer(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def seal(payload: torch.Tensor, method: int = 3, numel: int = 77, **what) -> torch.Tensor:
@@ -30,7 +26,7 @@ def seal(payload: torch.Tensor, method: int = 3, numel: int = 77, **what) -> tor
 
 def sealed(section: bytes, **header) -> torch.Tensor:
     payload = ops.new_payload(len(section))
-    payload[ops.HEADER_NBYTES : ops.HEADER_NBYTES + len(section)] = buffer(section)
+    payload[ops.HEADER_NBYTES : ops.HEADER_NBYTES + len(section)] = as_tensor(section)
     return seal(payload, **header)
 
 
@@ -55,7 +51,7 @@ def fft_payload() -> bytes:
 
 
 def decode(data: bytes, codec: FFTRange | None = None, numel: int = NUMEL) -> torch.Tensor:
-    return (codec or fft_codec()).decode([buffer(data)], numel).clone()
+    return (codec or fft_codec()).decode([as_tensor(data)], numel).clone()
 
 
 # --- header
@@ -113,9 +109,9 @@ def test_a_payload_of_another_codec(change, message):
 def test_another_version_and_magic():
     data = bytearray(sealed(b"abc").numpy().tobytes())
     with pytest.raises(PayloadError, match="payload of wire format 3, expected 2"):
-        ops.open_payload(buffer(resealed(bytes(data[:2] + b"\x03" + data[3:]))), **EXPECTED)
+        ops.open_payload(as_tensor(resealed(bytes(data[:2] + b"\x03" + data[3:]))), **EXPECTED)
     with pytest.raises(PayloadError, match="not a gradzip payload: it begins with b'PK', expected b'gz'"):
-        ops.open_payload(buffer(resealed(b"PK" + bytes(data[2:]))), **EXPECTED)
+        ops.open_payload(as_tensor(resealed(b"PK" + bytes(data[2:]))), **EXPECTED)
 
 
 @pytest.mark.parametrize("payload", [None, b"gz", torch.zeros(64), torch.zeros(64, dtype=torch.int8)])
@@ -134,7 +130,7 @@ def test_sizes_that_are_not_multiples_of_16():
     data[16:24] = struct.pack("<Q", len(data))
     data[24:28] = struct.pack("<I", checksum(bytes(data[:64])))
     with pytest.raises(PayloadError):
-        ops.open_payload(buffer(bytes(data)), **EXPECTED)
+        ops.open_payload(as_tensor(bytes(data)), **EXPECTED)
 
 
 @pytest.mark.parametrize("fields", [b"", bytes(15), bytes(17)])
@@ -151,7 +147,7 @@ def test_seal_with_a_stream(nbytes):
     """What the payload has room for and does not need is cut off."""
     section = bytes(range(100, 170))
     payload = ops.new_payload(len(section))
-    payload[48 : 48 + len(section)] = buffer(section)
+    payload[48 : 48 + len(section)] = as_tensor(section)
     stream = ops.Stream(40, nbytes, padding_at=7)
     fitted = seal(payload, stream=stream)
     padding = -(40 + nbytes) % 16
@@ -188,7 +184,7 @@ def test_slack_is_no_part_of_the_body():
 @given(st.lists(st.binary(max_size=70), max_size=6))
 def test_split_inverts_concatenation(sections):
     payloads = [sealed(section, method=i) for i, section in enumerate(sections)]
-    joined = torch.cat(payloads) if payloads else buffer(b"")
+    joined = torch.cat(payloads) if payloads else as_tensor(b"")
     parts = ops.split_payloads(joined, len(payloads))
     assert len(parts) == len(payloads) and all(map(torch.equal, parts, payloads))
     for part in parts:
@@ -204,7 +200,7 @@ def test_split_with_hostile_lengths(claimed, which):
     payloads = [bytearray(sealed(b"abc").numpy().tobytes()) for _ in range(3)]
     payloads[which][16:24] = struct.pack("<Q", claimed)
     with pytest.raises(PayloadError):
-        ops.split_payloads(buffer(b"".join(map(bytes, payloads))), 3)
+        ops.split_payloads(as_tensor(b"".join(map(bytes, payloads))), 3)
 
 
 def test_split_of_truncated_and_extended_buffers():
@@ -220,7 +216,7 @@ def test_split_of_truncated_and_extended_buffers():
 @given(data=st.binary(max_size=300), count=st.integers(0, 5))
 def test_split_of_any_bytes(data, count):
     try:
-        parts = ops.split_payloads(buffer(data), count)
+        parts = ops.split_payloads(as_tensor(data), count)
     except PayloadError:
         return
     assert b"".join(part.numpy().tobytes() for part in parts) == data
@@ -241,11 +237,11 @@ def test_every_flipped_bit_is_detected():
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(PayloadError):
-            ops.open_payload(buffer(changed), method=FFTRange.number, digest=fft_codec().digest, numel=NUMEL)
+            ops.open_payload(as_tensor(changed), method=FFTRange.number, digest=fft_codec().digest, numel=NUMEL)
 
 
 def test_a_wrong_payload_names_the_rank():
-    payloads = [buffer(fft_payload()) for _ in range(3)]
+    payloads = [as_tensor(fft_payload()) for _ in range(3)]
     payloads[1][100] ^= 4
     with pytest.raises(PayloadError, match="from rank 1 of 3: corrupt payload: its checksum does not match"):
         fft_codec().decode(payloads, NUMEL)
@@ -357,7 +353,7 @@ def test_forged_payloads_are_refused_or_decode_to_numbers(data):
         return
     assert result.shape == (NUMEL,) and result.dtype == torch.float32
     if not struct.unpack_from("<I", changed, 28)[0] & ops.NON_FINITE:
-        opened = read_fft_payload(buffer(bytes(changed)), fft_codec().block)
+        opened = read_fft_payload(as_tensor(bytes(changed)), fft_codec().block)
         if np.abs(opened.format.codebook).max() < 1e30:
             assert result.isfinite().all()
 

@@ -6,7 +6,7 @@ from hypothesis import given
 
 import philox
 from gradzip.ops import PayloadError, dequantize, packed_nbytes, quantize, quantize_decode_add, quantize_packed
-from reference import FLT_MAX, LARGE, SIZES, Guarded, arrays, examples, pack_bits, same_everywhere, sliced
+from reference import FLT_MAX, LARGE, SIZES, Guarded, arrays, as_tensor, examples, pack_bits, same_everywhere, sliced
 
 KEY = 0x0123_4567_89AB_CDEF
 
@@ -119,7 +119,7 @@ def test_keys_differ_and_draws_belong_to_elements():
 def test_any_bytes_decode_to_bounded_levels_or_are_refused(data, bits, bucket, n):
     out = Guarded(n, torch.float32)
     out.out.zero_()
-    packed = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    packed = as_tensor(data)
     norms = torch.full((-(-n // bucket),), 2.0)
     if len(data) == packed_nbytes(n, bits):
         quantize_decode_add(packed, norms, out.out, bits, bucket)

@@ -15,7 +15,7 @@ from gradzip.ops import (
     ternary_packed,
     ternary_packed_all,
 )
-from reference import FLT_MAX, LARGE, SIZES, Guarded, arrays, examples, same_everywhere, sliced
+from reference import FLT_MAX, LARGE, SIZES, Guarded, arrays, as_tensor, examples, same_everywhere, sliced
 
 KEY = 0x0F1E_2D3C_4B5A_6978
 
@@ -129,7 +129,7 @@ def test_a_corrupt_term_of_a_table_is_named(byte, scale):
 def test_any_bytes_are_decoded_or_refused(data, n):
     out = Guarded(n, torch.float32)
     out.out.zero_()
-    packed = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    packed = as_tensor(data)
     if len(data) == ternary_nbytes(n) and max(data, default=0) <= 242:
         ternary_decode_add(packed, 2.0, out.out)
         assert set(out.out.tolist()) <= {-2.0, 0.0, 2.0}

@@ -65,6 +65,16 @@ def sliced(array: np.ndarray, offset: int = 1) -> Tensor:
     return part.view(array.shape)
 
 
+def as_tensor(data: bytes) -> Tensor:
+    """A uint8 tensor with a copy of the bytes, which may be none."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def padded(nbytes: int) -> int:
+    """The length of a payload of that many bytes."""
+    return -(-nbytes // 16) * 16
+
+
 class Guarded:
     """Memory for a result, with guard bytes on both sides that detect writes out of bounds."""
 
