@@ -86,9 +86,9 @@ hosts() { # hosts BITS COMMAND...
     sleep 0.02
     there=$(readlink "/proc/${pids[1]}/ns/net") || kill -0 "${pids[1]}" || exit 1
   done
+  exec 9<"/proc/${pids[1]}/ns/net" # the link lasts until both have ended
   ip link add inter type veth peer name inter netns "${pids[1]}" ||
     { kill "${pids[1]}"; die "this machine cannot join two namespaces" "load the module: modprobe veth"; }
-  exec 9<"/proc/${pids[1]}/ns/net" # the link lasts until both have ended
   (host 0 "$@") <&0 9<&- &
   pids[0]=$!
   while kill -0 "${pids[0]}" 2>/dev/null && kill -0 "${pids[1]}" 2>/dev/null; do
@@ -100,7 +100,7 @@ hosts() { # hosts BITS COMMAND...
   done
   for i in 0 1; do
     while kill -0 "${pids[i]}" 2>/dev/null; do wait "${pids[i]}" || true; done
-    wait "${pids[i]}" || { ((status)) || status=$?; }
+    wait "${pids[i]}" || status=$((status ? status : $?))
   done
   exit "$status"
 }
