@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gradzip
 from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS
 from benchmarks.common.tables import markdown
 from benchmarks.training.variants import COMPUTE, compression, front_end
 from gradzip.cost import JOINED, Compressed, Layer, Link, Step, predict
+
+# Seconds of a step: of its profile, the costs of its layers, a link and a front end.
+Model = Callable[[Step, Sequence[Compressed], Link, str], float]
+# By rate, ranks and front end.
+Links = Mapping[tuple[str, int, str], Link]
 
 
 class Cell(NamedTuple):
@@ -30,31 +36,45 @@ class Cell(NamedTuple):
     variant: str
 
 
-def predict_cells(results: Mapping[str, Any]) -> list[tuple[Cell, float, float]]:
+def simulated(step: Step, layers: Sequence[Compressed], link: Link, front: str) -> float:
+    """The cost model: that of `gradzip advise`."""
+    return predict(step, layers, link, **JOINED[front]).seconds
+
+
+def measured_links(results: Mapping[str, Any]) -> Links:
+    """The links as `gradzip.measure` has measured them."""
+    return {(found["rate"], found["ranks"], found["front_end"]): Link(**found["link"]) for found in results["links"]}
+
+
+def predict_cells(
+    results: Mapping[str, Any], model: Model = simulated, links: Links | None = None
+) -> list[tuple[Cell, float, float]]:
     """The cells that can be predicted: (cell, measured ms, predicted ms).
 
     Left out: `compute`, which is the prediction's base; variants that failed, or that no method of gradzip stands for;
-    and cells for which the results have no profile, link or codec.
+    `Auto`, whose choice is not predicted; and cells for which the results have no profile, link or codec.
 
     Args:
         results: the content of a JSON file of benchmarks/training.
+        links: None: the measured ones.
     """
     profiles = {(p["model"], p["ranks"]): p for p in results["profiles"]}
-    links = {(found["rate"], found["ranks"], found["front_end"]): Link(**found["link"]) for found in results["links"]}
+    links = measured_links(results) if links is None else links
     codecs = {(c["model"], c["ranks"], c["compression"]): c["layers"] for c in results["codecs"]}
     cells = []
     for row in results["rows"]:
         cell = Cell(row["model"], row["rate"], row["ranks"], row["variant"])
         front, method = front_end(cell.variant), compression(cell.variant)
+        if cell.variant == COMPUTE or "ms" not in row or method is None:
+            continue
         profile, link = profiles.get((cell.model, cell.ranks)), links.get((cell.rate, cell.ranks, front))
-        layers = codecs.get((cell.model, cell.ranks, method)) if method else None
-        if cell.variant == COMPUTE or "ms" not in row or not profile or not link or not layers:
+        layers = codecs.get((cell.model, cell.ranks, method))
+        if not profile or not link or not layers or isinstance(gradzip.parse(method), gradzip.Auto):
             continue
         step = _step(profile, (row["compute_ms"] or 1e3 * profile["seconds"]) / 1e3)
         by_name = {layer["name"]: layer for layer in layers}
         compressed = [_compressed(by_name[layer.name]) for layer in step.layers]
-        predicted = predict(step, compressed, link, **JOINED[front])
-        cells.append((cell, row["ms"], 1e3 * predicted.seconds))
+        cells.append((cell, row["ms"], 1e3 * model(step, compressed, link, front)))
     return cells
 
 

@@ -46,6 +46,8 @@ examples:
 
 # Methods that are not compared by default, beside those made of methods. ATOMO takes long to measure: it decomposes
 # each layer. GradiVeQ compresses after hundreds of steps. The first two are compared anyway.
+LATENCY_US = 50.0  # of a message, if it is not given
+
 LEFT_OUT = (FP32, FP16, "atomo", "gradiveq")
 
 # Methods whose cost no single step shows.
@@ -159,7 +161,7 @@ def _link(options: argparse.Namespace) -> Link:
         )
     if options.ranks < 1:
         raise CommandError(f"got --ranks {options.ranks}, expected a number >= 1")
-    latency = 50.0 if options.latency_us is None else options.latency_us
+    latency = LATENCY_US if options.latency_us is None else options.latency_us
     if not 0 <= latency < math.inf:
         raise CommandError(f"got --latency-us {latency}, expected microseconds >= 0")
     return Link(options.ranks, bandwidth_of(options.bandwidth), latency / 1e6)
