@@ -40,7 +40,8 @@ which backward() is called), or a dict from names to gradients:
       return model, model(torch.randn(64, 784)).square().mean()
 
 The error is alpha = |x - sent| / |x| of one step without a residual. Low-rank methods start from random factors, and
-get better in training: --warm 10 shows the least error that they can reach on this gradient. Times are for one rank's
+get better in training, because they use them again: rows marked "(warm)" show about the least error that they can reach
+on this gradient, and a note says that of the first step. Times are for one rank's
 payload on this machine: the least of the timed steps (the mean over even and odd ones).
 """
 
@@ -65,7 +66,11 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--repeats", metavar="N", type=int, default=3, help="timed steps (default: %(default)s)")
     parser.add_argument(
-        "--warm", metavar="N", type=int, default=0, help="steps on the same gradient before the measured one (0)"
+        "--warm",
+        metavar="N",
+        type=int,
+        default=10,
+        help="steps on the same gradient before the measured one, for methods that use factors again (10)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with all layers")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with all layers and histograms")
@@ -159,6 +164,7 @@ def _as_json(report: cells.Report, source: str) -> dict[str, Any]:
         "gradients": source,
         "version": gradzip.__version__,
         "threads": torch.get_num_threads(),
+        "warm": report.warm,
         "totals": [_facts(method, report.totals[method]) for method in report.methods],
         "layers": [
             {
@@ -176,6 +182,7 @@ def _facts(method: str, cell: cells.Cell) -> dict[str, Any]:
     """A cell in JSON types. Numbers that are not finite are None."""
     numbers = {
         "error": cell.error,
+        "first_error": cell.first_error,
         "cosine": cell.cosine,
         "ratio": cell.ratio,
         "zeros": cell.zeros / cell.numel,

@@ -46,7 +46,8 @@ def page(report: Report, source: str) -> str:
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style></head><body>',
         f"<h1>{title}</h1>",
-        "<p>α is the relative error |x − x̂| / |x| of one step without a residual. The ratio is that of the bytes which "
+        "<p>α is the relative error |x − x̂| / |x| of one step without a residual. Methods that use factors again have "
+        f"made {report.warm} steps on the same gradient before. The ratio is that of the bytes which "
         "one rank sends, headers included. Times are of one rank's payload on this machine.</p>",
         "<p>Click on a column to sort by it.</p>",
         "<h2>Whole model</h2>", _table(totals),

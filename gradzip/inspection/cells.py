@@ -27,6 +27,8 @@ class Cell:
         compressed: whether the method compresses the gradient.
         nbytes, dense_nbytes: bytes that a rank sends, headers included; bytes of the gradient.
         lost, whole, sent: |x - x^|^2, |x|^2 and |x^|^2, where x^ is what peers decode.
+        first_lost: |x - x^|^2 of a fresh state's first step: not `lost` if the measured step has started from factors,
+            or other memory, of earlier steps.
         zeros: number of elements of x^ that are 0.
         clamped: share of the coded values that a fixed range has clamped; None for methods without range floats.
         encode, decode: seconds in the method's own code before and after the first collective, for one rank's payload:
@@ -40,6 +42,7 @@ class Cell:
     lost: float
     whole: float
     sent: float
+    first_lost: float
     zeros: int
     clamped: float | None
     encode: float
@@ -49,6 +52,16 @@ class Cell:
     def error(self) -> float:
         """alpha = |x - x^| / |x|."""
         return relative_error(self.lost, self.whole)
+
+    @property
+    def first_error(self) -> float:
+        """The error of a fresh state's first step."""
+        return relative_error(self.first_lost, self.whole)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether memory of earlier steps has changed the error by more than 1 %."""
+        return abs(self.first_error - self.error) > 0.01 * self.first_error
 
     @property
     def cosine(self) -> float:
@@ -68,10 +81,13 @@ def measure(
     Args:
         gradient: finite; any shape and floating-point dtype.
         repeats: steps to time, as in `measure_method`.
-        warm: steps on the same gradient before the measured one. Their residuals are dropped.
+        warm: steps on the same gradient before the measured one, for methods that remember more than residuals, such
+            as factors. Residuals are dropped.
         bins: of the histogram; 0 makes none.
     """
-    seen = replay(compressor, name, gradient, _state_after(compressor, name, gradient, warm))
+    first = seen = replay(compressor, name, gradient)
+    if (state := _state_after(compressor, name, gradient, warm)) is not None:
+        seen = replay(compressor, name, gradient, state)
     lost, whole = seen.energies
     times = measure_method(compressor, gradient, name, ranks=1, repeats=repeats).compressed
     cell = Cell(
@@ -82,6 +98,7 @@ def measure(
         lost=lost,
         whole=whole,
         sent=torch.linalg.vector_norm(seen.sent, dtype=torch.float64).item() ** 2,
+        first_lost=first.energies[0],
         zeros=int((seen.sent == 0).sum()),
         clamped=seen.clamped,
         encode=times.encode,
@@ -101,6 +118,7 @@ def total(cells: Sequence[Cell]) -> Cell:
         lost=math.fsum(cell.lost for cell in cells),
         whole=math.fsum(cell.whole for cell in cells),
         sent=math.fsum(cell.sent for cell in cells),
+        first_lost=math.fsum(cell.first_lost for cell in cells),
         zeros=sum(cell.zeros for cell in cells),
         clamped=sum(c * n for c, n in clamped) / sum(n for _, n in clamped) if clamped else None,
         encode=math.fsum(cell.encode for cell in cells),
@@ -142,8 +160,9 @@ def _counts(x: Tensor, limit: float, bins: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Report:
-    """Cells and histograms by layer and method, the largest layers first."""
+    """Cells and histograms by layer and method, the largest layers first. warm: of `measure`."""
 
+    warm: int
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
     methods: list[str]
@@ -196,6 +215,7 @@ def inspect(
                 histograms[layer, method] = histogram
             advance_progress()
     return Report(
+        warm=warm,
         shapes={layer: tuple(gradients[layer].shape) for layer in order},
         dtypes={layer: str(gradients[layer].dtype).removeprefix("torch.") for layer in order},
         methods=list(compressors),
@@ -206,7 +226,10 @@ def inspect(
 
 
 def _state_after(compressor: Compressor, name: str, gradient: Tensor, steps: int) -> State | None:
-    """The state after some steps on the same gradient, without rank-local fields. None: the method bypasses it."""
+    """The state after some steps on the same gradient, without rank-local fields.
+
+    None: there are no steps, the method bypasses the gradient, or it remembers nothing else.
+    """
     group = LocalGroup(compressor, 1)
     method = group.compressors[0].method_for(name, gradient.shape)
     if method.bypasses(gradient):
@@ -214,4 +237,6 @@ def _state_after(compressor: Compressor, name: str, gradient: Tensor, steps: int
     for _ in range(steps):
         group.average([gradient.float()], name)
         method.memory.drop_rank_local()
+        if not any(isinstance(value, (Tensor, list)) for value in vars(method.states[name]).values()):
+            return None
     return method.states.get(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,41 +18,64 @@ class UserError(ValueError):
 def call(path: Path, function: str) -> Any:
     """Call a function of a Python file without arguments, and return its result.
 
-    The file can import files beside it, as if it were run.
+    The file is run as by `python FILE.py`, but under another name than "__main__": it can import files beside it, and
+    its command line is empty.
 
     Raises:
-        UserError: there is no such file or function, or its code fails.
+        UserError: there is no such file or function, or its code fails or exits.
     """
     if not path.is_file():
         raise UserError(f"{path}:{function}: got no such file")
-    folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)
-    try:
+    with _as_script(path):
         with user_errors(f"{path}:{function}"):
             found = getattr(_module(path), function, None)
         if not callable(found):
             raise UserError(f"{path}: got no function {function!r}")
         with user_errors(f"{path}:{function}"):
-            returned = found()
-    finally:
-        with contextlib.suppress(ValueError):  # the file may have removed it
-            sys.path.remove(folder)
-    return returned
+            return found()
 
 
 @contextlib.contextmanager
 def user_errors(what: str) -> Iterator[None]:
-    """Raise errors of the user's own code as UserError. what: the code's name in the message."""
+    """Raise errors and exits of the user's own code as UserError. what: the code's name in the message.
+
+    Writes what the code has written to stderr, unless it exits: then the last line is a part of the message.
+    """
+    written = io.StringIO()
     try:
-        yield
-    except (Exception, SystemExit) as error:
+        with contextlib.redirect_stderr(written):
+            yield
+    except SystemExit as error:
+        (reason,) = written.getvalue().splitlines()[-1:] or [f"exit status {error.code}"]
+        written = io.StringIO()
+        raise UserError(
+            f"{what}: the file exits ({' '.join(reason.split())[:200]}); run its own command line only under "
+            "if __name__ == '__main__'"
+        ) from error
+    except Exception as error:
         raise UserError(f"{what}: {one_line(error)}") from error
+    finally:
+        sys.stderr.write(written.getvalue())
 
 
 def one_line(error: BaseException) -> str:
     """Format an error as one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+@contextlib.contextmanager
+def _as_script(path: Path) -> Iterator[None]:
+    """Let the file's folder be the first to import from, and its name the only argument."""
+    folder, arguments = str(path.resolve().parent), sys.argv
+    sys.path.insert(0, folder)
+    sys.argv = [str(path)]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
+        with contextlib.suppress(ValueError):  # the file may have removed it
+            sys.path.remove(folder)
 
 
 def _module(path: Path) -> Any:

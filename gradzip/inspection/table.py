@@ -34,12 +34,13 @@ def sections(report: Report, top: int) -> Iterator[tuple[str, str, list[tuple[st
     yield (
         "whole model",
         f"{count(len(report.layers), 'layer')}, {count(numel, 'element')}",
-        [(method, *cell_texts(report.totals[method])) for method in report.methods],
+        [(_label(method, report.totals[method]), *cell_texts(report.totals[method])) for method in report.methods],
     )
     uncompressed = set(report.uncompressed)
     compressed = [layer for layer in report.layers if layer not in uncompressed]
     for layer in compressed[:top]:
-        rows = [(method, *cell_texts(report.cells[layer, method])) for method in report.methods]
+        found = {method: report.cells[layer, method] for method in report.methods}
+        rows = [(_label(method, cell), *cell_texts(cell)) for method, cell in found.items()]
         yield layer, shape_text(report, layer), rows
 
 
@@ -56,8 +57,18 @@ def notes(report: Report, top: int) -> Iterator[str]:
         what = f"{count(len(uncompressed), 'layer')} of {count(numel, 'element')} in all ({names})"
         yield f"Averaged uncompressed by all methods: {what}."
     for method in report.methods:
+        if (cell := report.totals[method]).is_warm:
+            yield (
+                f"{method} (warm): after {count(report.warm, 'step')} on the same gradient, which its factors fit by "
+                f"then. The error of its first step is {cell.first_error:.2f}; in training it is between the two."
+            )
         if clamped := report.totals[method].clamped:
             yield f"{method}: {100 * clamped:.2f} % of the values sent are clamped to its value_range."
+
+
+def _label(method: str, cell: Cell) -> str:
+    """The name of a method in a row, with a mark if its memory has made the error what it is."""
+    return f"{method} (warm)" if cell.is_warm else method
 
 
 def lines(report: Report, top: int, width: int) -> Iterator[tuple[str, str]]:

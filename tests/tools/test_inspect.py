@@ -209,7 +209,31 @@ def test_warm_factors_reach_the_best_approximation():
         cold, _ = cells.measure(compressor, "w", x, repeats=1)
         warm, _ = cells.measure(compressor, "w", x, repeats=1, warm=20)
         assert best * (1 - 1e-4) <= warm.error < 1.001 * best < cold.error
+        assert warm.first_error == pytest.approx(cold.error, rel=1e-6) and cold.first_error == cold.error
+        assert warm.is_warm and not cold.is_warm
     assert cells.measure(gradzip.DGC(), "b", x[0], repeats=1, warm=3)[0].error == 0
+
+
+@pytest.mark.parametrize("spec", ["qsgd", "topk", "fft-range", "dgc"])
+def test_methods_without_factors_are_not_warmed(spec):
+    x = torch.randn(64, 48)
+    cold, warm = (cells.measure(gradzip.parse(spec), "w", x, repeats=1, warm=steps)[0] for steps in (0, 3))
+    assert (cold.error, cold.nbytes, cold.is_warm) == (warm.error, warm.nbytes, warm.is_warm)
+
+
+def test_low_rank_is_shown_with_factors_that_fit(capsys, file, digits):
+    """By default. Its first step, from random factors, would condemn it."""
+    _, out, _ = inspect(capsys, file, "--method", "acpsgd", "--method", "topk", "--layer", "5.w")
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith(("  acpsgd", "  topk"))}
+    assert rows["acpsgd"][1] == "(warm)" and rows["topk"][1] != "(warm)"
+    report = as_json(capsys, file, "--method", "acpsgd", "--method", "topk", "--layer", "5.w")
+    acpsgd, topk = report["totals"]
+    assert (
+        report["warm"] == 10 and acpsgd["error"] < 0.9 * acpsgd["first_error"] and topk["error"] == topk["first_error"]
+    )
+    assert f"The error of its first step is {acpsgd['first_error']:.2f}" in " ".join(out.split())
+    first = as_json(capsys, file, "--method", "acpsgd", "--layer", "5.w", "--warm", "0")["totals"][0]
+    assert first["error"] == first["first_error"] == pytest.approx(acpsgd["first_error"], rel=1e-6)
 
 
 def test_histogram():
@@ -347,7 +371,10 @@ BAD = [
     (["{folder}/none.pt"], "got no gradients in 2 entries, expected some; save gradients"),
     (["{folder}/numbers.pt"], "got 'epoch' of int, expected gradients by name"),
     (["{folder}/integers.pt"], "got 'w' of torch.int64, expected floating-point gradients"),
-    (["{script}:leaves"], "net.py:leaves: SystemExit: 1"),
+    (
+        ["{script}:leaves"],
+        "net.py:leaves: the file exits (exit status 1); run its own command line only under if __name",
+    ),
     (["{script}:untrained"], "got no gradients in 0 entries, expected some; return a model after backward()"),
     (["{script}:number"], "got int, expected gradients by name; return a model after backward(), or a model and its"),
     (["{script}:fails"], "net.py:fails: RuntimeError: no data"),
@@ -386,6 +413,44 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, script, file, argu
     assert (status, out) == (2, "")
     assert err.startswith("gradzip inspect: error: ") and err.count("\n") == 1
     assert message.format(**places) in err
+
+
+PARSES = """
+import argparse, sys
+import torch
+parser = argparse.ArgumentParser(description="train a network")
+parser.add_argument("--data", {required})
+parser.add_argument("--epochs", type=int, default=3)
+options = parser.parse_args()
+print("epochs", options.epochs, file=sys.stderr)
+def build():
+    assert sys.argv[1:] == []
+    return {{"w": torch.ones(64, 64)}}
+"""
+
+
+def test_a_script_parses_an_empty_command_line(capsys, monkeypatch, tmp_path):
+    """Not that of gradzip."""
+    monkeypatch.setattr(sys, "argv", ["gradzip", "inspect", "train.py", "--top", "1"])
+    path = tmp_path / "train.py"
+    path.write_text(PARSES.format(required="default='digits'"))
+    status, out, err = inspect(capsys, path, "--method", "topk")
+    assert status == 0 and "4,096 elements" in out and err == "epochs 3\n"
+    assert sys.argv[0] == "gradzip"
+
+
+@pytest.mark.parametrize("command", ["inspect", "advise"])
+def test_a_script_that_exits_is_one_line(capsys, monkeypatch, tmp_path, command):
+    monkeypatch.setattr(sys, "argv", ["gradzip", command, "--help"])
+    path = tmp_path / "train.py"
+    path.write_text(PARSES.format(required="required=True"))
+    assert cli.main(["inspect", str(path)] if command == "inspect" else ["advise", "--model", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith(
+        f"gradzip {command}: error: {path}:build: the file exits (train.py: error: the following arguments are "
+        "required: --data); run its own command line only under if __name__ == '__main__'; "
+    )
 
 
 def test_a_file_with_code_is_not_run(capsys, tmp_path):
