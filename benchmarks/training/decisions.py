@@ -182,6 +182,7 @@ def scores() -> list[dict[str, Any]]:
             found.append({
                 "model": name, "link": link, "margin": margin, "cells": len(cells),
                 "within": round(share_within(cells, TOLERANCE), 4),
+                "without_margin": score([choose(group, 0.0) for group in (*known, *new)]),
                 "calibration": score([choose(group, margin) for group in known]),
                 "across_networks": score(across_networks(known)),
                 "held_out": score([choose(group, margin) for group in new]),
@@ -199,13 +200,15 @@ def table(of: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         return f"{part['false']} of {part['compress']}"
 
     header = [
-        "link", "model", "steps within 25 %", "margin of error", "regret: median, mean", "false advice to compress",
-        "the same with other networks' margin", "held out: regret", "held out: false advice",
+        "link", "model", "steps within 25 %", "false advice without a margin", "margin of error",
+        "regret: median, mean", "false advice to compress", "with other networks' margin", "held out: regret",
+        "held out: false advice",
     ]  # fmt: skip
     rows = [
         [
-            entry["link"], entry["model"], f"{entry['within']:.0%} of {entry['cells']}", f"{entry['margin']:.0%}",
-            regret(entry["calibration"]), false(entry["calibration"]), false(entry["across_networks"]),
+            entry["link"], entry["model"], f"{entry['within']:.0%} of {entry['cells']}", false(entry["without_margin"]),
+            f"{entry['margin']:.0%}", regret(entry["calibration"]), false(entry["calibration"]),
+            false(entry["across_networks"]),
             regret(entry["held_out"]), false(entry["held_out"]),
         ]
         for entry in of

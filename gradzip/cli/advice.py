@@ -1,4 +1,4 @@
-"""The results of `gradzip advise`: predictions of all methods, a recommendation, a projection to more ranks."""
+"""The results of `gradzip advise`: predictions and accuracy of all methods, a decision, a projection to more ranks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .. import cost
+from ..auto.studies import OPTIMIZERS, Study, is_safe, study_of
 from ..cost import JOINED, Compressed, Link, Step
+from ..methods.base.compressor import Compressor
+from .decision import FP16, FP32, Decision, decide
 from .layer_costs import LayerCost
-
-FP32, FP16 = "none", "fp16"
-# Recommend compression only if it is faster by this share: less is within the noise, and compression costs accuracy.
-MARGIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -39,16 +38,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Advice:
-    """Predictions of all methods for a step on a link, the fastest first.
+    """Predictions of all methods for a step on a link, the fastest first, and which of them to use.
 
     front_end: "horovod" or "ddp".
     costs: of each method, by layer. `FP32` and `FP16` are among the methods.
+    methods: the compressors by the same names.
+    named: whether the user has named the methods. They are advised then, whatever they cost in accuracy.
+    optimizer: a name in OPTIMIZERS; None if the user has not named it.
     """
 
     step: Step
     link: Link
     front_end: str
     costs: Mapping[str, Sequence[LayerCost]]
+    methods: Mapping[str, Compressor]
+    named: bool = False
+    optimizer: str | None = None
 
     def compressed(self, method: str, ranks: int) -> list[Compressed]:
         """The cost of a method on each layer, in a group of that many ranks."""
@@ -75,60 +80,60 @@ class Advice:
             rows.append(Row(method, found.seconds, *parts, nbytes, dense / nbytes, least, *times))
         return sorted(rows, key=lambda row: row.seconds)
 
-    def sentence(self, rows: Sequence[Row]) -> str:
-        """The recommendation, in one sentence."""
-        by_name = {row.method: row for row in rows}
-        stock = min(by_name[FP32], by_name[FP16], key=lambda row: row.seconds)
-        if by_name[FP32].seconds <= (1 + MARGIN) * by_name[FP16].seconds:
-            stock = by_name[FP32]
-        best = min((row for row in rows if row.method not in (FP32, FP16)), key=lambda row: row.seconds, default=None)
-        if best is not None and best.seconds < (1 - MARGIN) * stock.seconds:
-            return (
-                f"Use {best.method}: {_ms(best.seconds)} a step, {best.times_fp32:.2f} times as fast as fp32 and "
-                f"{best.times_fp16:.2f} times as fast as fp16, at {best.share_of_ideal:.0%} of the ideal."
-            )
-        name = "fp32" if stock.method == FP32 else "fp16"
-        against = f"; the fastest method, {best.method}, takes {_ms(best.seconds)}" if best is not None else ""
-        return (
-            f"Do not compress: use {name}. It takes {_ms(stock.seconds)} a step, {stock.share_of_ideal:.0%} of the "
-            f"ideal{against}."
-        )
+    @property
+    def optimizers(self) -> list[str]:
+        """The optimizers to tell accuracies for: the user's, or all."""
+        return list(OPTIMIZERS) if self.optimizer is None else [self.optimizer]
 
-    def notes(self, cycle_time: str | None, cores: int) -> list[str]:
-        """Further remarks. cycle_time: of Horovod, if it is set. cores: of this machine."""
-        notes = []
-        if self.link.spread > 0.2:
-            notes.append(f"Ranks differ in speed by {self.link.spread:.0%}; the slowest one counts.")
-        few_cores = self.link.background > 0.02 if self.link.background else cores <= 4
-        if self.front_end == "horovod" and cycle_time is None and len(self.step.layers) >= 40 and few_cores:
-            notes.append(
-                f"With {len(self.step.layers)} parameters and few cores, Horovod's cycles cost time: start the job "
-                "with horovodrun --cycle-time-ms 20, and measure."
-            )
-        return notes
+    def study(self, method: str, optimizer: str) -> Study | None:
+        """What a study has found about a method with an optimizer."""
+        return study_of(self.methods[method], optimizer)
 
-    def projection(self, ranks: int, methods: Sequence[str]) -> list[dict[str, Any]]:
-        """Weak scaling to 2, 4, 8, ... and `ranks` ranks: seconds and efficiency of a step, by method."""
+    def allowed(self, optimizer: str | None) -> list[str]:
+        """The methods that may be advised: those that the user has named, or those that are safe with the optimizer."""
+        return [name for name, method in self.methods.items() if self.named or is_safe(method, optimizer)]
+
+    def decide(self, rows: Sequence[Row], optimizer: str | None) -> Decision:
+        """What to use with an optimizer; None: with one that is not known."""
+        return decide({row.method: row.seconds for row in rows}, self.allowed(optimizer))
+
+    def variations(self) -> dict[str, float]:
+        """The slowest of the timed steps of methods, divided by the fastest ones, where the difference matters."""
+        found = {}
+        for method, layers in self.costs.items():
+            least = sum(layer.compressed.encode + layer.compressed.decode for layer in layers)
+            slowest = sum(layer.slowest for layer in layers)
+            if slowest > 2 * least and slowest - least > 0.05 * self.step.seconds:
+                found[method] = slowest / least
+        return found
+
+    def projection(self, ranks: int, rows: Sequence[Row], most: int = 3) -> list[dict[str, Any]]:
+        """Weak scaling to 2, 4, 8, ... and `ranks` ranks: seconds and efficiency of a step, by method.
+
+        Has fp32, fp16, and the `most` fastest methods that may be advised with any of the optimizers.
+        """
+        advised = {name for optimizer in self.optimizers for name in self.allowed(optimizer)} - {FP32, FP16}
+        methods = [FP32, FP16, *[row.method for row in rows if row.method in advised][:most]]
         sizes = sorted({ranks, *(1 << shift for shift in range(1, ranks.bit_length()) if 1 << shift <= ranks)})
-        rows = []
+        found = []
         for size in sizes:
             steps = {method: self.predict(method, replace(self.link, ranks=size)).seconds for method in methods}
             efficiency = {method: self.step.seconds / seconds for method, seconds in steps.items()}
-            rows.append({"ranks": size, "seconds": steps, "efficiency": efficiency})
-        return rows
+            found.append({"ranks": size, "seconds": steps, "efficiency": efficiency})
+        return found
 
     def json(self, rows: Sequence[Row], projection: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """All results in JSON types. If no ratio pays, `least_ratio` is None."""
+        """All results in JSON types. If no ratio pays, `least_ratio` is None; if nothing is measured, a study is."""
         methods = [asdict(row) for row in rows]
         for method in methods:
             method["least_ratio"] = method["least_ratio"] if math.isfinite(method["least_ratio"]) else None
+            studies = {name: self.study(method["method"], name) for name in self.optimizers}
+            method["studies"] = {name: None if study is None else asdict(study) for name, study in studies.items()}
         link = asdict(self.link) | {"bandwidth": min(self.link.bandwidth, 1e300)}
+        decision = self.decide(rows, self.optimizer)
         return {
             "front_end": self.front_end, "link": link, "step_seconds": self.step.seconds,
             "parameters": sum(layer.numel for layer in self.step.layers), "layers": len(self.step.layers),
-            "methods": methods, "advice": self.sentence(rows), "projection": list(projection),
+            "optimizer": self.optimizer, "methods": methods, "advised": decision.chosen, "gain": decision.gain,
+            "margin": decision.margin, "projection": list(projection),
         }  # fmt: skip
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.1f} ms"

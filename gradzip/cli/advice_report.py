@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from .. import cost
-from .advice import FP16, FP32, Advice, Row
+from ..auto.studies import OPTIMIZERS
+from .advice import Advice, Row
 from .command import CommandError
+from .decision import FP16, FP32
 
 
-def method_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
+def method_table(advice: Advice, rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and cells."""
     header = [
         "method", "ms/step", "× fp32", "× fp16", "of ideal", "compression", "exposed", "MB/step", "ratio", "pays from",
+        *(f"with {OPTIMIZERS[optimizer]}" for optimizer in advice.optimizers),
     ]  # fmt: skip
     names = {FP32: "fp32 (none)"}
     cells = []
@@ -28,9 +31,17 @@ def method_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
             names.get(row.method, row.method), f"{1e3 * row.seconds:.1f}", f"{row.times_fp32:.2f}",
             f"{row.times_fp16:.2f}", f"{row.share_of_ideal:.0%}", f"{1e3 * row.compression:.1f}",
             f"{1e3 * row.exposed:.1f}", f"{row.nbytes / 1e6:.2f}", f"{row.ratio:.1f}",
-            "-" if row.method == FP32 else pays,
+            "-" if row.method == FP32 else pays, *(accuracy(advice, row.method, name) for name in advice.optimizers),
         ])  # fmt: skip
     return header, cells
+
+
+def accuracy(advice: Advice, method: str, optimizer: str) -> str:
+    """What a study has found about a method with an optimizer, as a cell."""
+    if method == FP32:
+        return "-"
+    study = advice.study(method, optimizer)
+    return "not measured" if study is None else study.difference
 
 
 def projection_table(projection: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:

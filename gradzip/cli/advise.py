@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import gradzip
 from gradzip.methods.base.registry import registered
 
+from ..auto.studies import OPTIMIZERS
 from ..collectives.engine import Engine
 from ..collectives.traffic import Traffic
 from ..cost import JOINED, Compressed, Link, Step
@@ -25,20 +26,23 @@ from ..engines import horovod_engine, torch_engine
 from ..measure import measure_link
 from ..methods.base.composite import Composite
 from ..methods.base.compressor import Compressor
-from .advice import FP16, FP32, Advice
+from .advice import Advice
 from .advice_report import method_table, plot, print_table, projection_table
 from .command import CommandError, check_picture, progress
+from .conditions import conditions
+from .decision import FP16, FP32
 from .layer_costs import LayerCost, measure_layers
 from .models import MODELS, step_of
+from .recommendation import notes, recommendation
 from .workload import Workload, load
 
 EXAMPLES = f"""\
 models: {", ".join(MODELS)}
 
 examples:
-  gradzip advise --model resnet50 --bandwidth 10gbit --ranks 16 --step-ms 180
+  gradzip advise --model resnet50 --optimizer sgd --bandwidth 10gbit --ranks 16 --step-ms 180
   gradzip advise --model train.py:build --bandwidth 1gbit --ranks 4 --step-ms 250 --methods acpsgd qsgd:bits=2
-  gradzip advise --model bert-large --bandwidth 25gbit --ranks 32 --step-ms 400 --project 1024 --png scaling.png
+  gradzip advise --model bert-large --optimizer adamw --bandwidth 25gbit --ranks 32 --step-ms 400 --project 1024
   horovodrun -np 4 gradzip advise --measure --model train.py:build
                    measures the link, the methods and, if build() returns (module, inputs), the training step
   torchrun --nproc-per-node 4 --no-python gradzip advise --measure --model resnet50 --step-ms 180
@@ -49,6 +53,8 @@ examples:
 LATENCY_US = 50.0  # of a message, if it is not given
 
 LEFT_OUT = (FP32, FP16, "atomo", "gradiveq")
+
+FRONT_ENDS = {"horovod": "Horovod", "ddp": "DDP"}
 
 # Methods whose cost no single step shows.
 CHANGING = {
@@ -63,20 +69,26 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "advise",
         help="does compression pay for this model on this network, and which method?",
-        description="Predict a training step with each method, and say which one is fastest, or not to compress. What "
-        "the methods take is measured on this machine in some seconds; docs/advise.md explains the model.",
+        description="Predict a training step with each method, and say which one to use, or not to compress. Only "
+        "methods are advised that cost no accuracy to speak of in studies with your optimizer. What the methods take "
+        "is measured on this machine in some seconds; docs/advise.md explains the model.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", required=True, help="a name, file.py:build or shapes.json")
+    parser.add_argument(
+        "--optimizer", choices=list(OPTIMIZERS), help="of the training: it decides what compression costs in accuracy"
+    )
     parser.add_argument("--bandwidth", metavar="RATE", help="of one rank's link: a number and kbit, mbit or gbit")
     parser.add_argument("--ranks", type=int, help="world size")
     parser.add_argument(
         "--step-ms", type=float, metavar="MS", help="a training step on one rank, without communication"
     )
     parser.add_argument("--latency-us", type=float, metavar="US", help="of one message (default: 50)")
-    parser.add_argument("--methods", nargs="+", metavar="SPEC", help="methods to compare (default: most)")
-    parser.add_argument("--front-end", choices=sorted(JOINED), help="default: horovod")
+    parser.add_argument(
+        "--methods", nargs="+", metavar="SPEC", help="compare these, and advise one whatever it costs in accuracy"
+    )
+    parser.add_argument("--front-end", choices=sorted(JOINED), help="default: ddp")
     parser.add_argument("--device", default="cpu", help="where to measure the methods: cpu (the default) or cuda")
     parser.add_argument("--measure", action="store_true", help="measure in the job that horovodrun or torchrun started")
     parser.add_argument("--project", type=int, metavar="RANKS", help="predict for 2, 4, 8, ... ranks, too")
@@ -108,7 +120,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     link = _link(options)
     step = step_of(workload.parameters, _given_seconds(options))
-    _report(Advice(step, link, options.front_end or "horovod", _costs(methods, step, device)), options)
+    costs = _costs(methods, step, device)
+    front_end = options.front_end or "ddp"
+    _report(Advice(step, link, front_end, costs, methods, bool(options.methods), options.optimizer), options)
     return 0
 
 
@@ -235,13 +249,13 @@ def _measured(
     link = measure_link(engine)
     costs = _costs(methods, step, device, quiet=engine.rank > 0)
     for method, of_layers in costs.items():
-        times = [t for c in of_layers for t in (c.compressed.encode, c.compressed.decode, c.decode_rank)]
+        times = [t for c in of_layers for t in (c.compressed.encode, c.compressed.decode, c.decode_rank, c.slowest)]
         slowest = engine.max_over_ranks(times, f"gradzip.advise.{method}")
         costs[method] = [
-            LayerCost(Compressed(c.compressed.rounds, *slowest[3 * i : 3 * i + 2]), slowest[3 * i + 2])
-            for i, c in enumerate(of_layers)
+            LayerCost(Compressed(c.compressed.rounds, encode, decode), decode_rank, of_step)
+            for c, (encode, decode, decode_rank, of_step) in zip(of_layers, zip(*[iter(slowest)] * 4))
         ]
-    return Advice(step, link, front_end, costs)
+    return Advice(step, link, front_end, costs, methods, bool(options.methods), options.optimizer)
 
 
 def _stretched(step: Step, seconds: float) -> Step:
@@ -264,15 +278,15 @@ def _costs(
 
 def _report(advice: Advice, options: argparse.Namespace) -> None:
     rows = advice.rows()
-    projection = []
-    if options.project:
-        best = [row.method for row in rows if row.method not in (FP32, FP16)][:3]
-        projection = advice.projection(options.project, [FP32, FP16, *best])
+    projection = advice.projection(options.project, rows) if options.project else []
     if options.png:
         plot(advice, rows, projection, options.png)
-    notes = advice.notes(os.environ.get("HOROVOD_CYCLE_TIME"), os.cpu_count() or 1)
+    found = conditions(torch.device(options.device))
+    said = list(recommendation(advice, rows))
+    remarks = [*notes(advice, os.environ.get("HOROVOD_CYCLE_TIME"), found.cores), *found.warnings()]
     if options.json:
-        print(json.dumps({"model": options.model, **advice.json(rows, projection), "notes": notes}, indent=2))
+        content = {"model": options.model, **advice.json(rows, projection), "conditions": asdict(found)}
+        print(json.dumps(content | {"advice": said, "notes": remarks}, indent=2))
         return
     link = advice.link
     layers = advice.step.layers
@@ -280,13 +294,14 @@ def _report(advice: Advice, options: argparse.Namespace) -> None:
     bandwidth = f"{8e-9 * link.bandwidth:.3g} Gb/s" if link.bandwidth < 1e15 else "no network"
     print(f"{options.model}: {elements / 1e6:.1f} M elements in {len(layers)} parameters")
     print(
-        f"{link.ranks} ranks, {bandwidth}, {1e6 * link.latency:.0f} us a message; "
-        f"{1e3 * advice.step.seconds:.1f} ms a step without communication\n"
+        f"{link.ranks} ranks with {FRONT_ENDS[advice.front_end]}, {bandwidth}, {1e6 * link.latency:.0f} us a message; "
+        f"{1e3 * advice.step.seconds:.1f} ms a step without communication"
     )
-    print_table(*method_table(rows))
-    print(f"\n{advice.sentence(rows)}")
-    for note in notes:
-        print(note)
+    print(f"{found.line}\n")
+    print_table(*method_table(advice, rows))
+    print()
+    for line in (*said, *remarks):
+        print(line)
     if projection:
         print("\nms/step, and share of the ideal, with the same work for each rank:\n")
         print_table(*projection_table(projection))

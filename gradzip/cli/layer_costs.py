@@ -24,10 +24,12 @@ class LayerCost:
 
     compressed: cost with two ranks.
     decode_rank: decoding seconds for each further rank.
+    slowest: encoding and decoding seconds together of the slowest step that was timed, with two ranks.
     """
 
     compressed: Compressed
     decode_rank: float = 0.0
+    slowest: float = 0.0
 
     def among(self, ranks: int) -> Compressed:
         """The cost in a group of that many ranks."""
@@ -59,12 +61,13 @@ def measure_layers(compressor: Compressor, layers: Sequence[Layer], device: torc
     shrunk = {name: _gradient(_shrunk(s, 1), device) for (_, s), name in names.items() if _shrunk(s) != s}
     small = measure_gradients(compressor, shrunk, ranks=2, repeats=2)
     for key, name in names.items():
-        compressed = two[name].compressed
+        compressed, slowest = two[name].compressed, two[name].slowest
         rank = max(0.0, four[name].compressed.decode - compressed.decode) / 2 if name in four else 0.0
         if name in small:
             numels = shrunk[name].numel(), large[name].numel(), math.prod(key[1])
-            compressed, rank = _scaled(compressed, small[name].compressed, numels), rank * numels[2] / numels[1]
-        found[key] = LayerCost(compressed, rank)
+            compressed = _scaled(compressed, small[name].compressed, numels)
+            rank, slowest = (seconds * numels[2] / numels[1] for seconds in (rank, slowest))
+        found[key] = LayerCost(compressed, rank, slowest)
     return [found[key] for key in keys]
 
 

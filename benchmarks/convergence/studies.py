@@ -1,0 +1,76 @@
+"""Write the table of studies that `gradzip advise` and `Auto` read: the longest study of each method and optimizer.
+
+  python -m benchmarks.convergence.studies --write    from benchmarks/results/convergence_*.json
+
+Left out: optimizers with other settings than the recipes' own, and methods whose arguments depend on the length of the
+study.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import gradzip
+from benchmarks.common.arguments import Parser
+from benchmarks.common.results import RESULTS, write_json
+from benchmarks.convergence.report import NONE
+from benchmarks.convergence.results import Results, rows
+from gradzip.auto.studies import FILE, OPTIMIZERS, Study
+
+MEASURES = {"test accuracy, %": "points of test accuracy", "bits per character": "bits per character"}
+
+
+def studies_of(path: Path) -> Iterator[Study]:
+    """The studies in a file of results: a row for each method that has ended."""
+    results = Results({}, path)
+    results.resume()
+    for name, settings in results.recipes.items():
+        if settings["optimizer"] not in OPTIMIZERS or settings["betas"]:
+            continue
+        found = rows(results, name)
+        baseline = next((row.score for row in found if row.method == NONE), None)
+        for row in found:
+            if baseline is None or row.score is None or row.method == NONE or not is_spec(row.method):
+                continue
+            difference = row.score - baseline
+            yield Study(
+                settings["optimizer"], row.method, round(difference if settings["lower_is_better"] else -difference, 4),
+                settings["margin"], MEASURES[settings["measure"]], settings["network"], row.records[0].parameters,
+                settings["data"].removesuffix(".txt"), settings["epochs"] * settings["steps"], len(row.records),
+                path.name,
+            )  # fmt: skip
+
+
+def is_spec(text: str) -> bool:
+    try:
+        gradzip.parse(text)
+    except ValueError:
+        return False
+    return True
+
+
+def longest() -> list[Study]:
+    """The longest study of each method with each optimizer, by optimizer and method."""
+    found: dict[tuple[str, str], Study] = {}
+    for path in sorted(RESULTS.glob("convergence_*.json")):
+        for study in studies_of(path):
+            key = study.optimizer, study.method
+            if key not in found or study.steps > found[key].steps:
+                found[key] = study
+    return [found[key] for key in sorted(found)]
+
+
+def main() -> None:
+    parser = Parser("convergence.studies", __doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
+    found = longest()
+    for study in found:
+        print(f"{study.optimizer:8} {study.method:50} {study.difference:18} {study.conditions} ({study.source})")
+    if parser.parse_args().write:
+        write_json(FILE, [asdict(study) for study in found])
+
+
+if __name__ == "__main__":
+    main()

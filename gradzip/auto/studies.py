@@ -1,0 +1,103 @@
+"""What methods cost in accuracy, by optimizer: the longest study of each method with each optimizer.
+
+studies.json has the rows. `python -m benchmarks.convergence.studies --write` takes them from benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ..methods.base.compressor import Compressor
+from ..methods.spec import parse
+
+FILE = Path(__file__).with_name("studies.json")
+
+# Optimizers by the name of an argument, as people write them.
+OPTIMIZERS = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon"}
+
+# Methods for every optimizer. They differ from the gradient by less than 1 % of the largest element nearby, and end as
+# without compression in all studies that have them.
+SAFE = ("fp16", "block-float")
+
+# Arguments that change how numbers are written or drawn, and not how far they are from the gradient.
+_ALIKE = ("coding", "seed")
+
+
+@dataclass(frozen=True)
+class Study:
+    """What one study has found about a method: the difference from the runs without compression, at the end.
+
+    Args:
+        optimizer: a name in OPTIMIZERS.
+        method: a spec.
+        worse_by: how much worse the final score is, in units of `measure`; a mean over the seeds. Negative: better.
+        margin: the study counts a score as good as without compression if it is worse by at most this.
+        measure: "points of test accuracy" or "bits per character".
+        network, parameters, data, steps, seeds: how it trained.
+        source: file of benchmarks/results.
+    """
+
+    optimizer: str
+    method: str
+    worse_by: float
+    margin: float
+    measure: str
+    network: str
+    parameters: int
+    data: str
+    steps: int
+    seeds: int
+    source: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether training ends about as well as without compression."""
+        return self.worse_by <= self.margin
+
+    @property
+    def difference(self) -> str:
+        """The difference in a few words: "as fp32", "0.9 points worse", "0.75 bits worse"."""
+        unit, digits = self.measure.partition(" ")[0], 1 if self.measure.startswith("points") else 2
+        size = f"{abs(self.worse_by):.{digits}f}"
+        return "as fp32" if float(size) == 0 else f"{size} {unit} {'worse' if self.worse_by > 0 else 'better'}"
+
+    @property
+    def conditions(self) -> str:
+        """How it trained, in a few words."""
+        runs = "one run" if self.seeds == 1 else f"{self.seeds} seeds"
+        return f"{self.network} of {self.parameters / 1e6:.2g} M parameters on {self.data}, {self.steps} steps, {runs}"
+
+
+@functools.cache
+def studies() -> tuple[tuple[Compressor, Study], ...]:
+    """All studies, with the method that each is about."""
+    rows = [Study(**row) for row in json.loads(FILE.read_text())]
+    return tuple((_plain(parse(study.method)), study) for study in rows)
+
+
+def study_of(method: Compressor, optimizer: str) -> Study | None:
+    """The study of a method with an optimizer; None if there is none."""
+    plain = _plain(method)
+    return next((study for other, study in studies() if study.optimizer == optimizer and other == plain), None)
+
+
+def is_safe(method: Compressor, optimizer: str | None) -> bool:
+    """Whether training ends about as well as without compression: by a study, or with every optimizer.
+
+    Args:
+        optimizer: a name in OPTIMIZERS. None: not known, so only methods for every optimizer are safe.
+    """
+    if _plain(method) in [_plain(parse(spec)) for spec in SAFE]:
+        return True
+    study = None if optimizer is None else study_of(method, optimizer)
+    return study is not None and study.holds
+
+
+def _plain(method: Compressor) -> Compressor:
+    """The method with the defaults of the arguments that do not change what it costs in accuracy."""
+    defaults: dict[str, Any] = {f.name: f.default for f in fields(method) if f.name in _ALIKE}
+    return replace(method, **defaults)
