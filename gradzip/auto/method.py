@@ -25,8 +25,12 @@ from ..methods.none import NoCompression
 from ..methods.spec import parse, unparse
 from .assignments import NONE, Assignment, ParameterKey
 from .search import WARM_UP, StepEnd, Steps, run
+from .studies import OPTIMIZERS, SAFE, is_safe
 
 logger = logging.getLogger("gradzip.auto")
+
+# The methods to choose from by default, as far as they are safe with the optimizer; the most accurate first.
+CANDIDATES = (*SAFE, "qsgd:coding=packed", "acpsgd")
 
 # After this many consecutive steps of another optimizer, that optimizer's steps are measured instead.
 PATIENCE = 20
@@ -43,9 +47,10 @@ class Auto(Composite):
     The first `steps` steps are uncompressed. In them, Auto records when gradients are ready. It then measures the error
     and the time of all allowed methods on the gradients of one step, and measures the network. A cost model
     (`gradzip.cost`) proposes assignments of methods to parameters. Training continues with each of the best assignments
-    for some steps, and with no compression and `fp16`, twice each. The fastest one is chosen. A compressing assignment
-    must be 2 % faster than none and `fp16`, and `fp16` 2 % faster than none. All ranks exchange their measurements; the
-    slowest rank counts, and all ranks choose alike.
+    for some steps, and with no compression and `fp16`, in turns of all. What is clearly slower has no further turn. How
+    much the turns of an assignment differ is the noise, and gives the margin, at least 2 %: of the assignments that the
+    fastest one does not beat by the margin, the first one is chosen, in the order none, `fp16`, `allow`, and mixed
+    assignments. All ranks exchange their measurements; the slowest rank counts, and all ranks choose alike.
 
     When the method of a parameter changes, its residual moves to the new method. A method without error feedback sends
     the residual once, with the next gradient. While assignments are tried, each method with error feedback keeps a
@@ -56,21 +61,26 @@ class Auto(Composite):
     all.
 
     Args:
-        allow: the methods to choose from, as specs or compressors. Uncompressed is always allowed. The default has the
-            fastest method with error feedback, and an unbiased one without state that is faster on small parameters.
-            Speed alone decides among them: allow what trains your network well (AdamW: ``"topk:theta=0.96,bits=4"``).
+        allow: the methods to choose from, as specs or compressors. Uncompressed is always allowed. Speed alone decides
+            among them: allow what trains your network well. None: those of `fp16`, `block-float`,
+            `qsgd:coding=packed` and `acpsgd` that are safe with the optimizer.
         max_error: the largest error |x - decoded| / |x| on a parameter's gradient, without a residual, with which a
             method may compress that parameter. Error feedback makes up for errors near 1 (`acpsgd`). None: any error.
         every: steps after which assignments are compared again; 0: never. An assignment is tried again if that costs
-            less than 2 % of the time, and is chosen if it is 3 % faster. With `max_error`, errors are measured again.
+            less than 2 % of the time, and is chosen if it is faster by the margin, at least 3 %. With `max_error`,
+            errors are measured again.
         steps: uncompressed steps before the first choice.
+        optimizer: of the training: "sgd", "adamw" or "muon". Methods are safe with it if they ended about as without
+            compression in a study (docs/accuracy.md), or are `fp16` or `block-float`. None: it is not known, so only
+            those two are safe. Has no effect if `allow` is given.
 
     Attributes:
         decided: whether the first choice is made. The same on all ranks.
         choice: the spec of the chosen method, by parameter name.
         report: the last decision, as plain numbers and strings.
 
-    On rank 0, the logger "gradzip.auto" gets a line for each decision. The choice is a part of the state dict. If that
+    On rank 0, the logger "gradzip.auto" gets a line for each decision: a warning for the first one and for changes, so
+    that it is seen without any configuration of logging. The choice is a part of the state dict. If that
     is loaded in a group of another size, the choice is made again. On a device, Auto waits for the end of each step
     while assignments are compared.
 
@@ -82,17 +92,24 @@ class Auto(Composite):
     Source of the model: Wang et al., FFT-based Gradient Sparsification, HPDC 2020, section 3.3.
 
     >>> import gradzip
+    >>> compressor = gradzip.Auto(optimizer="adamw")
     >>> compressor = gradzip.Auto(allow=["fp16", "acpsgd:rank=8"], max_error=0.9)
     """
 
-    allow: Sequence[str | Compressor] = ("fp16", "qsgd:coding=packed", "acpsgd")
+    allow: Sequence[str | Compressor] | None = None
     max_error: float | None = None
     every: int = 1000
     steps: int = 10
+    optimizer: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        allowed = self._allowed()
+        if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
+            raise ValueError(
+                f"Auto: got optimizer = {self.optimizer!r}, expected one of {', '.join(OPTIMIZERS)}; for another one, "
+                "leave it out, or give allow"
+            )
+        allowed = self._allowed(safe_candidates(self.optimizer) if self.allow is None else self.allow)
         self.allow = tuple(allowed)
         _check_number("every", self.every, 10, zero=True)
         _check_number("steps", self.steps, WARM_UP + 1)
@@ -110,11 +127,11 @@ class Auto(Composite):
         self._device = torch.device("cpu")  # of the last gradient
         self._reset(0)
 
-    def _allowed(self) -> list[Compressor]:
-        if not self.allow or isinstance(self.allow, str) or not isinstance(self.allow, Sequence):
-            got = repr(self.allow) if self.allow else "nothing"
+    def _allowed(self, allow: Sequence[str | Compressor]) -> list[Compressor]:
+        if not allow or isinstance(allow, str) or not isinstance(allow, Sequence):
+            got = repr(allow) if allow else "nothing"
             raise ValueError(f"Auto: got {got} as allow, expected a list of methods, as in allow=['fp16', 'acpsgd']")
-        methods = [parse(method) if isinstance(method, str) else method for method in self.allow]
+        methods = [parse(method) if isinstance(method, str) else method for method in allow]
         for method in methods:
             if hasattr(method, "warmup_steps"):
                 raise ValueError(
@@ -132,6 +149,7 @@ class Auto(Composite):
         self.chosen = Assignment(self.specs[NONE], {})
         self.candidates: list[Assignment] = []
         self.steps_since = 0  # steps since the last decision
+        self.margin = 0.0  # of the last decision
         self._size = size
         self._restart_search()
 
@@ -261,7 +279,19 @@ class Auto(Composite):
         self.decided, self.steps_since, self._size = True, 0, size
         self.report = self._report()
         if rank == 0:
-            logger.info("%s", explain(self.report, assignment.is_simple(self.half), before))
+            # Which method compresses is news: a warning is what users see who have not configured logging.
+            news = size > 1 and before != assignment.title
+            text = explain(self.report, assignment.is_simple(self.half), before)
+            hint = self._hint() if news and before is None else ""
+            logger.log(logging.WARNING if news else logging.INFO, "gradzip.Auto: %s%s", text, hint)
+
+    def _hint(self) -> str:
+        """What more would be allowed if the optimizer were known; empty if the user has said what is."""
+        if self.optimizer is not None or self.specs[1:] != safe_candidates(None):
+            return ""
+        more = {name: [spec for spec in safe_candidates(name) if spec not in self.specs] for name in OPTIMIZERS}
+        allows = [f"optimizer={name!r} allows {', '.join(specs)}, too" for name, specs in more.items() if specs]
+        return f"; only methods for every optimizer were tried: {'; '.join(allows)}" if allows else ""
 
     def _report(self) -> dict[str, Any]:
         """The decision, as plain numbers and strings."""
@@ -279,6 +309,7 @@ class Auto(Composite):
             "parameters": dict(counts),
             "ms": {c.title: c.seconds * 1000 for c in self.candidates if c.seconds is not None},
             "predicted_ms": {c.title: c.predicted * 1000 for c in self.candidates if c.predicted is not None},
+            "margin": self.margin,
             "link": None if self.link is None else asdict(self.link),
         }
 
@@ -336,6 +367,11 @@ class Auto(Composite):
         self.decided = True
 
 
+def safe_candidates(optimizer: str | None) -> list[str]:
+    """The methods to choose from by default, with an optimizer."""
+    return [spec for spec in CANDIDATES if is_safe(parse(spec), optimizer)]
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -370,7 +406,8 @@ def explain(report: dict[str, Any], simple: bool, before: str | None) -> str:
         network = f", {link['bandwidth'] * 8e-9:.3g} Gb/s, {link['latency'] * 1e6:.0f} us"
         if link["background"] > BUSY:
             network += f"; the engine takes {link['background']:.0%} of a core: with Horovod, try --cycle-time-ms 20"
-    return f"{what}; ms per step: {listed}; {report['ranks']} ranks{network}"
+    margin = f" (margin {report['margin']:.1%})" if report["margin"] else ""
+    return f"{what}; ms per step: {listed}{margin}; {report['ranks']} ranks{network}"
 
 
 def _name(title: str) -> str:

@@ -8,6 +8,7 @@ runs from the end of one average to the end of the next one: it is what the user
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
@@ -36,11 +37,14 @@ logger = logging.getLogger("gradzip.auto")
 
 WARM_UP = 2  # steps after a change that are not timed: they allocate buffers and states
 TIMED = 4  # timed steps of an assignment in each turn. Even: the steps of ACP-SGD alternate
-TURNS = 2  # of each assignment: conditions change, so assignments take turns
+TURNS = 4  # of each assignment: conditions change, so assignments take turns
+TURNS_AGAIN = 3  # when assignments are compared again
 MOST = 3  # compressing assignments to try: the fastest ones by the model
-CLOSE = 1.15  # assignments slower than the fastest by this factor have no second turn
-PAYS = 0.98  # an assignment is chosen in place of a simpler one if its time is at most this share
-BETTER = 0.97  # an assignment replaces the chosen one if its time is at most this share
+MUCH_SLOWER = 2.0  # assignments slower than the fastest by this factor have no second turn
+CLOSE = 1.15  # assignments slower by this factor, or by twice the margin, have no third turn
+PAYS = 0.02  # least margin by which an assignment must be faster than a simpler one
+BETTER = 0.03  # least margin by which an assignment must be faster than the chosen one
+DEVIATIONS = 3.0  # standard deviations in the margin: it holds for the best of several assignments
 SHARE = 0.02  # share of the training time that trying other assignments may cost
 MEASURED_RANKS = 4  # measure with so many payloads at most: decoding time is proportional to their number
 
@@ -70,6 +74,7 @@ class Job(Protocol):
     candidates: list[Assignment]
     steps_since: int
     link: Link | None
+    margin: float  # of the decision to make
 
     @property
     def parts(self) -> list[Compressor]: ...
@@ -122,8 +127,9 @@ def first_choice(auto: Job) -> Steps[None]:
     layers, engine = yield from _measured_layers(auto, _medians(arrivals))
     profile = Profile(layers, measure_link(engine), engine.bucket_nbytes, engine.fusion_nbytes)
     candidates = proposals(profile, auto.specs, auto.half, MOST)
-    engine = yield from time_candidates(auto, candidates, TURNS, engine, times)
-    auto.choose(fastest(candidates, auto.half), candidates, profile.link, engine.rank, engine.size)
+    engine, noise = yield from time_candidates(auto, candidates, TURNS, engine, times)
+    auto.margin = max(PAYS, noise)
+    auto.choose(fastest(candidates, auto.specs, auto.margin), candidates, profile.link, engine.rank, engine.size)
 
 
 def _uncompressed_steps(auto: Job) -> Steps[tuple[list[float], list[Mapping[str, float]]]]:
@@ -184,51 +190,74 @@ def time_candidates(
     turns: int,
     engine: Engine | None = None,
     known: Sequence[float] = (),
-) -> Steps[Engine]:
-    """Train some steps with each assignment, in turns. Set its time: the slowest rank's median.
+) -> Steps[tuple[Engine, float]]:
+    """Train some steps with each assignment, in turns. Set its time: the mean over its turns.
+
+    The time of a turn is the slowest rank's median.
 
     Args:
         engine: of the step before.
-        known: times of the first assignment, measured just before. It has no first turn then.
+        known: times of the first assignment, measured just before. They are its first turn.
 
-    Returns the engine of the last step.
+    Returns the engine of the last step, and the noise: `noise_of` the turns.
     """
     times: dict[int, list[float]] = {id(candidate): [] for candidate in candidates}
-    times[id(candidates[0])] += known
     left = list(candidates)
     for turn in range(turns):
+        medians = []
         for candidate in left:
-            if turn == 0 and times[id(candidate)]:
+            if known and turn == 0 and candidate is candidates[0]:
+                medians.append(statistics.median(known))
                 continue
             auto.use(candidate)
             for _ in range(WARM_UP):
                 yield
-            goal = len(times[id(candidate)]) + TIMED
-            while len(times[id(candidate)]) < goal:
+            of_turn: list[float] = []
+            while len(of_turn) < TIMED:
                 end = yield
                 engine = end.engine
                 if end.seconds is not None:
-                    times[id(candidate)].append(end.seconds)
+                    of_turn.append(end.seconds)
+            medians.append(statistics.median(of_turn))
         assert engine is not None
-        slowest = engine.max_over_ranks([statistics.median(times[id(candidate)]) for candidate in left], "gradzip.auto")
-        for candidate, seconds in zip(left, slowest):
-            candidate.seconds = seconds
-        left = [candidate for candidate, seconds in zip(left, slowest) if seconds <= CLOSE * min(slowest)]
+        for candidate, seconds in zip(left, engine.max_over_ranks(medians, "gradzip.auto")):
+            times[id(candidate)].append(seconds)
+            candidate.seconds = statistics.fmean(times[id(candidate)])
+        limit = MUCH_SLOWER if turn == 0 else max(CLOSE, 1 + 2 * noise_of(list(times.values())))
+        least = min(map(_seconds, left))
+        left = [candidate for candidate in left if _seconds(candidate) <= limit * least]
         if len(left) == 1:
             break
     assert engine is not None
-    return engine
+    return engine, noise_of(list(times.values()))
 
 
-def fastest(candidates: Sequence[Assignment], half: int | None) -> Assignment:
-    """The fastest assignment, or a simpler one that is almost as fast. candidates: the uncompressed one first."""
-    none = candidates[0]
-    simple = [candidate for candidate in candidates if candidate.is_simple(half)]
-    others = [candidate for candidate in candidates if not candidate.is_simple(half)]
-    best = min(simple, key=_seconds)
-    if others and _seconds(other := min(others, key=_seconds)) <= PAYS * _seconds(best):
-        return other
-    return best if _seconds(best) <= PAYS * _seconds(none) else none
+def noise_of(times: Sequence[Sequence[float]]) -> float:
+    """The share of a step by which two equal assignments hardly ever differ, as the times of their turns vary.
+
+    `DEVIATIONS` standard deviations of the difference of two means, from the relative deviations of all turns from the
+    mean of their assignment. 0 if no assignment has two turns.
+
+    Args:
+        times: of the turns of each assignment.
+    """
+    repeated = [of_turns for of_turns in times if len(of_turns) > 1]
+    if not repeated:
+        return 0.0
+    squares = [(t / statistics.fmean(of_turns) - 1) ** 2 for of_turns in repeated for t in of_turns]
+    freedom = sum(len(of_turns) - 1 for of_turns in repeated)
+    turns = max(map(len, repeated))
+    return DEVIATIONS * math.sqrt(2 / turns * sum(squares) / freedom)
+
+
+def fastest(candidates: Sequence[Assignment], specs: Sequence[str], margin: float) -> Assignment:
+    """The first assignment that the fastest one does not beat by more than the margin, a share of a step.
+
+    The order is that of `specs`, the specs of the parts: uncompressed first. Mixed assignments come last.
+    """
+    order = sorted(candidates, key=lambda c: specs.index(c.title) if c.title in specs else len(specs))
+    least = min(map(_seconds, candidates))
+    return next(candidate for candidate in order if (1 - margin) * _seconds(candidate) < least)
 
 
 def reconsider(auto: Job) -> Steps[None]:
@@ -244,15 +273,16 @@ def reconsider(auto: Job) -> Steps[None]:
     chosen = candidates[number]
     tried, budget = [chosen], SHARE * auto.every * _seconds(chosen)
     for candidate in sorted((c for c in candidates if c is not chosen), key=_seconds):
-        cost = (WARM_UP + TIMED) * max(0.0, _seconds(candidate) - _seconds(chosen))
+        cost = TURNS_AGAIN * (WARM_UP + TIMED) * max(0.0, _seconds(candidate) - _seconds(chosen))
         if cost <= budget:
             tried.append(candidate)
             budget -= cost
-    engine = yield from time_candidates(auto, tried, 1)
+    engine, noise = yield from time_candidates(auto, tried, TURNS_AGAIN)
+    auto.margin = max(BETTER, noise)
     best = min(tried, key=_seconds)
-    auto.choose(
-        best if _seconds(best) <= BETTER * _seconds(chosen) else chosen, candidates, auto.link, engine.rank, engine.size
-    )
+    if _seconds(best) > (1 - auto.margin) * _seconds(chosen):
+        best = chosen
+    auto.choose(best, candidates, auto.link, engine.rank, engine.size)
 
 
 def _seconds(assignment: Assignment) -> float:

@@ -2,8 +2,10 @@
 
 import copy
 import io
+import logging
 import math
 import pickle
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +36,7 @@ from gradzip.averaging.handshake import compare, describe
 from gradzip.averaging.routine import Averaging
 from gradzip.collectives.engine import Engine
 from gradzip.cost import Compressed, Link, predict, uncompressed
+from gradzip.methods.spec import unparse
 from launch import SHAPED_NET, environment, horovodrun, needs_network, scenarios, torchrun
 
 SIZE = 2
@@ -76,12 +79,52 @@ def everywhere(index, title=""):
         ({"every": 10.5}, "got every = 10.5, expected an integer >= 10"),
         ({"steps": 2}, "got steps = 2, expected an integer >= 3"),
         ({"steps": True}, "got steps = True, expected an integer >= 3"),
+        ({"optimizer": "lamb"}, "got optimizer = 'lamb', expected one of sgd, adamw, muon; for another one, leave it"),
     ],
 )  # fmt: skip
 def test_invalid_arguments(arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         gradzip.Auto(**arguments)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "optimizer, allowed",
+    [
+        (None, ["fp16", "block-float"]),
+        ("sgd", ["fp16", "block-float", "qsgd:coding=packed", "acpsgd"]),
+        ("adamw", ["fp16", "block-float"]),
+        ("muon", ["fp16", "block-float"]),
+    ],
+)
+def test_the_optimizer_limits_what_is_allowed_by_default(optimizer, allowed):
+    compressor = gradzip.Auto(optimizer=optimizer)
+    assert compressor.specs == ["none", *allowed]
+    assert gradzip.parse(unparse(compressor)) == compressor and compressor.clone().specs == compressor.specs
+    assert gradzip.Auto(allow=["acpsgd"], optimizer=optimizer).specs == ["none", "acpsgd"]  # the user knows better
+
+
+def test_the_choice_is_logged_where_users_see_it(caplog):
+    """At the level that Python prints without any configuration, on rank 0; comparisons that change nothing are not."""
+
+    def lines(compressor, *titles, rank=0):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "gradzip.auto"):
+            for title in titles:
+                index = compressor.specs.index(title)
+                compressor.choose(everywhere(index, title), [], None, rank, 2)
+        return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+    first, still, other = lines(auto(), "acpsgd", "acpsgd", "fp16")
+    assert [level for level, _ in (first, still, other)] == ["WARNING", "INFO", "WARNING"]
+    assert first[1].startswith("gradzip.Auto: acpsgd (") and "optimizer" not in first[1]
+    assert other[1].startswith("gradzip.Auto: no longer acpsgd, but no compression pays here: fp16")
+    (hinted,) = lines(gradzip.Auto(), "none")
+    assert hinted[1].endswith(
+        "; only methods for every optimizer were tried: optimizer='sgd' allows qsgd:coding=packed, acpsgd, too"
+    )
+    assert "were tried" not in lines(gradzip.Auto(optimizer="adamw"), "none")[0][1]
+    assert lines(auto(), "acpsgd", rank=1) == []
 
 
 def test_per_layer_refuses_auto():
@@ -338,16 +381,17 @@ def drive(steps, engine, seconds, limit=1000):
 def test_candidates_are_timed_in_turns(engine):
     compressor = auto()
     candidates = [everywhere(0, "none"), everywhere(1, "fp16"), everywhere(2, "acpsgd")]
-    times, seen = {"none": 1.0, "fp16": 1.1, "acpsgd": 2.0}, []
+    times, seen = {"none": 1.0, "fp16": 1.1, "acpsgd": 2.1}, []
 
     def seconds():
         seen.append(compressor.current.title)
         # Warm-up is slow, one step is lost, and one has an outlier.
         return {1: 9.0, 2: 9.0, 3: None, 5: 50.0}.get(len(seen), times[seen[-1]])
 
-    _, count = drive(search.time_candidates(compressor, candidates, 2), engine, seconds)
+    (_, noise), count = drive(search.time_candidates(compressor, candidates, 2), engine, seconds)
+    assert noise == 0
     turn = search.WARM_UP + search.TIMED
-    assert [candidate.seconds for candidate in candidates] == [1.0, 1.1, 2.0]
+    assert [candidate.seconds for candidate in candidates] == [1.0, 1.1, 2.1]
     expected = ["none"] * (turn + 1) + ["fp16"] * turn + ["acpsgd"] * turn + ["none"] * turn + ["fp16"] * turn
     assert seen == expected and count == len(expected)  # acpsgd is too slow for the second round
 
@@ -367,7 +411,67 @@ def test_winner_is_simple_unless_it_pays(times, best):
     candidates = [everywhere(i, title) for i, title in enumerate(("none", "fp16", "acpsgd"))]
     for candidate, seconds in zip(candidates, times):
         candidate.seconds = seconds
-    assert search.fastest(candidates, 1).title == best
+    assert search.fastest(candidates, TITLES[:3], search.PAYS).title == best
+
+
+@pytest.mark.parametrize(
+    "times, margin, best",
+    [
+        ((1.0, 0.95, 0.91, 0.92), 0.1, "none"),
+        ((1.0, 0.95, 0.89, 0.92), 0.1, "fp16"),
+        ((1.0, 0.95, 0.85, 0.84), 0.1, "acpsgd"),
+        ((1.0, 0.95, 0.85, 0.84), 0.005, "mixed"),
+        ((1.0, 0.95, None, 0.70), 0.2, "mixed"),
+    ],
+)
+def test_the_first_within_the_margin_is_chosen(times, margin, best):
+    """Whatever the order of the candidates, which is that of the model's predictions."""
+    candidates = [everywhere(i, title) for i, title in enumerate(("none", "fp16", "acpsgd", "mixed"))]
+    for candidate, seconds in zip(candidates, times):
+        candidate.seconds = seconds
+    for order in (candidates, candidates[::-1]):
+        assert search.fastest(order, TITLES, margin).title == best
+
+
+def test_noise_is_three_deviations_of_a_difference():
+    rng = random.Random(0)
+    sigma, turns, candidates, margins, wrong = 0.05, 4, 4, [], 0
+    for _ in range(500):
+        times = [[rng.gauss(seconds, sigma * seconds) for _ in range(turns)] for seconds in [10.0] * candidates]
+        margins.append(search.noise_of(times))
+        equal = [everywhere(i, title) for i, title in enumerate(("none", "fp16", "acpsgd", "topk"))]
+        for candidate, of_turns in zip(equal, times):
+            candidate.seconds = sum(of_turns) / turns
+        wrong += search.fastest(equal, TITLES, margins[-1]).title != "none"
+    # The deviation of a difference of two means of 4 is sigma / sqrt(2).
+    assert sum(margins) / 500 == pytest.approx(3 * sigma / 2**0.5, rel=0.05)
+    assert wrong <= 500 * 0.03  # with the usual 2 %, three of four choices would be chance
+    assert search.noise_of([[1.0], [3.0]]) == 0 and search.noise_of([[1.0, 1.0], [2.0]]) == 0
+
+
+def test_equal_assignments_that_drift_are_not_told_apart(engine):
+    """Three searches on a machine whose steps differ by a fifth from minute to minute choose alike."""
+
+    def choice(seed):
+        rng = random.Random(seed)
+        candidates = [everywhere(i, title) for i, title in enumerate(TITLES)]
+        speeds = iter([rng.uniform(0.9, 1.1) for _ in range(200) for _ in range(search.WARM_UP + search.TIMED)])
+        steps = search.time_candidates(auto(), candidates, search.TURNS)
+        (_, noise), _ = drive(steps, engine, lambda: next(speeds))
+        return search.fastest(candidates, TITLES, max(search.PAYS, noise)).title
+
+    assert {choice(seed) for seed in range(3)} == {"none"}
+
+
+def test_a_clear_gain_is_chosen_despite_noise(engine):
+    rng = random.Random(0)
+    times = {"none": 1.0, "fp16": 0.9, "acpsgd": 0.5, "topk": 0.55}
+    compressor = auto()
+    candidates = [everywhere(i, title) for i, title in enumerate(times)]
+    steps = search.time_candidates(compressor, candidates, search.TURNS)
+    (_, noise), _ = drive(steps, engine, lambda: times[compressor.current.title] * rng.uniform(0.95, 1.05))
+    assert 0 < noise < 0.15
+    assert search.fastest(candidates, TITLES, max(search.PAYS, noise)).title in ("acpsgd", "topk")
 
 
 @pytest.mark.parametrize("now, chosen", [(1.0, "acpsgd"), (0.98, "acpsgd"), (0.96, "fp16")])
@@ -375,7 +479,7 @@ def test_chosen_assignment_stays_unless_another_is_clearly_faster(engine, now, c
     """Candidates that would cost too much to try are not."""
     compressor = auto(every=100)
     candidates = [everywhere(i, title) for i, title in enumerate(("none", "fp16", "acpsgd"))]
-    for candidate, seconds in zip(candidates, (10.0, 1.1, 1.0)):
+    for candidate, seconds in zip(candidates, (10.0, 1.05, 1.0)):
         candidate.seconds = seconds
     compressor.choose(candidates[2], candidates, None, 0, 2)
     tried = set()
@@ -385,7 +489,8 @@ def test_chosen_assignment_stays_unless_another_is_clearly_faster(engine, now, c
         return {"acpsgd": 1.0, "fp16": now}[compressor.current.title]
 
     _, count = drive(search.reconsider(compressor), engine, seconds)
-    assert tried == {"acpsgd", "fp16"} and count == 2 * (search.WARM_UP + search.TIMED)
+    assert tried == {"acpsgd", "fp16"}
+    assert count == 2 * search.TURNS_AGAIN * (search.WARM_UP + search.TIMED)
     assert compressor.current is compressor.chosen and compressor.current.title == chosen
     assert compressor.steps_since == 0
 
@@ -400,8 +505,8 @@ def test_look_follows_after_every_steps(engine):
     for _ in range(100):
         titles.append(compressor.current.title)
         steps.send(search.StepEnd(engine, 1.0, {}))
-    period = 10 + 2 * (search.WARM_UP + search.TIMED)
-    assert titles[:period] == ["acpsgd"] * 16 + ["none"] * 6 and titles == (titles[:period] * 5)[:100]
+    turns = (["acpsgd"] * 6 + ["none"] * 6) * search.TURNS_AGAIN
+    assert titles == ((["acpsgd"] * 10 + turns) * 3)[:100]
 
 
 class Mirror(Engine):
