@@ -283,10 +283,11 @@ def _report(advice: Advice, options: argparse.Namespace) -> None:
         plot(advice, rows, projection, options.png)
     found = conditions(torch.device(options.device))
     said = list(recommendation(advice, rows))
-    remarks = [*notes(advice, os.environ.get("HOROVOD_CYCLE_TIME"), found.cores), *found.warnings()]
+    warnings = list(found.warnings())
+    remarks = list(notes(advice, os.environ.get("HOROVOD_CYCLE_TIME"), found.cores))
     if options.json:
         content = {"model": options.model, **advice.json(rows, projection), "conditions": asdict(found)}
-        print(json.dumps(content | {"advice": said, "notes": remarks}, indent=2))
+        print(json.dumps(content | {"advice": said, "notes": [*warnings, *remarks]}, indent=2))
         return
     link = advice.link
     layers = advice.step.layers
@@ -297,7 +298,8 @@ def _report(advice: Advice, options: argparse.Namespace) -> None:
         f"{link.ranks} ranks with {FRONT_ENDS[advice.front_end]}, {bandwidth}, {1e6 * link.latency:.0f} us a message; "
         f"{1e3 * advice.step.seconds:.1f} ms a step without communication"
     )
-    print(f"{found.line}\n")
+    for line in (found.line, *warnings, ""):
+        print(line)
     print_table(*method_table(advice, rows))
     print()
     for line in (*said, *remarks):

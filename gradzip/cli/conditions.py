@@ -23,7 +23,7 @@ class Conditions:
         threads: of torch.
         cores: that this process may use.
         load: processes that run or wait for a core, the mean of a minute; None if it is not known.
-        contention: time of an addition with all threads, divided by its time with one.
+        contention: time of an addition with all threads, divided by its time with one; 1 on another device.
     """
 
     device: str
@@ -42,9 +42,9 @@ class Conditions:
         """What makes times too long, and what to do about it."""
         if self.contention > CONTENDED:
             yield (
-                f"Warning: torch's {self.threads} threads take {self.contention:.1f} times as long as one for the same "
-                "addition, because they spin on cores that others need: times are too long, in training as here. Start "
-                "with OMP_WAIT_POLICY=passive, or with OMP_NUM_THREADS=1."
+                f"Warning: torch's {self.threads} threads take {self.contention:,.1f} times as long as one for the "
+                "same addition, because they spin on cores that others need: times are too long, in training as here, "
+                "and the advice is worth little. Start with OMP_WAIT_POLICY=passive, or with OMP_NUM_THREADS=1."
             )
         if self.load is not None and self.load > self.cores + 1:  # this process is one of them
             yield (
@@ -57,7 +57,8 @@ def conditions(device: torch.device) -> Conditions:
     """The conditions now. Takes some milliseconds."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return Conditions(str(device), torch.get_num_threads(), cores, load, _contention())
+    contention = _contention() if device.type == "cpu" else 1.0
+    return Conditions(str(device), torch.get_num_threads(), cores, load, contention)
 
 
 def _contention(repeats: int = 9) -> float:

@@ -105,11 +105,13 @@ def test_text(capsys, shapes):
     assert lines[1] == "4 ranks with DDP, 1 Gb/s, 50 us a message; 10.0 ms a step without communication"
     threads = torch.get_num_threads()
     assert re.match(rf"methods measured on cpu, {threads} threads?; load [\d.]+ on \d+ cores?$", lines[2])
-    header = next(line for line in lines if line.startswith("method "))
+    start = next(i for i, line in enumerate(lines) if line.startswith("method "))
+    header = lines[start]
+    assert all(line.startswith("Warning: ") for line in lines[3 : start - 1]) and lines[start - 1] == ""
     assert re.split("  +", header)[:4] == ["method", "ms/step", "× fp32", "× fp16"]
     assert re.split("  +", header)[-3:] == ["with SGD", "with AdamW", "with Muon"]
     assert len([line for line in lines if re.match(r"(fp32 \(none\)|fp16|topk|acpsgd) ", line)]) == 4
-    assert len({len(line) for line in lines[4:9]}) == 1  # aligned
+    assert len({len(line) for line in lines[start : start + 5]}) == 1  # aligned
     assert any(re.match(r"(Use |Do not compress: use |Within the noise: )", line) for line in lines)
     assert "horovod" not in text
     assert [line.split()[0] for line in lines if re.match(r"\d+ +\d", line) and "%" in line] == ["2", "4", "8", "12"]
