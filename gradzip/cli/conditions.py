@@ -21,8 +21,8 @@ class Conditions:
     Args:
         device: of the methods.
         threads: of torch.
-        cores: that this process may use.
-        load: processes that run or wait for a core, the mean of a minute; None if it is not known.
+        cores: of the machine.
+        load: processes that run or wait for one of them, the mean of a minute; None if it is not known.
         contention: time of an addition with all threads, divided by its time with one; 1 on another device.
     """
 
@@ -55,10 +55,9 @@ class Conditions:
 
 def conditions(device: torch.device) -> Conditions:
     """The conditions now. Takes some milliseconds."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     contention = _contention() if device.type == "cpu" else 1.0
-    return Conditions(str(device), torch.get_num_threads(), cores, load, contention)
+    return Conditions(str(device), torch.get_num_threads(), os.cpu_count() or 1, load, contention)
 
 
 def _contention(repeats: int = 9) -> float:

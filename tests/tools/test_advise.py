@@ -77,6 +77,8 @@ def run(capsys, *arguments, status=0):
 def test_json_of_shapes(capsys, shapes, tmp_path):
     out = json.loads(run(capsys, "--model", shapes, *BASE, "--json").out)
     assert out["parameters"] == 64 * 32 * 9 + 64 + 102400 and out["layers"] == 3
+    assert out["front_end"] == "ddp" and out["optimizer"] is None
+    assert out["conditions"]["device"] == "cpu" and out["conditions"]["threads"] == torch.get_num_threads()
     assert {m["method"] for m in out["methods"]} == {"none", "fp16", "topk", "acpsgd"}
     for m in out["methods"]:
         assert m["seconds"] == pytest.approx(m["compute"] + m["compression"] + m["exposed"])
