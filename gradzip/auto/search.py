@@ -257,7 +257,7 @@ def fastest(candidates: Sequence[Assignment], specs: Sequence[str], margin: floa
     """
     order = sorted(candidates, key=lambda c: specs.index(c.title) if c.title in specs else len(specs))
     least = min(map(_seconds, candidates))
-    return next(candidate for candidate in order if (1 - margin) * _seconds(candidate) < least)
+    return next(candidate for candidate in order if (1 - margin) * _seconds(candidate) <= least)
 
 
 def reconsider(auto: Job) -> Steps[None]:
