@@ -82,7 +82,7 @@ def compare(descriptions: Sequence[bytes]) -> list[Any]:
                 f"rank {rank} compresses with {other['method']}, rank 0 with {first['method']}; give all ranks the "
                 "same method and the same arguments"
             )
-        for name, theirs, ours in _differences(other["parameters"], first["parameters"], "no such parameter"):
+        for name, theirs, ours in differences(other["parameters"], first["parameters"], "no such parameter"):
             raise RuntimeError(
                 f"parameter {name!r}: rank {rank} has {theirs}, rank 0 has {ours}; build the same model on all ranks"
             )
@@ -98,12 +98,12 @@ def compare(descriptions: Sequence[bytes]) -> list[Any]:
                 f"the compressor of rank {follows} follows a GradScaler, that of rank {follows_not} does not; call "
                 "compressor.follow(scaler) on all ranks or on none"
             )
-        for name, theirs, ours in _differences(other["choice"], first["choice"], "none"):
+        for name, theirs, ours in differences(other["choice"], first["choice"], "none"):
             raise RuntimeError(
                 f"parameter {name!r}: rank {rank} has chosen {theirs} for it, rank 0 {ours}; load the compressor's "
                 "state on all ranks or on none"
             )
-        for name, theirs, ours in _differences(other["steps"], first["steps"], 0):
+        for name, theirs, ours in differences(other["steps"], first["steps"], 0):
             raise RuntimeError(
                 f"parameter {name!r}: rank {rank} has compressed it {theirs} times, rank 0 {ours} times; load the "
                 "compressor's state on all ranks or on none, and train elastically with gradzip.horovod.elastic_state "
@@ -112,7 +112,7 @@ def compare(descriptions: Sequence[bytes]) -> list[Any]:
     return [of_rank["buckets"] for of_rank in (first, *others)]
 
 
-def _differences(theirs: dict[str, Any], ours: dict[str, Any], default: Any) -> Iterator[tuple[str, Any, Any]]:
+def differences(theirs: dict[str, Any], ours: dict[str, Any], default: Any) -> Iterator[tuple[str, Any, Any]]:
     """(name, their value, our value) where two ranks differ. default: the value of a parameter that one has not."""
     for name in ours | theirs:
         sides = theirs.get(name, default), ours.get(name, default)

@@ -3,14 +3,22 @@
 FSDP calls the hook with a module's reduced gradients when the last of them is computed, in the same order on all ranks.
 As in `gradzip.ddp`, the hook starts the first collectives, and the rest happens at the end of the backward pass, which
 writes the averages to the gradients. Where FSDP copies what the hook leaves behind (mixed precision with another
-`reduce_dtype`, CPU offload, gradients to add to), the hook waits for the averages instead.
+`reduce_dtype`, CPU offload), the hook waits for the averages instead.
+
+FSDP's options, which ranks share, decide on that: all ranks run the same collectives in the same order. What one rank
+alone may have waits for the averages at the end of the backward pass: gradients to add to, and hooks that read them.
+
+FSDP reduces the gradients of some modules in callbacks at the end of the backward pass, one for each root. Modules that
+are sharded without their parents are roots. The step ends behind all callbacks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..averaging.buckets import Plan
+from ..averaging.handshake import differences
 from ..averaging.session import Session
 from ..collectives.traffic import Traffic
 from ..memory.streams import use_on_current_stream
@@ -42,7 +51,8 @@ def compress(model: nn.Module, compressor: Compressor, group: dist.ProcessGroup)
         group: the ranks that hold the same shard, as in `mesh["replicate"].get_group()`.
 
     Raises:
-        ValueError: no sharded module, or modules on a mesh with replicas, or on different meshes.
+        ValueError: no sharded module, or modules on a mesh with replicas, or on different meshes; or a parameter that
+            is trained and in no sharded module.
         RuntimeError: this torch has another FSDP2.
     """
     return ReplicaAverages(model, compressor, group)
@@ -77,9 +87,12 @@ class ReplicaAverages:
         (self._mesh,) = meshes
         named = {name: parameter for parameter, name in names.items()}
         self._session.name_states(named, "model", f"{self._shard}." if self._mesh.size() > 1 else "")
+        sharded = {name for shards in self._modules for name in shards.names}
+        self._unsharded = {name: parameter for name, parameter in named.items() if name not in sharded}
+        self._check_unsharded()
         self._plans: dict[int, Plan] = {}  # by the module's index
-        self._backward = -1  # torch's number of the current backward pass
-        self._averaged: set[int] = set()  # the modules whose averages are done or in progress in the current step
+        self._backward: int | None = None  # torch's number of the current backward pass
+        self._averaged: dict[int, None] = {}  # the modules whose averages are done or in progress in the current step
         for i, shards in enumerate(self._modules):
             shards.module.set_all_reduce_hook(functools.partial(self._average, i))
 
@@ -127,26 +140,40 @@ class ReplicaAverages:
     def _average(self, index: int, reduced: Tensor) -> None:
         """FSDP's all-reduce hook: average the gradients of a module, now or at the end of the backward pass."""
         use_on_current_stream(reduced)  # FSDP frees it on the stream of its reduce-scatter
-        try:
-            with self._session.on_stream_of(reduced):
-                self._begin()
-                if index in self._session.buckets:
-                    self._run()  # FSDP is going to add to its gradients: a module that the model has run several times
-                self._start(index, reduced)
-                if not self._modules[index].writable(reduced):
-                    self._run()
-        except BaseException:
-            self._averaged = set()
-            self._session.drop()
-            raise
+        with self._or_drop(), self._session.on_stream_of(reduced):
+            self._begin()
+            if index in self._session.buckets:
+                self._run()  # a module that the model has run several times
+            self._start(index, reduced)
+            if self._modules[index].writable(reduced):
+                self._modules[index].set_aside()
+            else:
+                self._run()
 
     def _begin(self) -> None:
-        """Schedule the end of the step, once in a backward pass."""
+        """Begin a step, once in a backward pass."""
         number = torch._C._current_graph_task_id()
-        if number != self._backward:
-            self._backward = number
-            # FSDP queued its own callback, which calls the last hooks, when this backward pass reached the model.
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if number == self._backward:
+            return
+        self._drop()  # what a backward pass that failed has left
+        self._check_unsharded()
+        if number == -1:
+            raise RuntimeError(
+                "compress: got gradients outside of a backward pass, as from torch's pipeline schedules, expected them "
+                "within backward(): the end of the step is that of the backward pass"
+            )
+        _queue_callback(self._end_pass)
+        self._backward = number
+
+    def _check_unsharded(self) -> None:
+        """Refuse parameters that FSDP does not reduce. Frozen ones may be trained later."""
+        for name, parameter in self._unsharded.items():
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"compress: got parameter {name!r}, which is trained and in no module of fully_shard, so that "
+                    "nothing averages its gradients; call fully_shard on a module that has it, such as the model, or "
+                    "freeze it"
+                )
 
     def _start(self, index: int, reduced: Tensor) -> None:
         shards = self._modules[index]
@@ -156,7 +183,7 @@ class ReplicaAverages:
         plan = self._plan(index, gradients)
         self._session.check_optimizers(shards.parameters(), plan.averagings)
         self._session.start(index, plan.units, list(gradients.values()), ",".join(gradients))
-        self._averaged.add(index)
+        self._averaged[index] = None
 
     def _plan(self, index: int, gradients: dict[str, Tensor]) -> Plan:
         """The units of a module: a new plan if other parameters are trained, or other methods are in charge."""
@@ -170,22 +197,51 @@ class ReplicaAverages:
     def _run(self) -> None:
         """Run the routines in progress to their ends."""
         self._session.finish("round")
+        for shards in self._modules:
+            shards.add_averages()
+
+    def _end_pass(self) -> None:
+        """Called when a backward pass has computed all gradients: let FSDP's callbacks run before `_finish`."""
+        if torch._C._current_autograd_node() is not None:
+            self._drop()
+            raise RuntimeError(
+                "compress: got a module whose backward pass runs within another one, as by "
+                "checkpoint(use_reentrant=True), where a step has no single end; expected use_reentrant=False"
+            )
+        # A callback that is queued by a callback comes behind all that were queued while gradients were computed.
+        _queue_callback(self._finish)
 
     def _finish(self) -> None:
         """End the step. Called at the end of a backward pass, after FSDP has called all hooks."""
-        averaged, self._averaged = self._averaged, set()
-        if not averaged:
-            return  # a backward pass within another one has ended the step
-        with self._session.on_all_streams(self._session.engine.device):
+        with self._or_drop(), self._session.on_all_streams(self._session.engine.device):
             if self._session.buckets:
                 self._run()
-            self._session.end(self._overflows(averaged))
+            self._session.end(self._overflows())
+        averaged, self._averaged = self._averaged, {}
+        for parameter, hook in [call for i in averaged for call in self._modules[i].restore_hooks()]:
+            hook(parameter)
 
-    def _overflows(self, averaged: set[int]) -> bool:
+    @contextlib.contextmanager
+    def _or_drop(self) -> Iterator[None]:
+        """Run the block. An error drops the step."""
+        try:
+            yield
+        except BaseException:
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        """Drop the step in progress, if there is one: its backward pass has failed."""
+        self._averaged = {}
+        for shards in self._modules:
+            shards.drop()
+        self._session.drop()
+
+    def _overflows(self) -> bool:
         """Whether GradScaler is going to skip the step: then the states of all parameters are rolled back."""
         if self.compressor.memory.loss_scale.scaler is None:
             return False
-        gradients = [gradient for i in sorted(averaged) for gradient in self._modules[i].averages()]
+        gradients = [gradient for i in self._averaged for gradient in self._modules[i].averages()]
         mine = float(self._session.overflows(gradients))
         overflows = torch.tensor([mine], device=self._session.engine.device)
         dist.all_reduce(overflows, dist.ReduceOp.MAX, self._mesh.get_group())  # replicas have the same averages
@@ -193,12 +249,24 @@ class ReplicaAverages:
 
     def _connect(self, device: torch.device) -> None:
         engine = self._session.torch_engine(self.group, device)
-        places = [place.decode() for place in engine.allgather_bytes(self._shard.encode(), "place")]
-        for rank, place in enumerate(places):
-            if place != places[0]:
+        mine = json.dumps([self._shard, {shards.name: shards.options for shards in self._modules}])
+        first, *others = map(json.loads, engine.allgather_bytes(mine.encode(), "place"))
+        for rank, other in enumerate(others, start=1):
+            if other[0] != first[0]:
                 raise RuntimeError(
-                    f"rank {rank} of the group holds {place}, rank 0 {places[0]}; give compress the group of the "
+                    f"rank {rank} of the group holds {other[0]}, rank 0 {first[0]}; give compress the group of the "
                     'ranks that hold the same shard, as mesh["replicate"].get_group()'
+                )
+        for rank, other in enumerate(others, start=1):
+            for name, theirs, ours in differences(other[1], first[1], "no fully_shard"):
+                raise RuntimeError(
+                    f"module {name!r}: rank {rank} of the group has {theirs}, rank 0 {ours}; call fully_shard on the "
+                    "same modules with the same policies on all ranks"
                 )
         named = dict(pair for shards in self._modules for pair in shards.named_parameters())
         self._session.connect(engine, named, "handshake")
+
+
+def _queue_callback(callback: Callable[[], None]) -> None:
+    """Have torch call a function at the end of the current backward pass."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 _FIELDS = ("sharded_param", "sharded_size", "contiguous_sharded_stride", "padded_sharded_param_size")
+_GROUP_FIELDS = ("mp_policy", "offload_policy")
 
 
 class Shards:
@@ -36,6 +37,7 @@ class Shards:
             members = [parameter for group in self._groups for parameter in group.fsdp_params]
             replicated = any(group.mesh_info.replicate_mesh_dim is not None for group in self._groups)
             missing = [field for field in _FIELDS if members and not hasattr(members[0], field)]
+            missing += [field for field in _GROUP_FIELDS for group in self._groups if not hasattr(group, field)]
         except AttributeError as error:
             raise _unknown_torch(str(error)) from None
         if missing or not hasattr(module, "set_all_reduce_hook"):
@@ -57,6 +59,14 @@ class Shards:
                 "model.parameters(), expected the model after fully_shard and before a forward pass"
             )
         self._members = [(names[parameter.sharded_param], parameter) for parameter in members]
+        self._earlier: list[tuple[Any, Any]] = []  # parameters, and gradients to add the averages to
+        # Parameters, their dicts of hooks, and what was in those.
+        self._hooks: list[tuple[DTensor, dict[int, Any], dict[int, Any]]] = []
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all parameters."""
+        return [name for name, _ in self._members]
 
     @property
     def meshes(self) -> set[DeviceMesh]:
@@ -95,22 +105,62 @@ class Shards:
         }
 
     def writable(self, reduced: Tensor) -> bool:
-        """Whether `reduced` may be written until the end of the backward pass: FSDP makes its memory the gradients.
+        """Whether FSDP makes the memory of `reduced` the gradients, where averages may be written after the hook.
 
-        Otherwise FSDP casts, divides, copies to the host or adds to a gradient what the hook leaves in `reduced`.
+        Otherwise FSDP casts, divides or copies to the host what the hook leaves in `reduced`. Its options decide, which
+        all ranks share.
         """
         (group,) = self._groups
         return (
             reduced.dtype == getattr(group, "_orig_dtype", None)
             and reduced.dtype in (torch.float32, torch.bfloat16)  # others are divided after the hook
             and not getattr(group, "force_sum_reduction_for_comms", True)
-            and all(
-                p.sharded_param.grad is None
-                and not getattr(p, "offload_to_cpu", True)
-                and not getattr(p.sharded_param, "_post_accumulate_grad_hooks", None)  # they read the gradient
-                for _, p in self._trained()
-            )
+            and not any(getattr(p, "offload_to_cpu", True) for _, p in self._trained())
         )
+
+    @property
+    def options(self) -> str:
+        """The options of FSDP on which `writable` depends."""
+        for group in self._groups:  # none if the parameters are all in submodules that are sharded
+            sums = getattr(group, "force_sum_reduction_for_comms", True)
+            return f"{group.mp_policy}, {group.offload_policy}, force_sum_reduction_for_comms={sums}"
+        return ""
+
+    # --- between the hook and the end of the backward pass
+
+    def set_aside(self) -> None:
+        """Set aside what FSDP would do after the hook, when the averages are not there yet.
+
+        It would add to the gradients of earlier backward passes, and call hooks that read the gradients.
+        """
+        for _, p in self._trained():
+            parameter = p.sharded_param
+            if parameter.grad is not None:
+                self._earlier.append((parameter, parameter.grad))
+                parameter.grad = None
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            if hooks:
+                self._hooks.append((parameter, hooks, dict(hooks)))
+                hooks.clear()
+
+    def add_averages(self) -> None:
+        """Add the averages, which are written, to the gradients of earlier backward passes."""
+        for parameter, gradient in self._earlier:
+            gradient.to_local().add_(parameter.grad.to_local())
+            parameter.grad = gradient
+        self._earlier = []
+
+    def restore_hooks(self) -> list[tuple[DTensor, Any]]:
+        """Give the parameters back their hooks. Returns the calls to make: parameters and hooks."""
+        restored, self._hooks = self._hooks, []
+        for _, hooks, of_parameter in restored:
+            hooks.update(of_parameter)
+        return [(parameter, hook) for parameter, _, of_parameter in restored for hook in of_parameter.values()]
+
+    def drop(self) -> None:
+        """Drop a backward pass that has failed, and its gradients."""
+        self._earlier = []
+        self.restore_hooks()
 
     def _trained(self) -> list[tuple[str, Any]]:
         return [(name, p) for name, p in self._members if p.sharded_param.requires_grad]

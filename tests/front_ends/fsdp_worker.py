@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import gradzip
 from contract import gradient
@@ -28,6 +29,7 @@ SHAPES = {
 STEPS = 3
 BASE = "acpsgd:rank=4,min_numel=256"
 EXAMPLES = [method.examples[0] for name, method in registered().items() if name != "auto"]
+ROUNDS = "powersgd:rank=4,min_numel=256"  # which needs a second all-reduce
 METHODS = [BASE, "topk:theta=0.9,min_numel=256", "block-float:min_numel=256", "acpsgd:rank=24"]
 INNER = "topk:theta=0.9,min_numel=128"
 UNCOMPRESSED = "acpsgd:min_numel=1000000"
@@ -54,12 +56,14 @@ class Model(Block):
         super().__init__(SHAPES[""])
         self.first, self.second = Block(SHAPES["first"]), Block(SHAPES["second"])
         self.runs = 1  # of the second block
+        self.run_second = lambda x, grads: self.second(x, grads)
+        self.between = lambda x: x
         self.to(dtype)
 
     def forward(self, grads):
-        x = self.first(torch.zeros(()), grads)
+        x = self.between(self.first(torch.zeros(()), grads))
         for _ in range(self.runs):
-            x = self.second(x, grads)
+            x = self.run_second(x, grads)
         return super().forward(x, grads)
 
 
@@ -72,11 +76,11 @@ def mesh(shards=2):
 class Job:
     """A model with FSDP, and with a compressor between replicas."""
 
-    def __init__(self, method=BASE, shards=2, frozen=(), dtype=torch.float32, **options):
+    def __init__(self, method=BASE, shards=2, frozen=(), dtype=torch.float32, root=True, **options):
         self.model = Model(dtype)
         for name in frozen:
             self.model.get_parameter(name).requires_grad_(False)
-        for module in (self.model.first, self.model.second, self.model):
+        for module in (self.model.first, self.model.second, *([self.model] if root else [])):
             fully_shard(module, mesh=mesh(shards)["shard"], **options)
         self.compressor = gradzip.parse(method) if isinstance(method, str) else method
         if self.compressor is not None:
@@ -165,6 +169,19 @@ def accumulated(step, job):
     return job.averages()
 
 
+def log_gradients(model):
+    """Return a dict to which hooks copy the gradients, by name."""
+    logged = {}
+
+    def log(name, parameter):
+        if parameter.grad.to_local().numel():
+            logged[name] = parameter.grad.to_local().clone()
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(functools.partial(log, name.rpartition(".")[2]))
+    return logged
+
+
 @scenario
 def options():
     """Averages of two steps, with options of FSDP."""
@@ -199,14 +216,10 @@ def more_options():
         "hooks": [],
     }
     job = Job()
-    seen = {}  # hooks see the averages
-    for name, parameter in job.model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(
-            lambda p, name=name: seen.update({name.rpartition(".")[2]: p.grad.to_local().clone()})
-        )
+    logged = log_gradients(job.model)
     for step in range(2):
         job.step(step)
-        results["hooks"].append({name: average for name, average in seen.items() if average.numel()})
+        results["hooks"].append(dict(logged))
 
     job = Job()
     for module in job.model.modules():
@@ -226,10 +239,79 @@ def more_options():
 
 
 @scenario
+def roots():
+    """Blocks without a root: each is one. FSDP reduces the first one's gradients in a callback."""
+    job = Job(ROUNDS, frozen=SHAPES[""], root=False)
+    results = {"averages": job.run()["averages"], "steps": {s.step for s in job.compressor.states.values()}}
+    job.model.get_parameter("h").requires_grad_(True)
+    return results | {"unfrozen": message(job.step)}
+
+
+@scenario
+def one_rank():
+    """What one rank alone has: hooks that log gradients, or gradients to add to."""
+    results = {}
+    for case in ("hooks", "gradients", "both"):
+        job = Job(ROUNDS)
+        job.step(0)
+        alone = dist.get_rank() == 0
+        logged = log_gradients(job.model) if alone and case != "gradients" else {}
+        job.model.zero_grad(set_to_none=not (alone and case != "hooks"))
+        job.backward(1)
+        results[case] = job.averages(), dict(logged)
+    return results
+
+
+@scenario
+def interrupted():
+    """A backward pass that fails between the blocks, with averages in progress, gradients to add to, and a hook."""
+    job, calls = Job(ROUNDS), []
+    job.model.first.a.register_post_accumulate_grad_hook(lambda p: calls.append("a"))
+    job.model.second.d.register_post_accumulate_grad_hook(lambda p: calls.append("d"))
+    results = {"averages": [job.step(0)]}
+
+    def fail(grad):
+        raise ArithmeticError("between the blocks")
+
+    def between(x):
+        x.register_hook(fail)
+        return x
+
+    job.model.between = between
+    results["error"] = message(functools.partial(job.backward, 1, skip=SHAPES[""]))
+    job.model.between = lambda x: x
+    job.model.reset_iter_state()
+    results["averages"].append(job.step(1))
+    return results | {"calls": calls}
+
+
+@scenario
+def checkpointing():
+    """Activation checkpointing of the second block."""
+
+    def checkpointed(job, reentrant):
+        job.model.run_second = functools.partial(checkpoint, job.model.second, use_reentrant=reentrant)
+        return job
+
+    results = {"averages": checkpointed(Job(), False).run(2)["averages"]}
+    job = Job()
+    job.step(0)
+    results["error"] = message(functools.partial(checkpointed(job, True).step, 1, skip=SHAPES[""]))
+    job.model.reset_iter_state()
+    results["after"] = checkpointed(job, False).step(1)
+    # A block whose forward pass is checkpointed within is reduced outside of the nested backward pass.
+    job = Job()
+    forward = job.model.second.forward
+    job.model.second.forward = lambda x, grads: checkpoint(forward, x, grads, use_reentrant=True)
+    results["within"] = job.run(2)["averages"]
+    return results
+
+
+@scenario
 def overlap():
     """How often routines are run to their end in a backward pass: once, if the transfers run beside it."""
     runs = {}
-    policies = {"default": {}, "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}
+    policies = {"default": {}, "added": {}, "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}
     for name, policy in policies.items():
         job = Job(**policy)
         job.step()
@@ -240,7 +322,10 @@ def overlap():
             run()
 
         job.state._run = counted
-        job.step(1)
+        if name == "added":
+            job.backward(1)
+        else:
+            job.step(1)
     return runs
 
 
@@ -349,8 +434,17 @@ def errors():
         "no_codec": message(lambda: gradzip.fsdp.reduce_scatter(gradzip.TopK())),
         "elias": message(lambda: gradzip.fsdp.reduce_scatter(gradzip.QSGD())),
         "methods": message(Job(gradzip.TopK(theta=0.9 if rank < 2 else 0.8)).step),
+        "policies": message(Job(mp_policy=MixedPrecisionPolicy(reduce_dtype=(None, torch.bfloat16)[rank // 2])).step),
+        "modules": message(Job(frozen=SHAPES[""], root=rank < 2).step),
+        "uncovered": message(lambda: Job(root=False)),
         "unused": message(lambda: Job().step(skip=("e",))),
     }
+    job = Job()
+    job.model.set_requires_gradient_sync(False)
+    job.backward()
+    job.model.set_requires_gradient_sync(True)
+    (group_of_shards,) = job.model.second._get_fsdp_state()._fsdp_param_groups
+    results["no_pass"] = message(group_of_shards.post_backward)  # as torch's pipeline schedules do
     decaying = Job(gradzip.DGC())
     decaying.step()
     results["weight_decay"] = message(torch.optim.SGD(decaying.model.parameters(), lr=0.1, weight_decay=0.5).step)

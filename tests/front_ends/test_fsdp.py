@@ -17,12 +17,13 @@ from reference import MomentumSGD
 if not dist.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 pytest.importorskip("torch.distributed.fsdp._fully_shard", reason="torch without FSDP2")
-from fsdp_worker import AMP, BASE, CODECS, DRAWS, EXAMPLES, INNER, METHODS, SHAPES, STEPS, UNCOMPRESSED
+from fsdp_worker import AMP, BASE, CODECS, DRAWS, EXAMPLES, INNER, METHODS, ROUNDS, SHAPES, STEPS, UNCOMPRESSED
 
 RANKS = 4
 ALL = {name: shape for shapes in SHAPES.values() for name, shape in shapes.items()}
 FULL = {name: f"{module}.{name}".lstrip(".") for module, shapes in SHAPES.items() for name in shapes}
-DEFAULT = ["methods", "nodes", "options", "overlap", "loss_scale", "distributed_checkpoint", "errors", "quantized"]
+DEFAULT = ["methods", "nodes", "options", "roots", "one_rank", "interrupted", "checkpointing", "overlap", "loss_scale",
+           "distributed_checkpoint", "errors", "quantized"]  # fmt: skip
 LONG = ["more_options", "all_methods", "replicas_only", "shards_only", "native", "clipping", "shared_compressor",
         "momentum", "quantized_training", "auto"]  # fmt: skip
 
@@ -185,8 +186,47 @@ def test_cast_parameters(job):
             assert_equal(averages, reference.step(step))
 
 
+def test_blocks_without_a_root(job):
+    for rank, results in enumerate(job["roots"]):
+        reference = Reference(ROUNDS, rank % 2)
+        for step, averages in enumerate(results["averages"]):
+            assert_equal(averages, reference.step(step, without=("g", "h")))
+        assert results["steps"] == {STEPS}
+        assert "got parameter 'h', which is trained and in no module of fully_shard" in results["unfrozen"]
+
+
+@pytest.mark.parametrize("case", ["hooks", "gradients", "both"])
+def test_what_one_rank_has_changes_no_collective(job, case):
+    """Hooks see the averages, which are added to gradients of zeros."""
+    for rank, results in enumerate(job["one_rank"]):
+        reference = Reference(ROUNDS, rank % 2)
+        reference.step(0)
+        averages, logged = results[case]
+        assert_equal(averages, reference.step(1))
+        assert_equal(logged, averages if rank == 0 and case != "gradients" else {})
+
+
+def test_failed_backward_pass_changes_no_state(job):
+    for rank, results in enumerate(job["interrupted"]):
+        assert "between the blocks" in results["error"]
+        reference = Reference(ROUNDS, rank % 2)
+        for step, averages in enumerate(results["averages"]):
+            assert_equal(averages, reference.step(step))
+        assert results["calls"] == ["d", "a"] * 2
+
+
+def test_activation_checkpointing(job):
+    for rank, results in enumerate(job["checkpointing"]):
+        for got in ("averages", "within"):
+            for averages, expected in zip(results[got], base(rank % 2), strict=True):
+                assert_equal(averages, expected)
+        assert "use_reentrant=True), where a step has no single end" in results["error"]
+        assert "\n" not in results["error"]
+        assert_equal(results["after"], base(rank % 2)[1])  # the error changed no state
+
+
 def test_transfers_run_beside_the_backward_pass(job):
-    assert job["overlap"] == [{"default": 1, "offload": 3}] * RANKS  # 3 modules
+    assert job["overlap"] == [{"default": 1, "added": 1, "offload": 3}] * RANKS  # 3 modules
 
 
 def test_loss_scale(job):
@@ -223,6 +263,10 @@ MESSAGES = {
     "no_codec": "expected gradzip.BlockFloat() or gradzip.QSGD(coding='packed')",
     "elias": "expected gradzip.BlockFloat() or gradzip.QSGD(coding='packed')",
     "methods": "RuntimeError: rank 1 compresses with TopK(",
+    "policies": "RuntimeError: module '': rank 1 of the group has MixedPrecisionPolicy(",
+    "modules": "RuntimeError: module '': rank 1 of the group has no fully_shard, rank 0 MixedPrecisionPolicy(",
+    "uncovered": "ValueError: compress: got parameter 'g', which is trained and in no module of fully_shard",
+    "no_pass": "RuntimeError: compress: got gradients outside of a backward pass",
     "weight_decay": "ValueError: SGD: got weight_decay = 0.5 for a parameter to which DGC applies momentum 0.9",
     "unused": "RuntimeError: module 'second': got 2076 elements of gradients, expected 2080",
     "torch": f"RuntimeError: gradzip.fsdp: torch {torch.__version__} has another FSDP2 (no renamed), expected one",
