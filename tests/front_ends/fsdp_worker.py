@@ -436,6 +436,7 @@ def errors():
         "methods": message(Job(gradzip.TopK(theta=0.9 if rank < 2 else 0.8)).step),
         "policies": message(Job(mp_policy=MixedPrecisionPolicy(reduce_dtype=(None, torch.bfloat16)[rank // 2])).step),
         "modules": message(Job(frozen=SHAPES[""], root=rank < 2).step),
+        "node_size": message(Job(gradzip.Hierarchical(gradzip.parse(INNER), local_size=7), shards=4).step),
         "uncovered": message(lambda: Job(root=False)),
         "unused": message(lambda: Job().step(skip=("e",))),
     }

@@ -265,6 +265,7 @@ MESSAGES = {
     "methods": "RuntimeError: rank 1 compresses with TopK(",
     "policies": "RuntimeError: module '': rank 1 of the group has MixedPrecisionPolicy(",
     "modules": "RuntimeError: module '': rank 1 of the group has no fully_shard, rank 0 MixedPrecisionPolicy(",
+    "node_size": "ValueError: Hierarchical: got 1 ranks with local_size = 7, expected a multiple of it",
     "uncovered": "ValueError: compress: got parameter 'g', which is trained and in no module of fully_shard",
     "no_pass": "RuntimeError: compress: got gradients outside of a backward pass",
     "weight_decay": "ValueError: SGD: got weight_decay = 0.5 for a parameter to which DGC applies momentum 0.9",
