@@ -76,11 +76,11 @@ class Unit:
         return average
 
     def end_step(self, skipped: bool) -> None:
-        """With a loss scale, undo the unit's step if it was skipped. Frees what that needs before the next step."""
-        memory = self.averaging.method.memory
-        if skipped:
-            memory.rollback(self.name)
-        memory.discard_snapshot(self.name)
+        """Undo the unit's step if it was skipped. Frees what that needs before the next step."""
+        method = self.averaging.method
+        if skipped and (state := method.memory.rollback(self.name)) is not None:
+            method.clean(state)
+        method.memory.discard_snapshot(self.name)
 
     def _find_states(self, gradients: list[Tensor], rank: int, size: int) -> None:
         """Make one state of the parameters' states, unless there is one. They may be in former buckets' states."""
@@ -198,5 +198,6 @@ class Bucket:
     def advance(self, following: Round) -> None:
         """Send the routines the results of their round, and add their next collectives to `following`."""
         following.advance(self.routines, self._current.split([p.result() for p in self._pending]))
+        following.take_checks(self._current)
         for key, ring in self._rings.items():
             following.add(key, ring)

@@ -57,6 +57,7 @@ def describe(
         "parameters": shapes,
         "prefix": prefix,  # random numbers that all ranks draw alike depend on the names of states
         "scaled": compressor.memory.loss_scale.scaler is not None,
+        "skips": compressor.memory.skips_nonfinite,
         "choice": getattr(compressor, "choice", {}),  # of a method that chooses while training runs
         "steps": steps,
         "buckets": buckets,
@@ -97,6 +98,12 @@ def compare(descriptions: Sequence[bytes]) -> list[Any]:
             raise RuntimeError(
                 f"the compressor of rank {follows} follows a GradScaler, that of rank {follows_not} does not; call "
                 "compressor.follow(scaler) on all ranks or on none"
+            )
+        if other["skips"] != first["skips"]:
+            skips, skips_not = (rank, 0) if other["skips"] else (0, rank)
+            raise RuntimeError(
+                f"rank {skips} skips steps whose averages are not finite, rank {skips_not} does not; call "
+                "compressor.skip_nonfinite() alike on all ranks"
             )
         for name, theirs, ours in differences(other["choice"], first["choice"], "none"):
             raise RuntimeError(

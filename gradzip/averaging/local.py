@@ -79,7 +79,7 @@ class LocalGroup:
     def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Average all gradients of a step of training, in buckets and units as under Horovod.
 
-        The step counts if all averages are finite.
+        The step counts if all averages are finite: otherwise it changes no state (`Compressor.skip_nonfinite`).
 
         Args:
             gradients: by name, for each rank, in the order of `model.parameters()`. They are not changed. Without
@@ -101,8 +101,9 @@ class LocalGroup:
             for rank, (own, of_rank) in enumerate(zip(averages, units))
         ]
         drive(routines, [compressor.traffic for compressor in self.compressors], self._node_size)
-        skipped = not all(average.isfinite().all() for average in averages[0].values())
+        finite = all(unit.averaging.finite for of_rank in units for unit, _ in of_rank)
         for compressor, of_rank in zip(self.compressors, units):
+            skipped = compressor.last_step_skipped = compressor.memory.checks and not finite
             for unit, _ in of_rank:
                 unit.end_step(skipped)
             if skipped:

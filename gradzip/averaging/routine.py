@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives import Mean
+from ..collectives import AllFinite, Mean
 from ..collectives.node_chunks import NodeChunks, among_peers
 from ..collectives.routines import Routine, timed
 from ..memory.state import State
@@ -40,6 +40,7 @@ class Averaging:
         self.node_chunks: NodeChunks | None = compressor.node_chunks
         self._compressor = compressor
         self.frozen = frozen
+        self.finite = True  # whether the last average was, if the compressor checks that
         self._traffic = compressor.traffic
         compressed = self.compresses(like)
         if not (compressed or frozen) and like.numel() > self.method.max_numel:
@@ -64,7 +65,8 @@ class Averaging:
     def run(self, grad: Tensor, rank: int = 0, size: int = 1) -> Routine:
         """Coroutine that replaces `grad` by its average over the group, and returns it.
 
-        If the gradient of any rank is not finite, the average is not finite on any rank, and no state changes.
+        If the gradient of any rank is not finite, the average is not finite on any rank, no state changes, and
+        `finite` is False.
 
         Args:
             grad: any shape, strides and floating-point dtype; the average has the same.
@@ -101,9 +103,6 @@ class Averaging:
         limit = torch.finfo(grad.dtype).max
         finite = method.max_abs_bound(average, limit) <= limit
         if finite:
-            memory.snapshot(state, before)
-            if self.node_chunks is not None:
-                before = memory.copied(before)  # another chunk of the node may not be finite
             state.step += 1
             yield from method.commit(own, corrected, average, state)
             state.payload = None
@@ -111,9 +110,13 @@ class Averaging:
                 state.residual = None  # of the method that was in charge before: it is sent now
         if self.node_chunks is not None:
             finite = yield from self.node_chunks.gather(own, finite, grad)
-        if not finite:
-            state.replace_fields(before)
+        if finite:
+            memory.snapshot(state, before)
+        else:
+            memory.undo(state, before)
+            method.clean(state)  # another chunk of the node may be the one that is not finite
             grad.fill_(math.nan)
+        self.finite = finite
         return grad
 
     def _uncompressed(self, grad: Tensor, rank: int, size: int) -> Routine:
@@ -131,6 +134,8 @@ class Averaging:
             state = memory.begin_step(self.name, grad, method.state_shapes, rank, size)
             memory.snapshot(state, state.fields())
             method.apply_uncompressed(grad, state)
+        if self.method.memory.checks:
+            self.finite = yield from is_finite(grad)
         return grad
 
     def _left_residual(self, grad: Tensor, rank: int, size: int) -> State | None:
@@ -140,6 +145,16 @@ class Averaging:
         if state is None or state.residual is None:
             return None
         return memory.begin_step(self.name, grad, self.method.state_shapes, rank, size)
+
+
+def is_finite(average: Tensor) -> Routine:
+    """Coroutine: whether all elements of an average are finite.
+
+    On a device, the host waits for it together with other numbers.
+    """
+    if not (ops.on_device(average) and average.numel()):
+        return ops.all_finite([average])
+    return math.isfinite((yield AllFinite(average)))
 
 
 def averaged(compressor: Compressor, grad: Tensor, name: str, rank: int = 0, size: int = 1) -> Routine:

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from .. import engines, ops
+from ..collectives import AllFinite
 from ..collectives.engine import Engine
 from ..collectives.fusion import Round
 from ..collectives.routines import Routine
 from ..collectives.traffic import Traffic
 from ..methods.base.compressor import Compressor
-from . import handshake, optimizer_check
+from . import handshake, optimizer_hooks
 from .buckets import Bucket, Plan, Unit
 from .routine import Averaging, no_autocast
 
@@ -41,12 +42,15 @@ class Session:
     def __init__(self, compressor: Compressor, what: str) -> None:
         if not isinstance(compressor, Compressor):
             raise TypeError(f"{what}: got {compressor!r}, expected a compressor, such as gradzip.TopK()")
+        optimizer_hooks.install()
         self.compressor = compressor
         self.prefix = ""  # of the names of the states
         self.engine: Any = None  # an Engine, once connected
         # Of the current step:
         self.buckets: dict[Any, Bucket] = {}  # in progress, in the order in which they were started
         self.units: dict[Unit, None] = {}  # started so far
+        self.waiting: dict[Any, tuple[Routine, AllFinite]] = {}  # routines that only wait for this, until `finish`
+        self._parameters: list[Tensor] = []  # whose gradients are averaged
         self._in_step = False
 
     @property
@@ -115,10 +119,11 @@ class Session:
             self._in_step = True
             self.compressor.memory.loss_scale.begin_step()
 
-    def check_optimizers(self, parameters: Iterable[Tensor], averagings: Iterable[Averaging]) -> None:
-        """Have the optimizers of these parameters checked in this step (`optimizer_check`)."""
+    def tell_optimizers(self, parameters: Iterable[Tensor], averagings: Iterable[Averaging]) -> None:
+        """Have the optimizers of these parameters checked in this step, and told to skip it (`optimizer_hooks`)."""
         for parameter, averaging in zip(parameters, averagings):
-            optimizer_check.register(parameter, averaging)
+            optimizer_hooks.register(parameter, averaging)
+            self._parameters.append(parameter)
 
     def average(self, unit: Unit, gradients: list[Tensor]) -> Routine:
         """Coroutine that replaces the gradients of a unit, in the order of its parameters, by their averages."""
@@ -159,25 +164,45 @@ class Session:
             if buckets and self.engine.in_order:
                 buckets[-1].gather_partitions()
             following = Round()
+            waiting, self.waiting = self.waiting, {}
+            for key, (_, check) in waiting.items():
+                following.add(key, check)
             # Buckets with overflow come last: their second transfers run meanwhile.
             overflowed = [bucket for bucket in buckets if not bucket.advance_unless_overflow(following)]
             for bucket in overflowed:
                 bucket.advance(following)
             routines = {key: routine for bucket in buckets for key, routine in bucket.routines.items()}
+            routines |= {key: routine for key, (routine, _) in waiting.items()}
             self.engine.finish(routines, following, slot)
         except BaseException:
             self.drop()
             raise
 
-    def overflows(self, averages: Sequence[Tensor]) -> bool:
-        """Whether GradScaler is going to skip the step, because an average is not finite. False without a scaler."""
-        return self.compressor.memory.loss_scale.scaler is not None and not ops.all_finite(averages)
+    @property
+    def checks(self) -> bool:
+        """Whether a step is skipped if an average is not finite."""
+        return self.compressor.memory.checks
+
+    def is_skipped(self, others: Sequence[Tensor] = ()) -> bool:
+        """Whether the step is skipped, because an average is not finite.
+
+        others: averages of no unit, and gradients that are not what a unit has left. Waits for the device if there are
+        any.
+        """
+        if not self.checks:
+            return False
+        return not (all(unit.averaging.finite for unit in self.units) and ops.all_finite(others))
 
     def end(self, skipped: bool) -> None:
-        """End the step. skipped: whether GradScaler skips it, for all parameters: all states are rolled back then."""
-        units = list(self.units)
+        """End the step. skipped: the same on all ranks; all states are rolled back then, and optimizers do not step."""
+        units, parameters = list(self.units), self._parameters
         names = [name for unit in units if not unit.averaging.frozen for name in unit.shapes]
         self.drop()
+        self.compressor.last_step_skipped = skipped
+        culprits = [unit.name for unit in units if not unit.averaging.finite]
+        # GradScaler skips steps as a matter of course.
+        warns = self.compressor.memory.loss_scale.scaler is None
+        optimizer_hooks.skip(parameters, culprits, warns) if skipped else optimizer_hooks.take(parameters)
         for unit in units:
             unit.end_step(skipped)
         if skipped:
@@ -187,4 +212,5 @@ class Session:
 
     def drop(self) -> None:
         """Drop the step in progress: its backward pass has failed or was interrupted."""
-        self.buckets, self.units, self._in_step = {}, {}, False
+        self.buckets, self.units, self.waiting, self._parameters = {}, {}, {}, []
+        self._in_step = False

@@ -1,6 +1,7 @@
 """What methods ask for, and what advances them: collectives, routines, fusion, the abstract engine."""
 
 from .requests import (
+    AllFinite,
     AllToAll,
     Broadcast,
     Collective,
@@ -15,6 +16,6 @@ from .requests import (
 )
 
 __all__ = [
-    "AllToAll", "Broadcast", "Collective", "Gather", "Mean", "RingSum", "Scope", "ToHost", "among", "ring_segments",
-    "split_equally",
+    "AllFinite", "AllToAll", "Broadcast", "Collective", "Gather", "Mean", "RingSum", "Scope", "ToHost", "among",
+    "ring_segments", "split_equally",
 ]  # fmt: skip

@@ -165,6 +165,8 @@ class Engine(ABC):
             for p in pending:
                 p.send_overflow()
             results = current.split([p.result() for p in pending])
-            current = Round()
-            returned |= current.advance(routines, results)
+            following = Round()
+            returned |= following.advance(routines, results)
+            following.take_checks(current)
+            current = following
         return returned

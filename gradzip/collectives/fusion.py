@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .requests import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, ToHost
+from .requests import AllFinite, AllToAll, Broadcast, Collective, Gather, Mean, RingSum, ToHost
 from .routines import Done, Local, Routine, run_local, step
 
 # Fused routines: yields the collectives of a round, which may run concurrently, and is sent the list of their results.
@@ -28,8 +28,10 @@ def fused(routines: Iterable[Routine]) -> FusedRoutine:
     returned = current.advance(members, dict.fromkeys(members))
     while collectives := current.collectives():
         results = current.split((yield collectives))
-        current = Round()
-        returned |= current.advance(members, results)
+        following = Round()
+        returned |= following.advance(members, results)
+        following.take_checks(current)
+        current = following
     return [returned[i] for i in members]
 
 
@@ -38,6 +40,7 @@ class Round:
 
     def __init__(self) -> None:
         self._groups: dict[Any, dict[Any, Any]] = {}  # kind -> key -> collective
+        self._checks: dict[Any, AllFinite] = {}  # by key
 
     @classmethod
     def first(cls, routines: Mapping[Any, Routine]) -> Round:
@@ -75,16 +78,28 @@ class Round:
                 self.add(key, yielded[key])
         return returned
 
-    def add(self, key: Any, collective: Collective) -> None:
+    def add(self, key: Any, collective: Collective | AllFinite) -> None:
         """Add a collective of the routine `key`."""
-        kind: tuple
-        if isinstance(collective, RingSum):
-            kind = (RingSum, collective.scope, collective.dtype, collective.device)
+        if isinstance(collective, AllFinite):
+            self._checks[key] = collective
         else:
-            same_length = getattr(collective, "same_length", None)  # of a Gather or AllToAll
-            tensor = collective.tensor
-            kind = (type(collective), collective.scope, tensor.dtype, tensor.device, same_length)
-        self._groups.setdefault(kind, {})[key] = collective
+            self._groups.setdefault(self._kind(collective), {})[key] = collective
+
+    def take_checks(self, previous: Round) -> None:
+        """Take over the checks that the previous round has left to others."""
+        self._checks = previous._checks | self._checks
+        previous._checks = {}
+
+    @staticmethod
+    def _kind(collective: Collective) -> tuple:
+        """What collectives that are joined have in common."""
+        if isinstance(collective, RingSum):
+            return (RingSum, collective.scope, collective.dtype, collective.device)
+        if isinstance(collective, ToHost):
+            return (ToHost, collective.tensor.device)
+        same_length = getattr(collective, "same_length", None)  # of a Gather or AllToAll
+        tensor = collective.tensor
+        return (type(collective), collective.scope, tensor.dtype, tensor.device, same_length)
 
     def take_rings(self) -> dict[Any, RingSum]:
         """Remove the RingSums from this round, and return them by key."""
@@ -92,7 +107,16 @@ class Round:
         return {key: ring for kind in kinds for key, ring in self._groups.pop(kind).items()}
 
     def collectives(self) -> list[Collective]:
-        """The collectives of this round, joined into one per kind. They may run concurrently."""
+        """The collectives of this round, joined into one per kind. They may run concurrently.
+
+        Checks are made in a round in which the host waits anyway, or at the end.
+        """
+        if not self._groups or any(kind[0] is ToHost for kind in self._groups):
+            checks, self._checks = self._checks, {}
+            for device in dict.fromkeys(check.tensor.device for check in checks.values()):
+                of_device = {key: check.tensor for key, check in checks.items() if check.tensor.device == device}
+                for key, number in zip(of_device, ops.finite_if_all(list(of_device.values()))):
+                    self.add(key, ToHost(number))
         return [_join(list(group.values())) for group in self._groups.values()]
 
     def split(self, results: Iterable[Any]) -> dict[Any, Any]:
@@ -109,6 +133,8 @@ def _join(group: list[Any]) -> Collective:
         return group[0]
     if isinstance(group[0], (Mean, Broadcast, ToHost)):
         tensors = [c.tensor for c in group]
+        if _mixed(group):
+            tensors = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
         joined = adjacent(tensors)
         return replace(group[0], tensor=torch.cat([t.reshape(-1) for t in tensors]) if joined is None else joined)
     if isinstance(group[0], Gather):
@@ -124,6 +150,9 @@ def _split(result: Any, group: list[Any]) -> list[Any]:
     """Split the result of a joined collective."""
     if len(group) == 1:
         return [result]
+    if _mixed(group):
+        pieces = result.split([c.tensor.nbytes for c in group])
+        return [piece.clone().view(c.tensor.dtype).view(c.tensor.shape) for piece, c in zip(pieces, group)]
     if isinstance(group[0], (Mean, Broadcast, ToHost)):
         parts = result.split([c.tensor.numel() for c in group])
         parts = [part.view(c.tensor.shape) for part, c in zip(parts, group)]
@@ -140,6 +169,11 @@ def _split(result: Any, group: list[Any]) -> list[Any]:
     else:
         by_rank = [ops.split_payloads(buffer, len(group)) for buffer in result]
     return [list(payloads) for payloads in zip(*by_rank)]
+
+
+def _mixed(group: list[Any]) -> bool:
+    """Whether collectives, each a ToHost then, have several dtypes: they are joined as bytes."""
+    return isinstance(group[0], ToHost) and len({c.tensor.dtype for c in group}) > 1
 
 
 def _join_rings(group: list[RingSum]) -> RingSum:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -117,7 +117,20 @@ class ToHost:
     """Copy of a tensor of this rank to host memory. Nothing is sent.
 
     With it, a method gets numbers from a device without waiting for the device itself: all methods of a round wait
-    once, together. Sizes may differ between ranks. Result: the tensor on the CPU, maybe a view of a larger one.
+    once, together. Sizes and dtypes may differ. Result: the tensor on the CPU, maybe a view of a larger one.
+    """
+
+    scope: ClassVar[Scope] = "all"  # for uniformity with collectives
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class AllFinite:
+    """Whether all elements of a tensor of this rank are finite. Nothing is sent.
+
+    It is found out for all routines together, when the host waits for the device anyway. Result: a number on the CPU
+    that is finite if all elements are.
     """
 
     scope: ClassVar[Scope] = "all"  # for uniformity with collectives
@@ -153,9 +166,9 @@ class RingSum:
 Collective = Mean | Gather | AllToAll | Broadcast | ToHost | RingSum
 
 
-def among(scope: Scope, collective: Collective) -> Collective:
-    """The same collective, among other ranks. A `ToHost` stays as it is."""
-    return collective if isinstance(collective, ToHost) else replace(collective, scope=scope)
+def among(scope: Scope, collective: Collective | AllFinite) -> Any:
+    """The same collective, among other ranks. What sends nothing stays as it is."""
+    return collective if isinstance(collective, (AllFinite, ToHost)) else replace(collective, scope=scope)
 
 
 # Segment size, large enough to amortise per-message latency.

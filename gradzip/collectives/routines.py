@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .requests import Collective, ToHost
+from .requests import AllFinite, Collective, ToHost
 from .traffic import Traffic
 
 
@@ -42,7 +42,7 @@ def run_local(requests: Sequence[Local]) -> Sequence[Any]:
 
 
 # Yields collectives and local work, is sent their results, and returns the average.
-Routine = Generator[Collective | Local, Any, Any]
+Routine = Generator[Collective | AllFinite | Local, Any, Any]
 
 
 def jointly(function: Callable[[list[Any]], Sequence[Any]], device: torch.device, argument: Any) -> Routine:

@@ -52,8 +52,7 @@ class HookState:
     with another model if it was made without names. With names, register
     ``HookState(copy.compressor, named_parameters=...)``.
 
-    Under `compressor.follow(scaler)` one optimizer has to step all parameters of the model: a gradient that is not
-    finite rolls back the step of all.
+    If an average is not finite, the step is skipped for all parameters of the model (`Compressor.skip_nonfinite`).
 
     `backward()` raises errors such as `PayloadError`, and in the first step a RuntimeError that names both sides if
     ranks run different methods.
@@ -152,7 +151,7 @@ class HookState:
                 for unit in self._plans.pop(later).units:
                     unit.averaging.method.workspace.clear()  # DDP's first bucket is the whole model
             plan = self._plans[index] = session.plan(parameters, names)
-        session.check_optimizers(plan.parameters, plan.averagings)
+        session.tell_optimizers(plan.parameters, plan.averagings)
         slot = ",".join(names)
         if buffer.is_sparse:
             session.launch(index, {(index, 0): self._average_sparse(buffer)}, slot)
@@ -172,8 +171,8 @@ class HookState:
         averages, self._averages = self._averages, []
         with self._session.on_all_streams(averages[0][0].device):
             self._session.finish("round")
-            buffers = [buffer._values() if buffer.is_sparse else buffer for buffer, _ in averages]
-            self._session.end(self._session.overflows(buffers))
+            sparse = [buffer._values() for buffer, _ in averages if buffer.is_sparse]
+            self._session.end(self._session.is_skipped(sparse))
         # A future records an event of the current stream, which now waits for the home stream. DDP waits for the event.
         for buffer, future in averages:
             future.set_result(buffer)

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..collectives import AllToAll, Collective, Gather, Mean, RingSum, ToHost, among
+from .. import ops
+from ..collectives import AllFinite, AllToAll, Collective, Gather, Mean, RingSum, ToHost, among
 from ..collectives.fusion import FusedRoutine
 from ..collectives.routines import Done, Routine, advance
 from ..collectives.traffic import Traffic, sent_nbytes
 
 
-def run(collectives: Sequence[Collective], node_size: int = 1) -> list:
+def run(collectives: Sequence[Collective | AllFinite], node_size: int = 1) -> list:
     """Run one collective of every rank, in rank order; return the ranks' results. node_size: ranks of a node."""
     kinds = {type(c) for c in collectives}
     if len({c.scope for c in collectives}) == 1 and collectives[0].scope != "all":
@@ -37,6 +38,8 @@ def run(collectives: Sequence[Collective], node_size: int = 1) -> list:
     if kinds == {Mean}:
         return _mean([c for c in collectives if isinstance(c, Mean)])
     tensors = [c.tensor for c in collectives if not isinstance(c, RingSum)]
+    if kinds == {AllFinite}:
+        return [number.cpu() for number in ops.finite_if_all(tensors)]
     if kinds == {ToHost}:
         return [tensor.cpu() for tensor in tensors]
     if kinds == {Gather}:

@@ -63,8 +63,8 @@ class ReplicaAverages:
 
     It is a `torch.distributed.checkpoint.stateful.Stateful`: `dcp.save({"compressor": state, ...})` works.
 
-    Under `compressor.follow(scaler)` one optimizer has to step all parameters of the model: a gradient that is not
-    finite on any rank rolls back the step of all.
+    If an average is not finite on any rank, the step is skipped for all parameters of the model, shards of all ranks
+    included (`Compressor.skip_nonfinite`).
     """
 
     def __init__(self, model: nn.Module, compressor: Compressor, group: dist.ProcessGroup) -> None:
@@ -93,6 +93,7 @@ class ReplicaAverages:
         self._plans: dict[int, Plan] = {}  # by the module's index
         self._backward: int | None = None  # torch's number of the current backward pass
         self._averaged: dict[int, None] = {}  # the modules whose averages are done or in progress in the current step
+        self._copied: set[int] = set()  # those among them whose gradients FSDP makes of the averages, by copying
         for i, shards in enumerate(self._modules):
             shards.module.set_all_reduce_hook(functools.partial(self._average, i))
 
@@ -148,6 +149,7 @@ class ReplicaAverages:
             if self._modules[index].writable(reduced):
                 self._modules[index].set_aside()
             else:
+                self._copied.add(index)
                 self._run()
 
     def _begin(self) -> None:
@@ -181,7 +183,7 @@ class ReplicaAverages:
         if self._session.engine is None:
             self._connect(reduced.device)
         plan = self._plan(index, gradients)
-        self._session.check_optimizers(shards.parameters(), plan.averagings)
+        self._session.tell_optimizers(shards.parameters(), plan.averagings)
         self._session.start(index, plan.units, list(gradients.values()), ",".join(gradients))
         self._averaged[index] = None
 
@@ -216,7 +218,7 @@ class ReplicaAverages:
         with self._or_drop(), self._session.on_all_streams(self._session.engine.device):
             if self._session.buckets:
                 self._run()
-            self._session.end(self._overflows())
+            self._session.end(self._is_skipped())
         averaged, self._averaged = self._averaged, {}
         for parameter, hook in [call for i in averaged for call in self._modules[i].restore_hooks()]:
             hook(parameter)
@@ -232,20 +234,22 @@ class ReplicaAverages:
 
     def _drop(self) -> None:
         """Drop the step in progress, if there is one: its backward pass has failed."""
-        self._averaged = {}
+        self._averaged, self._copied = {}, set()
         for shards in self._modules:
             shards.drop()
         self._session.drop()
 
-    def _overflows(self) -> bool:
-        """Whether GradScaler is going to skip the step: then the states of all parameters are rolled back."""
-        if self.compressor.memory.loss_scale.scaler is None:
+    def _is_skipped(self) -> bool:
+        """Whether the step is skipped, because an average is not finite on any rank of the mesh."""
+        copied, self._copied = sorted(self._copied), set()
+        if not self._session.checks:
             return False
-        gradients = [gradient for i in self._averaged for gradient in self._modules[i].averages()]
-        mine = float(self._session.overflows(gradients))
-        overflows = torch.tensor([mine], device=self._session.engine.device)
-        dist.all_reduce(overflows, dist.ReduceOp.MAX, self._mesh.get_group())  # replicas have the same averages
-        return bool(overflows)
+        skipped = self._session.is_skipped([gradient for i in copied for gradient in self._modules[i].averages()])
+        if self._mesh.size() == 1:
+            return skipped
+        of_mesh = torch.tensor([float(skipped)], device=self._session.engine.device)
+        dist.all_reduce(of_mesh, dist.ReduceOp.MAX, self._mesh.get_group())  # replicas have the same averages
+        return bool(of_mesh)
 
     def _connect(self, device: torch.device) -> None:
         engine = self._session.torch_engine(self.group, device)

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..averaging.buckets import Bucket, Plan, Unit, cut
 from ..averaging.routine import Averaging
 from ..averaging.session import Session
-from ..collectives import Mean
+from ..collectives import AllFinite, Mean
 from ..collectives.fusion import Round
 from ..collectives.routines import Done, Routine, advance
 from .buckets import PlannedBucket, WaitingBucket
@@ -78,7 +78,7 @@ class OptimizerContext:
         self._handles = optimizer._handles
         self._waiting: dict[Any, WaitingBucket] = {}  # by parameter that has to come
         self._alone: dict[Any, Unit] = {}  # by parameter that waits for no other
-        self._averages: list[Tensor] = []  # of the current step, with a loss scale
+        self._sums: list[Tensor] = []  # of the current step, with op=Sum
         self._num_in_flight = 0
         self.session.drop()
 
@@ -100,7 +100,7 @@ class OptimizerContext:
         in_flight = InFlightGradient(self, self._names[parameter], grad)
         bucket = self._waiting.get(parameter)
         if bucket is not None and parameter.requires_grad and _is_like(grad, parameter):
-            self.session.check_optimizers([parameter], [bucket.add(parameter, grad)])
+            self.session.tell_optimizers([parameter], [bucket.add(parameter, grad)])
             wire = self.engine.wire(bucket.planned.zeros[parameter])
         else:
             self._sparse.discard(parameter)
@@ -135,7 +135,7 @@ class OptimizerContext:
             frozen = not parameter.requires_grad
             averaging = Averaging(self.session.compressor, name, grad, prefix=self.session.prefix, frozen=frozen)
             unit = Unit(averaging, [0], {averaging.name: grad.shape})
-        self.session.check_optimizers([parameter], [unit.averaging])
+        self.session.tell_optimizers([parameter], [unit.averaging])
         routine = self.session.average(unit, [grad])
         collective = advance(routine)
         if isinstance(collective, Mean) and unit.averaging.rounds == 1 and not collective.divides_first:
@@ -175,18 +175,17 @@ class OptimizerContext:
             self.session.finish(f"{names[0]}.gradzip")
 
     def finished(self, gradient: InFlightGradient) -> None:
-        """Count a finished gradient; after the last one, end the step, and roll it back if the optimizer will skip it.
-
-        With a loss scale, one gradient that is not finite makes GradScaler skip the step for all parameters.
-        """
+        """Count a finished gradient; after the last one, end the step."""
         self._num_in_flight -= 1
-        if self.session.compressor.memory.loss_scale.scaler is not None:
-            self._averages.append(gradient.grad)
+        if self.sums:
+            self._sums.append(gradient.grad)  # may overflow even if the average has not
         if self._num_in_flight:
             return
-        averages, self._averages = self._averages, []
+        sums, self._sums = self._sums, []
         self._waiting = {}
-        self.session.end(self.session.overflows(averages))
+        if self.session.waiting:
+            self.session.finish("")  # no collectives, which would need names
+        self.session.end(self.session.is_skipped(sums))
 
 
 class InFlightGradient:
@@ -211,7 +210,9 @@ class InFlightGradient:
                 context.complete()
             else:
                 end = advance(self.routine, (reduced / size if context.sums else reduced).to(self.dtype))
-                if not isinstance(end, Done):
+                if isinstance(end, AllFinite):  # found out together with others
+                    context.session.waiting[self.name] = self.routine, end
+                elif not isinstance(end, Done):
                     raise RuntimeError(f"{self.name}: the method asks for a second collective, but declares rounds = 1")
             if context.sums:
                 self.grad.mul_(size)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..averaging.routine import averaged, no_autocast
-from ..collectives import AllToAll, Collective, Gather, RingSum, ToHost
+from ..collectives import AllFinite, AllToAll, Collective, Gather, RingSum, ToHost
 from ..collectives.routines import Done, advance
 from ..collectives.traffic import sent_nbytes
 from ..cost import Compressed
@@ -100,7 +100,7 @@ def _timed_step(group: Sequence[Compressor], grad: Tensor, name: str, ranks: int
         collectives += [advance(routine, result) for routine, result in zip(routines[1:], results[1:])]
         if isinstance(collectives[0], Done):
             return Compressed(tuple(rounds), seconds[0], sum(seconds[1:])), grads[0]
-        if not isinstance(collectives[0], ToHost):
+        if not isinstance(collectives[0], (AllFinite, ToHost)):
             rounds.append(_round(collectives[0], rounds, ranks))
         start = now(grad.device)
         results = local.run(collectives) if len(group) == ranks else [_answer(collectives[0], ranks)]
@@ -128,8 +128,8 @@ def _answer(collective: Collective, ranks: int) -> Any:
     """The result of a collective in which all ranks send the same."""
     if isinstance(collective, Gather):
         return [collective.tensor] * ranks
-    if isinstance(collective, ToHost):
-        return collective.tensor.cpu()
+    if isinstance(collective, (AllFinite, ToHost)):
+        return local.run([collective])[0]
     if isinstance(collective, (AllToAll, RingSum)):
         kind = type(collective).__name__
         raise TypeError(f"measure_method: got a {kind} from a method whose `asymmetric` is False, expected True")

@@ -58,8 +58,9 @@ class Memory:
         self.partition_local = partition_local
         self.states: dict[str, State] = {}
         self.loss_scale = LossScale()
+        self.skips_nonfinite = True  # whether a step is skipped for all parameters if an average is not finite
         self.names = StateNames()
-        self._snapshots: dict[str, dict[str, Any]] = {}
+        self._snapshots: dict[str, Mapping[str, Any]] = {}
 
     def begin_step(self, name: str, grad: Tensor, shapes: Shapes, rank: int, size: int) -> State:
         """Get a parameter's state for a step: checked, on the gradient's device, rescaled to the loss scale.
@@ -121,28 +122,39 @@ class Memory:
         if self.loss_scale.scaler is not None or factor != 1.0:
             state.loss_scale = scale
 
-    # --- rollback of a step that GradScaler skips
+    # --- rollback of a step that is skipped
+
+    @property
+    def checks(self) -> bool:
+        """Whether a step is skipped if an average is not finite: by GradScaler, or by `optimizer_hooks`."""
+        return self.skips_nonfinite or self.loss_scale.scaler is not None
 
     def snapshot(self, state: State, before: Mapping[str, Any]) -> None:
-        """With a loss scale, keep the fields that a state had before the current step, for `rollback`."""
-        if self.loss_scale.scaler is not None:
-            self._snapshots[state.name] = self.copied(before)
-
-    def copied(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Copy the fields of a state. Only loss-scaled tensors, which a step may change in place, are cloned."""
-        return {
-            name: value.clone() if name in self.loss_scaled and isinstance(value, Tensor) else value
-            for name, value in fields.items()
-        }
+        """Keep the fields that a state had before the current step, for `rollback`, if that may be called."""
+        if self.checks:
+            self._snapshots.setdefault(state.name, before)
+        else:
+            state.recycle(before)
 
     def discard_snapshot(self, name: str) -> None:
         """Free the snapshot of a parameter."""
-        self._snapshots.pop(name, None)
+        before, state = self._snapshots.pop(name, None), self.states.get(name)
+        if before is not None and state is not None:
+            state.recycle(before)
 
-    def rollback(self, name: str) -> None:
-        """Undo the last step of a parameter."""
-        if (before := self._snapshots.pop(name, None)) is not None:
-            self.states[name].replace_fields(before)
+    def rollback(self, name: str) -> State | None:
+        """Undo the last step of a parameter. Returns its state, if it has changed."""
+        before, state = self._snapshots.pop(name, None), self.states.get(name)
+        if before is None or state is None:
+            return None
+        self.undo(state, before)
+        return state
+
+    def undo(self, state: State, before: Mapping[str, Any]) -> None:
+        """Restore the fields that a state had before the current step."""
+        after = state.fields()
+        state.replace_fields(before)
+        state.recycle(after)
 
     # --- rank and world size
 

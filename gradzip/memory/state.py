@@ -32,9 +32,11 @@ class Key(NamedTuple):
 class State:
     """State of one parameter: step count, residual, and the fields that its method adds.
 
-    A step whose average is not finite is undone by restoring the fields. Until the average is known to be finite,
-    methods assign new tensors to fields, and change none in place.
+    A step is undone by restoring the fields that the state had before, if an average is not finite. In a step, methods
+    therefore assign new tensors to fields, and change none in place. `renewed` has memory for them.
     """
+
+    __slots__ = ("__dict__", "__weakref__", "_spares")  # _spares is no field
 
     # Fields that a state dict does not hold.
     TRANSIENT: tuple[str, ...] = ("name", "payload", "loaded")
@@ -47,6 +49,14 @@ class State:
         self.residual: Tensor | None = None
         self.payload: Tensor | None = None  # that this rank has sent in the current step
         self.loaded = False  # whether it comes from a state dict, and is not yet checked against a gradient
+        self._spares: dict[str, Tensor | None] = {}  # by field that is renewed: a tensor to overwrite
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.fields()  # a copy has no spares yet
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        vars(self).update(fields)
+        self._spares = {}
 
     def key(self, seed: int) -> Key:
         """The key of this rank's random draw in the current step."""
@@ -60,6 +70,27 @@ class State:
         """Replace all fields by these, which `fields` returned."""
         vars(self).clear()
         vars(self).update(fields)
+
+    def renewed(self, field: str, like: Tensor) -> Tensor:
+        """Uninitialized memory for the new value of a field, with the shape and dtype of `like`.
+
+        It is not that of the current value. Assign it to the field in the same step.
+        """
+        spare = self._spares.get(field)
+        self._spares[field] = None
+        if spare is not None and (spare.shape, spare.dtype, spare.device) == (like.shape, like.dtype, like.device):
+            return spare
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+    def recycle(self, fields: Mapping[str, Any]) -> None:
+        """Let `renewed` reuse the tensors of former fields.
+
+        Only on a CPU: a device's allocator keeps freed memory itself.
+        """
+        for name in self._spares:
+            former = fields.get(name)
+            if isinstance(former, Tensor) and former.device.type == "cpu" and former is not getattr(self, name, None):
+                self._spares[name] = former
 
     def set_rank(self, rank: int, size: int, partition_local: tuple[str, ...]) -> None:
         """Record rank and world size; drop the partition-local fields if they changed."""

@@ -21,8 +21,8 @@ class Cast(Compressor):
 
     Args:
         dtype: torch.float16 or torch.bfloat16, or the name of one, such as "float16". In float16, a step overflows if
-            an element of one rank's gradient, or of the average, exceeds 65504; sums may (`Mean`). GradScaler skips
-            such a step; without it, parameters become NaN. bfloat16 has float32's range and 8 bits of precision;
+            an element of one rank's gradient, or of the average, exceeds 65504; sums may (`Mean`). Such a step is
+            skipped; use a GradScaler if that happens often. bfloat16 has float32's range and 8 bits of precision;
             Horovod cannot average it, so it is sent as float32 there, which saves nothing.
     """
 

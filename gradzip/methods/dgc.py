@@ -130,13 +130,13 @@ class DGC(SparseCodec):
         return self.pack(*ops.topk_abs(grad.reshape(-1), k), grad.numel())
 
     def store_residual(self, velocity: Tensor, state: State) -> None:
+        renewed = state.renewed("residual", velocity)
         if state.residual is None:
-            state.residual = velocity.clone()
+            state.residual = renewed.copy_(velocity)
         else:
-            state.residual.add_(velocity)
+            state.residual = torch.add(state.residual, velocity, out=renewed)
         if self.momentum:
-            kept = getattr(state, "velocity", None)
-            state.velocity = velocity.clone() if kept is None else kept.copy_(velocity)
+            state.velocity = state.renewed("velocity", velocity).copy_(velocity)
 
     def subtract_transmitted(self, state: State) -> None:
         assert state.residual is not None

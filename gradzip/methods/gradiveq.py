@@ -198,6 +198,10 @@ class GradiVeQ(Compressor):
             self._sample(average.view(grad.shape), state)
         super().apply_average(grad, corrected, average, state)
 
+    def clean(self, state: State) -> None:
+        if getattr(state, "samples", None) is not None:
+            state.samples[:, state.count :] = 0  # a sample that the step has added
+
     # --- compressed steps
 
     def _average_compressed(self, grad: Tensor, state: State) -> Routine:
@@ -298,7 +302,8 @@ class GradiVeQ(Compressor):
         state.samples[:, state.count] = first
         state.count += 1
         # Separate operations round alike on all hardware. The mean of equal gradients is exact, and nothing overflows.
-        state.mean.add_(slices.div_(state.count).sub_(state.mean / state.count))
+        change = slices.div_(state.count).sub_(state.mean / state.count)
+        state.mean = torch.add(state.mean, change, out=state.renewed("mean", change))
         if _is_full(state) and state.rank == 0:
             state.learnt = self._encode_bases(state)
 

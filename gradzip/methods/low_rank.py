@@ -92,8 +92,7 @@ class LowRank(Compressor):
         if not self.error_feedback:
             ops.low_rank_expand(average.p, average.q, out=m)
         else:
-            if state.residual is None:
-                state.residual = torch.empty_like(corrected)
+            state.residual = state.renewed("residual", corrected)
             residual = state.residual.view(m.shape)
             update = m, residual, average.sent_p, average.sent_q, average.p, average.q
             yield Local(_apply_averages, m.device, update)

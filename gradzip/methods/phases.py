@@ -31,7 +31,7 @@ class Phases(Composite):
             ``phases:0=none,1000=acpsgd(rank=4)``.
 
     The step of a parameter is the number of times it was averaged. Steps in which it is frozen do not count, nor do
-    steps that GradScaler skips. Step numbers are equal on all ranks, and a part of the state dict. Parameters that are
+    steps that are skipped. Step numbers are equal on all ranks, and a part of the state dict. Parameters that are
     trained together change their method together; those of a model that is added later begin with the first phase.
 
     >>> import gradzip

@@ -102,8 +102,7 @@ class BucketCodec(GatherCompressor):
         gradients, corrected, averages, states = map(list, zip(*updates))
         if self.error_feedback:
             for own, state in zip(corrected, states):
-                if state.residual is None:
-                    state.residual = torch.empty_like(own)
+                state.residual = state.renewed("residual", own)
             torch._foreach_copy_([state.residual for state in states], corrected)  # one operation on a device
         torch._foreach_copy_(gradients, [a.view(grad.shape) for a, grad in zip(averages, gradients)])
         if self.error_feedback:

@@ -38,6 +38,7 @@ class Composite(Compressor):
                     "Hierarchical"
                 )
             part.traffic = self.traffic
+            part.memory.skips_nonfinite = self.memory.skips_nonfinite
         self._parts: list[Compressor] = list(parts)
         self.rounds = max(part.rounds for part in self._parts)
 

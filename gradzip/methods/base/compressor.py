@@ -98,6 +98,7 @@ class Compressor(ABC):
         self.workspace = Workspace()
         self.streams = HomeStreams()
         self.monitor: StepMonitor | None = None
+        self.last_step_skipped = False  # whether an average of the last step was not finite; equal on all ranks
         self.bucket_cap_mb = JOINED["horovod"]["bucket_nbytes"] / 2**20  # MiB, of Horovod's buckets
         # Front ends plan again when it changes: parameters may have other methods, whose residuals they take over.
         self.choice_number = 0
@@ -207,7 +208,7 @@ class Compressor(ABC):
 
     def store_residual(self, corrected: Tensor, state: State) -> None:
         """Copy the argument of `reduce` to the residual, before its memory is overwritten."""
-        state.residual = (torch.empty_like(corrected) if state.residual is None else state.residual).copy_(corrected)
+        state.residual = state.renewed("residual", corrected).copy_(corrected)
 
     def subtract_transmitted(self, state: State) -> None:
         """Subtract what peers decode of this rank's gradient from the residual."""
@@ -247,10 +248,10 @@ class Compressor(ABC):
         """
 
     def skip_step(self) -> None:
-        """End a step that GradScaler is going to skip. Called on all ranks in place of `end_step`.
+        """End a step that is skipped, because an average is not finite. Called on all ranks in place of `end_step`."""
 
-        A `LocalGroup` calls it if an average is not finite.
-        """
+    def clean(self, state: State) -> None:
+        """Remove what a step that was undone has written to a tensor of the state in place. By default, nothing."""
 
     # --- methods made of methods
 
@@ -287,11 +288,11 @@ class Compressor(ABC):
     # --- configuration
 
     def clone(self) -> Compressor:
-        """A compressor with the same hyper-parameters, loss scale and size of buckets, and no state."""
+        """A compressor with the same hyper-parameters, loss scale, buckets and `skip_nonfinite`, and no state."""
         clone = replace(self, **{f.name: cloned(getattr(self, f.name)) for f in fields(self) if f.init})
         clone.bucket_cap_mb = self.bucket_cap_mb
         clone._share(LossScale(self.memory.loss_scale.scaler))
-        return clone
+        return clone.skip_nonfinite(self.memory.skips_nonfinite)
 
     @property
     def digest(self) -> int:
@@ -307,8 +308,8 @@ class Compressor(ABC):
     def follow(self, scaler: Any) -> Compressor:
         """Rescale states when the loss scale changes, for training in mixed precision.
 
-        Gradients come multiplied by ``scaler.get_scale()``. If one gradient is not finite, GradScaler skips the
-        optimizer's step for all parameters. All states are rolled back then, to copies that each step keeps.
+        Gradients come multiplied by ``scaler.get_scale()``. If an average is not finite, GradScaler skips the
+        optimizer's step for all parameters, and all states are rolled back.
 
         Args:
             scaler: a torch.amp.GradScaler.
@@ -326,6 +327,25 @@ class Compressor(ABC):
     def _share(self, loss_scale: LossScale) -> None:
         for compressor in (self, *self.parts):
             compressor.memory.loss_scale = loss_scale
+
+    def skip_nonfinite(self, enabled: bool = True) -> Compressor:
+        """Set whether a step is skipped on all ranks if an average is not finite. It is, by default.
+
+        All states of this compressor are rolled back then, as if the step had not been. The optimizers of
+        `torch.optim` that hold its parameters see no gradients in their next step, so that it changes neither
+        parameters nor optimizer state, and warn. Other optimizers can ask `last_step_skipped`.
+
+        Disabled, a NaN or inf reaches the parameters of its layer on all ranks, unless GradScaler skips the step
+        (`follow`). Call it before the first step, on all ranks alike.
+
+        Returns the compressor itself.
+
+        >>> import gradzip
+        >>> compressor = gradzip.TopK(theta=0.99).skip_nonfinite(False)
+        """
+        for compressor in (self, *self.parts):
+            compressor.memory.skips_nonfinite = enabled
+        return self
 
     # --- state
 

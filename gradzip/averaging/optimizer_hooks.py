@@ -1,0 +1,184 @@
+"""What front ends tell the optimizers of torch about the gradients of a step.
+
+DDP and FSDP do not know the optimizer of a parameter. A front end names parameters, and torch calls `_before` and
+`_after` around the steps of all optimizers:
+
+    register    A method has applied momentum to gradients: refuse optimizers that add momentum or weight decay to them.
+    skip        An average is not finite: hide the gradients of optimizers that hold the parameters, in their next step.
+
+An optimizer changes neither a parameter without a gradient nor the state of one.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..methods.base.compressor import Compressor
+from .routine import Averaging
+
+# Those that add weight decay to gradients, unless it is decoupled as in AdamW.
+_COUPLED = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+)
+
+
+@dataclass
+class _Skip:
+    """A step to skip."""
+
+    names: Sequence[str]  # of the averages that are not finite
+    warns: bool
+
+    def warn(self) -> None:
+        """Warn, once."""
+        if self.warns:
+            what = f"of {self.names[0]!r}" if self.names else "on another rank, or of a sum,"
+            more = f" (and of {len(self.names) - 1} more)" if len(self.names) > 1 else ""
+            warnings.warn(
+                f"got an average gradient {what} that is not finite{more}, expected finite ones: the step is skipped "
+                "on all ranks; compressor.skip_nonfinite(False) turns this off",
+                stacklevel=2,
+            )
+        self.warns = False
+
+
+# Methods that have averaged the gradients of parameters with momentum since the last step, by parameter.
+_methods: Any = WeakIdKeyDictionary()
+# Steps that the optimizers of parameters have to skip, by parameter.
+_skips: Any = WeakIdKeyDictionary()
+# The gradients hidden from an optimizer, by optimizer: a list for each of its steps in progress. The step of one class
+# may call that of another, as that of Horovod's optimizer does.
+_hidden: weakref.WeakKeyDictionary[Any, list[list[tuple[Tensor, Tensor]]]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def install() -> None:
+    """Have torch call the hooks. Front ends call it before the first step."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def register(parameter: Tensor, averaging: Averaging) -> None:
+    """Record how the gradient of a parameter is averaged. Call it in each step, before the optimizer's."""
+    if averaging.method.optimizer_momentum and not averaging.frozen:
+        _methods[parameter] = weakref.ref(averaging.method)
+    else:
+        _methods.pop(parameter, None)
+
+
+def skip(parameters: Iterable[Tensor], names: Sequence[str], warns: bool) -> None:
+    """Have the optimizers that hold any of these parameters skip their next step.
+
+    Args:
+        names: of the averages that are not finite. There may be none: they may be those of other ranks.
+        warns: whether the optimizer warns.
+    """
+    one = _Skip(names, warns)
+    for parameter in parameters:
+        _skips[parameter] = one
+
+
+def take(parameters: Iterable[Tensor]) -> None:
+    """Have the optimizers of these parameters take their next step."""
+    if _skips:
+        for parameter in parameters:
+            _skips.pop(parameter, None)
+
+
+def _before(optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Before a step: check the optimizer, and hide the gradients; and again whenever its closure has been called."""
+    hidden: list[tuple[Tensor, Tensor]] = []
+    _check(optimizer)
+    _hidden.setdefault(optimizer, []).append(hidden)
+    # Horovod's optimizer may be about to average the gradients again, before it calls the step of the user's class.
+    if not (getattr(optimizer, "_synchronized", False) and getattr(optimizer, "_should_synchronize", False)):
+        _hide(optimizer, hidden)
+    if len(arguments) > 1 and callable(arguments[1]):
+        return (arguments[0], _watched(optimizer, arguments[1], hidden), *arguments[2:]), options
+    if callable(options.get("closure")):
+        return arguments, {**options, "closure": _watched(optimizer, options["closure"], hidden)}
+    return None
+
+
+def _watched(optimizer: Any, closure: Callable[..., Any], hidden: list[tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    """The same closure. The gradients that it has computed are checked and hidden as those before the step."""
+
+    @functools.wraps(closure)
+    def watched(*arguments: Any, **options: Any) -> Any:
+        try:
+            loss = closure(*arguments, **options)
+            _check(optimizer)
+        except BaseException:
+            _after(optimizer)  # torch does not call it
+            raise
+        _hide(optimizer, hidden)
+        return loss
+
+    return watched
+
+
+def _after(optimizer: Any, *_: Any) -> None:
+    """After a step: give back the gradients that were hidden. Whoever zeroes or logs them finds them there."""
+    steps = _hidden.get(optimizer)
+    for parameter, gradient in steps.pop() if steps else ():
+        if parameter.grad is None:
+            parameter.grad = gradient
+    if not steps:
+        _hidden.pop(optimizer, None)
+        take(_parameters(optimizer))
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _hide(optimizer: Any, hidden: list[tuple[Tensor, Tensor]]) -> None:
+    """Hide the gradients of all parameters of an optimizer that has to skip its step."""
+    if not _skips:
+        return
+    parameters = _parameters(optimizer)
+    found: _Skip | None = next((_skips[p] for p in parameters if p in _skips), None)
+    if found is None:
+        return
+    found.warn()
+    for parameter in parameters:
+        if parameter.grad is not None:
+            hidden.append((parameter, parameter.grad))
+            parameter.grad = None
+
+
+def _check(optimizer: Any) -> None:
+    """Raise ValueError if an optimizer applies momentum or weight decay of its own to a registered parameter."""
+    if not _methods:
+        return
+    for group in optimizer.param_groups if isinstance(optimizer, _COUPLED) else ():
+        options = ("momentum",) if group.get("decoupled_weight_decay") else ("momentum", "weight_decay")
+        applied = next((name for name in options if group.get(name)), None)
+        for parameter in group["params"]:
+            reference = _methods.get(parameter)
+            method: Compressor | None = None if reference is None else reference()
+            if applied is not None and method is not None:
+                raise ValueError(
+                    f"{type(optimizer).__name__}: got {applied} = {group[applied]} for a parameter to which "
+                    f"{type(method).__name__} applies momentum {method.optimizer_momentum}, expected 0: use "
+                    f"gradzip.optim.DGCSGD, or give its param group {applied}=0"
+                )
+            _methods.pop(parameter, None)
