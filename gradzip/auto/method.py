@@ -84,8 +84,8 @@ class Auto(Composite):
     is loaded in a group of another size, the choice is made again. On a device, Auto waits for the end of each step
     while assignments are compared.
 
-    `fp16` overflows if a gradient or an average exceeds 65504. Without a GradScaler, which skips such a step, leave it
-    out of `allow` if that may happen.
+    `fp16` overflows if a gradient or an average exceeds 65504. Such a step is skipped on all ranks. If many steps
+    may overflow, use a GradScaler, which lowers the scale, or leave `fp16` out of `allow`.
 
     The choice depends on times, so it may differ between runs. Replicas stay bit-identical.
 

@@ -393,11 +393,11 @@ def test_non_finite_gradient_of_one_rank(world):
             bad = {3, 5} if spec.startswith("topk") else {3}
             assert during["finite"] == [i not in bad for i in ALL]
             assert before["finite"] == after["finite"] == [True] * len(SHAPES)
-            assert after["steps"] == {name: 2 if int(name[-1]) in bad else 3 for name in names}
+            # The step is skipped, so the states of all parameters are rolled back.
+            assert after["steps"] == dict.fromkeys(names, 2)
             if spec != "terngrad":
                 for name in names:
-                    same = torch.equal(before["residuals"][name], during["residuals"][name])
-                    assert same is (int(name[-1]) in bad)
+                    assert torch.equal(before["residuals"][name], during["residuals"][name])
                     assert not torch.equal(during["residuals"][name], after["residuals"][name])
 
 
