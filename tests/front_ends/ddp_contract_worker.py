@@ -6,7 +6,6 @@ The results of a method are those of all contracts, by name: averages, read from
 import contextlib
 import copy
 import gc
-import io
 from collections import OrderedDict
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
 import harness
-from contract import AMP_STEPS, OVERFLOWS, SHAPES, STEPS, gradient
+from contract import AMP_STEPS, OVERFLOWS, SHAPES, STEPS, gradient, through_file
 from harness import Model
 
 SHAPES = {**SHAPES, "u": (40, 60)}
@@ -80,13 +79,6 @@ class Job:
 
     def parameters(self):
         return {name: p.detach().clone() for name, p in self.named.items()}
-
-
-def through_file(saved):
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @contract

@@ -1,7 +1,6 @@
 """Auto: what it measures, how it chooses, and what happens to the states of parameters that change hands."""
 
 import copy
-import io
 import logging
 import math
 import pickle
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import gradzip
-from contract import each, gradient
+from contract import each, gradient, through_file
 from gradzip.auto import search
 from gradzip.auto.assignments import (
     NONE,
@@ -278,13 +277,6 @@ def test_residual_moves_between_loss_scales():
 
 
 # --- state dicts
-
-
-def through_file(saved):
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def test_state_dict_has_the_choice():
