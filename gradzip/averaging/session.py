@@ -13,7 +13,7 @@ optimizer), and reaches engines through it alone:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -210,7 +210,24 @@ class Session:
         else:
             self.compressor.end_step(self.engine, names)
 
+    def take_back(self, plan: Plan, averages: Mapping[int, Tensor]) -> None:
+        """Add averages that no optimizer gets to the residuals, so that nothing of those is lost.
+
+        Call it after `end`, on all ranks. averages: by the parameter's number in the plan; the same on all ranks.
+        """
+        chunks = self.compressor.node_chunks
+        for i, average in averages.items():
+            if average.count_nonzero():
+                method = self.compressor.method_for(plan.names[i], average.shape, plan.prefix)
+                taken = average if chunks is None or plan.averagings[i].node_chunks is None else chunks.own(average)
+                method.memory.add_to_residual(plan.prefix + plan.names[i], taken)
+
     def drop(self) -> None:
         """Drop the step in progress: its backward pass has failed or was interrupted."""
         self.buckets, self.units, self.waiting, self._parameters = {}, {}, {}, []
         self._in_step = False
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Have torch call a function at the end of the current backward pass, behind all that are queued so far."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

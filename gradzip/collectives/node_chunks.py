@@ -47,17 +47,24 @@ class NodeChunks:
             return True
         return self.method.bypasses(torch.empty(self.shape(grad.shape), dtype=grad.dtype, device="meta"))
 
+    def own(self, grad: Tensor) -> Tensor:
+        """This rank's chunk of a gradient, float32."""
+        return self._chunks(grad)[self.place].view(self.shape(grad.shape))
+
+    def _chunks(self, grad: Tensor) -> Tensor:
+        """The chunks of a gradient as rows, float32."""
+        flat = grad.float().contiguous().view(-1)
+        padding = self.places * math.prod(self.shape(grad.shape)) - flat.numel()
+        return (torch.cat([flat, flat.new_zeros(padding)]) if padding else flat).view(self.places, -1)
+
     def scatter(self, grad: Tensor) -> Routine:
         """Coroutine: this rank's chunk of the average over its node, float32, in memory of its own.
 
         Adds the ranks' gradients in rank order, and divides the sum, in float32.
         """
-        flat = grad.float().contiguous().view(-1)
-        shape = self.shape(grad.shape)
-        numel = math.prod(shape)
-        if flat.numel() < self.places * numel:
-            flat = torch.cat([flat, flat.new_zeros(self.places * numel - flat.numel())])
-        sent = AllToAll(flat.view(torch.uint8), (4 * numel,) * self.places, same_length=True, scope="node")
+        chunks, shape = self._chunks(grad), self.shape(grad.shape)
+        sizes = (4 * chunks.shape[1],) * self.places
+        sent = AllToAll(chunks.view(-1).view(torch.uint8), sizes, same_length=True, scope="node")
         first, *others = [part.view(torch.float32) for part in (yield sent)]
         total = first.clone()
         for part in others:

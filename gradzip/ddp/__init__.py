@@ -10,10 +10,15 @@ A process group matches operations by their order, which is the same on all rank
 a time, in the order of the buckets; no other thread starts an operation; and the operations at the end follow from the
 order of the buckets, and from lengths and results that all ranks have received alike. No operation waits until the last
 hook has returned: with `find_unused_parameters`, DDP then starts an all-reduce of its own.
+
+It tells DDP which parameters no rank has used since the last step. DDP leaves their gradients alone and discards their
+averages, in which the parts of residuals are that were sent. At the end of the backward pass, those averages are added
+to the residuals again.
 """
 # No `from __future__ import annotations`: DDP refuses hooks whose annotations are strings.
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -23,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..averaging.buckets import Plan
 from ..averaging.handshake import parameters_by_name
-from ..averaging.session import Session
+from ..averaging.session import Session, queue_callback
 from ..collectives import Mean
 from ..collectives.routines import Routine
 from ..collectives.traffic import Traffic, nbytes_of
@@ -93,7 +98,7 @@ class HookState:
         self._names: Any = WeakIdKeyDictionary()  # parameter -> name
         self._group: dist.ProcessGroup | None = None  # of the session's engine
         self._plans: dict[int, Plan] = {}  # by the bucket's index, until DDP rebuilds its buckets
-        self._averages: list[tuple[Tensor, Future]] = []  # of the current step: buffers of DDP, which waits for futures
+        self._started: list[_Started] = []  # the buckets of the current step
 
     def __getstate__(self) -> dict[str, Any]:
         return {"compressor": self.compressor, "has_names": self._has_names, "prefix": self._session.prefix}
@@ -133,16 +138,16 @@ class HookState:
 
     def _start(self, bucket: dist.GradBucket) -> Future:
         session, index, parameters, buffer = self._session, bucket.index(), bucket.parameters(), bucket.buffer()
-        if index == 0 and self._averages and not set(parameters).isdisjoint(self._plans[0].parameters):
+        if index == 0 and self._started and not set(parameters).isdisjoint(self._plans[0].parameters):
             self._drop()  # the last backward pass was interrupted
         plan = self._plans.get(index)
         if plan is not None and not plan.fits(self.compressor, parameters):
             plan = None
         names = self._name(parameters) if plan is None else plan.names
         self._connect(buffer.device)
-        if index != len(self._averages):
+        if index != len(self._started):
             raise RuntimeError(
-                f"HookState: got bucket {index}, expected bucket {len(self._averages)} of the same model: "
+                f"HookState: got bucket {index}, expected bucket {len(self._started)} of the same model: "
                 "give each DDP model a HookState of its own"
             )
         if plan is None:
@@ -152,30 +157,43 @@ class HookState:
                     unit.averaging.method.workspace.clear()  # DDP's first bucket is the whole model
             plan = self._plans[index] = session.plan(parameters, names)
         session.tell_optimizers(plan.parameters, plan.averagings)
+        future = Future(devices=[buffer.device] if buffer.is_cuda else None)
         slot = ",".join(names)
         if buffer.is_sparse:
+            gradients = []
             session.launch(index, {(index, 0): self._average_sparse(buffer)}, slot)
         else:
             gradients = [_with_strides_of(p, g) for p, g in zip(parameters, bucket.gradients())]
             session.start(index, plan.units, gradients, slot)
-        future = Future(devices=[buffer.device] if buffer.is_cuda else None)
-        self._averages.append((buffer, future))
+        self._started.append(_Started(buffer, future, plan, gradients, [_version(p) for p in parameters]))
         return future
 
     def _drop(self) -> None:
-        self._averages = []
+        self._started = []
         self._session.drop()
 
     def _finish(self) -> None:
         """Run the routines of all buckets to their ends, and end the step."""
-        averages, self._averages = self._averages, []
-        with self._session.on_all_streams(averages[0][0].device):
+        buckets, self._started = self._started, []
+        with self._session.on_all_streams(buckets[0].buffer.device):
             self._session.finish("round")
-            sparse = [buffer._values() for buffer, _ in averages if buffer.is_sparse]
-            self._session.end(self._session.is_skipped(sparse))
+            sparse = [bucket.buffer._values() for bucket in buckets if bucket.buffer.is_sparse]
+            self._session.end(skipped := self._session.is_skipped(sparse))
         # A future records an event of the current stream, which now waits for the home stream. DDP waits for the event.
-        for buffer, future in averages:
-            future.set_result(buffer)
+        for bucket in buckets:
+            bucket.future.set_result(bucket.buffer)
+        # The hook runs outside of a backward pass on a rank that has joined. DDP queues its own callback, which writes
+        # the gradients, after the last hook: a callback that is queued by a callback comes behind it.
+        if not skipped and torch._C._current_graph_task_id() != -1:
+            queue_callback(lambda: queue_callback(lambda: self._take_back(buckets)))
+
+    def _take_back(self, buckets: list["_Started"]) -> None:
+        """Add to the residuals the averages that DDP has discarded. Called when it has written the others."""
+        for bucket in buckets:
+            discarded = bucket.discarded()
+            if discarded:
+                with self._session.on_stream_of(bucket.buffer):
+                    self._session.take_back(bucket.plan, discarded)
 
     def _connect(self, device: torch.device) -> None:
         """Connect to the ranks of the group, unless the last step had the same group."""
@@ -209,6 +227,35 @@ class HookState:
         """Average the gradient of an embedding with sparse=True, which has a bucket of its own, uncompressed."""
         self.traffic.bytes_dense += nbytes_of(gradient)
         return (yield Mean(gradient))
+
+
+@dataclass
+class _Started:
+    """A bucket whose averages are in progress, or done."""
+
+    buffer: Tensor  # of DDP
+    future: Future  # DDP waits for it
+    plan: Plan
+    averages: list[Tensor]  # in the buffer, by parameter; none if it is sparse
+    versions: list[int | None]  # `_version` of the parameters' gradients when DDP had filled the buffer
+
+    def discarded(self) -> dict[int, Tensor]:
+        """The averages that DDP has not written to gradients, less those gradients. By the parameter's number."""
+        found = {}
+        for i, (parameter, average) in enumerate(zip(self.plan.parameters, self.averages)):
+            if _version(parameter) == self.versions[i]:
+                gradient = parameter.grad
+                if gradient is None:
+                    found[i] = average.float()
+                elif gradient.data_ptr() != average.data_ptr():  # else it is a view of the buffer
+                    found[i] = average.float() - gradient
+        return found
+
+
+def _version(parameter: Tensor) -> int | None:
+    """The number of in-place changes of a parameter's gradient, None without a gradient."""
+    gradient = parameter.grad
+    return None if gradient is None else gradient._version
 
 
 def _with_strides_of(parameter: Tensor, gradient: Tensor) -> Tensor:

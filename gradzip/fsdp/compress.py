@@ -18,7 +18,7 @@ import contextlib
 import functools
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..averaging.buckets import Plan
 from ..averaging.handshake import differences
-from ..averaging.session import Session
+from ..averaging.session import Session, queue_callback
 from ..collectives.traffic import Traffic
 from ..memory.streams import use_on_current_stream
 from ..methods.base.compressor import Compressor
@@ -164,7 +164,7 @@ class ReplicaAverages:
                 "compress: got gradients outside of a backward pass, as from torch's pipeline schedules, expected them "
                 "within backward(): the end of the step is that of the backward pass"
             )
-        _queue_callback(self._end_pass)
+        queue_callback(self._end_pass)
         self._backward = number
 
     def _check_unsharded(self) -> None:
@@ -211,7 +211,7 @@ class ReplicaAverages:
                 "checkpoint(use_reentrant=True), where a step has no single end; expected use_reentrant=False"
             )
         # A callback that is queued by a callback comes behind all that were queued while gradients were computed.
-        _queue_callback(self._finish)
+        queue_callback(self._finish)
 
     def _finish(self) -> None:
         """End the step. Called at the end of a backward pass, after FSDP has called all hooks."""
@@ -269,8 +269,3 @@ class ReplicaAverages:
                 )
         named = dict(pair for shards in self._modules for pair in shards.named_parameters())
         self._session.connect(engine, named, "handshake")
-
-
-def _queue_callback(callback: Callable[[], None]) -> None:
-    """Have torch call a function at the end of the current backward pass."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)

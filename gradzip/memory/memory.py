@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .names import StateNames
@@ -106,6 +107,18 @@ class Memory:
             for field in self.rank_local:
                 vars(state).pop(field, None)
             state.residual = None
+
+    def add_to_residual(self, name: str, value: Tensor) -> None:
+        """Add a tensor to the residual of a parameter. Its loss scale is that of the current step."""
+        state = self.find(name)
+        if state is None:
+            state = self.states[name] = State(name)
+        self._rescale(state)
+        if isinstance(state, BucketState):
+            state.add_to_residual(name, value)
+        else:
+            value = value.clone(memory_format=torch.contiguous_format)
+            state.residual = value if state.residual is None else state.residual + value
 
     # --- loss scale
 

@@ -160,6 +160,14 @@ class BucketState(State):
                 vars(bucket)[key] = sum(values.values()) if key == "payload_nbytes" else max(values.values())
         return bucket
 
+    def add_to_residual(self, parameter: str, value: Tensor) -> None:
+        """Add a tensor to the residual of one parameter."""
+        numels = {name: shape.numel() for name, shape in self.shapes.items()}
+        if self.residual is None:
+            self.residual = value.new_zeros(sum(numels.values())).view(self.joined_shape)
+        pieces = self.residual.view(-1).split(list(numels.values()))
+        dict(zip(numels, pieces))[parameter].add_(value.reshape(-1))
+
     def split(self) -> dict[str, State]:
         """Split into the states of the parameters, with tensors of their own."""
         states = {parameter: State(parameter, self.rank, self.size) for parameter in self.shapes}

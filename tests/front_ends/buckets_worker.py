@@ -10,7 +10,7 @@ import gradzip
 from contract import gradient
 from gradzip.engines.horovod import HorovodEngine
 from gradzip.horovod import front_end
-from harness import backward, main, on_request, parameters, scenario
+from harness import backward, main, on_request, parameters, residuals, scenario
 
 SHAPES = {"a": (40, 60), "b": (48,), "c": (30, 40), "d": (12, 10, 3, 3), "e": (64, 32), "f": (50, 50), "g": (30, 50)}
 CAP_MB = 0.015
@@ -31,15 +31,6 @@ def optimizer(named, compressor, reverse=False, **arguments):
     tensors = list(named.values())
     sgd = torch.optim.SGD(tensors[::-1] if reverse else tensors, lr=0.5)
     return hvd.DistributedOptimizer(sgd, named_parameters=named.items(), compression=compressor, **arguments)
-
-
-def residuals(compressor):
-    """This rank's residuals by parameter, with what it keeps as the owner of a partition. Ends the training."""
-    left = {}
-    for part in compressor.parts:
-        part.memory.split_all_buckets()
-        left |= {name: state.take_residual() for name, state in part.states.items()}
-    return {name: residual for name, residual in left.items() if residual is not None}
 
 
 class Launches:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradzip
 import harness
 import kinds
-from harness import main, message, on_request, scenario
+from harness import main, message, on_request, residuals, scenario
 
 SHAPES = [(64, 64), (300,), (40, 3, 3, 3), (33, 129), (7,), (50, 40), (48, 48), (3, 500)]
 STEPS = 4
@@ -290,6 +290,37 @@ def unused(rank, size):
     job = Job(gradzip.QSGD(), find_unused_parameters=True)
     averages = [job.step(rank, step, skip=(3, 5) if rank == 0 else (5,)) for step in range(2)]
     return {"averages": averages, "buckets": job.buckets}
+
+
+TAKEN_BACK = [
+    "topk:theta=0.9",
+    "topk:theta=0.9,exchange=scatter_reduce",
+    "acpsgd",
+    "onebit",
+    "phases:0=topk(theta=0.9),2=none",
+]
+ZEROING = {"none": {}, "zeros": {"set_to_none": False}, "never": None}  # arguments of `zero_grad`, if it is called
+
+
+@scenario
+def taken_back(rank, size):
+    """No rank uses layers 3 and 5 from step 2 on. Sums of what each step has added to gradients; the last residuals."""
+    results = {}
+    for spec in TAKEN_BACK:
+        for views in (False, True):
+            for zeroing, arguments in ZEROING.items():
+                job = Job(gradzip.parse(spec), find_unused_parameters=True, gradient_as_bucket_view=views)
+                sums = [torch.zeros(s) for s in SHAPES]
+                for step in range(STEPS):
+                    if arguments is not None:
+                        job.ddp.zero_grad(**arguments)
+                    before = job.averages()
+                    job.loss(rank, step, skip=(3, 5) if step > 1 else ()).backward()
+                    for total, average, old in zip(sums, job.averages(), before):
+                        if average is not None:
+                            total += average if old is None else average - old
+                results[f"{spec} {views} {zeroing}"] = sums, residuals(job.state.compressor)
+    return results
 
 
 @scenario

@@ -27,7 +27,9 @@ from ddp_worker import (
     RINGS,
     SHAPES,
     STEPS,
+    TAKEN_BACK,
     THETAS,
+    ZEROING,
     gradient,
     table_gradient,
 )
@@ -300,6 +302,18 @@ def test_unused_parameters(world):
         del wanted[-1][5]
     assert_equal(per_rank, wanted)
     assert all(averages[5] is None for run in per_rank for averages in run)
+
+
+@pytest.mark.parametrize("spec", TAKEN_BACK)
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("zeroing", ZEROING)
+def test_nothing_of_a_residual_is_lost_in_averages_that_ddp_discards(world, spec, views, zeroing):
+    size, results = world
+    (sums, _), *_ = per_rank = [result[f"{spec} {views} {zeroing}"] for result in results["taken_back"]]
+    for i, total in enumerate(sums):
+        wanted = sum(sum(gradients(range(size), step, i)) for step in range(STEPS if i not in (3, 5) else 2)) / size
+        kept = [residuals.get(f"layers.{i}", torch.zeros(SHAPES[i])) for _, residuals in per_rank]
+        torch.testing.assert_close(total + sum(kept) / size, wanted, rtol=0, atol=2e-5)
 
 
 def test_frozen_parameters(world):

@@ -6,6 +6,7 @@ starts it.
 """
 
 import contextlib
+import copy
 import os
 import sys
 from datetime import timedelta
@@ -97,6 +98,17 @@ def message(function, *arguments):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def residuals(compressor):
+    """This rank's residuals by parameter, without the loss scale, with what it keeps as the owner of a partition."""
+    found = {}
+    for part in copy.deepcopy(compressor).parts:
+        part.memory.split_all_buckets()
+        for name, state in part.states.items():
+            if (residual := state.take_residual()) is not None:
+                found[name] = found.get(name, 0) + residual / getattr(state, "loss_scale", 1.0)
+    return found
 
 
 def parameters(shapes, dtype=torch.float32):
