@@ -31,7 +31,8 @@ class ResultsError(Exception):
 def provenance(device: str = "cpu") -> dict[str, object]:
     """Versions, the commit, and the processor or GPU.
 
-    The commit ends in -dirty if files were changed, and is empty without a checkout or without git.
+    The commit ends in -dirty if files were changed, and is empty without a checkout or without git. In stored results,
+    "before COMMIT" stands for one that is not in this repository.
     """
     # Shaped networks need root, for whom git refuses to describe another user's checkout.
     describe = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty"]

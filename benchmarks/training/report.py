@@ -24,11 +24,13 @@ from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, ROOT, ResultsError, replace_block, write_json, write_whole
 from benchmarks.common.tables import markdown
 from benchmarks.training.results import cells, table
-from benchmarks.training.variants import FRONT_ENDS, STOCK, bandwidth, compression, label
+from benchmarks.training.variants import FRONT_ENDS, FSDP, STOCK, bandwidth, compression, label
 
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 TRAINING, ACCURACY = RESULTS / "training_cpu.json", RESULTS / "accuracy_digits.json"
+HOSTS = RESULTS / "training_hosts_cpu.json"
 START = "<!-- table: python -m benchmarks.training.report --write -->\n\n"
+HOSTS_START = "<!-- table of hosts: python -m benchmarks.training.report --write -->\n\n"
 
 MODELS = {"alexnet": "AlexNet", "resnet18": "ResNet-18"}
 RATE, RANKS = "1gbit", 2  # of README's table
@@ -49,6 +51,14 @@ SUMMARY = {  # columns of the table in docs/benchmarks.md: the fastest of these 
     "`QSGD(coding=packed)`": ("horovod:qsgd:coding=packed", "ddp:qsgd:coding=packed"),
     "`Auto()`": ("horovod:auto", "ddp:auto"),
     "no communication": ("compute",),
+}
+
+ON_HOSTS = {  # columns of the table of two hosts
+    "compute": "no communication",
+    "ddp-fp16": "DDP, torch's fp16 hook",
+    "ddp:hierarchical:inner=acpsgd(rank=4)": "DDP, `Hierarchical(ACPSGD(rank=4))`",
+    "fsdp": "FSDP2's own averages",
+    "fsdp:acpsgd": "FSDP2, `ACPSGD()`",
 }
 
 
@@ -113,6 +123,23 @@ def summary(training: dict) -> str:
     return "\n".join(markdown(["model", "ranks", "network", *SUMMARY], lines, left=3)) + "\n"
 
 
+def hosts_table(training: dict) -> str:
+    """The text between the marks of two hosts in docs/benchmarks.md: ms per step and × fp16, then bytes on the link."""
+
+    def time(variant: str, row: dict) -> str:
+        return f"{row['ms']:.0f}" + (f" ({row['times_fp16']:.2f} ×)" if ":" in variant or variant == FSDP else "")
+
+    lines, sent = [], {}
+    for (model, rate, _), rows in cells(training["rows"]):
+        measured = {row["variant"]: row for row in rows}
+        link = "unlimited" if rate == "none" else bandwidth(rate)
+        lines.append([MODELS.get(model, model), link, *(time(name, measured[name]) for name in ON_HOSTS)])
+        if rate != "none":
+            sent[model] = [f"{measured[name]['wire_bytes'] / 1e6:.3f}" for name in ON_HOSTS]
+    lines += [[MODELS.get(model, model), "MB on it", *megabytes] for model, megabytes in sent.items()]
+    return "\n".join(markdown(["model", "link", *ON_HOSTS.values()], lines, left=2)) + "\n"
+
+
 def fixed_choices(front: str) -> list[str]:
     """The variants of a front end that `Auto` is compared with: uncompressed, fp16, and what it chose from."""
     return [front, f"{front}-fp16", *(f"{front}:{spec}" for spec in AUTO)]
@@ -169,10 +196,14 @@ def pages() -> dict[Path, str]:
     return {path.with_suffix(".md"): page(path) for path in sorted(files)}
 
 
-def blocks() -> dict[Path, str]:
-    """The text between the marks of README.md and docs/benchmarks.md."""
+def blocks() -> dict[tuple[Path, str], str]:
+    """(page, mark) -> the text after the mark: in README.md, and two in docs/benchmarks.md."""
     training = json.loads(TRAINING.read_text())
-    return {README: block(training, json.loads(ACCURACY.read_text())), PAGE: summary(training)}
+    return {
+        (README, START): block(training, json.loads(ACCURACY.read_text())),
+        (PAGE, START): summary(training),
+        (PAGE, HOSTS_START): hosts_table(json.loads(HOSTS.read_text())),
+    }
 
 
 def store_accuracy(path: Path) -> None:
@@ -196,8 +227,8 @@ def main() -> None:
     for path, content in pages().items():
         write_whole(path, content)
     try:
-        for path, content in blocks().items():
-            replace_block(path, START, content)
+        for (path, start), content in blocks().items():
+            replace_block(path, start, content)
     except ResultsError as error:
         parser.fail(str(error))
 

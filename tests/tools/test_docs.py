@@ -90,8 +90,8 @@ def test_compression_ratios_are_those_of_the_code():
 
 def test_training_tables_are_those_of_the_results():
     refill = "run python -m benchmarks.training.report --write"
-    for path, block in report.blocks().items():
-        assert path.read_text().partition(report.START)[2].partition(END)[0] == block, refill
+    for (path, start), block in report.blocks().items():
+        assert path.read_text().partition(start)[2].partition(END)[0] == block, refill
     pages = report.pages()
     assert len(pages) > 5 and set(pages) == set(report.RESULTS.glob("*.md")), refill
     for path, page in pages.items():

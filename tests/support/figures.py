@@ -1,0 +1,802 @@
+"""The figures of README.md and docs/ that follow from stored results, and the numbers that nobody measured.
+
+`STATED`: (page, sentence with fields, what fills the fields). `GIVEN`: page -> phrases with numbers that are no
+measurements. tests/tools/test_figures.py compares both with the pages.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable
+from statistics import fmean
+from typing import Any
+
+import torch
+
+import gradzip
+from benchmarks import transforms
+from benchmarks.common.results import RESULTS
+from benchmarks.training.results import cells
+from gradzip.methods.gradiveq import best_slice_size
+from models import MODELS
+
+Stated = tuple[str, str, Callable[[], tuple[Any, ...]]]
+README, ACCURACY, BENCHMARKS, RESULTS_PAGE = "README.md", "docs/accuracy.md", "docs/benchmarks.md", "docs/results.md"
+LINKS, METHODS, TRANSFORMS, ADVISE = "docs/links.md", "docs/methods.md", "docs/transforms.md", "docs/advise.md"
+
+
+@functools.cache
+def load(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def extremes(values: Iterable[float]) -> tuple[float, float]:
+    values = list(values)
+    return min(values), max(values)
+
+
+# Studies of accuracy
+
+
+def runs(study: str, recipe: str, method: str) -> list[dict]:
+    """The runs of a method at the learning rate of the study, of which it has one."""
+    of_study = load(f"convergence_{study}.json")["runs"]
+    found = [run for run in of_study if (run["recipe"], run["method"]) == (recipe, method)]
+    assert found and len({run["lr"] for run in found}) == 1, (study, recipe, method)
+    return found
+
+
+def score(study: str, recipe: str, method: str, epoch: int = -1) -> float:
+    """The mean over the seeds, after an epoch."""
+    return fmean(run["scores"][epoch] for run in runs(study, recipe, method))
+
+
+def behind(study: str, recipe: str, method: str, without: str = "none") -> float:
+    """How much worse a method ends than another: points, or bits per character."""
+    return abs(score(study, recipe, method) - score(study, recipe, without))
+
+
+def train_loss(study: str, recipe: str, method: str) -> float:
+    """The last training loss, mean over the seeds."""
+    return fmean(run["train_losses"][-1][-1] for run in runs(study, recipe, method))
+
+
+def test_loss_above(method: str) -> float:
+    """Of the text with BlockFloat: how much the mean test loss is above that without compression, %."""
+    mine, none = (fmean(r["test_losses"][-1] for r in runs("block_float", "text", m)) for m in (method, "none"))
+    return 100 * (mine / none - 1)
+
+
+def fewer(study: str, recipe: str, method: str) -> float:
+    """Bytes of float32 gradients for each byte sent."""
+    sent, plain = (fmean(run["payload_bytes"][-1] if isinstance(run["payload_bytes"], list) else run["payload_bytes"]
+                         for run in runs(study, recipe, name)) for name in (method, "none"))  # fmt: skip
+    return plain / sent
+
+
+# Training steps
+
+
+def steps(file: str, **where: Any) -> list[dict]:
+    """The rows of a file with steps, where fields have these values."""
+    rows = load(file)["rows"]
+    return [row for row in rows if "ms" in row and all(row[key] == value for key, value in where.items())]
+
+
+def step(file: str, variant: str, **where: Any) -> dict:
+    (row,) = steps(file, variant=variant, **where)
+    return row
+
+
+def of_gradzip(rows: Iterable[dict], without_fp16: bool = True) -> list[dict]:
+    return [r for r in rows if ":" in r["variant"] and not (without_fp16 and r["variant"].endswith(":fp16"))]
+
+
+def slow_cells(rate: str) -> list[tuple[list[dict], dict[str, float]]]:
+    """The cells of a rate: rows of gradzip's methods, and ms of each variant."""
+    of_rate = cells(steps("training_cpu.json", rate=rate))
+    return [(of_gradzip(rows), {row["variant"]: row["ms"] for row in rows}) for _, rows in of_rate]
+
+
+def fp16(ms: dict[str, float]) -> float:
+    """The faster of the two stock averages in 16 bits."""
+    return min(ms[name] for name in ("ddp-fp16", "horovod-fp16") if name in ms)
+
+
+def fp32(ms: dict[str, float]) -> float:
+    return min(ms[name] for name in ("ddp", "horovod") if name in ms)
+
+
+def fastest_against(stock: Callable[[dict[str, float]], float]) -> tuple[float, float]:
+    """The least and the most that the fastest method wins at 100 Mb/s."""
+    return extremes(stock(ms) / min(row["ms"] for row in rows) for rows, ms in slow_cells("100mbit"))
+
+
+def fastest_over_fp16(model: str) -> float:
+    """Of the fastest method over fp16 at 1 Gb/s with two ranks, %."""
+    rows = steps("training_cpu.json", model=model, rate="1gbit", ranks=2)
+    ms = {row["variant"]: row["ms"] for row in rows}
+    return 100 * (fp16(ms) / min(row["ms"] for row in of_gradzip(rows)) - 1)
+
+
+def on_fast_networks() -> list[float]:
+    """The steps of all methods at 10 Gb/s and unshaped, divided by that of stock Horovod."""
+    rows = [row for rate in ("10gbit", "none") for row in steps("training_cpu.json", rate=rate)]
+    return [
+        row["ms"] / next(r["ms"] for r in of_cell if r["variant"] == "horovod")
+        for _, of_cell in cells(rows)
+        for row in of_gradzip(of_cell, without_fp16=False)
+    ]
+
+
+def block_float(front: str, spec: str) -> tuple[float, float]:
+    """The least and the most that it is faster than fp16 with the same front end."""
+    rows = load("training_block_float_cpu.json")["rows"]
+    quotients = []
+    for _, of_cell in cells(rows):
+        ms = {row["variant"]: row["ms"] for row in of_cell if "ms" in row}
+        if f"{front}:{spec}" in ms:
+            quotients.append(ms[f"{front}-fp16"] / ms[f"{front}:{spec}"])
+    return extremes(quotients)
+
+
+def setting(value: str | None, variant: str, key: str) -> float:
+    """A figure of ResNet-18 with a value of HOROVOD_CYCLE_TIME."""
+    for run in load("horovod_settings.json")["runs"]:
+        if run["provenance"]["environment"] == ({"HOROVOD_CYCLE_TIME": value} if value else {}):
+            return next(row[key] for row in run["rows"] if row["variant"] == variant)
+    raise KeyError(value)
+
+
+LINK_RATES = "none", "1gbit", "250mbit"
+HOSTS, HIERARCHICAL = "training_hosts_cpu.json", "ddp:hierarchical:inner=acpsgd(rank=4)"
+
+
+def on_hosts(variant: str, rate: str, model: str = "resnet18") -> float:
+    return step(HOSTS, variant, rate=rate, model=model)["ms"]
+
+
+def codec_ms(model: str) -> list[float]:
+    """Of BlockFloat: ms that a step spends in its own code."""
+    return [row["compression_ms"] for row in of_gradzip(steps("training_block_float_cpu.json", model=model))]
+
+
+def missed_goals() -> tuple[int, int]:
+    """Of the kernels: goals that are missed, and goals."""
+    goals = [
+        goal
+        for row in load("kernels_cpu.json")["rows"]
+        for goal in (
+            row["most_copies"] and row["copies"] > row["most_copies"],
+            row["least_speedup"] and row["speedup"] < row["least_speedup"],
+        )
+        if goal is not None
+    ]
+    return sum(goals), len(goals)
+
+
+def copies(*names: str) -> tuple[float, ...]:
+    by_name = {row["name"]: row["copies"] for row in load("kernels_cpu.json")["rows"]}
+    return tuple(by_name[name] for name in names)
+
+
+def kernel_speedup(name: str) -> float:
+    return next(row["speedup"] for row in load("kernels_cpu.json")["rows"] if row["name"] == name)
+
+
+def ring(rate: str, name: str, key: str) -> float:
+    return next(row[key] for row in load("ring_cpu.json")["rows"] if (row["rate"], row["ring"]) == (rate, name))
+
+
+# Bytes, and GradiVeQ
+
+GRADIVEQ_FILES = "gradiveq.json", "gradiveq_seed1.json"
+
+
+@functools.cache
+def ratio(spec: str) -> float:
+    """Bytes of float32 for each byte sent of a gradient of random numbers."""
+    gradient = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+    return gradient.nbytes / gradzip.roundtrip(gradzip.parse(spec), gradient)[1]
+
+
+def lost(basis: tuple[int, float, int | None], channels: int) -> list[float]:
+    """The energy that a basis loses in the first ten steps."""
+    rows = [row for file in GRADIVEQ_FILES for row in load(file)["lost"]]
+    wanted = (*basis, channels)
+    return [row["own"][0] for row in rows if (row["samples"], row["loss"], row["reuse"], row["channels"]) == wanted]
+
+
+def gradiveq(file: int, run: int) -> tuple[float, float, float, float]:
+    """Of a run: the share of compressed gradients, the mean of what they lost, the ratio, the training loss."""
+    found = load(GRADIVEQ_FILES[file])["runs"][run]
+    lost = [point["lost"] for point in found["points"] if "lost" in point]
+    compressed = fmean(point["compressed"] for point in found["points"])
+    return compressed, fmean(lost) if lost else 0.0, found["ratio"], found["train_loss"]
+
+
+def sampling_memory() -> tuple[float, float]:
+    """Of a ResNet-18: MB, and times the model."""
+    shapes = [parameter.shape for parameter in MODELS["resnet18"].build(3, 10).parameters()]
+    stored = sum(4 * best_slice_size(shape) * 100 for shape in shapes if len(shape) == 4)
+    return stored / 1e6, stored / sum(4 * shape.numel() for shape in shapes)
+
+
+# Transforms
+
+STUDY = "transforms.json"
+LAYERS, KERNELS = "mean of layers", "convolution 3x3"
+
+
+def gradients(*models: str) -> list[dict]:
+    return [x for x in load(STUDY)["gradients"] if x["model"] in models or not models]
+
+
+def error(
+    x: dict, transform: str, code: str = "rice 1024", bits: int = 6, rate: float = 1.0, kind: str = LAYERS
+) -> float | None:
+    wanted = (transform, code, bits)
+    rows = (r for r in x["rows"] if (r.get("transform"), r.get("indices"), r.get("bits")) == wanted)
+    errors = next(rows, {"errors": {}})["errors"].get(kind)
+    return errors and errors[load(STUDY)["rates"].index(rate)]
+
+
+def measured(x: dict, method: str, rate: float = 1.0) -> float:
+    errors = next(r["errors"][LAYERS] for r in x["rows"] if r.get("method", "").startswith(method))
+    return errors[load(STUDY)["rates"].index(rate)]
+
+
+def against_method(other: str, *models: str, rate: float = 1.0) -> tuple[float, float]:
+    return extremes(measured(x, "dct-range", rate) / measured(x, other, rate) for x in gradients(*models))
+
+
+def against(transform: str, other: str, *models: str, kind: str = LAYERS, **mine: Any) -> tuple[float, float]:
+    """The least and the most of the quotients of errors at 1 bit per element."""
+    pairs = ((error(x, transform, kind=kind, **mine), error(x, other, kind=kind)) for x in gradients(*models))
+    return extremes(a / b for a, b in pairs if a and b)
+
+
+def by_network(transform: str, other: str) -> tuple[float, float]:
+    """How much the mean error of a network's steps differs from that of another transform, %: least and most."""
+
+    def mean(name: str, model: str) -> float:
+        return fmean(error(x, name) for x in gradients(model))
+
+    models = sorted({x["model"] for x in gradients()})
+    return extremes(100 * (mean(transform, model) / mean(other, model) - 1) for model in models)
+
+
+def bits_above_best(bits: int) -> tuple[float, float]:
+    """Of the DCT by shape, mean over all gradients, at ½, 1 and 2 bits per element: above the best number, %."""
+
+    def quotient(x: dict, rate: float) -> float:
+        best = min(error(x, "dct kernel", bits=b, rate=rate) for b in (4, 5, 6, 7, 8, 10, 12))
+        return error(x, "dct kernel", bits=bits, rate=rate) / best
+
+    return extremes(100 * (fmean(quotient(x, rate) for x in gradients()) - 1) for rate in (0.5, 1.0, 2.0))
+
+
+def most_gained(*kinds: str) -> float:
+    """By any transform, on gradients of such layers: less error than without, at ½, 1 or 2 bits per element, %."""
+    shares = [
+        mine / plain
+        for x in gradients()
+        for rate in (0.5, 1.0, 2.0)
+        for kind in kinds
+        if (plain := error(x, "identity", kind=kind, rate=rate))
+        for row in x["rows"]
+        if (mine := "transform" in row and error(x, row["transform"], kind=kind, rate=rate))
+    ]
+    return 100 * (1 - min(shares))
+
+
+def percent(bounds: tuple[float, float]) -> tuple[float, float]:
+    """Quotients as differences, %."""
+    return 100 * (bounds[0] - 1), 100 * (bounds[1] - 1)
+
+
+RESNETS = ("resnet20", "resnet18")
+
+STATED: list[Stated] = [
+    # README
+    (
+        README,
+        "brought `ACPSGD()` on ResNet-18 from {:.2f} to {:.2f} of the upper bound",
+        lambda: tuple(setting(value, "horovod:acpsgd", "share_of_ideal") for value in (None, "20")),
+    ),
+    (README, "up to {:.0f} times as fast as fp32 at 100 Mb/s", lambda: fastest_against(lambda ms: ms["horovod"])[1:]),
+    (
+        README,
+        "ends twelve epochs at {:.1f} % without compression, at {:.1f} % with `FFTRange()`, at {:.1f} % with "
+        "`PowerSGD()` and at {:.1f} % with `ACPSGD()`: means of two seeds",
+        lambda: tuple(score("long", "images", m) for m in ("none", "fft-range", "powersgd", "acpsgd")),
+    ),
+    (
+        README,
+        "| `gradiveq` | `GradiVeQ` | {:.2f} to {:.1f} in a run |",
+        lambda: extremes(
+            [
+                *(r["ratio"] for r in load("gradiveq.json")["runs"] if r["compression"].startswith("gradiveq")),
+                *(fewer(study, "images", GRADIVEQ) for study in ("default", "quick")),
+            ]
+        ),
+    ),
+    (
+        README,
+        "A small transformer ends at {:.2f} bits per character, and at {:.2f}, with {:.0f} times fewer bytes; "
+        "without compression AdamW ends at {:.2f}.",
+        lambda: (
+            score("default", "text-momentum", TOPK4),
+            score("default", "text-betas", TOPK4),
+            fewer("default", "text-momentum", TOPK4),
+            score("default", "text", "none"),
+        ),
+    ),
+    (
+        README,
+        "a larger one by {:.2f} bits after 245 steps",
+        lambda: (score("full", "text-momentum", TOPK4) - score("full", "text", "none"),),
+    ),
+    (
+        README,
+        "`QSGD()` ends at {:.2f}, `ACPSGD()` at {:.2f}",
+        lambda: (score("default", "text", "qsgd"), score("default", "text", "acpsgd:rank=4")),
+    ),
+    (
+        README,
+        "it ended {:.1f} points behind no compression on CIFAR-10. Without error feedback, as in its paper, it ended "
+        "{:.1f} points behind",
+        lambda: (behind("long", "images", "fft-range"), behind("long", "images", PAPERS_FFT)),
+    ),
+    # docs/accuracy.md
+    (
+        ACCURACY,
+        "ends at {:.2f} bits per character with `TopK(theta=0.99)`, and at {:.2f} without compression",
+        lambda: (score("default", "text", "topk"), score("default", "text", "none")),
+    ),
+    *(
+        (
+            ACCURACY,
+            f"| {method} | {optimizer} | {{:.3f}} | {{:.0f}} |",
+            lambda recipe=recipe, spec=spec: (score("default", recipe, spec), fewer("default", recipe, spec)),
+        )
+        for method, optimizer, recipe, spec in (
+            ("no compression", "`AdamW`, β = (0.9, 0.95)", "text", "none"),
+            ("`TopK(theta=0.99)`", "`AdamW`, β = (0.9, 0.95)", "text", "topk"),
+            ("no compression", "`AdamW`, β = (0.3, 0.99)", "text-betas", "none"),
+            ("`TopK(theta=0.96, bits=4)`", "`AdamW`, β = (0.3, 0.99)", "text-betas", "topk:theta=0.96,bits=4"),
+            ("no compression", "`AdaMomentum`, β = (0.7, 0.98)", "text-momentum", "none"),
+            ("`TopK(theta=0.96, bits=4)`", "`AdaMomentum`, β = (0.7, 0.98)", "text-momentum", "topk:theta=0.96,bits=4"),
+            ("`QSGD()`", "`AdamW`, β = (0.9, 0.95)", "text", "qsgd"),
+            ("`QSGD()`", "`AdaMomentum`, β = (0.7, 0.98)", "text-momentum", "qsgd"),
+        )
+    ),
+    (
+        ACCURACY,
+        "`ACPSGD(rank=4)` ends at {:.2f} with β = (0.3, 0.99), and at {:.2f} with `AdaMomentum`",
+        lambda: tuple(score("default", recipe, "acpsgd:rank=4") for recipe in ("text-betas", "text-momentum")),
+    ),
+    (
+        ACCURACY,
+        "{:.1f} % without, {:.1f} % without error feedback either",
+        lambda: tuple(
+            score("quick", "images", f"acpsgd:{a}") for a in ("reuse=false", "error_feedback=false,reuse=false")
+        ),
+    ),
+    (
+        ACCURACY,
+        "`PowerSGD` is {:.2f} points behind after four epochs and {:.2f} after twelve, `ACPSGD` {:.2f} and {:.2f}. "
+        "The training loss is behind, too ({:.2f} and {:.2f} at the end, {:.2f} without compression)",
+        lambda: (
+            *(behind(study, "images", m) for m in ("powersgd", "acpsgd") for study in ("default", "long")),
+            *(train_loss("long", "images", m) for m in ("powersgd", "acpsgd", "none")),
+        ),
+    ),
+    (
+        ACCURACY,
+        "it is {:.1f} points behind after four epochs, and {:.1f} after twelve. **With error feedback, the "
+        "default, `FFTRange()` is {:.2f} behind**, less than its two seeds differ ({:.1f} and {:.1f}), with {:.0f} "
+        "times fewer bytes",
+        lambda: (
+            behind("default", "images", PAPERS_FFT),
+            behind("long", "images", PAPERS_FFT),
+            behind("long", "images", "fft-range"),
+            *sorted(run["scores"][-1] for run in runs("long", "images", "fft-range")),
+            fewer("long", "images", "fft-range"),
+        ),
+    ),
+    (
+        ACCURACY,
+        "{:.1f} points after four epochs, {:.1f} after twelve",
+        lambda: (behind("default", "images", "qsgd"), behind("long", "images", "qsgd")),
+    ),
+    (
+        ACCURACY,
+        "the test losses differ by at most {:.3f} %",
+        lambda: (
+            max(
+                abs(100 * (a["test_losses"][-1] / b["test_losses"][-1] - 1))
+                for a, b in zip(runs("block_float", "text", "block-float"), runs("block_float", "text", "none"))
+            ),
+        ),
+    ),
+    (ACCURACY, "{:.1f} to {:.1f} % of the test loss on text", lambda: extremes(map(test_loss_above, FOUR_BITS))),
+    (
+        ACCURACY,
+        "ends {:.1f} % above the loss without compression, the default, stochastic rounding, {:.1f} %",
+        lambda: (test_loss_above("block-float:bits=4,rounding=nearest"), test_loss_above("block-float:bits=4")),
+    ),
+    (
+        ACCURACY,
+        "Without error feedback, stochastic rounding costs {:.1f} %",
+        lambda: (test_loss_above("block-float:bits=4,error_feedback=false"),),
+    ),
+    (
+        ACCURACY,
+        "without the first it ends {:.1f} points behind, without the second {:.1f}",
+        lambda: (
+            behind("default", "images", "acpsgd:error_feedback=false"),
+            behind("default", "images", "acpsgd:reuse=false"),
+        ),
+    ),
+    (
+        ACCURACY,
+        "recovers {:.1f} of the {:.1f} points",
+        lambda: (behind("default", "images", SCHEDULE, FFT_90), behind("default", "images", FFT_90)),
+    ),
+    (
+        ACCURACY,
+        "`PowerSGD`, `DCTRange(theta=0.95)` and `QSGD()` come closest, with {:.0f}, {:.0f} and {:.0f} times fewer "
+        "bytes; so does `GradiVeQ`, with hardly fewer ({:.2f} times)",
+        lambda: tuple(fewer("default", "images", m) for m in ("powersgd", "dct-range:theta=0.95", "qsgd", GRADIVEQ)),
+    ),
+    (
+        ACCURACY,
+        "is {:.2f} bits per character behind AdamW without compression, and {:.2f} ahead of `ACPSGD(rank=4)`",
+        lambda: (
+            score("full", "text-momentum", TOPK4) - score("full", "text", "none"),
+            score("full", "text", "acpsgd:rank=4") - score("full", "text-momentum", TOPK4),
+        ),
+    ),
+    (
+        ACCURACY,
+        "seed 0 ends at {:.2f} % here, and at {:.2f} % in the default study",
+        lambda: tuple(
+            next(run["scores"][-1] for run in runs(s, "images", "none") if run["seed"] == 0)
+            for s in ("block_float", "default")
+        ),
+    ),
+    # docs/advise.md
+    (
+        ADVISE,
+        "`ACPSGD()` ends {:.2f} bits per character behind no compression, with SGD {:.1f} points of test accuracy",
+        lambda: (behind("default", "text", "acpsgd:rank=4"), behind("long", "images", "acpsgd")),
+    ),
+    # docs/benchmarks.md
+    (
+        BENCHMARKS,
+        "the fastest method is {:.1f} to {:.0f} times as fast as fp32, and {:.1f} to {:.0f} times as fast as fp16",
+        lambda: (*fastest_against(fp32), *fastest_against(fp16)),
+    ),
+    (
+        BENCHMARKS,
+        "{:.0f} % over fp16 on ResNet-18, and {:.0f} % on charlm",
+        lambda: (fastest_over_fp16("resnet18"), fastest_over_fp16("charlm")),
+    ),
+    (
+        BENCHMARKS,
+        "{} of {} rows with a method of gradzip are slower than stock Horovod. The slowest takes {:.1f} times as long",
+        lambda: (sum(q > 1 for q in on_fast_networks()), len(on_fast_networks()), max(on_fast_networks())),
+    ),
+    (
+        BENCHMARKS,
+        "worth {:.0f} points of the ideal",
+        lambda: (
+            100
+            * (setting("20", "horovod:acpsgd", "share_of_ideal") - setting(None, "horovod:acpsgd", "share_of_ideal")),
+        ),
+    ),
+    (
+        BENCHMARKS,
+        "With Horovod, it is {:.2f} to {:.2f} times as fast with 8 bits, and {:.2f} to {:.2f} with 4 bits.",
+        lambda: (*block_float("horovod", "block-float"), *block_float("horovod", "block-float:bits=4")),
+    ),
+    (
+        BENCHMARKS,
+        "With DDP, it is {:.2f} to {:.2f} times as fast with 8 bits, and {:.2f} to {:.2f} with 4 bits.",
+        lambda: (*block_float("ddp", "block-float"), *block_float("ddp", "block-float:bits=4")),
+    ),
+    *(
+        (
+            BENCHMARKS,
+            f"| {label} | {{:.0f}} | {{:.0f}} | {{:.0f}} |",
+            lambda value=value: (
+                setting(value, "horovod", "ms"),
+                setting(value, "horovod:acpsgd", "ms"),
+                100 * setting(value, "horovod:acpsgd", "share_of_ideal"),
+            ),
+        )
+        for label, value in (("Horovod's defaults", None), ("`HOROVOD_CYCLE_TIME=5`", "5"))
+    ),
+    (
+        BENCHMARKS,
+        "| `HOROVOD_CYCLE_TIME=20` | {:.0f} | {:.0f} | **{:.0f}** |",
+        lambda: (
+            setting("20", "horovod", "ms"),
+            setting("20", "horovod:acpsgd", "ms"),
+            100 * setting("20", "horovod:acpsgd", "share_of_ideal"),
+        ),
+    ),
+    (
+        BENCHMARKS,
+        "On ResNet-18 it reaches {:.2f}, {:.2f} and {:.2f} ×",
+        lambda: tuple(step(HOSTS, HIERARCHICAL, rate=rate, model="resnet18")["times_fp16"] for rate in LINK_RATES),
+    ),
+    (
+        BENCHMARKS,
+        "it is {:.2f} to {:.2f} times as fast on charlm, and {:.2f} to {:.2f} times on ResNet-18. It is slower than "
+        "DDP with the fp16 hook in all six cells",
+        lambda: (
+            *extremes(
+                on_hosts("fsdp", rate, "charlm") / on_hosts("fsdp:acpsgd", rate, "charlm") for rate in LINK_RATES
+            ),
+            *extremes(on_hosts("fsdp", rate) / on_hosts("fsdp:acpsgd", rate) for rate in LINK_RATES),
+        ),
+    ),
+    (
+        LINKS,
+        "FSDP2's own averages take {:.1f} times as long",
+        lambda: (on_hosts("fsdp", "250mbit") / on_hosts("fsdp", "none"),),
+    ),
+    (
+        BENCHMARKS,
+        "take {:.0f} to {:.0f} ms on ResNet-18, and {:.0f} to {:.0f} ms on AlexNet",
+        lambda: (*extremes(codec_ms("resnet18")), *extremes(codec_ms("alexnet"))),
+    ),
+    (BENCHMARKS, "{} of {} are missed", missed_goals),
+    (
+        BENCHMARKS,
+        "all but `index_code_encode` ({:.1f}) and `majority` ({:.1f}) are faster",
+        lambda: (kernel_speedup("index_code_encode 1%"), kernel_speedup("majority of 3")),
+    ),
+    (
+        BENCHMARKS,
+        "| `FFTRange`: encode, decode, both | {:.1f}, {:.1f}, {:.1f} |",
+        lambda: copies("FFTRange encode", "FFTRange decode", "FFTRange round trip"),
+    ),
+    (
+        BENCHMARKS,
+        "| `DCTRange`: encode, both | {:.1f}, {:.1f} |",
+        lambda: copies("DCTRange encode", "DCTRange round trip"),
+    ),
+    (BENCHMARKS, "| `range_float` encode and pack | {:.1f} |", lambda: copies("range_float encode+pack")),
+    (
+        BENCHMARKS,
+        "| `block_float_encode`, 8 and 4 bits | {:.1f}, {:.1f} |",
+        lambda: copies("block_float_encode 8 bits", "block_float_encode 4 bits"),
+    ),
+    (
+        BENCHMARKS,
+        "| `bitmap_code`: encode, decode | {:.1f}, {:.1f} |",
+        lambda: copies("bitmap_code_encode 15%", "bitmap_code_decode 15%"),
+    ),
+    (BENCHMARKS, "{:.1f} times as fast as torch, of 2", lambda: (kernel_speedup("orthogonalize ResNet-50 r=4"),)),
+    *(
+        (
+            BENCHMARKS,
+            f"| {name} | {{:.0f}} | {{:.1f}} | {{:.1f}} |",
+            lambda rate=rate: (
+                ring(rate, "uncompressed", "ms"),
+                ring(rate, "QSGD", "speedup"),
+                ring(rate, "subspace", "speedup"),
+            ),
+        )
+        for name, rate in (("250 Mb/s", "250mbit"), ("1 Gb/s", "1gbit"))
+    ),
+    (
+        BENCHMARKS,
+        "The step without communication takes {:.0f} ms; `FFTRange(error_feedback=False)` {:.0f} with Horovod "
+        "and {:.0f} with DDP, `DCTRange(theta=0.95)` {:.0f} and {:.0f}, torch's fp16 hook {:.0f}, "
+        "stock Horovod {:.0f}.",
+        lambda: tuple(
+            step("training_transforms_cpu.json", v)["ms"]
+            for v in (
+                "compute",
+                "horovod:" + PAPERS_FFT,
+                "ddp:" + PAPERS_FFT,
+                "horovod:dct-range:theta=0.95",
+                "ddp:dct-range:theta=0.95",
+                "ddp-fp16",
+                "horovod",
+            )
+        ),
+    ),
+    # docs/transforms.md
+    (TRANSFORMS, "{}", lambda: ("\n".join(transforms.table(gradients())),)),
+    (
+        TRANSFORMS,
+        "`DCTRange(bits=6)` has {:.2f} to {:.2f} of the error of `FFTRange(block=4096, bits=10)` on the ResNets, "
+        "and {:.2f} to {:.2f} of that of `TopK(bits=10)`. On charlm, where it has no transform, its 6 bits give it "
+        "{:.2f} to {:.2f} and {:.2f} to {:.2f}. The gain over `TopK` is smaller at fewer bits: {:.2f} to {:.2f} on "
+        "the ResNets at half a bit.",
+        lambda: (
+            *against_method("fft", *RESNETS),
+            *against_method("topk", *RESNETS),
+            *against_method("fft", "charlm"),
+            *against_method("topk", "charlm"),
+            *against_method("topk", *RESNETS, rate=0.5),
+        ),
+    ),
+    (
+        TRANSFORMS,
+        "its error is {:.2f} to {:.2f} of Top-k's on the ResNets, and {:.2f} to {:.2f} on AlexNet",
+        lambda: (
+            *against("dct kernel", "identity", *RESNETS, kind=KERNELS),
+            *against("dct kernel", "identity", "alexnet", kind=KERNELS),
+        ),
+    ),
+    (
+        TRANSFORMS,
+        "2, 4 or 8 input channels as well changes the error by {:+.0f} to {:+.0f} %, and over output channels by "
+        "{:+.0f} to {:+.0f} %",
+        lambda: (
+            *percent(
+                extremes(q for n in (2, 4, 8) for q in against(f"dct kernel x {n} inputs", "dct kernel", kind=KERNELS))
+            ),
+            *percent(
+                extremes(q for n in (2, 8) for q in against(f"dct kernel x {n} outputs", "dct kernel", kind=KERNELS))
+            ),
+        ),
+    ),
+    (
+        TRANSFORMS,
+        "Of attention, perceptrons and embeddings, no transform gains more than {:.0f} %.",
+        lambda: (most_gained("attention", "perceptron", "embedding"),),
+    ),
+    (
+        TRANSFORMS,
+        "at 1 bit, a DCT of its rows has {:.2f} to {:.2f} of the error",
+        lambda: against("dct rows", "identity", "resnet18", kind="dense"),
+    ),
+    (
+        TRANSFORMS,
+        "The error of FFTs of 128 elements differs by {:+.0f} to {:+.0f} % from that of 4096, by network, and one "
+        "FFT of each whole layer by {:+.0f} to {:+.0f} %.",
+        lambda: (*by_network("fft 128", "fft 4096"), *by_network("fft whole", "fft 4096")),
+    ),
+    (
+        TRANSFORMS,
+        "A DCT of 64 differs by {:+.0f} to {:+.0f} % from the FFT of 64, a Hadamard transform by {:+.0f} to {:+.0f} %.",
+        lambda: (*by_network("dct 64", "fft 64"), *by_network("hadamard 64", "fft 64")),
+    ),
+    (
+        TRANSFORMS,
+        "the error of the DCT by shape is {:.0f} to {:.0f} % above that of the best number of bits, on average over "
+        "the networks; with 10 bits, {:.0f} to {:.0f} %",
+        lambda: (*bits_above_best(6), *bits_above_best(10)),
+    ),
+    (
+        TRANSFORMS,
+        "FFT 64 has {:.1f} to {:.1f} times the error with a bitmap",
+        lambda: against("fft 64", "fft 64", code="bitmap"),
+    ),
+    (
+        TRANSFORMS,
+        "the DCT's error relative to Top-k's is {:.2f} at step 120 of ResNet-20, and {:.2f} at step 1500",
+        lambda: tuple(
+            error(x, "dct kernel", rate=2.0) / error(x, "identity", rate=2.0) for x in gradients("resnet20")[1:]
+        ),
+    ),
+    # docs/methods.md
+    (
+        METHODS,
+        "{:.2f} times less than float32, or 132 with `bits=4`, {:.2f} times less",
+        lambda: (1024 / 260, 1024 / 132),
+    ),
+    (
+        METHODS,
+        "{:.1f} times less than float32. The bitmap is smaller if some frequencies",
+        lambda: (ratio("fft-range"),),
+    ),
+    (
+        METHODS,
+        "{:.1f} times less than float32. The bitmap is smaller if some coefficients",
+        lambda: (ratio("dct-range"),),
+    ),
+    (
+        METHODS,
+        "`topk` needs {:.2f} bytes per kept element at theta = 0.99, or {:.2f} with `bits=8`; `dgc` {:.1f} "
+        "at theta = 0.999",
+        lambda: (400 / ratio("topk"), 400 / ratio("topk:bits=8"), 4000 / ratio("dgc")),
+    ),
+    *(
+        (
+            METHODS,
+            f"| {label} | {{:.2f}}–{{:.2f}} | {{:.2f}}–{{:.2f}} | {{:.2f}}–{{:.2f}} |",
+            lambda basis=basis: tuple(bound for channels in (16, 32, 64) for bound in extremes(lost(basis, channels))),
+        )
+        for label, basis in (
+            ("50 samples", (50, 0.01, None)),
+            ("100 samples", (100, 0.01, None)),
+            ("100 samples, `loss=0`", (100, 0.0, None)),
+            ("100 samples, `loss=0.1`", (100, 0.1, None)),
+            ("100 samples, `reuse=1`", (100, 0.01, 1)),
+        )
+    ),
+    (
+        METHODS,
+        "gradients lose up to {:.2f} more",
+        lambda: (max(row["own"][-1] - row["own"][0] for file in GRADIVEQ_FILES for row in load(file)["lost"]),),
+    ),
+    *(
+        (METHODS, f"| {label} | {{:.2f}} | {{:.2f}} | {{:.3g}} | {{:.3f}} |", lambda at=at: gradiveq(*at))
+        for label, at in (
+            ("50 | `stop=None`", (0, 1)),
+            ("50 | `stop=0.5`", (0, 3)),
+            ("100 | `stop=None`", (0, 2)),
+            ("100 | `stop=None`, `reuse=1`", (0, 5)),
+            ("100 | `stop=0.5`", (0, 4)),
+            ("100 | `stop=0.5`, `sampling=QSGD(bits=4)`", (0, 6)),
+            ("100 | `stop=0.5`, another seed", (1, 1)),
+        )
+    ),
+    (METHODS, "for comparison: `QSGD(bits=4)` | | | {:.1f} | {:.3f} |", lambda: gradiveq(0, 8)[2:]),
+    (METHODS, "for comparison: `ACPSGD()` | | | {:.1f} | {:.3f} |", lambda: gradiveq(0, 7)[2:]),
+    (
+        METHODS,
+        "while all layers are, the ratio is {:.0f} to {:.0f}",
+        lambda: extremes(
+            point["ratio"]
+            for run in load(GRADIVEQ_FILES[0])["runs"][1:3]
+            for point in run["points"]
+            if point["compressed"] == 1
+        ),
+    ),
+    (METHODS, "{:.0f} MB for a ResNet-18: {:.0f} times the model's size", sampling_memory),
+    # docs/links.md
+    *(
+        (
+            LINKS,
+            f"| with `reduce_scatter(BlockFloat(bits={bits}))` | 4 + 4 + {{:.2f}} |",
+            lambda bits=bits: (bits / 8 + 4 / 256,),
+        )
+        for bits in (8, 4)
+    ),
+]
+
+
+TOPK4, PAPERS_FFT = "topk:theta=0.96,bits=4", "fft-range:error_feedback=false"
+FFT_90 = "fft-range:theta=0.9,error_feedback=false"
+SCHEDULE = "fft-range:theta={0:0.9,50%:0.0},error_feedback=false"
+GRADIVEQ = "gradiveq:warmup_steps=10%,sample_steps=5%,compress_steps=20%"
+FOUR_BITS = [f"block-float:bits=4{more}" for more in ("", ",error_feedback=false", ",rounding=nearest")]
+
+GIVEN: dict[str, list[str]] = {
+    README: ["Apache-2.0"],
+    ACCURACY: ["drops 90 % of the frequencies", "[3.94 and 7.76 times fewer](methods.md) bytes"],
+    ADVISE: [
+        "at most 2 points of test accuracy, or 0.05 bits per character, worse",
+        "takes 95 % of the step that you have, compression cannot win more than 5 %",
+        "1 Gb/s are 125 MB/s, 10 Gb/s 1.25 GB/s, 100 Gb/s 12.5 GB/s",
+        "if ranks differ by more than 20 %",
+    ],
+    BENCHMARKS: ["a share of the ideal above 100 %"],
+    "docs/gpu.md": ["compute capabilities 8.0 and 9.0"],
+    "docs/guarantees.md": ["the median regret is at most 3 %"],
+    METHODS: [
+        "the largest 15 % of the frequencies",
+        "the largest 15 % of the coefficients",
+        "1.6 bits each",
+        "the largest 1 % and their",
+        "a random 1 %",
+        "the largest 0.1 % of",
+        "0.15·n",
+        "0.63·n",
+        "The paper's ratio of 21.3",
+        "below 0.01",
+        "hold 99 % of the variance",
+    ],
+    TRANSFORMS: ["1 and 2 bits per element", "At 2 bits per element"],
+    "docs/usage.md": ["at least 2 %"],
+}
