@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterable
+from dataclasses import MISSING, fields
 
 import gradzip
 from gradzip.methods.base.registry import registered
@@ -21,8 +22,13 @@ COMPUTE, FP32, FP16 = "compute", "horovod", "ddp-fp16"  # what other variants ar
 FRONT_ENDS = {"horovod": "Horovod", "ddp": "DDP"}  # each with a launcher of its own
 FSDP = "fsdp"  # FSDP2, which torchrun starts, too; without SPEC, its own averages over the replicas
 
-# Every registered method but four: `none` is stock Horovod, and `per-layer`, `phases` and `hierarchical` are made of
-# the others.
+
+def _required(method: type[gradzip.Compressor]) -> bool:
+    """Whether a method has an argument without a default."""
+    return any(f.init and f.default is MISSING and f.default_factory is MISSING for f in fields(method))
+
+
+# Every registered method but `none`, which is stock Horovod, and those that are made of methods to be named.
 # ATOMO: by entries, because the singular values of AlexNet's dense layers take 25 s a step.
 # GradiVeQ compresses after some steps of sampling. With 8 samples instead of 100 it has fewer components, and sends
 # less, than in real training.
@@ -30,11 +36,10 @@ ARGUMENTS = {
     "atomo": "atoms=entry", "dct-range": "theta=0.95", "gradiveq": "warmup_steps=0,sample_steps=8,stop=none",
     "qsgd": "coding=packed",
 }  # fmt: skip
-# The others are stock, or made of methods that have to be named.
 METHODS = tuple(
     f"{name}:{ARGUMENTS.get(name, '')}".removesuffix(":")
-    for name in registered()
-    if name not in ("none", "per-layer", "phases", "hierarchical")
+    for name, method in registered().items()
+    if name != "none" and not _required(method)
 )
 DDP_METHODS = ("acpsgd", "auto", "dct-range:theta=0.95", "fft-range", "qsgd:coding=packed", "signsgd", "topk")
 QUICK = (

@@ -41,8 +41,9 @@ class Averaging:
         self._compressor = compressor
         self.frozen = frozen
         self.finite = True  # whether the last average was, if the compressor checks that
+        self.compressed_momentum = False  # whether the last one is of compressed momenta
         self._traffic = compressor.traffic
-        compressed = self.compresses(like)
+        self.compressed = compressed = self.compresses(like)
         if not (compressed or frozen) and like.numel() > self.method.max_numel:
             warnings.warn(
                 f"parameter {name!r} is averaged uncompressed: got {like.numel()} elements, "
@@ -94,6 +95,7 @@ class Averaging:
         own = grad if self.node_chunks is None else (yield from self.node_chunks.scatter(grad))
         state = memory.begin_step(self.name, own, method.state_shapes, rank, size)
         before = state.fields()
+        self.compressed_momentum = method.compresses_momentum(state)
         # The gradient is going to be overwritten: if it is float32, the residual is added in place.
         corrected = yield from method.add_residual(own.float().contiguous(), state)
         reduce = method.reduce(corrected, state)

@@ -82,6 +82,8 @@ class ATOMO(GatherCompressor):
     budget: float | str = 3
     seed: int = 0
 
+    unbiased = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.atoms not in ("svd", "entry", "fourier"):

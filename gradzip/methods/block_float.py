@@ -87,6 +87,10 @@ class BlockFloat(Compressor):
         if self.rounding not in ("stochastic", "nearest"):
             raise ValueError(f"BlockFloat: got rounding = {self.rounding!r}, expected 'stochastic' or 'nearest'")
 
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return self.rounding == "stochastic" and not self.error_feedback
+
     def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
         return VECTOR
 

@@ -44,6 +44,7 @@ class Natural(GatherCompressor):
     seed: int = 0
 
     fixed_nbytes = True
+    unbiased = True
 
     def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
         return VECTOR

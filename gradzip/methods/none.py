@@ -18,6 +18,8 @@ from .base.registry import register
 class NoCompression(Compressor):
     """Averages gradients uncompressed, by an all-reduce."""
 
+    unbiased = True
+
     def bypasses(self, grad: Tensor) -> bool:
         return True
 

@@ -59,6 +59,8 @@ class QSGD(GatherCompressor):
     coding: str = "elias"
     seed: int = 0
 
+    unbiased = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         ops.check_quantizer(self.bits, self.bucket, self.norm, 0, "QSGD")
@@ -135,6 +137,10 @@ class TernGrad(BucketCodec):
     seed: int = 0
 
     fixed_nbytes = True
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return self.clip is None
 
     def __post_init__(self) -> None:
         super().__post_init__()

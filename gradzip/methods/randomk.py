@@ -55,6 +55,10 @@ class RandomK(Compressor):
         super().__post_init__()
         check_theta(self.theta)
 
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return not self.error_feedback
+
     def reduce(self, grad: Tensor, state: State) -> Routine:
         numel = grad.numel()
         k = num_kept(theta_at(self.theta, state.step), numel)

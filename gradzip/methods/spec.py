@@ -11,6 +11,7 @@ from typing import Any
 from .base.compressor import Compressor
 from .base.registry import registered
 from .hierarchical import Hierarchical
+from .momentum import Momentum
 from .per_layer import PerLayer, Rule
 from .phases import Phases
 
@@ -23,7 +24,7 @@ def parse(spec: str) -> Compressor:
 
     `per-layer` takes rules: regular expressions for the parameter's name, and methods. The first match counts;
     `default` is for all other parameters. `phases` takes steps, and the methods that begin there. The first argument of
-    `hierarchical` is the method between nodes.
+    `hierarchical` is the method between nodes, and that of `momentum` the method for momenta.
 
     Raises:
         ValueError: unknown method or argument; lists the known ones.
@@ -51,12 +52,12 @@ def parse(spec: str) -> Compressor:
             return _per_layer(_pairs(name, arguments, "rule", "pattern"))
         if method is Phases:
             return _phases(_pairs(name, arguments, "phase", "step"))
-        if method is Hierarchical:
+        if method in (Hierarchical, Momentum):
             first, *others = _split(arguments, ",") or [""]
             ((key, inner),) = _pairs(name, first, "argument", "inner")
             if key != "inner":
                 raise ValueError(f"got the argument {first!r}, expected inner=method or inner=method(argument=value)")
-            return Hierarchical(inner, **_arguments(method, ",".join(others)))
+            return method(inner, **_arguments(method, ",".join(others)))
         return method(**_arguments(method, arguments))
     except ValueError as error:
         raise ValueError(f"compression {spec!r}: {error}") from None

@@ -57,6 +57,8 @@ def kind(spec):
     compressor = gradzip.parse(spec)
     if compressor.parts != [compressor]:
         return "composite"
+    if compressor.averaged_momentum is not None:
+        return "momentum"
     steps, lengths, _ = observed(spec)
     if any("RingSum" in step for step in steps):
         return "RingSum"

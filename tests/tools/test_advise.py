@@ -426,7 +426,7 @@ def test_default_methods_exist():
     compared = advise._methods(None)
     left_out = registered().keys() - compared.keys()
     composite = {name for name, method in registered().items() if issubclass(method, Composite)}
-    assert left_out == composite | {"atomo", "gradiveq"}
+    assert left_out == composite | {"atomo", "gradiveq", "momentum"}
 
 
 def test_picture(capsys, shapes, tmp_path, monkeypatch):

@@ -67,8 +67,14 @@ class Compressor(ABC):
     # Whether `apply_uncompressed` is called.
     changes_uncompressed = False
 
+    # Whether averages are unbiased without error feedback: the expectation over the random draws is the mean gradient.
+    unbiased = False
+
     # Momentum that the method applies to gradients in place of the optimizer.
     optimizer_momentum = 0.0
+
+    # Momentum of the optimizer, if the method averages momenta in place of gradients.
+    averaged_momentum: ClassVar[float | None] = None
 
     # Whether a step may need an AllToAll or a RingSum, in which ranks do different work.
     asymmetric = False
@@ -174,6 +180,13 @@ class Compressor(ABC):
         grad.copy_(average.view(grad.shape))
         if self.error_feedback:
             self.subtract_transmitted(state)
+
+    def compresses_momentum(self, state: State) -> bool:
+        """Whether `reduce` averages compressed momenta in the state's current step. The same on all ranks.
+
+        What is handed back then has the mean of gradients, but not their squares.
+        """
+        return False
 
     def apply_uncompressed(self, average: Tensor, state: State) -> None:
         """Change the average of a gradient that bypassed compression, in place."""

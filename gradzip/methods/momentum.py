@@ -1,0 +1,235 @@
+"""Compression of momenta in place of gradients."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..collectives import Mean
+from ..collectives.routines import Local, Routine, jointly
+from ..memory.state import State
+from ..memory.state_dict import is_count
+from .base.composite import Composite
+from .base.compressor import Compressor
+from .base.registry import register
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+@dataclass
+class _Average:
+    """The average of a step, before it is applied."""
+
+    average: Any  # of gradients in the warm-up, otherwise what `inner.reduce` returned
+    previous: Tensor | None  # the momentum before the step; None stands for zeros
+    previous_bound: float  # of its magnitudes
+    compressed: bool  # whether the average is that of the compressed momenta
+    bound: float = 0.0  # of the magnitudes of the new momentum, once it is known
+
+
+@register(
+    "momentum",
+    examples=[
+        "inner=signsgd(majority=False),warmup_steps=1",
+        "inner=topk(theta=0.9),beta=0.5",
+        "inner=acpsgd,warmup_steps=1",
+    ],
+)
+@dataclass
+class Momentum(Compressor):
+    """Averages momenta, compressed by another method, and hands back the gradients that lead to them.
+
+    AdamW divides by the root mean square of gradients. Compression changes squares much more than means, so that AdamW
+    loses more than SGD. Momenta change slowly, and what AdamW adds to the parameters is a momentum. All ranks therefore
+    keep the same momentum m. With the gradient g and the residual r of a rank, and the method C:
+
+        warm-up        g' = mean(g),                  m = beta m + g'
+        from then on   c = beta m + g + r,  r = c - C(c)
+                       m' = mean(C(c)),     g' = m' - beta m,  m = m'
+
+    g' is handed back as the average: the gradient from which the momentum of the optimizer becomes m'. The momentum of
+    torch.optim.SGD is m itself; exp_avg of AdamW is (1 - beta) m. Nothing is lost: the sum of all g' plus the mean
+    residual is the sum of the mean gradients.
+
+    **Which optimizer:** `gradzip.optim.AdamW`, which holds its second moment still once momenta are compressed, because
+    the squares of g' say nothing about those of gradients. SGD and Muon of torch work as they are. Their momentum must
+    be `beta`, or 0: the first step of an optimizer with another one raises ValueError, and so does that of torch's
+    AdamW, Adam and others with a second moment. Nesterov's momentum adds g' once more, with the error of compression.
+
+    Args:
+        inner: the method for momenta, not one that is made of methods. One with error feedback or an unbiased one,
+            because the error of each step stays in the momentum. ``SignSGD(majority=False)`` was best in the study of
+            docs/accuracy.md.
+        beta: in [0, 1); the momentum of the optimizer, beta1 of AdamW.
+        warmup_steps: first steps of a parameter, in which gradients are averaged uncompressed, in float32. Steps that
+            are skipped do not count. `gradzip.optim.AdamW` needs some, to learn its second moment: 5 to 10 % of a short
+            training run, and more than 1 / (1 - beta2).
+
+    Parameters that bypass `inner` are averaged uncompressed in all steps, and keep no momentum here. Parameters that
+    `inner` joins count the steps of the oldest one: those that are trained later need a rule of `PerLayer`.
+
+    `Hierarchical`, `PerLayer` and `Phases` may be made of it. Clip gradients before they are averaged, if at all: of
+    clipped g', the optimizer has another momentum than m.
+
+    Payload: that of `inner`; in the warm-up 4 bytes for each element.
+
+    Memory: one more float32 tensor for each parameter, saved in state dicts. During a step, two.
+
+    Deterministic if `inner` is. Waits for a CUDA device when `inner` does, and once in each step of the warm-up.
+
+    >>> import gradzip
+    >>> compressor = gradzip.Momentum(gradzip.SignSGD(majority=False), beta=0.9, warmup_steps=2)
+    >>> group, sent = gradzip.LocalGroup(compressor, size=2), []
+    >>> for _ in range(4):
+    ...     averages = group.average([torch.ones(64, 64), torch.zeros(64, 64)], "weight")
+    ...     sent.append(group.bytes_sent)
+    >>> sent
+    [16384, 32768, 33328, 33888]
+
+    Source: Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, ICML
+    2021, Algorithm 1. There, the optimizer exchanges momenta; handing back g' leaves optimizers and front ends as they
+    are.
+    """
+
+    inner: Compressor
+    beta: float = 0.9
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        inner = self.inner
+        if not isinstance(inner, Compressor) or isinstance(inner, (Composite, Momentum)):
+            got = type(inner).__name__ if isinstance(inner, Compressor) else repr(inner)
+            raise ValueError(f"Momentum: got {got}, expected a method that is not made of others, such as TopK()")
+        if inner.optimizer_momentum:
+            raise ValueError(
+                f"Momentum: got {inner!r}, which has momentum of its own, expected a method without; use TopK in place "
+                "of DGC"
+            )
+        if not (inner.error_feedback or inner.unbiased):
+            raise ValueError(
+                f"Momentum: got {inner!r}, which is biased and has no error feedback, expected a method with error "
+                "feedback, as SignSGD(majority=False), or an unbiased one, as QSGD(); the error of each step would "
+                "stay in the momentum"
+            )
+        super().__post_init__()
+        if isinstance(self.beta, bool) or not (isinstance(self.beta, (int, float)) and 0 <= self.beta < 1):
+            raise ValueError(f"Momentum: got beta = {self.beta!r}, expected a number in [0, 1)")
+        if not is_count(self.warmup_steps):
+            raise ValueError(f"Momentum: got warmup_steps = {self.warmup_steps!r}, expected an integer >= 0")
+        self.rounds, self.joins, self.max_numel = inner.rounds, inner.joins, inner.max_numel
+        self.asymmetric, self.adapts = inner.asymmetric, inner.adapts
+        self.error_feedback, self.unbiased = inner.error_feedback, inner.unbiased
+        inner.memory, inner.workspace = self.memory, self.workspace  # it is called with the states that are kept here
+
+    # --- what `inner` decides
+
+    @property
+    def loss_scaled(self) -> Mapping[str, int]:  # type: ignore[override]
+        return {**self.inner.loss_scaled, "momentum": 1, "momentum_bound": 1}
+
+    @property
+    def rank_local(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.inner.rank_local
+
+    @property
+    def partition_local(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.inner.partition_local
+
+    @property
+    def exchange(self) -> str | None:
+        """That of `inner`, which ranks compare."""
+        return getattr(self.inner, "exchange", None)
+
+    @property
+    def digest(self) -> int:
+        return zlib.crc32(f"Momentum{self.beta}{self.warmup_steps}{self.inner.digest}".encode())
+
+    def bypasses(self, grad: Tensor) -> bool:
+        return self.inner.bypasses(grad)
+
+    def joined_shape(self, shape: torch.Size) -> tuple[int, ...] | None:
+        return self.inner.joined_shape(shape)
+
+    def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
+        return self.inner.state_shapes(grad) | {"momentum": tuple(grad.shape)}
+
+    def join_group(self, engine: Any) -> None:
+        self.inner.join_group(engine)
+
+    def end_step(self, engine: Any, names: Sequence[str]) -> None:
+        self.inner.end_step(engine, names)
+
+    def skip_step(self) -> None:
+        self.inner.skip_step()
+
+    def clean(self, state: State) -> None:
+        self.inner.clean(state)
+
+    # --- a step
+
+    @property
+    def averaged_momentum(self) -> float:  # type: ignore[override]
+        return self.beta
+
+    def compresses_momentum(self, state: State) -> bool:
+        return state.step >= self.warmup_steps
+
+    def add_residual(self, grad: Tensor, state: State) -> Routine:
+        """Coroutine: what the rank offers, c. In the warm-up, the gradient and a residual that another method left."""
+        if not self.compresses_momentum(state):
+            return (yield from super().add_residual(grad, state))
+        if (momentum := getattr(state, "momentum", None)) is not None:
+            yield Local(self._add_all, grad.device, (grad, momentum))
+        return (yield from self.inner.add_residual(grad, state))
+
+    def reduce(self, grad: Tensor, state: State) -> Routine:
+        previous, bound = getattr(state, "momentum", None), getattr(state, "momentum_bound", 0.0)
+        if self.compresses_momentum(state):
+            return _Average((yield from self.inner.reduce(grad, state)), previous, bound, compressed=True)
+        mean = yield Mean(grad, in_place=True)
+        return _Average((yield from self.with_max_abs(mean)), previous, bound, compressed=False)
+
+    def max_abs_bound(self, average: _Average, limit: float) -> float:
+        """As of `Compressor`, but not exact: |m'| + beta |m| may be above the limit where |m' - beta m| is not."""
+        previous = self.beta * average.previous_bound
+        if average.compressed:
+            average.bound = self.inner.max_abs_bound(average.average, limit)
+            return average.bound + previous
+        largest = super().max_abs_bound(average.average, limit)
+        average.bound = largest + previous
+        return largest if average.bound <= _FLOAT32_MAX else math.inf  # the momentum must be finite, too
+
+    def commit(self, grad: Tensor, corrected: Tensor, average: _Average, state: State) -> Routine:
+        momentum = state.renewed("momentum", corrected)
+        if average.compressed:
+            yield from self.inner.commit(momentum, corrected, average.average, state)
+            corrected.copy_(momentum)
+            if average.previous is not None:
+                yield from jointly(self._subtract_all, grad.device, (corrected, average.previous))
+        else:
+            corrected.copy_(average.average)
+            momentum.copy_(corrected)
+            if average.previous is not None:
+                yield from jointly(self._add_all, grad.device, (momentum, average.previous))
+            state.residual = None  # it was sent
+        if corrected is not grad:
+            grad.copy_(corrected)
+        state.momentum, state.momentum_bound = momentum, average.bound
+
+    def _add_all(self, pairs: list[tuple[Tensor, Tensor]]) -> list[None]:
+        return _add_multiples(pairs, self.beta)
+
+    def _subtract_all(self, pairs: list[tuple[Tensor, Tensor]]) -> list[None]:
+        return _add_multiples(pairs, -self.beta)
+
+
+def _add_multiples(pairs: list[tuple[Tensor, Tensor]], factor: float) -> list[None]:
+    """Add to each first tensor `factor` times the second one: one operation on a device."""
+    torch._foreach_add_(*map(list, zip(*pairs)), alpha=factor)
+    return [None] * len(pairs)
