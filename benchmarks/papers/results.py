@@ -23,7 +23,7 @@ class Row:
         source: the section or figure with the claim.
         paper: its figure there.
         ours: the same here.
-        hit: whether ours bears the claim out; None if the paper makes none.
+        hit: whether ours bears the claim out; None if the paper makes none, or if ours could not be otherwise.
     """
 
     claim: str
@@ -105,20 +105,25 @@ def percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-VERDICTS = {True: "hit", False: "**miss**", None: ""}
+def verdict(row: Row) -> str:
+    if row.hit is None:
+        return "not tested" if row.paper else ""
+    return "hit" if row.hit else "**miss**"
 
 
 def table(rows: Iterable[Row]) -> Iterator[str]:
     """The lines of a table in Markdown."""
     header = ["claim", "source", "paper", "here", "", "remark"]
-    cells = ([row.claim, row.source, row.paper, row.ours, VERDICTS[row.hit], row.remark] for row in rows)
+    cells = ([row.claim, row.source, row.paper, row.ours, verdict(row), row.remark] for row in rows)
     return markdown(header, cells, left=len(header))
 
 
 def block(rows: list[Row]) -> str:
     """The text between the marks of a paper on the page."""
     judged = [row.hit for row in rows if row.hit is not None]
-    return "\n".join([*table(rows), "", f"{sum(judged)} of {len(judged)} claims hold here."]) + "\n"
+    untested = sum(verdict(row) == "not tested" for row in rows)
+    more = f" {untested} could not be otherwise." if untested else ""
+    return "\n".join([*table(rows), "", f"{sum(judged)} of {len(judged)} claims hold here.{more}"]) + "\n"
 
 
 def write_page(page: Path, results: Results) -> None:
