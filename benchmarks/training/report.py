@@ -97,11 +97,16 @@ def caption(training: dict) -> Iterator[str]:
         spread = max(row["ms_of_rounds"]) / min(row["ms_of_rounds"]) - 1
         spreads[MODELS[row["model"]]] = max(spread, spreads.get(MODELS[row["model"]], 0.0))
     rounds = min(len(row["ms_of_rounds"]) for row in rows)
+    steps = {sum(len(r.get("ms", ())) for r in row["rounds"]) for row in rows}
+    timed = " to ".join(map(str, dict.fromkeys([min(steps), max(steps)])))
+    about = training["provenance"]
     yield (
-        f"Medians of {rounds} round{'s' if rounds > 1 else ''}; {RANKS} ranks with {training['provenance']['threads']} "
-        "CPU core each."
+        f"Medians of {timed} steps in {rounds} round{'s' if rounds > 1 else ''}, of the code of commit "
+        f"{about['commit']}; {RANKS} ranks with {about['threads']} CPU core each."
     )
-    if rounds > 1:
+    if rounds == 1:
+        yield "How much rows differ by chance is not known."
+    else:
         differ = ", ".join(f"{100 * spread:.0f} % ({model})" for model, spread in spreads.items())
         yield f"Rounds of the same row differ by up to {differ}: smaller differences between rows are noise."
     yield "Digits: one training run for each compression; one of the 500 test images is 0.2 %."

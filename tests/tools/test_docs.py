@@ -99,7 +99,7 @@ def test_training_tables_are_those_of_the_results():
 
 
 def test_training_table_has_speed_ups_over_both_baselines(tmp_path):
-    results = Results({"threads": 1})
+    results = Results({"threads": 1, "commit": "1234567"})
     cell, other = ("resnet18", "1gbit", 2), ("resnet18", "1gbit", 4)
     variants = {
         "compute": (100, 0),
@@ -125,7 +125,8 @@ def test_training_table_has_speed_ups_over_both_baselines(tmp_path):
         ["DDP, `FFTRange(error_feedback=false)`", "3.20", "2.00", "125", "0.35", "87.5"],
         ["no communication (upper bound)", "4.00", "2.50", "100", "0", ""],
     ]
-    assert "Medians of 3 rounds" in text and "by up to 20 % (ResNet-18)" in text
+    assert "Medians of 3 steps in 3 rounds, of the code of commit 1234567" in text
+    assert "by up to 20 % (ResNet-18)" in text
     (tmp_path / "training_x.json").write_text(json.dumps(training))
     page = report.page(tmp_path / "training_x.json")
     assert page.count("## ResNet-18, 4 ranks, 1 Gb/s") == 1 and "\n* threads: 1\n" in page

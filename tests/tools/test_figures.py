@@ -40,7 +40,7 @@ GENERATED = re.compile(r"<!-- tables?[ :][^>]*-->.*?<!-- end of table -->", re.D
 CODE = re.compile(r"```.*?```", re.DOTALL)
 INLINE = re.compile(r"`[^`]*`")
 COMMAND = re.compile(
-    r"python -m (benchmarks[\w.]*)|make (bench-\w+)|(?:^|[ `])((?:examples|scripts|tests)/[\w/]+\.(?:py|sh))"
+    r"python -m (benchmarks[\w.]*)|make (bench-\w+)|(?:^|[ `])(examples/train\.py|scripts/\w+\.sh|tests/[\w/]+\.py)"
 )
 
 
