@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+import figures
 from benchmarks.common.results import RESULTS
 from figures import GIVEN, STATED
 from paths import ROOT
@@ -84,7 +85,7 @@ def blocks(page: str) -> Iterator[Block]:
     yield from block()
 
 
-def figures(text: str) -> list[str]:
+def figures_of(text: str) -> list[str]:
     """What looks like a measured figure, outside of inline code."""
     prose = NO_FIGURE.sub(" ", INLINE.sub("`", text))
     return [match[0] for match in FIGURE.finditer(prose)]
@@ -155,7 +156,7 @@ def sourceless(name: str, text: str, stated: dict[str, list[str]], given: dict[s
     return [
         f"{name}, {block.section}: {found} in: {block.text}"
         for block in blocks(text)
-        if (found := figures(without(plain(block.text), known)))
+        if (found := figures_of(without(plain(block.text), known)))
         and not any(names_source(part, PAGES[name]) for part in (block.text, block.intro))
     ]
 
@@ -212,6 +213,16 @@ def test_a_new_figure_without_source_is_found(added):
 )
 def test_what_names_no_source_is_none(source):
     assert sourceless("README.md", f"## New\n\nIt is 3 times as fast ({source}).", {}, {})
+
+
+def test_a_changed_result_is_found(monkeypatch):
+    changed = json.loads((RESULTS / "convergence_long.json").read_text())
+    for run in changed["runs"]:
+        run["scores"][-1] += 0.2 * (run["method"] == "none")
+    load = figures.load
+    monkeypatch.setattr(figures, "load", lambda name: changed if name == "convergence_long.json" else load(name))
+    page, template, values = next(stated for stated in STATED if stated[1].startswith("ends twelve epochs"))
+    assert plain(template.format(*values())) not in plain(PAGES[page].read_text())
 
 
 def test_a_changed_figure_is_found():
