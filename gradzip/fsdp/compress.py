@@ -94,6 +94,7 @@ class ReplicaAverages:
         self._backward: int | None = None  # torch's number of the current backward pass
         self._averaged: dict[int, None] = {}  # the modules whose averages are done or in progress in the current step
         self._copied: set[int] = set()  # those among them whose gradients FSDP makes of the averages, by copying
+        self._sums: list[Tensor] = []  # of averages and earlier gradients, which may not have been finite
         for i, shards in enumerate(self._modules):
             shards.module.set_all_reduce_hook(functools.partial(self._average, i))
 
@@ -200,7 +201,7 @@ class ReplicaAverages:
         """Run the routines in progress to their ends."""
         self._session.finish("round")
         for shards in self._modules:
-            shards.add_averages()
+            self._sums += shards.add_averages()
 
     def _end_pass(self) -> None:
         """Called when a backward pass has computed all gradients: let FSDP's callbacks run before `_finish`."""
@@ -234,7 +235,7 @@ class ReplicaAverages:
 
     def _drop(self) -> None:
         """Drop the step in progress, if there is one: its backward pass has failed."""
-        self._averaged, self._copied = {}, set()
+        self._averaged, self._copied, self._sums = {}, set(), []
         for shards in self._modules:
             shards.drop()
         self._session.drop()
@@ -242,9 +243,11 @@ class ReplicaAverages:
     def _is_skipped(self) -> bool:
         """Whether the step is skipped, because an average is not finite on any rank of the mesh."""
         copied, self._copied = sorted(self._copied), set()
+        sums, self._sums = self._sums, []
         if not self._session.checks:
             return False
-        skipped = self._session.is_skipped([gradient for i in copied for gradient in self._modules[i].averages()])
+        of_copied = [gradient for i in copied for gradient in self._modules[i].averages()]
+        skipped = self._session.is_skipped([*of_copied, *sums])
         if self._mesh.size() == 1:
             return skipped
         of_mesh = torch.tensor([float(skipped)], device=self._session.engine.device)

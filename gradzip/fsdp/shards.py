@@ -143,12 +143,14 @@ class Shards:
                 self._hooks.append((parameter, hooks, dict(hooks)))
                 hooks.clear()
 
-    def add_averages(self) -> None:
-        """Add the averages, which are written, to the gradients of earlier backward passes."""
+    def add_averages(self) -> list[Tensor]:
+        """Add the averages, which are written, to the gradients of earlier backward passes. Returns the sums."""
+        sums = []
         for parameter, gradient in self._earlier:
-            gradient.to_local().add_(parameter.grad.to_local())
+            sums.append(gradient.to_local().add_(parameter.grad.to_local()))
             parameter.grad = gradient
         self._earlier = []
+        return sums
 
     def restore_hooks(self) -> list[tuple[DTensor, Any]]:
         """Give the parameters back their hooks. Returns the calls to make: parameters and hooks."""
