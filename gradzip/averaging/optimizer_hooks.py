@@ -46,6 +46,7 @@ class _Skip:
 
     names: Sequence[str]  # of the averages that are not finite
     warns: bool
+    is_over: bool = False  # GradScaler has skipped it, and another step has averaged some of its parameters
 
     def warn(self) -> None:
         """Warn, once."""
@@ -97,10 +98,11 @@ def skip(parameters: Iterable[Tensor], names: Sequence[str], warns: bool) -> Non
 
 
 def take(parameters: Iterable[Tensor]) -> None:
-    """Have the optimizers of these parameters take their next step."""
+    """Have the optimizers of these parameters take their next step, with parameters that are frozen since, too."""
     if _skips:
         for parameter in parameters:
-            _skips.pop(parameter, None)
+            if one := _skips.pop(parameter, None):
+                one.is_over = True
 
 
 def _before(optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -143,7 +145,9 @@ def _after(optimizer: Any, *_: Any) -> None:
             parameter.grad = gradient
     if not steps:
         _hidden.pop(optimizer, None)
-        take(_parameters(optimizer))
+        if _skips:
+            for parameter in _parameters(optimizer):
+                _skips.pop(parameter, None)
 
 
 def _parameters(optimizer: Any) -> list[Tensor]:
@@ -155,7 +159,8 @@ def _hide(optimizer: Any, hidden: list[tuple[Tensor, Tensor]]) -> None:
     if not _skips:
         return
     parameters = _parameters(optimizer)
-    found: _Skip | None = next((_skips[p] for p in parameters if p in _skips), None)
+    pending = (_skips[p] for p in parameters if p in _skips)
+    found: _Skip | None = next((one for one in pending if not one.is_over), None)
     if found is None:
         return
     found.warn()
