@@ -38,6 +38,10 @@ test: bootstrap ## lint, check types and run the tests; ARGS go to pytest (--lon
 fuzz: bootstrap ## feed hostile payloads to every decoder for SECONDS (60); ARGS go to tests/support/fuzz.py
 	@$(ENV) python tests/support/fuzz.py --seconds $(SECONDS) $(ARGS)
 
+.PHONY: stateful
+stateful: bootstrap ## drive each front end by random actions for SECONDS (60); ARGS go to tests/support/stateful.py
+	@$(ENV) python tests/support/stateful.py --seconds $(SECONDS) $(ARGS)
+
 .PHONY: load
 load: bootstrap ## run 2000 steps of 200 parameters with each engine, check for leaks; ARGS go to pytest
 	@$(ENV) pytest tests/front_ends/test_load.py --long --load-steps 2000 --timeout 1800 $(ARGS)

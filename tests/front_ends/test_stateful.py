@@ -1,0 +1,43 @@
+"""Front ends under random actions: steps, failures, loads, changes of the model (tests/support/stateful.py)."""
+
+import pytest
+import torch.distributed as dist
+
+import stateful
+
+SECONDS = 40  # for each front end
+# Cases that failed once.
+FOUND = [
+    # DDP discarded an average, and with it what was sent of residuals.
+    "acpsgd | | step:none wrap:unused unused:first.a:all step:none",
+    # FSDP2 added an average to a gradient that was not finite, and did not skip the step.
+    "none | | overflow:first.a:1:nan:averaged step:zeros",
+    # Optimizers skipped a step because of a parameter that was frozen since the last one.
+    "topk | scaled | overflow:first.a:0:inf:local freeze:first.a step:none unfreeze step:none",
+]
+ENGINES = ["ddp", "fsdp", pytest.param("horovod", marks=pytest.mark.long)]
+
+
+def check(engine, **arguments):
+    if engine == "horovod":
+        pytest.importorskip("horovod.torch")
+    elif not dist.is_available():
+        pytest.skip("torch without torch.distributed")
+    count, actions, failed, output = stateful.run(engine, **arguments)
+    assert failed is None, f"{output[:6000]}\nfailed: --engine {engine} --case '{failed}'"
+    return count, actions
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_cases_that_failed_once(engine):
+    count, _ = check(engine, cases=FOUND)
+    assert count == len(FOUND)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", stateful.ENGINES)
+def test_random_actions(engine):
+    seed = stateful.new_seed()
+    count, actions = check(engine, seconds=SECONDS, seed=seed)
+    print(f"{engine}, seed {seed}: {count} cases, {actions}")
+    assert actions.keys() == stateful.WEIGHTS.keys()
