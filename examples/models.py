@@ -158,8 +158,8 @@ def sgd(parameters, lr, momentum=0.9):
     return torch.optim.SGD(parameters, lr, momentum, weight_decay=5e-4)
 
 
-def adamw(parameters, lr, momentum=0.9, beta2=0.95):
-    return torch.optim.AdamW(parameters, lr, betas=(momentum, beta2), weight_decay=0.1)
+def adamw(parameters, lr, momentum=0.9, beta2=0.95, kind=torch.optim.AdamW):
+    return kind(parameters, lr, betas=(momentum, beta2), weight_decay=0.1)
 
 
 def ada_momentum(parameters, lr, momentum=0.7, beta2=0.98):
@@ -172,8 +172,11 @@ OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "ada-momentum": ada_momentum}
 def make_optimizer(name, parameters, lr, method=None, **options):
     """The optimizer of this name. options: momentum, and beta2 of AdamW.
 
-    A method that applies momentum to gradients, as DGC, replaces that of the optimizer.
+    A method that applies momentum to gradients, as DGC, replaces that of the optimizer. With one that compresses
+    momenta, AdamW holds its second moment still.
     """
+    if name == "adamw" and method and any(part.averaged_momentum is not None for part in method.parts):
+        return adamw(parameters, lr, kind=gradzip.optim.AdamW, **options)
     momentum = max((part.optimizer_momentum for part in method.parts), default=0.0) if method else 0.0
     if not momentum:
         return OPTIMIZERS[name](parameters, lr, **options)

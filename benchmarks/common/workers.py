@@ -53,6 +53,7 @@ class Workers:
                 self.gradients[name].append(parameter.grad)
         for name, average in self.average().items():
             self.parameters[name].grad = average
+        self.group.tell_optimizers(self.parameters)
         self.optimizer.step()
         return statistics.fmean(losses)
 

@@ -116,7 +116,7 @@ class Plan:
     parameters: list[Tensor]
     names: list[str]
     prefix: str  # of the names of their states
-    averagings: list[Averaging]  # of the parameters
+    averagings: list[Averaging]  # of the parameters; those of a unit have one
     units: list[Unit]
     choice_number: int  # of the compressor
 
@@ -140,6 +140,8 @@ class Plan:
         for indices in itertools.chain.from_iterable(_split(of_key, parameters) for of_key in members.values()):
             shapes = {prefix + names[i]: parameters[i].shape for i in indices}
             units.append(Unit(averagings[indices[0]], indices, shapes))
+            for i in indices:
+                averagings[i] = units[-1].averaging
         return cls(parameters, names, prefix, averagings, units, compressor.choice_number)
 
     def fits(self, compressor: Compressor, parameters: list[Tensor]) -> bool:

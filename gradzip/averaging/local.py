@@ -13,7 +13,9 @@ from ..collectives.fusion import fused
 from ..engines.local import drive
 from ..methods.base.compressor import Compressor
 from ..ops.arrays import takes_arrays
+from . import optimizer_hooks
 from .buckets import Plan, Unit, cut
+from .routine import Averaging
 
 
 @dataclass
@@ -58,6 +60,7 @@ class LocalGroup:
         self._node_size = workers[0].local_size
         self._parameters: dict[str, Tensor] = {}  # by name: tensors of their shapes and types
         self._plans: list[list[Plan]] = [[] for _ in self.compressors]  # of each rank's buckets
+        self._averagings: dict[str, Averaging] = {}  # of the last step, by name
 
     @property
     def bytes_sent(self) -> int:
@@ -101,6 +104,7 @@ class LocalGroup:
             for rank, (own, of_rank) in enumerate(zip(averages, units))
         ]
         drive(routines, [compressor.traffic for compressor in self.compressors], self._node_size)
+        self._averagings = {name: unit.averaging for unit, names in units[0] for name in names}
         finite = all(unit.averaging.finite for of_rank in units for unit, _ in of_rank)
         for compressor, of_rank in zip(self.compressors, units):
             skipped = compressor.last_step_skipped = compressor.memory.checks and not finite
@@ -111,6 +115,19 @@ class LocalGroup:
             else:
                 compressor.end_step(None, list(averages[0]))
         return averages
+
+    def tell_optimizers(self, parameters: Mapping[str, Tensor]) -> None:
+        """Tell the optimizers of these parameters how the last step averaged their gradients, as front ends do.
+
+        `gradzip.optim.AdamW` needs to know it with `Momentum`. Optimizers that do not fit a method raise ValueError.
+
+        Args:
+            parameters: by name, as in `step`. Their gradients are not set.
+        """
+        optimizer_hooks.install()
+        for name, parameter in parameters.items():
+            if name in self._averagings:
+                optimizer_hooks.register(parameter, self._averagings[name])
 
     def _units(self, rank: int, gradients: Mapping[str, Tensor]) -> list[tuple[Unit, list[str]]]:
         """The units of a rank in a step, and the names of their parameters: planned again only if they change."""

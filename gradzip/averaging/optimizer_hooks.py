@@ -3,7 +3,8 @@
 DDP and FSDP do not know the optimizer of a parameter. A front end names parameters, and torch calls `_before` and
 `_after` around the steps of all optimizers:
 
-    register    A method has applied momentum to gradients: refuse optimizers that add momentum or weight decay to them.
+    register    A method has applied momentum to a gradient, or averages momenta in place of gradients: refuse
+                optimizers whose update does not fit.
     skip        An average is not finite: hide the gradients of optimizers that hold the parameters, in their next step.
 
 An optimizer changes neither a parameter without a gradient nor the state of one.
@@ -39,6 +40,31 @@ _COUPLED = (
     torch.optim.SGD,
 )
 
+# Those with a second moment of the gradients.
+_SECOND_MOMENT = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+)
+
+
+@dataclass
+class Averaged:
+    """How a gradient was averaged by a method with momentum.
+
+    name: of the parameter, or of the bucket that was averaged as one tensor.
+    compressed_momentum: whether the average is that of `Compressor.compresses_momentum`.
+    """
+
+    name: str
+    compressed_momentum: bool
+    method: weakref.ref[Compressor]
+
 
 @dataclass
 class _Skip:
@@ -61,8 +87,8 @@ class _Skip:
         self.warns = False
 
 
-# Methods that have averaged the gradients of parameters with momentum since the last step, by parameter.
-_methods: Any = WeakIdKeyDictionary()
+# How the gradients of parameters were averaged since the last step, by parameter.
+_averaged: Any = WeakIdKeyDictionary()
 # Steps that the optimizers of parameters have to skip, by parameter.
 _skips: Any = WeakIdKeyDictionary()
 # The gradients hidden from an optimizer, by optimizer: a list for each of its steps in progress. The step of one class
@@ -78,11 +104,19 @@ def install() -> None:
 
 
 def register(parameter: Tensor, averaging: Averaging) -> None:
-    """Record how the gradient of a parameter is averaged. Call it in each step, before the optimizer's."""
-    if averaging.method.optimizer_momentum and not averaging.frozen:
-        _methods[parameter] = weakref.ref(averaging.method)
+    """Record how the gradient of a parameter was averaged. Call it in each step, before the optimizer's."""
+    method = averaging.method
+    averages_momentum = method.averaged_momentum is not None and averaging.compressed
+    if (method.optimizer_momentum or averages_momentum) and not averaging.frozen:
+        _averaged[parameter] = Averaged(averaging.name, averaging.compressed_momentum, weakref.ref(method))
     else:
-        _methods.pop(parameter, None)
+        _averaged.pop(parameter, None)
+
+
+def averaged(parameter: Tensor) -> Averaged | None:
+    """How the gradient of a parameter was averaged before the current step of its optimizer; None: as any gradient."""
+    found: Averaged | None = _averaged.get(parameter)
+    return found
 
 
 def skip(parameters: Iterable[Tensor], names: Sequence[str], warns: bool) -> None:
@@ -145,9 +179,10 @@ def _after(optimizer: Any, *_: Any) -> None:
             parameter.grad = gradient
     if not steps:
         _hidden.pop(optimizer, None)
-        if _skips:
-            for parameter in _parameters(optimizer):
-                _skips.pop(parameter, None)
+        for told in (_skips, _averaged):
+            if told:
+                for parameter in _parameters(optimizer):
+                    told.pop(parameter, None)
 
 
 def _parameters(optimizer: Any) -> list[Tensor]:
@@ -171,19 +206,47 @@ def _hide(optimizer: Any, hidden: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _check(optimizer: Any) -> None:
-    """Raise ValueError if an optimizer applies momentum or weight decay of its own to a registered parameter."""
-    if not _methods:
+    """Raise ValueError if the update of an optimizer does not fit how the gradients of its parameters were averaged."""
+    if not _averaged:
         return
-    for group in optimizer.param_groups if isinstance(optimizer, _COUPLED) else ():
-        options = ("momentum",) if group.get("decoupled_weight_decay") else ("momentum", "weight_decay")
-        applied = next((name for name in options if group.get(name)), None)
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
-            reference = _methods.get(parameter)
-            method: Compressor | None = None if reference is None else reference()
-            if applied is not None and method is not None:
-                raise ValueError(
-                    f"{type(optimizer).__name__}: got {applied} = {group[applied]} for a parameter to which "
-                    f"{type(method).__name__} applies momentum {method.optimizer_momentum}, expected 0: use "
-                    f"gradzip.optim.DGCSGD, or give its param group {applied}=0"
-                )
-            _methods.pop(parameter, None)
+            found = averaged(parameter)
+            method = None if found is None else found.method()
+            if method is None:
+                continue
+            if method.optimizer_momentum:
+                _check_without_momentum(optimizer, group, method)
+            else:
+                _check_momentum(optimizer, group, method)
+
+
+def _check_without_momentum(optimizer: Any, group: dict[str, Any], method: Compressor) -> None:
+    """Raise ValueError if an optimizer applies momentum or weight decay of its own to gradients with momentum."""
+    if not isinstance(optimizer, _COUPLED):
+        return
+    options = ("momentum",) if group.get("decoupled_weight_decay") else ("momentum", "weight_decay")
+    applied = next((name for name in options if group.get(name)), None)
+    if applied is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__}: got {applied} = {group[applied]} for a parameter to which "
+            f"{type(method).__name__} applies momentum {method.optimizer_momentum}, expected 0: use "
+            f"gradzip.optim.DGCSGD, or give its param group {applied}=0"
+        )
+
+
+def _check_momentum(optimizer: Any, group: dict[str, Any], method: Compressor) -> None:
+    """Raise ValueError if an optimizer has another momentum than that which is averaged, or a second moment."""
+    name, kind, beta = type(optimizer).__name__, type(method).__name__, method.averaged_momentum
+    if isinstance(optimizer, _SECOND_MOMENT):
+        raise ValueError(
+            f"{name}: got a parameter whose momentum {kind} compresses, expected an optimizer without a second moment "
+            "of gradients, or one that holds it still then: use gradzip.optim.AdamW"
+        )
+    option = "betas" if "betas" in group else "momentum"
+    own = float(group["betas"][0] if option == "betas" else group.get(option) or 0.0)
+    if own and own != beta:
+        raise ValueError(
+            f"{name}: got {option} = {group[option]} for a parameter whose momentum {kind} compresses with beta = "
+            f"{beta}, expected equal numbers: give {kind} beta={own}, or the optimizer a momentum of {beta}"
+        )

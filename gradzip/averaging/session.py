@@ -50,7 +50,7 @@ class Session:
         self.buckets: dict[Any, Bucket] = {}  # in progress, in the order in which they were started
         self.units: dict[Unit, None] = {}  # started so far
         self.waiting: dict[Any, tuple[Routine, AllFinite]] = {}  # routines that only wait for this, until `finish`
-        self._parameters: list[Tensor] = []  # whose gradients are averaged
+        self._averagings: list[tuple[Tensor, Averaging]] = []  # of the parameters whose gradients are averaged
         self._in_step = False
 
     @property
@@ -120,10 +120,8 @@ class Session:
             self.compressor.memory.loss_scale.begin_step()
 
     def tell_optimizers(self, parameters: Iterable[Tensor], averagings: Iterable[Averaging]) -> None:
-        """Have the optimizers of these parameters checked in this step, and told to skip it (`optimizer_hooks`)."""
-        for parameter, averaging in zip(parameters, averagings):
-            optimizer_hooks.register(parameter, averaging)
-            self._parameters.append(parameter)
+        """Have the optimizers of these parameters told, at the end of this step, how it has averaged, or to skip it."""
+        self._averagings += zip(parameters, averagings)
 
     def average(self, unit: Unit, gradients: list[Tensor]) -> Routine:
         """Coroutine that replaces the gradients of a unit, in the order of its parameters, by their averages."""
@@ -195,13 +193,16 @@ class Session:
 
     def end(self, skipped: bool) -> None:
         """End the step. skipped: the same on all ranks; all states are rolled back then, and optimizers do not step."""
-        units, parameters = list(self.units), self._parameters
+        units, averagings = list(self.units), self._averagings
         names = [name for unit in units if not unit.averaging.frozen for name in unit.shapes]
         self.drop()
         self.compressor.last_step_skipped = skipped
         culprits = [unit.name for unit in units if not unit.averaging.finite]
         # GradScaler skips steps as a matter of course.
         warns = self.compressor.memory.loss_scale.scaler is None
+        for parameter, averaging in averagings:
+            optimizer_hooks.register(parameter, averaging)
+        parameters = [parameter for parameter, _ in averagings]
         optimizer_hooks.skip(parameters, culprits, warns) if skipped else optimizer_hooks.take(parameters)
         for unit in units:
             unit.end_step(skipped)
@@ -224,7 +225,7 @@ class Session:
 
     def drop(self) -> None:
         """Drop the step in progress: its backward pass has failed or was interrupted."""
-        self.buckets, self.units, self.waiting, self._parameters = {}, {}, {}, []
+        self.buckets, self.units, self.waiting, self._averagings = {}, {}, {}, []
         self._in_step = False
 
 

@@ -24,9 +24,9 @@ BYPASSED = "dgc:min_numel=10000"
 def average(compressor, parameter, frozen=False):
     """Average the gradient 1 as the front ends do it, in a group of one."""
     averaging = Averaging(compressor, "p", parameter, frozen=frozen)
-    optimizer_hooks.register(parameter, averaging)
     parameter.grad = torch.ones_like(parameter)
     drive([averaging.run(parameter.grad)])
+    optimizer_hooks.register(parameter, averaging)
 
 
 def parameter():

@@ -1,0 +1,254 @@
+"""`gradzip.optim.AdamW`: torch's bits while nothing is compressed, its formulas when momenta are, and who it refuses.
+
+test_momentum_jobs.py trains with it in real jobs.
+"""
+
+import copy
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import gradzip
+from gradzip import LocalGroup, Momentum, NoCompression, SignSGD, TopK
+from gradzip.optim import AdamW
+
+SHAPES = {"w": (64, 48), "v": (32, 8, 3, 3), "b": (48,)}
+SEEN = 5  # rows of w that have gradients in the warm-up
+OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+WARMUP = 6
+
+
+def parameters(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(7)
+    return {n: torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for n, s in SHAPES.items()}
+
+
+def gradients(step, rank, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    made = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    made["w"][SEEN:] *= step >= WARMUP
+    return made
+
+
+class Job:
+    """Parameters that are trained with averages of a LocalGroup."""
+
+    def __init__(self, method, kind=AdamW, size=3, dtype=torch.float32, **options):
+        self.size, self.dtype, self.done = size, dtype, 0
+        self.parameters = parameters(dtype)
+        self.optimizer = kind(self.parameters.values(), **OPTIONS | options)
+        self.group = LocalGroup(method, size)
+        self.averages = []  # of each step
+
+    def train(self, steps):
+        for step in range(self.done, self.done + steps):
+            averages = self.group.step([gradients(step, rank, self.dtype) for rank in range(self.size)])[0]
+            for name, parameter in self.parameters.items():
+                parameter.grad = averages[name]
+            self.group.tell_optimizers(self.parameters)
+            self.optimizer.step()
+            self.averages.append({name: average.clone() for name, average in averages.items()})
+        self.done += steps
+        return self
+
+    @property
+    def states(self):
+        return {name: self.optimizer.state[parameter] for name, parameter in self.parameters.items()}
+
+    def values(self):
+        return [p.detach().clone() for p in self.parameters.values()]
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def momentum(beta=0.9, warmup=WARMUP):
+    return Momentum(SignSGD(majority=False), beta, warmup)
+
+
+# --- while nothing is compressed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("method", [NoCompression(), TopK(theta=0.9), momentum(warmup=99)])
+def test_has_the_bits_of_torchs_adamw(method, dtype):
+    """Also with a method that compresses gradients: the second moment stands still for `Momentum` alone."""
+    plain = method if isinstance(method, TopK) else NoCompression()
+    # The warm-up averages in float32; a sum of 2 is exact before it is rounded to 16 bits once, as without it.
+    ours, theirs = (Job(m, kind, size=1, dtype=dtype) for m, kind in ((method, AdamW), (plain, torch.optim.AdamW)))
+    ours.train(12), theirs.train(12)
+    assert equal(ours.values(), theirs.values())
+    for a, b in zip(ours.states.values(), theirs.states.values()):
+        assert a.keys() == b.keys() and equal(a.values(), b.values())
+
+
+def test_parameters_that_bypass_compression_are_torchs_in_all_steps():
+    ours, theirs = Job(momentum()).train(20), Job(NoCompression(), torch.optim.AdamW).train(20)
+    assert torch.equal(ours.parameters["b"], theirs.parameters["b"]) and "exp_avg_sq_step" not in ours.states["b"]
+
+
+# --- when momenta are compressed
+
+
+def reference(name, averages, warmup):
+    """The docstring's formulas, in float64, from the averages that were handed back."""
+    lr, (beta1, beta2), eps, decay = (OPTIONS[key] for key in ("lr", "betas", "eps", "weight_decay"))
+    p = parameters()[name].detach().double().numpy()
+    m, v = np.zeros_like(p), np.zeros_like(p)
+    for t, average in enumerate(averages, start=1):
+        g = average[name].double().numpy()
+        m = beta1 * m + (1 - beta1) * g
+        if t <= warmup:
+            v = beta2 * v + (1 - beta2) * g**2
+        update = m / (1 - beta1**t) / (np.sqrt(v / (1 - beta2 ** min(t, warmup))) + eps)
+        p = (1 - lr * decay) * p - lr * np.where(v > 0, update, 0.0)
+    return p, m, v
+
+
+@pytest.mark.parametrize("name", ["w", "v"])
+def test_follows_its_formulas(name):
+    job = Job(momentum()).train(25)
+    p, m, v = reference(name, job.averages, WARMUP)
+    state = job.states[name]
+    # Averages are up to 50; float32 rounds each of 25 momenta, and an update of at most lr m / sqrt(v).
+    np.testing.assert_allclose(state["exp_avg"], m, rtol=0, atol=25 * 50 * 2**-24)
+    np.testing.assert_allclose(state["exp_avg_sq"], v, rtol=1e-5, atol=0)
+    np.testing.assert_allclose(job.parameters[name].detach(), p, rtol=1e-4, atol=1e-4)
+    assert (state["step"].item(), state["exp_avg_sq_step"].item()) == (25, WARMUP)
+
+
+def test_its_momentum_is_the_shared_one():
+    """Of Momentum m, (1 - beta) m, although the optimizer has seen the differences alone."""
+    job = Job(momentum()).train(40)
+    for name in ("w", "v"):
+        shared = [compressor.states[name].momentum for compressor in job.group.compressors]
+        assert equal(shared, [shared[0]] * 3)
+        torch.testing.assert_close(job.states[name]["exp_avg"], 0.1 * shared[0], rtol=0, atol=1e-5)
+
+
+def test_the_second_moment_stands_still():
+    job = Job(momentum()).train(WARMUP)
+    learnt = job.states["w"]["exp_avg_sq"].clone()
+    job.train(5)
+    assert torch.equal(job.states["w"]["exp_avg_sq"], learnt)
+
+
+def test_elements_without_a_second_moment_are_only_decayed():
+    """Their momenta are not 0: a step would be lr m / eps, a million times as large as others."""
+    job = Job(momentum()).train(WARMUP)
+    before = job.parameters["w"].detach().clone()
+    job.train(4)
+    decayed = before.double() * (1 - OPTIONS["lr"] * OPTIONS["weight_decay"]) ** 4
+    assert (job.states["w"]["exp_avg"][SEEN:] != 0).all()
+    torch.testing.assert_close(job.parameters["w"][SEEN:].detach().double(), decayed[SEEN:], rtol=1e-6, atol=0)
+    moved = (job.parameters["w"].detach() - decayed)[:SEEN].abs()
+    assert moved.min() > 0 and moved.max() < 1
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+@pytest.mark.parametrize("when", [3, WARMUP, WARMUP + 4])
+def test_a_state_dict_continues_to_the_bit(when, foreign):
+    """In the warm-up, between both, and after it; through torch's AdamW, too. Nothing is reset."""
+    job = Job(momentum()).train(when)
+    other = Job(momentum())
+    saved = copy.deepcopy(job.optimizer.state_dict())
+    if foreign:
+        theirs = torch.optim.AdamW(parameters().values(), lr=1.0)
+        theirs.load_state_dict(saved)
+        saved = copy.deepcopy(theirs.state_dict())
+    other.optimizer.load_state_dict(saved)
+    for mine, of_job in zip(other.group.compressors, job.group.compressors):
+        mine.load_state_dict(copy.deepcopy(of_job.state_dict()))
+    with torch.no_grad():
+        for mine, of_job in zip(other.parameters.values(), job.parameters.values()):
+            mine.copy_(of_job)
+    other.done = when
+    assert equal(other.train(6).values(), job.train(6).values())
+
+
+def test_a_state_of_torchs_adamw_needs_no_warm_up():
+    """Its second moment is there: compression may begin at once."""
+    job, theirs = Job(momentum(warmup=0)), Job(NoCompression(), torch.optim.AdamW).train(8)
+    job.optimizer.load_state_dict(copy.deepcopy(theirs.optimizer.state_dict()))
+    learnt = theirs.states["w"]["exp_avg_sq"].clone()
+    job.train(3)
+    assert torch.equal(job.states["w"]["exp_avg_sq"], learnt)
+    assert (job.states["w"]["step"].item(), job.states["w"]["exp_avg_sq_step"].item()) == (11, 8)
+
+
+def test_learns_again_once_nothing_is_compressed():
+    job = Job(gradzip.Phases({0: momentum(), WARMUP + 3: NoCompression()})).train(WARMUP + 3)
+    learnt = job.states["w"]["exp_avg_sq"].clone()
+    job.train(1)
+    assert not torch.equal(job.states["w"]["exp_avg_sq"], learnt) and "exp_avg_sq_step" not in job.states["w"]
+
+
+# --- who is refused
+
+
+def message(job):
+    with pytest.raises(ValueError) as caught:
+        job.train(WARMUP + 2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("warmup", [0, WARMUP])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam])
+def test_torchs_optimizers_with_a_second_moment_are_refused(kind, warmup):
+    """In the first step, not after the warm-up, and nothing has moved."""
+    job = Job(momentum(warmup=warmup), kind)
+    before = job.values()
+    assert message(job) == (
+        f"{kind.__name__}: got a parameter whose momentum Momentum compresses, expected an optimizer without a second "
+        "moment of gradients, or one that holds it still then: use gradzip.optim.AdamW"
+    )
+    assert equal(before, job.values())
+
+
+def test_another_momentum_is_refused():
+    words = "for a parameter whose momentum Momentum compresses with beta = {}, expected equal numbers: give Momentum"
+    assert message(Job(momentum(beta=0.8))).startswith("AdamW: got betas = (0.9, 0.95) " + words.format(0.8))
+    sgd = {"kind": lambda params, **_: torch.optim.SGD(params, lr=0.1, momentum=0.5)}
+    assert message(Job(momentum(), **sgd)).startswith("SGD: got momentum = 0.5 " + words.format(0.9))
+
+
+@pytest.mark.parametrize("beta", [0.9, 0.0])
+def test_sgd_is_as_without_compression(beta):
+    """With the same momentum, or without any; its buffer is the shared momentum."""
+    job = Job(momentum(warmup=2), lambda params, **_: torch.optim.SGD(params, lr=0.1, momentum=beta)).train(8)
+    if beta:
+        shared = job.group.compressors[0].states["w"].momentum
+        torch.testing.assert_close(job.states["w"]["momentum_buffer"], shared, rtol=0, atol=1e-4)
+
+
+def test_no_step_before_the_second_moment_is_learnt():
+    assert message(Job(momentum(warmup=0))) == (
+        "AdamW: got a compressed momentum as the first average of 'w', expected gradients first, of which to learn the "
+        "second moment: give Momentum some warmup_steps"
+    )
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_states_that_it_cannot_continue_are_refused(option):
+    theirs = torch.optim.AdamW(parameters().values(), **{option: True})
+    with pytest.raises(
+        ValueError, match=f"AdamW: got a state dict with {option} = True, expected one of AdamW without"
+    ):
+        AdamW(parameters().values()).load_state_dict(theirs.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"lr": -1.0}, "got lr = -1.0, expected a number >= 0"),
+        ({"eps": math.nan}, "got eps = nan"),
+        ({"betas": (0.9, 1.0)}, "got betas = (0.9, 1.0), expected two numbers in [0, 1)"),
+    ],
+)
+def test_refuses_wrong_options(options, expected):
+    with pytest.raises(ValueError, match=re.escape(f"AdamW: {expected}")):
+        AdamW(parameters().values(), **options)
