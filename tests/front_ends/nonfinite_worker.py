@@ -34,13 +34,14 @@ def fsdp(model, compressor, shards, **options):
 
 def prepare(variant, compressor):
     """Return the model, and its optimizer."""
+    adamw = torch.optim.AdamW if compressor.averaged_momentum is None else gradzip.optim.AdamW
     dtype = torch.bfloat16 if variant in ("ddp bfloat16", "fsdp bfloat16", "fsdp copied") else torch.float32
     model = Model(SHAPES, dtype)
     if variant.startswith("fsdp"):
         copied = {"reduce_dtype": torch.float32} if variant == "fsdp copied" else {}
         module = fsdp(model, compressor, 2 if variant == "fsdp shards" else 1, **copied)
-        return module, torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+        return module, adamw(module.parameters(), lr=0.1, weight_decay=0.1)
+    optimizer = adamw(model.parameters(), lr=0.1, weight_decay=0.1)
     if variant == "sum":
         import horovod.torch as hvd
 
