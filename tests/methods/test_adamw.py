@@ -1,6 +1,6 @@
 """`gradzip.optim.AdamW`: torch's bits while nothing is compressed, its formulas when momenta are, and who it refuses.
 
-test_momentum_jobs.py trains with it in real jobs.
+tests/front_ends/test_momentum_jobs.py trains with it in real jobs.
 """
 
 import copy

@@ -1,0 +1,86 @@
+"""`Momentum` with `gradzip.optim.AdamW` in real jobs: both switch in the same step on all ranks, as in a LocalGroup."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradzip
+from contract import TIMEOUT, assert_equal_states, gradient
+from launch import horovodrun, scenarios, torchrun
+from momentum_worker import SPECS, STEPS, VARIANTS, WARMUP
+from nonfinite_worker import SHAPES
+
+
+def run_job(tmp_path_factory, run):
+    folder = tmp_path_factory.mktemp("momentum")
+    return scenarios(2, "momentum_worker.py", folder, "refused", *SPECS, run=run, timeout=TIMEOUT)
+
+
+@pytest.fixture(scope="module")
+def under_horovod(tmp_path_factory):
+    return run_job(tmp_path_factory, horovodrun)
+
+
+@pytest.fixture(scope="module")
+def under_torch(tmp_path_factory):
+    if not dist.is_available():
+        pytest.skip("torch without torch.distributed")
+    pytest.importorskip("torch.distributed.fsdp._fully_shard", reason="torch without FSDP2")
+    return run_job(tmp_path_factory, torchrun)
+
+
+@pytest.fixture
+def results(request, engine):
+    return request.getfixturevalue(f"under_{engine}")
+
+
+def reference(spec):
+    """The parameters and states of AdamW after each step of a LocalGroup, in the order of the parameters."""
+    group = gradzip.LocalGroup(gradzip.parse(spec), 2)
+    parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    optimizer, after = gradzip.optim.AdamW(parameters.values(), lr=0.1, weight_decay=0.1), []
+    for step in range(STEPS):
+        grads = [{name: gradient(name, rank, step, shape) for name, shape in SHAPES.items()} for rank in range(2)]
+        for name, average in group.step(grads)[0].items():
+            parameters[name].grad = average
+        group.tell_optimizers(parameters)
+        optimizer.step()
+        after.append([p.detach().clone() for p in parameters.values()])
+    return after
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("engine", "variant"), [(e, variant) for e, of in VARIANTS.items() for variant in of])
+def test_both_switch_in_the_same_step(results, variant, spec):
+    per_rank = [of_rank[variant] for of_rank in results[spec]]
+    for of_rank in per_rank:
+        for step, (before, after) in enumerate(itertools.pairwise(of_rank), start=1):
+            for name, was, now in zip(SHAPES, before["optimizer"], after["optimizer"]):
+                second = was["exp_avg_sq"]  # of a shard
+                compressed = step >= WARMUP and second.dim() > 1 and second.numel() >= 1024
+                assert torch.equal(second, now["exp_avg_sq"]) == compressed, (step, name)
+                assert ("exp_avg_sq_step" in now) == compressed
+        if variant != "fsdp shards":
+            for step, of_first in zip(of_rank, per_rank[0]):
+                assert_equal_states(step["parameters"], of_first["parameters"])
+                assert_equal_states(step["optimizer"], of_first["optimizer"])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("engine", "variant"), [("horovod", "float32"), ("torch", "ddp")])
+def test_trains_as_in_a_local_group(results, variant, spec):
+    for step, expected in zip(results[spec][0][variant], reference(spec)):
+        for got, wanted in zip(step["parameters"], expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["horovod", "torch"])
+def test_optimizers_that_do_not_fit_are_refused_in_the_first_step(results):
+    for of_rank in results["refused"]:
+        assert all(moved == 0 for _, moved in of_rank.values())
+        errors = {name: error for name, (error, _) in of_rank.items()}
+        assert "AdamW: got a parameter whose momentum Momentum compresses, expected an optimizer" in errors["torch"]
+        assert "got betas = (0.8, 0.99) for a parameter whose momentum Momentum compresses" in errors["momentum"]
+        assert "AdamW: got a compressed momentum as the first average of '" in errors["at once"]
