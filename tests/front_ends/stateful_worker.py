@@ -5,7 +5,7 @@ After each action, what both ranks have is compared with a ledger of what must h
 * Parameters, states of optimizers and averages are equal on both ranks, to the bit.
 * Sum of averages + mean residual = sum of mean gradients, of all steps that were not skipped, up to rounding.
 * A step is skipped if and only if a gradient of a rank is not finite. It changes no parameter then.
-* After a step, nothing is in progress or hidden; after a case, nothing refers to the model and the compressor.
+* After a step, nothing is in progress; after a case, nothing refers to the model and the compressor.
 """
 
 import collections
@@ -40,46 +40,48 @@ else:
     from torch.nn.parallel import DistributedDataParallel
 
 ALL = {f"{block}.{name}": shape for block, shapes in SHAPES.items() for name, shape in shapes.items()}
-# How many numbers of the size of the largest one a step rounds, at most: the bound of the contract tests.
-ROUNDINGS = 160
+ROUNDINGS = 160  # of numbers of the size of the largest one, in a step: the bound of the methods' tests
 
 
 def fail(grad):
     raise ArithmeticError("in the backward pass")
 
 
-class Block(torch.nn.Module):
-    """Adds the products of its parameters and their gradients, which are arguments."""
+def local(tensor):
+    return getattr(tensor, "to_local", lambda: tensor)().detach()
 
-    def __init__(self, shapes):
+
+class Block(torch.nn.Module):
+    """Adds the products of its parameters and their gradients, which are an argument."""
+
+    def __init__(self, name):
         super().__init__()
-        for name, shape in shapes.items():
-            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+        self.name = name
+        for parameter, shape in SHAPES[name].items():
+            self.register_parameter(parameter, torch.nn.Parameter(torch.zeros(shape)))
 
     def forward(self, x, gradients):
         for name, parameter in self.named_parameters():
-            if name in gradients:
-                x = x + (parameter * gradients[name]).sum()
+            if (grad := gradients.get(f"{self.name}.{name}")) is not None:
+                x = x + (parameter * grad).sum()
         return x
 
 
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = Block(SHAPES["first"]), Block(SHAPES["second"])
-        self.fails = ""  # whether the backward pass fails before the first block, or between the blocks
+        self.first, self.second = map(Block, SHAPES)
+        self.fails = ""  # where the backward pass fails: before the second block, before the first, or at the end
 
     def forward(self, gradients):
-        x = torch.zeros(())
-        for block, module in self.named_children():
-            x = module(x, {name.removeprefix(f"{block}."): grad for name, grad in gradients.items() if block in name})
-            if self.fails == {"first": "between", "second": "first"}[block]:
+        x = torch.zeros((), requires_grad=self.fails == "end")
+        if self.fails == "end":
+            x.register_hook(fail)
+        for name, block in self.named_children():
+            x = block(x, gradients)
+            if self.fails == name:
                 x.register_hook(fail)
         return x
-
-
-def local(tensor):
-    return getattr(tensor, "to_local", lambda: tensor)().detach()
 
 
 class Ledger:
@@ -91,9 +93,9 @@ class Ledger:
         self.largest, self.steps = 0.0, 0
 
     def add(self, gradients, averages):
-        for total, tensors in ((self.gradients, gradients), (self.averages, averages)):
+        for totals, tensors in ((self.gradients, gradients), (self.averages, averages)):
             for name, tensor in tensors.items():
-                total[name] += tensor
+                totals[name] += tensor
                 self.largest = max(self.largest, tensor.abs().max().item())
         self.steps += 1
 
@@ -105,29 +107,29 @@ class Ledger:
         ranks = gather((self.averages, {name: self.gradients[name] - kept.get(name, 0) for name in ALL}, self.largest))
         assert_equal_states(ranks[0][0], ranks[1][0])
         if all(part.error_feedback or isinstance(part, gradzip.NoCompression) for part in compressor.parts):
-            bound = max(self.steps, 1) * ROUNDINGS * 2**-24 * max(largest for *_, largest in ranks)
+            bound = self.steps * ROUNDINGS * 2**-24 * max(largest for *_, largest in ranks)
             for name, total in self.averages.items():
                 lost = (sum(sent[name] for _, sent, _ in ranks) / len(ranks) - total).abs().max().item()
                 assert lost <= bound, f"{name}: lost {lost}, expected at most {bound}"
 
 
 class Training:
-    """A model in training, and the actions of a case."""
+    """A model in training, and the actions of a case. Subclasses have what differs between front ends."""
 
-    def __init__(self, engine, case):
-        self.engine, self.method, options = engine, case.method, case.options.split()
-        self.scaled = "scaled" in options
+    passes_per_step = 1
+
+    def __init__(self, case):
+        self.method, options = case.method, case.options.split()
+        self.scaled, self.two_passes = "scaled" in options, "two_passes" in options
         self.bucket_cap_mb = 0.012 if "small_buckets" in options else 25
-        self.passes_per_step = 2 if engine == "horovod" and "two_passes" in options else 1
-        self.number, self.saved, self.mode = 0, None, "plain"
-        self.ledger = Ledger()
+        self.number, self.saved, self.ledger, self.mode = 0, None, Ledger(), "plain"
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4, enabled=self.scaled)
         self.scaler.scale(torch.zeros(()))  # makes the scale
-        self.create(Model(), None)
+        self.create(Model())
 
-    # --- engines
+    # --- front ends
 
-    def create(self, model, states):
+    def create(self, model, states=None):
         """Start to train a model, with a new compressor."""
         self.model, self.compressor = model, gradzip.parse(self.method)
         if self.scaled:
@@ -137,71 +139,15 @@ class Training:
         self.connect()
 
     def connect(self):
-        """Wrap the model, and make an optimizer."""
-        module, named = self.model, self.model.named_parameters
-        self.wrapped = self.state = self.module = self.optimizer = None
-        gc.collect()  # a former wrapper's hooks
-        if self.engine == "fsdp":
-            mesh = init_device_mesh("cpu", (job.size, 1), mesh_dim_names=("replicate", "shard"))
-            for part in (module.first, module.second, module):
-                fully_shard(part, mesh=mesh["shard"])
-            module.set_reduce_scatter_unused_params(True)
-            self.state = gradzip.fsdp.compress(module, self.compressor, mesh["replicate"].get_group())
-        elif self.engine == "ddp":
-            options = {"find_unused_parameters": self.mode != "plain", "gradient_as_bucket_view": self.mode == "views"}
-            module = DistributedDataParallel(module, bucket_cap_mb=self.bucket_cap_mb, **options)
-            self.state = gradzip.ddp.HookState(self.compressor, named_parameters=named())
-            module.register_comm_hook(self.state, gradzip.ddp.hook)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        if self.engine == "horovod":
-            self.optimizer = hvd.DistributedOptimizer(
-                self.optimizer,
-                named(),
-                compression=gradzip.horovod.bucketed(self.compressor, self.bucket_cap_mb),
-                backward_passes_per_step=self.passes_per_step,
-            )
-        self.module = module
+        """Make `module`, which takes the gradients, and `optimizer`."""
+        self.module, self.optimizer = self.model, torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
-    def recover(self):
-        """Do what the engine needs after a backward pass that has failed."""
-        if self.engine == "ddp":
-            self.wrap(self.mode)
-        elif self.engine == "fsdp":
-            self.model.reset_iter_state()
-        else:
-            for handle in list(mpi_ops._handle_map):
-                hvd.synchronize(handle)
-            self.optimizer.load_state_dict(self.optimizer.state_dict())
+    def without_averages(self):
+        return contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def without_averages(self, disabled):
-        if not disabled or self.engine == "horovod":
-            yield
-        elif self.engine == "ddp":
-            with self.module.no_sync():
-                yield
-        else:
-            self.module.set_requires_gradient_sync(False)
-            yield
-            self.module.set_requires_gradient_sync(True)
-
-    def in_progress(self):
-        """What must be empty between steps."""
-        if self.engine == "horovod":
-            context = front_end._contexts[self.optimizer]
-            session = context.session
-            own = [
-                context._waiting,
-                context._sums,
-                context._num_in_flight,
-                self.optimizer._handles,
-                mpi_ops._handle_map,
-            ]
-        else:
-            session = self.state._session
-            own = [self.state._started] if self.engine == "ddp" else [self.state._averaged, self.state._copied]
-        of_session = [session._in_step, session.buckets, session.units, session.waiting, session._parameters]
-        return [*own, *of_session, list(optimizer_hooks._hidden)]
+    def synchronized(self):
+        """The context of a step of the optimizer. The gradients are averages in it."""
+        return contextlib.nullcontext()
 
     # --- steps
 
@@ -225,48 +171,44 @@ class Training:
         """
         self.model.zero_grad(set_to_none=zeroing == "none")
         before, gradients = self.tensors(), []
-        number = self.passes_per_step if self.engine == "horovod" else 1 + (passes != "once")
-        for i in range(number):
-            with self.without_averages(passes == "local" and i == 0):
+        for i in range(self.passes_per_step or 1 + (passes != "once")):
+            with self.without_averages() if passes == "local" and i == 0 else contextlib.nullcontext():
                 gradients.append(self.backward(skip, bad if i == 0 else ()))
-        if self.engine == "horovod":
-            self.optimizer.synchronize()
-        averages = {
-            name: local(parameter.grad).double() / self.scaler.get_scale()
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad and parameter.grad is not None
-        }
-        self.scaler.unscale_(self.optimizer)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings(action="ignore"))  # that the step is skipped
-            if self.engine == "horovod":
-                stack.enter_context(self.optimizer.skip_synchronize())
+        with self.synchronized(), warnings.catch_warnings(action="ignore"):  # that the step is skipped
+            averages = {
+                name: local(p.grad).double() / self.scaler.get_scale()
+                for name, p in self.model.named_parameters()
+                if p.requires_grad and p.grad is not None
+            }
             self.scaler.step(self.optimizer)
         self.scaler.update()
         assert self.compressor.last_step_skipped == skipped
+        assert not any(self.in_progress()), self.in_progress()
+        assert not optimizer_hooks._hidden
         if skipped:
             assert_equal_states(self.tensors(), before)
-        else:
-            self.ledger.add({name: sum(each[name].double() for each in gradients) for name in gradients[0]}, averages)
-            for name, old, new in zip(ALL, before[0], self.tensors()[0]):
-                assert name not in averages or not averages[name].any() or not torch.equal(old, new), (
-                    f"{name} stands still"
-                )
-        assert not any(self.in_progress()), self.in_progress()
+            return
+        self.ledger.add({name: sum(each[name].double() for each in gradients) for name in gradients[0]}, averages)
+        after = dict(zip(ALL, zip(before[0], self.tensors()[0])))
+        assert not [name for name, average in averages.items() if average.any() and torch.equal(*after[name])]
+
+    def in_progress(self):
+        """What must be empty between steps."""
+        session = self.session()
+        return [session._in_step, session.buckets, session.units, session.waiting, session._parameters]
 
     def accumulate(self, passes):
         self.step(passes=passes)
 
     def unused(self, name, rank):
-        can = self.engine != "ddp" or self.mode != "plain"
-        self.step(skip=name if can and rank in (str(job.rank), "all") else "")
+        self.step(skip=name if rank in (str(job.rank), "all") else "")
 
     def overflow(self, name, rank, value, passes):
         bad = (name, value) if rank == str(job.rank) else ()
         self.step(passes=passes, bad=bad, skipped=self.model.get_parameter(name).requires_grad)
 
-    def fail(self, where):
-        self.model.fails = where
+    def fail(self, block):
+        self.model.fails = block
         with contextlib.suppress(ArithmeticError):
             self.backward()
             raise AssertionError("the backward pass has not failed")
@@ -275,62 +217,50 @@ class Training:
 
     def forward(self):
         self.module({name: torch.zeros(shape) for name, shape in ALL.items()})
-        if self.engine == "fsdp":
-            self.model.reset_iter_state()
 
     # --- between steps
 
     def freeze(self, name, frozen=True):
         self.model.get_parameter(name).requires_grad_(not frozen)
         self.model.zero_grad()
-        if self.engine == "ddp":
-            self.wrap(self.mode)
 
     def unfreeze(self):
         for name in ALL:
             self.freeze(name, frozen=False)
 
     def wrap(self, mode):
-        """Wrap the model again; with engines that cannot, resume."""
-        if self.engine != "ddp":
-            self.resume()
-            return
-        self.mode, states = mode, self.optimizer.state_dict()
-        self.connect()
-        self.optimizer.load_state_dict(states)
+        self.resume()  # front ends that cannot wrap a model again
 
     def resume(self):
-        saved = self.checkpoint()
-        model = Model()
+        saved, model = self.checkpoint(), Model()
         for new, old in zip(model.parameters(), self.model.parameters()):
             new.requires_grad_(old.requires_grad)
         self.create(model, saved["compressor"])
         self.restore(saved)
 
     def checkpoint(self):
-        state = {
+        saved = {
             "parameters": [local(p) for p in self.model.parameters()],
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ledger": self.ledger,
         }
-        return copy.deepcopy(state) | {"compressor": through_file(self.compressor.state_dict())}
+        return copy.deepcopy(saved) | {"compressor": through_file(self.compressor.state_dict())}
 
     def restore(self, saved):
-        saved = copy.deepcopy(saved)
         for parameter, value in zip(self.model.parameters(), saved["parameters"]):
             local(parameter).copy_(value)
         self.optimizer.load_state_dict(saved["optimizer"])
         if self.scaled:
             self.scaler.load_state_dict(saved["scaler"])
-        self.ledger = saved["ledger"]
+        self.ledger = copy.deepcopy(saved["ledger"])
 
     def save(self):
         self.saved = self.checkpoint()
 
     def load(self):
         if self.saved is not None:
-            self.compressor.load_state_dict(copy.deepcopy(self.saved["compressor"]))
+            self.compressor.load_state_dict(self.saved["compressor"])
             self.restore(self.saved)
 
     def scale(self, factor):
@@ -341,20 +271,115 @@ class Training:
 
     def tensors(self):
         """Parameters, and the states of the optimizer."""
-        states = [
-            {name: local(v).clone() for name, v in of.items()} for of in self.optimizer.state_dict()["state"].values()
-        ]
-        return [[local(p).clone() for p in self.model.parameters()], states]
+        states = self.optimizer.state_dict()["state"].values()
+        of_optimizer = [{name: local(value).clone() for name, value in state.items()} for state in states]
+        return [[local(p).clone() for p in self.model.parameters()], of_optimizer]
 
     def check(self):
-        first, second = gather(self.tensors())
-        assert_equal_states(first, second)
+        assert_equal_states(*gather(self.tensors()))
         self.ledger.check(self.compressor)
+
+
+class UnderDDP(Training):
+    passes_per_step = 0  # as many as the action says
+
+    def connect(self):
+        self.module = self.state = None
+        gc.collect()  # the hooks of a former wrapper
+        super().connect()
+        options = {"find_unused_parameters": self.mode != "plain", "gradient_as_bucket_view": self.mode == "views"}
+        self.module = DistributedDataParallel(self.model, bucket_cap_mb=self.bucket_cap_mb, **options)
+        self.state = gradzip.ddp.HookState(self.compressor, named_parameters=self.model.named_parameters())
+        self.module.register_comm_hook(self.state, gradzip.ddp.hook)
+
+    def wrap(self, mode):
+        self.mode, states = mode, self.optimizer.state_dict()
+        self.connect()
+        self.optimizer.load_state_dict(states)
+
+    def recover(self):
+        self.wrap(self.mode)
+
+    def freeze(self, name, frozen=True):
+        super().freeze(name, frozen)
+        self.wrap(self.mode)
+
+    def unused(self, name, rank):
+        super().unused(name, rank if self.mode != "plain" else "none")
+
+    def without_averages(self):
+        return self.module.no_sync()
+
+    def session(self):
+        return self.state._session
+
+    def in_progress(self):
+        return [*super().in_progress(), self.state._started]
+
+
+class UnderFSDP(Training):
+    passes_per_step = 0
+
+    def connect(self):
+        mesh = init_device_mesh("cpu", (job.size, 1), mesh_dim_names=("replicate", "shard"))
+        for module in (self.model.first, self.model.second, self.model):
+            fully_shard(module, mesh=mesh["shard"])
+        self.model.set_reduce_scatter_unused_params(True)
+        self.state = gradzip.fsdp.compress(self.model, self.compressor, mesh["replicate"].get_group())
+        super().connect()
+
+    def recover(self):
+        self.model.reset_iter_state()
+
+    def forward(self):
+        super().forward()
+        self.recover()
+
+    @contextlib.contextmanager
+    def without_averages(self):
+        self.model.set_requires_gradient_sync(False)
+        yield
+        self.model.set_requires_gradient_sync(True)
+
+    def session(self):
+        return self.state._session
+
+    def in_progress(self):
+        return [*super().in_progress(), self.state._averaged, self.state._copied, self.state._sums]
+
+
+class UnderHorovod(Training):
+    def connect(self):
+        super().connect()
+        self.passes_per_step = 1 + self.two_passes
+        self.optimizer = hvd.DistributedOptimizer(
+            self.optimizer,
+            self.model.named_parameters(),
+            compression=gradzip.horovod.bucketed(self.compressor, self.bucket_cap_mb),
+            backward_passes_per_step=self.passes_per_step,
+        )
+
+    def recover(self):
+        for handle in list(mpi_ops._handle_map):
+            hvd.synchronize(handle)
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
+
+    def synchronized(self):
+        self.optimizer.synchronize()
+        return self.optimizer.skip_synchronize()
+
+    def session(self):
+        return front_end._contexts[self.optimizer].session
+
+    def in_progress(self):
+        context = front_end._contexts[self.optimizer]
+        own = [context._waiting, context._sums, context._num_in_flight]
+        return [*super().in_progress(), *own, self.optimizer._handles, mpi_ops._handle_map]
 
 
 def run(engine, case):
     """Run a case. Returns references to what it has used."""
-    training = Training(engine, case)
+    training = {"ddp": UnderDDP, "fsdp": UnderFSDP, "horovod": UnderHorovod}[engine](case)
     for action in case.actions.split():
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
         name, *arguments = action.split(":")
@@ -371,19 +396,19 @@ def run(engine, case):
 @scenario
 def cases():
     task, start, count, actions = json.loads(os.environ["STATEFUL"]), time.monotonic(), 0, collections.Counter()
-    given = [Case.parse(text) for text in task["cases"]]
+    given, case = [Case.parse(text) for text in task["cases"]], None
 
     def report(case):
         if job.rank == 0:
             Path(task["path"]).write_text(json.dumps({"case": str(case), "count": count, "actions": actions}))
 
-    case = None
     try:
         while count < len(given) or gather(time.monotonic() - start < task["seconds"])[0]:
             case = given[count] if count < len(given) else Case.of(task["seed"] + count - len(given))
             report(case)
             references = run(task["engine"], case)
             gc.collect()
+            # Horovod's hooks keep its optimizers.
             assert UNDER_HOROVOD or not any(reference() for reference in references), f"{case}: leaks"
             count += 1
             actions.update(action.split(":")[0] for action in case.actions.split())

@@ -104,7 +104,7 @@ def draw(generator):
         "unused": [name, generator.choice([rank, "all"])],
         "accumulate": [passes],
         "overflow": [name, rank, generator.choice(["inf", "nan"]), passes],
-        "fail": [generator.choice(["first", "between"])],
+        "fail": [generator.choice(["second", "first", "end"])],
         "freeze": [name],
         "wrap": [generator.choice(["plain", "unused", "views"])],
         "scale": [generator.choice(FACTORS)],
