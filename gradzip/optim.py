@@ -75,8 +75,8 @@ class AdamW(_Optimizer):
         params, lr, betas, eps, weight_decay: as of torch.optim.AdamW, with the same defaults. beta1 must be the `beta`
             of `Momentum`.
 
-    State dicts are those of torch.optim.AdamW, and each loads those of the other; a parameter whose second moment
-    stands still has also "exp_avg_sq_step", T. Loading resets nothing.
+    State dicts are those of torch.optim.AdamW, and each loads those of the other. They also have "exp_avg_sq_step", the
+    number of steps that the second moment was learnt in. Loading resets nothing.
 
     Raises ValueError in a step: a parameter's first average is of compressed momenta, so that it has no second moment.
 
@@ -112,6 +112,8 @@ class AdamW(_Optimizer):
                 if group.get(option):
                     raise ValueError(f"AdamW: got a state dict with {option} = True, expected one of AdamW without it")
         super().load_state_dict(state_dict)
+        for state in self.state.values():  # always there, because Horovod broadcasts states field by field
+            state.setdefault("exp_avg_sq_step", state["step"].clone())
 
     def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         exact, held = {}, {}
@@ -133,8 +135,7 @@ class AdamW(_Optimizer):
 
     def _step_as_torch(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         states = [self._state(parameter) for parameter in gradients]
-        for state in states:
-            state.pop("exp_avg_sq_step", None)
+        torch._foreach_add_([state["exp_avg_sq_step"] for state in states], 1)
         beta1, beta2 = group["betas"]
         adamw(
             list(gradients), list(gradients.values()), [state["exp_avg"] for state in states],
@@ -145,7 +146,7 @@ class AdamW(_Optimizer):
 
     def _step_held(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         states = [self.state[parameter] for parameter in gradients]
-        learnt = [float(state.setdefault("exp_avg_sq_step", state["step"].clone())) for state in states]
+        learnt = [float(state["exp_avg_sq_step"]) for state in states]
         torch._foreach_add_([state["step"] for state in states], 1)
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         parameters, averages = _local(gradients), _local(gradients.values())
@@ -160,10 +161,10 @@ class AdamW(_Optimizer):
         torch._foreach_addcdiv_(parameters, first, divisors, rates)
 
     def _state(self, parameter: Tensor) -> dict[str, Any]:
-        """The state of a parameter, under the names of torch's AdamW."""
+        """The state of a parameter, under the names of torch's AdamW, and one more."""
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"], state["exp_avg_sq_step"] = torch.tensor(0.0), torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
