@@ -53,6 +53,10 @@ def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
+# Options of torch.optim.AdamW that `AdamW` does not have.
+_OTHER_OPTIONS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+
+
 class AdamW(_Optimizer):
     """torch.optim.AdamW, whose second moment stands still while `Momentum` compresses.
 
@@ -112,7 +116,11 @@ class AdamW(_Optimizer):
                 if group.get(option):
                     raise ValueError(f"AdamW: got a state dict with {option} = True, expected one of AdamW without it")
         super().load_state_dict(state_dict)
-        for state in self.state.values():  # always there, because Horovod broadcasts states field by field
+        # Horovod broadcasts states and options one by one, so all ranks have the same ones, whoever has loaded.
+        for group in self.param_groups:
+            for option in _OTHER_OPTIONS:
+                group.pop(option, None)
+        for state in self.state.values():
             state.setdefault("exp_avg_sq_step", state["step"].clone())
 
     def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:

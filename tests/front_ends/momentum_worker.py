@@ -5,7 +5,7 @@ import torch
 import gradzip
 from contract import gradient
 from harness import UNDER_HOROVOD, Model, data_parallel, job, main, message, scenario
-from nonfinite_worker import SHAPES, train
+from nonfinite_worker import SHAPES, snapshot, train
 
 WARMUP, STEPS = 3, 6
 SPECS = [f"momentum:inner={inner},warmup_steps={WARMUP}" for inner in ("signsgd(majority=False)", "topk(theta=0.9)")]
@@ -28,6 +28,27 @@ def refused():
         moved = sum(p.abs().sum().item() for p in model.parameters())
         found[name] = message(optimizer.step), moved
     return found
+
+
+@scenario
+def loaded_on_one_rank():
+    """Rank 0 loads a state of torch's AdamW and broadcasts it, as Horovod's examples do. No warm-up is needed then."""
+    import horovod.torch as hvd
+
+    model, gradients = Model(SHAPES), {name: gradient(name, job.rank, 0, shape) for name, shape in SHAPES.items()}
+    compressor = gradzip.Momentum(gradzip.SignSGD(majority=False))
+    _, optimizer = data_parallel(model, gradzip.optim.AdamW(model.parameters(), weight_decay=0.0), compressor)
+    if job.rank == 0:
+        other = Model(SHAPES)
+        other(gradients).backward()
+        theirs = torch.optim.AdamW(other.parameters(), weight_decay=0.0)
+        theirs.step()
+        optimizer.load_state_dict(theirs.state_dict())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    model(gradients).backward()
+    optimizer.step()
+    return snapshot(model, optimizer, compressor)
 
 
 def of_spec(spec):

@@ -13,14 +13,14 @@ from momentum_worker import SPECS, STEPS, VARIANTS, WARMUP
 from nonfinite_worker import SHAPES
 
 
-def run_job(tmp_path_factory, run):
+def run_job(tmp_path_factory, run, *others):
     folder = tmp_path_factory.mktemp("momentum")
-    return scenarios(2, "momentum_worker.py", folder, "refused", *SPECS, run=run, timeout=TIMEOUT)
+    return scenarios(2, "momentum_worker.py", folder, "refused", *others, *SPECS, run=run, timeout=TIMEOUT)
 
 
 @pytest.fixture(scope="module")
 def under_horovod(tmp_path_factory):
-    return run_job(tmp_path_factory, horovodrun)
+    return run_job(tmp_path_factory, horovodrun, "loaded_on_one_rank")
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +84,11 @@ def test_optimizers_that_do_not_fit_are_refused_in_the_first_step(results):
         assert "AdamW: got a parameter whose momentum Momentum compresses, expected an optimizer" in errors["torch"]
         assert "got betas = (0.8, 0.99) for a parameter whose momentum Momentum compresses" in errors["momentum"]
         assert "AdamW: got a compressed momentum as the first average of '" in errors["at once"]
+
+
+def test_a_state_that_one_rank_has_loaded_is_broadcast(under_horovod):
+    first, second = under_horovod["loaded_on_one_rank"]
+    assert_equal_states(first["parameters"], second["parameters"])
+    assert_equal_states(first["optimizer"], second["optimizer"])
+    for name, state in zip(SHAPES, first["optimizer"]):
+        assert state["step"] == 2 and state["exp_avg_sq_step"] == (2 if name == "b" else 1)
