@@ -364,6 +364,10 @@ class UnderHorovod(Training):
             hvd.synchronize(handle)
         self.optimizer.load_state_dict(self.optimizer.state_dict())
 
+    def unfreeze(self):
+        super().unfreeze()
+        self.resume()  # Horovod does not average parameters that were frozen when the optimizer was made
+
     def synchronized(self):
         self.optimizer.synchronize()
         return self.optimizer.skip_synchronize()

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -83,7 +84,7 @@ class Case:
 
     @classmethod
     def parse(cls, text):
-        return cls(*(field.strip() for field in text.split("|")))
+        return cls(*(field.strip() for field in re.split(r" \|(?= )", text)))
 
     def __str__(self):
         return f"{self.method} | {self.options} | {self.actions}"
