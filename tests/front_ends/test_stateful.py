@@ -40,4 +40,4 @@ def test_random_actions(engine):
     seed = stateful.new_seed()
     count, actions = check(engine, seconds=SECONDS, seed=seed)
     print(f"{engine}, seed {seed}: {count} cases, {actions}")
-    assert actions.keys() == stateful.WEIGHTS.keys()
+    assert count and actions["step"]

@@ -21,7 +21,7 @@ from pathlib import Path
 import launch
 
 RANKS = 2
-HANG_SECONDS = 60  # that an action may take; far more than needed
+HANG_SECONDS = 100  # that an action may take; far more than needed, also on a busy machine
 ENGINES = {"ddp": launch.torchrun, "fsdp": launch.torchrun, "horovod": launch.horovodrun}
 SPECS = [
     "none",
@@ -123,7 +123,7 @@ def run(engine, seconds=0, seed=0, cases=()):
         task = {"engine": engine, "seconds": seconds, "seed": seed, "cases": [*map(str, cases)], "path": str(path)}
         os.environ["STATEFUL"] = json.dumps(task)
         try:
-            job = ENGINES[engine](RANKS, "stateful_worker.py", folder, timeout=seconds + 300)
+            job = ENGINES[engine](RANKS, "stateful_worker.py", folder, timeout=seconds + 200)
             status, output = job.returncode, job.stdout + job.stderr
         except subprocess.TimeoutExpired as error:
             status, output = 1, str(error)
