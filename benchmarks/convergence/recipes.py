@@ -26,6 +26,7 @@ IMAGE_METHODS = (
 TEXT_METHODS = (
     "none", "acpsgd:rank=4", "powersgd:rank=4", "qsgd", "topk", "fp16", "acpsgd:rank=16", "powersgd:rank=16",
     "acpsgd:rank=32", "powersgd:rank=32", "topk:theta=0.96,bits=4",
+    "momentum:inner=signsgd(majority=False),warmup_steps=10%",
 )  # fmt: skip
 REMEDY_METHODS = ("none", "topk:theta=0.96,bits=4", "qsgd", "acpsgd:rank=4")
 

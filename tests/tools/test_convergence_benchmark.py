@@ -241,6 +241,10 @@ def test_a_run_has_the_optimizer_of_its_recipe():
         assert (type(optimizer), optimizer.defaults["momentum"]) == (kind, 0.9)
     adamw = Training(replace(TINY, method="dgc", optimizer="adamw"), load_data(TINY, None)).optimizer
     assert adamw.param_groups[0]["betas"] == (0.0, 0.95)
+    held = Training(
+        replace(TINY, method="momentum:inner=topk,warmup_steps=10%", optimizer="adamw"), load_data(TINY, None)
+    )
+    assert type(held.optimizer) is gradzip.optim.AdamW and held.optimizer.param_groups[0]["betas"] == (0.9, 0.95)
 
 
 def test_specs_may_depend_on_the_number_of_steps():
