@@ -38,7 +38,7 @@ class _Average:
     examples=[
         "inner=signsgd(majority=False),warmup_steps=1",
         "inner=topk(theta=0.9),beta=0.5",
-        "inner=acpsgd,warmup_steps=1",
+        "inner=acpsgd",
     ],
 )
 @dataclass

@@ -31,12 +31,16 @@ pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 SHAPES = shapes_of(SMALLEST)
 
 
+def codec(compressor):
+    """The method that compresses: `Momentum` has one for its momenta."""
+    return compressor if compressor.averaged_momentum is None else compressor.inner
+
+
 def counts_alike(compressor):
     """Whether a method queues as much for all gradients, and never random numbers of the host."""
-    gathers = not isinstance(compressor, GatherCompressor) or (
-        compressor.fixed_nbytes and compressor.exchange == "gather"
-    )
-    keeps_factors = getattr(compressor, "warm_start", True) and getattr(compressor, "reuse", True)
+    own = codec(compressor)
+    gathers = not isinstance(own, GatherCompressor) or (own.fixed_nbytes and own.exchange == "gather")
+    keeps_factors = getattr(own, "warm_start", True) and getattr(own, "reuse", True)
     return compressor.parts == [compressor] and not compressor.adapts and gathers and keeps_factors
 
 
@@ -47,7 +51,7 @@ def most_syncs(spec):
     """Those for all payloads' headers and checksums, and for the magnitudes of all averages, uncompressed ones too."""
     compressor = gradzip.parse(spec)
     compresses_some = any(map(functools.partial(compresses, compressor), SHAPES.values()))
-    return 1 + (compresses_some and isinstance(compressor, GatherCompressor))
+    return 1 + (compresses_some and isinstance(codec(compressor), GatherCompressor))
 
 
 def stored_ops(model):
@@ -105,7 +109,10 @@ def test_operations_of_resnet50(spec):
 def test_the_published_counts_are_within_the_goals():
     for spec, (goal, counted) in goals().items():
         assert counted == stored_ops("resnet50")[spec] <= goal
-    assert all(c.syncs <= 2 and c.in_hook == 0 for c in stored() if counts_alike(gradzip.parse(c.method)))
+    for c in stored():
+        if counts_alike(gradzip.parse(c.method)):
+            # Horovod's own averages come after all others, and are checked once more.
+            assert c.syncs <= (3 if c.front_end == "horovod" else 2) and c.in_hook == 0, c
 
 
 @pytest.mark.parametrize("spec", kinds.params(SPECS, kinds.FIRST))
