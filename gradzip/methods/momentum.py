@@ -68,14 +68,13 @@ class Momentum(Compressor):
             docs/accuracy.md.
         beta: in [0, 1); the momentum of the optimizer, beta1 of AdamW.
         warmup_steps: first steps of a parameter, in which gradients are averaged uncompressed, in float32. Steps that
-            are skipped do not count. `gradzip.optim.AdamW` needs some, to learn its second moment: 5 to 10 % of a short
-            training run, and more than 1 / (1 - beta2).
+            are skipped do not count. `gradzip.optim.AdamW` needs some, to learn its second moment. A tenth of a
+            training run of 735 steps was enough.
 
     Parameters that bypass `inner` are averaged uncompressed in all steps, and keep no momentum here. Parameters that
     `inner` joins count the steps of the oldest one: those that are trained later need a rule of `PerLayer`.
 
-    `Hierarchical`, `PerLayer` and `Phases` may be made of it. Clip gradients before they are averaged, if at all: of
-    clipped g', the optimizer has another momentum than m.
+    `Hierarchical`, `PerLayer` and `Phases` may be made of it.
 
     Payload: that of `inner`; in the warm-up 4 bytes for each element.
 
