@@ -297,6 +297,10 @@ class UnderDDP(Training):
         self.connect()
         self.optimizer.load_state_dict(states)
 
+    def fail(self, block):
+        # At the end, DDP has called the last hook: states have changed, but no gradient.
+        super().fail("first" if block == "end" else block)
+
     def recover(self):
         self.wrap(self.mode)
 
