@@ -94,24 +94,29 @@ class Averaging:
         method, memory = self.method, self.method.memory
         own = grad if self.node_chunks is None else (yield from self.node_chunks.scatter(grad))
         state = memory.begin_step(self.name, own, method.state_shapes, rank, size)
-        before = state.fields()
+        before = state.begin()
         self.compressed_momentum = method.compresses_momentum(state)
-        # The gradient is going to be overwritten: if it is float32, the residual is added in place.
-        corrected = yield from method.add_residual(own.float().contiguous(), state)
-        reduce = method.reduce(corrected, state)
-        average = yield from (reduce if self.node_chunks is None else among_peers(reduce))
-        # All ranks see the same average, so all commit or all undo. Limit of the gradient's own type: a finite float32
-        # number may overflow in float16.
-        limit = torch.finfo(grad.dtype).max
-        finite = method.max_abs_bound(average, limit) <= limit
-        if finite:
-            state.step += 1
-            yield from method.commit(own, corrected, average, state)
-            state.payload = None
-            if not method.error_feedback:
-                state.residual = None  # of the method that was in charge before: it is sent now
-        if self.node_chunks is not None:
-            finite = yield from self.node_chunks.gather(own, finite, grad)
+        try:
+            # The gradient is going to be overwritten: if it is float32, the residual is added in place.
+            corrected = yield from method.add_residual(own.float().contiguous(), state)
+            reduce = method.reduce(corrected, state)
+            average = yield from (reduce if self.node_chunks is None else among_peers(reduce))
+            # All ranks see the same average, so all commit or all undo. Limit of the gradient's own type: a finite
+            # float32 number may overflow in float16.
+            limit = torch.finfo(grad.dtype).max
+            finite = method.max_abs_bound(average, limit) <= limit
+            if finite:
+                state.step += 1
+                yield from method.commit(own, corrected, average, state)
+                state.payload = None
+                if not method.error_feedback:
+                    state.residual = None  # of the method that was in charge before: it is sent now
+            if self.node_chunks is not None:
+                finite = yield from self.node_chunks.gather(own, finite, grad)
+        except BaseException:  # also if the routine is closed, because the backward pass has failed
+            state.abandon(before)
+            raise
+        state.complete()
         if finite:
             memory.snapshot(state, before)
         else:

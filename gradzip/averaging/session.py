@@ -225,6 +225,9 @@ class Session:
 
     def drop(self) -> None:
         """Drop the step in progress: its backward pass has failed or was interrupted."""
+        for bucket in self.buckets.values():
+            for routine in bucket.routines.values():
+                routine.close()  # undoes what it has changed
         self.buckets, self.units, self.waiting, self._averagings = {}, {}, {}, []
         self._in_step = False
 

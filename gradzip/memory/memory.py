@@ -75,6 +75,7 @@ class Memory:
         state = self.states.get(name)
         if state is None:
             state = self.states[name] = State(name)
+        state.abandon()
         self._restore(state, grad, shapes, rank, size)
         if state.residual is not None and state.residual.shape != grad.shape:
             raise ValueError(
@@ -198,6 +199,7 @@ class Memory:
         """
         found = {parameter: self.states[parameter] for parameter in gradients if parameter in self.states}
         for parameter, state in found.items():
+            state.abandon()
             self._restore(state, gradients[parameter], shapes, rank, size)
             self._rescale(state)  # a parameter that was frozen still has the loss scale of its last step
         for parameter in found:

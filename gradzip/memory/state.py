@@ -36,7 +36,7 @@ class State:
     therefore assign new tensors to fields, and change none in place. `renewed` has memory for them.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_spares")  # _spares is no field
+    __slots__ = ("__dict__", "__weakref__", "_before", "_spares")  # the last two are no fields
 
     # Fields that a state dict does not hold.
     TRANSIENT: tuple[str, ...] = ("name", "payload", "loaded")
@@ -50,13 +50,14 @@ class State:
         self.payload: Tensor | None = None  # that this rank has sent in the current step
         self.loaded = False  # whether it comes from a state dict, and is not yet checked against a gradient
         self._spares: dict[str, Tensor | None] = {}  # by field that is renewed: a tensor to overwrite
+        self._before: dict[str, Any] | None = None  # the fields before a step that has begun and is not complete
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.fields()  # a copy has no spares yet
+        return dict(self._kept)  # a copy has no spares yet
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
         vars(self).update(fields)
-        self._spares = {}
+        self._spares, self._before = {}, None
 
     def key(self, seed: int) -> Key:
         """The key of this rank's random draw in the current step."""
@@ -70,6 +71,29 @@ class State:
         """Replace all fields by these, which `fields` returned."""
         vars(self).clear()
         vars(self).update(fields)
+
+    @property
+    def _kept(self) -> dict[str, Any]:
+        """The fields, without a step that has begun and is not complete: it may have failed."""
+        return vars(self) if self._before is None else self._before
+
+    def begin(self) -> dict[str, Any]:
+        """Begin a step. Returns the fields before it."""
+        self._before = self.fields()
+        return self._before
+
+    def complete(self) -> None:
+        """Complete a step: `abandon` leaves it alone from now on."""
+        self._before = None
+
+    def abandon(self, before: Mapping[str, Any] | None = None) -> None:
+        """Restore the fields before a step that has begun and is not complete.
+
+        before: of the step that is meant; another one may have begun since. None: the last one.
+        """
+        if self._before is not None and (before is None or before is self._before):
+            self.replace_fields(self._before)  # collectives in progress may use the others: they are not recycled
+            self._before = None
 
     def renewed(self, field: str, like: Tensor) -> Tensor:
         """Uninitialized memory for the new value of a field, with the shape and dtype of `like`.
@@ -110,7 +134,7 @@ class State:
 
     def state_dict(self) -> dict[str, Any]:
         """The fields to save: tensors, lists of tensors and numbers."""
-        return {k: v for k, v in vars(self).items() if k not in self.TRANSIENT and v is not None}
+        return {k: v for k, v in self._kept.items() if k not in self.TRANSIENT and v is not None}
 
     def state_dicts(self) -> dict[str, dict[str, Any]]:
         """State dicts by parameter name."""
