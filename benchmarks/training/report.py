@@ -2,14 +2,14 @@
 
 To refill them, measure again, then write the tables:
 
-  python -m benchmarks.training VARIANT... --rate 1gbit --json benchmarks/results/training_cpu.json
+  python -m benchmarks.training stock VARIANT... --rate 1gbit --json benchmarks/results/training_main_cpu.json
   horovodrun -np 2 python examples/train.py --threads 1 --compression none --compression fp16 --compression SPEC \\
       --json runs.json
   python -m benchmarks.training.report --accuracy runs.json --write
 
-README's table has the main variants of training_cpu.json for two ranks at 1 Gb/s on AlexNet and ResNet-18; `horovod`
-and `ddp-fp16` must be among them: they are the baselines. The accuracy of a row is that of the run in
-accuracy_digits.json with the same compression. benchmarks/results/training*.md have all rows.
+README's table has the rows of training_main_cpu.json; `horovod` and `ddp-fp16` must be among them: they are the
+baselines. The accuracy of a row is that of the run in accuracy_digits.json with the same compression.
+benchmarks/results/training*.md have all rows.
 """
 
 from __future__ import annotations
@@ -24,23 +24,18 @@ from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, ROOT, ResultsError, replace_block, write_json, write_whole
 from benchmarks.common.tables import markdown
 from benchmarks.training.results import cells, table
-from benchmarks.training.variants import FRONT_ENDS, FSDP, STOCK, bandwidth, compression, label
+from benchmarks.training.variants import FRONT_ENDS, FSDP, bandwidth, compression, label
 
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 TRAINING, ACCURACY = RESULTS / "training_cpu.json", RESULTS / "accuracy_digits.json"
+MAIN = RESULTS / "training_main_cpu.json"  # README's rows: fewer variants, and more rounds
 HOSTS = RESULTS / "training_hosts_cpu.json"
 START = "<!-- table: python -m benchmarks.training.report --write -->\n\n"
 HOSTS_START = "<!-- table of hosts: python -m benchmarks.training.report --write -->\n\n"
 
 MODELS = {"alexnet": "AlexNet", "resnet18": "ResNet-18"}
-RATE, RANKS = "1gbit", 2  # of README's table
 FFT = "fft-range:error_feedback=false"  # as measured: once the default
 AUTO = ("fp16", "qsgd:coding=packed", "acpsgd")  # what it chose from as measured: once the default
-SHOWN = (  # there
-    *STOCK, "horovod:powersgd", "horovod:acpsgd", "horovod:" + FFT, "horovod:dct-range:theta=0.95", "horovod:topk",
-    "horovod:qsgd:coding=packed", "horovod:signsgd", "ddp:acpsgd", "ddp:" + FFT,
-)  # fmt: skip
-
 
 SUMMARY = {  # columns of the table in docs/benchmarks.md: the fastest of these variants
     "fp32": ("horovod", "ddp"),
@@ -62,23 +57,18 @@ ON_HOSTS = {  # columns of the table of two hosts
 }
 
 
-def rows_of_readme(training: dict) -> list[dict]:
-    """The rows of README's table."""
-    return [
-        row
-        for row in training["rows"]
-        if row["model"] in MODELS and row["rate"] == RATE and row["ranks"] == RANKS and "ms" in row
-        if row["variant"] in SHOWN
-    ]
+def measured(training: dict) -> list[dict]:
+    """The rows with a step time: those of variants that did not fail."""
+    return [row for row in training["rows"] if "ms" in row]
 
 
 def table_of_readme(training: dict, accuracy: dict) -> Iterator[str]:
     """The lines of README's table: for each model its variants, from the slowest to the fastest."""
     accuracies = {run["compression"]: run["test_accuracy"] for run in accuracy["runs"]}
     lines: list[list[str]] = []
-    for (model, rate, _), rows in cells(rows_of_readme(training)):
+    for (model, rate, _), rows in cells(measured(training)):
         parameters = max(row["parameters"] for row in rows) / 1e6
-        lines.append([f"**{MODELS[model]}**, {parameters:.1f} M parameters, {bandwidth(rate)}", *[""] * 5])
+        lines.append([f"**{MODELS.get(model, model)}**, {parameters:.1f} M parameters, {bandwidth(rate)}", *[""] * 5])
         for row in sorted(rows, key=lambda row: -row["ms"]):
             speedups = [f"{row[key]:.2f}" for key in ("times_fp32", "times_fp16")]
             megabytes = row["payload_bytes"] / 1e6
@@ -92,22 +82,22 @@ def table_of_readme(training: dict, accuracy: dict) -> Iterator[str]:
 def caption(training: dict) -> Iterator[str]:
     """How the figures of README's table were measured, in one paragraph."""
     spreads: dict[str, float] = {}  # by model: between the rounds of one row
-    rows = rows_of_readme(training)
+    rows = measured(training)
     for row in rows:
         spread = max(row["ms_of_rounds"]) / min(row["ms_of_rounds"]) - 1
-        spreads[MODELS[row["model"]]] = max(spread, spreads.get(MODELS[row["model"]], 0.0))
+        spreads[row["model"]] = max(spread, spreads.get(row["model"], 0.0))
     rounds = min(len(row["ms_of_rounds"]) for row in rows)
     steps = {sum(len(r.get("ms", ())) for r in row["rounds"]) for row in rows}
     timed = " to ".join(map(str, dict.fromkeys([min(steps), max(steps)])))
     about = training["provenance"]
     yield (
         f"Medians of {timed} steps in {rounds} round{'s' if rounds > 1 else ''}, of the code of commit "
-        f"{about['commit']}; {RANKS} ranks with {about['threads']} CPU core each."
+        f"{about['commit']}; {rows[0]['ranks']} ranks with {about['threads']} CPU core each."
     )
     if rounds == 1:
         yield "How much rows differ by chance is not known."
     else:
-        differ = ", ".join(f"{100 * spread:.0f} % ({model})" for model, spread in spreads.items())
+        differ = ", ".join(f"{100 * spread:.0f} % ({MODELS.get(model, model)})" for model, spread in spreads.items())
         yield f"Rounds of the same row differ by up to {differ}: smaller differences between rows are noise."
     yield "Digits: one training run for each compression; one of the 500 test images is 0.2 %."
 
@@ -203,10 +193,9 @@ def pages() -> dict[Path, str]:
 
 def blocks() -> dict[tuple[Path, str], str]:
     """(page, mark) -> the text after the mark: in README.md, and two in docs/benchmarks.md."""
-    training = json.loads(TRAINING.read_text())
     return {
-        (README, START): block(training, json.loads(ACCURACY.read_text())),
-        (PAGE, START): summary(training),
+        (README, START): block(json.loads(MAIN.read_text()), json.loads(ACCURACY.read_text())),
+        (PAGE, START): summary(json.loads(TRAINING.read_text())),
         (PAGE, HOSTS_START): hosts_table(json.loads(HOSTS.read_text())),
     }
 

@@ -39,7 +39,7 @@ def test_cases_that_failed_once(engine):
 @pytest.mark.long
 @pytest.mark.parametrize("engine", stateful.ENGINES)
 def test_random_actions(engine):
-    seed = stateful.new_seed()
-    count, actions = check(engine, seconds=SECONDS, seed=seed)
-    print(f"{engine}, seed {seed}: {count} cases, {actions}")
+    """The same cases in each run; `make stateful` tries others."""
+    count, actions = check(engine, seconds=SECONDS, seed=0)
+    print(f"{engine}: {count} cases, {actions}")
     assert count and actions["step"]
