@@ -85,10 +85,10 @@ def main() -> None:
     failed = []
     try:
         resumed = results.resume()
-        results.plan(args.settings, args.runs)
         if args.report and not resumed:
             parse.error(f"argument --report: {args.json}: no such file, expected results to report")
         if not args.report:
+            results.plan(args.settings, args.runs)
             if resumed:
                 print(f"continuing {args.json}", file=sys.stderr)
             signal.signal(signal.SIGTERM, signal.default_int_handler)

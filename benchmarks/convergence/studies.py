@@ -1,4 +1,6 @@
-"""Write the table of studies that `gradzip advise` and `Auto` read: the longest study of each method and optimizer.
+"""Write the table of studies that `gradzip advise` and `Auto` read: the best study of each method and optimizer.
+
+The best one has the most learning rates, of which each method has its best, and among those the most steps.
 
   python -m benchmarks.convergence.studies --write    from benchmarks/results/convergence_*.json
 
@@ -22,8 +24,8 @@ from gradzip.auto.studies import FILE, OPTIMIZERS, Study
 MEASURES = {"test accuracy, %": "points of test accuracy", "bits per character": "bits per character"}
 
 
-def studies_of(path: Path) -> Iterator[Study]:
-    """The studies in a file of results: a row for each method that has ended."""
+def studies_of(path: Path) -> Iterator[tuple[int, Study]]:
+    """The studies in a file of results, each with its number of learning rates: one for each method that has ended."""
     results = Results({}, path)
     results.resume()
     for name, settings in results.recipes.items():
@@ -35,7 +37,7 @@ def studies_of(path: Path) -> Iterator[Study]:
             if baseline is None or row.score is None or row.method == NONE or not is_spec(row.method):
                 continue
             difference = row.score - baseline
-            yield Study(
+            yield len(row.by_lr), Study(
                 settings["optimizer"], row.method, round(difference if settings["lower_is_better"] else -difference, 4),
                 settings["margin"], MEASURES[settings["measure"]], settings["network"], row.records[0].parameters,
                 settings["data"].removesuffix(".txt"), settings["epochs"] * settings["steps"], len(row.records),
@@ -51,21 +53,21 @@ def is_spec(text: str) -> bool:
     return True
 
 
-def longest() -> list[Study]:
-    """The longest study of each method with each optimizer, by optimizer and method."""
-    found: dict[tuple[str, str], Study] = {}
+def best() -> list[Study]:
+    """The best study of each method with each optimizer, by optimizer and method."""
+    found: dict[tuple[str, str], tuple[int, Study]] = {}
     for path in sorted(RESULTS.glob("convergence_*.json")):
-        for study in studies_of(path):
+        for lrs, study in studies_of(path):
             key = study.optimizer, study.method
-            if key not in found or study.steps > found[key].steps:
-                found[key] = study
-    return [found[key] for key in sorted(found)]
+            if key not in found or (lrs, study.steps) > (found[key][0], found[key][1].steps):
+                found[key] = lrs, study
+    return [found[key][1] for key in sorted(found)]
 
 
 def main() -> None:
     parser = Parser("convergence.studies", __doc__)
     parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
-    found = longest()
+    found = best()
     for study in found:
         print(f"{study.optimizer:8} {study.method:50} {study.difference:18} {study.conditions} ({study.source})")
     if parser.parse_args().write:
