@@ -262,10 +262,12 @@ def test_commits_of_results_exist():
     if git.stdout.strip() == "true":
         pytest.skip("a shallow clone has no older commits")
     assert is_commit("HEAD") and not is_commit("0123456")
-    unknown = {
-        f"{path.name}: {commit}"
+    named = {
+        (path.name, commit.removesuffix("-dirty").removeprefix("before "))
         for path in RESULTS.glob("*.json")
         for commit in commits(json.loads(path.read_text()))
-        if not is_commit(commit.removesuffix("-dirty").removeprefix("before "))
     }
+    unknown = {(name, commit) for name, commit in named if not is_commit(commit)}
+    if unknown == named:
+        pytest.skip("a repository with another history, as of an export: it has none of the commits")
     assert not unknown, f"results name commits that this repository lacks: {sorted(unknown)}"
