@@ -88,11 +88,11 @@ def quick_methods() -> set[str]:
 
 
 @functools.cache
-def tuned(method: str) -> Row:
+def tuned(method: str, recipe: str = "text") -> Row:
     """The row of a method in the study of text with several learning rates."""
     results = Results({}, RESULTS / "convergence_text.json")
     results.resume()
-    return next(row for row in rows_of_study(results, "text") if row.method == method)
+    return next(row for row in rows_of_study(results, recipe) if row.method == method)
 
 
 def dense(row: Row) -> float:
@@ -458,6 +458,23 @@ STATED: list[Stated] = [
         lambda: (behind("long", "images", "fft-range"), behind("long", "images", PAPERS_FFT)),
     ),
     # docs/accuracy.md
+    (
+        README,
+        "with `gradzip.optim.AdaMomentum` ends at {:.3f}, with {:.0f} times fewer bytes",
+        lambda: (tuned(TOPK4, "text-momentum").score, fewer_of(tuned(TOPK4, "text-momentum"))),
+    ),
+    (
+        ACCURACY,
+        "with `AdaMomentum` ends at {:.3f}, at {}, the least of its three learning rates, with {:.0f} times fewer "
+        "bytes; without compression, `AdaMomentum` ends at {:.3f}. The default study, where all rates are {}",
+        lambda: (
+            tuned(TOPK4, "text-momentum").score,
+            min(tuned(TOPK4, "text-momentum").by_lr),
+            fewer_of(tuned(TOPK4, "text-momentum")),
+            tuned("none", "text-momentum").score,
+            runs("default", "text", "none")[0]["lr"],
+        ),
+    ),
     (ACCURACY, "AdamW ends at {:.3f} bits per character. What remains", lambda: (tuned("none").score,)),
     *(
         (
