@@ -152,7 +152,8 @@ def test_changes_conserve_the_sum(size):
         # A step rounds some tens of times, numbers below twice the largest one.
         bound = (step + 1) * 40 * 2**-24 * 2 * largest
         assert (sent + left - wanted).abs().max() < bound, step
-        assert (left.abs().max() > 100 * bound) == (step < last), step
+        warms_up = step % 4 < getattr(parts[min(step, last) // 4], "warmup_steps", 0)  # sends the residual uncompressed
+        assert (left.abs().max() > 100 * bound) == (step < last and not warms_up), step
         assert in_charge(group.compressors[0]) == min(4 * ((step + 1) // 4), last)
 
 

@@ -65,8 +65,8 @@ class Expected:
     """Expected averages of gradients in buckets, computed with LocalGroups.
 
     There is one group per parameter. For methods that join the gradients of a bucket, there is one per bucket, method
-    and joined shape. When buckets change, parameters keep their residuals, which are moved here in plain torch. A unit
-    is the tuple of the names of parameters that are compressed together.
+    and joined shape. When buckets change, parameters keep their residuals and momenta, which are moved here in plain
+    torch. A unit is the tuple of the names of parameters that are compressed together.
 
     Args:
         method: a spec or a compressor.
@@ -77,7 +77,7 @@ class Expected:
         self.prefix, self.size, self.step = prefix, size, 0
         self.groups = {}  # by unit
         self.shapes = {}  # by name
-        self.residuals = [{} for _ in range(size)]  # by name, of parameters without a group
+        self.kept = [{} for _ in range(size)]  # by name, of parameters without a group: tensors by field
         self.sent = [0] * size  # bytes, by groups that are no more
 
     @property
@@ -108,7 +108,7 @@ class Expected:
         present = {name for unit in units for name in unit}
         for unit in list(self.groups):
             if (unit not in units and not present.isdisjoint(unit)) or (reset and len(unit) > 1):
-                self.keep_residuals(unit)
+                self.keep(unit)
         averages = {}
         for unit in units:
             if unit not in self.groups:
@@ -147,36 +147,36 @@ class Expected:
         return f"{first} and {len(others)} more" if others else first
 
     def group(self, unit):
-        """Return a new group that continues with these parameters' residuals, if they have any."""
+        """Return a new group that continues with what was kept of these parameters."""
         compressor = self.compressor
         if compressor.selects_by_name:
             compressor = compressor.method_for(unit[0], self.shapes[unit[0]])
         group = gradzip.LocalGroup(compressor, self.size)
-        if unit[0] in self.residuals[0]:
+        if unit[0] in self.kept[0]:
             for rank, compressor in enumerate(group.compressors):
                 state = {"step": self.step, "rank": rank, "size": self.size}
-                parts = [self.residuals[rank].pop(name) for name in unit]
-                if parts[0] is not None:
-                    state["residual"] = self.joined(unit, parts) if len(unit) > 1 else parts[0]
+                parts = [self.kept[rank].pop(name) for name in unit]
+                for field in parts[0]:
+                    tensors = [part[field] for part in parts]
+                    state[field] = self.joined(unit, tensors) if len(unit) > 1 else tensors[0]
                 compressor.load_state_dict({"method": type(compressor).__name__, "states": {self.name(unit): state}})
         return group
 
-    def keep_residuals(self, unit):
-        """Remove a unit's group. Keep its residuals by name, including those of the shards that ranks own."""
+    def keep(self, unit):
+        """Remove a unit's group. Keep residuals, including those of the shards that ranks own, and momenta by name."""
         for rank, compressor in enumerate(self.groups.pop(unit).compressors):
             (state,) = compressor.states.values()
             self.sent[rank] += compressor.traffic.bytes_sent
-            if state.residual is None:
-                self.residuals[rank] |= dict.fromkeys(unit)
-                continue
-            residual = state.residual.clone()
-            if (owed := getattr(state, "owner_residual", None)) is not None:
-                start, shards = getattr(state, "owner_start", None), residual.view(-1)
-                if start is None and residual.shape[0] >= self.size:
-                    shards = residual  # whole rows, if there are enough
+            fields = {field: getattr(state, field, None) for field in ("residual", "momentum")}
+            fields = {field: tensor.clone() for field, tensor in fields.items() if tensor is not None}
+            if "residual" in fields and (owed := getattr(state, "owner_residual", None)) is not None:
+                start, shards = getattr(state, "owner_start", None), fields["residual"].view(-1)
+                if start is None and fields["residual"].shape[0] >= self.size:
+                    shards = fields["residual"]  # whole rows, if there are enough
                 shard = shards.tensor_split(self.size)[rank] if start is None else shards[start:][: owed.numel()]
                 shard.add_(owed.view(shard.shape), alpha=self.size)
-            self.residuals[rank] |= self.split(unit, residual)
+            parts = {field: self.split(unit, tensor) for field, tensor in fields.items()}
+            self.kept[rank] |= {name: {field: of[name] for field, of in parts.items()} for name in unit}
 
 
 def average_bucket(group, grads):

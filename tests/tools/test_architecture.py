@@ -125,12 +125,14 @@ def test_missing_extension_is_reported_on_first_use():
     assert "compiled kernels cannot be loaded" in process.stdout and "pip install ." in process.stdout, process.stderr
 
 
-# Files that choose methods on purpose: studies that compare these, and small networks that learn with them.
+# Files that choose methods on purpose: studies that compare these, small networks that learn with them, and random
+# trainings, whose model knows what these do.
 CHOSEN = {
     "benchmarks/convergence/recipes.py",
     "benchmarks/step.py",
     "benchmarks/training/variants.py",
     "tests/front_ends/buckets_worker.py",
+    "tests/support/stateful.py",
     "tests/tools/test_examples.py",
 }
 MOST_NAMED = 4
