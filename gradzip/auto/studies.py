@@ -1,4 +1,4 @@
-"""What methods cost in accuracy, by optimizer: the longest study of each method with each optimizer.
+"""What methods cost in accuracy, by optimizer: the best study of each method with each optimizer.
 
 studies.json has the rows. `python -m benchmarks.convergence.studies --write` takes them from benchmarks/results.
 """
