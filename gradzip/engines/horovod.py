@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,9 @@ from .ring import Ring, RingError
 
 # Floating-point types that Horovod's all-reduce supports.
 _ALLREDUCE_DTYPES = (torch.float16, torch.float32, torch.float64)
+
+_SECONDS_TO_POLL = 2e-5
+_SECONDS_TO_CHECK = 1.0  # whether Horovod has shut down
 
 
 class HorovodEngine(Engine):
@@ -128,7 +132,7 @@ def _process_sets(groups: list[list[int]], add: bool) -> list[Any]:
         ValueError: some do not exist, and cannot be added.
     """
     sets = [hvd.ProcessSet(ranks) for ranks in groups]
-    known = {tuple(ranks): i for i, ranks in process_sets._basics._get_process_set_ids_and_ranks().items()}
+    known = {tuple(ranks): i for i, ranks in _registered_ranks().items()}
     for one in sets:
         one.process_set_id = known.get(tuple(one.ranks))
     missing = [one for one in sets if one.process_set_id is None]
@@ -147,6 +151,32 @@ def _process_sets(groups: list[list[int]], add: bool) -> list[Any]:
             "hvd.init(process_sets=...)"
         ) from None
     return sets
+
+
+def _wait(handle: int) -> None:
+    """Wait for the end of an operation, which `hvd.synchronize` returns.
+
+    Horovod's enqueueing functions look whether it has shut down before they take the lock of its queue. When it shuts
+    down in between, because another rank has died, nobody will run the operation or report its failure, and
+    `hvd.synchronize` waits for ever.
+
+    Raises:
+        HorovodInternalError: Horovod has shut down, and has lost the operation.
+    """
+    next_check = time.monotonic() + _SECONDS_TO_CHECK
+    while not hvd.poll(handle):
+        time.sleep(_SECONDS_TO_POLL)  # leaves the core to the threads that communicate
+        if time.monotonic() > next_check:
+            # Horovod fails what is queued, and then clears the ranks of its global process set.
+            if not _registered_ranks().get(0) and not hvd.poll(handle):
+                raise HorovodInternalError("Horovod has shut down: another rank has failed")
+            next_check += _SECONDS_TO_CHECK
+
+
+def _registered_ranks() -> dict[int, list[int]]:
+    """The ranks of all process sets by their numbers; number 0 has all ranks of the job."""
+    ranks: dict[int, list[int]] = process_sets._basics._get_process_set_ids_and_ranks()
+    return ranks
 
 
 class _Pending:
@@ -168,6 +198,7 @@ class _Pending:
             except RingError as error:
                 # As when one of Horovod's own collectives fails: elastic training resumes from there.
                 raise HorovodInternalError(str(error)) from error
+        _wait(self._handle)
         received = hvd.synchronize(self._handle)
         # What is gathered is in memory that a thread of Horovod's has allocated, on the device's default stream.
         if isinstance(collective, Gather):

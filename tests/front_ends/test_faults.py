@@ -16,6 +16,10 @@ pytest.importorskip("horovod.torch")
 SECONDS_TO_NOTICE = 10
 SECONDS_TO_END = 40
 GLOO_TIMEOUT = 30  # seconds that Horovod waits for a rank's message in each cycle
+# Horovod loses an operation that is enqueued in the moment in which it shuts down. gradzip notices that in its own
+# operations. In those that Horovod's optimizer waits for itself, as for small gradients, it waits for ever: until the
+# launcher kills it. In jobs like these that happens once in some fifty times.
+TRIES = 3
 LIMITS = {"OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_TIMEOUT)}
 
 
@@ -77,6 +81,28 @@ def error_of(folder, rank):
     return float(when), error
 
 
+def log_of(folder):
+    return (folder / "log").read_text()[-4000:]
+
+
+def wait_for_errors(start, folder, ranks, attempt):
+    """Return what `attempt(job, pids)` has returned, and the times and errors of these ranks, which all have raised.
+
+    start: starts a job, and returns (job, {rank: pid}).
+    """
+    for _ in range(TRIES):
+        for path in folder.glob("*.*"):
+            path.unlink()
+        job, pids = start()
+        began = attempt(job, pids)
+        assert job.wait(SECONDS_TO_END) != 0, log_of(folder)
+        assert_all_ended(pids)
+        errors = {rank: error_of(folder, rank) for rank in ranks}
+        if all(error for _, error in errors.values()):
+            return began, errors
+    raise AssertionError(f"no error in {TRIES} jobs: {log_of(folder)}")
+
+
 def assert_all_ended(pids):
     wait_for(lambda: not any(map(is_running, pids.values())), 10, "the end of all processes")
 
@@ -90,28 +116,27 @@ def assert_all_ended(pids):
     ],
 )
 def test_killed_rank_is_an_error_on_the_others(start, method, ranks, killed, tmp_path):
-    job, pids = start(method, ranks)
-    began = time.time()
-    os.kill(pids[killed], signal.SIGKILL)
-    assert job.wait(SECONDS_TO_END) != 0
-    for rank in set(range(ranks)) - {killed}:
-        when, error = error_of(tmp_path, rank)
-        assert error.startswith("HorovodInternalError"), error
+    def kill(_, pids):
+        began = time.time()
+        os.kill(pids[killed], signal.SIGKILL)
+        return began
+
+    others = set(range(ranks)) - {killed}
+    began, errors = wait_for_errors(lambda: start(method, ranks), tmp_path, others, kill)
+    for when, error in errors.values():
+        assert error.startswith("HorovodInternalError"), log_of(tmp_path)
         assert when - began < SECONDS_TO_NOTICE
     assert not (tmp_path / f"{killed}.error").exists()
-    assert_all_ended(pids)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "method"), [("raises", "topk:theta=0.9"), ("leaves", "powersgd")])
 def test_rank_that_raises_or_exits_is_an_error_on_the_other(start, method, fault, tmp_path):
-    job, pids = start(method, 2, fault)
-    assert job.wait(SECONDS_TO_END) != 0
-    (exit_time, own_error), (when, error) = (error_of(tmp_path, rank) for rank in (1, 0))
+    _, errors = wait_for_errors(lambda: start(method, 2, fault), tmp_path, [0, 1], lambda *_: None)
+    (exit_time, own_error), (when, error) = errors[1], errors[0]
     assert own_error == {"raises": "ValueError: stumbled", "leaves": "SystemExit: "}[fault]
-    assert error.startswith("HorovodInternalError"), error
+    assert error.startswith("HorovodInternalError"), log_of(tmp_path)
     assert when - exit_time < SECONDS_TO_NOTICE
-    assert_all_ended(pids)
 
 
 @pytest.mark.long
@@ -119,7 +144,7 @@ def test_stopped_rank_ends_the_job_after_horovods_timeout(start, tmp_path):
     job, pids = start("powersgd", 2)
     os.kill(pids[1], signal.SIGSTOP)
     assert job.wait(GLOO_TIMEOUT + SECONDS_TO_END) != 0
-    assert error_of(tmp_path, 0)[1].startswith("HorovodInternalError")
+    assert error_of(tmp_path, 0)[1].startswith("HorovodInternalError"), log_of(tmp_path)
     assert_all_ended(pids)
 
 
