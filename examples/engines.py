@@ -1,7 +1,8 @@
 """Engines for `train.py`: stock Horovod, or PyTorch's DistributedDataParallel (DDP) or FSDP2.
 
-An engine has this process's `rank`, the world `size` and the `local_size` on this machine. It wraps a network and its
-optimizer, and averages and gathers tensors. Horovod is imported only if it is used.
+An engine has this process's `rank`, the world `size`, the `local_size` on this machine, and a `group` of all ranks for
+local steps. It wraps a network and its optimizer, and averages and gathers tensors. Horovod is imported only if it is
+used.
 """
 
 import atexit
@@ -34,6 +35,7 @@ class Horovod:
     """Stock Horovod, which passes each gradient to the compressor during the backward pass."""
 
     start = "horovodrun -np 2"
+    group = "horovod"  # of all ranks, for gradzip.outer
 
     def __init__(self):
         import horovod
@@ -80,6 +82,7 @@ class DDP:
     """PyTorch's DDP over gloo, which passes gradients to gradzip's hook in buckets."""
 
     start = "torchrun --nproc-per-node 2"
+    group = None  # the default group of torch
 
     def __init__(self):
         # Without torchrun, this process is a group of one.

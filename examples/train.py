@@ -33,9 +33,12 @@ examples:
   torchrun --nproc-per-node 2 examples/train.py --model charlm  a character language model, through PyTorch DDP
   torchrun --nproc-per-node 4 examples/train.py --model charlm --engine fsdp    the same, sharded by FSDP2
   torchrun --nproc-per-node 2 examples/train.py --amp fp16      in mixed precision, with a loss scale
+  torchrun --nproc-per-node 2 examples/train.py --model charlm --local-steps 30 --compression topk:theta=0.96,bits=4
+                                                                averages differences of parameters every 30 steps
 """
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
+OUTER = {"nesterov": gradzip.outer.nesterov, "mean": None}
 UNTIMED_STEPS = 5  # first steps allocate memory and negotiate with other ranks
 
 
@@ -147,6 +150,19 @@ def parse_arguments():
         help="mixed precision: forward passes under torch.autocast; fp16 also scales the loss (default: float32)",
     )
     parser.add_argument(
+        "--local-steps",
+        metavar="N",
+        type=positive(int),
+        help="train each rank alone, and average what has changed after every N steps (default: average each gradient)",
+    )
+    parser.add_argument(
+        "--outer",
+        choices=OUTER,
+        default="nesterov",
+        help="with --local-steps: SGD with a learning rate of 0.7 and Nesterov's momentum of 0.9 takes average "
+        "differences as gradients, or the parameters become their mean (default: %(default)s)",
+    )
+    parser.add_argument(
         "--seed", type=seed, default=0, help="of weights, data order and augmentation (default: %(default)s)"
     )
     parser.add_argument("--threads", type=positive(int), help="torch threads per rank (default: cores / local ranks)")
@@ -158,6 +174,8 @@ def parse_arguments():
     if args.beta2 is not None and args.optimizer == "sgd":
         parser.error("argument --beta2: got it for sgd, which has none; give --momentum, or another --optimizer")
     launcher, start = engines.launcher(), engines.ENGINES[args.engine].start
+    if args.local_steps and args.engine == "fsdp":
+        parser.error("argument --local-steps: got it with --engine fsdp, expected ddp or horovod")
     if launcher and engines.ENGINES[launcher].start != start:
         parser.error(f"argument --engine: got {args.engine} from a launcher for {launcher}; start it with {start}")
     return args
@@ -223,9 +241,15 @@ def train(spec, args, dataset, steps, engine):
     chosen = {name: value for name, value in chosen.items() if value is not None}
     optimizer = make_optimizer(args.optimizer, model.parameters(), args.lr, compressor, **chosen)
     scaler = torch.amp.GradScaler("cpu", enabled=args.amp == "fp16")
-    if scaler.is_enabled():
-        compressor.follow(scaler)  # rescale residuals with the loss scale
-    replica, optimizer, traffic = engine.wrap(model, optimizer, compressor)
+    if args.local_steps:
+        outer = gradzip.outer.LocalSteps(
+            model, optimizer, compressor, every=args.local_steps, outer=OUTER[args.outer], group=engine.group
+        )
+        replica, traffic = model, outer.traffic
+    else:
+        if scaler.is_enabled():
+            compressor.follow(scaler)  # rescale residuals with the loss scale
+        replica, optimizer, traffic = engine.wrap(model, optimizer, compressor)
     # From here on, torch's generator only draws dropout masks, which should differ between ranks.
     torch.manual_seed(args.seed + engine.rank)
     shard = data.batches(dataset, batch_size=args.batch_size, rank=engine.rank, size=engine.size, seed=args.seed)
@@ -241,7 +265,10 @@ def train(spec, args, dataset, steps, engine):
             with torch.autocast("cpu", AMP.get(args.amp), enabled=args.amp is not None):
                 loss = cross_entropy(replica(inputs), targets)
             scaler.scale(loss).backward()
-            engine.step(optimizer, scaler)
+            if args.local_steps:
+                scaler.step(optimizer)
+            else:
+                engine.step(optimizer, scaler)
             scaler.update()
             times.append(1000 * (time.perf_counter() - begin))
             losses.append(loss.item())
@@ -253,6 +280,8 @@ def train(spec, args, dataset, steps, engine):
             report(step + 1, losses[-1])
     seconds = time.perf_counter() - start
 
+    if args.local_steps:
+        outer.synchronize()
     model = engine.whole(model)
     curve = engine.average(torch.tensor(losses, dtype=torch.float64), name="loss_curve")
     if engine.rank == 0:

@@ -29,18 +29,19 @@ from .watch.monitor import Monitor
 from .watch.replicas import ReplicaMonitor
 
 if TYPE_CHECKING:
-    from . import ddp, fsdp
+    from . import ddp, fsdp, outer
 
 __all__ = [
     "AllToAll", "Auto", "Broadcast", "Compressor", "DiminishingTheta", "Gather", "GatherCompressor", "LocalGroup",
     "Mean", "Monitor", "PayloadError", "ReplicaMonitor", "RingSum", "State", "StepSchedule", "Traffic", "capture",
-    "checkpoint", "ddp", "fsdp", "fused", "horovod", "ops", "optim", "parse", "register", "roundtrip", "simulate",
+    "checkpoint", "ddp", "fsdp", "fused", "horovod", "ops", "optim", "outer", "parse", "register", "roundtrip",
+    "simulate",
 ]  # fmt: skip
 __all__ += methods.__all__
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("ddp", "fsdp"):
+    if name not in ("ddp", "fsdp", "outer"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 

@@ -1,0 +1,130 @@
+"""The copy of the parameters that all ranks share, and the outer optimizer, which steps it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+MakeOptimizer: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+def nesterov(params: list[Tensor]) -> torch.optim.Optimizer:
+    """The outer optimizer of DiLoCo."""
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def _mean(params: list[Tensor]) -> torch.optim.Optimizer:
+    """With this one, the global parameters become the mean of the ranks' parameters."""
+    return torch.optim.SGD(params, lr=1.0)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> dict[str, Tensor]:
+    """The parameters of a model that an optimizer steps, by name, in the order of the model. Tied ones count once.
+
+    Raises:
+        TypeError, ValueError: one that cannot be trained with local steps; what to do.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{what}: got {type(model).__name__} as the model, expected a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{what}: got {type(optimizer).__name__} as the optimizer, expected one of torch.optim")
+    if hasattr(optimizer, "_parameter_names") and hasattr(optimizer, "synchronize"):
+        raise ValueError(
+            f"{what}: got Horovod's DistributedOptimizer, which averages the gradients of each step, expected the "
+            "optimizer in it"
+        )
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) in stepped}
+    if unknown := len(stepped) - len(named):
+        raise ValueError(
+            f"{what}: got an optimizer with {unknown} parameters that are not the model's, expected those of "
+            "model.parameters()"
+        )
+    for name, parameter in named.items():
+        if not parameter.is_floating_point():
+            raise ValueError(f"{what}: parameter {name!r}: got {parameter.dtype}, expected a real floating-point type")
+        if hasattr(parameter, "to_local"):
+            raise ValueError(f"{what}: parameter {name!r}: got a DTensor, expected parameters that are not sharded")
+    if not named:
+        raise ValueError(f"{what}: got an optimizer without parameters, expected those of model.parameters()")
+    return named
+
+
+class GlobalCopy:
+    """Parameters as of the last exchange, in float32, with an optimizer of their own.
+
+    Args:
+        parameters: by name. The copy starts with their values.
+        make: makes the outer optimizer of the copy; None: the copy becomes the mean of the ranks' parameters.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], make: MakeOptimizer | None, what: str) -> None:
+        self.tensors = {
+            name: parameter.detach().to(torch.float32, copy=True).requires_grad_()
+            for name, parameter in parameters.items()
+        }
+        self.optimizer = (make or _mean)(list(self.tensors.values()))
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"{what}: outer returned {type(self.optimizer).__name__}, expected an optimizer of torch.optim"
+            )
+        stepped = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
+        if sorted(stepped) != sorted(map(id, self.tensors.values())):
+            raise ValueError(
+                f"{what}: outer returned an optimizer of other parameters, expected one of those that it is given: "
+                "lambda params: torch.optim.SGD(params, lr=0.7)"
+            )
+
+    @torch.no_grad()
+    def differences(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Global minus local parameters: in this direction, an optimizer subtracts them as it does gradients."""
+        return {name: copy - parameters[name] for name, copy in self.tensors.items()}
+
+    def step(self, averages: Mapping[str, Tensor]) -> None:
+        """Have the outer optimizer take a step, with average differences as gradients."""
+        for name, copy in self.tensors.items():
+            copy.grad = averages[name]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def write(self, parameters: Mapping[str, Tensor]) -> None:
+        """Set local parameters to the global ones, rounded to their types."""
+        torch._foreach_copy_([parameters[name] for name in self.tensors], list(self.tensors.values()))
+
+    def restart(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, rank: int) -> None:
+        """Have a rank whose parameters are not finite go on from the global ones."""
+        warnings.warn(
+            f"got parameters that are not finite on rank {rank}, expected finite ones: it restarts from the global "
+            f"parameters, with a fresh state of {type(optimizer).__name__}",
+            stacklevel=2,
+        )
+        self.write(parameters)
+        optimizer.state.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "parameters": {name: copy.detach().clone() for name, copy in self.tensors.items()},
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any], what: str) -> None:
+        saved: Mapping[str, Tensor] = state_dict["parameters"]
+        if (theirs := _shapes(saved.items())) != (ours := _shapes(self.tensors.items())):
+            name = next(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+            raise ValueError(
+                f"{what}: got a state dict with {theirs.get(name, 'no shape')} of parameter {name!r}, expected "
+                f"{ours.get(name, 'no such parameter')}: load that of the same model"
+            )
+        for name, copy in self.tensors.items():
+            copy.copy_(saved[name])
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+
+
+def _shapes(named: Iterable[tuple[str, Tensor]]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in named}

@@ -1,0 +1,146 @@
+"""Scenarios for tests/front_ends/test_outer.py, run by horovodrun or torchrun: `gradzip.outer.LocalSteps`."""
+
+import copy
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import gradzip
+from contract import gradient
+from harness import UNDER_HOROVOD, job, main, message, on_request, scenario
+
+SHAPES = {"matrix": (64, 48), "wide": (32, 96), "bias": (48,)}
+EVERY, EXCHANGES = 3, 4
+SPECS = ["none", "topk:theta=0.9", "block-float:bits=4", "acpsgd:rank=2"]
+GROUP = "horovod" if UNDER_HOROVOD else None
+
+
+class Model(torch.nn.Module):
+    """Parameters of these shapes, different on each rank, and a buffer."""
+
+    def __init__(self, rank):
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, torch.nn.Parameter(gradient(name, rank, -1, shape)))
+        self.register_buffer("count", torch.tensor(float(rank)))
+
+    def forward(self, gradients):
+        """A loss with these gradients, by name."""
+        return sum((parameter * gradients[name]).sum() for name, parameter in self.named_parameters())
+
+
+def make(rank, **options):
+    model = Model(rank)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, **options)
+
+
+def take_step(model, optimizer, rank, step):
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradient(name, rank, step, parameter.shape)
+    optimizer.step()
+
+
+def parameters(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def of_spec(spec):
+    """The parameters after each step, and bytes sent."""
+    model, optimizer = make(job.rank)
+    outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.parse(spec), every=EVERY, group=GROUP)
+    after = []
+    for step in range(EVERY * EXCHANGES):
+        take_step(model, optimizer, job.rank, step)
+        after.append(parameters(model))
+    return after, outer.traffic.bytes_sent, outer.exchanges, model.count.item()
+
+
+@scenario
+def resumed():
+    """The parameters at the end, of a run and of one that was saved and loaded in the middle, between two exchanges."""
+
+    def run(stop, compressor):
+        model, optimizer = make(job.rank)
+        outer = gradzip.outer.LocalSteps(model, optimizer, copy.deepcopy(compressor), every=EVERY, group=GROUP)
+        for step in range(EVERY * EXCHANGES):
+            if step == stop:
+                saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), outer.state_dict()])
+                outer.remove()
+                model, optimizer = make(job.rank + 10)
+                outer = gradzip.outer.LocalSteps(model, optimizer, copy.deepcopy(compressor), every=EVERY, group=GROUP)
+                for target, state in zip((model, optimizer, outer), saved):
+                    target.load_state_dict(state)
+            take_step(model, optimizer, job.rank, step)
+        outer.synchronize()
+        return parameters(model), outer.exchanges
+
+    method = gradzip.TopK(theta=0.9)
+    return run(None, method), run(EVERY * 2 + 1, method)
+
+
+@scenario
+def uneven():
+    """The parameters at the end, where rank 1 takes more steps than rank 0; and again where all have synchronized."""
+    model, optimizer = make(job.rank)
+    outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.TopK(theta=0.9), every=EVERY, group=GROUP)
+    for step in range(2 * EVERY + 1 + 5 * job.rank):
+        take_step(model, optimizer, job.rank, step)
+    outer.synchronize()
+    first = parameters(model), outer.exchanges
+    outer.synchronize()
+    return first, (parameters(model), outer.exchanges)
+
+
+@scenario
+def not_finite():
+    """The parameters before and after an exchange for which rank 1 has a NaN, the warnings, and those of a next one."""
+    model, optimizer = make(job.rank)
+    gradzip.outer.LocalSteps(model, optimizer, gradzip.TopK(theta=0.9), every=EVERY, group=GROUP)
+    for step in range(EVERY):
+        take_step(model, optimizer, job.rank, step)
+    common = parameters(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(EVERY):
+            take_step(model, optimizer, job.rank, step)
+            if step == 0 and job.rank == 1:
+                with torch.no_grad():
+                    model.wide[3, 4] = torch.nan
+            if step == EVERY - 2:
+                before = parameters(model)
+    skipped, states = parameters(model), len(optimizer.state)
+    for step in range(EVERY):
+        take_step(model, optimizer, job.rank, step)
+    return common, before, skipped, states, [str(w.message) for w in caught], parameters(model)
+
+
+@on_request
+def two_sites():
+    """The parameters after each step of four ranks on two sites, with DDP in each site."""
+    sites = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    model, optimizer = make(job.rank)
+    replica = DistributedDataParallel(model, process_group=sites[job.rank // 2])
+    method = gradzip.Hierarchical(gradzip.TopK(theta=0.9), local_size=2)
+    gradzip.outer.LocalSteps(replica, optimizer, method, every=EVERY)
+    after = []
+    for step in range(2 * EVERY):
+        optimizer.zero_grad()
+        replica({name: gradient(name, job.rank, step, shape) for name, shape in SHAPES.items()}).backward()
+        optimizer.step()
+        after.append(parameters(model))
+    return after
+
+
+@scenario
+def refused():
+    """Errors of arguments that differ between ranks."""
+    model, optimizer = make(0)
+    every = message(lambda: gradzip.outer.LocalSteps(model, optimizer, every=3 + job.rank, group=GROUP))
+    method = gradzip.TopK(theta=0.9 + job.rank / 100)
+    return every, message(lambda: gradzip.outer.LocalSteps(model, optimizer, method, group=GROUP))
+
+
+if __name__ == "__main__":
+    main(of_spec=of_spec)

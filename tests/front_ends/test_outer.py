@@ -1,0 +1,270 @@
+"""Local steps: the algorithm against a plain reference, and real jobs against workers in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradzip
+from contract import TIMEOUT, gradient
+from harness import residuals as of_rank_residuals
+from launch import horovodrun, scenarios, torchrun
+from outer_worker import EVERY, EXCHANGES, SHAPES, SPECS, Model, make, parameters, take_step
+
+LocalWorkers = gradzip.outer.LocalWorkers
+SIZE = 3
+NBYTES_OF_CONFIGURATIONS = 10_000  # that ranks compare at the start, and lengths
+
+
+def workers(size, compressor=None, optimizer=None, **options):
+    """Models and optimizers of so many workers, and what exchanges."""
+    pairs = [make(rank) for rank in range(size)]
+    if optimizer is not None:
+        pairs = [(model, optimizer(model.parameters())) for model, _ in pairs]
+    models, optimizers = map(list, zip(*pairs))
+    return models, optimizers, LocalWorkers(models, optimizers, compressor, **options)
+
+
+def step_all(models, optimizers, step):
+    for rank, (model, optimizer) in enumerate(zip(models, optimizers)):
+        take_step(model, optimizer, rank, step)
+
+
+def reference(size, steps, every, lr=0.7, momentum=0.9):
+    """DiLoCo as in its Algorithm 1, with Nesterov's momentum written out. Returns the global parameters."""
+    models, optimizers = zip(*[make(rank) for rank in range(size)])
+    common = parameters(models[0])
+    buffers = [torch.zeros_like(p) for p in common]
+    for model in models:
+        for parameter, value in zip(model.parameters(), common):
+            parameter.data.copy_(value)
+    for step in range(steps):
+        step_all(models, optimizers, step)
+        if (step + 1) % every == 0:
+            means = [
+                sum((g.double() - p.double()) for p in locals_) / size
+                for g, locals_ in zip(common, zip(*[list(model.parameters()) for model in models]))
+            ]
+            buffers = [momentum * b + d for b, d in zip(buffers, means)]
+            common = [(g - lr * (d + momentum * b)).float() for g, d, b in zip(common, means, buffers)]
+            for model in models:
+                for parameter, value in zip(model.parameters(), common):
+                    parameter.data.copy_(value)
+    return [value.detach() for value in common]
+
+
+@pytest.mark.parametrize("size", [1, SIZE])
+def test_it_is_diloco(size):
+    """With one worker, it is the outer optimizer around the inner one."""
+    models, optimizers, group = workers(size, every=EVERY)
+    for step in range(EVERY * EXCHANGES):
+        step_all(models, optimizers, step)
+    assert group.exchanges == EXCHANGES
+    for model in models:
+        for ours, theirs in zip(parameters(model), reference(size, EVERY * EXCHANGES, EVERY)):
+            # Rounding to float32: a few ulps of the parameters in each of 4 exchanges, which AdamW's steps pass on.
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_each_step_averaged_is_data_parallel_sgd():
+    """`every` = 1, SGD inside and the mean outside: one SGD step with the mean gradient, to rounding."""
+    models, optimizers, _ = workers(SIZE, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), every=1, outer=None)
+    expected = parameters(models[0])
+    for step in range(5):
+        step_all(models, optimizers, step)
+        for i, (name, shape) in enumerate(SHAPES.items()):
+            expected[i] -= 0.1 * sum(gradient(name, rank, step, shape) for rank in range(SIZE)) / SIZE
+    for model in models:
+        for ours, theirs in zip(parameters(model), expected):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=5 * 4 * 2**-23 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("spec", ["topk:theta=0.9", "block-float:bits=4", "signsgd:majority=False"])
+def test_nothing_of_the_differences_is_lost(spec):
+    """The way of the global parameters, and the mean residual, make the mean of the ways of all workers.
+
+    Given gradients do not depend on parameters, nor do the steps of SGD: a worker's way is -lr times their sum.
+    """
+    models, optimizers, group = workers(
+        SIZE, gradzip.parse(spec), lambda ps: torch.optim.SGD(ps, lr=0.1), every=EVERY, outer=None
+    )
+    start, steps = parameters(models[0]), EVERY * EXCHANGES
+    for step in range(steps):
+        step_all(models, optimizers, step)
+    residuals = [of_rank_residuals(compressor) for compressor in group._group.compressors]
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        way = start[i].double() - parameters(models[0])[i].double()
+        left = sum(of_rank[name].double() for of_rank in residuals) / SIZE if name in residuals[0] else 0.0
+        gradients = [gradient(name, rank, step, shape).double() for rank in range(SIZE) for step in range(steps)]
+        expected = 0.1 * sum(gradients) / SIZE
+        # One rounding to float32 in each step and each of some sums of an exchange, of numbers below 16.
+        torch.testing.assert_close(way + left, expected, rtol=0, atol=(steps + 4 * EXCHANGES) * 16 * 2**-24)
+        assert name == "bias" or left.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("size", [2, SIZE])
+def test_a_worker_that_diverges_starts_again_from_the_global_parameters(size):
+    models, optimizers, _ = workers(size, gradzip.TopK(theta=0.9), every=2)
+    step_all(models, optimizers, 0)
+    step_all(models, optimizers, 1)
+    common = parameters(models[0])
+    step_all(models, optimizers, 2)
+    models[1].wide.data[3, 4] = torch.inf
+    with pytest.warns(UserWarning, match="not finite"):
+        step_all(models, optimizers, 3)
+    assert all(map(torch.equal, parameters(models[1]), common))
+    assert not optimizers[1].state and optimizers[0].state
+    assert not any(map(torch.equal, parameters(models[0]), common))
+    step_all(models, optimizers, 4)
+    step_all(models, optimizers, 5)
+    assert all(p.isfinite().all() for p in parameters(models[1]))
+    assert all(map(torch.equal, parameters(models[0]), parameters(models[1])))
+
+
+def test_steps_that_a_grad_scaler_skips_do_not_count():
+    model, optimizer = make(0)
+    group = LocalWorkers([model], [optimizer], every=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor in (1.0, torch.inf, 1.0):
+        optimizer.zero_grad()
+        loss = sum(p.square().sum() for p in model.parameters()) * factor
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert group.exchanges == 1
+
+
+def test_parameters_of_other_types_are_averaged_in_float32():
+    models = [Model(rank).bfloat16() for rank in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    LocalWorkers(models, optimizers, every=1, outer=None)
+    start = parameters(models[0])
+    for rank, model in enumerate(models):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 2.0 * rank)
+        optimizers[rank].step()
+    for before, after, other in zip(start, parameters(models[0]), parameters(models[1])):
+        local = [before, before - 2.0]
+        mean = before.float() - sum(before.float() - p.float() for p in local) / 2
+        assert torch.equal(after, mean.bfloat16()) and torch.equal(after, other)
+
+
+def linear():
+    return torch.nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"every": 0}, "got every = 0, expected an integer >= 1"),
+        ({"every": 2.5}, "got every = 2.5, expected an integer >= 1"),
+        ({"outer": lambda params: torch.optim.SGD(linear().parameters(), lr=1.0)}, "an optimizer of other parameters"),
+        ({"outer": lambda params: torch.optim.SGD(params[:1], lr=1.0)}, "an optimizer of other parameters"),
+        ({"outer": lambda params: params}, "outer returned list, expected an optimizer"),
+        ({"compressor": "topk"}, "got 'topk', expected a compressor"),
+    ],
+)
+def test_bad_arguments(options, error):
+    model = linear()
+    with pytest.raises((TypeError, ValueError), match=error):
+        LocalWorkers([model], [torch.optim.SGD(model.parameters(), lr=0.1)], **options)
+
+
+def test_bad_models_and_optimizers():
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="2 parameters that are not the model's"):
+        LocalWorkers([linear()], [optimizer])
+    with pytest.raises(TypeError, match=r"got list as the model"):
+        LocalWorkers([[model]], [optimizer])
+    with pytest.raises(TypeError, match=r"got Linear as the optimizer"):
+        LocalWorkers([model], [model])
+    with pytest.raises(ValueError, match="complex64"):
+        of_complex = torch.nn.ParameterList([torch.zeros(2, dtype=torch.complex64)])
+        LocalWorkers([of_complex], [torch.optim.SGD(of_complex.parameters(), lr=0.1)])
+    with pytest.raises(ValueError, match="1 models and 2 optimizers"):
+        LocalWorkers([model], [optimizer, optimizer])
+    if dist.is_available() and not dist.is_initialized():
+        with pytest.raises(ValueError, match="torch.distributed is not initialized"):
+            gradzip.outer.LocalSteps(model, optimizer)
+
+
+# Real jobs
+
+
+def run_job(tmp_path_factory, run):
+    names = ("resumed", "uneven", "not_finite", "refused", *SPECS)
+    return scenarios(2, "outer_worker.py", tmp_path_factory.mktemp("outer"), *names, run=run, timeout=TIMEOUT)
+
+
+@pytest.fixture(scope="module")
+def under_horovod(tmp_path_factory):
+    pytest.importorskip("horovod.torch")
+    return run_job(tmp_path_factory, horovodrun)
+
+
+@pytest.fixture(scope="module")
+def under_torch(tmp_path_factory):
+    if not dist.is_available():
+        pytest.skip("torch without torch.distributed")
+    return run_job(tmp_path_factory, torchrun)
+
+
+@pytest.fixture(params=["torch", "horovod"])
+def results(request):
+    return request.getfixturevalue(f"under_{request.param}")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_ranks_have_the_bits_of_workers_in_one_process(results, spec):
+    models, optimizers, group = workers(2, gradzip.parse(spec), every=EVERY)
+    for step in range(EVERY * EXCHANGES):
+        step_all(models, optimizers, step)
+        for rank, (after, *_) in enumerate(results[spec]):
+            assert all(map(torch.equal, after[step], parameters(models[rank]))), (step, rank)
+    for rank, (after, sent, exchanges, buffer) in enumerate(results[spec]):
+        assert exchanges == EXCHANGES and buffer == rank
+        assert group.bytes_sent <= sent <= group.bytes_sent + NBYTES_OF_CONFIGURATIONS
+        at_exchange = [step % EVERY == EVERY - 1 for step in range(len(after))]
+        equal = [all(map(torch.equal, *pair)) for pair in zip(after, results[spec][1 - rank][0])]
+        assert equal == at_exchange
+
+
+def test_a_run_goes_on_with_the_same_bits(results):
+    for whole, resumed in results["resumed"]:
+        assert whole[1] == EXCHANGES == resumed[1]
+        assert all(map(torch.equal, whole[0], resumed[0]))
+
+
+def test_ranks_that_take_more_steps_do_not_wait_for_ever(results):
+    (first, again), (other, _) = results["uneven"]
+    assert all(map(torch.equal, first[0], other[0])) and first[1] == other[1]
+    assert again[1] == first[1] and all(map(torch.equal, again[0], first[0]))  # nothing was left to exchange
+
+
+def test_a_rank_with_a_nan_restarts_alone(results):
+    ranks = results["not_finite"]
+    common = ranks[0][0]
+    for rank, (_, _, skipped, states, texts, after) in enumerate(ranks):
+        assert any("the step is skipped" in text for text in texts)
+        assert any("it restarts from the global" in text for text in texts) == (rank == 1)
+        assert all(map(torch.equal, skipped, common)) == (rank == 1)
+        assert states == (0 if rank == 1 else len(SHAPES))
+        assert all(map(torch.equal, after, ranks[0][5])) and all(p.isfinite().all() for p in after)
+
+
+def test_other_arguments_are_refused_on_all_ranks(results):
+    for every, method in results["refused"]:
+        assert "rank 1 has every = 4, rank 0 every = 3" in every
+        assert "rank 1 compresses with TopK" in method
+
+
+def test_sites_of_several_ranks(tmp_path):
+    if not dist.is_available():
+        pytest.skip("torch without torch.distributed")
+    (ranks,) = scenarios(4, "outer_worker.py", tmp_path, "two_sites", run=torchrun).values()
+    for step, of_ranks in enumerate(zip(*ranks)):
+        equal = [all(map(torch.equal, of_ranks[0], other)) for other in of_ranks]
+        if step % EVERY == EVERY - 1:
+            assert equal == [True] * 4
+        else:
+            assert equal == [True, True, False, False] and all(map(torch.equal, of_ranks[2], of_ranks[3]))
