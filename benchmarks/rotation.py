@@ -9,16 +9,19 @@ wins depends on how the step is chosen, so that three rules are compared:
     normal     codes are odd multiples of 1/2; the step is the best one for normal elements of the block's mean square
 
 Vectors are of what `BlockFloat` compresses: the gradient of a rank, and what it sends when momenta are compressed, beta
-times the shared momentum plus its gradient. Both are without residuals.
+times the shared momentum plus its gradient. Both are without residuals. Errors are relative to the vector; with AdamW
+also after both are divided by the root of its second moment, as in its update, where that is not 0.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +40,7 @@ EXAMPLES = """\
 examples:
   python -m benchmarks.rotation --quick                        a minute: a few steps on digits and on Python's library
   python -m benchmarks.rotation --data cifar-10-batches-bin --text tinyshakespeare.txt \\
-      --json benchmarks/results/rotation.json                  a quarter of an hour
+      --json benchmarks/results/rotation.json                  five minutes
 """
 BITS, BLOCKS, SHOWN_BLOCK = (2, 3, 4, 8), (64, 256, 1024), 256
 BETA = 0.9
@@ -62,12 +65,12 @@ class Capture:
     ranks: int = 4
 
 
-CAPTURES = [Capture("charlm-small", 8, 0.004, 735, (20, 150, 600)), Capture("resnet8", 32, 0.1, 390, (20, 150, 380))]
+CAPTURES = [Capture("charlm-small", 8, 0.004, 245, (20, 120, 240)), Capture("resnet8", 32, 0.1, 195, (20, 100, 190))]
 QUICK = [Capture("charlm-small", 8, 0.004, 24, (20,)), Capture("resnet8", 8, 0.1, 24, (20,))]
 
 
-def capture(run: Capture, dataset: data.Images | data.Text) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Train, and yield (step, {kind: vector}) for the steps to capture, of rank 0."""
+def capture(run: Capture, dataset: data.Images | data.Text) -> Iterator[tuple[int, dict[str, Tensor], Tensor | None]]:
+    """Train, and yield (step, {kind: vector of rank 0}, root of the second moment) for the steps to capture."""
     torch.manual_seed(0)
     recipe = MODELS[run.model]
     model = recipe.build(*dataset.dimensions)
@@ -80,14 +83,13 @@ def capture(run: Capture, dataset: data.Images | data.Text) -> Iterator[tuple[in
         shared = {name: BETA * m for name, m in momentum.items()}
         momentum = {name: shared.get(name, 0) + p.grad for name, p in workers.parameters.items()}
         if step in run.captured:
-            own = {n: of[0] for n, of in workers.gradients.items() if of[0].dim() >= 2 and of[0].numel() >= 1024}
-            yield (
-                step,
-                {
-                    "gradient": torch.cat([gradient.flatten() for gradient in own.values()]),
-                    "momentum": torch.cat([(shared[name] + gradient).flatten() for name, gradient in own.items()]),
-                },
-            )
+            names = [n for n, p in workers.parameters.items() if p.dim() >= 2 and p.numel() >= 1024]
+            of_parameters = [workers.optimizer.state[workers.parameters[name]] for name in names]
+            own = {name: workers.gradients[name][0] for name in names}
+            vectors = {"gradient": own, "momentum": {name: shared[name] + own[name] for name in names}}
+            joined = {kind: torch.cat([x.flatten() for x in of.values()]) for kind, of in vectors.items()}
+            squares = [of["exp_avg_sq"].flatten() for of in of_parameters if "exp_avg_sq" in of]
+            yield step, joined, torch.cat(squares).sqrt() if squares else None
 
 
 # Quantizers: blocks as rows -> the same, decoded.
@@ -132,25 +134,45 @@ QUANTIZERS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
+class Rotation:
+    """Of the rows of a matrix, each of as many elements as `signs`."""
+
+    def __init__(self, signs: Tensor) -> None:
+        self.signs = signs
+        self.transform = hadamard_blocks(len(signs))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.transform(rows * self.signs)[0]
+
+    def back(self, rows: Tensor) -> Tensor:
+        return self.transform(rows)[0] * self.signs
+
+
 def in_blocks(x: Tensor, block: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, -len(x) % block)).view(-1, block)
 
 
-def errors(x: Tensor) -> Iterator[dict[str, object]]:
-    """The relative errors of a vector, as it is and rotated."""
+def errors(x: Tensor, rms: Tensor | None = None) -> Iterator[dict[str, Any]]:
+    """The relative errors of a vector, as it is and rotated. rms: the root of the second moment of its elements."""
     generator = torch.Generator().manual_seed(0)
+    weights = None if rms is None else torch.where(rms > 0, 1 / rms, 0)
     for block in BLOCKS:
-        plain = in_blocks(x, block)
-        signs = 1 - 2 * torch.randint(2, (block,), generator=generator)
-        (rotated, _) = hadamard_blocks(block)(plain * signs)
+        rotation = Rotation(1 - 2 * torch.randint(2, (block,), generator=generator))
         for bits, (name, quantize) in itertools.product(BITS, QUANTIZERS.items()):
-            torch.manual_seed(0)
-            found = [float((quantize(r, bits) - r).double().norm() / r.double().norm()) for r in (plain, rotated)]
-            yield {"block": block, "bits": bits, "rule": name, "plain": found[0], "rotated": found[1]}
+            row: dict[str, Any] = {"block": block, "bits": bits, "rule": name}
+            for key in ("plain", "rotated"):
+                torch.manual_seed(0)
+                rows = in_blocks(x, block)
+                rows = rotation.back(quantize(rotation(rows), bits)) if key == "rotated" else quantize(rows, bits)
+                off = rows.flatten()[: len(x)] - x
+                row[key] = relative(off, x)
+                if weights is not None:
+                    row[f"{key}, divided"] = relative(off * weights, x * weights)
+            yield row
 
 
-def rounded(error: float) -> float:
-    return float(f"{error:.4g}")
+def relative(off: Tensor, x: Tensor) -> float:
+    return float(f"{off.double().norm() / x.double().norm():.4g}")
 
 
 def shown(error: float) -> str:
@@ -158,24 +180,23 @@ def shown(error: float) -> str:
 
 
 def table(vectors: list[dict]) -> Iterator[str]:
-    """Errors with blocks of SHOWN_BLOCK, plain → rotated: the mean over the steps of a network."""
-    groups = itertools.groupby(vectors, lambda vector: (vector["model"], vector["kind"]))
+    """Errors with blocks of SHOWN_BLOCK, plain → rotated: means over the steps of a network."""
 
     def rows() -> Iterator[list[str]]:
-        for (model, kind), group in groups:
-            of_steps = [vector["rows"] for vector in group]
-            for bits in BITS:
-                cells = []
-                for name in QUANTIZERS:
-                    of_rule = [
-                        row for of_step in of_steps for row in of_step
-                        if (row["block"], row["bits"], row["rule"]) == (SHOWN_BLOCK, bits, name)
-                    ]  # fmt: skip
-                    means = (sum(row[key] for row in of_rule) / len(of_rule) for key in ("plain", "rotated"))
-                    cells.append(" → ".join(map(shown, means)))
-                yield [f"{model}, {kind}", str(bits), *cells]
+        for (model, kind), group in itertools.groupby(vectors, lambda vector: (vector["model"], vector["kind"])):
+            found = [row for vector in group for row in vector["rows"] if row["block"] == SHOWN_BLOCK]
+            for of, bits in itertools.product(("", ", divided"), BITS):
+                if "plain" + of in found[0]:
+                    cells = (
+                        cell([r for r in found if (r["bits"], r["rule"]) == (bits, rule)], of) for rule in QUANTIZERS
+                    )
+                    yield [f"{model}, {kind}{of}", str(bits), *cells]
 
     return markdown(["", "bits", *QUANTIZERS], rows())
+
+
+def cell(rows: list[dict], of: str) -> str:
+    return " → ".join(shown(statistics.fmean(row[key + of] for row in rows)) for key in ("plain", "rotated"))
 
 
 def main() -> None:
@@ -192,9 +213,9 @@ def main() -> None:
         datasets = [MODELS[run.model].data(args.text if "charlm" in run.model else args.data) for run in runs]
         for run, dataset in zip(runs, datasets):
             with tenths(f"{run.model} on {dataset.name}") as report:
-                for done, (step, of_kinds) in enumerate(capture(run, dataset), 1):
+                for done, (step, of_kinds, rms) in enumerate(capture(run, dataset), 1):
                     for kind, x in of_kinds.items():
-                        rows = [row | {key: rounded(row[key]) for key in ("plain", "rotated")} for row in errors(x)]
+                        rows = list(errors(x, rms))
                         vectors.append({"model": run.model, "kind": kind, "step": step, "rows": rows})
                     report(done / len(run.captured))
     except (data.DataError, OSError) as error:
