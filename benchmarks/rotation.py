@@ -135,11 +135,11 @@ QUANTIZERS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 class Rotation:
-    """Of the rows of a matrix, each of as many elements as `signs`."""
+    """Of the rows of a matrix, blocks of so many elements: random signs, and a Walsh-Hadamard transform."""
 
-    def __init__(self, signs: Tensor) -> None:
-        self.signs = signs
-        self.transform = hadamard_blocks(len(signs))
+    def __init__(self, block: int) -> None:
+        self.signs = 1 - 2 * torch.randint(2, (block,), generator=torch.Generator().manual_seed(0))
+        self.transform = hadamard_blocks(block)
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.transform(rows * self.signs)[0]
@@ -154,10 +154,9 @@ def in_blocks(x: Tensor, block: int) -> Tensor:
 
 def errors(x: Tensor, rms: Tensor | None = None) -> Iterator[dict[str, Any]]:
     """The relative errors of a vector, as it is and rotated. rms: the root of the second moment of its elements."""
-    generator = torch.Generator().manual_seed(0)
     weights = None if rms is None else torch.where(rms > 0, 1 / rms, 0)
     for block in BLOCKS:
-        rotation = Rotation(1 - 2 * torch.randint(2, (block,), generator=generator))
+        rotation = Rotation(block)
         for bits, (name, quantize) in itertools.product(BITS, QUANTIZERS.items()):
             row: dict[str, Any] = {"block": block, "bits": bits, "rule": name}
             for key in ("plain", "rotated"):
