@@ -40,7 +40,7 @@ EXAMPLES = """\
 examples:
   python -m benchmarks.rotation --quick                        a minute: a few steps on digits and on Python's library
   python -m benchmarks.rotation --data cifar-10-batches-bin --text tinyshakespeare.txt \\
-      --json benchmarks/results/rotation.json                  five minutes
+      --json benchmarks/results/rotation.json                  two minutes
 """
 BITS, BLOCKS, SHOWN_BLOCK = (2, 3, 4, 8), (64, 256, 1024), 256
 BETA = 0.9
@@ -65,7 +65,7 @@ class Capture:
     ranks: int = 4
 
 
-CAPTURES = [Capture("charlm-small", 8, 0.004, 245, (20, 120, 240)), Capture("resnet8", 32, 0.1, 195, (20, 100, 190))]
+CAPTURES = [Capture("charlm-small", 8, 0.004, 123, (20, 120)), Capture("resnet8", 32, 0.1, 98, (20, 80))]
 QUICK = [Capture("charlm-small", 8, 0.004, 24, (20,)), Capture("resnet8", 8, 0.1, 24, (20,))]
 
 
