@@ -75,13 +75,6 @@ class Unit:
         torch._foreach_copy_(gradients, [p.view(g.shape) for p, g in zip(pieces, gradients)])  # one operation
         return average
 
-    def end_step(self, skipped: bool) -> None:
-        """Undo the unit's step if it was skipped. Frees what that needs before the next step."""
-        method = self.averaging.method
-        if skipped and (state := method.memory.rollback(self.name)) is not None:
-            method.clean(state)
-        method.memory.discard_snapshot(self.name)
-
     def _find_states(self, gradients: list[Tensor], rank: int, size: int) -> None:
         """Make one state of the parameters' states, unless there is one. They may be in former buckets' states."""
         method, joined_shape = self.averaging.method, self.averaging.joined_shape

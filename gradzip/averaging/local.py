@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,17 +104,23 @@ class LocalGroup:
             fused([unit.average([own[name] for name in names], rank, len(gradients)) for unit, names in of_rank])
             for rank, (own, of_rank) in enumerate(zip(averages, units))
         ]
-        drive(routines, [compressor.traffic for compressor in self.compressors], self._node_size)
+        try:
+            drive(routines, [compressor.traffic for compressor in self.compressors], self._node_size)
+        except BaseException:
+            for unit, _ in itertools.chain.from_iterable(units):
+                unit.averaging.end_step(skipped=True)
+            raise
         self._averagings = {name: unit.averaging for unit, names in units[0] for name in names}
         finite = all(unit.averaging.finite for of_rank in units for unit, _ in of_rank)
         for compressor, of_rank in zip(self.compressors, units):
             skipped = compressor.last_step_skipped = compressor.memory.checks and not finite
             for unit, _ in of_rank:
-                unit.end_step(skipped)
+                unit.averaging.end_step(skipped)
             if skipped:
                 compressor.skip_step()
             else:
-                compressor.end_step(None, list(averages[0]))
+                compressor.end_step(None, names := list(averages[0]))
+                compressor.complete_step(names)
         return averages
 
     def tell_optimizers(self, parameters: Mapping[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ class Averaging:
         self.frozen = frozen
         self.finite = True  # whether the last average was, if the compressor checks that
         self.compressed_momentum = False  # whether the last one is of compressed momenta
+        self._before: dict[str, Any] | None = None  # of the state, in a step that has begun and is not over
         self._traffic = compressor.traffic
         self.compressed = compressed = self.compresses(like)
         if not (compressed or frozen) and like.numel() > self.method.max_numel:
@@ -67,7 +69,7 @@ class Averaging:
         """Coroutine that replaces `grad` by its average over the group, and returns it.
 
         If the gradient of any rank is not finite, the average is not finite on any rank, no state changes, and
-        `finite` is False.
+        `finite` is False. Call `end_step` at the end of the step, in which several gradients may be averaged.
 
         Args:
             grad: any shape, strides and floating-point dtype; the average has the same.
@@ -77,12 +79,14 @@ class Averaging:
             raise ValueError(
                 f"gradient of {self.name!r}: got {grad.layout} {grad.dtype}, expected a dense float tensor"
             )
+        state = self.method.memory.states.get(self.name)
+        if state is not None and self._before is None:
+            state.abandon()  # a step that nobody has ended: its backward pass has failed
         if not self.frozen:
             self._compressor.observe(self.name, grad)
         monitor = self._compressor.monitor
         report = None if monitor is None else monitor.begin(self, grad, rank, size)
         self._traffic.bytes_dense += grad.numel() * grad.element_size()
-        self.method.memory.discard_snapshot(self.name)
         if self.node_chunks is not None:
             rank, size = self.node_chunks.node, self.node_chunks.nodes
         if not self.compresses(grad):
@@ -90,11 +94,28 @@ class Averaging:
         routine = timed(self._compressed(grad, rank, size), self._traffic)
         return (yield from (routine if report is None else report(routine)))
 
+    def end_step(self, skipped: bool) -> None:
+        """End a step: complete it, or undo what it has changed."""
+        before, self._before = self._before, None
+        state = self.method.memory.states.get(self.name)
+        if before is None or state is None:
+            return
+        if not skipped:
+            state.complete(before)
+        elif state.abandon(before):
+            self.method.clean(state)
+
+    def _begin(self, state: State) -> dict[str, Any]:
+        """Begin a step of the state, unless it has begun. Returns the fields before it."""
+        if self._before is None:
+            self._before = state.begin()
+        return self._before
+
     def _compressed(self, grad: Tensor, rank: int, size: int) -> Routine:
         method, memory = self.method, self.method.memory
         own = grad if self.node_chunks is None else (yield from self.node_chunks.scatter(grad))
         state = memory.begin_step(self.name, own, method.state_shapes, rank, size)
-        before = state.begin()
+        before, fields = self._begin(state), state.fields()
         self.compressed_momentum = method.compresses_momentum(state)
         try:
             # The gradient is going to be overwritten: if it is float32, the residual is added in place.
@@ -116,42 +137,34 @@ class Averaging:
         except BaseException:  # also if the routine is closed, because the backward pass has failed
             state.abandon(before)
             raise
-        state.complete()
-        if finite:
-            memory.snapshot(state, before)
-        else:
-            memory.undo(state, before)
+        if not finite:
+            state.replace_fields(fields)
             method.clean(state)  # another chunk of the node may be the one that is not finite
             grad.fill_(math.nan)
         self.finite = finite
         return grad
 
     def _uncompressed(self, grad: Tensor, rank: int, size: int) -> Routine:
-        left = self._left_residual(grad, rank, size)
-        if left is not None and left.residual is not None:
-            grad.add_(left.residual)
+        method = self.method
+        state = None if self.frozen else method.memory.states.get(self.name)
+        residual = None if state is None else state.residual  # that the method which was in charge has left
+        changes = method.changes_uncompressed and not self.frozen
+        if changes or residual is not None:
+            state = method.memory.begin_step(self.name, grad, method.state_shapes, rank, size)
+            self._begin(state)
+            residual = state.residual
+        if residual is not None:
+            grad.add_(residual)
         average = yield Mean(grad.contiguous(), in_place=True)
         if average.data_ptr() != grad.data_ptr():
             grad.copy_(average)
-        if left is not None and bool(grad.isfinite().all()):
-            self.method.memory.snapshot(left, left.fields())
-            left.residual = None
-        if self.method.changes_uncompressed and not self.frozen:
-            method, memory = self.method, self.method.memory
-            state = memory.begin_step(self.name, grad, method.state_shapes, rank, size)
-            memory.snapshot(state, state.fields())
+        if state is not None and residual is not None and bool(grad.isfinite().all()):
+            state.residual = None
+        if state is not None and changes:
             method.apply_uncompressed(grad, state)
-        if self.method.memory.checks:
+        if method.memory.checks:
             self.finite = yield from is_finite(grad)
         return grad
-
-    def _left_residual(self, grad: Tensor, rank: int, size: int) -> State | None:
-        """The state of a gradient that is averaged as it is, if the method that was in charge left a residual."""
-        memory = self.method.memory
-        state = None if self.frozen else memory.states.get(self.name)
-        if state is None or state.residual is None:
-            return None
-        return memory.begin_step(self.name, grad, self.method.state_shapes, rank, size)
 
 
 def is_finite(average: Tensor) -> Routine:
@@ -165,8 +178,14 @@ def is_finite(average: Tensor) -> Routine:
 
 
 def averaged(compressor: Compressor, grad: Tensor, name: str, rank: int = 0, size: int = 1) -> Routine:
-    """One step of one parameter: `Averaging.run` as a function."""
-    return Averaging(compressor, name, grad).run(grad, rank, size)
+    """One step of one parameter: `Averaging.run` and `Averaging.end_step`."""
+    return _step(Averaging(compressor, name, grad), grad, rank, size)
+
+
+def _step(averaging: Averaging, grad: Tensor, rank: int, size: int) -> Routine:
+    average = yield from averaging.run(grad, rank, size)
+    averaging.end_step(skipped=False)
+    return average
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ optimizer), and reaches engines through it alone:
     name_states, connect    once in a group, on all ranks
     plan                    a bucket that is new or has changed
     start                   a bucket whose gradients are complete: its first collectives
-    finish                  at the end of a backward pass: all other collectives
-    end, or drop            the step is over; or a backward pass has failed
+    finish, end             when all buckets have started: all other collectives
+    complete, or drop       the averages are in the gradients; or the backward pass has failed
 """
 
 from __future__ import annotations
@@ -192,10 +192,19 @@ class Session:
         return not (all(unit.averaging.finite for unit in self.units) and ops.all_finite(others))
 
     def end(self, skipped: bool) -> None:
-        """End the step. skipped: the same on all ranks; all states are rolled back then, and optimizers do not step."""
-        units, averagings = list(self.units), self._averagings
-        names = [name for unit in units if not unit.averaging.frozen for name in unit.shapes]
-        self.drop()
+        """Let the method run collectives of its own. skipped: the same on all ranks."""
+        if skipped:
+            self.compressor.skip_step()
+        else:
+            self.compressor.end_step(self.engine, self._names())
+
+    def complete(self, skipped: bool) -> None:
+        """Complete the step, which can be dropped until then: no collectives follow.
+
+        skipped: as in `end`. If so, all states are rolled back, and optimizers do not step.
+        """
+        units, averagings, names = list(self.units), self._averagings, self._names()
+        self._reset()
         self.compressor.last_step_skipped = skipped
         culprits = [unit.name for unit in units if not unit.averaging.finite]
         # GradScaler skips steps as a matter of course.
@@ -205,16 +214,18 @@ class Session:
         parameters = [parameter for parameter, _ in averagings]
         optimizer_hooks.skip(parameters, culprits, warns) if skipped else optimizer_hooks.take(parameters)
         for unit in units:
-            unit.end_step(skipped)
-        if skipped:
-            self.compressor.skip_step()
-        else:
-            self.compressor.end_step(self.engine, names)
+            unit.averaging.end_step(skipped)
+        if not skipped:
+            self.compressor.complete_step(names)
+
+    def _names(self) -> list[str]:
+        """The names of the states of the parameters that the step has averaged, without frozen ones."""
+        return [name for unit in self.units if not unit.averaging.frozen for name in unit.shapes]
 
     def take_back(self, plan: Plan, averages: Mapping[int, Tensor]) -> None:
         """Add averages that no optimizer gets to the residuals, so that nothing of those is lost.
 
-        Call it after `end`, on all ranks. averages: by the parameter's number in the plan; the same on all ranks.
+        Call it after `complete`, on all ranks. averages: by the parameter's number in the plan; the same on all ranks.
         """
         chunks = self.compressor.node_chunks
         for i, average in averages.items():
@@ -224,10 +235,15 @@ class Session:
                 method.memory.add_to_residual(plan.prefix + plan.names[i], taken)
 
     def drop(self) -> None:
-        """Drop the step in progress: its backward pass has failed or was interrupted."""
+        """Drop the step in progress: its backward pass has failed or was interrupted. All states are rolled back."""
         for bucket in self.buckets.values():
             for routine in bucket.routines.values():
-                routine.close()  # undoes what it has changed
+                routine.close()
+        for unit in self.units:
+            unit.averaging.end_step(skipped=True)
+        self._reset()
+
+    def _reset(self) -> None:
         self.buckets, self.units, self.waiting, self._averagings = {}, {}, {}, []
         self._in_step = False
 

@@ -11,6 +11,9 @@ a time, in the order of the buckets; no other thread starts an operation; and th
 order of the buckets, and from lengths and results that all ranks have received alike. No operation waits until the last
 hook has returned: with `find_unused_parameters`, DDP then starts an all-reduce of its own.
 
+The step is complete when DDP has written the averages to the gradients. A backward pass that fails before then has
+changed no state.
+
 It tells DDP which parameters no rank has used since the last step. DDP leaves their gradients alone and discards their
 averages, in which the parts of residuals are that were sent. At the end of the backward pass, those averages are added
 to the residuals again.
@@ -173,8 +176,8 @@ class HookState:
         self._session.drop()
 
     def _finish(self) -> None:
-        """Run the routines of all buckets to their ends, and end the step."""
-        buckets, self._started = self._started, []
+        """Run the routines of all buckets to their ends, and end the step: all its collectives are done."""
+        buckets = self._started
         with self._session.on_all_streams(buckets[0].buffer.device):
             self._session.finish("round")
             sparse = [bucket.buffer._values() for bucket in buckets if bucket.buffer.is_sparse]
@@ -184,11 +187,21 @@ class HookState:
             bucket.future.set_result(bucket.buffer)
         # The hook runs outside of a backward pass on a rank that has joined. DDP queues its own callback, which writes
         # the gradients, after the last hook: a callback that is queued by a callback comes behind it.
-        if not skipped and torch._C._current_graph_task_id() != -1:
-            queue_callback(lambda: queue_callback(lambda: self._take_back(buckets)))
+        if torch._C._current_graph_task_id() == -1:
+            self._complete(skipped)
+        else:
+            queue_callback(lambda: queue_callback(lambda: self._complete(skipped, written=True)))
+
+    def _complete(self, skipped: bool, written: bool = False) -> None:
+        """Complete the step. written: whether DDP has written the averages to the gradients, and may discard some."""
+        buckets, self._started = self._started, []
+        with self._session.on_all_streams(buckets[0].buffer.device):
+            self._session.complete(skipped)
+        if written and not skipped:
+            self._take_back(buckets)
 
     def _take_back(self, buckets: list["_Started"]) -> None:
-        """Add to the residuals the averages that DDP has discarded. Called when it has written the others."""
+        """Add to the residuals the averages that DDP has discarded."""
         for bucket in buckets:
             discarded = bucket.discarded()
             if discarded:

@@ -219,7 +219,8 @@ class ReplicaAverages:
         with self._or_drop(), self._session.on_all_streams(self._session.engine.device):
             if self._session.buckets:
                 self._run()
-            self._session.end(self._is_skipped())
+            self._session.end(skipped := self._is_skipped())
+            self._session.complete(skipped)
         averaged, self._averaged = self._averaged, {}
         for parameter, hook in [call for i in averaged for call in self._modules[i].restore_hooks()]:
             hook(parameter)

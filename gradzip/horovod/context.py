@@ -185,7 +185,8 @@ class OptimizerContext:
         self._waiting = {}
         if self.session.waiting:
             self.session.finish("")  # no collectives, which would need names
-        self.session.end(self.session.is_skipped(sums))
+        self.session.end(skipped := self.session.is_skipped(sums))
+        self.session.complete(skipped)
 
 
 class InFlightGradient:

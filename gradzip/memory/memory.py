@@ -1,4 +1,4 @@
-"""All states of one compressor: loss scale, rollback, changes of the group, buckets."""
+"""All states of one compressor: loss scale, changes of the group, buckets, changes of the method."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ class Memory:
         self.loss_scale = LossScale()
         self.skips_nonfinite = True  # whether a step is skipped for all parameters if an average is not finite
         self.names = StateNames()
-        self._snapshots: dict[str, Mapping[str, Any]] = {}
 
     def begin_step(self, name: str, grad: Tensor, shapes: Shapes, rank: int, size: int) -> State:
         """Get a parameter's state for a step: checked, on the gradient's device, rescaled to the loss scale.
@@ -75,7 +74,6 @@ class Memory:
         state = self.states.get(name)
         if state is None:
             state = self.states[name] = State(name)
-        state.abandon()
         self._restore(state, grad, shapes, rank, size)
         if state.residual is not None and state.residual.shape != grad.shape:
             raise ValueError(
@@ -136,39 +134,10 @@ class Memory:
         if self.loss_scale.scaler is not None or factor != 1.0:
             state.loss_scale = scale
 
-    # --- rollback of a step that is skipped
-
     @property
     def checks(self) -> bool:
         """Whether a step is skipped if an average is not finite: by GradScaler, or by `optimizer_hooks`."""
         return self.skips_nonfinite or self.loss_scale.scaler is not None
-
-    def snapshot(self, state: State, before: Mapping[str, Any]) -> None:
-        """Keep the fields that a state had before the current step, for `rollback`, if that may be called."""
-        if self.checks:
-            self._snapshots.setdefault(state.name, before)
-        else:
-            state.recycle(before)
-
-    def discard_snapshot(self, name: str) -> None:
-        """Free the snapshot of a parameter."""
-        before, state = self._snapshots.pop(name, None), self.states.get(name)
-        if before is not None and state is not None:
-            state.recycle(before)
-
-    def rollback(self, name: str) -> State | None:
-        """Undo the last step of a parameter. Returns its state, if it has changed."""
-        before, state = self._snapshots.pop(name, None), self.states.get(name)
-        if before is None or state is None:
-            return None
-        self.undo(state, before)
-        return state
-
-    def undo(self, state: State, before: Mapping[str, Any]) -> None:
-        """Restore the fields that a state had before the current step."""
-        after = state.fields()
-        state.replace_fields(before)
-        state.recycle(after)
 
     # --- rank and world size
 
@@ -228,7 +197,6 @@ class Memory:
         since is dropped if the other memory has a state.
         """
         self.split_buckets({name})
-        self.discard_snapshot(name)
         state = self.states.pop(name, None)
         residual = None if state is None else state.take_residual()
         if state is None or residual is None:

@@ -32,8 +32,9 @@ class Key(NamedTuple):
 class State:
     """State of one parameter: step count, residual, and the fields that its method adds.
 
-    A step is undone by restoring the fields that the state had before, if an average is not finite. In a step, methods
-    therefore assign new tensors to fields, and change none in place. `renewed` has memory for them.
+    A step that is skipped or has failed is undone by restoring the fields that the state had before. In a step, methods
+    therefore assign new tensors to fields, and change none in place. `renewed` has memory for them. Until the step is
+    complete, what is saved, copied and split are the fields before it.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_before", "_spares")  # the last two are no fields
@@ -53,7 +54,7 @@ class State:
         self._before: dict[str, Any] | None = None  # the fields before a step that has begun and is not complete
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self._kept)  # a copy has no spares yet
+        return dict(self.kept)  # a copy has no spares yet
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
         vars(self).update(fields)
@@ -73,7 +74,7 @@ class State:
         vars(self).update(fields)
 
     @property
-    def _kept(self) -> dict[str, Any]:
+    def kept(self) -> dict[str, Any]:
         """The fields, without a step that has begun and is not complete: it may have failed."""
         return vars(self) if self._before is None else self._before
 
@@ -82,18 +83,22 @@ class State:
         self._before = self.fields()
         return self._before
 
-    def complete(self) -> None:
-        """Complete a step: `abandon` leaves it alone from now on."""
-        self._before = None
-
-    def abandon(self, before: Mapping[str, Any] | None = None) -> None:
-        """Restore the fields before a step that has begun and is not complete.
-
-        before: of the step that is meant; another one may have begun since. None: the last one.
-        """
-        if self._before is not None and (before is None or before is self._before):
-            self.replace_fields(self._before)  # collectives in progress may use the others: they are not recycled
+    def complete(self, before: Mapping[str, Any]) -> None:
+        """Complete a step: it can no longer be undone. before: what `begin` returned."""
+        if before is self._before:
             self._before = None
+            self._recycle(before)
+
+    def abandon(self, before: Mapping[str, Any] | None = None) -> bool:
+        """Restore the fields before a step that has begun and is not complete. Returns whether there was one.
+
+        before: what `begin` returned in the step that is meant; another one may have begun since. None: the last one.
+        """
+        if self._before is None or (before is not None and before is not self._before):
+            return False
+        self.replace_fields(self._before)  # collectives in progress may use the others: they are not recycled
+        self._before = None
+        return True
 
     def renewed(self, field: str, like: Tensor) -> Tensor:
         """Uninitialized memory for the new value of a field, with the shape and dtype of `like`.
@@ -106,7 +111,7 @@ class State:
             return spare
         return torch.empty_like(like, memory_format=torch.contiguous_format)
 
-    def recycle(self, fields: Mapping[str, Any]) -> None:
+    def _recycle(self, fields: Mapping[str, Any]) -> None:
         """Let `renewed` reuse the tensors of former fields.
 
         Only on a CPU: a device's allocator keeps freed memory itself.
@@ -134,7 +139,7 @@ class State:
 
     def state_dict(self) -> dict[str, Any]:
         """The fields to save: tensors, lists of tensors and numbers."""
-        return {k: v for k, v in self._kept.items() if k not in self.TRANSIENT and v is not None}
+        return {k: v for k, v in self.kept.items() if k not in self.TRANSIENT and v is not None}
 
     def state_dicts(self) -> dict[str, dict[str, Any]]:
         """State dicts by parameter name."""

@@ -164,6 +164,9 @@ class Momentum(Compressor):
     def end_step(self, engine: Any, names: Sequence[str]) -> None:
         self.inner.end_step(engine, names)
 
+    def complete_step(self, names: Sequence[str]) -> None:
+        self.inner.complete_step(names)
+
     def skip_step(self) -> None:
         self.inner.skip_step()
 

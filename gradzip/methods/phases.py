@@ -67,7 +67,7 @@ class Phases(Composite):
 
     # --- a step
 
-    def end_step(self, engine: Any, names: Sequence[str]) -> None:
+    def complete_step(self, names: Sequence[str]) -> None:
         for name in names:
             self._steps[name] = step = self._steps.get(name, 0) + 1
             if step in self.phases:

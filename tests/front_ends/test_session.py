@@ -55,7 +55,8 @@ def train(session, named):
         plan = plans[session] = session.plan(parameters, list(named))
     session.start(0, plan.units, gradients, "bucket")
     session.finish("round")
-    session.end(session.is_skipped())
+    session.end(skipped := session.is_skipped())
+    session.complete(skipped)
     return gradients
 
 
@@ -119,6 +120,7 @@ def test_steps_of_frozen_parameters_do_not_count(group):
     session.start(0, plan.units, [torch.ones_like(parameter) for parameter in named.values()], "bucket")
     session.finish("round")
     session.end(False)
+    session.complete(False)
     assert [compressor.step_of(name, (40, 40)) for name in named] == [0, 1]
 
 

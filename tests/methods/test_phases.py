@@ -226,7 +226,7 @@ def test_parameters_have_steps_of_their_own():
     assert (in_charge(compressor), in_charge(compressor, "v"), in_charge(compressor, prefix="model1.")) == (2, 0, 0)
     for _ in range(2):
         drive([Averaging(compressor, "w", gradient("w", 0, 0), prefix="model1.").run(gradient("w", 0, 0))])
-        compressor.end_step(None, ["model1.w"])
+        compressor.complete_step(["model1.w"])
     assert (in_charge(compressor, "v"), in_charge(compressor, prefix="model1.")) == (0, 2)
     assert [compressor.step_of("w", SHAPE, prefix) for prefix in ("", "model1.", "model2.")] == [2, 2, 0]
 
@@ -250,7 +250,7 @@ def test_a_step_ends_while_the_gradient_of_another_optimizer_is_in_flight():
     for name, others in (("v", ["w"]), ("w", [])):
         with pytest.raises(StopIteration) as end:
             routines[name].send([payloads[name].tensor])
-        compressor.end_step(None, [name])
+        compressor.complete_step([name])
         assert in_charge(compressor, name) == 1 and list(topk.states) == others
         sent = end.value.value.double() + acpsgd.states[name].residual
         assert (sent - gradient(name, 0, 0).double()).abs().max() < 2**-20

@@ -46,6 +46,7 @@ def observed(spec):
         steps.append(tuple(type(c).__name__ for c in seen[0]))
         for compressor in compressors:
             compressor.end_step(None, ["w"])
+            compressor.complete_step(["w"])
     kept = [vars(state) for part in compressors[0].parts for state in part.states.values()]
     fields = frozenset(name for state in kept for name, value in state.items() if value is not None)
     return Observed(tuple(steps), frozenset(lengths), fields)

@@ -252,12 +252,21 @@ class Compressor(ABC):
         """End a step. Called when all its gradients are averaged, at the same point on all ranks.
 
         A method may run collectives here, and change the result of `method_for` for the next step. A `LocalGroup` calls
-        it after each average.
+        it after each average. The backward pass may still fail: states are changed in `complete_step`.
 
         Args:
             engine: of the group that has averaged the gradients (`gradzip.collectives.engine.Engine`); None in a
                 `LocalGroup`.
             names: of the states of the parameters that the step has averaged, in any order, without frozen ones.
+        """
+
+    def complete_step(self, names: Sequence[str]) -> None:
+        """Complete a step, which can no longer be undone. Called after `end_step`, when gradients are the averages.
+
+        A method may change the result of `method_for` for the next step, and states, but runs no collectives.
+
+        Args:
+            names: as in `end_step`.
         """
 
     def skip_step(self) -> None:
@@ -285,7 +294,7 @@ class Compressor(ABC):
     def step_of(self, name: str, shape: torch.Size, prefix: str = "") -> int:
         """The number of steps of a parameter so far, the same on all ranks. Arguments: as in `method_for`."""
         state = self.method_for(name, shape, prefix).memory.find(prefix + name)
-        return 0 if state is None else state.step
+        return 0 if state is None else int(state.kept["step"])
 
     def register_parameter(self, name: str, shape: torch.Size, state_name: str) -> None:
         """Note a parameter that is going to be averaged. state_name: its name with the prefix of its model."""
