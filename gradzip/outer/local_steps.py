@@ -219,6 +219,7 @@ class LocalSteps:
             session.finish(f"outer.{session.prefix}round")
             skipped = session.is_skipped()
             session.end(skipped)
+            session.complete(skipped)
         return skipped
 
     def _planned(self) -> list[Plan]:
