@@ -196,12 +196,14 @@ class Auto(Composite):
             self._gradients[state_name] = grad.detach().clone()
 
     def skip_step(self) -> None:
+        super().skip_step()
         self._step_start = None  # the next step is not timed
         for recorded in (self._arrivals, self._gradients):
             if recorded is not None:
                 recorded.clear()
 
     def end_step(self, engine: Engine | None, names: Sequence[str]) -> None:
+        super().end_step(engine, names)
         if engine is None or not self._is_measured(engine):
             return
         seconds = None if self._step_start is None else self._now() - self._step_start

@@ -250,3 +250,9 @@ def _check_momentum(optimizer: Any, group: dict[str, Any], method: Compressor) -
             f"{name}: got {option} = {group[option]} for a parameter whose momentum {kind} compresses with beta = "
             f"{beta}, expected equal numbers: give {kind} beta={own}, or the optimizer a momentum of {beta}"
         )
+    decay = method.second_moment_decay
+    if decay is not None and option == "betas" and float(group["betas"][1]) != decay:
+        raise ValueError(
+            f"{name}: got betas = {group['betas']} for a parameter whose warm-up {kind} ends by a second moment with "
+            f"beta2 = {decay}, expected equal numbers: give {kind} beta2={float(group['betas'][1])}"
+        )

@@ -67,9 +67,9 @@ class Session:
             part.memory.free(deleted)
         self.prefix = names.prefix(named, word, group)
 
-    def torch_engine(self, group: Any, device: torch.device) -> Engine:
-        """An engine for a torch process group, to connect."""
-        return engines.torch_engine(group, self.traffic, device)
+    def torch_engine(self, group: Any, device: torch.device, shards: Any = None) -> Engine:
+        """An engine for a torch process group, to connect. shards: as for `engines.torch_engine`."""
+        return engines.torch_engine(group, self.traffic, device, shards)
 
     def horovod_engine(self, process_set: Any) -> Engine:
         """An engine for a Horovod process set, to connect."""

@@ -10,11 +10,11 @@ from ..collectives.engine import Engine
 from ..collectives.traffic import Traffic
 
 
-def torch_engine(group: Any, traffic: Traffic, device: torch.device) -> Engine:
-    """The engine of a torch process group."""
+def torch_engine(group: Any, traffic: Traffic, device: torch.device, shards: Any = None) -> Engine:
+    """The engine of a torch process group. shards: the group of the ranks that hold the shards of a model."""
     from .torch import TorchEngine
 
-    return TorchEngine(group, traffic, device)
+    return TorchEngine(group, traffic, device, shards)
 
 
 def horovod_engine(process_set: Any, traffic: Traffic) -> Engine:

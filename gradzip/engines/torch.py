@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -40,14 +41,19 @@ class TorchEngine(Engine):
     `send_overflow` and `result` make the current stream wait for it, not the host. Until then, a pending transfer keeps
     what it sends and receives, and nothing may write to that.
 
-    device: of the tensors that `allgather_bytes` makes, one that the group's backend supports.
+    Args:
+        device: of the tensors that `allgather_bytes` makes, one that the group's backend supports.
+        shards: the process group of the ranks that hold the shards of a model; None: each rank has all of it.
     """
 
     in_order = True
     bucket_nbytes = JOINED["ddp"]["bucket_nbytes"]  # unless DDP is given another bucket_cap_mb
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, traffic: Traffic, device: torch.device, shards: dist.ProcessGroup | None = None
+    ) -> None:
         self.group = group
+        self.shards = shards
         self.traffic = traffic
         self.device = device
         self.rank = group.rank()
@@ -105,6 +111,14 @@ class TorchEngine(Engine):
     def allgather_bytes(self, data: bytes, slot: str) -> list[bytes]:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         return [bytes(received.tolist()) for received in self.run(Gather(tensor), slot)]
+
+    def sum_over_shards(self, values: Sequence[float]) -> list[float]:
+        if self.shards is None:
+            return list(values)
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        gathered = [torch.empty_like(own) for _ in range(self.shards.size())]
+        dist.all_gather(gathered, own, self.shards)
+        return [math.fsum(column) for column in zip(*(numbers.tolist() for numbers in gathered))]
 
 
 class _PendingRing:

@@ -256,7 +256,8 @@ class ReplicaAverages:
         return bool(of_mesh)
 
     def _connect(self, device: torch.device) -> None:
-        engine = self._session.torch_engine(self.group, device)
+        shards = self._mesh.get_group() if self._mesh.size() > 1 else None
+        engine = self._session.torch_engine(self.group, device, shards)
         mine = json.dumps([self._shard, {shards.name: shards.options for shards in self._modules}])
         first, *others = map(json.loads, engine.allgather_bytes(mine.encode(), "place"))
         for rank, other in enumerate(others, start=1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 
 # The joined shape (`Compressor.joined_shape`) of methods that compress a bucket as one vector.
 VECTOR = (1, -1)
+
+# State fields that are sums over elements: a bucket has the sum of its parameters' values.
+_SUMS = ("payload_nbytes", "square", "former_square")
 
 
 class Key(NamedTuple):
@@ -129,6 +132,11 @@ class State:
                     setattr(self, name, None)
         self.rank, self.size = rank, size
 
+    @property
+    def parameters(self) -> Collection[str]:
+        """The names of the parameters whose state this is."""
+        return (self.name,)
+
     def take_residual(self) -> Tensor | None:
         """Remove the residual and the owner's residual from the state, and return their sum."""
         residual = _with_owner_residual(self).get("residual")
@@ -186,8 +194,12 @@ class BucketState(State):
                 ]
                 vars(bucket)[key] = torch.cat(parts).view(joined_shape)
             else:  # equal for all parameters, unless some were not averaged in a step
-                vars(bucket)[key] = sum(values.values()) if key == "payload_nbytes" else max(values.values())
+                vars(bucket)[key] = sum(values.values()) if key in _SUMS else max(values.values())
         return bucket
+
+    @property
+    def parameters(self) -> Collection[str]:
+        return self.shapes.keys()
 
     def add_to_residual(self, parameter: str, value: Tensor) -> None:
         """Add a tensor to the residual of one parameter."""
@@ -205,8 +217,8 @@ class BucketState(State):
             if isinstance(value, Tensor):
                 pieces = value.view(-1).split(list(numels.values()))
                 values = [piece.view(shape).clone() for piece, shape in zip(pieces, self.shapes.values())]
-            elif key == "payload_nbytes":
-                values = [value * numel // sum(numels.values()) for numel in numels.values()]
+            elif key in _SUMS:
+                values = [type(value)(value * numel / sum(numels.values())) for numel in numels.values()]
             else:
                 values = [value] * len(numels)
             for state, part in zip(states.values(), values):

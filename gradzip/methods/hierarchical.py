@@ -35,7 +35,7 @@ class Hierarchical(Composite):
 
     Args:
         inner: the method between nodes; none that is made of methods, and none whose collectives depend on the data
-            (`GradiVeQ`, ``exchange="auto"``).
+            (`GradiVeQ`, ``exchange="auto"``, ``warmup_steps="auto"``).
         local_size: ranks on each node, which are numbered node by node. Default: as `horovodrun` and `torchrun` say;
             1 in a `LocalGroup` of one number. On one machine, any divisor of the world size can be tried.
 
@@ -62,7 +62,7 @@ class Hierarchical(Composite):
         if self.inner.adapts:
             raise ValueError(
                 f"Hierarchical: got {self.inner!r}, expected a method whose collectives do not depend on the data; "
-                "GradiVeQ and exchange='auto' do"
+                "GradiVeQ, exchange='auto' and warmup_steps='auto' do"
             )
         self._place: tuple[int, int] | None = None  # (place, places), once a group is joined
         self._saved_place: tuple[int, int] | None = None  # (place, places) of loaded states, until a group is joined

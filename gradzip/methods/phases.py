@@ -68,6 +68,7 @@ class Phases(Composite):
     # --- a step
 
     def complete_step(self, names: Sequence[str]) -> None:
+        super().complete_step(names)
         for name in names:
             self._steps[name] = step = self._steps.get(name, 0) + 1
             if step in self.phases:

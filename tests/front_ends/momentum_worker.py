@@ -3,13 +3,23 @@
 import torch
 
 import gradzip
+from contract import SHAPES as FEW
 from contract import gradient
 from harness import UNDER_HOROVOD, Model, data_parallel, job, main, message, scenario
-from nonfinite_worker import SHAPES, snapshot, train
+from nonfinite_worker import SHAPES, prepare, snapshot, train
 
 WARMUP, STEPS = 3, 6
 SPECS = [f"momentum:inner={inner},warmup_steps={WARMUP}" for inner in ("signsgd(majority=False)", "topk(theta=0.9)")]
 VARIANTS = {"horovod": ["float32"], "torch": ["ddp", "fsdp", "fsdp shards"]}
+AUTO, BETAS, AUTO_STEPS = "momentum:inner=signsgd(majority=False),warmup_steps=auto,beta2=0.5", (0.9, 0.5), 14
+
+
+def settling(name, rank, step):
+    """A gradient: that of the first half of w is large at first. The second shard alone would settle earlier."""
+    grad = gradient(name, rank, step)
+    if name == "w":
+        grad[:32] *= 1 + 3 * 0.5**step
+    return grad
 
 
 @scenario
@@ -49,6 +59,24 @@ def loaded_on_one_rank():
     model(gradients).backward()
     optimizer.step()
     return snapshot(model, optimizer, compressor)
+
+
+@scenario
+def auto():
+    """For each variant: after how many steps the warm-up of each compressed parameter has ended, after each step."""
+    found = {}
+    for variant in VARIANTS["horovod" if UNDER_HOROVOD else "torch"]:
+        compressor = gradzip.parse(AUTO)
+        module, optimizer = prepare(variant, compressor, FEW, betas=BETAS)
+        found[variant] = []
+        for step in range(AUTO_STEPS):
+            optimizer.zero_grad()
+            module({name: settling(name, job.rank, step) for name in FEW}).backward()
+            optimizer.step()
+            ended = [getattr(state, "warmup_steps", None) for state in compressor.states.values()]
+            learnt = [int(state["exp_avg_sq_step"]) for state in optimizer.state_dict()["state"].values()]
+            found[variant].append((ended, learnt))
+    return found
 
 
 def of_spec(spec):

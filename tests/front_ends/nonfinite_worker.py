@@ -32,16 +32,16 @@ def fsdp(model, compressor, shards, **options):
     return model
 
 
-def prepare(variant, compressor):
-    """Return the model, and its optimizer."""
+def prepare(variant, compressor, shapes=SHAPES, **options):
+    """Return the model, and its optimizer, which has these options."""
     adamw = torch.optim.AdamW if compressor.averaged_momentum is None else gradzip.optim.AdamW
     dtype = torch.bfloat16 if variant in ("ddp bfloat16", "fsdp bfloat16", "fsdp copied") else torch.float32
-    model = Model(SHAPES, dtype)
+    model, options = Model(shapes, dtype), {"lr": 0.1, "weight_decay": 0.1} | options
     if variant.startswith("fsdp"):
         copied = {"reduce_dtype": torch.float32} if variant == "fsdp copied" else {}
         module = fsdp(model, compressor, 2 if variant == "fsdp shards" else 1, **copied)
-        return module, adamw(module.parameters(), lr=0.1, weight_decay=0.1)
-    optimizer = adamw(model.parameters(), lr=0.1, weight_decay=0.1)
+        return module, adamw(module.parameters(), **options)
+    optimizer = adamw(model.parameters(), **options)
     if variant == "sum":
         import horovod.torch as hvd
 

@@ -9,13 +9,13 @@ import torch.distributed as dist
 import gradzip
 from contract import TIMEOUT, assert_equal_states, gradient
 from launch import horovodrun, scenarios, torchrun
-from momentum_worker import SPECS, STEPS, VARIANTS, WARMUP
+from momentum_worker import AUTO, AUTO_STEPS, FEW, SPECS, STEPS, VARIANTS, WARMUP, settling
 from nonfinite_worker import SHAPES
 
 
 def run_job(tmp_path_factory, run, *others):
     folder = tmp_path_factory.mktemp("momentum")
-    return scenarios(2, "momentum_worker.py", folder, "refused", *others, *SPECS, run=run, timeout=TIMEOUT)
+    return scenarios(2, "momentum_worker.py", folder, "refused", "auto", *others, *SPECS, run=run, timeout=TIMEOUT)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,19 @@ def test_trains_as_in_a_local_group(results, variant, spec):
     for step, expected in zip(results[spec][0][variant], reference(spec)):
         for got, wanted in zip(step["parameters"], expected, strict=True):
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("engine", "variant"), [(e, variant) for e, of in VARIANTS.items() for variant in of])
+def test_warm_ups_end_in_the_same_step_for_all_ranks_and_shards(results, variant):
+    group = gradzip.LocalGroup(gradzip.parse(AUTO), 2)
+    for step in range(AUTO_STEPS):
+        group.step([{name: settling(name, rank, step) for name in FEW} for rank in range(2)])
+    last = group.compressors[0].states["w"].warmup_steps
+    assert 4 < last < AUTO_STEPS  # 4 is the least; the second shard alone ends there
+    for of_rank in results["auto"]:
+        for step, (ended, learnt) in enumerate(of_rank[variant], start=1):
+            assert ended == [last if step >= last else None] * 2
+            assert learnt == [step, min(step, last), min(step, last)]  # of b, which is not compressed, v and w
 
 
 @pytest.mark.parametrize("engine", ["horovod", "torch"])

@@ -218,6 +218,24 @@ def test_another_momentum_is_refused():
     assert message(Job(momentum(), **sgd)).startswith("SGD: got momentum = 0.5 " + words.format(0.9))
 
 
+def test_another_decay_of_the_second_moment_is_refused():
+    """If the warm-up ends by it. SGD has none."""
+    auto = Momentum(SignSGD(majority=False), warmup_steps="auto", beta2=0.9)
+    assert message(Job(auto)) == (
+        "AdamW: got betas = (0.9, 0.95) for a parameter whose warm-up Momentum ends by a second moment with beta2 = "
+        "0.9, expected equal numbers: give Momentum beta2=0.95"
+    )
+    Job(auto, lambda params, **_: torch.optim.SGD(params, lr=0.1, momentum=0.9)).train(3)
+    Job(Momentum(SignSGD(majority=False), warmup_steps=1, beta2=0.9)).train(3)
+
+
+def test_both_switch_together_when_the_second_moment_has_settled():
+    job = Job(Momentum(SignSGD(majority=False), warmup_steps="auto", beta2=0.5), betas=(0.9, 0.5)).train(30)
+    last = job.group.compressors[0].states["w"].warmup_steps
+    assert 4 <= last < 30
+    assert [job.states[name]["exp_avg_sq_step"] for name in SHAPES] == [last, last, 30]
+
+
 @pytest.mark.parametrize("beta", [0.9, 0.0])
 def test_sgd_is_as_without_compression(beta):
     """With the same momentum, or without any; its buffer is the shared momentum."""

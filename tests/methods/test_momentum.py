@@ -188,6 +188,133 @@ def test_a_residual_moves_to_and_from_other_methods():
     torch.testing.assert_close(given + residual, exact, rtol=0, atol=1e-4)
 
 
+# --- warmup_steps="auto"
+
+LAST = 40
+
+
+def auto(inner=None, beta2=0.8):
+    return Momentum(inner or SignSGD(majority=False), warmup_steps="auto", beta2=beta2)
+
+
+def settling(step, size, names=tuple(SHAPES), scale=1.0):
+    """Gradients of all ranks: those of w fall, the others stay as large as they are."""
+    factors = dict.fromkeys(names, scale) | {"w": scale * (1 + 2 * math.exp(-step / 3))}
+    return [{name: factors[name] * gradient(name, rank, step) for name in names} for rank in range(size)]
+
+
+def expected_end(steps, beta2, names=("v", "w")):
+    """The docstring's rule from the second moments of all elements, in float64: the last step of the warm-up.
+
+    steps: the gradients of all ranks, of each step.
+    """
+    sums, v = [], 0.0  # ||v|| after each step, not corrected for its bias
+    for t, grads in enumerate(steps, start=1):
+        squares = [(sum(of[name].double() for of in grads) / len(grads)).square().flatten() for name in names]
+        v = beta2 * v + (1 - beta2) * torch.cat(squares)
+        sums.append(v.sum().item())
+        weights = [beta2**k for k in range(t)]  # of ||v|| of k steps ago, whose bias is 1 - beta2^(t - k)
+        total = sum(weight * (1 - beta2 ** (t - k)) for k, weight in enumerate(weights))
+        formerly = sum(weight * sums[t - 1 - k] for k, weight in enumerate(weights)) / total
+        if t >= 2 / (1 - beta2) - 1e-9 and 0.96 < (sums[-1] / (1 - beta2**t)) / formerly < 1 / 0.96:
+            return t
+    raise AssertionError("does not settle")
+
+
+def ends(group):
+    """After how many steps warm-ups have ended, by parameter: the same on all ranks."""
+    per_rank = []
+    for compressor in group.compressors:
+        states = [state for part in compressor.parts for state in part.states.values()]
+        per_rank.append({name: getattr(s, "warmup_steps", None) for s in states for name in s.parameters})
+    assert all(of_rank == per_rank[0] for of_rank in per_rank)
+    return per_rank[0]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("inner", [SignSGD(majority=False), TopK(theta=0.9)])
+@pytest.mark.parametrize("beta2", [0.5, 0.8])
+def test_warm_up_ends_when_the_second_moment_has_settled(inner, size, beta2):
+    """For all compressed parameters in one step, also in buckets that are compressed as one (TopK)."""
+    last = expected_end([settling(step, size) for step in range(LAST)], beta2)
+    assert 2 / (1 - beta2) + 3 < last < LAST - 3  # w falls for longer than the shortest warm-up
+    group, plain = LocalGroup(auto(inner, beta2), size), LocalGroup(gradzip.NoCompression(), size)
+    for step in range(LAST):
+        grads = settling(step, size)
+        got, exact = group.step(grads)[0], plain.step(grads)[0]
+        assert [torch.equal(got[name], exact[name]) for name in SHAPES] == [True, step < last, step < last]
+        assert ends(group) == dict.fromkeys(("v", "w"), last if step + 1 >= last else None)
+
+
+def test_gradients_that_are_zero_do_not_end_the_warm_up():
+    group = LocalGroup(auto(), 2)
+    for _ in range(20):
+        group.step([{"w": torch.zeros(64, 48)}] * 2)
+    assert ends(group) == {"w": None}
+    for step in range(LAST):  # and then as if they had been the first ones
+        group.step(settling(step, 2))
+    assert ends(group)["w"] is not None
+
+
+def test_late_parameters_have_a_warm_up_of_their_own():
+    group, last = LocalGroup(auto(), 2), expected_end([settling(step, 2) for step in range(LAST)], 0.8)
+    for step in range(LAST):
+        group.step(settling(step, 2))
+    for step in range(LAST, LAST + 15):
+        group.step(with_late(step))
+    late = expected_end([with_late(step) for step in range(LAST, LAST + 15)], 0.8, ("late",))
+    assert ends(group) == {"v": last, "w": last, "late": late} and late < last
+
+
+def with_late(step):
+    return [{**of, "late": gradient("late", rank, step, (40, 40))} for rank, of in enumerate(settling(step, 2))]
+
+
+def test_steps_that_are_skipped_and_loss_scales_do_not_change_the_end():
+    class Scaler:
+        scale = 1024.0
+
+        def get_scale(self):
+            return self.scale
+
+    scaler = Scaler()
+    group, last = LocalGroup(auto().follow(scaler), 2), expected_end([settling(step, 2) for step in range(LAST)], 0.8)
+    for step in range(LAST):
+        if step % 4 == 3:
+            bad = settling(step, 2, scale=scaler.scale)
+            bad[1]["v"][0, 0, 0, 0] = math.nan
+            before = through_file(group.compressors[0].state_dict())
+            group.step(bad)
+            assert_equal_states(before, group.compressors[0].state_dict())
+            scaler.scale /= 2
+        group.step(settling(step, 2, scale=scaler.scale))
+        assert ends(group) == dict.fromkeys(("v", "w"), last if step + 1 >= last else None)
+
+
+@pytest.mark.parametrize("inner", [SignSGD(majority=False), TopK(theta=0.9)])
+@pytest.mark.parametrize("when", [5, 30])
+def test_a_checkpoint_continues_the_warm_up(inner, when):
+    group, other = LocalGroup(auto(inner), 2), LocalGroup(auto(inner), 2)
+    for step in range(when):
+        group.step(settling(step, 2))
+    merged = gradzip.checkpoint.merge([compressor.state_dict() for compressor in group.compressors])
+    for rank, compressor in enumerate(other.compressors):
+        compressor.load_state_dict(gradzip.checkpoint.shard(through_file(merged), rank, 2))
+    for step in range(when, LAST):
+        group.step(settling(step, 2)), other.step(settling(step, 2))
+        assert ends(group) == ends(other)
+    assert None not in ends(group).values()
+
+
+@pytest.mark.parametrize(("spec", "first"), [("phases:0=none,3=", 3), ("per-layer:default=none,[vw]=", 0)])
+def test_warm_ups_end_in_methods_that_are_made_of_it(spec, first):
+    method = gradzip.parse(f"{spec}momentum(inner=signsgd(majority=False),warmup_steps=auto,beta2=0.8)")
+    group, last = LocalGroup(method, 2), expected_end([settling(step, 2) for step in range(first, LAST)], 0.8)
+    for step in range(LAST):
+        group.step(settling(step, 2))
+    assert {name: end for name, end in ends(group).items() if name != "b"} == {"v": last, "w": last}
+
+
 def test_between_nodes_and_in_a_layer():
     """`Hierarchical` and `PerLayer` are made of it as of any method."""
     inner = Momentum(SignSGD(majority=False), warmup_steps=1)
@@ -224,6 +351,12 @@ def test_between_nodes_and_in_a_layer():
         (lambda: Momentum(TopK(), beta="0.9"), "got beta = '0.9'"),
         (lambda: Momentum(TopK(), warmup_steps=-1), "got warmup_steps = -1, expected an integer >= 0"),
         (lambda: Momentum(TopK(), warmup_steps=1.5), "got warmup_steps = 1.5"),
+        (
+            lambda: Momentum(TopK(), warmup_steps="late"),
+            "got warmup_steps = 'late', expected an integer >= 0 or 'auto'",
+        ),
+        (lambda: Momentum(TopK(), beta2=1), r"got beta2 = 1, expected a number in \[0, 1\)"),
+        (lambda: gradzip.Hierarchical(auto()), "got Momentum.*, expected a method whose collectives do not depend on"),
         (lambda: gradzip.parse("momentum"), "got no arguments, expected momentum:inner=method"),
         (lambda: gradzip.parse("momentum:beta=0.9"), "got the argument 'beta=0.9', expected inner=method"),
         (lambda: gradzip.parse("momentum:outer=topk"), "got the argument 'outer=topk', expected inner=method"),
@@ -259,4 +392,7 @@ def test_specs_and_what_ranks_compare():
     base = Momentum(TopK())
     others = [Momentum(TopK(), beta=0.8), Momentum(TopK(), warmup_steps=1), Momentum(TopK(theta=0.9)), TopK()]
     assert len({one.digest for one in [base, *others]}) == 5 and base.clone().digest == base.digest
+    assert gradzip.parse("momentum:inner=topk,warmup_steps=auto,beta2=0.8") == auto(TopK())
+    assert unparse(auto(TopK())) == "momentum:inner=topk,warmup_steps=auto,beta2=0.8"
+    assert auto().digest != auto(beta2=0.9).digest and base.digest == Momentum(TopK(), beta2=0.9).digest
     assert Momentum(TopK(exchange="scatter_reduce")).exchange == "scatter_reduce"

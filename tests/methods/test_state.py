@@ -31,6 +31,17 @@ def test_concatenate_and_split_are_inverse():
     assert bucket.state_dicts().keys() == SHAPES.keys() and "shapes" not in bucket.state_dicts()["a"]
 
 
+def test_sums_of_elements_are_added_and_split_in_proportion():
+    """And a bucket has the last warm-up of its parameters: counts are those of the oldest one."""
+    states = {"a": state("a", square=2.0, payload_nbytes=10), "b": state("b", square=5.5, squares=3, warmup_steps=2)}
+    bucket = BucketState.concatenate("a and 2 more", SHAPES, states)
+    assert (bucket.square, bucket.payload_nbytes, bucket.squares, bucket.warmup_steps) == (7.5, 10, 3, 2)
+    split = bucket.split()
+    assert [split[name].square for name in SHAPES] == pytest.approx([7.5 * n / 39 for n in (12, 20, 7)])
+    assert [split[name].payload_nbytes for name in SHAPES] == [10 * n // 39 for n in (12, 20, 7)]
+    assert all((one.squares, one.warmup_steps) == (3, 2) for one in split.values())
+
+
 def test_parameters_without_state_count_as_zeros():
     bucket = BucketState.concatenate("a and 2 more", SHAPES, {"b": state("b", step=2), "c": state("c", step=3)})
     assert bucket.step == 3 and torch.equal(bucket.residual[0, :12], torch.zeros(12))

@@ -65,6 +65,18 @@ class Composite(Compressor):
                 if not part.states:
                     part.workspace.clear()
 
+    def end_step(self, engine: Any, names: Sequence[str]) -> None:
+        for part in self.parts:
+            part.end_step(engine, names)
+
+    def complete_step(self, names: Sequence[str]) -> None:
+        for part in self.parts:
+            part.complete_step(names)
+
+    def skip_step(self) -> None:
+        for part in self.parts:
+            part.skip_step()
+
     def bypasses(self, grad: Tensor) -> bool:
         """Whether every part bypasses a gradient of this shape."""
         return all(part.bypasses(grad) for part in self.parts)

@@ -76,6 +76,9 @@ class Compressor(ABC):
     # Momentum of the optimizer, if the method averages momenta in place of gradients.
     averaged_momentum: ClassVar[float | None] = None
 
+    # Decay rate of the optimizer's second moment, if the method decides by that when to compress momenta.
+    second_moment_decay: ClassVar[float | None] = None
+
     # Whether a step may need an AllToAll or a RingSum, in which ranks do different work.
     asymmetric = False
 
@@ -256,7 +259,7 @@ class Compressor(ABC):
 
         Args:
             engine: of the group that has averaged the gradients (`gradzip.collectives.engine.Engine`); None in a
-                `LocalGroup`.
+                `LocalGroup`. The other ranks of a sharded model call it at the same point, too (`sum_over_shards`).
             names: of the states of the parameters that the step has averaged, in any order, without frozen ones.
         """
 
