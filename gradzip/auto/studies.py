@@ -23,8 +23,9 @@ OPTIMIZERS = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon"}
 # without compression in all studies that have them.
 SAFE = ("fp16", "block-float")
 
-# Arguments that change how numbers are written or drawn, and not how far they are from the gradient.
-_ALIKE = ("coding", "seed")
+# Arguments that change how numbers are written or drawn, and not how far they are from the gradient; and when a warm-up
+# ends, which depends on the length of the training.
+_ALIKE = ("coding", "seed", "warmup_steps", "beta2")
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,11 @@ examples:
 LATENCY_US = 50.0  # of a message, if it is not given
 
 # Methods that are not compared by default, beside those made of methods. ATOMO takes long to measure: it decomposes
-# each layer. GradiVeQ compresses after hundreds of steps. Momentum costs about what its method does. The first two are
-# compared anyway.
+# each layer. GradiVeQ compresses after hundreds of steps. The first two, and Momentum, are compared anyway.
 LEFT_OUT = (FP32, FP16, "atomo", "gradiveq", "momentum")
+
+# Momentum with the method of its study.
+MOMENTUM = "momentum:inner=signsgd(majority=False)"
 
 FRONT_ENDS = {"horovod": "Horovod", "ddp": "DDP"}
 
@@ -135,6 +137,7 @@ def _methods(specs: Sequence[str] | None) -> dict[str, Compressor]:
     if specs is None:
         known = registered()
         specs = [name for name in known if name not in LEFT_OUT and not issubclass(known[name], Composite)]
+        specs.append(MOMENTUM)
     for name in (spec.partition(":")[0].strip() for spec in specs):
         if name in CHANGING:
             raise CommandError(f"got --methods {name}, which {CHANGING[name]}")
@@ -272,6 +275,8 @@ def _costs(
     costs: dict[str, Sequence[LayerCost]] = {}
     with progress(len(methods), "measuring the methods", quiet) as advance:
         for spec, compressor in methods.items():
+            if isinstance(compressor, gradzip.Momentum):
+                compressor = replace(compressor, warmup_steps=0)  # the steps after the warm-up count
             costs[spec] = measure_layers(compressor, step.layers, device)
             advance()
     return costs

@@ -65,6 +65,13 @@ def notes(advice: Advice, cycle_time: str | None, cores: int) -> Iterator[str]:
             f"Warning: times varied while they were measured, by factors of {listed}. The fastest count; measure again "
             "when the machine is idle."
         )
+    for method, compressor in advice.methods.items():
+        if (beta := compressor.averaged_momentum) is not None:
+            yield (
+                f"{method}: the step is one after the warm-up, in which gradients are averaged uncompressed; in the "
+                f"study with AdamW, it was a tenth of the training. The optimizer must have the momentum {beta}, and "
+                "AdamW must be gradzip.optim.AdamW."
+            )
     few_cores = link.background > 0.02 if link.background else cores <= 4
     if advice.front_end == "horovod" and cycle_time is None and number >= 40 and few_cores:
         yield (

@@ -72,6 +72,7 @@ def everywhere(index, title=""):
         ({"allow": ["none"]}, "got none alone in allow, expected a method that compresses"),
         ({"allow": ["dgc"]}, "got 'dgc' in allow, expected methods whose steps are alike: those of DGC have phases"),
         ({"allow": ["gradiveq"]}, "those of GradiVeQ have phases"),
+        ({"allow": ["momentum:inner=topk"]}, "those of Momentum have phases"),
         ({"max_error": 0}, "got max_error = 0, expected a number > 0, or None for any error"),
         ({"max_error": "low"}, "got max_error = 'low', expected a number > 0"),
         ({"every": 9}, "got every = 9, expected an integer >= 10, or 0 for never"),
