@@ -113,8 +113,8 @@ def compare(descriptions: Sequence[bytes]) -> list[Any]:
         for name, theirs, ours in differences(other["steps"], first["steps"], 0):
             raise RuntimeError(
                 f"parameter {name!r}: rank {rank} has compressed it {theirs} times, rank 0 {ours} times; load the "
-                "compressor's state on all ranks or on none, and train elastically with gradzip.horovod.elastic_state "
-                "in place of hvd.elastic.TorchState"
+                "compressor's state on all ranks or on none (on all, if a backward pass has failed on some alone), and "
+                "train elastically with gradzip.horovod.elastic_state in place of hvd.elastic.TorchState"
             )
     return [of_rank["buckets"] for of_rank in (first, *others)]
 

@@ -142,6 +142,8 @@ class HookState:
     def _start(self, bucket: dist.GradBucket) -> Future:
         session, index, parameters, buffer = self._session, bucket.index(), bucket.parameters(), bucket.buffer()
         if index == 0 and self._started and not set(parameters).isdisjoint(self._plans[0].parameters):
+            if not self._session.buckets:
+                self._group = None  # it failed at its end, which may not be so on all ranks: compare them again
             self._drop()  # the last backward pass was interrupted
         plan = self._plans.get(index)
         if plan is not None and not plan.fits(self.compressor, parameters):

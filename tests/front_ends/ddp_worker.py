@@ -224,6 +224,39 @@ def rewrapped(rank, size):
     return averages, sorted(compressor.state_dict()["states"])
 
 
+def fail(grad):
+    raise ArithmeticError("at the end")
+
+
+def step_that_fails(job, rank, step):
+    """A backward pass that fails when DDP has called all hooks."""
+    x = torch.zeros((), requires_grad=True) * 1  # the oldest node comes last
+    x.register_hook(fail)
+    job.ddp.zero_grad()
+    return message(lambda: (x + job.loss(rank, step)).backward())
+
+
+@scenario
+def failed_at_the_end(rank, size):
+    """Backward passes that fail when all averages are done, on all ranks or on the last one. Then DDP wraps again."""
+    results = {}
+    for how in ("not", "new state", "same state"):
+        compressor = gradzip.parse("topk:theta=0.9")
+        job = Job(compressor)
+        averages = [job.step(rank, 0)]
+        failed = "" if how == "not" else step_that_fails(job, rank, 1)
+        saved = copy.deepcopy(compressor.state_dict())
+        job = Job(compressor, job.model, state=job.state if how == "same state" else None)
+        averages += [job.step(rank, step) for step in (1, 2)]
+        results[how] = {"failed": failed, "saved": saved, "averages": averages, "residuals": residuals(compressor)}
+    compressor = gradzip.parse("topk:theta=0.9")
+    job = Job(compressor)
+    job.step(rank, 0)
+    failed = step_that_fails(job, rank, 1) if rank == size - 1 else message(job.step, rank, 1)
+    results["one rank"] = failed, message(Job(compressor, job.model).step, rank, 2)
+    return results
+
+
 def table_gradient(rank, step):
     """(rows, their gradients)"""
     return torch.tensor([rank, 5, 199, 5]), gradient(rank, step, 50, 4, 16)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import gradzip
 import kinds
-from contract import Expected, assert_averages
+from contract import Expected, assert_averages, assert_equal_states
 from gradzip.averaging.handshake import describe
 from gradzip.averaging.routine import averaged
 from gradzip.collectives.fusion import fused
@@ -453,6 +453,26 @@ def test_errors_are_raised_by_backward(world):
             decay = result[f"weight decay, {how}"]
             assert decay.startswith("ValueError: SGD: got weight_decay = 0.5 for a parameter to which DGC applies")
         assert result["foreign state"].startswith("ValueError: ") and "parameter 'layers.0'" in result["foreign state"]
+
+
+def test_backward_pass_that_fails_at_the_end_changes_no_state(world):
+    """DDP has called all hooks, and has written no gradient."""
+    _, results = world
+    for result in results["failed_at_the_end"]:
+        expected = result.pop("not")
+        assert expected["failed"] == "" and len(expected["residuals"]) == len(COMPRESSED)
+        for how in ("new state", "same state"):
+            assert result[how].pop("failed") == "ArithmeticError: at the end"
+            assert_equal_states(result[how], {name: expected[name] for name in result[how]})
+
+
+def test_backward_pass_that_fails_at_the_end_on_one_rank_is_an_error_of_the_next_step(world):
+    size, results = world
+    for rank, result in enumerate(results["failed_at_the_end"]):
+        failed, error = result["one rank"]
+        assert failed == ("ArithmeticError: at the end" if rank == size - 1 else "")
+        assert error.startswith("RuntimeError: parameter 'layers.")
+        assert f"': rank {size - 1} has compressed it 1 times, rank 0 2 times; " in error
 
 
 def test_different_configurations_raise_in_the_first_step(world):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import gradzip
+from contract import assert_equal_states
 from gradzip.averaging.session import Session
 from gradzip.collectives import Mean
 from gradzip.memory.names import StateNames
@@ -74,6 +75,31 @@ def test_a_failed_step_is_dropped(group):
     compressor.fails = False
     assert all(torch.equal(average, torch.ones(40, 40)) for average in train(session, named))
     assert {state.step for state in compressor.states.values()} == {1}
+
+
+@pytest.mark.parametrize("spec", ["topk", "phases:0=topk,2=acpsgd", "dgc:momentum=0.9"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_step_that_is_dropped_after_its_averages_changes_no_state(group, spec, times):
+    """Its session drops it, or another one continues with its states. A gradient may be averaged twice in it."""
+    compressor, named = gradzip.parse(spec), layers("v", "w") | {"b": torch.zeros(40)}
+    session = connected(compressor, group, named)
+    train(session, named)
+    before = copy.deepcopy(compressor.state_dict())
+    expected = train(session, named)
+    for drops in (True, False):
+        compressor.load_state_dict(copy.deepcopy(before))
+        session = connected(compressor, group, named)
+        plan = session.plan(list(named.values()), list(named))
+        for _ in range(times):
+            session.start(0, plan.units, [torch.ones_like(parameter) for parameter in named.values()], "bucket")
+            session.finish("round")
+        session.end(False)
+        changed = [vars(state)["step"] for part in compressor.parts for state in part.states.values()]
+        assert times + 1 in changed
+        if drops:
+            session.drop()
+        assert_equal_states(compressor.state_dict(), before)
+        assert_equal_states(train(connected(compressor, group, named), named), expected)
 
 
 def test_a_step_that_nobody_ends_stops_neither_phases_nor_the_loss_scale(group):
