@@ -341,9 +341,8 @@ def test_ada_momentum_trains_in_jobs(text, tmp_path, launch):
 
 @pytest.mark.long
 def test_methods_learn_digits_through_ddp(tmp_path):
-    """In half of the usual epochs."""
-    specs = ["topk:theta=0.9", "per-layer:^9=none,default=fp16"]
-    specs += ["qsgd", "acpsgd", "terngrad", "signsgd", "onebit", "atomo", "powersgd", "topk"]
+    """In half of the usual epochs. One method of each kind: averages have the bits of one process with all methods."""
+    specs = ["topk:theta=0.9", "per-layer:^9=none,default=fp16", "acpsgd", "qsgd"]
     runs = learned(tmp_path, specs, "--epochs", 10, "--threads", 1, launch=torchrun)
     plain, topk, by_name, *rest = runs
     assert {run["uncompressed_bytes_per_step"] for run in runs} == {4 * (188_810 - 2 * 288)}
