@@ -51,12 +51,13 @@ class Job:
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=CAP_MB, process_group=group, **arguments)
         self.state = state or gradzip.ddp.HookState(compressor, group, named if names else None)
         numbers = {p: i for i, (_, p) in enumerate(named)}
-        self.buckets = []  # for each step, the parameters of each bucket
+        # For each step, the parameters of each bucket. The hook must not refer to the job: DDP would never be freed.
+        buckets = self.buckets = []
 
         def recording_hook(state, bucket):
             if bucket.index() == 0:
-                self.buckets.append([])
-            self.buckets[-1].append([numbers[p] for p in bucket.parameters()])
+                buckets.append([])
+            buckets[-1].append([numbers[p] for p in bucket.parameters()])
             return gradzip.ddp.hook(state, bucket)
 
         self.ddp.register_comm_hook(self.state, recording_hook)
