@@ -229,10 +229,9 @@ class Session:
         """
         chunks = self.compressor.node_chunks
         for i, average in averages.items():
-            if average.count_nonzero():
-                method = self.compressor.method_for(plan.names[i], average.shape, plan.prefix)
-                taken = average if chunks is None or plan.averagings[i].node_chunks is None else chunks.own(average)
-                method.memory.add_to_residual(plan.prefix + plan.names[i], taken)
+            method = self.compressor.method_for(plan.names[i], average.shape, plan.prefix)
+            taken = average if chunks is None or plan.averagings[i].node_chunks is None else chunks.own(average)
+            method.take_back(plan.prefix + plan.names[i], taken, plan.parameters[i].grad is None)
 
     def drop(self) -> None:
         """Drop the step in progress: its backward pass has failed or was interrupted. All states are rolled back."""

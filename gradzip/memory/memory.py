@@ -119,6 +119,12 @@ class Memory:
             value = value.clone(memory_format=torch.contiguous_format)
             state.residual = value if state.residual is None else state.residual + value
 
+    def piece(self, name: str, field: str) -> Tensor | None:
+        """A tensor of a parameter's state, or a view of the parameter's part of its bucket's; None without one."""
+        state = self.find(name)
+        value = getattr(state, field, None)
+        return value if value is None or not isinstance(state, BucketState) else state.piece(name, value)
+
     # --- loss scale
 
     def _rescale(self, state: State) -> None:

@@ -203,11 +203,15 @@ class BucketState(State):
 
     def add_to_residual(self, parameter: str, value: Tensor) -> None:
         """Add a tensor to the residual of one parameter."""
-        numels = {name: shape.numel() for name, shape in self.shapes.items()}
         if self.residual is None:
-            self.residual = value.new_zeros(sum(numels.values())).view(self.joined_shape)
-        pieces = self.residual.view(-1).split(list(numels.values()))
-        dict(zip(numels, pieces))[parameter].add_(value.reshape(-1))
+            numel = sum(shape.numel() for shape in self.shapes.values())
+            self.residual = value.new_zeros(numel).view(self.joined_shape)
+        self.piece(parameter, self.residual).add_(value)
+
+    def piece(self, parameter: str, value: Tensor) -> Tensor:
+        """A view of one parameter's part of a tensor of the state."""
+        pieces = value.view(-1).split([shape.numel() for shape in self.shapes.values()])
+        return dict(zip(self.shapes, pieces))[parameter].view(self.shapes[parameter])
 
     def split(self) -> dict[str, State]:
         """Split into the states of the parameters, with tensors of their own."""

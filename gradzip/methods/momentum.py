@@ -22,6 +22,9 @@ from .base.registry import register
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
+# Momenta of a smaller `beta` are less than the rounding errors of gradients.
+_NEGLIGIBLE = 2.0**-24
+
 # "auto" ends the warm-up when the second moment has changed by less than this factor.
 _SETTLED = 0.96
 
@@ -197,6 +200,18 @@ class Momentum(Compressor):
 
     def clean(self, state: State) -> None:
         self.inner.clean(state)
+
+    def take_back(self, name: str, average: Tensor, skipped: bool) -> None:
+        """Also make the momentum that of the optimizer: m - g', or that before the step if the optimizer skips it."""
+        super().take_back(name, average, skipped)
+        momentum, state = self.memory.piece(name, "momentum"), self.memory.find(name)
+        if momentum is None or state is None:
+            return
+        momentum.sub_(average)
+        state.momentum_bound += ops.abs_max(average)
+        if skipped and self.beta > _NEGLIGIBLE:
+            momentum.div_(self.beta)
+            state.momentum_bound /= self.beta
 
     # --- a step
 

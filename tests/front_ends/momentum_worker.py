@@ -5,7 +5,7 @@ import torch
 import gradzip
 from contract import SHAPES as FEW
 from contract import gradient
-from harness import UNDER_HOROVOD, Model, data_parallel, job, main, message, scenario
+from harness import UNDER_HOROVOD, Model, data_parallel, job, main, message, on_request, scenario
 from nonfinite_worker import SHAPES, prepare, snapshot, train
 
 WARMUP, STEPS = 3, 6
@@ -76,6 +76,30 @@ def auto():
             ended = [getattr(state, "warmup_steps", None) for state in compressor.states.values()]
             learnt = [int(state["exp_avg_sq_step"]) for state in optimizer.state_dict()["state"].values()]
             found[variant].append((ended, learnt))
+    return found
+
+
+@on_request
+def unused():
+    """Under DDP, w is used by no rank in a step: the shared momenta, and those of AdamW, after each step, by case."""
+    found = {}
+    for inner in ("signsgd(majority=False)", "topk(theta=0.9)"):
+        for to_none in (True, False):
+            compressor = gradzip.parse(f"momentum:inner={inner},warmup_steps=2")
+            model = Model(FEW)
+            optimizer = gradzip.optim.AdamW(model.parameters(), lr=0.1)
+            module = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+            state = gradzip.ddp.HookState(compressor, named_parameters=model.named_parameters())
+            module.register_comm_hook(state, gradzip.ddp.hook)
+            after = found[f"{inner}, {to_none}"] = []
+            for step in range(7):
+                optimizer.zero_grad(set_to_none=to_none)
+                skip = "w" if step in (1, 4) else ""
+                module({name: gradient(name, job.rank, step) for name in FEW if name != skip}).backward()
+                optimizer.step()
+                shared = {name: compressor.memory.piece(name, "momentum").clone() for name in ("v", "w")}
+                own = {name: optimizer.state[model.get_parameter(name)]["exp_avg"].clone() for name in ("v", "w")}
+                after.append((shared, own))
     return found
 
 

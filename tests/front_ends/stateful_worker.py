@@ -140,7 +140,9 @@ class Training:
 
     def connect(self):
         """Make `module`, which takes the gradients, and `optimizer`."""
-        self.module, self.optimizer = self.model, torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        momentum = any(part.averaged_momentum is not None for part in self.compressor.parts)
+        adamw = gradzip.optim.AdamW if momentum else torch.optim.AdamW
+        self.module, self.optimizer = self.model, adamw(self.model.parameters(), lr=0.01)
 
     def without_averages(self):
         return contextlib.nullcontext()

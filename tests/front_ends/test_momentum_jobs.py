@@ -28,7 +28,7 @@ def under_torch(tmp_path_factory):
     if not dist.is_available():
         pytest.skip("torch without torch.distributed")
     pytest.importorskip("torch.distributed.fsdp._fully_shard", reason="torch without FSDP2")
-    return run_job(tmp_path_factory, torchrun)
+    return run_job(tmp_path_factory, torchrun, "unused")
 
 
 @pytest.fixture
@@ -87,6 +87,17 @@ def test_warm_ups_end_in_the_same_step_for_all_ranks_and_shards(results, variant
         for step, (ended, learnt) in enumerate(of_rank[variant], start=1):
             assert ended == [last if step >= last else None] * 2
             assert learnt == [step, min(step, last), min(step, last)]  # of b, which is not compressed, v and w
+
+
+def test_the_momentum_stays_that_of_the_optimizer_if_no_rank_uses_a_parameter(under_torch):
+    """The optimizer skips a parameter without a gradient, and takes a step with a gradient of zeros."""
+    first, second = (of_rank["unused"] for of_rank in under_torch)
+    for case, steps in first.items():
+        for step, (shared, own) in enumerate(steps):
+            assert_equal_states(shared, second[case][step][0])
+            for name, momentum in shared.items():
+                # Momenta are up to 20; each of 7 steps rounds a few numbers of that size, and divides by 0.9.
+                torch.testing.assert_close(0.1 * momentum, own[name], rtol=0, atol=7 * 10 * 2 * 2**-24)
 
 
 @pytest.mark.parametrize("engine", ["horovod", "torch"])

@@ -14,6 +14,9 @@ FOUND = [
     "none | | overflow:first.a:1:nan:averaged step:zeros",
     # Optimizers skipped a step because of a parameter that was frozen since the last one.
     "topk | scaled | overflow:first.a:0:inf:local freeze:first.a step:none unfreeze step:none",
+    # The momentum of a parameter that no rank has used was another one than the optimizer's.
+    "momentum:inner=signsgd(majority=False),warmup_steps=2 | scaled | step:none step:none step:zeros wrap:unused "
+    "unused:first.a:all step:none unused:second.c:0 overflow:first.a:1:nan:local resume step:none",
     # A backward pass that failed between the rounds of a method changed what the method had assigned so far.
     "block-float | | step:none fail:end",
 ]

@@ -35,6 +35,7 @@ SPECS = [
     "terngrad",
     "block-float",
     "randomk:theta=0.9",
+    "momentum:inner=signsgd(majority=False),warmup_steps=2",
     "phases:0=topk(theta=0.9),3=acpsgd,6=onebit,9=none",
     "per-layer:a|k=acpsgd,c=fft-range(theta=0.8),default=topk(theta=0.9)",
 ]

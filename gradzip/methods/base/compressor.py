@@ -275,6 +275,19 @@ class Compressor(ABC):
     def skip_step(self) -> None:
         """End a step that is skipped, because an average is not finite. Called on all ranks in place of `end_step`."""
 
+    def take_back(self, name: str, average: Tensor, skipped: bool) -> None:
+        """Add what the optimizer does not get of an average to the residual, so that nothing of it is lost.
+
+        Called after `end_step`, on all ranks.
+
+        Args:
+            name: of the parameter's state.
+            average: what the optimizer does not get, float32, the same on all ranks.
+            skipped: whether the optimizer skips the parameter, which has no gradient, rather than seeing another one.
+        """
+        if average.count_nonzero():
+            self.memory.add_to_residual(name, average)
+
     def clean(self, state: State) -> None:
         """Remove what a step that was undone has written to a tensor of the state in place. By default, nothing."""
 
