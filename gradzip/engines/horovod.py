@@ -132,7 +132,7 @@ def _process_sets(groups: list[list[int]], add: bool) -> list[Any]:
         ValueError: some do not exist, and cannot be added.
     """
     sets = [hvd.ProcessSet(ranks) for ranks in groups]
-    known = {tuple(ranks): i for i, ranks in _registered_ranks().items()}
+    known = {tuple(ranks): i for i, ranks in process_sets._basics._get_process_set_ids_and_ranks().items()}
     for one in sets:
         one.process_set_id = known.get(tuple(one.ranks))
     missing = [one for one in sets if one.process_set_id is None]
@@ -167,16 +167,20 @@ def _wait(handle: int) -> None:
     while not hvd.poll(handle):
         time.sleep(_SECONDS_TO_POLL)  # leaves the core to the threads that communicate
         if time.monotonic() > next_check:
-            # Horovod fails what is queued, and then clears the ranks of its global process set.
-            if not _registered_ranks().get(0) and not hvd.poll(handle):
+            if has_shut_down() and not hvd.poll(handle):
                 raise HorovodInternalError("Horovod has shut down: another rank has failed")
             next_check += _SECONDS_TO_CHECK
 
 
-def _registered_ranks() -> dict[int, list[int]]:
-    """The ranks of all process sets by their numbers; number 0 has all ranks of the job."""
-    ranks: dict[int, list[int]] = process_sets._basics._get_process_set_ids_and_ranks()
-    return ranks
+def has_shut_down() -> bool:
+    """Whether Horovod has shut down. It fails what is queued first, and then closes its process sets."""
+    try:
+        process_sets._basics._get_process_set_ids_and_ranks()
+    except ValueError:
+        return True
+    except RuntimeError:  # a thread of Horovod's is changing them
+        pass
+    return False
 
 
 class _Pending:

@@ -1,7 +1,8 @@
 """Train until an error or a signal ends the process: `fault_worker.py METHOD FOLDER [raises|leaves]`.
 
 Writes FOLDER/RANK.pid, FOLDER/RANK.step after every step, and FOLDER/RANK.error with the time and the exception that
-ended training. In step 3, the last rank raises an error in the middle of the backward pass, or exits.
+ended training. FOLDER/RANK.shut_down says whether Horovod had shut down before the first step, and at the error. In
+step 3, the last rank raises an error in the middle of the backward pass, or exits.
 """
 
 import os
@@ -14,6 +15,7 @@ import horovod.torch as hvd
 import torch
 
 import gradzip
+from gradzip.engines.horovod import has_shut_down
 
 STEPS = 100_000  # takes minutes: longer than any test waits
 
@@ -37,6 +39,7 @@ def main():
         named_parameters=model.named_parameters(),
         compression=gradzip.parse(method),
     )
+    shut_down = [has_shut_down()]
     try:
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -49,6 +52,9 @@ def main():
             optimizer.step()
             Path(f"{prefix}.step").write_text(str(step))
     except BaseException as error:
+        time.sleep(0.2)  # Horovod fails what is queued, and then closes its process sets
+        shut_down.append(has_shut_down())
+        Path(f"{prefix}.shut_down").write_text(repr(shut_down))
         Path(f"{prefix}.error").write_text(f"{time.time()} {type(error).__name__}: {error}")
         raise
 

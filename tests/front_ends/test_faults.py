@@ -123,9 +123,11 @@ def test_killed_rank_is_an_error_on_the_others(start, method, ranks, killed, tmp
 
     others = set(range(ranks)) - {killed}
     began, errors = wait_for_errors(lambda: start(method, ranks), tmp_path, others, kill)
-    for when, error in errors.values():
+    for rank, (when, error) in errors.items():
         assert error.startswith("HorovodInternalError"), log_of(tmp_path)
         assert when - began < SECONDS_TO_NOTICE
+        # By that, gradzip notices that Horovod has lost an operation.
+        assert (tmp_path / f"{rank}.shut_down").read_text() == "[False, True]"
     assert not (tmp_path / f"{killed}.error").exists()
 
 
