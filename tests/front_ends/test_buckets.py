@@ -86,10 +86,10 @@ def average(plans, step, scale=1.0, dtypes=()):
         for plan in plans
         for name in plan.names
     }
-    routines = [
-        unit.average([gradients[plan.names[i]] for i in unit.indices], 0, 1) for plan in plans for unit in plan.units
-    ]
-    drive([fused(routines)])
+    units = [(unit, [gradients[plan.names[i]] for i in unit.indices]) for plan in plans for unit in plan.units]
+    drive([fused([unit.average(of_unit, 0, 1) for unit, of_unit in units])])
+    for unit, _ in units:
+        unit.averaging.end_step(skipped=False)
     return gradients
 
 
@@ -197,13 +197,16 @@ SCATTERED = [
 
 def average_in_group(compressors, names, step):
     """Average a bucket in a group with a compressor for each rank. Returns the averages of rank 0 by name."""
-    size, per_rank, routines = len(compressors), [], []
+    size, per_rank, routines, all_units = len(compressors), [], [], []
     for rank, compressor in enumerate(compressors):
         units = plan_of(compressor, *names).units
         gradients = [gradient(name, rank, step, STATE_SHAPES[name]) for name in names]
         per_rank.append(dict(zip(names, gradients)))
         routines.append(fused([unit.average([gradients[i] for i in unit.indices], rank, size) for unit in units]))
+        all_units += units
     drive(routines)
+    for unit in all_units:
+        unit.averaging.end_step(skipped=False)
     assert all(torch.equal(averages[name], per_rank[0][name]) for averages in per_rank for name in names)
     return per_rank[0]
 

@@ -91,7 +91,7 @@ def test_warm_ups_end_in_the_same_step_for_all_ranks_and_shards(results, variant
 
 def test_the_momentum_stays_that_of_the_optimizer_if_no_rank_uses_a_parameter(under_torch):
     """The optimizer skips a parameter without a gradient, and takes a step with a gradient of zeros."""
-    first, second = (of_rank["unused"] for of_rank in under_torch)
+    first, second = under_torch["unused"]
     for case, steps in first.items():
         for step, (shared, own) in enumerate(steps):
             assert_equal_states(shared, second[case][step][0])

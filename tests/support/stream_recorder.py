@@ -348,7 +348,7 @@ class Horovod:
         with mock.patch.multiple(
             hvd, allgather=lambda tensor, **_: tensor.repeat(self.size), allgather_async=self.allgather_async,
             alltoall_async=self.alltoall_async, broadcast_async=self.broadcast_async,
-            allreduce_async_=self.allreduce_async_, synchronize=self.synchronize,
+            allreduce_async_=self.allreduce_async_, synchronize=self.synchronize, poll=self._handles.__contains__,
         ):  # fmt: skip
             yield
 

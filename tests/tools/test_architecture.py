@@ -134,7 +134,6 @@ CHOSEN = {
     "benchmarks/training/variants.py",
     "tests/front_ends/buckets_worker.py",
     "tests/support/stateful.py",
-    "tests/tools/test_examples.py",
 }
 MOST_NAMED = 4
 
