@@ -185,6 +185,7 @@ def test_result_equals_training_without_failures(job):
             assert (got - replayed[name]).norm() < 1e-5 * change, (spec, name)
 
 
+@pytest.mark.long
 def test_torch_state_is_refused_when_a_worker_is_replaced(tmp_path):
     code, output = elastic_horovodrun(tmp_path, "plain", timeout=110)
     assert code != 0

@@ -209,7 +209,7 @@ def under_torch(tmp_path_factory):
     return run_job(tmp_path_factory, torchrun)
 
 
-@pytest.fixture(params=["torch", "horovod"])
+@pytest.fixture(params=["torch", pytest.param("horovod", marks=pytest.mark.long)])
 def results(request):
     return request.getfixturevalue(f"under_{request.param}")
 
@@ -258,6 +258,7 @@ def test_other_arguments_are_refused_on_all_ranks(results):
         assert "rank 1 compresses with TopK" in method
 
 
+@pytest.mark.long
 def test_sites_of_several_ranks(tmp_path):
     if not dist.is_available():
         pytest.skip("torch without torch.distributed")

@@ -241,6 +241,7 @@ def test_beside_horovod(tmp_path):
 
 
 @needs_network
+@pytest.mark.long
 def test_configured_interface_is_used_between_hosts(tmp_path):
     """Without a configured interface, any that connects the hosts is used."""
     pytest.importorskip("horovod.torch")

@@ -20,7 +20,7 @@ FOUND = [
     # A backward pass that failed between the rounds of a method changed what the method had assigned so far.
     "block-float | | step:none fail:end",
 ]
-ENGINES = ["ddp", "fsdp", pytest.param("horovod", marks=pytest.mark.long)]
+ENGINES = ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp", "horovod"))]
 
 
 def check(engine, **arguments):
