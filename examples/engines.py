@@ -174,6 +174,35 @@ class FSDP(DDP):
         return self.plain
 
 
+class LocalSteps:
+    """The ranks of another engine, which train alone, and average what has changed after every `every` steps.
+
+    outer: as of gradzip.outer.LocalSteps.
+    """
+
+    def __init__(self, engine, every, outer):
+        self.engine, self.every, self.outer = engine, every, outer
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def wrap(self, model, optimizer, compressor):
+        """See `Horovod.wrap`."""
+        self.steps = gradzip.outer.LocalSteps(
+            model, optimizer, compressor, every=self.every, outer=self.outer, group=self.engine.group
+        )
+        return model, optimizer, self.steps.traffic
+
+    def step(self, optimizer, scaler):
+        """Step the optimizer, unless `scaler` finds a gradient of this rank that is not finite."""
+        scaler.step(optimizer)
+
+    def whole(self, model):
+        """See `Horovod.whole`. The ranks exchange what has changed since the last exchange."""
+        self.steps.synchronize()
+        return model
+
+
 def all_reduce(traffic, bucket):
     """DDP's default all-reduce as a hook that counts bytes."""
     traffic.bytes_sent += bucket.buffer().nbytes

@@ -241,15 +241,9 @@ def train(spec, args, dataset, steps, engine):
     chosen = {name: value for name, value in chosen.items() if value is not None}
     optimizer = make_optimizer(args.optimizer, model.parameters(), args.lr, compressor, **chosen)
     scaler = torch.amp.GradScaler("cpu", enabled=args.amp == "fp16")
-    if args.local_steps:
-        outer = gradzip.outer.LocalSteps(
-            model, optimizer, compressor, every=args.local_steps, outer=OUTER[args.outer], group=engine.group
-        )
-        replica, traffic = model, outer.traffic
-    else:
-        if scaler.is_enabled():
-            compressor.follow(scaler)  # rescale residuals with the loss scale
-        replica, optimizer, traffic = engine.wrap(model, optimizer, compressor)
+    if scaler.is_enabled() and not args.local_steps:  # differences of parameters are not scaled
+        compressor.follow(scaler)  # rescale residuals with the loss scale
+    replica, optimizer, traffic = engine.wrap(model, optimizer, compressor)
     # From here on, torch's generator only draws dropout masks, which should differ between ranks.
     torch.manual_seed(args.seed + engine.rank)
     shard = data.batches(dataset, batch_size=args.batch_size, rank=engine.rank, size=engine.size, seed=args.seed)
@@ -265,10 +259,7 @@ def train(spec, args, dataset, steps, engine):
             with torch.autocast("cpu", AMP.get(args.amp), enabled=args.amp is not None):
                 loss = cross_entropy(replica(inputs), targets)
             scaler.scale(loss).backward()
-            if args.local_steps:
-                scaler.step(optimizer)
-            else:
-                engine.step(optimizer, scaler)
+            engine.step(optimizer, scaler)
             scaler.update()
             times.append(1000 * (time.perf_counter() - begin))
             losses.append(loss.item())
@@ -280,8 +271,6 @@ def train(spec, args, dataset, steps, engine):
             report(step + 1, losses[-1])
     seconds = time.perf_counter() - start
 
-    if args.local_steps:
-        outer.synchronize()
     model = engine.whole(model)
     curve = engine.average(torch.tensor(losses, dtype=torch.float64), name="loss_curve")
     if engine.rank == 0:
@@ -425,6 +414,8 @@ def main():
         engine = engines.ENGINES[args.engine]()
     except ImportError as error:
         fail(f"--engine {args.engine}: {error}; install it, or choose the other engine")
+    if args.local_steps:
+        engine = engines.LocalSteps(engine, args.local_steps, OUTER[args.outer])
 
     per_epoch = len(dataset) // (args.batch_size * engine.size)
     if per_epoch == 0:

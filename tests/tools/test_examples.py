@@ -330,6 +330,18 @@ def test_charlm_trains_under_fsdp(text, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("launch", [horovodrun, torchrun])
+def test_local_steps_train_in_jobs(tmp_path, launch):
+    arguments = ("--steps", 90, "--local-steps", 10)
+    plain, compressed = runs_of(tmp_path, ["none", "topk:theta=0.9"], *arguments, launch=launch)
+    for run in (plain, compressed):
+        assert run["replicas_identical"] and run["test_accuracy"] > 0.85
+        # All parameters once in ten steps.
+        assert run["uncompressed_bytes_per_step"] == 4 * (188_810 - 2 * 288) / 10
+    assert 0.9 < plain["ratio"] <= 1 and compressed["ratio"] > 4  # ranks compare configurations and steps, too
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launch", [horovodrun, torchrun])
 def test_ada_momentum_trains_in_jobs(text, tmp_path, launch):
     arguments = ("--model", "charlm-small", "--data", text, "--batch-size", 2, "--steps", 30, "--threads", 1)
     (run,) = runs_of(

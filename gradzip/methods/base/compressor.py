@@ -255,7 +255,8 @@ class Compressor(ABC):
         """End a step. Called when all its gradients are averaged, at the same point on all ranks.
 
         A method may run collectives here, and change the result of `method_for` for the next step. A `LocalGroup` calls
-        it after each average. The backward pass may still fail: states are changed in `complete_step`.
+        it after each average. The backward pass may still fail. Changes of the states of `names` are undone then; all
+        else is changed in `complete_step`.
 
         Args:
             engine: of the group that has averaged the gradients (`gradzip.collectives.engine.Engine`); None in a
@@ -278,7 +279,7 @@ class Compressor(ABC):
     def take_back(self, name: str, average: Tensor, skipped: bool) -> None:
         """Add what the optimizer does not get of an average to the residual, so that nothing of it is lost.
 
-        Called after `end_step`, on all ranks.
+        Called after `complete_step`, on all ranks.
 
         Args:
             name: of the parameter's state.
