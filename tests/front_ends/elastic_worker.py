@@ -50,12 +50,13 @@ class Plan:
 TOPK = "topk:theta=0.9,exchange=scatter_reduce"
 PLANS = {
     # A method with residuals per rank, one that also has shared factors, and one with phases, whose worker is killed
-    # between two phases. A third worker joins; another is killed and replaced at once by one that was already listed.
+    # between two phases; one with shared momenta. A third worker joins; another is killed and replaced at once by one that was already listed.
     "joined": Plan(
         models=[
             (TOPK, {}),
             ("acpsgd:rank=2", {"backward_passes_per_step": 2}),
             ("gradiveq:warmup_steps=2,sample_steps=3,compress_steps=4,loss=0,stop=None", {}),
+            ("momentum:inner=topk(theta=0.9),warmup_steps=4", {}),
         ],
         sizes=[2, 3, 3, 2, 1],
         hosts={(0, 6): HOSTS},
