@@ -49,8 +49,9 @@ class Plan:
 
 TOPK = "topk:theta=0.9,exchange=scatter_reduce"
 PLANS = {
-    # A method with residuals per rank, one that also has shared factors, and one with phases, whose worker is killed
-    # between two phases; one with shared momenta. A third worker joins; another is killed and replaced at once by one that was already listed.
+    # A method with residuals per rank, one that also has shared factors, one with phases, whose worker is killed
+    # between two phases, and one with shared momenta. A third worker joins; another is killed and replaced at once by
+    # one that was already listed.
     "joined": Plan(
         models=[
             (TOPK, {}),

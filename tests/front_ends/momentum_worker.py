@@ -1,6 +1,8 @@
 """Scenarios for tests/front_ends/test_momentum_jobs.py, run by horovodrun or torchrun: AdamW and `Momentum`."""
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
 from contract import SHAPES as FEW
@@ -11,6 +13,7 @@ from nonfinite_worker import SHAPES, prepare, snapshot, train
 WARMUP, STEPS = 3, 6
 SPECS = [f"momentum:inner={inner},warmup_steps={WARMUP}" for inner in ("signsgd(majority=False)", "topk(theta=0.9)")]
 VARIANTS = {"horovod": ["float32"], "torch": ["ddp", "fsdp", "fsdp shards"]}
+EVERY = 2  # steps between the exchanges of two sites
 AUTO, BETAS, AUTO_STEPS = "momentum:inner=signsgd(majority=False),warmup_steps=auto,beta2=0.5", (0.9, 0.5), 14
 
 
@@ -88,7 +91,7 @@ def unused():
             compressor = gradzip.parse(f"momentum:inner={inner},warmup_steps=2")
             model = Model(FEW)
             optimizer = gradzip.optim.AdamW(model.parameters(), lr=0.1)
-            module = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+            module = DistributedDataParallel(model, find_unused_parameters=True)
             state = gradzip.ddp.HookState(compressor, named_parameters=model.named_parameters())
             module.register_comm_hook(state, gradzip.ddp.hook)
             after = found[f"{inner}, {to_none}"] = []
@@ -101,6 +104,25 @@ def unused():
                 own = {name: optimizer.state[model.get_parameter(name)]["exp_avg"].clone() for name in ("v", "w")}
                 after.append((shared, own))
     return found
+
+
+@on_request
+def two_levels():
+    """Two sites of two ranks: momenta are averaged in each site, differences between sites. Parameters of each step."""
+    site = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][job.rank // 2]
+    model = Model(SHAPES)
+    optimizer = gradzip.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    replica = DistributedDataParallel(model, process_group=site)
+    state = gradzip.ddp.HookState(gradzip.parse(SPECS[0]), site, named_parameters=model.named_parameters())
+    replica.register_comm_hook(state, gradzip.ddp.hook)
+    gradzip.outer.LocalSteps(replica, optimizer, every=EVERY)
+    after = []
+    for step in range(EVERY * 4):
+        optimizer.zero_grad()
+        replica({name: gradient(name, job.rank, step, shape) for name, shape in SHAPES.items()}).backward()
+        optimizer.step()
+        after.append([p.detach().clone() for p in model.parameters()])
+    return after
 
 
 def of_spec(spec):

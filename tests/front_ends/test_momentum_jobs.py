@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 import gradzip
 from contract import TIMEOUT, assert_equal_states, gradient
+from harness import Model
 from launch import horovodrun, scenarios, torchrun
-from momentum_worker import AUTO, AUTO_STEPS, FEW, SPECS, STEPS, VARIANTS, WARMUP, settling
+from momentum_worker import AUTO, AUTO_STEPS, EVERY, FEW, SPECS, STEPS, VARIANTS, WARMUP, settling
 from nonfinite_worker import SHAPES
 
 
@@ -116,3 +117,29 @@ def test_a_state_that_one_rank_has_loaded_is_broadcast(under_horovod):
     assert_equal_states(first["optimizer"], second["optimizer"])
     for name, state in zip(SHAPES, first["optimizer"]):
         assert state["step"] == 2 and state["exp_avg_sq_step"] == (2 if name == "b" else 1)
+
+
+@pytest.mark.long
+def test_momenta_in_a_site_and_local_steps_between_sites(tmp_path):
+    """As with two workers in one process, each of which averages momenta over two ranks."""
+    if not dist.is_available():
+        pytest.skip("torch without torch.distributed")
+    (of_ranks,) = scenarios(4, "momentum_worker.py", tmp_path, "two_levels", run=torchrun).values()
+    models = [Model(SHAPES) for _ in range(2)]
+    optimizers = [gradzip.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1) for model in models]
+    sites = [gradzip.LocalGroup(gradzip.parse(SPECS[0]), 2) for _ in range(2)]
+    gradzip.outer.LocalWorkers(models, optimizers, every=EVERY)
+    for step, after in enumerate(zip(*of_ranks, strict=True)):
+        for site, (model, group) in enumerate(zip(models, sites)):
+            ranks = (2 * site, 2 * site + 1)
+            grads = [{name: gradient(name, rank, step, shape) for name, shape in SHAPES.items()} for rank in ranks]
+            for name, average in group.step(grads)[0].items():
+                model.get_parameter(name).grad = average
+            group.tell_optimizers(dict(model.named_parameters()))
+        for optimizer in optimizers:  # the second one's step exchanges
+            optimizer.step()
+        equal = [all(map(torch.equal, after[0], other)) for other in after]
+        assert equal == [True, True, *[step % EVERY == EVERY - 1] * 2]
+        for rank, got in enumerate(after):
+            for ours, expected in zip(got, models[rank // 2].parameters(), strict=True):
+                torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
