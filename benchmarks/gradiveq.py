@@ -208,7 +208,7 @@ class Measured(Workers):
     def __init__(self, spec: str, args: argparse.Namespace, dataset: data.Images) -> None:
         torch.manual_seed(args.seed)
         network = RECIPE.build(*dataset.dimensions)
-        optimizer = RECIPE.make_optimizer(network.parameters(), RECIPE.lr)
+        optimizer = RECIPE.make_optimizer(network, RECIPE.lr)
         super().__init__(network, optimizer, gradzip.parse(spec), args.workers)
         self.bf16 = args.bf16
         self.point = Point()

@@ -74,7 +74,7 @@ def capture(run: Capture, dataset: data.Images | data.Text) -> Iterator[tuple[in
     torch.manual_seed(0)
     recipe = MODELS[run.model]
     model = recipe.build(*dataset.dimensions)
-    workers = Workers(model, recipe.make_optimizer(model.parameters(), run.lr), workers=run.ranks)
+    workers = Workers(model, recipe.make_optimizer(model, run.lr), workers=run.ranks)
     torch.manual_seed(0)
     momentum: dict[str, Tensor] = {}
     steps = itertools.islice(batches(dataset, run.batch_size, run.ranks), max(run.captured) + 1)

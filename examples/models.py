@@ -166,15 +166,28 @@ def ada_momentum(parameters, lr, momentum=0.7, beta2=0.98):
     return gradzip.optim.AdaMomentum(parameters, lr, betas=(momentum, beta2), weight_decay=0.1)
 
 
-OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "ada-momentum": ada_momentum}
+def muon(groups, lr, momentum=0.95, beta2=0.95):
+    return gradzip.optim.Muon(groups, lr, momentum, betas=(0.9, beta2), weight_decay=0.1)
 
 
-def make_optimizer(name, parameters, lr, method=None, **options):
-    """The optimizer of this name. options: momentum, and beta2 of AdamW.
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "ada-momentum": ada_momentum, "muon": muon}
+
+
+def split(network):
+    """Param groups of Muon: matrices, except embeddings and the last layer, and all else for AdamW."""
+    layers = [module for module in network.modules() if isinstance(module, nn.Linear)]
+    matrices = [layer.weight for layer in layers[:-1]]
+    known = set(matrices)
+    return [{"params": matrices}, {"params": [p for p in network.parameters() if p not in known], "adamw": True}]
+
+
+def make_optimizer(name, network, lr, method=None, **options):
+    """The optimizer of this name. options: momentum, and beta2 of AdamW and of Muon's AdamW.
 
     A method that applies momentum to gradients, as DGC, replaces that of the optimizer. With one that compresses
     momenta, AdamW holds its second moment still.
     """
+    parameters = split(network) if name == "muon" else network.parameters()
     if name == "adamw" and method and any(part.averaged_momentum is not None for part in method.parts):
         return adamw(parameters, lr, kind=gradzip.optim.AdamW, **options)
     momentum = max((part.optimizer_momentum for part in method.parts), default=0.0) if method else 0.0
@@ -193,9 +206,9 @@ class Recipe(NamedTuple):
     optimizer: str  # a name in OPTIMIZERS
     lr: float  # peak
 
-    def make_optimizer(self, parameters, lr, method=None, **options):
+    def make_optimizer(self, network, lr, method=None, **options):
         """The network's own optimizer. Arguments: `make_optimizer`."""
-        return make_optimizer(self.optimizer, parameters, lr, method, **options)
+        return make_optimizer(self.optimizer, network, lr, method, **options)
 
 
 MODELS = {

@@ -139,10 +139,10 @@ def parse_arguments():
         "--momentum",
         type=fraction,
         help="of the optimizer, beta1 of AdamW and AdaMomentum; dgc replaces it by its own (default: 0.9, "
-        "ada-momentum 0.7)",
+        "ada-momentum 0.7, muon 0.95)",
     )
     parser.add_argument(
-        "--beta2", type=fraction, help="of AdamW and AdaMomentum (default: adamw 0.95, ada-momentum 0.98)"
+        "--beta2", type=fraction, help="of AdamW and AdaMomentum (default: adamw and muon 0.95, ada-momentum 0.98)"
     )
     parser.add_argument(
         "--amp",
@@ -176,6 +176,8 @@ def parse_arguments():
     launcher, start = engines.launcher(), engines.ENGINES[args.engine].start
     if args.local_steps and args.engine == "fsdp":
         parser.error("argument --local-steps: got it with --engine fsdp, expected ddp or horovod")
+    if args.optimizer == "muon" and args.engine == "fsdp":
+        parser.error("argument --optimizer: got muon, expected adamw with --engine fsdp, which shards matrices")
     if launcher and engines.ENGINES[launcher].start != start:
         parser.error(f"argument --engine: got {args.engine} from a launcher for {launcher}; start it with {start}")
     return args
@@ -239,7 +241,7 @@ def train(spec, args, dataset, steps, engine):
     compressor = gradzip.parse(spec)
     chosen = {"momentum": args.momentum, "beta2": args.beta2}
     chosen = {name: value for name, value in chosen.items() if value is not None}
-    optimizer = make_optimizer(args.optimizer, model.parameters(), args.lr, compressor, **chosen)
+    optimizer = make_optimizer(args.optimizer, model, args.lr, compressor, **chosen)
     scaler = torch.amp.GradScaler("cpu", enabled=args.amp == "fp16")
     if scaler.is_enabled() and not args.local_steps:  # differences of parameters are not scaled
         compressor.follow(scaler)  # rescale residuals with the loss scale

@@ -76,7 +76,7 @@ def train(run: Capture, dataset: data.Images | data.Text, folder: Path, report: 
     recipe = MODELS[run.model]
     torch.manual_seed(0)
     model = recipe.build(*dataset.dimensions)
-    workers = Workers(model, recipe.make_optimizer(model.parameters(), recipe.lr))
+    workers = Workers(model, recipe.make_optimizer(model, recipe.lr))
     torch.manual_seed(0)  # as train.py: of dropout
     checkpoint, start = folder / "checkpoint.pt", 0
     if checkpoint.exists():

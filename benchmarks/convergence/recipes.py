@@ -28,6 +28,10 @@ TEXT_METHODS = (
     "acpsgd:rank=32", "powersgd:rank=32", "topk:theta=0.96,bits=4",
     "momentum:inner=signsgd(majority=False),warmup_steps=10%",
 )  # fmt: skip
+MUON_METHODS = (
+    "none", "block-float:bits=4,rounding=nearest", "onebit", "powersgd:rank=32", "powersgd:rank=16", "qsgd",
+    "signsgd:majority=False",
+)  # fmt: skip
 REMEDY_METHODS = ("none", "topk:theta=0.96,bits=4", "qsgd", "acpsgd:rank=4")
 
 
@@ -67,12 +71,13 @@ _TEXT = Recipe(
 
 
 def _with_remedies(text: Recipe) -> dict[str, Recipe]:
-    """The recipe for text, and again with optimizers that are made for late gradients."""
+    """The recipe for text, again with optimizers that are made for late gradients, and with Muon."""
     few = replace(text, methods=REMEDY_METHODS)
     return {
         "text": text,
         "text-betas": replace(few, betas=(0.3, 0.99)),
         "text-momentum": replace(few, optimizer="ada-momentum"),
+        "text-muon": replace(text, methods=MUON_METHODS, optimizer="muon"),
     }
 
 

@@ -79,7 +79,7 @@ class Training(Workers):
         network = MODELS[run.network].build(*dataset.dimensions)
         made = compressor(run.method, self.steps)
         options = dict(zip(("momentum", "beta2"), run.betas))
-        optimizer = make_optimizer(run.optimizer, list(network.parameters()), run.lr, made, **options)
+        optimizer = make_optimizer(run.optimizer, network, run.lr, made, **options)
         super().__init__(network, optimizer, made, run.workers)
         self.record = Record(sum(p.numel() for p in network.parameters()))
 

@@ -82,7 +82,7 @@ def train(run: Run, dataset: data.Images, report: Callable[[float], None]) -> Ca
     recipe = MODELS[run.model]
     torch.manual_seed(0)
     model = recipe.build(*dataset.dimensions)
-    training = Workers(model, recipe.make_optimizer(model.parameters(), recipe.lr))
+    training = Workers(model, recipe.make_optimizer(model, recipe.lr))
     # Not those of training, so that all workers are alike.
     batches_of_workers = batches(dataset, run.workers * run.batch_size, seed=1)
     snapshots: dict[int, dict[str, Tensor]] = {}

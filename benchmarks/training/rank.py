@@ -76,8 +76,7 @@ class Training:
         self.network = recipe.build(*batches.dataset.dimensions)
         torch.manual_seed(job.seed + RANK)  # for dropout masks
         # A low learning rate, because it is not increased slowly.
-        parameters = list(self.network.parameters())
-        optimizer = recipe.make_optimizer(parameters, recipe.lr / 10, averaging.compressor, momentum=0.9)
+        optimizer = recipe.make_optimizer(self.network, recipe.lr / 10, averaging.compressor, momentum=0.9)
         self.model, self.optimizer = averaging.wrap(self.network, optimizer)
         self.losses: list[float] = []
 

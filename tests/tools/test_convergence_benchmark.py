@@ -221,7 +221,7 @@ def test_runs_are_in_the_order_of_their_use():
     assert [run.key[:2] for run in runs[:4]] == [
         ("images", "none"), ("images", "acpsgd"), ("text", "none"), ("text", "acpsgd:rank=4"),
     ]  # fmt: skip
-    assert [(run.seed, run.lr) for run in runs[::8]] == [
+    assert [(run.seed, run.lr) for run in runs[::10]] == [
         (seed, lr) for lr in SIZES["full"]["images"].lrs for seed in (0, 1)
     ]
 
@@ -241,6 +241,9 @@ def test_a_run_has_the_optimizer_of_its_recipe():
         assert (type(optimizer), optimizer.defaults["momentum"]) == (kind, 0.9)
     adamw = Training(replace(TINY, method="dgc", optimizer="adamw"), load_data(TINY, None)).optimizer
     assert adamw.param_groups[0]["betas"] == (0.0, 0.95)
+    muon = Training(replace(TINY, optimizer="muon"), load_data(TINY, None))
+    matrices, others = (group["params"] for group in muon.optimizer.param_groups)
+    assert all(p.ndim == 2 for p in matrices) and len(matrices) + len(others) == len(list(muon.network.parameters()))
     held = Training(
         replace(TINY, method="momentum:inner=topk,warmup_steps=10%", optimizer="adamw"), load_data(TINY, None)
     )

@@ -136,6 +136,7 @@ def test_wrong_launcher_for_the_engine_is_refused(monkeypatch, capsys, variable,
         ("--optimizer", "adam"),
         ("--optimizer", "adamw", "--beta2", "1"),
         ("--beta2", "0.99"),  # of SGD
+        ("--engine", "fsdp", "--optimizer", "muon"),
         ("--seed", "-1"),
         ("--json", "/nowhere/at/all.json"),
     ],
@@ -341,14 +342,20 @@ def test_local_steps_train_in_jobs(tmp_path, launch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launch", [horovodrun, torchrun])
-def test_ada_momentum_trains_in_jobs(text, tmp_path, launch):
+@pytest.mark.parametrize(
+    ("optimizer", "launch", "spec", "ratio"),
+    [
+        ("ada-momentum", horovodrun, "topk:theta=0.96,bits=4", 40),
+        ("ada-momentum", torchrun, "topk:theta=0.96,bits=4", 40),
+        ("muon", horovodrun, "block-float:bits=4", 5),
+        ("muon", torchrun, "block-float:bits=4", 5),
+    ],
+)
+def test_optimizers_train_in_jobs(text, tmp_path, optimizer, launch, spec, ratio):
     arguments = ("--model", "charlm-small", "--data", text, "--batch-size", 2, "--steps", 30, "--threads", 1)
-    (run,) = runs_of(
-        tmp_path, ["topk:theta=0.96,bits=4"], "--optimizer", "ada-momentum", *arguments, launch=launch
-    )  # with equal replicas
+    (run,) = runs_of(tmp_path, [spec], "--optimizer", optimizer, *arguments, launch=launch)  # with equal replicas
     assert run["test_loss"] < math.log(256) - 1
-    assert run["ratio"] > 40
+    assert run["ratio"] > ratio
 
 
 @pytest.mark.long

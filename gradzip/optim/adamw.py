@@ -1,0 +1,144 @@
+"""AdamW whose second moment stands still while momenta are compressed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from ..averaging import optimizer_hooks
+from .base import Optimizer, check_betas
+
+# Options of torch.optim.AdamW that `AdamW` does not have.
+_OTHER_OPTIONS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+
+
+class AdamW(Optimizer):
+    """torch.optim.AdamW, whose second moment stands still while `Momentum` compresses.
+
+    In the warm-up of `Momentum`, and for parameters that it does not compress, a step is that of torch.optim.AdamW,
+    with the same bits. Without `Momentum`, all steps are. When momenta are compressed, averages have the mean of
+    gradients but not their squares. The second moment v then keeps its value of the T-th step, the last of the warm-up:
+
+        m = beta1 m + (1 - beta1) g
+        p = (1 - lr weight_decay) p
+        p = p - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^T)) + eps)    where v is not 0
+
+    m is the first moment that all ranks agreed on: `Momentum` hands back the g that leads to it. Where v is 0, as for
+    characters that the warm-up has not seen, there is no scale to step by: compressed momenta are not 0 there, and the
+    parameter would move by lr m / eps. Such elements are decayed only.
+
+    The optimizer learns from the front end which averages are of compressed momenta: nothing else is to be set. With
+    `LocalGroup`, call its `tell_optimizers`.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as of torch.optim.AdamW, with the same defaults. beta1 must be the `beta`
+            of `Momentum`.
+
+    State dicts are those of torch.optim.AdamW, and each loads those of the other. They also have "exp_avg_sq_step", the
+    number of steps that the second moment was learnt in. Loading resets nothing.
+
+    Raises ValueError in a step: a parameter's first average is of compressed momenta, so that it has no second moment.
+
+    >>> import gradzip, torch
+    >>> compression = gradzip.Momentum(gradzip.SignSGD(majority=False), beta=0.9, warmup_steps=500)
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = gradzip.optim.AdamW(model.parameters(), lr=0.004, betas=(0.9, 0.95), weight_decay=0.1)
+
+    Source: Loshchilov, Hutter, Decoupled Weight Decay Regularization, ICLR 2019; the second moment that stands still:
+    Tang et al., 1-bit Adam, ICML 2021, Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        check_betas("AdamW", betas)
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, options, ("lr", "eps", "weight_decay"))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of torch.optim.AdamW.
+
+        Raises:
+            ValueError: it is of an AdamW with amsgrad or maximize.
+        """
+        for group in state_dict["param_groups"]:
+            for option in ("amsgrad", "maximize"):
+                if group.get(option):
+                    raise ValueError(f"AdamW: got a state dict with {option} = True, expected one of AdamW without it")
+        super().load_state_dict(state_dict)
+        # Horovod broadcasts states and options one by one, so all ranks have the same ones, whoever has loaded.
+        for group in self.param_groups:
+            for option in _OTHER_OPTIONS:
+                group.pop(option, None)
+        for state in self.state.values():
+            if "exp_avg_sq" in state:
+                state.setdefault("exp_avg_sq_step", state["step"].clone())
+
+    def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
+        exact, held = {}, {}
+        for parameter, gradient in gradients.items():
+            averaged, state = optimizer_hooks.averaged(parameter), self.state[parameter]
+            if averaged is None or not averaged.compressed_momentum:
+                exact[parameter] = gradient
+            elif state:
+                held[parameter] = gradient
+            else:
+                raise ValueError(
+                    f"AdamW: got a compressed momentum as the first average of {averaged.name!r}, expected gradients "
+                    "first, of which to learn the second moment: give Momentum some warmup_steps"
+                )
+        if exact:
+            self._step_as_torch(group, exact)
+        if held:
+            self._step_held(group, held)
+
+    def _step_as_torch(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
+        states = [self._state(parameter) for parameter in gradients]
+        torch._foreach_add_([state["exp_avg_sq_step"] for state in states], 1)
+        beta1, beta2 = group["betas"]
+        adamw(
+            list(gradients), list(gradients.values()), [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states], [], [state["step"] for state in states], amsgrad=False,
+            beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+            maximize=False,
+        )  # fmt: skip
+
+    def _step_held(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
+        states = [self.state[parameter] for parameter in gradients]
+        learnt = [float(state["exp_avg_sq_step"]) for state in states]
+        torch._foreach_add_([state["step"] for state in states], 1)
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        parameters, averages = _local(gradients), _local(gradients.values())
+        first, second = (_local(state[name] for state in states) for name in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_lerp_(first, averages, 1 - beta1)
+        divisors = torch._foreach_sqrt(second)
+        torch._foreach_div_(divisors, [math.sqrt(1 - beta2**steps) for steps in learnt])
+        torch._foreach_add_(divisors, group["eps"])
+        torch._foreach_div_(divisors, torch._foreach_sign(second))  # infinite where v is 0
+        torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        rates = [-lr / (1 - beta1 ** float(state["step"])) for state in states]
+        torch._foreach_addcdiv_(parameters, first, divisors, rates)
+
+    def _state(self, parameter: Tensor) -> dict[str, Any]:
+        """The state of a parameter, under the names of torch's AdamW, and one more."""
+        state = self.state[parameter]
+        if not state:
+            state["step"], state["exp_avg_sq_step"] = torch.tensor(0.0), torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+
+def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The shards of DTensors, and all other tensors as they are."""
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]

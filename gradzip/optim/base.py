@@ -1,0 +1,44 @@
+"""What the optimizers of this folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Steps all parameters of a group together. Subclasses define `_update`."""
+
+    def __init__(self, params: Iterable[Any], options: dict[str, Any], not_negative: Iterable[str]) -> None:
+        for name in not_negative:
+            if not options[name] >= 0:
+                raise ValueError(f"{type(self).__name__}: got {name} = {options[name]!r}, expected a number >= 0")
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            gradients = {p: p.grad for p in group["params"] if p.grad is not None}
+            if any(gradient.is_sparse for gradient in gradients.values()):
+                raise ValueError(
+                    f"{type(self).__name__}: got a sparse gradient, expected a dense one; use Embedding(sparse=False)"
+                )
+            if gradients:
+                self._update(group, gradients)
+        return loss
+
+    def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
+        """Update the parameters of a group that have gradients."""
+        raise NotImplementedError
+
+
+def check_betas(name: str, betas: tuple[float, float]) -> None:
+    if not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
+        raise ValueError(f"{name}: got betas = {betas!r}, expected two numbers in [0, 1)")

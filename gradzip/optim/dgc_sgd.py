@@ -1,0 +1,71 @@
+"""SGD for gradients that have momentum already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Optimizer
+
+
+class DGCSGD(Optimizer):
+    """SGD for `DGC`: for averages that have momentum already. Its momentum is that of weight decay alone.
+
+    For the averaged gradient g, which has momentum, and the momentum d of the decay, which starts as 0:
+
+        d = momentum d + weight_decay p
+        p = p - lr (g + d)
+
+    If g is u = momentum u + gradient, this is torch.optim.SGD(momentum=..., weight_decay=...): the sum of u and d is
+    its buffer. torch.optim.SGD(weight_decay=...) would decay parameters 1 / (1 - momentum) times too slowly. Elements
+    of the decay are neither dropped nor masked.
+
+    Args:
+        params, lr, weight_decay: as of torch.optim.SGD.
+        maximize: add lr g instead of subtracting it; the decay is subtracted.
+        momentum: of the decay; give the momentum of the method.
+
+    >>> import gradzip, torch
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = gradzip.optim.DGCSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+
+    Pass it to Horovod with the method, ``hvd.DistributedOptimizer(optimizer, compression=gradzip.DGC(momentum=0.9))``,
+    or use it as it is with a model that has a hook of `gradzip.ddp` or `gradzip.fsdp`.
+
+    Source: the optimizer of the same name in the published code of Lin, Han, Mao, Wang, Dally, Deep Gradient
+    Compression, ICLR 2018.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"DGCSGD: got momentum = {momentum!r}, expected a number in [0, 1)")
+        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, options, ("lr", "weight_decay"))
+
+    def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
+        lr, decay = group["lr"], group["weight_decay"]
+        buffers = {p: self._buffer(p) for p in gradients if decay or p in self.state}
+        if buffers:
+            decays = list(buffers.values())
+            torch._foreach_mul_(decays, group["momentum"])
+            torch._foreach_add_(decays, list(buffers), alpha=decay)
+        torch._foreach_add_(list(gradients), list(gradients.values()), alpha=lr if group["maximize"] else -lr)
+        if buffers:
+            torch._foreach_add_(list(buffers), decays, alpha=-lr)
+
+    def _buffer(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            state["decay_momentum_buffer"] = torch.zeros_like(parameter)
+        return state["decay_momentum_buffer"]
