@@ -31,20 +31,27 @@ class ResultsError(Exception):
 def provenance(device: str = "cpu") -> dict[str, object]:
     """Versions, the commit, and the processor or GPU.
 
-    The commit ends in -dirty if files were changed, and is empty without a checkout or without git. In stored results,
-    "before COMMIT" stands for one that is not in this repository.
+    The commit ends in -dirty if files were changed, besides results, and is empty without a checkout or without git. In
+    stored results, "before COMMIT" stands for one that is not in this repository.
     """
-    # Shaped networks need root, for whom git refuses to describe another user's checkout.
-    describe = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty"]
-    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout if shutil.which("git") else ""
+    commit = _git("describe", "--always")
+    if _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{RESULTS.relative_to(ROOT)}"):
+        commit += "-dirty"
     names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) or [platform.machine()]
     return {
         "gradzip": gradzip.__version__,
-        "commit": commit.strip(),
+        "commit": commit,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else names[0],
         "simd": _C.simd(),
     }
+
+
+def _git(*arguments: str) -> str:
+    """What git prints. Shaped networks need root, for whom it refuses another user's checkout."""
+    command = ["git", "-c", "safe.directory=*", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True) if shutil.which("git") else None
+    return done.stdout.strip() if done else ""
 
 
 def write_whole(path: Path, text: str) -> None:
