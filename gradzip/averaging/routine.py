@@ -129,6 +129,7 @@ class Averaging:
             if finite:
                 state.step += 1
                 yield from method.commit(own, corrected, average, state)
+                yield from method.decay_residuals(state)
                 state.payload = None
                 if not method.error_feedback:
                     state.residual = None  # of the method that was in charge before: it is sent now

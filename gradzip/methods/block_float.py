@@ -12,7 +12,7 @@ from .. import ops
 from ..collectives import AllToAll, Gather, ToHost
 from ..collectives.routines import Routine
 from ..memory.state import VECTOR, Key, State
-from .base.compressor import Compressor
+from .base.error_feedback import ErrorFeedback
 from .base.registry import register
 
 
@@ -25,7 +25,7 @@ class _Average(NamedTuple):
 
 @register("block-float", examples=["", "bits=4", "block=64,rounding=nearest,error_feedback=False"])
 @dataclass
-class BlockFloat(Compressor):
+class BlockFloat(ErrorFeedback):
     """Rounds each element to a multiple of a step that neighbouring elements share.
 
     A block is `block` consecutive elements of the gradient. With s = 2^(bits - 1) - 1, its step is the largest
@@ -78,8 +78,8 @@ class BlockFloat(Compressor):
     joins = True
     asymmetric = True
 
-    rank_local = (*Compressor.rank_local, "owner_start")
-    partition_local = (*Compressor.partition_local, "owner_start")
+    rank_local = (*ErrorFeedback.rank_local, "owner_start")
+    partition_local = (*ErrorFeedback.partition_local, "owner_start")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,7 +15,7 @@ from .. import ops
 from ..collectives import Mean, ToHost
 from ..collectives.routines import Local, Routine
 from ..memory.state import State
-from .base.compressor import Compressor
+from .base.error_feedback import ErrorFeedback
 from .base.registry import register
 
 # An upper bound of the magnitudes in a factor that is orthonormal up to rounding errors.
@@ -33,7 +33,7 @@ class Factors(NamedTuple):
 
 
 @dataclass
-class LowRank(Compressor):
+class LowRank(ErrorFeedback):
     """Base of Power-SGD and ACP-SGD: the average is P Qᵀ, of rank r.
 
     A gradient of any shape is viewed as the matrix G = grad.reshape(shape[0], -1), n x m; P is n x r and Q is m x r.

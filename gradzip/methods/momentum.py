@@ -148,6 +148,7 @@ class Momentum(Compressor):
         self.rounds, self.joins, self.max_numel = inner.rounds, inner.joins, inner.max_numel
         self.asymmetric, self.adapts = inner.asymmetric, inner.adapts or self._is_auto
         self.error_feedback, self.unbiased = inner.error_feedback, inner.unbiased
+        self.residual_decay = inner.residual_decay
         inner.memory, inner.workspace = self.memory, self.workspace  # it is called with the states that are kept here
 
     # --- what `inner` decides

@@ -12,7 +12,8 @@ from .. import ops
 from ..collectives import Mean
 from ..collectives.routines import Routine
 from ..memory.state import State
-from .base.compressor import INDEXED_NUMEL, Compressor
+from .base.compressor import INDEXED_NUMEL
+from .base.error_feedback import ErrorFeedback
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
 from .topk import num_kept
@@ -20,7 +21,7 @@ from .topk import num_kept
 
 @register("randomk", examples=["theta=0.9"])
 @dataclass
-class RandomK(Compressor):
+class RandomK(ErrorFeedback):
     """Averages k random elements, the same on all ranks, drawn in each step.
 
     k = round((1 - theta) n) of the n elements. Indices depend on (seed, step, name) only, so they are not sent. They

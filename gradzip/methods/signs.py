@@ -16,6 +16,7 @@ from ..collectives import ToHost
 from ..collectives.routines import Routine, at_once, jointly
 from ..memory.state import Key, State
 from .base.bucket_codec import BucketCodec
+from .base.error_feedback import ErrorFeedback
 from .base.registry import register
 
 _BALLOT = struct.Struct("<f4xQ")  # scale, key of the coins
@@ -24,7 +25,7 @@ _ROWS = struct.Struct("<Q8x")
 
 @register("signsgd", number=18, examples=["", "majority=False", "error_feedback=False"])
 @dataclass
-class SignSGD(BucketCodec):
+class SignSGD(ErrorFeedback, BucketCodec):
     """Sends the signs of the gradient, and takes their majority vote or averages them.
 
     Rank i sends the signs b_i = sign(g_i) and the scale s_i = mean |g_i|. With error feedback, g_i is the gradient plus
@@ -160,7 +161,7 @@ class _Vote(NamedTuple):
 
 @register("onebit", number=19)
 @dataclass
-class OneBitSGD(BucketCodec):
+class OneBitSGD(ErrorFeedback, BucketCodec):
     """Sends the signs of the gradient, and the means of the positive and of the negative elements of each row.
 
     An element is decoded as the mean of the elements of its row with the same sign, which minimises the squared error.

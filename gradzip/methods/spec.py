@@ -29,8 +29,8 @@ def parse(spec: str) -> Compressor:
     Raises:
         ValueError: unknown method or argument; lists the known ones.
 
-    >>> parse("topk:theta=0.9,bits=8")
-    TopK(min_numel=1024, exchange='gather', theta=0.9, select='exact', bits=8, error_feedback=True, seed=0)
+    >>> parse("acpsgd:rank=8,residual_decay=0.9")
+    ACPSGD(min_numel=1024, residual_decay=0.9, rank=8, error_feedback=True, seed=0, reuse=True)
 
     >>> parse("per-layer:^fc=none,conv=topk(theta=0.9,bits=8),default=fp16").rules[0]
     ('^fc', NoCompression(min_numel=1024))

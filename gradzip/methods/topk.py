@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import ops
 from ..memory.state import VECTOR, Key, State
 from .base.compressor import INDEXED_NUMEL
+from .base.error_feedback import ErrorFeedback
 from .base.gather import GatherCompressor
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
@@ -24,7 +25,7 @@ def num_kept(theta: float, numel: int) -> int:
 
 
 @dataclass
-class SparseCodec(GatherCompressor):
+class SparseCodec(ErrorFeedback, GatherCompressor):
     """Payloads of k values with their indices.
 
     Payload: header; k values, float32 or range floats of `bits` bits; coded indices (gradzip/ops/index_code.py).

@@ -74,6 +74,7 @@ def replay(compressor: Compressor, name: str, grad: Tensor, state: State | None 
     gradient = grad.detach().to(torch.float32, copy=True)
     averaging = Averaging(compressor.clone(), name, gradient)
     method = averaging.method
+    method.residual_decay = 1.0  # x - x^ is the residual before it decays
     before = None if state is None else state.residual
     if state is not None:
         method.states[name] = copy.deepcopy(state)

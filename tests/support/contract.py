@@ -38,17 +38,20 @@ def through_file(saved):
 def check_conservation(group, gradients, steps, roundings, above):
     """Assert that error feedback loses nothing: sum of averages + mean residual = sum of mean gradients.
 
+    With residual_decay, what is left of each step fades: r = beta (r + mean gradient - average).
+
     Args:
         gradients: gradients(step) returns those of all ranks.
         roundings: how many numbers of the size of the largest residual a step rounds, for the bound on the difference.
         above: how many times as large as this bound a residual is at least: it is not just rounding.
     """
     size, lost, largest = len(group.compressors), 0.0, 0.0
+    decay = group.compressors[0].residual_decay
     for step in range(steps):
         grads = gradients(step)
         averages = group.average(grads, "w")
         assert all(torch.equal(average, averages[0]) for average in averages)
-        lost = lost + sum(g.double() for g in grads) / size - averages[0].double()
+        lost = decay * (lost + sum(g.double() for g in grads) / size - averages[0].double())
         states = [compressor.states["w"] for compressor in group.compressors]
         largest = max(largest, *(state.residual.abs().max().item() for state in states))
     bound = steps * roundings * 2**-24 * largest

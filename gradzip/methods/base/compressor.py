@@ -6,7 +6,7 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, Field, dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -60,6 +60,9 @@ class Compressor(ABC):
 
     # Whether residuals are kept. Methods with error feedback declare it as a hyper-parameter.
     error_feedback = False
+
+    # The factor of residuals in the next step. `ErrorFeedback` declares it as a hyper-parameter.
+    residual_decay = 1.0
 
     # Larger gradients are averaged uncompressed.
     max_numel = math.inf
@@ -231,6 +234,18 @@ class Compressor(ABC):
         assert state.residual is not None
         state.residual.sub_(self.transmitted(state).view(state.residual.shape))
 
+    def decay_residuals(self, state: State) -> Routine:
+        """Coroutine: multiply the residuals that the step has left by `residual_decay`, in place."""
+        if self.residual_decay == 1:
+            return
+        for residual in (state.residual, getattr(state, "owner_residual", None)):
+            if residual is not None:
+                yield Local(self._decay_all, residual.device, residual)
+
+    def _decay_all(self, residuals: list[Tensor]) -> list[None]:
+        torch._foreach_mul_(residuals, self.residual_decay)  # one operation on a device
+        return [None] * len(residuals)
+
     def transmitted(self, state: State) -> Tensor:
         """What peers decode of this rank's gradient in the current step."""
         raise TypeError(f"{type(self).__name__} has no error feedback")
@@ -335,11 +350,13 @@ class Compressor(ABC):
 
     @property
     def digest(self) -> int:
-        """32 bits of the class and the hyper-parameters, without fields whose metadata say ``digest: False``.
+        """32 bits of the class and the hyper-parameters.
 
-        Ranks with equal digests understand each other's payloads.
+        Ranks with equal digests understand each other's payloads. Fields whose metadata say ``digest: False`` do not
+        count, and those with ``digest: "if changed"`` only if they differ from their default: adding such a field
+        leaves payloads as they are.
         """
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("digest", True)}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if _in_digest(self, f)}
         # Schedules count as equal if their classes are: their repr may hold an address.
         plain = {k: type(v).__qualname__ if callable(v) else repr(v) for k, v in values.items()}
         return zlib.crc32(f"{type(self).__name__}{sorted(plain.items())}".encode())
@@ -418,6 +435,11 @@ class Compressor(ABC):
 
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
         return tensor if ctx is None else ctx.finish(tensor)
+
+
+def _in_digest(method: Compressor, f: Field[Any]) -> bool:
+    counts = f.metadata.get("digest", True)
+    return getattr(method, f.name) != f.default if counts == "if changed" else bool(counts)
 
 
 def _add_all(pairs: list[tuple[Tensor, Tensor]]) -> list[None]:

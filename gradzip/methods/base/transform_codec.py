@@ -15,6 +15,7 @@ from torch import Tensor
 from ... import ops
 from ...memory.state import Key, State
 from ..topk import num_kept
+from .error_feedback import ErrorFeedback
 from .gather import GatherCompressor, attribute_payload_errors, inspect, payload_source
 from .schedule import Theta, check_theta, theta_at
 
@@ -36,7 +37,7 @@ class CodedPart(NamedTuple):
 
 
 @dataclass
-class TransformCodec(GatherCompressor):
+class TransformCodec(ErrorFeedback, GatherCompressor):
     """A codec that transforms a gradient, and keeps the coefficients of largest magnitude as range-based floats.
 
     The ranks' coefficients are added before they are transformed back, so a step needs one inverse transform for any
