@@ -126,6 +126,14 @@ def index_cases(x: Tensor, k: int) -> Iterator[Case]:
         "topk_abs 1%", lambda: ops.topk_abs(x, k), topk, "torch.topk, x[i]",
         lambda: torch.equal(ops.topk_abs(x, k)[0].long(), expected), 4 * n + 8 * k, 4.0, 10.0,
     )  # fmt: skip
+    in_chunks = x[: n // 4096 * 4096].view(-1, 4096)
+    yield Case(
+        "chunk_topk 1.5%", lambda: ops.chunk_topk(x, 61, 4096), lambda: in_chunks.abs().topk(61, 1), "torch.topk",
+        lambda: torch.equal(
+            ops.chunk_topk(in_chunks, 61, 4096)[0].long().view(-1, 61) % 4096,
+            in_chunks.abs().topk(61, 1).indices.sort().values,
+        ), 4 * n + n // 4096 * 264, 4.0, 10.0,
+    )  # fmt: skip
     stream = ops.index_code_encode(indices, n)
     yield Case(
         "index_code_encode 1%", lambda: ops.index_code_encode(indices, n), lambda: indices.diff().to(torch.int16),

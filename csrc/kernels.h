@@ -17,6 +17,8 @@
   KERNEL(index_code_encode)         \
   KERNEL(index_code_decode)         \
   KERNEL(index_code_decode_add)     \
+  KERNEL(chunk_topk)                \
+  KERNEL(chunk_topk_values)         \
   KERNEL(range_float_fit)           \
   KERNEL(range_float_encode)        \
   KERNEL(range_float_encode_packed) \

@@ -92,6 +92,15 @@ void index_code_decode(const uint8_t* bytes, int64_t nbytes, int64_t numel, int6
 void index_code_decode_add(const uint8_t* bytes, int64_t nbytes, const float* values, int64_t count, float weight,
                            float* out, int64_t numel, int32_t* failed, int threads);
 
+// --- chunk_topk
+// Of each chunk of the n < 2^31 elements, the k of largest magnitude, or chunk_count of the last chunk (common/
+// chunk_topk.h): their indices, ascending, ties to the lower index, and the chunk's record, with the levels and codes of
+// their values. chunk is a multiple of 32, kMostChunk at most; 1 <= k <= chunk. One read of x.
+void chunk_topk(const float* x, int64_t n, int64_t chunk, int64_t k, int32_t* indices, uint8_t* records, int threads);
+// The values of records of n elements. *failed: a chunk's levels are not those of finite numbers.
+void chunk_topk_values(const uint8_t* records, int64_t n, int64_t chunk, int64_t k, float* values, int32_t* failed,
+                       int threads);
+
 // --- range_float
 // Fits a format to the values x. The range is that of x if vmin > vmax, [vmin, vmax] otherwise. mantissa < 0 picks the
 // mantissa with the least expected squared error on the histogram of x.

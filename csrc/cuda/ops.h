@@ -127,6 +127,13 @@ int64_t ternary_packed(void* workspace, const TernarySource* table, int64_t coun
 int64_t ternary_decode_add(void* workspace, const WeightedSum* table, int64_t count, const TernaryTerm* terms,
                            int32_t* failed, cudaStream_t stream);
 
+// --- chunk_topk
+// *failed, which may be null, is not written if nothing fails. Values of a chunk that fails are NaN.
+void chunk_topk(const float* x, int64_t n, int64_t chunk, int64_t k, int32_t* indices, uint8_t* records,
+                cudaStream_t stream);
+void chunk_topk_values(const uint8_t* records, int64_t n, int64_t chunk, int64_t k, float* values, int32_t* failed,
+                       cudaStream_t stream);
+
 // --- block_float
 void block_float_encode(const float* x, const float* residual, int64_t n, int64_t blocks, int bits, int64_t block,
                         bool stochastic, uint64_t key, float* error, uint8_t* payload, cudaStream_t stream);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -59,10 +59,8 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
         Does not wait for the device: up to 15 bytes of padding follow the indices there. Raises PayloadError.
         """
         (k,) = _COUNT.unpack(payload.fields[:8])
+        values_end = self.values_nbytes(k, numel)
         # Check before memory is allocated: decoded 2-bit values take 16 times their bytes in the payload.
-        if k > numel:
-            raise ops.PayloadError(f"corrupt payload: it claims {k} values of {numel} elements")
-        values_end = ops.packed_nbytes(k, self.bits)
         if values_end > payload.body.numel():
             raise ops.PayloadError(
                 f"corrupt payload: it claims {k} values, but {payload.body.numel()} bytes do not hold them"
@@ -72,18 +70,25 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
             stream, _ = ops.index_code_open(stream)
             if payload.body.numel() - values_end - stream.numel() >= ops.PAYLOAD_ALIGN:
                 raise ops.PayloadError(f"corrupt payload: its {k} values and indices do not fill it")
-        packed = payload.body[:values_end]
+        return stream, self.values(payload.body[:values_end], k, numel, payload.fields[8:])
+
+    def values_nbytes(self, k: int, numel: int) -> int:
+        """The bytes of the values of a payload that claims k. Raises PayloadError if no payload has so many."""
+        if k > numel:
+            raise ops.PayloadError(f"corrupt payload: it claims {k} values of {numel} elements")
+        return ops.packed_nbytes(k, self.bits)
+
+    def values(self, packed: Tensor, k: int, numel: int, number_on_wire: bytes) -> Tensor:
+        """Decode the values (float32). Raises PayloadError."""
         if self.bits == 32:
-            values = packed.view(torch.float32)
-        else:
-            number = ops.RangeFloat.from_wire(payload.fields[8:])
-            if number.bits != self.bits:
-                raise ops.PayloadError(f"corrupt payload: it claims {number.bits} bits, expected {self.bits}")
-            try:
-                values = number.decode(ops.unpack_bits(packed, self.bits, k), wait=False)
-            except ValueError as error:
-                raise ops.PayloadError(f"corrupt payload: {error}") from None
-        return stream, values
+            return packed.view(torch.float32)
+        number = ops.RangeFloat.from_wire(number_on_wire)
+        if number.bits != self.bits:
+            raise ops.PayloadError(f"corrupt payload: it claims {number.bits} bits, expected {self.bits}")
+        try:
+            return number.decode(ops.unpack_bits(packed, self.bits, k), wait=False)
+        except ValueError as error:
+            raise ops.PayloadError(f"corrupt payload: {error}") from None
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         stream, values = self.unpack(payload, out.numel())
@@ -95,7 +100,17 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
             self.decode_add(self.open(payload, part.numel()), part, -1.0)
 
 
-@register("topk", number=2, examples=["theta=0.9,exchange=scatter_reduce", "", "bits=8", "theta=0.9,select=sampled"])
+@register(
+    "topk",
+    number=2,
+    examples=[
+        "theta=0.9,exchange=scatter_reduce",
+        "",
+        "bits=8",
+        "theta=0.9,select=sampled",
+        "theta=0.9,bits=2,chunk=256,residual_decay=0.9",
+    ],
+)
 @dataclass
 class TopK(SparseCodec):
     """Sends the k elements of largest magnitude.
@@ -110,16 +125,23 @@ class TopK(SparseCodec):
         bits: 32 sends float32 values; 2 to 16 sends range-based floats, fitted to each payload.
         error_feedback: add what was not sent to the next gradient. Without it, Top-k does not converge.
         seed: of the samples.
+        chunk: keep k = round((1 - theta) chunk) elements, at least 1, of each `chunk` consecutive ones, and ceil(k m /
+            chunk) of the m elements of the last chunk, if it is shorter. A multiple of 32 up to 4096, with bits=2. Each
+            value is a sign and one of two levels of its chunk, the means of the magnitudes up to their mean, and above
+            it. None: the k largest of all.
 
     Payload: header; k values of `bits` bits; coded indices: 48 + ceil(bits k / 8) + I bytes, padded to 16. I is 12
-    bytes plus the smaller of a bitmap, ceil(n / 8), and Rice-coded gaps, 1.02 bytes per index at theta = 0.99.
+    bytes plus the smaller of a bitmap, ceil(n / 8), and Rice-coded gaps, 1.02 bytes per index at theta = 0.99. With
+    `chunk`, a chunk has two levels, bfloat16, and 2 bits for each value, padded to 4 bytes; coded indices follow: at
+    theta = 0.985 and chunk = 4096, 0.0193 bytes for each element of the gradient.
 
     Deterministic. On a CUDA device, payloads have room for the longest coded indices of k elements, so that nothing
     waits for their length: 5 % more than random indices take at theta = 0.99. select="sampled" waits for k.
 
     Source: Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017; error feedback: Stich,
     Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018; sampled selection: Zhang, Zhang, Shi, Chu, Li,
-    Evaluation and Optimization of Gradient Compression for Distributed Deep Learning, ICDCS 2023, section III.
+    Evaluation and Optimization of Gradient Compression for Distributed Deep Learning, ICDCS 2023, section III; chunks:
+    Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, 2025, section 3, with levels of our own.
     """
 
     theta: Theta = 0.99
@@ -127,10 +149,18 @@ class TopK(SparseCodec):
     bits: int = 32
     error_feedback: bool = True
     seed: int = 0
+    chunk: int | None = field(default=None, metadata={"digest": "if changed"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_theta(self.theta)
+        if self.chunk is not None:
+            ops.check_chunk(self.chunk, "TopK")
+            if (self.bits, self.select) != (2, "exact"):
+                raise ValueError(
+                    f"TopK: got bits = {self.bits!r} and select = {self.select!r} with chunk = {self.chunk}, expected "
+                    "bits = 2 and select = 'exact'"
+                )
         if self.select not in ("exact", "sampled"):
             raise ValueError(f"TopK: got select = {self.select!r}, expected 'exact' or 'sampled'")
         if not (isinstance(self.bits, int) and (self.bits == 32 or 2 <= self.bits <= 16)):
@@ -145,6 +175,8 @@ class TopK(SparseCodec):
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         flat = grad.reshape(-1)
+        if self.chunk is not None:
+            return self._encode_chunks(flat, num_kept(theta_at(self.theta, key.step), self.chunk), self.chunk)
         k = num_kept(theta_at(self.theta, key.step), flat.numel())
         if self.select == "sampled":
             selection, k = ops.select_sampled(flat, k, key.bits)
@@ -153,3 +185,27 @@ class TopK(SparseCodec):
         else:
             indices, values = ops.topk_abs(flat, k)
         return self.pack(indices, values, flat.numel())
+
+    # --- chunks
+
+    def _encode_chunks(self, flat: Tensor, k: int, chunk: int) -> Tensor:
+        numel, values_end = flat.numel(), ops.chunk_topk_nbytes(flat.numel(), k, chunk)
+        end = values_end + ops.index_code_capacity(ops.chunk_topk_count(numel, k, chunk), numel)
+        payload = ops.new_payload(end + -end % ops.PAYLOAD_ALIGN, flat.device)
+        body = payload[ops.HEADER_NBYTES :]
+        indices, records = ops.chunk_topk(flat, k, chunk, records=body[:values_end])
+        stream = ops.Stream(values_end, ops.index_code_write(indices, numel, body[values_end:end]))
+        fields, magnitudes = _COUNT.pack(k) + bytes(8), ops.chunk_topk_max_level(records, k)
+        return self.seal([ops.Seal(payload, numel, fields, magnitudes=magnitudes, stream=stream)])[0]
+
+    def values_nbytes(self, k: int, numel: int) -> int:
+        if self.chunk is None:
+            return super().values_nbytes(k, numel)
+        if not 1 <= k <= self.chunk:
+            raise ops.PayloadError(f"corrupt payload: it claims {k} values of each {self.chunk} elements")
+        return ops.chunk_topk_nbytes(numel, k, self.chunk)
+
+    def values(self, packed: Tensor, k: int, numel: int, number_on_wire: bytes) -> Tensor:
+        if self.chunk is None:
+            return super().values(packed, k, numel, number_on_wire)
+        return ops.chunk_topk_values(packed, numel, k, self.chunk)

@@ -271,6 +271,69 @@ def test_bytes_per_element():
     assert roundtrip(TopK(theta=0.99, bits=8), grad)[1] / num_kept(grad.numel(), 0.99) < 2.03
 
 
+# --- chunks
+
+
+def chunk_sent(x, theta, chunk):
+    """What `TopK(theta, bits=2, chunk=chunk)` sends of a flat float32 array, up to the rounding of levels."""
+    sent = np.zeros_like(x)
+    for begin in range(0, x.size, chunk):
+        part = x[begin : begin + chunk]
+        kept = by_magnitude(part)[: math.ceil(num_kept(chunk, theta) * part.size / chunk)]
+        magnitudes = np.abs(part[kept]).astype(np.float64)
+        above = magnitudes > magnitudes.mean()
+        for of in (above, ~above):
+            if of.any():
+                sent[begin + kept[of]] = np.copysign(magnitudes[of].mean(), part[kept[of]])
+    return sent
+
+
+@pytest.mark.parametrize("theta, chunk", [(0.985, 4096), (0.9, 256), (0.5, 96), (0.0, 32), (0.9999, 4096)])
+def test_chunks_send_their_largest_elements_with_two_levels(theta, chunk):
+    for grad in gradients():
+        approximation, _ = roundtrip(TopK(theta=theta, bits=2, chunk=chunk), grad)
+        got, wanted = approximation.numpy().reshape(-1), chunk_sent(grad.numpy().reshape(-1), theta, chunk)
+        assert np.array_equal(got != 0, wanted != 0)
+        near_mean = np.abs(got - wanted) > np.abs(wanted) * 2.0**-8 * 1.01  # rounding puts it on the other side
+        assert near_mean.mean() <= 0.001
+
+
+def test_chunks_take_a_fiftieth_of_a_byte_for_each_element():
+    """61 of each 4096, with 7.7 bits for an index, whose entropy is 7.5, and 20 bytes for values and levels."""
+    for grad in (gaussian(1000, 1000), gaussian(512, 512, 3, 3), gaussian(2000, 700) ** 3):
+        nbytes = roundtrip(TopK(theta=0.985, bits=2, chunk=4096), grad)[1]
+        assert 0.0185 < nbytes / grad.numel() < 0.0197
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.95])
+def test_chunks_with_error_feedback_follow_their_reference(decay):
+    """The mean of what two ranks send, in NumPy. Elements whose level or rank is a matter of rounding may differ."""
+    group = LocalGroup(TopK(theta=0.9, bits=2, chunk=256, residual_decay=decay), 2)
+    residuals = [np.zeros(64 * 66, np.float32) for _ in range(2)]
+    for step in range(6):
+        grads = [gaussian(64, 66, seed=2 * step + r) for r in range(2)]
+        corrected = [decay * e + g.numpy().reshape(-1) for e, g in zip(residuals, grads)]
+        sent = [chunk_sent(x.astype(np.float32), 0.9, 256) for x in corrected]
+        average = group.average(grads, "w")[0].numpy().reshape(-1)
+        assert np.linalg.norm(average - sum(sent) / 2) < 0.02 * np.linalg.norm(average)
+        states = [c.states["w"] for c in group.compressors]
+        residuals = [s.residual.numpy().reshape(-1) / np.float32(decay) for s in states]
+        for e, x, part in zip(residuals, corrected, sent):
+            assert np.linalg.norm(e - (x - part)) < 0.02 * np.linalg.norm(e)
+
+
+def test_levels_that_are_not_finite_are_refused():
+    method = TopK(theta=0.9, bits=2, chunk=256)
+    payload = method.encode(gaussian(64, 64), KEY)
+    opened = method.open(payload, 4096)
+    opened.body[:2] = torch.tensor([0xC0, 0x7F], dtype=torch.uint8)
+    with pytest.raises(gradzip.PayloadError, match="the levels of a chunk are not those of finite numbers"):
+        method.decode_add(opened, torch.zeros(4096), 1.0)
+    for k in (0, 257):
+        with pytest.raises(gradzip.PayloadError, match=f"it claims {k} values of each 256 elements"):
+            method.decode_add(opened._replace(fields=k.to_bytes(8, "little") + bytes(8)), torch.zeros(4096), 1.0)
+
+
 def test_schedule_of_theta():
     for make in (TopK, RandomK, DGC):
         group = LocalGroup(make(theta=gradzip.StepSchedule({0: 0.5, 1: 0.9})), 1)
@@ -287,6 +350,11 @@ def test_schedule_of_theta():
         (lambda: TopK(bits=17), "got bits = 17, expected 32"),
         (lambda: TopK(bits=1), "got bits = 1, expected 32"),
         (lambda: TopK(bits=8.0), "got bits = 8.0, expected 32"),
+        (lambda: TopK(bits=2, chunk=100), "got chunk = 100, expected a multiple of 32 from 32 to 4096"),
+        (lambda: TopK(bits=2, chunk=8192), "got chunk = 8192"),
+        (lambda: TopK(bits=2, chunk=True), "got chunk = True"),
+        (lambda: TopK(chunk=64), "got bits = 32 and select = 'exact' with chunk = 64, expected bits = 2 and"),
+        (lambda: TopK(bits=2, select="sampled", chunk=64), "got bits = 2 and select = 'sampled' with chunk = 64"),
         (lambda: TopK(exchange="ring"), "TopK: got exchange = 'ring', expected 'gather', 'scatter_reduce' or 'auto'"),
         (lambda: RandomK(theta=2), "got theta = 2"),
         (lambda: DGC(theta="much"), "got theta = 'much'"),

@@ -35,7 +35,10 @@ def test_parse(spec, compressor):
     [
         ("zip", "unknown compression method 'zip', expected one of: acpsgd, atomo, auto, block-float, dct-range, dgc"),
         ("", "unknown compression method ''"),
-        ("fft-range:tetha=0.5", "unknown argument 'tetha', expected one of: min_numel, exchange, residual_decay, theta, bits"),
+        (
+            "fft-range:tetha=0.5",
+            "unknown argument 'tetha', expected one of: min_numel, exchange, residual_decay, theta, bits",
+        ),
         (
             "top-k",
             "unknown compression method 'top-k', did you mean 'topk'\\? There are: acpsgd, atomo, auto, block-float, d",

@@ -660,6 +660,20 @@ def test_block_float(on_device, n, bits, block):
             on_device.same(decode, payload, residual)
 
 
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("k, chunk", [(61, 4096), (7, 96), (256, 256)])
+def test_chunk_topk(on_device, n, k, chunk):
+    for x in inputs(n):
+        _, records = on_device.same(ops.chunk_topk, x, k, chunk)
+        if not n:
+            continue
+        on_device.same(ops.chunk_topk_max_level, records, k)
+        if x.isfinite().all():
+            on_device.same(ops.chunk_topk_values, records, n, k, chunk)
+        records.view(torch.int16)[0] = 0x7FC0  # a level that is not finite
+        assert on_device(ops.chunk_topk_values, records, n, k, chunk)[:k].isnan().all()
+
+
 @pytest.mark.parametrize("n", [*SIZES, 320, 1601])
 def test_ternary(on_device, n):
     for x in inputs(n):

@@ -11,6 +11,7 @@
 #include "cuda/bitmap_code.cu"
 #include "cuda/block_float.cu"
 #include "cuda/bucket_norms.cu"
+#include "cuda/chunk_topk.cu"
 #include "cuda/compact.cu"
 #include "cuda/elias.cu"
 #include "cuda/index_code.cu"

@@ -1032,6 +1032,11 @@ STATED: list[Stated] = [
         "at theta = 0.999",
         lambda: (400 / ratio("topk"), 400 / ratio("topk:bits=8"), 4000 / ratio("dgc")),
     ),
+    (
+        METHODS,
+        "`TopK(theta=0.985, bits=2, chunk=4096)` sends {:.4f} bytes for each element of a gradient",
+        lambda: (4 / ratio("topk:theta=0.985,bits=2,chunk=4096"),),
+    ),
     *(
         (
             METHODS,
