@@ -16,10 +16,11 @@ from ..collectives import Broadcast
 from ..collectives.traffic import Traffic
 from ..methods.base.compressor import Compressor
 from ..methods.none import NoCompression
-from .global_copy import GlobalCopy, MakeOptimizer, nesterov, trained
+from .exchange import Exchanged, OuterLoop, Worker
+from .global_copy import MakeOptimizer, nesterov
 
 
-class LocalSteps:
+class LocalSteps(OuterLoop):
     """Trains each rank alone for `every` steps, and then averages what has changed, compressed.
 
     All ranks keep an equal copy of the parameters, the global one. An exchange gives the average of the differences
@@ -85,41 +86,24 @@ class LocalSteps:
         outer: MakeOptimizer | None = nesterov,
         group: Any = None,
     ) -> None:
-        check_every(every, "LocalSteps")
         self.compressor = NoCompression() if compressor is None else compressor
         if isinstance(compressor, Compressor) and compressor.memory.loss_scale.scaler is not None:
             raise ValueError(
                 "LocalSteps: got a compressor that follows a GradScaler, expected one that does not: differences of "
                 "parameters are not scaled"
             )
-        self.every = every
-        self.exchanges = 0
         self._session = Session(self.compressor, "LocalSteps")
-        self._optimizer = optimizer
-        self._parameters = trained(model, optimizer, "LocalSteps")
-        self._steps = 0  # since the last exchange
-        self._session.name_states(self._parameters, "model")
-        self._connect(group)
-        self._global = GlobalCopy(self._parameters, outer, "LocalSteps")
+        worker = Worker(model, optimizer, "LocalSteps")
+        super().__init__([worker], every, "LocalSteps")
+        self._session.name_states(worker.parameters, "model")
+        self._connect(group, worker.parameters)
         self._plans: list[Plan] = []
-        self._hook = optimizer.register_step_post_hook(self._count)
+        self._begin(outer)
 
     @property
     def traffic(self) -> Traffic:
         """Bytes that this rank has sent, and bytes of the differences."""
         return self.compressor.traffic
-
-    def synchronize(self) -> None:
-        """Make the parameters of all ranks equal, bit for bit: exchange what has changed since the last exchange.
-
-        Call it on all ranks, before a test or an export. It waits until all ranks have called it.
-        """
-        while not self._exchange(stays=True):
-            pass
-
-    def remove(self) -> None:
-        """Stop counting steps: exchange no more."""
-        self._hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, for `load_state_dict` beside those of the model and of `optimizer`.
@@ -128,7 +112,8 @@ class LocalSteps:
         the method, such as residuals, which differ between ranks.
         """
         return {
-            "steps": self._steps,
+            "steps": self._workers[0].steps,
+            "equal": self._equal,
             "exchanges": self.exchanges,
             "global": self._global.state_dict(),
             "compressor": self.compressor.state_dict(),
@@ -142,11 +127,12 @@ class LocalSteps:
         """
         self.compressor.load_state_dict(state_dict["compressor"])
         self._global.load_state_dict(state_dict["global"], "LocalSteps.load_state_dict")
-        self._steps, self.exchanges = state_dict["steps"], state_dict["exchanges"]
+        self._workers[0].steps, self.exchanges = state_dict["steps"], state_dict["exchanges"]
+        self._equal = state_dict["equal"]
 
     # --- the group
 
-    def _connect(self, group: Any) -> None:
+    def _connect(self, group: Any, parameters: Mapping[str, Tensor]) -> None:
         """Compare the ranks' configurations, and give all ranks the parameters of rank 0."""
         session = self._session
         if group == "horovod" or hasattr(group, "process_set_id"):
@@ -154,9 +140,9 @@ class LocalSteps:
 
             engine = session.horovod_engine(hvd.global_process_set if group == "horovod" else group)
         else:
-            device = next(iter(self._parameters.values())).device
+            device = next(iter(parameters.values())).device
             engine = session.torch_engine(_process_group(group), device)
-        of_ranks = session.connect(engine, self._parameters, "outer.handshake", {"every": self.every})
+        of_ranks = session.connect(engine, parameters, "outer.handshake", {"every": self.every})
         for rank, theirs in enumerate(of_ranks):
             if theirs != of_ranks[0]:
                 raise RuntimeError(
@@ -164,63 +150,39 @@ class LocalSteps:
                     "give all ranks the same number"
                 )
         counted, engine.traffic = engine.traffic, Traffic()  # the first values do not count, as with DDP and Horovod
-        for name, parameter in self._parameters.items():
+        for name, parameter in parameters.items():
             parameter.data.copy_(engine.run(Broadcast(parameter.detach()), f"outer.start.{name}"))
         engine.traffic = counted
 
     # --- an exchange
 
-    def _count(self, *_: Any) -> None:
-        """Called after each step of `optimizer`."""
-        self._steps += 1
-        if self._steps >= self.every:
-            self._exchange(stays=False)
+    @property
+    def _rank(self) -> int:
+        rank: int = self._session.engine.rank
+        return rank
 
-    def _exchange(self, stays: bool) -> bool:
-        """Exchange what has changed. Returns whether all ranks stay.
-
-        stays: whether this rank takes part in exchanges until all ranks do.
-        """
-        self._check_parameters()
-        session = self._session
-        lines = session.engine.allgather_bytes(f"{self._steps} {stays:d}\n".encode(), "outer.steps")
+    def _average(self, differences: list[dict[str, Tensor]], stays: bool) -> Exchanged:
+        session, (own,) = self._session, differences
+        lines = session.engine.allgather_bytes(f"{not self._equal:d} {stays:d}\n".encode(), "outer.steps")
         of_ranks = [tuple(map(int, line.split())) for line in lines]
-        if any(steps for steps, _ in of_ranks):
-            differences = self._global.differences(self._parameters)
-            diverged = session.checks and not ops.all_finite(list(differences.values()))
-            skipped = self._average(differences)
-            self._global.step(differences)  # its optimizer skips a step that the session has skipped
-            if not skipped:
-                self._global.write(self._parameters)
-            elif diverged:
-                self._global.restart(self._parameters, self._optimizer, session.engine.rank)
-            self.exchanges += 1
-        self._steps = 0
-        return all(stay for _, stay in of_ranks)
-
-    def _check_parameters(self) -> None:
-        """Refuse parameters that were added to the optimizer: no other rank may have them."""
-        stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        if added := len(stepped - {id(p) for p in self._parameters.values()}):
-            raise ValueError(
-                f"LocalSteps: got {added} parameters that were added to the optimizer, expected those at the start: "
-                "make a new LocalSteps on all ranks"
-            )
-
-    def _average(self, differences: dict[str, Tensor]) -> bool:
-        """Replace differences by their averages. Returns whether the step is skipped."""
-        session, copies = self._session, self._global.tensors
-        device = next(iter(copies.values())).device
-        with session.on_all_streams(device):
+        all_stay = all(stay for _, stay in of_ranks)
+        if not any(changed for changed, _ in of_ranks):
+            return Exchanged(None, False, [False], all_stay)
+        diverged = session.checks and not ops.all_finite(list(own.values()))
+        with session.on_all_streams(next(iter(own.values())).device):
             session.begin()
             for i, plan in enumerate(self._planned()):
                 session.tell_optimizers(plan.parameters, plan.averagings)
-                session.start(i, plan.units, [differences[name] for name in plan.names], f"outer.{session.prefix}{i}")
+                session.start(i, plan.units, [own[name] for name in plan.names], f"outer.{session.prefix}{i}")
             session.finish(f"outer.{session.prefix}round")
             skipped = session.is_skipped()
             session.end(skipped)
-            session.complete(skipped)
-        return skipped
+        return Exchanged(own, skipped, [diverged], all_stay)
+
+    def _step(self, averages: dict[str, Tensor], skipped: bool) -> None:
+        with self._session.on_all_streams(next(iter(averages.values())).device):
+            self._session.complete(skipped)
+        self._global.step(averages)  # its optimizer skips a step that the session has skipped, and warns
 
     def _planned(self) -> list[Plan]:
         """The plans of all buckets of the global copy; new ones if methods have changed."""
@@ -229,11 +191,6 @@ class LocalSteps:
         if not (self._plans and all(p.fits(self.compressor, bucket) for p, bucket in zip(self._plans, buckets))):
             self._plans = [self._session.plan(bucket, [names[id(p)] for p in bucket]) for bucket in buckets]
         return self._plans
-
-
-def check_every(every: Any, what: str) -> None:
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"{what}: got every = {every!r}, expected an integer >= 1")
 
 
 def _process_group(group: Any) -> dist.ProcessGroup:

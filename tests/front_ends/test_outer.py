@@ -188,6 +188,13 @@ def test_bad_models_and_optimizers():
             gradzip.outer.LocalSteps(model, optimizer)
 
 
+def test_parameters_that_are_added_later_are_refused():
+    models, optimizers, _ = workers(2, every=1)
+    optimizers[1].add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ValueError, match="got 1 parameters that were added to the optimizer"):
+        step_all(models, optimizers, 0)
+
+
 # Real jobs
 
 
