@@ -177,21 +177,24 @@ class FSDP(DDP):
 class LocalSteps:
     """The ranks of another engine, which train alone, and average what has changed after every `every` steps.
 
-    outer: as of gradzip.outer.LocalSteps.
+    options: of gradzip.outer.LocalSteps.
     """
 
-    def __init__(self, engine, every, outer):
-        self.engine, self.every, self.outer = engine, every, outer
+    def __init__(self, engine, **options):
+        self.engine, self.options = engine, options
 
     def __getattr__(self, name):
         return getattr(self.engine, name)
 
     def wrap(self, model, optimizer, compressor):
         """See `Horovod.wrap`."""
-        self.steps = gradzip.outer.LocalSteps(
-            model, optimizer, compressor, every=self.every, outer=self.outer, group=self.engine.group
-        )
+        self.steps = gradzip.outer.LocalSteps(model, optimizer, compressor, group=self.engine.group, **self.options)
         return model, optimizer, self.steps.traffic
+
+    @property
+    def exchange_seconds(self):
+        """Seconds that the exchanges of the last model took, in all and while training waited."""
+        return {"total": self.steps.seconds.total, "exposed": self.steps.seconds.exposed}
 
     def step(self, optimizer, scaler):
         """Step the optimizer, unless `scaler` finds a gradient of this rank that is not finite."""

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import data
 import engines
 import gradzip
+from gradzip.outer.fragments import Schedule
 from models import MODELS, OPTIMIZERS, make_optimizer
 
 EXAMPLES = """\
@@ -35,6 +36,8 @@ examples:
   torchrun --nproc-per-node 2 examples/train.py --amp fp16      in mixed precision, with a loss scale
   torchrun --nproc-per-node 2 examples/train.py --model charlm --local-steps 30 --compression topk:theta=0.96,bits=4
                                                                 averages differences of parameters every 30 steps
+  torchrun --nproc-per-node 2 examples/train.py --model charlm --local-steps 30 --fragments 4 --delay 5
+                                                                in four parts, while training goes on
 """
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -163,6 +166,26 @@ def parse_arguments():
         "differences as gradients, or the parameters become their mean (default: %(default)s)",
     )
     parser.add_argument(
+        "--fragments",
+        metavar="N",
+        type=positive(int),
+        default=1,
+        help="with --local-steps: parts of the model that are averaged in turn (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--delay",
+        metavar="N",
+        type=int,
+        default=0,
+        help="with --local-steps: an average is made in the background during N steps (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--blend",
+        type=float,
+        default=0.0,
+        help="with --delay: weight of the parameters of the rank, where the average is applied (default: %(default)s)",
+    )
+    parser.add_argument(
         "--seed", type=seed, default=0, help="of weights, data order and augmentation (default: %(default)s)"
     )
     parser.add_argument("--threads", type=positive(int), help="torch threads per rank (default: cores / local ranks)")
@@ -173,6 +196,13 @@ def parse_arguments():
     args.optimizer = args.optimizer or MODELS[args.model].optimizer
     if args.beta2 is not None and args.optimizer == "sgd":
         parser.error("argument --beta2: got it for sgd, which has none; give --momentum, or another --optimizer")
+    if not args.local_steps and (args.fragments > 1 or args.delay or args.blend):
+        parser.error("arguments --fragments, --delay, --blend: got them without --local-steps, expected it with them")
+    if args.local_steps:
+        try:
+            Schedule(args.local_steps, **streaming(args), what="--local-steps")
+        except ValueError as error:
+            parser.error(str(error))
     launcher, start = engines.launcher(), engines.ENGINES[args.engine].start
     if args.local_steps and args.engine == "fsdp":
         parser.error("argument --local-steps: got it with --engine fsdp, expected ddp or horovod")
@@ -181,6 +211,10 @@ def parse_arguments():
     if launcher and engines.ENGINES[launcher].start != start:
         parser.error(f"argument --engine: got {args.engine} from a launcher for {launcher}; start it with {start}")
     return args
+
+
+def streaming(args):
+    return {"fragments": args.fragments, "delay": args.delay, "blend": args.blend}
 
 
 def cores():
@@ -272,6 +306,7 @@ def train(spec, args, dataset, steps, engine):
                 )
             report(step + 1, losses[-1])
     seconds = time.perf_counter() - start
+    exchanging = engine.exchange_seconds if args.local_steps else None
 
     model = engine.whole(model)
     curve = engine.average(torch.tensor(losses, dtype=torch.float64), name="loss_curve")
@@ -296,6 +331,7 @@ def train(spec, args, dataset, steps, engine):
         "replicas_identical": replicas_identical(model, engine),
         "steps": steps,
         "seconds": seconds,
+        "exchange_seconds": exchanging,
         "loss_curve": [round(loss, 6) for loss in curve.tolist()],
     }
 
@@ -417,7 +453,7 @@ def main():
     except ImportError as error:
         fail(f"--engine {args.engine}: {error}; install it, or choose the other engine")
     if args.local_steps:
-        engine = engines.LocalSteps(engine, args.local_steps, OUTER[args.outer])
+        engine = engines.LocalSteps(engine, every=args.local_steps, outer=OUTER[args.outer], **streaming(args))
 
     per_epoch = len(dataset) // (args.batch_size * engine.size)
     if per_epoch == 0:

@@ -59,8 +59,8 @@ class LocalGroup:
         for own, worker in zip(self.compressors, workers):
             own.join_group(worker)
         self._node_size = workers[0].local_size
-        self._parameters: dict[str, Tensor] = {}  # by name: tensors of their shapes and types
-        self._plans: list[list[Plan]] = [[] for _ in self.compressors]  # of each rank's buckets
+        self._parameters: dict[int, dict[str, Tensor]] = {}  # by part and name: tensors of their shapes and types
+        self._plans: dict[tuple[int, int], list[Plan]] = {}  # of the buckets, by rank and part
         self._averagings: dict[str, Averaging] = {}  # of the last step, by name
 
     @property
@@ -80,7 +80,7 @@ class LocalGroup:
             raise TypeError(f"LocalGroup.average: got a gradient of type {others[0]}, expected tensors")
         return [average[name] for average in self.step([{name: grad} for grad in grads])]
 
-    def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    def step(self, gradients: Sequence[Mapping[str, Tensor]], part: int = 0) -> list[dict[str, Tensor]]:
         """Average all gradients of a step of training, in buckets and units as under Horovod.
 
         The step counts if all averages are finite: otherwise it changes no state (`Compressor.skip_nonfinite`).
@@ -88,6 +88,7 @@ class LocalGroup:
         Args:
             gradients: by name, for each rank, in the order of `model.parameters()`. They are not changed. Without
                 those of frozen parameters.
+            part: number of the part of the model that these are the gradients of. Each has buckets of its own.
 
         Returns each rank's averages by name: identical tensors.
         """
@@ -99,7 +100,7 @@ class LocalGroup:
                 got = ", ".join(" ".join(map(str, kind.get(name, ["none"]))) for kind in kinds)
                 raise ValueError(f"LocalGroup: got gradients {name!r} of {got}, expected equal types and shapes")
         averages = [{name: grad.detach().clone() for name, grad in of.items()} for of in gradients]
-        units = [self._units(rank, averages[0]) for rank in range(len(self.compressors))]
+        units = [self._units(rank, averages[0], part) for rank in range(len(self.compressors))]
         routines = [
             fused([unit.average([own[name] for name in names], rank, len(gradients)) for unit, names in of_rank])
             for rank, (own, of_rank) in enumerate(zip(averages, units))
@@ -136,21 +137,22 @@ class LocalGroup:
             if name in self._averagings:
                 optimizer_hooks.register(parameter, self._averagings[name])
 
-    def _units(self, rank: int, gradients: Mapping[str, Tensor]) -> list[tuple[Unit, list[str]]]:
+    def _units(self, rank: int, gradients: Mapping[str, Tensor], part: int) -> list[tuple[Unit, list[str]]]:
         """The units of a rank in a step, and the names of their parameters: planned again only if they change."""
         compressor = self.compressors[rank]
         compressor.memory.loss_scale.begin_step()
+        parameters = self._parameters.setdefault(part, {})
         for name, grad in gradients.items():
-            known = self._parameters.get(name)
+            known = parameters.get(name)
             if known is None or (known.shape, known.dtype, known.device) != (grad.shape, grad.dtype, grad.device):
-                self._parameters[name] = torch.empty((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
-        named = {id(parameter): name for name, parameter in self._parameters.items()}
-        buckets = cut(self._parameters.values(), compressor.bucket_cap_mb * 2**20)
+                parameters[name] = torch.empty((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
+        named = {id(parameter): name for name, parameter in parameters.items()}
+        buckets = cut(parameters.values(), compressor.bucket_cap_mb * 2**20)
         buckets = [present for bucket in buckets if (present := [p for p in bucket if named[id(p)] in gradients])]
-        plans = self._plans[rank]
+        plans = self._plans.get((rank, part), [])
         if len(plans) != len(buckets) or not all(plan.fits(compressor, bucket) for plan, bucket in zip(plans, buckets)):
             plans = [Plan.of(compressor, bucket, [named[id(p)] for p in bucket], "") for bucket in buckets]
-            self._plans[rank] = plans
+            self._plans[rank, part] = plans
         return [(unit, [plan.names[i] for i in unit.indices]) for plan in plans for unit in plan.units]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .fragments import Schedule, cut
 from .global_copy import GlobalCopy, MakeOptimizer, trained
 
 
@@ -18,7 +19,7 @@ class Worker:
 
     Attributes:
         parameters: those that the optimizer steps, by name.
-        steps: of the optimizer, since the last exchange.
+        steps: of the optimizer, in the current round of exchanges.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> None:
@@ -39,7 +40,7 @@ class Worker:
 
 @dataclass
 class Exchanged:
-    """What all workers know after an exchange.
+    """What all ranks know after an exchange.
 
     averages: of the differences, by name; None if no worker has changed anything.
     skipped: whether an average is not finite.
@@ -53,27 +54,68 @@ class Exchanged:
     all_stay: bool
 
 
-class OuterLoop(ABC):
-    """Counts steps of optimizers, and exchanges after each `every`-th one.
+@dataclass
+class Pending:
+    """An exchange that is not applied yet.
 
-    An exchange: differences of each worker, their averages, a step of the outer optimizer, new local parameters.
-
-    Attributes:
-        exchanges: so far.
+    fragment: its number.
+    due: the step of the round after which it is applied.
+    blend: as of the schedule; 0 if this rank stays in `synchronize`.
+    wait: waits for the averages.
+    received: what `wait` has returned. The outer optimizer has taken its step then.
     """
 
-    def __init__(self, workers: Sequence[Worker], every: Any, what: str) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"{what}: got every = {every!r}, expected an integer >= 1")
-        self.every = every
+    fragment: int
+    due: int
+    blend: float
+    wait: Callable[[], Exchanged]
+    received: Exchanged | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is left to do once it has been received."""
+        exchanged = self.received
+        assert exchanged is not None
+        outcome = {
+            "changed": exchanged.averages is not None,
+            "skipped": exchanged.skipped,
+            "diverged": exchanged.diverged,
+            "all_stay": exchanged.all_stay,
+        }
+        return {"fragment": self.fragment, "due": self.due, "blend": self.blend, **outcome}
+
+    @classmethod
+    def of_state_dict(cls, state: Mapping[str, Any]) -> Pending:
+        averages: dict[str, Tensor] | None = {} if state["changed"] else None  # the outer optimizer has had them
+        received = Exchanged(averages, state["skipped"], state["diverged"], state["all_stay"])
+        return cls(state["fragment"], state["due"], state["blend"], lambda: received, received)
+
+
+class OuterLoop(ABC):
+    """Counts steps of optimizers, and exchanges fragments when it is their turn.
+
+    An exchange has three parts:
+
+        launch      differences of each worker; their averages begin
+        receive     the averages are there: the outer optimizer takes a step with them
+        apply       local parameters become the global ones, or a diverged worker restarts
+
+    Attributes:
+        schedule: the turns of the fragments.
+        exchanges: applied so far.
+    """
+
+    def __init__(self, workers: Sequence[Worker], schedule: Schedule) -> None:
+        self.schedule = schedule
         self.exchanges = 0
-        self._what = what
         self._workers = workers
-        self._equal = True  # whether all parameters are the global ones
+        self._fragments = cut(workers[0].parameters, schedule.fragments, schedule.what)
+        self._next = 0  # the fragment whose turn is next
+        self._pending: Pending | None = None
+        self._equal = True  # whether all local parameters are the global ones
 
     def _begin(self, outer: MakeOptimizer | None) -> None:
         """Make the parameters of the first worker here the global ones, and count steps from now on."""
-        self._global = GlobalCopy(self._workers[0].parameters, outer, self._what)
+        self._global = GlobalCopy(self._workers[0].parameters, outer, self.schedule.what)
         for worker in self._workers:
             self._global.write(worker.parameters)
         self._hooks = [
@@ -82,46 +124,91 @@ class OuterLoop(ABC):
         ]
 
     def synchronize(self) -> None:
-        """Make the parameters of all workers equal, bit for bit: exchange what has changed since the last exchange.
+        """Make the parameters of all workers equal, bit for bit: exchange what has changed since the last exchanges.
 
-        In a job, call it on all ranks, before a test or an export. It waits until all ranks have called it.
+        In a job, call it on all ranks, before a test or an export. It waits until all ranks have called it. If an
+        average is not finite, it exchanges once more, without what a diverged worker had changed.
         """
-        while not self._exchange(stays=True):
-            pass
+        left, retries = len(self._fragments), 1
+        while left:
+            self._launch(stays=True)
+            exchanged = self._apply()
+            if not exchanged.all_stay:
+                left = len(self._fragments)
+            elif exchanged.skipped and retries:
+                left, retries = len(self._fragments), retries - 1
+            else:
+                left -= 1
+                if exchanged.skipped:
+                    for worker in self._workers:
+                        self._global.write(worker.parameters)
+        for worker in self._workers:
+            worker.steps = 0
+        self._next, self._equal = 0, True
 
     def remove(self) -> None:
-        """Stop counting steps: exchange no more."""
+        """Stop counting steps: exchange no more. Waits for an exchange in progress, which is not applied."""
         for hook in self._hooks:
             hook.remove()
+        self._receive()
+        self._pending = None
 
     def _count(self, worker: Worker) -> None:
         """Called after each step of an optimizer."""
         worker.steps += 1
         self._equal = False
-        if min(worker.steps for worker in self._workers) >= self.every:
-            self._exchange(stays=False)
+        steps = min(worker.steps for worker in self._workers)
+        if self._pending is not None and steps >= self._pending.due:
+            self._apply()
+        if steps >= self.schedule.turn(self._next):
+            self._launch(stays=False)
+            if not self.schedule.delay:
+                self._apply()
 
-    def _exchange(self, stays: bool) -> bool:
-        """Exchange what has changed. Returns whether all ranks stay.
+    def _launch(self, stays: bool) -> None:
+        """Begin the exchange of the fragment whose turn it is.
 
         stays: whether this rank takes part in exchanges until all ranks do.
         """
         for worker in self._workers:
             worker.check_parameters()
-        differences = [self._global.differences(worker.parameters) for worker in self._workers]
-        exchanged = self._average(differences, stays)
+        if self._pending is not None:
+            self._apply()
+        schedule, fragment = self.schedule, self._next
+        names = self._fragments[fragment]
+        differences = [self._global.differences(worker.parameters, names) for worker in self._workers]
+        wait = self._average(fragment, differences, stays)
+        self._next = (fragment + 1) % len(self._fragments)
+        for worker in self._workers:
+            worker.steps = schedule.turn(fragment) % schedule.every
+        self._pending = Pending(
+            fragment, self._workers[0].steps + schedule.delay, 0.0 if stays else schedule.blend, wait
+        )
+
+    def _receive(self) -> None:
+        """Wait for the exchange in progress, if there is one. The outer optimizer takes its step."""
+        pending = self._pending
+        if pending is not None and pending.received is None:
+            pending.received = pending.wait()
+            if pending.received.averages is not None:
+                self._step(pending.received.averages, pending.received.skipped)
+
+    def _apply(self) -> Exchanged:
+        """Complete the exchange in progress."""
+        self._receive()
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        exchanged = pending.received
+        assert exchanged is not None
         if exchanged.averages is not None:
-            self._step(exchanged.averages, exchanged.skipped)
             for rank, worker in enumerate(self._workers):
                 if not exchanged.skipped:
-                    self._global.write(worker.parameters)
+                    self._global.write(worker.parameters, self._fragments[pending.fragment], pending.blend)
                 elif exchanged.diverged[rank]:
                     self._global.restart(worker.parameters, worker.optimizer, self._rank + rank)
             self.exchanges += 1
-            self._equal = not exchanged.skipped
-        for worker in self._workers:
-            worker.steps = 0
-        return exchanged.all_stay
+            self._equal = len(self._fragments) == 1 and not (exchanged.skipped or pending.blend)
+        return exchanged
 
     # --- what jobs and workers in one process do differently
 
@@ -131,8 +218,8 @@ class OuterLoop(ABC):
         """The rank of the first worker here."""
 
     @abstractmethod
-    def _average(self, differences: list[dict[str, Tensor]], stays: bool) -> Exchanged:
-        """Average the differences of all workers. They may be changed."""
+    def _average(self, fragment: int, differences: list[dict[str, Tensor]], stays: bool) -> Callable[[], Exchanged]:
+        """Begin to average the differences of all workers, which may be changed. Returns what waits for that."""
 
     @abstractmethod
     def _step(self, averages: dict[str, Tensor], skipped: bool) -> None:

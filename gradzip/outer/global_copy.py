@@ -80,21 +80,33 @@ class GlobalCopy:
             )
 
     @torch.no_grad()
-    def differences(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def differences(self, parameters: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         """Global minus local parameters: in this direction, an optimizer subtracts them as it does gradients."""
-        return {name: copy - parameters[name] for name, copy in self.tensors.items()}
+        return {name: self.tensors[name] - parameters[name] for name in names}
 
     def step(self, averages: Mapping[str, Tensor]) -> None:
-        """Have the outer optimizer take a step, with average differences as gradients."""
-        for name, copy in self.tensors.items():
-            copy.grad = averages[name]
+        """Have the outer optimizer take a step, with average differences, by name, as gradients.
+
+        It changes neither other parameters nor their states.
+        """
+        for name, average in averages.items():
+            self.tensors[name].grad = average
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def write(self, parameters: Mapping[str, Tensor]) -> None:
-        """Set local parameters to the global ones, rounded to their types."""
-        torch._foreach_copy_([parameters[name] for name in self.tensors], list(self.tensors.values()))
+    def write(self, parameters: Mapping[str, Tensor], names: Iterable[str] | None = None, blend: float = 0.0) -> None:
+        """Set local parameters to the global ones, rounded to their types.
+
+        Args:
+            names: default: all.
+            blend: weight of the local parameters: local = global + blend * (local - global).
+        """
+        names = list(self.tensors if names is None else names)
+        values: list[Tensor] = [self.tensors[name].detach() for name in names]
+        if blend:
+            values = [value.lerp(parameters[name].float(), blend) for name, value in zip(names, values)]
+        torch._foreach_copy_([parameters[name] for name in names], values)
 
     def restart(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, rank: int) -> None:
         """Have a rank whose parameters are not finite go on from the global ones."""

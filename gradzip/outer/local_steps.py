@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,9 @@ from ..collectives import Broadcast
 from ..collectives.traffic import Traffic
 from ..methods.base.compressor import Compressor
 from ..methods.none import NoCompression
-from .exchange import Exchanged, OuterLoop, Worker
+from .background import Background, Foreground, Seconds
+from .exchange import Exchanged, OuterLoop, Pending, Worker
+from .fragments import Schedule
 from .global_copy import MakeOptimizer, nesterov
 
 
@@ -31,8 +34,17 @@ class LocalSteps(OuterLoop):
             global = outer optimizer's step with gradient d
             local = global
 
+    With `fragments`, layers take turns, evenly spread over `every` steps; with `delay`, an exchange runs in a thread
+    while training goes on, and ends `delay` steps later (`blend` says how):
+
+        after the step of a fragment's turn:
+            d = global - local, of the fragment; its average begins
+        `delay` steps later:
+            global = outer optimizer's step with gradient d
+            local = global + blend * (local - global)
+
     The training loop stays as it is: steps of `optimizer` are counted by a hook. Steps that a GradScaler skips do not
-    count. Averages are made within `optimizer.step()`, which raises errors such as `PayloadError`.
+    count. Averages are made within `optimizer.step()`, or end there, and it raises errors such as `PayloadError`.
 
     At the start, parameters become those of rank 0. What is no trained parameter, as running statistics of BatchNorm,
     stays as it is on each rank. A rank may take more steps than the others: it waits for them in its exchanges, and
@@ -51,10 +63,22 @@ class LocalSteps(OuterLoop):
         outer: makes the outer optimizer of the list of global parameters (float32). The default is DiLoCo's,
             ``lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)``. None: the global
             parameters become the mean of the local ones, as in local SGD and SparseLoCo.
+        fragments: parts of the model, of whole layers and about as many bytes each. Each is exchanged once in `every`
+            steps. Layers go one by one to the fragment with the fewest bytes so far: of equal layers, every
+            `fragments`-th one. A layer is what the name of a parameter says up to its first number, as blocks.3, or
+            the module that has the parameter.
+        delay: steps between the start of an exchange and its end, less than every / fragments. A process group gets a
+            twin for the exchanges, which ranks make together.
+        blend: weight of the local parameters where the global ones are applied, from 0 (the global ones, which drops
+            what the last `delay` steps have changed) to 1 (none are applied); alpha of Streaming DiLoCo.
         group: the ranks: a torch process group, a DeviceMesh of one dimension, a Horovod process set, or "horovod" for
             all ranks of Horovod; default: the default group of torch.
 
-    All ranks of the group must make it together. Deterministic if the method is.
+    Attributes:
+        exchanges: applied so far, of fragments.
+        seconds: that exchanges took: `exposed`, `hidden` behind steps, `total`.
+
+    All ranks of the group must make it together. Deterministic if the method is, whatever an exchange takes.
 
     Memory: one float32 copy of the parameters, the state of the outer optimizer (one more for its momentum), the
     residuals of the method, and in an exchange the differences.
@@ -73,7 +97,8 @@ class LocalSteps(OuterLoop):
 
     Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023, Algorithm 1; with
     error feedback of compressed differences: Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo,
-    2025, Algorithm 1.
+    2025, Algorithm 1; with fragments: Douillard et al., Streaming DiLoCo with overlapping communication, 2025,
+    Algorithm 2.
     """
 
     def __init__(
@@ -84,6 +109,9 @@ class LocalSteps(OuterLoop):
         *,
         every: int = 30,
         outer: MakeOptimizer | None = nesterov,
+        fragments: int = 1,
+        delay: int = 0,
+        blend: float = 0.0,
         group: Any = None,
     ) -> None:
         self.compressor = NoCompression() if compressor is None else compressor
@@ -94,10 +122,13 @@ class LocalSteps(OuterLoop):
             )
         self._session = Session(self.compressor, "LocalSteps")
         worker = Worker(model, optimizer, "LocalSteps")
-        super().__init__([worker], every, "LocalSteps")
+        super().__init__([worker], Schedule(every, fragments, delay, blend, "LocalSteps"))
         self._session.name_states(worker.parameters, "model")
         self._connect(group, worker.parameters)
-        self._plans: list[Plan] = []
+        self._plans: dict[int, list[Plan]] = {}  # by fragment
+        self.seconds = Seconds()
+        device = next(iter(worker.parameters.values())).device
+        self._runner: Foreground[Exchanged] = Background(self.seconds, device) if delay else Foreground(self.seconds)
         self._begin(outer)
 
     @property
@@ -105,16 +136,25 @@ class LocalSteps(OuterLoop):
         """Bytes that this rank has sent, and bytes of the differences."""
         return self.compressor.traffic
 
+    def remove(self) -> None:
+        super().remove()
+        self._runner.close()
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, for `load_state_dict` beside those of the model and of `optimizer`.
 
         The global parameters, the state of the outer optimizer, the steps since the last exchange, and the states of
-        the method, such as residuals, which differ between ranks.
+        the method, such as residuals, which differ between ranks. Waits for an exchange in progress: what it has
+        averaged is in the global parameters, and is applied to local ones when it is due.
         """
+        self._receive()
         return {
             "steps": self._workers[0].steps,
-            "equal": self._equal,
+            "next": self._next,
+            "fragments": len(self._fragments),
             "exchanges": self.exchanges,
+            "equal": self._equal,
+            "pending": None if self._pending is None else self._pending.state_dict(),
             "global": self._global.state_dict(),
             "compressor": self.compressor.state_dict(),
         }
@@ -123,12 +163,20 @@ class LocalSteps(OuterLoop):
         """Load what `state_dict` has returned, on all ranks. Training goes on with the same bits.
 
         Raises:
-            ValueError: it is of another model or method.
+            ValueError: it is of another model or method, or of other fragments.
         """
+        if state_dict["fragments"] != len(self._fragments):
+            raise ValueError(
+                f"LocalSteps.load_state_dict: got a state dict of {state_dict['fragments']} fragments, expected "
+                f"{len(self._fragments)}: make a LocalSteps with as many"
+            )
+        self._receive()
         self.compressor.load_state_dict(state_dict["compressor"])
         self._global.load_state_dict(state_dict["global"], "LocalSteps.load_state_dict")
-        self._workers[0].steps, self.exchanges = state_dict["steps"], state_dict["exchanges"]
-        self._equal = state_dict["equal"]
+        pending = state_dict["pending"]
+        self._pending = None if pending is None else Pending.of_state_dict(pending)
+        self._workers[0].steps, self._next = state_dict["steps"], state_dict["next"]
+        self.exchanges, self._equal = state_dict["exchanges"], state_dict["equal"]
 
     # --- the group
 
@@ -141,14 +189,19 @@ class LocalSteps(OuterLoop):
             engine = session.horovod_engine(hvd.global_process_set if group == "horovod" else group)
         else:
             device = next(iter(parameters.values())).device
-            engine = session.torch_engine(_process_group(group), device)
-        of_ranks = session.connect(engine, parameters, "outer.handshake", {"every": self.every})
+            process_group = _process_group(group)
+            if self.schedule.delay:  # in the background, no operation of others may come between
+                ranks = dist.get_process_group_ranks(process_group)
+                process_group = cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
+            engine = session.torch_engine(process_group, device)
+        of_ranks = session.connect(engine, parameters, "outer.handshake", asdict(self.schedule))
         for rank, theirs in enumerate(of_ranks):
-            if theirs != of_ranks[0]:
-                raise RuntimeError(
-                    f"LocalSteps: rank {rank} has every = {theirs['every']}, rank 0 every = {of_ranks[0]['every']}; "
-                    "give all ranks the same number"
-                )
+            for name, ours in of_ranks[0].items():
+                if theirs[name] != ours:
+                    raise RuntimeError(
+                        f"LocalSteps: rank {rank} has {name} = {theirs[name]}, rank 0 {name} = {ours}; give all ranks "
+                        "the same number"
+                    )
         counted, engine.traffic = engine.traffic, Traffic()  # the first values do not count, as with DDP and Horovod
         for name, parameter in parameters.items():
             parameter.data.copy_(engine.run(Broadcast(parameter.detach()), f"outer.start.{name}"))
@@ -161,20 +214,24 @@ class LocalSteps(OuterLoop):
         rank: int = self._session.engine.rank
         return rank
 
-    def _average(self, differences: list[dict[str, Tensor]], stays: bool) -> Exchanged:
-        session, (own,) = self._session, differences
-        lines = session.engine.allgather_bytes(f"{not self._equal:d} {stays:d}\n".encode(), "outer.steps")
+    def _average(self, fragment: int, differences: list[dict[str, Tensor]], stays: bool) -> Callable[[], Exchanged]:
+        return self._runner.submit(self._exchange, fragment, differences[0], not self._equal, stays)
+
+    def _exchange(self, fragment: int, own: dict[str, Tensor], changed: bool, stays: bool) -> Exchanged:
+        session = self._session
+        lines = session.engine.allgather_bytes(f"{changed:d} {stays:d}\n".encode(), "outer.steps")
         of_ranks = [tuple(map(int, line.split())) for line in lines]
         all_stay = all(stay for _, stay in of_ranks)
         if not any(changed for changed, _ in of_ranks):
             return Exchanged(None, False, [False], all_stay)
         diverged = session.checks and not ops.all_finite(list(own.values()))
+        slot = f"outer.{session.prefix}{fragment}."
         with session.on_all_streams(next(iter(own.values())).device):
             session.begin()
-            for i, plan in enumerate(self._planned()):
+            for i, plan in enumerate(self._planned(fragment)):
                 session.tell_optimizers(plan.parameters, plan.averagings)
-                session.start(i, plan.units, [own[name] for name in plan.names], f"outer.{session.prefix}{i}")
-            session.finish(f"outer.{session.prefix}round")
+                session.start(i, plan.units, [own[name] for name in plan.names], f"{slot}{i}")
+            session.finish(f"{slot}round")
             skipped = session.is_skipped()
             session.end(skipped)
         return Exchanged(own, skipped, [diverged], all_stay)
@@ -184,13 +241,15 @@ class LocalSteps(OuterLoop):
             self._session.complete(skipped)
         self._global.step(averages)  # its optimizer skips a step that the session has skipped, and warns
 
-    def _planned(self) -> list[Plan]:
-        """The plans of all buckets of the global copy; new ones if methods have changed."""
-        names = {id(copy): name for name, copy in self._global.tensors.items()}
-        buckets = cut(self._global.tensors.values(), self.compressor.bucket_cap_mb * 2**20)
-        if not (self._plans and all(p.fits(self.compressor, bucket) for p, bucket in zip(self._plans, buckets))):
-            self._plans = [self._session.plan(bucket, [names[id(p)] for p in bucket]) for bucket in buckets]
-        return self._plans
+    def _planned(self, fragment: int) -> list[Plan]:
+        """The plans of all buckets of a fragment; new ones if methods have changed."""
+        copies = {self._global.tensors[name]: name for name in self._fragments[fragment]}
+        buckets = cut(copies, self.compressor.bucket_cap_mb * 2**20)
+        plans = self._plans.get(fragment)
+        if not (plans and all(plan.fits(self.compressor, bucket) for plan, bucket in zip(plans, buckets))):
+            plans = [self._session.plan(bucket, [copies[p] for p in bucket]) for bucket in buckets]
+            self._plans[fragment] = plans
+        return plans
 
 
 def _process_group(group: Any) -> dist.ProcessGroup:

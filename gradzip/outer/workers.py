@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +12,18 @@ from ..averaging.local import LocalGroup
 from ..methods.base.compressor import Compressor
 from ..methods.none import NoCompression
 from .exchange import Exchanged, OuterLoop, Worker
+from .fragments import Schedule
 from .global_copy import MakeOptimizer, nesterov
 
 
 class LocalWorkers(OuterLoop):
     """The workers of `LocalSteps` in one process: the same bits as in a job of as many ranks.
 
-    An exchange takes place when the last worker has taken its `every`-th step.
+    An exchange takes place when the last worker has taken the step after which it is due.
 
     Args:
         models, optimizers: one of each worker, in rank order. All models get the parameters of the first one.
-        compressor, every, outer: as of `LocalSteps`.
+        compressor, every, outer, fragments, delay, blend: as of `LocalSteps`.
 
     The example of `LocalSteps` shows it.
     """
@@ -35,12 +36,18 @@ class LocalWorkers(OuterLoop):
         *,
         every: int = 30,
         outer: MakeOptimizer | None = nesterov,
+        fragments: int = 1,
+        delay: int = 0,
+        blend: float = 0.0,
     ) -> None:
         if len(models) != len(optimizers) or not models:
             raise ValueError(
                 f"LocalWorkers: got {len(models)} models and {len(optimizers)} optimizers, expected one of each worker"
             )
-        super().__init__([Worker(*pair, "LocalWorkers") for pair in zip(models, optimizers)], every, "LocalWorkers")
+        super().__init__(
+            [Worker(*pair, "LocalWorkers") for pair in zip(models, optimizers)],
+            Schedule(every, fragments, delay, blend, "LocalWorkers"),
+        )
         self._group = LocalGroup(NoCompression() if compressor is None else compressor, len(models))
         self._begin(outer)
 
@@ -53,12 +60,13 @@ class LocalWorkers(OuterLoop):
     def _rank(self) -> int:
         return 0
 
-    def _average(self, differences: list[dict[str, Tensor]], stays: bool) -> Exchanged:
-        if self._equal:
-            return Exchanged(None, False, [], stays)
-        averages = self._group.step(differences)[0]
-        diverged = [not ops.all_finite(list(of_worker.values())) for of_worker in differences]
-        return Exchanged(averages, self._group.compressors[0].last_step_skipped, diverged, stays)
+    def _average(self, fragment: int, differences: list[dict[str, Tensor]], stays: bool) -> Callable[[], Exchanged]:
+        exchanged = Exchanged(None, False, [], stays)
+        if not self._equal:
+            exchanged.averages = self._group.step(differences, fragment)[0]
+            exchanged.skipped = self._group.compressors[0].last_step_skipped
+            exchanged.diverged = [not ops.all_finite(list(of_worker.values())) for of_worker in differences]
+        return lambda: exchanged
 
     def _step(self, averages: dict[str, Tensor], skipped: bool) -> None:
         if not skipped:

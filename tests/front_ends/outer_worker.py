@@ -14,6 +14,12 @@ from harness import UNDER_HOROVOD, job, main, message, on_request, scenario
 SHAPES = {"matrix": (64, 48), "wide": (32, 96), "bias": (48,)}
 EVERY, EXCHANGES = 3, 4
 SPECS = ["none", "topk:theta=0.9", "block-float:bits=4", "acpsgd:rank=2"]
+STREAMED_SPECS, STREAMED_STEPS = ["none", "topk:theta=0.9", "acpsgd:rank=2"], 20
+STREAMED = [
+    {"every": 6, "fragments": 3},
+    {"every": 6, "delay": 4, "blend": 0.5},
+    {"every": 8, "fragments": 3, "delay": 2},
+]
 GROUP = "horovod" if UNDER_HOROVOD else None
 
 
@@ -46,59 +52,92 @@ def parameters(model):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def of_spec(spec):
-    """The parameters after each step, and bytes sent."""
+def run(spec, steps, **options):
+    """The parameters after each step, bytes sent, exchanges, and the buffer."""
     model, optimizer = make(job.rank)
-    outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.parse(spec), every=EVERY, group=GROUP)
+    outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.parse(spec), group=GROUP, **options)
     after = []
-    for step in range(EVERY * EXCHANGES):
+    for step in range(steps):
         take_step(model, optimizer, job.rank, step)
         after.append(parameters(model))
-    return after, outer.traffic.bytes_sent, outer.exchanges, model.count.item()
+    outer.synchronize()
+    synchronized = parameters(model)
+    outer.remove()
+    return after, outer.traffic.bytes_sent, outer.exchanges, model.count.item(), synchronized
+
+
+def of_spec(spec):
+    return run(spec, EVERY * EXCHANGES, every=EVERY)
+
+
+@scenario
+def streamed():
+    """`run`, of each method and schedule."""
+    return [[run(spec, STREAMED_STEPS, **options) for options in STREAMED] for spec in STREAMED_SPECS]
 
 
 @scenario
 def resumed():
-    """The parameters at the end, of a run and of one that was saved and loaded in the middle, between two exchanges."""
+    """The parameters at the end, of runs and of some that were saved and loaded in the middle, between two exchanges,
+    or, in the second pair, between the start of an exchange and its end."""
 
-    def run(stop, compressor):
-        model, optimizer = make(job.rank)
-        outer = gradzip.outer.LocalSteps(model, optimizer, copy.deepcopy(compressor), every=EVERY, group=GROUP)
+    def run(stop, compressor, **options):
+        def local_steps():
+            model, optimizer = make(job.rank + 10)
+            return (
+                model,
+                optimizer,
+                gradzip.outer.LocalSteps(model, optimizer, copy.deepcopy(compressor), group=GROUP, **options),
+            )
+
+        model, optimizer, outer = local_steps()
         for step in range(EVERY * EXCHANGES):
             if step == stop:
                 saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), outer.state_dict()])
                 outer.remove()
-                model, optimizer = make(job.rank + 10)
-                outer = gradzip.outer.LocalSteps(model, optimizer, copy.deepcopy(compressor), every=EVERY, group=GROUP)
+                model, optimizer, outer = local_steps()
                 for target, state in zip((model, optimizer, outer), saved):
                     target.load_state_dict(state)
             take_step(model, optimizer, job.rank, step)
         outer.synchronize()
         return parameters(model), outer.exchanges
 
-    method = gradzip.TopK(theta=0.9)
-    return run(None, method), run(EVERY * 2 + 1, method)
+    method, streaming = gradzip.TopK(theta=0.9), {"every": 4, "fragments": 2, "delay": 1, "blend": 0.25}
+    return (
+        (run(None, method, every=EVERY), run(EVERY * 2 + 1, method, every=EVERY)),
+        (run(None, method, **streaming), run(6, method, **streaming)),
+    )
 
 
 @scenario
 def uneven():
     """The parameters at the end, where rank 1 takes more steps than rank 0; and again where all have synchronized."""
-    model, optimizer = make(job.rank)
-    outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.TopK(theta=0.9), every=EVERY, group=GROUP)
-    for step in range(2 * EVERY + 1 + 5 * job.rank):
-        take_step(model, optimizer, job.rank, step)
-    outer.synchronize()
-    first = parameters(model), outer.exchanges
-    outer.synchronize()
-    return first, (parameters(model), outer.exchanges)
+
+    def run(**options):
+        model, optimizer = make(job.rank)
+        outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.TopK(theta=0.9), every=EVERY, group=GROUP, **options)
+        for step in range(2 * EVERY + 1 + 5 * job.rank):
+            take_step(model, optimizer, job.rank, step)
+        outer.synchronize()
+        first = parameters(model), outer.exchanges
+        outer.synchronize()
+        return first, (parameters(model), outer.exchanges)
+
+    return run(), run(fragments=2, delay=1, blend=0.5)
 
 
 @scenario
 def not_finite():
+    """`diverge`, and again with an exchange in the background."""
+    return diverge(), diverge(delay=1)
+
+
+def diverge(**options):
     """The parameters before and after an exchange for which rank 1 has a NaN, the warnings, and those of a next one."""
     model, optimizer = make(job.rank)
-    gradzip.outer.LocalSteps(model, optimizer, gradzip.TopK(theta=0.9), every=EVERY, group=GROUP)
-    for step in range(EVERY):
+    delay = options.get("delay", 0)
+    gradzip.outer.LocalSteps(model, optimizer, gradzip.TopK(theta=0.9), every=EVERY, group=GROUP, **options)
+    for step in range(EVERY + delay):
         take_step(model, optimizer, job.rank, step)
     common = parameters(model)
     with warnings.catch_warnings(record=True) as caught:
@@ -138,8 +177,9 @@ def refused():
     """Errors of arguments that differ between ranks."""
     model, optimizer = make(0)
     every = message(lambda: gradzip.outer.LocalSteps(model, optimizer, every=3 + job.rank, group=GROUP))
+    delay = message(lambda: gradzip.outer.LocalSteps(model, optimizer, delay=1 + job.rank, group=GROUP))
     method = gradzip.TopK(theta=0.9 + job.rank / 100)
-    return every, message(lambda: gradzip.outer.LocalSteps(model, optimizer, method, group=GROUP))
+    return every, delay, message(lambda: gradzip.outer.LocalSteps(model, optimizer, method, group=GROUP))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,22 @@ import torch.distributed as dist
 
 import gradzip
 from contract import TIMEOUT, gradient
+from gradzip.outer import fragments
 from harness import residuals as of_rank_residuals
 from launch import horovodrun, scenarios, torchrun
-from outer_worker import EVERY, EXCHANGES, SHAPES, SPECS, Model, make, parameters, take_step
+from outer_worker import (
+    EVERY,
+    EXCHANGES,
+    SHAPES,
+    SPECS,
+    STREAMED,
+    STREAMED_SPECS,
+    STREAMED_STEPS,
+    Model,
+    make,
+    parameters,
+    take_step,
+)
 
 LocalWorkers = gradzip.outer.LocalWorkers
 SIZE = 3
@@ -148,6 +161,61 @@ def test_parameters_of_other_types_are_averaged_in_float32():
         assert torch.equal(after, mean.bfloat16()) and torch.equal(after, other)
 
 
+def test_layers_and_fragments():
+    names = ["module.embed.weight", "blocks.0.mlp.0.weight", "blocks.0.mlp.1.bias", "blocks.10.b", "3.weight", "scale"]
+    layers = ["module.embed", "blocks.0", "blocks.0", "blocks.10", "3", "scale"]
+    assert [fragments.layer_of(name) for name in names] == layers
+    equal = {f"blocks.{i}.{name}": torch.zeros(8) for i in range(7) for name in ("weight", "bias")}
+    for i, names in enumerate(fragments.cut(equal, 3, "LocalSteps")):
+        assert names == [name for name in equal if int(name.split(".")[1]) % 3 == i]  # strided
+    unequal = {"large.weight": torch.zeros(100), **{f"{i}.weight": torch.zeros(20) for i in range(5)}}
+    assert fragments.cut(unequal, 2, "LocalSteps") == [["large.weight"], [f"{i}.weight" for i in range(5)]]
+    assert all(fragments.cut(dict.fromkeys("abc", torch.zeros(0)), 3, "LocalSteps"))
+
+
+def streaming_reference(steps, every, fragments, delay, blend, lr=0.7, momentum=0.9):
+    """Streaming DiLoCo as in its Algorithm 2, for parameters that are layers of equal turns."""
+    models, optimizers = zip(*[make(rank) for rank in range(SIZE)])
+    common = parameters(models[0])
+    buffers = [torch.zeros_like(p) for p in common]
+    for model in models:
+        for parameter, value in zip(model.parameters(), common):
+            parameter.data.copy_(value)
+    started = {}
+    for step in range(1, steps + 1):
+        step_all(models, optimizers, step - 1)
+        for i in range(len(common)):
+            turn = (fragments.index(i) + 1) * every // len(fragments)
+            if (step - delay) % every == turn % every and i in started:
+                means = started.pop(i)
+                buffers[i] = momentum * buffers[i] + means
+                common[i] = (common[i] - lr * (means + momentum * buffers[i])).float()
+                for model in models:
+                    local = list(model.parameters())[i].data
+                    local.copy_(blend * local + (1 - blend) * common[i])
+        for i in range(len(common)):
+            turn = (fragments.index(i) + 1) * every // len(fragments)
+            if step % every == turn % every:
+                locals_ = [list(model.parameters())[i].detach() for model in models]
+                started[i] = sum(common[i].double() - local.double() for local in locals_) / SIZE
+                if not delay:
+                    raise AssertionError("the reference has no exchange without a delay")
+    return [parameters(model) for model in models]
+
+
+@pytest.mark.parametrize("blend", [0.0, 0.5])
+def test_it_is_streaming_diloco(blend):
+    options = {"every": 8, "fragments": 3, "delay": 2, "blend": blend}
+    models, optimizers, _ = workers(SIZE, **options)
+    for step in range(30):
+        step_all(models, optimizers, step)
+    # matrix and wide have equally many bytes: three layers are three fragments, in order.
+    expected = streaming_reference(30, **options | {"fragments": [0, 1, 2]})
+    for model, of_worker in zip(models, expected):
+        for ours, theirs in zip(parameters(model), of_worker):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # as above, of as many exchanges
+
+
 def linear():
     return torch.nn.Linear(8, 8)
 
@@ -157,6 +225,14 @@ def linear():
     [
         ({"every": 0}, "got every = 0, expected an integer >= 1"),
         ({"every": 2.5}, "got every = 2.5, expected an integer >= 1"),
+        ({"every": 4, "delay": 4}, "got delay = 4, expected less than every / fragments = 4"),
+        ({"every": 30, "fragments": 1, "delay": 31}, "got delay = 31, expected less than every / fragments = 30"),
+        ({"delay": -1}, "got delay = -1, expected an integer >= 0"),
+        ({"fragments": 0}, "got fragments = 0, expected an integer >= 1"),
+        ({"fragments": 3}, "got fragments = 3, expected at most the 2 layers of the model"),
+        ({"fragments": 5, "every": 4}, "got fragments = 5 and every = 4, expected at most one fragment a step"),
+        ({"blend": 1.5}, "got blend = 1.5, expected a number from 0 to 1"),
+        ({"blend": float("nan")}, "got blend = nan, expected a number from 0 to 1"),
         ({"outer": lambda params: torch.optim.SGD(linear().parameters(), lr=1.0)}, "an optimizer of other parameters"),
         ({"outer": lambda params: torch.optim.SGD(params[:1], lr=1.0)}, "an optimizer of other parameters"),
         ({"outer": lambda params: params}, "outer returned list, expected an optimizer"),
@@ -199,7 +275,7 @@ def test_parameters_that_are_added_later_are_refused():
 
 
 def run_job(tmp_path_factory, run):
-    names = ("resumed", "uneven", "not_finite", "refused", *SPECS)
+    names = ("resumed", "streamed", "uneven", "not_finite", "refused", *SPECS)
     return scenarios(2, "outer_worker.py", tmp_path_factory.mktemp("outer"), *names, run=run, timeout=TIMEOUT)
 
 
@@ -221,35 +297,55 @@ def results(request):
     return request.getfixturevalue(f"under_{request.param}")
 
 
+def compare_with_workers(ranks, spec, steps, **options):
+    """Compare what each rank has returned with workers in one process, bit for bit."""
+    models, optimizers, group = workers(len(ranks), gradzip.parse(spec), **options)
+    for step in range(steps):
+        step_all(models, optimizers, step)
+        for rank, (after, *_) in enumerate(ranks):
+            assert all(map(torch.equal, after[step], parameters(models[rank]))), (step, rank)
+    group.synchronize()
+    for rank, (_, sent, exchanges, buffer, synchronized) in enumerate(ranks):
+        assert exchanges == group.exchanges and buffer == rank
+        assert group.bytes_sent <= sent <= group.bytes_sent + NBYTES_OF_CONFIGURATIONS
+        assert all(map(torch.equal, synchronized, parameters(models[rank])))
+        assert all(map(torch.equal, synchronized, ranks[0][4]))
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_ranks_have_the_bits_of_workers_in_one_process(results, spec):
-    models, optimizers, group = workers(2, gradzip.parse(spec), every=EVERY)
-    for step in range(EVERY * EXCHANGES):
-        step_all(models, optimizers, step)
-        for rank, (after, *_) in enumerate(results[spec]):
-            assert all(map(torch.equal, after[step], parameters(models[rank]))), (step, rank)
-    for rank, (after, sent, exchanges, buffer) in enumerate(results[spec]):
-        assert exchanges == EXCHANGES and buffer == rank
-        assert group.bytes_sent <= sent <= group.bytes_sent + NBYTES_OF_CONFIGURATIONS
+    compare_with_workers(results[spec], spec, EVERY * EXCHANGES, every=EVERY)
+    for rank, (after, _, exchanges, *_) in enumerate(results[spec]):
+        assert exchanges == EXCHANGES
         at_exchange = [step % EVERY == EVERY - 1 for step in range(len(after))]
         equal = [all(map(torch.equal, *pair)) for pair in zip(after, results[spec][1 - rank][0])]
         assert equal == at_exchange
 
 
-def test_a_run_goes_on_with_the_same_bits(results):
-    for whole, resumed in results["resumed"]:
-        assert whole[1] == EXCHANGES == resumed[1]
+@pytest.mark.parametrize("i", range(len(STREAMED)))
+@pytest.mark.parametrize("spec", STREAMED_SPECS)
+def test_streaming_ranks_have_the_bits_of_workers_in_one_process(results, spec, i):
+    ranks = [of_rank[STREAMED_SPECS.index(spec)][i] for of_rank in results["streamed"]]
+    compare_with_workers(ranks, spec, STREAMED_STEPS, **STREAMED[i])
+
+
+@pytest.mark.parametrize("case", [0, 1])
+def test_a_run_goes_on_with_the_same_bits(results, case):
+    for whole, resumed in (of_rank[case] for of_rank in results["resumed"]):
+        assert whole[1] == resumed[1] >= EXCHANGES
         assert all(map(torch.equal, whole[0], resumed[0]))
 
 
-def test_ranks_that_take_more_steps_do_not_wait_for_ever(results):
-    (first, again), (other, _) = results["uneven"]
+@pytest.mark.parametrize("case", [0, 1])
+def test_ranks_that_take_more_steps_do_not_wait_for_ever(results, case):
+    (first, again), (other, _) = (of_rank[case] for of_rank in results["uneven"])
     assert all(map(torch.equal, first[0], other[0])) and first[1] == other[1]
     assert again[1] == first[1] and all(map(torch.equal, again[0], first[0]))  # nothing was left to exchange
 
 
-def test_a_rank_with_a_nan_restarts_alone(results):
-    ranks = results["not_finite"]
+@pytest.mark.parametrize("case", [0, 1])
+def test_a_rank_with_a_nan_restarts_alone(results, case):
+    ranks = [of_rank[case] for of_rank in results["not_finite"]]
     common = ranks[0][0]
     for rank, (_, _, skipped, states, texts, after) in enumerate(ranks):
         assert any("the step is skipped" in text for text in texts)
@@ -260,7 +356,8 @@ def test_a_rank_with_a_nan_restarts_alone(results):
 
 
 def test_other_arguments_are_refused_on_all_ranks(results):
-    for every, method in results["refused"]:
+    for every, delay, method in results["refused"]:
+        assert "rank 1 has delay = 2, rank 0 delay = 1" in delay
         assert "rank 1 has every = 4, rank 0 every = 3" in every
         assert "rank 1 compresses with TopK" in method
 

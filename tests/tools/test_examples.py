@@ -342,6 +342,14 @@ def test_local_steps_train_in_jobs(tmp_path, launch):
 
 
 @pytest.mark.long
+def test_streaming_local_steps_train_in_jobs(tmp_path):
+    arguments = ("--steps", 90, "--local-steps", 10, "--fragments", 3, "--delay", 2, "--outer", "mean")
+    (run,) = runs_of(tmp_path, ["none"], *arguments, launch=torchrun)
+    assert run["replicas_identical"] and run["test_accuracy"] > 0.8
+    assert run["exchange_seconds"]["exposed"] >= 0 and run["exchange_seconds"]["total"] > 0
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("optimizer", "launch", "spec", "ratio"),
     [
