@@ -15,23 +15,44 @@ from .global_copy import GlobalCopy, MakeOptimizer, trained
 
 
 class Worker:
-    """A model that is trained alone between exchanges.
+    """A model that is trained alone between exchanges. Of a sharded one, this is what one rank holds.
 
     Attributes:
-        parameters: those that the optimizer steps, by name.
+        trained: the parameters that the optimizer steps, by name.
+        shards: the process group of the ranks that hold the shards; None: each rank has all of the model.
         steps: of the optimizer, in the current round of exchanges.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> None:
-        self.parameters = trained(model, optimizer, what)
+        self.trained = trained(model, optimizer, what)
         self.optimizer = optimizer
         self.steps = 0
         self._what = what
+        meshes: set[Any] = {getattr(parameter, "device_mesh", None) for parameter in self.trained.values()}
+        if len(meshes) > 1 or any(mesh is not None and mesh.ndim > 1 for mesh in meshes):
+            dimensions = sorted(0 if mesh is None else mesh.ndim for mesh in meshes)
+            raise ValueError(
+                f"{what}: got parameters on {len(meshes)} meshes of {dimensions} dimensions (0: not sharded), expected "
+                'one of 1: call fully_shard(model, mesh=mesh["shard"]) on all of the model'
+            )
+        (mesh,) = meshes
+        self.shards = None if mesh is None or mesh.size() == 1 else mesh.get_group()
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters by name; of sharded ones, the local shards, as plain tensors that share their memory.
+
+        FSDP may replace the memory of shards, so they are looked up whenever they are needed. Shards without elements
+        are left out.
+        """
+        with torch.no_grad():  # where to_local is no operation of autograd's
+            local = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in self.trained.items()}
+        return local if self.shards is None else {name: shard for name, shard in local.items() if shard.numel()}
 
     def check_parameters(self) -> None:
         """Refuse parameters that were added to the optimizer: no other worker may have them."""
         stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        if added := len(stepped - {id(p) for p in self.parameters.values()}):
+        if added := len(stepped - {id(p) for p in self.trained.values()}):
             raise ValueError(
                 f"{self._what}: got {added} parameters that were added to the optimizer, expected those at the start: "
                 f"make a new {self._what} on all ranks"
@@ -108,7 +129,11 @@ class OuterLoop(ABC):
         self.schedule = schedule
         self.exchanges = 0
         self._workers = workers
-        self._fragments = cut(workers[0].parameters, schedule.fragments, schedule.what)
+        local = workers[0].parameters
+        self._fragments = [  # cut alike on all ranks, whatever shards they hold
+            [name for name in names if name in local]
+            for names in cut(workers[0].trained, schedule.fragments, schedule.what)
+        ]
         self._next = 0  # the fragment whose turn is next
         self._pending: Pending | None = None
         self._equal = True  # whether all local parameters are the global ones

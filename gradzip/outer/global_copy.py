@@ -25,6 +25,8 @@ def _mean(params: list[Tensor]) -> torch.optim.Optimizer:
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> dict[str, Tensor]:
     """The parameters of a model that an optimizer steps, by name, in the order of the model. Tied ones count once.
 
+    Those of FSDP2 are DTensors.
+
     Raises:
         TypeError, ValueError: one that cannot be trained with local steps; what to do.
     """
@@ -47,8 +49,6 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> di
     for name, parameter in named.items():
         if not parameter.is_floating_point():
             raise ValueError(f"{what}: parameter {name!r}: got {parameter.dtype}, expected a real floating-point type")
-        if hasattr(parameter, "to_local"):
-            raise ValueError(f"{what}: parameter {name!r}: got a DTensor, expected parameters that are not sharded")
     if not named:
         raise ValueError(f"{what}: got an optimizer without parameters, expected those of model.parameters()")
     return named

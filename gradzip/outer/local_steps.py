@@ -56,7 +56,8 @@ class LocalSteps(OuterLoop):
 
     Args:
         model: it may be a DDP model whose group is this rank's site; then exchange with `Hierarchical`, or let one
-            rank of each site have a LocalSteps.
+            rank of each site have a LocalSteps. Or a model after fully_shard over the ranks of this site; then each
+            rank exchanges its own shards, and `group` is ``mesh["replicate"]``.
         optimizer: any optimizer of torch for parameters of the model, before its first step.
         compressor: the method; default `NoCompression()`.
         every: steps of `optimizer` between two exchanges, the same on all ranks.
@@ -123,12 +124,16 @@ class LocalSteps(OuterLoop):
         self._session = Session(self.compressor, "LocalSteps")
         worker = Worker(model, optimizer, "LocalSteps")
         super().__init__([worker], Schedule(every, fragments, delay, blend, "LocalSteps"))
-        self._session.name_states(worker.parameters, "model")
+        self._shards = worker.shards
+        place = "" if self._shards is None else f"shard{self._shards.rank()}of{self._shards.size()}."
+        self._session.name_states(worker.parameters, "model", place)
+        self._device = next(iter(worker.trained.values())).device
         self._connect(group, worker.parameters)
         self._plans: dict[int, list[Plan]] = {}  # by fragment
         self.seconds = Seconds()
-        device = next(iter(worker.parameters.values())).device
-        self._runner: Foreground[Exchanged] = Background(self.seconds, device) if delay else Foreground(self.seconds)
+        self._runner: Foreground[Exchanged] = (
+            Background(self.seconds, self._device) if delay else Foreground(self.seconds)
+        )
         self._begin(outer)
 
     @property
@@ -188,12 +193,12 @@ class LocalSteps(OuterLoop):
 
             engine = session.horovod_engine(hvd.global_process_set if group == "horovod" else group)
         else:
-            device = next(iter(parameters.values())).device
             process_group = _process_group(group)
+            _check_shards(process_group, self._shards)
             if self.schedule.delay:  # in the background, no operation of others may come between
-                ranks = dist.get_process_group_ranks(process_group)
-                process_group = cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
-            engine = session.torch_engine(process_group, device)
+                process_group = _twin(process_group)
+                self._shards = None if self._shards is None else _twin(self._shards)
+            engine = session.torch_engine(process_group, self._device, self._shards)
         of_ranks = session.connect(engine, parameters, "outer.handshake", asdict(self.schedule))
         for rank, theirs in enumerate(of_ranks):
             for name, ours in of_ranks[0].items():
@@ -226,18 +231,21 @@ class LocalSteps(OuterLoop):
             return Exchanged(None, False, [False], all_stay)
         diverged = session.checks and not ops.all_finite(list(own.values()))
         slot = f"outer.{session.prefix}{fragment}."
-        with session.on_all_streams(next(iter(own.values())).device):
+        with session.on_all_streams(self._device):
             session.begin()
             for i, plan in enumerate(self._planned(fragment)):
                 session.tell_optimizers(plan.parameters, plan.averagings)
                 session.start(i, plan.units, [own[name] for name in plan.names], f"{slot}{i}")
             session.finish(f"{slot}round")
             skipped = session.is_skipped()
+            if self._shards is not None:  # the ranks of a site skip, and restart, together
+                flags = session.engine.sum_over_shards([skipped, diverged])
+                skipped, diverged = (bool(flag) for flag in flags)
             session.end(skipped)
         return Exchanged(own, skipped, [diverged], all_stay)
 
     def _step(self, averages: dict[str, Tensor], skipped: bool) -> None:
-        with self._session.on_all_streams(next(iter(averages.values())).device):
+        with self._session.on_all_streams(self._device):
             self._session.complete(skipped)
         self._global.step(averages)  # its optimizer skips a step that the session has skipped, and warns
 
@@ -276,3 +284,20 @@ def _process_group(group: Any) -> dist.ProcessGroup:
             '"horovod"'
         )
     return group
+
+
+def _twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another process group of the same ranks. They all must call it."""
+    ranks = dist.get_process_group_ranks(group)
+    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
+
+
+def _check_shards(group: dist.ProcessGroup, shards: dist.ProcessGroup | None) -> None:
+    """Refuse a group of ranks that hold different shards."""
+    if shards is not None:
+        both = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(shards))
+        if len(both) > 1:
+            raise ValueError(
+                f"LocalSteps: got a group in which ranks {sorted(both)} hold different shards of the model, expected "
+                'that of the ranks that hold the same one, as mesh["replicate"]'
+            )

@@ -44,10 +44,10 @@ class LocalWorkers(OuterLoop):
             raise ValueError(
                 f"LocalWorkers: got {len(models)} models and {len(optimizers)} optimizers, expected one of each worker"
             )
-        super().__init__(
-            [Worker(*pair, "LocalWorkers") for pair in zip(models, optimizers)],
-            Schedule(every, fragments, delay, blend, "LocalWorkers"),
-        )
+        pairs = [Worker(*pair, "LocalWorkers") for pair in zip(models, optimizers)]
+        if any(worker.shards is not None for worker in pairs):
+            raise ValueError("LocalWorkers: got sharded parameters, expected whole ones: use LocalSteps in a job")
+        super().__init__(pairs, Schedule(every, fragments, delay, blend, "LocalWorkers"))
         self._group = LocalGroup(NoCompression() if compressor is None else compressor, len(models))
         self._begin(outer)
 

@@ -5,6 +5,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
@@ -170,6 +171,58 @@ def two_sites():
         optimizer.step()
         after.append(parameters(model))
     return after
+
+
+@on_request
+def sharded():
+    """What ranks of a mesh (replicate, shard) hold after each step, with FSDP2; see `run_sharded`."""
+    return [run_sharded({"every": EVERY}), run_sharded({"every": 6, "fragments": 3, "delay": 1, "blend": 0.5})]
+
+
+@on_request
+def sharded_errors():
+    """The errors of a group of all ranks, and after a NaN in one shard, what `run_sharded` returns."""
+    model, optimizer = fsdp_model()
+    everyone = message(lambda: gradzip.outer.LocalSteps(model, optimizer))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        after, _ = run_sharded({"every": EVERY}, diverges=2)
+    return everyone, after, [str(w.message) for w in caught]
+
+
+def mesh():
+    return init_device_mesh(
+        "cpu", (job.size // 2, 2) if job.size > 2 else (2, 1), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def fsdp_model():
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(Model(job.rank // mesh()["shard"].size()), mesh=mesh()["shard"])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+
+
+def run_sharded(options, diverges=None):
+    """Local shards after each step, and those of the global parameters at the end.
+
+    diverges: the rank that gets a NaN in the last step before the second exchange.
+    """
+    model, optimizer = fsdp_model()
+    replica = mesh()["replicate"].get_local_rank()
+    outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.TopK(theta=0.9), group=mesh()["replicate"], **options)
+    after = []
+    for step in range(EVERY * EXCHANGES):
+        optimizer.zero_grad()
+        model({name: gradient(name, replica, step, shape) for name, shape in SHAPES.items()}).backward()
+        if step == 2 * EVERY - 1 and job.rank == diverges:
+            with torch.no_grad():
+                model.wide.to_local()[0, 0] = torch.nan
+        optimizer.step()
+        after.append([p.to_local().detach().clone() for p in model.parameters()])
+    outer.synchronize()
+    outer.remove()
+    return after, [p.to_local().detach().clone() for p in model.parameters()]
 
 
 @scenario

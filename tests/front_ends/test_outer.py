@@ -373,3 +373,54 @@ def test_sites_of_several_ranks(tmp_path):
             assert equal == [True] * 4
         else:
             assert equal == [True, True, False, False] and all(map(torch.equal, of_ranks[2], of_ranks[3]))
+
+
+def shards_of(tensors, place, count):
+    return [(tensor.chunk(count)[place]) for tensor in tensors]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_sharded_models(tmp_path, size):
+    """Each rank of a site exchanges its own shards, as LocalWorkers whose parameters are these shards."""
+    pytest.importorskip("torch.distributed.fsdp._fully_shard", reason="torch without FSDP2")
+    ranks = scenarios(size, "outer_worker.py", tmp_path, "sharded", run=torchrun)["sharded"]
+    shards, replicas = size // 2, 2
+    for case, options in enumerate([{"every": EVERY}, {"every": 6, "fragments": 3, "delay": 1, "blend": 0.5}]):
+        for shard in range(shards):
+            models = [ShardModel(replica, shard, shards) for replica in range(replicas)]
+            optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1) for model in models]
+            group = LocalWorkers(models, optimizers, gradzip.TopK(theta=0.9), **options)
+            for step in range(EVERY * EXCHANGES):
+                for replica, (model, optimizer) in enumerate(zip(models, optimizers)):
+                    for (name, parameter), shape in zip(model.named_parameters(), SHAPES.values()):
+                        parameter.grad = gradient(name, replica, step, shape).chunk(shards)[shard]
+                    optimizer.step()
+                for replica, model in enumerate(models):
+                    after, _ = ranks[replica * shards + shard][case]
+                    assert all(map(torch.equal, after[step], parameters(model))), (case, shard, step, replica)
+            group.synchronize()
+            for replica, model in enumerate(models):
+                assert all(map(torch.equal, ranks[replica * shards + shard][case][1], parameters(model)))
+
+
+class ShardModel(torch.nn.Module):
+    """The shards of `Model` that one rank holds."""
+
+    def __init__(self, replica, shard, shards):
+        super().__init__()
+        for name, parameter in Model(replica).named_parameters():
+            self.register_parameter(name, torch.nn.Parameter(parameter.detach().chunk(shards)[shard].clone()))
+
+
+@pytest.mark.long
+def test_sites_whose_models_are_sharded_diverge_as_one(tmp_path):
+    pytest.importorskip("torch.distributed.fsdp._fully_shard", reason="torch without FSDP2")
+    ranks = scenarios(4, "outer_worker.py", tmp_path, "sharded_errors", run=torchrun)["sharded_errors"]
+    second = 2 * EVERY - 1
+    for rank, (everyone, after, texts) in enumerate(ranks):
+        other = ranks[(rank + 2) % 4][1]
+        assert "hold different shards of the model" in everyone
+        assert any("it restarts from the global" in text for text in texts) == (rank >= 2)  # the site of rank 2
+        restarted = all(map(torch.equal, after[second], after[EVERY - 1]))
+        assert restarted == (rank >= 2)
+        assert all(map(torch.equal, after[-1], other[-1])) and all(p.isfinite().all() for p in after[-1])
