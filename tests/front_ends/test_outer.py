@@ -146,6 +146,55 @@ def test_steps_that_a_grad_scaler_skips_do_not_count():
     assert group.exchanges == 1
 
 
+class Tied(torch.nn.Module):
+    """A head that shares its weights with an embedding, a layer to freeze, and running statistics."""
+
+    def __init__(self, rank):
+        super().__init__()
+        torch.manual_seed(rank)
+        self.embed, self.frozen = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 8)
+        self.norm, self.head = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.frozen(self.embed(tokens))))
+
+
+@pytest.mark.parametrize("streaming", [{}, {"fragments": 2, "delay": 1}])
+def test_frozen_and_tied_parameters_buffers_and_accumulated_gradients(streaming):
+    """Frozen ones are left as they are if the optimizer has none of them; if it has, they start and stay equal."""
+    models = [Tied(rank) for rank in range(2)]
+    for model in models:
+        model.frozen.weight.requires_grad_(False)
+        model.frozen.bias.requires_grad_(False)
+    before = [model.frozen.weight.clone() for model in models]
+    optimizers = [torch.optim.SGD([m.embed.weight, m.norm.weight, m.frozen.bias], lr=0.1) for m in models]
+    group = LocalWorkers(models, optimizers, every=4, outer=None, **streaming)
+    biases = [model.frozen.bias.clone() for model in models]
+    assert torch.equal(*biases)
+    for step in range(8):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers)):
+            optimizer.zero_grad()
+            for part in range(2):  # two backward passes for each step
+                torch.manual_seed(100 * step + 10 * rank + part)
+                model(torch.randint(16, (8,))).square().mean().backward()
+            optimizer.step()
+    assert group.exchanges == 2 * streaming.get("fragments", 1) - (1 if streaming else 0)  # the last is in progress
+    group.synchronize()
+    assert all(model.head.weight is model.embed.weight for model in models)
+    assert torch.equal(models[0].embed.weight, models[1].embed.weight)
+    assert not torch.equal(models[0].norm.running_mean, models[1].norm.running_mean)
+    assert all(torch.equal(model.frozen.weight, weight) for model, weight in zip(models, before))
+    assert all(torch.equal(model.frozen.bias, bias) for model, bias in zip(models, biases))
+
+
+def test_a_parameter_is_an_element_of_one_fragment_even_if_it_is_tied():
+    model = Tied(0)
+    LocalWorkers([model], [torch.optim.SGD(model.parameters(), lr=0.1)], every=4, fragments=3)
+    with pytest.raises(ValueError, match="expected at most the 3 layers of the model"):
+        LocalWorkers([model], [torch.optim.SGD(model.parameters(), lr=0.1)], every=4, fragments=4)
+
+
 def test_parameters_of_other_types_are_averaged_in_float32():
     models = [Model(rank).bfloat16() for rank in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
