@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, cast
@@ -191,6 +192,11 @@ class LocalSteps(OuterLoop):
         if group == "horovod" or hasattr(group, "process_set_id"):
             import horovod.torch as hvd
 
+            if self._shards is not None:
+                raise ValueError(
+                    "LocalSteps: got a sharded model and Horovod, expected torch process groups: pass "
+                    'group=mesh["replicate"]'
+                )
             engine = session.horovod_engine(hvd.global_process_set if group == "horovod" else group)
         else:
             process_group = _process_group(group)
@@ -231,6 +237,8 @@ class LocalSteps(OuterLoop):
             return Exchanged(None, False, [False], all_stay)
         diverged = session.checks and not ops.all_finite(list(own.values()))
         slot = f"outer.{session.prefix}{fragment}."
+        monitor = self.compressor.monitor
+        before = {} if monitor is None else {name: difference.clone() for name, difference in own.items()}
         with session.on_all_streams(self._device):
             session.begin()
             for i, plan in enumerate(self._planned(fragment)):
@@ -242,7 +250,23 @@ class LocalSteps(OuterLoop):
                 flags = session.engine.sum_over_shards([skipped, diverged])
                 skipped, diverged = (bool(flag) for flag in flags)
             session.end(skipped)
+            if monitor is not None:
+                monitor.report(self._report(fragment, before, own))
         return Exchanged(own, skipped, [diverged], all_stay)
+
+    def _report(self, fragment: int, own: dict[str, Tensor], averages: dict[str, Tensor]) -> dict[str, float]:
+        """What `Monitor` reports of an exchange."""
+        product, squares, of_average = (
+            sum(float(torch.sum(a[name] * b[name], dtype=torch.float64)) for name in own)
+            for a, b in ((own, averages), (own, own), (averages, averages))
+        )
+        norms = math.sqrt(squares * of_average)
+        return {
+            f".difference_norm/fragment{fragment}": math.sqrt(squares),
+            f".agreement/fragment{fragment}": product / norms if norms else math.nan,
+            "/seconds_exposed": self.seconds.exposed,
+            "/seconds_hidden": self.seconds.hidden,
+        }
 
     def _step(self, averages: dict[str, Tensor], skipped: bool) -> None:
         with self._session.on_all_streams(self._device):

@@ -40,6 +40,13 @@ class Monitor:
         clamped         share of the values that a fixed `value_range` has clamped; `FFTRange` and `DCTRange`
         components      d, the number of principal components, on average over the bases; `GradiVeQ`, when compressing
 
+    For `gradzip.outer.LocalSteps`, an exchange of the whole model is a step. It also writes, for each fragment:
+
+        difference_norm norm of this rank's difference between global and local parameters
+        agreement       cosine of that and the average of the ranks: 1 if they all change the same
+
+    and totals since the start, ``gradzip/seconds_exposed`` and ``gradzip/seconds_hidden``, that earlier exchanges took.
+
     The tags are ``gradzip.error/NAME`` and so on. Values that are not finite are left out. When the next step begins,
     totals of the step follow: ``gradzip/error`` over the compressed parameters, ``gradzip/ratio`` over all,
     ``gradzip/bytes_sent``, and ``gradzip/compression_seconds``, the time in the methods' own code.
@@ -160,6 +167,13 @@ class Monitor:
             values |= _of_state(state, memory.loss_scale.value)
         self._write({f".{measure}/{averaging.name}": value for measure, value in values.items()}, step)
         return average
+
+    # --- called by front ends
+
+    def report(self, values: dict[str, float]) -> None:
+        """Report numbers of the current step, by the ends of their tags, if it is a reporting one."""
+        if self.steps % self.every == 0:
+            self._write(values, self.steps)
 
     # --- reports
 

@@ -173,6 +173,18 @@ def two_sites():
     return after
 
 
+@scenario
+def monitored():
+    """What a monitor of each rank has been told."""
+    model, optimizer = make(job.rank)
+    record, method = {}, gradzip.TopK(theta=0.5, error_feedback=False)
+    gradzip.Monitor(lambda tag, value, step: record.update({(tag, step): value}), every=1).watch(method)
+    outer = gradzip.outer.LocalSteps(model, optimizer, method, every=EVERY, fragments=3, group=GROUP)
+    for step in range(2 * EVERY):
+        take_step(model, optimizer, job.rank, step)
+    return record, (outer.seconds.total, outer.seconds.exposed)
+
+
 @on_request
 def sharded():
     """What ranks of a mesh (replicate, shard) hold after each step, with FSDP2; see `run_sharded`."""

@@ -324,7 +324,7 @@ def test_parameters_that_are_added_later_are_refused():
 
 
 def run_job(tmp_path_factory, run):
-    names = ("resumed", "streamed", "uneven", "not_finite", "refused", *SPECS)
+    names = ("resumed", "monitored", "streamed", "uneven", "not_finite", "refused", *SPECS)
     return scenarios(2, "outer_worker.py", tmp_path_factory.mktemp("outer"), *names, run=run, timeout=TIMEOUT)
 
 
@@ -402,6 +402,23 @@ def test_a_rank_with_a_nan_restarts_alone(results, case):
         assert all(map(torch.equal, skipped, common)) == (rank == 1)
         assert states == (0 if rank == 1 else len(SHAPES))
         assert all(map(torch.equal, after, ranks[0][5])) and all(p.isfinite().all() for p in after)
+
+
+def test_a_monitor_sees_differences_and_how_the_ranks_agree(results):
+    (record, seconds), (other, _) = results["monitored"]
+    assert seconds[0] == seconds[1] > 0  # without a delay, training waits for all of it
+    assert 0 < record["gradzip/seconds_exposed", 1] < seconds[1] and record["gradzip/seconds_hidden", 1] == 0
+    models, optimizers, _ = workers(2, every=100)  # no exchange
+    start = parameters(models[0])
+    step_all(models, optimizers, 0)  # fragments are exchanged after steps 1, 2 and 3: this is the first one
+    own, theirs = [(start[0] - parameters(model)[0]).double() for model in models]
+    kept = [torch.where(d.abs() >= d.abs().flatten().sort().values[d.numel() // 2], d, 0.0) for d in (own, theirs)]
+    mean = sum(kept) / 2
+    for of_rank, difference in ((record, own), (other, theirs)):
+        norm, agreement = (of_rank[f"gradzip.{name}/fragment0", 0] for name in ("difference_norm", "agreement"))
+        assert norm == pytest.approx(difference.norm().item(), rel=1e-5)
+        cosine = torch.sum(difference * mean) / difference.norm() / mean.norm()
+        assert agreement == pytest.approx(cosine.item(), rel=1e-5)
 
 
 def test_other_arguments_are_refused_on_all_ranks(results):

@@ -33,6 +33,9 @@ class StepMonitor(Protocol):
     def begin(self, averaging: Any, grad: Tensor, rank: int, size: int) -> Callable[[Routine], Routine] | None:
         """Called before a gradient is averaged. Returns a function to wrap its routine by, or None."""
 
+    def report(self, values: dict[str, float]) -> None:
+        """Report numbers of the current step, by the ends of their tags."""
+
 
 @dataclass
 class Compressor(ABC):
