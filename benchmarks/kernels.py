@@ -132,7 +132,7 @@ def index_cases(x: Tensor, k: int) -> Iterator[Case]:
         lambda: torch.equal(
             ops.chunk_topk(in_chunks, 61, 4096)[0].long().view(-1, 61) % 4096,
             in_chunks.abs().topk(61, 1).indices.sort().values,
-        ), 4 * n + n // 4096 * 264, 4.0, 10.0,
+        ), 4 * n + n // 4096 * 264, 4.0, 3.0,
     )  # fmt: skip
     stream = ops.index_code_encode(indices, n)
     yield Case(

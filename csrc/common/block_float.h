@@ -1,4 +1,8 @@
-// Block-scaled integers: a block of numbers is a float32 step and signed integers of 4 or 8 bits, which count steps.
+// Block-scaled integers: a block of numbers is a float32 step and signed integers of 2, 4 or 8 bits, which count steps.
+//
+// Codes of 4 or 8 bits are from -top to top, and stand for multiples of the step. Codes of 2 bits are -2 to 1, and stand
+// for a half step more: -3/2, -1/2, 1/2 and 3/2 steps. The step is a third of the largest magnitude, so that what is
+// above 3/2 steps, half of it, is cut. Of steps that are a multiple of it, this one leaves the least error.
 //
 // A record is the step and then the codes, in two's complement and a little-endian bit stream: 4 + block * bits / 8
 // bytes. A payload is the records of consecutive blocks; those past the last element have codes 0. The same functions
@@ -18,8 +22,8 @@ constexpr int kDrawBits = 16;
 // Blocks whose magnitudes are all smaller are encoded as if they reached this one, so that no quotient overflows.
 constexpr float kLeastTop = 0x1p-100f;
 
-// The largest code; the smallest is its negative.
-GZ_HD int32_t block_float_top(int bits) { return (1 << (bits - 1)) - 1; }
+// The largest code; the smallest is its negative. With 2 bits, the largest magnitude in steps: codes are cut.
+GZ_HD int32_t block_float_top(int bits) { return bits == 2 ? 3 : (1 << (bits - 1)) - 1; }
 GZ_HD int64_t block_float_nbytes(int bits, int64_t block) { return 4 + block * bits / 8; }
 
 // step: the value of code 1, NaN if a number of the block is not finite.
@@ -52,6 +56,14 @@ GZ_HD int32_t stochastic_code(float x, float inverse, uint32_t draw) {
   return (int32_t(x * inverse) + int32_t(draw)) >> kDrawBits;
 }
 
-GZ_HD float block_float_value(int32_t code, float step) { return float(code) * step; }
+// The nearest of the values of 2-bit codes. Zero, which none of them is, goes up in elements of even index.
+GZ_HD int32_t half_step_code(float x, float inverse, bool odd) {
+  const float steps = x * inverse;
+  return -2 + int32_t(steps >= -1.0f) + int32_t(odd ? steps > 0.0f : steps >= 0.0f) + int32_t(steps >= 1.0f);
+}
+
+// The value of code 0, in steps.
+GZ_HD float block_float_offset(int bits) { return bits == 2 ? 0.5f : 0.0f; }
+GZ_HD float block_float_value(int32_t code, float offset, float step) { return (float(code) + offset) * step; }
 
 }  // namespace gradzip

@@ -46,28 +46,36 @@ GZ_SIMD_DISPATCH(uint32_t, largest_sum, (const float* x, const float* residual, 
 
 // error[i] = x[i] - the value of its code; error may be x, or null. draws: null rounds to nearest.
 template <bool kError, class Round>
-GZ_INLINE void codes_loop(const float* x, int n, float step, float* error, int8_t* codes, Round round) {
+GZ_INLINE void codes_loop(const float* x, int n, float offset, float step, float* error, int8_t* codes, Round round) {
   for (int i = 0; i < n; ++i) {
     const int32_t code = round(i);
     codes[i] = int8_t(code);
-    if (kError) error[i] = x[i] - block_float_value(code, step);
+    if (kError) error[i] = x[i] - block_float_value(code, offset, step);
   }
 }
-GZ_INLINE void codes_body(const float* x, int n, BlockScale scale, const uint16_t* draws, float* error, int8_t* codes) {
+GZ_INLINE void codes_body(const float* x, int n, int bits, BlockScale scale, const uint16_t* draws, float* error,
+                          int8_t* codes) {
+  const float offset = block_float_offset(bits);
+  const auto half_step = [&](int i) { return half_step_code(x[i], scale.inverse, i % 2 != 0); };
   const auto nearest = [&](int i) { return nearest_code(x[i], scale.inverse); };
   const auto stochastic = [&](int i) { return stochastic_code(x[i], scale.inverse, draws[i]); };
-  if (draws && error)
-    codes_loop<true>(x, n, scale.step, error, codes, stochastic);
+  if (bits == 2 && error)
+    codes_loop<true>(x, n, offset, scale.step, error, codes, half_step);
+  else if (bits == 2)
+    codes_loop<false>(x, n, offset, scale.step, error, codes, half_step);
+  else if (draws && error)
+    codes_loop<true>(x, n, offset, scale.step, error, codes, stochastic);
   else if (draws)
-    codes_loop<false>(x, n, scale.step, error, codes, stochastic);
+    codes_loop<false>(x, n, offset, scale.step, error, codes, stochastic);
   else if (error)
-    codes_loop<true>(x, n, scale.step, error, codes, nearest);
+    codes_loop<true>(x, n, offset, scale.step, error, codes, nearest);
   else
-    codes_loop<false>(x, n, scale.step, error, codes, nearest);
+    codes_loop<false>(x, n, offset, scale.step, error, codes, nearest);
 }
 GZ_SIMD_DISPATCH(void, codes,
-                 (const float* x, int n, BlockScale scale, const uint16_t* draws, float* error, int8_t* codes),
-                 (x, n, scale, draws, error, codes))
+                 (const float* x, int n, int bits, BlockScale scale, const uint16_t* draws, float* error,
+                  int8_t* codes),
+                 (x, n, bits, scale, draws, error, codes))
 
 // Two codes to a byte, and back. n is even.
 GZ_INLINE void pack_nibbles_body(const int8_t* codes, int n, uint8_t* packed) {
@@ -89,14 +97,36 @@ GZ_INLINE void unpack_nibbles_body(const uint8_t* packed, int n, int8_t* codes) 
 }
 GZ_SIMD_DISPATCH(void, unpack_nibbles, (const uint8_t* packed, int n, int8_t* codes), (packed, n, codes))
 
-GZ_INLINE void values_body(const int8_t* codes, int n, float step, const float* start, float* out) {
-  if (start)
-    for (int i = 0; i < n; ++i) out[i] = start[i] + block_float_value(codes[i], step);
-  else
-    for (int i = 0; i < n; ++i) out[i] = block_float_value(codes[i], step);
+// Four codes to a byte, and back. n is a multiple of 4.
+GZ_INLINE void pack_pairs_body(const int8_t* codes, int n, uint8_t* packed) {
+  for (int i = 0; i < n / 4; ++i) {
+    uint32_t four;
+    std::memcpy(&four, codes + 4 * i, 4);
+    four &= 0x03030303u;
+    packed[i] = uint8_t(four | four >> 6 | four >> 12 | four >> 18);
+  }
 }
-GZ_SIMD_DISPATCH(void, values, (const int8_t* codes, int n, float step, const float* start, float* out),
-                 (codes, n, step, start, out))
+GZ_SIMD_DISPATCH(void, pack_pairs, (const int8_t* codes, int n, uint8_t* packed), (codes, n, packed))
+
+GZ_INLINE void unpack_pairs_body(const uint8_t* packed, int n, int8_t* codes) {
+  for (int i = 0; i < n / 4; ++i) {
+    const uint32_t byte = packed[i];
+    // Adding 2 modulo 4 orders the codes from -2 on; subtracting 2 from each byte borrows from none whose top bit is set.
+    const uint32_t four = ((byte | byte << 6 | byte << 12 | byte << 18) & 0x03030303u) ^ 0x02020202u;
+    const uint32_t code = ((four | 0x80808080u) - 0x02020202u) ^ 0x80808080u;
+    std::memcpy(codes + 4 * i, &code, 4);
+  }
+}
+GZ_SIMD_DISPATCH(void, unpack_pairs, (const uint8_t* packed, int n, int8_t* codes), (packed, n, codes))
+
+GZ_INLINE void values_body(const int8_t* codes, int n, float offset, float step, const float* start, float* out) {
+  if (start)
+    for (int i = 0; i < n; ++i) out[i] = start[i] + block_float_value(codes[i], offset, step);
+  else
+    for (int i = 0; i < n; ++i) out[i] = block_float_value(codes[i], offset, step);
+}
+GZ_SIMD_DISPATCH(void, values, (const int8_t* codes, int n, float offset, float step, const float* start, float* out),
+                 (codes, n, offset, step, start, out))
 
 }  // namespace
 
@@ -132,12 +162,13 @@ void block_float_encode(const float* x, const float* residual, int64_t n, int64_
       int8_t* into = bits == 8 ? reinterpret_cast<int8_t*>(to) : narrow;
       const auto* draws = reinterpret_cast<const uint16_t*>(words) + (b - begin) % together * block;
       if (scale.finite)
-        codes(from, count, scale, stochastic ? draws : nullptr, left, into);
+        codes(from, count, bits, scale, stochastic ? draws : nullptr, left, into);
       else if (error)
         std::fill_n(left, count, scale.step);
       const int filled = scale.finite ? count : 0;
       std::memset(into + filled, 0, size_t(block - filled));
       if (bits == 4) pack_nibbles(narrow, int(block), to);
+      if (bits == 2) pack_pairs(narrow, int(block), to);
     }
   });
 }
@@ -159,8 +190,9 @@ void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t 
                         std::memcpy(&step, coded, 4);
                         coded += 4;
                         if (bits == 4) unpack_nibbles(coded, int(block), narrow);
-                        values(bits == 4 ? narrow : reinterpret_cast<const int8_t*>(coded), count, weight * step, from,
-                               out + first);
+                        if (bits == 2) unpack_pairs(coded, int(block), narrow);
+                        values(bits == 8 ? reinterpret_cast<const int8_t*>(coded) : narrow, count,
+                               block_float_offset(bits), weight * step, from, out + first);
                         from = out + first;
                       }
                     }

@@ -169,10 +169,10 @@ void ternary_decode_add(const WeightedSum* table, int64_t count, const TernaryTe
                         int threads);
 
 // --- block_float
-// Block-scaled integers of 4 or 8 bits (common/block_float.h), one read of x. block is a multiple of 32, 4096 at most.
+// Block-scaled integers of 2, 4 or 8 bits (common/block_float.h), one read of x. block is a multiple of 32, 4096 at most.
 // payload: the records of `blocks` blocks, of which the first hold the n elements and the others nothing. Encodes
 // x + residual if residual is not null, and writes what the payload lacks of it to `error`, which may be x; it may be
-// null if residual is. Draw i of the key rounds element i if `stochastic`. A block with an element that is not finite
+// null if residual is. Draw i of the key rounds element i if `stochastic`, with 4 or 8 bits. A block with an element that is not finite
 // gets a step and an `error` of NaN.
 void block_float_encode(const float* x, const float* residual, int64_t n, int64_t blocks, int bits, int64_t block,
                         bool stochastic, uint64_t key, float* error, uint8_t* payload, int threads);

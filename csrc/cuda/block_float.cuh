@@ -1,5 +1,5 @@
 // Block-scaled integers. A thread takes eight elements, as many as a counter of the generator has draws for: their codes
-// are two words of a payload, or one. A payload is read and written as words; its address is a multiple of 4.
+// are two words of a payload, one, or a half. A payload is read and written as words; its address is a multiple of 4.
 #pragma once
 
 #include "common/block_float.h"
@@ -62,10 +62,15 @@ __global__ void __launch_bounds__(kBlock)
             code[j] = stochastic_code(value[j], scale.inverse, draw.v[j / 2] >> (16 * (j % 2)) & 0xffffu);
         } else {
 #pragma unroll
-          for (int j = 0; j < kEight; ++j) code[j] = nearest_code(value[j], scale.inverse);
+          for (int j = 0; j < kEight; ++j) {
+            if (bits != 2)
+              code[j] = nearest_code(value[j], scale.inverse);
+            else if (first + i + j < n)  // what follows has code 0, which is not zero
+              code[j] = half_step_code(value[j], scale.inverse, j % 2 != 0);
+          }
         }
       }
-      const uint32_t mask = bits == 8 ? 0xffu : 0xfu;
+      const uint32_t mask = (1u << bits) - 1u;
       uint32_t low = 0, high = 0;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -75,13 +80,16 @@ __global__ void __launch_bounds__(kBlock)
       if (bits == 8) {
         words[1 + i / 4] = low;
         words[2 + i / 4] = high;
-      } else {
+      } else if (bits == 4) {
         words[1 + i / 8] = low | high << 16;
+      } else {  // half a word
+        reinterpret_cast<uint16_t*>(words + 1)[i / 8] = uint16_t(low | high << 8);
       }
       if (error == nullptr) continue;
+      const float offset = block_float_offset(bits);
 #pragma unroll
       for (int j = 0; j < kEight; ++j)
-        value[j] = scale.finite ? value[j] - block_float_value(code[j], scale.step) : scale.step;
+        value[j] = scale.finite ? value[j] - block_float_value(code[j], offset, scale.step) : scale.step;
       store_eight(error, first + i, n, value);
     }
   }
@@ -110,15 +118,18 @@ __global__ void __launch_bounds__(kBlock)
       if (bits == 8) {
         low = __ldg(words + 1 + i / 4);
         high = __ldg(words + 2 + i / 4);
-      } else {
+      } else if (bits == 4) {
         low = __ldg(words + 1 + i / 8);
         high = low >> 16;
+      } else {
+        low = __ldg(words + 1 + i / 16) >> (16 * (i / 8 % 2));
+        high = low >> 8;
       }
 #pragma unroll
       for (int j = 0; j < kEight; ++j) {
         const uint32_t word = (j < 4 ? low : high) >> (bits * (j % 4));
         const int32_t code = int32_t(word << (32 - bits)) >> (32 - bits);
-        const float value = block_float_value(code, step);
+        const float value = block_float_value(code, block_float_offset(bits), step);
         sum[j] = start || p > 0 ? sum[j] + value : value;
       }
     }

@@ -1,4 +1,4 @@
-"""Block-scaled integers of 8 or 4 bits: a fixed compression ratio, one pass to encode, small errors."""
+"""Block-scaled integers of 8, 4 or 2 bits: a fixed compression ratio, one pass to encode, small errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class _Average(NamedTuple):
     max_abs: float  # an upper bound of its magnitudes
 
 
-@register("block-float", examples=["", "bits=4", "block=64,rounding=nearest,error_feedback=False"])
+@register(
+    "block-float",
+    examples=["", "bits=4", "block=64,rounding=nearest,error_feedback=False", "bits=2,block=64,rounding=nearest"],
+)
 @dataclass
 class BlockFloat(ErrorFeedback):
     """Rounds each element to a multiple of a step that neighbouring elements share.
@@ -34,6 +37,9 @@ class BlockFloat(ErrorFeedback):
         stochastic    floor(x / step + u), u uniform in [0, 1)
         nearest       x / step rounded to nearest
 
+    With 2 bits, the step is a third of the largest magnitude, and an element is sent as the nearest of -3/2, -1/2, 1/2
+    and 3/2 steps.
+
     With p ranks, one step of training is:
 
         1. Each rank encodes gradient + residual, in p partitions of equally many blocks, and keeps the error as its
@@ -43,22 +49,23 @@ class BlockFloat(ErrorFeedback):
 
     Elements are therefore rounded twice. The error is below 1 step of the rank's own block plus 1 step of the average's
     block; 1/2 and 1/2 with "nearest". The largest element of a block has a relative error below 0.8 % with bits = 8,
-    and 14 % with 4.
+    and 14 % with 4. With 2, half of the largest element stays for the next step, and elements above a third of it are
+    off by up to 3/2 steps.
 
     "stochastic" is unbiased, except that x / step is cut to 16 bits below the point: the expectation of an element is
     off by less than 2^-16 steps. "nearest" has half the largest error and is biased: without error feedback, elements
     that stay below half a step are never sent.
 
     Args:
-        bits: size of an integer, 8 or 4.
+        bits: size of an integer, 8, 4 or 2. 2 needs rounding = "nearest".
         block: a multiple of 32 up to 4096. Smaller blocks have smaller steps, and more steps are sent.
         rounding: "stochastic" or "nearest".
         error_feedback: add both errors to the next gradient.
         seed: of the random numbers u.
 
     Payload: for each block, its step (float32) and its integers: 4 + block bits / 8 bytes, a ratio of 3.94 to float32
-    with bits = 8, and 7.76 with 4. No header: lengths follow from the shape. A rank sends 2 (p - 1) / p payloads, as in
-    an all-reduce. If an element is not finite, the step of its block is NaN, also in the average.
+    with bits = 8, 7.76 with 4 and 15.06 with 2. No header: lengths follow from the shape. A rank sends 2 (p - 1) / p
+    payloads, as in an all-reduce. If an element is not finite, the step of its block is NaN, also in the average.
 
     Deterministic for a seed. On a device, waits once, for a bound of the average's magnitudes; nothing else depends on
     the host.
@@ -86,6 +93,8 @@ class BlockFloat(ErrorFeedback):
         ops.check_block_float(self.bits, self.block, "BlockFloat")
         if self.rounding not in ("stochastic", "nearest"):
             raise ValueError(f"BlockFloat: got rounding = {self.rounding!r}, expected 'stochastic' or 'nearest'")
+        if (self.bits, self.rounding) == (2, "stochastic"):
+            raise ValueError("BlockFloat: got rounding = 'stochastic' with bits = 2, expected rounding = 'nearest'")
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]

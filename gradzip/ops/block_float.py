@@ -1,4 +1,4 @@
-"""Block-scaled integers: a float32 step for each block of numbers, and a code of 4 or 8 bits for each number."""
+"""Block-scaled integers: a float32 step for each block of numbers, and a code of 2, 4 or 8 bits for each number."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _LARGEST_BLOCK = 4096
 
 def check_block_float(bits: int, block: int, what: str) -> None:
     """Raise ValueError unless there are codes of `bits` bits and blocks of `block` elements."""
-    if bits not in (4, 8):
-        raise ValueError(f"{what}: got bits = {bits!r}, expected 4 or 8")
+    if bits not in (2, 4, 8):
+        raise ValueError(f"{what}: got bits = {bits!r}, expected 2, 4 or 8")
     if not (isinstance(block, int) and 32 <= block <= _LARGEST_BLOCK and block % 32 == 0):
         raise ValueError(f"{what}: got block = {block!r}, expected a multiple of 32 from 32 to {_LARGEST_BLOCK}")
 
@@ -44,13 +44,15 @@ def block_float_encode(
     The step of a block is max \\|x\\| / s, where s = 2^(bits - 1) - 1, and codes are x / step, rounded to nearest, ties
     to even; or, with a key, floor(x / step + u), u uniform in [0, 1) of 16 bits: half i % 2 of draw i // 2 of the key
     for element i. Then x / step is cut to 16 bits first: the expectation of a decoded element is off by less than
-    2^-16 steps. Codes are in [-s, s]. Each block is its step (float32), and then its codes in two's complement, a
-    little-endian bit stream.
+    2^-16 steps. Codes are in [-s, s]. With bits = 2, the step is max \\|x\\| / 3, and a code from -2 to 1 stands for
+    half a step more: +-1/2 and +-3/2 steps, whichever is nearest. Zero goes up in elements of even index, down in
+    others.
+    Each block is its step (float32), and then its codes in two's complement, a little-endian bit stream.
 
     x: n elements, any shape, float32. block: elements of a block, a multiple of 32, 4096 at most. key: 64-bit key of
-    the random generator; None rounds to nearest. blocks: of the payload, at least ceil(n / block), which is the
-    default; zeros follow x. residual: n elements, float32, and then `error` is needed. error: n elements, float32, for
-    x + residual - decoded; may be x. out: the payload's memory.
+    the random generator, with 4 or 8 bits; None rounds to nearest. blocks: of the payload, at least ceil(n / block),
+    which is the default; zeros follow x. residual: n elements, float32, and then `error` is needed. error: n elements,
+    float32, for x + residual - decoded; may be x. out: the payload's memory.
 
     If an element is not finite, its block decodes to NaN, and its `error` is NaN. If all magnitudes of a block
     are below 2^-100, its step is 2^-100 / s. Deterministic. Does not wait for the device.
@@ -61,6 +63,8 @@ def block_float_encode(
     """
     what = "block_float_encode"
     check_block_float(bits, block, what)
+    if bits == 2 and key is not None:
+        raise ValueError(f"{what}: got a key with bits = 2, whose codes are rounded to nearest, expected None")
     key_bits = 0 if key is None else _native.check_key(key, what)
     x = _native.check(x, torch.float32, f"{what}: x")
     n = x.numel()

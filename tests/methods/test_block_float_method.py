@@ -32,13 +32,18 @@ def in_blocks(x, blocks, block):
 
 def encode(x, bits, block, blocks, key):
     """(codes, steps) of a payload of x, as float32. key: None rounds to nearest."""
-    top = np.float32(2 ** (bits - 1) - 1)
+    top = np.float32(3 if bits == 2 else 2 ** (bits - 1) - 1)
     rows = in_blocks(x, blocks, block)
     largest = np.maximum(np.abs(rows).max(1, keepdims=True), np.float32(2.0**-100))
     limit = top if key is None else top * np.float32(65536)
     inverse = limit / largest
     inverse = np.where(largest * inverse > limit, np.nextafter(inverse, np.float32(0)), inverse)
-    if key is None:
+    if bits == 2:  # -3/2, -1/2, 1/2, 3/2; zero goes up and down in turns
+        t = rows * inverse
+        up = t > 0
+        up[:, ::2] |= t[:, ::2] == 0
+        codes = np.float32(-1.5) + (t >= -1) + up + (t >= 1)
+    elif key is None:
         codes = np.rint(rows * inverse)
     else:
         draws = philox.words(key, x.size // 2 + 1).astype("<u4").view("<u2")[: x.size]
@@ -86,9 +91,11 @@ class Reference:
         return np.concatenate(result)
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 @pytest.mark.parametrize("error_feedback", [False, True])
-@pytest.mark.parametrize("bits, block", FORMATS)
+@pytest.mark.parametrize(
+    "bits, block, rounding",
+    [*((*of, rounding) for rounding in ("stochastic", "nearest") for of in FORMATS), (2, 96, "nearest")],
+)
 @pytest.mark.parametrize("size", SIZES)
 def test_equals_the_algorithm_to_the_bit(size, bits, block, error_feedback, rounding):
     method = gradzip.BlockFloat(bits, block, rounding, error_feedback)
@@ -265,7 +272,8 @@ def test_state_moves_with_the_bucket():
 
 def test_errors():
     for arguments, message in [
-        ((2,), "BlockFloat: got bits = 2, expected 4 or 8"),
+        ((3,), "BlockFloat: got bits = 3, expected 2, 4 or 8"),
+        ((2,), "BlockFloat: got rounding = 'stochastic' with bits = 2, expected rounding = 'nearest'"),
         ((8, 100), "BlockFloat: got block = 100, expected a multiple of 32 from 32 to 4096"),
         ((8, 256, "up"), "BlockFloat: got rounding = 'up', expected 'stochastic' or 'nearest'"),
     ]:

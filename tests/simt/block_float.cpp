@@ -81,10 +81,10 @@ int main() {
     for (simt::Kind kind : simt::kKinds) {
       const simt::Buffer<float> x(simt::data(kind, n), n % 4);
       for (int64_t block : kBlocks)
-        for (int bits : {4, 8}) {
+        for (int bits : {2, 4, 8}) {
           const bool few = block == (n > 70000 ? 256 : 288) && kind == simt::Kind::wild;
           if (n < 2000 || (n < 10000 && kind == simt::Kind::wild) || few)
-            test(x, n, bits, block, (n + block / 32 + bits / 4) % 3 > 0, 1 + n % 3);
+            test(x, n, bits, block, bits > 2 && (n + block / 32 + bits / 4) % 3 > 0, 1 + n % 3);
         }
     }
   if (!simt::kRaces) test_many(600);

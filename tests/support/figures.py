@@ -1013,8 +1013,9 @@ STATED: list[Stated] = [
     # docs/methods.md
     (
         METHODS,
-        "{:.2f} times less than float32, or 132 with `bits=4`, {:.2f} times less",
-        lambda: (1024 / 260, 1024 / 132),
+        "{:.2f} times less than float32, or 132 with `bits=4`, {:.2f} times less, "
+        "or 68 with `bits=2`, {:.2f} times less",
+        lambda: (1024 / 260, 1024 / 132, 1024 / 68),
     ),
     (
         METHODS,
