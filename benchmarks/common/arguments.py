@@ -51,7 +51,7 @@ def picture_file(text: str) -> Path:
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"got {text}, expected a name that ends in .png, .svg or .pdf")
     if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("matplotlib is not installed; install gradzip[bench], or leave this out")
+        raise argparse.ArgumentTypeError("matplotlib is not installed; pip install '.[bench]', or leave this out")
     return path
 
 

@@ -115,7 +115,7 @@ def checked(parse: Parser) -> argparse.Namespace:
         args.data_of[name], args.settings[name] = path, settings(recipe, dataset)
     args.runs = runs_of(chosen)
     if args.write and importlib.util.find_spec("matplotlib") is None:
-        parse.error("argument --write: matplotlib is not installed; install gradzip[bench]")
+        parse.error("argument --write: matplotlib is not installed; pip install '.[bench]'")
     return args
 
 

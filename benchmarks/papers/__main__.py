@@ -52,7 +52,7 @@ def parse_arguments(parser: Parser) -> argparse.Namespace:
     if args.png_dir and not args.png_dir.is_dir():
         parser.error(f"--png-dir {args.png_dir}: expected a folder that exists")
     if args.png_dir and not importlib.util.find_spec("matplotlib"):
-        parser.error("argument --png-dir: matplotlib is not installed; install gradzip[bench], or leave this out")
+        parser.error("argument --png-dir: matplotlib is not installed; pip install '.[bench]', or leave this out")
     return args
 
 

@@ -12,17 +12,35 @@ from ..inspection import figure
 from ..inspection.cells import Cell, Report
 from ..inspection.table import shape_text
 
-_COLUMNS = (
-    "layer", "elements", "method", "error α", "cosine", "ratio", "bytes", "zeros, %", "clamped, %", "encode, ms",
-    "decode, ms",
-)  # fmt: skip
+_COLUMNS = {  # and how to read them
+    "layer": "The parameter. Grey rows: too small or too short for the method, so averaged as they are.",
+    "elements": "Elements of the gradient. Each is 4 bytes in float32.",
+    "method": "The method and its arguments, as for <code>gradzip.parse</code>.",
+    "error α": "|x − x̂| / |x|, where x is the gradient and x̂ what other ranks see of it, in one step without a "
+    "residual: 0 is exact, 1 is as if nothing had been sent. A large α does not mean that training fails: error "
+    "feedback sends the rest later, and errors of unbiased methods average out. Compare like methods by it.",
+    "cosine": "Of the angle between x and x̂: 1 is the same direction, 0 a useless one.",
+    "ratio": "Bytes of the float32 gradient for each byte sent, headers included: larger is less traffic.",
+    "bytes": "What one rank sends of it in a step.",
+    "zeros, %": "Elements of x̂ that are 0: nothing of them is sent in this step.",
+    "clamped, %": "Values beyond a fixed <code>value_range</code>, which are sent as its end. Widen the range if they "
+    "are many. Empty: the method has no fixed range.",
+    "encode, ms": "Time to compress on this machine. It pays only where it is less than the time saved on the network.",
+    "decode, ms": "Time to decompress the payload of one rank. With a gather, a step decodes those of all ranks.",
+}
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
 th { cursor: pointer; text-align: right; position: sticky; top: 0; background: #eee }
 td { text-align: right; border-top: 1px solid #ddd } th, td { padding: .2em .7em; white-space: nowrap }
-.name { text-align: left } .bypassed td { color: #999 } img { max-width: 100% } h2 { font-size: 1.1em }
+.name { text-align: left } .bypassed td { color: #777 } img { max-width: 100% } h2 { font-size: 1.1em }
+.wide { overflow-x: auto } dt { font-weight: 600 } dd { margin: 0 0 .4em 1.5em } summary { cursor: pointer }
+.wide.long { max-height: 80vh }
+@media (prefers-color-scheme: dark) {
+  body { background: #181818; color: #ddd } th { background: #333 } td { border-color: #444 }
+  .bypassed td { color: #999 } img { border-radius: 4px }
+}
 """
 
 _SCRIPT = """
@@ -44,18 +62,20 @@ def page(report: Report, source: str) -> str:
     cells = [_row(layer, m, report.cells[layer, m]) for layer in report.layers for m in report.methods]
     return "\n".join([
         "<!doctype html>",
-        f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style></head><body>',
+        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{title}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{title}</h1>",
-        "<p>α is the relative error |x − x̂| / |x| of one step without a residual. Methods that use factors again have "
-        f"made {report.warm} steps on the same gradient before. The ratio is that of the bytes which "
-        "one rank sends, headers included. Times are of one rank's payload on this machine.</p>",
-        "<p>Click on a column to sort by it.</p>",
+        "<details open><summary>How to read the columns</summary><dl>",
+        *(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in _COLUMNS.items()),
+        f"</dl><p>Methods that use factors again have made {report.warm} steps on the same gradient before: "
+        "their error is about the least that the rank allows.</p></details>",
+        "<p>Click on the head of a column to sort by it.</p>",
         "<h2>Whole model</h2>", _table(totals),
         "<h2>Distributions</h2>",
         "<p>Grey: the gradient. Line: what is sent of it. The counts are logarithmic. The last panel has the errors of "
         "the elements: the share that is smaller.</p>",
         *_pictures(report),
-        "<h2>Layers</h2>", _table(cells),
+        "<h2>Layers</h2>", _table(cells, long=True),
         f"<p>gradzip {_version.__version__}</p><script>{_SCRIPT}</script></body></html>",
         "",
     ])  # fmt: skip
@@ -71,10 +91,11 @@ def _pictures(report: Report) -> Iterator[str]:
         yield f'<p><img alt="{text}" src="data:image/png;base64,{data}"></p>'
 
 
-def _table(rows: list[str]) -> str:
+def _table(rows: list[str], long: bool = False) -> str:
     names = {"layer", "method"}
     header = "".join(f"<th{' class=name' if name in names else ''}>{name}</th>" for name in _COLUMNS)
-    return f"<table><thead><tr>{header}</tr></thead><tbody>\n" + "\n".join(rows) + "\n</tbody></table>"
+    box = '<div class="wide long">' if long else '<div class="wide">'
+    return f"{box}<table><thead><tr>{header}</tr></thead><tbody>\n" + "\n".join(rows) + "\n</tbody></table></div>"
 
 
 def _row(layer: str, method: str, cell: Cell) -> str:

@@ -30,6 +30,7 @@ from ..averaging.buckets import Plan
 from ..averaging.handshake import differences
 from ..averaging.session import Session, queue_callback
 from ..collectives.traffic import Traffic
+from ..memory.state_dict import in_line
 from ..memory.streams import use_on_current_stream
 from ..methods.base.compressor import Compressor
 from .shards import Shards
@@ -125,9 +126,10 @@ class ReplicaAverages:
         Raises:
             ValueError: the state dict is that of another method, or has no states of this rank.
         """
-        if self._key not in state_dict:
+        if not (isinstance(state_dict, Mapping) and self._key in state_dict):
+            got = f"the states of {sorted(state_dict)}" if isinstance(state_dict, Mapping) else in_line(state_dict)
             raise ValueError(
-                f"ReplicaAverages.load_state_dict: got the states of {sorted(state_dict)}, expected those of "
+                f"ReplicaAverages.load_state_dict: got {got}, expected those of "
                 f"{self._key!r}: load them on as many ranks, with the same mesh, as they were saved on"
             )
         loaded = torch.load(io.BytesIO(state_dict[self._key]), map_location="cpu", weights_only=True)

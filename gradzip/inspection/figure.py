@@ -14,7 +14,7 @@ from .cells import Report
 from .table import shape_text, shortened
 
 FORMATS = (".png", ".svg", ".pdf")
-MISSING = "matplotlib is not installed: pip install 'gradzip[see]'"
+MISSING = "matplotlib is not installed: pip install matplotlib"
 
 
 def available() -> bool:
@@ -39,12 +39,12 @@ def _draw(report: Report, layers: Sequence[str]) -> Any:
     # Without pyplot: it would choose a window system, and keep the figure.
     from matplotlib.figure import Figure
 
-    columns = min(5, len(report.methods) + 1)
+    columns = min(4, len(report.methods) + 1)
     rows = -(-(len(report.methods) + 1) // columns)
-    figure = Figure(figsize=(2.3 * columns, len(layers) * (1.75 * rows + 0.4)), layout="constrained")
+    figure = Figure(figsize=(3.2 * columns, len(layers) * (2.4 * rows + 0.5)), layout="constrained")
     for part, layer in zip(np.atleast_1d(np.asarray(figure.subfigures(len(layers), 1))), layers):
         title = f"{_label(layer, 60)}  {shape_text(report, layer)}"
-        part.suptitle(title, fontsize=9, x=0.01, ha="left", fontweight="bold")
+        part.suptitle(title, fontsize=11, x=0.01, ha="left", fontweight="bold")
         axes = part.subplots(rows, columns, squeeze=False).reshape(-1)
         for i, method in enumerate(report.methods):
             _histogram(axes[i], report, layer, method, f"C{i % 10}")
@@ -61,9 +61,11 @@ def _histogram(ax: Any, report: Report, layer: str, method: str, color: str) -> 
     ax.stairs(histogram.sent, edges, color=color, linewidth=0.9)
     ax.set_yscale("log")
     ax.set_ylim(0.5, 3 * max(1, *histogram.wanted, *histogram.sent))
-    ax.set_title(_label(method), fontsize=8)
+    ax.set_title(_label(method), fontsize=10)
+    ax.set_ylabel("elements", fontsize=8)
+    ax.set_xlabel("value", fontsize=8)
     shown = f"α {cell.error:.3f}\n{cell.ratio:.1f}×" if cell.compressed else "uncompressed"
-    ax.text(0.97, 0.95, shown, transform=ax.transAxes, ha="right", va="top", fontsize=7)
+    ax.text(0.97, 0.95, shown, transform=ax.transAxes, ha="right", va="top", fontsize=9)
     _small(ax)
 
 
@@ -75,7 +77,9 @@ def _errors(ax: Any, report: Report, layer: str) -> None:
     ax.set_xscale("log")
     ax.set_xlim(1e-5 * scale, 2 * scale)
     ax.set_ylim(0, 1)
-    ax.set_title("share of elements with error < …", fontsize=8)
+    ax.set_title("errors of all methods", fontsize=10)
+    ax.set_ylabel("share of elements", fontsize=8)
+    ax.set_xlabel("error of an element, at most", fontsize=8)
     _small(ax)
 
 
@@ -85,7 +89,7 @@ def _label(text: str, width: int = 30) -> str:
 
 
 def _small(ax: Any) -> None:
-    ax.tick_params(labelsize=6, length=2)
-    ax.xaxis.get_offset_text().set_fontsize(6)
+    ax.tick_params(labelsize=8, length=2)
+    ax.xaxis.get_offset_text().set_fontsize(8)
     if ax.get_xscale() == "linear":
         ax.locator_params(axis="x", nbins=3)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -28,11 +30,20 @@ def call(path: Path, function: str) -> Any:
         raise UserError(f"{path}:{function}: got no such file")
     with _as_script(path):
         with user_errors(f"{path}:{function}"):
-            found = getattr(_module(path), function, None)
+            module = _module(path)
+        found = getattr(module, function, None)
         if not callable(found):
-            raise UserError(f"{path}: got no function {function!r}")
+            raise UserError(f"{path}: got no function {function!r}{_others(path, module)}")
         with user_errors(f"{path}:{function}"):
             return found()
+
+
+def _others(path: Path, module: ModuleType) -> str:
+    """A part of a message that says how to name another function of the file, if there is one."""
+    defined = [
+        n for n, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+    return f"; name another one, as in {path}:{defined[0]} (it has {', '.join(defined[:8])})" if defined else ""
 
 
 @contextlib.contextmanager

@@ -75,6 +75,8 @@ def in_line(value: Any) -> str:
 def check_method(state_dict: Mapping[str, Any], method: str) -> None:
     """Raise ValueError for what is no state dict, that of another method, or a merged one of all ranks."""
     what = f"{method}.load_state_dict"
+    if state_dict is None:
+        raise ValueError(f"{what}: got None, expected what state_dict() returned; without one, load nothing")
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"{what}: got {type(state_dict).__name__}, expected what state_dict() returned")
     if "ranks" in state_dict:

@@ -16,12 +16,17 @@ from ..averaging.buckets import Plan, cut
 from ..averaging.session import Session
 from ..collectives import Broadcast
 from ..collectives.traffic import Traffic
+from ..memory.state_dict import in_line
 from ..methods.base.compressor import Compressor
 from ..methods.none import NoCompression
 from .background import Background, Foreground, Seconds
 from .exchange import Exchanged, OuterLoop, Pending, Worker
 from .fragments import Schedule
 from .global_copy import MakeOptimizer, nesterov
+
+
+# Of a state dict.
+_KEYS = {"steps", "next", "fragments", "exchanges", "equal", "pending", "global", "compressor"}
 
 
 class LocalSteps(OuterLoop):
@@ -169,8 +174,13 @@ class LocalSteps(OuterLoop):
         """Load what `state_dict` has returned, on all ranks. Training goes on with the same bits.
 
         Raises:
-            ValueError: it is of another model or method, or of other fragments.
+            ValueError: it is of another model or method, of other fragments, or no state dict.
         """
+        if not (isinstance(state_dict, Mapping) and _KEYS <= state_dict.keys()):
+            got = f"a dict with {sorted(state_dict)}" if isinstance(state_dict, Mapping) else in_line(state_dict)
+            raise ValueError(
+                f"LocalSteps.load_state_dict: got {got}, expected what state_dict() returned; without one, load nothing"
+            )
         if state_dict["fragments"] != len(self._fragments):
             raise ValueError(
                 f"LocalSteps.load_state_dict: got a state dict of {state_dict['fragments']} fragments, expected "

@@ -239,12 +239,15 @@ def run_sharded(options, diverges=None):
 
 @scenario
 def refused():
-    """Errors of arguments that differ between ranks."""
+    """Errors of arguments that differ between ranks, and of what is no state dict."""
     model, optimizer = make(0)
+    outer = gradzip.outer.LocalSteps(model, optimizer, group=GROUP)
+    loads = [message(outer.load_state_dict, other) for other in (None, {"steps": 1})]
+    outer.remove()
     every = message(lambda: gradzip.outer.LocalSteps(model, optimizer, every=3 + job.rank, group=GROUP))
     delay = message(lambda: gradzip.outer.LocalSteps(model, optimizer, delay=1 + job.rank, group=GROUP))
     method = gradzip.TopK(theta=0.9 + job.rank / 100)
-    return every, delay, message(lambda: gradzip.outer.LocalSteps(model, optimizer, method, group=GROUP))
+    return every, delay, message(lambda: gradzip.outer.LocalSteps(model, optimizer, method, group=GROUP)), loads
 
 
 if __name__ == "__main__":

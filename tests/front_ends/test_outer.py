@@ -421,8 +421,12 @@ def test_a_monitor_sees_differences_and_how_the_ranks_agree(results):
         assert agreement == pytest.approx(cosine.item(), rel=1e-5)
 
 
-def test_other_arguments_are_refused_on_all_ranks(results):
-    for every, delay, method in results["refused"]:
+def test_other_arguments_and_state_dicts_are_refused(results):
+    for every, delay, method, loads in results["refused"]:
+        assert loads[0].startswith(
+            "ValueError: LocalSteps.load_state_dict: got None, expected what state_dict() returned"
+        )
+        assert "got a dict with ['steps'], expected" in loads[1]
         assert "rank 1 has delay = 2, rank 0 delay = 1" in delay
         assert "rank 1 has every = 4, rank 0 every = 3" in every
         assert "rank 1 compresses with TopK" in method

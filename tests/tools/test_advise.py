@@ -161,7 +161,7 @@ def test_file(capsys, tmp_path):
             r"got --model 'resnet51', expected file.py:build, shapes.json or one of: .*",
         ),
         (["--model", "gone.py:build"], r"gone.py:build: got no such file; expected .*"),
-        (["--model", "{file}:gone"], r".*net.py: got no function 'gone'; expected .*"),
+        (["--model", "{file}:gone"], r".*net.py: got no function 'gone'; name another one, as in .*net.py:\w+ .*"),
         (["--model", "{file}:loss"], r".*net.py:loss: got a tensor of no dimensions, as a loss is, for inputs; .*"),
         (["--model", "{file}:number"], r".*net.py:number: got int, expected .*torch.nn.Module, or \(module, inputs\)"),
         (["--model", "{file}:fails"], r".*net.py:fails: KeyError: 'no such.*key'; expected .*"),
@@ -473,7 +473,7 @@ def test_picture_without_matplotlib(capsys, shapes, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delattr(advise, "measure_layers")  # nothing is measured
     error = run(capsys, "--model", shapes, *BASE, "--png", tmp_path / "k.png", status=2).err
-    assert error == "gradzip advise: error: --png: matplotlib is not installed: pip install 'gradzip[see]'\n"
+    assert error == "gradzip advise: error: --png: matplotlib is not installed: pip install matplotlib\n"
 
 
 @pytest.fixture
