@@ -19,6 +19,7 @@ import gradzip
 from benchmarks.common.jobs import JobError, error_line, has_own_net
 from benchmarks.common.results import ResultsError
 from benchmarks.training import __main__ as training
+from benchmarks.training import report
 from benchmarks.training.averagers import averager
 from benchmarks.training.jobs import Job
 from benchmarks.training.rank import num_steps
@@ -408,3 +409,10 @@ def test_shorthands_have_every_method():
     assert least_warmup("ddp:per-layer:conv=gradiveq(warmup_steps=0,sample_steps=2),default=topk") == 3
     assert least_warmup("ddp:phases:0=none,7=gradiveq(warmup_steps=1,sample_steps=4)") == 7 + 6
     assert (least_warmup("ddp-powersgd"), least_warmup("horovod:topk")) == (3, 1)
+
+
+def test_a_beaten_step_without_communication_is_no_bound():
+    rows = [{"variant": "compute", "ms": 651.0}, {"variant": "horovod", "ms": 529.0}]
+    assert "no bound" in report.labels(rows)("compute") and "Horovod" in report.labels(rows)("horovod")
+    rows[1]["ms"] = 700.0
+    assert report.labels(rows)("compute") == "no communication (upper bound)"
