@@ -63,6 +63,10 @@ class Advice:
         layers = self.compressed(method, link.ranks)
         return cost.predict(self.step, layers, link, **JOINED[self.front_end])
 
+    def exchange(self, method: str) -> cost.Exchange:
+        """An exchange of local steps with a method."""
+        return cost.exchange(self.step, self.compressed(method, self.link.ranks), self.link)
+
     def rows(self) -> list[Row]:
         predictions = {method: self.predict(method, self.link) for method in self.costs}
         fp32, fp16 = predictions[FP32].seconds, predictions[FP16].seconds

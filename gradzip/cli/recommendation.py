@@ -9,6 +9,7 @@ from .advice import Advice, Row
 from .decision import FP16, FP32, Decision
 
 SHOWN = 3  # methods that are named as faster ones
+ENOUGH = 0.9  # share of the ideal; where averages of every step do not reach it, local steps are recommended
 
 
 def recommendation(advice: Advice, rows: Sequence[Row]) -> Iterator[str]:
@@ -17,6 +18,7 @@ def recommendation(advice: Advice, rows: Sequence[Row]) -> Iterator[str]:
     yield sentence(rows, decision)
     if decision.compresses:
         yield from _accuracy(advice, decision.chosen)
+    yield from _local_steps(advice, rows)
     if advice.named:
         return
     if advice.optimizer is None:
@@ -91,6 +93,23 @@ def _accuracy(advice: Advice, method: str) -> Iterator[str]:
         elif advice.optimizer is not None:
             yield f"With {name}, no study has measured what {method} costs in accuracy."
     yield "A study is no proof: train your network with and without, and compare."
+
+
+def _local_steps(advice: Advice, rows: Sequence[Row]) -> Iterator[str]:
+    """What local steps need, if no method that may be advised reaches `ENOUGH` with averages of every step."""
+    usable = {FP32, FP16, *advice.allowed(advice.optimizer)}
+    if max(row.share_of_ideal for row in rows if row.method in usable) >= ENOUGH:
+        return
+    # Studies of an optimizer are of gradients: for differences, only methods that every optimizer goes with.
+    exchanges = {method: advice.exchange(method) for method in {FP32, FP16, *advice.allowed(None)}}
+    method = min(exchanges, key=lambda name: exchanges[name].seconds)
+    found = exchanges[method]
+    yield (
+        f"No method that may be advised reaches {ENOUGH:.0%} of the ideal when every step averages. With local steps, "
+        f"gradzip.outer.LocalSteps(..., every={found.every(ENOUGH)}) and {_name(method)} do: an exchange sends "
+        f"{found.nbytes / 1e6:.2f} MB in {_ms(found.seconds)}, and {found.hidden_by} or more steps could hide it. "
+        "Local steps change what is learned: train with and without, and compare."
+    )
 
 
 def _with_optimizers(advice: Advice, rows: Sequence[Row], known: Decision) -> Iterator[str]:

@@ -119,6 +119,15 @@ def test_text(capsys, shapes):
     assert [line.split()[0] for line in lines if re.match(r"\d+ +\d", line) and "%" in line] == ["2", "4", "8", "12"]
 
 
+def test_local_steps_where_every_step_cannot_average(capsys, shapes):
+    arguments = ["--model", shapes, "--ranks", "2", "--methods", "block-float"]
+    text = run(capsys, *arguments, "--bandwidth", "1mbit", "--step-ms", 10).out
+    every = int(re.search(r"gradzip.outer.LocalSteps\(..., every=(\d+)\) and block-float do", text)[1])
+    # 0.9 / 0.1 times the 0.12 MB of integers of 8 bits, at 0.125 MB/s, in steps of 10 ms; the codec adds to that.
+    assert 9 * 0.95 * 100 * 0.96 <= every <= 9 * 100 * 1.5
+    assert "LocalSteps" not in run(capsys, *arguments, "--bandwidth", "10gbit", "--step-ms", 500).out
+
+
 def test_one_rank_needs_no_compression(capsys, shapes):
     text = run(capsys, "--model", shapes, *BASE[:3], "1", *BASE[4:]).out
     assert "Do not compress: use fp32. It takes 10.0 ms a step, 100% of the ideal" in text

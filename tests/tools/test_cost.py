@@ -12,7 +12,7 @@ from benchmarks.common.results import END
 from benchmarks.training import decisions, predictions
 from gradzip import cost
 from gradzip.cli.decision import MARGIN
-from gradzip.cost import Compressed, Layer, Link, Step, predict
+from gradzip.cost import Compressed, Exchange, Layer, Link, Step, exchange, predict, uncompressed
 from paths import ROOT
 
 # A backward pass of four layers from 0.2 to 0.5 s, and an optimizer of 0.1 s.
@@ -337,6 +337,27 @@ def test_bad_steps():
 # --- the training benchmark
 
 RESULTS = ROOT / "benchmarks" / "results" / "training_cpu.json"
+
+
+def test_exchange_of_local_steps():
+    """Two all-to-alls in one, then gathers: their bytes add up, and a collective of each kind pays latency once."""
+    link = Link(2, 1e6, 1e-3, operation=1e-4)
+    layers = [Layer("a", (10,), 0.01), Layer("b", (20,), 0.02)]
+    method = Compressed((("all_to_all", 4000.0), ("all_gather", 1000.0)), encode=0.003, decode=0.002)
+    found = exchange(Step(tuple(layers), 0.05), [method, method], link)
+    # Half of 8000 bytes, and 2000 bytes, at 1 MB/s; a message and a start for each of the two; twice the codec.
+    assert found.seconds == pytest.approx(0.004 + 0.002 + 2 * 1e-3 + 2 * 1e-4 + 0.01)
+    assert found.nbytes == 6000 and found.hidden_by == 1
+    slow = Exchange(0.1, 1.0, 0.0)
+    for share in (0.5, 0.9, 0.95):
+        every = slow.every(share)
+        assert every * 0.1 / (every * 0.1 + 1.0) >= share - 1e-9 > (every - 1) * 0.1 / ((every - 1) * 0.1 + 1.0)
+    assert slow.hidden_by == 10
+    assert exchange(Step(tuple(layers), 0.05), [uncompressed(x) for x in layers], Link(1, 1e6, 0.0)).every() == 1
+    with pytest.raises(ValueError, match="got share = 1, expected"):
+        slow.every(1)
+    with pytest.raises(ValueError, match="got 1 compressed layers"):
+        exchange(Step(tuple(layers), 0.05), [method], link)
 
 
 def fake_results():
