@@ -24,7 +24,6 @@ from .exchange import Exchanged, OuterLoop, Pending, Worker
 from .fragments import Schedule
 from .global_copy import MakeOptimizer, nesterov
 
-
 # Of a state dict.
 _KEYS = {"steps", "next", "fragments", "exchanges", "equal", "pending", "global", "compressor"}
 
@@ -176,7 +175,7 @@ class LocalSteps(OuterLoop):
         Raises:
             ValueError: it is of another model or method, of other fragments, or no state dict.
         """
-        if not (isinstance(state_dict, Mapping) and _KEYS <= state_dict.keys()):
+        if not (isinstance(state_dict, Mapping) and state_dict.keys() >= _KEYS):
             got = f"a dict with {sorted(state_dict)}" if isinstance(state_dict, Mapping) else in_line(state_dict)
             raise ValueError(
                 f"LocalSteps.load_state_dict: got {got}, expected what state_dict() returned; without one, load nothing"
