@@ -118,6 +118,16 @@ def seeds_differ() -> float:
     return 100 * (max(scores) / min(scores) - 1)
 
 
+def with_muon(method: str) -> Row:
+    """The row of a method in the study of text with Muon."""
+    return tuned(method, "text-muon", "muon")
+
+
+def above_muon(method: str) -> float:
+    """By how many percent a method ends above no compression there."""
+    return 100 * (with_muon(method).score / with_muon("none").score - 1)
+
+
 def dense(row: Row) -> float:
     """Bytes of the float32 gradients of an epoch."""
     return 4 * row.records[0].parameters * load("convergence_text.json")["recipes"]["text"]["steps"]
@@ -650,6 +660,31 @@ STATED: list[Stated] = [
             abs(seed_of_resnet20("none", 0)[-1] - seed_of_resnet20("none", 1)[-1]),
             seed_of_resnet20("none", 1)[3] - seed_of_resnet20("fft-range", 1)[3],
         ),
+    ),
+    (
+        ACCURACY,
+        '`BlockFloat(bits=4, rounding="nearest")` ends {:.2f} points behind',
+        lambda: (behind("resnet20", "images", FOUR_BITS_NEAREST),),
+    ),
+    (
+        ACCURACY,
+        "Muon without compression ends at {:.3f} bits per character; AdamW ends at {:.3f} after as many steps",
+        lambda: (with_muon("none").score, tuned("none").score),
+    ),
+    (
+        ACCURACY,
+        '`BlockFloat(bits=4, rounding="nearest")` ends {:.1f} % above, with {:.0f} times fewer bytes',
+        lambda: (above_muon(FOUR_BITS_NEAREST), fewer_of(with_muon(FOUR_BITS_NEAREST))),
+    ),
+    (
+        ACCURACY,
+        "`OneBitSGD()` ends {:.1f} % above, with {:.0f} times fewer bytes",
+        lambda: (above_muon("onebit"), fewer_of(with_muon("onebit"))),
+    ),
+    (
+        ACCURACY,
+        "`PowerSGD(rank=32)` ends {:.1f} % above",
+        lambda: (above_muon("powersgd:rank=32"),),
     ),
     (
         ACCURACY,
