@@ -1,4 +1,4 @@
-"""Front end for DDP: `model.register_comm_hook(gradzip.ddp.HookState(gradzip.TopK()), gradzip.ddp.hook)`.
+"""Front end for DDP: `gradzip.ddp.register(model, gradzip.TopK())`, or DDP's `register_comm_hook` with `hook`.
 
 DDP calls the hook for each bucket of gradients during the backward pass, and for the last bucket at its end. The hook
 starts the first collectives of the bucket. The rest happens in the hook of the last bucket: the results of one bucket
@@ -20,6 +20,7 @@ to the residuals again.
 """
 # No `from __future__ import annotations`: DDP refuses hooks whose annotations are strings.
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -27,6 +28,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..averaging.buckets import Plan
@@ -38,6 +40,39 @@ from ..collectives.traffic import Traffic, nbytes_of
 from ..methods.base.compressor import Compressor
 
 Future: TypeAlias = torch.futures.Future[torch.Tensor]
+
+
+def register(model: torch.nn.Module, compressor: Compressor) -> "HookState | None":
+    """Average the gradients of a DDP model with a method from its next backward pass on. Call it once for each model.
+
+    States have the names of the module's parameters, and the group is the model's.
+
+    Args:
+        model: what DistributedDataParallel returned.
+        compressor: the method.
+
+    Returns:
+        The HookState that is registered. None, and nothing is registered, if the model's group has one rank, or if the
+        model is not a DDP model: then there is a warning if the default group has several ranks.
+
+    Raises:
+        TypeError: compressor is not a compressor.
+        RuntimeError: the model has a communication hook already (raised by DDP).
+    """
+    if not isinstance(compressor, Compressor):
+        raise TypeError(f"register: got {compressor!r}, expected a compressor as gradzip.TopK()")
+    if not isinstance(model, DistributedDataParallel):
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            warnings.warn(
+                f"register: got a {type(model).__name__}, expected a DistributedDataParallel: nothing is compressed",
+                stacklevel=2,
+            )
+        return None
+    if model.process_group.size() == 1:
+        return None
+    state = HookState(compressor, model.process_group, model.module.named_parameters())
+    model.register_comm_hook(state, hook)
+    return state
 
 
 def hook(state: "HookState", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

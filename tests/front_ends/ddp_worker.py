@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import time
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -602,6 +603,40 @@ def errors(rank, size):
     ddp.register_comm_hook(gradzip.TopK(), gradzip.ddp.hook)
     results["no hook state"] = message(lambda: ddp(torch.ones(2, 40)).sum().backward())
     return results
+
+
+@scenario
+def registered(rank, size):
+    """`register` and the hook that is registered by hand. A group of one rank, and a model without DDP."""
+
+    def train(register):
+        model = DistributedDataParallel(Layers([torch.zeros(s) for s in SHAPES]), bucket_cap_mb=CAP_MB)
+        state = register(model, gradzip.TopK(theta=0.9))
+        for step in range(STEPS):
+            model([gradient(rank, step, i, *shape) for i, shape in enumerate(SHAPES)]).backward()
+        return [p.grad for p in model.parameters()], state.state_dict()
+
+    def by_hand(model, compressor):
+        state = gradzip.ddp.HookState(compressor, named_parameters=model.module.named_parameters())
+        model.register_comm_hook(state, gradzip.ddp.hook)
+        return state
+
+    groups = [dist.new_group([r]) for r in range(size)]
+    alone = DistributedDataParallel(torch.nn.Linear(64, 64), process_group=groups[rank])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plain = gradzip.ddp.register(torch.nn.Linear(64, 64), gradzip.TopK())
+    other = DistributedDataParallel(torch.nn.Linear(64, 64), process_group=(whole := dist.new_group(range(size))))
+    return {
+        "register": train(gradzip.ddp.register),
+        "by hand": train(by_hand),
+        "alone": gradzip.ddp.register(alone, gradzip.TopK()),
+        "hooks": len(alone._comm_hooks),
+        "plain": plain,
+        "warnings": [str(w.message) for w in caught],
+        "group": gradzip.ddp.register(other, gradzip.TopK()).process_group is whole,
+        "twice": message(gradzip.ddp.register, other, gradzip.TopK()),
+    }
 
 
 @scenario

@@ -362,6 +362,27 @@ def test_group_of_one(world):
             assert_equal([averages], wanted, ALL)
 
 
+def test_register_is_the_hook_with_names_and_group(world):
+    for result in world[1]["registered"]:
+        averages, state = result["register"]
+        expected, expected_state = result["by hand"]
+        assert all(map(torch.equal, averages, expected))
+        assert set(state["states"]) == {f"layers.{i}" for i in COMPRESSED}
+        assert_equal_states(state, expected_state)
+        assert result["group"] and "can only be called once" in result["twice"]
+        assert result["alone"] is None and result["hooks"] == 0
+        assert result["plain"] is None
+        assert result["warnings"] == [
+            "register: got a Linear, expected a DistributedDataParallel: nothing is compressed"
+        ]
+
+
+def test_register_without_a_group():
+    assert gradzip.ddp.register(torch.nn.Linear(2, 2), gradzip.TopK()) is None
+    with pytest.raises(TypeError, match="register: got 4, expected a compressor"):
+        gradzip.ddp.register(torch.nn.Linear(2, 2), 4)
+
+
 def test_group_of_some_ranks(world):
     size, results = world
     assert results["subset"][0] is None
