@@ -24,6 +24,7 @@ from benchmarks.training.predictions import predict_cells, share_within
 from benchmarks.training.report import fixed_choices
 from benchmarks.training.results import cells
 from benchmarks.training.variants import FRONT_ENDS
+from gradzip.cost import Link, minimal_ratio
 from gradzip.methods.gradiveq import best_slice_size
 from models import MODELS
 
@@ -934,6 +935,12 @@ STATED: list[Stated] = [
                 "horovod",
             )
         ),
+    ),
+    # docs/results.md
+    (
+        RESULTS_PAGE,
+        "if no ratio pays above 22 Gb/s, with a slow selection, then one of {:.1f} pays at 10 Gb/s; the paper says 2.",
+        lambda: (minimal_ratio(Link(2, 10e9 / 8, 0.0), nbytes=1.0, seconds=1 / (22e9 / 8)),),
     ),
     # docs/transforms.md
     (TRANSFORMS, "{}", lambda: ("\n".join(transforms.table(gradients())),)),
