@@ -14,6 +14,8 @@ from ..methods.base.compressor import Compressor
 from .decision import FP16, FP32, Decision, decide
 from .layer_costs import LayerCost
 
+ENOUGH = 0.9  # share of the ideal; where averages of every step do not reach it, local steps are recommended
+
 
 @dataclass(frozen=True)
 class Row:
@@ -63,9 +65,16 @@ class Advice:
         layers = self.compressed(method, link.ranks)
         return cost.predict(self.step, layers, link, **JOINED[self.front_end])
 
-    def exchange(self, method: str) -> cost.Exchange:
-        """An exchange of local steps with a method."""
-        return cost.exchange(self.step, self.compressed(method, self.link.ranks), self.link)
+    def local_steps(self, rows: Sequence[Row]) -> tuple[str, cost.Exchange] | None:
+        """The method whose exchange of local steps is fastest, if averages of every step do not reach `ENOUGH`."""
+        usable = {FP32, FP16, *self.allowed(self.optimizer)}
+        if max(row.share_of_ideal for row in rows if row.method in usable) >= ENOUGH:
+            return None
+        # Studies of an optimizer are of gradients: for differences, only methods that every optimizer goes with.
+        safe = [name for name in self.allowed(None) if self.methods[name].averaged_momentum is None]
+        link = self.link
+        found = {m: cost.exchange(self.step, self.compressed(m, link.ranks), link) for m in {FP32, FP16, *safe}}
+        return min(found.items(), key=lambda item: item[1].seconds)
 
     def rows(self) -> list[Row]:
         predictions = {method: self.predict(method, self.link) for method in self.costs}
@@ -134,10 +143,14 @@ class Advice:
             studies = {name: self.study(method["method"], name) for name in self.optimizers}
             method["studies"] = {name: None if study is None else asdict(study) for name, study in studies.items()}
         link = asdict(self.link) | {"bandwidth": min(self.link.bandwidth, 1e300)}
-        decision = self.decide(rows, self.optimizer)
+        decision, local = self.decide(rows, self.optimizer), self.local_steps(rows)
         return {
             "front_end": self.front_end, "link": link, "step_seconds": self.step.seconds,
             "parameters": sum(layer.numel for layer in self.step.layers), "layers": len(self.step.layers),
             "optimizer": self.optimizer, "methods": methods, "advised": decision.chosen, "gain": decision.gain,
             "margin": decision.margin, "projection": list(projection),
+            "local_steps": local and {
+                "method": local[0], "every": local[1].every(ENOUGH), "seconds": local[1].seconds,
+                "nbytes": local[1].nbytes, "hidden_by": local[1].hidden_by,
+            },
         }  # fmt: skip

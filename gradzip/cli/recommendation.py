@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..auto.studies import OPTIMIZERS, SAFE
-from .advice import Advice, Row
+from .advice import ENOUGH, Advice, Row
 from .decision import FP16, FP32, Decision
 
 SHOWN = 3  # methods that are named as faster ones
-ENOUGH = 0.9  # share of the ideal; where averages of every step do not reach it, local steps are recommended
 
 
 def recommendation(advice: Advice, rows: Sequence[Row]) -> Iterator[str]:
@@ -97,13 +96,10 @@ def _accuracy(advice: Advice, method: str) -> Iterator[str]:
 
 def _local_steps(advice: Advice, rows: Sequence[Row]) -> Iterator[str]:
     """What local steps need, if no method that may be advised reaches `ENOUGH` with averages of every step."""
-    usable = {FP32, FP16, *advice.allowed(advice.optimizer)}
-    if max(row.share_of_ideal for row in rows if row.method in usable) >= ENOUGH:
+    local = advice.local_steps(rows)
+    if local is None:
         return
-    # Studies of an optimizer are of gradients: for differences, only methods that every optimizer goes with.
-    exchanges = {method: advice.exchange(method) for method in {FP32, FP16, *advice.allowed(None)}}
-    method = min(exchanges, key=lambda name: exchanges[name].seconds)
-    found = exchanges[method]
+    method, found = local
     yield (
         f"No method that may be advised reaches {ENOUGH:.0%} of the ideal when every step averages. With local steps, "
         f"gradzip.outer.LocalSteps(..., every={found.every(ENOUGH)}) and {_name(method)} do: an exchange sends "

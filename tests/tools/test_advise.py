@@ -128,6 +128,15 @@ def test_local_steps_where_every_step_cannot_average(capsys, shapes):
     assert "LocalSteps" not in run(capsys, *arguments, "--bandwidth", "10gbit", "--step-ms", 500).out
 
 
+def test_local_steps_are_not_advised_with_compressed_momenta():
+    """Nor where every step reaches what they would. Programs get the numbers of the sentence."""
+    found = make_advice(Link(2, 1e7, 0.0), "adamw", momentum=0.03, topk=0.05)
+    content = found.json(found.rows(), [])["local_steps"]
+    assert content["method"] == "topk" and content["every"] > content["hidden_by"] >= 1
+    fast = make_advice(Link(2, 1e12, 0.0), topk=0.01)
+    assert fast.json(fast.rows(), [])["local_steps"] is None
+
+
 def test_one_rank_needs_no_compression(capsys, shapes):
     text = run(capsys, "--model", shapes, *BASE[:3], "1", *BASE[4:]).out
     assert "Do not compress: use fp32. It takes 10.0 ms a step, 100% of the ideal" in text
