@@ -141,7 +141,7 @@ class TopK(SparseCodec):
     Source: Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017; error feedback: Stich,
     Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018; sampled selection: Zhang, Zhang, Shi, Chu, Li,
     Evaluation and Optimization of Gradient Compression for Distributed Deep Learning, ICDCS 2023, section III; chunks:
-    Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, 2025, section 3, with levels of our own.
+    Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, 2025, with levels of our own.
     """
 
     theta: Theta = 0.99
