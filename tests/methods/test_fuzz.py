@@ -36,6 +36,7 @@ def test_cases_are_reproducible():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # in a fresh clone, it compiles all kernels with sanitizers
 @needs_sanitizers
 def test_any_payload_is_decoded_or_refused_in_time_and_memory(tmp_path):
     """The payloads are the same in every run; `make fuzz` runs longer, with a new seed each time."""

@@ -500,7 +500,7 @@ def test_list_has_every_method(capsys):
         assert report[name]["payload"] == getattr(method, "number", None)
     assert report["topk"]["arguments"] == {
         "theta": "0.99", "select": "exact", "bits": "32", "error_feedback": "True", "seed": "0", "min_numel": "1024",
-        "exchange": "gather",
+        "exchange": "gather", "chunk": "None", "residual_decay": "1.0",
     }  # fmt: skip
     assert report["per-layer"]["arguments"]["rules"] is report["phases"]["arguments"]["phases"] is None
     assert report["dgc"]["source"].startswith("Lin, Han, Mao, Wang, Dally, Deep Gradient Compression")
