@@ -215,6 +215,7 @@ def test_failed_neighbour_is_an_error_in_time(tmp_path, failure):
     assert "could not receive segment" in results[failure][2][0] and "from rank 1" in results[failure][2][0]
 
 
+@pytest.mark.long
 def test_beside_horovod(tmp_path):
     pytest.importorskip("horovod.torch")
     size = 3

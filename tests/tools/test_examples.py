@@ -292,6 +292,7 @@ def test_trains_under_horovodrun(tmp_path):
     assert 10 < compressed["ratio"] < 21.4
 
 
+@pytest.mark.long
 def test_charlm_trains_alike_under_both_launchers(text, tmp_path):
     """Horovod and DDP: from the same weights, on the same sequences."""
     # One thread, so that both add in the same order.
