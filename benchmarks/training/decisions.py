@@ -82,6 +82,9 @@ def stated_links(results: Mapping[str, Any]) -> Links:
     }
 
 
+_CORE = ("operation", "core_per_byte", "background", "half")  # fields of a link: core time of communication
+
+
 def typical_links(results: Mapping[str, Any]) -> Links:
     """Stated links with the core time of communication that is typical of their front end."""
     known = [found for file in CALIBRATION for found in json.loads((RESULTS / file).read_text())["links"]]
@@ -92,8 +95,6 @@ def typical_links(results: Mapping[str, Any]) -> Links:
 
     return {key: replace(link, **core(key[2])) for key, link in stated_links(results).items()}
 
-
-_CORE = ("operation", "core_per_byte", "background", "half")  # fields of a link
 
 LINKS = {"measured": measured_links, "stated": stated_links, "typical core": typical_links}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from .base import Optimizer, check_betas
+from .base import Optimizer
 
 
 class AdaMomentum(Optimizer):
@@ -51,7 +51,6 @@ class AdaMomentum(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        check_betas("AdaMomentum", betas)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options, ("lr", "eps", "weight_decay"))
 

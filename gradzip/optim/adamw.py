@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from ..averaging import optimizer_hooks
-from .base import Optimizer, check_betas
+from .base import Optimizer
 
 # Options of torch.optim.AdamW that `AdamW` does not have.
 _OTHER_OPTIONS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
@@ -61,7 +61,6 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        check_betas("AdamW", betas)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options, ("lr", "eps", "weight_decay"))
 

@@ -16,6 +16,9 @@ class Optimizer(torch.optim.Optimizer):
         for name in not_negative:
             if not options[name] >= 0:
                 raise ValueError(f"{type(self).__name__}: got {name} = {options[name]!r}, expected a number >= 0")
+        betas = options.get("betas", (0.0, 0.0))  # of those with a second moment
+        if not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
+            raise ValueError(f"{type(self).__name__}: got betas = {betas!r}, expected two numbers in [0, 1)")
         super().__init__(params, options)
 
     @torch.no_grad()
@@ -37,8 +40,3 @@ class Optimizer(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         """Update the parameters of a group that have gradients."""
         raise NotImplementedError
-
-
-def check_betas(name: str, betas: tuple[float, float]) -> None:
-    if not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
-        raise ValueError(f"{name}: got betas = {betas!r}, expected two numbers in [0, 1)")

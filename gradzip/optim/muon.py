@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .adamw import AdamW
-from .base import Optimizer, check_betas
+from .base import Optimizer
 
 # The polynomial a x + b x^3 + c x^5 moves singular values in (0, 1] towards 1, fast rather than exactly.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -79,7 +79,6 @@ class Muon(AdamW):
     ) -> None:
         if not 0 <= momentum < 1:
             raise ValueError(f"Muon: got momentum = {momentum!r}, expected a number in [0, 1)")
-        check_betas("Muon", betas)
         options = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "betas": betas, "eps": eps,
             "weight_decay": weight_decay,
