@@ -6,7 +6,7 @@ import ast
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 import data
 import gradzip
@@ -31,6 +31,13 @@ TEXT_METHODS = (
 MUON_METHODS = (
     "none", "block-float:bits=4,rounding=nearest", "onebit", "powersgd:rank=32", "powersgd:rank=16", "qsgd",
     "signsgd:majority=False",
+)  # fmt: skip
+OUTER_METHODS = (
+    "none", "local(every=30):phases:0=none,5%=none", "local(every=10):phases:0=none,5%=none",
+    "local(every=30):phases:0=block-float(bits=4,rounding=nearest),5%=block-float(bits=4,rounding=nearest)",
+    "local(every=30):phases:0=block-float(bits=4,rounding=nearest),"
+    "5%=topk(theta=0.985,bits=2,chunk=4096,residual_decay=0.95)",
+    "local(every=5):phases:0=none,5%=none", "local(every=100):phases:0=none,5%=none", "local(every=30):none",
 )  # fmt: skip
 REMEDY_METHODS = ("none", "topk:theta=0.96,bits=4", "qsgd", "acpsgd:rank=4")
 
@@ -78,19 +85,25 @@ def _with_remedies(text: Recipe) -> dict[str, Recipe]:
         "text-betas": replace(few, betas=(0.3, 0.99)),
         "text-momentum": replace(few, optimizer="ada-momentum"),
         "text-muon": replace(text, methods=MUON_METHODS, optimizer="muon"),
+        "text-outer": replace(text, methods=OUTER_METHODS, epochs=3 * text.epochs),
     }
+
+
+def _with_outer(images: Recipe) -> dict[str, Recipe]:
+    """The recipe for images, again with local steps."""
+    return {"images": images, "images-outer": replace(images, methods=OUTER_METHODS)}
 
 
 SIZES = {
     "quick": {
-        "images": replace(_IMAGES, network="cnn", batch_size=8, epochs=15, lrs=(0.05,), seeds=(0,)),
+        **_with_outer(replace(_IMAGES, network="cnn", batch_size=8, epochs=15, lrs=(0.05,), seeds=(0,))),
         **_with_remedies(replace(_TEXT, network="charlm-small", epochs=3, lrs=(0.002,), seeds=(0,), share=0.1)),
     },
     "default": {
-        "images": replace(_IMAGES, network="resnet8", epochs=4, lrs=(0.1, 0.03)),
+        **_with_outer(replace(_IMAGES, network="resnet8", epochs=4, lrs=(0.1, 0.03))),
         **_with_remedies(replace(_TEXT, network="charlm-small", epochs=3, lrs=(0.002,))),
     },
-    "full": {"images": _IMAGES, **_with_remedies(_TEXT)},
+    "full": {**_with_outer(_IMAGES), **_with_remedies(_TEXT)},
 }
 
 
@@ -143,16 +156,52 @@ def runs_of(recipes: dict[str, Recipe]) -> list[Run]:
     return [run for _, run in sorted(ranked, key=lambda entry: entry[0])]  # recipes and methods keep their order
 
 
+@dataclass(frozen=True)
+class LocalSteps:
+    """How a method with local steps exchanges differences of parameters, as in local(every=30,lr=0.7):METHOD.
+
+    Args:
+        lr, momentum: of the outer optimizer, SGD, with Nesterov's momentum. With 1 and 0, parameters become their mean.
+        every, fragments, delay, blend: as of `gradzip.outer.LocalSteps`.
+    """
+
+    every: int
+    lr: float = 0.7
+    momentum: float = 0.9
+    fragments: int = 1
+    delay: int = 0
+    blend: float = 0.0
+
+
+def local_steps(method: str) -> tuple[LocalSteps | None, str]:
+    """Split a method into its local steps, if it has them, and the spec of its compressor.
+
+    Raises:
+        ValueError: unknown argument.
+    """
+    found = re.fullmatch(r"local\(([^()]*)\):(.*)", method, re.DOTALL)
+    if found is None:
+        return None, method
+    try:
+        pairs = [pair.split("=") for pair in found[1].split(",")]
+        return LocalSteps(**{name.strip(): ast.literal_eval(value.strip()) for name, value in pairs}), found[2]
+    except (SyntaxError, TypeError, ValueError):
+        known = ", ".join(field.name for field in fields(LocalSteps))
+        raise ValueError(f"got local({found[1]}), expected every=N and numbers of these: {known}") from None
+
+
 def compressor(method: str, steps: int) -> gradzip.Compressor:
     """Make the compressor of a run of so many steps.
 
     Args:
-        method: a spec as for `gradzip.parse`, with two additions: `10%` stands for a tenth of the steps (at least 2),
-            and theta may be a schedule of steps, as in fft-range:theta={0:0.9,50%:0.0}.
+        method: a spec as for `gradzip.parse`, with three additions: `10%` stands for a tenth of the steps (at least 2);
+            theta may be a schedule of steps, as in fft-range:theta={0:0.9,50%:0.0}; and local(every=30): before it says
+            that it compresses differences of parameters. With phases, the last one does, and earlier ones gradients.
 
     Raises:
         ValueError: unknown method or argument.
     """
+    _, method = local_steps(method)
     spec = re.sub(r"(\d+)%", lambda found: str(max(2, steps * int(found[1]) // 100)), method)
     found = re.search(r"theta=(\{[^}]*\}),?", spec)
     if found is None:

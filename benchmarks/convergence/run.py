@@ -1,159 +1,35 @@
 """Runs of benchmarks/convergence: train with simulated workers to the end.
 
-A run continues from the last finished epoch of its checkpoint, bit for bit. It reports {"step", "steps", "loss"} now
-and then, and {"record"} after each epoch.
+A run continues from the last finished epoch of its checkpoint, bit for bit; one with local steps starts anew. It
+reports {"step", "steps", "loss"} now and then, and {"record"} after each epoch.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import math
-import pickle
-import statistics
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import data
-from benchmarks.common.workers import Batch, Workers, batches, save
-from benchmarks.convergence.recipes import Run, compressor, load_data, steps_per_epoch
-from models import MODELS, make_optimizer
-from train import evaluate, learning_rate
+from benchmarks.common.workers import batches
+from benchmarks.convergence.local_training import LocalTraining
+from benchmarks.convergence.recipes import Run, load_data, local_steps
+from benchmarks.convergence.training import Record, Training
 
-WINDOW = 50  # steps whose training loss is averaged
 SECONDS = 2.0  # between two reports of a step
-
-
-@dataclass
-class Record:
-    """What a run has found so far. Lists have an item for each finished epoch.
-
-    Args:
-        parameters: of the network.
-        scores: on the test set, by the data set's measure.
-        test_losses: in nats.
-        train_losses: means over 50 steps each, and over what is left at the end of the epoch, in nats.
-        payload_bytes: that one rank has handed to collectives since the start; of the rank that sent most.
-        diverged: the step whose loss was not finite, at which the run ended; -1: the loss on the test set.
-        digest: SHA-256 of the parameters.
-    """
-
-    parameters: int
-    scores: list[float] = field(default_factory=list)
-    test_losses: list[float] = field(default_factory=list)
-    train_losses: list[list[float]] = field(default_factory=list)
-    payload_bytes: list[int] = field(default_factory=list)
-    diverged: int | None = None
-    digest: str = ""
-    done: bool = False
-
-
-class CheckpointError(Exception):
-    """A checkpoint cannot be used. The message is one line."""
-
-
-class Alone:
-    """The engine of `evaluate`: one process tests on the whole test set."""
-
-    rank, size = 0, 1
-
-    @staticmethod
-    def average(tensor: Tensor, name: str) -> Tensor:
-        return tensor
-
-
-class Training(Workers):
-    """A run with its record."""
-
-    def __init__(self, run: Run, dataset: data.Images | data.Text) -> None:
-        self.run, self.dataset = run, dataset
-        self.per_epoch = steps_per_epoch(run, dataset)
-        self.steps = run.epochs * self.per_epoch
-        torch.manual_seed(run.seed)
-        network = MODELS[run.network].build(*dataset.dimensions)
-        made = compressor(run.method, self.steps)
-        options = dict(zip(("momentum", "beta2"), run.betas))
-        optimizer = make_optimizer(run.optimizer, network, run.lr, made, **options)
-        super().__init__(network, optimizer, made, run.workers)
-        self.record = Record(sum(p.numel() for p in network.parameters()))
-
-    @property
-    def position(self) -> int:
-        """Steps of the finished epochs."""
-        return len(self.record.scores) * self.per_epoch
-
-    def epoch(self, steps: Iterable[list[Batch]], report: Callable[[int, float], None]) -> None:
-        """Train and test one epoch, and record it. A loss that is not finite ends the run."""
-        record, losses = self.record, []
-        for number, shards in enumerate(steps, self.position):
-            losses.append(self.step(learning_rate(self.run.lr, number, self.steps), shards))
-            if not math.isfinite(losses[-1]):
-                record.diverged, record.done = number, True
-                return
-            report(number + 1, losses[-1])
-        accuracy, loss = evaluate(self.network, self.dataset, Alone)
-        self.network.train()
-        if not math.isfinite(loss):
-            record.diverged, record.done = -1, True
-            return
-        record.scores.append(self.dataset.measure.value(accuracy, loss))
-        record.test_losses.append(loss)
-        record.train_losses.append(
-            [round(statistics.fmean(losses[i : i + WINDOW]), 5) for i in range(0, len(losses), WINDOW)]
-        )
-        record.payload_bytes.append(self.group.bytes_sent)
-        whole = b"".join(p.detach().numpy().tobytes() for p in self.parameters.values())
-        record.digest = hashlib.sha256(whole).hexdigest()
-        record.done = len(record.scores) == self.run.epochs
-
-    def save(self, checkpoint: Path) -> None:
-        """Write all that the next epoch depends on, whole or not at all."""
-        save(
-            {
-                "record": asdict(self.record),
-                "network": self.network.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "compressors": [clone.state_dict() for clone in self.group.compressors],
-                "payload_bytes": [clone.traffic.bytes_sent for clone in self.group.compressors],
-                "generator": torch.get_rng_state(),
-            },
-            checkpoint,
-        )
-
-    def load(self, checkpoint: Path) -> None:
-        """Continue after the last epoch that was saved.
-
-        Raises:
-            CheckpointError: the file is damaged.
-        """
-        try:
-            stored = torch.load(checkpoint, weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(
-                f"{checkpoint}: got a damaged file ({type(error).__name__}), expected a checkpoint; delete it to start "
-                "its run again"
-            ) from None
-        self.record = Record(**stored["record"])
-        self.network.load_state_dict(stored["network"])
-        self.optimizer.load_state_dict(stored["optimizer"])
-        clones = self.group.compressors
-        for clone, state, sent in zip(clones, stored["compressors"], stored["payload_bytes"], strict=True):
-            clone.load_state_dict(state)
-            clone.traffic.bytes_sent = sent
-        torch.set_rng_state(stored["generator"])
 
 
 def train(
     run: Run, dataset: data.Images | data.Text, checkpoint: Path, report: Callable[[dict[str, Any]], None]
 ) -> Record:
     """Train to the end, from where the checkpoint is. Returns the record, which is also reported after each epoch."""
-    training = Training(run, dataset)
+    kind = Training if local_steps(run.method)[0] is None else LocalTraining
+    training = kind(run, dataset)
     if checkpoint.exists():
         training.load(checkpoint)
         report({"record": asdict(training.record)})
