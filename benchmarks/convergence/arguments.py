@@ -10,7 +10,16 @@ from typing import Any
 
 import data
 from benchmarks.common.arguments import Parser, data_path, output_file, picture_file
-from benchmarks.convergence.recipes import SIZES, Recipe, compressor, is_text, load_data, runs_of, steps_per_epoch
+from benchmarks.convergence.recipes import (
+    BY_NAME,
+    SIZES,
+    Recipe,
+    compressor,
+    is_text,
+    load_data,
+    runs_of,
+    steps_per_epoch,
+)
 from models import MODELS
 from train import cores, positive, seed
 
@@ -26,8 +35,9 @@ examples:
   python -m benchmarks.convergence --report --json study.json --png study.png
                                                                tables and curves of what is done, no training
 
-SPEC is that of make train, with two additions: 10% stands for a tenth of the steps of a run, and theta may be a
-schedule of steps: fft-range:theta={0:0.9,50%:0.0}.
+SPEC is that of make train, with three additions: 10% stands for a tenth of the steps of a run; theta may be a schedule
+of steps: fft-range:theta={0:0.9,50%:0.0}; and local(every=30):phases:0=none,5%=qsgd averages differences of parameters
+every 30 steps in the last phase, and gradients before.
 
 --json PATH is written after each epoch, and so is a checkpoint of each run, in PATH.work. The same command continues an
 interrupted study, bit for bit, at the last finished epoch of each run. Other methods, learning rates and seeds are
@@ -52,7 +62,9 @@ def parser(description: str | None = None) -> Parser:
         "--full", dest="size", action="store_const", const="full", help="larger networks, more learning rates"
     )
     recipes = list(SIZES["full"])
-    parser.add_argument("--only", metavar="RECIPE", choices=recipes, help=f"one of {', '.join(recipes)} (default: all)")
+    parser.add_argument(
+        "--only", metavar="RECIPE", choices=recipes, help=f"one of {', '.join(recipes)} (default: all but the last two)"
+    )
     several = {"action": "append", "metavar": "SPEC", "type": method}
     parser.add_argument("--compression", **several, help="a method; repeat for several (default: those of the recipe)")
     several = {"action": "append", "metavar": "X", "type": positive(float)}
@@ -94,7 +106,8 @@ def checked(parse: Parser) -> argparse.Namespace:
             parse.error(f"argument --data: {path}: no such file or folder")
     if args.lr and not args.only:
         parse.error("argument --lr: expected --only as well, because recipes have different optimizers")
-    chosen = {name: customized(recipe, args) for name, recipe in SIZES[args.size].items() if args.only in (None, name)}
+    names = [args.only] if args.only else [name for name in SIZES[args.size] if name not in BY_NAME]
+    chosen = {name: customized(SIZES[args.size][name], args) for name in names}
     args.data_of, args.settings = {}, {}
     for name, recipe in chosen.items() if not args.report else ():
         path = data_path(MODELS[recipe.network].data, args.data)

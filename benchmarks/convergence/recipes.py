@@ -33,12 +33,12 @@ MUON_METHODS = (
     "signsgd:majority=False",
 )  # fmt: skip
 OUTER_METHODS = (
-    "none", "local(every=30):phases:0=none,5%=none", "local(every=10):phases:0=none,5%=none",
-    "local(every=30):phases:0=block-float(bits=4,rounding=nearest),5%=block-float(bits=4,rounding=nearest)",
-    "local(every=30):phases:0=block-float(bits=4,rounding=nearest),"
-    "5%=topk(theta=0.985,bits=2,chunk=4096,residual_decay=0.95)",
-    "local(every=5):phases:0=none,5%=none", "local(every=100):phases:0=none,5%=none", "local(every=30):none",
+    "none", "local(every=30):phases:0=qsgd,5%=none", "local(every=10):phases:0=qsgd,5%=none",
+    "local(every=30):phases:0=qsgd,5%=block-float(bits=4,rounding=nearest)",
+    "local(every=30):phases:0=qsgd,5%=topk(theta=0.985,bits=2,chunk=4096,residual_decay=0.95)",
+    "local(every=5):phases:0=qsgd,5%=none", "local(every=100):phases:0=qsgd,5%=none", "local(every=30):none",
 )  # fmt: skip
+OUTER_LRS = (0.004, 0.008, 0.002)
 REMEDY_METHODS = ("none", "topk:theta=0.96,bits=4", "qsgd", "acpsgd:rank=4")
 
 
@@ -77,34 +77,34 @@ _TEXT = Recipe(
 )
 
 
-def _with_remedies(text: Recipe) -> dict[str, Recipe]:
-    """The recipe for text, again with optimizers that are made for late gradients, and with Muon."""
+def _recipes(images: Recipe, text: Recipe) -> dict[str, Recipe]:
+    """Recipes for images and text; for text with optimizers that are made for late gradients, and Muon; local steps."""
     few = replace(text, methods=REMEDY_METHODS)
     return {
+        "images": images,
         "text": text,
         "text-betas": replace(few, betas=(0.3, 0.99)),
         "text-momentum": replace(few, optimizer="ada-momentum"),
         "text-muon": replace(text, methods=MUON_METHODS, optimizer="muon"),
-        "text-outer": replace(text, methods=OUTER_METHODS, epochs=3 * text.epochs),
+        "images-outer": replace(images, methods=OUTER_METHODS),
+        "text-outer": replace(text, methods=OUTER_METHODS, epochs=4 * text.epochs, lrs=OUTER_LRS),
     }
 
 
-def _with_outer(images: Recipe) -> dict[str, Recipe]:
-    """The recipe for images, again with local steps."""
-    return {"images": images, "images-outer": replace(images, methods=OUTER_METHODS)}
-
-
 SIZES = {
-    "quick": {
-        **_with_outer(replace(_IMAGES, network="cnn", batch_size=8, epochs=15, lrs=(0.05,), seeds=(0,))),
-        **_with_remedies(replace(_TEXT, network="charlm-small", epochs=3, lrs=(0.002,), seeds=(0,), share=0.1)),
-    },
-    "default": {
-        **_with_outer(replace(_IMAGES, network="resnet8", epochs=4, lrs=(0.1, 0.03))),
-        **_with_remedies(replace(_TEXT, network="charlm-small", epochs=3, lrs=(0.002,))),
-    },
-    "full": {**_with_outer(_IMAGES), **_with_remedies(_TEXT)},
+    "quick": _recipes(
+        replace(_IMAGES, network="cnn", batch_size=8, epochs=15, lrs=(0.05,), seeds=(0,)),
+        replace(_TEXT, network="charlm-small", epochs=3, lrs=(0.002,), seeds=(0,), share=0.1),
+    ),
+    "default": _recipes(
+        replace(_IMAGES, network="resnet8", epochs=4, lrs=(0.1, 0.03)),
+        replace(_TEXT, network="charlm-small", epochs=3, lrs=(0.002,)),
+    ),
+    "full": _recipes(_IMAGES, _TEXT),
 }
+
+
+BY_NAME = ("images-outer", "text-outer")  # recipes that are trained if they are asked for alone
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """benchmarks/convergence: runs against plain torch and real jobs, interrupted runs, tables, wrong arguments."""
 
 import contextlib
+import copy
 import fcntl
 import hashlib
 import itertools
@@ -84,6 +85,48 @@ def test_training_without_compression_is_plain_training(tmp_path, one_thread):
     assert record.payload_bytes == [4 * PARAMETERS * 2, 4 * PARAMETERS * 4]
     assert record.done and record.diverged is None and record.parameters == PARAMETERS
     assert lines[-1] == {"record": asdict(record)} and [len(line["record"]["scores"]) for line in lines] == [1, 2]
+
+
+def test_local_steps_are_plain_training_of_each_worker(tmp_path, one_thread):
+    """After a step of data-parallel training, two copies train alone and meet every third step, in plain torch."""
+    run = replace(TINY, method="local(every=3,lr=0.5,momentum=0):phases:0=none,1=none", epochs=2)
+    dataset = load_data(run, None)
+    record = train(run, dataset, tmp_path / "c.pt", lambda line: None)
+
+    torch.manual_seed(1)
+    networks = [models.cnn(1, 10)]
+    optimizers = [torch.optim.SGD(networks[0].parameters(), 0.05, 0.9, weight_decay=5e-4)]
+    shards = [data.batches(dataset, batch_size=8, rank=rank, size=2, seed=1) for rank in range(2)]
+    alone = 0
+    for step in range(8):
+        batches = [next(shard) for shard in shards]
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = learning_rate(0.05, step, 8)
+            optimizer.zero_grad()
+        if step == 0:
+            (sum(F.cross_entropy(networks[0](inputs), targets) for inputs, targets in batches) / 2).backward()
+            optimizers[0].step()
+            network, optimizer = copy.deepcopy((networks[0], optimizers[0]))
+            networks, optimizers = [*networks, network], [*optimizers, optimizer]
+            shared = [p.detach().clone() for p in network.parameters()]
+            continue
+        for network, optimizer, (inputs, targets) in zip(networks, optimizers, batches):
+            F.cross_entropy(network(inputs), targets).backward()
+            optimizer.step()
+        alone += 1
+        if alone == 3 or step in (3, 7):  # 4 steps an epoch; the end of one is an exchange, too
+            with torch.no_grad():
+                for ours, *theirs in zip(shared, *(network.parameters() for network in networks)):
+                    ours -= 0.5 * sum(ours - p for p in theirs) / 2
+                    for p in theirs:
+                        p.copy_(ours)
+            alone = 0
+
+    inputs, labels = (torch.cat(parts) for parts in zip(*dataset.test_batches(0, 1)))
+    loss = F.cross_entropy(networks[1].eval()(inputs), labels).item()
+    assert record.done and record.test_losses[1] == pytest.approx(loss, rel=1e-5)
+    assert record.test_losses[1] != pytest.approx(record.test_losses[0], rel=1e-3)
+    assert record.payload_bytes == [4 * PARAMETERS * n for n in (2, 4)]
 
 
 class Stop(Exception):
@@ -221,7 +264,7 @@ def test_runs_are_in_the_order_of_their_use():
     assert [run.key[:2] for run in runs[:4]] == [
         ("images", "none"), ("images", "acpsgd"), ("text", "none"), ("text", "acpsgd:rank=4"),
     ]  # fmt: skip
-    assert [(run.seed, run.lr) for run in runs[::10]] == [
+    assert [(run.seed, run.lr) for run in runs[:: 2 * len(recipes)]] == [
         (seed, lr) for lr in SIZES["full"]["images"].lrs for seed in (0, 1)
     ]
 
@@ -260,6 +303,9 @@ def test_specs_may_depend_on_the_number_of_steps():
         assert fft.bits == (8 if "bits" in spec else 10)
     with pytest.raises(ValueError, match="unknown compression method 'zip'"):
         compressor("zip", steps=10)
+    assert compressor("local(every=3):phases:0=none,5%=qsgd", steps=100).configuration == [0, 5]
+    with pytest.raises(ValueError, match=r"got local\(steps=3\), expected every=N"):
+        compressor("local(steps=3):none", steps=10)
     for spec in ("fft-range:theta={5:0.9}", "fft-range:theta={0:9}", "fft-range:theta={0}", "qsgd:theta={0:0.5}"):
         with pytest.raises(ValueError, match="expected a schedule such as"):
             compressor(spec, steps=10)
