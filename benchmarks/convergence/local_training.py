@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import data
 import gradzip
+from benchmarks.common.local_steps import local_steps
 from benchmarks.common.workers import Batch
-from benchmarks.convergence.recipes import Run, local_steps
+from benchmarks.convergence.recipes import Run
 from benchmarks.convergence.training import Training
 from train import cross_entropy
 
@@ -66,16 +67,9 @@ class LocalTraining(Training):
         """Give each worker a copy of the network and the optimizer."""
         local, _ = local_steps(self.run.method)
         assert local is not None
-
-        def outer(params: list[Tensor]) -> torch.optim.Optimizer:
-            return torch.optim.SGD(params, local.lr, local.momentum, nesterov=local.momentum > 0)
-
         copies = [copy.deepcopy((self.network, self.optimizer)) for _ in range(1, self.run.workers)]
         self.pairs = [(self.network, self.optimizer), *copies]
-        self.local = gradzip.outer.LocalWorkers(
-            *zip(*self.pairs), self.of_differences, every=local.every, outer=outer, fragments=local.fragments,
-            delay=local.delay, blend=local.blend,
-        )  # fmt: skip
+        self.local = gradzip.outer.LocalWorkers(*zip(*self.pairs), self.of_differences, **local.options)
 
     def synchronize(self) -> None:
         if self.local is not None:

@@ -6,10 +6,11 @@ import ast
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 import data
 import gradzip
+from benchmarks.common.local_steps import local_steps
 from models import MODELS
 
 # The most useful first. `compressor` reads them.
@@ -154,40 +155,6 @@ def runs_of(recipes: dict[str, Recipe]) -> list[Run]:
             for i, lr in enumerate(recipe.lrs):
                 ranked += [((i, s), Run(name, method, lr, seed, *fixed)) for method in recipe.methods]
     return [run for _, run in sorted(ranked, key=lambda entry: entry[0])]  # recipes and methods keep their order
-
-
-@dataclass(frozen=True)
-class LocalSteps:
-    """How a method with local steps exchanges differences of parameters, as in local(every=30,lr=0.7):METHOD.
-
-    Args:
-        lr, momentum: of the outer optimizer, SGD, with Nesterov's momentum. With 1 and 0, parameters become their mean.
-        every, fragments, delay, blend: as of `gradzip.outer.LocalSteps`.
-    """
-
-    every: int
-    lr: float = 0.7
-    momentum: float = 0.9
-    fragments: int = 1
-    delay: int = 0
-    blend: float = 0.0
-
-
-def local_steps(method: str) -> tuple[LocalSteps | None, str]:
-    """Split a method into its local steps, if it has them, and the spec of its compressor.
-
-    Raises:
-        ValueError: unknown argument.
-    """
-    found = re.fullmatch(r"local\(([^()]*)\):(.*)", method, re.DOTALL)
-    if found is None:
-        return None, method
-    try:
-        pairs = [pair.split("=") for pair in found[1].split(",")]
-        return LocalSteps(**{name.strip(): ast.literal_eval(value.strip()) for name, value in pairs}), found[2]
-    except (SyntaxError, TypeError, ValueError):
-        known = ", ".join(field.name for field in fields(LocalSteps))
-        raise ValueError(f"got local({found[1]}), expected every=N and numbers of these: {known}") from None
 
 
 def compressor(method: str, steps: int) -> gradzip.Compressor:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 import data
+from benchmarks.common.local_steps import local_steps
 from benchmarks.common.workers import batches
 from benchmarks.convergence.local_training import LocalTraining
-from benchmarks.convergence.recipes import Run, load_data, local_steps
+from benchmarks.convergence.recipes import Run, load_data
 from benchmarks.convergence.training import Record, Training
 
 SECONDS = 2.0  # between two reports of a step
