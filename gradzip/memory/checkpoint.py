@@ -1,5 +1,7 @@
 """One checkpoint of all ranks: merge their state dicts, and get each rank's state dict (shard) back.
 
+State dicts are those of compressors, or those of `gradzip.outer.LocalSteps`.
+
 >>> import gradzip
 >>> compressor = gradzip.TopK(theta=0.99)
 >>> state_dicts = [compressor.state_dict()]  # hvd.allgather_object(compressor.state_dict(), name="state")
@@ -13,6 +15,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_OWN = ("steps", "pending")  # of a state dict of LocalSteps: what ranks need not have in common
+
 
 def merge(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the state dicts of all ranks, in rank order. Fields that are the same on all ranks are stored once.
@@ -23,6 +27,11 @@ def merge(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not state_dicts or isinstance(state_dicts, Mapping):
         got = "a single state dict" if state_dicts else "no state dicts"
         raise ValueError(f"merge: got {got}, expected a list of one for each rank")
+    if all("compressor" in state_dict for state_dict in state_dicts):  # of LocalSteps
+        compressors = merge([state_dict["compressor"] for state_dict in state_dicts])
+        common = {key: value for key, value in state_dicts[0].items() if key not in (*_OWN, "compressor")}
+        ranks = [{key: state_dict[key] for key in _OWN} for state_dict in state_dicts]
+        return {"common": common, "ranks": ranks, "compressor": compressors}
     methods = [state_dict.get("method") for state_dict in state_dicts]
     if len(set(methods)) > 1:
         raise ValueError(f"merge: got the states of {methods}, expected those of one method")
@@ -33,7 +42,8 @@ def merge(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def shard(merged: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
     """Get one rank's state dict, for `load_state_dict`, from a merged one.
 
-    In a group of another size than the saved one, rank-local fields (residuals) are dropped with a warning.
+    In a group of another size than the saved one, rank-local fields (residuals) are dropped with a warning. With local
+    steps, all ranks then go on at the step of rank 0.
 
     Raises:
         ValueError: not a result of `merge`, or no such rank.
@@ -43,6 +53,11 @@ def shard(merged: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
     if not 0 <= rank < size:
         raise ValueError(f"shard: got rank = {rank} of {size}, expected one from 0 to {size - 1}")
     saved = merged["ranks"]
+    if "compressor" in merged:
+        own = dict(saved[rank if size == len(saved) else 0])
+        if size != len(saved) and own["pending"] is not None:
+            own["pending"] = own["pending"] | {"diverged": [False]}
+        return {**merged["common"], **own, "compressor": shard(merged["compressor"], rank, size)}
     if size == len(saved):
         return join(merged["common"], saved[rank], rank, size)
     warnings.warn(f"shard: the states of {len(saved)} ranks for {size}: residuals are dropped", stacklevel=2)

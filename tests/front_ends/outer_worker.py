@@ -111,6 +111,58 @@ def resumed():
 
 
 @scenario
+def merged():
+    """Parameters, exchanges and warnings: of a run that goes on, of one that loads the checkpoint of both ranks, and
+    with torch, of one that loads it in a group of one rank.
+    """
+    places = [(GROUP, job.rank, job.size)]
+    if UNDER_HOROVOD:
+        import horovod.torch as hvd
+
+        gather = hvd.allgather_object
+    else:
+        gather = gather_objects
+        places.append(([dist.new_group([rank]) for rank in range(job.size)][job.rank], 0, 1))
+    method, options = gradzip.TopK(theta=0.9), {"every": 4, "fragments": 2, "delay": 1, "blend": 0.25}
+
+    def local_steps(group):
+        model, optimizer = make(job.rank)
+        outer = gradzip.outer.LocalSteps(model, optimizer, copy.deepcopy(method), group=group, **options)
+        return model, optimizer, outer
+
+    model, optimizer, outer = local_steps(GROUP)
+    for step in range(6):  # in the middle of an exchange
+        take_step(model, optimizer, job.rank, step)
+    checkpoint = gradzip.checkpoint.merge(gather(outer.state_dict()))
+    own = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    for step in range(6, 12):
+        take_step(model, optimizer, job.rank, step)
+    outer.synchronize()
+    found = [(parameters(model), outer.exchanges, [])]
+    outer.remove()
+    for group, rank, size in places:
+        model, optimizer, outer = local_steps(group)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            shard = gradzip.checkpoint.shard(copy.deepcopy(checkpoint), rank, size)
+        for target, state in zip((model, optimizer, outer), (*own, shard)):
+            target.load_state_dict(copy.deepcopy(state))
+        for step in range(6, 12):
+            take_step(model, optimizer, job.rank, step)
+        outer.synchronize()
+        found.append((parameters(model), outer.exchanges, [str(w.message) for w in caught]))
+        outer.remove()
+    return found
+
+
+def gather_objects(own):
+    """The objects of all ranks."""
+    gathered = [None] * job.size
+    dist.all_gather_object(gathered, own)
+    return gathered
+
+
+@scenario
 def uneven():
     """The parameters at the end, where rank 1 takes more steps than rank 0; and again where all have synchronized."""
 

@@ -324,7 +324,7 @@ def test_parameters_that_are_added_later_are_refused():
 
 
 def run_job(tmp_path_factory, run):
-    names = ("resumed", "monitored", "streamed", "uneven", "not_finite", "refused", *SPECS)
+    names = ("resumed", "merged", "monitored", "streamed", "uneven", "not_finite", "refused", *SPECS)
     return scenarios(2, "outer_worker.py", tmp_path_factory.mktemp("outer"), *names, run=run, timeout=TIMEOUT)
 
 
@@ -383,6 +383,16 @@ def test_a_run_goes_on_with_the_same_bits(results, case):
     for whole, resumed in (of_rank[case] for of_rank in results["resumed"]):
         assert whole[1] == resumed[1] >= EXCHANGES
         assert all(map(torch.equal, whole[0], resumed[0]))
+
+
+def test_one_checkpoint_of_all_ranks_serves_as_many_ranks_and_others(results, request):
+    assert len(results["merged"][0]) == (3 if "torch" in request.node.name else 2)
+    for whole, resumed, *others in results["merged"]:
+        assert whole[1] == resumed[1] and resumed[2] == []
+        assert all(map(torch.equal, whole[0], resumed[0]))
+        for after, exchanges, texts in others:  # one rank alone
+            assert exchanges == whole[1] and all(p.isfinite().all() for p in after)
+            assert texts == ["shard: the states of 2 ranks for 1: residuals are dropped"]
 
 
 @pytest.mark.parametrize("case", [0, 1])
