@@ -4,7 +4,7 @@ For each model, bandwidth and number of ranks, variants take turns, because time
 round, each variant trains a fresh model for some steps. One job per launcher runs them one after the other. Figures
 compare variants within a round, and are medians over the rounds. A step is rank 0's zero_grad, forward, backward and
 optimizer step. `compute` sends no gradients: the upper bound. A result counts only if all ranks end with the same
-parameters, bit for bit, and with finite losses.
+parameters, bit for bit, and with finite losses. With --interleave, the variants of a front end take turns in each step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.training import chart, jobs
 from benchmarks.training.arguments import BATCH_SIZES, checked, parser, version
 from benchmarks.training.jobs import Job
 from benchmarks.training.results import Cell, Results, Round, markdown
-from benchmarks.training.variants import COMPUTE, FRONT_ENDS, compression, front_end
+from benchmarks.training.variants import FRONT_ENDS, averages, compression, front_end
 
 
 class Interrupted(BaseException):
@@ -94,8 +94,8 @@ class Benchmark:
             if left := [name for name in variants if name not in done]:
                 raise JobError(f"ended without results of {', '.join(left)}")
         except JobError as error:
-            if current is None:  # no variant is to blame
-                for name in variants:
+            if current is None or (self.args.interleave and current not in variants):  # no variant is to blame
+                for name in [name for name in variants if name not in done]:
                     record(name, Round(number, error=str(error)))
             elif current in variants and current not in done:
                 record(current, Round(number, error=str(error)))
@@ -111,19 +111,20 @@ class Benchmark:
         at = {"model": model, "ranks": ranks}
         specs = dict.fromkeys(filter(None, map(compression, variants)))
         front = front_end(variants[0])
+        calibrates = args.hosts == 1 and not args.interleave  # the cost model is that of one link
         return Job(
             model=model, rate=rate, ranks=ranks, variants=tuple(variants), data=args.data_of[model],
             batch_size=args.batch_size or BATCH_SIZES.get(model, 16), seed=args.seed, warmup=args.warmup,
             steps=args.steps, seconds=args.seconds, threads=args.threads, hosts=args.hosts,
-            # The cost model is that of one link.
-            link=args.hosts == 1
+            interleaved=args.interleave,
+            link=calibrates
             and not known(results.links, rate=rate, ranks=ranks, front_end=front)
             and (*cell, "link") not in self.not_calibrated,
-            profile=args.hosts == 1 and not known(results.profiles, **at),
+            profile=calibrates and not known(results.profiles, **at),
             codecs=tuple(
                 spec
                 for spec in specs
-                if args.hosts == 1
+                if calibrates
                 and not known(results.codecs, compression=spec, **at)
                 and (*cell, f"codec {spec}") not in self.not_calibrated
             ),
@@ -133,7 +134,7 @@ class Benchmark:
         """The round that a rank's result is, or why it does not count."""
         if not result["finite"]:
             return Round(number, error="a loss is not finite")
-        if name != COMPUTE and not result["identical"]:
+        if averages(name) and not result["identical"]:
             return Round(number, error="the replicas differ")
         model, rate, ranks = cell
         self.results.row(cell, name).parameters = result["parameters"]
@@ -173,6 +174,7 @@ def conditions(args: argparse.Namespace, command: str) -> dict[str, Any]:
         "data": {"images": "cifar10" if folder else "digits", "text": Path(text).name if text else "standard library"},
         "hosts": args.hosts, "threads": args.threads, "batch_size": args.batch_size, "warmup": args.warmup,
         "seconds": args.seconds, "steps": args.steps, "seed": args.seed, "fresh": args.fresh,
+        "interleave": args.interleave,
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("HOROVOD_")},
         "commands": [command],
     }  # fmt: skip

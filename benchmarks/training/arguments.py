@@ -9,7 +9,7 @@ from pathlib import Path
 import data
 from benchmarks.common.arguments import Parser, at_least, data_path, output_file, picture_file
 from benchmarks.common.jobs import shaping_error
-from benchmarks.training.variants import METHODS, QUICK, expanded, front_end, variant
+from benchmarks.training.variants import FLOOR_METHODS, METHODS, QUICK, expanded, front_end, variant
 from models import MODELS
 
 BATCH_SIZES = {"alexnet": 32}  # others: 16
@@ -26,11 +26,13 @@ variants:
                                             ddp-powersgd   with powerSGD_hook, rank 4
   horovod:SPEC   Horovod with a method of gradzip, for example horovod:fft-range:theta=0.9
   ddp:SPEC       DDP with a method of gradzip
+  horovod-noop   Horovod, one element of each gradient     ddp-noop   DDP, with a hook that does nothing: the floor
   fsdp           FSDP2, which averages over the replicas itself     fsdp:SPEC   with a method of gradzip
   stock          the first six (the default)
   methods        Horovod with each of gradzip's {len(METHODS)} methods
   ddp-methods    DDP with the main ones
   all            stock, methods and ddp-methods
+  floor          compute, the floor of each front end, and {len(FLOOR_METHODS)} methods with each
 
 examples:
   python -m benchmarks.training --quick                          ten minutes: two models, 1 Gb/s and unshaped
@@ -39,6 +41,9 @@ examples:
   python -m benchmarks.training all --rate 100mbit --rate 1gbit --rate 10gbit --rate none --ranks 2 --ranks 4 \\
       --json results.json --png results.png                      hours: all models, on all networks
   python -m benchmarks.training compute horovod horovod:fft-range --ranks 4
+  python -m benchmarks.training floor --interleave --model resnet18 --rate 1gbit --seconds 20
+                                                                 how far methods are above what DDP and Horovod cost
+  python -m benchmarks.training compute ddp-noop ddp:topk --interleave --model alexnet --rate 1gbit
   python -m benchmarks.training compute ddp-fp16 fsdp fsdp:acpsgd --hosts 2 --ranks 4 --rate 250mbit --rate none
                                                                  two hosts of two ranks, and a link between them
 
@@ -89,6 +94,11 @@ def parser(description: str | None = None) -> Parser:
     parser.add_argument("--seed", default=0, type=at_least(0), metavar="N", help="(default: %(default)s)")
     parser.add_argument("--fresh", action="store_true", help="start new processes for each variant")
     parser.add_argument(
+        "--interleave", action="store_true",
+        help="the variants of a front end take turns in each step, with all their models in memory: steps that differ "
+        "by less than the machine drifts can be compared",
+    )  # fmt: skip
+    parser.add_argument(
         "--timeout", default=900, **number, help="limit of one variant, in seconds (default: %(default)s)"
     )
     parser.add_argument("--json", metavar="PATH", type=output_file, help="keep results here, and continue them")
@@ -121,6 +131,8 @@ def checked(parse: Parser) -> argparse.Namespace:
         batch, ranks = args.batch_size or BATCH_SIZES.get(model, 16), max(args.ranks)
         if batch * ranks > len(dataset):
             parse.error(f"got a batch of {ranks} x {batch}, expected at most all {len(dataset)} {dataset.unit}")
+    if args.interleave and args.fresh:
+        parse.error("--interleave: got --fresh, expected one of them: models that take turns are in one process")
     if args.hosts > 1:
         if any(front_end(text) == "horovod" for text in args.variants):
             parse.error("--hosts 2: got variants of Horovod, expected those of torchrun: compute, ddp..., fsdp...")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,8 @@ class Averager:
         itemsize: bytes for each element of the front end's own averages.
     """
 
+    prefix = ""  # of the parameters' names under Horovod, which knows operations by them: others in a process differ
+
     def __init__(self, compressor: gradzip.Compressor | None = None, itemsize: float = 4) -> None:
         self.compressor = compressor
         self.itemsize = itemsize
@@ -98,10 +100,34 @@ class Horovod(Averager):
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         import horovod.torch as hvd
 
-        own = hvd.Compression.fp16 if self.itemsize == 2 else hvd.Compression.none
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        names = model.named_parameters()
-        return model, hvd.DistributedOptimizer(optimizer, names, compression=self.compressor or own)
+        names = [(self.prefix + name, parameter) for name, parameter in model.named_parameters()]
+        return model, hvd.DistributedOptimizer(optimizer, names, compression=self.compressor or self.own())
+
+    def own(self) -> Any:
+        """Horovod's own compression."""
+        import horovod.torch as hvd
+
+        return hvd.Compression.fp16 if self.itemsize == 2 else hvd.Compression.none
+
+
+class HorovodFloor(Horovod):
+    """All that Horovod does for gradients, with one element of each: no method can avoid it."""
+
+    def own(self) -> Any:
+        return OneElement
+
+
+class OneElement:
+    """For Horovod's `compression`: leaves gradients as they are, and has it average a zero in place of each."""
+
+    @staticmethod
+    def compress(gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient.new_zeros(1), gradient
+
+    @staticmethod
+    def decompress(_: Tensor, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class DDP(Averager):
@@ -120,6 +146,15 @@ class DDP(Averager):
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
             model.register_comm_hook(None, fp16_compress_hook)
+
+
+class DDPFloor(DDP):
+    """All that DDP does for gradients, with a hook that does nothing."""
+
+    def hook(self, model: nn.parallel.DistributedDataParallel) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+        model.register_comm_hook(None, noop_hook)
 
 
 class PowerSGDHook(DDP):
@@ -170,6 +205,8 @@ _STOCK: dict[str, Callable[[], Averager]] = {
     "ddp": DDP,
     "ddp-fp16": lambda: DDP(itemsize=2),
     "ddp-powersgd": PowerSGDHook,
+    "horovod-noop": lambda: HorovodFloor(itemsize=0),
+    "ddp-noop": lambda: DDPFloor(itemsize=0),
     "fsdp": FSDP,
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.common.charts import COLORS, open_frame, pyplot, save
 from benchmarks.training.results import cells
-from benchmarks.training.variants import COMPUTE, FRONT_ENDS, STOCK, bandwidth
+from benchmarks.training.variants import COMPUTE, FLOORS, FRONT_ENDS, STOCK, bandwidth, front_end
 
 PARTS = {  # hatches tell them apart without colours
     "compute_ms": ("forward, backward, optimizer", COLORS[1], ""),
@@ -32,6 +32,8 @@ def short(variant: str) -> str:
     if variant in STOCK:
         front, _, what = variant.partition("-")
         return f"stock {FRONT_ENDS[front]} {what or 'fp32'}"
+    if variant in FLOORS:
+        return f"{FRONT_ENDS[front_end(variant)]}, no gradients averaged"
     front, _, spec = variant.partition(":")
     name = spec.partition(":")[0]
     return f"{FRONT_ENDS[front]} {spec if len(spec) <= LONGEST_SPEC else f'{name}:…'}"

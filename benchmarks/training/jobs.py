@@ -21,6 +21,7 @@ class Job:
         link: measure the link.
         profile: also profile the model in the variant without communication.
         codecs: specs of methods to measure.
+        interleaved: the variants take turns in each step, with all their models in memory.
     """
 
     model: str
@@ -38,6 +39,7 @@ class Job:
     link: bool = False
     profile: bool = False
     codecs: tuple[str, ...] = ()
+    interleaved: bool = False
 
 
 def run(job: Job, timeout: float) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -101,61 +101,114 @@ def wire_bytes(hosts: int) -> float:
     return int(line.split(":")[1].split()[8]) / (RANKS // hosts)
 
 
-def num_steps(job: Job, seconds: float, averaging: Averager, group: Group) -> int:
-    """How many steps to time, the same on all ranks. seconds: that one step takes here."""
+def num_steps(job: Job, seconds: float, alternates: bool, group: Group) -> int:
+    """How many steps to time, the same on all ranks.
+
+    Args:
+        seconds: that one step takes here.
+        alternates: whether to take an even number: methods such as ACPSGD send other factors in every other step.
+    """
     slowest = float(group.gather(torch.tensor([seconds], dtype=torch.float64)).max())
     count = min(job.steps, max(LEAST_STEPS, int(job.seconds / slowest)))
-    if averaging.compressor:  # methods such as ACPSGD send different factors in even and in odd steps
+    if alternates:
         count += count % 2 if count < job.steps else -(count % 2)
     return count
 
 
-def measure(job: Job, variant: str, batches: Batches, group: Group) -> dict[str, Any]:
-    """Measure one variant: the results of one round, for this rank."""
-    averaging = averager(variant)
-    training = Training(job, batches, averaging)
+class Measurement:
+    """One variant: a model that has done its untimed steps, and what its timed ones have taken on this rank."""
 
-    def counters() -> tuple[float, int | None]:
-        group.gather(torch.zeros(1))  # a barrier
-        return wire_bytes(job.hosts), averaging.sent()
+    def __init__(self, job: Job, variant: str, batches: Batches, group: Group) -> None:
+        self.job, self.variant, self.batches, self.group = job, variant, batches, group
+        self.averaging = averager(variant)
+        self.averaging.prefix = f"{variant}." if job.interleaved else ""
+        self.training = Training(job, batches, self.averaging)
+        self.warmup = max(job.warmup, least_warmup(variant))
+        self.last = [self.training.step(batch) for batch in batches.load(0, self.warmup)][-1]  # seconds
+        while not self.averaging.settled() and self.warmup < MOST_WARMUP:
+            self.last = self.training.step(*batches.load(self.warmup, self.warmup + 1))
+            self.warmup += 1
+        self.times: list[float] = []
+        self.compression: list[float] = []
 
-    warmup = max(job.warmup, least_warmup(variant))
-    last = [training.step(batch) for batch in batches.load(0, warmup)][-1]
-    while not averaging.settled() and warmup < MOST_WARMUP:
-        last = training.step(*batches.load(warmup, warmup + 1))
-        warmup += 1
-    timed = batches.load(warmup, warmup + num_steps(job, last, averaging, group))
-    times, compression = [], []
-    wire, payload = counters()
-    for batch in timed:
-        before = averaging.seconds()
-        times.append(training.step(batch))
-        compression.append(averaging.seconds() - before)
-    wire_after, payload_after = counters()
+    def begin(self, count: int) -> None:
+        """Load the batches of `count` steps, and read the counters."""
+        self.timed = self.batches.load(self.warmup, self.warmup + count)
+        self.before = self.counters()
 
-    parameters = averaging.parameters(training.network)
-    digest = hashlib.sha256(b"".join(p.numpy().tobytes() for p in parameters)).digest()
-    digests = group.gather(torch.tensor(list(digest), dtype=torch.uint8))
-    finite = group.gather(torch.tensor([math.isfinite(sum(training.losses))], dtype=torch.uint8))
-    if payload is None or payload_after is None:
-        sent = float(averaging.itemsize * sum(p.numel() for p in parameters))
-    else:
-        sent = (payload_after - payload) / len(times)
-    result: dict[str, Any] = {
-        "ms": [1000 * step for step in times],
-        "compression_ms": 1000 * statistics.median(compression),
-        "wire_bytes": (wire_after - wire) / len(times),
-        "payload_bytes": sent,
-        "identical": bool((digests == digests[0]).all()),
-        "finite": bool(finite.all()),
-        "parameters": sum(p.numel() for p in parameters),
-        "choice": averaging.choice(),
-    }
-    if variant == COMPUTE and job.profile:
-        group.gather(torch.zeros(1))  # all ranks profile at the same time: they may share cores
-        again = itertools.cycle(timed)
-        result["profile"] = asdict(measure_step(training.network, lambda: training.step(next(again))))
-    return result
+    def counters(self) -> tuple[float, int | None]:
+        self.group.gather(torch.zeros(1))  # a barrier
+        return wire_bytes(self.job.hosts), self.averaging.sent()
+
+    def step(self) -> None:
+        """Time the next step."""
+        before = self.averaging.seconds()
+        self.times.append(self.training.step(self.timed[len(self.times)]))
+        self.compression.append(self.averaging.seconds() - before)
+
+    def result(self) -> dict[str, Any]:
+        """The results of one round, for this rank."""
+        job, group, averaging, steps = self.job, self.group, self.averaging, len(self.times)
+        (wire, payload), (wire_after, payload_after) = self.before, self.counters()
+        parameters = averaging.parameters(self.training.network)
+        digest = hashlib.sha256(b"".join(p.numpy().tobytes() for p in parameters)).digest()
+        digests = group.gather(torch.tensor(list(digest), dtype=torch.uint8))
+        finite = group.gather(torch.tensor([math.isfinite(sum(self.training.losses))], dtype=torch.uint8))
+        if payload is None or payload_after is None:
+            sent = float(averaging.itemsize * sum(p.numel() for p in parameters))
+        else:
+            sent = (payload_after - payload) / steps
+        result: dict[str, Any] = {
+            "ms": [1000 * step for step in self.times],
+            "compression_ms": 1000 * statistics.median(self.compression),
+            "wire_bytes": None if job.interleaved else (wire_after - wire) / steps,
+            "payload_bytes": sent,
+            "identical": bool((digests == digests[0]).all()),
+            "finite": bool(finite.all()),
+            "parameters": sum(p.numel() for p in parameters),
+            "choice": averaging.choice(),
+        }
+        if self.variant == COMPUTE and job.profile:
+            group.gather(torch.zeros(1))  # all ranks profile at the same time: they may share cores
+            again = itertools.cycle(self.timed)
+            network, training = self.training.network, self.training
+            result["profile"] = asdict(measure_step(network, lambda: training.step(next(again))))
+        return result
+
+
+def measure(job: Job, batches: Batches, group: Group, write: Callable[[dict[str, Any]], None]) -> None:
+    """Measure the variants, one after the other."""
+    for variant in job.variants:
+        write({"start": variant})
+        one = Measurement(job, variant, batches, group)
+        one.begin(num_steps(job, one.last, one.averaging.compressor is not None, group))
+        for _ in one.timed:
+            one.step()
+        write({"variant": variant, "result": one.result()})
+        del one
+        gc.collect()  # the model and its optimizer, which refer to each other
+
+
+def measure_interleaved(job: Job, batches: Batches, group: Group, write: Callable[[dict[str, Any]], None]) -> None:
+    """Measure the variants together: in each turn, each takes a step. Ranks begin a step at the same time.
+
+    Turns begin with another variant each, so that none always follows the same one.
+    """
+    together = []
+    for variant in job.variants:
+        write({"start": variant})
+        together.append(Measurement(job, variant, batches, group))
+    count = num_steps(job, statistics.fmean(one.last for one in together), True, group)
+    for one in together:
+        one.begin(count)
+    for turn in range(count):
+        write({"start": f"turn {turn + 1} of {count}"})
+        first = turn % len(together)
+        for one in together[first:] + together[:first]:
+            group.gather(torch.zeros(1))  # a barrier
+            one.step()
+    for one in together:
+        write({"variant": one.variant, "result": one.result()})
 
 
 def gradients(job: Job, batches: Batches) -> dict[str, Tensor]:
@@ -187,10 +240,7 @@ def work(job: Job, group: Group, path: Path) -> None:
     if job.link:
         write({"start": "link"})
         write({"link": asdict(measure_link(group.engine))})
-    for variant in job.variants:
-        write({"start": variant})
-        write({"variant": variant, "result": measure(job, variant, batches, group)})
-        gc.collect()  # the model and its optimizer, which refer to each other
+    (measure_interleaved if job.interleaved else measure)(job, batches, group, write)
     for spec in job.codecs:
         write({"start": f"codec {spec}"})
         group.gather(torch.zeros(1))  # all ranks measure at the same time: they may share cores

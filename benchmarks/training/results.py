@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.common import tables
 from benchmarks.common.results import ResultsError, check_same, stored, write_json
-from benchmarks.training.variants import COMPUTE, FP16, FP32, bandwidth
+from benchmarks.training.variants import COMPUTE, FP16, FP32, bandwidth, floor
 
 Cell = tuple[str, str, int]  # model, rate, ranks
 
@@ -30,7 +30,8 @@ class Round:
 
     ms: of rank 0's steps.
     compression_ms: median over rank 0's steps, in the methods' own code.
-    wire_bytes: of a step and rank, as the loopback counts them; None if other jobs use the same loopback.
+    wire_bytes: of a step and rank, as the loopback counts them; None if other jobs use the same loopback, or if
+        variants took turns.
     payload_bytes: of a step and rank, as the method counts them.
     choice: of Auto: its methods, with the number of parameters of each.
     """
@@ -103,7 +104,7 @@ class Results:
         if self.path is None or not self.path.exists():
             return False
         with stored(self.path) as content:
-            known = {"hosts": 1, **content["provenance"]}
+            known = {"hosts": 1, "interleave": False, **content["provenance"]}
             self.variants = {
                 (cell["model"], cell["rate"], cell["ranks"]): list(cell["variants"]) for cell in content["cells"]
             }
@@ -184,6 +185,7 @@ class Results:
                 COMPUTE, lambda mine, compute: max(0.0, mine.median - compute.median - mine.compression_ms)
             ),
             "share_of_ideal": against(COMPUTE, quotient),
+            "share_of_floor": against(floor(row.variant), quotient),
             "times_fp32": against(FP32, quotient),
             "times_fp16": against(FP16, quotient),
             "wire_bytes": statistics.median(wire) if wire else None,

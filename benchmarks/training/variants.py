@@ -18,6 +18,10 @@ STOCK = {
     "ddp-fp16": "DDP, torch's `fp16_compress_hook`",
     "ddp-powersgd": "DDP, torch's `powerSGD_hook`, rank 4",
 }
+FLOORS = {  # what a front end costs by itself: it averages no gradients
+    "horovod-noop": "Horovod, one element of each gradient",
+    "ddp-noop": "DDP, a hook that does nothing",
+}
 COMPUTE, FP32, FP16 = "compute", "horovod", "ddp-fp16"  # what other variants are compared with
 FRONT_ENDS = {"horovod": "Horovod", "ddp": "DDP"}  # each with a launcher of its own
 FSDP = "fsdp"  # FSDP2, which torchrun starts, too; without SPEC, its own averages over the replicas
@@ -42,6 +46,7 @@ METHODS = tuple(
     if name != "none" and not _required(method)
 )
 DDP_METHODS = ("acpsgd", "auto", "dct-range:theta=0.95", "fft-range", "qsgd:coding=packed", "signsgd", "topk")
+FLOOR_METHODS = ("acpsgd", "powersgd", "signsgd", "topk", "block-float", "qsgd", "dct-range", "fft-range")
 QUICK = (
     "compute", "horovod", "ddp", "ddp-fp16", "horovod:acpsgd", "horovod:fft-range", "horovod:signsgd", "ddp:acpsgd",
 )  # fmt: skip
@@ -52,17 +57,20 @@ SHORTHANDS = {
     "ddp-methods": tuple(f"ddp:{spec}" for spec in DDP_METHODS),
 }
 SHORTHANDS["all"] = tuple(itertools.chain(*SHORTHANDS.values()))
+SHORTHANDS["floor"] = (
+    COMPUTE, *(name for front in FRONT_ENDS for name in (f"{front}-noop", *(f"{front}:{s}" for s in FLOOR_METHODS))),
+)  # fmt: skip
 
 MOST_WARMUP = 200  # steps before the timed ones that a variant may need
 
 
 def variant(text: str) -> str:
     """Check a variant or shorthand of a command line. Raises ArgumentTypeError."""
-    if text in SHORTHANDS or text in STOCK or text == FSDP:
+    if text in SHORTHANDS or text in STOCK or text in FLOORS or text == FSDP:
         return text
     front, _, spec = text.partition(":")
     if front not in (*FRONT_ENDS, FSDP):
-        names = ", ".join([*SHORTHANDS, *STOCK, FSDP])
+        names = ", ".join([*SHORTHANDS, *STOCK, *FLOORS, FSDP])
         raise argparse.ArgumentTypeError(f"got {text!r}, expected {names}, horovod:SPEC, ddp:SPEC or fsdp:SPEC")
     try:
         gradzip.parse(spec)
@@ -84,6 +92,16 @@ def expanded(texts: Iterable[str]) -> list[str]:
 def front_end(variant: str) -> str:
     """The launcher that runs a variant: "horovod" or "ddp"."""
     return "horovod" if variant.startswith("horovod") else "ddp"
+
+
+def floor(variant: str) -> str:
+    """The variant of the same front end that averages no gradients."""
+    return f"{front_end(variant)}-noop"
+
+
+def averages(variant: str) -> bool:
+    """Whether a variant averages gradients: replicas are equal then."""
+    return variant != COMPUTE and variant not in FLOORS
 
 
 def compression(variant: str) -> str | None:
@@ -113,8 +131,8 @@ def least_warmup(variant: str) -> int:
 
 def label(variant: str) -> str:
     """Name a variant for people, in Markdown."""
-    if variant in STOCK:
-        return STOCK[variant]
+    if named := (STOCK | FLOORS).get(variant):
+        return named
     if variant == FSDP:
         return "torch's FSDP2 with replicas, fp32"
     front, _, spec = variant.partition(":")

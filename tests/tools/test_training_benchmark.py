@@ -20,7 +20,7 @@ from benchmarks.common.jobs import JobError, error_line, has_own_net
 from benchmarks.common.results import ResultsError
 from benchmarks.training import __main__ as training
 from benchmarks.training import report
-from benchmarks.training.averagers import averager
+from benchmarks.training.floor import floor_table
 from benchmarks.training.jobs import Job
 from benchmarks.training.rank import num_steps
 from benchmarks.training.results import Results, Round
@@ -113,6 +113,27 @@ def test_two_hosts_and_the_bytes_between_them(tmp_path):
     assert rows["fsdp:block-float"]["wire_bytes"] < rows["fsdp"]["wire_bytes"] / 3
     # A ring through all four ranks crosses the link once in each direction: half as much from each rank of a host.
     assert 0.7 < rows["ddp"]["wire_bytes"] / (3 / 4 * 4 * PARAMETERS) < 1.1
+
+
+@pytest.mark.long
+def test_variants_take_turns_in_each_step(tmp_path):
+    variants = "compute", "ddp-noop", "ddp:acpsgd", "horovod", "horovod-noop", "horovod:topk"
+    completed = benchmark(*variants, "--interleave", "--json", tmp_path / "r.json")
+    assert completed.returncode == 0, completed.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    rows = {row["variant"]: row for row in report["rows"]}
+    assert report["provenance"]["interleave"] and not (report["profiles"] or report["links"] or report["codecs"])
+    assert tuple(rows) == variants
+    for name, row in rows.items():
+        (only,) = row["rounds"]
+        assert "error" not in only and len(only["ms"]) == 4
+        assert row["wire_bytes"] is None
+        front = "horovod" if name.startswith("horovod") else "ddp"
+        assert row["share_of_floor"] == rows[f"{front}-noop"]["ms"] / row["ms"]
+    sent = {name: row["payload_bytes"] for name, row in rows.items()}
+    assert (sent["compute"], sent["ddp-noop"], sent["horovod-noop"], sent["horovod"]) == (0, 0, 0, 4 * PARAMETERS)
+    assert 0 < sent["ddp:acpsgd"] < PARAMETERS
+    assert 0.01 * 4.1 * PARAMETERS < sent["horovod:topk"] < 0.02 * 4 * PARAMETERS
 
 
 def test_failing_method_is_reported_and_exits_with_an_error():
@@ -211,6 +232,22 @@ def test_a_variant_that_aborts_ends_its_job_and_the_rest_run_in_another(monkeypa
         assert errors == (["aborted"] * 2 if variant == "ddp-powersgd" else [None] * 2)
 
 
+def test_a_turn_that_aborts_is_the_failure_of_all_that_take_turns(monkeypatch):
+    def aborts(job, timeout):
+        assert job.interleaved and not (job.link or job.profile or job.codecs)
+        yield {"start": job.variants[0]}
+        yield {"start": "turn 1 of 9"}
+        raise JobError("aborted")
+
+    results = run(monkeypatch, aborts, "compute", "ddp-noop", "ddp:topk", "--rounds", 1, "--interleave")
+    assert [row.rounds[0].error for row in results.rows.values()] == ["aborted"] * 3
+    # Before its first turn, a variant fails alone.
+    jobs = Jobs({"ddp:topk": JobError("aborted")})
+    results = run(monkeypatch, jobs, "compute", "ddp:topk", "ddp-noop", "--rounds", 1, "--interleave")
+    assert jobs.jobs == [("compute", "ddp:topk", "ddp-noop"), ("ddp-noop",)]
+    assert results.row(("cnn", "none", 2), "ddp:topk").rounds[0].error == "aborted"
+
+
 def test_a_link_that_cannot_be_measured_costs_no_result_and_is_not_tried_again(monkeypatch):
     jobs = Jobs({"link": JobError("aborted")})
     results = run(monkeypatch, jobs, "compute", "ddp", "--rounds", 2)
@@ -244,6 +281,7 @@ def test_a_job_that_does_not_start_fails_all_its_variants(monkeypatch):
         ("ddp", {"finite": False}, "a loss is not finite"),
         ("ddp", {"identical": False}, "the replicas differ"),
         ("compute", {"identical": False}, None),
+        ("ddp-noop", {"identical": False}, None),
     ],
 )
 def test_invalid_results_do_not_count(monkeypatch, variant, result, expected):
@@ -348,10 +386,11 @@ def test_error_line(output, expected):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["horovd"], "got 'horovd', expected stock, methods, ddp-methods, all, compute, horovod"),
+        (["horovd"], "got 'horovd', expected stock, methods, ddp-methods, all, floor, compute, horovod"),
         (["ddp:nothing"], "unknown compression method 'nothing'"),
         (["horovod:gradiveq"], "which compresses after 2600 steps, expected at most 199"),
         (["--steps", "2"], "got '2', expected a whole number of at least 3"),
+        (["--interleave", "--fresh"], "--interleave: got --fresh, expected one of them"),
         (["--ranks", "0"], "got '0', expected a whole number of at least 1"),
         (["ddp", "--hosts", "2", "--ranks", "3"], "--hosts 2: got [3] ranks, expected even numbers"),
         (["horovod", "--hosts", "2"], "--hosts 2: got variants of Horovod, expected those of torchrun"),
@@ -393,7 +432,7 @@ def test_ranks_agree_on_the_number_of_steps(variant, seconds, expected):
             return torch.tensor(seconds, dtype=row.dtype)[:, None]
 
     job = Job("cnn", "none", 2, (variant,), None, 1, seed=0, warmup=1, steps=20, seconds=7, threads=1)
-    assert {num_steps(job, own, averager(variant), Group()) for own in seconds} == {expected}
+    assert {num_steps(job, own, ":" in variant, Group()) for own in seconds} == {expected}
 
 
 def test_shorthands_have_every_method():
@@ -409,6 +448,27 @@ def test_shorthands_have_every_method():
     assert least_warmup("ddp:per-layer:conv=gradiveq(warmup_steps=0,sample_steps=2),default=topk") == 3
     assert least_warmup("ddp:phases:0=none,7=gradiveq(warmup_steps=1,sample_steps=4)") == 7 + 6
     assert (least_warmup("ddp-powersgd"), least_warmup("horovod:topk")) == (3, 1)
+
+
+def test_the_floor_is_that_of_the_same_front_end():
+    results = Results({})
+    ms = {
+        "1gbit": {"compute": 90.0, "ddp-noop": 100.0, "ddp:topk": 125.0, "horovod-noop": 120.0, "horovod:topk": 160.0},
+        "none": {"horovod": 220.0, "horovod-noop": 110.0},
+    }
+    for rate, of_rate in ms.items():
+        results.plan([("resnet18", rate, 2)], list(of_rate))
+        for variant, time in of_rate.items():
+            results.row(("resnet18", rate, 2), variant).rounds.append(Round(0, [time, time]))
+    lines = floor_table(results.reports(), {"alexnet": "AlexNet", "resnet18": "ResNet-18"}).splitlines()
+    assert lines[0] == "|  | ResNet-18, ms | share of the floor, % | of stock Horovod, unshaped, % |"
+    assert lines[2:] == [
+        "| no communication (upper bound) | 90 | 111 |  |",
+        "| DDP, a hook that does nothing | 100 | 100 |  |",
+        "| DDP, `TopK()` | 125 | 80 |  |",
+        "| Horovod, one element of each gradient | 120 | 100 |  |",
+        "| Horovod, `TopK()` | 160 | 75 | 150 |",  # 120 / 160, where stock Horovod has 110 / 220
+    ]
 
 
 def test_a_beaten_step_without_communication_is_no_bound():
