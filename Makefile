@@ -41,6 +41,11 @@ wheel: bootstrap ## build the sdist and a wheel for this Python, tagged with the
 	@PATH="$(CURDIR)/build/tools/bin:$$PATH" auditwheel repair --wheel-dir dist dist/local/*.whl
 	@mv dist/local/*.tar.gz dist && rm -r dist/local
 
+.PHONY: docs
+docs: bootstrap ## build the documentation as a website in build/site, with a reference; a broken link is an error
+	@$(ENV) PYTHON=python scripts/build_docs.sh $(ARGS)
+	@echo "open build/site/index.html"
+
 .PHONY: fuzz
 fuzz: bootstrap ## feed hostile payloads to every decoder for SECONDS (60); ARGS go to tests/support/fuzz.py
 	@$(ENV) python tests/support/fuzz.py --seconds $(SECONDS) $(ARGS)

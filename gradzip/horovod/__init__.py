@@ -8,11 +8,15 @@ the compressors' states. Both import Horovod when they are first used.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..methods.base.compressor import Compressor
-from .front_end import bucketed as bucketed
-from .front_end import compress
+from .front_end import bucketed, compress
+
+if TYPE_CHECKING:
+    from .elastic import elastic_state
+
+__all__ = ["Compression", "bucketed", "elastic_state"]
 
 Compressor.horovod_compress = compress
 

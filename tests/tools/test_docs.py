@@ -48,6 +48,13 @@ def test_links_have_a_target(page):
             assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_in_lists_are_indented_by_four_spaces(page):
+    """With fewer, GitHub shows them within the item, and the website outside."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"(?<=\n\n) {1,3}\S.*|^ {1,3}(?:```|[*-] |\d+\. ).*", text, re.MULTILINE)
+
+
 @pytest.mark.parametrize("script", ["gpu_check.sh", "shaped_net.sh"])
 def test_scripts_have_help(script):
     path = ROOT / "scripts" / script
