@@ -28,6 +28,7 @@ variants:
   ddp:SPEC       DDP with a method of gradzip
   horovod-noop   Horovod, one element of each gradient     ddp-noop   DDP, with a hook that does nothing: the floor
   fsdp           FSDP2, which averages over the replicas itself     fsdp:SPEC   with a method of gradzip
+  local(every=30):SPEC   differences of parameters after every 30 steps, with the means of these steps; torchrun
   stock          the first six (the default)
   methods        Horovod with each of gradzip's {len(METHODS)} methods
   ddp-methods    DDP with the main ones

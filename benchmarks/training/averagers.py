@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradzip
+from benchmarks.common.local_steps import LocalSteps, local_steps
 from gradzip.collectives.engine import Engine
 from gradzip.engines.torch import TorchEngine
 from models import BasicBlock, DecoderBlock
@@ -63,6 +64,7 @@ class Averager:
         itemsize: bytes for each element of the front end's own averages.
     """
 
+    every = 1  # steps between two exchanges
     prefix = ""  # of the parameters' names under Horovod, which knows operations by them: others in a process differ
 
     def __init__(self, compressor: gradzip.Compressor | None = None, itemsize: float = 4) -> None:
@@ -170,6 +172,27 @@ class PowerSGDHook(DDP):
         return 4 * self.state.compression_stats()[2]
 
 
+class Local(Averager):
+    """Local steps: differences of parameters are averaged after every N of them.
+
+    Args:
+        local: every how many steps, and the outer optimizer.
+    """
+
+    def __init__(self, compressor: gradzip.Compressor, local: LocalSteps) -> None:
+        super().__init__(compressor)
+        self.every = local.every
+        self.options = local.options
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        self.outer = gradzip.outer.LocalSteps(model, optimizer, self.compressor, **self.options)
+        return model, optimizer
+
+    def parameters(self, network: nn.Module) -> list[Tensor]:
+        self.outer.synchronize()
+        return super().parameters(network)
+
+
 class FSDP(Averager):
     """FSDP2 with shards within a host, and replicas on the others. On one host, each half of the ranks is a replica.
 
@@ -212,8 +235,11 @@ _STOCK: dict[str, Callable[[], Averager]] = {
 
 
 def averager(variant: str) -> Averager:
-    """The averager of a variant: a stock one, horovod:SPEC, ddp:SPEC or fsdp:SPEC."""
+    """The averager of a variant: a stock one, horovod:SPEC, ddp:SPEC, fsdp:SPEC or local(every=30):SPEC."""
     if variant in _STOCK:
         return _STOCK[variant]()
+    local, spec = local_steps(variant)
+    if local:
+        return Local(gradzip.parse(spec), local)
     front, _, spec = variant.partition(":")
     return {"horovod": Horovod, "ddp": DDP, "fsdp": FSDP}[front](gradzip.parse(spec))

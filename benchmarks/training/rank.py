@@ -116,7 +116,10 @@ def num_steps(job: Job, seconds: float, alternates: bool, group: Group) -> int:
 
 
 class Measurement:
-    """One variant: a model that has done its untimed steps, and what its timed ones have taken on this rank."""
+    """One variant: a model that has done its untimed steps, and what its timed ones have taken on this rank.
+
+    With local steps, all steps up to an exchange are timed as one, of which they are the mean.
+    """
 
     def __init__(self, job: Job, variant: str, batches: Batches, group: Group) -> None:
         self.job, self.variant, self.batches, self.group = job, variant, batches, group
@@ -124,7 +127,9 @@ class Measurement:
         self.averaging.prefix = f"{variant}." if job.interleaved else ""
         self.training = Training(job, batches, self.averaging)
         self.warmup = max(job.warmup, least_warmup(variant))
-        self.last = [self.training.step(batch) for batch in batches.load(0, self.warmup)][-1]  # seconds
+        self.every = self.averaging.every
+        seconds = [self.training.step(batch) for batch in batches.load(0, self.warmup)]
+        self.last = sum(seconds[-self.every :])
         while not self.averaging.settled() and self.warmup < MOST_WARMUP:
             self.last = self.training.step(*batches.load(self.warmup, self.warmup + 1))
             self.warmup += 1
@@ -133,7 +138,7 @@ class Measurement:
 
     def begin(self, count: int) -> None:
         """Load the batches of `count` steps, and read the counters."""
-        self.timed = self.batches.load(self.warmup, self.warmup + count)
+        self.timed = self.batches.load(self.warmup, self.warmup + count * self.every)
         self.before = self.counters()
 
     def counters(self) -> tuple[float, int | None]:
@@ -142,13 +147,14 @@ class Measurement:
 
     def step(self) -> None:
         """Time the next step."""
-        before = self.averaging.seconds()
-        self.times.append(self.training.step(self.timed[len(self.times)]))
-        self.compression.append(self.averaging.seconds() - before)
+        before, done = self.averaging.seconds(), len(self.times) * self.every
+        of_steps = [self.training.step(batch) for batch in self.timed[done : done + self.every]]
+        self.times.append(statistics.fmean(of_steps))
+        self.compression.append((self.averaging.seconds() - before) / self.every)
 
     def result(self) -> dict[str, Any]:
         """The results of one round, for this rank."""
-        job, group, averaging, steps = self.job, self.group, self.averaging, len(self.times)
+        job, group, averaging, steps = self.job, self.group, self.averaging, len(self.timed)
         (wire, payload), (wire_after, payload_after) = self.before, self.counters()
         parameters = averaging.parameters(self.training.network)
         digest = hashlib.sha256(b"".join(p.numpy().tobytes() for p in parameters)).digest()
@@ -181,8 +187,9 @@ def measure(job: Job, batches: Batches, group: Group, write: Callable[[dict[str,
     for variant in job.variants:
         write({"start": variant})
         one = Measurement(job, variant, batches, group)
-        one.begin(num_steps(job, one.last, one.averaging.compressor is not None, group))
-        for _ in one.timed:
+        count = num_steps(job, one.last, one.averaging.compressor is not None, group) if one.every == 1 else 1
+        one.begin(count)
+        for _ in range(count):
             one.step()
         write({"variant": variant, "result": one.result()})
         del one

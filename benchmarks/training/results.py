@@ -172,7 +172,7 @@ class Results:
             return other.median / mine.median
 
         steps = list(itertools.chain(*(r.ms for r in measured.values())))
-        deciles = statistics.quantiles(steps, n=10, method="inclusive")
+        deciles = statistics.quantiles(steps, n=10, method="inclusive") if len(steps) > 1 else steps * 9
         wire = [r.wire_bytes for r in measured.values() if r.wire_bytes is not None]
         return about | {
             "ms": statistics.median(steps),

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields
 
 import gradzip
+from benchmarks.common.local_steps import local_steps
 from gradzip.methods.base.registry import registered
+from gradzip.methods.spec import unparse
 
 STOCK = {
     "compute": "no communication (upper bound)",
@@ -69,10 +71,13 @@ def variant(text: str) -> str:
     if text in SHORTHANDS or text in STOCK or text in FLOORS or text == FSDP:
         return text
     front, _, spec = text.partition(":")
-    if front not in (*FRONT_ENDS, FSDP):
-        names = ", ".join([*SHORTHANDS, *STOCK, *FLOORS, FSDP])
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected {names}, horovod:SPEC, ddp:SPEC or fsdp:SPEC")
     try:
+        local, spec = local_steps(text) if front.startswith("local") else (None, spec)
+        if not local and front not in (*FRONT_ENDS, FSDP):
+            names = ", ".join([*SHORTHANDS, *STOCK, *FLOORS, FSDP])
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}, expected {names}, horovod:SPEC, ddp:SPEC, fsdp:SPEC or local(every=30):SPEC"
+            )
         gradzip.parse(spec)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
@@ -105,7 +110,9 @@ def averages(variant: str) -> bool:
 
 
 def compression(variant: str) -> str | None:
-    """The spec that does in gradzip what the variant does; None if there is none."""
+    """The spec that does in gradzip what the variant does in each step; None if there is none."""
+    if variant.startswith("local"):
+        return None
     if ":" in variant:
         return variant.partition(":")[2]
     return {"horovod": "none", "ddp": "none", "fsdp": "none", "horovod-fp16": "fp16", "ddp-fp16": "fp16"}.get(variant)
@@ -115,6 +122,9 @@ def least_warmup(variant: str) -> int:
     """Untimed steps until a variant does in every step what it will do in all later ones."""
     if variant == "ddp-powersgd":
         return 3  # the third step is the first that it compresses
+    local, _ = local_steps(variant)
+    if local:
+        return local.every  # the first exchange
     if ":" not in variant:
         return 1
     compressor = gradzip.parse(variant.partition(":")[2])
@@ -133,6 +143,9 @@ def label(variant: str) -> str:
     """Name a variant for people, in Markdown."""
     if named := (STOCK | FLOORS).get(variant):
         return named
+    local, spec = local_steps(variant)
+    if local:
+        return f"every {local.every} steps, `{unparse(gradzip.parse(spec))}`"
     if variant == FSDP:
         return "torch's FSDP2 with replicas, fp32"
     front, _, spec = variant.partition(":")

@@ -136,6 +136,17 @@ def test_variants_take_turns_in_each_step(tmp_path):
     assert 0.01 * 4.1 * PARAMETERS < sent["horovod:topk"] < 0.02 * 4 * PARAMETERS
 
 
+@pytest.mark.long
+def test_local_steps_are_timed_with_their_exchange(tmp_path):
+    variant = "local(every=3):topk"
+    completed = benchmark("compute", variant, "ddp", "--json", tmp_path / "r.json")
+    assert completed.returncode == 0, completed.stderr
+    local = {row["variant"]: row for row in json.loads((tmp_path / "r.json").read_text())["rows"]}[variant]
+    assert len(local["rounds"][0]["ms"]) == 1  # the mean of three steps
+    # An exchange in three steps; 1 % of each weight matrix, at 4 bytes and at least one bit of index, and all biases.
+    assert 0.01 * 4.1 * PARAMETERS / 3 < local["payload_bytes"] < 0.02 * 4 * PARAMETERS / 3
+
+
 def test_failing_method_is_reported_and_exits_with_an_error():
     completed = benchmark("horovod:topk", "--timeout", 1)
     assert completed.returncode == 1
@@ -447,7 +458,12 @@ def test_shorthands_have_every_method():
     assert least_warmup("horovod:gradiveq:warmup_steps=1,sample_steps=4") == 6
     assert least_warmup("ddp:per-layer:conv=gradiveq(warmup_steps=0,sample_steps=2),default=topk") == 3
     assert least_warmup("ddp:phases:0=none,7=gradiveq(warmup_steps=1,sample_steps=4)") == 7 + 6
-    assert (least_warmup("ddp-powersgd"), least_warmup("horovod:topk")) == (3, 1)
+    assert (least_warmup("ddp-powersgd"), least_warmup("horovod:topk"), least_warmup("local(every=9):qsgd")) == (
+        3,
+        1,
+        9,
+    )
+    assert label("local(every=30,lr=1,momentum=0):topk:bits=8") == "every 30 steps, `topk:bits=8`"
 
 
 def test_the_floor_is_that_of_the_same_front_end():
