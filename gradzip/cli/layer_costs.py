@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..cost import Compressed, Layer
 from ..measure import measure_gradients
+from ..measure.step import Clock, now
 from ..methods.base.compressor import Compressor
 
 # Larger layers are measured at a smaller size.
@@ -37,11 +38,13 @@ class LayerCost:
         return replace(self.compressed, decode=decode)
 
 
-def measure_layers(compressor: Compressor, layers: Sequence[Layer], device: torch.device) -> list[LayerCost]:
+def measure_layers(
+    compressor: Compressor, layers: Sequence[Layer], device: torch.device, clock: Clock = now
+) -> list[LayerCost]:
     """Measure a method on gradients of normally distributed numbers, one for each shape among the layers.
 
     A layer of more than `LARGEST` elements is measured at two smaller sizes. Times are extrapolated in proportion to
-    the number of elements, and bytes by their growth between the two sizes.
+    the number of elements, and bytes by their growth between the two sizes. clock: as for `measure_gradients`.
     """
     found: dict[tuple[Any, ...], LayerCost] = {}
     names: dict[tuple[Any, ...], str] = {}  # of the layers to measure
@@ -55,11 +58,11 @@ def measure_layers(compressor: Compressor, layers: Sequence[Layer], device: torc
         else:
             names.setdefault(keys[-1], layer.name)
     large = {name: _gradient(_shrunk(shape), device) for (_, shape), name in names.items()}
-    two = measure_gradients(compressor, large, ranks=2, repeats=4)
+    two = measure_gradients(compressor, large, ranks=2, repeats=4, clock=clock)
     gathered = {name: g for name, g in large.items() if any(k == "all_gather" for k, _ in two[name].compressed.rounds)}
-    four = measure_gradients(compressor, gathered, ranks=4, repeats=2)
+    four = measure_gradients(compressor, gathered, ranks=4, repeats=2, clock=clock)
     shrunk = {name: _gradient(_shrunk(s, 1), device) for (_, s), name in names.items() if _shrunk(s) != s}
-    small = measure_gradients(compressor, shrunk, ranks=2, repeats=2)
+    small = measure_gradients(compressor, shrunk, ranks=2, repeats=2, clock=clock)
     for key, name in names.items():
         compressed, slowest = two[name].compressed, two[name].slowest
         rank = max(0.0, four[name].compressed.decode - compressed.decode) / 2 if name in four else 0.0

@@ -180,5 +180,6 @@ MODELS: dict[str, Callable[[], Parameters]] = {
     "bert-large": lambda: _bert(24, 1024),
     "gpt2": lambda: _gpt2(12, 768),
     "gpt2-medium": lambda: _gpt2(24, 1024),
+    "gpt2-xl": lambda: _gpt2(48, 1600),
     "llama-7b": lambda: _llama(32, 4096, 11008),
 }

@@ -18,7 +18,7 @@ from ..collectives.traffic import sent_nbytes
 from ..cost import Compressed
 from ..engines import local
 from ..methods.base.compressor import Compressor
-from .step import now
+from .step import Clock, now
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def measure_method(
 
 
 def measure_gradients(
-    compressor: Compressor, grads: Mapping[str, Tensor], ranks: int = 2, repeats: int = 3
+    compressor: Compressor, grads: Mapping[str, Tensor], ranks: int = 2, repeats: int = 3, clock: Clock = now
 ) -> dict[str, Measurement]:
     """Measure steps of a method on the gradients of a model, as one of `ranks` ranks that all have these gradients.
 
@@ -58,6 +58,8 @@ def measure_gradients(
         grads: of any shapes and floating-point dtypes, by parameter name; not changed.
         ranks: the world size.
         repeats: steps to time, rounded up to an even number, because steps of methods such as ACP-SGD alternate.
+        clock: seconds so far, once a device has done its work. One of CPU time does not count what other processes
+            take from the cores.
     """
     methods = {name: compressor.method_for(name, grad.shape) for name, grad in grads.items()}
     simulate_all = ranks > 1 and any(method.asymmetric for method in methods.values())
@@ -65,13 +67,13 @@ def measure_gradients(
     steps: dict[str, list[Compressed]] = {name: [] for name in grads}
     for _ in range(1 + 2 * math.ceil(repeats / 2)):
         for name, grad in grads.items():
-            steps[name].append(_step(group, grad, name, ranks)[0])
+            steps[name].append(_step(group, grad, name, ranks, clock)[0])
     for member in group:
         for part in member.parts:
             part.memory.drop_rank_local()
     measured = {}
     for name, grad in grads.items():
-        decoded = grad if methods[name].bypasses(grad) else _step(group, grad, name, ranks)[1]
+        decoded = grad if methods[name].bypasses(grad) else _step(group, grad, name, ranks, clock)[1]
         norm = float(torch.linalg.vector_norm(grad.double()))
         error = float(torch.linalg.vector_norm(grad.double() - decoded.double())) / norm if norm else 0.0
         timed = steps[name][1:]
@@ -79,13 +81,15 @@ def measure_gradients(
     return measured
 
 
-def _step(group: Sequence[Compressor], grad: Tensor, name: str, ranks: int) -> tuple[Compressed, Tensor]:
+def _step(group: Sequence[Compressor], grad: Tensor, name: str, ranks: int, clock: Clock) -> tuple[Compressed, Tensor]:
     """One step of one gradient. Returns its cost on rank 0, and the average."""
     with no_autocast(grad.device):
-        return _timed_step(group, grad, name, ranks)
+        return _timed_step(group, grad, name, ranks, clock)
 
 
-def _timed_step(group: Sequence[Compressor], grad: Tensor, name: str, ranks: int) -> tuple[Compressed, Tensor]:
+def _timed_step(
+    group: Sequence[Compressor], grad: Tensor, name: str, ranks: int, clock: Clock
+) -> tuple[Compressed, Tensor]:
     grads = [grad.clone() for _ in group]
     routines = [
         averaged(compressor, own, name, rank, ranks) for rank, (compressor, own) in enumerate(zip(group, grads))
@@ -94,18 +98,18 @@ def _timed_step(group: Sequence[Compressor], grad: Tensor, name: str, ranks: int
     seconds: list[float] = []  # before, between and after the rounds
     results: list[Any] = [None] * len(group)
     while True:
-        start = now(grad.device)
+        start = clock(grad.device)
         collectives = [advance(routines[0], results[0])]
-        seconds.append(now(grad.device) - start)
+        seconds.append(clock(grad.device) - start)
         collectives += [advance(routine, result) for routine, result in zip(routines[1:], results[1:])]
         if isinstance(collectives[0], Done):
             return Compressed(tuple(rounds), seconds[0], sum(seconds[1:])), grads[0]
         if not isinstance(collectives[0], (AllFinite, ToHost)):
             rounds.append(_round(collectives[0], rounds, ranks))
-        start = now(grad.device)
+        start = clock(grad.device)
         results = local.run(collectives) if len(group) == ranks else [_answer(collectives[0], ranks)]
         if isinstance(collectives[0], RingSum):  # compresses while it communicates
-            seconds.append((now(grad.device) - start) / len(group))
+            seconds.append((clock(grad.device) - start) / len(group))
 
 
 def _round(collective: Collective, before: Sequence[tuple[str, float]], ranks: int) -> tuple[str, float]:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from ..cost import Layer, Step
 
+Clock = Callable[[torch.device], float]  # waits for the device, and returns seconds
+
 
 def now(device: torch.device) -> float:
     """Wait for the device, and return the time."""

@@ -33,7 +33,8 @@ from launch import horovodrun, torchrun
 PUBLISHED = {
     "resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032, "resnet101": 44_549_160,
     "resnet152": 60_192_808, "vgg16": 138_357_544, "alexnet": 61_100_840, "bert-base": 109_482_240,
-    "bert-large": 335_141_888, "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "llama-7b": 6_738_415_616,
+    "bert-large": 335_141_888, "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-xl": 1_557_611_200,
+    "llama-7b": 6_738_415_616,
 }  # fmt: skip
 # Published multiply-adds of one image, in units of 10^9.
 GIGA = {
