@@ -23,25 +23,26 @@ from ..collectives.engine import Engine
 from ..cost import Link
 from .step import now
 
-# Bytes of the timed transfers, in growing order. Stop at the first one that takes TRANSFER_SECONDS, or after
-# LINK_SECONDS in all.
+# Bytes of the timed transfers, in growing order. Stop at the first one that takes TRANSFER_SECONDS longer than the
+# smallest, or after LINK_SECONDS in all. Many ranks that share a few cores take as long for the smallest.
 SIZES = (*(1 << shift for shift in (16, 18, 20)), *(1 << shift for shift in range(22, 27)))
 TRANSFER_SECONDS = 0.05
-LINK_SECONDS = 1.0
+LINK_SECONDS = 4.0
 HALF_NBYTES = 1 << 18  # bytes of the all-reduce of 16-bit numbers
 
 
 def measure_link(
     engine: Engine, sizes: Sequence[int] = SIZES, repeats: int = 4, device: torch.device | None = None
 ) -> Link:
-    """Measure the connection of an engine's ranks, in about a second.
+    """Measure the connection of an engine's ranks, in about a second; in seconds if messages take milliseconds.
 
     All ranks must call it at the same point. All get the same link: each number is that of the slowest rank.
 
     Runs all-reduces and all-gathers of a few bytes, and all-reduces of growing sizes. The fields of the result:
 
-        latency, bandwidth          Fitted to the lower quartiles of the times: disturbances only make transfers longer.
-        operation, core_per_byte    Fitted to the core time of the same transfers. 0 on a device.
+        latency, operation          Times and core times of the smallest transfers. `operation` is 0 on a device.
+        bandwidth, core_per_byte    Growth of times and core times from the first of `sizes` on: engines send smaller
+                                    transfers in other, and fewer, messages. `core_per_byte` is 0 on a device.
         background                  Core time of the idle process. 0 on a device.
         half                        Extra core time of an all-reduce of float16 over one of float32.
         spread                      Slowdown of the slowest rank relative to the fastest, in a fixed computation.
@@ -66,15 +67,16 @@ def measure_link(
     points = []
     for nbytes in sizes:
         points.append(probe.point("all_reduce", nbytes, repeats))
-        slowest, elapsed = probe.max_over_ranks([points[-1].seconds, time.perf_counter() - start])
-        if slowest >= TRANSFER_SECONDS or elapsed >= LINK_SECONDS:
+        longer, elapsed = probe.max_over_ranks([points[-1].seconds - points[0].seconds, time.perf_counter() - start])
+        if longer >= TRANSFER_SECONDS or elapsed >= LINK_SECONDS:
             break
     link = Link(engine.size, math.inf, 0.0)
     latency = statistics.fmean(point.seconds / link.messages(point.kind) for point in small)
     operation = statistics.fmean(point.core for point in small)
-    sent = [link.sent_nbytes(point.kind, point.nbytes) for point in points]
-    per_byte = _slope(sent, [point.seconds - latency * link.messages(point.kind) for point in points])
-    core_per_byte = _slope(sent, [point.core - operation for point in points])
+    first, *larger = points if len(points) > 1 else [small[0], *points]
+    sent = [link.sent_nbytes(point.kind, point.nbytes - first.nbytes) for point in larger]
+    per_byte = _slope(sent, [point.seconds - first.seconds for point in larger])
+    core_per_byte = _slope(sent, [point.core - first.core for point in larger])
     whole, halves = (probe.point(kind, HALF_NBYTES, repeats) for kind in ("all_reduce", "all_reduce_half"))
     half = max(0.0, halves.process - whole.process) / link.sent_nbytes(whole.kind, whole.nbytes)
     # The last two are the slowest and, negated, the fastest rank's work.

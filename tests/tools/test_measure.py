@@ -1,6 +1,7 @@
 """Measuring methods, links and steps: what is counted, with clocks of the tests' own, and on real jobs."""
 
 import dataclasses
+import itertools
 import json
 import sys
 import types
@@ -65,6 +66,14 @@ def test_every_method(spec, ranks):
 def test_gradients_that_bypass_compression(spec):
     measured = measure.measure_method(gradzip.parse(spec), gradient((100,)))
     assert measured.compressed.rounds == (("all_reduce", 400.0),) and measured.error == 0
+
+
+def test_times_are_those_of_the_clock():
+    """With a clock that ticks once for each reading, all parts take a second."""
+    ticks = itertools.count()
+    grads = {"w": gradient()}
+    measured = measure.measure_gradients(gradzip.BlockFloat(), grads, clock=lambda device: float(next(ticks)))["w"]
+    assert (measured.compressed.encode, measured.compressed.decode) == (1.0, 2.0)
 
 
 def test_gradients_of_a_model():
@@ -223,6 +232,30 @@ def test_slowest_rank_counts(clock):
     link = measure.measure_link(FakeEngine(clock, gradzip.cost.Link(2, 1e8, 1e-4), slower))
     assert link.bandwidth == pytest.approx(1e8 / 3, rel=0.01) and link.latency == pytest.approx(2e-4, rel=0.02)
     assert link.background == 0.5 and link.spread == pytest.approx(0.5)
+
+
+def test_messages_of_larger_transfers_do_not_count_as_bytes(clock):
+    """An engine that sends all but the smallest tensors in many messages, as gloo's ring of 16 ranks does."""
+    true = gradzip.cost.Link(16, 1e9, 3e-4, operation=1e-4, core_per_byte=2e-10)
+    engine = FakeEngine(clock, true)
+    launch = engine.launch
+
+    def with_messages(collective, slot):
+        if collective.tensor.nbytes > 1024:
+            clock.core += 2e-3
+            clock.wall += 0.06
+        return launch(collective, slot)
+
+    engine.launch = with_messages
+    link = measure.measure_link(engine)
+    assert link.bandwidth == pytest.approx(true.bandwidth, rel=0.05)
+    assert link.core_per_byte == pytest.approx(true.core_per_byte, rel=0.05)
+    assert engine.largest >= 1 << 24 and clock.wall < 2 * link_module.LINK_SECONDS
+
+
+def test_one_size_is_compared_with_the_smallest_transfer(clock):
+    link = measure.measure_link(FakeEngine(clock, gradzip.cost.Link(2, 1e8, 1e-4)), sizes=[1 << 20])
+    assert link.bandwidth == pytest.approx(1e8, rel=0.01)
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(2.0, 0.0), (1.0, 2e-10), (0.5, 4e-10)])
