@@ -58,7 +58,7 @@ class TorchEngine(Engine):
         self.device = device
         self.rank = group.rank()
         self.size = group.size()
-        self.capacities: dict[str, int] = {}  # by slot
+        self.capacities: dict[tuple[str, type], int] = {}  # by slot and kind of collective
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -202,11 +202,11 @@ class _PendingParts:
 
     def __init__(self, engine: TorchEngine, collective: Gather | AllToAll, slot: str) -> None:
         self._engine = engine
-        self._slot = slot
+        self._key = slot, type(collective)  # a method may change its exchange
         self._count = collective.count if isinstance(collective, Gather) else 1
         self._parts = collective.parts if isinstance(collective, AllToAll) else [collective.tensor]
         self._exchange = dist.all_to_all_single if isinstance(collective, AllToAll) else _all_gather
-        self._capacity = engine.capacities.get(slot, 0)
+        self._capacity = engine.capacities.get(self._key, 0)
         longest = max(part.numel() for part in self._parts)
         first = self._message(_PREFIX + self._capacity)
         prefixes = first[:, :_PREFIX].view(torch.int64)
@@ -241,7 +241,7 @@ class _PendingParts:
                 )
         self._nbytes = [nbytes for nbytes, _ in prefixes]
         needed = max(longest for _, longest in prefixes)
-        engine.capacities[self._slot] = next_capacity(capacity, needed)
+        engine.capacities[self._key] = next_capacity(capacity, needed)
         if needed <= capacity:
             return False
         message = self._message(needed - capacity)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import os
 import pickle
 import signal
@@ -95,6 +96,17 @@ class Job:
 @scenario
 def methods(rank, size):
     return {spec: Job(gradzip.parse(spec)).run(rank) for spec in kinds.SAMPLE}
+
+
+@scenario
+def switch(rank, size):
+    """The bytes of each step of a large gradient, with an exchange and with one that is chosen after the first step."""
+    sent = {}
+    for exchange in ("scatter_reduce", "auto"):
+        job = Job(gradzip.parse(f"topk:theta=0.9,exchange={exchange}"), [torch.zeros(1024, 512)])
+        totals = [job.run(rank, 1)["sent"] for _ in range(4)]
+        sent[exchange] = [after - before for before, after in itertools.pairwise(totals)]
+    return sent
 
 
 @scenario

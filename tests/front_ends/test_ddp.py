@@ -166,6 +166,14 @@ def test_shards_are_gathered_while_the_next_ones_are_exchanged(world):
         assert uneven == ["AllToAll"] * 3 + ["Gather"]
 
 
+def test_a_changed_exchange_does_not_pad_to_the_lengths_of_the_former(world):
+    """With three ranks, "auto" scatters from the second step on."""
+    size, results = world
+    if size == 3:
+        for of_rank in results["switch"]:
+            assert of_rank["auto"] == pytest.approx(of_rank["scatter_reduce"], rel=0.01)
+
+
 @pytest.mark.parametrize("spec", kinds.params(SPECS))
 def test_bytes_sent(world, spec):
     """Payloads, 16 bytes for each exchange, padding if lengths vary, and the handshake of the first step."""
