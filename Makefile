@@ -24,6 +24,10 @@ help: ## list the targets
 bootstrap: ## make .venv with PyTorch, Horovod, tools and gradzip (minutes, then a second)
 	@scripts/bootstrap.sh
 
+.PHONY: integrations
+integrations: bootstrap ## make .venv-integrations with Accelerate, Transformers and others, for tests/integrations
+	@scripts/integrations.sh
+
 .PHONY: train
 train: bootstrap ## train on real images with 2 ranks, without and with compression; ARGS go to examples/train.py
 	@$(ENV) $(LAUNCH_$(ENGINE)) examples/train.py --engine $(ENGINE) $(COMPRESSION) $(ARGS)
@@ -98,8 +102,8 @@ format: bootstrap ## format Python, C++ and CUDA
 .PHONY: clean
 clean: ## remove build outputs and tool caches; keep .venv and ~/.cache/gradzip
 	@rm -rf build dist *.egg-info gradzip/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	@find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 .PHONY: distclean
-distclean: clean ## clean, and remove .venv
-	@rm -rf .venv
+distclean: clean ## clean, and remove .venv and .venv-integrations
+	@rm -rf .venv .venv-integrations

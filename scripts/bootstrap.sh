@@ -95,7 +95,7 @@ horovod_recipe() { # what a built Horovod depends on, besides the versions in it
 
 stamp() { # a digest of what .venv is installed from, and of the name and size of every file in it
   {
-    cat "$root"/scripts/*.txt "$root/pyproject.toml" && horovod_recipe
+    cat "$root"/scripts/{requirements,horovod}.txt "$root/pyproject.toml" && horovod_recipe
     find "$venv/bin" "$venv/lib" -name __pycache__ -prune -o ! -type d -printf '%P %s\n' 2>/dev/null | sort
   } | sha256sum
 }
@@ -104,7 +104,7 @@ make_venv() {
   rm -rf "$root"/.venv/{made,bin,lib,lib64,share,include} && "$base" -m venv "$venv" && printf '%s\n' "$venv" "$base" >"$venv/made"
 }
 
-install_packages() {
+install_packages() { # install_packages ARGUMENT...: those of `pip install`
   # pip installs a package again if its metadata is gone: here, that of every package which lacks a part.
   # --no-compile: most of torch's modules are never imported.
   "$python" -c '
@@ -119,7 +119,7 @@ for info in site.glob("*.dist-info"):
     if not whole:
         shutil.rmtree(info)
 for moved_aside in site.glob("~*"):
-    shutil.rmtree(moved_aside)' && "$python" -m pip install --no-compile -r "$root/scripts/requirements.txt"
+    shutil.rmtree(moved_aside)' && "$python" -m pip install --no-compile "$@"
 }
 
 install_horovod() { # install_horovod FOLDER; fails if the wheel there is damaged (zip checksums) or does not work
@@ -155,7 +155,7 @@ main() {
       [[ -n $base ]] || choose_python
       step venv "with $("$base" -V)" make_venv
     fi
-    step packages "installing scripts/requirements.txt" install_packages
+    step packages "installing scripts/requirements.txt" install_packages -r "$root/scripts/requirements.txt"
     step horovod "from the cache, else built (2 to 4 minutes)" horovod
     step gradzip "building the extension, installing" "$python" -m pip install -v --no-build-isolation --no-deps -e "$root"
     stamp >"$venv/done"

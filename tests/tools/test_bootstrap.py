@@ -1,4 +1,5 @@
-"""scripts/bootstrap.sh: it installs what is missing, repairs what is damaged, and explains its failures.
+"""scripts/bootstrap.sh and scripts/integrations.sh: they install what is missing, repair what is damaged, and explain
+their failures.
 
 The clone is a small one: its packages are wheels of one module, and a copy stands for the build of Horovod.
 """
@@ -16,10 +17,12 @@ import pytest
 import commands
 from paths import ROOT
 
-COVERS = ["scripts/bootstrap.sh"]
+COVERS = ["scripts/bootstrap.sh", "scripts/integrations.sh"]
 UP_TO_DATE = "bootstrap: .venv is up to date\n"
 FILES = {
     "scripts/bootstrap.sh": (ROOT / "scripts" / "bootstrap.sh").read_text(),
+    "scripts/integrations.sh": (ROOT / "scripts" / "integrations.sh").read_text(),
+    "scripts/integrations.txt": "library>=1,<2\ntorch\n",
     "scripts/requirements.txt": "torch==1\nnumpy==1\n",
     "scripts/horovod.txt": "horovod==3 --hash=sha256:0\n",
     # A file `hang` beside the clone makes the build hang; `builds` has a line for each build.
@@ -51,25 +54,25 @@ def clone(tmp_path):
     (folder / "scripts").mkdir(parents=True)
     for name, text in FILES.items():
         commands.executable(folder / name, text)
-    for package in ("torch-1", "torch-2", "numpy-1", "gradzip-0", "horovod-3"):
+    for package in ("torch-1", "torch-2", "numpy-1", "gradzip-0", "horovod-3", "library-1"):
         wheel(tmp_path, *package.split("-"))
     return folder
 
 
-def start(clone, **environment):
+def start(clone, script="bootstrap", **environment):
     environment = {
         "PATH": os.environ["PATH"], "HOME": str(clone.parent), "PYTHON": sys.executable,
         "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": clone.parent.as_uri(), **environment,
     }  # fmt: skip
     # No standard input: nothing may read from it.
     return subprocess.Popen(
-        [shutil.which("bash"), "-c", 'exec "$0" <&-', clone / "scripts" / "bootstrap.sh"],
+        [shutil.which("bash"), "-c", 'exec "$0" <&-', clone / "scripts" / f"{script}.sh"],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
 
-def bootstrap(clone, **environment):
-    process = start(clone, **environment)
+def bootstrap(clone, script="bootstrap", **environment):
+    process = start(clone, script, **environment)
     stdout, stderr = process.communicate(timeout=120)
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
@@ -109,6 +112,31 @@ def test_repairs(clone):
 
     clone = clone.rename(clone.parent / "moved")
     works("venv packages horovod gradzip", builds=4)  # from the cache
+
+
+@pytest.mark.long
+def test_integrations_are_beside_the_packages(clone):
+    """They are repaired, and made anew where .venv was; the versions of .venv stay."""
+
+    def works(steps):
+        done = bootstrap(clone, "integrations")
+        assert done.returncode == 0, done.stderr
+        assert [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")] == steps.split()
+        assert bootstrap(clone, "integrations").stdout == "integrations: .venv-integrations is up to date\n"
+        code = "import gradzip, importlib.metadata as m, library, torch; print(m.version('torch'), torch.__file__)"
+        installed = [clone / ".venv-integrations" / "bin" / "python", "-I", "-c", code]
+        assert subprocess.run(installed, check=True, capture_output=True, text=True).stdout.startswith(
+            f"1 {clone / '.venv'}/"
+        )
+
+    commands.check_refusal(bootstrap(clone, "integrations"), 1, "no .venv", "Run scripts/bootstrap.sh first")
+    assert bootstrap(clone).returncode == 0
+    works("layer packages")
+    next(clone.glob(".venv-integrations/lib/python*/site-packages/library.py")).unlink()
+    works("packages")
+    clone = clone.rename(clone.parent / "moved")
+    assert bootstrap(clone).returncode == 0
+    works("layer packages")
 
 
 def test_runs_wait_for_each_other(clone):
