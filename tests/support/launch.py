@@ -71,18 +71,14 @@ def horovodrun(ranks, script, *arguments, timeout=120, hosts=None):
     )
 
 
-def torchrun(ranks, script, *arguments, timeout=120):
-    """Run a script (`worker_path`) under `torchrun`. Arguments and result are those of `horovodrun`."""
+def torchrun(ranks, script, *arguments, timeout=120, interpreter=python):
+    """Run a script (`worker_path`) under `torchrun`. Arguments and result are those of `horovodrun`.
+
+    interpreter: returns the command that replaces `python`.
+    """
     options = ["--standalone", "--nproc-per-node", str(ranks), "--no-python"]
-    command = [
-        *python(),
-        "-m",
-        "torch.distributed.run",
-        *options,
-        *python(),
-        str(worker_path(script)),
-        *map(str, arguments),
-    ]
+    launcher = [*interpreter(), "-m", "torch.distributed.run", *options]
+    command = [*launcher, *interpreter(), str(worker_path(script)), *map(str, arguments)]
     return subprocess.run(
         command,
         env=environment(GLOO_SOCKET_IFNAME="lo"),

@@ -68,7 +68,7 @@ def test_no_import_cycles():
     graphlib.TopologicalSorter({name: imports(name) for name in MODULES}).prepare()
 
 
-FRONT_ENDS = {"horovod", "ddp", "fsdp", "outer"}
+FRONT_ENDS = {"horovod", "ddp", "fsdp", "outer", "integrations"}
 
 
 def test_front_ends_reach_engines_through_the_session():
@@ -107,7 +107,7 @@ def test_import_has_no_side_effects():
         "before = (torch.initial_seed(), threading.active_count(), list(warnings.filters))\n"
         "import gradzip\n"
         "assert before == (torch.initial_seed(), threading.active_count(), list(warnings.filters))\n"
-        "late = ('cupy', 'horovod.', 'gradzip.ddp', 'gradzip.fsdp', 'gradzip.outer')\n"
+        "late = ('cupy', 'horovod.', 'gradzip.ddp', 'gradzip.fsdp', 'gradzip.outer', 'gradzip.integrations')\n"
         "assert not [m for m in sys.modules if m.startswith(late)]\n"
         "gradzip.roundtrip(gradzip.FFTRange(), torch.ones(64, 64))\n"
     )

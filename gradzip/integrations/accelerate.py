@@ -1,0 +1,230 @@
+"""Adapter for Hugging Face Accelerate: `compress` or `local_steps`, after `accelerator.prepare`.
+
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    gradzip.integrations.accelerate.compress(accelerator, model, gradzip.PowerSGD(rank=32))
+
+There is no handler for `Accelerator(kwargs_handlers=[...])`: Accelerate looks handlers up by their exact class, and its
+`DistributedDataParallelKwargs` registers hooks of torch alone.
+
+`accelerator.save_state` saves models and optimizers on the main process. Beside them, each rank saves its states to
+`gradzip_RANK.pt`, and `load_state` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import accelerate
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import ddp, fsdp
+from ..methods.base.compressor import Compressor
+from .shared import LocalTraining, RankFiles, bare
+
+_REFUSED = {
+    "DEEPSPEED": "DeepSpeed, which averages gradients itself: use DDP, or FSDP2 with Replicas",
+    "MEGATRON_LM": "Megatron-LM, which averages gradients itself: use DDP, or FSDP2 with Replicas",
+    "XLA": "XLA, which averages gradients itself: use DDP on CPUs or GPUs",
+}
+
+
+@dataclass
+class Replicas(accelerate.ParallelismConfig):
+    """Accelerate's ParallelismConfig for FSDP2 whose replicas `compress` averages.
+
+    FSDP2 shards over `dp_shard_size` ranks, and does not average over the `dp_replicate_size` replicas itself. All else
+    is Accelerate's: `Accelerator(parallelism_config=Replicas(dp_replicate_size=2, dp_shard_size=4), ...)`.
+    """
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        return ["dp_shard_cp"]
+
+
+def compress(
+    accelerator: accelerate.Accelerator,
+    model: nn.Module,
+    compressor: Compressor,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Average the gradients of a model with a method, and save its states with `accelerator.save_state`.
+
+    Call it on all processes, once for each model, after `prepare` and before the first step and `load_state`. DDP gets
+    the hook of `gradzip.ddp.register`, FSDP2 that of `gradzip.fsdp.compress`. Gradient accumulation works as before
+    (`accelerator.accumulate`), and states follow the loss scale of `accelerator.scaler`, if there is one.
+
+    On as many processes, training continues from a checkpoint with all residuals. On another number, DDP drops
+    residuals with a warning, and FSDP2 refuses the checkpoint.
+
+    Args:
+        model: what `prepare` returned.
+        compressor: the method.
+        group: for FSDP2, the ranks that hold the same shard; by default "dp_replicate" of Accelerate's mesh.
+
+    Returns:
+        The state of the front end: `gradzip.ddp.HookState` or `gradzip.fsdp.ReplicaAverages`. None on one process,
+        where nothing is averaged.
+
+    Raises:
+        TypeError: compressor is not a compressor, or model is not what `prepare` returned.
+        ValueError: DeepSpeed, Megatron-LM, FSDP1 or XLA, or FSDP2 without replicas.
+        RuntimeError: the model has a communication hook already (raised by DDP).
+    """
+    state = average(accelerator, model, compressor, group)
+    _Checkpoint.of(accelerator).parts.append(compressor if state is None else state)
+    return state
+
+
+def average(
+    accelerator: accelerate.Accelerator, model: nn.Module, compressor: Compressor, group: dist.ProcessGroup | None
+) -> Any:
+    """`compress` without checkpoints."""
+    _check(accelerator, "compress", {})
+    if not isinstance(compressor, Compressor):
+        raise TypeError(f"compress: got {compressor!r}, expected a compressor, as gradzip.TopK()")
+    if accelerator.scaler is not None:
+        compressor.follow(accelerator.scaler)
+    model = bare(model)
+    if isinstance(model, DistributedDataParallel):
+        return ddp.register(model, compressor)
+    if isinstance(model, FullyShardedDataParallel):
+        raise ValueError("compress: got FSDP1, expected FSDP2 (fsdp_version: 2) with Replicas, or DDP")
+    if accelerator.num_processes == 1:
+        return None
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise TypeError(
+            f"compress: got a {type(model).__name__} without DDP and FSDP2, expected the model that "
+            "accelerator.prepare returned"
+        )
+    return fsdp.compress(model, compressor, _replicas(accelerator) if group is None else group)
+
+
+def _check(accelerator: accelerate.Accelerator, what: str, more: Mapping[str, str]) -> None:
+    """Refuse what is no Accelerator, and strategies whose gradients gradzip cannot average.
+
+    Args:
+        what: the function of the user's, for errors.
+        more: refused strategies beside `_REFUSED`.
+    """
+    if not isinstance(accelerator, accelerate.Accelerator):
+        raise TypeError(f"{what}: got {type(accelerator).__name__}, expected an accelerate.Accelerator")
+    refused = {**_REFUSED, **more}.get(accelerator.distributed_type.value)
+    if refused:
+        raise ValueError(f"{what}: got {refused}")
+
+
+def _replicas(accelerator: accelerate.Accelerator) -> dist.ProcessGroup:
+    mesh = accelerator.torch_device_mesh
+    if mesh is None or "dp_replicate" not in mesh.mesh_dim_names:
+        raise ValueError(
+            "compress: got FSDP2 without replicas, expected them: Accelerator(parallelism_config="
+            "gradzip.integrations.accelerate.Replicas(dp_replicate_size=..., dp_shard_size=...)), or pass a group; "
+            "gradzip.fsdp.reduce_scatter quantizes the reduce-scatter between shards"
+        )
+    group: dist.ProcessGroup = mesh["dp_replicate"].get_group()
+    return group
+
+
+def local_steps(
+    accelerator: accelerate.Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compressor: Compressor | None = None,
+    **options: Any,
+) -> LocalTraining:
+    """Train each rank alone, and average what has changed every so many steps, with `gradzip.outer.LocalSteps`.
+
+    Call it on all processes, after `prepare`. The training loop stays as it is; call `synchronize` of what is returned
+    before a test or an export. Steps are counted as the optimizer takes them: neither those that accumulate gradients
+    nor those that a GradScaler skips.
+
+    The DDP model that `prepare` returned no longer averages gradients. It keeps memory for its buckets:
+    `accelerator.prepare_model(model, evaluation_mode=True)` prepares a model without DDP.
+
+    `accelerator.save_state` saves the parameters and the optimizer of the main process. Each rank saves its own ones,
+    with the state of the exchanges, to `gradzip_RANK.pt`. `load_state` continues on as many ranks with the same bits.
+    On another number, all ranks go on from what rank 0 had, and residuals are dropped with a warning.
+
+    Args:
+        model, optimizer: what `prepare` returned.
+        compressor: the method; default: none.
+        options: of `gradzip.outer.LocalSteps`: every, outer, fragments, delay, blend, group.
+
+    Returns:
+        An object with `synchronize()` and `outer`, the `gradzip.outer.LocalSteps`. On one process, `outer` is None, and
+        nothing is exchanged.
+
+    Raises:
+        TypeError: accelerator is not an Accelerator.
+        ValueError: DeepSpeed, Megatron-LM, FSDP or XLA, or what `gradzip.outer.LocalSteps` refuses.
+    """
+    training = train_alone(accelerator, model, optimizer, compressor, **options)
+    _Checkpoint.of(accelerator).parts.append(training)
+    return training
+
+
+def train_alone(
+    accelerator: accelerate.Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compressor: Compressor | None,
+    **options: Any,
+) -> LocalTraining:
+    """`local_steps` without checkpoints."""
+    _check(accelerator, "LocalSteps", {"FSDP": "FSDP: use DDP, or gradzip.outer.LocalSteps in a loop of your own"})
+    inner = getattr(optimizer, "optimizer", optimizer)  # in an AcceleratedOptimizer
+    return LocalTraining(model, inner, compressor, accelerator.scaler, **options)
+
+
+class _Checkpoint:
+    """The states of this rank, in `save_state` and `load_state` of an accelerator.
+
+    Accelerate's hooks know the folder. It loads registered objects last, after models and optimizers, which local steps
+    have to replace.
+
+    Attributes:
+        parts: what has states, in the order of the calls, the same on all ranks.
+    """
+
+    def __init__(self, accelerator: accelerate.Accelerator) -> None:
+        self.parts: list[Any] = []
+        self._files = RankFiles("gradzip", accelerator.process_index, accelerator.num_processes)
+        self._folder = ""  # of the checkpoint that is loaded
+        accelerator.register_save_state_pre_hook(self._save)
+        accelerator.register_load_state_pre_hook(self._find)
+        accelerator.register_for_checkpointing(self)
+
+    @classmethod
+    def of(cls, accelerator: accelerate.Accelerator) -> _Checkpoint:
+        if accelerator not in _checkpoints:
+            _checkpoints[accelerator] = cls(accelerator)
+        return _checkpoints[accelerator]
+
+    def _save(self, models: Any, weights: Any, folder: str) -> None:
+        self._files.save(folder, [part.state_dict() for part in self.parts])
+
+    def _find(self, models: Any, folder: str) -> None:
+        self._folder = folder
+
+    def state_dict(self) -> dict[str, Any]:
+        """What Accelerate saves on the main process. The states are in the files of the ranks."""
+        return {"parts": len(self.parts)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["parts"] != len(self.parts):
+            raise ValueError(
+                f"got a checkpoint of {state_dict['parts']} calls of compress and local_steps, expected "
+                f"{len(self.parts)}: make the same calls before load_state"
+            )
+        for part, state in zip(self.parts, self._files.load(self._folder) or []):
+            part.load_state_dict(state)
+
+
+_checkpoints: WeakKeyDictionary[Any, _Checkpoint] = WeakKeyDictionary()  # by accelerator
