@@ -1,0 +1,51 @@
+"""The scripts of docs/integrations.md run, on two processes."""
+
+import re
+import subprocess
+
+import pytest
+
+import integrations
+from integrations import needs_integrations
+from launch import environment
+from paths import ROOT
+
+pytestmark = [needs_integrations, pytest.mark.long, pytest.mark.timeout(600)]
+
+PAGE = (ROOT / "docs" / "integrations.md").read_text()
+
+
+def blocks(title, language):
+    """The code of a section, without those below it."""
+    section = re.split(r"^##+ ", PAGE.partition(f"# {title}\n")[2], flags=re.MULTILINE)[0]
+    return re.findall(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("title", "printed"),
+    [
+        ("Accelerate", "Traffic(bytes_sent="),
+        ("Local steps", "\n2\n"),
+        ("Transformers", "'train_runtime'"),
+        ("Local steps of a Trainer", "'train_runtime'"),
+    ],
+)
+def test_scripts_run(tmp_path, title, printed):
+    (script,) = blocks(title, "python")
+    (tmp_path / "train.py").write_text(script)
+    (configuration,) = blocks("Accelerate", "yaml")
+    (tmp_path / "two_cpus.yaml").write_text(configuration)
+    launch = [*integrations.python(), str(integrations.BIN / "accelerate"), "launch"]
+    job = subprocess.run(
+        [*launch, "--config_file", "two_cpus.yaml", "train.py"],
+        cwd=tmp_path,
+        env=environment(GLOO_SOCKET_IFNAME="lo"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
+    assert printed in f"\n{job.stdout}"
+    written = {path.name for path in tmp_path.rglob("gradzip_*.pt")}
+    assert {re.sub(r"\w+_", "", name) for name in written} == {"0.pt", "1.pt"}
