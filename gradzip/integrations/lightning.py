@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import ddp, outer
 from ..memory import checkpoint
 from ..methods.base.compressor import Compressor
+from .shared import LocalTraining
 
 try:
     from lightning.pytorch import Callback
@@ -125,8 +126,8 @@ class LocalSteps(Callback):
     parameters. In one process, it does nothing.
 
     Training continues from a checkpoint with the same bits. Beside model, optimizer and loss scale of rank 0, which
-    Lightning saves, it has those of all other ranks: it is as large as that of one rank times their number, and passes
-    through the memory of rank 0. On another number of ranks, all continue from the parameters of rank 0.
+    Lightning saves, it has those of all ranks: its size grows with their number, and it passes through the memory of
+    rank 0. On another number of ranks, all continue from what rank 0 had.
 
     Args:
         compressor: the method; default `NoCompression()`.
@@ -144,7 +145,7 @@ class LocalSteps(Callback):
         self.compressor = compressor
         self.options = options
         self.outer: outer.LocalSteps | None = None
-        self._trained: dict[str, Any] = {}  # what Lightning saves of rank 0, and differs between ranks
+        self._training: LocalTraining | None = None
         self._loaded: Mapping[str, Any] | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -158,45 +159,38 @@ class LocalSteps(Callback):
             )
         trainer.strategy.model = pl_module
         (optimizer,) = trainer.optimizers
-        self._trained = {"model": pl_module, "optimizer": optimizer, "precision": trainer.precision_plugin}
-        self.outer = outer.LocalSteps(pl_module, optimizer, self.compressor, **self.options)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._training = LocalTraining(pl_module, optimizer, self.compressor, scaler, **self.options)
+        self.outer = self._training.outer
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
-            self._load(loaded)
+            rank, size = _place()
+            own = loaded["ranks"][rank if size == len(loaded["ranks"]) else 0]
+            self._training.load_state_dict({**own, "outer": checkpoint.shard(loaded["outer"], rank, size)})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Called by a Trainer after the last step."""
-        if self.outer is not None:
-            self.outer.synchronize()
+        if self._training is not None:
+            self._training.synchronize()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Called by a Trainer at the end of a fit."""
-        if self.outer is not None:
-            self.outer.remove()
+        if self._training is not None:
+            self._training.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all ranks, on rank 0; {} on all others. All ranks must call it, as they save a checkpoint."""
-        if self.outer is None:
+        if self._training is None:
             return {}
-        own: dict[str, Any] = {"outer": self.outer.state_dict()}
+        own = self._training.state_dict()
         if dist.get_rank():
             del own["outer"]["global"]  # it is rank 0's
-            own |= {name: trained.state_dict() for name, trained in self._trained.items()}
         states = _gather(own)
         return {"outer": checkpoint.merge([state.pop("outer") for state in states]), "ranks": states} if states else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep what `state_dict` has returned on rank 0. Each rank loads its states when training starts."""
         self._loaded = state_dict
-
-    def _load(self, state_dict: Mapping[str, Any]) -> None:
-        rank, size = _place()
-        ranks = state_dict["ranks"]
-        if rank and size == len(ranks):
-            for name, trained in self._trained.items():
-                trained.load_state_dict(ranks[rank][name])
-        assert self.outer is not None
-        self.outer.load_state_dict(checkpoint.shard(state_dict["outer"], rank, size))
 
 
 def _place() -> tuple[int, int]:

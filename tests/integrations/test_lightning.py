@@ -1,37 +1,28 @@
 """Callbacks of Lightning, in real jobs: with the same bits as without Lightning."""
 
-import os
+import re
 import subprocess
 
 import pytest
 import torch
 
-from launch import environment, worker_path
+import integrations
+from integrations import needs_integrations, torchrun
+from launch import environment, scenarios
 from paths import ROOT
 
-PYTHON = ROOT / ".venv-integrations" / "bin" / "python"
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-integrations: make integrations")
+pytestmark = [needs_integrations, pytest.mark.long, pytest.mark.timeout(600)]
+
+PARAMETERS = 6  # which are followed by the running statistics of each rank
 
 
-def scenarios(ranks, folder, *names):
-    """Run scenarios of lightning_worker.py. Return each one's results by rank."""
-    command = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    job = subprocess.run(
-        [str(part) for part in (*command, worker_path("lightning_worker.py"), folder, *names)],
-        env=environment(GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(map(str, (ROOT, ROOT / "tests/support")))),
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
-    of_ranks = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
-    return {name: [of_rank[name] for of_rank in of_ranks] for name in of_ranks[0]}
+def run(folder, ranks, *names):
+    return scenarios(ranks, "lightning_worker.py", folder, *names, run=torchrun, timeout=500)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return scenarios(2, tmp_path_factory.mktemp("two"))
-
-
-PARAMETERS = 6  # which are followed by the running statistics of each rank
+    return run(tmp_path_factory.mktemp("two"), 2)
 
 
 def equal(ours, theirs):
@@ -99,11 +90,61 @@ def test_refused_by_name(two):
 
 
 def test_one_process(tmp_path):
-    ((whole, continued, without),) = scenarios(1, tmp_path, "alone")["alone"]
+    ((whole, continued, without),) = run(tmp_path, 1, "alone")["alone"]
     assert equal(whole, without) and equal(continued, without)
 
 
-@pytest.mark.long
 def test_shards_of_fsdp2(tmp_path):
-    for whole, continued, theirs in scenarios(4, tmp_path, "sharded")["sharded"]:
+    for whole, continued, theirs in run(tmp_path, 4, "sharded")["sharded"]:
         assert equal(whole, theirs) and equal(continued[:PARAMETERS], theirs[:PARAMETERS])
+
+
+PRELUDE = """\
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Linear(512, 512)
+
+    def training_step(self, batch, index):
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+loader = DataLoader(TensorDataset(torch.randn(8, 512)), batch_size=1)
+model = torch.nn.Linear(512, 512)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+# What follows each code block of the documentation: some steps.
+STEPS = [
+    "trainer.fit_loop.max_epochs = 1\ntrainer.fit(Net(), loader)\n"
+    "print('trainer', trainer.callbacks[0].compressor.traffic.bytes_sent)\n",
+    "fabric.backward(model(torch.randn(8, 512)).square().mean())\n"
+    "print('fabric', compression.compressor.traffic.bytes_sent)\n",
+    "trainer.fit_loop.max_epochs = 1\ntrainer.fit(Net(), loader)\nprint('local', local_steps.outer.exchanges)\n",
+    "class Trained(Sharded, Net):\n    pass\n"
+    "compression = Compression(gradzip.BlockFloat())\n"
+    "Trainer(devices=2, strategy=strategy, callbacks=[compression], max_epochs=1).fit(Trained(), loader)\n"
+    "print('sharded', compression.compressor.traffic.bytes_sent)\n",
+]
+
+
+def test_documentation_under_the_launcher_of_lightning(tmp_path):
+    section = (ROOT / "docs" / "integrations.md").read_text().partition("\n## Lightning\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert len(blocks) == len(STEPS)
+    code = PRELUDE + "".join(block + steps for block, steps in zip(blocks, STEPS))
+    script = tmp_path / "script.py"
+    script.write_text(code.replace("RANKS, REPLICAS = 16, 2", "RANKS, REPLICAS = 2, 2"))
+    job = subprocess.run(
+        [*integrations.python(), str(script)], cwd=tmp_path, env=environment(GLOO_SOCKET_IFNAME="lo"),
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
+    printed = re.findall(r"^(trainer|fabric|local|sharded) (\d+)$", job.stdout, re.MULTILINE)
+    assert sorted(name for name, _ in printed) == sorted(["trainer", "fabric", "local", "sharded"] * 2)
+    assert all(int(count) > 0 for _, count in printed)
