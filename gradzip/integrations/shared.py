@@ -7,6 +7,7 @@ crosses the network, and no rank holds the states of others.
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Sequence
@@ -52,7 +53,8 @@ class RankFiles:
         common (`gradzip.checkpoint.shard`), and residuals are dropped with a warning.
 
         Raises:
-            ValueError: this rank's file is missing; or another number of ranks has saved states of FSDP2.
+            ValueError: this rank's file is missing; or another number of ranks has saved states of FSDP2, or one rank
+                those of local steps.
         """
         present = next((rank for rank in (0, self.rank) if self._path(folder, rank).exists()), None)
         if present is None:
@@ -60,13 +62,20 @@ class RankFiles:
             return None
         size = self._read(folder, present)["size"]
         if size == self.size:
-            own: list[Any] = self._read(folder, self.rank)["states"]
-            return own
-        of_ranks = zip(*(self._read(folder, rank)["states"] for rank in range(size)))
-        return [self._resized(folder, states) for states in of_ranks]
+            states = self._read(folder, self.rank)["states"]
+        else:
+            of_ranks = zip(*(self._read(folder, rank)["states"] for rank in range(size)))
+            states = [self._resized(folder, of_part) for of_part in of_ranks]
+        own: list[Any] = copy.deepcopy(states)  # the folder may be deleted
+        return own
 
     def _resized(self, folder: str | os.PathLike[str], states: Sequence[Any]) -> Any:
         if "outer" in states[0]:  # of LocalTraining: all ranks go on from what rank 0 had
+            if len(states) == 1:
+                raise ValueError(
+                    f"got a checkpoint of one process in {folder}, where nothing is exchanged, expected one of "
+                    "several: load the model alone, and begin local steps anew"
+                )
             outers = [state["outer"] for state in states]
             return {**states[0], "outer": checkpoint.shard(checkpoint.merge(outers), self.rank, self.size)}
         if "method" not in states[0]:
@@ -80,6 +89,7 @@ class RankFiles:
         return Path(folder) / f"{self.name}_{rank}.pt"
 
     def _read(self, folder: str | os.PathLike[str], rank: int) -> Any:
+        """What a rank has saved. Tensors that nobody copies are not read from the disk."""
         path = self._path(folder, rank)
         if not path.exists():
             raise ValueError(f"got no {path}, expected a file of each rank that has saved the checkpoint")
