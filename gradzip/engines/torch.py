@@ -62,13 +62,27 @@ class TorchEngine(Engine):
 
     @property
     def members(self) -> tuple[int, ...]:
-        return tuple(dist.get_process_group_ranks(self.group))
+        try:
+            return tuple(dist.get_process_group_ranks(self.group))
+        except KeyError:  # torch.distributed has not made the group, and does not number its ranks
+            return super().members
 
     @cached_property
     def ring(self) -> Ring:
         """The ring for RingSums, on a process group of its own, where no other operation can come between."""
-        ranks = dist.get_process_group_ranks(self.group)
-        return Ring(dist.new_group(ranks, use_local_synchronization=True), traffic=self.traffic)
+        return Ring(self._new_group(self.members), traffic=self.traffic)
+
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A process group of the same backend. All of its ranks must call it."""
+        try:
+            backend = dist.get_backend(self.group)
+        except ValueError:
+            raise ValueError(
+                "TorchEngine: got a process group that torch.distributed has not made, expected one of new_group: the "
+                "method needs more groups; choose another one than Hierarchical or GradiVeQ"
+            ) from None
+        group: Any = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        return group
 
     def forget_lengths(self) -> None:
         self.capacities.clear()
@@ -88,8 +102,7 @@ class TorchEngine(Engine):
         members, engines = self.members, {}
         for scope, of_scope in groups.items():
             ranks = [members[i] for group in of_scope if self.rank in group for i in group]
-            group: Any = dist.new_group(ranks, use_local_synchronization=True)
-            engines[scope] = TorchEngine(group, self.traffic, self.device)
+            engines[scope] = TorchEngine(self._new_group(ranks), self.traffic, self.device)
             engines[scope].scope = scope
         return engines
 
@@ -166,8 +179,7 @@ class _PendingReduction:
         if mean is not None:
             self._work = dist.all_reduce(self._tensor, group=engine.group, async_op=True)
         else:
-            root = dist.get_global_rank(engine.group, 0)
-            self._work = dist.broadcast(self._tensor, root, group=engine.group, async_op=True)
+            self._work = engine.group.broadcast(self._tensor, 0)
 
     def send_overflow(self) -> bool:
         self._work.wait()

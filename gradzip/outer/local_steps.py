@@ -320,9 +320,9 @@ def _process_group(group: Any) -> dist.ProcessGroup:
 
 
 def _twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another process group of the same ranks. They all must call it."""
-    ranks = dist.get_process_group_ranks(group)
-    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
+    """Another process group of the same ranks and backend. They all must call it."""
+    ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
+    return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend, use_local_synchronization=True))
 
 
 def _check_shards(group: dist.ProcessGroup, shards: dist.ProcessGroup | None) -> None:

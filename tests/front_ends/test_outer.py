@@ -313,6 +313,21 @@ def test_bad_models_and_optimizers():
             gradzip.outer.LocalSteps(model, optimizer)
 
 
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+def test_a_twin_has_the_backend_of_its_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.new_group([0], backend="cpu:gloo")
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = gradzip.outer.LocalSteps(model, optimizer, delay=1, group=group)
+        twin = outer._session.engine.group
+        assert twin is not group and dist.get_backend(twin) == "cpu:gloo" != dist.get_backend()
+        outer.remove()
+    finally:
+        dist.destroy_process_group()
+
+
 def test_parameters_that_are_added_later_are_refused():
     models, optimizers, _ = workers(2, every=1)
     optimizers[1].add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
