@@ -120,6 +120,8 @@ class OuterLoop(ABC):
         receive     the averages are there: the outer optimizer takes a step with them
         apply       local parameters become the global ones, or a diverged worker restarts
 
+    An exchange that has failed is postponed: what has changed is left to the fragment's next turn.
+
     Attributes:
         schedule: the turns of the fragments.
         exchanges: applied so far.
@@ -178,14 +180,18 @@ class OuterLoop(ABC):
         self._receive()
         self._pending = None
 
+    @property
+    def _steps(self) -> int:
+        """The steps of all workers here in the current round."""
+        return min(worker.steps for worker in self._workers)
+
     def _count(self, worker: Worker) -> None:
         """Called after each step of an optimizer."""
         worker.steps += 1
         self._equal = False
-        steps = min(worker.steps for worker in self._workers)
-        if self._pending is not None and steps >= self._pending.due:
+        if self._pending is not None and self._steps >= self._pending.due:
             self._apply()
-        if steps >= self.schedule.turn(self._next):
+        if self._steps >= self.schedule.turn(self._next):
             self._launch(stays=False)
             if not self.schedule.delay:
                 self._apply()
@@ -210,13 +216,25 @@ class OuterLoop(ABC):
             fragment, self._workers[0].steps + schedule.delay, 0.0 if stays else schedule.blend, wait
         )
 
+    def _postpone(self) -> None:
+        """Forget the exchange in progress. Its fragment is next again, as many steps later as between two turns."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        self._next = pending.fragment
+        for worker in self._workers:
+            worker.steps = self.schedule.turn(pending.fragment - 1)
+
     def _receive(self) -> None:
         """Wait for the exchange in progress, if there is one. The outer optimizer takes its step."""
         pending = self._pending
         if pending is not None and pending.received is None:
-            pending.received = pending.wait()
-            if pending.received.averages is not None:
-                self._step(pending.received.averages, pending.received.skipped)
+            self._take(pending, pending.wait())
+
+    def _take(self, pending: Pending, exchanged: Exchanged) -> None:
+        """The averages are there: the outer optimizer takes its step."""
+        pending.received = exchanged
+        if exchanged.averages is not None:
+            self._step(exchanged.averages, exchanged.skipped)
 
     def _apply(self) -> Exchanged:
         """Complete the exchange in progress."""

@@ -15,6 +15,7 @@ from .. import ops
 from ..averaging.buckets import Plan, cut
 from ..averaging.session import Session
 from ..collectives import Broadcast
+from ..collectives.engine import Engine
 from ..collectives.traffic import Traffic
 from ..memory.state_dict import in_line
 from ..methods.base.compressor import Compressor
@@ -23,6 +24,7 @@ from .background import Background, Foreground, Seconds
 from .exchange import Exchanged, OuterLoop, Pending, Worker
 from .fragments import Schedule
 from .global_copy import MakeOptimizer, nesterov
+from .torchft import Replicas
 
 # Of a state dict.
 _KEYS = {"steps", "next", "fragments", "exchanges", "equal", "pending", "global", "compressor"}
@@ -78,7 +80,8 @@ class LocalSteps(OuterLoop):
         blend: weight of the local parameters where the global ones are applied, from 0 (the global ones, which drops
             what the last `delay` steps have changed) to 1 (none are applied); alpha of Streaming DiLoCo.
         group: the ranks: a torch process group, a DeviceMesh of one dimension, a Horovod process set, or "horovod" for
-            all ranks of Horovod; default: the default group of torch.
+            all ranks of Horovod; default: the default group of torch. Or a torchft Manager: replicas come and go
+            (docs/outer.md).
 
     Attributes:
         exchanges: applied so far, of fragments.
@@ -133,13 +136,19 @@ class LocalSteps(OuterLoop):
         place = "" if self._shards is None else f"shard{self._shards.rank()}of{self._shards.size()}."
         self._session.name_states(worker.parameters, "model", place)
         self._device = next(iter(worker.trained.values())).device
-        self._connect(group, worker.parameters)
+        self._replicas = Replicas(group, self) if hasattr(group, "start_quorum") else None
+        if self._replicas is None:
+            self._connect(group)
+        elif self._shards is not None:
+            raise ValueError("LocalSteps: got a sharded model and a torchft Manager, expected a model on one process")
         self._plans: dict[int, list[Plan]] = {}  # by fragment
         self.seconds = Seconds()
         self._runner: Foreground[Exchanged] = (
             Background(self.seconds, self._device) if delay else Foreground(self.seconds)
         )
         self._begin(outer)
+        if self._replicas is not None:
+            self._replicas.join()
 
     @property
     def traffic(self) -> Traffic:
@@ -147,6 +156,8 @@ class LocalSteps(OuterLoop):
         return self.compressor.traffic
 
     def remove(self) -> None:
+        if self._replicas is not None:
+            self._replicas.leave()
         super().remove()
         self._runner.close()
 
@@ -195,7 +206,7 @@ class LocalSteps(OuterLoop):
 
     # --- the group
 
-    def _connect(self, group: Any, parameters: Mapping[str, Tensor]) -> None:
+    def _connect(self, group: Any) -> None:
         """Compare the ranks' configurations, and give all ranks the parameters of rank 0."""
         session = self._session
         if group == "horovod" or hasattr(group, "process_set_id"):
@@ -214,7 +225,15 @@ class LocalSteps(OuterLoop):
                 process_group = _twin(process_group)
                 self._shards = None if self._shards is None else _twin(self._shards)
             engine = session.torch_engine(process_group, self._device, self._shards)
-        of_ranks = session.connect(engine, parameters, "outer.handshake", asdict(self.schedule))
+        self._compare(engine)
+        counted, engine.traffic = engine.traffic, Traffic()  # the first values do not count, as with DDP and Horovod
+        for name, parameter in self._workers[0].parameters.items():
+            parameter.data.copy_(engine.run(Broadcast(parameter.detach()), f"outer.start.{name}"))
+        engine.traffic = counted
+
+    def _compare(self, engine: Engine) -> None:
+        """Compare the ranks' configurations, and go on with this engine."""
+        of_ranks = self._session.connect(engine, self._workers[0].parameters, "outer.handshake", asdict(self.schedule))
         for rank, theirs in enumerate(of_ranks):
             for name, ours in of_ranks[0].items():
                 if theirs[name] != ours:
@@ -222,10 +241,6 @@ class LocalSteps(OuterLoop):
                         f"LocalSteps: rank {rank} has {name} = {theirs[name]}, rank 0 {name} = {ours}; give all ranks "
                         "the same number"
                     )
-        counted, engine.traffic = engine.traffic, Traffic()  # the first values do not count, as with DDP and Horovod
-        for name, parameter in parameters.items():
-            parameter.data.copy_(engine.run(Broadcast(parameter.detach()), f"outer.start.{name}"))
-        engine.traffic = counted
 
     # --- an exchange
 
@@ -235,7 +250,20 @@ class LocalSteps(OuterLoop):
         return rank
 
     def _average(self, fragment: int, differences: list[dict[str, Tensor]], stays: bool) -> Callable[[], Exchanged]:
-        return self._runner.submit(self._exchange, fragment, differences[0], not self._equal, stays)
+        exchange = self._exchange if self._replicas is None else self._replicas.exchange
+        return self._runner.submit(exchange, fragment, differences[0], not self._equal, stays)
+
+    def _receive(self) -> None:
+        if self._replicas is None:
+            super()._receive()
+        else:
+            self._replicas.receive()
+
+    def _apply(self) -> Exchanged:
+        exchanged = super()._apply()
+        if self._replicas is not None:
+            self._replicas.admit()
+        return exchanged
 
     def _exchange(self, fragment: int, own: dict[str, Tensor], changed: bool, stays: bool) -> Exchanged:
         session = self._session

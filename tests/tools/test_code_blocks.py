@@ -23,7 +23,20 @@ COVERS = [
 ]  # fmt: skip
 SHELL = "sh", "console"
 # Programs of others: their words are not checked, but for files of the repository.
-OTHERS = {"pip", "docker", "mkdir", "ssh-keygen", "ruff", "mypy", "pytest", "clang-format", "echo", "sed", "python"}
+OTHERS = {
+    "pip",
+    "docker",
+    "mkdir",
+    "ssh-keygen",
+    "ruff",
+    "mypy",
+    "pytest",
+    "clang-format",
+    "echo",
+    "sed",
+    "python",
+    "torchft_lighthouse",
+}
 OWN_FILES = re.compile(r"(?:scripts|docker|examples|recipes|benchmarks)/[\w/]+\.\w+")
 # What `text` blocks have, where it is not a method's spec: another test reads it, or it is a file of the reader.
 TEXTS = {"docs/design.md": "order of imports", "docker/README.md": "/etc/hosts"}
