@@ -36,6 +36,16 @@ static_assert(sizeof(IndexBlock) == 8, "the wire format");
 
 constexpr int64_t kIndexBlock = 2048;
 
+// A sparse tensor in a weighted sum (common/weighted_sum.h): `count` values, and the stream of their indices.
+struct IndexTerm {
+  const uint8_t* stream;
+  int64_t nbytes;
+  const float* values;
+  int64_t count;
+  double weight;  // rounded to float
+};
+static_assert(sizeof(IndexTerm) == 40, "gradzip/ops/index_code.py writes it");
+
 // The smallest k to try for a block of `count` > 0 gaps with sum `span`: this one and the next two are tried, and the
 // first that makes the block shortest is used. The optimum is about log2(mean gap * ln 2).
 GZ_HD int index_low_bits(int64_t count, int64_t span) {

@@ -15,6 +15,8 @@
 namespace gradzip::cpu {
 namespace {
 
+constexpr int64_t kClearChunk = 1 << 16;
+
 int64_t bitmap_bytes(int64_t numel) { return ceil_div(numel, 8); }
 
 // --- writing
@@ -235,13 +237,26 @@ void index_code_decode(const uint8_t* stream, int64_t nbytes, int64_t numel, int
   if (!sound) *failed = 1;
 }
 
-void index_code_decode_add(const uint8_t* stream, int64_t nbytes, const float* values, int64_t count, float weight,
-                           float* out, int64_t numel, int32_t* failed, int threads) {
-  const bool sound =
-      for_each_run(stream, nbytes, numel, count, threads, [&](int64_t first, int64_t n, const int32_t* run) {
-        for (int64_t i = 0; i < n; ++i) out[run[i]] += weight * values[first + i];
-      });
-  if (!sound) *failed = 1;
+void index_code_decode_add(const WeightedSum* table, int64_t count, const IndexTerm* terms, int32_t* failed,
+                           int threads) {
+  const IndexTerm* term = terms;
+  for (int64_t i = 0; i < count; ++i) {
+    float* out = table[i].out;
+    if (!table[i].add)
+      parallel_chunks(table[i].n, kClearChunk, threads,
+                      [&](int64_t, int64_t begin, int64_t end) { std::fill(out + begin, out + end, 0.0f); });
+    for (const IndexTerm* end = term + table[i].terms; term < end; ++term) {
+      const float weight = float(term->weight);
+      const bool sound = for_each_run(term->stream, term->nbytes, table[i].n, term->count, threads,
+                                      [&](int64_t first, int64_t n, const int32_t* run) {
+                                        const float* values = term->values + first;
+                                        for (int64_t j = 0; j < n; ++j) out[run[j]] += weight * values[j];
+                                      });
+      if (sound) continue;
+      *failed = int32_t(term - terms) + 1;
+      return;
+    }
+  }
 }
 
 }  // namespace gradzip::cpu

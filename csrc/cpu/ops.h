@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "common/bitmap_code.h"
+#include "common/index_code.h"
 #include "common/low_rank.h"
 #include "common/one_bit.h"
 #include "common/orthogonalize.h"
@@ -88,9 +89,10 @@ void index_code_encode(const int32_t* indices, int64_t count, int64_t numel, uin
 // partly written on failure.
 void index_code_decode(const uint8_t* bytes, int64_t nbytes, int64_t numel, int64_t count, int32_t* indices,
                        int32_t* failed, int threads);
-// out[index i] += weight * values[i]. *failed as above; `out` then holds part of the sum.
-void index_code_decode_add(const uint8_t* bytes, int64_t nbytes, const float* values, int64_t count, float weight,
-                           float* out, int64_t numel, int32_t* failed, int threads);
+// Adds weight * value to the element of each index, for the terms of each sum in order. *failed: 1 + the index of the
+// first term that is corrupt, as above; its sum then holds part of the terms, and those after it are as they were.
+void index_code_decode_add(const WeightedSum* table, int64_t count, const IndexTerm* terms, int32_t* failed,
+                           int threads);
 
 // --- chunk_topk
 // Of each chunk of the n < 2^31 elements, the k of largest magnitude, or chunk_count of the last chunk (common/

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/index_code.h"
+#include "common/weighted_sum.h"
 #include "cuda/block/bit_stream.cuh"
 #include "cuda/block/bitmap_tiles.cuh"
 #include "cuda/block/bytes.cuh"
@@ -182,8 +183,7 @@ GZ_DEVICE IndexStream open_index_stream(const uint8_t* stream, int64_t nbytes, i
 }
 
 // The number of bits set in each tile of the bitmap; 0 if the stream has none.
-__global__ void __launch_bounds__(kBlock)
-    index_count_kernel(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, uint32_t* counts) {
+GZ_DEVICE void count_tiles_of(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, uint32_t* counts) {
   __shared__ uint32_t partial[kLanes];
   const IndexStream opened = open_index_stream(stream, nbytes, numel, count);
   const int64_t bits = opened.form == IndexForm::bitmap ? numel : 0;
@@ -191,6 +191,11 @@ __global__ void __launch_bounds__(kBlock)
     const uint32_t set = block_sum(uint32_t(__popc(load_word(opened.body, tile_word(tile), bits))), partial);
     if (threadIdx.x == 0) counts[tile] = set;
   }
+}
+
+__global__ void __launch_bounds__(kBlock)
+    index_count_kernel(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, uint32_t* counts) {
+  count_tiles_of(stream, nbytes, numel, count, counts);
 }
 
 // Reads the n indices of a block, in [base, end), to shared memory. Returns false unless there are exactly n, the last
@@ -282,21 +287,51 @@ __global__ void __launch_bounds__(kBlock)
       [&](int64_t, int64_t rank, int32_t index) { indices[rank] = index; });
 }
 
+// --- weighted sums: blockIdx.y is the index of a term in the table of a launch
+
+// A term, the sum that it is added to, and its tiles among those of all terms: counts, and one offset more.
+struct IndexTermEntry {
+  IndexTerm term;
+  WeightedSum sum;
+  int64_t first_tile, sum_index, clears;  // clears: whether `out` is to be cleared before
+};
+
+__global__ void __launch_bounds__(kBlock) index_code_count_kernel(const IndexTermEntry* entries, uint32_t* counts) {
+  const IndexTermEntry& entry = entries[blockIdx.y];
+  const auto [stream, nbytes, values, count, weight] = entry.term;
+  const auto [out, n, terms, add] = entry.sum;
+  count_tiles_of(stream, nbytes, n, count, counts + entry.first_tile);
+  if (!entry.clears) return;
+  for (int64_t i = grid_thread(); i < n; i += grid_threads()) out[i] = 0.0f;
+}
+
+__global__ void __launch_bounds__(kScanBlock)
+    index_code_scan_kernel(const IndexTermEntry* entries, const uint32_t* counts, int64_t* offsets) {
+  const IndexTermEntry& entry = entries[blockIdx.y];
+  scan_counts(counts + entry.first_tile, (entry.sum.n + kTile - 1) / kTile, offsets + entry.first_tile);
+}
+
+// The terms of a launch belong to different sums. corrupt: of each sum.
 __global__ void __launch_bounds__(kBlock)
-    index_code_decode_add_kernel(const uint8_t* stream, int64_t nbytes, const float* values, int64_t count,
-                                 float weight, float* out, int64_t numel, const int64_t* offsets, int32_t* failed) {
+    index_code_decode_add_kernel(const IndexTermEntry* entries, const int64_t* offsets, int32_t* corrupt) {
+  const IndexTermEntry& entry = entries[blockIdx.y];
+  const float weight = float(entry.term.weight);
+  const float* values = entry.term.values;
+  float* out = entry.sum.out;
   for_each_index(
-      stream, nbytes, numel, count, offsets, failed,
-      [&](int64_t i, int64_t rank) { return out[i] + weight * __ldg(values + rank); },
+      entry.term.stream, entry.term.nbytes, entry.sum.n, entry.term.count, offsets + entry.first_tile,
+      corrupt + entry.sum_index, [&](int64_t i, int64_t rank) { return out[i] + weight * __ldg(values + rank); },
       [&](int64_t i, int64_t, float sum) { out[i] = sum; });
 }
 
-// Sets `out` to NaN if the stream was corrupt, since nobody may be reading the flag.
+// Sets the sums of corrupt terms to NaN, since nobody may be reading the flag.
 __global__ void __launch_bounds__(kBlock)
-    spoil_kernel(const int32_t* corrupt, float* out, int64_t numel, int32_t* failed) {
-  if (!*corrupt) return;
+    index_code_spoil_kernel(const IndexTermEntry* entries, const int32_t* corrupt, int32_t* failed) {
+  const IndexTermEntry& entry = entries[blockIdx.y];
+  if (!corrupt[entry.sum_index]) return;
   if (grid_thread() == 0) report(failed);
-  for (int64_t i = grid_thread(); i < numel; i += grid_threads()) out[i] = bits_float(0x7fc00000u);
+  float* out = entry.sum.out;
+  for (int64_t i = grid_thread(); i < entry.sum.n; i += grid_threads()) out[i] = bits_float(0x7fc00000u);
 }
 
 }  // namespace gradzip::cuda

@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "common/bitmap_code.h"
+#include "common/index_code.h"
 #include "common/low_rank.h"
 #include "common/one_bit.h"
 #include "common/orthogonalize.h"
@@ -75,9 +76,9 @@ int64_t index_code_encode(void* workspace, const int32_t* indices, int64_t count
                           int64_t capacity, int64_t* nbytes, cudaStream_t stream);
 int64_t index_code_decode(void* workspace, const uint8_t* bytes, int64_t nbytes, int64_t numel, int64_t count,
                           int32_t* indices, int32_t* failed, cudaStream_t stream);
-// `out` is NaN on failure.
-int64_t index_code_decode_add(void* workspace, const uint8_t* bytes, int64_t nbytes, const float* values, int64_t count,
-                              float weight, float* out, int64_t numel, int32_t* failed, cudaStream_t stream);
+// The tables are read before the call returns. *failed is 1 on failure, and each sum of a corrupt term becomes NaN.
+int64_t index_code_decode_add(void* workspace, const WeightedSum* table, int64_t count, const IndexTerm* terms,
+                              int32_t* failed, cudaStream_t stream);
 
 // --- range_float
 int64_t range_float_fit(void* workspace, RangeFloat* format, const float* x, int64_t n, int bits, int mantissa,

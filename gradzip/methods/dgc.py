@@ -129,6 +129,10 @@ class DGC(SparseCodec):
         k = num_kept(self.theta_at(key.step), grad.numel())
         return self.pack(*ops.topk_abs(grad.reshape(-1), k), grad.numel())
 
+    def store_residuals(self, velocities: list[Tensor], states: list[State]) -> None:
+        for velocity, state in zip(velocities, states):
+            self.store_residual(velocity, state)
+
     def store_residual(self, velocity: Tensor, state: State) -> None:
         renewed = state.renewed("residual", velocity)
         if state.residual is None:
@@ -138,13 +142,17 @@ class DGC(SparseCodec):
         if self.momentum:
             state.velocity = state.renewed("velocity", velocity).copy_(velocity)
 
+    def subtract_all(self, states: list[State]) -> None:
+        for state in states:
+            self.subtract_transmitted(state)
+
     def subtract_transmitted(self, state: State) -> None:
         assert state.residual is not None
         parts = self.transmitted_parts(state)
         begin = 0
         for payload, residual in parts:
             end = begin + residual.numel()
-            stream, values = self.unpack(self.open(payload, residual.numel()), residual.numel())
+            stream, values = self.parse(self.open(payload, residual.numel()), residual.numel())
             sent = ops.index_code_decode(stream, residual.numel(), values.numel()).long()
             residual.index_fill_(0, sent, 0.0)
             if self.momentum:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..memory.state import VECTOR, Key, State
+from ..memory.state import VECTOR, Key
 from .base.compressor import INDEXED_NUMEL
 from .base.error_feedback import ErrorFeedback
-from .base.gather import GatherCompressor
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
+from .base.sum_codec import SumCodec
 
 _COUNT = struct.Struct("<Q")  # k; the header's other 8 bytes hold the range float
 
@@ -25,7 +25,7 @@ def num_kept(theta: float, numel: int) -> int:
 
 
 @dataclass
-class SparseCodec(ErrorFeedback, GatherCompressor):
+class SparseCodec(ErrorFeedback, SumCodec):
     """Payloads of k values with their indices.
 
     Payload: header; k values, float32 or range floats of `bits` bits; coded indices (gradzip/ops/index_code.py).
@@ -53,7 +53,7 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
         magnitudes = ops.abs_max_tensor(values)
         return self.seal([ops.Seal(payload, numel, fields, 0, magnitudes, number, stream=stream)])[0]
 
-    def unpack(self, payload: ops.Payload, numel: int) -> tuple[Tensor, Tensor]:
+    def parse(self, payload: ops.Payload, numel: int) -> tuple[Tensor, Tensor]:
         """Parse the payload of a gradient of `numel` elements: coded indices and values (float32).
 
         Does not wait for the device: up to 15 bytes of padding follow the indices there. Raises PayloadError.
@@ -90,14 +90,8 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
         except ValueError as error:
             raise ops.PayloadError(f"corrupt payload: {error}") from None
 
-    def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
-        stream, values = self.unpack(payload, out.numel())
-        ops.index_code_decode_add(stream, values, out, weight)
-
-    def subtract_transmitted(self, state: State) -> None:
-        # The same bits as in the base class, which decodes to a dense tensor. This touches k elements only.
-        for payload, part in self.transmitted_parts(state):
-            self.decode_add(self.open(payload, part.numel()), part, -1.0)
+    def sum_all(self, sums: list[ops.WeightedSum]) -> None:
+        ops.index_code_decode_add_all(sums)
 
 
 @register(

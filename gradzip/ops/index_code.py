@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,8 +11,10 @@ from torch import Tensor
 from . import _native
 from .bitmap import bitmap_count, bitmap_indices, bitmap_nbytes
 from .errors import PayloadError
+from .weighted_sum import WeightedSum, decode_sums
 
 _HEADER = struct.Struct("<III")  # coded, count, nbytes
+_TERM = struct.Struct("<QqQqd")  # struct IndexTerm
 _BLOCK = 2048  # kIndexBlock
 
 
@@ -132,7 +135,31 @@ def index_code_decode_add(stream: Tensor, values: Tensor, out: Tensor, weight: f
     sum, and nothing outside it is written. On CUDA, which does not wait for the device, up to 15 bytes of padding may
     follow the stream, and out becomes NaN if it is corrupt, so that all ranks skip the step.
     """
-    _native.in_place(out, torch.float32, "index_code_decode_add: out")
+    index_code_decode_add_all([WeightedSum(out, [((stream, values), weight)])])
+
+
+def index_code_decode_add_all(sums: Sequence[WeightedSum]) -> None:
+    """Compute several sums of sparse tensors, as `index_code_decode_add` adds them, in one call.
+
+    sums: their terms are ((stream, values), weight). All tensors are on one device. The terms of a sum are added in
+    order, with the bits of as many calls of `index_code_decode_add`.
+
+    Raises:
+        PayloadError: a stream is corrupt, or has another number of indices than values; `index` of the exception is the
+            index of the term among those of all sums. That sum then holds part of its terms. On CUDA, it becomes NaN
+            instead.
+
+    >>> stream, out = index_code_encode(torch.tensor([1], dtype=torch.int32), 3), torch.empty(3)
+    >>> index_code_decode_add_all([WeightedSum(out, [((stream, torch.ones(1)), w) for w in (1.0, 0.5)], add=False)])
+    >>> out.tolist()
+    [0.0, 1.5, 0.0]
+    """
+    if failed := decode_sums("index_code_decode_add", sums, _term):
+        raise PayloadError("corrupt indices: they are not ascending ones of the size of the sum", failed - 1)
+
+
+def _term(encoded: tuple[Tensor, Tensor], weight: float, out: Tensor) -> tuple[bytes, list[Tensor]]:
+    stream, values = encoded
     values = _native.check(values, torch.float32, "index_code_decode_add: values", device=out.device)
     stream = _native.check(stream, torch.uint8, "index_code_decode_add: stream", device=out.device)
     count = values.numel()
@@ -142,6 +169,4 @@ def index_code_decode_add(stream: Tensor, values: Tensor, out: Tensor, weight: f
         _, claimed = _opened(stream, out.numel())
         if claimed != count:
             raise PayloadError(f"corrupt indices: got {claimed} of them, expected {count}, one per value")
-    arguments = (stream.data_ptr(), stream.numel(), values.data_ptr(), count, weight, out.data_ptr(), out.numel())
-    if _native.run_failed("index_code_decode_add", out, *arguments):
-        raise PayloadError(f"corrupt indices: they are not {count} ascending ones below {out.numel()}")
+    return _TERM.pack(stream.data_ptr(), stream.numel(), values.data_ptr(), count, weight), [stream, values]

@@ -66,6 +66,26 @@ def test_round_trip(n):
         assert torch.equal(same_everywhere(add), expected)
 
 
+def test_several_sums_in_one_call():
+    """They have the bits of the terms added one by one, in order, and an error names the term."""
+    sizes, start = (5000, 1, 0, 33), torch.randn(5000)
+    sums, expected = [], []
+    for i, n in enumerate(sizes):
+        terms = [(chosen(n, share), weight) for share, weight in ((0.5, 0.3), (1.0, -1 / 3), (0.01, 2.0))[: 3 - i % 2]]
+        encoded = [((ops.index_code_encode(where, n), torch.randn(len(where))), weight) for where, weight in terms]
+        expected.append(start[:n].clone() if i % 2 else torch.zeros(n))
+        for (stream, values), weight in encoded:
+            ops.index_code_decode_add(stream, values, expected[-1], weight)
+        sums.append(ops.WeightedSum(start[:n].clone(), encoded, add=bool(i % 2)))
+    ops.index_code_decode_add_all(sums)
+    assert all(torch.equal(one.out, total) for one, total in zip(sums, expected))
+    (stream, values), weight = sums[1].terms[0]
+    wrong = sums[1]._replace(terms=[((stream, torch.cat([values, values])), weight)])
+    with pytest.raises(ops.PayloadError, match="corrupt indices") as caught:
+        ops.index_code_decode_add_all([sums[0], wrong])
+    assert caught.value.index == len(sums[0].terms)
+
+
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.05, 0.15])
 def test_size_is_near_the_entropy(share):
     n = 3_000_000

@@ -24,13 +24,16 @@ static void test_decode(const Bytes& stream, int64_t numel, int64_t count, bool 
   const Floats values(simt::data(simt::Kind::normal, count)), sum(simt::data(simt::Kind::sparse, numel));
   int32_t corrupt = 0;
   cpu::index_code_decode(stream, nbytes, numel, count, expected, &corrupt, 1);
-  if (!corrupt) cpu::index_code_decode_add(stream, nbytes, values, count, 0.3f, sum, numel, &corrupt, 1);
+  const WeightedSum table{sum, numel, 1, 1};
+  const IndexTerm term{stream, nbytes, values, count, 0.3};
+  if (!corrupt) cpu::index_code_decode_add(&table, 1, &term, &corrupt, 1);
   const auto compare = [&] {
     const Indices got(count);
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0, 0});
     simt::call(cuda::index_code_decode, stream, nbytes, numel, count, got, failed);
     const Floats out(simt::data(simt::Kind::sparse, numel));
-    simt::call(cuda::index_code_decode_add, stream, nbytes, values, count, 0.3f, out, numel, failed + 1);
+    const WeightedSum same{out, numel, 1, 1};
+    simt::call(cuda::index_code_decode_add, &same, 1, &term, failed + 1);
     simt::expect_equal(failed[0], corrupt, "index_code_decode: failed");
     simt::expect_equal(failed[1], corrupt, "index_code_decode_add: failed");
     if (!corrupt) simt::expect_equal(got.get(), expected.get(), count, "index_code_decode");
@@ -100,7 +103,56 @@ static void test_stream(int64_t numel, const std::vector<int32_t>& list, std::mt
   }
 }
 
+// Several sums in one call, with different numbers of terms that add to the same elements. `spoilt`: a corrupt term.
+static void test_table(const std::vector<int64_t>& sizes, int64_t spoilt = -1) {
+  const auto count = int64_t(sizes.size());
+  std::vector<Bytes> streams;
+  std::vector<Floats> values;
+  std::vector<IndexTerm> terms;
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t t = 0; t < i % 4; ++t) {
+      std::vector<int32_t> list;
+      for (int64_t at = t; at < sizes[size_t(i)]; at += 1 + (i + t) % 7) list.push_back(int32_t(at));
+      const auto k = int64_t(list.size());
+      const Indices indices(list);
+      int64_t nbytes, written;
+      cpu::index_code_encode(indices, k, sizes[size_t(i)], nullptr, 0, &nbytes, 1);
+      streams.emplace_back(nbytes, t);
+      cpu::index_code_encode(indices, k, sizes[size_t(i)], streams.back(), nbytes, &written, 1);
+      if (int64_t(terms.size()) == spoilt) streams.back()[4] ^= 1;
+      values.emplace_back(simt::data(simt::Kind::normal, k));
+      terms.push_back({streams.back(), nbytes, values.back(), k, 0.3 * double(t + 1)});
+    }
+  const auto sums = [&](std::vector<Floats>& outs) {
+    std::vector<WeightedSum> table;
+    for (int64_t i = 0; i < count; ++i) {
+      outs.emplace_back(simt::data(simt::Kind::normal, sizes[size_t(i)]), i % 3);
+      table.push_back({outs.back(), sizes[size_t(i)], i % 4, i / 4 % 2});
+    }
+    return table;
+  };
+  std::vector<Floats> expected;
+  int32_t corrupt = 0;
+  cpu::index_code_decode_add(sums(expected).data(), count, terms.data(), &corrupt, 1);
+  simt::expect_equal(corrupt, int32_t(spoilt + 1), "index_code_decode_add of a table on the CPU: failed");
+  std::vector<Floats> outs;
+  const auto table = sums(outs);
+  const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
+  simt::call(cuda::index_code_decode_add, table.data(), count, terms.data(), failed);
+  simt::expect_equal(*failed.get(), int32_t(spoilt >= 0), "index_code_decode_add of a table: failed");
+  for (int64_t i = 0, first = 0; i < count; first += i++ % 4) {
+    const bool bad = first <= spoilt && spoilt < first + i % 4;
+    if (spoilt < 0)  // the CPU stops at a corrupt term
+      simt::expect_equal(outs[size_t(i)].get(), expected[size_t(i)].get(), sizes[size_t(i)], "a table");
+    for (int64_t j = 0; j < sizes[size_t(i)]; ++j)
+      if (std::isnan(outs[size_t(i)][j]) != bad) std::fprintf(stderr, "the wrong sum is NaN\n"), std::exit(1);
+  }
+}
+
 int main() {
+  test_table({});
+  test_table({100, 33, 9000, 20000, 0, 1, 8192, 300, 5, 7, 70000, 8193});
+  test_table({100, 33, 9000, 20000, 0, 1, 8192, 300}, 2);
   std::mt19937 random(7);
   for (int64_t n : {0, 1, 7, 8, 33, 1000, 8192, 8193, 65537, 300001})
     for (unsigned one_in : {1, 2, 6, 100, 5000}) {

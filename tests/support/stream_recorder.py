@@ -223,7 +223,7 @@ class _Kernels:
             accesses = [(workspace, True)]
             for parameter, argument in zip(parameters, arguments):
                 struct = parameter.removeprefix("const ").partition("*")[0]
-                if struct in TABLES:
+                if struct in TABLES and not struct.endswith("Term"):
                     constant = TABLES[struct] * arguments[parameters.index("int64_t count")]
                     table = (c_int64 * len(constant)).from_address(argument)
                     accesses += [(address, not const) for address, const in zip(table, constant)]
@@ -232,7 +232,7 @@ class _Kernels:
             for address, writes in accesses:
                 if (host := pointers.pop(address, None)) is not None:
                     recorder.access(host, writes, name)
-            if any(p.startswith(LISTS) for p in parameters):
+            if any(p.startswith(LISTS) or "Term*" in p for p in parameters):
                 for host in pointers.values():
                     recorder.access(host, name == "orthogonalize", name)
             return 0
@@ -240,7 +240,8 @@ class _Kernels:
         return kernel
 
 
-# Parameters that list addresses in host memory. What they list is what else was asked for its address.
+# Parameters that list addresses in host memory, besides the terms of weighted sums. What they list is what else was asked
+# for its address.
 LISTS = ("const uint8_t* const*", "const TransformPart*", "const PayloadBuffer*", "const Matrix*")
 
 

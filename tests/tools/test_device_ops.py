@@ -259,14 +259,14 @@ def test_tensors_of_two_devices_are_refused():
 
 def test_a_sync_in_a_kernel_function_is_noticed(monkeypatch):
     """One truth value in a decoder, as in `if failed and ...`."""
-    decode = ops.index_code_decode_add
+    decode = ops.index_code_decode_add_all
 
-    def with_a_truth_value(stream, values, out, weight=1.0):
-        decode(stream, values, out, weight)
-        if out[0] != out[0]:
+    def with_a_truth_value(sums):
+        decode(sums)
+        if sums[0].out[0] != sums[0].out[0]:
             raise gradzip.PayloadError("corrupt")
 
-    monkeypatch.setattr(ops, "index_code_decode_add", with_a_truth_value)
+    monkeypatch.setattr(ops, "index_code_decode_add_all", with_a_truth_value)
     with pytest.raises(AssertionError):
         check_syncs(count(gradzip.TopK(), SHAPES, 2, "horovod"), 2)
 

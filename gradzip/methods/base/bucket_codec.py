@@ -5,45 +5,26 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from ... import ops
-from ...collectives.routines import Local, Routine, at_once, jointly
-from ...memory.state import Key, State
-from .gather import GatherCompressor, attribute_payload_errors, header_only, inspected, payload_source
+from ...collectives.routines import Local, Routine
+from ...memory.state import Key
+from .gather import header_only
+from .sum_codec import SumCodec
 
 
 @dataclass
-class BucketCodec(GatherCompressor):
-    """A codec that encodes several gradients in one call, and decodes the payloads of all ranks for them in another.
+class BucketCodec(SumCodec):
+    """A codec that also encodes several gradients in one call. Subclasses define `encode_all` in place of `encode`.
 
-    Subclasses define `encode_all`, `parse` and `sum_all` in place of `encode` and `decode_add`. On a device, each call
-    takes all gradients of a bucket (`Local`). On a CPU, `sum_all` takes one gradient at a time, because averages share
-    memory there.
+    On a device, a call takes all gradients of a bucket (`Local`).
     """
 
     @abstractmethod
     def encode_all(self, gradients: list[tuple[Tensor, Key]]) -> list[Tensor]:
         """`encode` for several gradients."""
-
-    @abstractmethod
-    def parse(self, payload: ops.Payload, numel: int) -> Any:
-        """Parse a payload for `sum_all`.
-
-        Raises:
-            PayloadError: `encode` of this codec cannot have written the payload.
-        """
-
-    @abstractmethod
-    def sum_all(self, sums: list[ops.WeightedSum]) -> None:
-        """Compute several sums, the terms of each in order: (result of `parse`, weight).
-
-        Raises:
-            PayloadError: `encode` of this codec cannot have written a payload. On CUDA, elements become NaN instead.
-        """
 
     def seal(self, seals: Sequence[ops.Seal]) -> list[Tensor]:
         # A gradient that the host knows is not finite gets the payload of `non_finite`.
@@ -55,66 +36,3 @@ class BucketCodec(GatherCompressor):
 
     def encoded(self, grad: Tensor, key: Key) -> Routine:
         return (yield Local(self.encode_all, grad.device, (grad, key)))
-
-    def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
-        self.sum_all([ops.WeightedSum(out.view(-1), [(self.parse(payload, out.numel()), weight)], add=True)])
-
-    def decode(self, payloads: list[Tensor], numel: int) -> Tensor:
-        return at_once(self.decoded(payloads, numel))
-
-    def combine(self, payloads: list[Tensor], numel: int, state: State) -> Routine:
-        return (yield from self.with_max_abs((yield from self.decoded(payloads, numel))))
-
-    def decoded(self, payloads: list[Tensor], numel: int) -> Routine:
-        """Coroutine: `decode`, together with other gradients of the bucket."""
-        return (yield from self.mean((yield from self.parsed(payloads, numel)), numel, payloads[0].device))
-
-    def parsed(self, payloads: list[Tensor], numel: int) -> Routine:
-        """Coroutine: parse the payloads of all ranks. None stands for one that is not finite."""
-        yield from inspected(payloads)
-        parsed = []
-        for rank, buffer in enumerate(payloads):
-            with attribute_payload_errors(payload_source(rank, len(payloads))):
-                payload = self.open(buffer, numel)
-                parsed.append(None if payload.flags & ops.NON_FINITE else self.parse(payload, numel))
-        return parsed
-
-    def mean(self, parsed: Sequence[Any], numel: int, device: torch.device) -> Routine:
-        """Coroutine: the mean of parsed payloads (float32, flat). NaN if any of them is None."""
-        out = self.new_average(numel, device)
-        if None in parsed:
-            return out.fill_(torch.nan)
-        terms = [(one, 1.0 / len(parsed)) for one in parsed]
-        yield from jointly(self._sum_all, device, ops.WeightedSum(out, terms, add=False))
-        return out
-
-    def _sum_all(self, sums: list[ops.WeightedSum]) -> list[None]:
-        try:
-            self.sum_all(sums)
-        except ops.PayloadError as error:  # on a CPU, so there is one sum, and its terms are of all ranks
-            source = "" if error.index is None else f"{payload_source(error.index, len(sums[0].terms))}: "
-            raise ops.PayloadError(f"{source}{error}") from None
-        return [None] * len(sums)
-
-    # --- the end of a step
-
-    def apply_averages(self, updates: list[tuple[Tensor, Tensor, Tensor, State]]) -> list[None]:
-        gradients, corrected, averages, states = map(list, zip(*updates))
-        if self.error_feedback:
-            for own, state in zip(corrected, states):
-                state.residual = state.renewed("residual", own)
-            torch._foreach_copy_([state.residual for state in states], corrected)  # one operation on a device
-        torch._foreach_copy_(gradients, [a.view(grad.shape) for a, grad in zip(averages, gradients)])
-        if self.error_feedback:
-            self.sum_all([one for state in states for one in self.corrections(state)])
-        return [None] * len(updates)
-
-    def subtract_transmitted(self, state: State) -> None:
-        self.sum_all(self.corrections(state))
-
-    def corrections(self, state: State) -> list[ops.WeightedSum]:
-        """The sums that subtract what peers decode from the residual."""
-        return [
-            ops.WeightedSum(part, [(self.parse(self.open(payload, part.numel()), part.numel()), -1.0)], add=True)
-            for payload, part in self.transmitted_parts(state)
-        ]
