@@ -10,14 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import cost
-from ..collectives import AllToAll, Mean
+from .. import cost, ops
+from ..collectives import AllToAll, Mean, RingSum
 from ..collectives.engine import Engine
 from ..collectives.fusion import Round, adjacent
 from ..collectives.routines import Routine
 from ..memory.state import BucketState
 from ..methods.base.compressor import INDEXED_NUMEL, Compressor
 from .routine import Averaging
+
+# Buckets of a model on a device, at most. Each takes the host as long to queue, whatever its size. The more there are,
+# the less is left to send after the backward pass.
+MOST_BUCKETS = 8
+
+
+def bucket_nbytes(
+    cap_mb: float | None, parameters: Iterable[Tensor], default: float = cost.JOINED["horovod"]["bucket_nbytes"]
+) -> float:
+    """The size of the buckets of a model, in bytes: `cap_mb` MiB, which the user has set, or by default `default`.
+
+    On a device, it is at least an eighth of the parameters by default.
+    """
+    if cap_mb is not None:
+        return cap_mb * 2**20
+    return max(default, sum(p.nbytes for p in parameters if ops.on_device(p)) / MOST_BUCKETS)
 
 
 def cut(parameters: Iterable[Tensor], nbytes: float) -> list[list[Tensor]]:
@@ -155,7 +171,7 @@ class Bucket:
     Args:
         routines: by key.
         first: the round of their first collectives, which are started here. If the engine matches operations by their
-            slots, rings wait for `advance`: they are matched by their order, and buckets start in any order.
+            slots, rings wait for `results`: they are matched by their order, and buckets start in any order.
         slot: prefix of the collectives' slots.
     """
 
@@ -172,27 +188,26 @@ class Bucket:
         self._of_partitions = any(isinstance(c, AllToAll) for c in collectives) and all(
             isinstance(c, Mean) or (isinstance(c, AllToAll) and c.same_length) for c in collectives
         )
+        self.on_device = any(ops.on_device(c.tensor) for c in collectives if not isinstance(c, RingSum))
         self._current = current
         self._pending = [self._engine.launch(c, f"{self._slot}.{i}") for i, c in enumerate(collectives)]
 
     def gather_partitions(self) -> None:
         """If ranks exchange partitions of equal lengths, wait for them, and start to gather what becomes of them."""
         if self._of_partitions:
+            self.send_overflow()
             following = Round()
-            self.advance_unless_overflow(following)
+            following.advance(self.routines, self.results(following))
             self._launch(following)
 
-    def advance_unless_overflow(self, following: Round) -> bool:
-        """Wait for the transfers. If none overflowed, advance the routines to `following`, and return True."""
+    def send_overflow(self) -> bool:
+        """Wait for the transfers; start others for what did not fit. Returns whether that was needed."""
         overflowed = [p.send_overflow() for p in self._pending]  # call all: each may have to start a transfer
-        if any(overflowed):
-            return False
-        self.advance(following)
-        return True
+        return any(overflowed)
 
-    def advance(self, following: Round) -> None:
-        """Send the routines the results of their round, and add their next collectives to `following`."""
-        following.advance(self.routines, self._current.split([p.result() for p in self._pending]))
+    def results(self, following: Round) -> dict[Any, Any]:
+        """The results of the round, by routine, to advance the routines with. Other work of it goes to `following`."""
         following.take_checks(self._current)
         for key, ring in self._rings.items():
             following.add(key, ring)
+        return self._current.split([p.result() for p in self._pending])

@@ -15,7 +15,7 @@ from ..engines.local import drive
 from ..methods.base.compressor import Compressor
 from ..ops.arrays import takes_arrays
 from . import optimizer_hooks
-from .buckets import Plan, Unit, cut
+from .buckets import Plan, Unit, bucket_nbytes, cut
 from .routine import Averaging
 
 
@@ -147,7 +147,7 @@ class LocalGroup:
             if known is None or (known.shape, known.dtype, known.device) != (grad.shape, grad.dtype, grad.device):
                 parameters[name] = torch.empty((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
         named = {id(parameter): name for name, parameter in parameters.items()}
-        buckets = cut(parameters.values(), compressor.bucket_cap_mb * 2**20)
+        buckets = cut(parameters.values(), bucket_nbytes(compressor.bucket_cap_mb, parameters.values()))
         buckets = [present for bucket in buckets if (present := [p for p in bucket if named[id(p)] in gradients])]
         plans = self._plans.get((rank, part), [])
         if len(plans) != len(buckets) or not all(plan.fits(compressor, bucket) for plan, bucket in zip(plans, buckets)):

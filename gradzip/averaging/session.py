@@ -165,16 +165,31 @@ class Session:
             waiting, self.waiting = self.waiting, {}
             for key, (_, check) in waiting.items():
                 following.add(key, check)
-            # Buckets with overflow come last: their second transfers run meanwhile.
-            overflowed = [bucket for bucket in buckets if not bucket.advance_unless_overflow(following)]
-            for bucket in overflowed:
-                bucket.advance(following)
             routines = {key: routine for bucket in buckets for key, routine in bucket.routines.items()}
+            on_device: dict[Any, Any] = {}  # results of routines that do their local work in one call
+            overflowed = []
+            for bucket in buckets:
+                if bucket.send_overflow():
+                    overflowed.append(bucket)
+                else:
+                    self._advance(bucket, following, on_device)
+            # Buckets with overflow come last: their second transfers run meanwhile.
+            for bucket in overflowed:
+                self._advance(bucket, following, on_device)
+            following.advance(routines, on_device)
             routines |= {key: routine for key, (routine, _) in waiting.items()}
             self.engine.finish(routines, following, slot)
         except BaseException:
             self.drop()
             raise
+
+    def _advance(self, bucket: Bucket, following: Round, on_device: dict[Any, Any]) -> None:
+        """Advance the routines of a bucket, while later ones are in transfer. Those on a device are left to others."""
+        results = bucket.results(following)
+        if bucket.on_device:
+            on_device |= results
+        else:
+            following.advance(bucket.routines, results)
 
     @property
     def checks(self) -> bool:

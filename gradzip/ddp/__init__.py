@@ -1,10 +1,11 @@
 """Front end for DDP: `gradzip.ddp.register(model, gradzip.TopK())`, or DDP's `register_comm_hook` with `hook`.
 
 DDP calls the hook for each bucket of gradients during the backward pass, and for the last bucket at its end. The hook
-starts the first collectives of the bucket. The rest happens in the hook of the last bucket: the results of one bucket
-are decoded while those of later ones are in transfer, and later rounds run for all buckets together. Methods that
-exchange partitions send half of their bytes in the second round. That of a bucket therefore starts in the hook of the
-next one.
+starts the first collectives of the bucket; on a device, those of several buckets of a large model together, because
+small ones take the host as long to queue (`bucket_nbytes`). The rest happens in the hook of the last bucket: the
+results of one bucket are decoded while those of later ones are in transfer, and later rounds run for all buckets
+together. Methods that exchange partitions send half of their bytes in the second round. That of a bucket therefore
+starts in the hook of the next one.
 
 A process group matches operations by their order, which is the same on all ranks: DDP calls the hook for one bucket at
 a time, in the order of the buckets; no other thread starts an operation; and the operations at the end follow from the
@@ -22,7 +23,7 @@ to the residuals again.
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -31,7 +32,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..averaging.buckets import Plan
+from .. import ops
+from ..averaging.buckets import Plan, bucket_nbytes
 from ..averaging.handshake import parameters_by_name
 from ..averaging.session import Session, queue_callback
 from ..collectives import Mean
@@ -135,8 +137,10 @@ class HookState:
         self._has_names = self._all_named = has_names
         self._names: Any = WeakIdKeyDictionary()  # parameter -> name
         self._group: dist.ProcessGroup | None = None  # of the session's engine
-        self._plans: dict[int, Plan] = {}  # by the bucket's index, until DDP rebuilds its buckets
-        self._started: list[_Started] = []  # the buckets of the current step
+        self._plans: dict[int, Plan] = {}  # by the number of the joined buckets, until DDP rebuilds its buckets
+        self._joined: list[_Joined] = []  # the buckets of the current step
+        self._cap_mb: float | None = None  # `bucket_cap_mb` of rank 0
+        self._least_nbytes = 0.0  # of joined buckets
 
     def __getstate__(self) -> dict[str, Any]:
         return {"compressor": self.compressor, "has_names": self._has_names, "prefix": self._session.prefix}
@@ -165,7 +169,7 @@ class HookState:
         """Start averaging a bucket; with the last one, end the step. Called by `hook`."""
         try:
             with self._session.on_stream_of(bucket.buffer()):
-                future = self._start(bucket)
+                future = self._add(bucket)
             if bucket.is_last():
                 self._all_named = True
                 self._finish()
@@ -174,54 +178,81 @@ class HookState:
             raise
         return future
 
-    def _start(self, bucket: dist.GradBucket) -> Future:
-        session, index, parameters, buffer = self._session, bucket.index(), bucket.parameters(), bucket.buffer()
-        if index == 0 and self._started and not set(parameters).isdisjoint(self._plans[0].parameters):
-            if not self._session.buckets:
+    def _add(self, bucket: dist.GradBucket) -> Future:
+        """Add a bucket to those of the step, and start it, unless it waits for the next one."""
+        index, parameters, buffer = bucket.index(), bucket.parameters(), bucket.buffer()
+        if index == 0 and self._joined and not set(parameters).isdisjoint(self._joined[0].parameters):
+            if self._joined[-1].plan is not None and not self._session.buckets:
                 self._group = None  # it failed at its end, which may not be so on all ranks: compare them again
             self._drop()  # the last backward pass was interrupted
-        plan = self._plans.get(index)
-        if plan is not None and not plan.fits(self.compressor, parameters):
-            plan = None
-        names = self._name(parameters) if plan is None else plan.names
+        if len(self._joined) not in self._plans:
+            self._name(parameters)
         self._connect(buffer.device)
-        if index != len(self._started):
+        expected = sum(len(joined.buffers) for joined in self._joined)
+        if index != expected:
             raise RuntimeError(
-                f"HookState: got bucket {index}, expected bucket {len(self._started)} of the same model: "
+                f"HookState: got bucket {index}, expected bucket {expected} of the same model: "
                 "give each DDP model a HookState of its own"
             )
-        if plan is None:
+        if index == 0:
+            self._choose_least_nbytes(buffer)
+        waiting = self._joined[-1] if self._joined and self._joined[-1].plan is None else None
+        if waiting is not None and (buffer.is_sparse or buffer.device != waiting.buffers[0].device):
+            with self._session.on_stream_of(waiting.buffers[0]):
+                self._start(waiting)
+            waiting = None
+        if waiting is None:
+            self._joined.append(waiting := _Joined())
+        gradients = [] if buffer.is_sparse else bucket.gradients()
+        waiting.parameters += parameters
+        waiting.averages += [_with_strides_of(p, g) for p, g in zip(parameters, gradients)]
+        waiting.versions += [_version(p) for p in parameters]
+        waiting.buffers.append(buffer)
+        waiting.futures.append(Future(devices=[buffer.device] if buffer.is_cuda else None))
+        if buffer.is_sparse or bucket.is_last() or sum(b.nbytes for b in waiting.buffers) >= self._least_nbytes:
+            self._start(waiting)
+        return waiting.futures[-1]
+
+    def _choose_least_nbytes(self, buffer: Tensor) -> None:
+        """Choose the size of joined buckets: on a device, once the parameters of all ranks are known."""
+        self._least_nbytes = 0.0
+        if ops.on_device(buffer) and self._all_named:
+            self._least_nbytes = bucket_nbytes(self._cap_mb, [p for p in self._names if p.requires_grad], 0.0)
+            engine = self._session.engine
+            engine.bucket_nbytes = max(type(engine).bucket_nbytes, self._least_nbytes)
+
+    def _start(self, joined: "_Joined") -> None:
+        """Start averaging the buckets that have come last."""
+        session, number, parameters = self._session, len(self._joined) - 1, joined.parameters
+        plan = self._plans.get(number)
+        if plan is None or not plan.fits(self.compressor, parameters):
             # DDP has rebuilt its buckets: later plans are out of date, too.
-            for later in [i for i in self._plans if i >= index]:
+            for later in [i for i in self._plans if i >= number]:
                 for unit in self._plans.pop(later).units:
                     unit.averaging.method.workspace.clear()  # DDP's first bucket is the whole model
-            plan = self._plans[index] = session.plan(parameters, names)
+            plan = self._plans[number] = session.plan(parameters, self._name(parameters))
+        joined.plan = plan
         session.tell_optimizers(plan.parameters, plan.averagings)
-        future = Future(devices=[buffer.device] if buffer.is_cuda else None)
-        slot = ",".join(names)
-        if buffer.is_sparse:
-            gradients = []
-            session.launch(index, {(index, 0): self._average_sparse(buffer)}, slot)
+        slot = ",".join(plan.names)
+        if joined.buffers[0].is_sparse:
+            session.launch(number, {(number, 0): self._average_sparse(joined.buffers[0])}, slot)
         else:
-            gradients = [_with_strides_of(p, g) for p, g in zip(parameters, bucket.gradients())]
-            session.start(index, plan.units, gradients, slot)
-        self._started.append(_Started(buffer, future, plan, gradients, [_version(p) for p in parameters]))
-        return future
+            session.start(number, plan.units, joined.averages, slot)
 
     def _drop(self) -> None:
-        self._started = []
+        self._joined = []
         self._session.drop()
 
     def _finish(self) -> None:
         """Run the routines of all buckets to their ends, and end the step: all its collectives are done."""
-        buckets = self._started
-        with self._session.on_all_streams(buckets[0].buffer.device):
+        buckets = [pair for joined in self._joined for pair in zip(joined.futures, joined.buffers)]
+        with self._session.on_all_streams(buckets[0][1].device):
             self._session.finish("round")
-            sparse = [bucket.buffer._values() for bucket in buckets if bucket.buffer.is_sparse]
+            sparse = [buffer._values() for _, buffer in buckets if buffer.is_sparse]
             self._session.end(skipped := self._session.is_skipped(sparse))
         # A future records an event of the current stream, which now waits for the home stream. DDP waits for the event.
-        for bucket in buckets:
-            bucket.future.set_result(bucket.buffer)
+        for future, buffer in buckets:
+            future.set_result(buffer)
         # The hook runs outside of a backward pass on a rank that has joined. DDP queues its own callback, which writes
         # the gradients, after the last hook: a callback that is queued by a callback comes behind it.
         if torch._C._current_graph_task_id() == -1:
@@ -231,26 +262,27 @@ class HookState:
 
     def _complete(self, skipped: bool, written: bool = False) -> None:
         """Complete the step. written: whether DDP has written the averages to the gradients, and may discard some."""
-        buckets, self._started = self._started, []
-        with self._session.on_all_streams(buckets[0].buffer.device):
+        of_step, self._joined = self._joined, []
+        with self._session.on_all_streams(of_step[0].buffers[0].device):
             self._session.complete(skipped)
         if written and not skipped:
-            self._take_back(buckets)
+            self._take_back(of_step)
 
-    def _take_back(self, buckets: list["_Started"]) -> None:
+    def _take_back(self, of_step: list["_Joined"]) -> None:
         """Add to the residuals the averages that DDP has discarded."""
-        for bucket in buckets:
-            discarded = bucket.discarded()
-            if discarded:
-                with self._session.on_stream_of(bucket.buffer):
-                    self._session.take_back(bucket.plan, discarded)
+        for joined in of_step:
+            discarded = joined.discarded()
+            if discarded and joined.plan is not None:
+                with self._session.on_stream_of(joined.buffers[0]):
+                    self._session.take_back(joined.plan, discarded)
 
     def _connect(self, device: torch.device) -> None:
         """Connect to the ranks of the group, unless the last step had the same group."""
         group: Any = self.process_group or dist.group.WORLD  # DDP needs one
         if self._group is not group:
             engine = self._session.torch_engine(group, device)
-            self._session.connect(engine, {name: p for p, name in self._names.items()}, "handshake")
+            named = {name: p for p, name in self._names.items()}
+            self._cap_mb = self._session.connect(engine, named, "handshake", self.compressor.bucket_cap_mb)[0]
             self._group = group
 
     def _name(self, parameters: list[Tensor]) -> list[str]:
@@ -280,19 +312,20 @@ class HookState:
 
 
 @dataclass
-class _Started:
-    """A bucket whose averages are in progress, or done."""
+class _Joined:
+    """Consecutive buckets of DDP whose gradients are averaged together, or are going to be; one on a CPU."""
 
-    buffer: Tensor  # of DDP
-    future: Future  # DDP waits for it
-    plan: Plan
-    averages: list[Tensor]  # in the buffer, by parameter; none if it is sparse
-    versions: list[int | None]  # `_version` of the parameters' gradients when DDP had filled the buffer
+    buffers: list[Tensor] = field(default_factory=list)  # of DDP
+    futures: list[Future] = field(default_factory=list)  # DDP waits for them
+    parameters: list[Tensor] = field(default_factory=list)
+    averages: list[Tensor] = field(default_factory=list)  # in the buffers, by parameter; none if it is sparse
+    versions: list[int | None] = field(default_factory=list)  # of the parameters, when DDP had filled the buffer
+    plan: Plan | None = None  # once they are started
 
     def discarded(self) -> dict[int, Tensor]:
         """The averages that DDP has not written to gradients, less those gradients. By the parameter's number."""
         found = {}
-        for i, (parameter, average) in enumerate(zip(self.plan.parameters, self.averages)):
+        for i, (parameter, average) in enumerate(zip(self.parameters, self.averages)):
             if _version(parameter) == self.versions[i]:
                 gradient = parameter.grad
                 if gradient is None:

@@ -20,7 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ..averaging.buckets import Bucket, Plan, Unit, cut
+from ..averaging.buckets import Bucket, Plan, Unit, bucket_nbytes, cut
 from ..averaging.routine import Averaging
 from ..averaging.session import Session
 from ..collectives import AllFinite, Mean
@@ -59,7 +59,7 @@ class OptimizerContext:
         def names_in_buckets(parameters: Iterable[Any], nbytes: float) -> list[list[str]]:
             return [[names[p] for p in bucket] for bucket in cut(parameters, nbytes)]
 
-        nbytes = session.compressor.bucket_cap_mb * 2**20
+        nbytes = bucket_nbytes(session.compressor.bucket_cap_mb, parameters)
         mine = {"nbytes": nbytes, "names": names_in_buckets(parameters, nbytes)}
         of_ranks = session.connect(session.horovod_engine(optimizer.process_set), named, "gradzip", mine)
         self.engine = session.engine

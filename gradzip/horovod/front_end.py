@@ -59,7 +59,7 @@ def drop_in_flight(compressor: Compressor) -> None:
 
 
 def bucketed(compressor: Compressor, bucket_cap_mb: float = 25.0) -> Compressor:
-    """Set the size of the buckets in which Horovod's gradients are compressed. Returns the compressor itself.
+    """Set the size of the buckets in which gradients are compressed. Returns the compressor itself.
 
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(),
@@ -69,12 +69,13 @@ def bucketed(compressor: Compressor, bucket_cap_mb: float = 25.0) -> Compressor:
     A bucket starts when the last of its gradients is computed: large buckets need fewer operations, small ones overlap
     more with the backward pass. A gradient of that size or more is a bucket of its own. Call this before the first step
     of an optimizer. Rank 0's size counts on all ranks. DDP cuts its buckets itself (`bucket_cap_mb` of
-    DistributedDataParallel).
+    DistributedDataParallel); on a device, consecutive ones are compressed together until they have that size.
 
     Args:
         bucket_cap_mb: MiB of uncompressed gradients in a bucket. 0: each gradient is a bucket; infinity: all of a dtype
             and device are one. The default is that of DDP, and of Zhang et al., Evaluation and Optimization of
-            Gradient Compression for Distributed Deep Learning, ICDCS 2023, section IV-B.
+            Gradient Compression for Distributed Deep Learning, ICDCS 2023, section IV-B. Without a call, buckets on a
+            device have at least an eighth of the model's parameters.
 
     Raises:
         ValueError: a size that is not a number >= 0.

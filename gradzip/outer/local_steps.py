@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import ops
-from ..averaging.buckets import Plan, cut
+from ..averaging.buckets import Plan, bucket_nbytes, cut
 from ..averaging.session import Session
 from ..collectives import Broadcast
 from ..collectives.engine import Engine
@@ -313,7 +313,7 @@ class LocalSteps(OuterLoop):
     def _planned(self, fragment: int) -> list[Plan]:
         """The plans of all buckets of a fragment; new ones if methods have changed."""
         copies = {self._global.tensors[name]: name for name in self._fragments[fragment]}
-        buckets = cut(copies, self.compressor.bucket_cap_mb * 2**20)
+        buckets = cut(copies, bucket_nbytes(self.compressor.bucket_cap_mb, copies))
         plans = self._plans.get(fragment)
         if not (plans and all(plan.fits(self.compressor, bucket) for plan, bucket in zip(plans, buckets))):
             plans = [self._session.plan(bucket, [copies[p] for p in bucket]) for bucket in buckets]

@@ -316,7 +316,7 @@ class UnderDDP(Training):
         return self.state._session
 
     def in_progress(self):
-        return [*super().in_progress(), self.state._started]
+        return [*super().in_progress(), self.state._joined]
 
 
 class UnderFSDP(Training):

@@ -17,7 +17,6 @@ from ...collectives import ToHost
 from ...collectives.node_chunks import NodeChunks
 from ...collectives.routines import Local, Routine, jointly
 from ...collectives.traffic import Traffic
-from ...cost import JOINED
 from ...memory.memory import LossScale, Memory
 from ...memory.state import State, Workspace
 from ...memory.state_dict import state_dict_of, states_from
@@ -114,7 +113,7 @@ class Compressor(ABC):
         self.streams = HomeStreams()
         self.monitor: StepMonitor | None = None
         self.last_step_skipped = False  # whether an average of the last step was not finite; equal on all ranks
-        self.bucket_cap_mb = JOINED["horovod"]["bucket_nbytes"] / 2**20  # MiB, of Horovod's buckets
+        self.bucket_cap_mb: float | None = None  # MiB of a bucket; None: front ends choose
         # Front ends plan again when it changes: parameters may have other methods, whose residuals they take over.
         self.choice_number = 0
         # If set, a gradient is averaged by node, and `method_for` averages one chunk of it on each rank.
