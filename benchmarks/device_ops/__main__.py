@@ -27,7 +27,7 @@ import gradzip.ddp
 from benchmarks.common.arguments import Parser, at_least, method, output_file
 from benchmarks.common.results import RESULTS, ROOT, provenance, replace_block, write_json
 from benchmarks.common.tables import markdown
-from benchmarks.device_ops.stand_in import SMALL, Counts, StandIn, stand_in
+from benchmarks.device_ops.stand_in import SMALL, Counts, StandIn, stand_in, zeros
 from gradzip import cost
 from gradzip.averaging.session import Session
 from gradzip.cli import models
@@ -252,7 +252,7 @@ def count(
 
 
 def gradient(shape: torch.Size, step: int, compute: bool) -> Tensor:
-    return noise(shape.numel(), step).view(shape) if compute else torch.zeros(shape)
+    return noise(shape.numel(), step).view(shape) if compute else zeros(shape)
 
 
 def cell(spec: str, model: str, size: int, front_end: str) -> Cell:

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -190,7 +191,7 @@ class _Mode(TorchDispatchMode):
         if name.startswith(("empty", "new_empty")):
             made = func(*args, **kwargs)
             ones = made.is_floating_point() and made.nbytes <= self.small
-            return made.fill_(1) if ones else torch.zeros_like(made)
+            return made.fill_(1) if ones else zeros(made.shape, made.dtype)
         changed = _changed(func, args, kwargs)
         if not any(self._is_large(x) for x in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
@@ -200,7 +201,7 @@ class _Mode(TorchDispatchMode):
         made = func(*tree_map(_without_data, args), **tree_map(_without_data, kwargs))
         if not all(self._is_large(x) for x in tree_leaves(made)):
             return func(*args, **kwargs)
-        return tree_map(lambda x: torch.zeros_like(x, device="cpu"), made)
+        return tree_map(lambda x: zeros(x.shape, x.dtype), made)
 
     def _is_large(self, x: Any) -> bool:
         """Whether to skip computing x. Bytes may be payloads, whose headers the host reads."""
@@ -229,6 +230,11 @@ class _Mode(TorchDispatchMode):
 
 def _host(x: Any) -> Any:
     return x.host if isinstance(x, StandInTensor) else x
+
+
+def zeros(shape: torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros that take no memory until they are written to, unlike those of torch."""
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _without_data(x: Any) -> Any:
