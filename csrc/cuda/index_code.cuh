@@ -314,7 +314,9 @@ __global__ void __launch_bounds__(kScanBlock)
 // The terms of a launch belong to different sums. corrupt: of each sum.
 __global__ void __launch_bounds__(kBlock)
     index_code_decode_add_kernel(const IndexTermEntry* entries, const int64_t* offsets, int32_t* corrupt) {
-  const IndexTermEntry& entry = entries[blockIdx.y];
+  __shared__ IndexTermEntry entry;  // to save registers
+  if (threadIdx.x == 0) entry = entries[blockIdx.y];
+  __syncthreads();
   const float weight = float(entry.term.weight);
   const float* values = entry.term.values;
   float* out = entry.sum.out;

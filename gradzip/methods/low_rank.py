@@ -200,7 +200,7 @@ class ACPSGD(LowRank):
             fixed = self.random_factor(m.shape[0 if transpose else 1], state, m.device)
             yield Local(_orthogonalize, m.device, fixed)
         own = yield from self.project(m, state, fixed, transpose)
-        mean = yield Mean((yield Local(_copies, m.device, own)))
+        mean = yield Mean((yield Local(_to_overwrite, m.device, own)))
         columns = yield from self.max_of_columns(mean)
         bound = self.rank * _ORTHONORMAL * columns.max().item()
         if self.reuse:  # orthogonalized here, where all matrices of a step take one call
@@ -222,6 +222,11 @@ def _copies(matrices: list[Tensor]) -> list[Tensor]:
     """Copy matrices to adjacent memory, from which a joined collective needs no further copy."""
     copies = torch.cat([matrix.reshape(-1) for matrix in matrices]).split([matrix.numel() for matrix in matrices])
     return [copy.view(matrix.shape) for copy, matrix in zip(copies, matrices)]
+
+
+def _to_overwrite(matrices: list[Tensor]) -> list[Tensor]:
+    """What a Mean may overwrite, in place of matrices that are needed again. Several are joined, which copies them."""
+    return matrices if len(matrices) > 1 else _copies(matrices)
 
 
 def _quotients(pairs: list[tuple[Tensor, float]]) -> list[Tensor]:
