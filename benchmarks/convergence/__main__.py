@@ -98,7 +98,8 @@ def main() -> None:
             chart.draw(results, args.png)
         if args.write:
             report.write(results)
-            chart.draw(results, report.picture(args.json))
+            if name := report.picture(args.json):
+                chart.draw(results, name, chart.PICTURES[report.study(args.json)])
     except ResultsError as error:
         parse.error(str(error))
     except BusyError as error:

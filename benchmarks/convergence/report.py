@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.common.results import RESULTS, ROOT, replace_block
 from benchmarks.common.tables import markdown
+from benchmarks.convergence.chart import PICTURES
 from benchmarks.convergence.results import Results, Row, rows
 from benchmarks.training.variants import bandwidth, compression
 
@@ -22,9 +23,14 @@ def start_mark(path: Path) -> str:
     return f"<!-- tables of {path.name}: python -m benchmarks.convergence --write -->\n\n"
 
 
-def picture(path: Path) -> Path:
-    """Where the page has the picture of a file of results."""
-    return PAGE.parent / "images" / f"accuracy-{path.stem.removeprefix('convergence_')}.png"
+def study(path: Path) -> str:
+    """The name of the study of a file of results."""
+    return path.stem.removeprefix("convergence_")
+
+
+def picture(path: Path) -> Path | None:
+    """Where the page has the picture of a file of results; None if it has none."""
+    return PAGE.parent / "images" / f"accuracy-{study(path)}.png" if study(path) in PICTURES else None
 
 
 def figure(value: float) -> str:

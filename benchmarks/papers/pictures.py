@@ -9,12 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.charts import save
+from benchmarks.common.charts import METHOD_COLORS, OTHER_COLORS, save
 
 DPI = 90
 MARKS = ("o", "s", "^", "D", "v")
 SMALL = 7  # points, of texts in a panel
 Picture = Mapping[str, Any]
+NAMES = {  # how names of methods begin
+    "FFT": "fft-range", "Top-k": "topk", "QSGD": "qsgd", "TernGrad": "terngrad", "ACP-SGD": "acpsgd",
+    "Power-SGD": "powersgd",
+}  # fmt: skip
 
 
 def draw(name: str, picture: Picture, file: Path) -> None:
@@ -39,10 +43,14 @@ def label(ax: Any, title: str, x: str, y: str, legend: bool = True) -> None:
         ax.legend(fontsize=SMALL, frameon=False)
 
 
+def color(name: str) -> str:
+    """The colour of a method by its name in the papers; grey for what is none of gradzip's."""
+    return next((METHOD_COLORS[method] for start, method in NAMES.items() if name.startswith(start)), "0.5")
+
+
 def method_style(name: str) -> dict[str, Any]:
-    """Top-k is black. Whole gradients have dashed lines, layers solid ones."""
-    color = "k" if "Top-k" in name else "C3" if "one FFT" in name else "C0"
-    return {"color": color, "linestyle": "--" if "whole" in name else "-", "marker": ".", "linewidth": 1.2}
+    """Whole gradients have dashed lines, layers solid ones."""
+    return {"color": color(name), "linestyle": "--" if "whole" in name else "-", "marker": ".", "linewidth": 1.2}
 
 
 # FFT
@@ -62,8 +70,10 @@ def fft_thetas(ax: Any, picture: Picture) -> None:
 
 
 def fft_alpha(ax: Any, picture: Picture) -> None:
-    for workers, values in picture["alpha"].items():
-        ax.plot(picture["steps"], values, ".-", label="1 worker" if workers == "1" else f"{workers} workers")
+    for (workers, values), shade in zip(picture["alpha"].items(), OTHER_COLORS):
+        ax.plot(
+            picture["steps"], values, ".-", color=shade, label="1 worker" if workers == "1" else f"{workers} workers"
+        )
     ax.set_ylim(0, max(1.05, *map(max, picture["alpha"].values())))
     label(ax, "α of assumption 3.2, FFTs of 64, θ = 0.85", "step", "α")
 
@@ -73,7 +83,7 @@ def fft_histograms(ax: Any, picture: Picture) -> None:
         edges = np.linspace(histogram["low"], histogram["high"], len(histogram["wanted"]) + 1)
         if number == 0:
             ax.stairs(histogram["wanted"], edges, fill=True, color="0.8", label="gradient")
-        ax.stairs(histogram["sent"], edges, color=f"C{number}", linewidth=1, label=name)
+        ax.stairs(histogram["sent"], edges, color=color(name), linewidth=1, label=name)
     ax.set_yscale("log")
     ax.set_ylim(1, 1e7)  # room for the legend
     ax.locator_params(axis="x", nbins=5)
@@ -81,9 +91,9 @@ def fft_histograms(ax: Any, picture: Picture) -> None:
 
 
 def fft_errors(ax: Any, picture: Picture) -> None:
-    for number, (name, histogram) in enumerate(picture["histograms"].items()):
+    for name, histogram in picture["histograms"].items():
         errors = np.maximum(histogram["errors"], 1e-9 * histogram["high"])  # no logarithm of 0
-        ax.plot(errors, np.linspace(0, 1, len(errors)), color=f"C{number}", label=name)
+        ax.plot(errors, np.linspace(0, 1, len(errors)), color=color(name), label=name)
         ax.set_xlim(1e-4 * histogram["high"], 2 * histogram["high"])
     ax.set_xscale("log")
     label(ax, "Share of elements with a smaller error", "|g − ĝ|", "share")
@@ -91,8 +101,8 @@ def fft_errors(ax: Any, picture: Picture) -> None:
 
 def fft_formats(ax: Any, picture: Picture) -> None:
     formats = picture["formats"]
-    for name in ("range float", "uniform"):
-        ax.plot(formats["bits"], formats[name], ".-", label=name)
+    for name, shade in zip(("range float", "uniform"), OTHER_COLORS):
+        ax.plot(formats["bits"], formats[name], ".-", color=shade, label=name)
     for (name, (bits, error)), mark in zip(formats["casts"].items(), cycle(MARKS)):
         ax.plot(bits, error, "k" + mark, markersize=4, label=name)
     ax.set_yscale("log")
@@ -106,7 +116,7 @@ def gradiveq_held(ax: Any, picture: Picture) -> None:
     for number, (name, curves) in enumerate(picture["held"].items()):
         for kind, shares in curves.items():
             x = np.arange(1, len(shares) + 1) / len(shares)
-            style = {"color": f"C{number}", "linestyle": "-" if kind == "collocated" else ":"}
+            style = {"color": OTHER_COLORS[number], "linestyle": "-" if kind == "collocated" else ":"}
             ax.plot(x, shares, label=f"{name}, {kind}" if kind == "shuffled" else name, **style)
     ax.axhline(0.99, color="0.5", linewidth=0.8)
     label(ax, "Variance of collocated gradients", "share of the components", "share of the variance")
@@ -114,15 +124,15 @@ def gradiveq_held(ax: Any, picture: Picture) -> None:
 
 def gradiveq_slices(ax: Any, picture: Picture) -> None:
     slices = picture["slices"]
-    ax.plot(slices["sizes"], slices["loss"], ".-", color="C3", label="energy lost")
+    ax.plot(slices["sizes"], slices["loss"], ".-", color=OTHER_COLORS[2], label="energy lost")
     for multiple in range(slices["unit"], slices["sizes"][-1] + 1, slices["unit"]):
         ax.axvline(multiple, color="0.6", linewidth=0.8, linestyle="--")
     label(ax, "The first slice's basis on the others", "K (dashed: multiples of F D)", "energy lost", legend=False)
     right = ax.twinx()
-    right.plot(slices["sizes"], slices["ratio"], ".-", color="C0", label="K / d")
-    right.set_ylabel("K / d", fontsize=SMALL + 1, color="C0")
-    right.tick_params(labelsize=SMALL, colors="C0")
-    ax.yaxis.label.set_color("C3")
+    right.plot(slices["sizes"], slices["ratio"], ".-", color=OTHER_COLORS[0], label="K / d")
+    right.set_ylabel("K / d", fontsize=SMALL + 1, color=OTHER_COLORS[0])
+    right.tick_params(labelsize=SMALL, colors=OTHER_COLORS[0])
+    ax.yaxis.label.set_color(OTHER_COLORS[2])
     ax.set_ylim(0)
     right.set_ylim(0)
 
@@ -134,7 +144,7 @@ def gradiveq_later(ax: Any, picture: Picture) -> None:
         for number, losses in enumerate(later[kind].values()):
             channels = 16 << number
             ax.plot(
-                later["lambdas"], losses, line, color=f"C{number}", marker=".", linewidth=1.2,
+                later["lambdas"], losses, line, color=OTHER_COLORS[number], marker=".", linewidth=1.2,
                 label=f"{channels} channels, {title}" if kind == "later" else title if number == 0 else "_",
             )  # fmt: skip
     ax.plot(later["lambdas"], later["lambdas"], color="k", linewidth=0.8, label="λ")
@@ -149,8 +159,8 @@ def atomo_spectra(ax: Any, picture: Picture) -> None:
     for number, (layer, of_steps) in enumerate(picture["spectra"].items()):
         for (step, sigma), line in zip(of_steps.items(), cycle(("-", "--", ":"))):
             of_first = {"label": f"step {step}"} if number == 0 else {}
-            ax.plot(range(1, len(sigma) + 1), sigma, line, color=f"C{number}", **of_first)
-        ax.plot([], [], "s", color=f"C{number}", label=layer)
+            ax.plot(range(1, len(sigma) + 1), sigma, line, color=OTHER_COLORS[number], **of_first)
+        ax.plot([], [], "s", color=OTHER_COLORS[number], label=layer)
     ax.set_ylim(0)
     ax.set_xticks(range(1, 19, 3))
     label(ax, "Singular values of convolutions", "number", "σ / σ₁")
@@ -160,7 +170,7 @@ def atomo_variance(layer: int) -> Callable[[Any, Picture], None]:
     def panel(ax: Any, picture: Picture) -> None:
         title, found = list(picture["variance"].items())[layer]
         for number, (name, points) in enumerate(found["curves"].items()):
-            ax.plot(*zip(*points), ".-", color=f"C{number}", label=name)
+            ax.plot(*zip(*points), ".-", color=OTHER_COLORS[number], label=name)
         for (name, (bits, variance)), mark in zip(found["points"].items(), cycle(MARKS)):
             ax.plot(bits, variance, "k" + mark, markersize=4, label=name)
         ax.set(xscale="log", yscale="log")
@@ -172,9 +182,13 @@ def atomo_variance(layer: int) -> Callable[[Any, Picture], None]:
 # ACP-SGD
 
 
+def approximation_style(name: str) -> dict[str, Any]:
+    return {"color": color(name), "linestyle": ":" if "best" in name else "--" if "without" in name else "-"}
+
+
 def ranks(ax: Any, picture: Picture) -> None:
     for (name, errors), mark in zip(picture["errors"].items(), cycle(MARKS)):
-        ax.plot(picture["ranks"], errors, "k:" if "best" in name else f"{mark}-", markersize=4, label=name)
+        ax.plot(picture["ranks"], errors, marker=mark, markersize=4, label=name, **approximation_style(name))
     ax.set_xscale("log", base=2)
     ax.set_xticks(picture["ranks"], list(map(str, picture["ranks"])))
     ax.set_ylim(0, 1.05)
@@ -183,16 +197,16 @@ def ranks(ax: Any, picture: Picture) -> None:
 
 def ratios(ax: Any, picture: Picture) -> None:
     for (name, values), mark in zip(picture["ratios"].items(), cycle(MARKS)):
-        ax.plot(values, picture["errors"][name], f"{mark}-", markersize=4, label=name)
+        ax.plot(values, picture["errors"][name], marker=mark, markersize=4, label=name, **approximation_style(name))
     ax.set_xscale("log")
     ax.set_ylim(0, 1.05)
     label(ax, "Error against bytes", "compression ratio", "relative error")
 
 
 def tensors(ax: Any, picture: Picture) -> None:
-    for (network, numels), color in zip(picture["tensors"].items(), ("C0", "C1")):
+    for (network, numels), shade in zip(picture["tensors"].items(), OTHER_COLORS):
         for (name, of), line in zip(numels.items(), ("-", "--", ":")):
-            ax.plot(of, np.linspace(0, 1, len(of)), line, color=color, label=f"{network}, {name}")
+            ax.plot(of, np.linspace(0, 1, len(of)), line, color=shade, label=f"{network}, {name}")
     ax.set_xscale("log")
     label(ax, "Share of smaller tensors", "elements", "share")
 

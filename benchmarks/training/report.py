@@ -23,8 +23,18 @@ from typing import Any
 from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, ROOT, ResultsError, replace_block, write_json, write_whole
 from benchmarks.common.tables import markdown
+from benchmarks.training import chart
 from benchmarks.training.results import cells, table
-from benchmarks.training.variants import COMPUTE, FRONT_ENDS, FSDP, bandwidth, compression, label
+from benchmarks.training.variants import (
+    COMPUTE,
+    FRONT_ENDS,
+    FSDP,
+    MODELS,
+    SUMMARY,
+    bandwidth,
+    compression,
+    label,
+)  # fmt: skip
 
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 TRAINING, ACCURACY = RESULTS / "training_cpu.json", RESULTS / "accuracy_digits.json"
@@ -34,20 +44,7 @@ START = "<!-- table: python -m benchmarks.training.report --write -->\n\n"
 HOSTS_START = "<!-- table of hosts: python -m benchmarks.training.report --write -->\n\n"
 
 NO_BOUND = "no communication (no bound here: noise, another row is faster)"
-MODELS = {"alexnet": "AlexNet", "resnet18": "ResNet-18"}
-FFT = "fft-range:error_feedback=false"  # as measured: once the default
 AUTO = ("fp16", "qsgd:coding=packed", "acpsgd")  # what it chose from as measured: once the default
-
-SUMMARY = {  # columns of the table in docs/benchmarks.md: the fastest of these variants
-    "fp32": ("horovod", "ddp"),
-    "fp16": ("horovod-fp16", "ddp-fp16"),
-    "torch's PowerSGD": ("ddp-powersgd",),
-    "`ACPSGD()`": ("horovod:acpsgd", "ddp:acpsgd"),
-    "`FFTRange(error_feedback=false)`": ("horovod:" + FFT, "ddp:" + FFT),
-    "`QSGD(coding=packed)`": ("horovod:qsgd:coding=packed", "ddp:qsgd:coding=packed"),
-    "`Auto()`": ("horovod:auto", "ddp:auto"),
-    "no communication": ("compute",),
-}
 
 ON_HOSTS = {  # columns of the table of two hosts
     "compute": "no communication",
@@ -208,6 +205,15 @@ def blocks() -> dict[tuple[Path, str], str]:
     }
 
 
+def write_pictures() -> None:
+    """Draw the pictures of docs/benchmarks.md."""
+    rows, images = json.loads(TRAINING.read_text())["rows"], PAGE.parent / "images"
+    chart.draw_rates(rows, images / "training.png", ranks=2)
+    at_1gbit = [of for (model, rate, ranks), of in cells(rows) if (rate, ranks) == ("1gbit", 2) and model in MODELS]
+    fastest = [row for of_cell in at_1gbit for row in chart.fastest(of_cell).values()]
+    chart.draw(fastest, images / "training-parts.png", "Where the time of a step goes")
+
+
 def store_accuracy(path: Path) -> None:
     """Store the results of examples/train.py without times and loss curves."""
     results = json.loads(path.read_text())
@@ -218,7 +224,9 @@ def store_accuracy(path: Path) -> None:
 
 def main() -> None:
     parser = Parser("training.report", __doc__)
-    parser.add_argument("--write", action="store_true", help="write all tables")
+    parser.add_argument(
+        "--write", action="store_true", help="write all tables, and draw the pictures (needs matplotlib)"
+    )
     parser.add_argument("--accuracy", metavar="PATH", type=Path, help="first store results of examples/train.py --json")
     args = parser.parse_args()
     if args.accuracy:
@@ -228,6 +236,7 @@ def main() -> None:
         return
     for path, content in pages().items():
         write_whole(path, content)
+    write_pictures()
     try:
         for (path, start), content in blocks().items():
             replace_block(path, start, content)

@@ -25,6 +25,7 @@ FLOORS = {  # what a front end costs by itself: it averages no gradients
     "ddp-noop": "DDP, a hook that does nothing",
 }
 COMPUTE, FP32, FP16 = "compute", "horovod", "ddp-fp16"  # what other variants are compared with
+MODELS = {"alexnet": "AlexNet", "resnet18": "ResNet-18"}  # what people call them, if not by the name
 FRONT_ENDS = {"horovod": "Horovod", "ddp": "DDP"}  # each with a launcher of its own
 FSDP = "fsdp"  # FSDP2, which torchrun starts, too; without SPEC, its own averages over the replicas
 
@@ -52,6 +53,18 @@ FLOOR_METHODS = ("acpsgd", "powersgd", "signsgd", "topk", "block-float", "qsgd",
 QUICK = (
     "compute", "horovod", "ddp", "ddp-fp16", "horovod:acpsgd", "horovod:fft-range", "horovod:signsgd", "ddp:acpsgd",
 )  # fmt: skip
+
+FFT = "fft-range:error_feedback=false"  # as measured: once the default
+SUMMARY = {  # columns of the table in docs/benchmarks.md, lines of its picture: the fastest of these variants
+    "fp32": ("horovod", "ddp"),
+    "fp16": ("horovod-fp16", "ddp-fp16"),
+    "torch's PowerSGD": ("ddp-powersgd",),
+    "`ACPSGD()`": ("horovod:acpsgd", "ddp:acpsgd"),
+    "`FFTRange(error_feedback=false)`": ("horovod:" + FFT, "ddp:" + FFT),
+    "`QSGD(coding=packed)`": ("horovod:qsgd:coding=packed", "ddp:qsgd:coding=packed"),
+    "`Auto()`": ("horovod:auto", "ddp:auto"),
+    "no communication": ("compute",),
+}
 
 SHORTHANDS = {
     "stock": tuple(STOCK),

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,14 +27,16 @@ pytest.importorskip("sklearn")
 
 import data
 import models
+from benchmarks.common.charts import METHOD_COLORS, MOST_SERIES, method_color
 from benchmarks.common.results import END, RESULTS, ResultsError
 from benchmarks.convergence import __main__ as convergence
-from benchmarks.convergence import report
+from benchmarks.convergence import chart, report
 from benchmarks.convergence.arguments import checked, parser
 from benchmarks.convergence.jobs import BusyError, exclusive, run_all
 from benchmarks.convergence.recipes import IMAGE_METHODS, SIZES, Run, compressor, load_data, runs_of
 from benchmarks.convergence.results import Results, rows
 from benchmarks.convergence.run import Record, Training, train, work
+from gradzip.methods.base.registry import registered
 from train import learning_rate
 
 PARAMETERS = 188_234  # of `cnn` on digits
@@ -499,22 +502,45 @@ def test_page_has_the_tables_of_the_results():
         results.resume()
         wanted = report.start_mark(path) + report.report(results) + END
         assert wanted in page, f"run python -m benchmarks.convergence --report --json {path} --write"
-        assert f"(images/{report.picture(path).name})" in page
+        picture = report.picture(path)
+        assert picture is None or (picture.exists() and f"(images/{picture.name})" in page)
+    pictures = {f"accuracy-{study}.png" for study in chart.PICTURES}
+    assert set(re.findall(r"accuracy-\w+\.png", page)) == pictures
+    assert {path.name for path in (report.PAGE.parent / "images").glob("accuracy-*")} == pictures
+
+
+@pytest.mark.parametrize("study", chart.PICTURES)
+def test_pictures_show_six_methods_at_most(study):
+    results = Results({}, RESULTS / f"convergence_{study}.json")
+    results.resume()
+    picture = chart.PICTURES[study]
+    for recipe, methods in picture.methods.items():
+        assert set(methods) <= {row.method for row in rows(results, recipe)} and methods[0] == "none"
+        assert len(set(methods)) <= MOST_SERIES
+        assert results.recipes[recipe]["epochs"] > 1
+    names = {method.partition(":")[0] for methods in picture.methods.values() for method in methods}
+    assert len(names) <= MOST_SERIES and names - {"phases"} <= set(METHOD_COLORS)
+
+
+def test_a_method_has_one_colour():
+    assert method_color("topk") == method_color("topk:theta=0.9,bits=4") == METHOD_COLORS["topk"]
+    assert method_color("phases:0=none,10%=acpsgd(rank=4)") == METHOD_COLORS["acpsgd"]
+    phases = "phases:0=qsgd,200=momentum(inner=signsgd(majority=False))"
+    assert method_color(phases) == METHOD_COLORS["momentum"]
+    assert set(METHOD_COLORS) <= set(registered())
 
 
 def test_chart(tmp_path):
     pytest.importorskip("matplotlib")
-    from benchmarks.convergence import chart
-
     records = {
         ("none", 0.1, 0): record(50.0, 60.0), ("topk", 0.1, 0): record(40.0, diverged=70),
         ("qsgd", 0.1, 0): record(diverged=3),
     }  # fmt: skip
-    chart.draw(results_of(tmp_path / "r.json", records), tmp_path / "r.svg")
+    assert chart.draw(results_of(tmp_path / "r.json", records), tmp_path / "r.svg")
     text = (tmp_path / "r.svg").read_text()
-    assert all(f"<!-- {label} -->" in text for label in ("none", "topk (diverged)", "images: cnn, digits"))
+    assert all(f"<!-- {label} -->" in text for label in ("none", "topk (diverged)", "images: cnn on digits"))
     assert "<!-- qsgd" not in text
-    chart.draw(results_of(tmp_path / "r.json", {}), tmp_path / "empty.png")
+    assert not chart.draw(results_of(tmp_path / "r.json", {}), tmp_path / "empty.png")
     assert not (tmp_path / "empty.png").exists()
 
 

@@ -381,6 +381,28 @@ def test_a_chart_has_a_panel_for_each_model_and_number_of_ranks(tmp_path):
     assert text.count("<!-- stock Horovod fp32 -->") == 4
 
 
+def test_a_chart_of_speeds_has_the_fastest_variant_of_each_series(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks.training import chart
+
+    results = Results({})
+    ms = {"compute": 1.0, "horovod": 9.0, "ddp": 8.0, "ddp-fp16": 4.0, "horovod:acpsgd": 3.0, "ddp:acpsgd": 2.0}
+    for rate in ("none", "100mbit", "1gbit"):
+        results.plan([("cnn", rate, 2)], list(ms))
+        for variant, step in ms.items():
+            results.row(("cnn", rate, 2), variant).rounds.append(Round(0, [step] * 3))
+    rows = results.reports()
+    found = chart.fastest(rows[: len(ms)])
+    assert {name: row["variant"] for name, row in found.items()} == {
+        "fp32": "ddp", "fp16": "ddp-fp16", "`ACPSGD()`": "ddp:acpsgd",
+    }  # fmt: skip
+    chart.draw_rates(rows, tmp_path / "r.svg", ranks=2)
+    text = (tmp_path / "r.svg").read_text()
+    assert all(f"<!-- {label} -->" in text for label in ("cnn", "fp32", "ACPSGD()", "100 Mb/s", "1 Gb/s", "unshaped"))
+    assert text.index("<!-- 100 Mb/s -->") < text.index("<!-- 1 Gb/s -->") < text.index("<!-- unshaped -->")
+    assert "QSGD" not in text
+
+
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
