@@ -23,8 +23,8 @@ from ..collectives.engine import Engine
 from ..cost import Link
 from .step import now
 
-# Bytes of the timed transfers, in growing order. Stop at the first one that takes TRANSFER_SECONDS longer than the
-# smallest, or after LINK_SECONDS in all. Many ranks that share a few cores take as long for the smallest.
+# Bytes of the timed transfers, in growing order. Stop at the first one that takes twice as long as the smallest, and
+# TRANSFER_SECONDS longer, or after LINK_SECONDS in all. Many ranks on few cores take as long for the smallest.
 SIZES = (*(1 << shift for shift in (16, 18, 20)), *(1 << shift for shift in range(22, 27)))
 TRANSFER_SECONDS = 0.05
 LINK_SECONDS = 4.0
@@ -67,7 +67,10 @@ def measure_link(
     points = []
     for nbytes in sizes:
         points.append(probe.point("all_reduce", nbytes, repeats))
-        longer, elapsed = probe.max_over_ranks([points[-1].seconds - points[0].seconds, time.perf_counter() - start])
+        longer = points[-1].seconds - points[0].seconds
+        longer, elapsed = probe.max_over_ranks(
+            [longer if longer >= points[0].seconds else 0.0, time.perf_counter() - start]
+        )
         if longer >= TRANSFER_SECONDS or elapsed >= LINK_SECONDS:
             break
     link = Link(engine.size, math.inf, 0.0)
