@@ -7,7 +7,6 @@ extrapolates the latter from two ranks to those of the job, as in `gradzip advis
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,19 +38,34 @@ class Bucket(NamedTuple):
 
 def bucket(results: Mapping[str, Any], variant: str, ranks: int) -> Bucket:
     """Predict an average of the measured bucket from the link and the codecs of the job with as many ranks."""
-    about = results["provenance"]
-    count, shape = about["parameters"], torch.Size([about["side"]] * 2)
+    own, count = codec(results, variant, ranks), results["provenance"]["parameters"]
     link = Link(**results["links"][str(ranks)])
-    if variant.endswith(AUTO):
-        variant = with_exchange(variant, chosen(results, variant, shape, count, ranks))
-    own = layer_cost(results["codecs"][variant][str(ranks)]).among(ranks)
-    sizes: Counter[tuple[int, str]] = Counter()
-    for number, (kind, nbytes) in enumerate(own.rounds):
-        sizes[number, kind] += count * nbytes  # type: ignore[assignment]
-    communication = sum(link.operation + link.core_seconds(kind, nbytes) for (_, kind), nbytes in sizes.items())
+    communication = sum(
+        link.operation + link.core_seconds(kind, nbytes) for (_, kind), nbytes in joined_rounds(own, count).items()
+    )
     # A link has the time that a core takes, of which a rank has a share.
-    seconds = count * (own.encode + own.decode) + communication * min(1.0, about["cores"] / ranks)
-    return Bucket(seconds, sum(link.sent_nbytes(kind, nbytes) for (_, kind), nbytes in sizes.items()))
+    share = min(1.0, results["provenance"]["cores"] / ranks)
+    return Bucket(count * (own.encode + own.decode) + communication * share, sent_nbytes(results, variant, ranks))
+
+
+def sent_nbytes(results: Mapping[str, Any], variant: str, ranks: int) -> float:
+    """The bytes that a rank sends for the bucket, with any number of ranks."""
+    link = Link(ranks, 1.0, 0.0)
+    sizes = joined_rounds(codec(results, variant, ranks), results["provenance"]["parameters"])
+    return sum(link.sent_nbytes(kind, nbytes) for (_, kind), nbytes in sizes.items())
+
+
+def codec(results: Mapping[str, Any], variant: str, ranks: int) -> Compressed:
+    """The cost of one of the bucket's matrices, as measured in the job with as many ranks, or with the most."""
+    if variant.endswith(AUTO):
+        variant = with_exchange(variant, chosen(results, variant, ranks))
+    of_ranks = results["codecs"][variant]
+    return layer_cost(of_ranks.get(str(ranks)) or of_ranks[max(of_ranks, key=int)]).among(ranks)
+
+
+def joined_rounds(cost: Compressed, count: int) -> dict[tuple[int, str], float]:
+    """The collectives of a bucket of `count` gradients: bytes by round and kind."""
+    return {(number, kind): count * nbytes for number, (kind, nbytes) in enumerate(cost.rounds)}
 
 
 def layer_cost(entry: Mapping[str, Any]) -> LayerCost:
@@ -59,11 +73,12 @@ def layer_cost(entry: Mapping[str, Any]) -> LayerCost:
     return LayerCost(Compressed(rounds, entry["encode"], entry["decode"]), entry["decode_rank"])
 
 
-def chosen(results: Mapping[str, Any], variant: str, shape: torch.Size, count: int, ranks: int) -> str:
-    """The exchange that "auto" chooses for a bucket of `count` gradients, which some methods join."""
-    gathered = layer_cost(results["codecs"][with_exchange(variant, GATHER)][str(ranks)]).compressed
-    joined = gradzip.parse(variant).joined_shape(shape) is not None
-    return SCATTER if scatter_pays(gathered.nbytes * (count if joined else 1), ranks) else GATHER
+def chosen(results: Mapping[str, Any], variant: str, ranks: int) -> str:
+    """The exchange that "auto" chooses for the bucket, whose gradients some methods join."""
+    about = results["provenance"]
+    joins = gradzip.parse(variant).joined_shape(torch.Size([about["side"]] * 2)) is not None
+    payload = codec(results, with_exchange(variant, GATHER), ranks).nbytes
+    return SCATTER if scatter_pays(payload * (about["parameters"] if joins else 1), ranks) else GATHER
 
 
 def project(sizes: Sizes, models: Sequence[str], latency: float) -> list[dict[str, Any]]:

@@ -7,8 +7,9 @@ python -m benchmarks.scale.report --write    write them to docs/scale.md, and do
 from __future__ import annotations
 
 import json
+import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from benchmarks.common.arguments import Parser
 from benchmarks.common.charts import COLORS, open_frame, pyplot, save
 from benchmarks.common.results import RESULTS, ROOT, ResultsError, replace_block
 from benchmarks.common.tables import markdown
-from benchmarks.scale.predictions import LOCAL, bucket
-from benchmarks.scale.variants import MODELS, PROJECTED, label
+from benchmarks.scale.predictions import EVERY, LOCAL, bucket, codec, sent_nbytes
+from benchmarks.scale.variants import GBITS, MODELS, PROJECTED, RANKS, label
 
 FILE, PAGE, PICTURE = RESULTS / "scale_cpu.json", ROOT / "docs" / "scale.md", ROOT / "docs" / "images" / "scale.png"
 START = "<!-- table of {}: python -m benchmarks.scale.report --write -->\n\n"
+SIZES = [1 << shift for shift in range(1, 11)]  # numbers of ranks
+PICTURED = "gpt2-xl"  # the network of the third panel: it hardly matters which
 Results = Mapping[str, Any]
 
 
@@ -68,9 +71,9 @@ def cells(results: Results) -> Iterator[tuple[str, Mapping[int, Any]]]:
         yield f"{MODELS.get(model, model)}, {gbit} Gb/s", of_ranks
 
 
-def both(values: Iterator[float]) -> str:
+def both(values: Iterable[float]) -> str:
     """Milliseconds with few and with many ranks."""
-    few, many = (f"{1e3 * value:.2g}" if value < 0.1 else f"{1e3 * value:.0f}" for value in values)
+    few, many = (f"{float(f'{1e3 * value:.2g}'):g}" for value in values)
     return few if few == many else f"{few} → {many}"
 
 
@@ -93,7 +96,7 @@ def step_table(results: Results) -> Iterator[str]:
         ]
         for name, of_ranks in cells(results)
     )  # fmt: skip
-    header = [*(f"`{label(v)}`" for v in shown), *(f"30 local steps, `{label(v)}`" for v in LOCAL)]
+    header = [*(f"`{label(v)}`" for v in shown), *(f"{EVERY} local steps, `{label(v)}`" for v in LOCAL)]
     return markdown(["", *header, *(f"codec of `{label(v)}`, GB/s" for v in shown[2:])], rows)
 
 
@@ -114,41 +117,53 @@ def blocks(results: Results) -> dict[str, str]:
     return {START.format(name): "\n".join(table(results)) + "\n" for name, table in BLOCKS.items()}
 
 
+def codec_rate(results: Results, variant: str) -> float:
+    """Bytes of gradients that one core encodes and decodes in a second, with as few ranks as were measured."""
+    cost = codec(results, variant, min(map(int, results["links"])))
+    return 4 * results["provenance"]["side"] ** 2 / (cost.encode + cost.decode)
+
+
 def draw(results: Results, path: Path) -> None:
-    """Write the picture: what a rank sends and computes with more ranks, and how fast a codec must be."""
+    """Write the picture: what a rank sends and computes with more ranks, and how fast codecs must be."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(16, 4.8), layout="constrained")
-    styles = dict(zip(PROJECTED, zip(COLORS, ("-", "--", "-.", ":", "-", "--"), ("o", "s", "^", "v", "D", "P"))))
-    sizes = [1 << shift for shift in range(1, 11)]
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.8), layout="constrained")
+    styles = {
+        variant: {"color": color, "linestyle": line, "marker": marker, "label": label(variant)}
+        for variant, color, line, marker in zip(PROJECTED, COLORS, ("-", "--", "-.", ":", "-", "--"), "os^vDP")
+    }
     about = results["provenance"]
     dense = 4 * about["parameters"] * about["side"] ** 2
-    for axis, key, field, unit in ((axes[0], "wire_bytes", 1, dense), (axes[1], "cpu_seconds", 0, 1e-3)):
-        points = measured(results, key)
-        for variant, (color, line, marker) in styles.items():
-            predicted = [bucket(results, variant, ranks)[field] / unit for ranks in sizes]
-            axis.plot(sizes, predicted, color=color, linestyle=line, label=label(variant))
-            mine = {ranks: value / unit for (name, ranks), value in points.items() if name == variant}
-            axis.plot(list(mine), list(mine.values()), color=color, linestyle="", marker=marker)
-        axis.set_xscale("log", base=2)
+    sent, cpu = measured(results, "wire_bytes"), measured(results, "cpu_seconds")
+    ranks = sorted({ranks for _, ranks in cpu})
+    for variant, style in styles.items():
+        if (variant, ranks[0]) not in cpu:
+            continue
+        line, marks = style | {"marker": ""}, style | {"linestyle": ""}
+        axes[0].plot(SIZES, [sent_nbytes(results, variant, p) / dense for p in SIZES], **line)
+        axes[0].plot(ranks, [sent.get((variant, p), math.nan) / dense for p in ranks], **marks)
+        axes[1].plot(ranks, [1e3 * bucket(results, variant, p).cpu_seconds for p in ranks], **line)
+        axes[1].plot(ranks, [1e3 * cpu[variant, p] for p in ranks], **marks)
+    most = [cell for cell in results["projection"] if cell["ranks"] == max(RANKS) and cell["model"] == PICTURED]
+    for variant in PROJECTED[2:] if most else ():
+        rates = {cell["gbit"]: cell["rate"][variant] for cell in most}
+        if all(rates.values()):
+            axes[2].plot(list(rates), [rate / 1e9 for rate in rates.values()], **styles[variant])
+            own = {"color": styles[variant]["color"], "linestyle": styles[variant]["linestyle"], "linewidth": 0.8}
+            axes[2].axhline(codec_rate(results, variant) / 1e9, **own)
+    for axis, title, unit, marks in (
+        (axes[0], "Bytes that a rank sends, per byte of gradients\n(lines: predicted, marks: measured)", "ranks", SIZES),
+        (axes[1], f"CPU ms of a rank for {dense / 1e6:.1f} MB of gradients\n(lines: predicted)", "ranks", ranks),
+        (axes[2], f"GB/s that a codec must do to pay, {max(RANKS)} ranks\n(thin lines: one core here)", "Gb/s", GBITS),
+    ):  # fmt: skip
+        axis.set_title(title)
+        axis.set_xlabel(unit)
+        axis.set_xscale("log")
         axis.set_yscale("log")
-        axis.set_xlabel("ranks")
-        axis.set_xticks(sizes, list(map(str, sizes)))
-    axes[0].set_title("bytes that a rank sends, per byte of gradient\nlines: predicted, marks: measured")
-    axes[1].set_title(f"CPU ms of a rank for {dense / 1e6:.1f} MB of gradients\nlines: predicted, marks: measured")
-    wanted = [cell for cell in results["projection"] if cell["ranks"] == 1024]
-    for variant in PROJECTED[2:]:
-        color, line, marker = styles[variant]
-        mine = {cell["gbit"]: cell["rate"][variant] for cell in wanted if cell["model"] == "gpt2-xl"}
-        mine = {gbit: value / 1e9 for gbit, value in mine.items() if value}
-        axes[2].plot(list(mine), list(mine.values()), color=color, linestyle=line, marker=marker)
-        own = bucket(results, variant, 2)
-        link_seconds = 0 * own.sent_nbytes
-        axes[2].axhline(dense / (own.cpu_seconds - link_seconds) / 1e9, color=color, linestyle=line, linewidth=0.8)
-    axes[2].set_xscale("log")
-    axes[2].set_yscale("log")
-    for axis in axes:
+        axis.set_xticks(marks, list(map(str, marks)))
+        axis.minorticks_off()
         open_frame(axis)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PROJECTED))
+    handles = [plt.Line2D([], [], **style) for style in styles.values()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     save(figure, path)
     plt.close(figure)
 
