@@ -66,8 +66,9 @@ class Benchmark:
         with stored(self.path) as known:
             kept = {key: known[key] for key in self.results}
             check_same(self.path, "results", kept["provenance"], {k: about[k] for k in ("side", "steps", "latency_us")})
-        commands = kept["provenance"]["commands"]
-        commands += [command for command in about["commands"] if command not in commands]
+        for key in ("commands", "commits"):
+            known_ones = kept["provenance"][key]
+            known_ones += [one for one in about[key] if one not in known_ones]
         self.results = kept
 
     def save(self) -> None:
@@ -137,6 +138,7 @@ def main() -> None:
         **provenance(), "cores": min(CORES, os.cpu_count() or 1), "threads": 1, "side": args.side,
         "parameters": PARAMETERS, "steps": args.steps, "latency_us": args.latency_us, "commands": [parser.command],
     }  # fmt: skip
+    about["commits"] = [about.pop("commit")]
     benchmark = Benchmark(about, args.json, args.timeout)
     try:
         benchmark.resume()

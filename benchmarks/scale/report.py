@@ -92,7 +92,7 @@ def step_table(results: Results) -> Iterator[str]:
             name,
             *(both(cell["least_step"][variant] for cell in of_ranks.values()) for variant in shown),
             *(both(cell["local_step"][variant] for cell in of_ranks.values()) for variant in LOCAL),
-            rate(of_ranks[max(of_ranks)]["rate"]["block-float"]), rate(of_ranks[max(of_ranks)]["rate"]["acpsgd"]),
+            *(rates(cell["rate"][variant] for cell in of_ranks.values()) for variant in shown[2:]),
         ]
         for name, of_ranks in cells(results)
     )  # fmt: skip
@@ -100,8 +100,10 @@ def step_table(results: Results) -> Iterator[str]:
     return markdown(["", *header, *(f"codec of `{label(v)}`, GB/s" for v in shown[2:])], rows)
 
 
-def rate(value: float | None) -> str:
-    return "never" if value is None else f"{value / 1e9:.2g}"
+def rates(values: Iterable[float | None]) -> str:
+    """GB/s with few and with many ranks."""
+    few, many = ("never" if value is None else f"{value / 1e9:.2g}" for value in values)
+    return few if few == many else f"{few} → {many}"
 
 
 BLOCKS: dict[str, Callable[[Results], Iterator[str]]] = {
@@ -143,17 +145,17 @@ def draw(results: Results, path: Path) -> None:
         axes[0].plot(ranks, [sent.get((variant, p), math.nan) / dense for p in ranks], **marks)
         axes[1].plot(ranks, [1e3 * bucket(results, variant, p).cpu_seconds for p in ranks], **line)
         axes[1].plot(ranks, [1e3 * cpu[variant, p] for p in ranks], **marks)
-    most = [cell for cell in results["projection"] if cell["ranks"] == max(RANKS) and cell["model"] == PICTURED]
-    for variant in PROJECTED[2:] if most else ():
-        rates = {cell["gbit"]: cell["rate"][variant] for cell in most}
-        if all(rates.values()):
-            axes[2].plot(list(rates), [rate / 1e9 for rate in rates.values()], **styles[variant])
+    for variant in PROJECTED[2:]:
+        wanted = [c for c in results["projection"] if (c["model"], c["ranks"]) == (PICTURED, RANKS[0])]
+        pays = {cell["gbit"]: cell["rate"][variant] / 1e9 for cell in wanted if cell["rate"][variant]}
+        if pays:
+            axes[2].plot(list(pays), list(pays.values()), **styles[variant])
             own = {"color": styles[variant]["color"], "linestyle": styles[variant]["linestyle"], "linewidth": 0.8}
             axes[2].axhline(codec_rate(results, variant) / 1e9, **own)
     for axis, title, unit, marks in (
-        (axes[0], "Bytes that a rank sends, per byte of gradients\n(lines: predicted, marks: measured)", "ranks", SIZES),
+        (axes[0], "Bytes sent by a rank, per byte of gradients\n(lines: predicted; marks: measured)", "ranks", SIZES),
         (axes[1], f"CPU ms of a rank for {dense / 1e6:.1f} MB of gradients\n(lines: predicted)", "ranks", ranks),
-        (axes[2], f"GB/s that a codec must do to pay, {max(RANKS)} ranks\n(thin lines: one core here)", "Gb/s", GBITS),
+        (axes[2], f"GB/s that a codec must do to pay, {RANKS[0]} ranks\n(thin lines: one core here)", "Gb/s", GBITS),
     ):  # fmt: skip
         axis.set_title(title)
         axis.set_xlabel(unit)
