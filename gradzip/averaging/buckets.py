@@ -16,7 +16,7 @@ from ..collectives.engine import Engine
 from ..collectives.fusion import Round, adjacent
 from ..collectives.routines import Routine
 from ..memory.state import BucketState
-from ..methods.base.compressor import INDEXED_NUMEL, Compressor
+from ..methods.base.compressor import INDEXED_NUMEL, Compressor, set_parts, write_parts
 from .routine import Averaging
 
 # Buckets of a model on a device, at most. Each takes the host as long to queue, whatever its size. The more there are,
@@ -82,13 +82,12 @@ class Unit:
         vector = adjacent(gradients)
         if vector is not None:
             return (yield from self.averaging.run(vector.view(joined_shape), rank, size))
-        numels = [g.numel() for g in gradients]
         if self._memory is None:
-            self._memory = gradients[0].new_empty(sum(numels))
-        vector = torch.cat([g.reshape(-1) for g in gradients], out=self._memory)
-        average = yield from self.averaging.run(vector.view(joined_shape), rank, size)
-        pieces = average.view(-1).split(numels)
-        torch._foreach_copy_(gradients, [p.view(g.shape) for p, g in zip(pieces, gradients)])  # one operation
+            self._memory = gradients[0].new_empty(sum(g.numel() for g in gradients))
+        vector = torch.cat([g.reshape(-1) for g in gradients], out=self._memory).view(joined_shape)
+        set_parts(vector, gradients)
+        average = yield from self.averaging.run(vector, rank, size)
+        write_parts(vector, average)
         return average
 
     def _find_states(self, gradients: list[Tensor], rank: int, size: int) -> None:

@@ -130,7 +130,7 @@ class Averaging:
                 state.step += 1
                 yield from method.commit(own, corrected, average, state)
                 yield from method.decay_residuals(state)
-                state.payload = None
+                state.payload = state.next_residual = None
                 if not method.error_feedback:
                     state.residual = None  # of the method that was in charge before: it is sent now
             if self.node_chunks is not None:

@@ -343,7 +343,9 @@ def _version(parameter: Tensor) -> int | None:
 
 def _with_strides_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     """The gradient in its true layout: DDP shows it as contiguous, but writes it with the parameter's strides."""
+    if parameter.is_contiguous():
+        return gradient
     dense = 1 + sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride())) == parameter.numel()
-    if parameter.is_contiguous() or not dense:
+    if not dense:
         return gradient
     return gradient.as_strided(parameter.shape, parameter.stride())

@@ -43,7 +43,7 @@ class State:
     __slots__ = ("__dict__", "__weakref__", "_before", "_spares")  # the last two are no fields
 
     # Fields that a state dict does not hold.
-    TRANSIENT: tuple[str, ...] = ("name", "payload", "loaded")
+    TRANSIENT: tuple[str, ...] = ("name", "payload", "next_residual", "loaded")
 
     def __init__(self, name: str, rank: int = 0, size: int = 1) -> None:
         self.name = name
@@ -52,6 +52,7 @@ class State:
         self.step = 0
         self.residual: Tensor | None = None
         self.payload: Tensor | None = None  # that this rank has sent in the current step
+        self.next_residual: Tensor | None = None  # in the current step: what is going to be the residual, if it is made
         self.loaded = False  # whether it comes from a state dict, and is not yet checked against a gradient
         self._spares: dict[str, Tensor | None] = {}  # by field that is renewed: a tensor to overwrite
         self._before: dict[str, Any] | None = None  # the fields before a step that has begun and is not complete

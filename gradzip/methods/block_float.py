@@ -111,7 +111,11 @@ class BlockFloat(ErrorFeedback):
     def reduce(self, grad: Tensor, state: State) -> Routine:
         key, numel = state.key(self.seed), grad.numel()
         blocks = -(-numel // (self.block * state.size))  # of a partition
-        payload = self._encode(grad, key, blocks * state.size, state.residual if self.error_feedback else None)
+        error = None
+        if self.error_feedback:
+            error = grad if ops.on_device(grad) else state.renewed("residual", grad)
+            state.next_residual = None if error is grad else error
+        payload = self._encode(grad, key, blocks * state.size, error, state.residual if self.error_feedback else None)
         if state.size > 1:
             nbytes = payload.numel() // state.size
             received = yield AllToAll(payload, (nbytes,) * state.size, same_length=True)
@@ -119,7 +123,8 @@ class BlockFloat(ErrorFeedback):
             partition = grad.new_empty(min(numel - start, blocks * self.block))
             residual = getattr(state, "owner_residual", None) if self.error_feedback else None
             ops.block_float_decode_sum(received, partition, self.bits, self.block, 1.0 / state.size, residual)
-            payload = self._encode(partition, key._replace(name=f"{key.name}[owner]"), blocks)
+            error = partition if self.error_feedback else None
+            payload = self._encode(partition, key._replace(name=f"{key.name}[owner]"), blocks, error)
             if self.error_feedback:
                 state.owner_residual, state.owner_start = partition, start
         payloads = yield Gather(payload, same_length=True)
@@ -128,8 +133,8 @@ class BlockFloat(ErrorFeedback):
             step = yield ToHost(step)
         return _Average(payloads, float(step) * 2 ** (self.bits - 1))
 
-    def _encode(self, x: Tensor, key: Key, blocks: int, residual: Tensor | None = None) -> Tensor:
-        """The payload of x + residual. With error feedback, replaces x by the error."""
+    def _encode(self, x: Tensor, key: Key, blocks: int, error: Tensor | None, residual: Tensor | None = None) -> Tensor:
+        """The payload of x + residual. error: memory for its error, which may be x."""
         return ops.block_float_encode(
             x,
             self.bits,
@@ -137,7 +142,7 @@ class BlockFloat(ErrorFeedback):
             key.bits if self.rounding == "stochastic" else None,
             blocks=blocks,
             residual=residual,
-            error=x if self.error_feedback else None,
+            error=error,
         )
 
     def max_abs_bound(self, average: _Average, limit: float) -> float:
@@ -152,7 +157,7 @@ class BlockFloat(ErrorFeedback):
 
     def apply_average(self, grad: Tensor, corrected: Tensor, average: _Average, state: State) -> None:
         if self.error_feedback:
-            self.store_residual(corrected, state)  # `reduce` has left the error there
+            self.store_residual(corrected, state)  # the error: `reduce` has left it there, or in `next_residual`
         in_place = grad.dtype == torch.float32 and grad.is_contiguous()
         decoded = grad.view(-1) if in_place else self.new_average(grad.numel(), grad.device)
         ops.block_float_decode(average.payloads, decoded, self.bits, self.block)

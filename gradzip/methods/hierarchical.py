@@ -116,7 +116,7 @@ class Hierarchical(Composite):
         for state in self.inner.states.values():
             for name in vars(state).keys() - _SHARED - {"name", "loaded"}:
                 delattr(state, name)
-            state.residual = state.payload = None
+            state.residual = state.next_residual = state.payload = None
 
     # --- state
 

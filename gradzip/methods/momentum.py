@@ -263,6 +263,10 @@ class Momentum(Compressor):
         momentum = state.renewed("momentum", corrected)
         if average.compressed:
             yield from self.inner.commit(momentum, corrected, average.average, state)
+            if state.residual is corrected:
+                corrected = (
+                    grad if grad.dtype == torch.float32 and grad.is_contiguous() else torch.empty_like(corrected)
+                )
             corrected.copy_(momentum)
             if average.previous is not None:
                 yield from jointly(self._subtract_all, grad.device, (corrected, average.previous))

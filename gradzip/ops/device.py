@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -44,4 +45,5 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     for tensor in tensors:
         if tensor.numel():
             by_device.setdefault(tensor.device, []).append(tensor)
-    return all(bool(torch.cat(finite_if_all(of_device)).isfinite().all()) for of_device in by_device.values())
+    numbers = [torch.cat(finite_if_all(of_device)).tolist() for of_device in by_device.values()]
+    return all(map(math.isfinite, itertools.chain(*numbers)))

@@ -127,3 +127,17 @@ def test_other_values_are_refused(name, decay):
 def test_a_decay_needs_error_feedback():
     with pytest.raises(ValueError, match="got residual_decay = 0.5 and error_feedback = False, expected error_feed"):
         gradzip.BlockFloat(error_feedback=False, residual_decay=0.5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_residuals_take_turns_in_two_memories(name):
+    """A step that fails is undone, so the former residual stays until the step is complete."""
+    group = gradzip.LocalGroup(compressor(name), 1)
+    (own,) = group.compressors
+    grad, seen = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)), []
+    for _ in range(8):
+        group.average([grad.clone()], "w")
+        assert own.states["w"].next_residual is None
+        seen.append(own.states["w"].residual)  # keeps the memory: what is new is not where another one was
+    addresses = [residual.data_ptr() for residual in seen]
+    assert len(set(addresses[-4:])) == 2 and addresses[-4:-2] == addresses[-2:]

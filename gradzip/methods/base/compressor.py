@@ -24,6 +24,7 @@ from ...memory.streams import HomeStreams
 
 INDEXED_NUMEL = 2**31 - 1  # elements that kernels can number: indices have 32 bits
 _MAX_ABS = "_gradzip_max_abs"  # attribute of an average that holds its largest magnitude, if that is known
+_PARTS = "_gradzip_parts"  # attribute of a vector: the gradients that it has copies of
 
 
 class StepMonitor(Protocol):
@@ -140,11 +141,17 @@ class Compressor(ABC):
     def add_residual(self, grad: Tensor, state: State) -> Routine:
         """Coroutine: the gradient plus the residual, for `reduce`.
 
+        On a CPU, with error feedback, the sum is in memory of its own, which becomes the residual without a copy.
+
         Args:
             grad: contiguous float32; may be changed and returned.
         """
-        if state.residual is not None:
-            yield Local(_add_all, grad.device, (grad, state.residual))
+        if state.residual is None:
+            return grad
+        if self.error_feedback and not ops.on_device(grad):
+            state.next_residual = torch.add(grad, state.residual, out=state.renewed("residual", grad))
+            return state.next_residual
+        yield Local(_add_all, grad.device, (grad, state.residual))
         return grad
 
     @abstractmethod
@@ -185,7 +192,7 @@ class Compressor(ABC):
         """
         if self.error_feedback:
             self.store_residual(corrected, state)
-        grad.copy_(average.view(grad.shape))
+        write_average(grad, average.view(grad.shape))
         if self.error_feedback:
             self.subtract_transmitted(state)
 
@@ -228,8 +235,21 @@ class Compressor(ABC):
     # --- error feedback
 
     def store_residual(self, corrected: Tensor, state: State) -> None:
-        """Copy the argument of `reduce` to the residual, before its memory is overwritten."""
-        state.residual = state.renewed("residual", corrected).copy_(corrected)
+        """Make the argument of `reduce` the residual: a copy, if its memory is going to be overwritten."""
+        self.store_residuals([corrected], [state])
+
+    def store_residuals(self, corrected: list[Tensor], states: list[State]) -> None:
+        """`store_residual` for several gradients."""
+        copies, originals = [], []
+        for own, state in zip(corrected, states):
+            if state.next_residual is None:
+                state.residual = state.renewed("residual", own)
+                copies.append(state.residual)
+                originals.append(own)
+            else:
+                state.residual = state.next_residual
+        if copies:
+            torch._foreach_copy_(copies, originals)  # one operation on a device
 
     def subtract_transmitted(self, state: State) -> None:
         """Subtract what peers decode of this rank's gradient from the residual."""
@@ -447,6 +467,27 @@ def _in_digest(method: Compressor, f: Field[Any]) -> bool:
 def _add_all(pairs: list[tuple[Tensor, Tensor]]) -> list[None]:
     torch._foreach_add_(*map(list, zip(*pairs)))  # one operation on a device
     return [None] * len(pairs)
+
+
+def write_average(grad: Tensor, average: Tensor) -> None:
+    """Write the average to a gradient. On a CPU, if that is a copy of several (`set_parts`), to these at once."""
+    if _PARTS in vars(grad) and not ops.on_device(grad):
+        write_parts(grad, average)
+    else:
+        grad.copy_(average)
+
+
+def set_parts(vector: Tensor, gradients: list[Tensor]) -> None:
+    """Note that a vector has copies of these gradients, one after the other."""
+    setattr(vector, _PARTS, gradients)
+
+
+def write_parts(vector: Tensor, average: Tensor) -> None:
+    """Write the average to the gradients of a vector, unless it is done."""
+    parts: list[Tensor] | None = vars(vector).pop(_PARTS, None)
+    if parts is not None:
+        pieces = average.reshape(-1).split([part.numel() for part in parts])
+        torch._foreach_copy_(parts, [piece.view(part.shape) for piece, part in zip(pieces, parts)])  # one operation
 
 
 def check_types(method: Any) -> None:

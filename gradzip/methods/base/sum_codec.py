@@ -91,13 +91,6 @@ class SumCodec(GatherCompressor):
             self.subtract_all(states)
         return [None] * len(updates)
 
-    def store_residuals(self, corrected: list[Tensor], states: list[State]) -> None:
-        """`store_residual` for several gradients."""
-        renewed = [state.renewed("residual", own) for own, state in zip(corrected, states)]
-        torch._foreach_copy_(renewed, corrected)  # one operation on a device
-        for residual, state in zip(renewed, states):
-            state.residual = residual
-
     def subtract_all(self, states: list[State]) -> None:
         """`subtract_transmitted` for several gradients."""
         self.sum_all([one for state in states for one in self.corrections(state)])
