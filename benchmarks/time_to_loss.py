@@ -2,12 +2,13 @@
 
 Steps are those of benchmarks/convergence, where each method has its best learning rate. Times of a step are those of
 benchmarks/training, of as many ranks with the same batches. The target is what training without compression ends with,
-and the margin of the study. Tests at the ends of epochs show when it is reached.
+and the margin of the study. Scores are those of tests at the ends of epochs, and linear between them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,20 +16,19 @@ from typing import Any
 
 import gradzip
 from benchmarks.common.arguments import Parser
-from benchmarks.common.charts import COLORS, open_frame, pyplot, save
+from benchmarks.common.charts import MOST_SERIES, method_color, open_frame, pyplot, save
 from benchmarks.common.local_steps import local_steps
 from benchmarks.common.results import RESULTS, ROOT, ResultsError, replace_block
 from benchmarks.common.tables import markdown
 from benchmarks.convergence.recipes import compressor
 from benchmarks.convergence.report import NONE, Table
 from benchmarks.convergence.results import Results, Row
-from benchmarks.training.variants import bandwidth, label
+from benchmarks.training.variants import bandwidth, compression, label
 from gradzip.methods.spec import unparse
 
 PAGE, PICTURE = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "images" / "time-to-loss.png"
 START = "<!-- tables of time to loss: python -m benchmarks.time_to_loss --write -->\n\n"
 RATES = ("50mbit", "100mbit", "1gbit", "none")
-SERIES = 6  # in a panel of the picture
 STOCK = {  # the method of a study: variants of others that train alike
     NONE: ("ddp", "ddp-fp16"),
     "powersgd:rank=4": ("ddp-powersgd",),
@@ -105,7 +105,10 @@ def parts(method: str, steps: int) -> list[tuple[str, int]]:
     *_, last = begins = sorted(phases)
     found = []
     for begin, end in zip(begins, [*begins[1:], steps]):
-        spec = unparse(phases[begin])
+        of_phase = phases[begin]
+        if isinstance(of_phase, gradzip.Momentum):
+            of_phase = replace(of_phase, warmup_steps=1)  # AdamW needs a gradient first
+        spec = unparse(of_phase)
         front = method.partition(":")[0] if local and begin == last else "ddp"
         found.append((f"{front}:{spec}" if (front, spec) != ("ddp", NONE) else "ddp", end - begin))
     return found
@@ -116,17 +119,26 @@ def contenders(table: Table) -> Iterator[Contender]:
     settings = table.settings
     total = settings["epochs"] * settings["steps"]
 
+    assert table.goal is not None  # there is a run without compression
+
     def made(row: Row, name: str, of: list[tuple[str, int]]) -> Contender:
-        reached = None
-        if row.score is not None and table.goal is not None:
-            reached = row.reaches(table.goal, settings["lower_is_better"])
-        return Contender(name, of, row.score, None if reached is None else reached * settings["steps"])
+        epochs = None if row.score is None else epochs_to(table.goal, row.curve, settings["lower_is_better"])
+        return Contender(name, of, row.score, None if epochs is None else round(epochs * settings["steps"]))
 
     for row in table.rows:
         for variant in STOCK.get(row.method, ()):
             yield made(row, label(variant), [(variant, total)])
         if row.method != NONE:
             yield made(row, f"`{row.method}`", parts(row.method, total))
+
+
+def epochs_to(goal: float, curve: list[float], lower_is_better: bool) -> float | None:
+    """Epochs until a score is reached, of scores at their ends; None: it is not."""
+    left = [score - goal if lower_is_better else goal - score for score in curve]
+    for epoch, (before, after) in enumerate(zip([math.inf, *left], left)):
+        if after <= 0:
+            return epoch + (1.0 if epoch == 0 else before / (before - after))
+    return None
 
 
 def step_times(network: str, workers: int) -> dict[str, dict[str, float]]:
@@ -195,17 +207,31 @@ def draw(path: Path) -> None:
         reach = [one for one in contenders(table) if one.seconds(times["100mbit"]) is not None]
         reach.sort(key=lambda one: one.seconds(times["100mbit"]) or 0)
         stock = [one for one in reach if one.parts[0][0] in STOCK[NONE]]
-        for i, one in enumerate([*stock, *[one for one in reach if one not in stock][: SERIES - len(stock)]]):
+        for one in [*stock, *[one for one in reach if one not in stock][: MOST_SERIES - len(stock)]]:
             seconds = [one.seconds(times[rate]) for rate in RATES]
-            axis.plot(range(len(RATES)), seconds, "o-", color=COLORS[i], label=one.name.replace("`", ""))
-        axis.set(yscale="log", title=f"{study.title}\nlower is faster", xlabel="network of each rank")
+            last, _ = one.parts[-1]
+            line = "s--" if last.startswith("local") else "o-"
+            color = method_color(compression(last) or local_steps(last)[1])
+            axis.plot(range(len(RATES)), seconds, line, color=color, label=short(one))
+        axis.set(title=study.title, xlabel="network of each rank", ylim=(0, None))
         axis.set_ylabel(f"seconds to {table.shown(table.goal)} {table.settings['measure']}")
         axis.set_xticks(range(len(RATES)), [bandwidth(rate).replace("unshaped loopback", "unshaped") for rate in RATES])
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=8, loc="upper right")
         axis.grid(alpha=0.3)
         open_frame(axis)
+    figure.suptitle("Time to the same loss: compression pays where the network is slow (4 ranks on two cores)")
     save(figure, path)
     plt.close(figure)
+
+
+def short(one: Contender) -> str:
+    """Name a contender in the picture: the methods of its parts."""
+    variants = [variant for variant, _ in one.parts]
+    if len(variants) == 1 and variants[0] in STOCK[NONE]:
+        return label(variants[0]).replace("`", "")
+    methods = [(compression(variant) or local_steps(variant)[1]).partition(":")[0] for variant in variants]
+    local, _ = local_steps(variants[-1])
+    return ", then ".join(methods) + (f" every {local.every} steps" if local else "")
 
 
 def commands() -> Iterator[str]:

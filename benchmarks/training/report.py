@@ -1,4 +1,4 @@
-"""Write the tables of training speed: in README.md and docs/benchmarks.md, and a page for each file of results.
+"""Write the tables of training speed: in docs/benchmarks.md, and a page for each file of results.
 
 To refill them, measure again, then write the tables:
 
@@ -7,7 +7,7 @@ To refill them, measure again, then write the tables:
       --json runs.json
   python -m benchmarks.training.report --accuracy runs.json --write
 
-README's table has the rows of training_main_cpu.json; `horovod` and `ddp-fp16` must be among them: they are the
+The main rows are those of training_main_cpu.json; `horovod` and `ddp-fp16` must be among them: they are the
 baselines. The accuracy of a row is that of the run in accuracy_digits.json with the same compression.
 benchmarks/results/training*.md have all rows.
 """
@@ -36,11 +36,12 @@ from benchmarks.training.variants import (
     label,
 )  # fmt: skip
 
-README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 TRAINING, ACCURACY = RESULTS / "training_cpu.json", RESULTS / "accuracy_digits.json"
-MAIN = RESULTS / "training_main_cpu.json"  # README's rows: fewer variants, and more rounds
+MAIN = RESULTS / "training_main_cpu.json"  # the main rows: fewer variants, and more rounds
 HOSTS = RESULTS / "training_hosts_cpu.json"
 START = "<!-- table: python -m benchmarks.training.report --write -->\n\n"
+MAIN_START = "<!-- table of main rows: python -m benchmarks.training.report --write -->\n\n"
 HOSTS_START = "<!-- table of hosts: python -m benchmarks.training.report --write -->\n\n"
 
 NO_BOUND = "no communication (no bound here: noise, another row is faster)"
@@ -68,7 +69,7 @@ def measured(training: dict) -> list[dict]:
 
 
 def table_of_readme(training: dict, accuracy: dict) -> Iterator[str]:
-    """The lines of README's table: for each model its variants, from the slowest to the fastest."""
+    """The lines of the table of the main rows: for each model its variants, from the slowest to the fastest."""
     accuracies = {run["compression"]: run["test_accuracy"] for run in accuracy["runs"]}
     lines: list[list[str]] = []
     for (model, rate, _), rows in cells(measured(training)):
@@ -85,7 +86,7 @@ def table_of_readme(training: dict, accuracy: dict) -> Iterator[str]:
 
 
 def caption(training: dict) -> Iterator[str]:
-    """How the figures of README's table were measured, in one paragraph."""
+    """How the figures of the main rows were measured, in one paragraph."""
     spreads: dict[str, float] = {}  # by model: between the rounds of one row
     rows = measured(training)
     for row in rows:
@@ -108,7 +109,7 @@ def caption(training: dict) -> Iterator[str]:
 
 
 def block(training: dict, accuracy: dict) -> str:
-    """The text between the marks in README.md."""
+    """The text between the marks of the main rows."""
     return "\n".join([*table_of_readme(training, accuracy), "", *caption(training)]) + "\n"
 
 
@@ -197,9 +198,9 @@ def pages() -> dict[Path, str]:
 
 
 def blocks() -> dict[tuple[Path, str], str]:
-    """(page, mark) -> the text after the mark: in README.md, and two in docs/benchmarks.md."""
+    """(page, mark) -> the text after the mark: in docs/benchmarks.md."""
     return {
-        (README, START): block(json.loads(MAIN.read_text()), json.loads(ACCURACY.read_text())),
+        (PAGE, MAIN_START): block(json.loads(MAIN.read_text()), json.loads(ACCURACY.read_text())),
         (PAGE, START): summary(json.loads(TRAINING.read_text())),
         (PAGE, HOSTS_START): hosts_table(json.loads(HOSTS.read_text())),
     }

@@ -470,23 +470,54 @@ SIGNS = "momentum:inner=signsgd(majority=False),warmup_steps=75"
 STATED: list[Stated] = [
     # README
     (
-        README,
+        BENCHMARKS,
         "brought `ACPSGD()` on ResNet-18 from {:.2f} to {:.2f} of the upper bound",
         lambda: (share(None) / 100, share("CYCLE_TIME=20") / 100),
     ),
-    (README, "{} method that sends less than fp16 is faster than it, up to {:.0f} times as fast as fp32", against_fp16),
     (
-        README,
-        "ends twelve epochs at {:.1f} % without compression, at {:.1f} % with `FFTRange()`, at {:.1f} % with "
-        "`PowerSGD()` and at {:.1f} % with `ACPSGD()`: means of two seeds",
-        lambda: tuple(score("long", "images", m) for m in ("none", "fft-range", "powersgd", "acpsgd")),
+        BENCHMARKS,
+        "{} method that sends less than fp16 is faster than it, up to {:.0f} times as fast as fp32",
+        against_fp16,
     ),
     (
         README,
-        "A ResNet-20 ends eight epochs at {:.2f} % without compression, and at {:.2f} % with `FFTRange()`",
-        lambda: tuple(score("resnet20", "images", m) for m in ("none", "fft-range")),
+        "such as `gradzip.BlockFloat()`, which sends {:.2f} times fewer bytes",
+        lambda: (ratio("block-float"),),
     ),
-    (README, "| `gradiveq` | `GradiVeQ` | {:.2f} to {:.1f} in a run |", whole_runs),
+    (
+        README,
+        '`BlockFloat(bits=4, rounding="nearest")` sends {:.2f} times fewer bytes: AdamW ends at {:.3f} bits per '
+        "character, without compression at {:.3f}; Muon at {:.3f}, without at {:.3f}.",
+        lambda: (
+            ratio(FOUR_BITS_NEAREST),
+            *(tuned(m).score for m in (FOUR_BITS_NEAREST, "none")),
+            *(tuned(m, "text-muon", "muon").score for m in (FOUR_BITS_NEAREST, "none")),
+        ),
+    ),
+    (
+        README,
+        "{:.1f} times fewer bytes in all; it ends at {:.3f} bits per character, and at {:.3f} without compression",
+        lambda: (
+            fewer_of(compressed_warmup(IN_THREE_PHASES)),
+            *(compressed_warmup(m).score for m in (IN_THREE_PHASES, "none")),
+        ),
+    ),
+    (
+        README,
+        "`FFTRange()`, {:.1f} times fewer bytes: a ResNet-20 ends at {:.2f} %, and at {:.2f} % without compression, at "
+        "the same rate. `PowerSGD()` sends less, by all-reduces: a ResNet-8 ends at {:.1f} %, and at {:.1f} % without.",
+        lambda: (
+            ratio("fft-range"),
+            *(score("resnet20", "images", m) for m in ("fft-range", "none")),
+            *(score("long", "images", m) for m in ("powersgd", "none")),
+        ),
+    ),
+    (
+        README,
+        "(`ACPSGD(rank=4)`: {:.3f} bits per character, without compression {:.3f})",
+        lambda: tuple(tuned(m).score for m in ("acpsgd:rank=4", "none")),
+    ),
+    (METHODS, "| `gradiveq` | `GradiVeQ` | {:.2f} to {:.1f} in a run |", whole_runs),
     (
         RESULTS_PAGE,
         "{} of {} claims hold, {} on CIFAR-10. The FFT loses to Top-k in {} of {} comparisons, with {:.1f} to {:.1f} "
@@ -495,12 +526,12 @@ STATED: list[Stated] = [
     ),
     (RESULTS_PAGE, "Whole runs send [{:.2f} to {:.1f} times fewer bytes]", whole_runs),
     (
-        README,
+        METHODS,
         "`PowerSGD` loses less at the same rank: it ended {:.1f} points behind, `ACPSGD` {:.1f}.",
         lambda: tuple(behind("long", "images", m) for m in ("powersgd", "acpsgd")),
     ),
     (
-        README,
+        METHODS,
         "A small transformer ends at {:.3f} bits per character, with {:.1f} times fewer bytes in all; without "
         'compression at {:.3f}; with `BlockFloat(bits=4, rounding="nearest")` at {:.3f}, `QSGD()` at {:.3f} and '
         "`ACPSGD(rank=4)` at {:.3f}",
@@ -511,7 +542,7 @@ STATED: list[Stated] = [
         ),
     ),
     (
-        README,
+        METHODS,
         "longer training with {:.1f} times fewer bytes in all ends at {:.3f}, and at {:.3f} without compression",
         lambda: (
             fewer_of(compressed_warmup(IN_THREE_PHASES)),
@@ -535,14 +566,22 @@ STATED: list[Stated] = [
         lambda: (fewer_of(compressed_warmup(FOUR_BITS_THEN_SIGNS)), above_none(FOUR_BITS_THEN_SIGNS)),
     ),
     (
-        README,
+        METHODS,
         "it ended {:.1f} points behind no compression on CIFAR-10. Without error feedback, as in its paper, it ended "
         "{:.1f} points behind",
         lambda: (behind("long", "images", "fft-range"), behind("long", "images", PAPERS_FFT)),
     ),
     # docs/accuracy.md
     (
-        README,
+        ACCURACY,
+        "sends {:.1f} times fewer bytes, and ends {:.1f} % below the bits per character without compression. Other",
+        lambda: (
+            fewer_of(tuned(IN_THREE_PHASES, "text", "charlm")),
+            100 * (1 - tuned(IN_THREE_PHASES, "text", "charlm").score / tuned("none", "text", "charlm").score),
+        ),
+    ),
+    (
+        METHODS,
         "with `gradzip.optim.AdaMomentum` ends at {:.3f}, with {:.0f} times fewer bytes",
         lambda: (tuned(TOPK4, "text-momentum").score, fewer_of(tuned(TOPK4, "text-momentum"))),
     ),

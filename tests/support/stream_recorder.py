@@ -240,8 +240,8 @@ class _Kernels:
         return kernel
 
 
-# Parameters that list addresses in host memory, besides the terms of weighted sums. What they list is what else was asked
-# for its address.
+# Parameters that list addresses in host memory, besides the terms of weighted sums. What they list is what else was
+# asked for its address.
 LISTS = ("const uint8_t* const*", "const TransformPart*", "const PayloadBuffer*", "const Matrix*")
 
 

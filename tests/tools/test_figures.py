@@ -221,7 +221,7 @@ def test_a_changed_result_is_found(monkeypatch):
         run["scores"][-1] += 0.2 * (run["method"] == "none")
     load = figures.load
     monkeypatch.setattr(figures, "load", lambda name: changed if name == "convergence_long.json" else load(name))
-    page, template, values = next(stated for stated in STATED if stated[1].startswith("ends twelve epochs"))
+    page, template, values = next(stated for stated in STATED if "a ResNet-8 ends at" in stated[1])
     assert plain(template.format(*values())) not in plain(PAGES[page].read_text())
 
 
