@@ -105,7 +105,7 @@ def test_a_loss_scale_takes_a_wait_more(front_end):
     assert (counts.syncs, counts.in_hook) == ((most_syncs("topk") + 1) * STEPS, STEPS), counts.waits
 
 
-@pytest.mark.parametrize(("spec", "model", "goal"), goals())
+@pytest.mark.parametrize(("spec", "model", "goal"), list(goals()))
 def test_operations_of_large_networks(spec, model, goal):
     counts = count(gradzip.parse(spec), shapes_of(model), 8, "ddp", compute=False)
     check_syncs(counts, 2)
