@@ -1,7 +1,12 @@
 """Run the project's commands as a user does, and write commands that stand for others."""
 
+import shutil
 import socket
 import subprocess
+
+import pytest
+
+from paths import ROOT
 
 
 def run(*command, **options):
@@ -9,6 +14,15 @@ def run(*command, **options):
     if "input" not in options:
         options["stdin"] = subprocess.DEVNULL
     return subprocess.run([*map(str, command)], capture_output=True, text=True, **{"timeout": 150, **options})
+
+
+def checked_in():
+    """Return the files that git has, relative to the repository. Skip the test where there is no git, or no clone."""
+    git = shutil.which("git")
+    listed = git and run(git, "ls-files", cwd=ROOT)
+    if not listed or listed.returncode:
+        pytest.skip("not a clone")
+    return [path for path in listed.stdout.splitlines() if (ROOT / path).is_file()]
 
 
 def check_refusal(done, status, *says):

@@ -28,13 +28,6 @@ def tool(name):
     return shutil.which(name, path=PATH) or pytest.skip(f"no {name} here")
 
 
-def checked_in():
-    listed = commands.run(tool("git"), "ls-files", cwd=ROOT)
-    if listed.returncode:
-        pytest.skip("not a clone")
-    return [path for path in listed.stdout.splitlines() if (ROOT / path).is_file()]
-
-
 @pytest.mark.parametrize("path", [*SCRIPTS, *DOCKERFILES], ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_lint(path):
     assert path in DOCKERFILES or os.access(path, os.X_OK)
@@ -59,7 +52,7 @@ def test_named_files_exist():
 
 
 def test_every_file_of_the_repository_is_in_the_context_of_an_image():
-    checked_in()  # or skip
+    commands.checked_in()  # or skip
     ignored = commands.run("git", "ls-files", "--cached", "--ignored", "--exclude-from=.dockerignore", cwd=ROOT)
     assert (ignored.returncode, ignored.stdout) == (0, "")
     patterns = (ROOT / ".dockerignore").read_text().splitlines()
@@ -168,7 +161,7 @@ def test_node_serves_who_has_the_key(home, tmp_path):
 @pytest.mark.long
 def test_installed_package_is_whole(tmp_path):
     """`pip install .` installs every file of the package, and gradzip-test tests those, not the sources."""
-    sources, site, files = tmp_path / "sources", tmp_path / "site", checked_in()
+    sources, site, files = tmp_path / "sources", tmp_path / "site", commands.checked_in()
     for path in files:
         (sources / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, sources / path)
