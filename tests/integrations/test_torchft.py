@@ -20,6 +20,7 @@ pytestmark = [
         not (BIN / "torchft_lighthouse").exists(), reason="no torchft in .venv-integrations: make integrations"
     ),
     pytest.mark.long,
+    pytest.mark.timeout(600),  # seven processes import torch, not from a warm one
 ]
 
 REPLICAS, KILLED, DIES_AFTER, GOES_ON_FOR, LR = 3, 1, 3, 4, 0.1  # of torchft_worker.py
@@ -51,11 +52,13 @@ def run(plan, folder):
 
     processes = {(number, 0): replica(number, 0) for number in range(REPLICAS)}
     try:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 500
         while any(process.poll() is None for process in processes.values()):
             if (KILLED, 1) not in processes and processes[KILLED, 0].poll() is not None:
                 processes[KILLED, 1] = replica(KILLED, 1)
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or any(
+                process.poll() not in (None, 0, -9) for process in processes.values()
+            ):
                 break
             time.sleep(0.05)
         codes = {key: process.poll() for key, process in processes.items()}
@@ -85,7 +88,7 @@ def jobs(tmp_path_factory):
     return get
 
 
-PLANS = ["between", "collectives", "vote", "residuals", "factors", "streamed", "streamed vote"]
+PLANS = ["collectives", "vote", "residuals", "factors", "streamed"]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -100,7 +103,7 @@ def test_a_killed_replica_is_replaced(jobs, plan):
     assert all(len(digests) == 1 for digests in common.values()), common
     (joined,) = [record for record in records[KILLED, 1] if record["event"] == "joined"]
     assert joined["equal"] and joined["exchanges"] >= DIES_AFTER
-    assert joined["inner"] == (3 if plan not in ("between", "collectives", "vote") else 0)  # momenta of a live replica
+    assert joined["inner"] == (3 if plan not in ("collectives", "vote") else 0)  # momenta of a live replica
     assert sorted(common) == list(range(1, joined["exchanges"] + GOES_ON_FOR + 1))
     ends = [of_process[-1] for key, of_process in records.items() if key != (KILLED, 0)]
     assert {end["event"] for end in ends} == {"end"}
@@ -108,7 +111,7 @@ def test_a_killed_replica_is_replaced(jobs, plan):
     assert all(end["common"] == end["parameters"] for end in ends)
 
 
-@pytest.mark.parametrize("plan", ["between", "collectives", "vote"])
+@pytest.mark.parametrize("plan", ["collectives", "vote"])
 def test_every_step_of_the_others_counts_once(jobs, plan):
     """The global parameters are where the means of the replicas' steps lead, those of the dead one as far as counted.
 

@@ -44,13 +44,11 @@ class Plan:
 
 STREAMED = {"every": 8, "fragments": 2, "delay": 2, "blend": 0.5}
 PLANS = {
-    "between": Plan("between"),
     "collectives": Plan("collectives"),
     "vote": Plan("vote"),
     "residuals": Plan("collectives", "topk:theta=0.9", {"every": 4}),
     "factors": Plan("between", "acpsgd:rank=2", {"every": 4}),
     "streamed": Plan("collectives", "topk:theta=0.9", STREAMED),
-    "streamed vote": Plan("vote", "block-float:bits=4", STREAMED),
 }
 DIES_AFTER, GOES_ON_FOR = 3, 4  # exchanges
 
