@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,14 +38,19 @@ class Bucket(NamedTuple):
 
 
 def bucket(results: Mapping[str, Any], variant: str, ranks: int) -> Bucket:
-    """Predict an average of the measured bucket from the link and the codecs of the job with as many ranks."""
+    """Predict an average of the measured bucket from the link and the codecs of the job with as many ranks.
+
+    Without a link of so many, from that of the most ranks.
+    """
     own, count = codec(results, variant, ranks), results["provenance"]["parameters"]
-    link = Link(**results["links"][str(ranks)])
+    links = results["links"]
+    found = Link(**(links.get(str(ranks)) or links[max(links, key=int)]))
+    link = replace(found, ranks=ranks)
     communication = sum(
         link.operation + link.core_seconds(kind, nbytes) for (_, kind), nbytes in joined_rounds(own, count).items()
     )
     # A link has the time that a core takes, of which a rank has a share.
-    share = min(1.0, results["provenance"]["cores"] / ranks)
+    share = min(1.0, results["provenance"]["cores"] / found.ranks)
     return Bucket(count * (own.encode + own.decode) + communication * share, sent_nbytes(results, variant, ranks))
 
 

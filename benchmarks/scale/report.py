@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.arguments import Parser
-from benchmarks.common.charts import COLORS, open_frame, pyplot, save
+from benchmarks.common.charts import method_color, open_frame, pyplot, save
 from benchmarks.common.results import RESULTS, ROOT, ResultsError, replace_block
 from benchmarks.common.tables import markdown
 from benchmarks.scale.predictions import EVERY, LOCAL, bucket, codec, sent_nbytes
@@ -130,8 +130,8 @@ def draw(results: Results, path: Path) -> None:
     plt = pyplot()
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.8), layout="constrained")
     styles = {
-        variant: {"color": color, "linestyle": line, "marker": marker, "label": label(variant)}
-        for variant, color, line, marker in zip(PROJECTED, COLORS, ("-", "--", "-.", ":", "-", "--"), "os^vDP")
+        variant: {"color": method_color(variant), "linestyle": line, "marker": marker, "label": label(variant)}
+        for variant, line, marker in zip(PROJECTED, ("-", "--", "-.", ":", "-", "--"), "os^vDP")
     }
     about = results["provenance"]
     dense = 4 * about["parameters"] * about["side"] ** 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import Any
@@ -20,6 +21,8 @@ from benchmarks import rotation, transforms
 from benchmarks.common.results import RESULTS
 from benchmarks.convergence.results import Results, Row
 from benchmarks.convergence.results import rows as rows_of_study
+from benchmarks.scale import report as scale_report
+from benchmarks.scale.variants import GATHERED, VARIANTS
 from benchmarks.training.predictions import predict_cells, share_within
 from benchmarks.training.report import fixed_choices
 from benchmarks.training.results import cells
@@ -31,6 +34,7 @@ from models import MODELS
 Stated = tuple[str, str, Callable[[], tuple[Any, ...]]]
 README, ACCURACY, BENCHMARKS, RESULTS_PAGE = "README.md", "docs/accuracy.md", "docs/benchmarks.md", "docs/results.md"
 LINKS, METHODS, TRANSFORMS, ADVISE = "docs/links.md", "docs/methods.md", "docs/transforms.md", "docs/advise.md"
+SCALE = "docs/scale.md"
 
 
 @functools.cache
@@ -453,6 +457,53 @@ def most_gained(*kinds: str) -> float:
 def percent(bounds: tuple[float, float]) -> tuple[float, float]:
     """Quotients as differences, %."""
     return 100 * (bounds[0] - 1), 100 * (bounds[1] - 1)
+
+
+# More ranks
+
+SCALE_FILE = "scale_cpu.json"
+
+
+def scale_differences(key: str) -> list[float]:
+    """By how much predictions exceed what 2 to 16 ranks have measured, %."""
+    return [100 * value for value in scale_report.differences(load(SCALE_FILE), key).values()]
+
+
+def bytes_of_a_megabyte() -> tuple[float, float]:
+    """How much less than on the wire is predicted where a rank sends a megabyte, %; and the most, kB."""
+    sent = scale_report.measured(load(SCALE_FILE), "wire_bytes")
+    shares = {pair: -value for pair, value in scale_report.differences(load(SCALE_FILE), "wire_bytes").items()}
+    largest = max(share for pair, share in shares.items() if sent[pair] >= 1e6)
+    return 100 * largest, max(share * sent[pair] for pair, share in shares.items()) / 1e3
+
+
+def most_ranks() -> int:
+    """With which all methods are measured."""
+    of_ranks = Counter(ranks for _, ranks in scale_report.measured(load(SCALE_FILE), "cpu_seconds"))
+    return max(ranks for ranks, count in of_ranks.items() if count == len(VARIANTS))
+
+
+def growth(exchange: str) -> tuple[float, float]:
+    """The least and the most CPU time with the most ranks, divided by that with two."""
+    cpu = scale_report.measured(load(SCALE_FILE), "cpu_seconds")
+    variants = [f"{method}:exchange={exchange}" for method in GATHERED]
+    return extremes(cpu[variant, most_ranks()] / cpu[variant, 2] for variant in variants)
+
+
+def projected_to(gbit: int, key: str, variant: str, ranks: int = 64) -> list[float]:
+    """A figure of all models on a link, without those that are None."""
+    cells = [c for c in load(SCALE_FILE)["projection"] if (c["gbit"], c["ranks"]) == (gbit, ranks)]
+    return [cell[key][variant] for cell in cells if cell[key][variant] is not None]
+
+
+def needed(gbit: int, variant: str) -> tuple[float, float]:
+    """GB/s that a codec must do to pay with 64 ranks: the least and the most of the models."""
+    return extremes(rate / 1e9 for rate in projected_to(gbit, "rate", variant))
+
+
+def one_core(variant: str) -> float:
+    """GB/s of gradients that one core encodes and decodes."""
+    return scale_report.codec_rate(load(SCALE_FILE), variant) / 1e9
 
 
 RESNETS = ("resnet20", "resnet18")
@@ -1163,6 +1214,54 @@ STATED: list[Stated] = [
         ),
     ),
     (METHODS, "{:.0f} MB for a ResNet-18: {:.0f} times the model's size", sampling_memory),
+    # docs/scale.md
+    (
+        SCALE,
+        "Where a rank sends a megabyte or more, at most {:.1f} % less is predicted than is on the wire; the rest, up "
+        "to {:.0f} kB in a step,",
+        bytes_of_a_megabyte,
+    ),
+    (
+        SCALE,
+        "{} of {} predictions are within 25 %, and all within {:+.0f} and {:+.0f} %.",
+        lambda: (
+            sum(abs(value) <= 25 for value in scale_differences("cpu_seconds")),
+            len(scale_differences("cpu_seconds")),
+            *extremes(scale_differences("cpu_seconds")),
+        ),
+    ),
+    (
+        SCALE,
+        "From 2 to {} ranks, CPU time grows {:.1f} to {:.1f} times with a gather, and {:.1f} to {:.1f} times with a "
+        "scatter-reduce",
+        lambda: (most_ranks(), *growth("gather"), *growth("scatter_reduce")),
+    ),
+    (
+        SCALE,
+        "with 64 ranks, `ACPSGD` pays if a device encodes and decodes {:.1f} GB/s, and `BlockFloat` from {:.1f} to "
+        "{:.1f} GB/s on. One core here does {:.1f} and {:.1f} GB/s",
+        lambda: (needed(10, "acpsgd")[1], *needed(10, "block-float"), one_core("acpsgd"), one_core("block-float")),
+    ),
+    (
+        SCALE,
+        "`ACPSGD` needs {:.0f} GB/s, and `BlockFloat` {:.0f} to {:.0f} GB/s; on ResNet-50 no rate is enough for it",
+        lambda: (needed(100, "acpsgd")[1], *needed(100, "block-float")),
+    ),
+    (
+        SCALE,
+        "`ACPSGD` needs {:.0f} to {:.0f} GB/s. `BlockFloat` pays on LLaMA 7B alone, at {:.0f} GB/s",
+        lambda: (*needed(400, "acpsgd"), needed(400, "block-float")[1]),
+    ),
+    (
+        SCALE,
+        "At 10 Gb/s with 64 ranks, LLaMA 7B keeps nine tenths of its speed with steps of {:.0f} s in fp32, {:.0f} s in "
+        "fp16, and {:.1f} s with 30 local steps and `BlockFloat`",
+        lambda: (
+            projected_to(10, "least_step", "none")[-1],
+            projected_to(10, "least_step", "fp16")[-1],
+            projected_to(10, "local_step", "block-float")[-1],
+        ),
+    ),
     # docs/links.md
     *(
         (
@@ -1202,5 +1301,6 @@ GIVEN: dict[str, list[str]] = {
         "differ by less than 4 %",
     ],
     TRANSFORMS: ["1 and 2 bits per element", "At 2 bits per element"],
+    SCALE: ["10 µs a message"],
     "docs/usage.md": ["at least 2 %"],
 }

@@ -67,7 +67,9 @@ def test_scripts_have_help(script):
     assert "set -" not in done.stdout
 
 
-@pytest.mark.parametrize("name", ["kernels", "ring.__main__", "training.__main__", "training.report"])
+@pytest.mark.parametrize(
+    "name", ["kernels", "ring.__main__", "scale.__main__", "scale.report", "training.__main__", "training.report"]
+)
 def test_benchmarks_have_help(monkeypatch, capsys, name):
     monkeypatch.setattr(sys, "argv", ["benchmark", "--help"])
     with pytest.raises(SystemExit, match="0"):
