@@ -34,7 +34,7 @@ class Plan:
     """A job.
 
     spec: of the method.
-    place: where one replica dies: between two exchanges, in the gradients' collectives, or before its vote.
+    place: where one replica dies: between two exchanges, before the collectives of the method, or before its vote.
     """
 
     place: str
