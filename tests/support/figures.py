@@ -1303,6 +1303,6 @@ GIVEN: dict[str, list[str]] = {
         "differ by less than 4 %",
     ],
     TRANSFORMS: ["1 and 2 bits per element", "At 2 bits per element"],
-    SCALE: ["10 µs a message"],
+    SCALE: ["10 µs a message", "matrices of random numbers, 16.8 MB"],
     "docs/usage.md": ["at least 2 %"],
 }
