@@ -13,7 +13,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["*.md", "docs/*.md", "docker/*.md", "recipes/*.md", "benchmarks/results/*.md"]
+PAGES = ["*.md", "docs/*.md", "docker/*.md", "recipes/**/*.md", "benchmarks/results/*.md"]
 LINK = re.compile(r"\]\(([^)\s#]+)")
 CELL_BAR = re.compile(r"`[^`\n]*\\\|[^`\n]*`")
 EXAMPLE = re.compile(r"^( *)>>> .*(?:\n *\S.*)*", re.MULTILINE)

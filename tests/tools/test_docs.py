@@ -18,7 +18,7 @@ from gradzip.methods.base.registry import registered
 from paths import ROOT
 
 METHODS = (ROOT / "docs" / "methods.md").read_text()
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docker/*.md"), *ROOT.glob("recipes/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docker/*.md"), *ROOT.glob("recipes/**/*.md")]
 
 
 def table(text, header):

@@ -1,0 +1,79 @@
+"""torchtitan 0.3 with compression between the replicas of hybrid sharding (HSDP): `--module compressed`.
+
+    PYTHONPATH=recipes/torchtitan torchrun ... -m torchtitan.train --module compressed --config llama3_debugmodel \\
+        --parallelism.data_parallel_replicate_degree 2 --compression acpsgd:rank=4
+
+torchtitan builds and trains the model. FSDP shards it within each replica, and gradzip averages between replicas.
+"""
+
+import copy
+from dataclasses import dataclass, fields, replace
+
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.models.llama3 import config_registry
+from torchtitan.trainer import Trainer
+
+import gradzip
+
+
+class CompressedTrainer(Trainer):
+    """torchtitan's Trainer, with a compressor between replicas, whose states are in its checkpoints."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        compression: str = "block-float"
+        """The method, as `gradzip.parse` reads it."""
+
+    def __init__(self, config):
+        self._averages = None
+        spec, compressor = config.model_spec, gradzip.parse(config.compression)
+
+        def parallelize(model, **options):
+            model, self._averages = compress(spec.parallelize_fn, model, compressor, **options)
+            return model
+
+        config.model_spec = replace(spec, parallelize_fn=parallelize)
+        config.training.disable_cuda_graphs = True  # a graph cannot hold what gradzip does on the host
+        super().__init__(config)
+        if self._averages is not None:  # None in a job that makes a seed checkpoint
+            self.checkpointer.states["compression"] = self._averages
+
+
+def compress(parallelize, model, compressor, *, parallel_dims, **options):
+    """Shard a model within each replica, and average its gradients between replicas.
+
+    Args:
+        parallelize: the `parallelize_fn` of torchtitan's ModelSpec.
+        options: its other arguments.
+
+    Returns:
+        The model, and the state of `gradzip.fsdp.compress`.
+    """
+    replicas = parallel_dims.get_mesh("dp_replicate")
+    model = parallelize(model, parallel_dims=within_replica(parallel_dims), **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # torchtitan adds gradients: its loss is divided by the tokens of all ranks
+            module.set_gradient_divide_factor(1 / replicas.size())
+    return model, gradzip.fsdp.compress(model, compressor, replicas.get_group())
+
+
+def within_replica(parallel_dims):
+    """The same meshes, without the one of replicas: FSDP shall not average over it."""
+    within = copy.copy(parallel_dims)
+    within.dp_replicate = 1
+    meshes = parallel_dims._single_axis_meshes
+    within._single_axis_meshes = {name: mesh for name, mesh in meshes.items() if name != "dp_replicate"}
+    return within
+
+
+def compressed(config):
+    """A config of torchtitan with the field `compression`."""
+    return CompressedTrainer.Config(**{field.name: getattr(config, field.name) for field in fields(config)})
+
+
+def llama3_debugmodel():
+    return compressed(config_registry.llama3_debugmodel())
+
+
+def llama3_8b():
+    return compressed(config_registry.llama3_8b())
