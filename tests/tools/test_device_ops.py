@@ -144,7 +144,7 @@ def test_buckets_of_ddp_are_joined_on_a_device(spec, monkeypatch):
     shapes = {f"layer{i}" * (i % 3 + 1): torch.Size((40 + i, 60)) for i in range(30)}
     own, count_of_own = ddp_averages(gradzip.horovod.bucketed(gradzip.parse(spec), 0), shapes)
     joined, count_of_joined = ddp_averages(gradzip.parse(spec), shapes)
-    assert (count_of_own, count_of_joined) == (len(device_ops.buckets_of(shapes)), 8)
+    assert count_of_own == len(device_ops.buckets_of(shapes)) > 8 >= count_of_joined > 4
     assert all(map(torch.equal, own, joined))
 
 
