@@ -35,20 +35,25 @@ def share_of_unshaped(rows: Iterable[dict[str, Any]], model: str, variant: str) 
 
 
 def floor_table(rows: Iterable[dict[str, Any]], names: dict[str, str]) -> str:
-    """The lines of the table. names: of the models, which are its columns."""
+    """The lines of the table. names: of the models, which are its columns.
+
+    Models for which stock Horovod was measured on an unshaped loopback have a column more.
+    """
     rows = list(rows)
-    of_models = rows_of(rows, SHAPED)
+    of_models, unshaped = rows_of(rows, SHAPED), rows_of(rows, UNSHAPED)
     models = [model for model in names if model in of_models]
     header = [""]
     for model in models:
-        header += [f"{names[model]}, ms", "share of the floor, %", "of stock Horovod, unshaped, %"]
+        header += [f"{names[model]}, ms", "share of the floor, %"]
+        header += ["of stock Horovod, unshaped, %"] * (model in unshaped)
     lines = []
     for variant in of_models[models[0]]:
         line = [label(variant)]
         for model in models:
             row = of_models[model][variant]
             line += [f"{row['ms']:.0f}", f"{100 * row['share_of_floor']:.0f}"]
-            compared = front_end(variant) == "horovod" and variant != floor(variant)
-            line += [f"{100 * share_of_unshaped(rows, model, variant):.0f}" if compared else ""]
+            if model in unshaped:
+                compared = front_end(variant) == "horovod" and variant != floor(variant)
+                line += [f"{100 * share_of_unshaped(rows, model, variant):.0f}" if compared else ""]
         lines.append(line)
     return "\n".join(markdown(header, lines)) + "\n"

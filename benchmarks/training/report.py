@@ -24,6 +24,7 @@ from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, ROOT, ResultsError, replace_block, write_json, write_whole
 from benchmarks.common.tables import markdown
 from benchmarks.training import chart
+from benchmarks.training.floor import floor_table
 from benchmarks.training.results import cells, table
 from benchmarks.training.variants import (
     COMPUTE,
@@ -42,6 +43,8 @@ MAIN = RESULTS / "training_main_cpu.json"  # the main rows: fewer variants, and 
 HOSTS = RESULTS / "training_hosts_cpu.json"
 START = "<!-- table: python -m benchmarks.training.report --write -->\n\n"
 MAIN_START = "<!-- table of main rows: python -m benchmarks.training.report --write -->\n\n"
+FLOOR = RESULTS / "floor_cpu.json"
+FLOOR_START = "<!-- table of the floor: python -m benchmarks.training.report --write -->\n\n"
 HOSTS_START = "<!-- table of hosts: python -m benchmarks.training.report --write -->\n\n"
 
 NO_BOUND = "no communication (no bound here: noise, another row is faster)"
@@ -193,7 +196,7 @@ def stated(value: Any) -> str:
 
 def pages() -> dict[Path, str]:
     """The pages of all files of training steps."""
-    files = itertools.chain(RESULTS.glob("training*.json"), [RESULTS / "horovod_settings.json"])
+    files = itertools.chain(RESULTS.glob("training*.json"), [RESULTS / "horovod_settings.json", FLOOR])
     return {path.with_suffix(".md"): page(path) for path in sorted(files)}
 
 
@@ -202,6 +205,7 @@ def blocks() -> dict[tuple[Path, str], str]:
     return {
         (PAGE, MAIN_START): block(json.loads(MAIN.read_text()), json.loads(ACCURACY.read_text())),
         (PAGE, START): summary(json.loads(TRAINING.read_text())),
+        (PAGE, FLOOR_START): floor_table(json.loads(FLOOR.read_text())["rows"], MODELS),
         (PAGE, HOSTS_START): hosts_table(json.loads(HOSTS.read_text())),
     }
 

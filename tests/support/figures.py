@@ -236,6 +236,7 @@ def share(name: str | None) -> float:
 
 
 LINK_RATES = "none", "1gbit", "250mbit"
+FLOOR, FLOOR_MODELS = "floor_cpu.json", ("resnet18", "alexnet")
 HOSTS, HIERARCHICAL = "training_hosts_cpu.json", "ddp:hierarchical:inner=acpsgd(rank=4)"
 
 
@@ -941,6 +942,27 @@ STATED: list[Stated] = [
         BENCHMARKS,
         "With DDP, it is {:.2f} to {:.2f} times as fast with 8 bits, and {:.2f} to {:.2f} with 4 bits.",
         lambda: (*block_float("ddp", "block-float"), *block_float("ddp", "block-float:bits=4")),
+    ),
+    (
+        BENCHMARKS,
+        "reaches {:.0f} % of the ideal on ResNet-18 and {:.0f} % on AlexNet.",
+        lambda: tuple(100 * step(FLOOR, "ddp-noop", model=model)["share_of_ideal"] for model in FLOOR_MODELS),
+    ),
+    (
+        BENCHMARKS,
+        "reach {:.0f} to {:.0f} % of the floor on ResNet-18, and {:.0f} to {:.0f} % on AlexNet. Their own code takes "
+        "{:.0f} to {:.0f} ms and {:.0f} to {:.0f} ms of a step.",
+        lambda: tuple(
+            end
+            for field, scale in (("share_of_floor", 100), ("compression_ms", 1))
+            for model in FLOOR_MODELS
+            for end in extremes(scale * row[field] for row in of_gradzip(steps(FLOOR, model=model)))
+        ),
+    ),
+    (
+        BENCHMARKS,
+        "`BlockFloat` sends {:.1f} and {:.1f} MB in a step",
+        lambda: tuple(step(FLOOR, "ddp:block-float", model=model)["payload_bytes"] / 1e6 for model in FLOOR_MODELS),
     ),
     (
         BENCHMARKS,
