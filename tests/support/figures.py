@@ -1306,7 +1306,6 @@ GIVEN: dict[str, list[str]] = {
         "if ranks differ by more than 20 %",
     ],
     BENCHMARKS: ["a share of the ideal above 100 %"],
-    "docs/outer.md": ["(`--heartbeat_timeout_ms`, 5 s)"],
     "docs/scale.md": ["four 1024 × 1024 matrices of random numbers, 16.8 MB"],
     "docs/gpu.md": ["compute capabilities 8.0 and 9.0"],
     "docs/guarantees.md": ["the median regret is at most 3 %"],
