@@ -294,8 +294,9 @@ def test_chunks_send_their_largest_elements_with_two_levels(theta, chunk):
         approximation, _ = roundtrip(TopK(theta=theta, bits=2, chunk=chunk), grad)
         got, wanted = approximation.numpy().reshape(-1), chunk_sent(grad.numpy().reshape(-1), theta, chunk)
         assert np.array_equal(got != 0, wanted != 0)
-        near_mean = np.abs(got - wanted) > np.abs(wanted) * 2.0**-8 * 1.01  # rounding puts it on the other side
-        assert near_mean.mean() <= 0.001
+        other = np.flatnonzero(np.abs(got - wanted) > np.abs(wanted) * 2.0**-8 * 1.01)
+        # Rounding may put an element that is nearly the mean on its other side, which changes both levels of its chunk.
+        assert len(set(other // chunk)) <= 1 + got.size / chunk / 100
 
 
 def test_chunks_take_a_fiftieth_of_a_byte_for_each_element():
