@@ -9,6 +9,8 @@ from paths import ROOT
 PAGES = [
     page for pattern in ("*.md", "docs/*.md", "docker/*.md", "recipes/*.md") for page in sorted(ROOT.glob(pattern))
 ]
+# Other libraries, which are in .venv-integrations: tests/integrations/ runs what uses them.
+ELSEWHERE = re.compile(r"\b(accelerate|transformers|lightning|torchtitan|torchft)\b")
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
@@ -37,6 +39,6 @@ def code_blocks():
 
 
 def python_blocks(horovod):
-    """Return the blocks of Python that use Horovod, or those that do not."""
-    blocks = [block for block in code_blocks() if block.language == "python"]
+    """Return the blocks of Python that use Horovod, or those that do not; without those that use other libraries."""
+    blocks = [block for block in code_blocks() if block.language == "python" and not ELSEWHERE.search(block.text)]
     return [block for block in blocks if ("hvd." in re.sub("#.*", "", block.text)) == horovod]
