@@ -79,8 +79,8 @@ def test_several_sums_in_one_call():
         sums.append(ops.WeightedSum(start[:n].clone(), encoded, add=bool(i % 2)))
     ops.index_code_decode_add_all(sums)
     assert all(torch.equal(one.out, total) for one, total in zip(sums, expected))
-    (stream, values), weight = sums[1].terms[0]
-    wrong = sums[1]._replace(terms=[((stream, torch.cat([values, values])), weight)])
+    (stream, values), weight = sums[3].terms[0]
+    wrong = sums[3]._replace(terms=[((stream, torch.cat([values, values])), weight)])
     with pytest.raises(ops.PayloadError, match="corrupt indices") as caught:
         ops.index_code_decode_add_all([sums[0], wrong])
     assert caught.value.index == len(sums[0].terms)
