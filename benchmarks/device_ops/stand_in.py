@@ -234,6 +234,8 @@ def _host(x: Any) -> Any:
 
 def zeros(shape: torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
     """Zeros that take no memory until they are written to, unlike those of torch."""
+    if 0 in shape:
+        return torch.zeros(shape, dtype=dtype)  # views of no bytes have no other type
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
