@@ -25,7 +25,7 @@ def blocks(title, language):
     ("title", "printed"),
     [
         ("Accelerate", "Traffic(bytes_sent="),
-        ("Local steps", "\n2\n"),
+        ("Local steps", "\n3\n"),
         ("Transformers", "'train_runtime'"),
         ("Local steps of a Trainer", "'train_runtime'"),
     ],
@@ -33,11 +33,9 @@ def blocks(title, language):
 def test_scripts_run(tmp_path, title, printed):
     (script,) = blocks(title, "python")
     (tmp_path / "train.py").write_text(script)
-    (configuration,) = blocks("Accelerate", "yaml")
-    (tmp_path / "two_cpus.yaml").write_text(configuration)
-    launch = [*integrations.python(), str(integrations.BIN / "accelerate"), "launch"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     job = subprocess.run(
-        [*launch, "--config_file", "two_cpus.yaml", "train.py"],
+        [*integrations.python(), *launch, "train.py"],
         cwd=tmp_path,
         env=environment(GLOO_SOCKET_IFNAME="lo"),
         stdin=subprocess.DEVNULL,
