@@ -7,6 +7,7 @@
 #include "cuda/block/bit_stream.cuh"
 #include "cuda/block/bitmap_tiles.cuh"
 #include "cuda/block/bytes.cuh"
+#include "cuda/block/table.cuh"
 
 namespace gradzip::cuda {
 
