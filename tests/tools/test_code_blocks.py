@@ -83,7 +83,9 @@ def check(words):
         assert (ROOT / file).exists(), f"no such file: {file}"
     program = program.removeprefix(".venv/bin/")
     if program == "make":
-        done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            ["make", "--no-print-directory", "-n", *arguments], cwd=ROOT, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         for line in done.stdout.splitlines():
             check(shlex.split(line))
