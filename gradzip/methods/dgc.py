@@ -131,16 +131,13 @@ class DGC(SparseCodec):
 
     def store_residuals(self, velocities: list[Tensor], states: list[State]) -> None:
         for velocity, state in zip(velocities, states):
-            self.store_residual(velocity, state)
-
-    def store_residual(self, velocity: Tensor, state: State) -> None:
-        renewed = state.renewed("residual", velocity)
-        if state.residual is None:
-            state.residual = renewed.copy_(velocity)
-        else:
-            state.residual = torch.add(state.residual, velocity, out=renewed)
-        if self.momentum:
-            state.velocity = state.renewed("velocity", velocity).copy_(velocity)
+            renewed = state.renewed("residual", velocity)
+            if state.residual is None:
+                state.residual = renewed.copy_(velocity)
+            else:
+                state.residual = torch.add(state.residual, velocity, out=renewed)
+            if self.momentum:
+                state.velocity = state.renewed("velocity", velocity).copy_(velocity)
 
     def subtract_all(self, states: list[State]) -> None:
         for state in states:
