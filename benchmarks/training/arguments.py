@@ -28,6 +28,7 @@ variants:
   ddp:SPEC       DDP with a method of gradzip
   horovod-noop   Horovod, one element of each gradient     ddp-noop   DDP, with a hook that does nothing: the floor
   fsdp           FSDP2, which averages over the replicas itself     fsdp:SPEC   with a method of gradzip
+  fsdp-noop      FSDP2, shards without averages over the replicas: the floor
   local(every=30):SPEC   differences of parameters after every 30 steps, with the means of these steps; torchrun
   stock          the first six (the default)
   methods        Horovod with each of gradzip's {len(METHODS)} methods

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import gradzip
@@ -208,17 +209,28 @@ class FSDP(Averager):
         mesh = init_device_mesh("cpu", (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
         names = {parameter: name for name, parameter in model.named_parameters()}
         for module in [m for m in model.modules() if isinstance(m, BLOCKS)]:
-            fully_shard(module, mesh=mesh["shard"] if self.compressor else mesh)
-        fully_shard(model, mesh=mesh["shard"] if self.compressor else mesh)
+            fully_shard(module, mesh=self.own(mesh))
+        fully_shard(model, mesh=self.own(mesh))
         for group in optimizer.param_groups:
             group["params"] = [model.get_parameter(names[parameter]) for parameter in group["params"]]
-        self.itemsize = 4 / shards  # of whole parameters, for FSDP2's own averages
+        self.itemsize /= shards  # of whole parameters, for FSDP2's own averages
         if self.compressor:
             gradzip.fsdp.compress(model, self.compressor, mesh["replicate"].get_group())
         return model, optimizer
 
+    def own(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The ranks over which FSDP2 itself averages."""
+        return mesh["shard"] if self.compressor else mesh
+
     def parameters(self, network: nn.Module) -> list[Tensor]:
         return [p.detach().full_tensor() for p in network.parameters()]
+
+
+class FSDPFloor(FSDP):
+    """All that FSDP2 does for shards, without averages over the replicas."""
+
+    def own(self, mesh: DeviceMesh) -> DeviceMesh:
+        return mesh["shard"]
 
 
 _STOCK: dict[str, Callable[[], Averager]] = {
@@ -230,6 +242,7 @@ _STOCK: dict[str, Callable[[], Averager]] = {
     "ddp-powersgd": PowerSGDHook,
     "horovod-noop": lambda: HorovodFloor(itemsize=0),
     "ddp-noop": lambda: DDPFloor(itemsize=0),
+    "fsdp-noop": lambda: FSDPFloor(itemsize=0),
     "fsdp": FSDP,
 }
 

@@ -23,6 +23,7 @@ STOCK = {
 FLOORS = {  # what a front end costs by itself: it averages no gradients
     "horovod-noop": "Horovod, one element of each gradient",
     "ddp-noop": "DDP, a hook that does nothing",
+    "fsdp-noop": "FSDP2, shards alone",
 }
 COMPUTE, FP32, FP16 = "compute", "horovod", "ddp-fp16"  # what other variants are compared with
 MODELS = {"alexnet": "AlexNet", "resnet18": "ResNet-18"}  # what people call them, if not by the name
@@ -114,7 +115,7 @@ def front_end(variant: str) -> str:
 
 def floor(variant: str) -> str:
     """The variant of the same front end that averages no gradients."""
-    return f"{front_end(variant)}-noop"
+    return "fsdp-noop" if variant.startswith(FSDP) else f"{front_end(variant)}-noop"
 
 
 def averages(variant: str) -> bool:

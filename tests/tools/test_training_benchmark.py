@@ -100,7 +100,7 @@ def test_one_job_measures_several_variants_and_their_bytes_on_the_wire(tmp_path)
 @needs_network
 def test_two_hosts_and_the_bytes_between_them(tmp_path):
     """Two ranks on each. FSDP2 sends half of the gradients from each rank to the other host."""
-    variants = "ddp", "fsdp", "fsdp:none", "fsdp:block-float"
+    variants = "ddp", "fsdp-noop", "fsdp", "fsdp:none", "fsdp:block-float"
     completed = benchmark(*variants, "--hosts", 2, "--ranks", 4, "--rate", "5gbit", "--json", tmp_path / "r.json")
     assert completed.returncode == 0, completed.stderr
     report = json.loads((tmp_path / "r.json").read_text())
@@ -109,6 +109,8 @@ def test_two_hosts_and_the_bytes_between_them(tmp_path):
     for name in ("fsdp", "fsdp:none"):
         assert rows[name]["payload_bytes"] == pytest.approx(2 * PARAMETERS, rel=0.01)
         assert 1 < rows[name]["wire_bytes"] / rows[name]["payload_bytes"] < 1.1
+    assert rows["fsdp-noop"]["payload_bytes"] == 0
+    assert rows["fsdp-noop"]["wire_bytes"] < rows["fsdp"]["wire_bytes"] / 20
     # All-to-all, and gather of shards: half of a payload of its own to the other host, twice.
     assert rows["fsdp:block-float"]["wire_bytes"] < rows["fsdp"]["wire_bytes"] / 3
     # A ring through all four ranks crosses the link once in each direction: half as much from each rank of a host.
