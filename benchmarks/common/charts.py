@@ -2,37 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
-# The colour of each method, in all pictures. The first seven are Okabe and Ito's, which colour-blind people can tell
-# apart. Markers and line styles tell variants of a method apart.
-METHOD_COLORS = {
-    "none": "#000000",
-    "acpsgd": "#0072B2",
-    "fft-range": "#E69F00",
-    "qsgd": "#009E73",
-    "topk": "#D55E00",
-    "block-float": "#CC79A7",
-    "powersgd": "#56B4E9",
-    "dct-range": "#332288",
-    "fp16": "#8C8C8C",
-    "momentum": "#A6611A",
-    "onebit": "#7F7F00",
-    "signsgd": "#7F7F00",
-    "terngrad": "#7FBC41",
-}
 OTHER_COLORS = ("#555555", "#44AA99", "#AA4499", "#999933")  # of what is no method: networks, layers
 MOST_SERIES = 6  # of a picture: more cannot be told apart
-
-
-def method_color(spec: str) -> str:
-    """The colour of a method by its spec, in which arguments do not count; for `phases`, that of the last phase."""
-    name, _, arguments = spec.partition(":")
-    if name == "phases":
-        name = re.split(r"[=(]", re.findall(r"\d+%?=([\w-]+)", arguments)[-1])[0]
-    return METHOD_COLORS.get(name, "#555555")
 
 
 def pyplot() -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.charts import METHOD_COLORS, OTHER_COLORS, save
+from benchmarks.common.charts import OTHER_COLORS, save
+from gradzip.inspection.palette import METHOD_COLORS
 
 DPI = 90
 MARKS = ("o", "s", "^", "D", "v")

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.arguments import Parser
-from benchmarks.common.charts import method_color, open_frame, pyplot, save
+from benchmarks.common.charts import open_frame, pyplot, save
 from benchmarks.common.results import RESULTS, ROOT, ResultsError, replace_block
 from benchmarks.common.tables import markdown
 from benchmarks.scale.predictions import EVERY, LOCAL, bucket, codec, sent_nbytes
 from benchmarks.scale.variants import GBITS, MODELS, PROJECTED, RANKS, label
+from gradzip.inspection.palette import method_color
 
 FILE, PAGE, PICTURE = RESULTS / "scale_cpu.json", ROOT / "docs" / "scale.md", ROOT / "docs" / "images" / "scale.png"
 START = "<!-- table of {}: python -m benchmarks.scale.report --write -->\n\n"

@@ -103,6 +103,8 @@ def caption(training: dict) -> Iterator[str]:
         f"Medians of {timed} steps in {rounds} round{'s' if rounds > 1 else ''}, of the code of commit "
         f"{about['commit']}; {rows[0]['ranks']} ranks with {about['threads']} CPU core each."
     )
+    if about.get("interleave"):
+        yield "The variants of a front end took turns in each step."
     if rounds == 1:
         yield "How much rows differ by chance is not known."
     else:

@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import cost
 from ..auto.studies import OPTIMIZERS
+from ..inspection.palette import line_styles, method_color
 from .advice import Advice, Row
 from .command import CommandError
 from .decision import FP16, FP32
@@ -112,18 +113,18 @@ def _plot_ratios(advice: Advice, rows: Sequence[Row], axis: Any) -> None:
     dense = sum(4 * layer.numel for layer in advice.step.layers)
     bandwidths = [10 ** (8 + i / 200) / 8 for i in range(601)]  # 0.1 to 100 Gb/s
     methods = [row for row in rows if row.method not in (FP32, FP16)]
-    for number, row in enumerate(methods):
+    for row, style in zip(methods, line_styles([row.method for row in methods])):
         kinds = {kind for layer in advice.costs[row.method] for kind, _ in layer.compressed.rounds}
         kind = "all_gather" if "all_gather" in kinds else "all_reduce"
         ratios = []
         for bandwidth in bandwidths:
             link = replace(advice.link, bandwidth=bandwidth, latency=0.0)
             ratios.append(cost.minimal_ratio(link, dense, row.compression, kind))
-        style = ("-", "--", ":")[number // 10 % 3]  # there are ten colours
-        (line,) = axis.plot([8e-9 * b for b in bandwidths], ratios, style, label=row.method)
+        color = method_color(row.method)
+        axis.plot([8e-9 * b for b in bandwidths], ratios, style, color=color, label=row.method)
         paying = [8e-9 * b for b, k in zip(bandwidths, ratios) if k <= row.ratio]
         if paying:
-            axis.plot(paying[-1], row.ratio, "o", color=line.get_color())
+            axis.plot(paying[-1], row.ratio, "o", color=color)
     axis.set(
         xscale="log", yscale="log", xlabel="bandwidth of a rank (Gb/s)", ylabel="least compression ratio that pays",
         ylim=(1, 3000), title="Pays above the line; dots: the methods' own ratios",

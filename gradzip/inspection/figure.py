@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .cells import Report
+from .palette import line_styles, method_color
 from .table import shape_text, shortened
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -47,18 +48,18 @@ def _draw(report: Report, layers: Sequence[str]) -> Any:
         part.suptitle(title, fontsize=11, x=0.01, ha="left", fontweight="bold")
         axes = part.subplots(rows, columns, squeeze=False).reshape(-1)
         for i, method in enumerate(report.methods):
-            _histogram(axes[i], report, layer, method, f"C{i % 10}")
+            _histogram(axes[i], report, layer, method)
         _errors(axes[len(report.methods)], report, layer)
         for unused in axes[len(report.methods) + 1 :]:
             unused.set_visible(False)
     return figure
 
 
-def _histogram(ax: Any, report: Report, layer: str, method: str, color: str) -> None:
+def _histogram(ax: Any, report: Report, layer: str, method: str) -> None:
     histogram, cell = report.histograms[layer, method], report.cells[layer, method]
     edges = np.linspace(histogram.low, histogram.high, len(histogram.wanted) + 1)
     ax.stairs(histogram.wanted, edges, fill=True, color="0.8")
-    ax.stairs(histogram.sent, edges, color=color, linewidth=0.9)
+    ax.stairs(histogram.sent, edges, color=method_color(method), linewidth=0.9)
     ax.set_yscale("log")
     ax.set_ylim(0.5, 3 * max(1, *histogram.wanted, *histogram.sent))
     ax.set_title(_label(method), fontsize=10)
@@ -71,9 +72,10 @@ def _histogram(ax: Any, report: Report, layer: str, method: str, color: str) -> 
 
 def _errors(ax: Any, report: Report, layer: str) -> None:
     scale = report.histograms[layer, report.methods[0]].high
-    for i, method in enumerate(report.methods):
+    for method, style in zip(report.methods, line_styles(list(report.methods))):
         errors = np.maximum(report.histograms[layer, method].errors, 1e-9 * scale)  # no logarithm of 0
-        ax.plot(errors, np.linspace(0, 1, len(errors)), color=f"C{i % 10}", linewidth=0.9)
+        shares = np.linspace(0, 1, len(errors))
+        ax.plot(errors, shares, style, color=method_color(method), linewidth=0.9)
     ax.set_xscale("log")
     ax.set_xlim(1e-5 * scale, 2 * scale)
     ax.set_ylim(0, 1)

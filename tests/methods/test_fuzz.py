@@ -40,10 +40,10 @@ def test_cases_are_reproducible():
 @needs_sanitizers
 def test_any_payload_is_decoded_or_refused_in_time_and_memory(tmp_path):
     """The payloads are the same in every run; `make fuzz` runs longer, with a new seed each time."""
-    status, output = fuzz.fuzz(sanitized.build(), tmp_path, "--seed", "0", "--trials", "3000", "--seconds", "200")
+    status, output = fuzz.fuzz(sanitized.build(), tmp_path, "--seed", "0", "--trials", "2000", "--seconds", "200")
     assert status == 0, output[-6000:]
     tried, _, decoded, _, refused, *_ = output.splitlines()[-1].partition(": ")[2].split()
-    assert int(tried) == 3000 and int(decoded) > 150 and int(refused) > 150
+    assert int(tried) == 2000 and int(decoded) > 100 and int(refused) > 100
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ import simt_build
 from gradzip.ops import nvrtc
 from gradzip.ops.nvrtc import __main__ as main
 
-CAPABILITIES = [75, 80, 86, 89, 90, 100]
+CAPABILITIES = [75, 100]  # the oldest and the newest: no kernel asks for the architecture
 
 # The module takes a minute to compile on a slow machine.
 pytestmark = [pytest.mark.long, pytest.mark.skipif(not shutil.which("g++"), reason="no g++")]
