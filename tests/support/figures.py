@@ -998,8 +998,8 @@ STATED: list[Stated] = [
     (
         BENCHMARKS,
         "the four methods are faster than the fp16 hook on all three networks: {:.2f} to {:.2f} times on AlexNet, "
-        "{:.2f} to {:.2f} times on ResNet-18 and {:.2f} to {:.2f} times on charlm, where {:.2f}, {:.2f} and {:.2f} times "
-        "would be",
+        "{:.2f} to {:.2f} times on ResNet-18 and {:.2f} to {:.2f} times on charlm, where {:.2f}, {:.2f} and {:.2f} "
+        "times would be",
         lambda: (
             *(
                 end
