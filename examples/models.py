@@ -162,15 +162,11 @@ def adamw(parameters, lr, momentum=0.9, beta2=0.95, kind=torch.optim.AdamW):
     return kind(parameters, lr, betas=(momentum, beta2), weight_decay=0.1)
 
 
-def ada_momentum(parameters, lr, momentum=0.7, beta2=0.98):
-    return gradzip.optim.AdaMomentum(parameters, lr, betas=(momentum, beta2), weight_decay=0.1)
-
-
 def muon(groups, lr, momentum=0.95, beta2=0.95):
     return gradzip.optim.Muon(groups, lr, momentum, betas=(0.9, beta2), weight_decay=0.1)
 
 
-OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "ada-momentum": ada_momentum, "muon": muon}
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "muon": muon}
 
 
 def split(network):

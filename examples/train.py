@@ -141,12 +141,9 @@ def parse_arguments():
     parser.add_argument(
         "--momentum",
         type=fraction,
-        help="of the optimizer, beta1 of AdamW and AdaMomentum; dgc replaces it by its own (default: 0.9, "
-        "ada-momentum 0.7, muon 0.95)",
+        help="of the optimizer, beta1 of AdamW; dgc replaces it by its own (default: 0.9, muon 0.95)",
     )
-    parser.add_argument(
-        "--beta2", type=fraction, help="of AdamW and AdaMomentum (default: adamw and muon 0.95, ada-momentum 0.98)"
-    )
+    parser.add_argument("--beta2", type=fraction, help="of AdamW (default: 0.95)")
     parser.add_argument(
         "--amp",
         choices=AMP,

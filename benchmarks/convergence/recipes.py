@@ -79,13 +79,12 @@ _TEXT = Recipe(
 
 
 def _recipes(images: Recipe, text: Recipe) -> dict[str, Recipe]:
-    """Recipes for images and text; for text with optimizers that are made for late gradients, and Muon; local steps."""
+    """Recipes for images and text; for text with betas that suit late gradients, and with Muon; local steps."""
     few = replace(text, methods=REMEDY_METHODS)
     return {
         "images": images,
         "text": text,
         "text-betas": replace(few, betas=(0.3, 0.99)),
-        "text-momentum": replace(few, optimizer="ada-momentum"),
         "text-muon": replace(text, methods=MUON_METHODS, optimizer="muon"),
         "images-outer": replace(images, methods=OUTER_METHODS),
         "text-outer": replace(text, methods=OUTER_METHODS, epochs=4 * text.epochs, lrs=OUTER_LRS),

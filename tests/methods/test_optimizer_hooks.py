@@ -69,7 +69,6 @@ ALLOWED = {
     "DGCSGD": (gradzip.optim.DGCSGD, {"momentum": 0.9, "weight_decay": 0.1}),
     "plain SGD": (torch.optim.SGD, {}),
     "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),
-    "AdaMomentum": (gradzip.optim.AdaMomentum, {"weight_decay": 0.1}),
     "Adam": (torch.optim.Adam, {}),
     "decoupled": (torch.optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
 }
@@ -152,7 +151,6 @@ OPTIMIZERS = {
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9),
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1),
-    "AdaMomentum": lambda p: gradzip.optim.AdaMomentum(p),
     "DGCSGD": lambda p: gradzip.optim.DGCSGD(p, weight_decay=0.1),
 }
 

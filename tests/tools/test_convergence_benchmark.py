@@ -278,7 +278,6 @@ def test_a_run_has_the_optimizer_of_its_recipe():
     for run, betas in (
         (replace(TINY, optimizer="adamw"), (0.9, 0.95)),
         (replace(TINY, optimizer="adamw", betas=(0.3, 0.99)), (0.3, 0.99)),
-        (replace(TINY, optimizer="ada-momentum"), (0.7, 0.98)),
     ):
         training = Training(run, load_data(run, None))
         assert training.optimizer.param_groups[0]["betas"] == betas

@@ -351,20 +351,12 @@ def test_streaming_local_steps_train_in_jobs(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("optimizer", "launch", "spec", "ratio"),
-    [
-        ("ada-momentum", horovodrun, "topk:theta=0.96,bits=4", 40),
-        ("ada-momentum", torchrun, "topk:theta=0.96,bits=4", 40),
-        ("muon", horovodrun, "block-float:bits=4", 5),
-        ("muon", torchrun, "block-float:bits=4", 5),
-    ],
-)
-def test_optimizers_train_in_jobs(text, tmp_path, optimizer, launch, spec, ratio):
+@pytest.mark.parametrize("launch", [horovodrun, torchrun])
+def test_muon_trains_in_jobs(text, tmp_path, launch):
     arguments = ("--model", "charlm-small", "--data", text, "--batch-size", 2, "--steps", 30, "--threads", 1)
-    (run,) = runs_of(tmp_path, [spec], "--optimizer", optimizer, *arguments, launch=launch)  # with equal replicas
+    (run,) = runs_of(tmp_path, ["block-float:bits=4"], "--optimizer", "muon", *arguments, launch=launch)
     assert run["test_loss"] < math.log(256) - 1
-    assert run["ratio"] > ratio
+    assert run["ratio"] > 5
 
 
 @pytest.mark.long
