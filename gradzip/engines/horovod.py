@@ -66,8 +66,9 @@ class HorovodEngine(Engine):
     def allgather_bytes(self, data: bytes, slot: str) -> list[bytes]:
         """data: a line, with its line feed."""
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        gathered = hvd.allgather(tensor, name=slot, process_set=self.process_set)
-        return bytes(gathered.tolist()).splitlines()
+        handle = hvd.allgather_async(tensor, name=slot, process_set=self.process_set)
+        _wait(handle)
+        return bytes(hvd.synchronize(handle).tolist()).splitlines()
 
     def wire(self, tensor: Tensor) -> Tensor:
         """Convert a tensor to what Horovod accepts: contiguous, and bfloat16 to float32. Counts its bytes as sent."""

@@ -1,6 +1,7 @@
 """Elastic Horovod: the states of compressors survive when workers join and leave.
 
 Horovod's state objects save, restore and broadcast values by handlers. This is the handler for compressors.
+`gradzip.outer` has the one for local steps.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ def elastic_state(**values: Any) -> TorchState:
     """A `hvd.elastic.TorchState` of these values, and of the compressors of every DistributedOptimizer among them.
 
         state = gradzip.horovod.elastic_state(model=model, optimizer=optimizer, batch=0)
+        state = gradzip.horovod.elastic_state(local_steps=outer, batch=0)  # a gradzip.outer.LocalSteps
 
     Fields that are the same on all ranks (factors, bases, step counts) are broadcast from rank 0, a worker that was
     there before. A worker keeps its residuals, and they are lost with it. When a worker is lost, gradients in flight
     are dropped, and states return to the last commit. Create it before the first step, with the same names on all
     workers.
+
+    A LocalSteps brings its model and its optimizer along: they differ between workers (docs/outer.md).
+
+    Raises:
+        ValueError: a model or an optimizer beside the LocalSteps that has it.
     """
-    registry = get_handler_registry()
-    if (Compressor, CompressorHandler) not in registry:
-        set_handler_registry([*registry, (Compressor, CompressorHandler)])
+    register_handler(Compressor, CompressorHandler)
     compressors: dict[int, Compressor] = {}
     for value in values.values():
         compressor = getattr(value, "_compression", None)
@@ -42,16 +47,48 @@ def elastic_state(**values: Any) -> TorchState:
     return ElasticState(**values, **{f"compressor{i}": c for i, c in enumerate(compressors.values())})
 
 
+def register_handler(kind: type, handler: type[StateHandler]) -> None:
+    """Have Horovod's states handle values of a type by a handler."""
+    registry = get_handler_registry()
+    if (kind, handler) not in registry:
+        set_handler_registry([*registry, (kind, handler)])
+
+
 class ElasticState(TorchState):
-    """Horovod's state, with two corrections.
+    """Horovod's state, with three corrections.
 
     Models are broadcast after optimizers: Horovod lets a new worker's optimizer step to create its state, and with
     weight decay that changes the model. A restored optimizer has no gradients of its `groups` counted: Horovod keeps
     the count of a group whose launch failed, launches its gradients one by one from then on, and waits forever for the
-    ranks that launch them as a group.
+    ranks that launch them as a group. Nothing is saved before all ranks have come so far: when a worker is lost, some
+    of the others may have completed a collective that has failed on the rest, and must not save what came of it.
     """
 
     _handlers: dict[str, StateHandler]
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        for owner, handler in self._handlers.items():
+            for name, value in values.items():
+                if hasattr(handler, "has") and handler.has(value):
+                    raise ValueError(
+                        f"elastic_state: got {name}, which is a part of {owner}, expected {owner} alone: it brings its "
+                        "model and its optimizer along, which differ between workers"
+                    )
+
+    def commit(self) -> None:
+        self._wait()
+        hvd.barrier()
+        super().commit()
+
+    def check_host_updates(self) -> None:
+        self._wait()  # after this, Horovod may shut down
+        super().check_host_updates()
+
+    def _wait(self) -> None:
+        """Wait for what handlers have in progress in the background."""
+        for handler in self._handlers.values():
+            getattr(handler, "wait", lambda: None)()
 
     def restore(self) -> None:
         super().restore()

@@ -25,6 +25,7 @@ class Worker:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> None:
         self.trained = trained(model, optimizer, what)
+        self.model = model
         self.optimizer = optimizer
         self.steps = 0
         self._what = what

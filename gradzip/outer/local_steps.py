@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, cast
@@ -86,8 +87,12 @@ class LocalSteps(OuterLoop):
     Attributes:
         exchanges: applied so far, of fragments.
         seconds: that exchanges took: `exposed`, `hidden` behind steps, `total`.
+        is_started: whether this rank has the global parameters of the others; False in elastic Horovod until the state
+            is synchronized.
 
-    All ranks of the group must make it together. Deterministic if the method is, whatever an exchange takes.
+    All ranks of the group must make it together; not so in elastic Horovod, where the state that it is given to makes
+    the parameters those of rank 0: ``gradzip.horovod.elastic_state(local_steps=outer)``. Deterministic if the method
+    is, whatever an exchange takes.
 
     Memory: one float32 copy of the parameters, the state of the outer optimizer (one more for its momentum), the
     residuals of the method, and in an exchange the differences.
@@ -137,6 +142,8 @@ class LocalSteps(OuterLoop):
         self._session.name_states(worker.parameters, "model", place)
         self._device = next(iter(worker.trained.values())).device
         self._replicas = Replicas(group, self) if hasattr(group, "start_quorum") else None
+        self._elastic = False
+        self.is_started = True
         if self._replicas is None:
             self._connect(group)
         elif self._shards is not None:
@@ -217,7 +224,21 @@ class LocalSteps(OuterLoop):
                     "LocalSteps: got a sharded model and Horovod, expected torch process groups: pass "
                     'group=mesh["replicate"]'
                 )
-            engine = session.horovod_engine(hvd.global_process_set if group == "horovod" else group)
+            process_set = hvd.global_process_set if group == "horovod" else group
+            if process_set is hvd.global_process_set:
+                from .elastic import register
+
+                register(LocalSteps)
+            self._elastic = bool(int(os.environ.get("HOROVOD_ELASTIC") or 0))  # as Horovod reads it
+            if self._elastic:  # a new worker makes its LocalSteps while the others train
+                if process_set is not hvd.global_process_set:
+                    raise ValueError(
+                        "LocalSteps: got a process set in an elastic job, whose ranks change, expected all of them: "
+                        'pass group="horovod"'
+                    )
+                self.is_started = False
+                return
+            engine = session.horovod_engine(process_set)
         else:
             process_group = _process_group(group)
             _check_shards(process_group, self._shards)
@@ -230,6 +251,25 @@ class LocalSteps(OuterLoop):
         for name, parameter in self._workers[0].parameters.items():
             parameter.data.copy_(engine.run(Broadcast(parameter.detach()), f"outer.start.{name}"))
         engine.traffic = counted
+
+    def _connect_again(self) -> None:
+        """In an elastic job, go on with the workers as they are now."""
+        import horovod.torch as hvd
+
+        if not self.is_started:
+            raise RuntimeError(
+                "LocalSteps: got a step in an elastic job before the state was synchronized, expected it in a function "
+                "of hvd.elastic.run, whose state has this LocalSteps: gradzip.horovod.elastic_state(local_steps=outer)"
+            )
+        engine = self._session.engine
+        if engine is None or engine.is_stale:
+            self._change_group(self._session.horovod_engine(hvd.global_process_set))
+
+    def _change_group(self, engine: Engine) -> None:
+        """Go on in another group, with the residuals."""
+        self.compressor.change_group(engine.rank, engine.size)
+        self._plans.clear()
+        self._compare(engine)
 
     def _compare(self, engine: Engine) -> None:
         """Compare the ranks' configurations, and go on with this engine."""
@@ -266,6 +306,8 @@ class LocalSteps(OuterLoop):
         return exchanged
 
     def _exchange(self, fragment: int, own: dict[str, Tensor], changed: bool, stays: bool) -> Exchanged:
+        if self._elastic:
+            self._connect_again()
         session = self._session
         lines = session.engine.allgather_bytes(f"{changed:d} {stays:d}\n".encode(), "outer.steps")
         of_ranks = [tuple(map(int, line.split())) for line in lines]

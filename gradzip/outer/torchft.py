@@ -20,8 +20,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..memory.checkpoint import join, split
+from ..memory.checkpoint import split
 from .exchange import Exchanged, Pending
+from .joining import adopt, shared_state
 
 _NOTHING = Exchanged(averages=None, skipped=False, diverged=[False], all_stay=False)
 
@@ -182,9 +183,7 @@ class Replicas:
             outer._session.drop()
             self._attempt = None
         self._repeats = "none" not in states and set(states) != {"held"}
-        outer.compressor.change_group(engine.rank, engine.size)
-        outer._plans.clear()
-        outer._compare(engine)
+        outer._change_group(engine)
         self._group, self._name = group, "".join(names)
 
     def _relaunch(self, attempt: Attempt) -> Pending:
@@ -196,14 +195,8 @@ class Replicas:
     # --- the state that a joining replica receives
 
     def _save(self) -> dict[str, Any]:
-        outer = self._outer
-        state = outer.state_dict()
-        common, _ = split(state["compressor"])
-        return {
-            "applied": self._applied,
-            "outer": {**state, "compressor": common},
-            "optimizer": outer._workers[0].optimizer.state_dict(),
-        }
+        shared = shared_state(self._outer)  # may apply an exchange
+        return {"applied": self._applied, **shared}
 
     def _load(self, state: Mapping[str, Any]) -> None:
         outer, attempt, group = self._outer, self._attempt, self._manager._pg.parent
@@ -216,12 +209,7 @@ class Replicas:
         outer._pending, self._attempt, self._applied = None, None, state["applied"]
         outer.compressor.change_group(group.rank(), group.size())
         _, own = split(outer.compressor.state_dict())
-        compressor = join(state["outer"]["compressor"], own, group.rank(), group.size())
-        outer.load_state_dict({**state["outer"], "compressor": compressor})
-        (worker,) = outer._workers
-        worker.optimizer.load_state_dict(state["optimizer"])
-        outer._global.write(worker.parameters)
-        outer._equal = True
+        adopt(outer, state, own, group.rank(), group.size())
 
 
 def _is_lost(error: RuntimeError) -> bool:

@@ -5,10 +5,7 @@ killed. Every worker records its state after each step.
 """
 
 import faulthandler
-import hashlib
-import json
 import os
-import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -18,12 +15,12 @@ import horovod.torch as hvd
 import torch
 
 import gradzip
+from elastic_jobs import HOSTS, die, digest, set_hosts, write
 from gradzip.engines.horovod import HorovodEngine
 from gradzip.memory.checkpoint import split
 
 FOLDER = Path(sys.argv[-1])
 HOST = os.environ.get("HOROVOD_HOSTNAME")
-HOSTS = ["localhost", "127.0.0.1", "127.1", "LOCALHOST"]  # Horovod does not use a host again after a failure
 COMMIT_EVERY = 3
 
 
@@ -87,27 +84,6 @@ PLANS = {
 }
 
 
-def digest(value):
-    """Return a hash of tensors and numbers in nested dicts and lists. It differs if one bit differs."""
-    hasher = hashlib.sha256()
-
-    def add(x):
-        if isinstance(x, dict):
-            for key in sorted(x):
-                hasher.update(str(key).encode())
-                add(x[key])
-        elif isinstance(x, (list, tuple)):
-            for item in x:
-                add(item)
-        elif isinstance(x, torch.Tensor):
-            hasher.update(x.detach().contiguous().numpy().tobytes())
-        else:
-            hasher.update(repr(x).encode())
-
-    add(value)
-    return hasher.hexdigest()[:16]
-
-
 def write_record(state, generation, event):
     """Append a record of this worker's state to its file."""
     models, optimizers = zip(*models_and_optimizers(state))
@@ -131,24 +107,12 @@ def write_record(state, generation, event):
             {n: digest(s["residual"]) for n, s in own["states"].items() if "residual" in s} for _, own in split_states
         ],
     }
-    with open(FOLDER / f"{HOST}.jsonl", "a") as file:
-        file.write(json.dumps(record) + "\n")
+    write(FOLDER, HOST, record)
 
 
 def save_parts(state, name):
     if hvd.rank() == 0:
         torch.save([part.state_dict() for pair in models_and_optimizers(state) for part in pair], FOLDER / name)
-
-
-def set_hosts(*names):
-    """Set the hosts that the discovery script lists."""
-    new = FOLDER / f"hosts.{HOST}"
-    new.write_text("".join(f"{name}:1\n" for name in dict.fromkeys(names)))
-    new.rename(FOLDER / "hosts")
-
-
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def loss(network, seed, dies=False):
@@ -222,7 +186,7 @@ def train(state, plan):
             state.commit()
         if (generation, state.step) in plan.hosts:
             if hvd.rank() == 0:
-                set_hosts(HOST, *plan.hosts[generation, state.step])
+                set_hosts(FOLDER, HOST, *plan.hosts[generation, state.step])
             while True:  # raises HostsUpdatedInterrupt on all workers
                 time.sleep(0.1)
                 state.check_host_updates()

@@ -2,50 +2,18 @@
 
 import copy
 import itertools
-import json
-import subprocess
 from dataclasses import dataclass
 
-import psutil
 import pytest
 import torch
 
 import gradzip
 from contract import average_bucket
-from launch import environment, launcher, python, worker_path
+from launch import elastic_horovodrun
 
 pytest.importorskip("horovod.torch")
-from elastic_worker import COMMIT_EVERY, HOSTS, PLANS, Plan, batch_seeds, loss, networks_and_optimizers
-
-
-def elastic_horovodrun(folder, name, timeout):
-    """Run a plan on the hosts listed in folder/hosts, at most three at a time. Return its exit code and output."""
-    size = PLANS[name].sizes[0]
-    (folder / "hosts").write_text("".join(f"{name}:1\n" for name in HOSTS[:size]))
-    (folder / "discover").write_text(f"#!/bin/sh\ncat '{folder}/hosts'\n")
-    (folder / "discover").chmod(0o755)
-    # A rank that does not communicate with the dead worker directly notices its death by this timeout.
-    limits = ["--gloo-timeout-seconds", "30"]
-    elastic = ["-np", str(size), "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(folder / "discover")]
-    command = [*launcher(), *limits, *elastic, *python()]
-    with open(folder / "output", "w") as output:
-        job = subprocess.Popen(
-            [*command, str(worker_path("elastic_worker.py")), name, str(folder)],
-            env=environment(), stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            job.wait(timeout)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"not done after {timeout} s:\n{(folder / 'output').read_text()[-6000:]}")
-        finally:
-            # Each worker runs in its own session. It is found by its argument, this folder.
-            for process in psutil.process_iter(["cmdline"]):
-                if str(folder) in (process.info["cmdline"] or []):
-                    process.kill()
-            job.kill()
-            job.wait()
-    return job.returncode, (folder / "output").read_text()
+from elastic_jobs import HOSTS, records
+from elastic_worker import COMMIT_EVERY, PLANS, Plan, batch_seeds, loss, networks_and_optimizers
 
 
 @dataclass
@@ -64,14 +32,11 @@ class Job:
 @pytest.fixture(scope="module", params=["joined", pytest.param("grouped", marks=pytest.mark.long)])
 def job(request, tmp_path_factory):
     folder, plan = tmp_path_factory.mktemp(request.param), PLANS[request.param]
-    code, output = elastic_horovodrun(folder, request.param, timeout=240)
+    code, output = elastic_horovodrun("elastic_worker.py", folder, request.param, HOSTS[: plan.sizes[0]], timeout=240)
     assert code == 0, output[-6000:]
     generations = [{} for _ in plan.sizes]
-    for host in HOSTS:
-        path = folder / f"{host}.jsonl"
-        for line in path.read_text().splitlines() if path.exists() else ():
-            record = json.loads(line)
-            generations[record["generation"]][host, record["event"], record["step"]] = record
+    for record in records(folder):
+        generations[record["generation"]][record["host"], record["event"], record["step"]] = record
     return Job(plan, generations, *(torch.load(folder / f"{name}.pt", weights_only=True) for name in ("begin", "end")))
 
 
@@ -187,7 +152,7 @@ def test_result_equals_training_without_failures(job):
 
 @pytest.mark.long
 def test_torch_state_is_refused_when_a_worker_is_replaced(tmp_path):
-    code, output = elastic_horovodrun(tmp_path, "plain", timeout=110)
+    code, output = elastic_horovodrun("elastic_worker.py", tmp_path, "plain", HOSTS[:2], timeout=110)
     assert code != 0
     assert output.count("parameter '0.weight': rank 1 has compressed it 0 times, rank 0 6 times; load the") == 2, output
     assert "train elastically with gradzip.horovod.elastic_state" in output

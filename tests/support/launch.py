@@ -71,6 +71,45 @@ def horovodrun(ranks, script, *arguments, timeout=120, hosts=None):
     )
 
 
+def elastic_horovodrun(script, folder, plan, hosts, timeout):
+    """Run `SCRIPT PLAN FOLDER` on the hosts listed in folder/hosts, at most three at a time.
+
+    Args:
+        hosts: names of this machine, listed at the start.
+
+    Returns:
+        The job's exit code and output.
+    """
+    import psutil  # comes with Horovod
+
+    size = len(hosts)
+    (folder / "hosts").write_text("".join(f"{name}:1\n" for name in hosts))
+    (folder / "discover").write_text(f"#!/bin/sh\ncat '{folder}/hosts'\n")
+    (folder / "discover").chmod(0o755)
+    # A rank that does not communicate with the dead worker directly notices its death by this timeout.
+    limits = ["--gloo-timeout-seconds", "30"]
+    elastic = ["-np", str(size), "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(folder / "discover")]
+    command = [*launcher(), *limits, *elastic, *python()]
+    with open(folder / "output", "w") as output:
+        job = subprocess.Popen(
+            [*command, str(worker_path(script)), plan, str(folder)],
+            env=environment(), stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            job.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"not done after {timeout} s:\n{(folder / 'output').read_text()[-6000:]}")
+        finally:
+            # Each worker runs in its own session. It is found by its argument, this folder.
+            for process in psutil.process_iter(["cmdline"]):
+                if str(folder) in (process.info["cmdline"] or []):
+                    process.kill()
+            job.kill()
+            job.wait()
+    return job.returncode, (folder / "output").read_text()
+
+
 def torchrun(ranks, script, *arguments, timeout=120, interpreter=python):
     """Run a script (`worker_path`) under `torchrun`. Arguments and result are those of `horovodrun`.
 
