@@ -119,11 +119,9 @@ def test_every_step_that_is_committed_counts_once(jobs):
     job = jobs("rounds")
     got, expected = job.end[0], {name: tensor.double() for name, tensor in job.begin[0].items()}
     first = [0, *(job.commit(number) for number in range(len(job.generations) - 1)), job.plan.batches]
-    hosts = {
-        batch: world(g)
-        for g, (a, b) in zip(job.generations, itertools.pairwise(first))
-        for batch in range(a + 1, b + 1)
-    }
+    hosts = {}  # by batch
+    for generation, (begin, end) in zip(job.generations, itertools.pairwise(first)):
+        hosts |= dict.fromkeys(range(begin + 1, end + 1), world(generation))
     exchanges = [*range(0, job.plan.batches, EVERY), job.plan.batches]
     for begin, end in itertools.pairwise(exchanges):
         for host in hosts[end]:
@@ -145,7 +143,6 @@ def test_exchanges_in_the_background_survive_workers_that_join_and_die(jobs):
     check_survivors(job)
 
 
-@pytest.mark.long
 def test_a_worker_that_is_behind_an_exchange_joins_as_a_new_one(jobs):
     job = jobs("behind")
     check_replicas(job)
