@@ -55,13 +55,14 @@ def register_handler(kind: type, handler: type[StateHandler]) -> None:
 
 
 class ElasticState(TorchState):
-    """Horovod's state, with three corrections.
+    """Horovod's state, with four corrections.
 
     Models are broadcast after optimizers: Horovod lets a new worker's optimizer step to create its state, and with
     weight decay that changes the model. A restored optimizer has no gradients of its `groups` counted: Horovod keeps
     the count of a group whose launch failed, launches its gradients one by one from then on, and waits forever for the
     ranks that launch them as a group. Nothing is saved before all ranks have come so far: when a worker is lost, some
-    of the others may have completed a collective that has failed on the rest, and must not save what came of it.
+    of the others may have completed a collective that has failed on the rest, and must not save what came of it. What
+    is saved stays as it was: torch's optimizers do not copy what they load, and step in the tensors of the commit.
     """
 
     _handlers: dict[str, StateHandler]
@@ -95,6 +96,7 @@ class ElasticState(TorchState):
         for handler in self._handlers.values():
             counts = getattr(handler.value, "_group_counts", {})
             counts.update(dict.fromkeys(counts, 0))
+            handler.save()  # makes copies
 
     def sync(self) -> None:
         self._handlers = dict(

@@ -61,8 +61,7 @@ class LocalStepsHandler(StateHandler):
             with contextlib.suppress(HorovodInternalError):
                 pending.wait()  # its thread must not go on in the next group
         outer._session.drop()
-        # Copies, because optimizers do not copy what they load.
-        for part, state in zip((*self.parts, outer), copy.deepcopy(self._saved)):
+        for part, state in zip((*self.parts, outer), self._saved):
             part.load_state_dict(state)
 
     def sync(self) -> None:

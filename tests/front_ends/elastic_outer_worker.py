@@ -74,6 +74,13 @@ PLANS = {
         killed={1: (1, 9, "after an exchange has begun")},
         batches=20,
     ),
+    # A host is no longer listed. Horovod does not synchronize the state then.
+    "removed": Plan(
+        models=[("topk:theta=0.9", torch.optim.AdamW, {})],
+        sizes=[2, 1],
+        hosts={(0, 8): []},
+        batches=14,
+    ),
     # A commit fails on one worker, which returns to the one before, while rank 0 has completed an exchange since.
     "behind": Plan(
         models=[("topk:theta=0.9", torch.optim.AdamW, {})],

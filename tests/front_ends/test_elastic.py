@@ -12,7 +12,7 @@ from contract import average_bucket
 from launch import elastic_horovodrun
 
 pytest.importorskip("horovod.torch")
-from elastic_jobs import HOSTS, records
+from elastic_jobs import HOSTS, digest, records
 from elastic_worker import COMMIT_EVERY, PLANS, Plan, batch_seeds, loss, networks_and_optimizers
 
 
@@ -148,6 +148,31 @@ def test_result_equals_training_without_failures(job):
         for name, got in elastic.items():
             change = (replayed[name] - first[name]).norm()
             assert (got - replayed[name]).norm() < 1e-5 * change, (spec, name)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_commit_can_be_restored_twice(local, monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step():
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    step()
+    if local:
+        outer = gradzip.outer.LocalSteps(model, optimizer, every=100, group="horovod")
+        state = gradzip.horovod.elastic_state(local_steps=outer)
+    else:
+        state = gradzip.horovod.elastic_state(model=model, optimizer=optimizer)
+    saved = digest([model.state_dict(), optimizer.state_dict()["state"]])
+    for _ in range(2):
+        step()
+        assert digest([model.state_dict(), optimizer.state_dict()["state"]]) != saved
+        state.restore()
+        assert digest([model.state_dict(), optimizer.state_dict()["state"]]) == saved
 
 
 @pytest.mark.long

@@ -143,6 +143,13 @@ def test_exchanges_in_the_background_survive_workers_that_join_and_die(jobs):
     check_survivors(job)
 
 
+@pytest.mark.long
+def test_a_worker_goes_on_when_another_is_removed(jobs):
+    job = jobs("removed")
+    check_replicas(job)
+    check_survivors(job)
+
+
 def test_a_worker_that_is_behind_an_exchange_joins_as_a_new_one(jobs):
     job = jobs("behind")
     check_replicas(job)
