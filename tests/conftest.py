@@ -106,7 +106,8 @@ def unit(nodeid):
 
 
 def may_start_jobs(unit):
-    return "from launch import" in text_of(unit.partition("::")[0])
+    text = text_of(unit.partition("::")[0])
+    return "from launch import" in text and "\nMOSTLY_WAIT = True" not in text
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -145,6 +146,10 @@ def pytest_xdist_make_scheduler(config, log):
 def _jobs_take_turns(request, tmp_path_factory):
     if is_worker(request.config):
         turns.share(tmp_path_factory.getbasetemp().parent)
+
+
+def pytest_runtest_setup(item):
+    turns.needed = not getattr(item.module, "MOSTLY_WAIT", False)
 
 
 def pytest_runtest_logreport(report):

@@ -15,6 +15,8 @@ pytest.importorskip("horovod.torch")
 from elastic_jobs import HOSTS, digest, records
 from elastic_worker import COMMIT_EVERY, PLANS, Plan, batch_seeds, loss, networks_and_optimizers
 
+MOSTLY_WAIT = True
+
 
 @dataclass
 class Job:

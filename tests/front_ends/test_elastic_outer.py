@@ -14,6 +14,8 @@ pytest.importorskip("horovod.torch")
 from elastic_jobs import HOSTS, records
 from elastic_outer_worker import COMMIT_EVERY, EVERY, LR, PLANS, Plan
 
+MOSTLY_WAIT = True
+
 
 @dataclass
 class Job:
