@@ -162,7 +162,7 @@ class Averaging:
         if state is not None and residual is not None and bool(grad.isfinite().all()):
             state.residual = None
         if state is not None and changes:
-            method.apply_uncompressed(grad, state)
+            yield from method.apply_uncompressed(grad, state)
         if method.memory.checks:
             self.finite = yield from is_finite(grad)
         return grad
@@ -179,13 +179,13 @@ def is_finite(average: Tensor) -> Routine:
 
 
 def averaged(compressor: Compressor, grad: Tensor, name: str, rank: int = 0, size: int = 1) -> Routine:
-    """One step of one parameter: `Averaging.run` and `Averaging.end_step`."""
+    """One step of one parameter: `Averaging.run` and `Averaging.end_step`. Skipped if the average is not finite."""
     return _step(Averaging(compressor, name, grad), grad, rank, size)
 
 
 def _step(averaging: Averaging, grad: Tensor, rank: int, size: int) -> Routine:
     average = yield from averaging.run(grad, rank, size)
-    averaging.end_step(skipped=False)
+    averaging.end_step(skipped=averaging.method.memory.checks and not averaging.finite)
     return average
 
 

@@ -138,6 +138,10 @@ class State:
         """The names of the parameters whose state this is."""
         return (self.name,)
 
+    def pieces(self, value: Tensor) -> list[Tensor]:
+        """Views of each parameter's part of a tensor of the state, or of its gradient."""
+        return [value]
+
     def take_residual(self) -> Tensor | None:
         """Remove the residual and the owner's residual from the state, and return their sum."""
         residual = _with_owner_residual(self).get("residual")
@@ -209,10 +213,13 @@ class BucketState(State):
             self.residual = value.new_zeros(numel).view(self.joined_shape)
         self.piece(parameter, self.residual).add_(value)
 
+    def pieces(self, value: Tensor) -> list[Tensor]:
+        parts = value.view(-1).split([shape.numel() for shape in self.shapes.values()])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes.values())]
+
     def piece(self, parameter: str, value: Tensor) -> Tensor:
         """A view of one parameter's part of a tensor of the state."""
-        pieces = value.view(-1).split([shape.numel() for shape in self.shapes.values()])
-        return dict(zip(self.shapes, pieces))[parameter].view(self.shapes[parameter])
+        return dict(zip(self.shapes, self.pieces(value)))[parameter]
 
     def split(self) -> dict[str, State]:
         """Split into the states of the parameters, with tensors of their own."""
@@ -220,8 +227,7 @@ class BucketState(State):
         numels = {parameter: shape.numel() for parameter, shape in self.shapes.items()}
         for key, value in _with_owner_residual(self).items():
             if isinstance(value, Tensor):
-                pieces = value.view(-1).split(list(numels.values()))
-                values = [piece.view(shape).clone() for piece, shape in zip(pieces, self.shapes.values())]
+                values = [piece.clone() for piece in self.pieces(value)]
             elif key in _SUMS:
                 values = [type(value)(value * numel / sum(numels.values())) for numel in numels.values()]
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..collectives.routines import Routine
-from ..memory.state import Key, State
+from ..collectives.routines import Routine, jointly
+from ..memory.state import VECTOR, Key, State
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
 from .topk import SparseCodec, num_kept
@@ -33,7 +34,8 @@ class DGC(SparseCodec):
     An element that is sent in every step has no momentum. With momentum = 0 this is Top-k with error feedback.
 
     Args:
-        theta: fraction of the elements that is dropped, in [0, 1), or a schedule step -> theta.
+        theta: fraction of the elements that is dropped, in [0, 1), or a schedule step -> theta. Front ends compress the
+            gradients of a bucket as one vector, of which it is the fraction, as with `TopK`.
         momentum: in [0, 1). It replaces the momentum of the optimizer. Parameters that bypass compression get it on
             their average, which is equivalent.
         clip_norm: before accumulation, scale each parameter's gradient down to the norm clip_norm / sqrt(world size).
@@ -93,16 +95,28 @@ class DGC(SparseCodec):
     def changes_uncompressed(self) -> bool:  # type: ignore[override]
         return self.momentum > 0
 
-    def apply_uncompressed(self, average: Tensor, state: State) -> None:
-        velocity = getattr(state, "average_velocity", None)
-        if velocity is not None:
-            average.add_(velocity, alpha=self.momentum)
-        # The velocity may overflow even if the average did not. Stored, it would never become finite again.
-        finite = average.isfinite().all()
-        if ops.on_device(average):  # without waiting to know
-            state.average_velocity = torch.where(finite, average, 0.0 if velocity is None else velocity)
-        elif finite:
-            state.average_velocity = average.clone()
+    def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        return VECTOR
+
+    def apply_uncompressed(self, average: Tensor, state: State) -> Routine:
+        yield from jointly(self._add_velocities, average.device, (average, state))
+
+    def _add_velocities(self, of: list[tuple[Tensor, State]]) -> list[None]:
+        """Add velocities to uncompressed averages, and store the sums as the new velocities."""
+        averages, states = map(list, zip(*of))
+        velocities = [getattr(state, "average_velocity", None) for state in states]
+        if moving := [(average, u) for average, u in zip(averages, velocities) if u is not None]:
+            torch._foreach_add_(*map(list, zip(*moving)), alpha=self.momentum)  # one operation on a device
+        # A velocity may overflow even if the average did not. Stored, it would never become finite again.
+        stored: Sequence[Tensor | None]
+        if self.memory.checks:  # the step is undone then
+            stored = copies = [torch.empty_like(average) for average in averages]
+            torch._foreach_copy_(copies, averages)
+        else:
+            stored = [_if_finite(average, u) for average, u in zip(averages, velocities)]
+        for state, velocity in zip(states, stored):
+            state.average_velocity = velocity
+        return [None] * len(of)
 
     def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
         names = ("residual", "velocity", "average_velocity")
@@ -112,8 +126,11 @@ class DGC(SparseCodec):
         """Coroutine: the velocity u. `reduce` adds the residual v."""
         yield from ()
         if self.clip_norm is not None:
-            norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
-            grad.mul_((self.clip_norm * self.memory.loss_scale.value / math.sqrt(state.size) / norm).clamp(max=1.0))
+            pieces = state.pieces(grad)
+            norms = torch.stack(torch._foreach_norm(pieces, dtype=torch.float64))
+            scales = (self.clip_norm * self.memory.loss_scale.value / math.sqrt(state.size) / norms).clamp(max=1.0)
+            for piece, scale in zip(pieces, scales):
+                piece.mul_(scale)
         if (velocity := getattr(state, "velocity", None)) is not None:
             grad.add_(velocity, alpha=self.momentum)
         return grad
@@ -121,7 +138,7 @@ class DGC(SparseCodec):
     def reduce(self, velocity: Tensor, state: State) -> Routine:
         if state.residual is None:
             return (yield from super().reduce(velocity, state))
-        # One buffer serves all parameters: it is encoded before the first collective is yielded.
+        # One buffer serves all buckets: it is encoded before the first collective is yielded.
         total = self.workspace.empty("total", tuple(velocity.shape), torch.float32, velocity.device)
         return (yield from super().reduce(torch.add(velocity, state.residual, out=total), state))
 
@@ -155,3 +172,11 @@ class DGC(SparseCodec):
             if self.momentum:
                 state.velocity.view(-1)[begin:end].index_fill_(0, sent, 0.0)
             begin = end
+
+
+def _if_finite(average: Tensor, velocity: Tensor | None) -> Tensor | None:
+    """The sum of a velocity and an average as the new velocity, or the old velocity if the sum is not finite."""
+    finite = average.isfinite().all()
+    if ops.on_device(average):  # without waiting to know
+        return torch.where(finite, average, 0.0 if velocity is None else velocity)
+    return average.clone() if finite else velocity

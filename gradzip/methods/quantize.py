@@ -201,7 +201,7 @@ class TernGrad(BucketCodec):
         largest = ops.abs_max_all(gradients)
         if self.clip is None:
             return largest
-        norms = torch.cat([ops.bucket_norms(grad) for grad in gradients])
+        norms = _norms(gradients)
         roots = [math.sqrt(grad.numel()) for grad in gradients]
         clips = self.clip * torch.cat(torch._foreach_div(norms.double().split(1), roots))
         clipped = torch.minimum(torch.cat(largest).double(), clips).float()
@@ -240,6 +240,13 @@ class TernGrad(BucketCodec):
 
     def sum_all(self, sums: list[ops.WeightedSum]) -> None:
         ops.ternary_decode_add_all(sums)
+
+
+def _norms(gradients: list[Tensor]) -> Tensor:
+    """The L2 norms of gradients (float32). On a device, in one call of torch, which adds in another order."""
+    if not ops.on_device(gradients[0]):
+        return torch.cat([ops.bucket_norms(grad) for grad in gradients])
+    return torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).float()
 
 
 def _scale(payload: ops.Payload) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import ops
 from ..collectives import Mean
 from ..collectives.routines import Routine
-from ..memory.state import State
+from ..memory.state import VECTOR, State
 from .base.compressor import INDEXED_NUMEL
 from .base.error_feedback import ErrorFeedback
 from .base.registry import register
@@ -32,7 +32,8 @@ class RandomK(ErrorFeedback):
     multiplies these late gradients: at theta = 0.99, use little or no momentum and a higher learning rate.
 
     Args:
-        theta: fraction of the elements that is dropped, in [0, 1), or a schedule step -> theta.
+        theta: fraction of the elements that is dropped, in [0, 1), or a schedule step -> theta. Front ends compress the
+            gradients of a bucket as one vector, of which it is the fraction.
         error_feedback: add what was not sent to the next gradient. Elements are sent unscaled then, which is a
             contraction: E|x - C(x)|^2 = (1 - k / n) |x|^2. Without error feedback, elements are multiplied by n / k,
             and the average is unbiased.
@@ -46,6 +47,7 @@ class RandomK(ErrorFeedback):
     NeurIPS 2018; Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, definition 2.2.
     """
 
+    joins = True  # a bucket is one vector
     max_numel = INDEXED_NUMEL
 
     theta: Theta = 0.99
@@ -59,6 +61,9 @@ class RandomK(ErrorFeedback):
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
         return not self.error_feedback
+
+    def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        return VECTOR
 
     def reduce(self, grad: Tensor, state: State) -> Routine:
         numel = grad.numel()

@@ -170,7 +170,7 @@ class Expected:
         for rank, compressor in enumerate(self.groups.pop(unit).compressors):
             (state,) = compressor.states.values()
             self.sent[rank] += compressor.traffic.bytes_sent
-            fields = {field: getattr(state, field, None) for field in ("residual", "momentum")}
+            fields = {field: getattr(state, field, None) for field in ("residual", "velocity", "momentum")}
             fields = {field: tensor.clone() for field, tensor in fields.items() if tensor is not None}
             if "residual" in fields and (owed := getattr(state, "owner_residual", None)) is not None:
                 start, shards = getattr(state, "owner_start", None), fields["residual"].view(-1)

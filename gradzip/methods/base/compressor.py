@@ -130,7 +130,7 @@ class Compressor(ABC):
         """The shape in which gradients of a bucket are concatenated, with -1 for one length; None: they are not.
 
         The gradients of a bucket whose joined shapes are equal are compressed as one tensor: with `state.VECTOR` as one
-        vector, with (-1, 1, 3, 3) as rows of kernels.
+        vector, with (-1, 1, 3, 3) as rows of kernels. A method that has one sets `joins`.
         """
         return None
 
@@ -203,8 +203,9 @@ class Compressor(ABC):
         """
         return False
 
-    def apply_uncompressed(self, average: Tensor, state: State) -> None:
-        """Change the average of a gradient that bypassed compression, in place."""
+    def apply_uncompressed(self, average: Tensor, state: State) -> Routine:
+        """Coroutine: change the average of a gradient that bypassed compression, in place."""
+        yield from ()
         raise TypeError(f"{type(self).__name__} leaves uncompressed averages as they are")
 
     # --- for `reduce` to call
