@@ -1,0 +1,72 @@
+"""What keeps torch.cuda.graph from capturing a step, found on a stand-in device: the table of docs/gpu.md."""
+
+import re
+import shutil
+
+import pytest
+
+import gradzip
+import kinds
+from benchmarks.common.results import END
+from benchmarks.device_ops import capture
+from benchmarks.device_ops.capture import BETWEEN, KEYS, OTHER_WORK, READ, obstacles
+from paths import ROOT
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
+
+REFILL = "run python -m benchmarks.device_ops.capture --write"
+TABLE = capture.PAGE.read_text().partition(capture.START)[2].partition(END)[0]
+METHODS = dict(capture.methods())
+SAMPLE = ["none", "topk", "block-float", "acpsgd"]
+
+# What capture allows a launcher to call, and what is called before any launch.
+LAUNCHES = {"cudaLaunchKernelEx", "cudaMemsetAsync", "cudaGetLastError", "cudaGetErrorString"}
+QUERIES = {
+    "cudaDeviceGetAttribute", "cudaDriverGetVersion", "cudaGetDevice", "cudaGetDeviceCount", "cudaGetDeviceProperties",
+    "cudaRuntimeGetVersion",
+}  # fmt: skip
+
+
+def test_the_table_has_all_methods():
+    """Each has a row, in the order of their names."""
+    titles = re.findall(r"^\| `([\w-]+)", TABLE, re.MULTILINE)
+    assert list(dict.fromkeys(titles)) == list(METHODS), REFILL
+
+
+@pytest.mark.parametrize("name", kinds.params(METHODS, SAMPLE))
+def test_the_table_is_what_is_found(name):
+    of_method = re.findall(rf"^\| `{name}[`:].*\n", TABLE, re.MULTILINE)
+    assert of_method == [f"{line}\n" for line in capture.lines(capture.rows_of(METHODS[name]))], REFILL
+
+
+@pytest.mark.parametrize(
+    ("wait", "found"),
+    [
+        (lambda grad, state: grad.sum().item(), BETWEEN),
+        (lambda grad, state: state.key(0).bits, KEYS),
+        (lambda grad, state: grad[: 8 + state.step].neg(), OTHER_WORK),
+    ],
+)
+@pytest.mark.parametrize("part", ["hooks", "end"])
+def test_obstacles_are_found_in_their_part(wait, found, part):
+    class Mutant(gradzip.BlockFloat):
+        def reduce(self, grad, state):
+            if part == "hooks":
+                wait(grad.view(-1), state)
+            average = yield from super().reduce(grad, state)
+            if part == "end":
+                wait(grad.view(-1), state)
+            return average
+
+    without, mutant = (obstacles(m(rounding="nearest")) for m in (gradzip.BlockFloat, Mutant))
+    assert without == capture.Obstacles((), (READ["block_float.reduce"],))
+    assert set(getattr(mutant, part)) == {*getattr(without, part), found}
+    other = "end" if part == "hooks" else "hooks"
+    assert getattr(mutant, other) == getattr(without, other)
+
+
+def test_launchers_call_nothing_that_capture_forbids():
+    """Workspaces are torch's (`gradzip/ops/_native.py`): launchers neither allocate, nor copy, nor wait."""
+    sources = [*ROOT.glob("csrc/cuda/**/*.cu"), *ROOT.glob("csrc/cuda/**/*.cuh"), *ROOT.glob("csrc/cuda/**/*.h")]
+    called = {name for path in sources for name in re.findall(r"\b(cuda[A-Z]\w*)\(", path.read_text())}
+    assert LAUNCHES & called and called <= LAUNCHES | QUERIES, called - LAUNCHES - QUERIES
