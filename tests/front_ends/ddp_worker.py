@@ -46,11 +46,12 @@ class Job:
     """A DDP model with gradzip's hook. Records which parameters share a bucket."""
 
     def __init__(self, compressor, tensors=None, names=True, group=None, frozen=(), state=None, **arguments):
+        arguments = {"bucket_cap_mb": CAP_MB} | arguments
         self.model = tensors if isinstance(tensors, Layers) else Layers(tensors or [torch.zeros(s) for s in SHAPES])
         for i in frozen:
             self.model.layers[i].requires_grad_(False)
         named = list(self.model.named_parameters())
-        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=CAP_MB, process_group=group, **arguments)
+        self.ddp = DistributedDataParallel(self.model, process_group=group, **arguments)
         self.state = state or gradzip.ddp.HookState(compressor, group, named if names else None)
         numbers = {p: i for i, (_, p) in enumerate(named)}
         # For each step, the parameters of each bucket. The hook must not refer to the job: DDP would never be freed.
@@ -187,11 +188,11 @@ def feedback(rank, size):
 
 @scenario
 def resumed(rank, size):
-    """The next step, without and with a checkpoint before it; parameters without names."""
-    job = Job(gradzip.DGC(theta=0.9), names=False)
+    """The next step, without and with a checkpoint before it; parameters without names, in one bucket."""
+    job = Job(gradzip.DGC(theta=0.9), names=False, bucket_cap_mb=25)
     for step in range(2):
         job.step(rank, step)
-    again = Job(gradzip.DGC(theta=0.9), names=False)
+    again = Job(gradzip.DGC(theta=0.9), names=False, bucket_cap_mb=25)
     again.state.load_state_dict(job.state.state_dict())
     return job.step(rank, 2), again.step(rank, 2), sorted(again.state.state_dict()["states"])
 
@@ -229,13 +230,14 @@ def gradients_of(ddp, rank, step):
 @scenario
 def rewrapped(rank, size):
     """The same parameters in a second DDP model with a second HookState."""
-    compressor, averages = gradzip.DGC(theta=0.9), []
+    compressor, averages, buckets = gradzip.DGC(theta=0.9), [], []
     job = Job(compressor, names=False)
     for step in range(4):
         if step == 2:
             job = Job(compressor, job.model, names=False)
         averages.append(job.step(rank, step))
-    return averages, sorted(compressor.state_dict()["states"])
+        buckets.append(job.buckets[-1])
+    return averages, buckets, sorted(compressor.state_dict()["states"])
 
 
 def fail(grad):
