@@ -1,5 +1,6 @@
 """Shared by the contract tests: gradients and expected averages."""
 
+import dataclasses
 import io
 import zlib
 
@@ -118,8 +119,10 @@ class Expected:
                 self.groups[unit] = self.group(unit)
             per_rank = list(grads[unit[0]])
             if len(unit) > 1:
-                per_rank = [self.joined(unit, [grads[name][r] for name in unit]) for r in range(self.size)]
-            average = self.groups[unit].average(per_rank, self.name(unit))[0]
+                method = self.compressor.method_for(unit[0], self.shapes[unit[0]])
+                clips = [[clipped(method, grads[name][r], self.size) for name in unit] for r in range(self.size)]
+                per_rank = [self.joined(unit, of_rank) for of_rank in clips]
+            average = self.groups[unit].average(per_rank, self.name(unit))[0].to(grads[unit[0]][0].dtype)
             averages |= self.split(unit, average)
         self.step += 1
         return {name: averages[name] for name in grads}
@@ -154,6 +157,8 @@ class Expected:
         compressor = self.compressor
         if compressor.selects_by_name:
             compressor = compressor.method_for(unit[0], self.shapes[unit[0]])
+        if len(unit) > 1 and clip_norm(compressor) is not None:
+            compressor = dataclasses.replace(compressor, clip_norm=None)  # parameters are clipped one by one
         group = gradzip.LocalGroup(compressor, self.size)
         if unit[0] in self.kept[0]:
             for rank, compressor in enumerate(group.compressors):
@@ -180,6 +185,19 @@ class Expected:
                 shard.add_(owed.view(shard.shape), alpha=self.size)
             parts = {field: self.split(unit, tensor) for field, tensor in fields.items()}
             self.kept[rank] |= {name: {field: of[name] for field, of in parts.items()} for name in unit}
+
+
+def clip_norm(method):
+    """The norm to which a method clips each parameter's gradient, or None."""
+    return getattr(method, "clip_norm", None)
+
+
+def clipped(method, grad, size):
+    """What a method compresses of one of a bucket's gradients: float32, if it is clipped."""
+    if clip_norm(method) is None:
+        return grad
+    norm = torch.linalg.vector_norm(grad.float(), dtype=torch.float64)
+    return grad.float() * (method.clip_norm / size**0.5 / norm).clamp(max=1.0)
 
 
 def average_bucket(group, grads):
