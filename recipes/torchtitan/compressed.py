@@ -25,36 +25,36 @@ class CompressedTrainer(Trainer):
         """The method, as `gradzip.parse` reads it."""
 
     def __init__(self, config):
-        self._averages = None
         spec, compressor = config.model_spec, gradzip.parse(config.compression)
+        self._replicas = None
 
-        def parallelize(model, **options):
-            model, self._averages = compress(spec.parallelize_fn, model, compressor, **options)
-            return model
+        def parallelize(model, *, parallel_dims, **options):
+            self._replicas = parallel_dims.get_mesh("dp_replicate")
+            return shard(spec.parallelize_fn, model, parallel_dims=parallel_dims, **options)
 
         config.model_spec = replace(spec, parallelize_fn=parallelize)
         config.training.disable_cuda_graphs = True  # a graph cannot hold what gradzip does on the host
         super().__init__(config)
-        if self._averages is not None:  # None in a job that makes a seed checkpoint
-            self.checkpointer.states["compression"] = self._averages
+        if self._replicas is not None:  # None in a job that makes a seed checkpoint
+            (model,) = self.model_parts
+            # Now: torchtitan replaces the parameters that it shards, when it allocates them.
+            averages = gradzip.fsdp.compress(model, compressor, self._replicas.get_group())
+            self.checkpointer.states["compression"] = averages
 
 
-def compress(parallelize, model, compressor, *, parallel_dims, **options):
-    """Shard a model within each replica, and average its gradients between replicas.
+def shard(parallelize, model, *, parallel_dims, **options):
+    """Shard a model within each replica, for averages between replicas by `gradzip.fsdp.compress`.
 
     Args:
         parallelize: the `parallelize_fn` of torchtitan's ModelSpec.
         options: its other arguments.
-
-    Returns:
-        The model, and the state of `gradzip.fsdp.compress`.
     """
-    replicas = parallel_dims.get_mesh("dp_replicate")
+    replicas = parallel_dims.get_mesh("dp_replicate").size()
     model = parallelize(model, parallel_dims=within_replica(parallel_dims), **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # torchtitan adds gradients: its loss is divided by the tokens of all ranks
-            module.set_gradient_divide_factor(1 / replicas.size())
-    return model, gradzip.fsdp.compress(model, compressor, replicas.get_group())
+            module.set_gradient_divide_factor(1 / replicas)
+    return model
 
 
 def within_replica(parallel_dims):

@@ -168,7 +168,8 @@ def test_freezing_parameters_keeps_their_state(results, spec):
     for after, _ in per_rank:
         for name in SHAPES:
             assert torch.equal(after[0][name], after[1][name]) == (name != "v"), name
-            assert not torch.equal(after[1][name], after[2][name]), name
+            # A method that sends a few elements of a bucket may send none of a parameter.
+            assert torch.equal(after[1][name], after[2][name]) == (not wanted[name].any()), name
 
 
 @every_method

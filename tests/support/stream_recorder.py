@@ -347,8 +347,8 @@ class Horovod:
         import horovod.torch as hvd
 
         with mock.patch.multiple(
-            hvd, allgather=lambda tensor, **_: tensor.repeat(self.size), allgather_async=self.allgather_async,
-            alltoall_async=self.alltoall_async, broadcast_async=self.broadcast_async,
+            hvd, allgather_async=self.allgather_async, alltoall_async=self.alltoall_async,
+            broadcast_async=self.broadcast_async,
             allreduce_async_=self.allreduce_async_, synchronize=self.synchronize, poll=self._handles.__contains__,
         ):  # fmt: skip
             yield
@@ -382,6 +382,8 @@ class Horovod:
         return self._start((tensor, torch.empty_like(tensor)), lambda pair: pair[1].copy_(pair[0]))
 
     def allgather_async(self, tensor, **_):
+        if not hasattr(tensor, "host"):  # in host memory
+            return self._start(tensor, lambda tensor: tensor.repeat(self.size))
         return self._start(tensor, lambda tensor: self._receive(tensor, self.size * tensor.numel(), tensor))
 
     def alltoall_async(self, tensor, splits, **_):
