@@ -34,6 +34,7 @@ class CompressedTrainer(Trainer):
 
         config.model_spec = replace(spec, parallelize_fn=parallelize)
         config.training.disable_cuda_graphs = True  # a graph cannot hold what gradzip does on the host
+        config.parallelism.spmd_backend = "partial_dtensor"  # others give FSDP one mesh of replicas and shards
         super().__init__(config)
         if self._replicas is not None:  # None in a job that makes a seed checkpoint
             (model,) = self.model_parts
