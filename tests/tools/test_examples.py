@@ -412,7 +412,7 @@ def test_sign_votes_learn_digits(tmp_path):
             (0, math.inf),
         ),
         # Without momentum, which would multiply what error feedback sends late.
-        (["randomk"], ["--momentum", 0, "--lr", 0.5], (60, 100)),
+        (["randomk"], ["--momentum", 0, "--lr", 0.5, "--epochs", 20], (60, 100)),
     ],
     ids=["quantized", "low-rank", "largest", "largest of others", "random"],
 )
