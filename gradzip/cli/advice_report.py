@@ -113,7 +113,7 @@ def _plot_ratios(advice: Advice, rows: Sequence[Row], axis: Any) -> None:
     dense = sum(4 * layer.numel for layer in advice.step.layers)
     bandwidths = [10 ** (8 + i / 200) / 8 for i in range(601)]  # 0.1 to 100 Gb/s
     methods = [row for row in rows if row.method not in (FP32, FP16)]
-    for row, style in zip(methods, line_styles([row.method for row in methods])):
+    for row, style in zip(methods, line_styles(row.method for row in methods)):
         kinds = {kind for layer in advice.costs[row.method] for kind, _ in layer.compressed.rounds}
         kind = "all_gather" if "all_gather" in kinds else "all_reduce"
         ratios = []

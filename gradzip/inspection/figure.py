@@ -72,7 +72,7 @@ def _histogram(ax: Any, report: Report, layer: str, method: str) -> None:
 
 def _errors(ax: Any, report: Report, layer: str) -> None:
     scale = report.histograms[layer, report.methods[0]].high
-    for method, style in zip(report.methods, line_styles(list(report.methods))):
+    for method, style in zip(report.methods, line_styles(report.methods)):
         errors = np.maximum(report.histograms[layer, method].errors, 1e-9 * scale)  # no logarithm of 0
         shares = np.linspace(0, 1, len(errors))
         ax.plot(errors, shares, style, color=method_color(method), linewidth=0.9)

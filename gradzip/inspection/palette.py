@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 # The first seven are Okabe and Ito's, which colour-blind people can tell apart. Line styles and markers tell variants
 # of a method apart.
@@ -33,7 +34,7 @@ def method_color(spec: str) -> str:
     return METHOD_COLORS.get(name, OTHER)
 
 
-def line_styles(specs: list[str]) -> list[str]:
+def line_styles(specs: Iterable[str]) -> list[str]:
     """A line style for each method: those of one colour have different ones, as far as there are."""
     seen: dict[str, int] = {}
     styles = []

@@ -7,7 +7,6 @@ batch hosts change or a worker is killed. Every worker records its state after e
 import faulthandler
 import os
 import sys
-import time
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 import gradzip
 from contract import gradient
-from elastic_jobs import HOSTS, die, digest, set_hosts, write
+from elastic_jobs import HOSTS, change_hosts, die, digest, write
 from gradzip.engines.horovod import HorovodEngine
 from gradzip.memory.checkpoint import split
 
@@ -198,11 +197,7 @@ def train(state, plan, caught):
         if committing:
             state.commit()
         if (generation, batch) in plan.hosts:
-            if hvd.rank() == 0:
-                set_hosts(FOLDER, HOST, *plan.hosts[generation, batch])
-            while True:  # raises HostsUpdatedInterrupt on all workers
-                time.sleep(0.1)
-                state.check_host_updates()
+            change_hosts(state, FOLDER, HOST, hvd.rank(), plan.hosts[generation, batch])
     for outer in local_steps(state):
         outer.synchronize()
     write_record(state, generation, "end")

@@ -15,7 +15,7 @@ import horovod.torch as hvd
 import torch
 
 import gradzip
-from elastic_jobs import HOSTS, die, digest, set_hosts, write
+from elastic_jobs import HOSTS, change_hosts, die, digest, write
 from gradzip.engines.horovod import HorovodEngine
 from gradzip.memory.checkpoint import split
 
@@ -185,11 +185,7 @@ def train(state, plan):
         if committing:
             state.commit()
         if (generation, state.step) in plan.hosts:
-            if hvd.rank() == 0:
-                set_hosts(FOLDER, HOST, *plan.hosts[generation, state.step])
-            while True:  # raises HostsUpdatedInterrupt on all workers
-                time.sleep(0.1)
-                state.check_host_updates()
+            change_hosts(state, FOLDER, HOST, hvd.rank(), plan.hosts[generation, state.step])
     write_record(state, generation, "end")
     save_parts(state, "end.pt")
 

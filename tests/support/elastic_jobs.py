@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 
 import torch
 
@@ -49,11 +50,18 @@ def records(folder):
             yield json.loads(line)
 
 
-def set_hosts(folder, host, *others):
-    """Set the hosts that the discovery script lists, from the worker on `host`."""
-    new = folder / f"hosts.{host}"
-    new.write_text("".join(f"{name}:1\n" for name in dict.fromkeys((host, *others))))
-    new.rename(folder / "hosts")
+def change_hosts(state, folder, host, rank, others):
+    """Have rank 0 set the hosts that the discovery script lists, and wait on all workers for HostsUpdatedInterrupt.
+
+    host: of this worker.
+    """
+    if rank == 0:
+        new = folder / f"hosts.{host}"
+        new.write_text("".join(f"{name}:1\n" for name in dict.fromkeys((host, *others))))
+        new.rename(folder / "hosts")
+    while True:
+        time.sleep(0.1)
+        state.check_host_updates()
 
 
 def die(*_):
