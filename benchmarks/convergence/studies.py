@@ -1,6 +1,7 @@
 """Write the table of studies that `gradzip advise` and `Auto` read: the best study of each method and optimizer.
 
-The best one has the most learning rates, of which each method has its best, and among those the most steps.
+The best one has the most learning rates, of which each method has its best, and among those the most steps, and then
+the best score. Methods with phases count for their last one.
 
   python -m benchmarks.convergence.studies --write    from benchmarks/results/convergence_*.json
 
@@ -19,7 +20,8 @@ from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, write_json
 from benchmarks.convergence.report import NONE
 from benchmarks.convergence.results import Results, rows
-from gradzip.auto.studies import FILE, OPTIMIZERS, Study
+from gradzip.auto.studies import FILE, OPTIMIZERS, Study, studied
+from gradzip.methods.spec import unparse
 
 MEASURES = {"test accuracy, %": "points of test accuracy", "bits per character": "bits per character"}
 
@@ -48,20 +50,22 @@ def studies_of(path: Path) -> Iterator[tuple[int, Study]]:
 def is_spec(text: str) -> bool:
     """Whether a method is written as for `gradzip.parse`, and does not depend on the length of the study."""
     try:
-        return not isinstance(gradzip.parse(text), gradzip.Phases)
+        gradzip.parse(text)
     except ValueError:
         return False
+    return True
 
 
 def best() -> list[Study]:
     """The best study of each method with each optimizer, by optimizer and method."""
-    found: dict[tuple[str, str], tuple[int, Study]] = {}
+    found: dict[tuple[str, str], tuple[tuple[float, ...], Study]] = {}
     for path in sorted(RESULTS.glob("convergence_*.json")):
         for lrs, study in studies_of(path):
-            key = study.optimizer, study.method
-            if key not in found or (lrs, study.steps) > (found[key][0], found[key][1].steps):
-                found[key] = lrs, study
-    return [found[key][1] for key in sorted(found)]
+            key = study.optimizer, unparse(studied(gradzip.parse(study.method)))
+            rank = lrs, study.steps, -study.worse_by
+            if key not in found or rank > found[key][0]:
+                found[key] = rank, study
+    return sorted((study for _, study in found.values()), key=lambda study: (study.optimizer, study.method))
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..methods.base.compressor import Compressor
+from ..methods.phases import Phases
 from ..methods.spec import parse
 
 FILE = Path(__file__).with_name("studies.json")
@@ -34,7 +35,7 @@ class Study:
 
     Args:
         optimizer: a name in OPTIMIZERS.
-        method: a spec.
+        method: the spec of the whole training. With phases, the study is about the method of the last one.
         worse_by: how much worse the final score is, in units of `measure`; a mean over the seeds. Negative: better.
         margin: the study counts a score as good as without compression if it is worse by at most this.
         measure: "points of test accuracy" or "bits per character".
@@ -77,7 +78,12 @@ class Study:
 def studies() -> tuple[tuple[Compressor, Study], ...]:
     """All studies, with the method that each is about."""
     rows = [Study(**row) for row in json.loads(FILE.read_text())]
-    return tuple((_plain(parse(study.method)), study) for study in rows)
+    return tuple((studied(parse(study.method)), study) for study in rows)
+
+
+def studied(trained: Compressor) -> Compressor:
+    """The method that a study of a training is about: without phases, the one that averaged all its steps."""
+    return _plain(list(trained.phases.values())[-1] if isinstance(trained, Phases) else trained)
 
 
 def study_of(method: Compressor, optimizer: str) -> Study | None:

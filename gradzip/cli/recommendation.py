@@ -68,10 +68,11 @@ def notes(advice: Advice, cycle_time: str | None, cores: int) -> Iterator[str]:
         )
     for method, compressor in advice.methods.items():
         if (beta := compressor.averaged_momentum) is not None:
+            study = advice.study(method, "adamw")
+            trained = f" In the study with AdamW, {study.method} averaged the whole training." if study else ""
             yield (
-                f"{method}: the step is one after the warm-up, in which gradients are averaged uncompressed; in the "
-                f"study with AdamW, it was a tenth of the training. The optimizer must have the momentum {beta}, and "
-                "AdamW must be gradzip.optim.AdamW."
+                f"{method}: the step is one after the warm-up.{trained} The optimizer must have the momentum {beta}, "
+                "and AdamW must be gradzip.optim.AdamW."
             )
     few_cores = link.background > 0.02 if link.background else cores <= 4
     if advice.front_end == "horovod" and cycle_time is None and number >= 40 and few_cores:
