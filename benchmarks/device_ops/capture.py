@@ -5,6 +5,8 @@ A captured step is replayed without Python: the same launches with the same argu
   what the host reads   It waits for the device, which capture forbids. What the host has not read, no argument of a
                         launch and no choice between launches depends on.
   random keys           Arguments of launches: a replay draws the numbers of the captured step again.
+  states that move      A step reads a residual or factor, and writes the new one to other memory, so that the step can
+                        be undone. A replay would read the old one again.
   other work            Steps that queue other operations than the step before, or write more or less.
 
 A step has two parts. The hooks queue all work up to the first collective of each bucket. The end of the step is what
@@ -22,6 +24,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+
+from torch import Tensor
 
 import gradzip
 from benchmarks.common.arguments import Parser
@@ -48,6 +52,7 @@ READ = {
 }
 BETWEEN = "values that decide what follows"  # without a ToHost
 KEYS = "random keys"
+MOVES = "states that move"
 OTHER_WORK = "other work in each step"
 
 START = "<!-- table: python -m benchmarks.device_ops.capture --write -->\n\n"
@@ -73,13 +78,15 @@ class _Part:
         self.asked: Counter[str] = Counter()  # what is read by a ToHost
         self.keys = 0
 
-    def obstacles(self, copies: int) -> tuple[str, ...]:
-        """copies: for ToHosts."""
+    def obstacles(self, copies: int, moves: bool) -> tuple[str, ...]:
+        """copies: for ToHosts. moves: whether states do, which the hooks read and the end of a step writes."""
         found = dict.fromkeys(READ[source] for source in READ if self.asked[source])
         if sum(counts.syncs for counts in self.counts) > copies:
             found[BETWEEN] = None
         if self.keys:
             found[KEYS] = None
+        if moves:
+            found[MOVES] = None
         if any(_work(counts) != _work(self.counts[0]) for counts in self.counts):
             found[OTHER_WORK] = None
         return tuple(found)
@@ -143,8 +150,18 @@ class _Recorder:
         ):
             yield
 
-    def obstacles(self) -> Obstacles:
-        return Obstacles(self.hooks.obstacles(0), self.end.obstacles(self._copies))
+    def obstacles(self, moves: bool) -> Obstacles:
+        return Obstacles(self.hooks.obstacles(0, moves), self.end.obstacles(self._copies, moves))
+
+
+def _tensors(compressor: gradzip.Compressor) -> dict[tuple[str, str], Tensor]:
+    """The tensors of all states, by parameter and field."""
+    return {
+        (name, field): value
+        for name, state in compressor.states.items()
+        for field, value in state.fields().items()
+        if isinstance(value, Tensor)
+    }
 
 
 def obstacles(compressor: gradzip.Compressor) -> Obstacles:
@@ -160,11 +177,12 @@ def obstacles(compressor: gradzip.Compressor) -> Obstacles:
 
         for number in range(WARM_UP):
             step(number)
-        recorder = _Recorder(device)
+        recorder, before = _Recorder(device), _tensors(compressor)
         with recorder.recording():
             for number in range(WARM_UP, WARM_UP + COMPARED):
                 step(number)
-    return recorder.obstacles()
+        after = _tensors(compressor)
+    return recorder.obstacles(any(after.get(key) is not value for key, value in before.items()))
 
 
 def methods() -> Iterator[tuple[str, list[str]]]:

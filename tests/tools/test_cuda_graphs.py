@@ -9,7 +9,7 @@ import gradzip
 import kinds
 from benchmarks.common.results import END
 from benchmarks.device_ops import capture
-from benchmarks.device_ops.capture import BETWEEN, KEYS, OTHER_WORK, READ, obstacles
+from benchmarks.device_ops.capture import BETWEEN, KEYS, MOVES, OTHER_WORK, READ, obstacles
 from paths import ROOT
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
@@ -58,11 +58,18 @@ def test_obstacles_are_found_in_their_part(wait, found, part):
                 wait(grad.view(-1), state)
             return average
 
-    without, mutant = (obstacles(m(rounding="nearest")) for m in (gradzip.BlockFloat, Mutant))
+    arguments = {"rounding": "nearest", "error_feedback": False}
+    without, mutant = (obstacles(m(**arguments)) for m in (gradzip.BlockFloat, Mutant))
     assert without == capture.Obstacles((), (READ["block_float.reduce"],))
     assert set(getattr(mutant, part)) == {*getattr(without, part), found}
     other = "end" if part == "hooks" else "hooks"
     assert getattr(mutant, other) == getattr(without, other)
+
+
+def test_states_that_move_are_found():
+    """Each step writes its residual to other memory than that of the last one, so that it can be undone."""
+    found = obstacles(gradzip.BlockFloat(rounding="nearest"))
+    assert found == capture.Obstacles((MOVES,), (READ["block_float.reduce"], MOVES))
 
 
 def test_launchers_call_nothing_that_capture_forbids():
