@@ -560,7 +560,9 @@ RESNETS = ("resnet20", "resnet18")
 TOPK4, PAPERS_FFT = "topk:theta=0.96,bits=4", "fft-range:error_feedback=false"
 FFT_90 = "fft-range:theta=0.9,error_feedback=false"
 SCHEDULE = "fft-range:theta={0:0.9,50%:0.0},error_feedback=false"
+LEARNING_RATE = MODELS["charlm-small"].lr  # of the recipe
 GRADIVEQ = "gradiveq:warmup_steps=10%,sample_steps=5%,compress_steps=20%"
+CLOSEST = "fft-range", "dct-range:theta=0.95"  # to no compression, in the default study
 FOUR_BITS = [f"block-float:bits=4{more}" for more in ("", ",error_feedback=false", ",rounding=nearest")]
 FOUR_BITS_NEAREST = "block-float:bits=4,rounding=nearest"
 FOUR_BITS_THEN_SIGNS = "phases:0=block-float(bits=4,rounding=nearest),75=momentum(inner=signsgd(majority=False))"
@@ -704,17 +706,6 @@ STATED: list[Stated] = [
             100 * (1 - tuned(IN_THREE_PHASES, "text", "charlm").score / tuned("none", "text", "charlm").score),
         ),
     ),
-    (
-        ACCURACY,
-        "with β = (0.3, 0.99) ends at {:.3f}, at {}, the best of its three learning rates, with {:.0f} times fewer "
-        "bytes.",
-        lambda: (
-            tuned(TOPK4, "text-betas", "betas").score,
-            tuned(TOPK4, "text-betas", "betas").lr,
-            fewer_of(tuned(TOPK4, "text-betas", "betas")),
-        ),
-    ),
-    (ACCURACY, "The default study, where all rates are {},", lambda: (runs("default", "text", "none")[0]["lr"],)),
     (ACCURACY, "AdamW ends at {:.3f} bits per character. What remains", lambda: (tuned("none").score,)),
     *(
         (
@@ -738,30 +729,29 @@ STATED: list[Stated] = [
     ),
     (
         ACCURACY,
-        "What is best for AdamW, {}, is {} times the rate of the other studies of text",
-        lambda: (
-            tuned("none").lr,
-            {2: "two", 4: "four"}[round(tuned("none").lr / runs("default", "text", "none")[0]["lr"])],
-        ),
+        "What is best for AdamW, {}, is {} times the rate of the recipe",
+        lambda: (tuned("none").lr, {2: "two", 4: "four"}[round(tuned("none").lr / LEARNING_RATE)]),
     ),
     *(
         (
             ACCURACY,
             f"| {method} | {betas} | {{:.3f}} | {{:.0f}} |",
-            lambda recipe=recipe, spec=spec: (score("default", recipe, spec), fewer("default", recipe, spec)),
+            lambda row=row: (tuned(*row).score, fewer_of(tuned(*row))),
         )
-        for method, betas, recipe, spec in (
-            ("no compression", "(0.9, 0.95)", "text", "none"),
-            ("`TopK(theta=0.99)`", "(0.9, 0.95)", "text", "topk"),
-            ("no compression", "(0.3, 0.99)", "text-betas", "none"),
-            ("`TopK(theta=0.96, bits=4)`", "(0.3, 0.99)", "text-betas", "topk:theta=0.96,bits=4"),
-            ("`QSGD()`", "(0.9, 0.95)", "text", "qsgd"),
+        for method, betas, row in (
+            ("no compression", "(0.9, 0.95)", ("none", "text", "text_more")),
+            ("`TopK(theta=0.99)`", "(0.9, 0.95)", ("topk", "text", "text_more")),
+            ("`TopK(theta=0.96, bits=4)`", "(0.9, 0.95)", (TOPK4, "text", "text_more")),
+            ("`TopK(theta=0.96, bits=4)`", "(0.3, 0.99)", (TOPK4, "text-betas", "betas")),
         )
     ),
     (
         ACCURACY,
-        "`ACPSGD(rank=4)` ends at {:.2f} with β = (0.3, 0.99)",
-        lambda: (score("default", "text-betas", "acpsgd:rank=4"),),
+        '`BlockFloat(bits=2, rounding="nearest")` at {:.3f} with {:.0f}',
+        lambda: (
+            tuned("block-float:bits=2,rounding=nearest", study="text_more").score,
+            fewer_of(tuned("block-float:bits=2,rounding=nearest", study="text_more")),
+        ),
     ),
     (
         ACCURACY,
@@ -877,16 +867,11 @@ STATED: list[Stated] = [
     ),
     (
         ACCURACY,
-        "`PowerSGD`, `DCTRange(theta=0.95)` and `QSGD()` come closest, with {:.0f}, {:.0f} and {:.0f} times fewer "
-        "bytes; so does `GradiVeQ`, with hardly fewer ({:.2f} times)",
-        lambda: tuple(fewer("default", "images", m) for m in ("powersgd", "dct-range:theta=0.95", "qsgd", GRADIVEQ)),
-    ),
-    (
-        ACCURACY,
-        "seed 0 ends at {:.2f} % here, and at {:.2f} % in the default study",
-        lambda: tuple(
-            next(run["scores"][-1] for run in runs(s, "images", "none") if run["seed"] == 0)
-            for s in ("block_float", "default")
+        "`FFTRange()` and `DCTRange(theta=0.95)` come closest, {:.1f} and {:.1f} points behind with {:.0f} and {:.0f} "
+        "times fewer bytes; so does `GradiVeQ`, with hardly fewer ({:.2f} times)",
+        lambda: (
+            *(behind("default", "images", m) for m in CLOSEST),
+            *(fewer("default", "images", m) for m in (*CLOSEST, GRADIVEQ)),
         ),
     ),
     # docs/advise.md
@@ -897,8 +882,8 @@ STATED: list[Stated] = [
     ),
     (
         ADVISE,
-        "with AdamW, it ends {:.2f} bits worse",
-        lambda: (tuned(SIGNS).score - tuned("none").score,),
+        "the training, which ended {:.2f} bits better than without compression",
+        lambda: (compressed_warmup("none").score - compressed_warmup(IN_THREE_PHASES).score,),
     ),
     (
         ADVISE,
