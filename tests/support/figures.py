@@ -130,14 +130,14 @@ def seeds_differ() -> float:
     return 100 * (max(scores) / min(scores) - 1)
 
 
-def with_muon(method: str) -> Row:
-    """The row of a method in the study of text with Muon."""
-    return tuned(method, "text-muon", "muon")
+def with_muon(method: str, study: str = "muon") -> Row:
+    """The row of a method in a study of text with Muon."""
+    return tuned(method, "text-muon", study)
 
 
-def above_muon(method: str) -> float:
+def above_muon(method: str, study: str = "muon") -> float:
     """By how many percent a method ends above no compression there."""
-    return 100 * (with_muon(method).score / with_muon("none").score - 1)
+    return 100 * (with_muon(method, study).score / with_muon("none", study).score - 1)
 
 
 def dense(row: Row) -> float:
@@ -564,6 +564,7 @@ LEARNING_RATE = MODELS["charlm-small"].lr  # of the recipe
 GRADIVEQ = "gradiveq:warmup_steps=10%,sample_steps=5%,compress_steps=20%"
 CLOSEST = "fft-range", "dct-range:theta=0.95"  # to no compression, in the default study
 FOUR_BITS = [f"block-float:bits=4{more}" for more in ("", ",error_feedback=false", ",rounding=nearest")]
+TWO_BITS = "block-float:bits=2,rounding=nearest"
 FOUR_BITS_NEAREST = "block-float:bits=4,rounding=nearest"
 FOUR_BITS_THEN_SIGNS = "phases:0=block-float(bits=4,rounding=nearest),75=momentum(inner=signsgd(majority=False))"
 IN_THREE_PHASES = "phases:0=qsgd,160=block-float(bits=4,rounding=nearest),200=momentum(inner=signsgd(majority=False))"
@@ -749,8 +750,8 @@ STATED: list[Stated] = [
         ACCURACY,
         '`BlockFloat(bits=2, rounding="nearest")` at {:.3f} with {:.0f}',
         lambda: (
-            tuned("block-float:bits=2,rounding=nearest", study="text_more").score,
-            fewer_of(tuned("block-float:bits=2,rounding=nearest", study="text_more")),
+            tuned(TWO_BITS, study="text_more").score,
+            fewer_of(tuned(TWO_BITS, study="text_more")),
         ),
     ),
     (
@@ -820,6 +821,11 @@ STATED: list[Stated] = [
         ACCURACY,
         "`OneBitSGD()` ends {:.1f} % above, with {:.0f} times fewer bytes",
         lambda: (above_muon("onebit"), fewer_of(with_muon("onebit"))),
+    ),
+    (
+        ACCURACY,
+        '`BlockFloat(bits=2, rounding="nearest")` ends {:.1f} % above, with {:.0f} times fewer bytes',
+        lambda: (above_muon(TWO_BITS, "muon_more"), fewer_of(with_muon(TWO_BITS, "muon_more"))),
     ),
     (
         ACCURACY,
