@@ -318,7 +318,7 @@ def test_studies():
     assert found.difference == "0.89 bits worse"
     assert found.conditions == "charlm-small of 0.28 M parameters on tinyshakespeare, 735 steps, one run"
     of_sgd = studies.study_of(gradzip.ACPSGD(), "sgd")
-    assert (of_sgd.difference, of_sgd.steps, of_sgd.holds) == ("0.9 points worse", 4680, True)
+    assert (of_sgd.difference, of_sgd.steps, of_sgd.holds) == ("0.8 points worse", 4680, True)
     assert studies.study_of(gradzip.BlockFloat(), "adamw").difference == "as fp32"
     # Coding and seed change no accuracy; the rank does.
     packed, plain = (studies.study_of(gradzip.QSGD(**given), "sgd") for given in ({"coding": "packed", "seed": 3}, {}))
@@ -354,7 +354,7 @@ def test_the_optimizer_decides_what_is_advised(optimizer, chosen):
     assert found.decide(found.rows(), optimizer).chosen == chosen
     assert re.match(rf"(Use|Do not compress: use) {chosen}\b", lines[0])
     if optimizer == "sgd":
-        assert lines[1].startswith("With SGD, acpsgd ends 0.9 points worse than fp32 (resnet8 of ")
+        assert lines[1].startswith("With SGD, acpsgd ends 0.8 points worse than fp32 (resnet8 of ")
         assert "Faster, but not advised with SGD for their accuracy: randomk 105 ms (not measured), signsgd" in lines[3]
     elif optimizer == "adamw":
         assert "acpsgd 114 ms (0.89 bits worse)" in lines[1]
