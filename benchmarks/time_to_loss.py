@@ -73,16 +73,21 @@ class Contender:
     """A way to train, and how long it takes.
 
     Args:
-        name: for people.
+        spec: a method of the study, or a stock variant that trains alike.
         parts: the variants of benchmarks/training that it consists of, each with its number of steps.
         score: at the end.
         steps: until the target is reached; None: it is not.
     """
 
-    name: str
+    spec: str
     parts: list[tuple[str, int]]
     score: float | None
     steps: int | None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return label(self.spec) if any(self.spec in variants for variants in STOCK.values()) else f"`{self.spec}`"
 
     def seconds(self, ms: dict[str, float]) -> float | None:
         """Until the target is reached, with these times of a step by variant; None if one is unknown."""
@@ -122,15 +127,15 @@ def contenders(table: Table) -> Iterator[Contender]:
 
     assert table.goal is not None  # there is a run without compression
 
-    def made(row: Row, name: str, of: list[tuple[str, int]]) -> Contender:
+    def made(row: Row, spec: str, of: list[tuple[str, int]]) -> Contender:
         epochs = None if row.score is None else epochs_to(table.goal, row.curve, settings["lower_is_better"])
-        return Contender(name, of, row.score, None if epochs is None else round(epochs * settings["steps"]))
+        return Contender(spec, of, row.score, None if epochs is None else round(epochs * settings["steps"]))
 
     for row in table.rows:
         for variant in STOCK.get(row.method, ()):
-            yield made(row, label(variant), [(variant, total)])
+            yield made(row, variant, [(variant, total)])
         if row.method != NONE:
-            yield made(row, f"`{row.method}`", parts(row.method, total))
+            yield made(row, row.method, parts(row.method, total))
 
 
 def epochs_to(goal: float, curve: list[float], lower_is_better: bool) -> float | None:

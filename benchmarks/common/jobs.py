@@ -106,6 +106,15 @@ def complete_line(file: Any) -> str:
     return ""
 
 
+def pin(rank: int, ranks: int) -> None:
+    """Give each rank its own cores. If there are fewer cores than ranks, ranks share one."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        share = len(cores) // ranks
+        mine = cores[rank * share : (rank + 1) * share] if share else [cores[rank % len(cores)]]
+        os.sched_setaffinity(0, mine)
+
+
 @contextmanager
 def started(command: Sequence[str], threads: int, log: Any) -> Iterator[subprocess.Popen]:
     """A running command, which is ended with the block."""

@@ -21,21 +21,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.jobs import pin
+
 RANK = int(os.environ.get("HOROVOD_RANK", os.environ.get("RANK", 0)))
 RANKS = int(os.environ.get("HOROVOD_SIZE", os.environ.get("WORLD_SIZE", 1)))
 
-
-def pin() -> None:
-    """Give each rank its own cores. If there are fewer cores than ranks, ranks share one."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        share = len(cores) // RANKS
-        mine = cores[RANK * share : (RANK + 1) * share] if share else [cores[RANK % len(cores)]]
-        os.sched_setaffinity(0, mine)
-
-
 if __name__ == "__main__":
-    pin()  # before threads start, which inherit it
+    pin(RANK, RANKS)  # before threads start, which inherit it
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402

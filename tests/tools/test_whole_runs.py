@@ -1,0 +1,76 @@
+"""benchmarks.whole_runs: real ranks train a run of a study to the end."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from benchmarks.common.results import END
+from benchmarks.convergence.recipes import Run, load_data
+from benchmarks.convergence.run import train
+from benchmarks.time_to_loss import Study
+from benchmarks.whole_runs import __main__ as whole_runs
+
+QUICK = Study("convergence_quick.json", "images", "Digits")
+LOCAL = "local(every=10):phases:0=qsgd,5%=block-float(bits=4,rounding=nearest)"
+FOUR = "block-float:bits=4,rounding=nearest"
+
+
+def command(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["whole_runs", *arguments])
+    whole_runs.main()
+
+
+@pytest.mark.long
+def test_a_whole_run(monkeypatch, tmp_path, one_thread):
+    """Four ranks end an epoch about where four simulated workers do: sums of four numbers depend on their order."""
+    monkeypatch.setattr(whole_runs, "STUDIES", (QUICK,))
+    file = tmp_path / "runs.json"
+    command(
+        monkeypatch, "--study", "quick", "--method", "acpsgd", "--epochs", "1", "--seconds", "1", "--json", str(file)
+    )  # fmt: skip
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["study"], row["method"], row["rate"], row["ranks"]) == ("quick", "acpsgd", "none", 4)
+    assert row["ms"].keys() == {"ddp:acpsgd"} and row["seconds"][0] > 0
+    run = Run("images", "acpsgd", row["lr"], 0, "cnn", 1, 4, 8, 1.0, "sgd", ())
+    simulated = train(run, load_data(run, None), tmp_path / "run.pt", lambda line: None)
+    assert row["scores"] == pytest.approx(simulated.scores, abs=1.0)
+
+
+def test_local_steps_follow_earlier_phases():
+    parts = [("ddp:qsgd", 5), (f"local(every=10):{FOUR}", 95)]
+    assert whole_runs.parts_of(whole_runs.Contender(LOCAL, parts, 2.0, 90), 100) == parts
+    phases = "phases:0=qsgd,10%=fp16"
+    one = whole_runs.Contender(phases, [("ddp:qsgd", 10), ("ddp:fp16", 90)], 2.0, 90)
+    assert whole_runs.parts_of(one, 100) == [("ddp:phases:0=qsgd,10=fp16", 100)]
+    stock = whole_runs.Contender("ddp-fp16", [("ddp-fp16", 100)], 2.0, 90)
+    assert whole_runs.parts_of(stock, 100) == [("ddp-fp16", 100)]
+
+
+def test_seconds_to_the_target_of_a_run():
+    study = next(study for study in whole_runs.STUDIES if whole_runs.name_of(study) == "text")
+    goal, steps = study.table().goal, study.table().settings["steps"]
+    row = {"scores": [goal + 0.5, goal + 0.1, goal - 0.1], "seconds": [10.0, 20.0, 40.0]}
+    assert whole_runs.taken(row, study) == (round(2.5 * steps), pytest.approx(30.0))
+    assert whole_runs.taken(row | {"scores": [goal + 0.5]}, study) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--study", "text", "--method", "topk"], "got topk, expected one of ddp, ddp-fp16, "),
+        (["--study", "text", "--method", "ddp"], "--data: got .* examples, expected the 7841 of tinyshakespeare.txt"),
+    ],
+)
+def test_errors(monkeypatch, tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        command(monkeypatch, *arguments, "--json", str(tmp_path / "runs.json"))
+    assert stopped.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_page_has_the_table_of_the_file():
+    rows = whole_runs.load(whole_runs.FILE)
+    table = whole_runs.PAGE.read_text().partition(whole_runs.START)[2].partition(END)[0]
+    assert rows and table == "\n".join(whole_runs.lines(rows)) + "\n"
