@@ -109,6 +109,7 @@ struct EliasSlots {
   uint32_t* words;  // of slot_words each
   uint32_t* sizes;  // bytes
   int words_each;
+  int unused = 0;  // in place of padding, so that all bytes of a launch's parameters are defined
 };
 
 GZ_DEVICE void store_chunk(const EliasSlots& slots, int64_t chunk, const uint32_t* words, uint32_t nbytes) {
