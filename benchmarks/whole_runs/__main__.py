@@ -49,6 +49,16 @@ def name_of(study: Study) -> str:
     return study.file.removeprefix("convergence_").removesuffix(".json")
 
 
+def study_named(name: str) -> Study:
+    """The study with the name that `--study` takes."""
+    return next(study for study in STUDIES if name_of(study) == name)
+
+
+def contender_of(row: dict[str, Any], table: Table) -> Contender:
+    """What a row of a file is a whole run of."""
+    return next(one for one in contenders(table) if one.spec == row["method"])
+
+
 def row_of(table: Table, spec: str) -> Row:
     """The row of a study that trains as a contender does."""
     method = next((method for method, variants in STOCK.items() if spec in variants), spec)
@@ -95,12 +105,6 @@ def train(run: Run, parts: list[tuple[str, int]], rate: str, data: str | None) -
     return jobs.run(command, threads=1, timeout=1800)
 
 
-def predicted(row: dict[str, Any], study: Study) -> float | None:
-    """Seconds to the target by `time_to_loss`, with the row's times of steps."""
-    one = next(one for one in contenders(study.table()) if one.spec == row["method"])
-    return one.seconds(row["ms"])
-
-
 def taken(row: dict[str, Any], study: Study) -> tuple[int, float] | None:
     """Steps and seconds until the run has reached the target; None: it has not."""
     table = study.table()
@@ -114,14 +118,13 @@ def taken(row: dict[str, Any], study: Study) -> tuple[int, float] | None:
 
 def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     """The table: what is predicted, and what whole runs took."""
-    studies = {name_of(study): study for study in STUDIES}
     header = ["study", "method", "network", "steps: study, run", "seconds: predicted, run", "", "score: study, run"]
     cells = []
     for row in rows:
-        study = studies[row["study"]]
+        study = study_named(row["study"])
         table = study.table()
-        one = next(one for one in contenders(table) if one.spec == row["method"])
-        ours, ran = predicted(row, study), taken(row, study)
+        one = contender_of(row, table)
+        ours, ran = one.seconds(row["ms"]), taken(row, study)
         steps = f"{one.steps or '–'}, {ran[0] if ran else '–'}"
         seconds = f"{ours:.0f}, {ran[1]:.0f}" if ours and ran else "not reached"
         share = f"{100 * (ran[1] / ours - 1):+.0f} %".replace("-", "−") if ours and ran else ""
@@ -163,7 +166,7 @@ def main() -> None:
 
 def measure(parser: Parser, args: Any, rows: list[dict[str, Any]]) -> None:
     """Measure the runs that are asked for, and add them to the rows and the file."""
-    (study,) = (study for study in STUDIES if name_of(study) == args.study)
+    study = study_named(args.study)
     table = study.table()
     known = {one.spec: one for one in contenders(table)}
     methods, rates = args.method or [], args.rate or ["none"]

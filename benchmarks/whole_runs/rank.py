@@ -31,7 +31,7 @@ import torch  # noqa: E402
 import data  # noqa: E402
 from benchmarks.convergence.recipes import Run, load_data, steps_per_epoch  # noqa: E402
 from benchmarks.convergence.training import Alone  # noqa: E402
-from benchmarks.training.averagers import averager, join_group  # noqa: E402
+from benchmarks.training.averagers import Averager, averager, join_group  # noqa: E402
 from models import MODELS, make_optimizer  # noqa: E402
 from train import cross_entropy, evaluate, learning_rate  # noqa: E402
 
@@ -57,17 +57,20 @@ class Training:
     def __init__(self, run: Run, dataset: data.Images | data.Text, variant: str) -> None:
         torch.manual_seed(run.seed)
         self.network = MODELS[run.network].build(*dataset.dimensions)
-        self.averaging = averager(variant)
+        averaging = averager(variant)
         options = dict(zip(("momentum", "beta2"), run.betas))
-        self.optimizer = make_optimizer(run.optimizer, self.network, run.lr, self.averaging.compressor, **options)
-        self.model, self.optimizer = self.averaging.wrap(self.network, self.optimizer)
+        self.optimizer = make_optimizer(run.optimizer, self.network, run.lr, averaging.compressor, **options)
+        self._wrap(averaging)
 
     def use(self, variant: str) -> None:
         """Average in another way from here on."""
         self.model = self.network  # frees the DDP module, and with it its hooks
         gc.collect()
-        self.averaging = averager(variant)
-        self.model, self.optimizer = self.averaging.wrap(self.network, self.optimizer)
+        self._wrap(averager(variant))
+
+    def _wrap(self, averaging: Averager) -> None:
+        self.averaging = averaging
+        self.model, self.optimizer = averaging.wrap(self.network, self.optimizer)
 
     def step(self, lr: float, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         for group in self.optimizer.param_groups:

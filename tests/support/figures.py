@@ -165,9 +165,9 @@ def whole_run(method: str) -> tuple[float, float]:
 
 
 def run_and_prediction(row: dict) -> tuple[float, float]:
-    studies = {whole_runs_of_studies.name_of(study): study for study in whole_runs_of_studies.STUDIES}
-    study = studies[row["study"]]
-    taken, ours = whole_runs_of_studies.taken(row, study), whole_runs_of_studies.predicted(row, study)
+    study = whole_runs_of_studies.study_named(row["study"])
+    taken = whole_runs_of_studies.taken(row, study)
+    ours = whole_runs_of_studies.contender_of(row, study.table()).seconds(row["ms"])
     assert taken is not None and ours is not None
     return taken[1], ours
 
