@@ -63,7 +63,10 @@ def parser(description: str | None = None) -> Parser:
     )
     recipes = list(SIZES["full"])
     parser.add_argument(
-        "--only", metavar="RECIPE", choices=recipes, help=f"one of {', '.join(recipes)} (default: all but the last two)"
+        "--only",
+        metavar="RECIPE",
+        choices=recipes,
+        help=f"one of {', '.join(recipes)} (default: all without local steps)",
     )
     several = {"action": "append", "metavar": "SPEC", "type": method}
     parser.add_argument("--compression", **several, help="a method; repeat for several (default: those of the recipe)")

@@ -40,6 +40,7 @@ OUTER_METHODS = (
     "local(every=5):phases:0=qsgd,5%=none", "local(every=100):phases:0=qsgd,5%=none", "local(every=30):none",
 )  # fmt: skip
 OUTER_LRS = (0.004, 0.008, 0.002)
+MUON_LRS = (0.016, 0.008, 0.032)
 REMEDY_METHODS = ("none", "topk:theta=0.96,bits=4", "qsgd", "acpsgd:rank=4")
 
 
@@ -88,6 +89,7 @@ def _recipes(images: Recipe, text: Recipe) -> dict[str, Recipe]:
         "text-muon": replace(text, methods=MUON_METHODS, optimizer="muon"),
         "images-outer": replace(images, methods=OUTER_METHODS),
         "text-outer": replace(text, methods=OUTER_METHODS, epochs=4 * text.epochs, lrs=OUTER_LRS),
+        "text-muon-outer": replace(text, methods=OUTER_METHODS, epochs=4 * text.epochs, lrs=MUON_LRS, optimizer="muon"),
     }
 
 
@@ -104,7 +106,7 @@ SIZES = {
 }
 
 
-BY_NAME = ("images-outer", "text-outer")  # recipes that are trained if they are asked for alone
+BY_NAME = ("images-outer", "text-outer", "text-muon-outer")  # recipes that are trained if they are asked for alone
 
 
 @dataclass(frozen=True)
