@@ -26,11 +26,17 @@ class AdamW(Optimizer):
 
         m = beta1 m + (1 - beta1) g
         p = (1 - lr weight_decay) p
-        p = p - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^T)) + eps)    where v is not 0
+        p = p - lr clip(m / (1 - beta1^t) / (sqrt(v / (1 - beta2^T)) + eps))    where v is not 0
 
-    m is the first moment that all ranks agreed on: `Momentum` hands back the g that leads to it. Where v is 0, as for
-    characters that the warm-up has not seen, there is no scale to step by: compressed momenta are not 0 there, and the
-    parameter would move by lr m / eps. Such elements are decayed only.
+    m is the first moment that all ranks agreed on: `Momentum` hands back the g that leads to it.
+
+    clip limits magnitudes to (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)): 1.16 for betas = (0.9, 0.95), and
+    7.3 for (0.9, 0.999). No gradients can move an element further in a step of AdamW, by the Cauchy-Schwarz inequality.
+    If v stands still, momenta can. Units of a ReLU network that the warm-up hardly used have tiny v, but errors of
+    compression as large as others have, and training diverges without the limit. There is none if beta1^2 >= beta2.
+
+    Where v is 0, as for characters that the warm-up has not seen, there is no scale to step by. Such elements are
+    decayed only, for as long as momenta are compressed.
 
     The optimizer learns from the front end which averages are of compressed momenta: nothing else is to be set. With
     `LocalGroup`, call its `tell_optimizers`.
@@ -123,10 +129,13 @@ class AdamW(Optimizer):
         divisors = torch._foreach_sqrt(second)
         torch._foreach_div_(divisors, [math.sqrt(1 - beta2**steps) for steps in learnt])
         torch._foreach_add_(divisors, group["eps"])
+        unbiased = [1 / (1 - beta1 ** float(state["step"])) for state in states]
+        smallest = torch._foreach_abs(first)  # of the divisors that limit the update
+        torch._foreach_mul_(smallest, [factor / _largest_update(beta1, beta2) for factor in unbiased])
+        torch._foreach_maximum_(divisors, smallest)
         torch._foreach_div_(divisors, torch._foreach_sign(second))  # infinite where v is 0
         torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
-        rates = [-lr / (1 - beta1 ** float(state["step"])) for state in states]
-        torch._foreach_addcdiv_(parameters, first, divisors, rates)
+        torch._foreach_addcdiv_(parameters, first, divisors, [-lr * factor for factor in unbiased])
 
     def _state(self, parameter: Tensor) -> dict[str, Any]:
         """The state of a parameter, under the names of torch's AdamW, and one more."""
@@ -136,6 +145,16 @@ class AdamW(Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
+
+
+def _largest_update(beta1: float, beta2: float) -> float:
+    """How far AdamW can move an element in a step, in units of the learning rate, whatever its gradients are.
+
+    With g_k the gradient k steps ago, m = (1 - beta1) sum beta1^k g_k and v = (1 - beta2) sum beta2^k g_k^2.
+    """
+    if beta1**2 >= beta2:
+        return math.inf
+    return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
 
 
 def _local(tensors: Iterable[Tensor]) -> list[Tensor]:

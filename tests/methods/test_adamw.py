@@ -19,6 +19,7 @@ SHAPES = {"w": (64, 48), "v": (32, 8, 3, 3), "b": (48,)}
 SEEN = 5  # rows of w that have gradients in the warm-up
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 WARMUP = 6
+LARGEST = 0.1 / math.sqrt(0.05 * (1 - 0.81 / 0.95))  # update in units of lr, of AdamW with these betas
 
 
 def parameters(dtype=torch.float32):
@@ -106,6 +107,8 @@ def reference(name, averages, warmup):
         if t <= warmup:
             v = beta2 * v + (1 - beta2) * g**2
         update = m / (1 - beta1**t) / (np.sqrt(v / (1 - beta2 ** min(t, warmup))) + eps)
+        if t > warmup:
+            update = np.clip(update, -LARGEST, LARGEST)
         p = (1 - lr * decay) * p - lr * np.where(v > 0, update, 0.0)
     return p, m, v
 
@@ -148,6 +151,55 @@ def test_elements_without_a_second_moment_are_only_decayed():
     torch.testing.assert_close(job.parameters["w"][SEEN:].detach().double(), decayed[SEEN:], rtol=1e-6, atol=0)
     moved = (job.parameters["w"].detach() - decayed)[:SEEN].abs()
     assert moved.min() > 0 and moved.max() < 1
+
+
+def test_no_element_moves_further_than_adamw_can_move_it():
+    """Whatever its second moment; the step is reached in the limit, by gradients that grow by beta2 / beta1 a step."""
+    job = Job(momentum()).train(WARMUP)
+    v = job.states["w"]["exp_avg_sq"]
+    v[:2] *= torch.tensor([1e-30, 1e-6])[:, None]
+    decay = 1 - OPTIONS["lr"] * OPTIONS["weight_decay"]
+    for _ in range(5):
+        before = job.parameters["w"].detach().clone()
+        job.train(1)
+        moved = (job.parameters["w"].detach() - decay * before)[:SEEN].abs() / OPTIONS["lr"]
+        assert moved.max() < LARGEST + 1e-4
+        assert moved[0].min() > LARGEST - 1e-4 > moved[2:].median()
+    growing, lr = (0.95 / 0.9) ** torch.arange(300.0), 1e-3
+    one = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([one], lr, (0.9, 0.95), eps=0.0, weight_decay=0.0)
+    for g in growing:
+        before = one.item()
+        one.grad = g.view(1)
+        optimizer.step()
+    assert (before - one.item()) / lr == pytest.approx(LARGEST, rel=1e-3)
+
+
+def test_units_that_the_warm_up_hardly_used_do_not_diverge():
+    """A ReLU network on digits: many second moments are tiny when they begin to stand still."""
+    digits = pytest.importorskip("sklearn.datasets").load_digits()
+    pixels, labels = torch.tensor(digits.data / 16).float(), torch.tensor(digits.target)
+    layers = [torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 128), torch.nn.ReLU()]
+    network = torch.nn.Sequential(*layers, torch.nn.Linear(128, 10))
+    named = dict(network.named_parameters())
+    optimizer, group = AdamW(named.values(), lr=0.004, betas=(0.9, 0.95)), LocalGroup(momentum(warmup=60), size=2)
+
+    def loss(examples):
+        return torch.nn.functional.cross_entropy(network(pixels[examples]), labels[examples])
+
+    losses = []
+    for step in range(120):
+        if step in (0, 60):
+            losses.append(loss(slice(None)).item())
+        batches = [
+            torch.randint(len(labels), (32,), generator=torch.Generator().manual_seed(10 * step + r)) for r in (0, 1)
+        ]
+        taken = [torch.autograd.grad(loss(batch), list(named.values())) for batch in batches]
+        for name, average in group.step([dict(zip(named, grads)) for grads in taken])[0].items():
+            named[name].grad = average
+        group.tell_optimizers(named)
+        optimizer.step()
+    assert loss(slice(None)).item() < 0.8 * losses[1] < 0.1 * losses[0]
 
 
 @pytest.mark.parametrize("foreign", [False, True])
