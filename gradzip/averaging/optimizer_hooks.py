@@ -50,15 +50,18 @@ _SECOND_MOMENT = (
     torch.optim.NAdam,
     torch.optim.RAdam,
     torch.optim.RMSprop,
+    torch.optim.Rprop,
+    *([torch.optim.Adafactor] if hasattr(torch.optim, "Adafactor") else []),  # since torch 2.5
 )
 
 
 @dataclass
 class Averaged:
-    """How a gradient was averaged by a method with momentum.
+    """How a gradient was averaged, if a method with momentum does it, or is going to.
 
     name: of the parameter, or of the bucket that was averaged as one tensor.
     compressed_momentum: whether the average is that of `Compressor.compresses_momentum`.
+    method: the one with momentum.
     """
 
     name: str
@@ -105,12 +108,15 @@ def install() -> None:
 
 def register(parameter: Tensor, averaging: Averaging) -> None:
     """Record how the gradient of a parameter was averaged. Call it in each step, before the optimizer's."""
-    method = averaging.method
-    averages_momentum = method.averaged_momentum is not None and averaging.compressed
-    if (method.optimizer_momentum or averages_momentum) and not averaging.frozen:
-        _averaged[parameter] = Averaged(averaging.name, averaging.compressed_momentum, weakref.ref(method))
-    else:
+    now = averaging.method
+    if now.optimizer_momentum or (now.averaged_momentum is not None and averaging.compressed):
+        method: Compressor | None = now
+    else:  # an optimizer that will not fit is refused now, and not when the phase begins
+        method = next((later for later in averaging.later_methods if later.averaged_momentum is not None), None)
+    if method is None or averaging.frozen:
         _averaged.pop(parameter, None)
+    else:
+        _averaged[parameter] = Averaged(averaging.name, averaging.compressed_momentum, weakref.ref(method))
 
 
 def averaged(parameter: Tensor) -> Averaged | None:
@@ -248,7 +254,7 @@ def _check_momentum(optimizer: Any, group: dict[str, Any], method: Compressor) -
     if own and own != beta:
         raise ValueError(
             f"{name}: got {option} = {group[option]} for a parameter whose momentum {kind} compresses with beta = "
-            f"{beta}, expected equal numbers: give {kind} beta={own}, or the optimizer a momentum of {beta}"
+            f"{beta}, expected equal numbers: give {kind} beta={own}, or the optimizer a constant momentum of {beta}"
         )
     decay = method.second_moment_decay
     if decay is not None and option == "betas" and float(group["betas"][1]) != decay:

@@ -46,6 +46,8 @@ class Averaging:
         self._before: dict[str, Any] | None = None  # of the state, in a step that has begun and is not over
         self._traffic = compressor.traffic
         self.compressed = compressed = self.compresses(like)
+        later = () if frozen else compressor.later_methods(name, prefix)
+        self.later_methods = [method for method in later if not method.bypasses(like)]
         if not (compressed or frozen) and like.numel() > self.method.max_numel:
             warnings.warn(
                 f"parameter {name!r} is averaged uncompressed: got {like.numel()} elements, "

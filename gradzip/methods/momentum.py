@@ -39,6 +39,7 @@ class _Average:
     compressed: bool  # whether the average is that of the compressed momenta
     square: float = 0.0  # the average's sum of squares, if "auto" needs it
     bound: float = 0.0  # of the magnitudes of the new momentum, once it is known
+    is_zero: bool = False  # in the warm-up, once it is known
 
 
 @register(
@@ -76,8 +77,9 @@ class Momentum(Compressor):
             docs/accuracy.md.
         beta: in [0, 1); the momentum of the optimizer, beta1 of AdamW.
         warmup_steps: first steps of a parameter, in which gradients are averaged uncompressed, in float32. Steps that
-            are skipped do not count. `gradzip.optim.AdamW` needs some, to learn its second moment. A tenth of a
-            training run of 735 steps was enough. "auto": until the second moment has settled, see below.
+            are skipped do not count, nor do those whose average is 0, as of a parameter that no rank has used.
+            `gradzip.optim.AdamW` needs some, to learn its second moment. A tenth of a training run of 735 steps was
+            enough. "auto": until the second moment has settled, see below.
         beta2: for ``warmup_steps="auto"``, in [0, 1): the decay rate of the optimizer's second moment, beta2 of AdamW.
 
     **When "auto" ends the warm-up:** AdamW's second moment v remembers 1 / (1 - beta2) steps. The sum of its elements,
@@ -227,7 +229,7 @@ class Momentum(Compressor):
     def compresses_momentum(self, state: State) -> bool:
         if self.warmup_steps == "auto":
             return getattr(state, "warmup_steps", None) is not None
-        return state.step >= self.warmup_steps
+        return state.step - getattr(state, "unused", 0) >= self.warmup_steps
 
     def add_residual(self, grad: Tensor, state: State) -> Routine:
         """Coroutine: what the rank offers, c. In the warm-up, the gradient and a residual that another method left."""
@@ -256,6 +258,7 @@ class Momentum(Compressor):
             average.bound = self.inner.max_abs_bound(average.average, limit)
             return average.bound + previous
         largest = super().max_abs_bound(average.average, limit)
+        average.is_zero = largest == 0
         average.bound = largest + previous
         return largest if average.bound <= _FLOAT32_MAX else math.inf  # the momentum must be finite, too
 
@@ -276,7 +279,9 @@ class Momentum(Compressor):
             if average.previous is not None:
                 yield from jointly(self._add_all, grad.device, (momentum, average.previous))
             state.residual = None  # it was sent
-            if self._is_auto:
+            if average.is_zero:
+                state.unused = getattr(state, "unused", 0) + 1
+            elif self._is_auto:
                 self._learn(state, average.square)
         if corrected is not grad:
             grad.copy_(corrected)

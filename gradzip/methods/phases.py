@@ -30,9 +30,10 @@ class Phases(Composite):
         phases: methods by the first step of their phase. One phase begins at step 0. On a command line:
             ``phases:0=none,1000=acpsgd(rank=4)``.
 
-    The step of a parameter is the number of times it was averaged. Steps in which it is frozen do not count, nor do
-    steps that are skipped. Step numbers are equal on all ranks, and a part of the state dict. Parameters that are
-    trained together change their method together; those of a model that is added later begin with the first phase.
+    The step of a parameter is the number of times it was averaged. Steps that are skipped do not count. Steps that do
+    not use it count where the front end averages zeros for it, as DDP and Horovod do; DDP also for one that is frozen
+    after it was wrapped. Step numbers are equal on all ranks, and a part of the state dict. Parameters that are trained
+    together change their method together; those of a model that is added later begin with the first phase.
 
     >>> import gradzip
     >>> compressor = gradzip.Phases({0: gradzip.NoCompression(), 2: gradzip.ACPSGD(rank=1)})
@@ -61,6 +62,9 @@ class Phases(Composite):
 
     def _method_at(self, step: int) -> Compressor:
         return self.phases[max(start for start in self.phases if start <= step)]
+
+    def later_methods(self, name: str, prefix: str = "") -> Sequence[Compressor]:
+        return [method for start, method in self.phases.items() if start > self._steps.get(prefix + name, 0)]
 
     def step_of(self, name: str, shape: torch.Size, prefix: str = "") -> int:
         return self._steps.get(prefix + name, 0)

@@ -70,6 +70,10 @@ class AdamW(Optimizer):
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options, ("lr", "eps", "weight_decay"))
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _check_options(param_group, "a param group")
+        super().add_param_group(param_group)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch.optim.AdamW.
 
@@ -77,9 +81,7 @@ class AdamW(Optimizer):
             ValueError: it is of an AdamW with amsgrad or maximize.
         """
         for group in state_dict["param_groups"]:
-            for option in ("amsgrad", "maximize"):
-                if group.get(option):
-                    raise ValueError(f"AdamW: got a state dict with {option} = True, expected one of AdamW without it")
+            _check_options(group, "a state dict")
         super().load_state_dict(state_dict)
         # Horovod broadcasts states and options one by one, so all ranks have the same ones, whoever has loaded.
         for group in self.param_groups:
@@ -89,19 +91,22 @@ class AdamW(Optimizer):
             if "exp_avg_sq" in state:
                 state.setdefault("exp_avg_sq_step", state["step"].clone())
 
-    def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
-        exact, held = {}, {}
-        for parameter, gradient in gradients.items():
-            averaged, state = optimizer_hooks.averaged(parameter), self.state[parameter]
-            if averaged is None or not averaged.compressed_momentum:
-                exact[parameter] = gradient
-            elif state:
-                held[parameter] = gradient
-            else:
+    def _check(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
+        for parameter in gradients:
+            averaged = optimizer_hooks.averaged(parameter)
+            if averaged is not None and averaged.compressed_momentum and not self.state.get(parameter):
                 raise ValueError(
                     f"AdamW: got a compressed momentum as the first average of {averaged.name!r}, expected gradients "
-                    "first, of which to learn the second moment: give Momentum some warmup_steps"
+                    "first, of which to learn the second moment: give Momentum more warmup_steps, or this parameter "
+                    "another method with PerLayer"
                 )
+
+    def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
+        exact: dict[Tensor, Tensor] = {}
+        held: dict[Tensor, Tensor] = {}
+        for parameter, gradient in gradients.items():
+            averaged = optimizer_hooks.averaged(parameter)
+            (held if averaged is not None and averaged.compressed_momentum else exact)[parameter] = gradient
         if exact:
             self._step_as_torch(group, exact)
         if held:
@@ -145,6 +150,13 @@ class AdamW(Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
+
+
+def _check_options(group: dict[str, Any], where: str) -> None:
+    """Raise ValueError if a param group has options of torch.optim.AdamW with which its steps would be others."""
+    for option in ("amsgrad", "maximize"):
+        if group.get(option):
+            raise ValueError(f"AdamW: got {where} with {option} = True, expected one of AdamW without it")
 
 
 def _largest_update(beta1: float, beta2: float) -> float:

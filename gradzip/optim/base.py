@@ -27,15 +27,20 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            gradients = {p: p.grad for p in group["params"] if p.grad is not None}
+        groups = [(group, {p: p.grad for p in group["params"] if p.grad is not None}) for group in self.param_groups]
+        for group, gradients in groups:  # before any parameter changes
             if any(gradient.is_sparse for gradient in gradients.values()):
                 raise ValueError(
                     f"{type(self).__name__}: got a sparse gradient, expected a dense one; use Embedding(sparse=False)"
                 )
+            self._check(group, gradients)
+        for group, gradients in groups:
             if gradients:
                 self._update(group, gradients)
         return loss
+
+    def _check(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
+        """Raise ValueError if `_update` cannot use these gradients."""
 
     def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         """Update the parameters of a group that have gradients."""

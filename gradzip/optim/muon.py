@@ -102,6 +102,10 @@ class Muon(AdamW):
                     '"adamw": True'
                 )
 
+    def _check(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
+        if group["adamw"]:
+            super()._check(group, gradients)
+
     def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         if group["adamw"]:
             super()._update(group, gradients)

@@ -250,11 +250,14 @@ def message(job):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("warmup", [0, WARMUP])
+PHASES = gradzip.Phases({0: TopK(), 3: NoCompression(), WARMUP: momentum(warmup=0)})
+
+
+@pytest.mark.parametrize("method", [momentum(warmup=0), momentum(), PHASES], ids=["at once", "warm-up", "phases"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam])
-def test_torchs_optimizers_with_a_second_moment_are_refused(kind, warmup):
+def test_torchs_optimizers_with_a_second_moment_are_refused(kind, method):
     """In the first step, not after the warm-up, and nothing has moved."""
-    job = Job(momentum(warmup=warmup), kind)
+    job = Job(copy.deepcopy(method), kind)
     before = job.values()
     assert message(job) == (
         f"{kind.__name__}: got a parameter whose momentum Momentum compresses, expected an optimizer without a second "
@@ -298,10 +301,33 @@ def test_sgd_is_as_without_compression(beta):
 
 
 def test_no_step_before_the_second_moment_is_learnt():
-    assert message(Job(momentum(warmup=0))) == (
+    """Nothing has moved: not even parameters of other groups, which are averaged uncompressed."""
+    job = Job(momentum(warmup=0))
+    w, v, b = job.parameters.values()
+    job.optimizer = AdamW([{"params": [b]}, {"params": [w, v]}], **OPTIONS)
+    before = job.values()
+    assert message(job) == (
         "AdamW: got a compressed momentum as the first average of 'w', expected gradients first, of which to learn the "
-        "second moment: give Momentum some warmup_steps"
+        "second moment: give Momentum more warmup_steps, or this parameter another method with PerLayer"
     )
+    assert equal(before, job.values())
+
+
+@pytest.mark.parametrize("warmup", [WARMUP, "auto"])
+def test_a_parameter_that_is_used_late_has_a_warm_up_of_its_own(warmup):
+    """Front ends average zeros for it until then, of which no second moment can be learnt."""
+    method = Momentum(SignSGD(majority=False), warmup_steps=warmup, beta2=0.5)  # remembers two steps
+    parameter, used = torch.nn.Parameter(torch.zeros(64, 48)), 30
+    optimizer, group = AdamW([parameter], lr=0.01, betas=(0.9, 0.5), weight_decay=0.0), LocalGroup(method, 2)
+    for step in range(60):
+        grads = [{"w": gradients(WARMUP, rank)["w"] * (step >= used)} for rank in range(2)]
+        parameter.grad = group.step(grads)[0]["w"]
+        group.tell_optimizers({"w": parameter})
+        optimizer.step()
+        if step in (used - 1, used + 2):
+            assert not method.compresses_momentum(group.compressors[0].states["w"])
+    assert group.compressors[0].compresses_momentum(group.compressors[0].states["w"])
+    assert parameter.detach().abs().median() > 0.1 and (parameter != 0).all()
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])
@@ -311,6 +337,8 @@ def test_states_that_it_cannot_continue_are_refused(option):
         ValueError, match=f"AdamW: got a state dict with {option} = True, expected one of AdamW without"
     ):
         AdamW(parameters().values()).load_state_dict(theirs.state_dict())
+    with pytest.raises(ValueError, match=f"AdamW: got a param group with {option} = True, expected one of AdamW with"):
+        AdamW([{"params": list(parameters().values()), option: True}])
 
 
 @pytest.mark.parametrize(

@@ -346,6 +346,10 @@ class Compressor(ABC):
         """The compressor of a parameter. prefix: of its model; the state's name is prefix + name."""
         return self
 
+    def later_methods(self, name: str, prefix: str = "") -> Sequence[Compressor]:
+        """The methods that `method_for` is known to return for a parameter in later steps."""
+        return ()
+
     def step_of(self, name: str, shape: torch.Size, prefix: str = "") -> int:
         """The number of steps of a parameter so far, the same on all ranks. Arguments: as in `method_for`."""
         state = self.method_for(name, shape, prefix).memory.find(prefix + name)
