@@ -86,7 +86,7 @@ class Momentum(Compressor):
     ||v||, is the running mean of the average gradient's sum of squares, which all ranks see. The running mean of ||v||
     at the same rate is about ||v|| as many steps earlier. Both are corrected for their bias, and summed over the
     parameters that are compressed and still in their warm-up. The warm-up ends for all of them after the step in which
-    the two differ by less than 4 %, but not in the first 2 / (1 - beta2) steps. `states[name].warmup_steps` is the
+    the two differ by less than 4 %, but not in the first 2 / (1 - beta2) steps. `memory.find(name).warmup_steps` is the
     number of steps it took; late parameters have a warm-up of their own. Training a small language model for 735 steps
     with beta2 = 0.95, it ended after 154, 133 and 138 steps at the learning rates 0.002, 0.004 and 0.008, and ||v|| had
     not settled in 300 steps with beta2 = 0.98. A learning rate that still rises may hold the gradients still, too: if
