@@ -138,8 +138,8 @@ class LocalSteps(OuterLoop):
         worker = Worker(model, optimizer, "LocalSteps")
         super().__init__([worker], Schedule(every, fragments, delay, blend, "LocalSteps"))
         self._shards = worker.shards
-        place = "" if self._shards is None else f"shard{self._shards.rank()}of{self._shards.size()}."
-        self._session.name_states(worker.parameters, "model", place)
+        self._shard = "" if self._shards is None else f"shard{self._shards.rank()}of{self._shards.size()}"
+        self._session.name_states(worker.parameters, "model", self._shard and f"{self._shard}.")
         self._device = next(iter(worker.trained.values())).device
         self._replicas = Replicas(group, self) if hasattr(group, "start_quorum") else None
         self._elastic = False
@@ -177,6 +177,7 @@ class LocalSteps(OuterLoop):
         """
         self._receive()
         return {
+            "shard": self._shard,
             "steps": self._workers[0].steps,
             "next": self._next,
             "fragments": len(self._fragments),
@@ -191,12 +192,17 @@ class LocalSteps(OuterLoop):
         """Load what `state_dict` has returned, on all ranks. Training goes on with the same bits.
 
         Raises:
-            ValueError: it is of another model or method, of other fragments, or no state dict.
+            ValueError: it is of another model, shard or method, of other fragments, or no state dict.
         """
         if not (isinstance(state_dict, Mapping) and state_dict.keys() >= _KEYS):
             got = f"a dict with {sorted(state_dict)}" if isinstance(state_dict, Mapping) else in_line(state_dict)
             raise ValueError(
                 f"LocalSteps.load_state_dict: got {got}, expected what state_dict() returned; without one, load nothing"
+            )
+        if (shard := state_dict.get("shard", self._shard)) != self._shard:
+            raise ValueError(
+                f"LocalSteps.load_state_dict: got a state dict of shard {shard!r}, expected {self._shard!r}: load that "
+                "of this rank, on the same mesh"
             )
         if state_dict["fragments"] != len(self._fragments):
             raise ValueError(

@@ -245,13 +245,21 @@ def sharded():
 
 @on_request
 def sharded_errors():
-    """The errors of a group of all ranks, and after a NaN in one shard, what `run_sharded` returns."""
+    """The errors of a group of all ranks, and after a NaN in one shard, what `run_sharded` returns. Then the errors of
+    a checkpoint of all ranks and of another shard, and global parameters before and after one of the same shard.
+    """
     model, optimizer = fsdp_model()
     everyone = message(lambda: gradzip.outer.LocalSteps(model, optimizer))
+    outer = gradzip.outer.LocalSteps(model, optimizer, group=mesh()["replicate"])  # the method has no names
+    saved, place = gather_objects(outer.state_dict()), mesh()["replicate"].get_local_rank()
+    merged, loaded = message(gradzip.checkpoint.merge, saved), message(outer.load_state_dict, saved[job.rank ^ 1])
+    outer.load_state_dict(gradzip.checkpoint.shard(gradzip.checkpoint.merge(saved[job.rank % 2 :: 2]), place, 2))
+    resumed = [list(state["global"]["parameters"].values()) for state in (saved[job.rank], outer.state_dict())]
+    outer.remove()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         after, _ = run_sharded({"every": EVERY}, diverges=2)
-    return everyone, after, [str(w.message) for w in caught]
+    return everyone, after, [str(w.message) for w in caught], merged, loaded, resumed
 
 
 def mesh():

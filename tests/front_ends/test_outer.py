@@ -1,5 +1,7 @@
 """Local steps: the algorithm against a plain reference, and real jobs against workers in one process."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -328,6 +330,39 @@ def test_a_twin_has_the_backend_of_its_group():
         dist.destroy_process_group()
 
 
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+def test_ranks_keep_their_own_steps_in_one_checkpoint_but_not_other_exchanges():
+    """The state dicts of one rank in several steps, as if of several ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, optimizer = make(0)
+        outer = gradzip.outer.LocalSteps(model, optimizer, every=3, delay=1)
+        saved = []
+        for step in range(7):
+            take_step(model, optimizer, 0, step)
+            saved.append(copy.deepcopy(outer.state_dict()))
+        outer.synchronize()
+        saved.append(outer.state_dict())
+        outer.remove()
+    finally:
+        dist.destroy_process_group()
+    merge, shard = gradzip.checkpoint.merge, gradzip.checkpoint.shard
+    for ranks in (saved[0:2], saved[2:5]):  # in each, some have applied an exchange that others have only received
+        merged = merge(ranks)
+        for rank, own in enumerate(ranks):
+            given = shard(merged, rank, len(ranks))
+            for name in ("steps", "exchanges", "equal", "pending"):
+                assert given[name] == own[name], (rank, name)
+    assert saved[-1]["equal"]
+    with pytest.warns(UserWarning, match="residuals are dropped"):
+        assert not shard(merge(saved[-1:]), 1, 2)["equal"]
+    with pytest.raises(ValueError, match=r"merge: got state dicts with exchanges \[0, 1\], expected the same on all"):
+        merge(saved[1:3])
+    for name, value in (("next", 1), ("fragments", 2), ("shard", "shard1of2")):
+        with pytest.raises(ValueError, match=rf"merge: got state dicts with {name}s? \["):
+            merge([saved[0], saved[0] | {name: value}])
+
+
 def test_parameters_that_are_added_later_are_refused():
     models, optimizers, _ = workers(2, every=1)
     optimizers[1].add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
@@ -512,7 +547,10 @@ def test_sites_whose_models_are_sharded_diverge_as_one(tmp_path):
     pytest.importorskip("torch.distributed.fsdp._fully_shard", reason="torch without FSDP2")
     ranks = scenarios(4, "outer_worker.py", tmp_path, "sharded_errors", run=torchrun)["sharded_errors"]
     second = 2 * EVERY - 1
-    for rank, (everyone, after, texts) in enumerate(ranks):
+    for rank, (everyone, after, texts, merged, loaded, resumed) in enumerate(ranks):
+        assert "got state dicts with shards ['shard0of2', 'shard1of2'], expected those of one shard" in merged
+        assert f"got a state dict of shard 'shard{1 - rank % 2}of2', expected 'shard{rank % 2}of2'" in loaded
+        assert all(map(torch.equal, *resumed))
         other = ranks[(rank + 2) % 4][1]
         assert "hold different shards of the model" in everyone
         assert any("it restarts from the global" in text for text in texts) == (rank >= 2)  # the site of rank 2

@@ -194,3 +194,19 @@ def test_merge_and_shard_errors():
         shard(a, 0, 1)
     with pytest.raises(ValueError, match="shard: got rank = 2 of 2, expected one from 0 to 1"):
         shard(merge([a, a]), 2, 2)
+
+
+@pytest.mark.parametrize("spec", ["topk", "phases:0=topk,5=qsgd"])
+def test_states_of_different_shards_are_not_merged(spec):
+    """With FSDP2, names of states begin with the shard's place. One rank's names would not be the other's."""
+    saved = []
+    for place in ("shard0of2", "shard1of2"):
+        group = gradzip.LocalGroup(gradzip.parse(spec), 2)
+        group.step([{f"{place}.w": torch.randn(64, 48), f"{place}.bias": torch.randn(48)} for _ in range(2)])
+        saved.append([c.state_dict() for c in group.compressors])
+    for of_shard in saved:
+        assert shard(merge(of_shard), 1, 2).keys() == of_shard[1].keys()
+    with pytest.raises(
+        ValueError, match=r"got state dicts with shards \['shard0of2', 'shard1of2'\], expected those of o"
+    ):
+        merge([saved[0][0], saved[1][0]])
