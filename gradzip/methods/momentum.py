@@ -15,7 +15,7 @@ from .. import ops
 from ..collectives import Mean, ToHost
 from ..collectives.routines import Local, Routine, jointly
 from ..memory.state import State
-from ..memory.state_dict import is_count
+from ..memory.state_dict import check_method, in_line, is_count
 from .base.composite import Composite
 from .base.compressor import Compressor
 from .base.registry import register
@@ -215,6 +215,17 @@ class Momentum(Compressor):
         if skipped and self.beta > _NEGLIGIBLE:
             momentum.div_(self.beta)
             state.momentum_bound /= self.beta
+
+    def state_dict(self) -> dict[str, Any]:
+        """`Compressor.state_dict`, with the class of `inner`, whose states they are."""
+        return super().state_dict() | {"inner": type(self.inner).__name__}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        check_method(state_dict, "Momentum")
+        inner = type(self.inner).__name__
+        if (got := state_dict.get("inner", inner)) != inner:
+            raise ValueError(f"Momentum.load_state_dict: got the state of {in_line(got)}, expected that of {inner!r}")
+        super().load_state_dict(state_dict)
 
     # --- a step
 

@@ -119,6 +119,16 @@ def test_warm_up_is_exact_and_counts_the_steps_of_each_parameter():
     assert torch.equal(average(group, 9, "v"), late)  # a parameter that is trained later has a warm-up of its own
 
 
+def test_the_state_of_another_inner_method_is_refused():
+    saved = Momentum(TopK(theta=0.9)).state_dict()
+    with pytest.raises(
+        ValueError, match=r"Momentum.load_state_dict: got the state of 'TopK', expected that of 'SignSGD'"
+    ):
+        Momentum(SignSGD()).load_state_dict(saved)
+    del saved["inner"]  # as it was saved before
+    Momentum(SignSGD()).load_state_dict(saved)
+
+
 def test_small_gradients_keep_no_momentum():
     group = LocalGroup(Momentum(SignSGD(), warmup_steps=1), 2)
     for step in range(3):
