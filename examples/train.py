@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import data
 import engines
 import gradzip
-from gradzip.outer.fragments import Schedule
+from gradzip.outer.fragments import Schedule, cut
 from models import MODELS, OPTIMIZERS, make_optimizer
 
 EXAMPLES = """\
@@ -193,8 +193,10 @@ def parse_arguments():
     args.optimizer = args.optimizer or MODELS[args.model].optimizer
     if args.beta2 is not None and args.optimizer == "sgd":
         parser.error("argument --beta2: got it for sgd, which has none; give --momentum, or another --optimizer")
-    if not args.local_steps and (args.fragments > 1 or args.delay or args.blend):
-        parser.error("arguments --fragments, --delay, --blend: got them without --local-steps, expected it with them")
+    if not args.local_steps and (args.fragments > 1 or args.delay or args.blend or args.outer != "nesterov"):
+        parser.error(
+            "arguments --outer, --fragments, --delay, --blend: got one without --local-steps, expected it, too"
+        )
     if args.local_steps:
         try:
             Schedule(args.local_steps, **streaming(args), what="--local-steps")
@@ -443,7 +445,10 @@ def main():
     args = parse_arguments()
     try:
         dataset = MODELS[args.model].data(args.data)
-    except data.DataError as error:
+        with torch.device("meta"):  # without memory
+            model = MODELS[args.model].build(*dataset.dimensions)
+        cut(dict(model.named_parameters()), args.fragments, "--local-steps")
+    except (data.DataError, ValueError) as error:
         fail(error)
     try:
         engine = engines.ENGINES[args.engine]()

@@ -147,6 +147,19 @@ def test_bad_arguments_are_a_one_line_error(monkeypatch, capsys, arguments):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--local-steps", "50", "--fragments", "40"), "got fragments = 40, expected at most the 5 layers"),
+        (("--local-steps", "3", "--fragments", "4"), "got fragments = 4 and every = 3"),
+        (("--outer", "mean"), "got one without --local-steps"),
+        (("--delay", "2"), "got one without --local-steps"),
+    ],
+)
+def test_bad_local_steps_are_a_one_line_error(monkeypatch, capsys, arguments, says):
+    assert says in error_of(monkeypatch, capsys, *arguments)
+
+
+@pytest.mark.parametrize(
     ("name", "parameters"),
     [("cnn", 188_810), ("resnet8", 75_290), ("resnet20", 269_722), ("resnet18", 11_173_962), ("alexnet", 27_445_194)],
 )
