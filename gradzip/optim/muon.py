@@ -102,6 +102,20 @@ class Muon(AdamW):
                     '"adamw": True'
                 )
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class.
+
+        Raises:
+            ValueError: it is of another optimizer, or of other param groups.
+        """
+        saved, own = ([g.get("adamw") for g in groups] for groups in (state_dict["param_groups"], self.param_groups))
+        if saved != own:
+            raise ValueError(
+                f"Muon: got a state dict of param groups with adamw = {saved}, expected {own}: load that of a Muon with "
+                "the same groups"
+            )
+        super().load_state_dict(state_dict)
+
     def _check(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         if group["adamw"]:
             super()._check(group, gradients)

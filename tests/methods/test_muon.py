@@ -101,6 +101,16 @@ def test_momenta_are_compressed_if_they_are_the_optimizers():
     assert optimizer.state[named["e"]]["exp_avg_sq_step"] == 2
 
 
+def test_state_dicts_of_others_are_refused():
+    named = parameters()
+    optimizer = gradzip.optim.Muon(groups(named))
+    for other in (torch.optim.AdamW(named.values()), gradzip.optim.Muon(groups(named)[::-1])):
+        with pytest.raises(
+            ValueError, match=r"Muon: got a state dict .* adamw = \[.*\], expected \[False, True\]: load"
+        ):
+            optimizer.load_state_dict(other.state_dict())
+
+
 def test_errors():
     vector = torch.zeros(3, requires_grad=True)
     with pytest.raises(ValueError, match=r"Muon: got a parameter of shape \[3\], expected a whole matrix; put it into"):
