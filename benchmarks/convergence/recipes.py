@@ -34,10 +34,11 @@ MUON_METHODS = (
     "signsgd:majority=False",
 )  # fmt: skip
 OUTER_METHODS = (
-    "none", "local(every=30):phases:0=qsgd,5%=none", "local(every=10):phases:0=qsgd,5%=none",
-    "local(every=30):phases:0=qsgd,5%=block-float(bits=4,rounding=nearest)",
-    "local(every=30):phases:0=qsgd,5%=topk(theta=0.985,bits=2,chunk=4096,residual_decay=0.95)",
-    "local(every=5):phases:0=qsgd,5%=none", "local(every=100):phases:0=qsgd,5%=none", "local(every=30):none",
+    "none", "local(every=10):phases:0=qsgd,20%=none", "local(every=30):phases:0=qsgd,20%=none",
+    "local(every=10):phases:0=qsgd,20%=block-float(bits=4,rounding=nearest)",
+    "local(every=30):phases:0=qsgd,20%=block-float(bits=4,rounding=nearest)",
+    "local(every=30):phases:0=qsgd,20%=topk(theta=0.985,bits=2,chunk=4096,residual_decay=0.95)",
+    "local(every=5):phases:0=qsgd,20%=none", "local(every=100):phases:0=qsgd,20%=none", "local(every=30):none",
 )  # fmt: skip
 OUTER_LRS = (0.004, 0.008, 0.002)
 MUON_LRS = (0.016, 0.008, 0.032)

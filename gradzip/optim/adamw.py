@@ -45,8 +45,9 @@ class AdamW(Optimizer):
         params, lr, betas, eps, weight_decay: as of torch.optim.AdamW, with the same defaults. beta1 must be the `beta`
             of `Momentum`.
 
-    State dicts are those of torch.optim.AdamW, and each loads those of the other. They also have "exp_avg_sq_step", the
-    number of steps that the second moment was learnt in. Loading resets nothing.
+    State dicts are those of torch.optim.AdamW, and each loads those of the other (docs/usage.md has how, from files of
+    torch.distributed.checkpoint). They also have "exp_avg_sq_step", the number of steps that the second moment was
+    learnt in. Loading resets nothing.
 
     Raises ValueError in a step: a parameter's first average is of compressed momenta, so that it has no second moment.
 
