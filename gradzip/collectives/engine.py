@@ -73,6 +73,9 @@ class Engine(ABC):
     def forget_lengths(self) -> None:  # noqa: B027 (most engines remember none)
         """Forget the lengths of earlier payloads: buckets or methods have changed. All ranks must call it."""
 
+    def separate(self) -> None:  # noqa: B027 (most engines match operations by their slots)
+        """Run collectives from now on where no operation of others comes between. All ranks must call it."""
+
     def count(self, nbytes: int) -> None:
         """Count bytes that this rank sends."""
         self.traffic.count(nbytes, self.scope)

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -70,19 +70,12 @@ class TorchEngine(Engine):
     @cached_property
     def ring(self) -> Ring:
         """The ring for RingSums, on a process group of its own, where no other operation can come between."""
-        return Ring(self._new_group(self.members), traffic=self.traffic)
+        return Ring(_new_group(self.group, self.members), traffic=self.traffic)
 
-    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A process group of the same backend. All of its ranks must call it."""
-        try:
-            backend = dist.get_backend(self.group)
-        except ValueError:
-            raise ValueError(
-                "TorchEngine: got a process group that torch.distributed has not made, expected one of new_group: the "
-                "method needs more groups; choose another one than Hierarchical or GradiVeQ"
-            ) from None
-        group: Any = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-        return group
+    def separate(self) -> None:
+        self.group = _new_group(self.group, self.members)
+        if self.shards is not None:
+            self.shards = _new_group(self.shards, dist.get_process_group_ranks(self.shards))
 
     def forget_lengths(self) -> None:
         self.capacities.clear()
@@ -102,7 +95,7 @@ class TorchEngine(Engine):
         members, engines = self.members, {}
         for scope, of_scope in groups.items():
             ranks = [members[i] for group in of_scope if self.rank in group for i in group]
-            engines[scope] = TorchEngine(self._new_group(ranks), self.traffic, self.device)
+            engines[scope] = TorchEngine(_new_group(self.group, ranks), self.traffic, self.device)
             engines[scope].scope = scope
         return engines
 
@@ -132,6 +125,18 @@ class TorchEngine(Engine):
         gathered = [torch.empty_like(own) for _ in range(self.shards.size())]
         dist.all_gather(gathered, own, self.shards)
         return [math.fsum(column) for column in zip(*(numbers.tolist() for numbers in gathered))]
+
+
+def _new_group(other: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A process group of some of another one's ranks, with its backend. These ranks must all call it."""
+    try:
+        backend = dist.get_backend(other)
+    except ValueError:
+        raise ValueError(
+            "TorchEngine: got a process group that torch.distributed has not made, expected one of new_group: the "
+            "method needs more groups; choose another one than Hierarchical or GradiVeQ"
+        ) from None
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend, use_local_synchronization=True))
 
 
 class _PendingRing:

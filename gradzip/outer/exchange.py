@@ -128,7 +128,7 @@ class OuterLoop(ABC):
         exchanges: applied so far.
     """
 
-    def __init__(self, workers: Sequence[Worker], schedule: Schedule) -> None:
+    def __init__(self, workers: Sequence[Worker], schedule: Schedule, outer: MakeOptimizer | None) -> None:
         self.schedule = schedule
         self.exchanges = 0
         self._workers = workers
@@ -137,13 +137,13 @@ class OuterLoop(ABC):
             [name for name in names if name in local]
             for names in cut(workers[0].trained, schedule.fragments, schedule.what)
         ]
+        self._global = GlobalCopy(local, outer, schedule.what)
         self._next = 0  # the fragment whose turn is next
         self._pending: Pending | None = None
         self._equal = True  # whether all local parameters are the global ones
 
-    def _begin(self, outer: MakeOptimizer | None) -> None:
-        """Make the parameters of the first worker here the global ones, and count steps from now on."""
-        self._global = GlobalCopy(self._workers[0].parameters, outer, self.schedule.what)
+    def _begin(self) -> None:
+        """Make local parameters the global ones, and count steps from now on."""
         for worker in self._workers:
             self._global.write(worker.parameters)
         self._hooks = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -79,6 +80,12 @@ class GlobalCopy:
                 "lambda params: torch.optim.SGD(params, lr=0.7)"
             )
 
+    @property
+    def options(self) -> str:
+        """The class of the outer optimizer and the options of its param groups, which ranks compare."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        return f"{type(self.optimizer).__name__} {json.dumps(groups, default=_comparable)}"
+
     @torch.no_grad()
     def differences(self, parameters: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         """Global minus local parameters: in this direction, an optimizer subtracts them as it does gradients."""
@@ -136,6 +143,11 @@ class GlobalCopy:
         for name, copy in self.tensors.items():
             copy.copy_(saved[name])
         self.optimizer.load_state_dict(state_dict["optimizer"])
+
+
+def _comparable(value: Any) -> Any:
+    """What JSON holds of an option. The representation of a function, for example, differs between processes."""
+    return value.tolist() if isinstance(value, Tensor) else type(value).__name__
 
 
 def _shapes(named: Iterable[tuple[str, Tensor]]) -> dict[str, list[int]]:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,7 +136,7 @@ class LocalSteps(OuterLoop):
             )
         self._session = Session(self.compressor, "LocalSteps")
         worker = Worker(model, optimizer, "LocalSteps")
-        super().__init__([worker], Schedule(every, fragments, delay, blend, "LocalSteps"))
+        super().__init__([worker], Schedule(every, fragments, delay, blend, "LocalSteps"), outer)
         self._shards = worker.shards
         self._shard = "" if self._shards is None else f"shard{self._shards.rank()}of{self._shards.size()}"
         self._session.name_states(worker.parameters, "model", self._shard and f"{self._shard}.")
@@ -153,7 +153,7 @@ class LocalSteps(OuterLoop):
         self._runner: Foreground[Exchanged] = (
             Background(self.seconds, self._device) if delay else Foreground(self.seconds)
         )
-        self._begin(outer)
+        self._begin()
         if self._replicas is not None:
             self._replicas.join()
 
@@ -248,14 +248,13 @@ class LocalSteps(OuterLoop):
         else:
             process_group = _process_group(group)
             _check_shards(process_group, self._shards)
-            if self.schedule.delay:  # in the background, no operation of others may come between
-                process_group = _twin(process_group)
-                self._shards = None if self._shards is None else _twin(self._shards)
             engine = session.torch_engine(process_group, self._device, self._shards)
         self._compare(engine)
+        if self.schedule.delay:  # in the background, no operation of others may come between
+            engine.separate()
         counted, engine.traffic = engine.traffic, Traffic()  # the first values do not count, as with DDP and Horovod
-        for name, parameter in self._workers[0].parameters.items():
-            parameter.data.copy_(engine.run(Broadcast(parameter.detach()), f"outer.start.{name}"))
+        for name, tensor in self._global.tensors.items():
+            tensor.data.copy_(engine.run(Broadcast(tensor.detach()), f"outer.start.{name}"))
         engine.traffic = counted
 
     def _connect_again(self) -> None:
@@ -279,13 +278,14 @@ class LocalSteps(OuterLoop):
 
     def _compare(self, engine: Engine) -> None:
         """Compare the ranks' configurations, and go on with this engine."""
-        of_ranks = self._session.connect(engine, self._workers[0].parameters, "outer.handshake", asdict(self.schedule))
+        arguments = asdict(self.schedule) | {"outer": self._global.options}
+        of_ranks = self._session.connect(engine, self._workers[0].parameters, "outer.handshake", arguments)
         for rank, theirs in enumerate(of_ranks):
             for name, ours in of_ranks[0].items():
                 if theirs[name] != ours:
                     raise RuntimeError(
                         f"LocalSteps: rank {rank} has {name} = {theirs[name]}, rank 0 {name} = {ours}; give all ranks "
-                        "the same number"
+                        "the same one"
                     )
 
     # --- an exchange
@@ -393,12 +393,6 @@ def _process_group(group: Any) -> dist.ProcessGroup:
             '"horovod"'
         )
     return group
-
-
-def _twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another process group of the same ranks and backend. They all must call it."""
-    ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
-    return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend, use_local_synchronization=True))
 
 
 def _check_shards(group: dist.ProcessGroup, shards: dist.ProcessGroup | None) -> None:

@@ -305,9 +305,12 @@ def refused():
     loads = [message(outer.load_state_dict, other) for other in (None, {"steps": 1})]
     outer.remove()
     every = message(lambda: gradzip.outer.LocalSteps(model, optimizer, every=3 + job.rank, group=GROUP))
-    delay = message(lambda: gradzip.outer.LocalSteps(model, optimizer, delay=1 + job.rank, group=GROUP))
+    delay = message(lambda: gradzip.outer.LocalSteps(model, optimizer, delay=2 * job.rank, group=GROUP))
+    averages = [None, gradzip.outer.nesterov][job.rank]
+    outer = message(lambda: gradzip.outer.LocalSteps(model, optimizer, outer=averages, group=GROUP))
     method = gradzip.TopK(theta=0.9 + job.rank / 100)
-    return every, delay, message(lambda: gradzip.outer.LocalSteps(model, optimizer, method, group=GROUP)), loads
+    method = message(lambda: gradzip.outer.LocalSteps(model, optimizer, method, group=GROUP))
+    return every, delay, outer, method, loads
 
 
 if __name__ == "__main__":

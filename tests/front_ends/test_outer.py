@@ -482,12 +482,14 @@ def test_a_monitor_sees_differences_and_how_the_ranks_agree(results):
 
 
 def test_other_arguments_and_state_dicts_are_refused(results):
-    for every, delay, method, loads in results["refused"]:
+    for every, delay, outer, method, loads in results["refused"]:
         assert loads[0].startswith(
             "ValueError: LocalSteps.load_state_dict: got None, expected what state_dict() returned"
         )
         assert "got a dict with ['steps'], expected" in loads[1]
-        assert "rank 1 has delay = 2, rank 0 delay = 1" in delay
+        assert "rank 1 has delay = 2, rank 0 delay = 0" in delay
+        assert 'rank 1 has outer = SGD [{"lr": 0.7, "momentum": 0.9' in outer
+        assert 'rank 0 outer = SGD [{"lr": 1.0, "momentum": 0,' in outer
         assert "rank 1 has every = 4, rank 0 every = 3" in every
         assert "rank 1 compresses with TopK" in method
 
