@@ -178,8 +178,10 @@ class OuterLoop(ABC):
         """Stop counting steps: exchange no more. Waits for an exchange in progress, which is not applied."""
         for hook in self._hooks:
             hook.remove()
-        self._receive()
-        self._pending = None
+        try:
+            self._receive()
+        finally:
+            self._pending = None
 
     @property
     def _steps(self) -> int:
@@ -229,7 +231,15 @@ class OuterLoop(ABC):
         """Wait for the exchange in progress, if there is one. The outer optimizer takes its step."""
         pending = self._pending
         if pending is not None and pending.received is None:
-            self._take(pending, pending.wait())
+            self._take(pending, self._wait(pending))
+
+    def _wait(self, pending: Pending) -> Exchanged:
+        """Wait for the exchange in progress. If it has failed, it is postponed, and its error raised once."""
+        try:
+            return pending.wait()
+        except Exception:  # not KeyboardInterrupt: the exchange goes on
+            self._postpone()
+            raise
 
     def _take(self, pending: Pending, exchanged: Exchanged) -> None:
         """The averages are there: the outer optimizer takes its step."""

@@ -163,10 +163,12 @@ class LocalSteps(OuterLoop):
         return self.compressor.traffic
 
     def remove(self) -> None:
-        if self._replicas is not None:
-            self._replicas.leave()
-        super().remove()
-        self._runner.close()
+        try:
+            if self._replicas is not None:
+                self._replicas.leave()
+            super().remove()
+        finally:
+            self._runner.close()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, for `load_state_dict` beside those of the model and of `optimizer`.
@@ -324,19 +326,23 @@ class LocalSteps(OuterLoop):
         slot = f"outer.{session.prefix}{fragment}."
         monitor = self.compressor.monitor
         before = {} if monitor is None else {name: difference.clone() for name, difference in own.items()}
-        with session.on_all_streams(self._device):
-            session.begin()
-            for i, plan in enumerate(self._planned(fragment)):
-                session.tell_optimizers(plan.parameters, plan.averagings)
-                session.start(i, plan.units, [own[name] for name in plan.names], f"{slot}{i}")
-            session.finish(f"{slot}round")
-            skipped = session.is_skipped()
-            if self._shards is not None:  # the ranks of a site skip, and restart, together
-                flags = session.engine.sum_over_shards([skipped, diverged])
-                skipped, diverged = (bool(flag) for flag in flags)
-            session.end(skipped)
-            if monitor is not None:
-                monitor.report(self._report(fragment, before, own))
+        try:
+            with session.on_all_streams(self._device):
+                session.begin()
+                for i, plan in enumerate(self._planned(fragment)):
+                    session.tell_optimizers(plan.parameters, plan.averagings)
+                    session.start(i, plan.units, [own[name] for name in plan.names], f"{slot}{i}")
+                session.finish(f"{slot}round")
+                skipped = session.is_skipped()
+                if self._shards is not None:  # the ranks of a site skip, and restart, together
+                    flags = session.engine.sum_over_shards([skipped, diverged])
+                    skipped, diverged = (bool(flag) for flag in flags)
+                session.end(skipped)
+                if monitor is not None:
+                    monitor.report(self._report(fragment, before, own))
+        except BaseException:
+            session.drop()
+            raise
         return Exchanged(own, skipped, [diverged], all_stay)
 
     def _report(self, fragment: int, own: dict[str, Tensor], averages: dict[str, Tensor]) -> dict[str, float]:

@@ -92,7 +92,7 @@ class Replicas:
         outer = self._outer
         waited = None
         while (pending := outer._pending) is not None and pending.received is None:
-            waited, exchanged, attempt = pending, pending.wait(), self._attempt
+            waited, exchanged, attempt = pending, outer._wait(pending), self._attempt
             assert attempt is not None
             if attempt.error is None:
                 self._apply(pending, exchanged)

@@ -315,19 +315,71 @@ def test_bad_models_and_optimizers():
             gradzip.outer.LocalSteps(model, optimizer)
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-def test_a_twin_has_the_backend_of_its_group():
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    if not dist.is_available():
+        pytest.skip("torch without torch.distributed")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        group = dist.new_group([0], backend="cpu:gloo")
-        model = linear()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        outer = gradzip.outer.LocalSteps(model, optimizer, delay=1, group=group)
-        twin = outer._session.engine.group
-        assert twin is not group and dist.get_backend(twin) == "cpu:gloo" != dist.get_backend()
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_twin_has_the_backend_of_its_group(alone):
+    group = dist.new_group([0], backend="cpu:gloo")
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = gradzip.outer.LocalSteps(model, optimizer, delay=1, group=group)
+    twin = outer._session.engine.group
+    assert twin is not group and dist.get_backend(twin) == "cpu:gloo" != dist.get_backend()
+    outer.remove()
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("part", ["finish", "end"])
+def test_an_exchange_that_has_failed_is_postponed(alone, monkeypatch, part, delay):
+    """Its error is raised once, and nothing of the differences is lost."""
+    model, optimizer = make(0)
+    compressor = gradzip.TopK(theta=0.9)
+    outer = gradzip.outer.LocalSteps(model, optimizer, compressor, every=EVERY, outer=None, delay=delay)
+
+    def without_residuals():
+        left = of_rank_residuals(compressor)
+        return [p.detach() - left.get(name, 0) for name, p in model.named_parameters()]
+
+    def fail(_):
+        monkeypatch.undo()
+        raise gradzip.ops.PayloadError("corrupt payload")
+
+    monkeypatch.setattr(outer._session, part, fail)
+    failed = []
+    for step in range(EVERY * EXCHANGES):
+        try:
+            take_step(model, optimizer, 0, step)
+        except gradzip.ops.PayloadError:
+            failed.append(step)
+    assert failed == [EVERY - 1 + delay] and outer.exchanges >= EXCHANGES - 2
+    outer.state_dict()
+    before = without_residuals()
+    monkeypatch.setattr(outer._session, part, fail)
+    with pytest.raises(gradzip.ops.PayloadError):
+        outer.synchronize()
+    outer.synchronize()
+    for ours, theirs in zip(without_residuals(), before):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=4 * 16 * 2**-24)  # roundings of numbers below 16
+    outer.remove()
+
+
+def test_a_local_steps_whose_exchange_has_failed_can_be_removed(alone, monkeypatch):
+    model, optimizer = make(0)
+    outer = gradzip.outer.LocalSteps(model, optimizer, every=EVERY, delay=1)
+    monkeypatch.setattr(outer._session, "finish", lambda _: 1 / 0)
+    for step in range(EVERY):
+        take_step(model, optimizer, 0, step)
+    with pytest.raises(ZeroDivisionError):
         outer.remove()
-    finally:
-        dist.destroy_process_group()
+    outer.remove()
+    take_step(model, optimizer, 0, EVERY)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
