@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -54,11 +57,18 @@ class Foreground(Generic[T]):
 
 
 class Background(Foreground[T]):
-    """Runs functions one by one in a thread, and on a device on a stream of its own."""
+    """Runs functions one by one in a thread, and on a device on a stream of its own.
+
+    The thread is a daemon: a rank that fails exits, and does not wait for an exchange that other ranks do not take part
+    in.
+    """
 
     def __init__(self, seconds: Seconds, device: torch.device) -> None:
         super().__init__(seconds)
-        self._thread = ThreadPoolExecutor(1, "gradzip.outer")
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = Thread(target=_run_all, args=(self._tasks,), name="gradzip.outer", daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, self._tasks.put, None)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Callable[[], T]:
@@ -66,9 +76,12 @@ class Background(Foreground[T]):
 
         The function works on what is queued on the current stream so far, and may change its arguments.
         """
+        if not self._end.alive:
+            raise RuntimeError("LocalSteps: got an exchange after remove(), expected none: make a new LocalSteps")
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        future = self._thread.submit(self._run, function, *arguments)
+        future: Future[T] = Future()
+        self._tasks.put(lambda: self._run(future, function, *arguments))
 
         def wait() -> T:
             begin = time.perf_counter()
@@ -80,12 +93,24 @@ class Background(Foreground[T]):
 
         return wait
 
-    def _run(self, function: Callable[..., T], *arguments: Any) -> T:
+    def _run(self, future: Future[T], function: Callable[..., T], *arguments: Any) -> None:
         begin = time.perf_counter()
-        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            result = function(*arguments)
-        self._seconds.total += time.perf_counter() - begin
-        return result
+        try:
+            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                result = function(*arguments)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            self._seconds.total += time.perf_counter() - begin
+            future.set_result(result)
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._end()
+        self._thread.join()
+
+
+def _run_all(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Run tasks until there is None. It keeps none: they refer to the Background, whose end is the thread's."""
+    while (task := tasks.get()) is not None:
+        task()
+        del task

@@ -1,6 +1,8 @@
 """Local steps: the algorithm against a plain reference, and real jobs against workers in one process."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.distributed as dist
 
 import gradzip
 from contract import TIMEOUT, gradient
-from gradzip.outer import fragments
+from gradzip.outer import background, fragments
 from harness import residuals as of_rank_residuals
 from launch import horovodrun, scenarios, torchrun
 from outer_worker import (
@@ -380,6 +382,26 @@ def test_a_local_steps_whose_exchange_has_failed_can_be_removed(alone, monkeypat
         outer.remove()
     outer.remove()
     take_step(model, optimizer, 0, EVERY)
+    with pytest.raises(RuntimeError, match="got an exchange after remove"):
+        outer.synchronize()
+
+
+def test_a_thread_ends_with_what_submits_to_it():
+    runner = background.Background(background.Seconds(), torch.device("cpu"))
+    assert runner.submit(lambda number: number + 1, 1)() == 2
+    thread = runner._thread
+    del runner
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+
+
+def test_a_process_exits_while_something_runs_in_the_background():
+    """An exchange in which other ranks do not take part, when this one fails."""
+    script = (
+        "import threading, torch; from gradzip.outer.background import Background, Seconds;"
+        "Background(Seconds(), torch.device('cpu')).submit(threading.Event().wait); raise SystemExit(3)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=TIMEOUT).returncode == 3
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
