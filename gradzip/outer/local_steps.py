@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,10 @@ from .torchft import Replicas
 
 # Of a state dict.
 _KEYS = {"steps", "next", "fragments", "exchanges", "equal", "pending", "global", "compressor"}
+
+# The number of the last LocalSteps of each Horovod process set. In the background, exchanges of several may meet, and
+# Horovod matches operations by their names.
+_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 class LocalSteps(OuterLoop):
@@ -143,6 +148,7 @@ class LocalSteps(OuterLoop):
         self._device = next(iter(worker.trained.values())).device
         self._replicas = Replicas(group, self) if hasattr(group, "start_quorum") else None
         self._elastic = False
+        self._slot = "outer."  # prefix of the slots
         self.is_started = True
         if self._replicas is None:
             self._connect(group)
@@ -237,6 +243,8 @@ class LocalSteps(OuterLoop):
                 from .elastic import register
 
                 register(LocalSteps)
+            _numbers[process_set] = _numbers.get(process_set, -1) + 1
+            self._slot = f"outer{_numbers[process_set]}."
             self._elastic = bool(int(os.environ.get("HOROVOD_ELASTIC") or 0))  # as Horovod reads it
             if self._elastic:  # a new worker makes its LocalSteps while the others train
                 if process_set is not hvd.global_process_set:
@@ -256,7 +264,7 @@ class LocalSteps(OuterLoop):
             engine.separate()
         counted, engine.traffic = engine.traffic, Traffic()  # the first values do not count, as with DDP and Horovod
         for name, tensor in self._global.tensors.items():
-            tensor.data.copy_(engine.run(Broadcast(tensor.detach()), f"outer.start.{name}"))
+            tensor.data.copy_(engine.run(Broadcast(tensor.detach()), f"{self._slot}start.{name}"))
         engine.traffic = counted
 
     def _connect_again(self) -> None:
@@ -281,7 +289,7 @@ class LocalSteps(OuterLoop):
     def _compare(self, engine: Engine) -> None:
         """Compare the ranks' configurations, and go on with this engine."""
         arguments = asdict(self.schedule) | {"outer": self._global.options}
-        of_ranks = self._session.connect(engine, self._workers[0].parameters, "outer.handshake", arguments)
+        of_ranks = self._session.connect(engine, self._workers[0].parameters, f"{self._slot}handshake", arguments)
         for rank, theirs in enumerate(of_ranks):
             for name, ours in of_ranks[0].items():
                 if theirs[name] != ours:
@@ -317,13 +325,13 @@ class LocalSteps(OuterLoop):
         if self._elastic:
             self._connect_again()
         session = self._session
-        lines = session.engine.allgather_bytes(f"{changed:d} {stays:d}\n".encode(), "outer.steps")
+        lines = session.engine.allgather_bytes(f"{changed:d} {stays:d}\n".encode(), f"{self._slot}steps")
         of_ranks = [tuple(map(int, line.split())) for line in lines]
         all_stay = all(stay for _, stay in of_ranks)
         if not any(changed for changed, _ in of_ranks):
             return Exchanged(None, False, [False], all_stay)
         diverged = session.checks and not ops.all_finite(list(own.values()))
-        slot = f"outer.{session.prefix}{fragment}."
+        slot = f"{self._slot}{session.prefix}{fragment}."
         monitor = self.compressor.monitor
         before = {} if monitor is None else {name: difference.clone() for name, difference in own.items()}
         try:

@@ -180,6 +180,19 @@ def uneven():
 
 
 @scenario
+def two():
+    """The parameters of two equal models whose exchanges are in the background at the same time."""
+    pairs = [make(job.rank) for _ in range(2)]
+    each = [gradzip.outer.LocalSteps(*pair, gradzip.TopK(theta=0.9), every=4, delay=2, group=GROUP) for pair in pairs]
+    for step in range(16):
+        for pair in pairs:
+            take_step(*pair, job.rank, step)
+    for outer in each:
+        outer.synchronize()
+    return [parameters(model) for model, _ in pairs]
+
+
+@scenario
 def not_finite():
     """`diverge`, and again with an exchange in the background."""
     return diverge(), diverge(delay=1)

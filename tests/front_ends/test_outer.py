@@ -448,7 +448,7 @@ def test_parameters_that_are_added_later_are_refused():
 
 
 def run_job(tmp_path_factory, run):
-    names = ("resumed", "merged", "monitored", "streamed", "uneven", "not_finite", "refused", *SPECS)
+    names = ("resumed", "merged", "monitored", "streamed", "uneven", "two", "not_finite", "refused", *SPECS)
     return scenarios(2, "outer_worker.py", tmp_path_factory.mktemp("outer"), *names, run=run, timeout=TIMEOUT)
 
 
@@ -524,6 +524,11 @@ def test_ranks_that_take_more_steps_do_not_wait_for_ever(results, case):
     (first, again), (other, _) = (of_rank[case] for of_rank in results["uneven"])
     assert all(map(torch.equal, first[0], other[0])) and first[1] == other[1]
     assert again[1] == first[1] and all(map(torch.equal, again[0], first[0]))  # nothing was left to exchange
+
+
+def test_two_models_exchange_at_the_same_time(results):
+    expected = results["two"][0][0]
+    assert all(all(map(torch.equal, after, expected)) for of_rank in results["two"] for after in of_rank)
 
 
 @pytest.mark.parametrize("case", [0, 1])
