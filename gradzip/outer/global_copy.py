@@ -50,6 +50,11 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> di
     for name, parameter in named.items():
         if not parameter.is_floating_point():
             raise ValueError(f"{what}: parameter {name!r}: got {parameter.dtype}, expected a real floating-point type")
+        if torch.finfo(parameter.dtype).bits > 32:
+            raise ValueError(
+                f"{what}: parameter {name!r}: got {parameter.dtype}, expected at most 32 bits, as global parameters "
+                "are float32: call model.float() before you make the optimizer"
+            )
     if not named:
         raise ValueError(f"{what}: got an optimizer without parameters, expected those of model.parameters()")
     return named

@@ -310,6 +310,9 @@ def test_bad_models_and_optimizers():
     with pytest.raises(ValueError, match="complex64"):
         of_complex = torch.nn.ParameterList([torch.zeros(2, dtype=torch.complex64)])
         LocalWorkers([of_complex], [torch.optim.SGD(of_complex.parameters(), lr=0.1)])
+    with pytest.raises(ValueError, match="'weight': got torch.float64, expected at most 32 bits"):
+        of_double = linear().double()
+        LocalWorkers([of_double], [torch.optim.SGD(of_double.parameters(), lr=0.1)])
     with pytest.raises(ValueError, match="1 models and 2 optimizers"):
         LocalWorkers([model], [optimizer, optimizer])
     if dist.is_available() and not dist.is_initialized():
