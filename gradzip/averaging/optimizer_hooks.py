@@ -227,12 +227,17 @@ def _check(optimizer: Any) -> None:
                 _check_momentum(optimizer, group, method)
 
 
+def applied_option(optimizer: Any, group: dict[str, Any]) -> str | None:
+    """The option by which an optimizer applies momentum or weight decay of its own to gradients; None: it does not."""
+    if not isinstance(optimizer, _COUPLED):
+        return None
+    options = ("momentum",) if group.get("decoupled_weight_decay") else ("momentum", "weight_decay")
+    return next((name for name in options if group.get(name)), None)
+
+
 def _check_without_momentum(optimizer: Any, group: dict[str, Any], method: Compressor) -> None:
     """Raise ValueError if an optimizer applies momentum or weight decay of its own to gradients with momentum."""
-    if not isinstance(optimizer, _COUPLED):
-        return
-    options = ("momentum",) if group.get("decoupled_weight_decay") else ("momentum", "weight_decay")
-    applied = next((name for name in options if group.get(name)), None)
+    applied = applied_option(optimizer, group)
     if applied is not None:
         raise ValueError(
             f"{type(optimizer).__name__}: got {applied} = {group[applied]} for a parameter to which "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..methods.base.compressor import Compressor
 from .fragments import Schedule, cut
 from .global_copy import GlobalCopy, MakeOptimizer, trained
 
@@ -128,7 +129,9 @@ class OuterLoop(ABC):
         exchanges: applied so far.
     """
 
-    def __init__(self, workers: Sequence[Worker], schedule: Schedule, outer: MakeOptimizer | None) -> None:
+    def __init__(
+        self, workers: Sequence[Worker], schedule: Schedule, outer: MakeOptimizer | None, compressor: Compressor
+    ) -> None:
         self.schedule = schedule
         self.exchanges = 0
         self._workers = workers
@@ -138,6 +141,7 @@ class OuterLoop(ABC):
             for names in cut(workers[0].trained, schedule.fragments, schedule.what)
         ]
         self._global = GlobalCopy(local, outer, schedule.what)
+        self._global.check_method(compressor, schedule.what)
         self._next = 0  # the fragment whose turn is next
         self._pending: Pending | None = None
         self._equal = True  # whether all local parameters are the global ones

@@ -10,6 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ..averaging import optimizer_hooks
+from ..methods.base.compressor import Compressor
+
 MakeOptimizer: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
@@ -84,6 +87,17 @@ class GlobalCopy:
                 f"{what}: outer returned an optimizer of other parameters, expected one of those that it is given: "
                 "lambda params: torch.optim.SGD(params, lr=0.7)"
             )
+
+    def check_method(self, compressor: Compressor, what: str) -> None:
+        """Refuse a method that applies momentum, if the outer optimizer applies momentum or weight decay of its own."""
+        for method in (part for part in compressor.parts if part.optimizer_momentum):
+            for group in self.optimizer.param_groups:
+                if option := optimizer_hooks.applied_option(self.optimizer, group):
+                    raise ValueError(
+                        f"{what}: got {type(method).__name__}, which applies momentum {method.optimizer_momentum}, and "
+                        f"an outer optimizer with {option} = {group[option]}, expected 0: pass "
+                        "outer=lambda params: torch.optim.SGD(params, lr=0.7)"
+                    )
 
     @property
     def options(self) -> str:

@@ -141,7 +141,7 @@ class LocalSteps(OuterLoop):
             )
         self._session = Session(self.compressor, "LocalSteps")
         worker = Worker(model, optimizer, "LocalSteps")
-        super().__init__([worker], Schedule(every, fragments, delay, blend, "LocalSteps"), outer)
+        super().__init__([worker], Schedule(every, fragments, delay, blend, "LocalSteps"), outer, self.compressor)
         self._shards = worker.shards
         self._shard = "" if self._shards is None else f"shard{self._shards.rank()}of{self._shards.size()}"
         self._session.name_states(worker.parameters, "model", self._shard and f"{self._shard}.")

@@ -47,8 +47,9 @@ class LocalWorkers(OuterLoop):
         pairs = [Worker(*pair, "LocalWorkers") for pair in zip(models, optimizers)]
         if any(worker.shards is not None for worker in pairs):
             raise ValueError("LocalWorkers: got sharded parameters, expected whole ones: use LocalSteps in a job")
-        super().__init__(pairs, Schedule(every, fragments, delay, blend, "LocalWorkers"), outer)
-        self._group = LocalGroup(NoCompression() if compressor is None else compressor, len(models))
+        compressor = NoCompression() if compressor is None else compressor
+        self._group = LocalGroup(compressor, len(models))
+        super().__init__(pairs, Schedule(every, fragments, delay, blend, "LocalWorkers"), outer, compressor)
         self._begin()
 
     @property

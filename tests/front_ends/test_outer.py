@@ -289,6 +289,10 @@ def linear():
         ({"outer": lambda params: torch.optim.SGD(linear().parameters(), lr=1.0)}, "an optimizer of other parameters"),
         ({"outer": lambda params: torch.optim.SGD(params[:1], lr=1.0)}, "an optimizer of other parameters"),
         ({"outer": lambda params: params}, "outer returned list, expected an optimizer"),
+        (
+            {"compressor": gradzip.DGC()},
+            "got DGC, which applies momentum 0.9, and an outer optimizer with",
+        ),
         ({"compressor": "topk"}, "got 'topk', expected a compressor"),
     ],
 )
@@ -296,6 +300,12 @@ def test_bad_arguments(options, error):
     model = linear()
     with pytest.raises((TypeError, ValueError), match=error):
         LocalWorkers([model], [torch.optim.SGD(model.parameters(), lr=0.1)], **options)
+
+
+def test_a_method_with_momentum_needs_an_outer_optimizer_without():
+    models, optimizers, group = workers(2, gradzip.DGC(), every=1, outer=lambda params: torch.optim.SGD(params, lr=0.7))
+    step_all(models, optimizers, 0)
+    assert group.exchanges == 1
 
 
 def test_bad_models_and_optimizers():
