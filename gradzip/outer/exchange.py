@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from ..methods.base.compressor import Compressor
 from .fragments import Schedule, cut
 from .global_copy import GlobalCopy, MakeOptimizer, trained
+
+_counted: WeakSet[torch.optim.Optimizer] = WeakSet()  # those whose steps are counted
 
 
 class Worker:
@@ -26,6 +29,11 @@ class Worker:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> None:
         self.trained = trained(model, optimizer, what)
+        if optimizer in _counted:
+            raise ValueError(
+                f"{what}: got an optimizer whose steps another one counts, expected one of its own: call remove() of "
+                "the other one first"
+            )
         self.model = model
         self.optimizer = optimizer
         self.steps = 0
@@ -57,7 +65,7 @@ class Worker:
         if added := len(stepped - {id(p) for p in self.trained.values()}):
             raise ValueError(
                 f"{self._what}: got {added} parameters that were added to the optimizer, expected those at the start: "
-                f"make a new {self._what} on all ranks"
+                f"call remove() of this one and make a new {self._what} on all ranks"
             )
 
 
@@ -150,6 +158,7 @@ class OuterLoop(ABC):
         """Make local parameters the global ones, and count steps from now on."""
         for worker in self._workers:
             self._global.write(worker.parameters)
+            _counted.add(worker.optimizer)
         self._hooks = [
             worker.optimizer.register_step_post_hook(lambda *_, worker=worker: self._count(worker))
             for worker in self._workers
@@ -180,8 +189,10 @@ class OuterLoop(ABC):
 
     def remove(self) -> None:
         """Stop counting steps: exchange no more. Waits for an exchange in progress, which is not applied."""
-        for hook in self._hooks:
+        for hook, worker in zip(self._hooks, self._workers):
             hook.remove()
+            _counted.discard(worker.optimizer)
+        self._hooks = []
         try:
             self._receive()
         finally:
@@ -194,6 +205,8 @@ class OuterLoop(ABC):
 
     def _count(self, worker: Worker) -> None:
         """Called after each step of an optimizer."""
+        if getattr(worker.optimizer, "found_inf", None):  # a GradScaler had a fused one skip it; waits for the device
+            return
         worker.steps += 1
         self._equal = False
         if self._pending is not None and self._steps >= self._pending.due:

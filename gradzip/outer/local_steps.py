@@ -56,8 +56,9 @@ class LocalSteps(OuterLoop):
             global = outer optimizer's step with gradient d
             local = global + blend * (local - global)
 
-    The training loop stays as it is: steps of `optimizer` are counted by a hook. Steps that a GradScaler skips do not
-    count. Averages are made within `optimizer.step()`, or end there, and it raises errors such as `PayloadError`.
+    The training loop stays as it is: steps of `optimizer` are counted by a hook. Averages are made within
+    `optimizer.step()`, or end there, and it raises errors such as `PayloadError`. Steps that a GradScaler skips do not
+    count. Under one, a fused optimizer skips on the device: the host waits for that in each step.
 
     At the start, parameters become those of rank 0. What is no trained parameter, as running statistics of BatchNorm,
     stays as it is on each rank. A rank may take more steps than the others: it waits for them in its exchanges, and

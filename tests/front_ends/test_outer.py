@@ -137,8 +137,9 @@ def test_a_worker_that_diverges_starts_again_from_the_global_parameters(size):
     assert all(map(torch.equal, parameters(models[0]), parameters(models[1])))
 
 
-def test_steps_that_a_grad_scaler_skips_do_not_count():
-    model, optimizer = make(0)
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_grad_scaler_skips_do_not_count(fused):
+    model, optimizer = make(0, fused=fused)
     group = LocalWorkers([model], [optimizer], every=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for factor in (1.0, torch.inf, 1.0):
@@ -147,6 +148,7 @@ def test_steps_that_a_grad_scaler_skips_do_not_count():
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
+        assert group.exchanges == 0 or factor == 1.0
     assert group.exchanges == 1
 
 
@@ -451,10 +453,23 @@ def test_ranks_keep_their_own_steps_in_one_checkpoint_but_not_other_exchanges():
 
 
 def test_parameters_that_are_added_later_are_refused():
-    models, optimizers, _ = workers(2, every=1)
+    models, optimizers, group = workers(2, every=1)
     optimizers[1].add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
-    with pytest.raises(ValueError, match="got 1 parameters that were added to the optimizer"):
+    with pytest.raises(ValueError, match="got 1 parameters that were added to the optimizer.* call remove()"):
         step_all(models, optimizers, 0)
+    group.remove()
+    with pytest.raises(ValueError, match="1 parameters that are not the model's"):
+        LocalWorkers(models, optimizers)
+    step_all(models, optimizers, 1)
+
+
+def test_the_steps_of_an_optimizer_are_counted_once():
+    models, optimizers, group = workers(2)
+    with pytest.raises(ValueError, match="got an optimizer whose steps another one counts"):
+        LocalWorkers(models, optimizers)
+    group.remove()
+    group.remove()
+    LocalWorkers(models, optimizers)
 
 
 # Real jobs
