@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -146,8 +147,8 @@ class GlobalCopy:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "parameters": {name: copy.detach().clone() for name, copy in self.tensors.items()},
-            "optimizer": self.optimizer.state_dict(),
+            "parameters": {name: tensor.detach().clone() for name, tensor in self.tensors.items()},
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
         }
 
     @torch.no_grad()
@@ -159,9 +160,9 @@ class GlobalCopy:
                 f"{what}: got a state dict with {theirs.get(name, 'no shape')} of parameter {name!r}, expected "
                 f"{ours.get(name, 'no such parameter')}: load that of the same model"
             )
-        for name, copy in self.tensors.items():
-            copy.copy_(saved[name])
-        self.optimizer.load_state_dict(state_dict["optimizer"])
+        for name, tensor in self.tensors.items():
+            tensor.copy_(saved[name])
+        self.optimizer.load_state_dict(copy.deepcopy(state_dict["optimizer"]))  # it would step in these tensors
 
 
 def _comparable(value: Any) -> Any:

@@ -387,6 +387,24 @@ def test_an_exchange_that_has_failed_is_postponed(alone, monkeypatch, part, dela
     outer.remove()
 
 
+def test_training_changes_no_state_dict(alone):
+    model, optimizer = make(0)
+    outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.TopK(theta=0.9), every=1)
+    for step in range(3):
+        take_step(model, optimizer, 0, step)
+
+    def tensors(state):
+        return state["global"]["parameters"], state["global"]["optimizer"]["state"], state["compressor"]["states"]
+
+    saved = outer.state_dict()
+    before = copy.deepcopy(saved)
+    take_step(model, optimizer, 0, 3)
+    outer.load_state_dict(saved)
+    take_step(model, optimizer, 0, 3)
+    torch.testing.assert_close(tensors(saved), tensors(before), rtol=0, atol=0)
+    outer.remove()
+
+
 def test_a_local_steps_whose_exchange_has_failed_can_be_removed(alone, monkeypatch):
     model, optimizer = make(0)
     outer = gradzip.outer.LocalSteps(model, optimizer, every=EVERY, delay=1)
