@@ -31,6 +31,11 @@ from .torchft import Replicas
 # Of a state dict.
 _KEYS = {"steps", "next", "fragments", "exchanges", "equal", "pending", "global", "compressor"}
 
+_OUTSIDE = (
+    "LocalSteps: got a group that this rank is not in, expected one that has it: make a LocalSteps on the ranks of the "
+    "group alone"
+)
+
 # The number of the last LocalSteps of each Horovod process set. In the background, exchanges of several may meet, and
 # Horovod matches operations by their names.
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -255,6 +260,8 @@ class LocalSteps(OuterLoop):
                     )
                 self.is_started = False
                 return
+            if not process_set.included():
+                raise ValueError(_OUTSIDE)
             engine = session.horovod_engine(process_set)
         else:
             process_group = _process_group(group)
@@ -402,6 +409,8 @@ def _process_group(group: Any) -> dist.ProcessGroup:
             )
         of_mesh: dist.ProcessGroup = group.get_group()
         return of_mesh
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns then
+        raise ValueError(_OUTSIDE)
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"LocalSteps: got {group!r} as the group, expected a process group, a DeviceMesh, a Horovod process set or "

@@ -387,6 +387,11 @@ def test_an_exchange_that_has_failed_is_postponed(alone, monkeypatch, part, dela
     outer.remove()
 
 
+def test_a_group_that_a_rank_is_not_in_is_refused(alone):
+    with pytest.raises(ValueError, match="got a group that this rank is not in"):
+        gradzip.outer.LocalSteps(*make(0), group=dist.GroupMember.NON_GROUP_MEMBER)
+
+
 def test_training_changes_no_state_dict(alone):
     model, optimizer = make(0)
     outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.TopK(theta=0.9), every=1)
