@@ -92,6 +92,11 @@ class Session:
         self.engine = engine
         return of_ranks
 
+    def close(self) -> None:
+        """Leave the group: no step follows."""
+        if self.engine is not None:
+            self.engine.close()
+
     # --- work on gradients
 
     @contextlib.contextmanager

@@ -76,6 +76,9 @@ class Engine(ABC):
     def separate(self) -> None:  # noqa: B027 (most engines match operations by their slots)
         """Run collectives from now on where no operation of others comes between. All ranks must call it."""
 
+    def close(self) -> None:  # noqa: B027 (most engines have nothing to free)
+        """Free what `separate` has taken. No collective follows."""
+
     def count(self, nbytes: int) -> None:
         """Count bytes that this rank sends."""
         self.traffic.count(nbytes, self.scope)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,10 @@ _PREFIX = 16  # bytes before a part: its length, and the length of its sender's 
 
 # The name in torch 2.13, which warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Process groups that no engine uses, by the group that they are beside, and by name. They are kept and not destroyed:
+# torch may give the next group the name of another one, or that of a destroyed one, whose addresses are in the store.
+_free: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 class TorchEngine(Engine):
@@ -58,6 +64,7 @@ class TorchEngine(Engine):
         self.device = device
         self.rank = group.rank()
         self.size = group.size()
+        self._borrowed: list[tuple[dist.ProcessGroup, dist.ProcessGroup]] = []  # groups, and those beside them
         self.capacities: dict[tuple[str, type], int] = {}  # by slot and kind of collective
 
     @property
@@ -73,9 +80,23 @@ class TorchEngine(Engine):
         return Ring(_new_group(self.group, self.members), traffic=self.traffic)
 
     def separate(self) -> None:
-        self.group = _new_group(self.group, self.members)
+        self.group = self._borrow(self.group)
         if self.shards is not None:
-            self.shards = _new_group(self.shards, dist.get_process_group_ranks(self.shards))
+            self.shards = self._borrow(self.shards)
+
+    def _borrow(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """A process group of the same ranks: one that is free on all of them, or a new one."""
+        engine, free = TorchEngine(group, Traffic(), self.device), _free.setdefault(group, {})
+        names = engine.allgather_bytes(json.dumps(list(free)).encode(), "free")
+        common = set.intersection(*(set(json.loads(of_rank)) for of_rank in names))
+        borrowed = free.pop(min(common)) if common else _new_group(group, engine.members)
+        self._borrowed.append((group, borrowed))
+        return borrowed
+
+    def close(self) -> None:
+        for group, borrowed in self._borrowed:
+            _free.setdefault(group, {})[borrowed.group_name] = borrowed
+        self._borrowed = []
 
     def forget_lengths(self) -> None:
         self.capacities.clear()

@@ -153,7 +153,7 @@ class LocalSteps(OuterLoop):
         self._session.name_states(worker.parameters, "model", self._shard and f"{self._shard}.")
         self._device = next(iter(worker.trained.values())).device
         self._replicas = Replicas(group, self) if hasattr(group, "start_quorum") else None
-        self._elastic = False
+        self._elastic = self._has_failed = False  # whether the job is elastic, whether an exchange has failed
         self._slot = "outer."  # prefix of the slots
         self.is_started = True
         if self._replicas is None:
@@ -181,6 +181,8 @@ class LocalSteps(OuterLoop):
             super().remove()
         finally:
             self._runner.close()
+            if not self._has_failed:  # the group may not work then
+                self._session.close()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, for `load_state_dict` beside those of the model and of `optimizer`.
@@ -329,7 +331,16 @@ class LocalSteps(OuterLoop):
             self._replicas.admit()
         return exchanged
 
-    def _exchange(self, fragment: int, own: dict[str, Tensor], changed: bool, stays: bool) -> Exchanged:
+    def _exchange(self, *arguments: Any) -> Exchanged:
+        """`_exchange_fragment`, whose errors drop the step of the method."""
+        try:
+            return self._exchange_fragment(*arguments)
+        except BaseException:
+            self._has_failed = True
+            self._session.drop()
+            raise
+
+    def _exchange_fragment(self, fragment: int, own: dict[str, Tensor], changed: bool, stays: bool) -> Exchanged:
         if self._elastic:
             self._connect_again()
         session = self._session
@@ -342,23 +353,19 @@ class LocalSteps(OuterLoop):
         slot = f"{self._slot}{session.prefix}{fragment}."
         monitor = self.compressor.monitor
         before = {} if monitor is None else {name: difference.clone() for name, difference in own.items()}
-        try:
-            with session.on_all_streams(self._device):
-                session.begin()
-                for i, plan in enumerate(self._planned(fragment)):
-                    session.tell_optimizers(plan.parameters, plan.averagings)
-                    session.start(i, plan.units, [own[name] for name in plan.names], f"{slot}{i}")
-                session.finish(f"{slot}round")
-                skipped = session.is_skipped()
-                if self._shards is not None:  # the ranks of a site skip, and restart, together
-                    flags = session.engine.sum_over_shards([skipped, diverged])
-                    skipped, diverged = (bool(flag) for flag in flags)
-                session.end(skipped)
-                if monitor is not None:
-                    monitor.report(self._report(fragment, before, own))
-        except BaseException:
-            session.drop()
-            raise
+        with session.on_all_streams(self._device):
+            session.begin()
+            for i, plan in enumerate(self._planned(fragment)):
+                session.tell_optimizers(plan.parameters, plan.averagings)
+                session.start(i, plan.units, [own[name] for name in plan.names], f"{slot}{i}")
+            session.finish(f"{slot}round")
+            skipped = session.is_skipped()
+            if self._shards is not None:  # the ranks of a site skip, and restart, together
+                flags = session.engine.sum_over_shards([skipped, diverged])
+                skipped, diverged = (bool(flag) for flag in flags)
+            session.end(skipped)
+            if monitor is not None:
+                monitor.report(self._report(fragment, before, own))
         return Exchanged(own, skipped, [diverged], all_stay)
 
     def _report(self, fragment: int, own: dict[str, Tensor], averages: dict[str, Tensor]) -> dict[str, float]:

@@ -350,6 +350,10 @@ def test_a_twin_has_the_backend_of_its_group(alone):
     twin = outer._session.engine.group
     assert twin is not group and dist.get_backend(twin) == "cpu:gloo" != dist.get_backend()
     outer.remove()
+    again = [gradzip.outer.LocalSteps(*make(0), delay=1, group=group) for _ in range(2)]
+    assert again[0]._session.engine.group is twin is not again[1]._session.engine.group
+    for outer in again:
+        outer.remove()
 
 
 @pytest.mark.parametrize("delay", [0, 1])
