@@ -745,10 +745,21 @@ STATED: list[Stated] = [
     ),
     (
         ACCURACY,
-        "sends {:.1f} times fewer bytes, and ends {:.1f} % below the bits per character without compression. Other",
+        "sends {:.1f} times fewer bytes, {:.1f} times fewer in its last epoch, and ends {:.1f} % below the bits per "
+        "character without compression.",
         lambda: (
             fewer_of(tuned(IN_THREE_PHASES, "text", "charlm")),
+            fewer_at_the_end(tuned(IN_THREE_PHASES, "text", "charlm")),
             100 * (1 - tuned(IN_THREE_PHASES, "text", "charlm").score / tuned("none", "text", "charlm").score),
+        ),
+    ),
+    (
+        ACCURACY,
+        "the three phases end at {:.3f} and {:.3f} at 0.008 and 0.004, and without it at {:.3f} and {:.3f}",
+        lambda: tuple(
+            tuned(IN_THREE_PHASES, "text", study).by_lr[lr]
+            for study in ("momentum_more", "momentum")
+            for lr in (0.008, 0.004)
         ),
     ),
     (ACCURACY, "AdamW ends at {:.3f} bits per character. What remains", lambda: (tuned("none").score,)),
