@@ -595,6 +595,9 @@ IN_THREE_PHASES = "phases:0=qsgd,160=block-float(bits=4,rounding=nearest),200=mo
 EVERY_10, EVERY_30 = (f"local(every={n}):phases:0=qsgd,20%={FOUR_BITS_NEAREST_OF_PHASES}" for n in (10, 30))
 SHORT_10, SHORT_30 = (method.replace("20%", "5%") for method in (EVERY_10, EVERY_30))
 PLAIN_10, PLAIN_30 = (method.replace(FOUR_BITS_NEAREST_OF_PHASES, "none") for method in (EVERY_10, EVERY_30))
+EVERY_20 = EVERY_10.replace("every=10", "every=20")
+CHUNKS = "local(every=30):phases:0=qsgd,20%=topk(theta=0.985,bits=2,chunk=4096,residual_decay=0.95)"
+CHUNKS_MEAN = CHUNKS.replace("every=30", "every=30,lr=1,momentum=0")
 TWO_BITS_10 = EVERY_10.replace("bits=4", "bits=2")
 SIGNS = "momentum:inner=signsgd(majority=False),warmup_steps=75"
 
@@ -737,6 +740,21 @@ STATED: list[Stated] = [
         "ended {1:.1f} % above the bits per character of data-parallel training with exchanges every 10 steps, and "
         "sent {0:.0f} times fewer bytes; {3:.1f} % above every 30 steps, with {2:.0f} times fewer",
         lambda: (*local_steps_cost(EVERY_10), *local_steps_cost(EVERY_30)),
+    ),
+    (
+        ACCURACY,
+        "the last epoch sends {:.0f} and {:.0f} times fewer than data-parallel training. Every 20 steps, it sends "
+        "{:.0f} times fewer, and the run ends {:.1f} % above.",
+        lambda: (
+            *(fewer_at_the_end(tuned(m, "text-outer", "outer")) for m in (EVERY_10, EVERY_30, EVERY_20)),
+            local_steps_cost(EVERY_20)[1],
+        ),
+    ),
+    (
+        ACCURACY,
+        "every 30 steps ends {:.1f} % above with the mean of the parameters, as SparseLoCo has it, and {:.0f} % with "
+        "the outer optimizer",
+        lambda: tuple(local_steps_cost(method)[1] for method in (CHUNKS_MEAN, CHUNKS)),
     ),
     (
         OUTER,
