@@ -897,6 +897,11 @@ STATED: list[Stated] = [
     ),
     (
         ACCURACY,
+        "With two seeds, and also at 0.032, it ends {:.1f} % above",
+        lambda: (above_muon(FOUR_BITS_NEAREST, "muon_more"),),
+    ),
+    (
+        ACCURACY,
         '`BlockFloat(bits=2, rounding="nearest")` ends {:.1f} % above, with {:.0f} times fewer bytes',
         lambda: (above_muon(TWO_BITS, "muon_more"), fewer_of(with_muon(TWO_BITS, "muon_more"))),
     ),
