@@ -445,9 +445,10 @@ def main():
     args = parse_arguments()
     try:
         dataset = MODELS[args.model].data(args.data)
-        with torch.device("meta"):  # without memory
-            model = MODELS[args.model].build(*dataset.dimensions)
-        cut(dict(model.named_parameters()), args.fragments, "--local-steps")
+        if args.fragments > 1:
+            with torch.device("meta"):  # without memory
+                model = MODELS[args.model].build(*dataset.dimensions)
+            cut(dict(model.named_parameters()), args.fragments, "--local-steps")
     except (data.DataError, ValueError) as error:
         fail(error)
     try:

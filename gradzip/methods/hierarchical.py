@@ -90,6 +90,7 @@ class Hierarchical(Composite):
             )
         self._place = engine.rank % places, places
         self.node_chunks = None
+        self.inner.averages_pieces = places > 1
         if places > 1:
             nodes = engine.size // places
             self.node_chunks = NodeChunks(engine.rank // places, nodes, *self._place, self.inner)

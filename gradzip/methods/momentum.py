@@ -77,9 +77,10 @@ class Momentum(Compressor):
             docs/accuracy.md.
         beta: in [0, 1); the momentum of the optimizer, beta1 of AdamW.
         warmup_steps: first steps of a parameter, in which gradients are averaged uncompressed, in float32. Steps that
-            are skipped do not count, nor do those whose average is 0, as of a parameter that no rank has used.
-            `gradzip.optim.AdamW` needs some, to learn its second moment. A tenth of a training run of 735 steps was
-            enough. "auto": until the second moment has settled, see below.
+            are skipped do not count, nor do those whose average is 0, as of a parameter that no rank has used. With
+            `Hierarchical` and FSDP2, the latter do: a rank sees only a piece of an average. `gradzip.optim.AdamW` needs
+            some, to learn its second moment. A tenth of a training run of 735 steps was enough. "auto": until the
+            second moment has settled, see below.
         beta2: for ``warmup_steps="auto"``, in [0, 1): the decay rate of the optimizer's second moment, beta2 of AdamW.
 
     **When "auto" ends the warm-up:** AdamW's second moment v remembers 1 / (1 - beta2) steps. The sum of its elements,
@@ -189,6 +190,7 @@ class Momentum(Compressor):
 
     def join_group(self, engine: Any) -> None:
         self.inner.join_group(engine)
+        self.averages_pieces = getattr(engine, "shards", None) is not None
 
     def end_step(self, engine: Any, names: Sequence[str]) -> None:
         self.inner.end_step(engine, names)
@@ -290,7 +292,7 @@ class Momentum(Compressor):
             if average.previous is not None:
                 yield from jointly(self._add_all, grad.device, (momentum, average.previous))
             state.residual = None  # it was sent
-            if average.is_zero:
+            if average.is_zero and not self.averages_pieces:  # decided alike by all ranks, as optimizers are told it
                 state.unused = getattr(state, "unused", 0) + 1
             elif self._is_auto:
                 self._learn(state, average.square)

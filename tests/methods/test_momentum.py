@@ -199,6 +199,18 @@ def test_a_residual_moves_to_and_from_other_methods():
     torch.testing.assert_close(given + residual, exact, rtol=0, atol=1e-4)
 
 
+def test_chunks_of_a_node_end_their_warm_up_together():
+    """Other ranks have other chunks, of which one may be 0: optimizers must be told the same on all ranks."""
+    group = LocalGroup(gradzip.Hierarchical(Momentum(SignSGD(majority=False), warmup_steps=3)), size=(2, 2))
+    for step in range(6):
+        gradient = torch.randn(128, 64)
+        gradient[64:] *= step > 3
+        group.average([gradient] * 4, "w")
+        states = [compressor.inner.memory.find("w") for compressor in group.compressors]
+        told = {compressor.inner.compresses_momentum(s) for compressor, s in zip(group.compressors, states)}
+        assert told == {step >= 2}
+
+
 # --- warmup_steps="auto"
 
 LAST = 40

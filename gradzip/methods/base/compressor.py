@@ -117,6 +117,8 @@ class Compressor(ABC):
         self.bucket_cap_mb: float | None = None  # MiB of a bucket; None: front ends choose
         # Front ends plan again when it changes: parameters may have other methods, whose residuals they take over.
         self.choice_number = 0
+        # Whether other ranks average other pieces of a gradient, unseen by this one: chunks of a node, or shards.
+        self.averages_pieces = False
         # If set, a gradient is averaged by node, and `method_for` averages one chunk of it on each rank.
         self.node_chunks: NodeChunks | None = None
 
