@@ -106,7 +106,9 @@ def main():
     if rank == 0:
         (folder / "ran.json").write_text(json.dumps(ran))
     if not UNDER_HOROVOD:
-        dist.destroy_process_group()
+        dist.barrier()  # a rank that leaves earlier ends the job
+        sys.stderr.flush()
+        os._exit(0)  # now: a torch thread that frees a Python object during shutdown aborts the process
 
 
 if __name__ == "__main__":
