@@ -5,8 +5,8 @@ A captured step is replayed without Python: the same launches with the same argu
   what the host reads   It waits for the device, which capture forbids. What the host has not read, no argument of a
                         launch and no choice between launches depends on.
   random keys           Arguments of launches: a replay draws the numbers of the captured step again.
-  states that move      A step reads a residual or factor, and writes the new one to other memory, so that the step can
-                        be undone. A replay would read the old one again.
+  states that move      A step reads a residual or factor, and writes the new one to other memory. A replay would read
+                        the old one again. (`State.renewed` has other memory only outside of a capture.)
   other work            Steps that queue other operations than the step before, or write more or less.
 
 A step has two parts. The hooks queue all work up to the first collective of each bucket. The end of the step is what
@@ -154,7 +154,7 @@ class _Recorder:
         return Obstacles(self.hooks.obstacles(0, moves), self.end.obstacles(self._copies, moves))
 
 
-def _tensors(compressor: gradzip.Compressor) -> dict[tuple[str, str], Tensor]:
+def tensors_of(compressor: gradzip.Compressor) -> dict[tuple[str, str], Tensor]:
     """The tensors of all states, by parameter and field."""
     return {
         (name, field): value
@@ -177,11 +177,11 @@ def obstacles(compressor: gradzip.Compressor) -> Obstacles:
 
         for number in range(WARM_UP):
             step(number)
-        recorder, before = _Recorder(device), _tensors(compressor)
-        with recorder.recording():
+        recorder, before = _Recorder(device), tensors_of(compressor)
+        with recorder.recording(), device.capturing():
             for number in range(WARM_UP, WARM_UP + COMPARED):
                 step(number)
-        after = _tensors(compressor)
+        after = tensors_of(compressor)
     return recorder.obstacles(any(after.get(key) is not value for key, value in before.items()))
 
 

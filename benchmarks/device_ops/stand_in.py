@@ -366,6 +366,10 @@ class StandIn:
         finally:
             self._mode.counts = before
 
+    def capturing(self) -> contextlib.AbstractContextManager[Any]:
+        """What is queued from here to the end of the block is captured as a CUDA graph, as far as gradzip knows."""
+        return mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True)
+
     def uncounted(self) -> contextlib.AbstractContextManager[Counts]:
         """Count nothing within the block: transfers."""
         return self.counting()
@@ -387,6 +391,7 @@ def stand_in(compute: bool = True, small: int = SMALL) -> Iterator[StandIn]:
             (native, "kernels", lambda: kernels),
             (torch.cuda, "_lazy_init", lambda: None),
             (torch.cuda, "device", contextlib.nullcontext),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "synchronize", lambda device=None: mode.counts.add_sync("synchronize")),
             (torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0)),
         ):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import ops
+
 # The joined shape (`Compressor.joined_shape`) of methods that compress a bucket as one vector.
 VECTOR = (1, -1)
 
@@ -107,10 +109,13 @@ class State:
     def renewed(self, field: str, like: Tensor) -> Tensor:
         """Uninitialized memory for the new value of a field, with the shape and dtype of `like`.
 
-        It is not that of the current value. Assign it to the field in the same step.
+        It is not that of the current value, unless a CUDA graph is captured: replays find the value of the last one
+        there. Assign it to the field in the same step.
         """
         spare = self._spares.get(field)
         self._spares[field] = None
+        if ops.is_capturing(like):
+            spare = getattr(self, field, None)
         if spare is not None and (spare.shape, spare.dtype, spare.device) == (like.shape, like.dtype, like.device):
             return spare
         return torch.empty_like(like, memory_format=torch.contiguous_format)

@@ -20,7 +20,7 @@ class _Average(NamedTuple):
     """An average that is not decoded yet."""
 
     payloads: list[Tensor]  # of the partitions, in rank order
-    max_abs: float  # an upper bound of its magnitudes
+    max_abs: float  # an upper bound of its magnitudes; 0 if nobody looks
 
 
 @register(
@@ -120,14 +120,19 @@ class BlockFloat(ErrorFeedback):
             nbytes = payload.numel() // state.size
             received = yield AllToAll(payload, (nbytes,) * state.size, same_length=True)
             start = min(numel, state.rank * blocks * self.block)
-            partition = grad.new_empty(min(numel - start, blocks * self.block))
-            residual = getattr(state, "owner_residual", None) if self.error_feedback else None
+            own = grad.view(-1)[start : start + blocks * self.block]
+            if self.error_feedback:
+                partition, residual = state.renewed("owner_residual", own), getattr(state, "owner_residual", None)
+            else:
+                partition, residual = torch.empty_like(own), None
             ops.block_float_decode_sum(received, partition, self.bits, self.block, 1.0 / state.size, residual)
             error = partition if self.error_feedback else None
             payload = self._encode(partition, key._replace(name=f"{key.name}[owner]"), blocks, error)
             if self.error_feedback:
                 state.owner_residual, state.owner_start = partition, start
         payloads = yield Gather(payload, same_length=True)
+        if not self.looks(grad):
+            return _Average(payloads, 0.0)
         step = ops.block_float_max_step(payloads, self.bits, self.block)
         if ops.on_device(step):
             step = yield ToHost(step)

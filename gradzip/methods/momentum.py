@@ -264,6 +264,9 @@ class Momentum(Compressor):
             square = norm**2
         return _Average((yield from self.with_max_abs(mean, largest)), previous, bound, compressed=False, square=square)
 
+    def looks(self, average: Tensor) -> bool:
+        return True  # steps whose average is 0 do not count for the warm-up, and the next bound follows from this one
+
     def max_abs_bound(self, average: _Average, limit: float) -> float:
         """As of `Compressor`, but not exact: |m'| + beta |m| may be above the limit where |m' - beta m| is not."""
         previous = self.beta * average.previous_bound
@@ -276,7 +279,9 @@ class Momentum(Compressor):
         return largest if average.bound <= _FLOAT32_MAX else math.inf  # the momentum must be finite, too
 
     def commit(self, grad: Tensor, corrected: Tensor, average: _Average, state: State) -> Routine:
-        momentum = state.renewed("momentum", corrected)
+        momentum, previous = state.renewed("momentum", corrected), average.previous
+        if momentum is previous:  # a CUDA graph is captured
+            previous = momentum.clone()
         if average.compressed:
             yield from self.inner.commit(momentum, corrected, average.average, state)
             if state.residual is corrected:
@@ -284,13 +289,13 @@ class Momentum(Compressor):
                     grad if grad.dtype == torch.float32 and grad.is_contiguous() else torch.empty_like(corrected)
                 )
             corrected.copy_(momentum)
-            if average.previous is not None:
-                yield from jointly(self._subtract_all, grad.device, (corrected, average.previous))
+            if previous is not None:
+                yield from jointly(self._subtract_all, grad.device, (corrected, previous))
         else:
             corrected.copy_(average.average)
             momentum.copy_(corrected)
-            if average.previous is not None:
-                yield from jointly(self._add_all, grad.device, (momentum, average.previous))
+            if previous is not None:
+                yield from jointly(self._add_all, grad.device, (momentum, previous))
             state.residual = None  # it was sent
             if average.is_zero and not self.averages_pieces:  # decided alike by all ranks, as optimizers are told it
                 state.unused = getattr(state, "unused", 0) + 1

@@ -46,7 +46,7 @@ from .chunk_topk import (
     chunk_topk_values,
 )
 from .compact import compact, compact_values, expand
-from .device import all_finite, finite_if_all, known_non_finite, on_device
+from .device import all_finite, finite_if_all, is_capturing, known_non_finite, on_device
 from .elias import elias_capacity, elias_decode, elias_decode_add, elias_encode, elias_quantize
 from .errors import PayloadError
 from .index_code import (
@@ -122,15 +122,15 @@ __all__ = [
     "chunk_topk_nbytes", "chunk_topk_values", "compact", "compact_values", "dequantize", "elias_capacity",
     "elias_decode", "elias_decode_add", "elias_encode", "elias_quantize", "expand", "finite_if_all",
     "index_code_capacity", "index_code_decode", "index_code_decode_add", "index_code_decode_add_all",
-    "index_code_encode", "index_code_open", "index_code_write", "inspect_payloads", "join_payloads", "known_non_finite",
-    "low_rank_apply_average_all", "low_rank_expand", "low_rank_project", "low_rank_project_all", "low_rank_subtract",
-    "majority", "majority_all", "new_payload", "new_payloads", "num_buckets", "on_device", "one_bit_decode_add",
-    "one_bit_decode_add_all", "one_bit_packed", "one_bit_packed_all", "open_payload", "orthogonalize_", "pack_bits",
-    "pack_signs", "pack_signs_all", "packed_nbytes", "quantize", "quantize_decode_add", "quantize_packed",
-    "random_indices", "seal_payloads", "select", "select_sampled", "select_threshold", "signs_decode_add",
-    "signs_decode_add_all", "split_all_payloads", "split_payloads", "ternary_decode_add", "ternary_decode_add_all",
-    "ternary_nbytes", "ternary_packed", "ternary_packed_all", "topk_abs", "transform", "transform_decode",
-    "transform_inverse", "transform_scratch_numel", "transform_select", "unpack_bits",
+    "index_code_encode", "index_code_open", "index_code_write", "inspect_payloads", "is_capturing", "join_payloads",
+    "known_non_finite", "low_rank_apply_average_all", "low_rank_expand", "low_rank_project", "low_rank_project_all",
+    "low_rank_subtract", "majority", "majority_all", "new_payload", "new_payloads", "num_buckets", "on_device",
+    "one_bit_decode_add", "one_bit_decode_add_all", "one_bit_packed", "one_bit_packed_all", "open_payload",
+    "orthogonalize_", "pack_bits", "pack_signs", "pack_signs_all", "packed_nbytes", "quantize", "quantize_decode_add",
+    "quantize_packed", "random_indices", "seal_payloads", "select", "select_sampled", "select_threshold",
+    "signs_decode_add", "signs_decode_add_all", "split_all_payloads", "split_payloads", "ternary_decode_add",
+    "ternary_decode_add_all", "ternary_nbytes", "ternary_packed", "ternary_packed_all", "topk_abs", "transform",
+    "transform_decode", "transform_inverse", "transform_scratch_numel", "transform_select", "unpack_bits",
 ]  # fmt: skip
 
 _arrays.take_arrays(globals(), __all__)

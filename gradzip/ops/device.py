@@ -18,6 +18,11 @@ def on_device(x: Tensor) -> bool:
     return _native.on_cuda(x)
 
 
+def is_capturing(x: Tensor) -> bool:
+    """Return whether what is done on x is captured as a CUDA graph, and repeated later with the same memory."""
+    return on_device(x) and torch.cuda.is_current_stream_capturing()
+
+
 def known_non_finite(magnitudes: Tensor) -> bool:
     """Return whether the host knows that one of a few numbers is inf or NaN. On CUDA it does not, nor waits to know."""
     return not _native.on_cuda(magnitudes) and not all(map(math.isfinite, magnitudes.tolist()))

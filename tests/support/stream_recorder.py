@@ -100,6 +100,7 @@ class Recorder(TorchDispatchMode):
             (StandInTensor, "record_stream", lambda tensor, stream: recorder.record_stream(tensor, stream)),
             (StandInTensor, "new_tensor", lambda tensor, data: torch.tensor(data, dtype=tensor.dtype).to(DEVICE)),
             (torch.cuda, "current_stream", lambda device=None: recorder.current),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "default_stream", lambda device=None: recorder.default),
             (torch.cuda, "stream", recorder.on),
         ):

@@ -1,15 +1,19 @@
 """What keeps torch.cuda.graph from capturing a step, found on a stand-in device: the table of docs/gpu.md."""
 
+import contextlib
 import re
 import shutil
 
 import pytest
+import torch
 
 import gradzip
 import kinds
 from benchmarks.common.results import END
 from benchmarks.device_ops import capture
+from benchmarks.device_ops.__main__ import horovod_steps, noise
 from benchmarks.device_ops.capture import BETWEEN, KEYS, MOVES, OTHER_WORK, READ, obstacles
+from benchmarks.device_ops.stand_in import stand_in
 from paths import ROOT
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
@@ -67,9 +71,34 @@ def test_obstacles_are_found_in_their_part(wait, found, part):
 
 
 def test_states_that_move_are_found():
-    """Each step writes its residual to other memory than that of the last one, so that it can be undone."""
-    found = obstacles(gradzip.BlockFloat(rounding="nearest"))
+    class Mutant(gradzip.BlockFloat):
+        def store_residuals(self, corrected, states):
+            for own, state in zip(corrected, states):
+                state.residual = own.clone()
+
+    found = obstacles(Mutant(rounding="nearest"))
     assert found == capture.Obstacles((MOVES,), (READ["block_float.reduce"], MOVES))
+
+
+@pytest.mark.parametrize("name", kinds.params(METHODS, SAMPLE))
+def test_captured_steps_have_the_same_bits(name):
+    """They write a state where the last one wrote it, so that replays find it, and read it before that."""
+    for spec in METHODS[name]:
+        runs = []
+        for captured in (False, True):
+            compressor = gradzip.parse(spec)
+            with stand_in() as device:
+                run = horovod_steps(compressor, capture.SHAPES, 2, device)
+                averages = []
+                for number in range(6):
+                    gradients = {n: device.tensor(noise(s.numel(), number).view(s)) for n, s in capture.SHAPES.items()}
+                    within = device.capturing() if captured and number > 2 else contextlib.nullcontext()
+                    with within, device.counting() as counts:
+                        run(gradients, counts)
+                    averages += [gradient.host.clone() for gradient in gradients.values()]
+            runs.append((averages, [tensor.host for tensor in capture.tensors_of(compressor).values()]))
+        (outside, states), (inside, in_place) = runs
+        assert len(states) == len(in_place) and all(map(torch.equal, [*outside, *states], [*inside, *in_place])), spec
 
 
 def test_launchers_call_nothing_that_capture_forbids():

@@ -341,6 +341,41 @@ def test_bypassed_gradients_are_counted_too():
     assert counts.syncs == 0 and counts.ops > 0
 
 
+WITHOUT_HEADERS = ["fp16", "block-float", "block-float:bits=4,rounding=nearest,error_feedback=False", "randomk"]
+
+
+@pytest.mark.parametrize("spec", WITHOUT_HEADERS)
+def test_nothing_waits_for_averages_that_nobody_looks_at(spec):
+    checked, unchecked = (count(gradzip.parse(spec).skip_nonfinite(on), SHAPES, 8, "ddp") for on in (True, False))
+    assert checked.syncs == STEPS and unchecked.syncs == 0
+    assert unchecked.ops < checked.ops
+    scaled = gradzip.parse(spec).skip_nonfinite(False).follow(torch.amp.GradScaler("cpu"))
+    assert count(scaled, SHAPES, 8, "ddp").syncs == STEPS  # GradScaler skips steps, so states must be undone
+
+
+@pytest.mark.parametrize("spec", WITHOUT_HEADERS)
+def test_averages_that_nobody_looks_at_may_be_nan(spec):
+    """A NaN reaches the average of its gradient, and the residual. On a CPU it does not: looking costs little there."""
+    compressor, on_cpu = (gradzip.parse(spec).skip_nonfinite(False) for _ in range(2))
+    group = gradzip.LocalGroup(on_cpu, size=1)
+    shape = torch.Size((64, 64))
+    with stand_in() as device:
+        run = horovod_steps(compressor, {"a": shape}, 1, device)
+        for step in range(4):
+            gradient = device_ops.noise(shape.numel(), step).view(shape).clone()
+            if step == 2:
+                gradient[:, 4] = torch.nan
+            theirs = group.average([gradient.clone()], "a")
+            gradient = device.tensor(gradient)
+            with device.counting() as counts:
+                run({"a": gradient}, counts)
+            if step == 2:
+                assert gradient.host.isnan().any() and theirs[0].isnan().all()
+    state, kept = compressor.states["a"], group.compressors[0].states["a"]
+    if compressor.error_feedback:
+        assert state.residual.host.isnan().any() and kept.residual.isfinite().all()
+
+
 @pytest.mark.parametrize("spec", ["none", "powersgd", "signsgd"])
 def test_whether_uncompressed_averages_are_finite_takes_no_wait_of_its_own(spec):
     """Under DDP. Horovod averages them itself, and one of them may be the last average of a step."""

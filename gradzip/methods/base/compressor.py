@@ -170,7 +170,7 @@ class Compressor(ABC):
     def max_abs_bound(self, average: Any, limit: float) -> float:
         """An upper bound of the average's magnitudes: exact if above `limit`, not finite if any element is not finite.
 
-        The same on all ranks. Waits for the device, unless `reduce` ended with `with_max_abs`.
+        The same on all ranks. Waits for the device, unless `reduce` ended with `with_max_abs`. 0 if nobody looks.
         """
         known = getattr(average, _MAX_ABS, None)
         return ops.abs_max(average) if known is None else known
@@ -212,6 +212,10 @@ class Compressor(ABC):
 
     # --- for `reduce` to call
 
+    def looks(self, average: Tensor) -> bool:
+        """Whether the host looks at averages. On a device it has to wait for it: only if a step may be skipped."""
+        return self.memory.checks or not ops.on_device(average)
+
     def with_max_abs(self, average: Tensor, max_abs: float | None = None) -> Routine:
         """Coroutine: attach the largest magnitude to an average on a device, for `max_abs_bound`. Returns the average.
 
@@ -221,7 +225,9 @@ class Compressor(ABC):
             average: made by `new_average`, so that it keeps its values until it is applied.
             max_abs: the largest magnitude, if it is known.
         """
-        if max_abs is None and ops.on_device(average):
+        if not self.looks(average):
+            max_abs = 0.0 if max_abs is None else max_abs
+        elif max_abs is None and ops.on_device(average):
             max_abs = float((yield ToHost((yield Local(ops.abs_max_all, average.device, average)))))
         setattr(average, _MAX_ABS, max_abs)
         return average
@@ -421,7 +427,8 @@ class Compressor(ABC):
         parameters nor optimizer state, and warn. Other optimizers can ask `last_step_skipped`.
 
         Disabled, a NaN or inf reaches the parameters of its layer on all ranks, unless GradScaler skips the step
-        (`follow`). Call it before the first step, on all ranks alike.
+        (`follow`). On a device, it reaches the residuals of a method without headers (`fp16`, `BlockFloat`, `RandomK`),
+        too: the host does not wait to know. Call it before the first step, on all ranks alike.
 
         Returns the compressor itself.
 
