@@ -7,6 +7,7 @@ A captured step is replayed without Python: the same launches with the same argu
   random keys           Arguments of launches: a replay draws the numbers of the captured step again.
   states that move      A step reads a residual or factor, and writes the new one to other memory. A replay would read
                         the old one again. (`State.renewed` has other memory only outside of a capture.)
+  two steps in turns    Every second step queues the same operations: a graph of two steps has both.
   other work            Steps that queue other operations than the step before, or write more or less.
 
 A step has two parts. The hooks queue all work up to the first collective of each bucket. The end of the step is what
@@ -39,14 +40,14 @@ from gradzip.memory.state import Key
 from gradzip.methods.base.registry import registered
 
 # Steps before those that are compared: the first one has no residuals, and methods with phases compress then.
-WARM_UP, COMPARED = 4, 3
+WARM_UP, COMPARED = 4, 4
 
 # What a ToHost reads, by the module and the function that asks for it.
 READ = {
     "fusion.collectives": "whether uncompressed averages are finite",
     "gather.inspected": "headers of payloads",
     "compressor.with_max_abs": "magnitudes of averages",
-    "low_rank.max_of_columns": "magnitudes of factors",
+    "low_rank.following": "magnitudes of factors",
     "block_float.reduce": "largest steps of blocks",
     "signs._combine": "counts of votes",
 }
@@ -54,6 +55,7 @@ BETWEEN = "values that decide what follows"  # without a ToHost
 KEYS = "random keys"
 MOVES = "states that move"
 OTHER_WORK = "other work in each step"
+TWO_STEPS = "two steps in turns"
 
 START = "<!-- table: python -m benchmarks.device_ops.capture --write -->\n\n"
 HEADER = ("method", "in the hooks", "at the end of the step")
@@ -87,13 +89,10 @@ class _Part:
             found[KEYS] = None
         if moves:
             found[MOVES] = None
-        if any(_work(counts) != _work(self.counts[0]) for counts in self.counts):
-            found[OTHER_WORK] = None
+        work = [(counts.names, counts.written) for counts in self.counts]  # what is read of a payload depends on values
+        if work != work[:1] * COMPARED:
+            found[TWO_STEPS if work == work[:2] * (COMPARED // 2) else OTHER_WORK] = None
         return tuple(found)
-
-
-def _work(counts: Counts) -> tuple[Any, ...]:
-    return counts.names, counts.written  # what is read of a payload depends on values, as headers show
 
 
 class _Recorder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import ops
 from ..collectives import Mean, ToHost
 from ..collectives.routines import Local, Routine
-from ..memory.state import State
+from ..memory.state import Key, State
 from .base.error_feedback import ErrorFeedback
 from .base.registry import register
 
@@ -29,7 +29,7 @@ class Factors(NamedTuple):
     q: Tensor  # (m, r)
     sent_p: Tensor  # (n, r)
     sent_q: Tensor  # (m, r)
-    max_abs_bound: float  # of the magnitudes in P Qᵀ
+    max_abs_bound: float  # of the magnitudes in P Qᵀ; 0 if nobody looks
 
 
 @dataclass
@@ -53,6 +53,7 @@ class LowRank(ErrorFeedback):
         super().__post_init__()
         if not (isinstance(self.rank, int) and self.rank >= 1):
             raise ValueError(f"{type(self).__name__}: got rank = {self.rank!r}, expected an integer >= 1")
+        self._random_rows: dict[Any, tuple[Tensor, Tensor]] = {}  # by bucket: each row's factor, random rows
 
     @abstractmethod
     def factorize(self, m: Tensor, state: State) -> Routine:
@@ -99,28 +100,58 @@ class LowRank(ErrorFeedback):
         if corrected is not grad:
             grad.copy_(corrected)
 
-    def random_factor(self, rows: int, state: State, device: torch.device) -> Tensor:
-        """Uniform numbers in [-1/2, 1/2), shape (rows, rank), the same on all ranks and all hardware."""
-        generator = np.random.Generator(np.random.Philox(key=state.key(self.seed)._replace(rank="shared").bits))
+    def random_factor(self, rows: int, state: State, device: torch.device, step: int | None = None) -> Tensor:
+        """Uniform numbers in [-1/2, 1/2), shape (rows, rank), the same on all ranks and all hardware.
+
+        step: whose numbers; default: those of the current one.
+        """
+        key = Key(self.seed, state.step if step is None else step, state.name, "shared")
+        generator = np.random.Generator(np.random.Philox(key=key.bits))
         return torch.from_numpy(generator.random((rows, self.rank), dtype=np.float32) - np.float32(0.5)).to(device)
 
-    def max_of_columns(self, factor: Tensor) -> Routine:
-        """Coroutine: the largest magnitude in each column, on the CPU. The host waits once for all factors."""
-        largest = yield Local(ops.abs_max_columns, factor.device, factor)
-        return (yield ToHost(largest)) if ops.on_device(factor) else largest
+    def following(self, factor: Tensor, state: State, scaled: bool) -> Routine:
+        """Coroutine: the factor to start the next step from, and the largest magnitude of `factor`, 0 if nobody looks.
 
-    def replace_zero_columns(self, factor: Tensor, largest: Tensor, state: State) -> Tensor:
-        """Replace columns that are 0, as after a gradient of zeros, by random ones for the next step.
+        Columns that are 0, as after a gradient of zeros, are replaced by random ones: `orthogonalize_` would replace
+        them by unit vectors. If the gradient is always 0 in that row or column, as for dead units, the column would
+        stay 0 in all later steps, which lowers the rank.
 
-        `orthogonalize_` would replace them by unit vectors. If the gradient is always 0 in that row or column, as for
-        dead units, the column would stay 0 in all later steps, which lowers the rank.
-
-        largest: the largest magnitude in each column, on the CPU.
+        scaled: divide by the largest magnitude, unless that is 0. Otherwise, the result may be `factor`.
         """
-        zero = largest == 0
-        if not zero.any():
-            return factor
-        return self.random_factor(len(factor), state, factor.device).where(zero.to(factor.device), factor)
+        columns = yield Local(ops.abs_max_columns, factor.device, factor)
+        if not self.looks(factor):
+            return (yield Local(self._follow_all, factor.device, (factor, columns, state, scaled))), 0.0
+        if ops.on_device(factor):  # the host waits once for all factors
+            columns = yield ToHost(columns)
+        largest = columns.max().item()
+        if scaled:
+            scale = largest if largest > 0 else 1.0
+            factor, columns = (yield Local(_quotients, factor.device, (factor, scale))), columns / scale
+        zero = columns == 0
+        if zero.any():
+            factor = self.random_factor(len(factor), state, factor.device).where(zero.to(factor.device), factor)
+        return factor, largest
+
+    def _follow_all(self, factors: list[tuple[Tensor, Tensor, State, bool]]) -> list[Tensor]:
+        """`following` on a device, from the largest magnitudes of columns there. Does not wait for it.
+
+        Random columns are those of step 0 in all steps: a captured step has no host that draws others.
+        """
+        rows = [len(factor) for factor, *_ in factors]
+        device, scaled = factors[0][0].device, factors[0][3]
+        key = (device, *zip(rows, (state.name for _, _, state, _ in factors)))
+        if key not in self._random_rows:
+            numbers = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows)).to(device)
+            random = [self.random_factor(n, state, device, step=0) for n, (_, _, state, _) in zip(rows, factors)]
+            self._random_rows[key] = numbers, torch.cat(random)
+        numbers, random_rows = self._random_rows[key]
+        largest = torch.stack([columns for _, columns, _, _ in factors])
+        result = torch.cat([factor for factor, *_ in factors])
+        if scaled:
+            scale = largest.amax(1, keepdim=True)
+            result /= scale.where(scale > 0, 1.0)[numbers]
+        zero = (largest == 0)[numbers]
+        return list(random_rows.where(zero, result).split(rows))
 
 
 @register("powersgd", examples=["", "rank=3,warm_start=False"])
@@ -154,12 +185,9 @@ class PowerSGD(LowRank):
         p = yield Mean((yield from self.project(m, state, q)))
         yield Local(_orthogonalize, m.device, p)  # replaces columns that are not finite; Q shows that they were not
         q = yield Mean((yield Local(ops.low_rank_project_all, m.device, (m, None, p, True))))
-        columns = yield from self.max_of_columns(q)
-        largest = columns.max().item()
         # Only the span of Q matters. Scaling keeps the magnitude of the next P that of the gradient, not its square.
-        scale = largest if largest > 0 else 1.0
-        scaled = yield Local(_quotients, m.device, (q, scale))
-        state.q = self.replace_zero_columns(scaled, columns / scale, state)
+        following, largest = yield from self.following(q, state, scaled=True)
+        state.q = state.renewed("q", q).copy_(following) if ops.is_capturing(q) else following
         return Factors(p, q, p, q, self.rank * _ORTHONORMAL * largest)
 
     def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
@@ -201,12 +229,15 @@ class ACPSGD(LowRank):
             yield Local(_orthogonalize, m.device, fixed)
         own = yield from self.project(m, state, fixed, transpose)
         mean = yield Mean((yield Local(_to_overwrite, m.device, own)))
-        columns = yield from self.max_of_columns(mean)
-        bound = self.rank * _ORTHONORMAL * columns.max().item()
+        following, largest = yield from self.following(mean, state, scaled=False)
+        bound = self.rank * _ORTHONORMAL * largest
         if self.reuse:  # orthogonalized here, where all matrices of a step take one call
-            following = yield Local(_copies, m.device, self.replace_zero_columns(mean, columns, state))
+            if ops.is_capturing(m):  # a graph of two steps needs the memory of both factors again
+                following = state.renewed(computed, following).copy_(following)
+            else:
+                following = yield Local(_copies, m.device, following)
+                setattr(state, given, None)
             yield Local(_orthogonalize, m.device, following)
-            setattr(state, given, None)
             setattr(state, computed, following)
         return Factors(fixed, mean, fixed, own, bound) if transpose else Factors(mean, fixed, own, fixed, bound)
 

@@ -376,6 +376,34 @@ def test_averages_that_nobody_looks_at_may_be_nan(spec):
         assert state.residual.host.isnan().any() and kept.residual.isfinite().all()
 
 
+@pytest.mark.parametrize("spec", ["powersgd", "acpsgd", "acpsgd:rank=2,error_feedback=False"])
+def test_factors_of_averages_that_nobody_looks_at(spec):
+    """They have the same bits. After columns of zeros, the rank is what it was, as where the host replaces them."""
+    shapes = {"a": torch.Size((48, 64)), "b": torch.Size((32, 8, 3, 3)), "c": torch.Size((80, 20))}
+    averages = []
+    for checks in (True, False):
+        compressor = gradzip.parse(spec).skip_nonfinite(checks)
+        with stand_in() as device:
+            run = horovod_steps(compressor, shapes, 3, device)
+            for step in range(9):
+                noise = {name: device_ops.noise(shape.numel(), step).view(shape) for name, shape in shapes.items()}
+                gradients = {name: device.tensor(one.clone()) for name, one in noise.items()}
+                if step in (4, 5):
+                    gradients["a"].host.zero_()
+                with device.counting() as counts:
+                    run(gradients, counts)
+                assert bool(counts.syncs) == checks or step < 2  # the first steps draw random factors on the host
+                averages.append({name: gradient.host.clone() for name, gradient in gradients.items()})
+    looked, unseen = averages[:9], averages[9:]
+    for step in range(9):
+        for name in shapes:
+            if step < 6 or name != "a":
+                assert torch.equal(looked[step][name], unseen[step][name]), (step, name)
+            else:
+                ranks = [torch.linalg.matrix_rank(one[step][name]).item() for one in (looked, unseen)]
+                assert ranks == [compressor.rank] * 2
+
+
 @pytest.mark.parametrize("spec", ["none", "powersgd", "signsgd"])
 def test_whether_uncompressed_averages_are_finite_takes_no_wait_of_its_own(spec):
     """Under DDP. Horovod averages them itself, and one of them may be the last average of a step."""

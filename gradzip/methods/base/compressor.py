@@ -427,8 +427,8 @@ class Compressor(ABC):
         parameters nor optimizer state, and warn. Other optimizers can ask `last_step_skipped`.
 
         Disabled, a NaN or inf reaches the parameters of its layer on all ranks, unless GradScaler skips the step
-        (`follow`). On a device, it reaches the residuals of a method without headers (`fp16`, `BlockFloat`, `RandomK`),
-        too: the host does not wait to know. Call it before the first step, on all ranks alike.
+        (`follow`). On a device, it reaches the states of a method whose payloads have no headers, too, as `BlockFloat`
+        or `ACPSGD`: the host does not wait to know. Call it before the first step, on all ranks alike.
 
         Returns the compressor itself.
 
