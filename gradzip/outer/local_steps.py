@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import ops
+from .. import engines, ops
 from ..averaging.buckets import Plan, bucket_nbytes, cut
 from ..averaging.session import Session
 from ..collectives import Broadcast
@@ -300,13 +301,11 @@ class LocalSteps(OuterLoop):
         """Compare the ranks' configurations, and go on with this engine."""
         arguments = asdict(self.schedule) | {"outer": self._global.options}
         of_ranks = self._session.connect(engine, self._workers[0].parameters, f"{self._slot}handshake", arguments)
-        for rank, theirs in enumerate(of_ranks):
-            for name, ours in of_ranks[0].items():
-                if theirs[name] != ours:
-                    raise RuntimeError(
-                        f"LocalSteps: rank {rank} has {name} = {theirs[name]}, rank 0 {name} = {ours}; give all ranks "
-                        "the same one"
-                    )
+        _check_equal(of_ranks, "rank")
+        if self._shards is not None:  # they exchange at the same steps: an exchange tells them which to skip
+            own = engines.torch_engine(self._shards, Traffic(), self._device)
+            line = f"{json.dumps(of_ranks[0])}\n".encode()
+            _check_equal([json.loads(theirs) for theirs in own.allgather_bytes(line, "outer.shards")], "shard")
 
     # --- an exchange
 
@@ -424,6 +423,17 @@ def _process_group(group: Any) -> dist.ProcessGroup:
             '"horovod"'
         )
     return group
+
+
+def _check_equal(arguments: Sequence[Mapping[str, Any]], whose: str) -> None:
+    """Refuse arguments that differ. whose: "rank" or "shard"; their numbers are those of the list."""
+    for number, theirs in enumerate(arguments):
+        for name, first in arguments[0].items():
+            if theirs[name] != first:
+                raise RuntimeError(
+                    f"LocalSteps: {whose} {number} has {name} = {theirs[name]}, {whose} 0 {name} = {first}; give all "
+                    "ranks the same one"
+                )
 
 
 def _check_shards(group: dist.ProcessGroup, shards: dist.ProcessGroup | None) -> None:

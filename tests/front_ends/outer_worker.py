@@ -269,10 +269,13 @@ def sharded_errors():
     outer.load_state_dict(gradzip.checkpoint.shard(gradzip.checkpoint.merge(saved[job.rank % 2 :: 2]), place, 2))
     resumed = [list(state["global"]["parameters"].values()) for state in (saved[job.rank], outer.state_dict())]
     outer.remove()
+    model, optimizer = fsdp_model()
+    delay = mesh()["shard"].get_local_rank()
+    delay = message(lambda: gradzip.outer.LocalSteps(model, optimizer, group=mesh()["replicate"], delay=delay))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         after, _ = run_sharded({"every": EVERY}, diverges=2)
-    return everyone, after, [str(w.message) for w in caught], merged, loaded, resumed
+    return everyone, delay, after, [str(w.message) for w in caught], merged, loaded, resumed
 
 
 def mesh():

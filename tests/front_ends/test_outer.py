@@ -683,11 +683,12 @@ def test_sites_whose_models_are_sharded_diverge_as_one(tmp_path):
     pytest.importorskip("torch.distributed.fsdp._fully_shard", reason="torch without FSDP2")
     ranks = scenarios(4, "outer_worker.py", tmp_path, "sharded_errors", run=torchrun)["sharded_errors"]
     second = 2 * EVERY - 1
-    for rank, (everyone, after, texts, merged, loaded, resumed) in enumerate(ranks):
+    for rank, (everyone, delay, after, texts, merged, loaded, resumed) in enumerate(ranks):
+        assert "LocalSteps: shard 1 has delay = 1, shard 0 delay = 0; give all ranks the same one" in delay
         assert "got state dicts with shards ['shard0of2', 'shard1of2'], expected those of one shard" in merged
         assert f"got a state dict of shard 'shard{1 - rank % 2}of2', expected 'shard{rank % 2}of2'" in loaded
         assert all(map(torch.equal, *resumed))
-        other = ranks[(rank + 2) % 4][1]
+        other = ranks[(rank + 2) % 4][2]
         assert "hold different shards of the model" in everyone
         assert any("it restarts from the global" in text for text in texts) == (rank >= 2)  # the site of rank 2
         restarted = all(map(torch.equal, after[second], after[EVERY - 1]))
