@@ -114,6 +114,12 @@ def local_steps_cost(method: str, study: str = "outer") -> tuple[float, float]:
     return fewer_of(row), 100 * (row.score / none.score - 1)
 
 
+def muon_outer_cost(method: str) -> float:
+    """How many % above data-parallel Muon a run with local steps ends."""
+    row, none = (tuned(of, "text-muon-outer", "muon_outer") for of in (method, "none"))
+    return 100 * (row.score / none.score - 1)
+
+
 def compressed_warmup(method: str) -> Row:
     """The row of a method in the study of a compressed warm-up."""
     return tuned(method, study="momentum")
@@ -595,6 +601,10 @@ IN_THREE_PHASES = "phases:0=qsgd,160=block-float(bits=4,rounding=nearest),200=mo
 EVERY_10, EVERY_30 = (f"local(every={n}):phases:0=qsgd,20%={FOUR_BITS_NEAREST_OF_PHASES}" for n in (10, 30))
 SHORT_10, SHORT_30 = (method.replace("20%", "5%") for method in (EVERY_10, EVERY_30))
 PLAIN_10, PLAIN_30 = (method.replace(FOUR_BITS_NEAREST_OF_PHASES, "none") for method in (EVERY_10, EVERY_30))
+MUON_MEANS = [
+    f"local(every={n},lr=1,momentum=0):phases:0={FOUR_BITS_NEAREST_OF_PHASES},20%={FOUR_BITS_NEAREST_OF_PHASES}"
+    for n in (10, 30, 100)
+]
 EVERY_20 = EVERY_10.replace("every=10", "every=20")
 CHUNKS = "local(every=30):phases:0=qsgd,20%=topk(theta=0.985,bits=2,chunk=4096,residual_decay=0.95)"
 CHUNKS_MEAN = CHUNKS.replace("every=30", "every=30,lr=1,momentum=0")
@@ -749,6 +759,40 @@ STATED: list[Stated] = [
             *(fewer_at_the_end(tuned(m, "text-outer", "outer")) for m in (EVERY_10, EVERY_30, EVERY_20)),
             local_steps_cost(EVERY_20)[1],
         ),
+    ),
+    (
+        ACCURACY,
+        "of the parameters, which ends {:.1f} % above every 30 steps.",
+        lambda: local_steps_cost(EVERY_30.replace("every=30", "every=30,lr=1,momentum=0"))[1:],
+    ),
+    (
+        ACCURACY,
+        "Every 10 steps, training ends {:.1f} % above the bits per character of data-parallel Muon, every 30 steps "
+        "{:.1f} % above, and every 100 steps {:.1f} %. The last epoch sends {:.0f}, {:.0f} and {:.0f} times fewer "
+        "bytes.",
+        lambda: (
+            *(muon_outer_cost(n) for n in MUON_MEANS),
+            *(fewer_at_the_end(tuned(n, "text-muon-outer", "muon_outer")) for n in MUON_MEANS),
+        ),
+    ),
+    (
+        ACCURACY,
+        "does not suit it here**: every 10 steps, training ends {:.1f} % above.",
+        lambda: (muon_outer_cost(MUON_MEANS[0].replace(",lr=1,momentum=0", "")),),
+    ),
+    (
+        OUTER,
+        "The mean of the parameters every 10 steps ended {:.1f} % above data-parallel Muon, every 30 steps {:.1f} %, "
+        "and with DiLoCo's outer optimizer, every 10 steps ended {:.1f} % above",
+        lambda: (
+            *(muon_outer_cost(n) for n in MUON_MEANS[:2]),
+            muon_outer_cost(MUON_MEANS[0].replace(",lr=1,momentum=0", "")),
+        ),
+    ),
+    (
+        README,
+        "With Muon and `outer=None`, every 30 steps end {:.1f} % above Muon that averages every gradient.",
+        lambda: (muon_outer_cost(MUON_MEANS[1]),),
     ),
     (
         ACCURACY,
