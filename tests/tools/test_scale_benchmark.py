@@ -67,7 +67,7 @@ def test_page_has_the_results():
 
 def test_all_variants_are_measured_on_all_ranks():
     measured = {(row["variant"], row["ranks"]) for row in stored()["rows"]}
-    assert measured >= set(itertools.product(VARIANTS, (2, 4, 8)))
+    assert measured >= set(itertools.product(VARIANTS, (2, 4, 8, 16)))
 
 
 def test_projection_is_that_of_the_cost_model():
@@ -95,7 +95,7 @@ def test_projection_is_that_of_the_cost_model():
 
 def test_auto_is_predicted_as_the_exchange_that_it_chooses():
     results = stored()
-    for variant, ranks in itertools.product(VARIANTS, (2, 4, 8)):
+    for variant, ranks in itertools.product(VARIANTS, (2, 4, 8, 16)):
         if variant.endswith("auto"):
             chosen = predictions.chosen(results, variant, ranks)
             rows = [r for r in results["rows"] if (r["variant"], r["ranks"]) == (variant, ranks)]
