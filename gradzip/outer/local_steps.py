@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import engines, ops
+from .. import ops
 from ..averaging.buckets import Plan, bucket_nbytes, cut
 from ..averaging.session import Session
 from ..collectives import Broadcast
@@ -303,7 +303,7 @@ class LocalSteps(OuterLoop):
         of_ranks = self._session.connect(engine, self._workers[0].parameters, f"{self._slot}handshake", arguments)
         _check_equal(of_ranks, "rank")
         if self._shards is not None:  # they exchange at the same steps: an exchange tells them which to skip
-            own = engines.torch_engine(self._shards, Traffic(), self._device)
+            own = self._session.torch_engine(self._shards, self._device)
             line = f"{json.dumps(of_ranks[0])}\n".encode()
             _check_equal([json.loads(theirs) for theirs in own.allgather_bytes(line, "outer.shards")], "shard")
 

@@ -77,6 +77,7 @@ def on_device(request, monkeypatch):
             patch.setattr(native, "on_cuda", lambda x: True)
             patch.setattr(torch.cuda, "device", contextlib.nullcontext)
             patch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
             yield
 
     return OnDevice("cpu", simulated_device)
