@@ -301,11 +301,15 @@ class LocalSteps(OuterLoop):
         """Compare the ranks' configurations, and go on with this engine."""
         arguments = asdict(self.schedule) | {"outer": self._global.options}
         of_ranks = self._session.connect(engine, self._workers[0].parameters, f"{self._slot}handshake", arguments)
-        _check_equal(of_ranks, "rank")
+        of_shards = [of_ranks]
         if self._shards is not None:  # they exchange at the same steps: an exchange tells them which to skip
             own = self._session.torch_engine(self._shards, self._device)
-            line = f"{json.dumps(of_ranks[0])}\n".encode()
-            _check_equal([json.loads(theirs) for theirs in own.allgather_bytes(line, "outer.shards")], "shard")
+            line = f"{json.dumps(of_ranks)}\n".encode()
+            of_shards = [json.loads(theirs) for theirs in own.allgather_bytes(line, "outer.shards")]
+        # Behind all collectives: no rank waits for one that fails here.
+        _check_equal(of_ranks, "rank")
+        for of_rank in zip(*of_shards):
+            _check_equal(of_rank, "shard")
 
     # --- an exchange
 

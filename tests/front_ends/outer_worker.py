@@ -270,8 +270,11 @@ def sharded_errors():
     resumed = [list(state["global"]["parameters"].values()) for state in (saved[job.rank], outer.state_dict())]
     outer.remove()
     model, optimizer = fsdp_model()
-    delay = mesh()["shard"].get_local_rank()
-    delay = message(lambda: gradzip.outer.LocalSteps(model, optimizer, group=mesh()["replicate"], delay=delay))
+    delays = [mesh()["shard"].get_local_rank(), int(job.rank == 2)]  # of a shard; of a rank, whose replica sees it
+    delay = [
+        message(lambda delay=delay: gradzip.outer.LocalSteps(model, optimizer, group=mesh()["replicate"], delay=delay))
+        for delay in delays
+    ]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         after, _ = run_sharded({"every": EVERY}, diverges=2)

@@ -684,7 +684,8 @@ def test_sites_whose_models_are_sharded_diverge_as_one(tmp_path):
     ranks = scenarios(4, "outer_worker.py", tmp_path, "sharded_errors", run=torchrun)["sharded_errors"]
     second = 2 * EVERY - 1
     for rank, (everyone, delay, after, texts, merged, loaded, resumed) in enumerate(ranks):
-        assert "LocalSteps: shard 1 has delay = 1, shard 0 delay = 0; give all ranks the same one" in delay
+        assert "LocalSteps: shard 1 has delay = 1, shard 0 delay = 0; give all ranks the same one" in delay[0]
+        assert (f"{['rank 1 has delay = 1, rank', 'shard 1 has delay = 0, shard'][rank % 2]} 0 delay = ") in delay[1]
         assert "got state dicts with shards ['shard0of2', 'shard1of2'], expected those of one shard" in merged
         assert f"got a state dict of shard 'shard{1 - rank % 2}of2', expected 'shard{rank % 2}of2'" in loaded
         assert all(map(torch.equal, *resumed))

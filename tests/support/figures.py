@@ -108,16 +108,15 @@ def tuned(method: str, recipe: str = "text", study: str = "text") -> Row:
     return next(row for row in rows_of_study(results, recipe) if row.method == method)
 
 
-def local_steps_cost(method: str, study: str = "outer") -> tuple[float, float]:
+def local_steps_cost(method: str, study: str = "outer", recipe: str = "text-outer") -> tuple[float, float]:
     """How many times fewer bytes a run with local steps sends, and how many % above data-parallel training it ends."""
-    row, none = (tuned(of, "text-outer", study) for of in (method, "none"))
+    row, none = (tuned(of, recipe, study) for of in (method, "none"))
     return fewer_of(row), 100 * (row.score / none.score - 1)
 
 
 def muon_outer_cost(method: str) -> float:
     """How many % above data-parallel Muon a run with local steps ends."""
-    row, none = (tuned(of, "text-muon-outer", "muon_outer") for of in (method, "none"))
-    return 100 * (row.score / none.score - 1)
+    return local_steps_cost(method, "muon_outer", "text-muon-outer")[1]
 
 
 def compressed_warmup(method: str) -> Row:
