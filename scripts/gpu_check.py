@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_check.json"
 MINUTES = 25
 TAIL = 30  # lines of a failed step's output
+WORKERS = 8  # processes of the tests, each with a CUDA context
 
 # What compute-sanitizer prints where it does not support the device, or is not installed completely.
 NO_SANITIZER = re.compile(r"Device not supported|Unable to find .*injection|compute-sanitizer: (command )?not found")
@@ -32,7 +34,7 @@ class Step:
     """A command with a share of the time.
 
     Args:
-        seconds: of `MINUTES`.
+        seconds: it has as large a share of what is left as these have of all that are left.
         tool: program that it needs, beside Python.
         after: it is skipped unless one of these steps has passed. Empty: it depends on none.
         tests: it runs pytest, and fails if no test passes.
@@ -69,7 +71,13 @@ def steps(arch: str, folder: Path) -> list[Step]:
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if "mark.cuda" in path.read_text()
     ]
-    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-m"]
+    # Versions of torch and NumPy may be newer than those that the suite knows: what they deprecate is not an error.
+    pytest = [python, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
+    if importlib.util.find_spec("xdist"):
+        pytest += ["-n", str(min(WORKERS, len(os.sched_getaffinity(0))))]
+    tests = [*pytest, *files, "-m", "cuda"]
+    # Without the largest sizes, and without front ends, where most kernels are those of NCCL and torch.
+    of_kernels = [*pytest, *(file for file in files if file.startswith("tests/ops/")), "-m", "cuda and not slow"]
     sanitizer = ["compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all", "--tool"]
     # Kernels compiled by NVRTC are cached in the folder, so that they are compiled here at least once.
     nvrtc, nvcc = {"GRADZIP_CUDA": "nvrtc"}, {"GRADZIP_CUDA": "1", "GRADZIP_CUDA_ARCHS": arch}
@@ -81,14 +89,14 @@ def steps(arch: str, folder: Path) -> list[Step]:
 
     return [
         Step("build_nvrtc", 80, build, nvrtc),
-        Step("tests_nvrtc", 220, [*pytest, "cuda"], cache, after=("build_nvrtc",), tests=True),
-        Step("build_nvcc", 220, build, nvcc, tool="nvcc"),
-        Step("tests_nvcc", 150, [*pytest, "cuda"], cache, after=("build_nvcc",), tests=True),
+        Step("tests_nvrtc", 240, tests, cache, after=("build_nvrtc",), tests=True),
+        Step("build_nvcc", 140, build, nvcc, tool="nvcc"),
+        Step("tests_nvcc", 190, tests, cache, after=("build_nvcc",), tests=True),
         # Each tensor gets memory of its own: the sanitizer does not see an access beyond a tensor within a block of
-        # torch's cache. Without the largest sizes.
+        # torch's cache.
         *(
             Step(
-                tool, seconds, [*sanitizer, tool, *pytest, "cuda and not slow"],
+                tool, seconds, [*sanitizer, tool, *of_kernels],
                 {**cache, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "compute-sanitizer", builds, tests=True,
             )
             for tool, seconds in (("memcheck", 130), ("racecheck", 130), ("synccheck", 90), ("initcheck", 90))
@@ -154,14 +162,21 @@ def judge(step: Step, status: int | None, output: str) -> tuple[str, dict[str, i
 
 
 def run(
-    todo: list[Step], seconds: float, report: Callable[[Outcome], None], environment: Mapping[str, str]
+    todo: list[Step],
+    seconds: float,
+    report: Callable[[Outcome], None],
+    environment: Mapping[str, str],
+    logs: Path | None = None,
 ) -> list[Outcome]:
-    """Run steps within `seconds`, which they share as `Step.seconds` says. What one leaves is not given to others."""
-    share = seconds / sum(step.seconds for step in todo)
+    """Run steps within `seconds`, which they share as `Step.seconds` says. What one leaves is shared by the next ones.
+
+    logs: a folder for the whole output of each step.
+    """
     deadline = time.monotonic() + seconds
     outcomes: list[Outcome] = []
-    for step in todo:
-        limit = min(share * step.seconds, max(0.0, deadline - time.monotonic()))  # ending a step takes time, too
+    for number, step in enumerate(todo):
+        left = max(0.0, deadline - time.monotonic())  # ending a step takes time, too
+        limit = left * step.seconds / sum(later.seconds for later in todo[number:])
         done = Outcome(step.name, "skipped", 0.0, round(limit, 1))
         passed = {o.name for o in outcomes if o.outcome == "passed"}
         if step.tool and not find(step.tool):
@@ -175,6 +190,8 @@ def run(
             done.outcome, done.tests = judge(step, status, output)
             if done.outcome != "passed":
                 done.tail = output.splitlines()[-TAIL:]
+            if logs:
+                (logs / f"{step.name}.log").write_text(output)
         outcomes.append(done)
         report(done)
     return outcomes
@@ -237,17 +254,29 @@ def describe() -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="gpu_check.sh", usage="gpu_check.sh [--minutes N] [--list] [FILE]")
+    usage = "gpu_check.sh [--minutes N] [--only STEP,...] [--logs FOLDER] [--list] [FILE]"
+    parser = argparse.ArgumentParser(prog="gpu_check.sh", usage=usage)
     parser.add_argument("file", type=Path, nargs="?", default=RESULTS)
     parser.add_argument("--minutes", type=float, default=MINUTES)
+    parser.add_argument("--only", metavar="STEP,...", type=lambda names: names.split(","), default=[])
+    parser.add_argument("--logs", metavar="FOLDER", type=Path)
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args()
+    names = [step.name for step in steps("XX", Path("FOLDER"))]
+    if unknown := [name for name in args.only if name not in names]:
+        parser.error(f"got --only {unknown[0]}, expected some of {', '.join(names)}")
+    if args.logs and not args.logs.is_dir():
+        parser.error(f"got --logs {args.logs}, which is no folder; make it first")
+
+    def wanted(arch: str, folder: Path) -> list[Step]:
+        return [step for step in steps(arch, folder) if not args.only or step.name in args.only]
+
     if not args.minutes > 0:
         parser.error(f"got --minutes {args.minutes:g}, expected a number above 0")
     if not args.file.resolve().parent.is_dir():
         parser.error(f"got {args.file}, whose folder is missing; make it first")
     if args.list:
-        todo = steps("XX", Path("FOLDER"))
+        todo = wanted("XX", Path("FOLDER"))
         share = args.minutes / sum(step.seconds for step in todo)
         for step in todo:
             print(f"{step.name:12} {60 * share * step.seconds:4.0f} s  {' '.join(step.command)}")
@@ -259,7 +288,7 @@ def main() -> int:
         return 2
     print(f"gpu_check: {about['device']}, driver {about['driver']}, torch {about['torch']}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        todo = steps(about["arch"], Path(folder))
+        todo = wanted(about["arch"], Path(folder))
         outcomes: list[Outcome] = []
 
         def report(done: Outcome) -> None:
@@ -267,7 +296,7 @@ def main() -> int:
             outcomes.append(done)  # a run that is interrupted leaves what it has found
             args.file.write_text(json.dumps(document(about, outcomes, Path(folder)), indent=1) + "\n")
 
-        run(todo, 60 * args.minutes, report, {"PYTHONPATH": str(ROOT), "PATH": search_path()})
+        run(todo, 60 * args.minutes, report, {"PYTHONPATH": str(ROOT), "PATH": search_path()}, args.logs)
     print(f"gpu_check: results in {args.file}")
     return int(any(done.outcome in ("failed", "stopped") for done in outcomes))
 

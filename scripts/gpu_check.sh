@@ -3,10 +3,13 @@
 # the GPU tests with both builds, and under compute-sanitizer; time the kernels, and training steps of ResNet-50. Needs
 # ninja, g++, and a Python with PyTorch for CUDA, pybind11, setuptools, NumPy, pytest and pytest-timeout. Needs no network.
 #
-# usage: scripts/gpu_check.sh [--minutes N] [--list] [FILE]     writes FILE (default: benchmarks/results/gpu_check.json)
+# usage: scripts/gpu_check.sh [--minutes N] [--only STEP,...] [--logs FOLDER] [--list] [FILE]
 #
-#   --minutes N  for all steps together (default: 25); each step has a share of it, and is stopped after that
-#   --list       print the steps and their shares, and run nothing
+#   FILE           for the results (default: benchmarks/results/gpu_check.json)
+#   --minutes N    for all steps together (default: 25). Each step has a share of what is left, and is stopped after that
+#   --only STEP,.. these steps alone; as in: --minutes 5 --only build_nvcc,tests_nvcc,kernels
+#   --logs FOLDER  keep the output of each step there
+#   --list         print the steps and their shares, and run nothing
 #
 # Environment: PYTHON   the Python to use (default: python3)
 #

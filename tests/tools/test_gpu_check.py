@@ -42,7 +42,7 @@ def test_steps_fit_the_budget_and_name_what_is_there():
     assert sum(s.seconds for s in todo) <= 60 * gpu_check.MINUTES
     names = [s.name for s in todo]
     (command,) = (s.command for s in todo if s.name == "tests_nvcc")
-    assert {"tests/ops/test_arrays.py", "tests/ops/test_cuda.py", "tests/front_ends/test_streams.py"} <= {*command}
+    assert {"tests/ops/test_arrays.py", "tests/ops/test_cuda.py", "tests/front_ends/test_gpu.py"} <= {*command}
     for number, s in enumerate(todo):
         assert {*s.after} <= {*names[:number]}
         assert all((ROOT / part).is_file() for part in s.command if part.endswith(".py"))

@@ -1,0 +1,154 @@
+"""Front ends on a real GPU, as one rank with NCCL: averages are those on the CPU, and captured steps replay them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import gradzip
+import gradzip.ddp
+import gradzip.fsdp
+import kinds
+from ddp_worker import CAP_MB, SHAPES, Layers, gradient
+from gradzip.memory.streams import HomeStreams
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+STEPS = 4
+# What the device's libraries compute, or what adds in another order: factors, norms, Fourier transforms.
+NEAR = ("acpsgd", "powersgd", "gradiveq", "atomo", "terngrad", "dgc")
+FIXED_SIZE = ("none", "fp16", "block-float:rounding=nearest", "powersgd:min_numel=256", "acpsgd:min_numel=256")
+WARM_UP = 11  # steps that torch asks for before DDP is captured
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def gradients(step, device="cpu"):
+    return [gradient(0, step, i, *shape).to(device) for i, shape in enumerate(SHAPES)]
+
+
+def near(got, expected, bound):
+    """Whether tensors differ by at most `bound` of their norm."""
+    got, expected = (torch.cat([tensor.flatten().cpu() for tensor in both]) for both in (got, expected))
+    return bool((got - expected).norm() <= bound * expected.norm())
+
+
+def same(got, expected):
+    """Whether all values are equal. Zeros may differ in their signs."""
+    return all(torch.equal(own.cpu(), other.cpu()) for own, other in zip(got, expected, strict=True))
+
+
+class Job:
+    """A model under DDP."""
+
+    def __init__(self, compressor, device):
+        self.device = device
+        self.ddp = DistributedDataParallel(Layers([torch.zeros(s) for s in SHAPES]).to(device), bucket_cap_mb=CAP_MB)
+        gradzip.ddp.register(self.ddp, compressor)
+
+    def step(self, grads):
+        self.ddp.zero_grad()
+        self.ddp(grads).backward()
+        return [p.grad.clone() for p in self.ddp.parameters()]
+
+    def steps(self, count=STEPS):
+        return [self.step(gradients(step, self.device)) for step in range(count)]
+
+
+@pytest.mark.parametrize("spec", kinds.ALL)
+def test_steps_under_ddp(spec):
+    on_device, on_cpu = (Job(gradzip.parse(spec), device).steps() for device in ("cuda", "cpu"))
+    for got, expected in zip(on_device, on_cpu, strict=True):
+        if any(name in spec for name in NEAR):
+            assert near(got, expected, 1e-3)
+        else:
+            assert same(got, expected)
+
+
+@pytest.mark.parametrize("spec", FIXED_SIZE)
+def test_captured_steps_under_ddp(spec):
+    """A graph of two steps, replayed with new gradients, has the bits of steps that are not captured."""
+    uncaptured = gradzip.parse(spec)
+    uncaptured.skip_nonfinite(False)
+    expected = Job(uncaptured, "cuda").steps(WARM_UP + 4)[WARM_UP:]
+    compressor = gradzip.parse(spec)
+    compressor.skip_nonfinite(False)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        job = Job(compressor, "cuda")
+        job.steps(WARM_UP)
+        inputs = [gradients(0, "cuda") for _ in range(2)]
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs = [job.step(grads) for grads in inputs]
+    got = []
+    for first in (WARM_UP, WARM_UP + 2):
+        for step, grads in enumerate(inputs, first):
+            torch._foreach_copy_(grads, gradients(step, "cuda"))
+        graph.replay()
+        got += [[average.clone() for average in averages] for averages in outputs]
+    assert all(map(same, got, expected))
+
+
+def shard_steps(spec, device):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device, (1, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(Layers([torch.zeros(s) for s in SHAPES]).to(device), mesh=mesh["shard"])
+    gradzip.fsdp.compress(model, gradzip.parse(spec), mesh["replicate"].get_group())
+    for step in range(STEPS):
+        model.zero_grad()
+        model(gradients(step, device)).backward()
+        yield [p.grad.to_local().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("spec", kinds.FIRST)
+def test_steps_under_fsdp(spec):
+    for got, expected in zip(shard_steps(spec, "cuda"), shard_steps(spec, "cpu"), strict=True):
+        assert near(got, expected, 1e-3 if any(name in spec for name in NEAR) else 0)
+
+
+def local_steps(spec, device, **options):
+    model = Layers([torch.zeros(s) for s in SHAPES]).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.parse(spec), every=4, **options)
+    for step in range(3 * 4 + 1):
+        optimizer.zero_grad()
+        model(gradients(step, device)).backward()
+        optimizer.step()
+    outer.synchronize()
+    outer.remove()
+    assert outer.exchanges == 4 * options.get("fragments", 1), "three by steps, one by synchronize"
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 1, "blend": 0.5}], ids=["plain", "streaming"])
+@pytest.mark.parametrize(
+    "spec", ["none", "block-float:bits=4,rounding=nearest", "topk:theta=0.9,chunk=4096,bits=2,residual_decay=0.95"]
+)
+def test_local_steps(spec, options):
+    """The outer optimizer's arithmetic is the device's."""
+    assert near(local_steps(spec, "cuda", **options), local_steps(spec, "cpu", **options), 1e-4)
+
+
+def test_home_streams():
+    streams, first, second = HomeStreams(), torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        total = torch.ones(1 << 20, device="cuda")
+        with streams.on(total):
+            assert torch.cuda.current_stream() == first
+    with torch.cuda.stream(second):
+        torch.cuda._sleep(100_000_000)  # cycles
+        gradient = torch.ones(1 << 20, device="cuda")
+        with streams.on(gradient):
+            assert torch.cuda.current_stream() == first
+            total.add_(gradient)
+        del gradient
+        assert torch.cuda.current_stream() == second and total.sum().item() == 2 << 20
