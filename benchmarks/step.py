@@ -2,6 +2,9 @@
 
 The group has one rank, so that a step consists of computing the gradients, compressing them, and decompressing this
 rank's own payloads. The row "stock" is DDP without a hook. Steps of all variants are timed in turns.
+
+On CUDA, also methods of which nothing waits for the device: with `skip_nonfinite(False)`, and with whole steps in a
+CUDA graph, which are compared with "stock, captured".
 """
 
 from __future__ import annotations
@@ -33,8 +36,10 @@ examples:
 """
 
 SPECS = (
-    "acpsgd", "powersgd", "block-float", "fft-range", "dct-range", "topk", "qsgd", "terngrad", "signsgd", "onebit",
+    "none", "acpsgd", "powersgd", "block-float", "fft-range", "dct-range", "topk", "qsgd", "terngrad", "signsgd", "onebit",
 )  # fmt: skip
+UNCHECKED, CAPTURED = ", skip_nonfinite(False)", ", captured"  # ends of the names of variants
+CAPTURABLE = ("powersgd", "acpsgd", "block-float:rounding=nearest")
 WARM_UP = 4  # steps: DDP rebuilds its buckets after the first; methods with two kinds of steps take both
 
 
@@ -68,8 +73,35 @@ def resnet50(classes: int = 1000) -> nn.Sequential:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
-def step_of(model: nn.Module, spec: str, images: Tensor, labels: Tensor) -> tuple[Callable[[], None], gradzip.Traffic]:
-    """A training step of a copy of the network under DDP, and what counts its bytes."""
+def step_of(
+    model: nn.Module, variant: str, images: Tensor, labels: Tensor
+) -> tuple[Callable[[], None], gradzip.Traffic]:
+    """A training step of a copy of the network under DDP, or two captured ones, and what counts its bytes."""
+    spec = variant.removesuffix(CAPTURED).removesuffix(UNCHECKED)
+    if variant.endswith(CAPTURED):
+        return captured(lambda: eager(model, spec, images, labels, checks=False)[0]), gradzip.Traffic()
+    return eager(model, spec, images, labels, checks=spec == variant)
+
+
+def captured(make: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    """Replays two steps, as those of ACP-SGD take turns. make: makes a step, in the stream of the capture."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step = make()
+        for _ in range(11):  # as torch asks for
+            step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+        step()
+    return graph.replay
+
+
+def eager(
+    model: nn.Module, spec: str, images: Tensor, labels: Tensor, checks: bool
+) -> tuple[Callable[[], None], gradzip.Traffic]:
+    """A step that is not captured. checks: whether a step is skipped if an average is not finite."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch 2.13, about a new name of the argument
         replica = DistributedDataParallel(model, broadcast_buffers=False)
@@ -77,7 +109,7 @@ def step_of(model: nn.Module, spec: str, images: Tensor, labels: Tensor) -> tupl
     if spec == "fp16 hook":
         replica.register_comm_hook(None, fp16_compress_hook)
     elif spec != "stock":
-        compressor = gradzip.parse(spec)
+        compressor = gradzip.parse(spec).skip_nonfinite(checks)
         momentum *= not any(part.optimizer_momentum for part in compressor.parts)  # DGC refuses another one
         state = gradzip.ddp.HookState(compressor, named_parameters=model.named_parameters())
         replica.register_comm_hook(state, gradzip.ddp.hook)
@@ -116,8 +148,8 @@ def measure(
     steps: dict[str, Callable[[], None]] = {}
     nbytes: dict[str, int | None] = {}
     for spec in specs:
-        step, traffic = step_of(build().to(args.device), spec, images, labels)
         try:
+            step, traffic = step_of(build().to(args.device), spec, images, labels)
             milliseconds(step, WARM_UP, args.device)
             before = traffic.bytes_sent
             milliseconds(step, 2, args.device)
@@ -125,18 +157,23 @@ def measure(
             failed[spec] = str(error).partition("\n")[0]
             continue
         steps[spec] = step
-        nbytes[spec] = None if spec in ("stock", "fp16 hook") else (traffic.bytes_sent - before) // 2
+        nbytes[spec] = (traffic.bytes_sent - before) // 2 or None
     times: dict[str, list[float]] = {spec: [] for spec in steps}
     for _ in range(args.rounds):
         for spec, step in steps.items():
-            times[spec].append(milliseconds(step, args.steps, args.device))
+            each = 2 if spec.endswith(CAPTURED) else 1
+            times[spec].append(milliseconds(step, max(1, args.steps // each), args.device) / each)
         yield [row_of(spec, times, nbytes[spec]) for spec in steps]
 
 
 def row_of(spec: str, times: dict[str, list[float]], nbytes: int | None) -> dict[str, Any]:
-    """The row of a variant, in milliseconds of a step; `added_ms` compared with "stock", in the same round."""
+    """The row of a variant, in milliseconds of a step; `added_ms` compared with "stock", in the same round.
+
+    Captured steps are compared with captured ones.
+    """
     own = times[spec]
-    added = statistics.median(ms - stock for ms, stock in zip(own, times["stock"]))
+    base = f"stock{CAPTURED}" if spec.endswith(CAPTURED) else "stock"
+    added = statistics.median(ms - stock for ms, stock in zip(own, times[base]))
     p20, median, p80 = (sorted(own)[round(share * (len(own) - 1))] for share in (0.2, 0.5, 0.8))
     return {"variant": spec, "ms": median, "ms_p20": p20, "ms_p80": p80, "added_ms": added, "nbytes": nbytes}
 
@@ -171,15 +208,19 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     with group_of_one(args.device):
-        for rows in measure(["stock", "fp16 hook", *(args.methods or SPECS)], resnet50, args, failed):
+        variants = ["stock", "fp16 hook", *(args.methods or SPECS)]
+        if args.device == "cuda" and not args.methods:
+            variants += [f"{spec}{UNCHECKED}" for spec in CAPTURABLE]
+            variants += [f"{spec}{CAPTURED}" for spec in ("stock", *CAPTURABLE)]
+        for rows in measure(variants, resnet50, args, failed):
             if args.json:  # after each round: a run that is stopped leaves what it has measured
                 write_json(args.json, {"provenance": about, "rows": rows, "failed": failed})
     for row in rows:
         sent = "" if row["nbytes"] is None else f"  {row['nbytes'] / 1e6:.2f} MB"
         spread = f"({row['ms_p20']:.2f} to {row['ms_p80']:.2f})"
-        print(f"{row['variant']:24} {row['ms']:9.2f} ms  {spread:20} {row['added_ms']:+8.2f} ms{sent}")
+        print(f"{row['variant']:52} {row['ms']:9.2f} ms  {spread:20} {row['added_ms']:+8.2f} ms{sent}")
     for spec, error in failed.items():
-        print(f"{spec:24} failed: {error}")
+        print(f"{spec:52} failed: {error}")
     return 1 if failed else 0
 
 

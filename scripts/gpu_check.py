@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_check.json"
 MINUTES = 25
 TAIL = 30  # lines of a failed step's output
-WORKERS = 8  # processes of the tests, each with a CUDA context
+WORKERS = 12  # processes of the tests, each with a CUDA context
 
 # What compute-sanitizer prints where it does not support the device, or is not installed completely.
 NO_SANITIZER = re.compile(r"Device not supported|Unable to find .*injection|compute-sanitizer: (command )?not found")
@@ -88,8 +88,8 @@ def steps(arch: str, folder: Path) -> list[Step]:
         return [python, "-m", f"benchmarks.{benchmark}", "--device", "cuda", "--json", str(folder / results)]
 
     return [
-        Step("build_nvrtc", 80, build, nvrtc),
-        Step("tests_nvrtc", 240, tests, cache, after=("build_nvrtc",), tests=True),
+        Step("build_nvrtc", 60, build, nvrtc),
+        Step("tests_nvrtc", 180, tests, cache, after=("build_nvrtc",), tests=True),
         Step("build_nvcc", 140, build, nvcc, tool="nvcc"),
         Step("tests_nvcc", 190, tests, cache, after=("build_nvcc",), tests=True),
         # Each tensor gets memory of its own: the sanitizer does not see an access beyond a tensor within a block of
@@ -99,9 +99,9 @@ def steps(arch: str, folder: Path) -> list[Step]:
                 tool, seconds, [*sanitizer, tool, *of_kernels],
                 {**cache, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "compute-sanitizer", builds, tests=True,
             )
-            for tool, seconds in (("memcheck", 130), ("racecheck", 130), ("synccheck", 90), ("initcheck", 90))
+            for tool, seconds in (("memcheck", 180), ("racecheck", 180), ("synccheck", 120), ("initcheck", 120))
         ),
-        Step("kernels", 240, [*timing("kernels", "kernels.json"), "--rounds", "3"], cache, after=builds),
+        Step("kernels", 150, [*timing("kernels", "kernels.json"), "--rounds", "3"], cache, after=builds),
         Step("training", 140, timing("step", "training.json"), cache, after=builds),
     ]  # fmt: skip
 

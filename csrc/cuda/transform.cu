@@ -49,7 +49,9 @@ int64_t transform_select(void* workspace, const float* x, int64_t n, uint32_t co
   launch(stream, by_tile, kTransformBlock, kernel<transform_collect_kernel>, s, x);
   launch(stream, by_warp, kTransformBlock, kernel<transform_refine_kernel>, s);
   launch(stream, by_warp, kTransformBlock, kernel<transform_count_kernel>, s);
-  launch(stream, by_tile, kTransformBlock, kernel<transform_emit_kernel>, s, bitmap, values);
+  // Without a tile in shared memory, twice as many blocks fit a multiprocessor.
+  const dim3 emitting = grid_of(grid_for(s.t.tiles, 2 * kTransformBlocks));
+  launch(stream, emitting, kTransformBlock, kernel<transform_emit_kernel>, s, bitmap, values);
   return 0;
 }
 

@@ -102,6 +102,8 @@ class Auto(Composite):
     steps: int = 10
     optimizer: str | None = None
 
+    observes = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:

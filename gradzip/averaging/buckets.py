@@ -17,7 +17,7 @@ from ..collectives.fusion import Round, adjacent
 from ..collectives.routines import Routine
 from ..memory.state import BucketState
 from ..methods.base.compressor import INDEXED_NUMEL, Compressor, set_parts, write_parts
-from .routine import Averaging
+from .routine import UNCOMPRESSED, Averaging
 
 # Buckets of a model on a device, at most. Each takes the host as long to queue, whatever its size. The more there are,
 # the less is left to send after the backward pass.
@@ -61,7 +61,7 @@ def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 class Unit:
-    """Parameters that a method averages as one: a single one, or all of a bucket that it joins."""
+    """Parameters that are averaged as one: a single one, or all of a bucket that a method joins or does not compress."""
 
     def __init__(self, averaging: Averaging, indices: list[int], shapes: dict[str, torch.Size]) -> None:
         self.averaging = averaging
@@ -70,7 +70,9 @@ class Unit:
         first, *others = shapes
         self.name = f"{first} and {len(others)} more" if others else first
         averaging.name = self.name
-        self._memory: Tensor | None = None  # for the concatenated gradients, if they are not adjacent
+        averaging.shapes = shapes if averaging.joined_shape == UNCOMPRESSED else {self.name: shapes[first]}
+        # For the concatenated gradients, if they are not adjacent: memory, and its parts.
+        self._memory: tuple[Tensor, list[Tensor]] | None = None
 
     def average(self, gradients: list[Tensor], rank: int, size: int) -> Routine:
         """Coroutine that replaces the unit's gradients, in the order of its parameters, by their averages."""
@@ -82,10 +84,16 @@ class Unit:
         vector = adjacent(gradients)
         if vector is not None:
             return (yield from self.averaging.run(vector.view(joined_shape), rank, size))
+        if joined_shape == UNCOMPRESSED:
+            return (yield from self.averaging.run_uncompressed(gradients, rank, size))
         if self._memory is None:
-            self._memory = gradients[0].new_empty(sum(g.numel() for g in gradients))
-        vector = torch.cat([g.reshape(-1) for g in gradients], out=self._memory).view(joined_shape)
-        set_parts(vector, gradients)
+            numels = [g.numel() for g in gradients]
+            memory = gradients[0].new_empty(sum(numels))
+            self._memory = memory, [part.view(g.shape) for part, g in zip(memory.split(numels), gradients)]
+        memory, parts = self._memory
+        torch._foreach_copy_(parts, gradients)  # one operation on a device
+        vector = memory.view(joined_shape)
+        set_parts(vector, parts, gradients)
         average = yield from self.averaging.run(vector, rank, size)
         write_parts(vector, average)
         return average
@@ -93,7 +101,7 @@ class Unit:
     def _find_states(self, gradients: list[Tensor], rank: int, size: int) -> None:
         """Make one state of the parameters' states, unless there is one. They may be in former buckets' states."""
         method, joined_shape = self.averaging.method, self.averaging.joined_shape
-        if joined_shape is None:
+        if joined_shape is None or joined_shape == UNCOMPRESSED:
             return
         state, memory = method.states.get(self.name), method.memory
         if len(gradients) == 1:
@@ -132,8 +140,20 @@ class Plan:
         self._kinds = list(map(_kind, self.parameters))
 
     @classmethod
-    def of(cls, compressor: Compressor, parameters: list[Tensor], names: list[str], prefix: str) -> Plan:
-        """Plan a bucket whose parameters have not been seen together before. prefix: of the states' names."""
+    def of(
+        cls,
+        compressor: Compressor,
+        parameters: list[Tensor],
+        names: list[str],
+        prefix: str,
+        joins_uncompressed: bool = True,
+    ) -> Plan:
+        """Plan a bucket whose parameters have not been seen together before.
+
+        Args:
+            prefix: of the states' names.
+            joins_uncompressed: whether gradients that are not compressed are averaged as one.
+        """
         members: dict[Any, list[int]] = {}
         averagings = []
         for i, (name, parameter) in enumerate(zip(names, parameters)):
@@ -141,6 +161,8 @@ class Plan:
                 raise ValueError(f"gradient of {name!r}: got {parameter.dtype}, expected a real floating-point type")
             averaging = Averaging(compressor, name, parameter, prefix=prefix)
             averagings.append(averaging)
+            if averaging.joined_shape == UNCOMPRESSED and not joins_uncompressed:
+                averaging.joined_shape = None
             joined = averaging.joined_shape
             key = i if joined is None else (id(averaging.method), _kind(parameter), joined)
             members.setdefault(key, []).append(i)

@@ -111,10 +111,10 @@ class Session:
         with no_autocast(device), self.compressor.streams.on_all():
             yield
 
-    def plan(self, parameters: list[Tensor], names: list[str]) -> Plan:
-        """Plan a bucket that is new, or whose parameters or methods have changed."""
+    def plan(self, parameters: list[Tensor], names: list[str], joins_uncompressed: bool = True) -> Plan:
+        """Plan a bucket that is new, or whose parameters or methods have changed. Arguments: as for `Plan.of`."""
         self.engine.forget_lengths()
-        return Plan.of(self.compressor, parameters, names, self.prefix)
+        return Plan.of(self.compressor, parameters, names, self.prefix, joins_uncompressed)
 
     # --- a step
 
@@ -226,7 +226,7 @@ class Session:
         units, averagings, names = list(self.units), self._averagings, self._names()
         self._reset()
         self.compressor.last_step_skipped = skipped
-        culprits = [unit.name for unit in units if not unit.averaging.finite]
+        culprits = [name for unit in units if not unit.averaging.finite for name in unit.averaging.culprits]
         # GradScaler skips steps as a matter of course.
         warns = self.compressor.memory.loss_scale.scaler is None
         for parameter, averaging in averagings:

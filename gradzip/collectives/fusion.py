@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -129,9 +129,14 @@ class Round:
 
 def _join(group: list[Any]) -> Collective:
     """Join collectives of one kind."""
-    if len(group) == 1:
+    if len(group) == 1 and not _several(group[0]):
         return group[0]
-    if isinstance(group[0], (Mean, Broadcast, ToHost)):
+    if isinstance(group[0], Mean):
+        tensors = [tensor for c in group for tensor in _several(c) or (c.tensor,)]
+        joined = adjacent(tensors)
+        joined = torch.cat([tensor.reshape(-1) for tensor in tensors]) if joined is None else joined
+        return replace(group[0], tensor=joined, tensors=())
+    if isinstance(group[0], (Broadcast, ToHost)):
         tensors = [c.tensor for c in group]
         if _mixed(group):
             tensors = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
@@ -148,19 +153,16 @@ def _join(group: list[Any]) -> Collective:
 
 def _split(result: Any, group: list[Any]) -> list[Any]:
     """Split the result of a joined collective."""
-    if len(group) == 1:
+    if len(group) == 1 and not _several(group[0]):
         return [result]
     if _mixed(group):
         pieces = result.split([c.tensor.nbytes for c in group])
         return [piece.clone().view(c.tensor.dtype).view(c.tensor.shape) for piece, c in zip(pieces, group)]
-    if isinstance(group[0], (Mean, Broadcast, ToHost)):
+    if isinstance(group[0], Mean):
+        return _split_means(result, group)
+    if isinstance(group[0], (Broadcast, ToHost)):
         parts = result.split([c.tensor.numel() for c in group])
-        parts = [part.view(c.tensor.shape) for part, c in zip(parts, group)]
-        in_place = {i: c.tensor for i, c in enumerate(group) if isinstance(c, Mean) and c.in_place}
-        if in_place and result.untyped_storage().data_ptr() != group[0].tensor.untyped_storage().data_ptr():
-            torch._foreach_copy_(list(in_place.values()), [parts[i] for i in in_place])  # one operation on a device
-            parts = [in_place.get(i, part) for i, part in enumerate(parts)]
-        return parts
+        return [part.view(c.tensor.shape) for part, c in zip(parts, group)]
     if isinstance(group[0], RingSum):
         return [None] * len(group)
     if group[0].same_length:
@@ -169,6 +171,31 @@ def _split(result: Any, group: list[Any]) -> list[Any]:
     else:
         by_rank = [ops.split_payloads(buffer, len(group)) for buffer in result]
     return [list(payloads) for payloads in zip(*by_rank)]
+
+
+def _split_means(total: Tensor, group: list[Mean]) -> list[Tensor]:
+    """Split an average, and write the parts to the tensors that want them."""
+    written: list[Tensor] = []
+    parts: list[Tensor] = []  # of these
+    results = list(total.view(-1).split([sum(t.numel() for t in c.tensors) or c.tensor.numel() for c in group]))
+    copied = total.untyped_storage().data_ptr() != group[0].tensor.untyped_storage().data_ptr()
+    for i, c in enumerate(group):
+        if c.tensors:
+            written += c.tensors
+            parts += map(Tensor.view_as, results[i].split([t.numel() for t in c.tensors]), c.tensors)
+            continue
+        results[i] = results[i].view(c.tensor.shape)
+        if c.in_place and copied:
+            written.append(c.tensor)
+            parts.append(results[i])
+            results[i] = c.tensor
+    if written and copied:
+        torch._foreach_copy_(written, parts)  # one operation on a device
+    return results
+
+
+def _several(collective: Any) -> Sequence[Tensor]:
+    return getattr(collective, "tensors", ())
 
 
 def _mixed(group: list[Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +22,8 @@ Scope = Literal["all", "node", "peers"]
 class Mean:
     """All-reduce: the average over the ranks of a floating-point tensor of the same shape and dtype on each.
 
-    Result: the average. The engine may overwrite the tensor, and return it.
+    Result: the average. The engine may overwrite the tensor, and return it. With `tensors`, the average of their
+    concatenation, which is also written to them; such requests are for `fusion`, not for engines.
 
     In float16, a sum may overflow where the average does not. Engines therefore divide by the number of ranks before
     they add float16, and after they have added other types.
@@ -31,6 +32,7 @@ class Mean:
     tensor: Tensor
     in_place: bool = False  # write the average to the tensor, also if it is joined with others
     scope: Scope = "all"
+    tensors: Sequence[Tensor] = ()  # several of one dtype and device, of which `tensor` is the first
 
     @property
     def divides_first(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from .requests import AllFinite, Collective, ToHost
 from .traffic import Traffic
 
 
-@dataclass(frozen=True)
+@dataclass
 class Local:
     """Local work, done in one call for all routines that yield the same function and device at the same time.
 
@@ -23,7 +23,7 @@ class Local:
         function: called with the list of all these routines' arguments; returns a result for each.
         device: of the work.
         argument: of this routine.
-        traffic: counts the time.
+        traffic: counts the time; set by `timed`.
     """
 
     function: Callable[[list[Any]], Sequence[Any]]
@@ -100,4 +100,6 @@ def timed(routine: Routine, traffic: Traffic) -> Routine:
             traffic.seconds += time.perf_counter() - start
         if isinstance(item, Done):
             return item.result
-        result = yield replace(item, traffic=traffic) if isinstance(item, Local) else item
+        if isinstance(item, Local):
+            item.traffic = traffic
+        result = yield item

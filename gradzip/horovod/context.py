@@ -125,7 +125,8 @@ class OptimizerContext:
                 self._waiting |= dict.fromkeys(planned.joined, WaitingBucket(planned))
 
     def _plan(self, parameters: list[Tensor]) -> Plan:
-        return self.session.plan(parameters, [self._names[p] for p in parameters])
+        # Horovod itself joins gradients that are not compressed.
+        return self.session.plan(parameters, [self._names[p] for p in parameters], joins_uncompressed=False)
 
     def _start_alone(self, parameter: Any, grad: Tensor, in_flight: InFlightGradient) -> Tensor:
         """Run the method of one gradient to its first collective. Returns the tensor that Horovod all-reduces."""

@@ -98,8 +98,7 @@ def check(
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"{what}: got {type(x).__name__}, expected a torch tensor, or an array with __dlpack__")
-    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
-    if x.dtype not in dtypes:
+    if x.dtype is not dtype and x.dtype not in (dtypes := dtype if isinstance(dtype, tuple) else (dtype,)):
         raise ValueError(f"{what}: got {x.dtype}, expected {' or '.join(map(str, dtypes))}")
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{what}: got a tensor on {x.device}, expected one on the CPU or a CUDA device")
@@ -113,7 +112,11 @@ def check(
     if numel is not None and x.numel() != numel:
         raise ValueError(f"{what}: got {x.numel()} elements, expected {numel}")
     # Conjugation and negation may be lazy: kernels read memory as it is.
-    return x.resolve_conj().resolve_neg().contiguous()
+    return x if _is_plain(x) else x.resolve_conj().resolve_neg().contiguous()
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def check_key(key: int, what: str) -> int:

@@ -141,7 +141,7 @@ def test_a_state_dict_of_the_last_step_of_a_phase_goes_on_in_the_same_job(group)
 def test_steps_of_frozen_parameters_do_not_count(group):
     compressor, named = gradzip.parse("phases:0=none,2=topk"), layers("v", "w")
     session = connected(compressor, group, named)
-    plan = session.plan(list(named.values()), list(named))
+    plan = session.plan(list(named.values()), list(named), joins_uncompressed=False)
     plan.units[0].averaging.frozen = True
     session.start(0, plan.units, [torch.ones_like(parameter) for parameter in named.values()], "bucket")
     session.finish("round")

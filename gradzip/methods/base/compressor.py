@@ -24,7 +24,8 @@ from ...memory.streams import HomeStreams
 
 INDEXED_NUMEL = 2**31 - 1  # elements that kernels can number: indices have 32 bits
 _MAX_ABS = "_gradzip_max_abs"  # attribute of an average that holds its largest magnitude, if that is known
-_PARTS = "_gradzip_parts"  # attribute of a vector: the gradients that it has copies of
+_PARTS = "_gradzip_parts"  # attribute of a vector: its parts, and the gradients that they are copies of
+_DIGEST = "_digest"  # attribute of a compressor: its hyper-parameters, and their digest
 
 
 class StepMonitor(Protocol):
@@ -72,6 +73,9 @@ class Compressor(ABC):
 
     # Whether `apply_uncompressed` is called.
     changes_uncompressed = False
+
+    # Whether `observe` is to see each uncompressed gradient by itself.
+    observes = False
 
     # Whether averages are unbiased without error feedback: the expectation over the random draws is the mean gradient.
     unbiased = False
@@ -391,10 +395,15 @@ class Compressor(ABC):
         count, and those with ``digest: "if changed"`` only if they differ from their default: adding such a field
         leaves payloads as they are.
         """
-        values = {f.name: getattr(self, f.name) for f in fields(self) if _in_digest(self, f)}
-        # Schedules count as equal if their classes are: their repr may hold an address.
-        plain = {k: type(v).__qualname__ if callable(v) else repr(v) for k, v in values.items()}
-        return zlib.crc32(f"{type(self).__name__}{sorted(plain.items())}".encode())
+        current = [getattr(self, f.name) for f in fields(self)]
+        known, found = vars(self).get(_DIGEST, (None, 0))  # it is asked for with each payload
+        if known != current:
+            values = {f.name: getattr(self, f.name) for f in fields(self) if _in_digest(self, f)}
+            # Schedules count as equal if their classes are: their repr may hold an address.
+            plain = {k: type(v).__qualname__ if callable(v) else repr(v) for k, v in values.items()}
+            found = zlib.crc32(f"{type(self).__name__}{sorted(plain.items())}".encode())
+            vars(self)[_DIGEST] = current, found
+        return found
 
     def follow(self, scaler: Any) -> Compressor:
         """Rescale states when the loss scale changes, for training in mixed precision.
@@ -491,17 +500,20 @@ def write_average(grad: Tensor, average: Tensor) -> None:
         grad.copy_(average)
 
 
-def set_parts(vector: Tensor, gradients: list[Tensor]) -> None:
-    """Note that a vector has copies of these gradients, one after the other."""
-    setattr(vector, _PARTS, gradients)
+def set_parts(vector: Tensor, parts: list[Tensor], gradients: list[Tensor]) -> None:
+    """Note that a vector has copies of these gradients, one after the other. parts: views of them."""
+    setattr(vector, _PARTS, (parts, gradients))
 
 
 def write_parts(vector: Tensor, average: Tensor) -> None:
     """Write the average to the gradients of a vector, unless it is done."""
-    parts: list[Tensor] | None = vars(vector).pop(_PARTS, None)
-    if parts is not None:
-        pieces = average.reshape(-1).split([part.numel() for part in parts])
-        torch._foreach_copy_(parts, [piece.view(part.shape) for piece, part in zip(pieces, parts)])  # one operation
+    parts, gradients = vars(vector).pop(_PARTS, (None, None))
+    if gradients is None:
+        return
+    if average.data_ptr() != vector.data_ptr():
+        pieces = average.reshape(-1).split([gradient.numel() for gradient in gradients])
+        parts = [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients)]
+    torch._foreach_copy_(gradients, parts)  # one operation on a device
 
 
 def check_types(method: Any) -> None:
