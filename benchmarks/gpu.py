@@ -1,11 +1,12 @@
-"""Tables of what scripts/gpu_check.sh has measured on a GPU, for docs/gpu.md."""
+"""Tables of what scripts/gpu_check.sh has measured on a GPU, for docs/gpu.md.
+
+A run may have had only some of the steps (`--only`): each table is of the last run that has measured it.
+"""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common.arguments import Parser
@@ -16,33 +17,50 @@ PAGE = ROOT / "docs" / "gpu.md"
 START = "<!-- table: python -m benchmarks.gpu --write -->\n\n"
 EXAMPLES = """\
 examples:
-  scripts/gpu_check.sh                   on a machine with a GPU: measures, and writes the file
-  python -m benchmarks.gpu               the tables of the file
+  scripts/gpu_check.sh                   on a machine with a GPU: measures, and writes gpu_check.json
+  python -m benchmarks.gpu               the tables of benchmarks/results/gpu_check*.json
   python -m benchmarks.gpu --write       the same, to docs/gpu.md
 """
 
 
-def lines(results: dict[str, Any]) -> Iterator[str]:
+def measured(part: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The last measurement of "training" or "kernels": about the machine, and the measurement."""
+    found = []
+    for path in sorted(RESULTS.glob("gpu_check*.json")):
+        with stored(path) as results:
+            if results[part] is not None:
+                found.append((results["about"]["started"], results["about"], results[part]))
+    if not found:
+        raise ResultsError(f"{RESULTS}/gpu_check*.json: got no run with {part}, expected one of scripts/gpu_check.sh")
+    return max(found, key=lambda run: run[0])[1:]
+
+
+def lines() -> Iterator[str]:
     """The lines of both tables, with what they were measured on."""
-    about, training, kernels = results["about"], results["training"], results["kernels"]
+    about, training = measured("training")
     settings = training["provenance"]
+    side = settings["image_size"]
     yield (
-        f"{about['device']}, driver {about['driver']}, PyTorch {about['torch']}. A training step of ResNet-50 with "
-        f"{settings['batch_size']} images of {settings['image_size']} x {settings['image_size']}, float32, DDP with one "
-        f"rank; {settings['rounds']} rounds of {settings['steps']} steps, variants in turns:"
+        f"{machine(about)}. A training step of ResNet-50 with {settings['batch_size']} images of {side} x {side}, in "
+        f"float32, under DDP with one rank; {settings['rounds']} rounds of {settings['steps']} steps, in turns:"
     )
     yield ""
     header = ["variant", "ms a step", "20 % to 80 %", "ms more than without a hook", "MB sent"]
     yield from markdown(header, map(step_cells, training["rows"]))
     yield ""
+    about, kernels = measured("kernels")
     numel = kernels["provenance"]["numel"]
     yield (
-        f"Kernels on {numel} floats ({4 * numel / 2**20:.0f} MiB). A copy of them takes "
-        f"{kernels['rows'][0]['copy_ms']:.2f} ms. *Copies* is a kernel's time in copies of its input; *speed-up* is over "
-        "the same in operations of PyTorch:"
+        f"{machine(about)}. Kernels on {numel} floats ({4 * numel / 2**20:.0f} MiB), of which a copy takes "
+        f"{kernels['rows'][0]['copy_ms']:.2f} ms. *Copies* is a kernel's time in copies of its input; *speed-up* is "
+        "over the same in operations of PyTorch:"
     )
     yield ""
     yield from markdown(["kernel", "ms", "copies", "speed-up", "over"], map(kernel_cells, kernels["rows"]))
+
+
+def machine(about: dict[str, Any]) -> str:
+    return f"{about['device']}, driver {about['driver']}, PyTorch {about['torch']}"
 
 
 def step_cells(row: dict[str, Any]) -> list[str]:
@@ -57,12 +75,10 @@ def kernel_cells(row: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = Parser("gpu", __doc__, EXAMPLES)
-    parser.add_argument("--json", metavar="PATH", type=Path, default=RESULTS / "gpu_check.json", help=argparse.SUPPRESS)
     parser.add_argument("--write", action="store_true", help="write the tables to docs/gpu.md")
     args = parser.parse_args()
     try:
-        with stored(args.json) as results:
-            text = "\n".join(lines(results)) + "\n"
+        text = "\n".join(lines()) + "\n"
         if args.write:
             replace_block(PAGE, START, text)
         else:

@@ -61,7 +61,7 @@ def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 class Unit:
-    """Parameters that are averaged as one: a single one, or all of a bucket that a method joins or does not compress."""
+    """Parameters that are averaged as one: a single one, or those of a bucket that a method joins or leaves as is."""
 
     def __init__(self, averaging: Averaging, indices: list[int], shapes: dict[str, torch.Size]) -> None:
         self.averaging = averaging

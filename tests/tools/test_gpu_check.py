@@ -1,6 +1,7 @@
 """scripts/gpu_check.py as far as that goes without a GPU: budget, outcomes, and the file of results."""
 
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -11,11 +12,15 @@ import pytest
 import torch
 
 import commands
-from benchmarks import kernels, step
+from benchmarks import gpu, kernels, step
+from benchmarks.common.results import END
 from gradzip.cli import models
 from paths import ROOT
 
-COVERS = ["scripts/gpu_check.*", "benchmarks/step.py", "benchmarks/kernels.py"]
+COVERS = [
+    "scripts/gpu_check.*", "benchmarks/step.py", "benchmarks/kernels.py", "benchmarks/gpu.py", "docs/gpu.md",
+    "benchmarks/results/gpu_check*.json",
+]  # fmt: skip
 
 spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "scripts" / "gpu_check.py")
 gpu_check = importlib.util.module_from_spec(spec)
@@ -48,6 +53,37 @@ def test_steps_fit_the_budget_and_name_what_is_there():
         assert all((ROOT / part).is_file() for part in s.command if part.endswith(".py"))
         modules = [part for part in s.command if part.startswith("benchmarks.")]
         assert all((ROOT / f"{module.replace('.', '/')}.py").is_file() for module in modules)
+    assert all(file.startswith("tests/ops/") for s in todo if s.tool == "compute-sanitizer" for file in files_of(s))
+
+
+def files_of(step):
+    return [part for part in step.command if part.startswith("tests/")]
+
+
+def test_what_a_step_leaves_is_shared_by_the_next_ones():
+    todo = [shell(name, "true", seconds=1) for name in "abcd"]
+    limits = [done.limit for done in gpu_check.run(todo, 4, lambda done: None, {})]
+    assert limits[0] == 1 and all(1 <= earlier <= later for earlier, later in itertools.pairwise(limits))
+
+
+def test_some_steps_alone(monkeypatch, tmp_path, capsys):
+    """They keep their order, and their output is kept where the user wants it."""
+    steps = [shell(name, f"echo {name}{name}") for name in "abc"]
+    monkeypatch.setattr(gpu_check, "describe", lambda: {"device": "X", "arch": "90", "driver": "580", "torch": "2"})
+    monkeypatch.setattr(gpu_check, "steps", lambda arch, folder: steps)
+    command = ["gpu_check.py", "--only", "c,a", "--logs", str(tmp_path), "--minutes", "1", str(tmp_path / "x.json")]
+    monkeypatch.setattr(sys, "argv", command)
+    assert gpu_check.main() == 0
+    assert [*json.loads((tmp_path / "x.json").read_text())["checks"]] == ["a", "c"]
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.log")} == {"a.log": "aa\n", "c.log": "cc\n"}
+    for arguments, message in (
+        (["--only", "a,d"], "got --only d, expected some of a, b, c"),
+        (["--logs", str(tmp_path / "none")], "which is no folder; make it first"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["gpu_check.py", *arguments])
+        with pytest.raises(SystemExit, match="2"):
+            gpu_check.main()
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("module", [kernels, step], ids=lambda module: module.__name__)
@@ -115,6 +151,11 @@ def test_a_run_on_a_described_machine(monkeypatch, tmp_path, capsys, last):
         assert written["checks"]["lines"]["tail"] == [f"line {i}" for i in range(70, 100)]
     assert {name: check["outcome"] for name, check in written["checks"].items()} == expected
     assert capsys.readouterr().out.startswith("gpu_check: X, driver 580, torch 2\n  kernels      passed, ")
+
+
+def test_the_tables_of_the_page_are_those_of_the_files():
+    table = gpu.PAGE.read_text().partition(gpu.START)[2].partition(END)[0]
+    assert table == "\n".join(gpu.lines()) + "\n", "run python -m benchmarks.gpu --write"
 
 
 def test_resnet50_has_the_published_parameters():
