@@ -765,6 +765,28 @@ STATED: list[Stated] = [
     ),
     (
         ACCURACY,
+        "Every 5 steps ends {:.1f} % above, every 100 steps {:.1f} %.",
+        lambda: tuple(local_steps_cost(EVERY_10.replace("every=10", f"every={n}"))[1] for n in (5, 100)),
+    ),
+    (
+        ACCURACY,
+        "ends {:.1f} % above every 10 steps, and {:.1f} % every 30, with the outer optimizer: its momentum",
+        lambda: tuple(
+            local_steps_cost(CHUNKS.replace("0.985", "0.8").replace("every=30", f"every={n}"))[1] for n in (10, 30)
+        ),
+    ),
+    (
+        ACCURACY,
+        "every 30 steps, uncompressed, it ends {:.1f} % below AdamW",
+        lambda: (-local_steps_cost("local(every=30):phases:0=none,20%=none", "outer_k1")[1],),
+    ),
+    (
+        ACCURACY,
+        "exchanges every 30 steps end {:.1f} % above data-parallel training (`convergence_outer_k8.json`)",
+        lambda: (local_steps_cost(EVERY_30, "outer_k8")[1],),
+    ),
+    (
+        ACCURACY,
         "of the parameters, which ends {:.1f} % above every 10 steps, and {:.1f} % above every 30.",
         lambda: tuple(local_steps_cost(m.replace("):", ",lr=1,momentum=0):"))[1] for m in (EVERY_10, EVERY_30)),
     ),
