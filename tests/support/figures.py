@@ -108,6 +108,12 @@ def tuned(method: str, recipe: str = "text", study: str = "text") -> Row:
     return next(row for row in rows_of_study(results, recipe) if row.method == method)
 
 
+def instructions(kernel: str) -> float:
+    """What a kernel executes for an element."""
+    rows = load("instructions.json")["rows"]
+    return next(row["instructions_per_element"] for row in rows if row["kernel"] == kernel)
+
+
 def local_steps_cost(method: str, study: str = "outer", recipe: str = "text-outer") -> tuple[float, float]:
     """How many times fewer bytes a run with local steps sends, and how many % above data-parallel training it ends."""
     row, none = (tuned(of, recipe, study) for of in (method, "none"))
@@ -761,6 +767,29 @@ STATED: list[Stated] = [
         lambda: (
             *(fewer_at_the_end(tuned(m, "text-outer", "outer")) for m in (EVERY_10, EVERY_30, EVERY_20)),
             local_steps_cost(EVERY_20)[1],
+        ),
+    ),
+    (
+        BENCHMARKS,
+        "`transform_select` executes {:.1f} for each element with Fourier transforms of 64, and {:.1f} with DCTs of "
+        "3 × 3",
+        lambda: (
+            instructions("transform_select Fourier 64, 15%"),
+            instructions("transform_select DCT 3x3, 15%"),
+        ),
+    ),
+    (
+        BENCHMARKS,
+        "which reads as much, executes {:.1f} (`python -m benchmarks.instructions`). A stochastic `block_float_encode` "
+        "executes {:.1f} and {:.1f}, and `range_float_encode_packed` {:.1f}.",
+        lambda: tuple(
+            instructions(kernel)
+            for kernel in (
+                "abs_max",
+                "block_float_encode 8 bits",
+                "block_float_encode 4 bits",
+                "range_float_encode_packed",
+            )
         ),
     ),
     (
