@@ -132,7 +132,7 @@ class Monitor:
         """
         method = averaging.method
         state = method.memory.states.get(averaging.name)
-        names = getattr(state, "shapes", (averaging.name,))  # buckets change: count their parameters
+        names = getattr(state, "shapes", averaging.shapes).keys()  # buckets change: count their parameters
         if not self._names.isdisjoint(names):
             self._end_step()
         self._names.update(names)

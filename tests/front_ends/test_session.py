@@ -150,6 +150,57 @@ def test_steps_of_frozen_parameters_do_not_count(group):
     assert [compressor.step_of(name, (40, 40)) for name in named] == [0, 1]
 
 
+@pytest.mark.parametrize("adjacent", [True, False])
+def test_uncompressed_gradients_of_a_bucket_keep_their_own_states(group, adjacent):
+    """They are averaged as one, also with a residual that another method has left, and errors name the gradient."""
+    compressor, named = gradzip.NoCompression(), layers("v", "w", "x")
+    session = connected(compressor, group, named)
+    parameters = list(named.values())
+    plan = session.plan(parameters, list(named))
+    (unit,) = plan.units
+    residual = torch.randn(40, 40)
+
+    def step(bad=()):
+        bucket = torch.randn(3 * 1600)
+        gradients = [part.view(40, 40) for part in bucket.split(1600)]
+        if not adjacent:
+            gradients = [gradient.clone() for gradient in gradients]
+        for i in bad:
+            gradients[i][3, 4] = torch.nan
+        before = [gradient.clone() for gradient in gradients]
+        session.start(0, plan.units, gradients, "bucket")
+        session.finish("round")
+        session.end(skipped := session.is_skipped())
+        session.complete(skipped)
+        return [after - own for after, own in zip(gradients, before)], skipped
+
+    compressor.memory.add_to_residual("w", residual)
+    (v, w, x), skipped = step(bad=[0, 2])
+    assert skipped and unit.averaging.culprits == ["v", "x"]
+    assert torch.equal(compressor.states["w"].residual, residual), "the step is undone"
+    (v, w, x), skipped = step()
+    assert not skipped and not v.any() and not x.any() and torch.allclose(w, residual, atol=1e-6)
+    assert compressor.states["w"].residual is None and [*compressor.states] == ["w"]
+    changes, skipped = step()
+    assert not skipped and not any(change.any() for change in changes)
+
+
+def test_a_monitor_counts_steps_whose_buckets_have_changed(group):
+    """Uncompressed gradients of a bucket are averaged as one: it is their names that begin a step."""
+    compressor, named = gradzip.NoCompression(), layers("v", "w", "x")
+    monitor = gradzip.Monitor(lambda *_: None)
+    monitor.watch(compressor)
+    session = connected(compressor, group, named)
+    for buckets in (["vwx"], ["v", "wx"], ["vw", "x"], ["vwx"]):
+        for number, names in enumerate(buckets):
+            plan = session.plan([named[name] for name in names], [*names])
+            session.start(number, plan.units, [torch.ones_like(named[name]) for name in names], names)
+        session.finish("round")
+        session.end(False)
+        session.complete(False)
+    assert monitor.steps == 3, "the last one has not ended"
+
+
 def test_the_loss_scale_is_read_once_a_step(group):
     """A GradScaler keeps it on the device: each reading waits."""
 
