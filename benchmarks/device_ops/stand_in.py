@@ -127,6 +127,10 @@ class StandInTensor(Tensor):
     def device(self) -> torch.device:
         return DEVICE
 
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
     def data_ptr(self) -> int:
         address = self.host.data_ptr()
         self.addresses[address] = self.host.nbytes

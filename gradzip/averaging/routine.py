@@ -106,7 +106,7 @@ class Averaging:
     def _start(self, gradients: list[Tensor], rank: int, size: int) -> Callable[[Routine], Routine] | None:
         """Check gradients that are going to be averaged as one. Returns what `Monitor.begin` returns."""
         for grad in gradients:
-            if not grad.is_floating_point() or grad.is_sparse:
+            if grad.is_sparse or not grad.dtype.is_floating_point:
                 raise ValueError(
                     f"gradient of {self.name!r}: got {grad.layout} {grad.dtype}, expected a dense float tensor"
                 )
@@ -118,7 +118,7 @@ class Averaging:
             self._compressor.observe(self.name, gradients[0])
         monitor = self._compressor.monitor
         report = None if monitor is None else monitor.begin(self, gradients[0], rank, size)
-        self._traffic.bytes_dense += sum(grad.numel() * grad.element_size() for grad in gradients)
+        self._traffic.bytes_dense += sum(grad.nbytes for grad in gradients)
         return report
 
     def end_step(self, skipped: bool) -> None:

@@ -34,7 +34,7 @@ def kernels() -> ModuleType:
 
 def on_cuda(x: Tensor) -> bool:
     """Whether x is on a CUDA device."""
-    return x.device.type == "cuda"
+    return x.is_cuda  # `x.device` makes an object
 
 
 def run(name: str, where: Tensor, *arguments: float) -> None:
@@ -100,9 +100,10 @@ def check(
         raise ValueError(f"{what}: got {type(x).__name__}, expected a torch tensor, or an array with __dlpack__")
     if x.dtype is not dtype and x.dtype not in (dtypes := dtype if isinstance(dtype, tuple) else (dtype,)):
         raise ValueError(f"{what}: got {x.dtype}, expected {' or '.join(map(str, dtypes))}")
-    if x.device.type not in ("cpu", "cuda"):
+    cuda = on_cuda(x)
+    if not (cuda or x.is_cpu):
         raise ValueError(f"{what}: got a tensor on {x.device}, expected one on the CPU or a CUDA device")
-    if on_cuda(x) and not kernels().cuda_built:
+    if cuda and not kernels().cuda_built:
         raise ValueError(
             f"{what}: got a tensor on {x.device}, but this build of gradzip has kernels for the CPU only; "
             "build it without GRADZIP_CUDA=0"
