@@ -710,7 +710,7 @@ STATED: list[Stated] = [
     ),
     (
         BENCHMARKS,
-        "**Three runs take {:.0f} to {:.0f} % longer than predicted**, and that of charlm takes {:.0f} % less:",
+        "**Four runs take {:.0f} to {:.0f} % longer than predicted**, and that of charlm takes {:.0f} % less:",
         longer_than_predicted,
     ),
     (
