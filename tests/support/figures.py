@@ -875,6 +875,11 @@ STATED: list[Stated] = [
         lambda: (muon_outer_cost(MUON_MEANS[1], "muon_outer_more"),),
     ),
     (
+        README,
+        "Integers of 2 bits cost nothing more there, and the last epoch sends {:.0f} times fewer bytes.",
+        lambda: (fewer_at_the_end(muon_outer_row(MUON_CODECS["block-float(bits=2,rounding=nearest)"])),),
+    ),
+    (
         ACCURACY,
         "every 30 steps ends {:.1f} % above with the mean of the parameters, as SparseLoCo has it, and {:.0f} % with "
         "the outer optimizer",
