@@ -875,6 +875,25 @@ STATED: list[Stated] = [
         lambda: (muon_outer_cost(MUON_MEANS[1], "muon_outer_more"),),
     ),
     (
+        ACCURACY,
+        "With two seeds, uncompressed differences end at {:.3f}, integers of 2 bits at {:.3f}, and chunks with θ of "
+        "0.96 at {:.3f}.",
+        lambda: tuple(
+            tuned(MUON_CODECS[codec], "text-muon-outer", "muon_outer_more").score
+            for codec in (
+                "none",
+                "block-float(bits=2,rounding=nearest)",
+                "topk(theta=0.96,bits=2,chunk=4096,residual_decay=0.95)",
+            )
+        ),
+    ),
+    (
+        ACCURACY,
+        "`charlm`, with seven times the parameters and a third of the steps, ends {:.1f} % above every 10 steps "
+        "(`convergence_charlm_outer.json`)",
+        lambda: (local_steps_cost(EVERY_10, "charlm_outer")[1],),
+    ),
+    (
         README,
         "Integers of 2 bits cost nothing more there, and the last epoch sends {:.0f} times fewer bytes.",
         lambda: (fewer_at_the_end(muon_outer_row(MUON_CODECS["block-float(bits=2,rounding=nearest)"])),),
