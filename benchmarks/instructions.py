@@ -27,10 +27,16 @@ examples:
 TIMES = (1, 3)  # calls of a kernel: the difference has neither the start of the program nor making the data
 
 
+def builds() -> list[Path]:
+    """The folders with the objects of the extension, without those for sanitizers (setup.py)."""
+    found = sorted(ROOT.glob("build/*/csrc/cpu"))
+    return [folder for folder in found if re.fullmatch(r"[^-]+-[^-]+-(cuda|nvrtc|cpu)", folder.parts[-3])]
+
+
 def build(folder: Path) -> Path:
     """Link benchmarks/instructions.cpp with the objects of the extension."""
     program = folder / "instructions"
-    objects = next(iter(sorted(ROOT.glob("build/*/csrc/cpu/simd.cpp.o")))).parent.glob("*.cpp.o")
+    objects = builds()[0].glob("*.cpp.o")
     command = ["g++", "-std=c++17", "-O2", "-pthread", f"-I{ROOT}/csrc", f"{ROOT}/benchmarks/instructions.cpp"]
     subprocess.run([*command, *map(str, objects), "-o", program], check=True)
     return program
@@ -45,6 +51,11 @@ def executed(program: Path, kernel: str, times: int) -> int:
     return int(found[1])
 
 
+def per_element(program: Path, kernel: str, numel: int) -> float:
+    few, many = (executed(program, kernel, times) for times in TIMES)
+    return (many - few) / (TIMES[1] - TIMES[0]) / numel
+
+
 def main() -> int:
     parser = Parser("instructions", __doc__, EXAMPLES)
     parser.add_argument("--json", metavar="PATH", type=output_file, help="write the counts and their provenance")
@@ -52,7 +63,7 @@ def main() -> int:
     for tool in ("valgrind", "g++"):
         if not shutil.which(tool):
             parser.fail(f"no {tool}, which counts need; install it")
-    if not list(ROOT.glob("build/*/csrc/cpu/simd.cpp.o")):
+    if not builds():
         parser.fail(f"{ROOT}/build has no objects of the extension; run make bootstrap")
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
@@ -60,8 +71,7 @@ def main() -> int:
         *kernels, numel = listed
         rows = []
         for kernel in track(kernels, "Counting", console=Console(stderr=True), transient=True):
-            few, many = (executed(program, kernel, times) for times in TIMES)
-            each = (many - few) / (TIMES[1] - TIMES[0]) / int(numel)
+            each = per_element(program, kernel, int(numel))
             rows.append({"kernel": kernel, "instructions_per_element": round(each, 2)})
     for row in rows:
         print(f"{row['kernel']:36} {row['instructions_per_element']:8.2f}")

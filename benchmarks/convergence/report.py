@@ -66,9 +66,10 @@ class Table:
 
     def lines(self) -> Iterator[str]:
         settings, millions = self.settings, self.rows[0].records[0].parameters / 1e6
+        workers = f"{settings['workers']} worker{'s' * (settings['workers'] > 1)}"
         yield (
             f"**{self.recipe}**: {settings['network']} ({millions:.2f} M parameters) on "
-            f"{settings['data']}, {settings['workers']} workers with batches of {settings['batch_size']}, "
+            f"{settings['data']}, {workers} with batches of {settings['batch_size']}, "
             f"{settings['epochs']} epochs of {settings['steps']} steps, {settings['optimizer']}"
             + (f" with betas {', '.join(f'{beta:g}' for beta in settings['betas'])}" if settings["betas"] else "")
         )
