@@ -847,7 +847,7 @@ STATED: list[Stated] = [
         ACCURACY,
         "Every 30 steps, uncompressed ones end at {:.3f}. Integers of 2 bits end at {:.3f}, and send {:.0f} times "
         "fewer bytes than data-parallel training in the last epoch; chunks of 2-bit values with θ of 0.8, 0.93 and "
-        "0.96 end at {:.3f}, {:.3f} and {:.3f}, with {:.0f}, {:.0f} and {:.0f} times fewer.",
+        "0.96 end at {:.3f}, {:.3f} and {:.3f}, with {:.0f}, {:.0f} and {:.0f} times fewer",
         lambda: (
             *(muon_outer_row(m).score for m in list(MUON_CODECS.values())[:2]),
             fewer_at_the_end(muon_outer_row(list(MUON_CODECS.values())[1])),
