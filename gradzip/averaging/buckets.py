@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import cost, ops
 from ..collectives import AllToAll, Mean, RingSum
 from ..collectives.engine import Engine
-from ..collectives.fusion import Round, adjacent
+from ..collectives.fusion import Round, adjacent, pieces
 from ..collectives.routines import Routine
 from ..memory.state import BucketState
 from ..methods.base.compressor import INDEXED_NUMEL, Compressor, set_parts, write_parts
@@ -87,9 +87,8 @@ class Unit:
         if joined_shape == UNCOMPRESSED:
             return (yield from self.averaging.run_uncompressed(gradients, rank, size))
         if self._memory is None:
-            numels = [g.numel() for g in gradients]
-            memory = gradients[0].new_empty(sum(numels))
-            self._memory = memory, [part.view(g.shape) for part, g in zip(memory.split(numels), gradients)]
+            memory = gradients[0].new_empty(sum(g.numel() for g in gradients))
+            self._memory = memory, pieces(memory, [g.shape for g in gradients])
         memory, parts = self._memory
         torch._foreach_copy_(parts, gradients)  # one operation on a device
         vector = memory.view(joined_shape)
@@ -161,10 +160,9 @@ class Plan:
                 raise ValueError(f"gradient of {name!r}: got {parameter.dtype}, expected a real floating-point type")
             averaging = Averaging(compressor, name, parameter, prefix=prefix)
             averagings.append(averaging)
-            if averaging.joined_shape == UNCOMPRESSED and not joins_uncompressed:
-                averaging.joined_shape = None
             joined = averaging.joined_shape
-            key = i if joined is None else (id(averaging.method), _kind(parameter), joined)
+            alone = joined is None or (joined == UNCOMPRESSED and not joins_uncompressed)
+            key = i if alone else (id(averaging.method), _kind(parameter), joined)
             members.setdefault(key, []).append(i)
         units = []
         for indices in itertools.chain.from_iterable(_split(of_key, parameters) for of_key in members.values()):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import AllFinite, Mean
+from ..collectives.fusion import pieces
 from ..collectives.node_chunks import NodeChunks, among_peers
 from ..collectives.routines import Routine, timed
 from ..memory.state import State
@@ -202,15 +203,14 @@ class Averaging:
             yield from method.apply_uncompressed(gradients[0], states[0])
         if memory.checks:
             self.finite = yield from is_finite(average)
-            pieces = [] if self.finite else zip(self.shapes, self._pieces(gradients))
-            self.culprits = [name for name, piece in pieces if not ops.all_finite([piece])]
+            by_name = [] if self.finite else zip(self.shapes, self._pieces(gradients))
+            self.culprits = [name for name, piece in by_name if not ops.all_finite([piece])]
 
     def _pieces(self, gradients: list[Tensor]) -> list[Tensor]:
         """The gradients of a unit: its vector has views of them."""
         if len(gradients) == len(self.shapes):
             return gradients
-        pieces = gradients[0].view(-1).split([shape.numel() for shape in self.shapes.values()])
-        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes.values())]
+        return pieces(gradients[0], list(self.shapes.values()))
 
 
 def is_finite(average: Tensor) -> Routine:

@@ -182,7 +182,7 @@ def _split_means(total: Tensor, group: list[Mean]) -> list[Tensor]:
     for i, c in enumerate(group):
         if c.tensors:
             written += c.tensors
-            parts += map(Tensor.view_as, results[i].split([t.numel() for t in c.tensors]), c.tensors)
+            parts += pieces(results[i], [t.shape for t in c.tensors])
             continue
         results[i] = results[i].view(c.tensor.shape)
         if c.in_place and copied:
@@ -227,3 +227,9 @@ def adjacent(tensors: list[Tensor]) -> Tensor | None:
             return None
         end += tensor.numel()
     return first.as_strided((end - first.storage_offset(),), (1,))
+
+
+def pieces(vector: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Views of consecutive parts of a contiguous tensor, of these shapes."""
+    parts = vector.view(-1).split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes)]
