@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.common.arguments import Parser
-from benchmarks.common.results import RESULTS, ROOT, ResultsError, replace_block, stored
+from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks, stored
 from benchmarks.common.tables import markdown
 
 PAGE = ROOT / "docs" / "gpu.md"
@@ -73,16 +73,20 @@ def kernel_cells(row: dict[str, Any]) -> list[str]:
     return [row["name"], f"{row['ms']:.2f}", f"{row['copies']:.2f}", f"{row['speedup']:.1f}", f"`{row['peer']}`"]
 
 
+def blocks() -> Blocks:
+    """The block of docs/gpu.md."""
+    return {(PAGE, START): "\n".join(lines()) + "\n"}
+
+
 def main() -> int:
     parser = Parser("gpu", __doc__, EXAMPLES)
     parser.add_argument("--write", action="store_true", help="write the tables to docs/gpu.md")
     args = parser.parse_args()
     try:
-        text = "\n".join(lines()) + "\n"
         if args.write:
-            replace_block(PAGE, START, text)
+            replace_blocks(blocks())
         else:
-            print(text, end="")
+            print(*blocks().values(), end="")
     except ResultsError as error:
         parser.fail(str(error))
     return 0

@@ -18,7 +18,7 @@ import gradzip
 from benchmarks.common.arguments import Parser
 from benchmarks.common.charts import MOST_SERIES, open_frame, pyplot, save
 from benchmarks.common.local_steps import local_steps
-from benchmarks.common.results import RESULTS, ROOT, ResultsError, replace_block
+from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks
 from benchmarks.common.tables import markdown
 from benchmarks.convergence.recipes import compressor
 from benchmarks.convergence.report import NONE, Table
@@ -264,6 +264,11 @@ def commands() -> Iterator[str]:
         )
 
 
+def blocks() -> Blocks:
+    """The block of docs/benchmarks.md."""
+    return {(PAGE, START): "\n".join(tables()) + "\n"}
+
+
 def main() -> None:
     parser = Parser("time_to_loss", __doc__, EXAMPLES)
     parser.add_argument("--write", action="store_true", help="write the tables and the picture of docs/benchmarks.md")
@@ -272,11 +277,10 @@ def main() -> None:
     if args.commands:
         print("\n".join(commands()))
         return
-    text = "\n".join(tables())
-    print(text)
+    print(*blocks().values(), end="")
     if args.write:
         try:
-            replace_block(PAGE, START, text + "\n")
+            replace_blocks(blocks())
         except ResultsError as error:
             parser.error(str(error))
         draw(PICTURE)

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 END = "\n<!-- end of table -->\n"  # the mark after a table
 WIDTH = 120  # of a line of JSON
+Blocks = dict[tuple[Path, str], str]  # (page, mark before the block) -> its text
 
 
 class ResultsError(Exception):
@@ -123,3 +124,13 @@ def replace_block(page: Path, start: str, block: str) -> None:
     if not (found and end) or "<!--" in old:
         raise ResultsError(f"{page}: expected {start.strip()}, and {END.strip()} before the next mark; add both")
     write_whole(page, before + start + block + END + after)
+
+
+def replace_blocks(blocks: Blocks) -> None:
+    """Write blocks to their pages.
+
+    Raises:
+        ResultsError: a page or a mark is missing.
+    """
+    for (page, start), block in blocks.items():
+        replace_block(page, start, block)

@@ -96,10 +96,6 @@ def main() -> None:
         print(report.report(results), end="")
         if args.png:
             chart.draw(results, args.png)
-        if args.write:
-            report.write(results)
-            if name := report.picture(args.json):
-                chart.draw(results, name, chart.PICTURES[report.study(args.json)])
     except ResultsError as error:
         parse.error(str(error))
     except BusyError as error:

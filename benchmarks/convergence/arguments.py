@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,6 @@ def parser(description: str | None = None) -> Parser:
     parser.add_argument("--threads", default=1, **number, help="torch threads of a run (default: %(default)s)")
     parser.add_argument("--report", action="store_true", help="do not train: only show what is done")
     parser.add_argument("--png", metavar="PATH", type=picture_file, help="draw the curves")
-    parser.add_argument("--write", action="store_true", help="write the tables and a picture to docs/accuracy.md")
     return parser
 
 
@@ -130,8 +128,6 @@ def checked(parse: Parser) -> argparse.Namespace:
             )
         args.data_of[name], args.settings[name] = path, settings(recipe, dataset)
     args.runs = runs_of(chosen)
-    if args.write and importlib.util.find_spec("matplotlib") is None:
-        parse.error("argument --write: matplotlib is not installed; pip install '.[bench]'")
     return args
 
 

@@ -1,26 +1,113 @@
-"""Tables of the results of benchmarks/convergence, and where docs/accuracy.md has them."""
+"""Write the tables and pictures of what benchmarks/convergence has found.
+
+python -m benchmarks.convergence.report            print the tables of the pages
+python -m benchmarks.convergence.report --write    write them, and draw the pictures of docs/accuracy.md (needs
+                                                   matplotlib); all tables to benchmarks/results/convergence.md
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-from benchmarks.common.results import RESULTS, ROOT, replace_block
+from benchmarks.common.arguments import Parser
+from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks, write_whole
 from benchmarks.common.tables import markdown
-from benchmarks.convergence.chart import PICTURES
+from benchmarks.convergence import chart
 from benchmarks.convergence.results import Results, Row, rows
 from benchmarks.training.variants import bandwidth, compression
 
 STEPS = RESULTS / "training_studies.json"  # times of steps of the networks of studies
 RATE = "1gbit"  # of the network that they were measured on
-PAGE = ROOT / "docs" / "accuracy.md"
+README, PAGE, OUTER = ROOT / "README.md", ROOT / "docs" / "accuracy.md", ROOT / "docs" / "outer.md"
+START = "<!-- table of {}: python -m benchmarks.convergence.report --write -->\n\n"
+ALL = RESULTS / "convergence.md"  # all tables of all studies
 NONE = "none"  # the method that others are compared with
+NEAREST = "block-float(bits=4,rounding=nearest)"
+PHASES = f"phases:0=qsgd,160={NEAREST},200=momentum(inner=signsgd(majority=False))"
+LOCAL = "local(every={}):phases:0=qsgd,20%=" + NEAREST
+MEAN = "local(every={},lr=1,momentum=0):phases:0=" + NEAREST + ",20%={}"
+IMAGES = ("resnet20", "images")
 
 
-def start_mark(path: Path) -> str:
-    """The line before the tables of a file of results."""
-    return f"<!-- tables of {path.name}: python -m benchmarks.convergence --write -->\n\n"
+@dataclass(frozen=True)
+class Line:
+    """A run beside training without compression, in a table of several studies.
+
+    Args:
+        study, recipe, method: which run.
+        without: study and recipe of training without compression, where the study of the run has none.
+    """
+
+    title: str
+    study: str
+    recipe: str
+    method: str
+    without: tuple[str, str] | None = None
+
+
+# Tables of whole studies, by the name in their mark: study and recipe of each.
+SHOWN = {
+    "AdamW": [("text", "text"), ("text_more", "text"), ("betas", "text-betas")],
+    "a compressed warm-up": [("momentum", "text"), ("charlm", "text")],
+    "codecs for momenta": [("codecs", "text")],
+    "Muon": [("muon", "text-muon"), ("muon_more", "text-muon")],
+    "twelve epochs of images": [("long", "images")],
+    "ResNet-20": [IMAGES],
+    "all methods": [("default", "images")],
+    "block-scaled integers": [("block_float", "text"), ("block_float", "images")],
+    "local steps": [("outer", "text-outer"), ("outer_more", "text-outer")],
+    "local steps with Muon": [("muon_outer", "text-muon-outer"), ("muon_outer_more", "text-muon-outer")],
+}
+# Tables of single runs, by page and name.
+CHOSEN = {
+    (README, "recommendations"): [
+        Line("AdamW | `BlockFloat()`", "block_float", "text", "block-float"),
+        Line('AdamW | `BlockFloat(bits=4, rounding="nearest")`', "text", "text", "block-float:bits=4,rounding=nearest"),
+        Line("AdamW | compressed momenta, after a compressed warm-up", "momentum", "text", PHASES),
+        Line("AdamW | `ACPSGD(rank=4)`", "text", "text", "acpsgd:rank=4"),
+        Line(
+            'Muon | `BlockFloat(bits=4, rounding="nearest")`', "muon_more", "text-muon",
+            "block-float:bits=4,rounding=nearest",
+        ),
+        Line("SGD, ResNet-20 | `FFTRange()`", *IMAGES, "fft-range"),
+        Line("SGD, ResNet-8 | `PowerSGD()`", "long", "images", "powersgd"),
+        Line("AdamW | `LocalSteps`, every 10 steps, 4 bits", "outer_more", "text-outer", LOCAL.format(10)),
+        Line("AdamW | `LocalSteps`, every 30 steps, 4 bits", "outer_more", "text-outer", LOCAL.format(30)),
+        Line(
+            "Muon | `LocalSteps`, every 30 steps, 2 bits, `outer=None`", "muon_outer_more", "text-muon-outer",
+            MEAN.format(30, "block-float(bits=2,rounding=nearest)"),
+        ),
+    ],
+    (PAGE, "other local steps"): [
+        Line("one worker, uncompressed | 30", "outer_k1", "text-outer", "local(every=30):phases:0=none,20%=none"),
+        Line("two workers, twice the steps | 30", "outer_k2", "text-outer", LOCAL.format(30)),
+        Line("eight workers, half the steps | 30", "outer_k8", "text-outer", LOCAL.format(30)),
+        Line("charlm, a third of the steps | 10", "charlm_outer", "text-outer", LOCAL.format(10)),
+        Line("ResNet-20, SGD | 10", "images_outer", "images-outer", LOCAL.format(10), IMAGES),
+        Line(
+            "ResNet-20, SGD, mean of the parameters | 10", "images_outer", "images-outer",
+            LOCAL.format(10).replace("every=10", "every=10,lr=1,momentum=0"), IMAGES,
+        ),
+    ],
+    (OUTER, "local steps"): [
+        Line("AdamW | 10", "outer_more", "text-outer", LOCAL.format(10)),
+        Line("AdamW | 30", "outer_more", "text-outer", LOCAL.format(30)),
+        Line("AdamW, a start of 5 % | 30", "outer", "text-outer", LOCAL.format(30).replace("20%", "5%")),
+        Line("Muon, `outer=None` | 10", "muon_outer_more", "text-muon-outer", MEAN.format(10, NEAREST)),
+        Line("Muon, `outer=None` | 30", "muon_outer_more", "text-muon-outer", MEAN.format(30, NEAREST)),
+        Line(
+            "Muon, DiLoCo's outer optimizer | 10", "muon_outer", "text-muon-outer",
+            MEAN.format(10, NEAREST).replace(",lr=1,momentum=0", ""),
+        ),
+    ],
+}  # fmt: skip
+COLUMNS = {README: "optimizer | method", PAGE: "what | `every`", OUTER: "optimizer | `every`"}
 
 
 def study(path: Path) -> str:
@@ -28,9 +115,17 @@ def study(path: Path) -> str:
     return path.stem.removeprefix("convergence_")
 
 
-def picture(path: Path) -> Path | None:
-    """Where the page has the picture of a file of results; None if it has none."""
-    return PAGE.parent / "images" / f"accuracy-{study(path)}.png" if study(path) in PICTURES else None
+@functools.cache
+def stored(name: str) -> Results:
+    """The committed results of a study."""
+    results = Results({}, RESULTS / f"convergence_{name}.json")
+    results.resume()
+    return results
+
+
+def picture(name: str) -> Path:
+    """Where the page has the picture of a study."""
+    return PAGE.parent / "images" / f"accuracy-{name}.png"
 
 
 def figure(value: float) -> str:
@@ -85,16 +180,25 @@ class Table:
     def shown(self, score: float | None) -> str:
         return "diverged" if score is None else f"{score:.{self.settings['digits']}f}"
 
+    def final(self, row: Row) -> str:
+        """The final score, with the range of its seeds."""
+        finals = sorted(record.scores[-1] for record in row.records if record.scores)
+        spread = row.score is not None and len(finals) > 1
+        return self.shown(row.score) + (f" ({self.shown(finals[0])}–{self.shown(finals[-1])})" if spread else "")
+
+    def fewer(self, row: Row, since: int = 0) -> float:
+        """Bytes of float32 gradients for each byte of payload, in the epochs since one."""
+        sent, epochs = [0.0, *row.payload_bytes], len(row.payload_bytes)
+        return 4 * row.records[0].parameters * self.settings["steps"] * (epochs - since) / (sent[-1] - sent[since])
+
     def cells(self, row: Row) -> Iterator[str]:
         yield f"`{row.method}`"
         if row.payload_bytes:
             per_step = row.payload_bytes[-1] / (len(row.payload_bytes) * self.settings["steps"])
-            yield from (figure(per_step / 1e3), figure(4 * row.records[0].parameters / per_step))
+            yield from (figure(per_step / 1e3), figure(self.fewer(row)))
         else:
             yield from ("", "")
-        finals = sorted(record.scores[-1] for record in row.records if record.scores)
-        spread = row.score is not None and len(finals) > 1
-        yield self.shown(row.score) + (f" ({self.shown(finals[0])}–{self.shown(finals[-1])})" if spread else "")
+        yield self.final(row)
         if row.score is None or self.baseline is None or row.method == NONE:
             yield ""
         else:
@@ -149,10 +253,99 @@ def report(results: Results) -> str:
     return "\n".join("\n".join(table.lines()) + "\n" for table in tables)
 
 
-def write(results: Results, page: Path = PAGE) -> None:
-    """Replace the tables of a file of results on the page.
+def difference(score: float, baseline: float, settings: dict[str, Any]) -> str:
+    """From training without compression: %, or points of accuracy."""
+    value, digits = 100 * (score / baseline - 1), 1
+    if not settings["lower_is_better"]:
+        value, digits = score - baseline, settings["digits"]
+    text = f"{round(value, digits) + 0.0:+.{digits}f}"  # without a negative zero
+    return text.replace("-", "−")
 
-    Raises:
-        ResultsError: the page has no place for them.
-    """
-    replace_block(page, start_mark(results.path), report(results))
+
+def in_short(name: str, recipe: str) -> Iterator[str]:
+    """The lines of a table of a study with few columns: how each method ends, the best first, and what it sends."""
+    table = Table(stored(name), recipe)
+    settings, lrs, first = table.settings, sorted(table.lrs), 1 if table.settings["lower_is_better"] else -1
+    betas = f" with betas of {', '.join(f'{beta:g}' for beta in settings['betas'])}" if settings["betas"] else ""
+    seeds = max(len(row.records) for row in table.rows)
+    yield (
+        f"{settings['network']}, {table.rows[0].records[0].parameters / 1e6:.2f} M parameters, {settings['optimizer']}"
+        f"{betas}, {settings['epochs'] * settings['steps']} steps, {seeds} seed{'s' * (seeds > 1)}, "
+        + (f"the best of the rates {', '.join(f'{lr:g}' for lr in lrs)}" if len(lrs) > 1 else f"rate {lrs[0]:g}")
+        + f" (`{table.results.path.name}`):"
+    )
+    yield ""
+    ends = any(row.method.startswith(("momentum", "phases", "local")) for row in table.rows)
+    rest = [settings["measure"]]
+    rest += [f"− `{NONE}`, {'%' if settings['lower_is_better'] else 'points'}"] * (table.baseline is not None)
+    header = ["method", "times fewer bytes", *["last epoch"] * ends, *rest, *["rate"] * (len(lrs) > 1)]
+    lines = []
+    for row in table.rows:
+        assert row.score is not None
+        line = [f"`{row.method}`", figure(table.fewer(row))]
+        line += [figure(table.fewer(row, len(row.payload_bytes) - 1))] * ends
+        line += [table.final(row)]
+        if table.baseline is not None:
+            line += ["" if row.method == NONE else difference(row.score, table.baseline, settings)]
+        lines.append((row.method != NONE, first * row.score, line + [f"{row.lr:g}"] * (len(lrs) > 1)))
+    yield from markdown(header, (line for *_, line in sorted(lines)))
+
+
+def of_single_runs(columns: str, lines: list[Line]) -> Iterator[str]:
+    """The lines of a table of chosen runs, each beside training without compression with the same seeds."""
+    cells = []
+    for line in lines:
+        table = Table(stored(line.study), line.recipe)
+        (row,) = (row for row in table.rows if row.method == line.method)
+        assert row.score is not None
+        seeds = list(table.results.finished(line.recipe)[line.method][row.lr])
+        study, recipe = line.without or (line.study, line.recipe)
+        plain = next(row for row in rows(stored(study), recipe) if row.method == NONE)
+        of_seeds = stored(study).finished(recipe)[NONE][plain.lr]
+        without = fmean(of_seeds[seed].scores[-1] for seed in seeds)
+        unit, change = ("", " %") if table.settings["lower_is_better"] else (" %", " points")
+        cells.append([
+            *line.title.split(" | "), figure(table.fewer(row)), table.shown(row.score) + unit,
+            table.shown(without) + unit, difference(row.score, without, table.settings) + change, str(len(seeds)),
+        ])  # fmt: skip
+    header = [*columns.split(" | "), "times fewer bytes", "score", "without", "difference", "seeds"]
+    yield from markdown(header, cells, left=2)
+
+
+def page_of_all() -> str:
+    """The page with all tables of all studies."""
+    lines = ["# All studies of accuracy", "", "By `python -m benchmarks.convergence.report --write`; what is measured:",
+             "[accuracy.md](../../docs/accuracy.md#what-is-measured).", ""]  # fmt: skip
+    for path in sorted(RESULTS.glob("convergence_*.json")):
+        lines += [f"## {path.name}", "", report(stored(study(path)))]
+    return "\n".join(lines)
+
+
+def blocks() -> Blocks:
+    """The blocks of README.md, docs/accuracy.md and docs/outer.md."""
+    found = {}
+    for name, tables in SHOWN.items():
+        texts = ["\n".join(in_short(*of)) + "\n" for of in tables]
+        found[PAGE, START.format(name)] = "\n".join(texts)
+    for (page, name), lines in CHOSEN.items():
+        found[page, START.format(name)] = "\n".join(of_single_runs(COLUMNS[page], lines)) + "\n"
+    return found
+
+
+def main() -> None:
+    parser = Parser("convergence.report", __doc__)
+    parser.add_argument("--write", action="store_true", help="write all tables, and draw the pictures")
+    if not parser.parse_args().write:
+        print(*blocks().values(), sep="\n")
+        return
+    try:
+        replace_blocks(blocks())
+    except ResultsError as error:
+        parser.fail(str(error))
+    write_whole(ALL, page_of_all())
+    for name, shown in chart.PICTURES.items():
+        chart.draw(stored(name), picture(name), shown)
+
+
+if __name__ == "__main__":
+    main()

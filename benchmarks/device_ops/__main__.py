@@ -25,7 +25,7 @@ from torch.nn import Parameter
 import gradzip
 import gradzip.ddp
 from benchmarks.common.arguments import Parser, at_least, method, output_file
-from benchmarks.common.results import RESULTS, ROOT, provenance, replace_block, write_json
+from benchmarks.common.results import RESULTS, ROOT, Blocks, provenance, replace_blocks, write_json
 from benchmarks.common.tables import markdown
 from benchmarks.device_ops.stand_in import SMALL, Counts, StandIn, stand_in, zeros
 from gradzip import cost
@@ -282,6 +282,11 @@ def table(cells: list[Cell], size: int) -> Iterator[str]:
     return markdown(["method", *(f"{model}, {front_end}" for model, front_end in columns)], rows)
 
 
+def blocks() -> Blocks:
+    """The block of docs/gpu.md, from the stored counts."""
+    return {(PAGE, START): "".join(f"{line}\n" for line in table(stored(), max(SIZES)))}
+
+
 def main() -> None:
     parser = Parser("device_ops", __doc__, EXAMPLES)
     parser.add_argument(
@@ -298,8 +303,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table of docs/gpu.md, and count nothing")
     args = parser.parse_args()
     if args.write:
-        block = "".join(f"{line}\n" for line in table(stored(), max(SIZES)))
-        replace_block(PAGE, START, block)
+        replace_blocks(blocks())
         return
     document: dict[str, Any] = {"cells": []}
     if args.json and args.json.exists():

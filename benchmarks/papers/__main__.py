@@ -17,15 +17,15 @@ from types import ModuleType
 import data
 from benchmarks.common.arguments import Parser, output_file
 from benchmarks.common.progress import tenths
-from benchmarks.common.results import ROOT, ResultsError
+from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks, stored
 from benchmarks.papers import acp, atomo, fft, gradiveq, pictures
 from benchmarks.papers.capture import QUICK, RUNS, Captured, capture
-from benchmarks.papers.results import Results, table, write_page
+from benchmarks.papers.results import Results, blocks_of, table
 
 PAPERS: dict[str, ModuleType] = {
     "fft": fft, "gradiveq": gradiveq, "atomo": atomo, "acp": acp,
 }  # fmt: skip
-PAGE = ROOT / "docs" / "results.md"
+PAGE, STORED = ROOT / "docs" / "results.md", RESULTS / "papers.json"
 
 EXAMPLES = """\
 examples:
@@ -72,6 +72,14 @@ def measure(args: argparse.Namespace, dataset: data.Images, results: Results) ->
         results.add(name, study, time.monotonic() - begin)
 
 
+def blocks() -> Blocks:
+    """The blocks of docs/results.md, from benchmarks/results/papers.json."""
+    with stored(STORED) as content:
+        results = Results(content["conditions"], STORED)
+    results.resume()
+    return blocks_of(PAGE, results)
+
+
 def main() -> None:
     parser = Parser("papers", __doc__, EXAMPLES)
     args = parse_arguments(parser)
@@ -88,7 +96,7 @@ def main() -> None:
             for name in args.only or PAPERS:
                 pictures.draw(name, results.papers[name]["picture"], args.png_dir / f"results-{name}.png")
         if args.write:
-            write_page(PAGE, results)
+            replace_blocks(blocks_of(PAGE, results))
     except (data.DataError, ResultsError, OSError) as error:
         parser.fail(str(error), 2)
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import ResultsError, provenance, replace_block, stored, write_json
+from benchmarks.common.results import Blocks, ResultsError, provenance, stored, write_json
 from benchmarks.common.tables import markdown
 
 START = "<!-- table of {}: python -m benchmarks.papers --write -->\n\n"
@@ -126,11 +126,6 @@ def block(rows: list[Row]) -> str:
     return "\n".join([*table(rows), "", f"{sum(judged)} of {len(judged)} claims hold here.{more}"]) + "\n"
 
 
-def write_page(page: Path, results: Results) -> None:
-    """Write the tables of all papers that have results to a page, between their marks.
-
-    Raises:
-        ResultsError: the page, or a mark, is missing.
-    """
-    for name in results.papers:
-        replace_block(page, START.format(name), block(results.rows(name)))
+def blocks_of(page: Path, results: Results) -> Blocks:
+    """The block of each paper that has results."""
+    return {(page, START.format(name)): block(results.rows(name)) for name in results.papers}

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common.arguments import Parser
 from benchmarks.common.charts import open_frame, pyplot, save
-from benchmarks.common.results import RESULTS, ROOT, ResultsError, replace_block
+from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks
 from benchmarks.common.tables import markdown
 from benchmarks.scale.predictions import EVERY, LOCAL, bucket, codec, sent_nbytes
 from benchmarks.scale.variants import GBITS, MODELS, PROJECTED, RANKS, label
@@ -107,7 +107,7 @@ def rates(values: Iterable[float | None]) -> str:
     return few if few == many else f"{few} → {many}"
 
 
-BLOCKS: dict[str, Callable[[Results], Iterator[str]]] = {
+TABLES: dict[str, Callable[[Results], Iterator[str]]] = {
     "bytes": lambda results: measured_table(results, "wire_bytes"),
     "CPU time": lambda results: measured_table(results, "cpu_seconds"),
     "communication": communication_table,
@@ -115,9 +115,10 @@ BLOCKS: dict[str, Callable[[Results], Iterator[str]]] = {
 }
 
 
-def blocks(results: Results) -> dict[str, str]:
-    """Mark on the page -> the text after it."""
-    return {START.format(name): "\n".join(table(results)) + "\n" for name, table in BLOCKS.items()}
+def blocks() -> Blocks:
+    """The blocks of docs/scale.md."""
+    results = json.loads(FILE.read_text())
+    return {(PAGE, START.format(name)): "\n".join(table(results)) + "\n" for name, table in TABLES.items()}
 
 
 def codec_rate(results: Results, variant: str) -> float:
@@ -175,14 +176,12 @@ def main() -> None:
     parser = Parser("scale.report", __doc__)
     parser.add_argument("--write", action="store_true", help="write the tables and the picture")
     args = parser.parse_args()
-    results = json.loads(FILE.read_text())
     if not args.write:
-        print(*blocks(results).values(), sep="\n")
+        print(*blocks().values(), sep="\n")
         return
-    draw(results, PICTURE)
+    draw(json.loads(FILE.read_text()), PICTURE)
     try:
-        for start, block in blocks(results).items():
-            replace_block(PAGE, start, block)
+        replace_blocks(blocks())
     except ResultsError as error:
         parser.fail(str(error))
 

@@ -32,7 +32,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from benchmarks.common.arguments import Parser
-from benchmarks.common.results import RESULTS, ROOT, ResultsError, replace_block, write_json
+from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks, write_json
 from benchmarks.common.tables import markdown
 from benchmarks.training.predictions import (
     Links,
@@ -236,9 +236,9 @@ def table(of: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from markdown(header, rows, left=2)
 
 
-def block() -> str:
-    """The text between the marks of docs/advise.md, from the file of scores."""
-    return "\n".join(table(json.loads(FILE.read_text())["scores"])) + "\n"
+def blocks() -> Blocks:
+    """The block of docs/advise.md, from the file of scores."""
+    return {(PAGE, START): "\n".join(table(json.loads(FILE.read_text())["scores"])) + "\n"}
 
 
 def main() -> None:
@@ -251,7 +251,7 @@ def main() -> None:
         about = {"calibration": list(CALIBRATION), "held_out": list(HELD_OUT), "false_from": FALSE}
         write_json(FILE, about | {"confidence": CONFIDENCE, "scores": found})
         try:
-            replace_block(PAGE, START, block())
+            replace_blocks(blocks())
         except ResultsError as error:
             parser.fail(str(error))
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.arguments import Parser
-from benchmarks.common.results import RESULTS, ROOT, ResultsError, replace_block, write_json, write_whole
+from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks, write_json, write_whole
 from benchmarks.common.tables import markdown
 from benchmarks.training import chart
 from benchmarks.training.floor import floor_table
@@ -216,8 +216,8 @@ def pages() -> dict[Path, str]:
     return {path.with_suffix(".md"): page(path) for path in sorted(files)}
 
 
-def blocks() -> dict[tuple[Path, str], str]:
-    """(page, mark) -> the text after the mark: in docs/benchmarks.md."""
+def blocks() -> Blocks:
+    """The blocks of docs/benchmarks.md."""
     return {
         (PAGE, MAIN_START): block(json.loads(MAIN.read_text()), json.loads(ACCURACY.read_text())),
         (PAGE, START): summary(json.loads(TRAINING.read_text())),
@@ -260,8 +260,7 @@ def main() -> None:
         write_whole(path, content)
     write_pictures()
     try:
-        for (path, start), content in blocks().items():
-            replace_block(path, start, content)
+        replace_blocks(blocks())
     except ResultsError as error:
         parser.fail(str(error))
 

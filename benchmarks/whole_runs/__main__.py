@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.common import jobs
 from benchmarks.common.arguments import Parser, at_least, data_path, output_file
 from benchmarks.common.progress import Progress
-from benchmarks.common.results import RESULTS, ResultsError, provenance, replace_block, stored, write_json
+from benchmarks.common.results import RESULTS, Blocks, ResultsError, provenance, replace_blocks, stored, write_json
 from benchmarks.common.tables import markdown
 from benchmarks.convergence.recipes import Run, compressor
 from benchmarks.convergence.report import Table
@@ -142,6 +142,11 @@ def load(path: Path) -> list[dict[str, Any]]:
         return rows
 
 
+def blocks(path: Path = FILE) -> Blocks:
+    """The block of docs/benchmarks.md, from a file of runs."""
+    return {(PAGE, START): "\n".join(lines(load(path))) + "\n"}
+
+
 def main() -> None:
     parser = Parser("whole_runs", __doc__, EXAMPLES)
     parser.add_argument("--study", choices=[name_of(study) for study in STUDIES], help="which runs to repeat")
@@ -159,7 +164,7 @@ def main() -> None:
             measure(parser, args, rows)
         print("\n".join(lines(rows)))
         if args.write:
-            replace_block(PAGE, START, "\n".join(lines(rows)) + "\n")
+            replace_blocks(blocks(args.json))
     except (ResultsError, jobs.JobError) as error:
         parser.fail(str(error))
 

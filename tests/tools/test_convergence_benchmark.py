@@ -28,7 +28,7 @@ pytest.importorskip("sklearn")
 import data
 import models
 from benchmarks.common.charts import MOST_SERIES
-from benchmarks.common.results import END, RESULTS, ResultsError
+from benchmarks.common.results import RESULTS, ResultsError
 from benchmarks.convergence import __main__ as convergence
 from benchmarks.convergence import chart, report
 from benchmarks.convergence.arguments import checked, parser
@@ -479,31 +479,32 @@ def test_seconds_are_those_of_measured_steps(tmp_path, monkeypatch):
     assert report.step_times("cnn", 2) == {}
 
 
-def test_tables_are_written_between_their_marks(tmp_path):
-    results = results_of(tmp_path / "convergence_x.json", {("none", 0.1, 0): record(50.0, 60.0)})
-    page = tmp_path / "page.md"
-    mark, end = report.start_mark(results.path), END
-    page.write_text(f"before\n{mark}old\n{end}after\n")
-    report.write(results, page)
-    assert page.read_text() == f"before\n{mark}{report.report(results)}{end}after\n"
-    for text in ("nothing", f"{mark}no end", f"{mark}<!-- another mark -->{end}"):
-        page.write_text(text)
-        with pytest.raises(ResultsError, match="tables of convergence_x.json"):
-            report.write(results, page)
-        assert page.read_text() == text
+def test_short_tables_have_what_the_full_ones_have():
+    lines = list(report.in_short("momentum", "text"))
+    assert lines[0] == (
+        "charlm-small, 0.28 M parameters, adamw, 980 steps, 2 seeds, the best of the rates 0.002, 0.004, 0.008 "
+        "(`convergence_momentum.json`):"
+    )
+    full = [line.split(" | ") for line in report.report(report.stored("momentum")).splitlines() if "| `" in line]
+    short = [line.split(" | ") for line in lines if "| `" in line]
+    assert short[0][:2] == ["| `none`", "1"] and sorted(row[0] for row in short) == sorted(row[0] for row in full)
+    for row in short:
+        (of_method,) = (cells for cells in full if cells[0] == row[0])
+        assert row[1] == of_method[2] and row[3] == of_method[3]  # bytes and score
+    assert [row[4] for row in short] == ["", "−0.8", "+1.3"]  # the best first
 
 
-def test_page_has_the_tables_of_the_results():
+def test_single_runs_are_beside_training_without_compression_with_their_seeds():
+    lines = report.CHOSEN[report.PAGE, "other local steps"]
+    cells = [line.split(" | ") for line in report.of_single_runs("what | `every`", lines)][2:]
+    (images,) = (row for row in cells if row[0] == "| ResNet-20, SGD")
+    resnet20 = json.loads((RESULTS / "convergence_resnet20.json").read_text())["runs"]
+    (seed0,) = (run for run in resnet20 if (run["method"], run["seed"]) == ("none", 0))
+    assert images[2:] == ["42.1", "79.67 %", f"{seed0['scores'][-1]:.2f} %", "−1.95 points", "1 |"]
+
+
+def test_the_page_has_all_pictures():
     page = report.PAGE.read_text()
-    stored = sorted(RESULTS.glob("convergence_*.json"))
-    assert page.count("<!-- tables of") == len(stored) > 0
-    for path in stored:
-        results = Results({}, path)
-        results.resume()
-        wanted = report.start_mark(path) + report.report(results) + END
-        assert wanted in page, f"run python -m benchmarks.convergence --report --json {path} --write"
-        picture = report.picture(path)
-        assert picture is None or (picture.exists() and f"(images/{picture.name})" in page)
     pictures = {f"accuracy-{study}.png" for study in chart.PICTURES}
     assert set(re.findall(r"accuracy-\w+\.png", page)) == pictures
     assert {path.name for path in (report.PAGE.parent / "images").glob("accuracy-*")} == pictures

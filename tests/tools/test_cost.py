@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.common.results import END
 from benchmarks.training import decisions, predictions
 from gradzip import cost
 from gradzip.cli.decision import MARGIN
@@ -478,8 +477,3 @@ def test_advice_is_good():
 def test_scores_of_the_advice_are_those_of_the_results():
     refill = "run python -m benchmarks.training.decisions --write"
     assert decisions.scores() == json.loads(decisions.FILE.read_text())["scores"], refill
-
-
-def test_page_has_the_scores():
-    refill = "run python -m benchmarks.training.decisions --write"
-    assert decisions.PAGE.read_text().partition(decisions.START)[2].partition(END)[0] == decisions.block(), refill

@@ -10,10 +10,10 @@ import torch
 
 import data
 import gradzip
-from benchmarks.common.results import END, RESULTS, ResultsError, to_json
+from benchmarks.common.results import RESULTS, ResultsError, to_json
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import accuracy, acp, atomo, capture, fft, gradiveq
-from benchmarks.papers.results import START, Results, Row, Study, block, rounded, table, write_page
+from benchmarks.papers.results import Results, Row, Study, block, rounded, table
 
 STORED = RESULTS / "papers.json"
 
@@ -343,35 +343,15 @@ def test_table_shows_hits_and_misses_alike():
     assert block(STUDY.rows).endswith("\n0 of 1 claims hold here. 1 could not be otherwise.\n")
 
 
-def test_tables_are_written_between_their_marks(tmp_path):
-    page, results = tmp_path / "results.md", Results({}, None)
-    results.add("fft", STUDY, 1.0)
-    start = START.format("fft")
-    page.write_text(f"before\n\n{start}old{END}after\n")
-    write_page(page, results)
-    assert page.read_text() == f"before\n\n{start}{block(STUDY.rows)}{END}after\n"
-    for text in ("no marks", start, f"{start}<!-- another mark -->{END}"):
-        page.write_text(text)
-        with pytest.raises(ResultsError, match="before the next mark"):
-            write_page(page, results)
-        assert page.read_text() == text
-    with pytest.raises(ResultsError, match="expected the page"):
-        write_page(tmp_path / "missing.md", results)
-
-
 def stored():
     results = Results(json.loads(STORED.read_text())["conditions"], STORED)
     results.resume()
     return results
 
 
-def test_page_has_the_tables_of_the_stored_results():
-    page, results = papers.PAGE.read_text(), stored()
-    assert list(results.papers) == list(papers.PAPERS)
-    for name in papers.PAPERS:
-        _, _, rest = page.partition(START.format(name))
-        assert rest.partition(END)[0] == block(results.rows(name)), "run python -m benchmarks.papers --write"
-        assert f"images/results-{name}.png" in page
+def test_all_papers_are_stored_and_have_a_picture_on_the_page():
+    assert list(stored().papers) == list(papers.PAPERS)
+    assert all(f"images/results-{name}.png" in papers.PAGE.read_text() for name in papers.PAPERS)
 
 
 @pytest.mark.long

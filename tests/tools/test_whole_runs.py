@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from benchmarks.common.results import END
 from benchmarks.convergence.recipes import Run, load_data
 from benchmarks.convergence.run import train
 from benchmarks.time_to_loss import Study
@@ -68,9 +67,3 @@ def test_errors(monkeypatch, tmp_path, capsys, arguments, message):
         command(monkeypatch, *arguments, "--json", str(tmp_path / "runs.json"))
     assert stopped.value.code == 2
     assert re.search(message, capsys.readouterr().err)
-
-
-def test_the_page_has_the_table_of_the_file():
-    rows = whole_runs.load(whole_runs.FILE)
-    table = whole_runs.PAGE.read_text().partition(whole_runs.START)[2].partition(END)[0]
-    assert rows and table == "\n".join(whole_runs.lines(rows)) + "\n"

@@ -1,0 +1,79 @@
+"""Generated blocks of pages, and generated pages, are what their commands write from the committed results."""
+
+import importlib
+import json
+import re
+import subprocess
+
+import pytest
+
+from benchmarks.common.results import END, RESULTS
+from benchmarks.convergence import report as convergence
+from benchmarks.training import report as training
+from paths import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARK = re.compile(r"<!-- tables? ?[^:\n]*: python -m (benchmarks[\w.]*) --write -->\n\n")
+MARKS = [(page, mark[0], mark[1]) for page in PAGES for mark in MARK.finditer(page.read_text())]
+COUNTED = "benchmarks.device_ops.capture"  # finds its block by steps on a stand-in: test_cuda_graphs.py compares it
+
+
+@pytest.mark.parametrize("command", sorted({command for *_, command in MARKS} - {COUNTED}))
+def test_blocks_are_what_their_command_writes(command):
+    module = importlib.import_module(command)
+    if not hasattr(module, "blocks"):
+        module = importlib.import_module(f"{command}.__main__")
+    blocks = module.blocks()
+    assert set(blocks) == {(page, mark) for page, mark, of in MARKS if of == command}
+    for (page, start), block in blocks.items():
+        found = page.read_text().partition(start)[2].partition(END)[0]
+        assert found == block, f"{page.name}: run python -m {command} --write"
+
+
+def test_every_block_has_a_command():
+    for page in PAGES:
+        text = page.read_text()
+        assert text.count("<!--") == 2 * len(MARK.findall(text)) == 2 * text.count(END), page.name
+
+
+def test_pages_of_results_are_what_their_command_writes():
+    pages = training.pages() | {convergence.ALL: convergence.page_of_all()}
+    assert set(pages) == set(RESULTS.glob("*.md"))
+    for path, page in pages.items():
+        assert path.read_text() == page, f"{path.name}: run --write of benchmarks.training or benchmarks.convergence"
+
+
+def commits(value):
+    """All commits that a file of results names."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key in ("commit", "methods_commit", "commits"):
+                yield from [item] if isinstance(item, str) else item
+            else:
+                yield from commits(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from commits(item)
+
+
+def is_commit(name):
+    done = subprocess.run(["git", "cat-file", "-e", f"{name}^{{commit}}"], cwd=ROOT, capture_output=True)
+    return done.returncode == 0
+
+
+def test_commits_of_results_exist():
+    git = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
+    if git.returncode:
+        pytest.skip("no git repository, as in a source distribution: commits cannot be looked up")
+    if git.stdout.strip() == "true":
+        pytest.skip("a shallow clone has no older commits")
+    assert is_commit("HEAD") and not is_commit("0123456")
+    named = {
+        (path.name, commit.removesuffix("-dirty").removeprefix("before "))
+        for path in RESULTS.glob("*.json")
+        for commit in commits(json.loads(path.read_text()))
+    }
+    unknown = {(name, commit) for name, commit in named if not is_commit(commit)}
+    if unknown == named:
+        pytest.skip("a repository with another history, as of an export: it has none of the commits")
+    assert not unknown, f"results name commits that this repository lacks: {sorted(unknown)}"
