@@ -20,8 +20,8 @@ from torch import Tensor
 
 import gradzip
 from benchmarks.common.arguments import Parser, at_least, output_file
-from benchmarks.common.results import provenance, write_json
-from benchmarks.common.tables import goal
+from benchmarks.common.results import RESULTS, ROOT, Blocks, provenance, replace_blocks, stored, write_json
+from benchmarks.common.tables import goal, markdown
 from gradzip import ops
 from gradzip.cli.models import MODELS
 from gradzip.memory.state import Key
@@ -31,7 +31,10 @@ examples:
   python -m benchmarks.kernels                                 all primitives, 25.6 M floats, 2 threads
   python -m benchmarks.kernels --only 'select|compact' --rounds 15
   python -m benchmarks.kernels --device cuda --json results.json
+  python -m benchmarks.kernels --write                         the table of docs/benchmarks.md; measures nothing
 """
+PAGE, FILE = ROOT / "docs" / "benchmarks.md", RESULTS / "kernels_cpu.json"
+START = "<!-- table of kernels: python -m benchmarks.kernels --write -->\n\n"
 
 
 CUDA_CALLS = 20  # in one measurement, at most
@@ -609,6 +612,30 @@ def measure(case: Case, x: Tensor, rounds: int, device: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def blocks() -> Blocks:
+    """The block of docs/benchmarks.md: the kernels that miss a goal."""
+    with stored(FILE) as content:
+        about, rows = content["provenance"], content["rows"]
+    goals = {
+        row["name"]: (goal(row["copies"], row["most_copies"], most=True), goal(row["speedup"], row["least_speedup"]))
+        for row in rows
+    }
+    missed = [row for row in rows if any(met.startswith("MISSED") for met in goals[row["name"]])]
+    count = sum(bool(met) for of_row in goals.values() for met in of_row)
+    cells = [
+        [row["name"], f"{row['copies']:.1f}", of_row[0], f"{row['speedup']:.1f}", of_row[1]]
+        for row in missed
+        for of_row in [goals[row["name"]]]
+    ]
+    lines = [
+        f"{len(missed)} of {len(rows)} kernels miss a goal, of {count} goals. {about['numel'] / 1e6:.1f} million floats, "
+        f"{about['threads']} threads, {about['simd']}:",
+        "",
+        *markdown(["kernel", "time of a copy", "goal", "times as fast as torch", "goal"], cells),
+    ]
+    return {(PAGE, START): "\n".join(lines) + "\n"}
+
+
 def main() -> None:
     parser = Parser("kernels", __doc__, EXAMPLES)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -619,7 +646,11 @@ def main() -> None:
     )
     parser.add_argument("--only", metavar="REGEX", default="", help="cases whose name contains a match")
     parser.add_argument("--json", metavar="PATH", type=output_file, help="write the rows and their provenance")
+    parser.add_argument("--write", action="store_true", help="write the table of docs/benchmarks.md, and time nothing")
     args = parser.parse_args()
+    if args.write:
+        replace_blocks(blocks())
+        return
     if args.numel is None:
         args.numel = NUMEL[args.device]
     if args.numel < 4096 or args.numel % 2:

@@ -173,18 +173,20 @@ def tables() -> Iterator[str]:
 
         header = ["", settings["measure"], "steps", *map(bandwidth, RATES)]
         shown = [
-            [one.name, table.shown(one.score), str(one.steps or "–"), *(cell(one, fp16, times[rate]) for rate in RATES)]
+            [one.name, table.shown(one.score), f"{one.steps}", *cells]
             for one in everyone
+            if any(cells := [cell(one, fp16, times[rate]) for rate in RATES])
         ]
         yield from markdown(header, shown)
         yield ""
+        if never := [one.name for one in everyone if one.steps is None]:
+            yield f"Not reached: {', '.join(never)}."
+            yield ""
 
 
 def cell(one: Contender, fp16: Contender, times: dict[str, float]) -> str:
-    """Seconds to the target, and how many times as fast that is as the fp16 hook."""
+    """Seconds to the target, and how many times as fast that is as the fp16 hook; empty if unknown or not reached."""
     mine, base = one.seconds(times), fp16.seconds(times)
-    if one.steps is None:
-        return "not reached"
     return "" if mine is None or base is None else f"{mine:.0f} ({base / mine:.2f})"
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.common.arguments import Parser, at_least, output_file, picture_file
 from benchmarks.common.charts import pyplot, save
 from benchmarks.common.jobs import JobError, launcher, network, run, shaping_error
-from benchmarks.common.results import provenance, write_json
+from benchmarks.common.results import RESULTS, ROOT, Blocks, provenance, replace_blocks, stored, write_json
 from benchmarks.common.tables import goal, markdown
 from benchmarks.ring.rank import ONLY_COMPUTED, ONLY_SENT, Span, gradients
 
@@ -38,7 +38,10 @@ examples:
   python -m benchmarks.ring --rate 250mbit --rate 1gbit        on two networks (needs root)
   python -m benchmarks.ring --ranks 3 --rounds 9 --json ring.json
   python -m benchmarks.ring --rate 1gbit --picture ring.png    also draw a timeline (needs matplotlib)
+  python -m benchmarks.ring --write                            the tables of docs/benchmarks.md; measures nothing
 """
+PAGE, FILE = ROOT / "docs" / "benchmarks.md", RESULTS / "ring_cpu.json"
+START = "<!-- tables of rings: python -m benchmarks.ring --write -->\n\n"
 
 
 def measure(rate: str, ranks: int, rounds: int, traced: bool) -> dict[str, Any]:
@@ -85,6 +88,12 @@ def tables(rows: list[dict[str, Any]], overlaps: list[dict[str, Any]]) -> str:
         ),
     )  # fmt: skip
     return "\n".join([*rings, "", *hidden])
+
+
+def blocks() -> Blocks:
+    """The block of docs/benchmarks.md, from the stored results."""
+    with stored(FILE) as content:
+        return {(PAGE, START): tables(content["rows"], content["overlaps"]) + "\n"}
 
 
 def draw(rate: str, spans_of_rings: dict[str, list], path: Path) -> None:
@@ -141,7 +150,11 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--json", metavar="PATH", type=output_file, help="write results and provenance")
     parser.add_argument("--picture", metavar="PATH", type=picture_file, help="draw a timeline, at the last rate")
+    parser.add_argument("--write", action="store_true", help="write the tables of docs/benchmarks.md, and time nothing")
     args = parser.parse_args()
+    if args.write:
+        replace_blocks(blocks())
+        return
     rates = args.rate or ["none"]
     for rate in rates:
         if rate != "none" and (reason := shaping_error(rate, args.ranks)):

@@ -3,13 +3,10 @@
 To refill them, measure again, then write the tables:
 
   python -m benchmarks.training stock VARIANT... --rate 1gbit --json benchmarks/results/training_main_cpu.json
-  horovodrun -np 2 python examples/train.py --threads 1 --compression none --compression fp16 --compression SPEC \\
-      --json runs.json
-  python -m benchmarks.training.report --accuracy runs.json --write
+  python -m benchmarks.training.report --write
 
 The main rows are those of training_main_cpu.json; `horovod` and `ddp-fp16` must be among them: they are the
-baselines. The accuracy of a row is that of the run in accuracy_digits.json with the same compression.
-benchmarks/results/training*.md have all rows.
+baselines. benchmarks/results/training*.md have all rows.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.arguments import Parser
-from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks, write_json, write_whole
+from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks, write_whole
 from benchmarks.common.tables import markdown
 from benchmarks.training import chart
 from benchmarks.training.floor import floor_table
@@ -32,12 +29,11 @@ from benchmarks.training.variants import (
     MODELS,
     SUMMARY,
     bandwidth,
-    compression,
     label,
 )  # fmt: skip
 
 PAGE = ROOT / "docs" / "benchmarks.md"
-TRAINING, ACCURACY = RESULTS / "training_cpu.json", RESULTS / "accuracy_digits.json"
+TRAINING = RESULTS / "training_cpu.json"
 MAIN = RESULTS / "training_main_cpu.json"  # the main rows: fewer variants, and more rounds
 HOSTS, SAFE_HOSTS = RESULTS / "training_hosts_cpu.json", RESULTS / "training_hosts_safe_cpu.json"
 START = "<!-- table: python -m benchmarks.training.report --write -->\n\n"
@@ -86,21 +82,18 @@ def measured(training: dict) -> list[dict]:
     return [row for row in training["rows"] if "ms" in row]
 
 
-def table_of_readme(training: dict, accuracy: dict) -> Iterator[str]:
+def table_of_main_rows(training: dict) -> Iterator[str]:
     """The lines of the table of the main rows: for each model its variants, from the slowest to the fastest."""
-    accuracies = {run["compression"]: run["test_accuracy"] for run in accuracy["runs"]}
     lines: list[list[str]] = []
     for (model, rate, _), rows in cells(measured(training)):
         parameters = max(row["parameters"] for row in rows) / 1e6
-        lines.append([f"**{MODELS.get(model, model)}**, {parameters:.1f} M parameters, {bandwidth(rate)}", *[""] * 5])
+        lines.append([f"**{MODELS.get(model, model)}**, {parameters:.1f} M parameters, {bandwidth(rate)}", *[""] * 4])
         for row in sorted(rows, key=lambda row: -row["ms"]):
             speedups = [f"{row[key]:.2f}" for key in ("times_fp32", "times_fp16")]
             megabytes = row["payload_bytes"] / 1e6
             sent = f"{megabytes:.{1 if megabytes >= 10 else 2}f}" if megabytes else "0"
-            right = accuracies.get(compression(row["variant"]))
-            shown = "" if right is None else f"{100 * right:.1f}"
-            lines.append([labels(rows)(row["variant"]), *speedups, f"{row['ms']:.0f}", sent, shown])
-    return markdown(["", "× fp32", "× fp16", "ms per step", "MB sent", "digits, %"], lines)
+            lines.append([labels(rows)(row["variant"]), *speedups, f"{row['ms']:.0f}", sent])
+    return markdown(["", "× fp32", "× fp16", "ms per step", "MB sent"], lines)
 
 
 def caption(training: dict) -> Iterator[str]:
@@ -125,23 +118,24 @@ def caption(training: dict) -> Iterator[str]:
     else:
         differ = ", ".join(f"{100 * spread:.0f} % ({MODELS.get(model, model)})" for model, spread in spreads.items())
         yield f"Rounds of the same row differ by up to {differ}: smaller differences between rows are noise."
-    yield "Digits: one training run for each compression; one of the 500 test images is 0.2 %."
 
 
-def block(training: dict, accuracy: dict) -> str:
+def block(training: dict) -> str:
     """The text between the marks of the main rows."""
-    return "\n".join([*table_of_readme(training, accuracy), "", *caption(training)]) + "\n"
+    return "\n".join([*table_of_main_rows(training), "", *caption(training)]) + "\n"
 
 
 def summary(training: dict) -> str:
-    """The text between the marks in docs/benchmarks.md: the fastest step of each kind, in ms; empty if not measured."""
+    """The text between the marks in docs/benchmarks.md: the fastest step of each kind with two ranks, in ms."""
     lines = []
     for (model, rate, ranks), rows in cells(training["rows"]):
+        if ranks != 2:
+            continue
         ms = {row["variant"]: row["ms"] for row in rows if "ms" in row}
         fastest = [min((ms[name] for name in names if name in ms), default=None) for names in SUMMARY.values()]
         figures = ["" if value is None else f"{value:.0f}" for value in fastest]
-        lines.append([MODELS.get(model, model), str(ranks), bandwidth(rate), *figures])
-    return "\n".join(markdown(["model", "ranks", "network", *SUMMARY], lines, left=3)) + "\n"
+        lines.append([MODELS.get(model, model), bandwidth(rate), *figures])
+    return "\n".join(markdown(["model", "network", *SUMMARY], lines, left=2)) + "\n"
 
 
 def hosts_table(training: dict, columns: dict[str, str]) -> str:
@@ -219,7 +213,7 @@ def pages() -> dict[Path, str]:
 def blocks() -> Blocks:
     """The blocks of docs/benchmarks.md."""
     return {
-        (PAGE, MAIN_START): block(json.loads(MAIN.read_text()), json.loads(ACCURACY.read_text())),
+        (PAGE, MAIN_START): block(json.loads(MAIN.read_text())),
         (PAGE, START): summary(json.loads(TRAINING.read_text())),
         (PAGE, FLOOR_START): floor_table(json.loads(FLOOR.read_text())["rows"], MODELS),
         (PAGE, HOSTS_START): hosts_table(json.loads(HOSTS.read_text()), LOW_RANK_ON_HOSTS),
@@ -236,23 +230,12 @@ def write_pictures() -> None:
     chart.draw(fastest, images / "training-parts.png", "Where the time of a step goes")
 
 
-def store_accuracy(path: Path) -> None:
-    """Store the results of examples/train.py without times and loss curves."""
-    results = json.loads(path.read_text())
-    kept = ("compression", "test_accuracy", "test_loss", "ratio", "replicas_identical", "steps")
-    results["runs"] = [{key: run[key] for key in kept} for run in results["runs"]]
-    write_json(ACCURACY, results)
-
-
 def main() -> None:
     parser = Parser("training.report", __doc__)
     parser.add_argument(
         "--write", action="store_true", help="write all tables, and draw the pictures (needs matplotlib)"
     )
-    parser.add_argument("--accuracy", metavar="PATH", type=Path, help="first store results of examples/train.py --json")
     args = parser.parse_args()
-    if args.accuracy:
-        store_accuracy(args.accuracy)
     if not args.write:
         print(*blocks().values(), sep="\n")
         return
