@@ -628,8 +628,8 @@ def blocks() -> Blocks:
         for of_row in [goals[row["name"]]]
     ]
     lines = [
-        f"{len(missed)} of {len(rows)} kernels miss a goal, of {count} goals. {about['numel'] / 1e6:.1f} million floats, "
-        f"{about['threads']} threads, {about['simd']}:",
+        f"{len(missed)} of {len(rows)} kernels miss a goal, of {count} goals. {about['numel'] / 1e6:.1f} million "
+        f"floats, {about['threads']} threads, {about['simd']}:",
         "",
         *markdown(["kernel", "time of a copy", "goal", "times as fast as torch", "goal"], cells),
     ]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from benchmarks.common.arguments import Parser, at_least, output_file, picture_f
 from benchmarks.common.charts import OTHER_COLORS, pyplot, save
 from benchmarks.common.gradients import CAPTURES, QUICK, gradient_files, load_data
 from benchmarks.common.progress import tenths
-from benchmarks.common.results import provenance, write_json
+from benchmarks.common.results import RESULTS, ROOT, Blocks, provenance, replace_blocks, stored, write_json
 from benchmarks.common.tables import markdown
 from gradzip import ops
 from gradzip.inspection.palette import METHOD_COLORS
@@ -47,7 +48,10 @@ examples:
   python -m benchmarks.transforms --quick                      two networks, a few steps, digits: a minute
   python -m benchmarks.transforms --data cifar-10-batches-bin --text shakespeare.txt --cache gradients \\
       --json benchmarks/results/transforms.json --picture docs/images/transforms.png
+  python -m benchmarks.transforms --write                      the table of docs/transforms.md; measures nothing
 """
+PAGE, FILE = ROOT / "docs" / "transforms.md", RESULTS / "transforms.json"
+START = "<!-- table: python -m benchmarks.transforms --write -->\n\n"
 
 
 # Transforms: each returns panels (rows, length) of coefficients, and what it leaves as it is in a last panel (m, 1).
@@ -505,6 +509,26 @@ def table(gradients: list[dict]) -> Iterator[str]:
     return markdown(["", *(line.label for line in LINES)], rows, left=1 + len(LINES))
 
 
+def by_network(gradients: list[dict]) -> Iterator[str]:
+    """The same with a row for each network: means over its steps, at rates that all of them have."""
+
+    def cell(of_network: list[dict], line: Line) -> str:
+        errors = [dict(zip(RATES, errors_of(gradient, line))) for gradient in of_network]
+        columns = ([of_step[rate] for of_step in errors] for rate in SHOWN_RATES)
+        return " ".join("–" if None in column else f"{fmean(column):.2f}".lstrip("0") for column in columns)
+
+    models = dict.fromkeys(gradient["model"] for gradient in gradients)
+    groups = {model: [gradient for gradient in gradients if gradient["model"] == model] for model in models}
+    rows = ([NETWORKS[model], *(cell(group, line) for line in LINES)] for model, group in groups.items())
+    return markdown(["", *(line.label for line in LINES)], rows, left=1 + len(LINES))
+
+
+def blocks() -> Blocks:
+    """The block of docs/transforms.md, from the stored results."""
+    with stored(FILE) as content:
+        return {(PAGE, START): "\n".join(by_network(content["gradients"])) + "\n"}
+
+
 def draw(gradients: list[dict], file: Path) -> None:
     """A panel for each gradient, a row of panels for each network: the mean error of layers against bits."""
     models = {model: list(group) for model, group in itertools.groupby(gradients, lambda gradient: gradient["model"])}
@@ -543,7 +567,11 @@ def main() -> None:
     parser.add_argument("--picture", metavar="PATH", type=picture_file, help="draw errors (needs matplotlib)")
     parser.add_argument("--jobs", metavar="N", type=at_least(1), default=1, help="processes (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="two networks, a few steps")
+    parser.add_argument("--write", action="store_true", help="write the table of docs/transforms.md, measure nothing")
     args = parser.parse_args()
+    if args.write:
+        replace_blocks(blocks())
+        return
     torch.set_num_threads(1)
     runs = QUICK if args.quick else CAPTURES
     with contextlib.ExitStack() as stack:
