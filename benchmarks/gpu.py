@@ -15,6 +15,7 @@ from benchmarks.common.tables import markdown
 
 PAGE = ROOT / "docs" / "gpu.md"
 START = "<!-- table: python -m benchmarks.gpu --write -->\n\n"
+SLOW = 3  # copies: slower kernels are on the page
 EXAMPLES = """\
 examples:
   scripts/gpu_check.sh                   on a machine with a GPU: measures, and writes gpu_check.json
@@ -53,10 +54,12 @@ def lines() -> Iterator[str]:
     yield (
         f"{machine(about)}. Kernels on {numel} floats ({4 * numel / 2**20:.0f} MiB), of which a copy takes "
         f"{kernels['rows'][0]['copy_ms']:.2f} ms. *Copies* is a kernel's time in copies of its input; *speed-up* is "
-        "over the same in operations of PyTorch:"
+        f"over the same in operations of PyTorch. Of {len(kernels['rows'])} kernels, those that take more than "
+        f"{SLOW} copies, or longer than PyTorch:"
     )
     yield ""
-    yield from markdown(["kernel", "ms", "copies", "speed-up", "over"], map(kernel_cells, kernels["rows"]))
+    slow = [row for row in kernels["rows"] if row["copies"] > SLOW or row["speedup"] < 1]
+    yield from markdown(["kernel", "ms", "copies", "speed-up", "over"], map(kernel_cells, slow))
 
 
 def machine(about: dict[str, Any]) -> str:
