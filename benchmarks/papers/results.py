@@ -121,9 +121,10 @@ def table(rows: Iterable[Row]) -> Iterator[str]:
 def block(rows: list[Row]) -> str:
     """The text between the marks of a paper on the page."""
     judged = [row.hit for row in rows if row.hit is not None]
-    untested = sum(verdict(row) == "not tested" for row in rows)
-    more = f" {untested} could not be otherwise." if untested else ""
-    return "\n".join([*table(rows), "", f"{sum(judged)} of {len(judged)} claims hold here.{more}"]) + "\n"
+    shown = [row for row in rows if verdict(row) != "not tested"]
+    untested = len(rows) - len(shown)
+    more = f" {untested} could not be otherwise, and are in the file alone." if untested else ""
+    return "\n".join([*table(shown), "", f"{sum(judged)} of {len(judged)} claims hold here.{more}"]) + "\n"
 
 
 def blocks_of(page: Path, results: Results) -> Blocks:

@@ -340,7 +340,9 @@ def test_table_shows_hits_and_misses_alike():
         "| c | §2 |  | 3 |  |  |",
         "| d | §3 | 4 | 4 | not tested |  |",
     ]
-    assert block(STUDY.rows).endswith("\n0 of 1 claims hold here. 1 could not be otherwise.\n")
+    text = block(STUDY.rows)
+    assert text.endswith("\n0 of 1 claims hold here. 1 could not be otherwise, and are in the file alone.\n")
+    assert "| c |" in text and "| d |" not in text
 
 
 def stored():
