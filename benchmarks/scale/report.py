@@ -18,7 +18,7 @@ from benchmarks.common.charts import open_frame, pyplot, save
 from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks
 from benchmarks.common.tables import markdown
 from benchmarks.scale.predictions import EVERY, LOCAL, bucket, codec, sent_nbytes
-from benchmarks.scale.variants import GBITS, MODELS, PROJECTED, RANKS, label
+from benchmarks.scale.variants import AUTO, GBITS, MODELS, PROJECTED, RANKS, label
 from gradzip.inspection.palette import method_color
 
 FILE, PAGE, PICTURE = RESULTS / "scale_cpu.json", ROOT / "docs" / "scale.md", ROOT / "docs" / "images" / "scale.png"
@@ -44,8 +44,8 @@ def differences(results: Results, key: str) -> dict[tuple[str, int], float]:
     return {pair: bucket(results, *pair)[field] / value - 1 for pair, value in measured(results, key).items()}
 
 
-def measured_table(results: Results, key: str) -> Iterator[str]:
-    """Measured, and predicted in parentheses: CPU milliseconds, or megabytes sent."""
+def measured_table(results: Results, key: str, auto: bool = True) -> Iterator[str]:
+    """Measured, and predicted in parentheses: CPU milliseconds, or megabytes sent. auto: also `exchange="auto"`."""
     found, scale, field = measured(results, key), *((1e3, 0) if key == "cpu_seconds" else (1e-6, 1))
     sizes = sorted({ranks for _, ranks in found})
 
@@ -53,7 +53,7 @@ def measured_table(results: Results, key: str) -> Iterator[str]:
         value = found.get((variant, ranks))
         return "" if value is None else f"{scale * value:.3g} ({scale * bucket(results, variant, ranks)[field]:.3g})"
 
-    variants = dict.fromkeys(variant for variant, _ in found)
+    variants = dict.fromkeys(variant for variant, _ in found if auto or not variant.endswith(f"exchange={AUTO}"))
     rows = ([f"`{label(variant)}`", *(cell(variant, ranks) for ranks in sizes)] for variant in variants)
     return markdown(["", *(f"{ranks} ranks" for ranks in sizes)], rows)
 
@@ -108,8 +108,8 @@ def rates(values: Iterable[float | None]) -> str:
 
 
 TABLES: dict[str, Callable[[Results], Iterator[str]]] = {
-    "bytes": lambda results: measured_table(results, "wire_bytes"),
-    "CPU time": lambda results: measured_table(results, "cpu_seconds"),
+    "bytes": lambda results: measured_table(results, "wire_bytes", auto=False),
+    "CPU time": lambda results: measured_table(results, "cpu_seconds", auto=False),
     "communication": communication_table,
     "steps": step_table,
 }
