@@ -238,7 +238,8 @@ def table(of: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def blocks() -> Blocks:
     """The block of docs/advise.md, from the file of scores."""
-    return {(PAGE, START): "\n".join(table(json.loads(FILE.read_text())["scores"])) + "\n"}
+    stored = json.loads(FILE.read_text())["scores"]
+    return {(PAGE, START): "\n".join(table([score for score in stored if score["link"] != "typical core"])) + "\n"}
 
 
 def main() -> None:
