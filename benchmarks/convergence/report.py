@@ -70,7 +70,7 @@ CHOSEN = {
         Line("AdamW | `BlockFloat()`", "block_float", "text", "block-float"),
         Line('AdamW | `BlockFloat(bits=4, rounding="nearest")`', "text", "text", "block-float:bits=4,rounding=nearest"),
         Line("AdamW | compressed momenta, after a compressed warm-up", "momentum", "text", PHASES),
-        Line("AdamW | `ACPSGD(rank=4)`", "text", "text", "acpsgd:rank=4"),
+        Line("AdamW | not recommended: `ACPSGD(rank=4)`", "text", "text", "acpsgd:rank=4"),
         Line(
             'Muon | `BlockFloat(bits=4, rounding="nearest")`', "muon_more", "text-muon",
             "block-float:bits=4,rounding=nearest",
