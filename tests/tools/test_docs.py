@@ -1,4 +1,4 @@
-"""The documentation is true: tests and files that it names exist, and its figures are those of the results."""
+"""The documentation is true: what it names and links to exists, and its tables of methods are those of the code."""
 
 import importlib
 import json
