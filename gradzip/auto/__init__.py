@@ -1,6 +1,6 @@
-"""A compressor that measures its job, and chooses a method for each parameter: none, 16 bits or an allowed one.
+"""A compressor that measures its job, and chooses a method: none, 16 bits or an allowed one.
 
-`method` has the compressor, `search` the steps by which it chooses, `assignments` what it chooses among.
+`method` has the compressor, `search` the steps by which it chooses.
 """
 
 from .method import Auto

@@ -7,17 +7,16 @@ import torch
 
 import gradzip
 from contract import assert_equal_states
-from gradzip.auto.assignments import Assignment
 from harness import UNDER_HOROVOD, Training, gather, main, message, scenario
 
 SHAPES = {"w": (64, 48), "v": (32, 8, 3, 3), "b": (48,), "u": (40, 60)}
 LARGE = {"w": (300, 400), "b": (48,)}
 TOPK = "topk(theta=0.9,exchange=scatter_reduce)"
 SEARCHING = "auto:steps=3,every=10,allow=[fp16,acpsgd]"
-GIVEN = f"auto:every=0,allow=[fp16,acpsgd,{TOPK}]"  # for candidates that do not depend on times
-CHANGES = ["none", "topk:exchange=scatter_reduce,theta=0.9", "acpsgd", "mixed", "none", "mixed"]
+GIVEN = f"auto:every=0,allow=[fp16,acpsgd,{TOPK}]"  # for choices that do not depend on times
+CHANGES = [0, 3, 2, 0, 3]
 CHANGE_EVERY = 4
-SKIPPED = (2, 5, 12, 20)
+SKIPPED = (2, 6, 12, 20)
 
 
 def training(compressor, shapes=SHAPES):
@@ -46,7 +45,7 @@ def searched():
     job, history = training(auto), []
     decisions = 0
     while decisions < 2:
-        history.append([auto.decided, auto.current.title])
+        history.append([auto.decided, auto.specs[auto.current]])
         reports = auto.report
         job.step(len(history))
         decisions += auto.report is not reports
@@ -65,16 +64,14 @@ def nothing_allowed():
 
 @scenario
 def changed(rank):
-    """Choose other assignments while training goes on.
+    """Choose other methods while training goes on.
 
     Returns the averages of all steps, the names of the states of each part after each choice, and residuals.
     """
     auto = gradzip.parse(GIVEN)
     job, averages, owners = training(auto), [], []
-    candidates = {title: everywhere(i) for i, title in enumerate(auto.specs)}
-    candidates["mixed"] = Assignment("mixed", dict(zip(keys(), [3, 2, 3, 3])))
-    for i, title in enumerate(CHANGES):
-        settle(auto, candidates[title], rank)
+    for i, index in enumerate(CHANGES):
+        settle(auto, index, rank)
         for step in range(CHANGE_EVERY):
             averages.append(job.step(CHANGE_EVERY * i + step))
         owners.append([sorted({n for s in part.states.values() for n in s.state_dicts()}) for part in auto.parts])
@@ -85,16 +82,8 @@ def changed(rank):
     return averages, owners, residuals
 
 
-def keys():
-    return [(name, torch.Size(shape)) for name, shape in SHAPES.items()]
-
-
-def everywhere(index):
-    return Assignment("", dict.fromkeys(keys(), index), 0.01)
-
-
-def settle(auto, candidate, rank):
-    auto.choose(candidate, [everywhere(0), candidate], None, rank, 2)
+def settle(auto, index, rank):
+    auto.choose(index, {0: 0.01, index: 0.01}, 0.0, rank, 2)
 
 
 @scenario
@@ -102,7 +91,7 @@ def resumed(rank):
     """Continue with a choice from a checkpoint. Return whether it is used at once, and both jobs' results."""
     auto = gradzip.parse(GIVEN)
     job = training(auto)
-    settle(auto, everywhere(2), rank)
+    settle(auto, 2, rank)
     for step in range(5):
         job.step(step)
     saved = gather(auto.state_dict())
@@ -123,19 +112,19 @@ def synced(rank):
     auto = gradzip.parse(GIVEN)
     job = training(auto)
     if rank == 0:
-        settle(auto, everywhere(2), rank)
+        settle(auto, 2, rank)
     state = gradzip.horovod.elastic_state(model=job.module, optimizer=job.optimizer)
     state.sync()
-    choices, counts = [auto.choice], [auto.steps_since]
+    choices, counts = [auto.specs[auto.chosen]], [auto.steps_since]
     for step in range(3):
         job.step(step)
     state.save()
     job.step(3)
-    settle(auto, everywhere(0), rank)  # a decision after the commit
+    settle(auto, 0, rank)  # a decision after the commit
     state.restore()
     state.sync()
     job.step(4)
-    return [*choices, auto.choice], [*counts, auto.steps_since], job.parameters()
+    return [*choices, auto.specs[auto.chosen]], [*counts, auto.steps_since], job.parameters()
 
 
 @scenario
@@ -143,14 +132,17 @@ def different_choices(rank):
     """Rank 1 alone has loaded a choice. Return the error."""
     auto = gradzip.parse(GIVEN)
     if rank == 1:
-        settle(auto, Assignment("", {("v", (32, 8, 3, 3)): 2}), rank)
+        saved = gradzip.parse(GIVEN)
+        saved.register_parameter("w", torch.Size(SHAPES["w"]), "w")
+        settle(saved, 2, rank)
+        auto.load_state_dict(saved.state_dict())
     job = training(auto)
     return message(job.step, 0)
 
 
 @scenario
 def loss_scaled(rank):
-    """Overflow in some steps on rank 1: while it measures, and around changes of the assignment.
+    """Overflow in some steps on rank 1: while it measures, and around changes of the method.
 
     Returns the steps in which an overflow has changed anything, and the parameters of both jobs.
     """
@@ -161,7 +153,7 @@ def loss_scaled(rank):
         job = training(auto)
         for step in range(steps):
             if spec == GIVEN and step in (0, 10, 20):
-                settle(auto, everywhere(0 if step == 20 else 2), rank)
+                settle(auto, 0 if step == 20 else 2, rank)
             skipped = step in SKIPPED
             states = residuals if step == 20 else gradzip.Auto.state_dict  # its first step moves residuals
             before = copy.deepcopy(states(auto)), job.parameters()
@@ -206,7 +198,7 @@ def slow_network():
     auto = gradzip.parse(SEARCHING)
     job, history = training(auto, LARGE), []
     while not auto.steps_since:
-        history.append(auto.current.title)
+        history.append(auto.specs[auto.current])
         job.step(len(history))
     return auto.decided, auto.choice, auto.report, history, job.parameters()
 

@@ -16,30 +16,15 @@ import torch.distributed as dist
 import gradzip
 from contract import each, gradient, through_file
 from gradzip.auto import search
-from gradzip.auto.assignments import (
-    NONE,
-    Assignment,
-    Measured,
-    Option,
-    Profile,
-    adapt,
-    merge_lines,
-    mixed,
-    proposals,
-    to_line,
-    uniform,
-    with_errors_below,
-)
 from gradzip.auto.method import PATIENCE
 from gradzip.averaging.handshake import compare, describe
 from gradzip.averaging.routine import Averaging
 from gradzip.collectives.engine import Engine
-from gradzip.cost import Compressed, Link, predict, uncompressed
 from gradzip.methods.spec import unparse
 from launch import SHAPED_NET, environment, horovodrun, needs_network, scenarios, torchrun
 
 SIZE = 2
-SKIPPED = (2, 5, 12, 20)
+SKIPPED = (2, 6, 12, 20)
 BOUND = 24 * 40 * 2**-24 * 50  # 24 steps round some tens of times, numbers below 50
 SHAPES = {"w": (64, 48), "v": (32, 8, 3, 3), "b": (48,), "u": (40, 60)}
 KEYS = [(name, torch.Size(shape)) for name, shape in SHAPES.items()]
@@ -50,9 +35,9 @@ def auto(**arguments):
     return gradzip.Auto(**{"allow": ["fp16", "acpsgd", TOPK], "steps": 3} | arguments)
 
 
-def everywhere(index, title=""):
-    """An assignment with one method for all parameters: 0 none, 1 fp16, 2 acpsgd, 3 topk."""
-    return Assignment(title, dict.fromkeys(KEYS, index))
+def choose(compressor, index, rank=0, size=2, seconds=()):
+    """Choose 0 none, 1 fp16, 2 acpsgd, 3 topk. seconds: of a step with the first methods."""
+    compressor.choose(index, dict(enumerate(seconds)), 0.0, rank, size)
 
 
 # --- arguments
@@ -111,13 +96,12 @@ def test_the_choice_is_logged_where_users_see_it(caplog):
         caplog.clear()
         with caplog.at_level(logging.INFO, "gradzip.auto"):
             for title in titles:
-                index = compressor.specs.index(title)
-                compressor.choose(everywhere(index, title), [], None, rank, 2)
+                choose(compressor, compressor.specs.index(title), rank)
         return [(record.levelname, record.getMessage()) for record in caplog.records]
 
     first, still, other = lines(auto(), "acpsgd", "acpsgd", "fp16")
     assert [level for level, _ in (first, still, other)] == ["WARNING", "INFO", "WARNING"]
-    assert first[1].startswith("gradzip.Auto: acpsgd (") and "optimizer" not in first[1]
+    assert first[1].startswith("gradzip.Auto: acpsgd; ms per step: ") and "optimizer" not in first[1]
     assert other[1].startswith("gradzip.Auto: no longer acpsgd, but no compression pays here: fp16")
     (hinted,) = lines(gradzip.Auto(), "none")
     assert hinted[1].endswith(
@@ -162,11 +146,11 @@ def test_clone_digest_and_copies():
     assert all(part.traffic is clone.traffic for part in clone.parts)
     others = [auto(), auto(max_error=0.4), auto(max_error=0.5, every=50), auto(max_error=0.5, allow=["acpsgd"])]
     assert len({c.digest for c in (original, *others)}) == 5
-    original.choose(everywhere(2, "acpsgd"), [], None, 0, 1)
+    choose(original, 2, size=1)
     for copied in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
         assert copied.decided and copied.method_for(*KEYS[0]) is copied.parts[2]
-    original.use(everywhere(0))
-    assert copy.deepcopy(original).method_for(*KEYS[0]).rank == 4  # a candidate that is tried is not copied
+    original.use(0)
+    assert copy.deepcopy(original).method_for(*KEYS[0]).rank == 4  # a trial is not copied
     assert not original.clone().decided
 
 
@@ -185,7 +169,7 @@ def test_changes_of_methods_conserve_the_sum(size, numbers):
     sent, wanted, largest, step = 0.0, 0.0, 0.0, 0
     for number in numbers:
         for rank, compressor in enumerate(group.compressors):
-            compressor.choose(everywhere(number), [], None, rank, size)
+            choose(compressor, number, rank, size)
         for _ in range(4):
             grads = grads_of(step, size)
             average = group.average(grads, "w")[0].double()
@@ -194,7 +178,7 @@ def test_changes_of_methods_conserve_the_sum(size, numbers):
         states = [[s.memory.states["w"] for s in c.parts if "w" in s.states] for c in group.compressors]
         assert [len(of_rank) for of_rank in states] == [1 if number else len(states[0])] * size
     for compressor in group.compressors:
-        compressor.choose(everywhere(3), [], None, 0, size)
+        choose(compressor, 3, 0, size)
         Averaging(compressor, "w", grads[0])
     residuals = [c.parts[3].states["w"].residual for c in group.compressors if "w" in c.parts[3].states]
     left = sum(r.double() for r in residuals if r is not None) / size
@@ -207,13 +191,13 @@ def test_methods_without_error_feedback_send_a_residual_once():
     group = gradzip.LocalGroup(compressor, 2)
     for number, unit in ((0, 2**-22), (1, 2**-10), (3, 2**-6)):
         for c in group.compressors:
-            c.choose(everywhere(2), [], None, 0, 2)
+            choose(c, 2)
         for step in range(3):
             group.average(grads_of(step, 2), "w")
         residual = sum(c.parts[2].states["w"].residual for c in group.compressors) / 2
         assert residual.norm() > 1
         for c in group.compressors:
-            c.choose(everywhere(number), [], None, 0, 2)
+            choose(c, number)
         for step, expected in ((7, sum(grads_of(7, 2)) / 2 + residual), (8, sum(grads_of(8, 2)) / 2)):
             average = group.average(grads_of(step, 2), "w")[0]
             # At least 7 bits for the largest of each 512 elements, which is below 16.
@@ -226,12 +210,12 @@ def test_methods_without_error_feedback_send_a_residual_once():
 def test_residual_survives_a_gradient_that_is_not_finite(number):
     group = gradzip.LocalGroup(auto(), 2)
     for c in group.compressors:
-        c.choose(everywhere(2), [], None, 0, 2)
+        choose(c, 2)
     for step in range(3):
         group.average(grads_of(step, 2), "w")
     residual = sum(c.parts[2].states["w"].residual.clone() for c in group.compressors) / 2
     for c in group.compressors:
-        c.choose(everywhere(number), [], None, 0, 2)
+        choose(c, number)
     spoilt = grads_of(5, 2)
     spoilt[1][3, 4] = math.inf
     assert not group.average(spoilt, "w")[0].isfinite().all()
@@ -239,20 +223,20 @@ def test_residual_survives_a_gradient_that_is_not_finite(number):
     assert (average - sum(grads_of(6, 2)) / 2 - residual).abs().max() < 16 * 2**-10
 
 
-def test_candidates_that_are_tried_leave_the_residual_alone():
+def test_methods_on_trial_leave_the_residual_alone():
     tried, through = (gradzip.LocalGroup(auto(), 2) for _ in range(2))
     for group in (tried, through):
         for c in group.compressors:
-            c.choose(everywhere(3), [], None, 0, 2)
+            choose(c, 3)
         for step in range(3):
             group.average(grads_of(step, 2), "w")
     for number in (0, 1, 2):
         for c in tried.compressors:
-            c.use(everywhere(number))
+            c.use(number)
         for step in range(2):
             tried.average(grads_of(10 + step, 2), "w")
     for c in tried.compressors:
-        c.use(everywhere(3))
+        c.use(3)
     for step in range(3, 6):
         averages = [group.average(grads_of(step, 2), "w")[0] for group in (tried, through)]
         assert torch.equal(*averages)
@@ -270,7 +254,7 @@ def test_residual_moves_between_loss_scales():
     ):
         scaler.update(scale)
         for c in (*scaled.compressors, *plain.compressors):
-            c.choose(everywhere(number), [], None, 0, 2) if settle else c.use(everywhere(number))
+            choose(c, number) if settle else c.use(number)
         grads = grads_of(step, 2)
         expected = plain.average(grads, "w")[0]
         # Powers of two multiply exactly.
@@ -282,9 +266,8 @@ def test_residual_moves_between_loss_scales():
 
 def test_state_dict_has_the_choice():
     group, resumed = gradzip.LocalGroup(auto(), 2), gradzip.LocalGroup(auto(), 2)
-    candidates = [everywhere(0, "none"), Assignment("mixed", dict(zip(KEYS, [3, 2, 0, 1])), 0.5)]
     for rank, c in enumerate(group.compressors):
-        c.choose(candidates[1], candidates, None, rank, 2)
+        choose(c, 3, rank, seconds=[1.0, 0.5])
 
     def average(group, step):
         return [group.average(grads_of(step, 2, name), name)[0] for name in SHAPES]
@@ -294,23 +277,38 @@ def test_state_dict_has_the_choice():
     merged = through_file(gradzip.checkpoint.merge([c.state_dict() for c in group.compressors]))
     for rank, c in enumerate(resumed.compressors):
         c.load_state_dict(gradzip.checkpoint.shard(merged, rank, 2))
-        assert c.decided and c.choice == {"w": TOPK, "v": "acpsgd", "b": "none", "u": "fp16"}
-        assert c.candidates == [Assignment("none", candidates[0].methods), candidates[1]]
+        assert c.decided and c.method_for(*KEYS[0]) is c.parts[3] and c.seconds == {0: 1.0, 1: 0.5}
+        assert c.choice == {"w": TOPK, "v": TOPK, "b": "none", "u": TOPK}
     for step in range(3, 6):
         assert all(torch.equal(a, b) for a, b in zip(average(group, step), average(resumed, step)))
+
+
+def test_a_choice_for_each_parameter_is_made_again():
+    """As in state dicts of gradzip 0.2. Their residuals are sent."""
+    group = gradzip.LocalGroup(auto(), 1)
+    compressor = group.compressors[0]
+    choose(compressor, 2)
+    group.average(grads_of(0, 1), "w")
+    residual = compressor.parts[2].states["w"].residual.clone()
+    choice = {"size": 2, "steps": 5, "methods": compressor.specs, "parameters": [["w", [64, 48]]], "chosen": 0}
+    saved = compressor.state_dict() | {"auto": choice | {"candidates": [["mixed", 0.1, [2]]]}}
+    compressor.load_state_dict(through_file(saved))
+    assert not compressor.decided and compressor.method_for(*KEYS[0]) is compressor.parts[0]
+    average = group.average(grads_of(1, 1), "w")[0]
+    assert (average - grads_of(1, 1)[0] - residual).abs().max() < 16 * 2**-22
 
 
 def test_undecided_state_dict_measures_again():
     saved = auto().state_dict()
     resumed = auto()
-    resumed.choose(everywhere(2), [], None, 0, 2)
+    choose(resumed, 2)
     resumed.load_state_dict(through_file(saved))
     assert not resumed.decided and set(resumed.choice.values()) <= {"none"}
 
 
 def test_choice_among_other_methods_is_refused():
     saved = auto()
-    saved.choose(everywhere(2), [], None, 0, 2)
+    choose(saved, 2)
     with pytest.raises(ValueError, match=r"got the states of 4 compressors, expected 3"):
         auto(allow=["fp16", TOPK]).load_state_dict(saved.state_dict())
     with pytest.raises(ValueError, match=r"got a choice among \[.*'acpsgd', .*\], expected .*'acpsgd:rank=2'"):
@@ -319,11 +317,19 @@ def test_choice_among_other_methods_is_refused():
 
 @pytest.mark.parametrize(
     "change",
-    [{"candidates": [["acpsgd", 1.0, [9]]]}, {"chosen": 5}, {"candidates": 3}, {"size": None}, {"parameters": [["w"]]}],
+    [
+        {"chosen": 5},
+        {"chosen": None},
+        {"seconds": 3},
+        {"seconds": [1.0]},
+        {"seconds": ["x"] * 4},
+        {"size": None},
+        {"parameters": 3},
+    ],
 )
 def test_malformed_choices_are_refused(change):
     saved = auto()
-    saved.choose(everywhere(2), [], None, 0, 2)
+    choose(saved, 2)
     state_dict = saved.state_dict()
     with pytest.raises(ValueError, match=r"Auto.load_state_dict: got a malformed choice \(.*\), expected a saved one"):
         auto().load_state_dict(state_dict | {"auto": state_dict["auto"] | change})
@@ -331,9 +337,12 @@ def test_malformed_choices_are_refused(change):
 
 def test_handshake_names_different_choices():
     compressors = [auto(), auto()]
-    compressors[1].choose(Assignment("", {KEYS[1]: 2}), [], None, 0, 2)
+    choose(compressors[1], 2)
     named = [(name, torch.zeros(shape)) for name, shape in SHAPES.items()]
-    with pytest.raises(RuntimeError, match="parameter 'v': rank 1 has chosen acpsgd for it, rank 0 none; load the"):
+    for compressor in compressors:
+        for name, tensor in named:
+            Averaging(compressor, name, tensor)
+    with pytest.raises(RuntimeError, match="parameter 'w': rank 1 has chosen acpsgd for it, rank 0 none; load the"):
         compare([describe(c, named) for c in compressors])
     compare([describe(compressors[1], named)] * 2)
 
@@ -365,141 +374,130 @@ def drive(steps, engine, seconds, limit=1000):
     next(steps)
     for count in range(1, limit):
         try:
-            steps.send(search.StepEnd(engine, seconds(), {}))
+            steps.send(search.StepEnd(engine, seconds()))
         except StopIteration as stop:
             return stop.value, count
     raise AssertionError(f"not done after {limit} steps")
 
 
-def test_candidates_are_timed_in_turns(engine):
+def test_methods_are_timed_in_turns(engine):
     compressor = auto()
-    candidates = [everywhere(0, "none"), everywhere(1, "fp16"), everywhere(2, "acpsgd")]
-    times, seen = {"none": 1.0, "fp16": 1.1, "acpsgd": 2.1}, []
+    times, seen = [1.0, 1.1, 2.1], []
 
     def seconds():
-        seen.append(compressor.current.title)
+        seen.append(compressor.current)
         # Warm-up is slow, one step is lost, and one has an outlier.
         return {1: 9.0, 2: 9.0, 3: None, 5: 50.0}.get(len(seen), times[seen[-1]])
 
-    (_, noise), count = drive(search.time_candidates(compressor, candidates, 2), engine, seconds)
-    assert noise == 0
+    (_, found), count = drive(search.time_methods(compressor, [0, 1, 2], 2), engine, seconds)
+    assert search.noise_of(found) == 0
     turn = search.WARM_UP + search.TIMED
-    assert [candidate.seconds for candidate in candidates] == [1.0, 1.1, 2.1]
-    expected = ["none"] * (turn + 1) + ["fp16"] * turn + ["acpsgd"] * turn + ["none"] * turn + ["fp16"] * turn
-    assert seen == expected and count == len(expected)  # acpsgd is too slow for the second round
-
-
-@pytest.mark.parametrize(
-    "times, best",
-    [
-        ((1.0, 0.99, 0.985), "none"),  # less than 2 % is not worth it
-        ((1.0, 0.97, 0.96), "fp16"),
-        ((1.0, 0.97, 0.95), "acpsgd"),
-        ((1.0, 1.2, 0.97), "acpsgd"),
-        ((1.0, 1.2, 0.99), "none"),
-        ((1.0, 1.2, None), "none"),
-    ],
-)
-def test_winner_is_simple_unless_it_pays(times, best):
-    candidates = [everywhere(i, title) for i, title in enumerate(("none", "fp16", "acpsgd"))]
-    for candidate, seconds in zip(candidates, times):
-        candidate.seconds = seconds
-    assert search.fastest(candidates, TITLES[:3], search.PAYS).title == best
+    assert search.means(found) == dict(enumerate(times))
+    assert seen == [0] * (turn + 1) + [1] * turn + [2] * turn + [0] * turn + [1] * turn  # 2 is too slow for more
+    assert count == len(seen)
 
 
 @pytest.mark.parametrize(
     "times, margin, best",
     [
-        ((1.0, 0.95, 0.91, 0.92), 0.1, "none"),
-        ((1.0, 0.95, 0.89, 0.92), 0.1, "fp16"),
-        ((1.0, 0.95, 0.85, 0.84), 0.1, "acpsgd"),
-        ((1.0, 0.95, 0.85, 0.84), 0.005, "mixed"),
-        ((1.0, 0.95, None, 0.70), 0.2, "mixed"),
+        ((1.0, 0.99, 0.985), search.PAYS, 0),  # less than 2 % is not worth it
+        ((1.0, 0.97, 0.96), search.PAYS, 1),
+        ((1.0, 0.97, 0.95), search.PAYS, 2),
+        ((1.0, 1.2, 0.97), search.PAYS, 2),
+        ((1.0, 1.2, 0.99), search.PAYS, 0),
+        ((1.0, 1.2), search.PAYS, 0),
+        ((1.0, 0.95, 0.91, 0.92), 0.1, 0),
+        ((1.0, 0.95, 0.89, 0.92), 0.1, 1),
+        ((1.0, 0.95, 0.85, 0.84), 0.1, 2),
+        ((1.0, 0.95, 0.85, 0.84), 0.005, 3),
     ],
 )
 def test_the_first_within_the_margin_is_chosen(times, margin, best):
-    """Whatever the order of the candidates, which is that of the model's predictions."""
-    candidates = [everywhere(i, title) for i, title in enumerate(("none", "fp16", "acpsgd", "mixed"))]
-    for candidate, seconds in zip(candidates, times):
-        candidate.seconds = seconds
-    for order in (candidates, candidates[::-1]):
-        assert search.fastest(order, TITLES, margin).title == best
+    """Whatever the order in which methods were tried."""
+    seconds = list(enumerate(times))
+    for order in (seconds, seconds[::-1]):
+        assert search.fastest(dict(order), margin) == best
 
 
 def test_noise_is_three_deviations_of_a_difference():
     rng = random.Random(0)
-    sigma, turns, candidates, margins, wrong = 0.05, 4, 4, [], 0
+    sigma, turns, methods, margins, wrong = 0.05, 4, 4, [], 0
     for _ in range(500):
-        times = [[rng.gauss(seconds, sigma * seconds) for _ in range(turns)] for seconds in [10.0] * candidates]
+        times = {i: [rng.gauss(10.0, sigma * 10.0) for _ in range(turns)] for i in range(methods)}
         margins.append(search.noise_of(times))
-        equal = [everywhere(i, title) for i, title in enumerate(("none", "fp16", "acpsgd", "topk"))]
-        for candidate, of_turns in zip(equal, times):
-            candidate.seconds = sum(of_turns) / turns
-        wrong += search.fastest(equal, TITLES, margins[-1]).title != "none"
+        wrong += search.fastest(search.means(times), margins[-1]) != 0
     # The deviation of a difference of two means of 4 is sigma / sqrt(2).
     assert sum(margins) / 500 == pytest.approx(3 * sigma / 2**0.5, rel=0.05)
     assert wrong <= 500 * 0.03  # with the usual 2 %, three of four choices would be chance
-    assert search.noise_of([[1.0], [3.0]]) == 0 and search.noise_of([[1.0, 1.0], [2.0]]) == 0
+    assert search.noise_of({0: [1.0], 1: [3.0]}) == 0 and search.noise_of({0: [1.0, 1.0], 1: [2.0]}) == 0
 
 
-def test_equal_assignments_that_drift_are_not_told_apart(engine):
+def test_equal_methods_that_drift_are_not_told_apart(engine):
     """Three searches on a machine whose steps differ by a fifth from minute to minute choose alike."""
 
     def choice(seed):
         rng = random.Random(seed)
-        candidates = [everywhere(i, title) for i, title in enumerate(TITLES)]
         speeds = iter([rng.uniform(0.9, 1.1) for _ in range(200) for _ in range(search.WARM_UP + search.TIMED)])
-        steps = search.time_candidates(auto(), candidates, search.TURNS)
-        (_, noise), _ = drive(steps, engine, lambda: next(speeds))
-        return search.fastest(candidates, TITLES, max(search.PAYS, noise)).title
+        steps = search.time_methods(auto(), range(4), search.TURNS)
+        (_, times), _ = drive(steps, engine, lambda: next(speeds))
+        return search.fastest(search.means(times), max(search.PAYS, search.noise_of(times)))
 
-    assert {choice(seed) for seed in range(3)} == {"none"}
+    assert {choice(seed) for seed in range(3)} == {0}
 
 
 def test_a_clear_gain_is_chosen_despite_noise(engine):
     rng = random.Random(0)
-    times = {"none": 1.0, "fp16": 0.9, "acpsgd": 0.5, "topk": 0.55}
-    compressor = auto()
-    candidates = [everywhere(i, title) for i, title in enumerate(times)]
-    steps = search.time_candidates(compressor, candidates, search.TURNS)
-    (_, noise), _ = drive(steps, engine, lambda: times[compressor.current.title] * rng.uniform(0.95, 1.05))
-    assert 0 < noise < 0.15
-    assert search.fastest(candidates, TITLES, max(search.PAYS, noise)).title in ("acpsgd", "topk")
+    speeds = [1.0, 0.9, 0.5, 0.55]
+    compressor = auto(every=0)
+    steps = search.first_choice(compressor)
+    drive(steps, engine, lambda: speeds[compressor.current] * rng.uniform(0.95, 1.05))
+    assert 0 < compressor.report["margin"] < 0.15
+    assert compressor.decided and compressor.chosen in (2, 3)
+    assert compressor.report["ms"].keys() == set(compressor.specs)
 
 
-@pytest.mark.parametrize("now, chosen", [(1.0, "acpsgd"), (0.98, "acpsgd"), (0.96, "fp16")])
-def test_chosen_assignment_stays_unless_another_is_clearly_faster(engine, now, chosen):
-    """Candidates that would cost too much to try are not."""
-    compressor = auto(every=100)
-    candidates = [everywhere(i, title) for i, title in enumerate(("none", "fp16", "acpsgd"))]
-    for candidate, seconds in zip(candidates, (10.0, 1.05, 1.0)):
-        candidate.seconds = seconds
-    compressor.choose(candidates[2], candidates, None, 0, 2)
+@pytest.mark.parametrize("now, chosen", [(1.0, 2), (0.98, 2), (0.96, 1)])
+def test_chosen_method_stays_unless_another_is_clearly_faster(engine, now, chosen):
+    """Methods that would cost too much to try are not."""
+    compressor = auto(every=100, allow=["fp16", "acpsgd"])
+    choose(compressor, 2, seconds=(10.0, 1.05, 1.0))
     tried = set()
 
     def seconds():
-        tried.add(compressor.current.title)
-        return {"acpsgd": 1.0, "fp16": now}[compressor.current.title]
+        tried.add(compressor.current)
+        return {2: 1.0, 1: now}[compressor.current]
 
     _, count = drive(search.reconsider(compressor), engine, seconds)
-    assert tried == {"acpsgd", "fp16"}
+    assert tried == {2, 1}
     assert count == 2 * search.TURNS_AGAIN * (search.WARM_UP + search.TIMED)
-    assert compressor.current is compressor.chosen and compressor.current.title == chosen
-    assert compressor.steps_since == 0
+    assert compressor.current == compressor.chosen == chosen
+    assert compressor.steps_since == 0 and compressor.seconds == {0: 10.0, 1: now, 2: 1.0}
 
 
 def test_look_follows_after_every_steps(engine):
-    compressor = auto(every=10)
-    candidates = [everywhere(0, "none"), everywhere(2, "acpsgd")]
-    candidates[0].seconds = candidates[1].seconds = 1.0
-    compressor.choose(candidates[1], candidates, None, 0, 2)
-    steps, titles = search.run(compressor), []
+    compressor = auto(every=10, allow=["acpsgd"])
+    choose(compressor, 1, seconds=(1.0, 1.0))
+    steps, seen = search.run(compressor), []
     next(steps)
     for _ in range(100):
-        titles.append(compressor.current.title)
-        steps.send(search.StepEnd(engine, 1.0, {}))
-    turns = (["acpsgd"] * 6 + ["none"] * 6) * search.TURNS_AGAIN
-    assert titles == ((["acpsgd"] * 10 + turns) * 3)[:100]
+        seen.append(compressor.current)
+        steps.send(search.StepEnd(engine, 1.0))
+    turns = ([1] * 6 + [0] * 6) * search.TURNS_AGAIN
+    assert seen == (([1] * 10 + turns) * 3)[:100]
+
+
+def test_front_ends_plan_again_when_the_method_changes():
+    compressor = auto()
+    numbers = []
+    for change in (lambda: compressor.use(2), lambda: compressor.use(0), lambda: choose(compressor, 0)):
+        change()
+        numbers.append(compressor.choice_number)
+    compressor.load_state_dict(compressor.state_dict())
+    assert len({*numbers, compressor.choice_number}) == 4
+    compressor.use(1)
+    number = compressor.choice_number
+    compressor.use(1)
+    assert compressor.choice_number == number
 
 
 class Mirror(Engine):
@@ -536,25 +534,13 @@ def train(compressor, *engines, steps=1, names=SHAPES):
 
 def test_one_optimizer_decides_until_it_is_gone():
     compressor, first, second = auto(every=0), Mirror(0, 1), Mirror(0, 1)
-    compressor.choose(everywhere(2), [], None, 0, 2)
+    choose(compressor, 2)
     train(compressor, first, second, steps=5)
     assert compressor.decided and compressor.steps_since == 5
     train(compressor, second, steps=PATIENCE - 2)
     assert compressor.steps_since == 5
     train(compressor, second, steps=6)
     assert compressor.steps_since == 5 + 6 and compressor.decided
-
-
-def test_a_method_that_cannot_be_measured_is_not_chosen(caplog):
-    """The other ranks wait for what this one has measured."""
-
-    class Broken(gradzip.TopK):
-        def encode(self, grad, key):
-            raise MemoryError("no memory")
-
-    compressor = auto(allow=["fp16", "acpsgd", Broken(0.9)])
-    options = search.measure_options(compressor, gradient("w", 0, 0, SHAPES["w"]), "w", 2)
-    assert options.keys() == {1, 2} and "no memory" in caplog.text
 
 
 def test_another_group_of_ranks_is_refused():
@@ -567,18 +553,15 @@ def test_another_group_of_ranks_is_refused():
     assert not compressor.decided
 
 
-def test_new_models_and_groups_are_measured_anew():
-    compressor, engine = auto(every=0), Mirror(0, 1)
-    compressor.choose(Assignment("acpsgd", {KEYS[0]: 2}), [], None, 0, 2)
-    train(compressor, engine, names=["w"])
+def test_new_groups_are_measured_anew():
+    compressor = auto(every=0)
+    choose(compressor, 2)
+    train(compressor, Mirror(0, 1), names=["w"])
     assert compressor.decided
     other = auto(every=0)
     other.load_state_dict(compressor.state_dict())
-    train(other, Mirror(0, 1), names=["v"])
-    assert not other.decided and set(other.choice.values()) == {"none"}
-    other.load_state_dict(compressor.state_dict())
     train(other, Mirror(0, 1, 2), names=["w"])
-    assert not other.decided
+    assert not other.decided and set(other.choice.values()) == {"none"}
 
 
 def test_one_rank_decides_at_once(engine):
@@ -588,116 +571,52 @@ def test_one_rank_decides_at_once(engine):
     assert compressor.decided and compressor.choice == {"w": "none"} and compressor.report["ranks"] == 1
     loaded = auto()
     saved = auto()
-    saved.choose(everywhere(2, "acpsgd"), [], None, 0, 2)
+    choose(saved, 2)
     loaded.load_state_dict(saved.state_dict())
-    assert loaded.choice["w"] == "acpsgd"
+    assert loaded.method_for(*KEYS[0]) is loaded.parts[2]
     loaded.end_step(engine, ["w"])  # two ranks have become one
-    assert loaded.decided and loaded.method_for(*KEYS[0]) is loaded.parts[NONE]
+    assert loaded.decided and loaded.method_for(*KEYS[0]) is loaded.parts[search.NONE]
 
 
-def test_errors_are_those_of_the_method_and_non_finite_ones_are_never_allowed():
+def allowed(compressor, engine, *gradients):
+    """The methods that `max_error` allows in a step with these gradients."""
+    steps = search.allowed_methods(compressor)
+    next(steps)
+    for i, grad in enumerate(gradients):
+        compressor.observe(str(i), grad)
+    with pytest.raises(StopIteration) as stop:
+        steps.send(search.StepEnd(engine, 1.0))
+    return stop.value.value
+
+
+def test_methods_are_allowed_whose_errors_are_small_on_all_gradients(engine, caplog):
+    class Broken(gradzip.TopK):
+        def encode(self, grad, key):
+            raise MemoryError("no memory")
+
+    grad, zeros = gradient("w", 0, 0, (64, 48)), torch.zeros(40, 60)
     compressor = auto()
-    grad = gradient("w", 0, 0, (64, 48))
-    options = search.measure_options(compressor, grad, "w", 2)
-    assert options.keys() == {1, 2, 3}
-    for index, option in options.items():
-        approximation, _ = gradzip.roundtrip(compressor.parts[index], grad, "w")
-        error = ((approximation - grad).norm() / grad.norm()).item()
-        assert option.error == pytest.approx(error, rel=0.2, abs=1e-5)
-    assert search.measure_options(compressor, grad[0], "b", 2) == {}
-    measured = {"w": Measured(KEYS[0], 0.0, search.measure_options(compressor, grad * math.nan, "w", 2))}
-    agreed = merge_lines([to_line(measured), to_line({"w": Measured(KEYS[0], 0.0, options)})])
-    assert with_errors_below(agreed, None)["w"].options == {}
+    assert list(drive(search.time_methods(compressor, [0], 1), engine, lambda: 1.0)[0][1]) == [0]
+    errors = [(gradzip.roundtrip(part, grad, "w")[0] - grad).norm() / grad.norm() for part in compressor.parts]
+    for limit in (1e-9, 1e-2, 0.8, 10.0):
+        expected = [i for i, error in enumerate(errors) if error <= limit]
+        assert allowed(auto(max_error=limit), engine, zeros, grad, grad[0]) == expected, errors
+    assert allowed(auto(max_error=1e-9), engine, zeros) == [0, 1, 2, 3]
+    assert allowed(auto(max_error=10.0), engine, zeros, grad * math.nan) == [0]
+    broken = auto(max_error=10.0, allow=["fp16", Broken(0.9)])
+    assert allowed(broken, engine, grad) == [0, 1] and "no memory" in caplog.text
 
 
-# --- assignments
-
-
-LINK = Link(ranks=2, bandwidth=1e6, latency=1e-4)
-
-
-def profile(errors=None, link=LINK):
-    """Three layers. fp16 halves bytes at once; acpsgd sends few and takes little time; topk sends fewest, slowly."""
-    layers = {}
-    for i, (name, shape) in enumerate(KEYS[:3]):
-        nbytes = 4 * shape.numel()
-        options = {
-            1: Option(Compressed((("all_reduce", nbytes / 2),), 1e-6), 1e-4),
-            2: Option(Compressed((("all_reduce", nbytes / 40),), 1e-4, 1e-4), 0.9),
-            3: Option(Compressed((("all_gather", nbytes / 100),), 1e-2 * (i + 1), 0.0), 0.7),
-        }
-        layers[name] = Measured((name, tuple(shape)), 0.01 * i, options if len(shape) > 1 else {})
-    if errors is not None:
-        layers = with_errors_below(layers, errors)
-    return Profile(layers, link, None, None)
-
-
-TITLES = ["none", "fp16", "acpsgd", "topk"]
-
-
-def test_prediction_is_that_of_the_cost_model():
-    p = profile()
-    candidate = Assignment("", {("w", (64, 48)): 2})
-    compressed = [p.layers["w"].options[2].compressed, *(uncompressed(layer) for layer in p.step.layers[1:])]
-    assert p.predict(candidate) == predict(p.step, compressed, LINK).seconds
-    assert p.step.seconds == 0.02
-
-
-def test_all_ranks_agree_on_the_slowest():
-    one, two = profile().layers, dict(profile().layers)
-    two["w"] = Measured(two["w"].key, 0.5, {2: Option(Compressed((("all_reduce", 1e3),), 3e-3, 1e-5), 0.1)})
-    del two["b"]
-    lines = [to_line(one), to_line(two)]
-    agreed = merge_lines(lines)
-    assert agreed == merge_lines(lines[::-1])
-    assert list(agreed) == ["v", "w"]  # in the order in which they are ready; b was not seen everywhere
-    assert agreed["w"] == Measured(
-        ("w", (64, 48)), 0.5, {2: Option(Compressed((("all_reduce", 1e3),), 3e-3, 1e-4), 0.9)}
-    )
-    assert agreed["v"] == one["v"]
-
-
-def test_uniform_assignments_fall_back_where_the_error_is_too_large():
-    assert set(uniform(profile(), "topk", 3, 1).methods.values()) == {3, NONE}
-    assert set(uniform(profile(0.8), "acpsgd", 2, 1).methods.values()) == {1, NONE}
-    assert set(uniform(profile(1e-9), "acpsgd", 2, 1).methods.values()) == {NONE}
-
-
-def test_mixed_assignments_take_the_fastest_method_of_each_layer():
-    slow = profile()
-    assert mixed(slow, 1.0).methods == {("w", (64, 48)): 2, ("v", (32, 8, 3, 3)): 2, ("b", (48,)): NONE}
-    assert set(mixed(profile(link=Link(2, 1e12, 0.0)), 1.0).methods.values()) == {NONE}
-    assert set(mixed(profile(0.5), 1.0).methods.values()) == {1, NONE}
-
-
-def test_proposals_begin_with_the_simple_ones_and_leave_out_slow_and_equal_ones():
-    candidates = proposals(profile(), TITLES, 1, 3)
-    assert [candidate.title for candidate in candidates] == [
-        "none",
-        "fp16",
-        "acpsgd",
-    ]  # mixed is equal; topk is too slow
-    assert [candidate.predicted for candidate in candidates] == [
-        profile().predict(candidate) for candidate in candidates
-    ]
-    assert [p.title for p in proposals(profile(link=Link(2, 1e4, 0.0)), TITLES, 1, 3)][2:] == [
-        "mixed",
-        "topk",
-        "acpsgd",
-    ]
-    assert [p.title for p in proposals(profile(1e-9), TITLES, 1, 3)] == ["none"]
-    assert [p.title for p in proposals(profile(link=Link(2, 1e4, 0.0)), TITLES, 1, 1)] == ["none", "fp16", "mixed"]
-
-
-def test_adapted_assignments_keep_what_is_still_allowed():
-    candidate = Assignment("mixed", {KEYS[0]: 2, KEYS[1]: 3, KEYS[2]: NONE}, 0.5)
-    assert adapt(candidate, profile().layers, TITLES, 1) == candidate
-    assert list(adapt(candidate, profile(0.8).layers, TITLES, 1).methods.values()) == [1, 3, NONE]
-    assert list(adapt(candidate, profile(0.8).layers, TITLES, None).methods.values()) == [NONE, 3, NONE]
-    forbidden = adapt(candidate, profile(0.8).layers, TITLES, 1)
-    assert adapt(forbidden, profile().layers, TITLES, 1).methods == candidate.methods  # allowed again
-    candidate = Assignment("acpsgd", {KEYS[0]: 2, KEYS[1]: 1, KEYS[2]: NONE})  # v was not allowed before
-    assert list(adapt(candidate, profile().layers, TITLES, 1).methods.values()) == [2, 2, NONE]
+def test_a_chosen_method_whose_error_grows_gives_way(engine):
+    compressor = auto(max_error=0.1, every=100)
+    choose(compressor, 2, seconds=(1.0, 0.9, 0.5, 0.4))
+    steps = search.reconsider(compressor)
+    next(steps)
+    compressor.observe("w", gradient("w", 0, 0, (64, 48)))
+    with pytest.raises(StopIteration):
+        while True:
+            steps.send(search.StepEnd(engine, [1.0, 0.9, 0.5, 0.4][compressor.current]))
+    assert compressor.chosen == 1
 
 
 # --- jobs of two ranks
@@ -736,15 +655,14 @@ def test_all_ranks_choose_alike_and_look_again(results):
     history, lines, choice, report, saved, _ = first
     decided = [step for step, (is_decided, _) in enumerate(history) if is_decided]
     assert decided == list(range(decided[0], len(history)))
-    # Each candidate has its turn of six steps. Four uncompressed steps come first: the first turn of `none`.
-    titles = [title for _, title in history[: decided[0]]]
-    assert titles[:4] == ["none"] * 4
-    assert (len(titles) - 4) % (search.WARM_UP + search.TIMED) == 0 and set(titles) == report["ms"].keys()
-    assert {"none", "fp16"} <= report["ms"].keys()
+    # Each method has its turn of six steps. Three uncompressed steps come first: the first turn of `none`.
+    used = [method for _, method in history[: decided[0]]]
+    assert used[:3] == ["none"] * 3
+    assert (len(used) - 3) % (search.WARM_UP + search.TIMED) == 0
+    assert set(used) == report["ms"].keys() == set(saved["methods"])
     assert choice.keys() == SHAPES.keys() and choice["b"] == "none"
-    assert saved["candidates"][saved["chosen"]][0] == report["assignment"]
-    assert sum(report["share"].values()) == pytest.approx(1) and sum(report["parameters"].values()) == len(SHAPES)
-    assert report["link"]["ranks"] == report["ranks"] == 2
+    assert set(choice.values()) <= {"none", report["method"]}
+    assert saved["methods"][saved["chosen"]] == report["method"] and report["ranks"] == 2
     assert len(lines) >= 2 and all("ms per step" in line and "\n" not in line for line in lines)
     assert second[1] == []  # rank 0 logs
     assert_equal_parameters([r[-1] for r in results["searched"]])
@@ -775,13 +693,12 @@ def test_changes_of_methods_conserve_the_sum_in_jobs(results):
         assert len(left) == (0 if name == "b" else SIZE) and all(r.abs().max() > 10 * BOUND for r in left)
     for _, owners, _ in per_rank:
         compressed = ["u", "v", "w"]
-        assert [o[2:] for o in owners[1:4]] == [[[], compressed], [compressed, []], [["v"], ["u", "w"]]]
-        assert [o[2:] for o in owners[4:]] == [[[], []], [["v"], ["u", "w"]]]
+        assert [o[2:] for o in owners[1:]] == [[[], compressed], [compressed, []], [[], []], [[], compressed]]
 
 
 def test_choice_from_a_checkpoint_is_in_charge_at_once(results):
     for decided, choice, (straight, continued), steps in results["resumed"]:
-        assert decided and choice == {"w": "acpsgd", "v": "acpsgd", "b": "acpsgd", "u": "acpsgd"}
+        assert decided and choice == {"w": "acpsgd", "v": "acpsgd", "b": "none", "u": "acpsgd"}
         for a, b in zip(straight, continued):
             assert all(torch.equal(a[name], b[name]) for name in SHAPES)
         assert steps == [8, 8]  # since the choice
@@ -791,12 +708,12 @@ def test_choice_from_a_checkpoint_is_in_charge_at_once(results):
 def test_elastic_state_has_the_choice(results, front_end):
     if front_end == "horovod":
         for choices, counts, _ in results["synced"]:
-            assert choices == [dict.fromkeys(SHAPES, "acpsgd")] * 2 and counts == [0, 4]
+            assert choices == ["acpsgd"] * 2 and counts == [0, 4]
         assert_equal_parameters([parameters for *_, parameters in results["synced"]])
 
 
 def test_ranks_with_different_choices_find_out_in_the_first_step(results):
-    words = "parameter 'v': rank 1 has chosen acpsgd for it, rank 0 none; load the compressor's state on all"
+    words = "parameter 'w': rank 1 has chosen acpsgd for it, rank 0 none; load the compressor's state on all"
     assert all(words in text for text in results["different_choices"])
 
 
@@ -840,8 +757,7 @@ def test_compression_is_chosen_on_a_slow_network(front_end, tmp_path):
     per_rank = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(SIZE)]
     results = [of_rank["slow_network"] for of_rank in per_rank]
     for decided, choice, report, history, _ in results:
-        assert decided and choice == {"w": "acpsgd", "b": "none"} and report["assignment"] == "acpsgd"
+        assert decided and choice == {"w": "acpsgd", "b": "none"} and report["method"] == "acpsgd"
         assert report["ms"]["acpsgd"] < report["ms"]["fp16"] / 2 < report["ms"]["none"] / 2
-        assert 2.5e6 / 2 < report["link"]["bandwidth"] < 2 * 2.5e6
         assert history == results[0][3] and history[-1] == "acpsgd"
     assert_equal_parameters([r[-1] for r in results])
