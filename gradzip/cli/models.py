@@ -49,70 +49,56 @@ def step_of(parameters: Sequence[Parameter], seconds: float) -> Step:
     return Step(tuple(layers), seconds)
 
 
-def _conv(name: str, channels: int, of: int, kernel: int, size: int, bias: bool = False) -> Parameters:
-    """A convolution with an output of size x size."""
-    shape = (channels, of, kernel, kernel)
-    yield Parameter(f"{name}.weight", shape, math.prod(shape) * size**2)
+def _layer(name: str, shape: tuple[int, ...], uses: int = 1, bias: int = 0) -> Parameters:
+    """A weight of this shape, and a bias. uses: products of each element; bias: elements, 0 for none."""
+    yield Parameter(f"{name}.weight", shape, math.prod(shape) * uses)
     if bias:
-        yield Parameter(f"{name}.bias", (channels,), channels * size**2)
+        yield Parameter(f"{name}.bias", (bias,), bias * uses)
 
 
-def _norm(name: str, channels: int, positions: int, bias: bool = True) -> Parameters:
-    for part in ("weight", "bias") if bias else ("weight",):
-        yield Parameter(f"{name}.{part}", (channels,), channels * positions)
-
-
-def _linear(name: str, outputs: int, inputs: int, bias: bool = True, positions: int = 1) -> Parameters:
-    yield Parameter(f"{name}.weight", (outputs, inputs), outputs * inputs * positions)
-    if bias:
-        yield Parameter(f"{name}.bias", (outputs,), outputs * positions)
+# Networks for images of 224 x 224. A convolution uses its weights at each position of its output.
 
 
 def _resnet(depths: Sequence[int], bottleneck: bool) -> Parameters:
-    """For images of 224 x 224."""
-    yield from _conv("conv1", 64, 3, 7, 112)
-    yield from _norm("bn1", 64, 112**2)
+    def convolution(conv: str, norm: str, outputs: int, inputs: int, kernel: int, size: int) -> Parameters:
+        yield from _layer(conv, (outputs, inputs, kernel, kernel), uses=size**2)
+        yield from _layer(norm, (outputs,), uses=size**2, bias=outputs)
+
+    yield from convolution("conv1", "bn1", 64, 3, 7, 112)
     channels = 64
     for stage, depth in enumerate(depths):
         width, size = 64 << stage, 56 >> stage
         outputs = 4 * width if bottleneck else width
         for block in range(depth):
             name = f"layer{stage + 1}.{block}"
+            first = 2 * size if stage and not block else size  # the second convolution of a bottleneck has the stride
+            kernels = [(width, channels, 3, size), (width, width, 3, size)]
             if bottleneck:
-                first = size if block or not stage else 2 * size  # the second convolution has the stride
-                kernels = [(width, channels, 1, first), (width, width, 3, size), (outputs, width, 1, size)]
-            else:
-                kernels = [(width, channels, 3, size), (width, width, 3, size)]
-            for i, (out, of, kernel, out_size) in enumerate(kernels, 1):
-                yield from _conv(f"{name}.conv{i}", out, of, kernel, out_size)
-                yield from _norm(f"{name}.bn{i}", out, out_size**2)
+                kernels = [(width, channels, 1, first), kernels[1], (outputs, width, 1, size)]
+            for i, kernel in enumerate(kernels, 1):
+                yield from convolution(f"{name}.conv{i}", f"{name}.bn{i}", *kernel)
             if channels != outputs:
-                yield from _conv(f"{name}.downsample.0", outputs, channels, 1, size)
-                yield from _norm(f"{name}.downsample.1", outputs, size**2)
+                yield from convolution(f"{name}.downsample.0", f"{name}.downsample.1", outputs, channels, 1, size)
             channels = outputs
-    yield from _linear("fc", 1000, channels)
+    yield from _layer("fc", (1000, channels), bias=1000)
 
 
-def _vgg16() -> Parameters:
-    """For images of 224 x 224."""
-    channels, index, size = 3, 0, 224
-    for stage in ((64,) * 2, (128,) * 2, (256,) * 3, (512,) * 3, (512,) * 3):
-        for width in stage:
-            yield from _conv(f"features.{index}", width, channels, 3, size, bias=True)
-            channels, index = width, index + 2
-        index, size = index + 1, size // 2
-    for name, outputs, inputs in (("0", 4096, 512 * 7 * 7), ("3", 4096, 4096), ("6", 1000, 4096)):
-        yield from _linear(f"classifier.{name}", outputs, inputs)
+def _plain(convolutions: Sequence[tuple[int, int, int, int, int]], linear: dict[int, tuple[int, int]]) -> Parameters:
+    """Convolutions (index, outputs, inputs, kernel, output size) and linear layers of a classifier, by index."""
+    for index, outputs, inputs, kernel, size in convolutions:
+        yield from _layer(f"features.{index}", (outputs, inputs, kernel, kernel), uses=size**2, bias=outputs)
+    for index, (outputs, inputs) in linear.items():
+        yield from _layer(f"classifier.{index}", (outputs, inputs), bias=outputs)
 
 
-def _alexnet() -> Parameters:
-    """For images of 224 x 224."""
-    for index, channels, of, kernel, size in (
-        (0, 64, 3, 11, 55), (3, 192, 64, 5, 27), (6, 384, 192, 3, 13), (8, 256, 384, 3, 13), (10, 256, 256, 3, 13),
-    ):  # fmt: skip
-        yield from _conv(f"features.{index}", channels, of, kernel, size, bias=True)
-    for name, outputs, inputs in (("1", 4096, 256 * 6 * 6), ("4", 4096, 4096), ("6", 1000, 4096)):
-        yield from _linear(f"classifier.{name}", outputs, inputs)
+_VGG16 = (
+    (0, 64, 3, 3, 224), (2, 64, 64, 3, 224), (5, 128, 64, 3, 112), (7, 128, 128, 3, 112), (10, 256, 128, 3, 56),
+    (12, 256, 256, 3, 56), (14, 256, 256, 3, 56), (17, 512, 256, 3, 28), (19, 512, 512, 3, 28), (21, 512, 512, 3, 28),
+    (24, 512, 512, 3, 14), (26, 512, 512, 3, 14), (28, 512, 512, 3, 14),
+)  # fmt: skip
+_ALEXNET = (
+    (0, 64, 3, 11, 55), (3, 192, 64, 5, 27), (6, 384, 192, 3, 13), (8, 256, 384, 3, 13), (10, 256, 256, 3, 13),
+)  # fmt: skip
 
 
 # All tokens use the same parameters of a transformer, so their number does not change the shares of the work. A lookup
@@ -122,49 +108,40 @@ def _alexnet() -> Parameters:
 def _bert(layers: int, width: int) -> Parameters:
     for name, rows in (("word", 30522), ("position", 512), ("token_type", 2)):
         yield Parameter(f"embeddings.{name}_embeddings.weight", (rows, width), width)
-    yield from _norm("embeddings.LayerNorm", width, 1)
+    yield from _layer("embeddings.LayerNorm", (width,), bias=width)
+    square, norm = (width, width), (width,)
+    block: dict[str, tuple[int, ...]] = {f"attention.self.{part}": square for part in ("query", "key", "value")}
+    block |= {"attention.output.dense": square, "attention.output.LayerNorm": norm}
+    block |= {"intermediate.dense": (4 * width, width), "output.dense": (width, 4 * width), "output.LayerNorm": norm}
     for i in range(layers):
-        name = f"encoder.layer.{i}"
-        for part in ("query", "key", "value"):
-            yield from _linear(f"{name}.attention.self.{part}", width, width)
-        yield from _linear(f"{name}.attention.output.dense", width, width)
-        yield from _norm(f"{name}.attention.output.LayerNorm", width, 1)
-        yield from _linear(f"{name}.intermediate.dense", 4 * width, width)
-        yield from _linear(f"{name}.output.dense", width, 4 * width)
-        yield from _norm(f"{name}.output.LayerNorm", width, 1)
-    yield from _linear("pooler.dense", width, width)
+        for name, shape in block.items():
+            yield from _layer(f"encoder.layer.{i}.{name}", shape, bias=shape[0])
+    yield from _layer("pooler.dense", (width, width), bias=width)
 
 
 def _gpt2(layers: int, width: int) -> Parameters:
     """Hugging Face's Conv1D keeps matrices as (inputs, outputs)."""
-    yield Parameter("wte.weight", (50257, width), 50257 * width)
+    yield from _layer("wte", (50257, width))
     yield Parameter("wpe.weight", (1024, width), width)
+    block: dict[str, tuple[int, ...]] = {"ln_1": (width,), "attn.c_attn": (width, 3 * width)}
+    block |= {"attn.c_proj": (width, width), "ln_2": (width,)}
+    block |= {"mlp.c_fc": (width, 4 * width), "mlp.c_proj": (4 * width, width)}
     for i in range(layers):
-        name = f"h.{i}"
-        yield from _norm(f"{name}.ln_1", width, 1)
-        for part, inputs, outputs in (("attn.c_attn", width, 3 * width), ("attn.c_proj", width, width)):
-            yield Parameter(f"{name}.{part}.weight", (inputs, outputs), inputs * outputs)
-            yield Parameter(f"{name}.{part}.bias", (outputs,), outputs)
-        yield from _norm(f"{name}.ln_2", width, 1)
-        for part, inputs, outputs in (("mlp.c_fc", width, 4 * width), ("mlp.c_proj", 4 * width, width)):
-            yield Parameter(f"{name}.{part}.weight", (inputs, outputs), inputs * outputs)
-            yield Parameter(f"{name}.{part}.bias", (outputs,), outputs)
-    yield from _norm("ln_f", width, 1)
+        for name, shape in block.items():
+            yield from _layer(f"h.{i}.{name}", shape, bias=shape[-1])
+    yield from _layer("ln_f", (width,), bias=width)
 
 
 def _llama(layers: int, width: int, hidden: int) -> Parameters:
     yield Parameter("embed_tokens.weight", (32000, width), width)
+    block: dict[str, tuple[int, ...]] = {f"self_attn.{part}_proj": (width, width) for part in "qkvo"}
+    block |= {"mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width), "mlp.down_proj": (width, hidden)}
+    block |= {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
     for i in range(layers):
-        name = f"layers.{i}"
-        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            yield from _linear(f"{name}.self_attn.{part}", width, width, bias=False)
-        yield from _linear(f"{name}.mlp.gate_proj", hidden, width, bias=False)
-        yield from _linear(f"{name}.mlp.up_proj", hidden, width, bias=False)
-        yield from _linear(f"{name}.mlp.down_proj", width, hidden, bias=False)
-        yield from _norm(f"{name}.input_layernorm", width, 1, bias=False)
-        yield from _norm(f"{name}.post_attention_layernorm", width, 1, bias=False)
-    yield from _norm("norm", width, 1, bias=False)
-    yield from _linear("lm_head", 32000, width, bias=False)
+        for name, shape in block.items():
+            yield from _layer(f"layers.{i}.{name}", shape)
+    yield from _layer("norm", (width,))
+    yield from _layer("lm_head", (32000, width))
 
 
 # The networks by name.
@@ -174,8 +151,8 @@ MODELS: dict[str, Callable[[], Parameters]] = {
     "resnet50": lambda: _resnet((3, 4, 6, 3), bottleneck=True),
     "resnet101": lambda: _resnet((3, 4, 23, 3), bottleneck=True),
     "resnet152": lambda: _resnet((3, 8, 36, 3), bottleneck=True),
-    "vgg16": _vgg16,
-    "alexnet": _alexnet,
+    "vgg16": lambda: _plain(_VGG16, {0: (4096, 25088), 3: (4096, 4096), 6: (1000, 4096)}),
+    "alexnet": lambda: _plain(_ALEXNET, {1: (4096, 9216), 4: (4096, 4096), 6: (1000, 4096)}),
     "bert-base": lambda: _bert(12, 768),
     "bert-large": lambda: _bert(24, 1024),
     "gpt2": lambda: _gpt2(12, 768),
