@@ -27,11 +27,11 @@ import gradzip
 from benchmarks.common.arguments import Parser, at_least, output_file, picture_file
 from benchmarks.common.charts import OTHER_COLORS, pyplot, save
 from benchmarks.common.gradients import CAPTURES, QUICK, gradient_files, load_data
+from benchmarks.common.palette import METHOD_COLORS
 from benchmarks.common.progress import tenths
 from benchmarks.common.results import RESULTS, ROOT, Blocks, provenance, replace_blocks, stored, write_json
 from benchmarks.common.tables import markdown
 from gradzip import ops
-from gradzip.inspection.palette import METHOD_COLORS
 from gradzip.methods.base.transform import transform_shape
 
 THETAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995)

@@ -17,12 +17,19 @@ import torch
 
 import gradzip
 from gradzip import _C
+from gradzip.cost import Link
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 END = "\n<!-- end of table -->\n"  # the mark after a table
 WIDTH = 120  # of a line of JSON
 Blocks = dict[tuple[Path, str], str]  # (page, mark before the block) -> its text
+
+
+def link_of(stored: Mapping[str, float]) -> Link:
+    """A link of a file of results. Those of gradzip 0.2 have the ranks' spread in speed, too."""
+    fields: dict[str, Any] = {name: value for name, value in stored.items() if name != "spread"}
+    return Link(**fields)
 
 
 class ResultsError(Exception):

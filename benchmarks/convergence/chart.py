@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.charts import MOST_SERIES, open_frame, pyplot, save
+from benchmarks.common.palette import method_color
 from benchmarks.convergence.results import Results, Row, rows
-from gradzip.inspection.palette import method_color
 
 STYLES = (("-", "o"), ("--", "s"), (":", "^"))  # of the variants of a method
 NEAREST = "block-float:bits=4,rounding=nearest"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.charts import OTHER_COLORS, save
-from gradzip.inspection.palette import METHOD_COLORS
+from benchmarks.common.palette import METHOD_COLORS
 
 DPI = 90
 MARKS = ("o", "s", "^", "D", "v")

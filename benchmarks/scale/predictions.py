@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 import gradzip
+from benchmarks.common.results import link_of
 from benchmarks.scale.variants import AUTO, GATHER, GBITS, PROJECTED, RANKS, SCATTER, with_exchange
 from gradzip.cli.decision import FP16, FP32, MARGIN
 from gradzip.cli.layer_costs import LayerCost
@@ -44,7 +45,7 @@ def bucket(results: Mapping[str, Any], variant: str, ranks: int) -> Bucket:
     """
     own, count = codec(results, variant, ranks), results["provenance"]["parameters"]
     links = results["links"]
-    found = Link(**(links.get(str(ranks)) or links[max(links, key=int)]))
+    found = link_of(links.get(str(ranks)) or links[max(links, key=int)])
     link = replace(found, ranks=ranks)
     communication = sum(
         link.operation + link.core_seconds(kind, nbytes) for (_, kind), nbytes in joined_rounds(own, count).items()

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.charts import open_frame, pyplot, save
+from benchmarks.common.palette import METHOD_COLORS
 from benchmarks.training.results import cells
 from benchmarks.training.variants import COMPUTE, FLOORS, FRONT_ENDS, MODELS, STOCK, SUMMARY, bandwidth, front_end
-from gradzip.inspection.palette import METHOD_COLORS
 
 PARTS = {  # hatches tell them apart without colours
     "compute_ms": ("forward, backward, optimizer", "#9DB0C3", ""),

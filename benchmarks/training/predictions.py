@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import gradzip
 from benchmarks.common.arguments import Parser
-from benchmarks.common.results import RESULTS
+from benchmarks.common.results import RESULTS, link_of
 from benchmarks.common.tables import markdown
 from benchmarks.training.variants import COMPUTE, compression, front_end
 from gradzip.cost import JOINED, Compressed, Layer, Link, Step, predict
@@ -43,7 +43,7 @@ def simulated(step: Step, layers: Sequence[Compressed], link: Link, front: str) 
 
 def measured_links(results: Mapping[str, Any]) -> Links:
     """The links as `gradzip.measure` has measured them."""
-    return {(found["rate"], found["ranks"], found["front_end"]): Link(**found["link"]) for found in results["links"]}
+    return {(found["rate"], found["ranks"], found["front_end"]): link_of(found["link"]) for found in results["links"]}
 
 
 def predict_cells(

@@ -37,8 +37,9 @@ import data  # noqa: E402
 import gradzip  # noqa: E402
 from benchmarks.training.averagers import Averager, Group, averager, join_group  # noqa: E402
 from benchmarks.training.jobs import Job  # noqa: E402
+from benchmarks.training.profile import measure_step  # noqa: E402
 from benchmarks.training.variants import COMPUTE, MOST_WARMUP, front_end, least_warmup  # noqa: E402
-from gradzip.measure import measure_gradients, measure_link, measure_step  # noqa: E402
+from gradzip.measure import measure_gradients, measure_link  # noqa: E402
 from models import MODELS  # noqa: E402
 
 LEAST_STEPS = 3

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.engine import Engine
-from ..measure.step import now
+from ..measure.clock import now
 from ..methods.base.composite import Composite
 from ..methods.base.compressor import Compressor
 from ..methods.base.registry import register

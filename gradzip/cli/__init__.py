@@ -29,13 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = options.run(options)
         sys.stdout.flush()
-    except CommandError as error:
-        print(f"gradzip {options.command}: error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         # The reader has closed the pipe (`gradzip info | head`). Python must not fail again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (CommandError, OSError) as error:
+        print(f"gradzip {options.command}: error: {error}", file=sys.stderr)
+        return 2
     return status
 
 

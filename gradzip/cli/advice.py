@@ -1,14 +1,13 @@
-"""The results of `gradzip advise`: predictions and accuracy of all methods, a decision, a projection to more ranks."""
+"""The results of `gradzip advise`: predictions and accuracy of all methods, what to use, and why."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import cost
-from ..auto.studies import OPTIMIZERS, Study, is_safe, study_of
+from ..auto.studies import OPTIMIZERS, SAFE, Study, is_safe, study_of
 from ..cost import JOINED, Compressed, Link, Step
 from ..methods.base.compressor import Compressor
 from .decision import FP16, FP32, Decision, decide
@@ -22,7 +21,6 @@ class Row:
     """A method's prediction. Times in seconds.
 
     nbytes: bytes that one rank hands to collectives in a step. ratio: bytes in float32 / nbytes.
-    least_ratio: the ratio at which the method is as fast as the faster of fp32 and fp16.
     """
 
     method: str
@@ -32,7 +30,6 @@ class Row:
     exposed: float
     nbytes: float
     ratio: float
-    least_ratio: float
     times_fp32: float
     times_fp16: float
     share_of_ideal: float
@@ -62,35 +59,20 @@ class Advice:
         return [layer.among(ranks) for layer in self.costs[method]]
 
     def predict(self, method: str, link: Link) -> cost.Prediction:
-        layers = self.compressed(method, link.ranks)
-        return cost.predict(self.step, layers, link, **JOINED[self.front_end])
-
-    def local_steps(self, rows: Sequence[Row]) -> tuple[str, cost.Exchange] | None:
-        """The method whose exchange of local steps is fastest, if averages of every step do not reach `ENOUGH`."""
-        usable = {FP32, FP16, *self.allowed(self.optimizer)}
-        if max(row.share_of_ideal for row in rows if row.method in usable) >= ENOUGH:
-            return None
-        # Studies of an optimizer are of gradients: for differences, only methods that every optimizer goes with.
-        safe = [name for name in self.allowed(None) if self.methods[name].averaged_momentum is None]
-        link = self.link
-        found = {m: cost.exchange(self.step, self.compressed(m, link.ranks), link) for m in {FP32, FP16, *safe}}
-        return min(found.items(), key=lambda item: item[1].seconds)
+        return cost.predict(self.step, self.compressed(method, link.ranks), link, **JOINED[self.front_end])
 
     def rows(self) -> list[Row]:
         predictions = {method: self.predict(method, self.link) for method in self.costs}
-        fp32, fp16 = predictions[FP32].seconds, predictions[FP16].seconds
         dense = sum(4 * layer.numel for layer in self.step.layers)
         rows = []
         for method, found in predictions.items():
-            layers = self.compressed(method, self.link.ranks)
-            nbytes = sum(layer.nbytes for layer in layers)
-            least = 1.0
-            if method != FP32:
-                limit = fp32 if method == FP16 else min(fp32, fp16)
-                least = cost.least_ratio(self.step, layers, self.link, limit, **JOINED[self.front_end])
-            times = fp32 / found.seconds, fp16 / found.seconds, found.compute / found.seconds
-            parts = found.compute, found.compression, found.exposed
-            rows.append(Row(method, found.seconds, *parts, nbytes, dense / nbytes, least, *times))
+            nbytes = sum(layer.nbytes for layer in self.compressed(method, self.link.ranks))
+            parts = found.seconds, found.compute, found.compression, found.exposed
+            fp32, fp16, ideal = (
+                seconds / found.seconds
+                for seconds in (predictions[FP32].seconds, predictions[FP16].seconds, found.compute)
+            )
+            rows.append(Row(method, *parts, nbytes, dense / nbytes, fp32, fp16, ideal))
         return sorted(rows, key=lambda row: row.seconds)
 
     @property
@@ -110,47 +92,135 @@ class Advice:
         """What to use with an optimizer; None: with one that is not known."""
         return decide({row.method: row.seconds for row in rows}, self.allowed(optimizer))
 
-    def variations(self) -> dict[str, float]:
-        """The slowest of the timed steps of methods, divided by the fastest ones, where the difference matters."""
-        found = {}
-        for method, layers in self.costs.items():
-            least = sum(layer.compressed.encode + layer.compressed.decode for layer in layers)
-            slowest = sum(layer.slowest for layer in layers)
-            if slowest > 2 * least and slowest - least > 0.05 * self.step.seconds:
-                found[method] = slowest / least
-        return found
+    def local_steps(self, rows: Sequence[Row]) -> tuple[str, cost.Exchange] | None:
+        """The method whose exchange of local steps is fastest, if averages of every step do not reach `ENOUGH`."""
+        usable = {FP32, FP16, *self.allowed(self.optimizer)}
+        if max(row.share_of_ideal for row in rows if row.method in usable) >= ENOUGH:
+            return None
+        # Studies of an optimizer are of gradients: for differences, only methods that every optimizer goes with.
+        safe = [name for name in self.allowed(None) if self.methods[name].averaged_momentum is None]
+        link = self.link
+        found = {m: cost.exchange(self.step, self.compressed(m, link.ranks), link) for m in {FP32, FP16, *safe}}
+        return min(found.items(), key=lambda item: item[1].seconds)
 
-    def projection(self, ranks: int, rows: Sequence[Row], most: int = 3) -> list[dict[str, Any]]:
-        """Weak scaling to 2, 4, 8, ... and `ranks` ranks: seconds and efficiency of a step, by method.
+    # --- in words
 
-        Has fp32, fp16, and the `most` fastest methods that may be advised with any of the optimizers.
-        """
-        advised = {name for optimizer in self.optimizers for name in self.allowed(optimizer)} - {FP32, FP16}
-        methods = [FP32, FP16, *[row.method for row in rows if row.method in advised][:most]]
-        sizes = sorted({ranks, *(1 << shift for shift in range(1, ranks.bit_length()) if 1 << shift <= ranks)})
-        found = []
-        for size in sizes:
-            steps = {method: self.predict(method, replace(self.link, ranks=size)).seconds for method in methods}
-            efficiency = {method: self.step.seconds / seconds for method, seconds in steps.items()}
-            found.append({"ranks": size, "seconds": steps, "efficiency": efficiency})
-        return found
+    def table(self, rows: Sequence[Row]) -> list[list[str]]:
+        """Header and rows of the predictions."""
+        table = [[
+            "method", "ms/step", "× fp32", "× fp16", "of ideal", "compression", "exposed", "MB/step", "ratio",
+            *(f"with {OPTIMIZERS[optimizer]}" for optimizer in self.optimizers),
+        ]]  # fmt: skip
+        for row in rows:
+            studies = [self.study(row.method, optimizer) for optimizer in self.optimizers]
+            table.append([
+                named(row.method), f"{1e3 * row.seconds:.1f}", f"{row.times_fp32:.2f}", f"{row.times_fp16:.2f}",
+                f"{row.share_of_ideal:.0%}", f"{1e3 * row.compression:.1f}", f"{1e3 * row.exposed:.1f}",
+                f"{row.nbytes / 1e6:.2f}", f"{row.ratio:.1f}",
+                *("-" if row.method == FP32 else study.difference if study else "not measured" for study in studies),
+            ])  # fmt: skip
+        return table
 
-    def json(self, rows: Sequence[Row], projection: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """All results in JSON types. If no ratio pays, `least_ratio` is None; if nothing is measured, a study is."""
-        methods = [asdict(row) for row in rows]
-        for method in methods:
-            method["least_ratio"] = method["least_ratio"] if math.isfinite(method["least_ratio"]) else None
-            studies = {name: self.study(method["method"], name) for name in self.optimizers}
-            method["studies"] = {name: None if study is None else asdict(study) for name, study in studies.items()}
-        link = asdict(self.link) | {"bandwidth": min(self.link.bandwidth, 1e300)}
+    def sentences(self, rows: Sequence[Row]) -> Iterator[str]:
+        """What to use, why, what it costs in accuracy, and what the advice would be with other optimizers."""
+        decision = self.decide(rows, self.optimizer)
+        yield sentence(rows, decision)
+        if decision.compresses:
+            yield from self._accuracy(decision.chosen)
+        if local := self.local_steps(rows):
+            method, found = local
+            yield (
+                f"No method that may be advised reaches {ENOUGH:.0%} of the ideal when every step averages. With local "
+                f"steps, gradzip.outer.LocalSteps(..., every={found.every(ENOUGH)}) and {named(method)} do: an "
+                f"exchange sends {found.nbytes / 1e6:.2f} MB in {_ms(found.seconds)}, and {found.hidden_by} or more "
+                "steps could hide it. Local steps change what is learned: train with and without, and compare."
+            )
+        if self.optimizer is None and not self.named:
+            yield (
+                f"Without --optimizer, only {' and '.join(SAFE)} are advised: they are for every optimizer. With "
+                f"{'; with '.join(self._with_optimizers(rows, decision))}."
+            )
+
+    def notes(self) -> Iterator[str]:
+        """Further remarks."""
+        for method, compressor in self.methods.items():
+            if (beta := compressor.averaged_momentum) is not None:
+                study = self.study(method, "adamw")
+                trained = f" In the study with AdamW, {study.method} averaged the whole training." if study else ""
+                yield (
+                    f"{method}: the step is one after the warm-up.{trained} The optimizer must have the momentum "
+                    f"{beta}, and AdamW must be gradzip.optim.AdamW."
+                )
+
+    def _accuracy(self, method: str) -> Iterator[str]:
+        """What a method costs in accuracy, with each of the optimizers."""
+        for optimizer in self.optimizers:
+            study, name = self.study(method, optimizer), OPTIMIZERS[optimizer]
+            if study is not None:
+                ends = study.difference if study.difference.startswith("as") else f"{study.difference} than fp32"
+                advised = "" if study.holds else ". It is not advised with this optimizer"
+                yield f"With {name}, {method} ends {ends} ({study.conditions}){advised}."
+            elif self.optimizer is not None:
+                yield f"With {name}, no study has measured what {method} costs in accuracy."
+        yield "A study is no proof: train your network with and without, and compare."
+
+    def _with_optimizers(self, rows: Sequence[Row], known: Decision) -> Iterator[str]:
+        """For each group of optimizers with the same advice: "--optimizer sgd: use acpsgd, 487 ms a step"."""
+        seconds = {row.method: row.seconds for row in rows}
+        of: dict[str, list[str]] = {}
+        for optimizer in OPTIMIZERS:
+            of.setdefault(self.decide(rows, optimizer).chosen, []).append(optimizer)
+        for method, optimizers in of.items():
+            what = "the same" if method == known.chosen else f"use {named(method)}, {_ms(seconds[method])} a step"
+            yield f"--optimizer {' or '.join(optimizers)}: {what}"
+
+    def json(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """All results in JSON types. A method without a study has None."""
         decision, local = self.decide(rows, self.optimizer), self.local_steps(rows)
+        methods = [asdict(row) | {"studies": {}} for row in rows]
+        for method in methods:
+            studies = {name: self.study(method["method"], name) for name in self.optimizers}
+            method["studies"] = {name: study and asdict(study) for name, study in studies.items()}
         return {
-            "front_end": self.front_end, "link": link, "step_seconds": self.step.seconds,
-            "parameters": sum(layer.numel for layer in self.step.layers), "layers": len(self.step.layers),
-            "optimizer": self.optimizer, "methods": methods, "advised": decision.chosen, "gain": decision.gain,
-            "margin": decision.margin, "projection": list(projection),
-            "local_steps": local and {
-                "method": local[0], "every": local[1].every(ENOUGH), "seconds": local[1].seconds,
-                "nbytes": local[1].nbytes, "hidden_by": local[1].hidden_by,
+            "front_end": self.front_end, "link": asdict(self.link) | {"bandwidth": min(self.link.bandwidth, 1e300)},
+            "step_seconds": self.step.seconds, "parameters": sum(layer.numel for layer in self.step.layers),
+            "layers": len(self.step.layers), "optimizer": self.optimizer, "methods": methods,
+            "advised": decision.chosen, "gain": decision.gain, "margin": decision.margin,
+            "local_steps": local and asdict(local[1]) | {
+                "method": local[0], "every": local[1].every(ENOUGH), "hidden_by": local[1].hidden_by,
             },
         }  # fmt: skip
+
+
+def sentence(rows: Sequence[Row], decision: Decision) -> str:
+    """The recommendation, in one sentence."""
+    by_name = {row.method: row for row in rows}
+    row = by_name[decision.chosen]
+    if decision.compresses:
+        return (
+            f"Use {row.method}: {_ms(row.seconds)} a step, {row.times_fp32:.2f} times as fast as fp32 and "
+            f"{row.times_fp16:.2f} times as fast as fp16, at {row.share_of_ideal:.0%} of the ideal. It saves "
+            f"{decision.gain:.0%} of the faster one's step; the margin of error is {decision.margin:.0%}."
+        )
+    takes = f"{_ms(row.seconds)} a step, {row.share_of_ideal:.0%} of the ideal"
+    name = named(decision.stock)
+    if decision.fastest is None:
+        return f"Do not compress: use {name}. It takes {takes}."
+    if decision.gain > 0:
+        return (
+            f"Within the noise: do not compress, use {name}. It takes {takes}; {decision.fastest} saves "
+            f"{decision.gain:.1%} of the step, less than the margin of error of {decision.margin:.0%}."
+        )
+    return (
+        f"Do not compress: use {name}. It takes {takes}; {decision.fastest}, the fastest that may be advised, takes "
+        f"{_ms(by_name[decision.fastest].seconds)}."
+    )
+
+
+def named(method: str) -> str:
+    """The name to show."""
+    return "fp32" if method == FP32 else method
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.1f} ms"

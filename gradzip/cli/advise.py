@@ -8,9 +8,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,14 +26,12 @@ from ..measure import measure_link
 from ..methods.base.composite import Composite
 from ..methods.base.compressor import Compressor
 from .advice import Advice
-from .advice_report import method_table, plot, print_table, projection_table
-from .command import CommandError, check_picture, progress
+from .command import CommandError, table
 from .conditions import conditions
 from .decision import FP16, FP32
 from .layer_costs import LayerCost, measure_layers
 from .models import MODELS, step_of
-from .recommendation import notes, recommendation
-from .workload import Workload, load
+from .workload import load
 
 EXAMPLES = f"""\
 models: {", ".join(MODELS)}
@@ -42,13 +39,12 @@ models: {", ".join(MODELS)}
 examples:
   gradzip advise --model resnet50 --optimizer sgd --bandwidth 10gbit --ranks 16 --step-ms 180
   gradzip advise --model train.py:build --bandwidth 1gbit --ranks 4 --step-ms 250 --methods acpsgd qsgd:bits=2
-  gradzip advise --model bert-large --optimizer adamw --bandwidth 25gbit --ranks 32 --step-ms 400 --project 1024
-  horovodrun -np 4 gradzip advise --measure --model train.py:build
-                   measures the link, the methods and, if build() returns (module, inputs), the training step
+  gradzip advise --model bert-large --optimizer adamw --bandwidth 25gbit --ranks 1024 --step-ms 400
+  horovodrun -np 4 gradzip advise --measure --model train.py:build --step-ms 250
   torchrun --nproc-per-node 4 --no-python gradzip advise --measure --model resnet50 --step-ms 180
 """
 
-LATENCY_US = 50.0  # of a message, if it is not given
+LATENCY_US = 50.0  # of a message, by default
 
 # Methods that are not compared by default, beside those made of methods. ATOMO takes long to measure: it decomposes
 # each layer. GradiVeQ compresses after hundreds of steps. The first two, and Momentum, are compared anyway.
@@ -59,12 +55,8 @@ MOMENTUM = "momentum:inner=signsgd(majority=False)"
 
 FRONT_ENDS = {"horovod": "Horovod", "ddp": "DDP"}
 
-# Methods whose cost no single step shows.
-CHANGING = {
-    "auto": "chooses during training; expected the methods to choose from",
-    "phases": "changes during training; expected the methods of its phases",
-    "hierarchical": "has two kinds of links; expected its inner method, with --ranks the number of nodes",
-}
+# Methods whose cost no single step shows: they change during training, or have two kinds of links.
+CHANGING = ("auto", "phases", "hierarchical")
 
 
 def add(commands: Any) -> None:
@@ -78,7 +70,7 @@ def add(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help="a name, file.py:build or shapes.json")
+    parser.add_argument("--model", required=True, help="a name, or file.py:build")
     parser.add_argument(
         "--optimizer", choices=list(OPTIMIZERS), help="of the training: it decides what compression costs in accuracy"
     )
@@ -87,49 +79,62 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--step-ms", type=float, metavar="MS", help="a training step on one rank, without communication"
     )
-    parser.add_argument("--latency-us", type=float, metavar="US", help="of one message (default: 50)")
+    parser.add_argument(
+        "--latency-us", type=float, metavar="US", default=LATENCY_US, help="of one message (default: %(default)g)"
+    )
     parser.add_argument(
         "--methods", nargs="+", metavar="SPEC", help="compare these, and advise one whatever it costs in accuracy"
     )
     parser.add_argument("--front-end", choices=sorted(JOINED), help="default: ddp")
     parser.add_argument("--device", default="cpu", help="where to measure the methods: cpu (the default) or cuda")
-    parser.add_argument("--measure", action="store_true", help="measure in the job that horovodrun or torchrun started")
-    parser.add_argument("--project", type=int, metavar="RANKS", help="predict for 2, 4, 8, ... ranks, too")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the least ratio that pays, and the projection")
+    parser.add_argument(
+        "--measure", action="store_true", help="measure the link of the job that horovodrun or torchrun started"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.measure:
-        _refuse(options)
-    methods = _methods(options.methods)
-    device = _device(options.device)
-    if options.project is not None and options.project < 2:
-        raise CommandError(f"got --project {options.project}, expected a number of ranks >= 2")
-    if options.step_ms is not None and not 0 < options.step_ms < math.inf:
-        raise CommandError(f"got --step-ms {options.step_ms}, expected milliseconds > 0")
-    if options.png:
-        check_picture(options.png)
-    workload = load(options.model)
-    if options.measure:
-        with _job() as (engine, front_end):
-            advice = _measured(workload, methods, device, engine, front_end, options)
-            try:
-                if engine.rank == 0:
-                    _report(advice, options)
-            finally:  # the others wait, so that no rank ends the job before the report is written
-                engine.allgather_bytes(b"done\n", "gradzip.advise.end")
+    _check(options)
+    methods, device = _methods(options.methods), _device(options.device)
+    step = step_of(load(options.model), options.step_ms / 1e3)
+    choices = methods, bool(options.methods), options.optimizer
+    if not options.measure:
+        link = Link(options.ranks, bandwidth_of(options.bandwidth), options.latency_us / 1e6)
+        _report(Advice(step, link, options.front_end or "ddp", _costs(methods, step, device), *choices), options)
         return 0
-    link = _link(options)
-    step = step_of(workload.parameters, _given_seconds(options))
-    costs = _costs(methods, step, device)
-    front_end = options.front_end or "ddp"
-    _report(Advice(step, link, front_end, costs, methods, bool(options.methods), options.optimizer), options)
+    with _job() as (engine, front_end):
+        link, costs = measure_link(engine), _slowest(_costs(methods, step, device), engine)
+        advice = Advice(step, link, front_end, costs, *choices)
+        try:
+            if engine.rank == 0:
+                _report(advice, options)
+        finally:  # the others wait, so that no rank ends the job before the report is written
+            engine.allgather_bytes(b"done\n", "gradzip.advise.end")
     return 0
 
 
 # --- options
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise CommandError for options that are missing, out of range, or do not go together."""
+    found = ("bandwidth", "ranks", "front_end")  # by --measure
+    for name in ("step_ms", *(() if options.measure else found[:2])):
+        if getattr(options, name) is None:
+            raise CommandError(
+                f"got no --{name.replace('_', '-')}, expected for example --bandwidth 10gbit --ranks 16 --step-ms 180, "
+                "or --measure --step-ms 180 in a job"
+            )
+    for name in found if options.measure else ():
+        if getattr(options, name) is not None:
+            raise CommandError(f"got --{name.replace('_', '-')} with --measure, expected one of both")
+    if options.measure and options.device != "cpu":
+        raise CommandError(f"got --device {options.device} with --measure, which measures on the CPU; expected cpu")
+    for name, least in (("ranks", 1), ("step_ms", 1e-6), ("latency_us", 0)):
+        value = getattr(options, name)
+        if value is not None and not least <= value < math.inf:
+            raise CommandError(f"got --{name.replace('_', '-')} {value}, expected a number >= {least}")
 
 
 def _methods(specs: Sequence[str] | None) -> dict[str, Compressor]:
@@ -140,7 +145,7 @@ def _methods(specs: Sequence[str] | None) -> dict[str, Compressor]:
         specs.append(MOMENTUM)
     for name in (spec.partition(":")[0].strip() for spec in specs):
         if name in CHANGING:
-            raise CommandError(f"got --methods {name}, which {CHANGING[name]}")
+            raise CommandError(f"got --methods {name}, whose steps differ; expected the methods that it is made of")
     try:
         methods = {spec: gradzip.parse(spec) for spec in (FP32, FP16, *specs)}
     except (TypeError, ValueError) as error:
@@ -162,29 +167,6 @@ def _device(name: str) -> torch.device:
         raise CommandError(f"got --device {name!r}, expected cpu or a device that torch can use ({reason})") from None
 
 
-def _given_seconds(options: argparse.Namespace) -> float:
-    if options.step_ms is None:
-        raise CommandError(
-            "got no --step-ms, expected the milliseconds of a training step on one rank without communication; "
-            "--measure measures it for a file whose build() returns (module, inputs)"
-        )
-    return options.step_ms / 1e3
-
-
-def _link(options: argparse.Namespace) -> Link:
-    if options.bandwidth is None or options.ranks is None:
-        missing = "--bandwidth" if options.bandwidth is None else "--ranks"
-        raise CommandError(
-            f"got no {missing}, expected for example --bandwidth 10gbit --ranks 16, or --measure in a job"
-        )
-    if options.ranks < 1:
-        raise CommandError(f"got --ranks {options.ranks}, expected a number >= 1")
-    latency = LATENCY_US if options.latency_us is None else options.latency_us
-    if not 0 <= latency < math.inf:
-        raise CommandError(f"got --latency-us {latency}, expected microseconds >= 0")
-    return Link(options.ranks, bandwidth_of(options.bandwidth), latency / 1e6)
-
-
 def bandwidth_of(text: str) -> float:
     """Bytes per second of a rate such as 10gbit. Raises CommandError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
@@ -192,18 +174,6 @@ def bandwidth_of(text: str) -> float:
     if match is None or float(match[1]) <= 0:
         raise CommandError(f"got --bandwidth {text!r}, expected a number > 0 and kbit, mbit or gbit, such as 10gbit")
     return float(match[1]) * units[match[2]] / 8
-
-
-def _refuse(options: argparse.Namespace) -> None:
-    """Raise CommandError for options that do not go with --measure."""
-    if options.device != "cpu":
-        raise CommandError(
-            f"got --device {options.device} with --measure, which measures on the CPU; expected --bandwidth, --ranks "
-            "and --step-ms in place of --measure"
-        )
-    for name in ("bandwidth", "ranks", "latency-us", "front-end"):
-        if getattr(options, name.replace("-", "_")) is not None:
-            raise CommandError(f"got --{name} with --measure, expected one of both: --measure finds it out")
 
 
 # --- measuring and reporting
@@ -240,76 +210,42 @@ def _job() -> Iterator[tuple[Engine, str]]:
         dist.destroy_process_group()
 
 
-def _measured(
-    workload: Workload, methods: dict[str, Compressor], device: torch.device, engine: Engine, front_end: str,
-    options: argparse.Namespace,
-) -> Advice:  # fmt: skip
-    """Advice for this job, from the slowest rank's measurements. All ranks measure at the same time."""
-    if workload.inputs is not None and options.step_ms is None:
-        step = workload.measured_step()
-    else:
-        step = step_of(workload.parameters, _given_seconds(options))
-    step = _stretched(step, engine.max_over_ranks([step.seconds], "gradzip.advise.step")[0])
-    link = measure_link(engine)
-    costs = _costs(methods, step, device, quiet=engine.rank > 0)
-    for method, of_layers in costs.items():
-        times = [t for c in of_layers for t in (c.compressed.encode, c.compressed.decode, c.decode_rank, c.slowest)]
-        slowest = engine.max_over_ranks(times, f"gradzip.advise.{method}")
-        costs[method] = [
-            LayerCost(Compressed(c.compressed.rounds, encode, decode), decode_rank, of_step)
-            for c, (encode, decode, decode_rank, of_step) in zip(of_layers, zip(*[iter(slowest)] * 4))
+def _slowest(costs: Mapping[str, Sequence[LayerCost]], engine: Engine) -> dict[str, Sequence[LayerCost]]:
+    """The costs with the slowest rank's times."""
+    found: dict[str, Sequence[LayerCost]] = {}
+    for method, layers in costs.items():
+        times = [t for c in layers for t in (c.compressed.encode, c.compressed.decode, c.decode_rank)]
+        slowest = zip(*[iter(engine.max_over_ranks(times, f"gradzip.advise.{method}"))] * 3)
+        found[method] = [
+            LayerCost(Compressed(c.compressed.rounds, encode, decode), decode_rank)
+            for c, (encode, decode, decode_rank) in zip(layers, slowest)
         ]
-    return Advice(step, link, front_end, costs, methods, bool(options.methods), options.optimizer)
+    return found
 
 
-def _stretched(step: Step, seconds: float) -> Step:
-    """The step with all times scaled to a total of `seconds`."""
-    # Rounding must not make a gradient ready after the step.
-    ready = [min(seconds, layer.ready * seconds / step.seconds) for layer in step.layers]
-    return Step(tuple(replace(layer, ready=at) for layer, at in zip(step.layers, ready)), seconds)
-
-
-def _costs(
-    methods: dict[str, Compressor], step: Step, device: torch.device, quiet: bool = False
-) -> dict[str, Sequence[LayerCost]]:
+def _costs(methods: dict[str, Compressor], step: Step, device: torch.device) -> dict[str, Sequence[LayerCost]]:
     costs: dict[str, Sequence[LayerCost]] = {}
-    with progress(len(methods), "measuring the methods", quiet) as advance:
-        for spec, compressor in methods.items():
-            if isinstance(compressor, gradzip.Momentum):
-                compressor = replace(compressor, warmup_steps=0)  # the steps after the warm-up count
-            costs[spec] = measure_layers(compressor, step.layers, device)
-            advance()
+    for spec, compressor in methods.items():
+        if isinstance(compressor, gradzip.Momentum):
+            compressor = replace(compressor, warmup_steps=0)  # the steps after the warm-up count
+        costs[spec] = measure_layers(compressor, step.layers, device)
     return costs
 
 
 def _report(advice: Advice, options: argparse.Namespace) -> None:
     rows = advice.rows()
-    projection = advice.projection(options.project, rows) if options.project else []
-    if options.png:
-        plot(advice, rows, projection, options.png)
-    found = conditions(torch.device(options.device))
-    said = list(recommendation(advice, rows))
-    warnings = list(found.warnings())
-    remarks = list(notes(advice, os.environ.get("HOROVOD_CYCLE_TIME"), found.cores))
+    measured, warnings = conditions(torch.device(options.device))
+    said, notes = list(advice.sentences(rows)), [*warnings, *advice.notes()]
     if options.json:
-        content = {"model": options.model, **advice.json(rows, projection), "conditions": asdict(found)}
-        print(json.dumps(content | {"advice": said, "notes": [*warnings, *remarks]}, indent=2))
+        content = {"model": options.model, **advice.json(rows), "conditions": measured, "advice": said, "notes": notes}
+        print(json.dumps(content, indent=2))
         return
-    link = advice.link
-    layers = advice.step.layers
-    elements = sum(layer.numel for layer in layers)
+    link, step = advice.link, advice.step
+    elements = sum(layer.numel for layer in step.layers)
     bandwidth = f"{8e-9 * link.bandwidth:.3g} Gb/s" if link.bandwidth < 1e15 else "no network"
-    print(f"{options.model}: {elements / 1e6:.1f} M elements in {len(layers)} parameters")
+    print(f"{options.model}: {elements / 1e6:.1f} M elements in {len(step.layers)} parameters")
     print(
         f"{link.ranks} ranks with {FRONT_ENDS[advice.front_end]}, {bandwidth}, {1e6 * link.latency:.0f} us a message; "
-        f"{1e3 * advice.step.seconds:.1f} ms a step without communication"
+        f"{1e3 * step.seconds:.1f} ms a step without communication"
     )
-    for line in (found.line, *warnings, ""):
-        print(line)
-    print_table(*method_table(advice, rows))
-    print()
-    for line in (*said, *remarks):
-        print(line)
-    if projection:
-        print("\nms/step, and share of the ideal, with the same work for each rank:\n")
-        print_table(*projection_table(projection))
+    print(measured, "", *table(advice.table(rows)), "", *said, *notes, sep="\n")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import inspect
 import json
 import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,16 @@ import torch
 import gradzip
 from gradzip.methods.base.registry import registered
 
-from ..inspection.table import count
+from .listing import summary
 
 # Facts about one part of the installation; `{"error": reason}` if it is missing or broken.
 Facts = dict[str, Any]
+
+# What to do if a part is missing or broken.
+REMEDIES = {
+    "extension": "no method that compresses works without it; in gradzip's source tree, pip install . builds it (g++)",
+    "horovod": "needed only for training with Horovod; gradzip's source tree builds it: scripts/bootstrap.sh",
+}
 
 
 def add(commands: Any) -> None:
@@ -52,7 +57,7 @@ def installation() -> dict[str, Facts]:
         "cuda": _cuda,
         "torch": _torch,
         "horovod": _horovod,
-        "methods": lambda: {name: method.__name__ for name, method in registered().items()},
+        "methods": lambda: {name: summary(name) for name in registered()},
     }
     report = {}
     for part, probe in probes.items():
@@ -147,91 +152,22 @@ def _horovod() -> Facts:
     }
 
 
-def _lines(report: dict[str, Facts]) -> list[str]:
+def _lines(report: dict[str, Facts]) -> Iterator[str]:
     """The report as text: a title for each part, and below it aligned names and values."""
-    lines: list[str] = []
-
-    def part(key: str, title: str, remedy: str, rows: Callable[[Facts], list[tuple[str, str]]]) -> None:
-        facts = report[key]
-        shown = [("unusable", facts["error"]), ("", remedy)] if "error" in facts else rows(facts)
-        lines.append(f"{title} {facts.get('version', '')}".rstrip())
-        lines.extend(f"  {name:<11} {value}".rstrip() for name, value in shown if name or value)
-
-    part("gradzip", "gradzip", "", lambda own: [("path", own["path"])])
-    part(
-        "python",
-        "Python",
-        "",
-        lambda python: [
-            ("executable", python["executable"]),
-            ("platform", python["platform"]),
-            ("processor", f"{python['processor']}, {count(python['cores'], 'core')}"),
-        ],
-    )
-    part(
-        "extension",
-        "kernels",
-        "no method that compresses works without them; build them: pip install . in gradzip's source tree (needs g++)",
-        lambda extension: [
-            ("extension", extension["path"]),
-            ("compiler", extension["compiler"]),
-            ("SIMD", f"{extension['simd']} in use; available: {', '.join(extension['simd_levels'])}"),
-            *_cuda_rows(report["cuda"]),
-        ],
-    )
-    part(
-        "torch",
-        "torch",
-        "",
-        lambda torch_: [
-            ("CUDA", _torch_cuda(torch_)),
-            ("backends", _which(torch_["backends"])),
-            ("threads", f"{torch_['threads']}, {'with' if torch_['mkl'] else 'without'} MKL"),
-        ],
-    )
-    part(
-        "horovod",
-        "Horovod",
-        "needed only for training with Horovod; gradzip's source tree builds it: scripts/bootstrap.sh",
-        lambda horovod: [("path", horovod["path"]), ("backends", _which(horovod["backends"]))],
-    )
-    part("methods", "methods", "", lambda methods: [(name, _summary(name)) for name in methods])
-    return lines
+    for part, facts in report.items():
+        yield f"{part} {facts.get('version', '')}".rstrip()
+        for name, value in facts.items():
+            if name != "version":
+                yield f"  {name:<14} {_text(value)}"
+        if "error" in facts and part in REMEDIES:
+            yield f"  {REMEDIES[part]}"
 
 
-def _cuda_rows(cuda: Facts) -> list[tuple[str, str]]:
-    if "error" in cuda:
-        return [("CUDA", f"broken: {cuda['error']}")]
-    if not cuda["built"]:
-        return [("CUDA", "not built (GRADZIP_CUDA=0)")]
-    driver = f"driver for CUDA {cuda['driver']}" if cuda["driver"] else "no driver found"
-    nvrtc = cuda["nvrtc"]
-    if nvrtc is None:
-        rows = [("CUDA", f"built by nvcc for {', '.join(cuda['archs'])}; runtime {cuda['runtime']}, {driver}")]
-    elif "error" in nvrtc:
-        rows = [("CUDA", f"kernels cannot be compiled; {driver}"), ("", nvrtc["error"])]
-    else:
-        rows = [
-            ("CUDA", f"built without nvcc: NVRTC {nvrtc['version']} compiles kernels at their first use; {driver}"),
-            ("", f"NVRTC in {nvrtc['path']}"),
-            ("", f"compiled kernels in {nvrtc['cache']}"),
-        ]
-    for i, d in enumerate(cuda["devices"]):
-        rows.append(("", f"device {i}: {d['name']}, sm_{d['major']}{d['minor']}, {d['memory'] / 2**30:.0f} GiB"))
-    return rows
-
-
-def _torch_cuda(facts: Facts) -> str:
-    if not facts["cuda"]:
-        return "not in this build of torch"
-    return f"{facts['cuda']}, {'available' if facts['cuda_available'] else 'but no device that it can use'}"
-
-
-def _summary(name: str) -> str:
-    method = registered()[name]
-    first = (inspect.getdoc(method) or "no description").partition("\n\n")[0]
-    return f"{method.__name__}: {' '.join(first.split())}"
-
-
-def _which(present: dict[str, bool]) -> str:
-    return ", ".join(name for name, there in present.items() if there) or "none"
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(of_name)}" for name, of_name in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(_text, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)

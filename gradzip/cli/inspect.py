@@ -6,20 +6,22 @@ import argparse
 import json
 import math
 import re
-import shutil
 import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import gradzip
-from gradzip.inspection import cells, figure, gradients, table
+from gradzip.inspection import cells, figure, gradients
+from gradzip.inspection.cells import Cell, Report
 from gradzip.methods.base.compressor import Compressor
 from gradzip.methods.spec import parse
 
-from . import page
-from .command import CommandError, check_file, check_picture, progress
+from .command import CommandError, check_picture, table
 
 DEFAULTS = ("fp16", "fft-range", "dct-range", "topk", "qsgd", "terngrad", "signsgd", "acpsgd")
 
@@ -29,21 +31,14 @@ EXAMPLES = """examples:
   gradzip inspect step500.pt                     a file that gradzip.capture(model, "step500.pt") wrote
   gradzip inspect train.py:backward              gradients of a function, computed on the spot
   gradzip inspect step500.pt --method topk:theta=0.99 --method topk:theta=0.999
-  gradzip inspect step500.pt --layer 'layer4.*conv' --png layer4.png --html report.html
+  gradzip inspect step500.pt --layer 'layer4.*conv' --png layer4.png
   gradzip inspect step500.pt --json | jq '.totals[] | {method, error, ratio}'
 
 FUNCTION (default: build) is called without arguments. It returns a model after backward(), a model and its loss (for
-which backward() is called), or a dict from names to gradients:
-
-  def backward():
-      model = torch.nn.Linear(784, 10)
-      return model, model(torch.randn(64, 784)).square().mean()
-
-The error is alpha = |x - sent| / |x| of one step without a residual. Low-rank methods start from random factors, and
-get better in training, because they use them again: rows marked "(warm)" show about the least error that they can reach
-on this gradient, and a note says that of the first step. Times are for one rank's
-payload on this machine: the least of the timed steps (the mean over even and odd ones).
+which backward() is called), or a dict from names to gradients. docs/inspect.md explains the columns.
 """
+
+HEADER = ("method", "error α", "cosine", "ratio", "zeros", "enc ms", "GB/s", "dec ms", "GB/s")
 
 
 def add(commands: Any) -> None:
@@ -61,9 +56,7 @@ def add(commands: Any) -> None:
         "--method", metavar="SPEC", action="append", help=f"method, may be repeated (default: {', '.join(DEFAULTS)})"
     )
     parser.add_argument("--layer", metavar="REGEX", help="only layers whose name matches")
-    parser.add_argument(
-        "--top", metavar="N", type=int, default=5, help="show and draw the N largest layers; 0: all (5)"
-    )
+    parser.add_argument("--top", metavar="N", type=int, default=5, help="show the N largest layers; 0: all (5)")
     parser.add_argument("--repeats", metavar="N", type=int, default=3, help="timed steps (default: %(default)s)")
     parser.add_argument(
         "--warm",
@@ -73,59 +66,39 @@ def add(commands: Any) -> None:
         help="steps on the same gradient before the measured one, for methods that use factors again (10)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with all layers")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with all layers and histograms")
     parser.add_argument("--png", metavar="FILE", type=Path, help="draw histograms (needs matplotlib)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    compressors = _compressors(options.method or DEFAULTS)
     for name, least in (("top", 0), ("repeats", 1), ("warm", 0)):
         if getattr(options, name) < least:
             raise CommandError(f"got --{name} {getattr(options, name)}, expected an integer >= {least}")
-    if options.html:
-        check_file(options.html)
     if options.png:
         check_picture(options.png)
-    found = _finite(_chosen(_gradients(options.gradients), options.layer))
-    top = options.top or len(found)
-    drawn = min(top, MOST_DRAWN) if options.png or options.html else 0
-    with torch.no_grad(), progress(len(found) * len(compressors), "compressing") as step:
-        report = cells.inspect(
-            found, compressors, repeats=options.repeats, warm=options.warm, drawn=drawn, advance_progress=step
-        )
-    if options.png and not report.histograms:
-        raise CommandError("--png: got no layer that any method compresses, expected one: give other methods")
     try:
-        if options.png:
-            figure.save(report, options.png)
-        if options.html:
-            options.html.write_text(page.page(report, options.gradients), encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"{error.filename}: {error.strerror}; give another file to write") from None
+        compressors: dict[str, Compressor] = {spec: parse(spec) for spec in options.method or DEFAULTS}
+        found = _finite(_chosen(_gradients(options.gradients), options.layer))
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    top = options.top or len(found)
+    drawn = min(top, MOST_DRAWN) if options.png else 0
+    with torch.no_grad():
+        report = cells.inspect(found, compressors, repeats=options.repeats, warm=options.warm, drawn=drawn)
+    if options.png:
+        if not report.histograms:
+            raise CommandError("--png: got no layer that any method compresses, expected one: give other methods")
+        figure.save(report, options.png)
     if options.json:
         print(json.dumps(_as_json(report, options.gradients), indent=2))
     else:
-        table.show(report, top, shutil.get_terminal_size((100, 24)).columns, sys.stdout.isatty())
+        print("\n".join(lines(report, top)))
     return 0
-
-
-def _compressors(specs: Any) -> dict[str, Compressor]:
-    try:
-        return {spec: parse(spec) for spec in specs}
-    except ValueError as error:
-        raise CommandError(str(error)) from None
 
 
 def _gradients(source: str) -> gradients.Named:
     script = re.fullmatch(r"(.+\.py)(?::(\w+))?", source)
-    try:
-        if script:
-            with torch.enable_grad():
-                return gradients.compute(script[1], script[2] or "build")
-        return gradients.read(source)
-    except ValueError as error:
-        raise CommandError(str(error)) from None
+    return gradients.compute(script[1], script[2] or "build") if script else gradients.read(source)
 
 
 def _chosen(found: gradients.Named, pattern: str | None) -> gradients.Named:
@@ -145,58 +118,92 @@ def _chosen(found: gradients.Named, pattern: str | None) -> gradients.Named:
 
 def _finite(found: gradients.Named) -> gradients.Named:
     """The finite gradients. Prints the names of the others to stderr."""
-    finite = {}
-    for name, gradient in found.items():
-        bad = int((~gradient.isfinite()).sum())
-        if not bad:
-            finite[name] = gradient
-            continue
-        print(
-            f"gradzip inspect: {name}: left out, {bad} of {gradient.numel()} elements are not finite", file=sys.stderr
-        )
+    finite = {name: gradient for name, gradient in found.items() if gradient.isfinite().all()}
+    for name in found.keys() - finite.keys():
+        print(f"gradzip inspect: {name}: left out, it is not finite", file=sys.stderr)
     if not finite:
         raise CommandError("got no gradient that is finite, expected one: capture another step")
     return finite
 
 
-def _as_json(report: cells.Report, source: str) -> dict[str, Any]:
-    return {
-        "gradients": source,
-        "version": gradzip.__version__,
-        "threads": torch.get_num_threads(),
-        "warm": report.warm,
-        "totals": [_facts(method, report.totals[method]) for method in report.methods],
-        "layers": [
-            {
-                "name": layer,
-                "shape": list(report.shapes[layer]),
-                "dtype": report.dtypes[layer],
-                "methods": [_facts(method, report.cells[layer, method]) for method in report.methods],
-            }
-            for layer in report.layers
-        ],
-    }
+# --- text
 
 
-def _facts(method: str, cell: cells.Cell) -> dict[str, Any]:
+def lines(report: Report, top: int) -> Iterator[str]:
+    """A table of the whole model, one of each of the `top` largest layers that any method compresses, and notes."""
+    uncompressed = report.uncompressed
+    compressed = [layer for layer in report.shapes if layer not in uncompressed]
+    numel = next(iter(report.totals.values())).numel
+    yield f"whole model  {len(report.shapes)} layers, {numel:,} elements"
+    yield from _table(report.totals)
+    for layer in compressed[:top]:
+        yield f"{layer}  {report.shape_text(layer)}"
+        yield from _table({method: report.cells[layer, method] for method in report.methods})
+    for note in _notes(report, uncompressed, len(compressed) - min(top, len(compressed))):
+        yield from textwrap.wrap(note, 100, subsequent_indent="  ")
+
+
+def _table(of_methods: dict[str, Cell]) -> Iterator[str]:
+    rows = [(f"{method} (warm)" if cell.is_warm else method, *_texts(cell)) for method, cell in of_methods.items()]
+    yield from (f"  {line}" for line in table([HEADER, *rows]))
+    yield ""
+
+
+def _texts(cell: Cell) -> list[str]:
+    """The columns after the method's name."""
+    empty = [""] * (len(HEADER) - 2)
+    if not cell.compressed:
+        return ["uncompressed", *empty]
+    if math.isnan(cell.error):  # in float16, for example: the average is not finite
+        return ["overflow", *empty]
+    speeds = [
+        text
+        for seconds in (cell.encode, cell.decode)
+        for text in (f"{1e3 * seconds:.3f}", f"{cell.dense_nbytes / seconds / 1e9:.2f}" if seconds else "")
+    ]
+    zeros = f"{100 * cell.zeros / cell.numel:.1f} %"
+    return [f"{cell.error:.4f}", f"{cell.cosine:.4f}", f"{cell.ratio:.1f}", zeros, *speeds]
+
+
+def _notes(report: Report, uncompressed: list[str], hidden: int) -> Iterator[str]:
+    """Sentences about what the tables leave out."""
+    if hidden:
+        yield f"{hidden} smaller layers not shown (--top, --layer)."
+    if uncompressed:
+        numel = sum(report.cells[layer, report.methods[0]].numel for layer in uncompressed)
+        names = ", ".join(uncompressed[:4]) + (", …" if len(uncompressed) > 4 else "")
+        what = f"{len(uncompressed)} layers of {numel:,} elements in all ({names})"
+        yield f"Averaged uncompressed by all methods: {what}."
+    for method, cell in report.totals.items():
+        if cell.is_warm:
+            yield (
+                f"{method} (warm): after {report.warm} steps on the same gradient, which its factors fit by then. The "
+                f"error of its first step is {cell.first_error:.2f}; in training it is between the two."
+            )
+        if cell.clamped:
+            yield f"{method}: {100 * cell.clamped:.2f} % of the values sent are clamped to its value_range."
+
+
+# --- JSON
+
+
+def _as_json(report: Report, source: str) -> dict[str, Any]:
+    layers = [
+        {
+            "name": layer,
+            "shape": list(shape),
+            "dtype": report.dtypes[layer],
+            "methods": [_facts(method, report.cells[layer, method]) for method in report.methods],
+        }
+        for layer, shape in report.shapes.items()
+    ]
+    totals = [_facts(method, cell) for method, cell in report.totals.items()]
+    conditions = {"version": gradzip.__version__, "threads": torch.get_num_threads(), "warm": report.warm}
+    return {"gradients": source, **conditions, "totals": totals, "layers": layers}
+
+
+def _facts(method: str, cell: Cell) -> dict[str, Any]:
     """A cell in JSON types. Numbers that are not finite are None."""
-    numbers = {
-        "error": cell.error,
-        "first_error": cell.first_error,
-        "cosine": cell.cosine,
-        "ratio": cell.ratio,
-        "zeros": cell.zeros / cell.numel,
-        "clamped": math.nan if cell.clamped is None else cell.clamped,
-        "encode_seconds": cell.encode,
-        "decode_seconds": cell.decode,
-        "encode_gb_per_s": cell.dense_nbytes / cell.encode / 1e9 if cell.encode else math.nan,
-        "decode_gb_per_s": cell.dense_nbytes / cell.decode / 1e9 if cell.decode else math.nan,
-    }
-    return {
-        "method": method,
-        "compressed": cell.compressed,
-        "elements": cell.numel,
-        "bytes": cell.nbytes,
-        "bytes_dense": cell.dense_nbytes,
-        **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
-    }
+    ratios = {name: getattr(cell, name) for name in ("error", "first_error", "cosine", "ratio")}
+    facts = asdict(cell) | ratios
+    return {"method": method} | {name: None if value != value else value for name, value in facts.items()}

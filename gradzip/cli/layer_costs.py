@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..cost import Compressed, Layer
 from ..measure import measure_gradients
-from ..measure.step import Clock, now
+from ..measure.clock import Clock, now
 from ..methods.base.compressor import Compressor
 
 # Larger layers are measured at a smaller size.
@@ -25,12 +25,10 @@ class LayerCost:
 
     compressed: cost with two ranks.
     decode_rank: decoding seconds for each further rank.
-    slowest: encoding and decoding seconds together of the slowest step that was timed, with two ranks.
     """
 
     compressed: Compressed
     decode_rank: float = 0.0
-    slowest: float = 0.0
 
     def among(self, ranks: int) -> Compressed:
         """The cost in a group of that many ranks."""
@@ -64,13 +62,13 @@ def measure_layers(
     shrunk = {name: _gradient(_shrunk(s, 1), device) for (_, s), name in names.items() if _shrunk(s) != s}
     small = measure_gradients(compressor, shrunk, ranks=2, repeats=2, clock=clock)
     for key, name in names.items():
-        compressed, slowest = two[name].compressed, two[name].slowest
+        compressed = two[name].compressed
         rank = max(0.0, four[name].compressed.decode - compressed.decode) / 2 if name in four else 0.0
         if name in small:
             numels = shrunk[name].numel(), large[name].numel(), math.prod(key[1])
             compressed = _scaled(compressed, small[name].compressed, numels)
-            rank, slowest = (seconds * numels[2] / numels[1] for seconds in (rank, slowest))
-        found[key] = LayerCost(compressed, rank, slowest)
+            rank *= numels[2] / numels[1]
+        found[key] = LayerCost(compressed, rank)
     return [found[key] for key in keys]
 
 

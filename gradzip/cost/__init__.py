@@ -12,11 +12,11 @@ to (4) of Wang et al., FFT-based Gradient Sparsification for the Distributed Tra
 
 from .link import Link
 from .local_steps import Exchange, exchange
-from .ratio import compression_cost, least_ratio, minimal_ratio
+from .ratio import compression_cost, minimal_ratio
 from .simulation import JOINED, SMALL_BUCKET_NBYTES, cut, predict
-from .step import Compressed, Layer, Prediction, Step, uncompressed
+from .step import Compressed, Layer, Prediction, Step
 
 __all__ = [
     "JOINED", "SMALL_BUCKET_NBYTES", "Compressed", "Exchange", "Layer", "Link", "Prediction", "Step",
-    "compression_cost", "cut", "exchange", "least_ratio", "minimal_ratio", "predict", "uncompressed",
+    "compression_cost", "cut", "exchange", "minimal_ratio", "predict",
 ]  # fmt: skip

@@ -32,7 +32,6 @@ class Link:
         background: share of the core that the engine takes all the time, as Horovod's cycles do. In [0, 1).
         half: extra seconds for each byte sent in a 16-bit all-reduce ("all_reduce_half"): some engines add such numbers
             slowly on a CPU.
-        spread: slowdown of the slowest rank relative to the fastest: 0.2 is 20 %. The model does not use it.
 
     Raises:
         ValueError: a number is out of its range.
@@ -45,14 +44,13 @@ class Link:
     core_per_byte: float = 0.0
     background: float = 0.0
     half: float = 0.0
-    spread: float = 0.0
 
     def __post_init__(self) -> None:
         if not (isinstance(self.ranks, int) and self.ranks >= 1):
             raise ValueError(f"Link: got ranks = {self.ranks!r}, expected an integer >= 1")
         if not self.bandwidth > 0:
             raise ValueError(f"Link: got bandwidth = {self.bandwidth!r}, expected bytes per second > 0")
-        for name in ("latency", "operation", "core_per_byte", "half", "spread"):
+        for name in ("latency", "operation", "core_per_byte", "half"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"Link: got {name} = {getattr(self, name)!r}, expected a finite number >= 0")
         if not 0 <= self.background < 1:

@@ -54,11 +54,6 @@ class Compressed:
         return sum(nbytes / 2 if kind in _HALF_ALL_REDUCES else nbytes for kind, nbytes in self.rounds)
 
 
-def uncompressed(layer: Layer, itemsize: int = 4) -> Compressed:
-    """The cost of averaging a layer uncompressed, with `itemsize` bytes for each element."""
-    return Compressed((("all_reduce_half" if itemsize == 2 else "all_reduce", float(itemsize * layer.numel)),))
-
-
 @dataclass(frozen=True)
 class Prediction:
     """The time of a training step with communication: seconds = compute + compression + exposed.

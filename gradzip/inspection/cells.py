@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -25,17 +24,18 @@ class Cell:
 
     Args:
         compressed: whether the method compresses the gradient.
+        clamped: share of the coded values that a fixed range has clamped; None for methods without range floats.
         nbytes, dense_nbytes: bytes that a rank sends, headers included; bytes of the gradient.
         lost, whole, sent: |x - x^|^2, |x|^2 and |x^|^2, where x^ is what peers decode.
         first_lost: |x - x^|^2 of a fresh state's first step: not `lost` if the measured step has started from factors,
             or other memory, of earlier steps.
         zeros: number of elements of x^ that are 0.
-        clamped: share of the coded values that a fixed range has clamped; None for methods without range floats.
         encode, decode: seconds in the method's own code before and after the first collective, for one rank's payload:
             as in `Measurement`.
     """
 
     compressed: bool
+    clamped: float | None
     numel: int
     nbytes: int
     dense_nbytes: int
@@ -44,7 +44,6 @@ class Cell:
     sent: float
     first_lost: float
     zeros: int
-    clamped: float | None
     encode: float
     decode: float
 
@@ -92,6 +91,7 @@ def measure(
     times = measure_method(compressor, gradient, name, ranks=1, repeats=repeats).compressed
     cell = Cell(
         compressed=not compressor.method_for(name, gradient.shape).bypasses(gradient),
+        clamped=seen.clamped,
         numel=gradient.numel(),
         nbytes=seen.nbytes,
         dense_nbytes=gradient.numel() * gradient.element_size(),
@@ -100,7 +100,6 @@ def measure(
         sent=torch.linalg.vector_norm(seen.sent, dtype=torch.float64).item() ** 2,
         first_lost=first.energies[0],
         zeros=int((seen.sent == 0).sum()),
-        clamped=seen.clamped,
         encode=times.encode,
         decode=times.decode,
     )
@@ -110,20 +109,9 @@ def measure(
 def total(cells: Sequence[Cell]) -> Cell:
     """The cell of all gradients together. Its clamped share is the mean, weighted by bytes."""
     clamped = [(cell.clamped, cell.nbytes) for cell in cells if cell.clamped is not None]
-    return Cell(
-        compressed=any(cell.compressed for cell in cells),
-        numel=sum(cell.numel for cell in cells),
-        nbytes=sum(cell.nbytes for cell in cells),
-        dense_nbytes=sum(cell.dense_nbytes for cell in cells),
-        lost=math.fsum(cell.lost for cell in cells),
-        whole=math.fsum(cell.whole for cell in cells),
-        sent=math.fsum(cell.sent for cell in cells),
-        first_lost=math.fsum(cell.first_lost for cell in cells),
-        zeros=sum(cell.zeros for cell in cells),
-        clamped=sum(c * n for c, n in clamped) / sum(n for _, n in clamped) if clamped else None,
-        encode=math.fsum(cell.encode for cell in cells),
-        decode=math.fsum(cell.decode for cell in cells),
-    )
+    sums = {f.name: sum(getattr(cell, f.name) for cell in cells) for f in fields(Cell)[2:]}
+    share = sum(c * n for c, n in clamped) / sum(n for _, n in clamped) if clamped else None
+    return Cell(any(cell.compressed for cell in cells), share, **sums)
 
 
 @dataclass(frozen=True)
@@ -171,13 +159,15 @@ class Report:
     histograms: dict[tuple[str, str], Histogram]
 
     @property
-    def layers(self) -> list[str]:
-        return list(self.shapes)
-
-    @property
     def uncompressed(self) -> list[str]:
         """The layers that no method compresses."""
-        return [layer for layer in self.layers if not any(self.cells[layer, m].compressed for m in self.methods)]
+        return [layer for layer in self.shapes if not any(self.cells[layer, m].compressed for m in self.methods)]
+
+    def shape_text(self, layer: str) -> str:
+        """The shape, type and size of a layer."""
+        shape, dtype = "×".join(map(str, self.shapes[layer])) or "scalar", self.dtypes[layer]
+        kind = "" if dtype == "float32" else f" {dtype}"
+        return f"{shape}{kind}, {self.cells[layer, self.methods[0]].numel:,} elements"
 
 
 def inspect(
@@ -187,7 +177,6 @@ def inspect(
     repeats: int = 3,
     warm: int = 0,
     drawn: int = 0,
-    advance_progress: Callable[[], object] = lambda: None,
 ) -> Report:
     """Compress every gradient with every method.
 
@@ -196,7 +185,6 @@ def inspect(
         compressors: by the name to show.
         repeats, warm: of `measure`.
         drawn: number of layers to make histograms of: the largest ones that any method compresses.
-        advance_progress: called after each gradient and method, len(gradients) * len(compressors) times.
     """
     order = sorted(gradients, key=lambda layer: -gradients[layer].numel())
     cells: dict[tuple[str, str], Cell] = {}
@@ -208,12 +196,10 @@ def inspect(
         bins = 0 if bypassed or left == 0 else 101
         left -= bins > 0
         for method, compressor in compressors.items():
-            cells[layer, method], histogram = measure(
-                compressor, layer, gradient, repeats=repeats, warm=warm, bins=bins
-            )
+            cell, histogram = measure(compressor, layer, gradient, repeats=repeats, warm=warm, bins=bins)
+            cells[layer, method] = cell
             if histogram is not None:
                 histograms[layer, method] = histogram
-            advance_progress()
     return Report(
         warm=warm,
         shapes={layer: tuple(gradients[layer].shape) for layer in order},

@@ -60,10 +60,9 @@ def read(path: str | os.PathLike[str]) -> Named:
     what, remedy = os.fspath(path), "save gradients with gradzip.capture(model, path) after backward()"
     try:
         contents: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise ValueError(f"{what}: {error.strerror or error}; {remedy}") from None
     except Exception as error:  # torch.load raises errors of many kinds for a file of another kind
-        raise ValueError(f"{what}: got a file that torch.load refuses ({type(error).__name__}); {remedy}") from None
+        reason = error.strerror if isinstance(error, OSError) else f"torch.load refuses it ({type(error).__name__})"
+        raise ValueError(f"{what}: {reason}; {remedy}") from None
     return check(contents, what, remedy)
 
 
@@ -78,28 +77,14 @@ def compute(path: str | os.PathLike[str], function: str) -> Named:
         ValueError: there is no such file or function, or the function fails or returns something else.
     """
     what, remedy = f"{os.fspath(path)}:{function}", "return a model after backward(), or a model and its loss"
-    try:
-        returned = script.call(Path(path), function)
-        if isinstance(returned, (tuple, list)) and len(returned) == 2:
-            returned, loss = returned
-            if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
-                raise ValueError(
-                    f"{what}: got {_kind(returned)} and {_kind(loss)}, expected a model and its loss; {remedy}"
-                )
-            with script.user_errors(what):
-                loss.backward()
-    except script.UserError as error:
-        raise ValueError(f"{error}; {remedy}") from error
+    returned = script.call(Path(path), function)
+    if isinstance(returned, (tuple, list)) and len(returned) == 2:
+        returned, loss = returned
+        with script.one_line_errors(f"{what}: backward() of the second, which must be a loss"):
+            loss.backward()
     if isinstance(returned, torch.nn.Module):
         returned = _gradients(dict(returned.named_parameters()))
     return check(returned, what, remedy)
-
-
-def _kind(value: object) -> str:
-    """Describe a value for an error message."""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"a tensor of shape {tuple(value.shape)} that requires {'a' if value.requires_grad else 'no'} gradient"
 
 
 def check(contents: Any, what: str, remedy: str) -> Named:
@@ -110,11 +95,12 @@ def check(contents: Any, what: str, remedy: str) -> Named:
     for name, gradient in contents.items():
         if gradient is None:
             continue
-        if not (isinstance(name, str) and isinstance(gradient, Tensor) and gradient.layout == torch.strided):
-            kind = type(gradient).__name__ if not isinstance(gradient, Tensor) else gradient.layout
-            raise ValueError(f"{what}: got {name!r} of {kind}, expected gradients by name; {remedy}")
-        if not gradient.is_floating_point():
-            raise ValueError(f"{what}: got {name!r} of {gradient.dtype}, expected floating-point gradients; {remedy}")
+        dense = isinstance(gradient, Tensor) and gradient.layout == torch.strided and gradient.is_floating_point()
+        if not (isinstance(name, str) and dense):
+            kind = f"{gradient.layout} {gradient.dtype}" if isinstance(gradient, Tensor) else type(gradient).__name__
+            raise ValueError(
+                f"{what}: got {name!r} of {kind}, expected dense floating-point gradients by name; {remedy}"
+            )
         gradients[name] = gradient.detach()
     if not any(gradient.numel() for gradient in gradients.values()):
         raise ValueError(f"{what}: got no gradients in {len(contents)} entries, expected some; {remedy}")

@@ -21,7 +21,7 @@ from .. import ops
 from ..collectives import Gather, Mean
 from ..collectives.engine import Engine
 from ..cost import Link
-from .step import now
+from .clock import now
 
 # Bytes of the timed transfers, in growing order. Stop at the first one that takes twice as long as the smallest, and
 # TRANSFER_SECONDS longer, or after LINK_SECONDS in all. Many ranks on few cores take as long for the smallest.
@@ -45,7 +45,6 @@ def measure_link(
                                     transfers in other, and fewer, messages. `core_per_byte` is 0 on a device.
         background                  Core time of the idle process. 0 on a device.
         half                        Extra core time of an all-reduce of float16 over one of float32.
-        spread                      Slowdown of the slowest rank relative to the fastest, in a fixed computation.
 
     Core time is that of the process. If this rank has a core more than torch has threads, it is that of the calling
     thread alone. The engine's traffic does not change.
@@ -60,7 +59,6 @@ def measure_link(
     traffic = engine.traffic.bytes_sent
     own: torch.device = getattr(engine, "device", torch.device("cpu"))
     probe = _Probe(engine, own if device is None else device)
-    compute = probe.seconds_of_work()
     background = probe.idle_share()
     start = time.perf_counter()
     small = [probe.point(kind, 0, 3 * repeats) for kind in ("all_reduce", "all_gather")]
@@ -82,13 +80,11 @@ def measure_link(
     core_per_byte = _slope(sent, [point.core - first.core for point in larger])
     whole, halves = (probe.point(kind, HALF_NBYTES, repeats) for kind in ("all_reduce", "all_reduce_half"))
     half = max(0.0, halves.process - whole.process) / link.sent_nbytes(whole.kind, whole.nbytes)
-    # The last two are the slowest and, negated, the fastest rank's work.
-    latency, per_byte, operation, core_per_byte, half, background, slowest, fastest = probe.max_over_ranks(
-        [latency, max(per_byte, 1e-15), operation, core_per_byte, half, background, compute, -compute]
+    latency, per_byte, operation, core_per_byte, half, background = probe.max_over_ranks(
+        [latency, max(per_byte, 1e-15), operation, core_per_byte, half, background]
     )
     engine.traffic.bytes_sent = traffic
-    background, spread = min(background, 0.95), slowest / -fastest - 1
-    return Link(engine.size, 1 / per_byte, latency, operation, core_per_byte, background, half, spread)
+    return Link(engine.size, 1 / per_byte, latency, operation, core_per_byte, min(background, 0.95), half)
 
 
 @dataclass(frozen=True)
@@ -136,18 +132,6 @@ class _Probe:
         neighbours = [set(cores) for host, cores in map(json.loads, lines) if host == machine]
         shares = (Fraction(1, sum(core in cores for cores in neighbours)) for core in allowed)
         return sum(shares, Fraction(0))
-
-    def seconds_of_work(self) -> float:
-        """The least time of some runs of a fixed computation, which other processes disturb least."""
-        matrix = torch.ones(256, 256, device=self.device)
-
-        def once() -> float:
-            start = now(self.device)
-            for _ in range(4):
-                matrix @ matrix
-            return now(self.device) - start
-
-        return min(once() for _ in range(8))
 
     def idle_share(self) -> float:
         """Share of a core that this process takes while its main thread sleeps."""

@@ -18,7 +18,7 @@ from ..collectives.traffic import sent_nbytes
 from ..cost import Compressed
 from ..engines import local
 from ..methods.base.compressor import Compressor
-from .step import Clock, now
+from .clock import Clock, now
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,11 @@ class Measurement:
     """The cost and the error of a method on one gradient.
 
     compressed: rounds and times: the least of the timed steps.
-    slowest: encoding and decoding seconds together in the slowest of the timed steps.
     error: |x - decoded| / |x| of one step without a residual (α of HPDC 2020). 0 for a gradient of zeros, and for one
         that bypasses compression.
     """
 
     compressed: Compressed
-    slowest: float
     error: float
 
 
@@ -76,8 +74,7 @@ def measure_gradients(
         decoded = grad if methods[name].bypasses(grad) else _step(group, grad, name, ranks, clock)[1]
         norm = float(torch.linalg.vector_norm(grad.double()))
         error = float(torch.linalg.vector_norm(grad.double() - decoded.double())) / norm if norm else 0.0
-        timed = steps[name][1:]
-        measured[name] = Measurement(_mean_of(timed), max(step.encode + step.decode for step in timed), error)
+        measured[name] = Measurement(_mean_of(steps[name][1:]), error)
     return measured
 
 

@@ -129,6 +129,7 @@ def test_missing_extension_is_reported_on_first_use():
 # Files that choose methods on purpose: studies that compare these, small networks that learn with them, and random
 # trainings, whose model knows what these do. Pictures, which cannot show all, and the colours in them.
 CHOSEN = {
+    "benchmarks/common/palette.py",
     "benchmarks/convergence/chart.py",
     "benchmarks/convergence/recipes.py",
     "benchmarks/papers/pictures.py",

@@ -20,12 +20,21 @@ def test_info():
     done = run("info")
     assert done.returncode == 0
     assert done.stderr == ""
-    for text in (f"gradzip {gradzip.__version__}", "Python 3.", "kernels", "SIMD", "torch 2.", "Horovod", "fft-range"):
+    for text in (
+        f"gradzip {gradzip.__version__}",
+        "python 3.",
+        "extension",
+        "simd",
+        "torch 2.",
+        "horovod",
+        "fft-range",
+    ):
         assert text in done.stdout
     assert max(map(len, done.stdout.splitlines())) < 240
     methods = done.stdout.partition("\nmethods\n")[2].splitlines()
     assert len(methods) == len(registered())
     assert all(line.endswith(".") for line in methods)  # whole sentences
+    assert done.stdout.count("\n  error ") == (importlib.util.find_spec("horovod") is None)
 
 
 def test_json(capsys):
@@ -43,7 +52,7 @@ def test_missing_extension(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradzip._C", None)
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out
-    assert "kernels\n  unusable    ModuleNotFoundError: " in out
+    assert "extension\n  error          ModuleNotFoundError: " in out
     assert "pip install ." in out
     assert "torch 2." in out
 
@@ -52,7 +61,7 @@ def test_missing_horovod(capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out
-    assert "Horovod\n  unusable    not installed\n" in out
+    assert "horovod\n  error          not installed\n  needed only for training with Horovod" in out
     assert "fft-range" in out
 
 
@@ -61,28 +70,20 @@ def test_broken_horovod(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "horovod", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert cli.main(["info"]) == 0
-    assert "Horovod\n  unusable    ModuleNotFoundError: " in capsys.readouterr().out
+    assert "horovod\n  error          ModuleNotFoundError: " in capsys.readouterr().out
 
 
 def test_cuda_facts_as_text():
-    device = {"name": "NVIDIA H200", "major": 9, "minor": 0, "memory": 139 * 2**30}
-    facts = {"built": True, "archs": ["sm_80", "sm_90"], "nvrtc": None, "runtime": "13.0", "driver": "13.0"}
-    facts["devices"] = [device]
-    assert cli.info._cuda_rows(facts) == [
-        ("CUDA", "built by nvcc for sm_80, sm_90; runtime 13.0, driver for CUDA 13.0"),
-        ("", "device 0: NVIDIA H200, sm_90, 139 GiB"),
+    device = {"name": "NVIDIA H200", "major": 9, "minor": 0}
+    facts = {"built": True, "archs": ["sm_80", "sm_90"], "nvrtc": None, "devices": [device, device], "driver": "13.0"}
+    assert list(cli.info._lines({"cuda": facts})) == [
+        "cuda",
+        "  built          yes",
+        "  archs          sm_80; sm_90",
+        "  nvrtc          none",
+        "  devices        name NVIDIA H200, major 9, minor 0; name NVIDIA H200, major 9, minor 0",
+        "  driver         13.0",
     ]
-    assert "no driver found" in cli.info._cuda_rows({**facts, "driver": None, "devices": []})[0][1]
-    nvrtc = {"version": "13.0", "path": "/lib/libnvrtc.so.13", "cache": "/cache"}
-    assert cli.info._cuda_rows({**facts, "archs": [], "runtime": None, "nvrtc": nvrtc}) == [
-        ("CUDA", "built without nvcc: NVRTC 13.0 compiles kernels at their first use; driver for CUDA 13.0"),
-        ("", "NVRTC in /lib/libnvrtc.so.13"),
-        ("", "compiled kernels in /cache"),
-        ("", "device 0: NVIDIA H200, sm_90, 139 GiB"),
-    ]
-    rows = cli.info._cuda_rows({**facts, "nvrtc": {"error": "no NVRTC"}, "devices": []})
-    assert rows == [("CUDA", "kernels cannot be compiled; driver for CUDA 13.0"), ("", "no NVRTC")]
-    assert "not built" in cli.info._cuda_rows({"built": False})[0][1]
     assert cli.info._cuda_version(12080) == "12.8"
     assert cli.info._cuda_version(0) is None
 

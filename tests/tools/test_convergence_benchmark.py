@@ -28,7 +28,8 @@ pytest.importorskip("sklearn")
 import data
 import models
 from benchmarks.common.charts import MOST_SERIES
-from benchmarks.common.results import RESULTS, ResultsError
+from benchmarks.common.palette import METHOD_COLORS, method_color
+from benchmarks.common.results import END, RESULTS, ResultsError
 from benchmarks.convergence import __main__ as convergence
 from benchmarks.convergence import chart, report
 from benchmarks.convergence.arguments import checked, parser
@@ -36,7 +37,6 @@ from benchmarks.convergence.jobs import BusyError, exclusive, run_all
 from benchmarks.convergence.recipes import IMAGE_METHODS, SIZES, Run, compressor, load_data, runs_of
 from benchmarks.convergence.results import Results, rows
 from benchmarks.convergence.run import Record, Training, train, work
-from gradzip.inspection.palette import METHOD_COLORS, method_color
 from gradzip.methods.base.registry import registered
 from train import learning_rate
 

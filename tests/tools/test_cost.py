@@ -11,12 +11,18 @@ from hypothesis import strategies as st
 from benchmarks.training import decisions, predictions
 from gradzip import cost
 from gradzip.cli.decision import MARGIN
-from gradzip.cost import Compressed, Exchange, Layer, Link, Step, exchange, predict, uncompressed
+from gradzip.cost import Compressed, Exchange, Layer, Link, Step, exchange, predict
 from paths import ROOT
 
 # A backward pass of four layers from 0.2 to 0.5 s, and an optimizer of 0.1 s.
 STEP = Step(tuple(Layer(f"{i}", (250, 1000), 0.2 + 0.1 * i) for i in range(4)), 0.6)
-DENSE = [cost.uncompressed(layer) for layer in STEP.layers]
+
+
+def dense(layers):
+    return [Compressed((("all_reduce", 4.0 * layer.numel),)) for layer in layers]
+
+
+DENSE = dense(STEP.layers)
 GATHERED = [Compressed((("all_gather", 5e5),), 0.02, 0.01)] * 4
 TWO_ROUNDS = [Compressed((("all_reduce", 3e5), ("all_reduce", 2e5)), 0.01, 0.02)] * 4
 SCATTERED = [Compressed((("all_to_all", 5e5), ("all_gather", 2e5)), 0.01, 0.01)] * 4
@@ -118,10 +124,10 @@ def test_buckets_of_horovod():
     # DDP: 0 | 1 2 3 | 4 5, from 0, 3 and 5.
     assert predict(step, gathers, slow, bucket_nbytes=3 << 20).seconds == pytest.approx(6.5 + 1.0)
     # Each all-reduce starts when its layer is ready, and takes two messages: from 0, 3, 6, 9, 12, 15.
-    dense = [cost.uncompressed(layer) for layer in layers]
-    assert predict(step, dense, slow, **horovod).seconds == pytest.approx(18.0 + 1.0)
+    uncompressed = dense(layers)
+    assert predict(step, uncompressed, slow, **horovod).seconds == pytest.approx(18.0 + 1.0)
     # Layer 3 starts at 3, and takes until 6. Gathers of 0 1, 2 4 and 5 follow from 1, 6 and 7.5.
-    mixed = [*gathers[:3], dense[3], *gathers[4:]]
+    mixed = [*gathers[:3], uncompressed[3], *gathers[4:]]
     assert predict(step, mixed, slow, **horovod).seconds == pytest.approx(9.0 + 1.0)
 
 
@@ -295,21 +301,6 @@ def test_minimal_ratio_is_where_both_take_equally_long(p, kind, half):
     assert seconds + link.seconds(kind, nbytes / k) == pytest.approx(link.all_reduce(nbytes), rel=1e-12)
 
 
-def test_least_ratio_with_overlap():
-    slow = Link(2, 2.5e6, 0.0)
-    plain = predict(STEP, DENSE, slow).seconds
-    k = cost.least_ratio(STEP, GATHERED, slow, plain)
-
-    def sending(ratio):
-        return [Compressed((("all_gather", 1e6 / ratio),), c.encode, c.decode) for c in GATHERED]
-
-    assert 1 < k < 4
-    assert predict(STEP, sending(k), slow).seconds <= plain < predict(STEP, sending(k / 1.01), slow).seconds
-    fast = Link(2, 1e9, 0.0)
-    assert cost.least_ratio(STEP, GATHERED, fast, predict(STEP, DENSE, fast).seconds) == math.inf
-    assert cost.least_ratio(STEP, DENSE, fast, 1.0) < 1  # nothing is compressed, so any ratio will do
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -352,7 +343,7 @@ def test_exchange_of_local_steps():
         every = slow.every(share)
         assert every * 0.1 / (every * 0.1 + 1.0) >= share - 1e-9 > (every - 1) * 0.1 / ((every - 1) * 0.1 + 1.0)
     assert slow.hidden_by == 10
-    assert exchange(Step(tuple(layers), 0.05), [uncompressed(x) for x in layers], Link(1, 1e6, 0.0)).every() == 1
+    assert exchange(Step(tuple(layers), 0.05), dense(layers), Link(1, 1e6, 0.0)).every() == 1
     with pytest.raises(ValueError, match="got share = 1, expected"):
         slow.every(1)
     with pytest.raises(ValueError, match="got 1 compressed layers"):

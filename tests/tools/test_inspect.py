@@ -1,12 +1,10 @@
 """Captured gradients, `gradzip inspect` and `gradzip list`."""
 
-import builtins
 import importlib.util
 import json
 import math
 import re
 import sys
-from html.parser import HTMLParser
 from inspect import getdoc
 
 import numpy as np
@@ -15,7 +13,7 @@ import torch
 
 import gradzip
 from gradzip import cli
-from gradzip.inspection import cells, gradients, table
+from gradzip.inspection import cells, gradients
 from gradzip.inspection.cells import Histogram
 from gradzip.methods.base.registry import registered
 from kinds import params
@@ -189,8 +187,8 @@ def test_bytes_and_error_of_every_method(digits, spec):
 def test_total_is_that_of_the_concatenated_gradient(digits):
     compressors = {"topk": gradzip.TopK(theta=0.9), "fp16": gradzip.Cast()}
     report = cells.inspect(digits, compressors, repeats=1)
-    assert report.layers == sorted(digits, key=lambda layer: -digits[layer].numel())
-    assert report.uncompressed == [layer for layer in report.layers if digits[layer].numel() < 1024]
+    assert list(report.shapes) == sorted(digits, key=lambda layer: -digits[layer].numel())
+    assert report.uncompressed == [layer for layer in report.shapes if digits[layer].numel() < 1024]
     for method, compressor in compressors.items():
         sent = [gradzip.roundtrip(compressor, g, layer) for layer, g in digits.items()]
         x, y = (torch.cat([t.reshape(-1) for t in ts]).double() for ts in (digits.values(), [s for s, _ in sent]))
@@ -252,18 +250,18 @@ def test_histogram():
 # --- the command
 
 
-def test_table(capsys, monkeypatch, file):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_table(capsys, file):
     status, out, err = inspect(capsys, file, "--top", "1")
     assert (status, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == "whole model  6 layers, 25,290 elements"
     assert [line.split()[0] for line in lines[2:10]] == list(cli.inspect.DEFAULTS)
     assert lines[11] == "5.weight  10×2048, 20,480 elements"
-    assert "1 smaller layer not shown (--top, --layer)." in out
+    assert "1 smaller layers not shown (--top, --layer)." in out
     assert re.search(r"uncompressed by all methods: 4 layers of 202 elements in all\s+\(0.weight,\s+2.bias, ", out)
-    assert max(map(len, lines)) <= 80
-    assert len({len(line) for line in (*lines[1:10], *lines[12:21])}) == 1  # aligned
+    assert max(map(len, lines)) <= 100
+    for rows in (lines[1:10], lines[12:21]):
+        assert len({len(line) for line in rows}) == 1  # aligned
 
 
 def test_layers_that_bypass_are_shown_as_such(capsys, file):
@@ -286,8 +284,8 @@ def test_json(capsys, file, digits):
         out.split()
     )
     for total in report["totals"]:
-        assert total["ratio"] == total["bytes_dense"] / total["bytes"]
-        assert total["encode_seconds"] > 0
+        assert total["ratio"] == total["dense_nbytes"] / total["nbytes"]
+        assert total["encode"] > 0
 
 
 def test_function_on_the_command_line(capsys, script, file):
@@ -301,48 +299,10 @@ def test_gradients_that_are_not_finite_are_named_and_left_out(capsys, tmp_path, 
     torch.save(bad, tmp_path / "bad.pt")
     status, out, err = inspect(capsys, tmp_path / "bad.pt", "--method", "topk")
     assert status == 0 and out.startswith("whole model  6 layers")
-    assert err == "gradzip inspect: extra: left out, 2 of 4 elements are not finite\n"
+    assert err == "gradzip inspect: extra: left out, it is not finite\n"
     torch.save({"extra": bad["extra"]}, tmp_path / "bad.pt")
     status, out, err = inspect(capsys, tmp_path / "bad.pt")
     assert (status, out) == (2, "") and "error: got no gradient that is finite, expected one" in err
-
-
-class Page(HTMLParser):
-    """Fails unless tags are balanced. Collects text, table cells and images."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.cells, self.images = [], [], []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.images += [dict(attributes)] * (tag == "img")
-        if tag not in ("meta", "img"):  # which have no end
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] == "td":
-            self.cells.append(data)
-
-
-def test_page_escapes_names(capsys, tmp_path, digits):
-    name = "<script>alert('x')</script> & $x$"
-    torch.save({name: digits["5.weight"], "small": digits["0.weight"]}, tmp_path / "g.pt")
-    status, _, _ = inspect(capsys, tmp_path / "g.pt", "--html", tmp_path / "g.html", "--method", "topk")
-    assert status == 0
-    text = (tmp_path / "g.html").read_text()
-    page = Page(text)
-    assert name in "".join(page.cells) and "alert('x')" not in text.replace("&#x27;", "")
-    assert "http" not in text  # nothing is loaded
-    if importlib.util.find_spec("matplotlib"):
-        (image,) = page.images
-        assert name in image["alt"] and image["src"].startswith("data:image/png;base64,iVBOR")
-    else:
-        assert "pip install matplotlib" in text
 
 
 @pytest.mark.filterwarnings("default")
@@ -365,33 +325,27 @@ def test_picture_without_matplotlib(capsys, monkeypatch, tmp_path, file):
 BAD = [
     (["nonesuch.pt"], "nonesuch.pt: No such file or directory; save gradients with gradzip.capture(model, path)"),
     (["."], ".: Is a directory; save gradients with"),
-    (["{folder}/text.pt"], "got a file that torch.load refuses"),
-    (["{folder}/empty.pt"], "got a file that torch.load refuses"),
+    (["{folder}/text.pt"], "text.pt: torch.load refuses it"),
+    (["{folder}/empty.pt"], "empty.pt: torch.load refuses it"),
     (["{folder}/list.pt"], "got list, expected gradients by name; save gradients"),
     (["{folder}/none.pt"], "got no gradients in 2 entries, expected some; save gradients"),
-    (["{folder}/numbers.pt"], "got 'epoch' of int, expected gradients by name"),
-    (["{folder}/integers.pt"], "got 'w' of torch.int64, expected floating-point gradients"),
-    (
-        ["{script}:leaves"],
-        "net.py:leaves: the file exits (exit status 1); run its own command line only under if __name",
-    ),
+    (["{folder}/numbers.pt"], "got 'epoch' of int, expected dense floating-point gradients by name"),
+    (["{folder}/integers.pt"], "got 'w' of torch.strided torch.int64, expected dense floating-point gradients"),
+    (["{script}:leaves"], "net.py:leaves: SystemExit: 1"),
     (["{script}:untrained"], "got no gradients in 0 entries, expected some; return a model after backward()"),
     (["{script}:number"], "got int, expected gradients by name; return a model after backward(), or a model and its"),
     (["{script}:fails"], "net.py:fails: RuntimeError: no data"),
-    (["{script}:nonesuch"], "net.py: got no function 'nonesuch'; name another one, as in "),
-    (
-        ["{script}:inputs"],
-        "got Sequential and a tensor of shape (2, 1, 8, 8) that requires no gradient, expected a model",
-    ),
-    (["{script}:detached"], "a tensor of shape () that requires no gradient, expected a model and its loss; return"),
-    (["{file}", "--png", "a.foo"], "got a.foo to write, expected a file that ends in .png, .svg or .pdf"),
-    (["nonesuch.py:build"], "nonesuch.py:build: got no such file; return a model after backward()"),
+    (["{script}:nonesuch"], "net.py:nonesuch: KeyError: 'nonesuch'"),
+    (["{script}:inputs"], "net.py:inputs: backward() of the second, which must be a loss: RuntimeError: "),
+    (["{script}:detached"], "net.py:detached: backward() of the second, which must be a loss: RuntimeError: "),
+    (["{file}", "--png", "a.foo"], "got a.foo to write, expected a file that ends in .png, .svg, .pdf"),
+    (["nonesuch.py:build"], "nonesuch.py:build: FileNotFoundError: "),
     (["{file}", "--method", "tpok"], "unknown compression method 'tpok', did you mean 'topk'?"),
     (["{file}", "--method", "topk:theta=2"], "got theta = 2, expected a number in [0, 1)"),
     (["{file}", "--layer", "fc"], "got --layer 'fc', which matches none of 6 layers, expected one such as '0.weight'"),
     (["{file}", "--layer", "("], "got --layer '(', expected a regular expression: "),
     (["{file}", "--top", "-1"], "got --top -1, expected an integer >= 0"),
-    (["{file}", "--html", "nonesuch/a.html"], "got nonesuch/a.html to write, expected a file in a folder that exists"),
+    (["{file}", "--png", "nonesuch/a.png"], "got nonesuch/a.png to write, expected a file in a folder that exists"),
 ]
 
 
@@ -440,48 +394,20 @@ def test_a_script_parses_an_empty_command_line(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["inspect", "advise"])
-def test_a_script_that_exits_is_one_line(capsys, monkeypatch, tmp_path, command):
+def test_a_script_that_exits_is_one_error(capsys, monkeypatch, tmp_path, command):
     monkeypatch.setattr(sys, "argv", ["gradzip", command, "--help"])
     path = tmp_path / "train.py"
     path.write_text(PARSES.format(required="required=True"))
-    assert cli.main(["inspect", str(path)] if command == "inspect" else ["advise", "--model", str(path)]) == 2
+    given = ["--bandwidth", "1gbit", "--ranks", "4", "--step-ms", "10", "--model"] if command == "advise" else []
+    assert cli.main([command, *given, str(path)]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1, captured.err
-    assert captured.err.startswith(
-        f"gradzip {command}: error: {path}:build: the file exits (train.py: error: the following arguments are "
-        "required: --data); run its own command line only under if __name__ == '__main__'; "
-    )
+    assert "train.py: error: the following arguments are required: --data" in captured.err
+    assert f"\ngradzip {command}: error: {path}:build: SystemExit: 2" in captured.err and captured.out == ""
 
 
 def test_a_file_with_code_is_not_run(capsys, tmp_path):
     torch.save({"w": cells.Report}, tmp_path / "code.pt")
     assert inspect(capsys, tmp_path / "code.pt")[0] == 2
-
-
-def test_rich_and_plain_tables_have_the_same_text(capsys, monkeypatch, file):
-    pytest.importorskip("rich")
-    report = cells.inspect(gradients.read(file), {"topk": gradzip.TopK(), "none": gradzip.NoCompression()}, repeats=1)
-    table.show(report, 5, 100, terminal=False)
-    plain = capsys.readouterr().out
-    table.show(report, 5, 100, terminal=True)
-    assert capsys.readouterr().out == plain
-    imported = builtins.__import__
-
-    def without_rich(name, *arguments):
-        if name.startswith("rich"):
-            raise ImportError(name)
-        return imported(name, *arguments)
-
-    monkeypatch.setattr(builtins, "__import__", without_rich)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    table.show(report, 5, 100, terminal=True)
-    assert capsys.readouterr().out == plain
-
-
-def test_long_names_are_cut_in_the_middle():
-    assert table.shortened("layer4.1.conv2.weight", 30) == "layer4.1.conv2.weight"
-    cut = table.shortened("layer4.1.conv2.weight", 12)
-    assert len(cut) == 12 and cut.startswith("lay") and cut.endswith("weight") and "…" in cut
 
 
 # --- gradzip list
@@ -497,20 +423,12 @@ def test_list_has_every_method(capsys):
     assert report.keys() == registered().keys()
     for name, method in registered().items():
         assert report[name]["class"] == method.__name__
-        assert report[name]["payload"] == getattr(method, "number", None)
+        assert report[name]["summary"].endswith(".")
     assert report["topk"]["arguments"] == {
         "theta": "0.99", "select": "exact", "bits": "32", "error_feedback": "True", "seed": "0", "min_numel": "1024",
         "exchange": "gather", "chunk": "None", "residual_decay": "1.0",
     }  # fmt: skip
     assert report["per-layer"]["arguments"]["rules"] is report["phases"]["arguments"]["phases"] is None
-    assert report["dgc"]["source"].startswith("Lin, Han, Mao, Wang, Dally, Deep Gradient Compression")
-    collectives = {name: method["collectives"] for name, method in report.items()}
-    assert collectives["powersgd"] == ["Mean", "Mean"]
-    assert collectives["acpsgd"] == collectives["fp16"] == collectives["none"] == ["Mean"]
-    assert collectives["topk"] == ["Gather"]
-    assert collectives["terngrad"] == ["Gather", "Gather"]
-    assert set(collectives["gradiveq"]) == {"Gather", "Mean", "Broadcast"}
-    assert collectives["per-layer"] is collectives["phases"] is None
 
 
 def test_arguments_of_the_list_can_be_parsed(capsys):
@@ -520,15 +438,12 @@ def test_arguments_of_the_list_can_be_parsed(capsys):
             assert gradzip.parse(f"{method['name']}:{arguments}") == gradzip.parse(method["name"])
 
 
-def test_list_as_text(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_list_as_text(capsys):
     out = listing(capsys)
-    assert max(map(len, out.splitlines())) <= 80
-    assert [line.split()[0] for line in out.splitlines() if re.match(r"\S", line)] == list(registered())
+    assert [line.partition(":")[0] for line in out.splitlines() if re.match(r"\S", line)] == list(registered())
     details = listing(capsys, "signsgd")
     assert getdoc(gradzip.SignSGD) in details
-    assert "command line  signsgd:majority=True,error_feedback=True,seed=0,min_numel=1024,exchange=gather" in details
-    assert "Python        gradzip.SignSGD" in details
+    assert details.startswith("signsgd:majority=True,error_feedback=True,seed=0,min_numel=1024,exchange=gather")
 
 
 def test_list_of_an_unknown_method(capsys):

@@ -12,7 +12,7 @@ from benchmarks.common.results import RESULTS
 from benchmarks.scale import predictions, report
 from benchmarks.scale.variants import PROJECTED, VARIANTS, label
 from gradzip.cli.models import MODELS
-from gradzip.cost import JOINED, Layer, Link, cut, uncompressed
+from gradzip.cost import JOINED, Link, cut
 
 
 def benchmark(*arguments):
@@ -81,7 +81,7 @@ def test_projection_is_that_of_the_cost_model():
     assert dense / cell["rate"]["acpsgd"] == pytest.approx(0.83 * seconds["fp16"] - seconds["acpsgd"])
     # The backward pass, two thirds of a step, hides most of the communication.
     assert 1 < cell["least_step"]["none"] / seconds["none"] < 9
-    sizes = {v: {p.shape: uncompressed(Layer("w", p.shape, 0.0)).rounds for p in parameters} for v in PROJECTED}
+    sizes = {v: {p.shape: (("all_reduce", 4.0 * p.numel),) for p in parameters} for v in PROJECTED}
     (again, *_) = predictions.project(sizes, ["resnet50"], link.latency)
     assert again["seconds"]["none"] == pytest.approx(seconds["none"])
     assert again["least_step"]["none"] == pytest.approx(cell["least_step"]["none"])

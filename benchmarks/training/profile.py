@@ -1,4 +1,4 @@
-"""Measure a training step without communication; the time on a device."""
+"""Measure a training step without communication."""
 
 from __future__ import annotations
 
@@ -10,16 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cost import Layer, Step
-
-Clock = Callable[[torch.device], float]  # waits for the device, and returns seconds
-
-
-def now(device: torch.device) -> float:
-    """Wait for the device, and return the time."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+from gradzip.cost import Layer, Step
+from gradzip.measure.clock import now
 
 
 def measure_step(model: nn.Module, train: Callable[[], object], repeats: int = 5) -> Step:
