@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import horovod, methods, ops, optim
 from ._version import __version__ as __version__
-from .auto import Auto
+from .advice.auto import Auto
 from .averaging.local import LocalGroup, roundtrip, simulate
 from .collectives import AllToAll, Broadcast, Gather, Mean, RingSum
 from .collectives.fusion import fused

@@ -17,7 +17,7 @@ import torch
 
 import gradzip
 from gradzip import _C
-from gradzip.cost import Link
+from gradzip.advice.cost import Link
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -20,7 +20,7 @@ from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, write_json
 from benchmarks.convergence.report import NONE
 from benchmarks.convergence.results import Results, rows
-from gradzip.auto.studies import FILE, OPTIMIZERS, Study, studied
+from gradzip.advice.studies import FILE, OPTIMIZERS, Study, studied
 from gradzip.methods.spec import unparse
 
 MEASURES = {"test accuracy, %": "points of test accuracy", "bits per character": "bits per character"}

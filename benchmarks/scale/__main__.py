@@ -1,8 +1,8 @@
-"""Measure averages of a bucket on 2, 4, 8, 16 ranks of this machine, and project them to clusters by gradzip.cost.
+"""Measure averages of a bucket on 2 to 16 ranks of this machine, and project them to clusters by gradzip.advice.cost.
 
 Measured, for each method: the CPU time and the bytes of a rank in an average of four square matrices of random numbers.
 The ranks are gloo processes with one thread each, and share two cores: wall time would say nothing. Methods that gather
-run with each `exchange`. The same jobs measure what gradzip.cost needs to predict both.
+run with each `exchange`. The same jobs measure what gradzip.advice.cost needs to predict both.
 
 Projected, for 64 and 1024 ranks and known models: bytes and communication time, with codecs that take no time. Codecs
 are measured on one core of this CPU; how fast those of a device are is not known here.
@@ -32,9 +32,9 @@ from benchmarks.scale.rank import CORES, Job
 from benchmarks.scale.report import measured_tables
 from benchmarks.scale.variants import AUTO, GATHER, PROJECTED, SCATTER, VARIANTS, with_exchange
 from benchmarks.scale.variants import MODELS as SHOWN
-from gradzip.cli.layer_costs import measure_layers
-from gradzip.cli.models import MODELS
-from gradzip.cost import Layer
+from gradzip.advice.cost import Layer
+from gradzip.advice.layer_costs import measure_layers
+from gradzip.advice.models import MODELS
 
 EXAMPLES = """\
 examples:

@@ -1,4 +1,4 @@
-"""What gradzip.cost says of the measured bucket, and of large models on fast links with many ranks.
+"""What gradzip.advice.cost says of the measured bucket, and of large models on fast links with many ranks.
 
 The first follows from the link and the cost of each method on one matrix, both measured in the same job. `LayerCost`
 extrapolates the latter from two ranks to those of the job, as in `gradzip advise`. The second follows from bytes alone.
@@ -16,10 +16,10 @@ import torch
 import gradzip
 from benchmarks.common.results import link_of
 from benchmarks.scale.variants import AUTO, GATHER, GBITS, PROJECTED, RANKS, SCATTER, with_exchange
-from gradzip.cli.decision import FP16, FP32, MARGIN
-from gradzip.cli.layer_costs import LayerCost
-from gradzip.cli.models import MODELS, step_of
-from gradzip.cost import JOINED, Compressed, Link, exchange, predict
+from gradzip.advice.cost import JOINED, Compressed, Link, exchange, predict
+from gradzip.advice.decision import FP16, FP32, MARGIN
+from gradzip.advice.layer_costs import LayerCost
+from gradzip.advice.models import MODELS, step_of
 from gradzip.methods.base.gather import scatter_pays
 
 ENOUGH = 0.9  # share of the speed without communication

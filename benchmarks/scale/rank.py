@@ -33,11 +33,11 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import gradzip  # noqa: E402
+from gradzip.advice.cost import Layer  # noqa: E402
+from gradzip.advice.layer_costs import measure_layers  # noqa: E402
+from gradzip.advice.measure import measure_link  # noqa: E402
 from gradzip.averaging.session import Session  # noqa: E402
-from gradzip.cli.layer_costs import measure_layers  # noqa: E402
-from gradzip.cost import Layer  # noqa: E402
 from gradzip.engines import torch_engine  # noqa: E402
-from gradzip.measure import measure_link  # noqa: E402
 
 WARMUP = 4  # steps; exchange="auto" has chosen after the first one
 
@@ -134,7 +134,7 @@ def measure(job: Job, spec: str) -> dict[str, Any]:
 
 
 def codec(job: Job, spec: str) -> dict[str, Any]:
-    """The cost of a matrix with two ranks, as of a gradzip.cost.Compressed, and of decoding for each further one."""
+    """The cost of a matrix with two ranks, as of an `advice.cost.Compressed`, and of decoding for each further one."""
     dist.barrier()
     layers = [Layer("w", (job.side, job.side), 0.0)]
     (cost,) = measure_layers(gradzip.parse(spec), layers, torch.device("cpu"), lambda _: time.process_time())

@@ -4,8 +4,8 @@
   python -m benchmarks.training.decisions --write    also write benchmarks/results/decisions.json, and docs/advise.md
 
 A group is a network, a link, a number of ranks and a front end, in which fp32 or fp16 and some methods have been
-measured. In each group, `gradzip.cli.decision.decide` chooses by predicted steps, and what it has chosen is judged by
-measured ones:
+measured. In each group, `gradzip.advice.decision.decide` chooses by predicted steps, and what it has chosen is judged
+by measured ones:
 
     regret          time lost against the fastest of the group
     false advice    advice to compress that takes more than 2 % longer than the faster of fp32 and fp16
@@ -43,9 +43,9 @@ from benchmarks.training.predictions import (
     simulated,
 )
 from benchmarks.training.variants import STOCK, compression, front_end
+from gradzip.advice.cost import Compressed, Link, Step
+from gradzip.advice.decision import FP16, FP32, decide
 from gradzip.cli.advise import LATENCY_US, bandwidth_of
-from gradzip.cli.decision import FP16, FP32, decide
-from gradzip.cost import Compressed, Link, Step
 
 CALIBRATION = ("training_cpu.json",)
 HELD_OUT = ("training_block_float_cpu.json", "training_studies.json")

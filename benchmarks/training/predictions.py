@@ -19,7 +19,7 @@ from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, link_of
 from benchmarks.common.tables import markdown
 from benchmarks.training.variants import COMPUTE, compression, front_end
-from gradzip.cost import JOINED, Compressed, Layer, Link, Step, predict
+from gradzip.advice.cost import JOINED, Compressed, Layer, Link, Step, predict
 
 # Seconds of a step: of its profile, the costs of its layers, a link and a front end.
 Model = Callable[[Step, Sequence[Compressed], Link, str], float]
@@ -42,7 +42,7 @@ def simulated(step: Step, layers: Sequence[Compressed], link: Link, front: str) 
 
 
 def measured_links(results: Mapping[str, Any]) -> Links:
-    """The links as `gradzip.measure` has measured them."""
+    """The links as `gradzip.advice.measure` has measured them."""
     return {(found["rate"], found["ranks"], found["front_end"]): link_of(found["link"]) for found in results["links"]}
 
 

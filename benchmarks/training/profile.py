@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradzip.cost import Layer, Step
-from gradzip.measure.clock import now
+from gradzip.advice.cost import Layer, Step
+from gradzip.advice.measure import now
 
 
 def measure_step(model: nn.Module, train: Callable[[], object], repeats: int = 5) -> Step:

@@ -2,7 +2,7 @@
 
 Usage: `rank.py JOB FILE`, with the fields of a `Job` as JSON. Rank 0 appends lines of JSON to the file: {"start": what}
 before each piece of work, and its result after it. Profiles of models, links and codecs are what a cost model needs,
-with the fields of the classes of gradzip.cost.
+with the fields of the classes of gradzip.advice.cost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from benchmarks.training.averagers import Averager, Group, averager, join_group 
 from benchmarks.training.jobs import Job  # noqa: E402
 from benchmarks.training.profile import measure_step  # noqa: E402
 from benchmarks.training.variants import COMPUTE, MOST_WARMUP, front_end, least_warmup  # noqa: E402
-from gradzip.measure import measure_gradients, measure_link  # noqa: E402
+from gradzip.advice.measure import measure_gradients, measure_link  # noqa: E402
 from models import MODELS  # noqa: E402
 
 LEAST_STEPS = 3
@@ -222,7 +222,7 @@ def gradients(job: Job, batches: Batches) -> dict[str, Tensor]:
 
 
 def codec(spec: str, gradients: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """What a method does to each layer: the fields of a gradzip.cost.Compressed, and the error."""
+    """What a method does to each layer: the fields of a gradzip.advice.cost.Compressed, and the error."""
     steps = max(4, least_warmup(f"ddp:{spec}") + 2)
     measured = measure_gradients(gradzip.parse(spec), gradients, RANKS, repeats=steps)
     return [{"name": name, **asdict(found.compressed), "error": found.error} for name, found in measured.items()]

@@ -2,8 +2,8 @@
 
 Layout of the JSON file: `provenance`; `cells` (model, rate and number of ranks) with the variants that they compare;
 `rows`, one for each variant in each cell, with its rounds and the figures below; and what a cost model needs, with the
-fields of the classes of gradzip.cost: `profiles` (Step) for each model and number of ranks, `links` (Link) for each
-rate, number of ranks and front end, and `codecs` (Compressed) for each model, number of ranks and method.
+fields of the classes of gradzip.advice.cost: `profiles` (Step) for each model and number of ranks, `links` (Link) for
+each rate, number of ranks and front end, and `codecs` (Compressed) for each model, number of ranks and method.
 
 Variants are compared within a round, because times on shared machines drift. The figures are medians over the rounds.
 """

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import cost, ops
-from ..collectives import AllToAll, Mean, RingSum
+from .. import ops
+from ..collectives import AllToAll, Mean, RingSum, cost
 from ..collectives.engine import Engine
 from ..collectives.fusion import Round, adjacent, pieces
 from ..collectives.routines import Routine
@@ -40,7 +40,7 @@ def cut(parameters: Iterable[Tensor], nbytes: float) -> list[list[Tensor]]:
     """Split parameters into Horovod's buckets of at least `nbytes`, each of one dtype and on one device.
 
     parameters: in the order of the forward pass, so that the gradients of the first bucket of each dtype and device
-    come last. nbytes: as in `gradzip.cost.cut`. The result depends on the order, dtypes, devices and shapes alone.
+    come last. nbytes: as in `cost.cut`. The result depends on the order, dtypes, devices and shapes alone.
 
     A large gradient does not wait for those of earlier layers, which would fill its bucket with it.
     """

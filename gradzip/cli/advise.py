@@ -17,20 +17,20 @@ import torch
 import gradzip
 from gradzip.methods.base.registry import registered
 
-from ..auto.studies import OPTIMIZERS
+from ..advice.advice import Advice
+from ..advice.cost import JOINED, Compressed, Link, Step
+from ..advice.decision import FP16, FP32
+from ..advice.layer_costs import LayerCost, measure_layers
+from ..advice.measure import measure_link
+from ..advice.models import MODELS, step_of
+from ..advice.studies import OPTIMIZERS
 from ..collectives.engine import Engine
 from ..collectives.traffic import Traffic
-from ..cost import JOINED, Compressed, Link, Step
 from ..engines import horovod_engine, torch_engine
-from ..measure import measure_link
 from ..methods.base.composite import Composite
 from ..methods.base.compressor import Compressor
-from .advice import Advice
 from .command import CommandError, table
 from .conditions import conditions
-from .decision import FP16, FP32
-from .layer_costs import LayerCost, measure_layers
-from .models import MODELS, step_of
 from .workload import load
 
 EXAMPLES = f"""\

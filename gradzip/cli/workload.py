@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import nn
 
+from ..advice.models import MODELS, Parameter
 from ..inspection import script
 from .command import CommandError
-from .models import MODELS, Parameter
 
 
 def load(text: str) -> list[Parameter]:

@@ -16,9 +16,9 @@ from horovod.torch import mpi_ops
 from torch import Tensor
 
 from ..collectives import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, Scope, ToHost, split_equally
+from ..collectives.cost import JOINED
 from ..collectives.engine import Engine, Pending, PendingCopy
 from ..collectives.traffic import Traffic
-from ..cost import JOINED
 from ..memory.streams import use_on_current_stream
 from .horovod_group import group_from_horovod
 from .ring import Ring, RingError

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .. import ops
 from ..collectives import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, Scope, ToHost
+from ..collectives.cost import JOINED
 from ..collectives.engine import Engine, Pending, PendingCopy
 from ..collectives.traffic import Traffic, nbytes_of
-from ..cost import JOINED
 from .ring import Ring
 
 _PREFIX = 16  # bytes before a part: its length, and the length of its sender's longest part (int64)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from ..advice.measure import measure_method
 from ..averaging.local import LocalGroup
-from ..measure import measure_method
 from ..memory.state import State
 from ..methods.base.compressor import Compressor
 from ..watch.replay import cosine, relative_error, replay

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 import gradzip
 from contract import each, gradient, through_file
-from gradzip.auto import search
-from gradzip.auto.method import PATIENCE
+from gradzip.advice import auto as search
 from gradzip.averaging.handshake import compare, describe
 from gradzip.averaging.routine import Averaging
 from gradzip.collectives.engine import Engine
@@ -537,7 +536,7 @@ def test_one_optimizer_decides_until_it_is_gone():
     choose(compressor, 2)
     train(compressor, first, second, steps=5)
     assert compressor.decided and compressor.steps_since == 5
-    train(compressor, second, steps=PATIENCE - 2)
+    train(compressor, second, steps=search.PATIENCE - 2)
     assert compressor.steps_since == 5
     train(compressor, second, steps=6)
     assert compressor.steps_since == 5 + 6 and compressor.decided

@@ -10,10 +10,10 @@ import torch
 import gradzip
 from contract import Expected, each, gradient
 from gradzip import LocalGroup
+from gradzip.advice.cost import SMALL_BUCKET_NBYTES
 from gradzip.averaging import buckets
 from gradzip.averaging.buckets import Plan, cut
 from gradzip.collectives.fusion import fused
-from gradzip.cost import SMALL_BUCKET_NBYTES
 from gradzip.engines.local import drive
 from gradzip.horovod import bucketed
 from launch import scenarios

@@ -29,7 +29,7 @@ from benchmarks.training.report import fixed_choices
 from benchmarks.training.results import cells
 from benchmarks.training.variants import FRONT_ENDS
 from benchmarks.whole_runs import __main__ as whole_runs_of_studies
-from gradzip.cost import Link, minimal_ratio
+from gradzip.advice.cost import Link, minimal_ratio
 from gradzip.methods.gradiveq import best_slice_size
 from models import MODELS
 

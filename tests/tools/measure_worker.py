@@ -5,8 +5,8 @@ import dataclasses
 import torch
 
 import harness
+from gradzip.advice.measure import measure_link
 from gradzip.collectives.traffic import Traffic
-from gradzip.measure import measure_link
 
 
 def engine():

@@ -12,16 +12,15 @@ import torch
 
 import gradzip
 from benchmarks.convergence import studies as written
-from gradzip import cost
-from gradzip.auto import studies
-from gradzip.cli import advice, advise, conditions, layer_costs, main
+from gradzip.advice import advice, cost, layer_costs, studies
+from gradzip.advice.cost import Compressed, Layer, Link, Step
+from gradzip.advice.decision import MARGIN, decide
+from gradzip.advice.layer_costs import LayerCost
+from gradzip.advice.measure import measure_method
+from gradzip.advice.models import MODELS, Parameter, step_of
+from gradzip.cli import advise, conditions, main
 from gradzip.cli.command import CommandError
-from gradzip.cli.decision import MARGIN, decide
-from gradzip.cli.layer_costs import LayerCost
-from gradzip.cli.models import MODELS, Parameter, step_of
 from gradzip.collectives.engine import Engine
-from gradzip.cost import Compressed, Layer, Link, Step
-from gradzip.measure import measure_method
 from gradzip.methods.base.composite import Composite
 from gradzip.methods.base.registry import registered
 from kinds import SAMPLE, params

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.training import decisions, predictions
-from gradzip import cost
-from gradzip.cli.decision import MARGIN
-from gradzip.cost import Compressed, Exchange, Layer, Link, Step, exchange, predict
+from gradzip.advice import cost
+from gradzip.advice.cost import Compressed, Exchange, Layer, Link, Step, exchange, predict
+from gradzip.advice.decision import MARGIN
 from paths import ROOT
 
 # A backward pass of four layers from 0.2 to 0.5 s, and an optimizer of 0.1 s.

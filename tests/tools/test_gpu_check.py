@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import commands
-from benchmarks import kernels, step
-from gradzip.cli import models
+from benchmarks import gpu, kernels, step
+from benchmarks.common.results import END
+from gradzip.advice import models
 from paths import ROOT
 
 COVERS = [

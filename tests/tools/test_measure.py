@@ -13,13 +13,12 @@ import torch
 
 import gradzip
 from benchmarks.training.profile import measure_step
-from gradzip import measure
+from gradzip.advice import measure
+from gradzip.advice.cost import Link
+from gradzip.advice.measure import _kind
 from gradzip.collectives import Gather, Mean
 from gradzip.collectives.engine import Engine
 from gradzip.collectives.traffic import Traffic
-from gradzip.measure import clock as clock_module
-from gradzip.measure import link as link_module
-from gradzip.measure.method import _kind
 from kinds import FIRST, observed, params
 from launch import environment, horovodrun, needs_network, scenarios, shaped, torchrun
 
@@ -159,9 +158,8 @@ class Clock:
 def clock(monkeypatch):
     """A clock for measurements, on a core of this rank's own."""
     clock = Clock()
-    monkeypatch.setattr(link_module, "time", clock)
-    monkeypatch.setattr(clock_module, "time", clock)
-    monkeypatch.setattr(link_module._Probe, "_cores", lambda self: 1.0)
+    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr(measure._Probe, "_cores", lambda self: 1.0)
     return clock
 
 
@@ -200,7 +198,7 @@ class FakeEngine(Engine):
 @pytest.mark.parametrize("bandwidth", [1.25e7, 1.25e8, 1e10])
 def test_link_is_found(clock, ranks, bandwidth):
     """Without noise, all parameters are found: the fit is of the same form as the model."""
-    true = gradzip.cost.Link(ranks, bandwidth, 2e-4, operation=1e-4, core_per_byte=2e-10, background=0.05, half=3e-9)
+    true = Link(ranks, bandwidth, 2e-4, operation=1e-4, core_per_byte=2e-10, background=0.05, half=3e-9)
     clock.background = true.background
     engine = FakeEngine(clock, dataclasses.replace(true))
     link = measure.measure_link(engine)
@@ -219,7 +217,7 @@ def test_link_is_found(clock, ranks, bandwidth):
     assert engine.traffic.bytes_sent == 5
     largest = true.all_reduce(engine.largest)
     # Sizes grow by up to 4, until a transfer has taken long enough.
-    assert largest < 4.1 * link_module.TRANSFER_SECONDS and clock.wall < 2.2
+    assert largest < 4.1 * measure.TRANSFER_SECONDS and clock.wall < 2.2
 
 
 def test_slowest_rank_counts(clock):
@@ -229,14 +227,14 @@ def test_slowest_rank_counts(clock):
             return [2 * latency, 3 * per_byte, *others, 0.5]
         return values
 
-    link = measure.measure_link(FakeEngine(clock, gradzip.cost.Link(2, 1e8, 1e-4), slower))
+    link = measure.measure_link(FakeEngine(clock, Link(2, 1e8, 1e-4), slower))
     assert link.bandwidth == pytest.approx(1e8 / 3, rel=0.01) and link.latency == pytest.approx(2e-4, rel=0.02)
     assert link.background == 0.5
 
 
 def test_messages_of_larger_transfers_do_not_count_as_bytes(clock):
     """An engine that sends all but the smallest tensors in many messages, as gloo's ring of 16 ranks does."""
-    true = gradzip.cost.Link(16, 1e9, 3e-4, operation=1e-4, core_per_byte=2e-10)
+    true = Link(16, 1e9, 3e-4, operation=1e-4, core_per_byte=2e-10)
     engine = FakeEngine(clock, true)
     launch = engine.launch
 
@@ -250,32 +248,32 @@ def test_messages_of_larger_transfers_do_not_count_as_bytes(clock):
     link = measure.measure_link(engine)
     assert link.bandwidth == pytest.approx(true.bandwidth, rel=0.05)
     assert link.core_per_byte == pytest.approx(true.core_per_byte, rel=0.05)
-    assert engine.largest >= 1 << 24 and clock.wall < 2 * link_module.LINK_SECONDS
+    assert engine.largest >= 1 << 24 and clock.wall < 2 * measure.LINK_SECONDS
 
 
 def test_one_size_is_compared_with_the_smallest_transfer(clock):
-    link = measure.measure_link(FakeEngine(clock, gradzip.cost.Link(2, 1e8, 1e-4)), sizes=[1 << 20])
+    link = measure.measure_link(FakeEngine(clock, Link(2, 1e8, 1e-4)), sizes=[1 << 20])
     assert link.bandwidth == pytest.approx(1e8, rel=0.01)
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(2.0, 0.0), (1.0, 2e-10), (0.5, 4e-10)])
 def test_core_time_counts_where_there_is_no_spare_core(monkeypatch, clock, cores, expected):
-    monkeypatch.setattr(link_module._Probe, "_cores", lambda self: cores)
+    monkeypatch.setattr(measure._Probe, "_cores", lambda self: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    link = measure.measure_link(FakeEngine(clock, gradzip.cost.Link(2, 1e8, 1e-4, core_per_byte=2e-10)))
+    link = measure.measure_link(FakeEngine(clock, Link(2, 1e8, 1e-4, core_per_byte=2e-10)))
     assert link.core_per_byte == pytest.approx(expected, rel=0.02, abs=1e-15)
 
 
 @pytest.mark.parametrize(("ranks", "cores"), [(6, 6), (49, 49), (49, 98), (3, 1)])
 def test_shares_of_cores_add_up(monkeypatch, ranks, cores):
     """Whole numbers of cores come out exactly. Six times the float 1 / 6 is less than 1."""
-    monkeypatch.setattr(link_module.os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    engine = FakeEngine(Clock(), gradzip.cost.Link(ranks, 1e8, 1e-4))
-    assert link_module._Probe(engine, torch.device("cpu"))._cores() == Fraction(cores, ranks)
+    monkeypatch.setattr(measure.os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    engine = FakeEngine(Clock(), Link(ranks, 1e8, 1e-4))
+    assert measure._Probe(engine, torch.device("cpu"))._cores() == Fraction(cores, ranks)
 
 
 def test_one_rank_is_not_measured():
-    engine = FakeEngine(Clock(), gradzip.cost.Link(1, 1e8, 1e-4))
+    engine = FakeEngine(Clock(), Link(1, 1e8, 1e-4))
     assert measure.measure_link(engine).ranks == 1 and engine.largest == 0
 
 
@@ -285,7 +283,7 @@ def test_real_jobs(run, ranks, tmp_path):
     assert all(link == links[0] for link in links)
     link = links[0]
     assert link.pop("bytes_sent") == 17
-    found = gradzip.cost.Link(**link)  # checks the ranges
+    found = Link(**link)  # checks the ranges
     assert found.ranks == ranks and found.latency > 0 and found.operation > 0
     assert 1e6 < found.bandwidth < 1e12
 

@@ -11,8 +11,8 @@ from benchmarks.common.jobs import has_own_net
 from benchmarks.common.results import RESULTS
 from benchmarks.scale import predictions, report
 from benchmarks.scale.variants import PROJECTED, VARIANTS, label
-from gradzip.cli.models import MODELS
-from gradzip.cost import JOINED, Link, cut
+from gradzip.advice.cost import JOINED, Link, cut
+from gradzip.advice.models import MODELS
 
 
 def benchmark(*arguments):

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ... import ops
 from ...collectives import AllToAll, Gather, ToHost
+from ...collectives.cost import Link
 from ...collectives.routines import Local, Routine, at_once
-from ...cost import Link
 from ...memory.state import Key, State, split_partitions
 from .compressor import Compressor
 

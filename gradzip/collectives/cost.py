@@ -1,9 +1,9 @@
-"""One rank's connection, and the time of collectives on it."""
+"""The cost of collectives: one rank's connection, the time of collectives on it, and what front ends join."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 # By kind of collective, for p ranks: the number of consecutive messages, and the bytes that a rank sends for each byte
@@ -93,3 +93,40 @@ class Link:
     def sent_nbytes(self, kind: str, nbytes: float) -> float:
         """Bytes that one rank sends in a collective (ICDCS 2023, Table II). Arguments: as for `seconds`."""
         return _COLLECTIVES[kind](self.ranks)[1] * nbytes if self.ranks > 1 else 0.0
+
+
+# How much front ends join by default: arguments of `gradzip.advice.cost.predict`.
+JOINED: dict[str, dict[str, float]] = {
+    "ddp": {"bucket_nbytes": 25 << 20},
+    "horovod": {"bucket_nbytes": 25 << 20, "fusion_nbytes": 128 << 20},
+}
+
+# Size of DDP's first bucket, so that communication starts early, and of Horovod's last one, so that little is left to
+# send after the backward pass.
+SMALL_BUCKET_NBYTES = 1 << 20
+
+
+def cut(sizes: Iterable[int], nbytes: float, *, large_alone: bool) -> list[list[int]]:
+    """Split gradients into buckets of at least `nbytes`, as front ends do. Returns the indices of each bucket.
+
+    Args:
+        sizes: bytes of each gradient.
+        nbytes: size of a bucket. The first one is full at `SMALL_BUCKET_NBYTES`, if that is less. 0 makes one bucket
+            for each gradient; infinity makes one bucket of all after the first one.
+        large_alone: whether a gradient of `nbytes` or more is a bucket of its own, as with Horovod. DDP adds it to the
+            gradients before it.
+
+    >>> cut([1 << 20] * 6, 2 << 20, large_alone=True)
+    [[0], [1, 2], [3, 4], [5]]
+    >>> cut([1000, 4 << 20, 1000], 2 << 20, large_alone=True), cut([1000, 4 << 20, 1000], 2 << 20, large_alone=False)
+    ([[0], [1], [2]], [[0, 1], [2]])
+    """
+    buckets: list[list[int]] = []
+    missing = 0.0  # bytes until the bucket is full
+    for number, size in enumerate(sizes):
+        if missing <= 0 or (large_alone and size >= nbytes):
+            missing = nbytes if buckets else min(nbytes, SMALL_BUCKET_NBYTES)
+            buckets.append([])
+        buckets[-1].append(number)
+        missing -= size
+    return buckets

@@ -1,50 +1,95 @@
-"""Predict a training step by simulating one rank's training thread and link."""
+"""A cost model of a training step with compressed gradients: does compression pay, and which method is fastest?
+
+All times are in seconds, all sizes in bytes. The model is pure arithmetic, and deterministic. It extends equations (1)
+to (4) of Wang et al., FFT-based Gradient Sparsification for the Distributed Training of Deep Neural Networks, HPDC
+2020, section 3.3, by
+
+* the costs of collectives in Table II of Zhang et al., Evaluation and Optimization of Gradient Compression for
+  Distributed Deep Learning, ICDCS 2023;
+* latency;
+* the overlap of communication with the backward pass.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .link import Link
-from .step import Compressed, Layer, Prediction, Step
+from ..collectives.cost import JOINED, SMALL_BUCKET_NBYTES, Link, cut
 
-# How much front ends join by default: arguments of `predict`.
-JOINED: dict[str, dict[str, float]] = {
-    "ddp": {"bucket_nbytes": 25 << 20},
-    "horovod": {"bucket_nbytes": 25 << 20, "fusion_nbytes": 128 << 20},
-}
-
-# Size of DDP's first bucket, so that communication starts early, and of Horovod's last one, so that little is left to
-# send after the backward pass.
-SMALL_BUCKET_NBYTES = 1 << 20
+__all__ = [
+    "JOINED", "SMALL_BUCKET_NBYTES", "Compressed", "Exchange", "Layer", "Link", "Prediction", "Step",
+    "compression_cost", "cut", "exchange", "minimal_ratio", "predict",
+]  # fmt: skip
 
 
-def cut(sizes: Iterable[int], nbytes: float, *, large_alone: bool) -> list[list[int]]:
-    """Split gradients into buckets of at least `nbytes`, as front ends do. Returns the indices of each bucket.
+@dataclass(frozen=True)
+class Layer:
+    """One parameter. ready: seconds from the start of the step until its gradient is computed."""
 
-    Args:
-        sizes: bytes of each gradient.
-        nbytes: size of a bucket. The first one is full at `SMALL_BUCKET_NBYTES`, if that is less. 0 makes one bucket
-            for each gradient; infinity makes one bucket of all after the first one.
-        large_alone: whether a gradient of `nbytes` or more is a bucket of its own, as with Horovod. DDP adds it to the
-            gradients before it.
+    name: str
+    shape: tuple[int, ...]
+    ready: float
 
-    >>> cut([1 << 20] * 6, 2 << 20, large_alone=True)
-    [[0], [1, 2], [3, 4], [5]]
-    >>> cut([1000, 4 << 20, 1000], 2 << 20, large_alone=True), cut([1000, 4 << 20, 1000], 2 << 20, large_alone=False)
-    ([[0], [1], [2]], [[0, 1], [2]])
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step without communication.
+
+    layers: in the order in which the backward pass produces their gradients.
+    seconds: of the whole step: forward and backward pass, optimizer.
     """
-    buckets: list[list[int]] = []
-    missing = 0.0  # bytes until the bucket is full
-    for number, size in enumerate(sizes):
-        if missing <= 0 or (large_alone and size >= nbytes):
-            missing = nbytes if buckets else min(nbytes, SMALL_BUCKET_NBYTES)
-            buckets.append([])
-        buckets[-1].append(number)
-        missing -= size
-    return buckets
+
+    layers: tuple[Layer, ...]
+    seconds: float
+
+
+# An all-reduce is an all-to-all and an all-gather of partitions.
+_HALF_ALL_REDUCES = ("all_to_all", "all_gather_partitions")
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """The cost of a method on one layer.
+
+    rounds: (kind, bytes) of the consecutive collectives: arguments of `Link.seconds`.
+    encode: seconds before the first round.
+    decode: seconds between rounds, and after the last one for the payloads of all ranks.
+    """
+
+    rounds: tuple[tuple[str, float], ...]
+    encode: float = 0.0
+    decode: float = 0.0
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of all rounds, comparable with those of an all-reduce."""
+        return sum(nbytes / 2 if kind in _HALF_ALL_REDUCES else nbytes for kind, nbytes in self.rounds)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The time of a training step with communication: seconds = compute + compression + exposed.
+
+    exposed: time that communication adds, by waiting and by the core time of collectives.
+    nbytes: bytes that one rank sends.
+    """
+
+    seconds: float
+    compute: float
+    compression: float
+    exposed: float
+    nbytes: float
+
+
+# --- a step, by simulation of one rank's training thread and link
 
 
 def predict(
@@ -206,3 +251,102 @@ class _Simulation:
         seconds = max(self._link.seconds(first.kind, nbytes), core)
         self._taken = core / seconds if seconds else 0.0
         self._end = self.now + seconds
+
+
+# --- local steps: ranks train alone for some steps between two exchanges, as with `gradzip.outer.LocalSteps`
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An exchange of parameter differences.
+
+    step_seconds: of a training step without communication.
+    seconds: of the exchange: compression, and collectives that nothing hides.
+    nbytes: bytes that one rank sends in it.
+    """
+
+    step_seconds: float
+    seconds: float
+    nbytes: float
+
+    def every(self, share: float = 0.9) -> int:
+        """The least number of steps between two exchanges at which computation is `share` of the time.
+
+        Raises:
+            ValueError: `share` is not in (0, 1).
+
+        >>> Exchange(step_seconds=0.1, seconds=1.0, nbytes=1e8).every(0.9)
+        90
+        """
+        if not 0 < share < 1:
+            raise ValueError(f"Exchange.every: got share = {share!r}, expected a number in (0, 1)")
+        # Rounding must not add a step.
+        return max(1, math.ceil(share / (1 - share) * self.seconds / self.step_seconds * (1 - 1e-12)))
+
+    @property
+    def hidden_by(self) -> int:
+        """The least number of steps that take as long as the exchange: as many hide one in the background."""
+        return max(1, math.ceil(self.seconds / self.step_seconds))
+
+
+def exchange(step: Step, layers: Sequence[Compressed], link: Link) -> Exchange:
+    """Predict an exchange of the differences of all layers, with one collective of each kind of each round.
+
+    Args:
+        layers: the cost of each of the step's layers; a difference has the shape of a gradient.
+
+    Raises:
+        ValueError: the number of `layers` differs from that of the step, or a step takes no time.
+    """
+    if len(layers) != len(step.layers) or not step.seconds > 0:
+        raise ValueError(
+            f"exchange: got {len(layers)} compressed layers and a step of {step.seconds} s, expected one for each of "
+            f"{len(step.layers)} and a step > 0 s"
+        )
+    sizes: Counter[tuple[int, str]] = Counter()
+    for layer in layers:
+        for number, (kind, nbytes) in enumerate(layer.rounds):
+            sizes[number, kind] += nbytes  # type: ignore[assignment]
+    seconds = sum(layer.encode + layer.decode for layer in layers)
+    if link.ranks > 1:
+        seconds += sum(link.operation + link.seconds(kind, nbytes) for (_, kind), nbytes in sizes.items())
+    return Exchange(step.seconds, seconds, sum(link.sent_nbytes(kind, n) for (_, kind), n in sizes.items()))
+
+
+# --- the compression ratio above which compression pays, without overlap
+
+
+def compression_cost(
+    nbytes: float,
+    *,
+    conversion: float = math.inf,
+    transform: float = math.inf,
+    packing: float = math.inf,
+    selection: float = math.inf,
+) -> float:
+    """Seconds to compress a message of `nbytes`. Arguments: throughputs of the primitives in bytes per second.
+
+    M (2 / T_m + 1 / T_f + 1 / T_p + 1 / T_s), equation (1) of HPDC 2020: precision conversion runs twice.
+    """
+    return nbytes * (2 / conversion + 1 / transform + 1 / packing + 1 / selection)
+
+
+def minimal_ratio(link: Link, nbytes: float, seconds: float, kind: str = "all_reduce") -> float:
+    """The compression ratio k above which compression pays, without overlap; infinity if it never does.
+
+    Compression pays if compressing, decompressing and sending M / k bytes take less time than an all-reduce of M bytes.
+    With two ranks, an all-reduce, no latency and `seconds` twice `compression_cost`, this is equation (4) of HPDC 2020:
+    k > 1 / (1 - 2 T_comm (2 / T_m + 1 / T_f + 1 / T_p + 1 / T_s)).
+
+    Args:
+        nbytes: M, the size of the uncompressed gradient.
+        seconds: time to compress and decompress the gradient.
+        kind: the collective of the compressed gradient, as for `Link.seconds`.
+
+    >>> link = Link(ranks=2, bandwidth=1.25e9, latency=0.0)  # 10 Gb/s
+    >>> cost = compression_cost(1e9, conversion=35e9, transform=20e9, packing=10e9, selection=10e9)
+    >>> round(minimal_ratio(link, 1e9, 2 * cost), 2)
+    4.31
+    """
+    saved = link.all_reduce(nbytes) - seconds - link.messages(kind) * link.latency
+    return replace(link, latency=0.0).seconds(kind, nbytes) / saved if saved > 0 else math.inf

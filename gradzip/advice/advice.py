@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .. import cost
-from ..auto.studies import OPTIMIZERS, SAFE, Study, is_safe, study_of
-from ..cost import JOINED, Compressed, Link, Step
 from ..methods.base.compressor import Compressor
+from . import cost
+from .cost import JOINED, Compressed, Link, Step
 from .decision import FP16, FP32, Decision, decide
 from .layer_costs import LayerCost
+from .studies import OPTIMIZERS, SAFE, Study, is_safe, study_of
 
 ENOUGH = 0.9  # share of the ideal; where averages of every step do not reach it, local steps are recommended
 

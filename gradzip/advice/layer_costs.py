@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cost import Compressed, Layer
-from ..measure import measure_gradients
-from ..measure.clock import Clock, now
 from ..methods.base.compressor import Compressor
+from .cost import Compressed, Layer
+from .measure import Clock, measure_gradients, now
 
 # Larger layers are measured at a smaller size.
 LARGEST = 1 << 21
