@@ -137,8 +137,8 @@ class Advice:
             )
         if self.optimizer is None and not self.named:
             yield (
-                f"Without --optimizer, only {' and '.join(SAFE)} are advised: they are for every optimizer. With "
-                f"{'; with '.join(self._with_optimizers(rows, decision))}."
+                f"Without --optimizer, only {' and '.join(SAFE)} are advised: they are for every optimizer. What would "
+                f"be advised with one: {self._with_optimizers(rows)}."
             )
 
     def notes(self) -> Iterator[str]:
@@ -164,15 +164,9 @@ class Advice:
                 yield f"With {name}, no study has measured what {method} costs in accuracy."
         yield "A study is no proof: train your network with and without, and compare."
 
-    def _with_optimizers(self, rows: Sequence[Row], known: Decision) -> Iterator[str]:
-        """For each group of optimizers with the same advice: "--optimizer sgd: use acpsgd, 487 ms a step"."""
-        seconds = {row.method: row.seconds for row in rows}
-        of: dict[str, list[str]] = {}
-        for optimizer in OPTIMIZERS:
-            of.setdefault(self.decide(rows, optimizer).chosen, []).append(optimizer)
-        for method, optimizers in of.items():
-            what = "the same" if method == known.chosen else f"use {named(method)}, {_ms(seconds[method])} a step"
-            yield f"--optimizer {' or '.join(optimizers)}: {what}"
+    def _with_optimizers(self, rows: Sequence[Row]) -> str:
+        """What is advised with each optimizer: "sgd acpsgd, adamw fp16"."""
+        return ", ".join(f"{name} {named(self.decide(rows, name).chosen)}" for name in OPTIMIZERS)
 
     def json(self, rows: Sequence[Row]) -> dict[str, Any]:
         """All results in JSON types. A method without a study has None."""

@@ -10,9 +10,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import gradzip
 from gradzip.methods.base.registry import registered
@@ -22,16 +24,16 @@ from ..advice.cost import JOINED, Compressed, Link, Step
 from ..advice.decision import FP16, FP32
 from ..advice.layer_costs import LayerCost, measure_layers
 from ..advice.measure import measure_link
-from ..advice.models import MODELS, step_of
+from ..advice.models import MODELS, Parameter, step_of
 from ..advice.studies import OPTIMIZERS
 from ..collectives.engine import Engine
 from ..collectives.traffic import Traffic
 from ..engines import horovod_engine, torch_engine
+from ..inspection import script
 from ..methods.base.composite import Composite
 from ..methods.base.compressor import Compressor
 from .command import CommandError, table
 from .conditions import conditions
-from .workload import load
 
 EXAMPLES = f"""\
 models: {", ".join(MODELS)}
@@ -97,7 +99,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     _check(options)
     methods, device = _methods(options.methods), _device(options.device)
-    step = step_of(load(options.model), options.step_ms / 1e3)
+    step = step_of(parameters_of(options.model), options.step_ms / 1e3)
     choices = methods, bool(options.methods), options.optimizer
     if not options.measure:
         link = Link(options.ranks, bandwidth_of(options.bandwidth), options.latency_us / 1e6)
@@ -174,6 +176,31 @@ def bandwidth_of(text: str) -> float:
     if match is None or float(match[1]) <= 0:
         raise CommandError(f"got --bandwidth {text!r}, expected a number > 0 and kbit, mbit or gbit, such as 10gbit")
     return float(match[1]) * units[match[2]] / 8
+
+
+def parameters_of(text: str) -> list[Parameter]:
+    """The parameters of the workload that `--model` names, in the order of the forward pass. Raises CommandError."""
+    if text in MODELS:
+        return list(MODELS[text]())
+    path, _, function = text.partition(":")
+    if path.endswith(".py"):
+        return _of_module(Path(path), function or "build")
+    raise CommandError(f"got --model {text!r}, expected file.py:build, or one of: {', '.join(MODELS)}")
+
+
+def _of_module(path: Path, function: str) -> list[Parameter]:
+    """The parameters of the module that a function returns. Their work is estimated by their number of elements."""
+    expected = f"expected a file with a function {function}() that returns a torch.nn.Module"
+    try:
+        built = script.call(path, function)
+    except ValueError as error:
+        raise CommandError(f"{error}; {expected}") from None
+    if not isinstance(built, nn.Module):
+        raise CommandError(f"{path}:{function}: got {type(built).__name__}, {expected}")
+    named = [(name, p) for name, p in built.named_parameters() if p.requires_grad and p.numel()]
+    if not named:
+        raise CommandError(f"{path}:{function}: got a module without parameters that need a gradient, expected some")
+    return [Parameter(name, tuple(p.shape), float(p.numel())) for name, p in named]
 
 
 # --- measuring and reporting

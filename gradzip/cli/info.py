@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
-import platform
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +13,6 @@ from typing import Any
 import torch
 
 import gradzip
-from gradzip.methods.base.registry import registered
-
-from .listing import summary
 
 # Facts about one part of the installation; `{"error": reason}` if it is missing or broken.
 Facts = dict[str, Any]
@@ -35,8 +29,9 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "info",
         help="what is installed, built and found here",
-        description="Show the parts of this installation of gradzip, and the devices, engines and methods that it "
-        "finds. Missing or broken parts are listed with the reason; the exit status is 0 in any case.",
+        description="Show the parts of this installation of gradzip, and the devices and engines that it finds. "
+        "Missing or broken parts are listed with the reason; the exit status is 0 in any case. For a bug report, add "
+        "what `python -m torch.utils.collect_env` prints about the machine.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs and bug reports")
     parser.set_defaults(run=run)
@@ -52,12 +47,10 @@ def installation() -> dict[str, Facts]:
     """The report of `gradzip info` in JSON types. Initializes neither Horovod nor a process group."""
     probes: dict[str, Callable[[], Facts]] = {
         "gradzip": lambda: {"version": gradzip.__version__, "path": str(Path(gradzip.__file__).parent)},
-        "python": _python,
         "extension": _extension,
         "cuda": _cuda,
-        "torch": _torch,
+        "torch": lambda: {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads()},
         "horovod": _horovod,
-        "methods": lambda: {name: summary(name) for name in registered()},
     }
     report = {}
     for part, probe in probes.items():
@@ -69,21 +62,6 @@ def installation() -> dict[str, Facts]:
         except Exception as error:  # a part can be broken in any way; report the others
             report[part] = {"error": f"{type(error).__name__}: {error}"}
     return report
-
-
-def _python() -> Facts:
-    processor = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        models = (line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line)
-        processor = next(models, processor)
-    return {
-        "version": platform.python_version(),
-        "executable": sys.executable,
-        "platform": platform.platform(),
-        "processor": processor,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-    }
 
 
 def _extension() -> Facts:
@@ -121,21 +99,6 @@ def _nvrtc(driver: int) -> Facts:
 def _cuda_version(number: int) -> str | None:
     """Format a CUDA version, 1000 * major + 10 * minor. None for 0, which means that there is none."""
     return f"{number // 1000}.{number % 1000 // 10}" if number else None
-
-
-def _torch() -> Facts:
-    distributed = torch.distributed
-    return {
-        "version": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cuda_available": torch.cuda.is_available(),
-        "threads": torch.get_num_threads(),
-        "mkl": torch.backends.mkl.is_available(),
-        "backends": {
-            name: distributed.is_available() and getattr(distributed, f"is_{name}_available")()
-            for name in ("gloo", "nccl", "mpi")
-        },
-    }
 
 
 def _horovod() -> Facts:

@@ -25,6 +25,7 @@ from .command import CommandError, check_picture, table
 
 DEFAULTS = ("fp16", "fft-range", "dct-range", "topk", "qsgd", "terngrad", "signsgd", "acpsgd")
 
+WARM = 10  # steps on the same gradient before the measured one, for methods that use factors again
 MOST_DRAWN = 20  # layers in a picture
 
 EXAMPLES = """examples:
@@ -58,20 +59,13 @@ def add(commands: Any) -> None:
     parser.add_argument("--layer", metavar="REGEX", help="only layers whose name matches")
     parser.add_argument("--top", metavar="N", type=int, default=5, help="show the N largest layers; 0: all (5)")
     parser.add_argument("--repeats", metavar="N", type=int, default=3, help="timed steps (default: %(default)s)")
-    parser.add_argument(
-        "--warm",
-        metavar="N",
-        type=int,
-        default=10,
-        help="steps on the same gradient before the measured one, for methods that use factors again (10)",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON, with all layers")
     parser.add_argument("--png", metavar="FILE", type=Path, help="draw histograms (needs matplotlib)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    for name, least in (("top", 0), ("repeats", 1), ("warm", 0)):
+    for name, least in (("top", 0), ("repeats", 1)):
         if getattr(options, name) < least:
             raise CommandError(f"got --{name} {getattr(options, name)}, expected an integer >= {least}")
     if options.png:
@@ -84,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     top = options.top or len(found)
     drawn = min(top, MOST_DRAWN) if options.png else 0
     with torch.no_grad():
-        report = cells.inspect(found, compressors, repeats=options.repeats, warm=options.warm, drawn=drawn)
+        report = cells.inspect(found, compressors, repeats=options.repeats, warm=WARM, drawn=drawn)
     if options.png:
         if not report.histograms:
             raise CommandError("--png: got no layer that any method compresses, expected one: give other methods")

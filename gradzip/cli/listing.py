@@ -60,15 +60,10 @@ def facts(name: str) -> dict[str, Any]:
         "name": name,
         "class": method.__name__,
         "module": method.__module__,
-        "summary": summary(name),
+        "summary": " ".join((inspect.getdoc(method) or "No description.").partition("\n\n")[0].split()),
         # Arguments of all methods come last.
         "arguments": {f.name: _default(f) for f in sorted(fields(method), key=lambda f: bool(f.kw_only)) if f.init},
     }
-
-
-def summary(name: str) -> str:
-    """The first paragraph of a method's description, as one line."""
-    return " ".join((inspect.getdoc(registered()[name]) or "No description.").partition("\n\n")[0].split())
 
 
 def _default(argument: Field[Any]) -> str | None:

@@ -339,7 +339,7 @@ def test_the_optimizer_decides_what_is_advised(optimizer, chosen):
         (row,) = (row for row in found.table(found.rows()) if row[0] == "acpsgd")
         assert row[-1] == "0.89 bits worse"
     elif optimizer is None:
-        assert "With --optimizer sgd: use acpsgd, 114 ms a step; with --optimizer adamw or muon: the same." in lines[1]
+        assert "What would be advised with one: sgd acpsgd, adamw fp16, muon fp16." in lines[1]
     content = found.json(found.rows())
     assert content["advised"] == chosen and content["optimizer"] == optimizer and content["margin"] == MARGIN
     of_acpsgd = next(m["studies"] for m in content["methods"] if m["method"] == "acpsgd")

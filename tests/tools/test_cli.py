@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import gradzip
 from gradzip import cli
-from gradzip.methods.base.registry import registered
 
 
 def run(*arguments):
@@ -20,20 +20,9 @@ def test_info():
     done = run("info")
     assert done.returncode == 0
     assert done.stderr == ""
-    for text in (
-        f"gradzip {gradzip.__version__}",
-        "python 3.",
-        "extension",
-        "simd",
-        "torch 2.",
-        "horovod",
-        "fft-range",
-    ):
+    for text in (f"gradzip {gradzip.__version__}\n", "extension", "simd", "cuda", "torch 2.", "horovod"):
         assert text in done.stdout
     assert max(map(len, done.stdout.splitlines())) < 240
-    methods = done.stdout.partition("\nmethods\n")[2].splitlines()
-    assert len(methods) == len(registered())
-    assert all(line.endswith(".") for line in methods)  # whole sentences
     assert done.stdout.count("\n  error ") == (importlib.util.find_spec("horovod") is None)
 
 
@@ -42,8 +31,7 @@ def test_json(capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["gradzip"]["version"] == gradzip.__version__
     assert report["extension"]["simd"] in report["extension"]["simd_levels"]
-    assert report["methods"].keys() == registered().keys()
-    assert {"gloo", "nccl", "mpi"} == report["torch"]["backends"].keys()
+    assert report["torch"]["version"] == torch.__version__
     assert report["cuda"].get("built") in (True, False)
 
 
@@ -62,7 +50,7 @@ def test_missing_horovod(capsys, monkeypatch):
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out
     assert "horovod\n  error          not installed\n  needed only for training with Horovod" in out
-    assert "fft-range" in out
+    assert "torch 2." in out
 
 
 def test_broken_horovod(capsys, monkeypatch):
