@@ -23,7 +23,7 @@ from benchmarks.common.arguments import Parser, at_least, output_file
 from benchmarks.common.results import RESULTS, ROOT, Blocks, provenance, replace_blocks, stored, write_json
 from benchmarks.common.tables import goal, markdown
 from gradzip import ops
-from gradzip.advice.models import MODELS
+from gradzip.cli.models import MODELS
 from gradzip.memory.state import Key
 
 EXAMPLES = """\

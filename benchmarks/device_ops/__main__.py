@@ -28,8 +28,9 @@ from benchmarks.common.arguments import Parser, at_least, method, output_file
 from benchmarks.common.results import RESULTS, ROOT, Blocks, provenance, replace_blocks, write_json
 from benchmarks.common.tables import markdown
 from benchmarks.device_ops.stand_in import SMALL, Counts, StandIn, stand_in, zeros
-from gradzip.advice import cost, models
+from gradzip.advice import cost
 from gradzip.averaging.session import Session
+from gradzip.cli import models
 from gradzip.collectives import AllToAll, Collective, Gather, RingSum, ToHost
 from gradzip.collectives.engine import Engine, Pending, PendingCopy
 from gradzip.collectives.traffic import Traffic

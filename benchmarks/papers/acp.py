@@ -18,7 +18,7 @@ from benchmarks.papers.accuracy import CONDITIONS, behind, points
 from benchmarks.papers.capture import STAGES, Captured
 from benchmarks.papers.fft import vector_of
 from benchmarks.papers.results import Row, Study, percent
-from gradzip.advice.models import MODELS
+from gradzip.cli.models import MODELS
 
 TITLE = "ACP-SGD, ICDCS 2023"
 NEEDS = {"resnet20": "ResNet-20"}

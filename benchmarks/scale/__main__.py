@@ -34,7 +34,7 @@ from benchmarks.scale.variants import AUTO, GATHER, PROJECTED, SCATTER, VARIANTS
 from benchmarks.scale.variants import MODELS as SHOWN
 from gradzip.advice.cost import Layer
 from gradzip.advice.layer_costs import measure_layers
-from gradzip.advice.models import MODELS
+from gradzip.cli.models import MODELS
 
 EXAMPLES = """\
 examples:

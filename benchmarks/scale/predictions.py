@@ -19,7 +19,7 @@ from benchmarks.scale.variants import AUTO, GATHER, GBITS, PROJECTED, RANKS, SCA
 from gradzip.advice.cost import JOINED, Compressed, Link, exchange, predict
 from gradzip.advice.decision import FP16, FP32, MARGIN
 from gradzip.advice.layer_costs import LayerCost
-from gradzip.advice.models import MODELS, step_of
+from gradzip.cli.models import MODELS, step_of
 from gradzip.methods.base.gather import scatter_pays
 
 ENOUGH = 0.9  # share of the speed without communication

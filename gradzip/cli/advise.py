@@ -24,7 +24,6 @@ from ..advice.cost import JOINED, Compressed, Link, Step
 from ..advice.decision import FP16, FP32
 from ..advice.layer_costs import LayerCost, measure_layers
 from ..advice.measure import measure_link
-from ..advice.models import MODELS, Parameter, step_of
 from ..advice.studies import OPTIMIZERS
 from ..collectives.engine import Engine
 from ..collectives.traffic import Traffic
@@ -34,6 +33,7 @@ from ..methods.base.composite import Composite
 from ..methods.base.compressor import Compressor
 from .command import CommandError, table
 from .conditions import conditions
+from .models import MODELS, Parameter, step_of
 
 EXAMPLES = f"""\
 models: {", ".join(MODELS)}

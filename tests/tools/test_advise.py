@@ -17,9 +17,9 @@ from gradzip.advice.cost import Compressed, Layer, Link, Step
 from gradzip.advice.decision import MARGIN, decide
 from gradzip.advice.layer_costs import LayerCost
 from gradzip.advice.measure import measure_method
-from gradzip.advice.models import MODELS, Parameter, step_of
 from gradzip.cli import advise, conditions, main
 from gradzip.cli.command import CommandError
+from gradzip.cli.models import MODELS, Parameter, step_of
 from gradzip.collectives.engine import Engine
 from gradzip.methods.base.composite import Composite
 from gradzip.methods.base.registry import registered

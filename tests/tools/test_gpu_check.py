@@ -14,7 +14,7 @@ import torch
 import commands
 from benchmarks import gpu, kernels, step
 from benchmarks.common.results import END
-from gradzip.advice import models
+from gradzip.cli import models
 from paths import ROOT
 
 COVERS = [

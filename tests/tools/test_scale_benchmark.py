@@ -12,7 +12,7 @@ from benchmarks.common.results import RESULTS
 from benchmarks.scale import predictions, report
 from benchmarks.scale.variants import PROJECTED, VARIANTS, label
 from gradzip.advice.cost import JOINED, Link, cut
-from gradzip.advice.models import MODELS
+from gradzip.cli.models import MODELS
 
 
 def benchmark(*arguments):

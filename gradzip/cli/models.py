@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .cost import Layer, Step
+from ..advice.cost import Layer, Step
 
 
 @dataclass(frozen=True)
