@@ -219,6 +219,20 @@ def quantizing_cases(x: Tensor) -> Iterator[Case]:
         "torch ops", lambda: unbiased(lambda o: ops.quantize_decode_add(packed, norms, o, 4, bucket), step),
         8 * n + n // 2,
     )  # fmt: skip
+    ranks, out = 4, torch.empty_like(x)
+
+    def loop() -> None:
+        acc.zero_()
+        for _ in range(ranks):
+            ops.quantize_decode_add(packed, norms, acc, 4, bucket, 1 / ranks)
+
+    def decode_sum(to: Tensor) -> None:
+        ops.quantize_decode_sum([(packed, norms)] * ranks, to, 4, bucket, 1 / ranks)
+
+    yield Case(
+        f"quantize_decode_sum 4 bits, {ranks} ranks", lambda: decode_sum(out), loop, "quantize_decode_add for each",
+        lambda: unbiased(decode_sum, step), 4 * n + ranks * n // 2, None, 1.0,
+    )  # fmt: skip
     stream, _ = ops.elias_quantize(x, 4, bucket, "l2", key)
     yield Case(
         "elias_quantize 4 bits", lambda: ops.elias_quantize(x, 4, bucket, "l2", key), qsgd, "torch ops, not coded",

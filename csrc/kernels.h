@@ -33,7 +33,7 @@
   KERNEL(quantize)                  \
   KERNEL(quantize_packed)           \
   KERNEL(quantize_decode)           \
-  KERNEL(quantize_decode_add)       \
+  KERNEL(quantize_decode_sum)       \
   KERNEL(ternary_packed)            \
   KERNEL(ternary_decode_add)        \
   KERNEL(block_float_encode)        \

@@ -59,6 +59,13 @@ GZ_HD int32_t code_level(uint32_t code, int bits) {
   return code >> (bits - 1) ? -level : level;
 }
 
+// Packed levels of a tensor, and the norms of its buckets.
+struct QuantizedTerm {
+  const uint8_t* packed;
+  const float* norms;
+};
+static_assert(sizeof(QuantizedTerm) == 16, "gradzip/ops/quantize.py writes it");
+
 // The value of a level: exactly +-norm for the largest one, and never beyond.
 GZ_HD float level_value(int32_t level, int32_t s, float norm) { return float(level) / float(s) * norm; }
 

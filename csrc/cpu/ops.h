@@ -19,6 +19,7 @@
 #include "common/one_bit.h"
 #include "common/orthogonalize.h"
 #include "common/payload.h"
+#include "common/quantize.h"
 #include "common/range_float.h"
 #include "common/selection.h"
 #include "common/signs.h"
@@ -154,9 +155,11 @@ void quantize_packed(const float* x, int64_t n, int bits, int64_t bucket, int no
 // x[i] = level / s * norm. *failed: a level is beyond s. x is written nevertheless.
 void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,
                      int32_t* failed, int threads);
-// out[i] += weight * (level / s * norm), from the bit stream. *failed: a norm is negative or not finite.
-void quantize_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
-                         float* out, int32_t* failed, int threads);
+// out = the sum of weight * (level / s * norm) over the terms, in order, with a rounding after each; or out += each, if
+// `add`. The terms are in host memory on every device. *failed: 1 + the index of the first term with a norm that is
+// negative or not finite.
+void quantize_decode_sum(const QuantizedTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket, float weight,
+                         bool add, float* out, int32_t* failed, int threads);
 
 // --- ternary
 // Tables are in host memory on every device.

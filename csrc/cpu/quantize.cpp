@@ -118,6 +118,30 @@ GZ_SIMD_DISPATCH(void, add_narrow, (const uint8_t* codes, int n, int bits, float
 GZ_SIMD_DISPATCH(void, add_wide, (const uint32_t* codes, int n, int bits, float norm, float weight, float* out),
                  (codes, n, bits, norm, weight, out))
 
+// Elements of `out` that stay in the L1 cache while all terms are added to them.
+constexpr int64_t kSumBlock = 1 << 12;
+
+// Adds the values of the levels of [begin, end) of n; begin is a multiple of kBitBlock.
+void add_levels(const QuantizedTerm& term, int64_t n, int64_t begin, int64_t end, int bits, int64_t bucket,
+                float weight, float* out) {
+  const int64_t nbytes = ceil_div(n * bits, 8);
+  for (int64_t i = begin; i < end; i += kBitBlock) {
+    const int count = int(std::min<int64_t>(end - i, kBitBlock));
+    uint8_t narrow[kBitBlock];
+    uint32_t wide[kBitBlock];
+    if (bits <= 8)
+      unpack_narrow(term.packed + i / 8 * bits, count, bits, narrow);
+    else
+      for (int j = 0; j < count; ++j) wide[j] = uint32_t(read_bits(term.packed, nbytes, (i + j) * bits, bits));
+    by_bucket(i, i + count, bucket, [&](int64_t from, int64_t to, int64_t b) {
+      if (bits <= 8)
+        add_narrow(narrow + (from - i), int(to - from), bits, term.norms[b], weight, out + from);
+      else
+        add_wide(wide + (from - i), int(to - from), bits, term.norms[b], weight, out + from);
+    });
+  }
+}
+
 // Returns whether all levels are in -s..s.
 GZ_INLINE bool level_values_body(const int32_t* codes, int n, int32_t s, float norm, float* x) {
   int32_t beyond = 0;
@@ -163,28 +187,18 @@ void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bi
   if (!valid) *failed = 1;
 }
 
-void quantize_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
-                         float* out, int32_t* failed, int threads) {
-  if (!all_norms(norms, ceil_div(n, bucket))) {
-    *failed = 1;
-    return;
-  }
-  const int64_t nbytes = ceil_div(n * bits, 8);
+void quantize_decode_sum(const QuantizedTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket, float weight,
+                         bool add, float* out, int32_t* failed, int threads) {
+  for (int64_t t = 0; t < count; ++t)
+    if (!all_norms(terms[t].norms, ceil_div(n, bucket))) {
+      *failed = int32_t(t) + 1;
+      return;
+    }
   parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i += kBitBlock) {
-      const int count = int(std::min<int64_t>(end - i, kBitBlock));
-      uint8_t narrow[kBitBlock];
-      uint32_t wide[kBitBlock];
-      if (bits <= 8)
-        unpack_narrow(packed + i / 8 * bits, count, bits, narrow);
-      else
-        for (int j = 0; j < count; ++j) wide[j] = uint32_t(read_bits(packed, nbytes, (i + j) * bits, bits));
-      by_bucket(i, i + count, bucket, [&](int64_t from, int64_t to, int64_t b) {
-        if (bits <= 8)
-          add_narrow(narrow + (from - i), int(to - from), bits, norms[b], weight, out + from);
-        else
-          add_wide(wide + (from - i), int(to - from), bits, norms[b], weight, out + from);
-      });
+    for (int64_t i = begin; i < end; i += kSumBlock) {
+      const int64_t stop = std::min(end, i + kSumBlock);
+      if (!add) std::fill(out + i, out + stop, 0.0f);
+      for (int64_t t = 0; t < count; ++t) add_levels(terms[t], n, i, stop, bits, bucket, weight, out);
     }
   });
 }

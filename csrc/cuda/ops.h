@@ -22,6 +22,7 @@
 #include "common/one_bit.h"
 #include "common/orthogonalize.h"
 #include "common/payload.h"
+#include "common/quantize.h"
 #include "common/range_float.h"
 #include "common/selection.h"
 #include "common/signs.h"
@@ -117,9 +118,9 @@ int64_t quantize_packed(void* workspace, const float* x, int64_t n, int bits, in
                         uint8_t* packed, float* norms, cudaStream_t stream);
 void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,
                      int32_t* failed, cudaStream_t stream);
-// On failure the elements of the invalid buckets become NaN.
-void quantize_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
-                         float* out, int32_t* failed, cudaStream_t stream);
+// *failed is 1 on failure, and the elements of the invalid buckets become NaN. A launch takes kTermsBatch terms.
+void quantize_decode_sum(const QuantizedTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket, float weight,
+                         bool add, float* out, int32_t* failed, cudaStream_t stream);
 
 // --- ternary
 // Tables are read before the call returns.

@@ -1,5 +1,6 @@
 #include "cuda/quantize.cuh"
 
+#include <algorithm>
 #include <numeric>
 
 #include "cuda/block/launch.h"
@@ -51,10 +52,17 @@ void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bi
          bits, bucket, x, failed);
 }
 
-void quantize_decode_add(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket, float weight,
-                         float* out, int32_t* failed, cudaStream_t stream) {
-  launch(stream, grid_of(grid_for(ceil_div(n, kMostTile))), kBlock, kernel<quantize_decode_add_kernel>, packed, norms,
-         n, bits, bucket, weight, out, failed);
+void quantize_decode_sum(const QuantizedTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket, float weight,
+                         bool add, float* out, int32_t* failed, cudaStream_t stream) {
+  int64_t first = 0;
+  do {
+    QuantizedTerms batch{};
+    const int64_t some = std::min<int64_t>(count - first, kTermsBatch);
+    std::copy_n(terms + first, some, batch.of);
+    launch(stream, grid_of(grid_for(ceil_div(n, kMostTile))), kBlock, kernel<quantize_decode_sum_kernel>, batch, some,
+           n, bits, bucket, weight, add || first > 0, out, failed);
+    first += some;
+  } while (first < count);
 }
 
 }  // namespace gradzip::cuda

@@ -64,35 +64,46 @@ __global__ void __launch_bounds__(kBlock) quantize_decode_kernel(const int32_t* 
   if (bad) report(failed);
 }
 
+constexpr int kTermsBatch = 240;  // terms whose table fits the 4 KB of kernel arguments
+
+struct QuantizedTerms {
+  QuantizedTerm of[kTermsBatch];
+};
+
 __global__ void __launch_bounds__(kBlock)
-    quantize_decode_add_kernel(const uint8_t* packed, const float* norms, int64_t n, int bits, int64_t bucket,
-                               float weight, float* out, int32_t* failed) {
+    quantize_decode_sum_kernel(QuantizedTerms terms, int count, int64_t n, int bits, int64_t bucket, float weight,
+                               bool add, float* out, int32_t* failed) {
   const int32_t s = top_level(bits);
   const int64_t nbytes = (n * bits + 7) / 8;
   const uint32_t mask = (1u << bits) - 1;
   bool bad = false;
   for (int64_t first = int64_t(blockIdx.x) * kMostTile; first < n; first += int64_t(gridDim.x) * kMostTile) {
-    const int count = int(n - first < kMostTile ? n - first : kMostTile);
+    const int left = int(n - first < kMostTile ? n - first : kMostTile);
     const TileBuckets buckets(first, bucket);
-    for (int i = 4 * int(threadIdx.x); i < count; i += 4 * kBlock) {
+    for (int i = 4 * int(threadIdx.x); i < left; i += 4 * kBlock) {
       const int64_t bit = (first + i) * bits;
-      uint32_t low, high;  // two codes each
-      if (bits <= 8) {
-        low = read_bits(packed, nbytes, bit, 4 * bits);
-        high = low >> (2 * bits);
-      } else {
-        low = read_bits(packed, nbytes, bit, 2 * bits);
-        high = read_bits(packed, nbytes, bit + 2 * bits, 2 * bits);
+      float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      if (add) load4_changing(out + first, i, left, sum);
+      for (int t = 0; t < count; ++t) {
+        const uint8_t* packed = terms.of[t].packed;
+        uint32_t low, high;  // two codes each
+        if (bits <= 8) {
+          low = read_bits(packed, nbytes, bit, 4 * bits);
+          high = low >> (2 * bits);
+        } else {
+          low = read_bits(packed, nbytes, bit, 2 * bits);
+          high = read_bits(packed, nbytes, bit + 2 * bits, 2 * bits);
+        }
+        const uint32_t code[4] = {low & mask, low >> bits & mask, high & mask, high >> bits & mask};
+        float norm = 0.0f;
+        buckets.for_four(i, left, [&](int k, int64_t b, bool another) {
+          if (another) norm = __ldg(terms.of[t].norms + b);
+          const bool valid = valid_norm(norm);
+          bad |= !valid;
+          sum[k] += valid ? weight * level_value(code_level(code[k], bits), s, norm) : undecodable();
+        });
       }
-      const uint32_t code[4] = {low & mask, low >> bits & mask, high & mask, high >> bits & mask};
-      float norm = 0.0f, value[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      buckets.for_four(i, count, [&](int k, int64_t b, bool another) {
-        if (another) norm = __ldg(norms + b);
-        const bool valid = valid_norm(norm);
-        bad |= !valid;
-        value[k] = valid ? weight * level_value(code_level(code[k], bits), s, norm) : undecodable();
-      });
-      add4(out + first, i, count, value);
+      store4(out + first, i, left, sum);
     }
   }
   if (bad) report(failed);

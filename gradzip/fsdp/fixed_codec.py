@@ -70,13 +70,12 @@ class _QSGD(FixedCodec):
         norms.add_(ops.abs_max_tensor(grad) * 0.0)  # NaN if an element is not finite, which levels do not show
 
     def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
-        out.zero_()
-        for payload in payloads:
-            norms, levels = self._sections(payload, out.numel())
-            if not ops.on_device(norms) and not norms.isfinite().all():  # on a device, such a norm gives NaN
-                out.fill_(torch.nan)
-                return
-            ops.quantize_decode_add(levels, norms, out, self._bits, self._bucket, weight)
+        terms = [(levels, norms) for norms, levels in (self._sections(payload, out.numel()) for payload in payloads)]
+        # On a device, a norm that is not finite gives NaN.
+        if not ops.on_device(out) and not all(bool(norms.isfinite().all()) for _, norms in terms):
+            out.fill_(torch.nan)
+        else:
+            ops.quantize_decode_sum(terms, out, self._bits, self._bucket, weight)
 
     def _ends(self, numel: int) -> tuple[int, int]:
         norms_end = 4 * ops.num_buckets(numel, self._bucket)

@@ -86,7 +86,14 @@ from .payload import (
     split_all_payloads,
     split_payloads,
 )
-from .quantize import check_quantizer, dequantize, quantize, quantize_decode_add, quantize_packed
+from .quantize import (
+    check_quantizer,
+    dequantize,
+    quantize,
+    quantize_decode_add,
+    quantize_decode_sum,
+    quantize_packed,
+)
 from .random_indices import random_indices
 from .range_float import RangeFloat, check_format
 from .select import select, select_threshold
@@ -127,10 +134,11 @@ __all__ = [
     "low_rank_subtract", "majority", "majority_all", "new_payload", "new_payloads", "num_buckets", "on_device",
     "one_bit_decode_add", "one_bit_decode_add_all", "one_bit_packed", "one_bit_packed_all", "open_payload",
     "orthogonalize_", "pack_bits", "pack_signs", "pack_signs_all", "packed_nbytes", "quantize", "quantize_decode_add",
-    "quantize_packed", "random_indices", "seal_payloads", "select", "select_sampled", "select_threshold",
-    "signs_decode_add", "signs_decode_add_all", "split_all_payloads", "split_payloads", "ternary_decode_add",
-    "ternary_decode_add_all", "ternary_nbytes", "ternary_packed", "ternary_packed_all", "topk_abs", "transform",
-    "transform_decode", "transform_inverse", "transform_scratch_numel", "transform_select", "unpack_bits",
+    "quantize_decode_sum", "quantize_packed", "random_indices", "seal_payloads", "select", "select_sampled",
+    "select_threshold", "signs_decode_add", "signs_decode_add_all", "split_all_payloads", "split_payloads",
+    "ternary_decode_add", "ternary_decode_add_all", "ternary_nbytes", "ternary_packed", "ternary_packed_all",
+    "topk_abs", "transform", "transform_decode", "transform_inverse", "transform_scratch_numel", "transform_select",
+    "unpack_bits",
 ]  # fmt: skip
 
 _arrays.take_arrays(globals(), __all__)

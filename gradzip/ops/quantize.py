@@ -6,6 +6,9 @@ NeurIPS 2017, section 3.1.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -115,17 +118,48 @@ def quantize_decode_add(
     is wrong, or a norm is negative or not finite. On CUDA, which does not wait for the device, the elements of a bucket
     with such a norm become NaN instead, so that all ranks skip the step.
     """
-    check_buckets(bits, bucket, "quantize_decode_add")
-    out = _native.in_place(out, torch.float32, "quantize_decode_add: out")
-    packed = _native.check(packed, torch.uint8, "quantize_decode_add: packed", device=out.device)
-    norms = _native.check(norms, torch.float32, "quantize_decode_add: norms", device=out.device)
+    _decode_sum([(packed, norms)], out, bits, bucket, weight, True, "quantize_decode_add")
+
+
+def quantize_decode_sum(
+    terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bits: int, bucket: int = 512, weight: float = 1.0
+) -> None:
+    """Write weight * the sum of the values that `quantize_packed` quantized, added in order, to `out`, in one pass.
+
+    terms: (packed, norms) of each rank, as for `quantize_decode_add`; out: n elements, float32. It has the bits of as
+    many calls of `quantize_decode_add` onto zeros. Deterministic. Does not wait for the device.
+
+    Raises:
+        PayloadError: with `out` unchanged, a length is wrong, or a norm is negative or not finite; `index` of the
+            exception is that of the term. On CUDA, the elements of a bucket with such a norm become NaN instead.
+
+    >>> terms = [quantize_packed(torch.tensor([3.0, 0.0, sign * 3.0]), bits=4, norm="max") for sign in (1, -1)]
+    >>> quantize_decode_sum(terms, out := torch.empty(3), bits=4, weight=0.5)
+    >>> out.tolist()
+    [3.0, 0.0, 0.0]
+    """
+    _decode_sum(terms, out, bits, bucket, weight, False, "quantize_decode_sum")
+
+
+def _decode_sum(
+    terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bits: int, bucket: int, weight: float, add: bool, what: str
+) -> None:
+    check_buckets(bits, bucket, what)
+    out = _native.in_place(out, torch.float32, f"{what}: out")
     n = out.numel()
     nbytes, buckets = packed_nbytes(n, bits), num_buckets(n, bucket)
-    if packed.numel() != nbytes or norms.numel() != buckets:
-        raise PayloadError(
-            f"quantize_decode_add: got {packed.numel()} bytes and {norms.numel()} norms, expected {nbytes} and "
-            f"{buckets} for {n} elements of {bits} bits in buckets of {bucket}"
-        )
-    arguments = (packed.data_ptr(), norms.data_ptr(), n, bits, min(bucket, max(1, n)), weight, out.data_ptr())
-    if _native.run_failed("quantize_decode_add", out, *arguments):
-        raise PayloadError("corrupt payload: the norm of a bucket is negative or not finite")
+    table, kept = array("Q"), []  # struct QuantizedTerm of csrc/common/quantize.h
+    for index, (packed, norms) in enumerate(terms):
+        packed = _native.check(packed, torch.uint8, f"{what}: packed", device=out.device)
+        norms = _native.check(norms, torch.float32, f"{what}: norms", device=out.device)
+        if packed.numel() != nbytes or norms.numel() != buckets:
+            raise PayloadError(
+                f"{what}: got {packed.numel()} bytes and {norms.numel()} norms, expected {nbytes} and {buckets} for "
+                f"{n} elements of {bits} bits in buckets of {bucket}",
+                index,
+            )
+        table.extend((packed.data_ptr(), norms.data_ptr()))
+        kept.append((packed, norms))
+    arguments = (table.buffer_info()[0], len(kept), n, bits, min(bucket, max(1, n)), weight, add, out.data_ptr())
+    if failed := _native.run_failed("quantize_decode_sum", out, *arguments):
+        raise PayloadError("corrupt payload: the norm of a bucket is negative or not finite", failed - 1)

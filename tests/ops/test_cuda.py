@@ -569,6 +569,15 @@ def test_quantization(on_device, n, bits, bucket, norm):
                 non_finite = norms.clone()
                 non_finite[-1] = math.inf
                 assert on_device(add, body, non_finite, start)[-1].isnan()
+
+        def decode_sum(packed, norms, other):
+            total = torch.full((n,), 7.0, device=packed.device)
+            ops.quantize_decode_sum([(packed, norms), (packed, other)], total, bits, bucket, 0.3)
+            return total
+
+        on_device.same(decode_sum, packed, norms, 3 * norms)
+        if n:
+            assert on_device(decode_sum, packed, norms, non_finite)[-1].isnan()
     if n:
         with pytest.raises(ValueError, match="got a level beyond"):
             on_device(ops.dequantize, torch.full((n,), 1 << bits, dtype=torch.int32), norms, bits, bucket)

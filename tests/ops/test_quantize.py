@@ -5,7 +5,15 @@ import torch
 from hypothesis import given
 
 import philox
-from gradzip.ops import PayloadError, dequantize, packed_nbytes, quantize, quantize_decode_add, quantize_packed
+from gradzip.ops import (
+    PayloadError,
+    dequantize,
+    packed_nbytes,
+    quantize,
+    quantize_decode_add,
+    quantize_decode_sum,
+    quantize_packed,
+)
 from reference import FLT_MAX, LARGE, SIZES, Guarded, arrays, as_tensor, examples, pack_bits, same_everywhere, sliced
 
 KEY = 0x0123_4567_89AB_CDEF
@@ -68,6 +76,49 @@ def test_packed_equals_the_codes_at_every_simd_level(bits, bucket):
         expected = level.astype(np.float32) / s * np.repeat(norms.numpy(), bucket)[:n]
         assert np.array_equal(values.numpy(), expected)
         assert np.array_equal(total.numpy(), np.float32(1) + np.float32(0.3) * expected)
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 2, 3, 8])
+@pytest.mark.parametrize("bits, bucket", [(2, 512), (4, 7), (5, 300), (9, 64), (16, 40000)])
+def test_sum_of_ranks(bits, bucket, ranks):
+    """One rounding for each product and sum, in rank order: the bits of a loop of quantize_decode_add."""
+    s, weight = np.float32(2 ** (bits - 1) - 1), np.float32(1 / 3)
+    for n in (*SIZES, LARGE) if (bits, ranks) == (4, 3) else SIZES[::2]:
+        xs = [sliced(arrays(n, seed)["heavy-tailed"]) for seed in range(ranks)]
+        coded = [quantize(x, bits, bucket, "l2", KEY + seed) for seed, x in enumerate(xs)]
+        packed = [
+            as_tensor(pack_bits(np.abs(level) | (level < 0) << (bits - 1), bits).tobytes())
+            for level in (codes.numpy() for codes, _ in coded)
+        ]
+        terms = [(levels, norms) for levels, (_, norms) in zip(packed, coded)]
+        out = Guarded(n, torch.float32)
+
+        def run(terms=terms, out=out):
+            quantize_decode_sum(terms, out.out.fill_(7), bits, bucket, 1 / 3)
+            return out.out.clone()
+
+        total, loop, expected = same_everywhere(run), torch.zeros(n), np.zeros(n, np.float32)
+        for (levels, norms), (codes, _) in zip(terms, coded):
+            quantize_decode_add(levels, norms, loop, bits, bucket, 1 / 3)
+            expected += weight * (codes.numpy().astype(np.float32) / s * np.repeat(norms.numpy(), bucket)[:n])
+        assert out.intact() and np.array_equal(total.numpy(), expected)
+        assert torch.equal(total.view(torch.int32), loop.view(torch.int32))  # also the signs of zeros
+
+
+def test_sums_of_invalid_terms_are_refused():
+    """With the index of the first one, and `out` unchanged."""
+    terms = [quantize_packed(torch.randn(1000), 4, 100, key=key) for key in range(4)]
+    terms[3][1][0] = -1.0
+    out = torch.ones(1000)
+    for bad in (float("nan"), float("inf"), -1.0):
+        terms[2][1][9] = bad
+        with pytest.raises(PayloadError, match="norm of a bucket") as refused:
+            quantize_decode_sum(terms, out, 4, 100)
+        assert refused.value.index == 2
+    terms[1] = terms[1][0][1:], terms[1][1]
+    with pytest.raises(PayloadError, match="got 499 bytes and 10 norms, expected 500 and 10 for") as refused:
+        quantize_decode_sum(terms, out, 4, 100)
+    assert refused.value.index == 1 and (out == 1).all()
 
 
 def test_awkward_values_at_every_simd_level():

@@ -1,4 +1,4 @@
-// quantize, quantize_packed, quantize_decode and quantize_decode_add.
+// quantize, quantize_packed, quantize_decode and quantize_decode_sum.
 #include "check.h"
 
 #include "cpu/ops.h"
@@ -18,12 +18,14 @@ static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t buck
   const simt::Buffer<int32_t> expected_codes(n);
   const simt::Buffer<uint8_t> expected(nbytes);
   const simt::Buffer<float> expected_norms(buckets), expected_values(n),
-      expected_sum(simt::data(simt::Kind::normal, n));
+      expected_sum(simt::data(simt::Kind::normal, n)), expected_three(n);
   cpu::quantize(x, n, bits, bucket, norm, 7, expected_codes, expected_norms, 1);
   cpu::quantize_packed(x, n, bits, bucket, norm, 7, expected, expected_norms, 1);
   int32_t refused = 0;
   cpu::quantize_decode(expected_codes, expected_norms, n, bits, bucket, expected_values, &refused, 1);
-  cpu::quantize_decode_add(expected, expected_norms, n, bits, bucket, 0.3f, expected_sum, &refused, 1);
+  const QuantizedTerm term{expected, expected_norms}, three[] = {term, term, term};
+  cpu::quantize_decode_sum(&term, 1, n, bits, bucket, 0.3f, true, expected_sum, &refused, 1);
+  cpu::quantize_decode_sum(three, 3, n, bits, bucket, 0.3f, false, expected_three, &refused, 1);
   simt::expect_equal(refused, 0, "failed on the CPU");
   simt::in_any_order(n, [&] {
     const simt::Buffer<float> norms(buckets);
@@ -36,11 +38,14 @@ static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t buck
     simt::call(cuda::quantize_packed, x, n, bits, bucket, norm, 7, packed, norms_too);
     simt::expect_equal(norms_too.get(), expected_norms.get(), buckets, "quantize_packed: norms, " + what);
     simt::expect_equal(packed.get(), expected.get(), nbytes, "quantize_packed, " + what);
-    const simt::Buffer<float> values(n), sum(simt::data(simt::Kind::normal, n), bits % 4);
+    const simt::Buffer<float> values(n), sum(simt::data(simt::Kind::normal, n), bits % 4), sum_of_three(n, bits % 3);
     cuda::quantize_decode(codes, norms, n, bits, bucket, values, failed, nullptr);
     simt::expect_equal(values.get(), expected_values.get(), n, "quantize_decode, " + what);
-    cuda::quantize_decode_add(packed, norms, n, bits, bucket, 0.3f, sum, failed, nullptr);
-    simt::expect_equal(sum.get(), expected_sum.get(), n, "quantize_decode_add, " + what);
+    const QuantizedTerm coded{packed, norms}, and_again[] = {coded, coded, coded};
+    cuda::quantize_decode_sum(&coded, 1, n, bits, bucket, 0.3f, true, sum, failed, nullptr);
+    simt::expect_equal(sum.get(), expected_sum.get(), n, "quantize_decode_sum onto other numbers, " + what);
+    cuda::quantize_decode_sum(and_again, 3, n, bits, bucket, 0.3f, false, sum_of_three, failed, nullptr);
+    simt::expect_equal(sum_of_three.get(), expected_three.get(), n, "quantize_decode_sum, " + what);
     simt::expect_equal(*failed.get(), 0, "failed, " + what);
     if (n == 0) return;
     codes[n / 2] = 1 << (bits - 1);
@@ -48,14 +53,29 @@ static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t buck
     simt::expect_equal(*failed.get(), 1, "quantize_decode of a level beyond the largest: failed");
     *failed.get() = 0;
     norms[buckets - 1] = n % 2 ? -1.0f : INFINITY;
-    cuda::quantize_decode_add(packed, norms, n, bits, bucket, 0.3f, sum, failed, nullptr);
-    simt::expect_equal(*failed.get(), 1, "quantize_decode_add of a norm there is not: failed");
+    cuda::quantize_decode_sum(and_again, 2, n, bits, bucket, 0.3f, false, sum, failed, nullptr);
+    simt::expect_equal(*failed.get(), 1, "quantize_decode_sum of a norm there is not: failed");
     for (int64_t i = (buckets - 1) * bucket; i < n; ++i)
-      simt::expect_equal(std::isnan(sum[i]), true, "quantize_decode_add of a norm there is not");
+      simt::expect_equal(std::isnan(sum[i]), true, "quantize_decode_sum of a norm there is not");
   });
 }
 
+// More terms than one launch takes, and none.
+static void test_many(int64_t count) {
+  const int64_t n = 100;
+  const simt::Buffer<float> x(simt::data(simt::Kind::normal, n)), norms(4), expected(n), got(n);
+  const simt::Buffer<uint8_t> packed(n / 2);
+  cpu::quantize_packed(x, n, 4, 32, 0, 7, packed, norms, 1);
+  const std::vector<QuantizedTerm> terms(size_t(count), {packed, norms});
+  int32_t failed = 0;
+  cpu::quantize_decode_sum(terms.data(), count, n, 4, 32, 0.1f, false, expected, &failed, 1);
+  cuda::quantize_decode_sum(terms.data(), count, n, 4, 32, 0.1f, false, got, &failed, nullptr);
+  simt::expect_equal(got.get(), expected.get(), n, "quantize_decode_sum of many terms");
+  simt::expect_equal(failed, 0, "quantize_decode_sum of many terms: failed");
+}
+
 int main() {
+  if (!simt::kRaces) test_many(0), test_many(500);
   for (int64_t n : simt::kSizes) {
     for (simt::Kind kind : simt::kKinds) {
       const simt::Buffer<float> x(simt::data(kind, n), n % 4);
