@@ -86,6 +86,7 @@ def cases(n: int, device: str) -> Iterator[Case]:
     yield from quantizing_cases(x)
     for bits in (8, 4):
         yield from block_float_cases(x, bits)
+    yield from natural_cases(x)
     yield from sampling_cases(x, max(1, n // 100))
     yield from low_rank_cases(device)
 
@@ -319,6 +320,38 @@ def block_float_cases(x: Tensor, bits: int) -> Iterator[Case]:
         lambda: ops.block_float_decode_sum([payload, payload], out, bits, block, 0.5),
         lambda: (codes * step).add_(codes * step).mul_(0.5), "torch ops, from bytes", valid,
         4 * n + 2 * payload.numel(), 1.5,
+    )  # fmt: skip
+
+
+def natural_cases(x: Tensor) -> Iterator[Case]:
+    """Powers of two, and the same bits by the operations of torch and other primitives."""
+    n, key, ranks = x.numel(), 12345, 4
+    packed, out, acc = ops.natural_encode(x, key)[0], torch.empty_like(x), torch.empty_like(x)
+
+    def encode_torch() -> tuple[Tensor, Tensor]:
+        bits = x.view(torch.int32)
+        mantissa = (bits & 0x7FFFFF).float().mul_(2.0**-23)
+        codes = (bits >> 23).add_(ops.unpack_bits(ops.bernoulli(mantissa, key), 1, n))
+        codes -= ((codes & 255) == 255).int()
+        return ops.pack_bits(codes, 9), ops.abs_max_tensor(x)
+
+    def decode_torch() -> Tensor:
+        acc.zero_()
+        for _ in range(ranks):
+            acc.add_((ops.unpack_bits(packed, 9, n) << 23).view(torch.float32), alpha=1 / ranks)
+        return acc
+
+    def decode_sum() -> Tensor:
+        ops.natural_decode_sum([packed] * ranks, out, 1 / ranks)
+        return out
+
+    yield Case(
+        "natural_encode", lambda: ops.natural_encode(x, key, packed), encode_torch, "torch ops",
+        lambda: torch.equal(ops.natural_encode(x, key)[0], encode_torch()[0]), 4 * n + packed.numel(), None, 3.0,
+    )  # fmt: skip
+    yield Case(
+        f"natural_decode_sum {ranks} ranks", decode_sum, decode_torch, "torch ops",
+        lambda: torch.equal(decode_sum(), decode_torch()), 4 * n + ranks * packed.numel(), None, 3.0,
     )  # fmt: skip
 
 

@@ -34,6 +34,8 @@
   KERNEL(quantize_packed)           \
   KERNEL(quantize_decode)           \
   KERNEL(quantize_decode_sum)       \
+  KERNEL(natural_encode)            \
+  KERNEL(natural_decode_sum)        \
   KERNEL(ternary_packed)            \
   KERNEL(ternary_decode_add)        \
   KERNEL(block_float_encode)        \

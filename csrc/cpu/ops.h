@@ -161,6 +161,16 @@ void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bi
 void quantize_decode_sum(const QuantizedTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket, float weight,
                          bool add, float* out, int32_t* failed, int threads);
 
+// --- natural
+// Natural compression: the sign and the exponent of each x, or with the probability of x's mantissa (draw i of the key) the
+// next exponent, as a bit stream of ceil(9 n / 8) bytes. Unless it is null, *most = max |x|, as by abs_max. One read of x.
+void natural_encode(const float* x, int64_t n, uint64_t key, uint8_t* packed, float* most, int threads);
+// out = the sum of weight * the powers of two of the payloads, in order, with a rounding after each; or out += each, if
+// `add`. The table is in host memory on every device. *failed: 1 + the index of the first payload with an exponent of
+// infinity, whose elements become infinite or NaN.
+void natural_decode_sum(const uint8_t* const* payloads, int64_t count, int64_t n, float weight, bool add, float* out,
+                        int32_t* failed, int threads);
+
 // --- ternary
 // Tables are in host memory on every device.
 // TernGrad: sign(x) with probability min(|x|, *clip) / *scale, else 0; draw i of the key decides for x[i]. A null clip

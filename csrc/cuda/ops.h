@@ -122,6 +122,12 @@ void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bi
 void quantize_decode_sum(const QuantizedTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket, float weight,
                          bool add, float* out, int32_t* failed, cudaStream_t stream);
 
+// --- natural
+// *failed is 1 on failure. A launch takes kNaturalBatch payloads.
+void natural_encode(const float* x, int64_t n, uint64_t key, uint8_t* packed, float* most, cudaStream_t stream);
+void natural_decode_sum(const uint8_t* const* payloads, int64_t count, int64_t n, float weight, bool add, float* out,
+                        int32_t* failed, cudaStream_t stream);
+
 // --- ternary
 // Tables are read before the call returns.
 int64_t ternary_packed(void* workspace, const TernarySource* table, int64_t count, cudaStream_t stream);

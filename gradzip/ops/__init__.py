@@ -66,6 +66,7 @@ from .low_rank import (
     low_rank_project_all,
     low_rank_subtract,
 )
+from .natural import natural_decode_sum, natural_encode, natural_nbytes
 from .one_bit import one_bit_decode_add, one_bit_decode_add_all, one_bit_packed, one_bit_packed_all
 from .orthogonalize import orthogonalize_
 from .pack_bits import pack_bits, packed_nbytes, unpack_bits
@@ -131,14 +132,14 @@ __all__ = [
     "index_code_capacity", "index_code_decode", "index_code_decode_add", "index_code_decode_add_all",
     "index_code_encode", "index_code_open", "index_code_write", "inspect_payloads", "is_capturing", "join_payloads",
     "known_non_finite", "low_rank_apply_average_all", "low_rank_expand", "low_rank_project", "low_rank_project_all",
-    "low_rank_subtract", "majority", "majority_all", "new_payload", "new_payloads", "num_buckets", "on_device",
-    "one_bit_decode_add", "one_bit_decode_add_all", "one_bit_packed", "one_bit_packed_all", "open_payload",
-    "orthogonalize_", "pack_bits", "pack_signs", "pack_signs_all", "packed_nbytes", "quantize", "quantize_decode_add",
-    "quantize_decode_sum", "quantize_packed", "random_indices", "seal_payloads", "select", "select_sampled",
-    "select_threshold", "signs_decode_add", "signs_decode_add_all", "split_all_payloads", "split_payloads",
-    "ternary_decode_add", "ternary_decode_add_all", "ternary_nbytes", "ternary_packed", "ternary_packed_all",
-    "topk_abs", "transform", "transform_decode", "transform_inverse", "transform_scratch_numel", "transform_select",
-    "unpack_bits",
+    "low_rank_subtract", "majority", "majority_all", "natural_decode_sum", "natural_encode", "natural_nbytes",
+    "new_payload", "new_payloads", "num_buckets", "on_device", "one_bit_decode_add", "one_bit_decode_add_all",
+    "one_bit_packed", "one_bit_packed_all", "open_payload", "orthogonalize_", "pack_bits", "pack_signs",
+    "pack_signs_all", "packed_nbytes", "quantize", "quantize_decode_add", "quantize_decode_sum", "quantize_packed",
+    "random_indices", "seal_payloads", "select", "select_sampled", "select_threshold", "signs_decode_add",
+    "signs_decode_add_all", "split_all_payloads", "split_payloads", "ternary_decode_add", "ternary_decode_add_all",
+    "ternary_nbytes", "ternary_packed", "ternary_packed_all", "topk_abs", "transform", "transform_decode",
+    "transform_inverse", "transform_scratch_numel", "transform_select", "unpack_bits",
 ]  # fmt: skip
 
 _arrays.take_arrays(globals(), __all__)

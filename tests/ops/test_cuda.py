@@ -670,6 +670,22 @@ def test_block_float(on_device, n, bits, block):
             on_device.same(decode, payload, residual)
 
 
+@pytest.mark.parametrize("n", [*SIZES, 40000])
+def test_natural(on_device, n):
+    def decode_sum(packed, start):
+        total, added = torch.empty_like(start), start.clone()
+        ops.natural_decode_sum([packed, packed, packed], total, 0.3)
+        ops.natural_decode_sum([packed, packed], added, 0.3, add=True)
+        return total, added
+
+    for key, x in enumerate(inputs(n)):
+        packed, _ = on_device.same(ops.natural_encode, x, key)
+        on_device.same(decode_sum, packed, torch.randn(n))
+        if n:
+            packed[-2:] = 255
+            assert not on_device(decode_sum, packed, x)[0][-1].isfinite()
+
+
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("k, chunk", [(61, 4096), (7, 96), (256, 256)])
 def test_chunk_topk(on_device, n, k, chunk):

@@ -16,6 +16,7 @@
 #include "cuda/elias.cu"
 #include "cuda/index_code.cu"
 #include "cuda/low_rank.cu"
+#include "cuda/natural.cu"
 #include "cuda/one_bit.cu"
 #include "cuda/orthogonalize.cu"
 #include "cuda/pack_bits.cu"

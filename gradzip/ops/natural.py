@@ -1,0 +1,76 @@
+"""Natural compression: stochastic rounding to powers of two, of which the sign and the exponent are sent.
+
+Horváth, Ho, Horváth, Sahu, Canini, Richtárik, Natural Compression for Distributed Deep Learning, 2019.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _native
+from .errors import PayloadError
+from .pack_bits import packed_nbytes
+
+_BITS = 9  # of a code: the sign and 8 bits of exponent of a float32
+
+
+def natural_nbytes(numel: int) -> int:
+    """Return the size of `numel` codes, 9 bits each."""
+    return packed_nbytes(numel, _BITS)
+
+
+def natural_encode(x: Tensor, key: int = 0, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return (packed, most): x rounded at random to powers of two, and max \\|x\\| as by `abs_max_tensor`.
+
+    x: n elements, any shape, float32. packed: uint8 of ceil(9 n / 8), in `out` if given: a little-endian bit stream,
+    per element the 8 bits of its exponent and the sign above them. most: float32 of 1 element. One pass over x.
+
+    If 2^a <= \\|x\\| <= 2^(a+1), the magnitude becomes 2^(a + b), b = Bernoulli(\\|x\\| / 2^a - 1), from draw i of the
+    key for element i. Magnitudes below 2^-126 become 0 or 2^-126, those above 2^127 become 2^127. Elements that are not
+    finite have any code. Deterministic. Does not wait for the device.
+
+    >>> packed, most = natural_encode(torch.tensor([1.0, -4.0]))
+    >>> packed.tolist(), most.item()  # 127; 129 and the sign, 256, nine bits further on
+    ([127, 2, 3], 4.0)
+    """
+    key = _native.check_key(key, "natural_encode")
+    x = _native.check(x, torch.float32, "natural_encode: x")
+    out = _native.output(out, natural_nbytes(x.numel()), torch.uint8, x.device, "natural_encode: out")
+    most = torch.empty(1, dtype=torch.float32, device=x.device)
+    _native.run("natural_encode", x, x.data_ptr(), x.numel(), key, out.data_ptr(), most.data_ptr())
+    return out, most
+
+
+def natural_decode_sum(payloads: Sequence[Tensor], out: Tensor, weight: float = 1.0, add: bool = False) -> None:
+    """Write weight * the sum of the powers of two of several ranks, added in order, to `out`, in one pass.
+
+    payloads: what `natural_encode` packed, uint8 of ceil(9 n / 8) each; out: n elements, float32; add: to `out`, rather
+    than overwrite it. Deterministic. Does not wait for the device.
+
+    Raises:
+        PayloadError: a length is wrong, or a code has the exponent of infinity, which no encoder writes, and `out` has
+            any content; `index` of the exception is that of the payload. On CUDA, the element of such a code becomes
+            infinite or NaN instead, so that all ranks skip the step.
+
+    >>> natural_decode_sum([natural_encode(torch.tensor([1.0, -4.0]))[0]] * 2, out := torch.empty(2), weight=0.25)
+    >>> out.tolist()
+    [0.5, -2.0]
+    """
+    what = "natural_decode_sum"
+    out = _native.in_place(out, torch.float32, f"{what}: out")
+    n = out.numel()
+    checked = []
+    for index, payload in enumerate(payloads):
+        checked.append(_native.check(payload, torch.uint8, f"{what}: payload", device=out.device))
+        if payload.numel() != natural_nbytes(n):
+            raise PayloadError(
+                f"{what}: got {payload.numel()} bytes, expected {natural_nbytes(n)} for {n} elements", index
+            )
+    table = array("Q", [payload.data_ptr() for payload in checked])
+    arguments = (table.buffer_info()[0], len(checked), n, weight, add, out.data_ptr())
+    if failed := _native.run_failed("natural_decode_sum", out, *arguments):
+        raise PayloadError("corrupt payload: got the exponent of infinity, expected powers of two", failed - 1)
