@@ -234,6 +234,29 @@ def quantizing_cases(x: Tensor) -> Iterator[Case]:
         f"quantize_decode_sum 4 bits, {ranks} ranks", lambda: decode_sum(out), loop, "quantize_decode_add for each",
         lambda: unbiased(decode_sum, step), 4 * n + ranks * n // 2, None, 1.0,
     )  # fmt: skip
+    shards = x[: n // ranks * ranks].view(ranks, -1)
+    sizes = 4 * ops.num_buckets(shards.shape[1], bucket), ops.packed_nbytes(shards.shape[1], 4)
+    payloads, keys = torch.empty((ranks, -(-sum(sizes) // 4) * 4), dtype=torch.uint8, device=x.device), range(ranks)
+    sections = [(row[: sizes[0]].view(torch.float32), row[sizes[0] : sum(sizes)]) for row in payloads.clone()]
+
+    def encode_each() -> None:
+        for row, row_key, (own_norms, levels) in zip(shards, keys, sections):
+            ops.quantize_packed(row, 4, bucket, "l2", row_key, out=levels, norms=own_norms)
+
+    def encode_all() -> tuple[Tensor, Tensor]:
+        return ops.quantize_packed_all(shards, 4, bucket, "l2", keys, payloads)
+
+    def rows_are_right() -> bool:
+        encode_each()
+        return all(
+            torch.equal(levels, got) and torch.equal(own_norms, got_norms)
+            for (own_norms, levels), got, got_norms in zip(sections, *encode_all())
+        )
+
+    yield Case(
+        f"quantize_packed_all 4 bits, {ranks} shards", encode_all, encode_each, "quantize_packed for each",
+        rows_are_right, 4 * n + n // 2, 4.0, None,
+    )  # fmt: skip
     stream, _ = ops.elias_quantize(x, 4, bucket, "l2", key)
     yield Case(
         "elias_quantize 4 bits", lambda: ops.elias_quantize(x, 4, bucket, "l2", key), qsgd, "torch ops, not coded",
@@ -278,6 +301,13 @@ def block_float_cases(x: Tensor, bits: int) -> Iterator[Case]:
     """Stochastic rounding with blocks of 256; with error feedback in place, as in a step."""
     n, block, key, top = x.numel(), 256, 12345, (1 << (bits - 1)) - 1
     payload = ops.block_float_encode(x, bits, block, key)
+    shards = x[: n // 4 * 4].view(4, -1)
+    all_keys = [key + i for i in range(4)]
+    payloads = ops.block_float_encode_all(shards, bits, block, all_keys)
+
+    def encode_each() -> list[Tensor]:
+        return [ops.block_float_encode(row, bits, block, k, out=p) for row, k, p in zip(shards, all_keys, payloads)]
+
     corrected, residual, out = x.clone(), torch.zeros_like(x), torch.empty_like(x)
     rows = x[: n // block * block].view(-1, block)
 
@@ -302,6 +332,13 @@ def block_float_cases(x: Tensor, bits: int) -> Iterator[Case]:
     yield Case(
         f"block_float_encode {bits} bits", lambda: ops.block_float_encode(x, bits, block, key, out=payload),
         encode_torch, "torch ops, rand_like", valid, 4 * n + payload.numel(), 1.5, 8.0,
+    )  # fmt: skip
+    yield Case(
+        f"block_float_encode_all {bits} bits, 4 shards",
+        lambda: ops.block_float_encode_all(shards, bits, block, all_keys, payloads), encode_each,
+        "block_float_encode for each",
+        lambda: torch.equal(ops.block_float_encode_all(shards, bits, block, all_keys), torch.stack(encode_each())),
+        4 * n + payloads.numel(), 1.5, None,
     )  # fmt: skip
     yield Case(
         f"block_float_encode {bits} bits, error",

@@ -130,11 +130,15 @@ GZ_SIMD_DISPATCH(void, values, (const int8_t* codes, int n, float offset, float 
 
 }  // namespace
 
-void block_float_encode(const float* x, const float* residual, int64_t n, int64_t blocks, int bits, int64_t block,
-                        bool stochastic, uint64_t key, float* error, uint8_t* payload, int threads) {
+void block_float_encode(const float* x, const float* residual, int64_t rows, int64_t n, int64_t blocks, int bits,
+                        int64_t block, const uint64_t* keys, float* error, uint8_t* payloads, int threads) {
   const int64_t together = std::max<int64_t>(1, kDrawn / block), record = block_float_nbytes(bits, block);
   const int64_t chunk = std::max<int64_t>(1, kChunk / (together * block)) * together;
-  parallel_chunks(blocks, chunk, threads, [&](int64_t, int64_t begin, int64_t end) {
+  const auto chunks = [&](int64_t) { return ceil_div(blocks, chunk); };
+  parallel_table(rows, threads, chunks, [&](int64_t row, int64_t task) {
+    const int64_t begin = task * chunk, end = std::min(blocks, begin + chunk);
+    const float* const own = x + row * n;
+    const float* const own_residual = residual ? residual + row * n : nullptr;
     uint32_t words[std::max(kLargestBlock, kDrawn) / 2];
     int8_t narrow[kLargestBlock];
     for (int64_t b = begin; b < end; ++b) {
@@ -142,27 +146,27 @@ void block_float_encode(const float* x, const float* residual, int64_t n, int64_
       const int count = int(std::clamp<int64_t>(n - first, 0, block));
       if ((b - begin) % together == 0 && count > 0) {
         const int64_t ahead = std::min(n, first + kAhead), stop = std::min(n, ahead + together * block);
-        fetch(x, ahead, stop);
-        if (residual) fetch(residual, ahead, stop);
-        if (stochastic) philox_words(key, uint64_t(first) / 2, int(std::min(together, end - b) * block / 2), words);
+        fetch(own, ahead, stop);
+        if (residual) fetch(own_residual, ahead, stop);
+        if (keys) philox_words(keys[row], uint64_t(first) / 2, int(std::min(together, end - b) * block / 2), words);
       }
-      const float* from = x + first;
-      float* left = error ? error + first : nullptr;
+      const float* from = own + first;
+      float* left = error ? error + row * n + first : nullptr;
       uint32_t most;
       if (residual) {
-        most = largest_sum(from, residual + first, count, left);
+        most = largest_sum(from, own_residual + first, count, left);
         from = left;
       } else {
         most = largest(from, count);
       }
-      const BlockScale scale = block_scale(most, bits, stochastic);
-      uint8_t* to = payload + b * record;
+      const BlockScale scale = block_scale(most, bits, keys != nullptr);
+      uint8_t* to = payloads + (row * blocks + b) * record;
       std::memcpy(to, &scale.step, 4);
       to += 4;
       int8_t* into = bits == 8 ? reinterpret_cast<int8_t*>(to) : narrow;
       const auto* draws = reinterpret_cast<const uint16_t*>(words) + (b - begin) % together * block;
       if (scale.finite)
-        codes(from, count, bits, scale, stochastic ? draws : nullptr, left, into);
+        codes(from, count, bits, scale, keys ? draws : nullptr, left, into);
       else if (error)
         std::fill_n(left, count, scale.step);
       const int filled = scale.finite ? count : 0;

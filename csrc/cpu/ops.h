@@ -149,9 +149,11 @@ void bucket_norms(const float* x, int64_t n, int64_t bucket, int norm, float* no
 // x[i]). 2 <= bits <= 16. NaN counts as 0 and infinity as the largest float. One read of x if bucket <= kChunk.
 void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, int32_t* codes, float* norms,
               int threads);
-// The same levels in sign-magnitude form (the sign is the top bit) as a bit stream of ceil(n * bits / 8) bytes.
-void quantize_packed(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* packed,
-                     float* norms, int threads);
+// The same levels in sign-magnitude form (the sign is the top bit) as a bit stream of ceil(n * bits / 8) bytes, for each of
+// several rows of n elements, of which `keys` lists the keys, in host memory on every device. The results of the next row
+// are `stride` bytes further on, a multiple of 4, in both arrays.
+void quantize_packed(const float* x, int64_t rows, int64_t n, int bits, int64_t bucket, int norm, const uint64_t* keys,
+                     int64_t stride, uint8_t* packed, float* norms, int threads);
 // x[i] = level / s * norm. *failed: a level is beyond s. x is written nevertheless.
 void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,
                      int32_t* failed, int threads);
@@ -185,12 +187,13 @@ void ternary_decode_add(const WeightedSum* table, int64_t count, const TernaryTe
 
 // --- block_float
 // Block-scaled integers of 2, 4 or 8 bits (common/block_float.h), one read of x. block is a multiple of 32, 4096 at most.
-// payload: the records of `blocks` blocks, of which the first hold the n elements and the others nothing. Encodes
-// x + residual if residual is not null, and writes what the payload lacks of it to `error`, which may be x; it may be
-// null if residual is. Draw i of the key rounds element i if `stochastic`, with 4 or 8 bits. A block with an element that is not finite
-// gets a step and an `error` of NaN.
-void block_float_encode(const float* x, const float* residual, int64_t n, int64_t blocks, int bits, int64_t block,
-                        bool stochastic, uint64_t key, float* error, uint8_t* payload, int threads);
+// For each of several rows of n elements, consecutive in all arrays, a payload: the records of `blocks` blocks, of which
+// the first hold the n elements and the others nothing. Encodes x + residual if residual is not null, and writes what the
+// payload lacks of it to `error`, which may be x; it may be null if residual is. keys: of the rows, in host memory on
+// every device, with 4 or 8 bits; draw i of a row's key rounds its element i. Null rounds to nearest. A block with an
+// element that is not finite gets a step and an `error` of NaN.
+void block_float_encode(const float* x, const float* residual, int64_t rows, int64_t n, int64_t blocks, int bits,
+                        int64_t block, const uint64_t* keys, float* error, uint8_t* payloads, int threads);
 // out = start + weight * the sum of the `each` payloads of each shard, in order. Shards are blocks * block consecutive
 // elements of the n in `out`, the last ones maybe fewer. `payloads` lists all those of shard 0, then those of shard 1,
 // and is in host memory on every device. start: null for zeros; may be out. Any bytes are payloads.

@@ -168,11 +168,15 @@ void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uin
              [&](int64_t begin, int64_t end) { quantize_levels(quantizer, begin, end, codes + begin); });
 }
 
-void quantize_packed(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* packed,
-                     float* norms, int threads) {
-  const Quantizer quantizer{x, n, norms, bucket, bits, key};
-  with_norms(x, n, bucket, Norm(norm), norms, threads,
-             [&](int64_t begin, int64_t end) { packed_levels(quantizer, begin, end, packed); });
+void quantize_packed(const float* x, int64_t rows, int64_t n, int bits, int64_t bucket, int norm, const uint64_t* keys,
+                     int64_t stride, uint8_t* packed, float* norms, int threads) {
+  const auto size = [n](int64_t) { return n; };
+  parallel_pieces(rows, threads, size, [&](int64_t row, int threads_of_row) {
+    float* own_norms = norms + row * stride / 4;
+    const Quantizer quantizer{x + row * n, n, own_norms, bucket, bits, keys[row]};
+    with_norms(quantizer.x, n, bucket, Norm(norm), own_norms, threads_of_row,
+               [&](int64_t begin, int64_t end) { packed_levels(quantizer, begin, end, packed + row * stride); });
+  });
 }
 
 void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,

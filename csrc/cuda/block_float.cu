@@ -1,16 +1,21 @@
 #include "cuda/block_float.cuh"
 
 #include "cuda/block/launch.h"
+#include "cuda/block/rows.h"
 #include "cuda/ops.h"
 
 namespace gradzip::cuda {
 
-void block_float_encode(const float* x, const float* residual, int64_t n, int64_t blocks, int bits, int64_t block,
-                        bool stochastic, uint64_t key, float* error, uint8_t* payload, cudaStream_t stream) {
+void block_float_encode(const float* x, const float* residual, int64_t rows, int64_t n, int64_t blocks, int bits,
+                        int64_t block, const uint64_t* keys, float* error, uint8_t* payloads, cudaStream_t stream) {
   const auto encode =
       block <= kEight * kLanes ? kernel<block_float_encode_kernel<true>> : kernel<block_float_encode_kernel<false>>;
-  launch(stream, grid_of(grid_for(ceil_div(blocks, kBlock / kLanes))), kBlock, encode, x, residual, n, blocks, bits,
-         block, stochastic, key, error, reinterpret_cast<uint32_t*>(payload));
+  for_rows(rows, keys, [&](int64_t row, unsigned count, const Keys& batch) {
+    launch(stream, grid_of(grid_for(ceil_div(blocks, kBlock / kLanes)), count), kBlock, encode, x + row * n,
+           residual ? residual + row * n : nullptr, n, blocks, bits, block, keys != nullptr, batch,
+           error ? error + row * n : nullptr,
+           reinterpret_cast<uint32_t*>(payloads + row * blocks * block_float_nbytes(bits, block)));
+  });
 }
 
 void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_t blocks, int64_t n,

@@ -5,6 +5,7 @@
 #include "common/block_float.h"
 #include "common/philox.h"
 #include "cuda/block/quads.cuh"
+#include "cuda/block/rows.cuh"
 
 namespace gradzip::cuda {
 
@@ -30,12 +31,18 @@ GZ_DEVICE void store_eight(float* out, int64_t first, int64_t n, const float* va
 }
 
 // A warp encodes a block. kOnce: a block is at most 256 elements, so that each lane keeps its own between the search of
-// the largest magnitude and the rounding. error may be x: a thread reads what it writes before it does.
+// the largest magnitude and the rounding. A row for each blockIdx.y. error may be x: a thread reads what it writes before
+// it does.
 template <bool kOnce>
 __global__ void __launch_bounds__(kBlock)
     block_float_encode_kernel(const float* x, const float* residual, int64_t n, int64_t blocks, int bits, int block,
-                              bool stochastic, uint64_t key, float* error, uint32_t* payload) {
-  const int64_t record = block_float_nbytes(bits, block) / 4;
+                              bool stochastic, Keys keys, float* error, uint32_t* payloads) {
+  const int64_t record = block_float_nbytes(bits, block) / 4, row = blockIdx.y;
+  const uint64_t key = keys.of[row];
+  x += row * n;
+  if (residual) residual += row * n;
+  if (error) error += row * n;
+  uint32_t* payload = payloads + row * blocks * record;
   for (int64_t b = int64_t(blockIdx.x) * warps() + warp(); b < blocks; b += int64_t(gridDim.x) * warps()) {
     const int64_t first = b * block;
     float value[kEight];

@@ -114,8 +114,9 @@ int64_t bucket_norms(void* workspace, const float* x, int64_t n, int64_t bucket,
 // --- quantize
 int64_t quantize(void* workspace, const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key,
                  int32_t* codes, float* norms, cudaStream_t stream);
-int64_t quantize_packed(void* workspace, const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key,
-                        uint8_t* packed, float* norms, cudaStream_t stream);
+// A launch takes kKeysBatch rows. Norms of buckets that are longer than a tile take launches of their own.
+int64_t quantize_packed(void* workspace, const float* x, int64_t rows, int64_t n, int bits, int64_t bucket, int norm,
+                        const uint64_t* keys, int64_t stride, uint8_t* packed, float* norms, cudaStream_t stream);
 void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,
                      int32_t* failed, cudaStream_t stream);
 // *failed is 1 on failure, and the elements of the invalid buckets become NaN. A launch takes kTermsBatch terms.
@@ -143,8 +144,9 @@ void chunk_topk_values(const uint8_t* records, int64_t n, int64_t chunk, int64_t
                        cudaStream_t stream);
 
 // --- block_float
-void block_float_encode(const float* x, const float* residual, int64_t n, int64_t blocks, int bits, int64_t block,
-                        bool stochastic, uint64_t key, float* error, uint8_t* payload, cudaStream_t stream);
+// A launch takes kKeysBatch rows.
+void block_float_encode(const float* x, const float* residual, int64_t rows, int64_t n, int64_t blocks, int bits,
+                        int64_t block, const uint64_t* keys, float* error, uint8_t* payloads, cudaStream_t stream);
 void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_t blocks, int64_t n,
                         int bits, int64_t block, float weight, const float* start, float* out, cudaStream_t stream);
 

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "cuda/block/launch.h"
+#include "cuda/block/rows.h"
 #include "cuda/ops.h"
 
 namespace gradzip::cuda {
@@ -16,34 +17,36 @@ int tile_of_buckets(int64_t bucket) {
   return int(kMostTile / together * together);
 }
 
-// Computes the norms of each tile with it if the tile can be whole buckets, all norms first otherwise.
-template <class T>
-int64_t quantize_with(void* workspace, Kernel<Quantizer, int, T*> with_norms, Kernel<Quantizer, int, T*> alone,
-                      const Quantizer& q, T* out, cudaStream_t stream) {
-  const int tile = tile_of_buckets(q.bucket);
-  if (tile > 0) {
-    launch(stream, grid_of(grid_for(ceil_div(q.n, tile))), kBlock, with_norms, q, tile, out);
-    return 0;
-  }
-  const int64_t nbytes = bucket_norms(workspace, q.x, q.n, q.bucket, int(q.norm), q.norms, stream);
-  if (!workspace) return nbytes;
-  launch(stream, grid_of(grid_for(ceil_div(q.n, kMostTile))), kBlock, alone, q, kMostTile, out);
-  return 0;
-}
-
 }  // namespace
 
+// The norms of a tile are computed with it if tiles can be whole buckets, all norms first otherwise.
 int64_t quantize(void* workspace, const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key,
                  int32_t* codes, float* norms, cudaStream_t stream) {
   const Quantizer q{x, n, bucket, bits, Norm(norm), key, norms};
-  return quantize_with(workspace, kernel<quantize_kernel<true>>, kernel<quantize_kernel<false>>, q, codes, stream);
+  const int whole = tile_of_buckets(bucket), tile = whole ? whole : kMostTile;
+  if (!whole) {
+    const int64_t nbytes = bucket_norms(workspace, x, n, bucket, norm, norms, stream);
+    if (!workspace) return nbytes;
+  }
+  launch(stream, grid_of(grid_for(ceil_div(n, tile))), kBlock,
+         whole ? kernel<quantize_kernel<true>> : kernel<quantize_kernel<false>>, q, tile, codes);
+  return 0;
 }
 
-int64_t quantize_packed(void* workspace, const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key,
-                        uint8_t* packed, float* norms, cudaStream_t stream) {
-  const Quantizer q{x, n, bucket, bits, Norm(norm), key, norms};
-  return quantize_with(workspace, kernel<quantize_packed_kernel<true>>, kernel<quantize_packed_kernel<false>>, q,
-                       packed, stream);
+int64_t quantize_packed(void* workspace, const float* x, int64_t rows, int64_t n, int bits, int64_t bucket, int norm,
+                        const uint64_t* keys, int64_t stride, uint8_t* packed, float* norms, cudaStream_t stream) {
+  const int whole = tile_of_buckets(bucket), tile = whole ? whole : kMostTile;
+  for (int64_t row = 0; !whole && row < rows; ++row) {
+    const int64_t nbytes = bucket_norms(workspace, x + row * n, n, bucket, norm, norms + row * stride / 4, stream);
+    if (!workspace) return nbytes;
+  }
+  for_rows(rows, keys, [&](int64_t row, unsigned count, const Keys& batch) {
+    const Quantizer q{x + row * n, n, bucket, bits, Norm(norm), 0, norms + row * stride / 4};
+    launch(stream, grid_of(grid_for(ceil_div(n, tile)), count), kBlock,
+           whole ? kernel<quantize_packed_kernel<true>> : kernel<quantize_packed_kernel<false>>, q, batch, stride, tile,
+           packed + row * stride);
+  });
+  return 0;
 }
 
 void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,

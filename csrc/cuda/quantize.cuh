@@ -3,6 +3,7 @@
 
 #include "cuda/block/bit_stream.cuh"
 #include "cuda/block/quantize_tile.cuh"
+#include "cuda/block/rows.cuh"
 
 namespace gradzip::cuda {
 
@@ -21,9 +22,14 @@ __global__ void __launch_bounds__(kBlock, 4) quantize_kernel(Quantizer q, int ti
   }
 }
 
-// Codes go to shared memory four (bits <= 8) or two to a word, and from there to the stream.
+// Codes go to shared memory four (bits <= 8) or two to a word, and from there to the stream. `q` has the first row.
 template <bool kNorms>
-__global__ void __launch_bounds__(kBlock, 4) quantize_packed_kernel(Quantizer q, int tile_size, uint8_t* packed) {
+__global__ void __launch_bounds__(kBlock, 4)
+    quantize_packed_kernel(Quantizer q, Keys keys, int64_t stride, int tile_size, uint8_t* packed) {
+  q.x += blockIdx.y * q.n;
+  q.key = keys.of[blockIdx.y];
+  q.norms += blockIdx.y * stride / 4;
+  packed += blockIdx.y * stride;
   alignas(16) __shared__ float tile[kMostTile];
   uint32_t* words = reinterpret_cast<uint32_t*>(tile);
   const int bits = q.bits, together = bits <= 8 ? 4 : 2;

@@ -24,8 +24,8 @@ class FixedCodec(ABC):
         """Bytes of the payload of `numel` elements: a multiple of 4."""
 
     @abstractmethod
-    def encode(self, grad: Tensor, key: Key, out: Tensor) -> None:
-        """Encode a gradient (float32, flat) to `out`."""
+    def encode_all(self, shards: Tensor, keys: list[Key], payloads: Tensor) -> None:
+        """Encode the rows of `shards` (float32), each with its key, to those of `payloads` (uint8)."""
 
     @abstractmethod
     def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
@@ -46,8 +46,9 @@ class _BlockFloat(FixedCodec):
     def nbytes(self, numel: int) -> int:
         return ops.block_float_nbytes(-(-numel // self._block), self._bits, self._block)
 
-    def encode(self, grad: Tensor, key: Key, out: Tensor) -> None:
-        ops.block_float_encode(grad, self._bits, self._block, key.bits if self._stochastic else None, out=out)
+    def encode_all(self, shards: Tensor, keys: list[Key], payloads: Tensor) -> None:
+        bits = [key.bits for key in keys] if self._stochastic else None
+        ops.block_float_encode_all(shards, self._bits, self._block, bits, payloads)
 
     def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
         ops.block_float_decode_sum(payloads, out, self._bits, self._block, weight)
@@ -63,11 +64,12 @@ class _QSGD(FixedCodec):
     def nbytes(self, numel: int) -> int:
         return -(-self._ends(numel)[1] // 4) * 4
 
-    def encode(self, grad: Tensor, key: Key, out: Tensor) -> None:
-        norms, levels = self._sections(out, grad.numel())
-        out[norms.nbytes + levels.nbytes :].zero_()
-        ops.quantize_packed(grad, self._bits, self._bucket, self._norm, key.bits, out=levels, norms=norms)
-        norms.add_(ops.abs_max_tensor(grad) * 0.0)  # NaN if an element is not finite, which levels do not show
+    def encode_all(self, shards: Tensor, keys: list[Key], payloads: Tensor) -> None:
+        bits = [key.bits for key in keys]
+        _, norms = ops.quantize_packed_all(shards, self._bits, self._bucket, self._norm, bits, payloads)
+        payloads[:, self._ends(shards.shape[1])[1] :].zero_()
+        largest = torch.cat(ops.abs_max_all(list(shards)))
+        norms.add_(largest[:, None] * 0.0)  # NaN if an element is not finite, which levels do not show
 
     def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
         terms = [(levels, norms) for norms, levels in (self._sections(payload, out.numel()) for payload in payloads)]

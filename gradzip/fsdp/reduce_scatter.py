@@ -97,9 +97,9 @@ class ReduceScatter:
             shards = input_tensor.view(engine.size, -1).float()
             nbytes = self._codec.nbytes(shards.shape[1])
             payloads = torch.empty((engine.size, nbytes), dtype=torch.uint8, device=shards.device)
-            for i, (shard, payload) in enumerate(zip(shards, payloads)):
-                key = Key(self._codec.seed, self._calls, f"reduce_scatter[{i}]", engine.rank)
-                self._codec.encode(shard, key, payload)
+            names = (f"reduce_scatter[{i}]" for i in range(engine.size))
+            keys = [Key(self._codec.seed, self._calls, name, engine.rank) for name in names]
+            self._codec.encode_all(shards, keys, payloads)
             self._calls += 1
             sent = AllToAll(payloads.view(-1), (nbytes,) * engine.size, same_length=True)
             received = engine.run(sent, "reduce_scatter")

@@ -32,6 +32,7 @@ from .block_float import (
     block_float_decode,
     block_float_decode_sum,
     block_float_encode,
+    block_float_encode_all,
     block_float_max_step,
     block_float_nbytes,
     check_block_float,
@@ -94,6 +95,7 @@ from .quantize import (
     quantize_decode_add,
     quantize_decode_sum,
     quantize_packed,
+    quantize_packed_all,
 )
 from .random_indices import random_indices
 from .range_float import RangeFloat, check_format
@@ -125,10 +127,10 @@ __all__ = [
     "abs_max_tensor", "all_finite", "atom_probabilities", "attach_inspections", "bernoulli", "bitmap",
     "bitmap_code_capacity", "bitmap_code_decode", "bitmap_code_decode_all", "bitmap_code_encode", "bitmap_code_write",
     "bitmap_count", "bitmap_indices", "bitmap_nbytes", "block_float_decode", "block_float_decode_sum",
-    "block_float_encode", "block_float_max_step", "block_float_nbytes", "bucket_norms", "check_block_float",
-    "check_chunk", "check_format", "check_quantizer", "chunk_topk", "chunk_topk_count", "chunk_topk_max_level",
-    "chunk_topk_nbytes", "chunk_topk_values", "compact", "compact_values", "dequantize", "elias_capacity",
-    "elias_decode", "elias_decode_add", "elias_encode", "elias_quantize", "expand", "finite_if_all",
+    "block_float_encode", "block_float_encode_all", "block_float_max_step", "block_float_nbytes", "bucket_norms",
+    "check_block_float", "check_chunk", "check_format", "check_quantizer", "chunk_topk", "chunk_topk_count",
+    "chunk_topk_max_level", "chunk_topk_nbytes", "chunk_topk_values", "compact", "compact_values", "dequantize",
+    "elias_capacity", "elias_decode", "elias_decode_add", "elias_encode", "elias_quantize", "expand", "finite_if_all",
     "index_code_capacity", "index_code_decode", "index_code_decode_add", "index_code_decode_add_all",
     "index_code_encode", "index_code_open", "index_code_write", "inspect_payloads", "is_capturing", "join_payloads",
     "known_non_finite", "low_rank_apply_average_all", "low_rank_expand", "low_rank_project", "low_rank_project_all",
@@ -136,10 +138,10 @@ __all__ = [
     "new_payload", "new_payloads", "num_buckets", "on_device", "one_bit_decode_add", "one_bit_decode_add_all",
     "one_bit_packed", "one_bit_packed_all", "open_payload", "orthogonalize_", "pack_bits", "pack_signs",
     "pack_signs_all", "packed_nbytes", "quantize", "quantize_decode_add", "quantize_decode_sum", "quantize_packed",
-    "random_indices", "seal_payloads", "select", "select_sampled", "select_threshold", "signs_decode_add",
-    "signs_decode_add_all", "split_all_payloads", "split_payloads", "ternary_decode_add", "ternary_decode_add_all",
-    "ternary_nbytes", "ternary_packed", "ternary_packed_all", "topk_abs", "transform", "transform_decode",
-    "transform_inverse", "transform_scratch_numel", "transform_select", "unpack_bits",
+    "quantize_packed_all", "random_indices", "seal_payloads", "select", "select_sampled", "select_threshold",
+    "signs_decode_add", "signs_decode_add_all", "split_all_payloads", "split_payloads", "ternary_decode_add",
+    "ternary_decode_add_all", "ternary_nbytes", "ternary_packed", "ternary_packed_all", "topk_abs", "transform",
+    "transform_decode", "transform_inverse", "transform_scratch_numel", "transform_select", "unpack_bits",
 ]  # fmt: skip
 
 _arrays.take_arrays(globals(), __all__)

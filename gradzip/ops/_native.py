@@ -5,6 +5,8 @@ A kernel has the same name and parameters on both devices (csrc/cpu/ops.h); `run
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from ctypes import addressof, c_char, c_float, c_int32, c_int64
 from types import ModuleType
 from typing import Any
@@ -125,6 +127,26 @@ def check_key(key: int, what: str) -> int:
     if not (isinstance(key, int) and 0 <= key < 1 << 64):
         raise ValueError(f"{what}: got key = {key!r}, expected an integer from 0 to 2**64 - 1")
     return key
+
+
+def row_keys(x: Any, keys: Sequence[int] | None, what: str) -> array[int] | None:
+    """Return the table of the keys of the rows of x, None without keys.
+
+    Raises ValueError unless x is a matrix with as many rows as keys.
+    """
+    if not isinstance(x, Tensor) or x.dim() != 2:
+        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{what}: got {got}, expected a tensor of shape (rows, n)")
+    if keys is None:
+        return None
+    if len(keys) != x.shape[0]:
+        raise ValueError(f"{what}: got {len(keys)} keys, expected one for each of {x.shape[0]} rows")
+    return array("Q", [check_key(key, what) for key in keys])
+
+
+def table_address(table: array[int] | None) -> int:
+    """Return the address of a table that a kernel reads, 0 for None. The caller keeps the table."""
+    return 0 if table is None else table.buffer_info()[0]
 
 
 def address_of(table: bytearray) -> int:

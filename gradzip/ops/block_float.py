@@ -65,7 +65,7 @@ def block_float_encode(
     check_block_float(bits, block, what)
     if bits == 2 and key is not None:
         raise ValueError(f"{what}: got a key with bits = 2, whose codes are rounded to nearest, expected None")
-    key_bits = 0 if key is None else _native.check_key(key, what)
+    keys = None if key is None else array("Q", [_native.check_key(key, what)])
     x = _native.check(x, torch.float32, f"{what}: x")
     n = x.numel()
     least = -(-n // block)
@@ -80,8 +80,38 @@ def block_float_encode(
         error = _native.in_place(error, torch.float32, f"{what}: error", n, x.device)
     out = _native.output(out, block_float_nbytes(blocks, bits, block), torch.uint8, x.device, f"{what}: out")
     _native.run(
-        "block_float_encode", x, x.data_ptr(), _address(residual), n, blocks, bits, block, key is not None, key_bits,
-        _address(error), out.data_ptr(),
+        "block_float_encode", x, x.data_ptr(), _address(residual), 1, n, blocks, bits, block,
+        _native.table_address(keys), _address(error), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def block_float_encode_all(
+    x: Tensor, bits: int, block: int = 256, keys: Sequence[int] | None = None, out: Tensor | None = None
+) -> Tensor:
+    """`block_float_encode` for each row of a matrix, in one call.
+
+    x: (rows, n), float32; keys: of each row, with 4 or 8 bits; None rounds to nearest. Returns the payload of each row,
+    (rows, block_float_nbytes(ceil(n / block), bits, block)), uint8, in `out` if given. Deterministic. Does not wait for
+    the device.
+
+    >>> payloads = block_float_encode_all(torch.tensor([[7.0, -3.0], [14.0, 0.0]]), bits=4, block=32)
+    >>> payloads.shape, [hex(payload[4]) for payload in payloads]
+    (torch.Size([2, 20]), ['0xd7', '0x7'])
+    """
+    what = "block_float_encode_all"
+    check_block_float(bits, block, what)
+    if bits == 2 and keys is not None:
+        raise ValueError(f"{what}: got keys with bits = 2, whose codes are rounded to nearest, expected None")
+    table = _native.row_keys(x, keys, what)
+    x = _native.check(x, torch.float32, f"{what}: x")
+    rows, n = x.shape
+    blocks = -(-n // block)
+    nbytes = block_float_nbytes(blocks, bits, block)
+    out = _native.output(out, rows * nbytes, torch.uint8, x.device, f"{what}: out").view(rows, nbytes)
+    _native.run(
+        "block_float_encode", x, x.data_ptr(), 0, rows, n, blocks, bits, block, _native.table_address(table), 0,
+        out.data_ptr(),
     )  # fmt: skip
     return out
 

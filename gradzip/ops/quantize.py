@@ -102,10 +102,60 @@ def quantize_packed(
     >>> [hex(byte) for byte in packed.tolist()]
     ['0x7', '0xf']
     """
-    x, norms, arguments = quantizer_arguments(x, bits, bucket, norm, key, norms, "quantize_packed")
-    out = _native.output(out, packed_nbytes(x.numel(), bits), torch.uint8, x.device, "quantize_packed: out")
-    _native.run("quantize_packed", x, *arguments, out.data_ptr(), norms.data_ptr())
+    x, norms, (address, n, *arguments, key) = quantizer_arguments(x, bits, bucket, norm, key, norms, "quantize_packed")
+    out = _native.output(out, packed_nbytes(n, bits), torch.uint8, x.device, "quantize_packed: out")
+    keys = array("Q", [key])
+    _native.run(
+        "quantize_packed",
+        x,
+        address,
+        1,
+        n,
+        *arguments,
+        _native.table_address(keys),
+        0,
+        out.data_ptr(),
+        norms.data_ptr(),
+    )
     return out, norms
+
+
+def quantize_packed_all(
+    x: Tensor, bits: int, bucket: int, norm: str, keys: Sequence[int], payloads: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`quantize_packed` for each row of a matrix, in one call, into payloads that hold both results.
+
+    x: (rows, n), float32; keys: of each row; payloads: (rows, size), uint8, in place. A payload has its norms first,
+    then the packed levels: its size is a multiple of 4, and at least that of both. What follows them is unchanged.
+    Returns (packed, norms), views of the payloads: (rows, ceil(n * bits / 8)), uint8, and (rows, ceil(n / bucket)),
+    float32. Deterministic. Does not wait for the device.
+
+    >>> payloads = torch.empty(2, 8, dtype=torch.uint8)
+    >>> packed, norms = quantize_packed_all(torch.tensor([[3.0, 0.0], [0.0, -4.0]]), 4, 512, "max", [1, 2], payloads)
+    >>> packed.tolist(), norms.tolist()
+    ([[7], [240]], [[3.0], [4.0]])
+    """
+    what = "quantize_packed_all"
+    check_quantizer(bits, bucket, norm, 0, what)
+    table = _native.row_keys(x, keys, what)
+    x = _native.check(x, torch.float32, f"{what}: x")
+    rows, n = x.shape
+    norms_end = 4 * num_buckets(n, bucket)
+    end = norms_end + packed_nbytes(n, bits)
+    size = payloads.shape[-1]
+    if payloads.shape != (rows, size) or size % 4 or size < end:
+        raise ValueError(
+            f"{what}: got payloads of shape {tuple(payloads.shape)}, expected {rows} of a multiple of 4 bytes, at "
+            f"least {end}, for rows of {n} elements of {bits} bits in buckets of {bucket}"
+        )
+    _native.in_place(payloads, torch.uint8, f"{what}: payloads", device=x.device)
+    address = payloads.data_ptr()
+    _native.run(
+        "quantize_packed", x, x.data_ptr(), rows, n, bits, min(bucket, max(1, n)), NORMS[norm],
+        _native.table_address(table), size, address + norms_end, address,
+    )  # fmt: skip
+    words = payloads.view(-1).view(torch.float32).view(rows, size // 4)
+    return payloads[:, norms_end:end], words[:, : norms_end // 4]
 
 
 def quantize_decode_add(

@@ -12,6 +12,7 @@ from gradzip.ops import (
     block_float_decode,
     block_float_decode_sum,
     block_float_encode,
+    block_float_encode_all,
     block_float_max_step,
     block_float_nbytes,
 )
@@ -205,6 +206,23 @@ def test_awkward_sizes_are_the_same_at_every_simd_level(bits, block):
         assert np.array_equal(total.numpy(), expected + values[1])
 
 
+@pytest.mark.parametrize("bits, block", [*FORMATS, (2, 256)])
+def test_rows(bits, block):
+    """The bits of a loop of block_float_encode."""
+    for rows, n in ((0, 9), (1, 1000), (3, 0), (3, 33), (4, 5001), (300, 5)):
+        x = sliced(arrays(rows * n)["heavy-tailed"].reshape(rows, n))
+        out = Guarded(rows * block_float_nbytes(-(-n // block), bits, block), torch.uint8)
+        for keys in (None, [KEY ^ row << 40 for row in range(rows)])[: 1 if bits == 2 else 2]:
+
+            def run(x=x, keys=keys, out=out):
+                return block_float_encode_all(x, bits, block, keys, out.out).clone()
+
+            payloads = same_everywhere(run)
+            assert out.intact() and torch.equal(payloads, block_float_encode_all(x, bits, block, keys))
+            for row, payload in enumerate(payloads):
+                assert torch.equal(payload, block_float_encode(x[row], bits, block, keys and keys[row]))
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_sum_of_partitions_equals_decoded_partitions(bits):
     blocks = 2
@@ -324,6 +342,14 @@ def test_errors():
     ]:
         with pytest.raises(ValueError, match=message):
             block_float_encode(x, 8, 32, **options)
+    for arguments, message in [
+        ((x, 8), r"got shape \(100,\), expected a tensor of shape \(rows, n\)"),
+        ((x.view(4, 25), 8, 32, [1]), "got 1 keys, expected one for each of 4 rows"),
+        ((x.view(2, 50), 2, 32, [1, 2]), "got keys with bits = 2"),
+        ((x.view(2, 50), 8, 32, None, torch.empty(3, dtype=torch.uint8)), "out: got 3 elements, expected 144"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            block_float_encode_all(*arguments)
     payload = block_float_encode(x, 8, 32)
     for payloads in ([payload[:-1]], [payload, payload[:36]], [payload[:108]], []):
         with pytest.raises(PayloadError, match="expected equally long ones of blocks of 36 bytes, for 100 elements"):

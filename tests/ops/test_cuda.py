@@ -570,6 +570,14 @@ def test_quantization(on_device, n, bits, bucket, norm):
                 non_finite[-1] = math.inf
                 assert on_device(add, body, non_finite, start)[-1].isnan()
 
+        def encode_rows(x):
+            buckets, nbytes = ops.num_buckets(n, bucket), ops.packed_nbytes(n, bits)
+            payloads = torch.zeros(3, (4 * buckets + nbytes + 3) // 4 * 4, dtype=torch.uint8, device=x.device)
+            ops.quantize_packed_all(torch.stack([x, -x, 3 * x]), bits, bucket, norm, [7, 1 << 63, 9], payloads)
+            return payloads
+
+        on_device.same(encode_rows, x)
+
         def decode_sum(packed, norms, other):
             total = torch.full((n,), 7.0, device=packed.device)
             ops.quantize_decode_sum([(packed, norms), (packed, other)], total, bits, bucket, 0.3)
@@ -668,6 +676,9 @@ def test_block_float(on_device, n, bits, block):
 
             payload, _ = on_device.same(encode, x, residual)
             on_device.same(decode, payload, residual)
+            keys = None if key is None else [key, 1 << 63, 9]
+            rows = torch.stack([x, residual, x - residual])
+            on_device.same(lambda rows, keys=keys: ops.block_float_encode_all(rows, bits, block, keys), rows)
 
 
 @pytest.mark.parametrize("n", [*SIZES, 40000])

@@ -13,6 +13,7 @@ from gradzip.ops import (
     quantize_decode_add,
     quantize_decode_sum,
     quantize_packed,
+    quantize_packed_all,
 )
 from reference import FLT_MAX, LARGE, SIZES, Guarded, arrays, as_tensor, examples, pack_bits, same_everywhere, sliced
 
@@ -103,6 +104,28 @@ def test_sum_of_ranks(bits, bucket, ranks):
             expected += weight * (codes.numpy().astype(np.float32) / s * np.repeat(norms.numpy(), bucket)[:n])
         assert out.intact() and np.array_equal(total.numpy(), expected)
         assert torch.equal(total.view(torch.int32), loop.view(torch.int32))  # also the signs of zeros
+
+
+@pytest.mark.parametrize("bits, bucket", [(2, 512), (4, 7), (5, 300), (9, 40000)])
+def test_rows(bits, bucket):
+    """The bits of a loop of quantize_packed; what follows the sections of a payload stays."""
+    for rows, n in ((0, 9), (1, 1000), (3, 0), (3, 33), (4, 1001), (300, 5)):
+        x = sliced(arrays(rows * n)["heavy-tailed"].reshape(rows, n))
+        keys = [KEY ^ row << 40 for row in range(rows)]
+        norms_end, nbytes = 4 * -(-n // bucket), packed_nbytes(n, bits)
+        size = -(-(norms_end + nbytes) // 4) * 4 + 4
+        out = Guarded(rows * size // 4, torch.int32)
+
+        def run(x=x, keys=keys, out=out, size=size):
+            payloads = out.out.view(torch.uint8).view(len(keys), size).fill_(9)
+            packed, norms = quantize_packed_all(x, bits, bucket, "l2", keys, payloads)
+            return packed.contiguous(), norms.contiguous(), payloads[:, norms.shape[1] * 4 + packed.shape[1] :].clone()
+
+        packed, norms, rest = same_everywhere(run)
+        assert out.intact() and (rest == 9).all()
+        for row, key in enumerate(keys):
+            one, own_norms = quantize_packed(x[row], bits, bucket, "l2", key)
+            assert torch.equal(packed[row], one) and torch.equal(norms[row], own_norms)
 
 
 def test_sums_of_invalid_terms_are_refused():
@@ -214,6 +237,20 @@ def test_errors():
         quantize_packed(x, 4, out=torch.empty(49, dtype=torch.uint8))
     with pytest.raises(PayloadError, match="expected 50 and 10 for 100 elements of 4 bits in buckets of 10"):
         quantize_decode_add(torch.empty(50, dtype=torch.uint8), norms[:9], x, 4, 10)
+
+
+def test_errors_of_rows():
+    x, payloads = torch.randn(3, 100), torch.empty(3, 92, dtype=torch.uint8)
+    for arguments, message in [
+        ((x, 4, 10, "l2", [1, 2], payloads), "got 2 keys, expected one for each of 3 rows"),
+        ((x[0], 4, 10, "l2", [1], payloads), r"got shape \(100,\), expected a tensor of shape \(rows, n\)"),
+        ((x, 4, 10, "l2", [1, 2, -1], payloads), "got key = -1"),
+        ((x, 4, 10, "l1", [1, 2, 3], payloads), "got norm = 'l1'"),
+        ((x, 4, 10, "l2", [1, 2, 3], payloads[:2]), r"got payloads of shape \(2, 92\), expected 3 of a multiple of 4"),
+        ((x, 4, 10, "l2", [1, 2, 3], payloads[:, :88]), r"\(3, 88\), expected 3 of a multiple of 4 bytes, at least 90"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            quantize_packed_all(*arguments)
 
 
 def test_a_bucket_longer_than_the_tensor():
