@@ -1,4 +1,4 @@
-// gradzip._C: the kernels of csrc/cpu/ops.h, over addresses and sizes; gradzip._C.cuda: those of csrc/cuda/ops.h. Only
+// gradzip._C: the kernels of kernels.h on the CPU, over addresses and sizes; gradzip._C.cuda: those on CUDA. Only
 // gradzip/ops calls them, and it checks the tensors; no torch header is needed here.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -9,7 +9,6 @@
 #include "bind.h"
 #include "cpu/ops.h"
 #include "cpu/simd.h"
-#include "kernels.h"
 #ifdef GRADZIP_CUDA
 #include "cuda/bindings.h"
 #include "cuda/device.h"
@@ -66,9 +65,9 @@ PYBIND11_MODULE(_C, m) {
 #endif
 
   // --- kernels
-#define KERNEL(name) bind_cpu<cpu::name>(m, #name);
-  GRADZIP_KERNELS(KERNEL)
-#undef KERNEL
+#define KERNEL(name, ...) bind_cpu<cpu::name>(m, #name)
+#define KERNEL_WITH_WORKSPACE KERNEL
+#include "kernels.h"
 #ifdef GRADZIP_CUDA
   auto on_device = m.def_submodule("cuda", "The kernels on device memory.");
   cuda::bind(on_device);

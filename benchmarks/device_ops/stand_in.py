@@ -53,6 +53,8 @@ READERS = {
     "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim",
     "unique_consecutive", "_linalg_svd", "linalg_qr", "_linalg_eigh",
 }  # fmt: skip
+# Structs of tables in host memory of which kernels read all arrays.
+READ_WHOLE = r"TransformPart|\w+Term|Matrix"
 # Kernels whose results the host looks at: headers, checksums, and formats of numbers in headers.
 READ_BY_HOST = {"payload_seal", "payload_inspect", "range_float_fit"}
 SMALL = 1 << 20  # bytes: larger tensors are not computed without `compute`
@@ -300,7 +302,7 @@ class _Kernels:
                 for address, const in zip(table, read_only * entries):
                     nbytes = addresses.pop(address, 0)
                     read, written = (read + nbytes, written) if const else (read, written + nbytes)
-        if any(re.match(r"const (\w+\* const|TransformPart|\w+Term|Matrix)\*", p) for p in parameters):
+        if any(re.match(rf"const (\w+\* const|{READ_WHOLE})\*", p) for p in parameters):
             read += sum(addresses.values())  # what a table in host memory lists
         addresses.clear()
         self._mode.counts.add_op(name, ops, read, written)
@@ -323,10 +325,10 @@ def _compute(name: str, parameters: list[str], arguments: list[Any]) -> None:
 
 
 def _parameters() -> dict[str, list[str]]:
-    """The parameters of each kernel, from csrc/cpu/ops.h, but for the number of threads."""
-    text = (ROOT / "csrc" / "cpu" / "ops.h").read_text()
-    found = re.findall(r"^void (\w+)\(([^;]*)\);", text, re.MULTILINE)
-    return {name: [re.sub(r"\s+", " ", p.strip()) for p in listed.split(",")][:-1] for name, listed in found}
+    """The parameters of each kernel, from csrc/kernels.h."""
+    text = (ROOT / "csrc" / "kernels.h").read_text()
+    found = re.findall(r"^KERNEL(?:_WITH_WORKSPACE)?\((\w+), ([^;]*)\);", text, re.MULTILINE)
+    return {name: [re.sub(r"\s+", " ", p.strip()) for p in listed.split(",")] for name, listed in found}
 
 
 PARAMETERS = _parameters()
@@ -339,12 +341,13 @@ def _tables() -> dict[str, list[bool]]:
         return 6 if "PayloadHeader" in fields else fields.count(",") + 1
 
     structs = []
-    for header in ("bitmap_code.h", "low_rank.h", "one_bit.h", "payload.h", "signs.h", "ternary.h", "weighted_sum.h"):
-        text = re.sub(r"//.*", "", (ROOT / "csrc" / "common" / header).read_text())
-        structs += re.findall(r"^struct (\w+) {\n(.*?)^}", text, re.MULTILINE | re.DOTALL)
+    for header in sorted((ROOT / "csrc" / "common").glob("*.h")):
+        text = re.sub(r"//.*", "", header.read_text())
+        structs += re.findall(r"^struct (\w+) {\n([^}]*)};\nstatic_assert\(.* writes it", text, re.MULTILINE)
     return {
         name: ["const" in fields for fields in body.split(";")[:-1] for _ in range(words(fields))]
         for name, body in structs
+        if not re.fullmatch(READ_WHOLE, name)
     }
 
 

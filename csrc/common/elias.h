@@ -1,4 +1,4 @@
-// Elias' gamma code in the layout of csrc/cpu/ops.h.
+// Elias' gamma code in the layout of csrc/kernels.h.
 #pragma once
 
 #include <cstdint>

@@ -17,7 +17,7 @@ double norm_part(const float* x, int64_t n, Norm norm);
 double norm_combine(double total, double part, Norm norm);
 float norm_finish(double total, Norm norm);
 
-// `bucket_norms` (cpu/ops.h) on the calling thread.
+// `bucket_norms` (kernels.h) on the calling thread.
 void bucket_norms_here(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms);
 
 }  // namespace gradzip::cpu

@@ -30,7 +30,7 @@ struct Transform : TransformLayout {
 void forward_tile(const Transform& t, const float* x, int64_t count, float* coefficients);
 void inverse_tile(const Transform& t, const float* coefficients, int64_t count, float* x);
 
-// transform_select (ops.h).
+// transform_select (kernels.h).
 void select_coefficients(const Transform& t, const float* x, int64_t k, float* scratch, int64_t scratch_numel,
                          uint8_t* bitmap, float* values, int threads);
 

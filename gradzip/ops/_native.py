@@ -1,6 +1,6 @@
 """Calls kernels of csrc on checked tensors.
 
-A kernel has the same name and parameters on both devices (csrc/cpu/ops.h); `run` picks the device of a tensor.
+A kernel has the same name and parameters on both devices (csrc/kernels.h); `run` picks the device of a tensor.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import _native
 
-NORMS = {"l2": 0, "max": 1, "l1": 2}  # numbers as in csrc/cpu/ops.h
+NORMS = {"l2": 0, "max": 1, "l1": 2}  # numbers as in csrc/kernels.h
 
 
 def num_buckets(numel: int, bucket: int) -> int:

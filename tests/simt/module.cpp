@@ -1,34 +1,10 @@
-// The CUDA launchers as a Python module on host memory, with the functions of gradzip._C.cuda.
+// The CUDA launchers as a Python module on host memory, with the functions of gradzip._C.cuda. The compiler's command line
+// includes all csrc/cuda/*.cu (tests/support/simt_build.py).
 #include <pybind11/stl.h>
 
 #include "cuda_runtime.h"
 
-#include "cuda/abs_max.cu"
-#include "cuda/atom_probabilities.cu"
-#include "cuda/bernoulli.cu"
 #include "cuda/bindings.h"
-#include "cuda/bitmap.cu"
-#include "cuda/bitmap_code.cu"
-#include "cuda/block_float.cu"
-#include "cuda/bucket_norms.cu"
-#include "cuda/chunk_topk.cu"
-#include "cuda/compact.cu"
-#include "cuda/elias.cu"
-#include "cuda/index_code.cu"
-#include "cuda/low_rank.cu"
-#include "cuda/natural.cu"
-#include "cuda/one_bit.cu"
-#include "cuda/orthogonalize.cu"
-#include "cuda/pack_bits.cu"
-#include "cuda/payload.cu"
-#include "cuda/quantize.cu"
-#include "cuda/random_indices.cu"
-#include "cuda/range_float.cu"
-#include "cuda/select.cu"
-#include "cuda/select_sampled.cu"
-#include "cuda/signs.cu"
-#include "cuda/ternary.cu"
-#include "cuda/transform.cu"
 
 PYBIND11_MODULE(simt_cuda, m) {
   gradzip::cuda::bind(m);

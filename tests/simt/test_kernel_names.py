@@ -1,31 +1,18 @@
-"""One name per primitive through every layer, and one parameter list for both devices."""
+"""One name per primitive through every layer."""
 
 import ast
 import re
 
 import pytest
 
+import simt_build
 from paths import ROOT
 
 OPS = ROOT / "gradzip" / "ops"
 
 
-def declared(device):
-    """The kernels of csrc/DEVICE/ops.h: name -> (stem of its section, parameters)."""
-    kernels, stem = {}, None
-    text = (ROOT / "csrc" / device / "ops.h").read_text()
-    for section, name, parameters in re.findall(
-        r"^// --- (\w+)$|^(?:void|int64_t) (\w+)\(([^;]*)\);", text, re.MULTILINE
-    ):
-        if section:
-            stem = section
-        else:
-            kernels[name] = stem, [re.sub(r"\s+", " ", parameter.strip()) for parameter in parameters.split(",")]
-    return kernels
-
-
-CPU, CUDA = declared("cpu"), declared("cuda")
-STEMS = sorted({stem for stem, _ in CPU.values()})
+KERNELS = simt_build.kernels()
+STEMS = sorted({stem for stem, *_ in KERNELS.values()})
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -35,41 +22,36 @@ def test_a_primitive_has_a_file_in_every_layer(stem):
         assert (ROOT / path.format(stem)).is_file()
 
 
-@pytest.mark.parametrize("name", CPU)
+@pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_is_named_after_its_file(name):
-    stem = CPU[name][0]
+    stem = KERNELS[name][0]
     assert name == stem or name.startswith(f"{stem}_")
     for path in (f"csrc/cpu/{stem}.cpp", f"csrc/cuda/{stem}.cu"):
         assert re.search(rf"^(void|int64_t) {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{path}: no {name}"
 
 
-@pytest.mark.parametrize("name", CPU)
-def test_cpu_and_cuda_take_the_same_parameters(name):
-    stem, parameters = CPU[name]
-    assert parameters[-1] == "int threads"
-    on_cuda = [parameter for parameter in CUDA[name][1] if parameter != "void* workspace"]
-    assert on_cuda[-1] == "cudaStream_t stream"
-    assert (CUDA[name][0], on_cuda[:-1]) == (stem, parameters[:-1])
+def test_every_launcher_has_kernels():
+    assert simt_build.launchers() == STEMS
 
 
-def test_every_kernel_is_bound_and_none_but_these():
-    bound = re.findall(r"^ *KERNEL\((\w+)\)", (ROOT / "csrc" / "kernels.h").read_text(), re.MULTILINE)
-    assert len(bound) == len(set(bound))
-    assert set(bound) == set(CPU) == set(CUDA)
-    sources = {path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")}
-    assert set(STEMS) == sources - {"device"}  # of the runtime, without kernels
+@pytest.mark.parametrize("path", ["csrc/cpu/ops.h", "csrc/cuda/ops.h", "csrc/bindings.cpp", "csrc/cuda/bindings.h"])
+def test_kernels_are_declared_and_bound_by_one_table(path):
+    """A name that only one device has could not be called: gradzip/ops picks the device."""
+    text = (ROOT / path).read_text()
+    assert text.count('#include "kernels.h"\n') == (2 if path.endswith("ops.h") else 1)
+    assert not re.search(rf"\b({'|'.join(KERNELS)})\b\(", text)
 
 
 def kernels_run_by(path):
     """The kernels whose names a module holds as strings, which is how it runs them."""
     nodes = ast.walk(ast.parse(path.read_text()))
-    return {node.value for node in nodes if isinstance(node, ast.Constant) and node.value in CPU}
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and node.value in KERNELS}
 
 
-@pytest.mark.parametrize("name", CPU)
+@pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_is_run_by_the_module_of_its_name_only(name):
     users = {path.stem for path in OPS.glob("*.py") if path.stem != "__init__" and name in kernels_run_by(path)}
-    assert users == {CPU[name][0]}
+    assert users == {KERNELS[name][0]}
 
 
 def imports(path):

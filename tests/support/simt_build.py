@@ -7,6 +7,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -144,6 +145,25 @@ def program(name: str, edits: Edits = MappingProxyType({}), flags: list[str] = S
     return cached(name, parts, make)
 
 
+def launchers() -> list[str]:
+    """The stems of the files of csrc/cuda that launch kernels."""
+    return sorted(path.stem for path in (CSRC / "cuda").glob("*.cu") if path.stem != "device")
+
+
+def kernels() -> dict[str, tuple[str, list[str], bool]]:
+    """The kernels of csrc/kernels.h: the stem of its section, its parameters, and whether it needs scratch memory."""
+    found, stem = {}, ""
+    table = (CSRC / "kernels.h").read_text().partition("#ifdef KERNEL")[2]
+    for section, workspace, name, parameters in re.findall(
+        r"^// --- (\w+)$|^KERNEL(_WITH_WORKSPACE)?\((\w+), ([^;]*)\);", table, re.MULTILINE
+    ):
+        stem = section or stem
+        if name:
+            listed = [re.sub(r"\s+", " ", parameter.strip()) for parameter in parameters.split(",")]
+            found[name] = stem, listed, bool(workspace)
+    return found
+
+
 def module() -> Path:
     """Build the extension `simt_cuda`: the CUDA launchers for Python, on host memory."""
     import pybind11  # not everybody who runs the tests builds the extension
@@ -151,6 +171,8 @@ def module() -> Path:
     include = [f"-I{SIMT}", f"-I{CSRC}"]
     for path in (pybind11.get_include(), sysconfig.get_path("include")):
         include += ["-isystem", path]
+    for header in ("cuda_runtime.h", *(f"cuda/{stem}.cu" for stem in launchers())):
+        include += ["-include", header]
     command = ["g++", *PLAIN, "-shared", "-fPIC", "-fvisibility=hidden", *include, str(SIMT / "module.cpp"), "-o"]
     parts = [" ".join(command), *sources(CSRC, SIMT)]
     return cached("simt_cuda.so", parts, lambda target: run([*command, str(target)]))
