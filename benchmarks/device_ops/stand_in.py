@@ -279,7 +279,7 @@ class _Kernels:
             self._mode.addresses.pop(workspace, None)
             self._count(name, parameters, arguments, self._simt.queued() - before)
             if self._mode.small == math.inf or name in READ_BY_HOST:
-                _compute(name, parameters, arguments)
+                compute(name, parameters, arguments)
             return 0
 
         return kernel
@@ -308,7 +308,7 @@ class _Kernels:
         self._mode.counts.add_op(name, ops, read, written)
 
 
-def _compute(name: str, parameters: list[str], arguments: list[Any]) -> None:
+def compute(name: str, parameters: list[str], arguments: list[Any]) -> None:
     """Run the CPU's kernel."""
     unread = c_int32()
     if parameters[-1] == "int32_t* failed" and not arguments[-1]:
@@ -388,7 +388,7 @@ def stand_in(compute: bool = True, small: int = SMALL) -> Iterator[StandIn]:
 
     Without `compute`, tensors of more than `small` bytes are not computed, nor are gradzip's kernels.
     """
-    simt = _simt_module()
+    simt = simt_module()
     mode = _Mode(Counts(), math.inf if compute else small)
     kernels = types.SimpleNamespace(**vars(_C) | {"cuda": _Kernels(mode, simt), "cuda_built": True})
     with contextlib.ExitStack() as stack:
@@ -408,7 +408,7 @@ def stand_in(compute: bool = True, small: int = SMALL) -> Iterator[StandIn]:
         yield StandIn(mode)
 
 
-def _simt_module() -> types.ModuleType:
+def simt_module() -> types.ModuleType:
     if "simt_cuda" not in sys.modules:
         sys.path.append(str(ROOT / "tests" / "support"))
         import importlib.util
