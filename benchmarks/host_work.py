@@ -1,31 +1,35 @@
-"""Count the Python work of gradzip in one training step on a device. Needs no GPU.
+"""Count the Python work of gradzip in a training step on a device. Needs no GPU.
 
-The gradients of a network are averaged by a front end, on one of several ranks whose transfers are stand-ins. The tensors
-are in host memory, and say that they are on a CUDA device while gradzip runs. The launchers of its CUDA kernels, compiled
-for the host, queue nothing; the CPU's kernels compute the results, and are not counted.
+A front end averages the gradients of a network, on one rank whose peers send what it sends. Tensors are in host memory,
+and say that they are on a CUDA device while gradzip runs. The launchers of gradzip's CUDA kernels are compiled for the
+host and queue nothing; the CPU's kernels compute the results.
 
-What is counted:
+What is counted in DDP's hook and at the end of the backward pass, or in Horovod's calls of `compress` and `decompress`:
 
-    calls      of Python functions, and of generators to continue, by gradzip and by what it calls: torch, too.
-    bytecodes  that they execute (--opcodes).
-    torch ops  operations and views that torch's dispatcher runs.
+  calls      calls of Python functions, and resumed generators: those of gradzip, and of torch and the standard library
+             for it
+  torch ops  operations and views that torch's dispatcher runs
+  bytecodes  what these functions execute (--opcodes)
 
-Not counted: stand-ins, DDP and the optimizer. gradzip runs in DDP's hook and at the end of the backward pass, and in
-Horovod's calls of `compress` and `decompress`. The counts of a version of Python do not vary. They are means of two
-steps, because ACPSGD does other work in even and odd ones.
+Not counted: kernels, stand-ins, Horovod, and what torch does in Python to find the current stream. Two runs with the
+same versions of Python and torch have equal counts. A count is the mean of two steps: `acpsgd` does other work in even
+and in odd ones.
 
 Front ends:
 
-  ddp      DistributedDataParallel with gradzip's hook, on a process group that does nothing.
-  horovod  a stand-in for Horovod's optimizer, with gradzip as its compression.
+  ddp        DistributedDataParallel with gradzip's hook, on a process group without peers
+  horovod    a stand-in for Horovod's optimizer, with gradzip as its compression
 """
 
 from __future__ import annotations
 
 import contextlib
+import platform
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -35,57 +39,107 @@ import torch._library.simple_registry
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 import gradzip
 import gradzip.ddp
+import gradzip.horovod
+from benchmarks.common.arguments import Parser, at_least, method, output_file
+from benchmarks.common.results import RESULTS, ROOT, provenance, replace_block, stored, write_json
+from benchmarks.common.tables import goal as verdict
+from benchmarks.common.tables import markdown
 from benchmarks.device_ops.__main__ import BUCKET, fake_group
 from benchmarks.device_ops.stand_in import DEVICE, MULTIPROCESSORS, PARAMETERS, compute, simt_module
 from gradzip import _C
+from gradzip.averaging.buckets import MOST_BUCKETS
 from gradzip.cli import models
+from gradzip.methods.base.registry import registered
 
+STORED = RESULTS / "host_work.json"
+PAGE = ROOT / "docs" / "gpu.md"
+START = "<!-- table: python -m benchmarks.host_work --write -->\n\n"
+RECORD = "python -m benchmarks.host_work --json benchmarks/results/host_work.json"  # counts anew
+
+MODEL = "resnet50"
+SIZES = (8, 32)
 WARM_UP, COUNTED = 4, 2  # steps. Methods with phases compress after the first ones
+TOP = 10  # functions of --top
+
+EXAMPLES = f"""\
+examples:
+  python -m benchmarks.host_work topk acpsgd --ranks 8 --front-end ddp     two methods
+  python -m benchmarks.host_work topk --ranks 8 --top                      the functions that are called most
+  {RECORD}
+  python -m benchmarks.host_work --write                                   the table of docs/gpu.md, from that file
+"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One step of one method."""
+
+    method: str
+    model: str
+    front_end: str
+    ranks: int
+    calls: float
+    torch_ops: float
+    bytecodes: float | None = None
+
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-def shapes_of(model: str) -> tuple[Shapes, float]:
-    """The shapes of a network's parameters with an eighth of the channels, at least 32, and the share of its bytes.
+def default_specs() -> list[str]:
+    """A spec of each method that is not made of others, and whose payloads' lengths do not depend on the gradients.
 
-    The same parameters are compressed: matrices have at least 1024 elements.
+    With default arguments, if these are among the examples of the method.
+    """
+    specs = []
+    for name, cls in registered().items():
+        spec = name if name in cls.examples else cls.examples[0]
+        own = gradzip.parse(spec)
+        if own.parts == [own] and not own.adapts and getattr(own, "fixed_nbytes", True):
+            specs.append(spec)
+    return specs
+
+
+def shapes_of(model: str) -> tuple[Shapes, float]:
+    """The shapes of a network's parameters, and the share of its elements that they have.
+
+    Dimensions are an eighth, but at least 32: the same parameters are compressed as in the network itself.
     """
     parameters = list(models.MODELS[model]())
     shapes = {p.name: tuple(max(32, n // 8) if n >= 64 else n for n in p.shape) for p in parameters}
-    numels = [sum(torch.Size(shape).numel() for shape in of) for of in (shapes.values(), (p.shape for p in parameters))]
-    return shapes, numels[0] / numels[1]
+    small, whole = (sum(torch.Size(s).numel() for s in of) for of in (shapes.values(), [p.shape for p in parameters]))
+    return shapes, small / whole
 
 
 # --- counting
 
 
 class Host:
-    """Runs functions as on a host with a CUDA device, and counts what they do. Made by `stand_in`."""
+    """Runs gradzip as on a host with a CUDA device, and counts what it does. Made by `stand_in`."""
 
     def __init__(self, opcodes: bool) -> None:
         self.calls: Counter[CodeType] = Counter()
-        self.opcodes: Counter[CodeType] = Counter()
+        self.bytecodes: Counter[CodeType] = Counter()
         self.torch_ops: Counter[str] = Counter()
-        self.counts = False  # or leaves out what runs
-        self.running = False  # a function of `run`
-        self._with_opcodes = opcodes
-        self.depth = 0  # of calls of this file by what is counted
+        self.counts = False  # what runs; else it warms up
+        self.running = False  # tensors are on the device
+        self.depth = 0  # of calls within stand-ins
+        self._opcodes = opcodes
         self._mode = _Mode(self)
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function, and count what it does."""
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of gradzip, as part of a step."""
         before = sys.getprofile(), sys.gettrace()
         with self._mode:
             self.running = True
-            if self._with_opcodes and self.counts:
+            if self._opcodes and self.counts:
                 sys.settrace(self._trace)
             sys.setprofile(self._profile)
             try:
-                return function(*args, **kwargs)
+                return function(*args)
             finally:
                 sys.setprofile(before[0])
                 sys.settrace(before[1])
@@ -107,18 +161,18 @@ class Host:
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
 
         def local(frame: FrameType, event: str, argument: object) -> Any:
-            self.opcodes[code] += event == "opcode"
+            self.bytecodes[code] += event == "opcode"
             return local
 
         return local
 
 
-# This file, and what torch calls only because of `_Mode`.
+# Files whose functions are not counted, nor what they call: this one, and what torch calls because of `_Mode` alone.
 STAND_INS = {f.__code__.co_filename for f in (Host.run, torch._library.simple_registry.find_torch_dispatch_rule)}
 
 
 class _Mode(TorchDispatchMode):
-    """Has torch's operations make tensors in host memory in place of the device's, and counts the operations."""
+    """Counts torch's operations. What they make on the device is in host memory."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -131,15 +185,13 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._host.counts and self._host.depth == 1 and func.namespace == "aten":
             self._host.torch_ops[func.__name__.partition(".")[0]] += 1
-        return func(*tree_map(_in_memory, args), **tree_map(_in_memory, kwargs or {}))
-
-
-def _in_memory(x: Any) -> Any:
-    return torch.device("cpu") if isinstance(x, torch.device) else x
+        if kwargs and kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return func(*args, **(kwargs or {}))
 
 
 class _Kernels:
-    """In place of gradzip._C.cuda: launchers that queue nothing; the CPU's kernels compute."""
+    """In place of gradzip._C.cuda. Launchers queue nothing, and the CPU's kernels compute."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         launcher, parameters = getattr(simt_module(), name), PARAMETERS[name]
@@ -154,37 +206,45 @@ class _Kernels:
         return kernel
 
 
+class _Callbacks:
+    """In place of autograd's engine: what gradzip has it call at the end of a backward pass is part of a step."""
+
+    def __init__(self, host: Host, engine: Any) -> None:
+        self._host, self._engine = host, engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def queue_callback(self, callback: Callable[[], None]) -> None:
+        self._engine.queue_callback(lambda: self._host.run(callback))
+
+
+def _attribute(host: Host, name: str, on_device: Any) -> property:
+    """An attribute of tensors that is another one while gradzip runs."""
+    real = getattr(Tensor, name)
+    return property(lambda tensor: on_device if host.running else real.__get__(tensor))
+
+
 @contextlib.contextmanager
 def stand_in(opcodes: bool = False) -> Iterator[Host]:
-    """Make what `Host.run` runs take all tensors for those of a device. Needs g++, to compile the launchers, once."""
-    host = Host(opcodes)
+    """Have `Host.run` take all tensors for those of a device. Needs g++, to compile the launchers, once."""
+    host, simt = Host(opcodes), simt_module()
     stream = SimpleNamespace(cuda_stream=0)
-    real = {name: getattr(Tensor, name) for name in ("device", "is_cuda", "is_cpu")}
-    on_device = {"device": DEVICE, "is_cuda": True, "is_cpu": False}
     make_future = torch.futures.Future.__init__
-    engine = torch.autograd.Variable._execution_engine
-
-    def attribute(name: str) -> property:
-        return property(lambda tensor: on_device[name] if host.running else real[name].__get__(tensor))
-
-    class Callbacks:
-        """In place of autograd's engine, which gradzip has run functions at the end of the backward pass."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(engine, name)
-
-        def queue_callback(self, callback: Callable[[], None]) -> None:
-            engine.queue_callback(lambda: host.run(callback))
-
     with contextlib.ExitStack() as stack:
-        simt_module().count_only(MULTIPROCESSORS)
-        stack.callback(simt_module().count_only, 0)
+        simt.count_only(MULTIPROCESSORS)
+        stack.callback(simt.count_only, 0)
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # tensors are small
         for target, name, value in (
-            *((Tensor, name, attribute(name)) for name in real),
+            (Tensor, "device", _attribute(host, "device", DEVICE)),
+            (Tensor, "is_cuda", _attribute(host, "is_cuda", True)),
+            (Tensor, "is_cpu", _attribute(host, "is_cpu", False)),
             (_C, "cuda", _Kernels()),
             (_C, "cuda_built", True),
-            (torch.autograd.Variable, "_execution_engine", Callbacks()),
+            (torch.autograd.Variable, "_execution_engine", _Callbacks(host, torch.autograd.Variable._execution_engine)),
             (torch.futures.Future, "__init__", lambda future, *, devices=None: make_future(future)),
+            (Tensor, "record_stream", lambda tensor, stream: None),
             (torch.cuda, "_lazy_init", lambda: None),
             (torch.cuda, "_exchange_device", lambda device: device),
             (torch.cuda, "_maybe_exchange_device", lambda device: device),
@@ -204,27 +264,32 @@ class Net(nn.Module):
     def __init__(self, shapes: Shapes) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        for name, shape in shapes.items():
-            values = torch.randn(shape, generator=generator)
-            self.register_parameter(name.replace(".", "_"), nn.Parameter(values))
+        self.named = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+        for name, parameter in self.named.items():
+            self.register_parameter(name.replace(".", "_"), parameter)
 
     def forward(self) -> Tensor:
         return torch.stack([(p * p).sum() for p in self.parameters()]).sum()
 
 
+Step = Callable[[], None]
+
+
 @contextlib.contextmanager
-def ddp(host: Host, compressor: gradzip.Compressor, shapes: Shapes, share: float, size: int) -> Iterator[Callable[[], None]]:
+def ddp(host: Host, compressor: gradzip.Compressor, net: Net, cap_mb: float, size: int) -> Iterator[Step]:
     with fake_group(size):
-        net = Net(shapes)
-        model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=share * BUCKET / 2**20)
-        state = gradzip.ddp.HookState(compressor, named_parameters=net.named_parameters())
+        model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=cap_mb)
+        state = gradzip.ddp.HookState(compressor, named_parameters=net.named.items())
 
         def hook(state: object, bucket: Any) -> Any:
             return host.run(gradzip.ddp.hook, state, bucket)
 
-        hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+        hook.__annotations__ = {
+            "bucket": dist.GradBucket,
+            "return": torch.futures.Future[torch.Tensor],
+        }  # DDP wants them
         model.register_comm_hook(state, hook)
-        optimizer = torch.optim.SGD(net.parameters(), 1e-4)
+        optimizer = torch.optim.SGD(net.parameters(), LR)
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=False)
@@ -234,23 +299,186 @@ def ddp(host: Host, compressor: gradzip.Compressor, shapes: Shapes, share: float
         yield step
 
 
-FRONT_ENDS = {"ddp": ddp}
+LR = 1e-4
 
 
-def count(spec: str, model: str, size: int, front_end: str, opcodes: bool = False) -> Host:
-    compressor = gradzip.parse(spec)
+class HorovodOptimizer(torch.optim.SGD):
+    """In place of Horovod's: has what its front end looks for, and calls `compress` and `decompress` as it does."""
+
+    def __init__(self, host: Host, compressor: gradzip.Compressor, net: Net, op: Any, process_set: Any) -> None:
+        super().__init__(net.parameters(), LR)
+        self._host, self._compression = host, compressor
+        self.op, self.process_set = op, process_set
+        self._parameter_names = {parameter: name for name, parameter in sorted(net.named.items())}
+        self._requires_update = set(net.parameters())
+        self._handles: dict[Any, Any] = {}
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(self._start)
+
+    def _start(self, p: Any) -> None:
+        self._handles[p] = self._host.run(self._compression.compress, p.grad)
+
+    def synchronize(self) -> None:
+        for p, (tensor, context) in self._handles.items():
+            p.grad.set_(self._host.run(self._compression.decompress, tensor, context))
+        self._handles.clear()
+
+
+class _Horovod:
+    """Horovod's collectives, as started by one rank whose peers send what it sends. A handle is what is received."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def allreduce_async_(self, tensor: Tensor, **_: Any) -> Any:
+        return tensor
+
+    def broadcast_async(self, tensor: Tensor, *_: Any, **__: Any) -> Any:
+        return tensor
+
+    def allgather_async(self, tensor: Tensor, **_: Any) -> Any:
+        return torch.cat([tensor] * self._size)
+
+    def alltoall_async(self, tensor: Tensor, splits: Tensor, **_: Any) -> Any:
+        own, *_others = splits.tolist()
+        return tensor[:own].repeat(self._size), torch.full_like(splits, own)
+
+    def poll(self, handle: Any) -> bool:
+        return True
+
+    def synchronize(self, handle: Any) -> Any:
+        return handle
+
+
+@contextlib.contextmanager
+def horovod(host: Host, compressor: gradzip.Compressor, net: Net, cap_mb: float, size: int) -> Iterator[Step]:
+    import horovod.torch as hvd
+
+    everyone = SimpleNamespace(rank=lambda: 0, size=lambda: size, ranks=list(range(size)), process_set_id=0)
+    gradzip.horovod.bucketed(compressor, cap_mb)
+    optimizer = HorovodOptimizer(host, compressor, net, hvd.Average, everyone)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        net().backward()
+        optimizer.synchronize()
+        optimizer.step()
+
+    collectives = _Horovod(size)
+    with contextlib.ExitStack() as stack:
+        for name in [name for name in vars(_Horovod) if not name.startswith("_")]:
+            stack.enter_context(mock.patch.object(hvd, name, getattr(collectives, name)))
+        yield step
+
+
+FRONT_ENDS = {"ddp": ddp, "horovod": horovod}
+
+
+# --- counts
+
+
+def count(compressor: gradzip.Compressor, model: str, size: int, front_end: str, opcodes: bool = False) -> Host:
+    """Count two steps of the first of `size` ranks, after others."""
     shapes, share = shapes_of(model)
-    with stand_in(opcodes) as host, FRONT_ENDS[front_end](host, compressor, shapes, share, size) as step:
-        for i in range(WARM_UP + COUNTED):
-            host.counts = i >= WARM_UP
+    whole = 4 * sum(torch.Size(shape).numel() for shape in shapes.values())
+    cap = max(share * BUCKET, whole / MOST_BUCKETS if front_end == "horovod" else 0)  # what a network itself has
+    with stand_in(opcodes) as host, FRONT_ENDS[front_end](host, compressor, Net(shapes), cap / 2**20, size) as step:
+        for number in range(WARM_UP + COUNTED):
+            host.counts = number >= WARM_UP
             step()
     assert not compressor.last_step_skipped
     return host
 
 
+def cell(spec: str, model: str, size: int, front_end: str, opcodes: bool = False) -> tuple[Cell, list[str]]:
+    """Count one step of a method: the mean of two. Also lists the functions that are called most."""
+    host = count(gradzip.parse(spec), model, size, front_end, opcodes)
+    calls, torch_ops, bytecodes = (of.total() / COUNTED for of in (host.calls, host.torch_ops, host.bytecodes))
+    top = [f"{n / COUNTED:9.1f} {place(code)}" for code, n in host.calls.most_common(TOP)]
+    return Cell(spec, model, front_end, size, calls, torch_ops, bytecodes if opcodes else None), top
+
+
+def place(code: CodeType) -> str:
+    """Where a function is, and its name."""
+    file = code.co_filename
+    root = max((root for root in (str(ROOT), *sys.path) if file.startswith(f"{root}/")), key=len, default="")
+    return f"{file.removeprefix(f'{root}/')}:{code.co_firstlineno} {code.co_name}"
+
+
+# --- goals, and what is printed
+
+# Most calls, by method. Others: OTHER.
+GOALS = ((("none", "fp16"), 500), (("powersgd", "acpsgd"), 900), (("block-float", "topk", "randomk"), 900))
+OTHER = 1200
+MOMENTUM = 300  # beyond the method that compresses the momenta
+GROWTH = 1.1  # of calls, from 8 to 32 ranks
+
+
+def goal(spec: str) -> int:
+    """The most calls that a method should take under each front end with 8 ranks."""
+    compressor = gradzip.parse(spec)
+    if compressor.averaged_momentum is not None:
+        return MOMENTUM + goal(gradzip.methods.spec.unparse(compressor.inner))
+    name = spec.partition(":")[0]
+    return next((most for names, most in GOALS if name in names), OTHER)
+
+
+def load(path: Path) -> dict[tuple[str, str, int], Cell]:
+    """Stored counts, by method, front end and ranks. Raises ResultsError."""
+    with stored(path) as document:
+        cells = [Cell(**row) for row in document["cells"]]
+    return {(c.method, c.front_end, c.ranks): c for c in cells if c.model == MODEL}
+
+
+def table(cells: dict[tuple[str, str, int], Cell]) -> Iterator[str]:
+    """Markdown: a row for each method, columns for the front ends and ranks."""
+    columns = [(front_end, size) for front_end in FRONT_ENDS for size in SIZES]
+    methods = sorted({method for method, _, _ in cells})
+    found = {(c.method, c.front_end, c.ranks): f"{c.calls:.0f}" for c in cells.values()}
+    rows = ([f"`{method}`", *(found.get((method, *column), "") for column in columns)] for method in methods)
+    return markdown(["method", *(f"{front_end}, {size} ranks" for front_end, size in columns)], rows)
+
+
+def main() -> None:
+    parser = Parser("host_work", __doc__, EXAMPLES)
+    parser.add_argument("methods", metavar="SPEC", nargs="*", type=method, help="methods (default: one spec of each)")
+    parser.add_argument("--model", choices=models.MODELS, default=MODEL, help="whose gradients (default: %(default)s)")
+    parser.add_argument("--ranks", action="append", type=at_least(2), help="repeat for several (default: 8 and 32)")
+    parser.add_argument("--front-end", action="append", choices=FRONT_ENDS, help="repeat for several (default: both)")
+    parser.add_argument("--opcodes", action="store_true", help="count bytecodes too, which takes longer")
+    parser.add_argument("--top", action="store_true", help=f"list the {TOP} functions that are called most")
+    parser.add_argument("--json", metavar="PATH", type=output_file, help="add the counts to this file")
+    parser.add_argument("--write", action="store_true", help="write the table of docs/gpu.md, and count nothing")
+    args = parser.parse_args()
+    if args.write:
+        replace_block(PAGE, START, "".join(f"{line}\n" for line in table(load(STORED))))
+        return
+    cells: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def key(row: dict[str, Any]) -> tuple[str, ...]:
+        return tuple(row[name] for name in ("model", "method", "front_end", "ranks"))
+
+    if args.json and args.json.exists():
+        with stored(args.json) as document:
+            cells = {key(row): row for row in document["cells"]}
+    for spec in args.methods or default_specs():
+        for front_end in args.front_end or FRONT_ENDS:
+            eight = None
+            for size in args.ranks or SIZES:
+                c, top = cell(spec, args.model, size, front_end, args.opcodes)
+                cells[key(asdict(c))] = asdict(c)
+                eight = c.calls if size == SIZES[0] else eight
+                most = goal(spec) * (GROWTH if size == SIZES[-1] else 1)
+                code = "" if c.bytecodes is None else f"{c.bytecodes:9.0f} bytecodes"
+                print(
+                    f"{spec:50} {front_end:8}{size:3} ranks{c.calls:9.1f} calls{c.torch_ops:8.1f} torch ops{code}"
+                    f"  goal: {verdict(c.calls, round(most), most=True)}",
+                    *top * args.top, sep="\n", flush=True,
+                )  # fmt: skip
+        if args.json:
+            versions = {"python": platform.python_version()}
+            write_json(args.json, {"provenance": provenance() | versions, "cells": list(cells.values())})
+
+
 if __name__ == "__main__":
-    h = count(sys.argv[1], "resnet50", int(sys.argv[2]), sys.argv[3], "--opcodes" in sys.argv)
-    print(sum(h.calls.values()) / 2, sum(h.opcodes.values()) / 2, sum(h.torch_ops.values()) / 2)
-    for code, n in h.calls.most_common(10):
-        print(n / 2, code.co_filename.split("/site-packages/")[-1], code.co_qualname)
-    print(h.torch_ops)
+    main()
