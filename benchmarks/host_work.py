@@ -52,6 +52,7 @@ from benchmarks.device_ops.stand_in import DEVICE, MULTIPROCESSORS, PARAMETERS, 
 from gradzip import _C
 from gradzip.averaging.buckets import MOST_BUCKETS
 from gradzip.cli import models
+from gradzip.cost import SMALL_BUCKET_NBYTES, simulation
 from gradzip.methods.base.registry import registered
 
 STORED = RESULTS / "host_work.json"
@@ -61,7 +62,8 @@ RECORD = "python -m benchmarks.host_work --json benchmarks/results/host_work.jso
 
 MODEL = "resnet50"
 SIZES = (8, 32)
-WARM_UP, COUNTED = 4, 2  # steps. Methods with phases compress after the first ones
+WARM_UP, COUNTED = 2, 2  # steps: DDP chooses its buckets in the first one
+LR = 1e-4
 TOP = 10  # functions of --top
 
 EXAMPLES = f"""\
@@ -106,7 +108,8 @@ def default_specs() -> list[str]:
 def shapes_of(model: str) -> tuple[Shapes, float]:
     """The shapes of a network's parameters, and the share of its elements that they have.
 
-    Dimensions are an eighth, but at least 32: the same parameters are compressed as in the network itself.
+    Dimensions are an eighth, but at least 32: the same parameters are compressed as in the network itself. Buckets are
+    smaller, too, and as many.
     """
     parameters = list(models.MODELS[model]())
     shapes = {p.name: tuple(max(32, n // 8) if n >= 64 else n for n in p.shape) for p in parameters}
@@ -135,10 +138,10 @@ class Host:
         before = sys.getprofile(), sys.gettrace()
         with self._mode:
             self.running = True
-            if self._opcodes and self.counts:
-                sys.settrace(self._trace)
-            sys.setprofile(self._profile)
             try:
+                if self.counts:
+                    sys.settrace(self._trace if self._opcodes else before[1])
+                    sys.setprofile(self._profile)
                 return function(*args)
             finally:
                 sys.setprofile(before[0])
@@ -276,9 +279,9 @@ Step = Callable[[], None]
 
 
 @contextlib.contextmanager
-def ddp(host: Host, compressor: gradzip.Compressor, net: Net, cap_mb: float, size: int) -> Iterator[Step]:
+def ddp(host: Host, compressor: gradzip.Compressor, net: Net, share: float, size: int) -> Iterator[Step]:
     with fake_group(size):
-        model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=cap_mb)
+        model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=share * BUCKET / 2**20)
         state = gradzip.ddp.HookState(compressor, named_parameters=net.named.items())
 
         def hook(state: object, bucket: Any) -> Any:
@@ -297,9 +300,6 @@ def ddp(host: Host, compressor: gradzip.Compressor, net: Net, cap_mb: float, siz
             optimizer.step()
 
         yield step
-
-
-LR = 1e-4
 
 
 class HorovodOptimizer(torch.optim.SGD):
@@ -351,11 +351,12 @@ class _Horovod:
 
 
 @contextlib.contextmanager
-def horovod(host: Host, compressor: gradzip.Compressor, net: Net, cap_mb: float, size: int) -> Iterator[Step]:
+def horovod(host: Host, compressor: gradzip.Compressor, net: Net, share: float, size: int) -> Iterator[Step]:
     import horovod.torch as hvd
 
     everyone = SimpleNamespace(rank=lambda: 0, size=lambda: size, ranks=list(range(size)), process_set_id=0)
-    gradzip.horovod.bucketed(compressor, cap_mb)
+    nbytes = max(share * BUCKET, sum(p.nbytes for p in net.parameters()) / MOST_BUCKETS)  # as by default on a device
+    gradzip.horovod.bucketed(compressor, nbytes / 2**20)
     optimizer = HorovodOptimizer(host, compressor, net, hvd.Average, everyone)
 
     def step() -> None:
@@ -366,6 +367,7 @@ def horovod(host: Host, compressor: gradzip.Compressor, net: Net, cap_mb: float,
 
     collectives = _Horovod(size)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(simulation, "SMALL_BUCKET_NBYTES", share * SMALL_BUCKET_NBYTES))
         for name in [name for name in vars(_Horovod) if not name.startswith("_")]:
             stack.enter_context(mock.patch.object(hvd, name, getattr(collectives, name)))
         yield step
@@ -380,9 +382,7 @@ FRONT_ENDS = {"ddp": ddp, "horovod": horovod}
 def count(compressor: gradzip.Compressor, model: str, size: int, front_end: str, opcodes: bool = False) -> Host:
     """Count two steps of the first of `size` ranks, after others."""
     shapes, share = shapes_of(model)
-    whole = 4 * sum(torch.Size(shape).numel() for shape in shapes.values())
-    cap = max(share * BUCKET, whole / MOST_BUCKETS if front_end == "horovod" else 0)  # what a network itself has
-    with stand_in(opcodes) as host, FRONT_ENDS[front_end](host, compressor, Net(shapes), cap / 2**20, size) as step:
+    with stand_in(opcodes) as host, FRONT_ENDS[front_end](host, compressor, Net(shapes), share, size) as step:
         for number in range(WARM_UP + COUNTED):
             host.counts = number >= WARM_UP
             step()
