@@ -54,11 +54,12 @@ from gradzip.averaging.buckets import MOST_BUCKETS
 from gradzip.cli import models
 from gradzip.cost import SMALL_BUCKET_NBYTES, simulation
 from gradzip.methods.base.registry import registered
+from gradzip.methods.spec import unparse
 
 STORED = RESULTS / "host_work.json"
 PAGE = ROOT / "docs" / "gpu.md"
 START = "<!-- table: python -m benchmarks.host_work --write -->\n\n"
-RECORD = "python -m benchmarks.host_work --json benchmarks/results/host_work.json"  # counts anew
+RECORD = "python -m benchmarks.host_work --opcodes --json benchmarks/results/host_work.json"  # counts anew
 
 MODEL = "resnet50"
 SIZES = (8, 32)
@@ -417,8 +418,8 @@ GROWTH = 1.1  # of calls, from 8 to 32 ranks
 def goal(spec: str) -> int:
     """The most calls that a method should take under each front end with 8 ranks."""
     compressor = gradzip.parse(spec)
-    if compressor.averaged_momentum is not None:
-        return MOMENTUM + goal(gradzip.methods.spec.unparse(compressor.inner))
+    if isinstance(compressor, gradzip.Momentum):
+        return MOMENTUM + goal(unparse(compressor.inner))
     name = spec.partition(":")[0]
     return next((most for names, most in GOALS if name in names), OTHER)
 
