@@ -281,6 +281,7 @@ Step = Callable[[], None]
 
 @contextlib.contextmanager
 def ddp(host: Host, compressor: gradzip.Compressor, net: Net, share: float, size: int) -> Iterator[Step]:
+    """Steps under DDP. share: of a network's bytes, that `net` has."""
     with fake_group(size):
         model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=share * BUCKET / 2**20)
         state = gradzip.ddp.HookState(compressor, named_parameters=net.named.items())
@@ -288,10 +289,8 @@ def ddp(host: Host, compressor: gradzip.Compressor, net: Net, share: float, size
         def hook(state: object, bucket: Any) -> Any:
             return host.run(gradzip.ddp.hook, state, bucket)
 
-        hook.__annotations__ = {
-            "bucket": dist.GradBucket,
-            "return": torch.futures.Future[torch.Tensor],
-        }  # DDP wants them
+        # DDP checks annotations, and refuses strings.
+        hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
         model.register_comm_hook(state, hook)
         optimizer = torch.optim.SGD(net.parameters(), LR)
 
@@ -353,6 +352,7 @@ class _Horovod:
 
 @contextlib.contextmanager
 def horovod(host: Host, compressor: gradzip.Compressor, net: Net, share: float, size: int) -> Iterator[Step]:
+    """The same under Horovod."""
     import horovod.torch as hvd
 
     everyone = SimpleNamespace(rank=lambda: 0, size=lambda: size, ranks=list(range(size)), process_set_id=0)
