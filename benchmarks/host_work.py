@@ -52,7 +52,7 @@ from benchmarks.device_ops.stand_in import DEVICE, MULTIPROCESSORS, PARAMETERS, 
 from gradzip import _C
 from gradzip.averaging.buckets import MOST_BUCKETS
 from gradzip.cli import models
-from gradzip.cost import SMALL_BUCKET_NBYTES, simulation
+from gradzip.collectives import cost
 from gradzip.methods.base.registry import registered
 from gradzip.methods.spec import unparse
 
@@ -65,7 +65,7 @@ MODEL = "resnet50"
 SIZES = (8, 32)
 WARM_UP, COUNTED = 2, 2  # steps: DDP chooses its buckets in the first one
 LR = 1e-4
-TOP = 10  # functions of --top
+TOP = 130  # functions of --top
 
 EXAMPLES = f"""\
 examples:
@@ -254,6 +254,7 @@ def stand_in(opcodes: bool = False) -> Iterator[Host]:
             (torch.cuda, "_maybe_exchange_device", lambda device: device),
             (torch.cuda, "current_stream", lambda device=None: stream),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (torch.cuda, "current_device", lambda: 0),
         ):
             stack.enter_context(mock.patch.object(target, name, value, create=True))
         yield host
@@ -368,7 +369,7 @@ def horovod(host: Host, compressor: gradzip.Compressor, net: Net, share: float, 
 
     collectives = _Horovod(size)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(simulation, "SMALL_BUCKET_NBYTES", share * SMALL_BUCKET_NBYTES))
+        stack.enter_context(mock.patch.object(cost, "SMALL_BUCKET_NBYTES", share * cost.SMALL_BUCKET_NBYTES))
         for name in [name for name in vars(_Horovod) if not name.startswith("_")]:
             stack.enter_context(mock.patch.object(hvd, name, getattr(collectives, name)))
         yield step

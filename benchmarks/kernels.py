@@ -612,18 +612,18 @@ def method_case(
 
     def valid() -> bool:
         """Whether the error is that of the peer, or up to 2 % more: values have fewer bits."""
-        error = (codec.decode([payload], n) - grad.view(-1)).norm()
+        error = (codec.decode([payload], [(n,)])[0] - grad.view(-1)).norm()
         return bool(0.98 < error / (peer_decode(*encoded).view(-1) - grad.view(-1)).norm() < 1.02)
 
     yield Case(
         f"{name} encode", lambda: codec.encode(grad, key), peer_encode, peer_name, valid, nbytes, 3.0, 8.0
     )  # fmt: skip
     yield Case(
-        f"{name} decode", lambda: codec.decode([payload], n), lambda: peer_decode(*encoded), "mask, inverse", valid,
-        nbytes, 3.0,
+        f"{name} decode", lambda: codec.decode([payload], [(n,)])[0], lambda: peer_decode(*encoded), "mask, inverse",
+        valid, nbytes, 3.0,
     )  # fmt: skip
     yield Case(
-        f"{name} round trip", lambda: codec.decode([codec.encode(grad, key)], n),
+        f"{name} round trip", lambda: codec.decode([codec.encode(grad, key)], [(n,)])[0],
         lambda: peer_decode(*peer_encode()), "both", valid, 2 * nbytes, 6.0, 8.0,
     )  # fmt: skip
 

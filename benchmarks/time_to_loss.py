@@ -19,7 +19,7 @@ from benchmarks.common.arguments import Parser
 from benchmarks.common.charts import MOST_SERIES, open_frame, pyplot, save
 from benchmarks.common.local_steps import local_steps
 from benchmarks.common.palette import method_color
-from benchmarks.common.results import RESULTS, ROOT, ResultsError, replace_block
+from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks
 from benchmarks.common.tables import markdown
 from benchmarks.convergence.recipes import compressor
 from benchmarks.convergence.report import NONE, Table

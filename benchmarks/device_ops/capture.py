@@ -49,7 +49,7 @@ READ = {
     "compressor.with_max_abs": "magnitudes of averages",
     "low_rank.following": "magnitudes of factors",
     "block_float.reduce": "largest steps of blocks",
-    "signs._combine": "counts of votes",
+    "signs._vote": "counts of votes",
 }
 BETWEEN = "values that decide what follows"  # without a ToHost
 KEYS = "random keys"

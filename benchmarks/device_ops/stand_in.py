@@ -23,10 +23,12 @@ for large networks: they are zeros. New small ones are ones, so that no scale is
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 import sys
 import types
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from ctypes import addressof, c_int32, c_int64, memmove
@@ -286,22 +288,21 @@ class _Kernels:
 
     def _count(self, name: str, parameters: list[str], arguments: list[Any], ops: int) -> None:
         addresses = self._mode.addresses
+        starts = sorted(addresses)
         read = written = 0
         for parameter, argument in zip(parameters, arguments):
             struct = re.match(r"const (\w+)\*", parameter)
-            if "*" in parameter and argument in addresses:
-                nbytes = addresses.pop(argument)
-                if parameter.startswith("const "):
-                    read += nbytes
-                else:
-                    written += nbytes
-            elif struct and struct[1] in TABLES:
-                read_only = TABLES[struct[1]]
+            pointers, const = [argument] * ("*" in parameter), [parameter.startswith("const ")]
+            if struct and struct[1] in TABLES:
+                const = TABLES[struct[1]]
                 entries = arguments[parameters.index("int64_t count")]
-                table = (c_int64 * (entries * len(read_only))).from_address(argument)
-                for address, const in zip(table, read_only * entries):
-                    nbytes = addresses.pop(address, 0)
-                    read, written = (read + nbytes, written) if const else (read, written + nbytes)
+                pointers = (c_int64 * (entries * len(const))).from_address(argument)
+            for pointer, is_const in zip(pointers, itertools.cycle(const)):
+                # Tensors are counted whole: a table may point at each of their parts.
+                start = starts[bisect_right(starts, pointer) - 1] if starts else 0
+                if start <= pointer < start + max(1, addresses.get(start, 0)):
+                    nbytes = addresses.pop(start, 0)
+                    read, written = (read + nbytes, written) if is_const else (read, written + nbytes)
         if any(re.match(rf"const (\w+\* const|{READ_WHOLE})\*", p) for p in parameters):
             read += sum(addresses.values())  # what a table in host memory lists
         addresses.clear()
@@ -399,6 +400,7 @@ def stand_in(compute: bool = True, small: int = SMALL) -> Iterator[StandIn]:
             (torch.cuda, "_lazy_init", lambda: None),
             (torch.cuda, "device", contextlib.nullcontext),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "synchronize", lambda device=None: mode.counts.add_sync("synchronize")),
             (torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0)),
         ):

@@ -84,7 +84,7 @@ def requantized(x: Tensor, rank: int, size: int, pipelined: bool, norm: str = "l
         return codec.encode(values, Key(0, 0, f"gradients[{i}]", rank))
 
     def decoded(i: int, payload: Tensor) -> Tensor:
-        return codec.decode([payload], parts[i].numel())
+        return codec.decode([payload], [parts[i].shape])[0]
 
     return RequantizedSum(
         numels=tuple(encode(i, torch.zeros_like(part)).numel() for i, part in enumerate(parts)),

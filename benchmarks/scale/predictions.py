@@ -81,9 +81,9 @@ def layer_cost(entry: Mapping[str, Any]) -> LayerCost:
 
 
 def chosen(results: Mapping[str, Any], variant: str, ranks: int) -> str:
-    """The exchange that "auto" chooses for the bucket, whose gradients some methods join."""
+    """The exchange that "auto" chooses for the bucket, whose gradients methods join."""
     about = results["provenance"]
-    joins = gradzip.parse(variant).joined_shape(torch.Size([about["side"]] * 2)) is not None
+    joins = gradzip.parse(variant).groups_by(torch.Size([about["side"]] * 2)) is not None
     payload = codec(results, with_exchange(variant, GATHER), ranks).nbytes
     return SCATTER if scatter_pays(payload * (about["parameters"] if joins else 1), ranks) else GATHER
 

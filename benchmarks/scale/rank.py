@@ -76,7 +76,7 @@ class Bucket:
         engine = self.session.torch_engine(dist.group.WORLD, torch.device("cpu"))
         self.session.connect(engine, dict(zip(names, gradients)), "handshake")
         self.gradients = gradients
-        self.units = self.session.plan(gradients, names).units
+        self.plan = self.session.plan(gradients, names)
 
     def step(self) -> float:
         """Average the gradients. Returns seconds of CPU time."""
@@ -84,7 +84,7 @@ class Bucket:
         dist.barrier()
         start = time.process_time()
         with self.session.on_stream_of(self.memory):
-            self.session.start(0, self.units, self.gradients, "bucket")
+            self.session.start(0, self.plan.groups, self.plan.parameters, self.gradients, "bucket")
         with self.session.on_all_streams(self.memory.device):
             self.session.finish("round")
             self.session.end(skipped := self.session.is_skipped())

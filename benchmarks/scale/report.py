@@ -16,10 +16,10 @@ from typing import Any
 from benchmarks.common.arguments import Parser
 from benchmarks.common.charts import open_frame, pyplot, save
 from benchmarks.common.palette import method_color
-from benchmarks.common.results import RESULTS, ROOT, ResultsError, replace_block
+from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks
 from benchmarks.common.tables import markdown
 from benchmarks.scale.predictions import EVERY, LOCAL, bucket, codec, sent_nbytes
-from benchmarks.scale.variants import GBITS, MODELS, PROJECTED, RANKS, label
+from benchmarks.scale.variants import AUTO, GBITS, MODELS, PROJECTED, RANKS, label
 
 FILE, PAGE, PICTURE = RESULTS / "scale_cpu.json", ROOT / "docs" / "scale.md", ROOT / "docs" / "images" / "scale.png"
 START = "<!-- table of {}: python -m benchmarks.scale.report --write -->\n\n"

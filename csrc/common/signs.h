@@ -24,12 +24,17 @@ struct SignsVote {
 };
 static_assert(sizeof(SignsVote) == 24, "gradzip/ops/signs.py writes it");
 
-// weight, or -weight where the bit is set.
+// float(weight * *scale), negated where the bit is set. A null scale is 1.
 struct SignsTerm {
   const uint8_t* packed;
+  const float* scale;
   double weight;
 };
-static_assert(sizeof(SignsTerm) == 16, "gradzip/ops/signs.py writes it");
+static_assert(sizeof(SignsTerm) == 24, "gradzip/ops/signs.py writes it");
+
+GZ_HD float signs_value(const SignsTerm& term) {
+  return float(term.scale ? term.weight * double(*term.scale) : term.weight);
+}
 
 // Of one segment (common/sums.h), or of all: the sum of the finite magnitudes, and the bits of the largest one.
 struct SignsPart {

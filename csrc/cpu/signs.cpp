@@ -251,7 +251,7 @@ void signs_majority(const SignsVote* table, int64_t count, const uint8_t* const*
 void signs_decode_add(const WeightedSum* table, int64_t count, const SignsTerm* terms, int threads) {
   add_terms(table, count, terms, kChunk, 1 << 12, threads,
             [](const SignsTerm& term, int64_t begin, int64_t end, float* out) {
-              const float weight = float(term.weight);
+              const float weight = signs_value(term);
               add_by_sign(term.packed, begin, end, weight, -weight, out);
             });
 }

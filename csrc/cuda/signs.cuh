@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kBlock)
     for (int q = 0; q < kQuads; ++q) load4_changing(out, first + 4 * kLanes * q, n, sum[q]);
   }
   for (int64_t t = entry.first_term; t < entry.first_term + own_terms; ++t) {
-    const float scale = float(terms[t].weight);
+    const float scale = signs_value(terms[t]);
     const uint32_t word = load_word(terms[t].packed, tile_word(tile), n);
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {

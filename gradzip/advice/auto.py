@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from ..methods.none import NoCompression
 from ..methods.spec import parse, unparse
 from .measure import measure_method, now
 from .studies import OPTIMIZERS, SAFE, is_safe
+
+if TYPE_CHECKING:
+    from ..averaging.group import Group
 
 logger = logging.getLogger("gradzip.auto")
 
@@ -212,10 +215,12 @@ class Auto(Composite):
         if not self._trial:
             super().register_parameter(name, shape, state_name)
 
-    def observe(self, state_name: str, grad: Tensor) -> None:
-        self._device = grad.device
-        if self._gradients is not None and not self.bypasses(grad):
-            self._gradients[state_name] = grad.detach().clone()
+    def observe(self, group: Group) -> None:
+        self._device = group.gradients[0].device
+        if self._gradients is not None:
+            for name, grad in zip(group.names, group.gradients):
+                if not self.bypasses(grad):
+                    self._gradients[name] = grad.detach().clone()
 
     def skip_step(self) -> None:
         super().skip_step()

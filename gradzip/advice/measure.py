@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..averaging.routine import averaged, no_autocast
+from ..averaging.group import averaged, no_autocast
 from ..collectives import AllFinite, AllToAll, Collective, Gather, Mean, RingSum, ToHost
 from ..collectives.engine import Engine
 from ..collectives.routines import Done, advance
 from ..collectives.traffic import sent_nbytes
 from ..engines import local
 from ..methods.base.compressor import Compressor
+from ..ops import tensors as ops
 from .cost import Compressed, Link
 
 Clock = Callable[[torch.device], float]  # waits for the device, and returns seconds

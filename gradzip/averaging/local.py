@@ -15,8 +15,8 @@ from ..engines.local import drive
 from ..methods.base.compressor import Compressor
 from ..ops.arrays import takes_arrays
 from . import optimizer_hooks
-from .buckets import Plan, Unit, bucket_nbytes, cut
-from .routine import Averaging
+from .buckets import Plan, bucket_nbytes, cut
+from .group import Group
 
 
 @dataclass
@@ -61,7 +61,7 @@ class LocalGroup:
         self._node_size = workers[0].local_size
         self._parameters: dict[int, dict[str, Tensor]] = {}  # by part and name: tensors of their shapes and types
         self._plans: dict[tuple[int, int], list[Plan]] = {}  # of the buckets, by rank and part
-        self._averagings: dict[str, Averaging] = {}  # of the last step, by name
+        self._groups: list[Group] = []  # of rank 0 in the last step
 
     @property
     def bytes_sent(self) -> int:
@@ -81,7 +81,7 @@ class LocalGroup:
         return [average[name] for average in self.step([{name: grad} for grad in grads])]
 
     def step(self, gradients: Sequence[Mapping[str, Tensor]], part: int = 0) -> list[dict[str, Tensor]]:
-        """Average all gradients of a step of training, in buckets and units as under Horovod.
+        """Average all gradients of a step of training, in buckets and groups as under Horovod.
 
         The step counts if all averages are finite: otherwise it changes no state (`Compressor.skip_nonfinite`).
 
@@ -100,23 +100,26 @@ class LocalGroup:
                 got = ", ".join(" ".join(map(str, kind.get(name, ["none"]))) for kind in kinds)
                 raise ValueError(f"LocalGroup: got gradients {name!r} of {got}, expected equal types and shapes")
         averages = [{name: grad.detach().clone() for name, grad in of.items()} for of in gradients]
-        units = [self._units(rank, averages[0], part) for rank in range(len(self.compressors))]
+        groups = [self._planned(rank, averages[0], part) for rank in range(len(self.compressors))]
         routines = [
-            fused([unit.average([own[name] for name in names], rank, len(gradients)) for unit, names in of_rank])
-            for rank, (own, of_rank) in enumerate(zip(averages, units))
+            fused(
+                [group.average([own[name] for name in group.names], rank, len(gradients)) for group in of_rank],
+                self.compressors[rank].traffic,
+            )
+            for rank, (own, of_rank) in enumerate(zip(averages, groups))
         ]
         try:
             drive(routines, [compressor.traffic for compressor in self.compressors], self._node_size)
         except BaseException:
-            for unit, _ in itertools.chain.from_iterable(units):
-                unit.averaging.end_step(skipped=True)
+            for group in itertools.chain.from_iterable(groups):
+                group.end_step(skipped=True)
             raise
-        self._averagings = {name: unit.averaging for unit, names in units[0] for name in names}
-        finite = all(unit.averaging.finite for of_rank in units for unit, _ in of_rank)
-        for compressor, of_rank in zip(self.compressors, units):
+        self._groups = groups[0]
+        finite = all(group.finite for of_rank in groups for group in of_rank)
+        for compressor, of_rank in zip(self.compressors, groups):
             skipped = compressor.last_step_skipped = compressor.memory.checks and not finite
-            for unit, _ in of_rank:
-                unit.averaging.end_step(skipped)
+            for group in of_rank:
+                group.end_step(skipped)
             if skipped:
                 compressor.skip_step()
             else:
@@ -133,12 +136,12 @@ class LocalGroup:
             parameters: by name, as in `step`. Their gradients are not set.
         """
         optimizer_hooks.install()
-        for name, parameter in parameters.items():
-            if name in self._averagings:
-                optimizer_hooks.register(parameter, self._averagings[name])
+        for group in self._groups:
+            if present := [parameters[name] for name in group.names if name in parameters]:
+                optimizer_hooks.register(present, group)
 
-    def _units(self, rank: int, gradients: Mapping[str, Tensor], part: int) -> list[tuple[Unit, list[str]]]:
-        """The units of a rank in a step, and the names of their parameters: planned again only if they change."""
+    def _planned(self, rank: int, gradients: Mapping[str, Tensor], part: int) -> list[Group]:
+        """The groups of a rank in a step: planned again only if they change."""
         compressor = self.compressors[rank]
         compressor.memory.loss_scale.begin_step()
         parameters = self._parameters.setdefault(part, {})
@@ -151,9 +154,9 @@ class LocalGroup:
         buckets = [present for bucket in buckets if (present := [p for p in bucket if named[id(p)] in gradients])]
         plans = self._plans.get((rank, part), [])
         if len(plans) != len(buckets) or not all(plan.fits(compressor, bucket) for plan, bucket in zip(plans, buckets)):
-            plans = [Plan.of(compressor, bucket, [named[id(p)] for p in bucket], "") for bucket in buckets]
+            plans = [Plan(compressor, bucket, [named[id(p)] for p in bucket], "") for bucket in buckets]
             self._plans[rank, part] = plans
-        return [(unit, [plan.names[i] for i in unit.indices]) for plan in plans for unit in plan.units]
+        return [group for plan in plans for group in plan.groups]
 
 
 @takes_arrays

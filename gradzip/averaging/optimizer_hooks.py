@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..methods.base.compressor import Compressor
-from .routine import Averaging
+from .group import Group
 
 # Those that add weight decay to gradients, unless it is decoupled as in AdamW.
 _COUPLED = (
@@ -55,18 +55,23 @@ _SECOND_MOMENT = (
 )
 
 
-@dataclass
 class Averaged:
-    """How a gradient was averaged, if a method with momentum does it, or is going to.
+    """How the gradients of a group were averaged, if a method with momentum does it, or is going to.
 
-    name: of the parameter, or of the bucket that was averaged as one tensor.
-    compressed_momentum: whether the average is that of `Compressor.compresses_momentum`.
+    name: of the group.
+    compressed_momentum: whether the averages are those of `Compressor.compresses_momentum`.
     method: the one with momentum.
     """
 
-    name: str
-    compressed_momentum: bool
-    method: weakref.ref[Compressor]
+    def __init__(self, name: str, compressed_momentum: bool, method: Compressor, parameters: Iterable[Tensor]) -> None:
+        self.name = name
+        self.compressed_momentum = compressed_momentum
+        self.method = weakref.ref(method)
+        self._parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether it is about a parameter, and not about one that had its number before."""
+        return self._parameters[id(parameter)]() is parameter
 
 
 @dataclass
@@ -90,8 +95,8 @@ class _Skip:
         self.warns = False
 
 
-# How the gradients of parameters were averaged since the last step, by parameter.
-_averaged: Any = WeakIdKeyDictionary()
+# How the gradients of parameters were averaged since the last step, by the number (`id`) of the parameter.
+_averaged: dict[int, Averaged] = {}
 # Steps that the optimizers of parameters have to skip, by parameter.
 _skips: Any = WeakIdKeyDictionary()
 # The gradients hidden from an optimizer, by optimizer: a list for each of its steps in progress. The step of one class
@@ -106,23 +111,28 @@ def install() -> None:
     register_optimizer_step_post_hook(_after)
 
 
-def register(parameter: Tensor, averaging: Averaging) -> None:
-    """Record how the gradient of a parameter was averaged. Call it in each step, before the optimizer's."""
-    now = averaging.method
-    if now.optimizer_momentum or (now.averaged_momentum is not None and averaging.compressed):
+def register(parameters: Sequence[Tensor], group: Group) -> None:
+    """Record how the gradients of a group were averaged. Call it in each step, before the optimizers'.
+
+    parameters: those of the group, as the optimizers know them.
+    """
+    now = group.method
+    if now.optimizer_momentum or (now.averaged_momentum is not None and group.compressed):
         method: Compressor | None = now
     else:  # an optimizer that will not fit is refused now, and not when the phase begins
-        method = next((later for later in averaging.later_methods if later.averaged_momentum is not None), None)
-    if method is None or averaging.frozen:
-        _averaged.pop(parameter, None)
-    else:
-        _averaged[parameter] = Averaged(averaging.name, averaging.compressed_momentum, weakref.ref(method))
+        method = next((later for later in group.later_methods if later.averaged_momentum is not None), None)
+    if method is not None and not group.frozen:
+        told = Averaged(group.name, group.compressed_momentum, method, parameters)
+        _averaged.update(dict.fromkeys(map(id, parameters), told))
+    elif _averaged:
+        for parameter in parameters:
+            _averaged.pop(id(parameter), None)
 
 
 def averaged(parameter: Tensor) -> Averaged | None:
     """How the gradient of a parameter was averaged before the current step of its optimizer; None: as any gradient."""
-    found: Averaged | None = _averaged.get(parameter)
-    return found
+    found = _averaged.get(id(parameter))
+    return found if found is not None and found.has(parameter) else None
 
 
 def skip(parameters: Iterable[Tensor], names: Sequence[str], warns: bool) -> None:
@@ -137,12 +147,16 @@ def skip(parameters: Iterable[Tensor], names: Sequence[str], warns: bool) -> Non
         _skips[parameter] = one
 
 
-def take(parameters: Iterable[Tensor]) -> None:
-    """Have the optimizers of these parameters take their next step, with parameters that are frozen since, too."""
+def take(told: Iterable[tuple[Group, Sequence[Tensor]]]) -> None:
+    """Have the optimizers of these parameters take their next step, with parameters that are frozen since, too.
+
+    told: groups with their parameters.
+    """
     if _skips:
-        for parameter in parameters:
-            if one := _skips.pop(parameter, None):
-                one.is_over = True
+        for _, parameters in told:
+            for parameter in parameters:
+                if one := _skips.pop(parameter, None):
+                    one.is_over = True
 
 
 def _before(optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -185,10 +199,10 @@ def _after(optimizer: Any, *_: Any) -> None:
             parameter.grad = gradient
     if not steps:
         _hidden.pop(optimizer, None)
-        for told in (_skips, _averaged):
-            if told:
-                for parameter in _parameters(optimizer):
-                    told.pop(parameter, None)
+        if _skips or _averaged:
+            for parameter in _parameters(optimizer):
+                _skips.pop(parameter, None)
+                _averaged.pop(id(parameter), None)
 
 
 def _parameters(optimizer: Any) -> list[Tensor]:

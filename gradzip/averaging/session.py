@@ -13,22 +13,25 @@ optimizer), and reaches engines through it alone:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import engines, ops
+from .. import engines
 from ..collectives import AllFinite
 from ..collectives.engine import Engine
 from ..collectives.fusion import Round
-from ..collectives.routines import Routine
+from ..collectives.routines import Routine, advance
 from ..collectives.traffic import Traffic
 from ..methods.base.compressor import Compressor
+from ..ops import tensors as ops
 from . import handshake, optimizer_hooks
-from .buckets import Bucket, Plan, Unit
-from .routine import Averaging, no_autocast
+from .buckets import Bucket, Plan
+from .group import Group, no_autocast
 
 
 class Session:
@@ -48,9 +51,9 @@ class Session:
         self.engine: Any = None  # an Engine, once connected
         # Of the current step:
         self.buckets: dict[Any, Bucket] = {}  # in progress, in the order in which they were started
-        self.units: dict[Unit, None] = {}  # started so far
+        self.groups: dict[Group, None] = {}  # started so far
         self.waiting: dict[Any, tuple[Routine, AllFinite]] = {}  # routines that only wait for this, until `finish`
-        self._averagings: list[tuple[Tensor, Averaging]] = []  # of the parameters whose gradients are averaged
+        self._told: list[tuple[Group, list[Tensor]]] = []  # groups, and the parameters whose optimizers are told
         self._in_step = False
 
     @property
@@ -99,22 +102,19 @@ class Session:
 
     # --- work on gradients
 
-    @contextlib.contextmanager
-    def on_stream_of(self, gradient: Tensor) -> Iterator[None]:
+    def on_stream_of(self, gradient: Tensor) -> contextlib.AbstractContextManager[Any]:
         """Run the block without autograd and autocast, on the compressor's stream of a gradient's device."""
-        with no_autocast(gradient.device), self.compressor.streams.on(gradient):
-            yield
+        stream = self.compressor.streams.on(gradient)
+        return no_autocast(gradient.device) if stream is None else _both(no_autocast(gradient.device), stream)
 
-    @contextlib.contextmanager
-    def on_all_streams(self, device: torch.device) -> Iterator[None]:
+    def on_all_streams(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """The same on the compressor's streams of all devices."""
-        with no_autocast(device), self.compressor.streams.on_all():
-            yield
+        return _both(no_autocast(device), self.compressor.streams.on_all())
 
     def plan(self, parameters: list[Tensor], names: list[str], joins_uncompressed: bool = True) -> Plan:
-        """Plan a bucket that is new, or whose parameters or methods have changed. Arguments: as for `Plan.of`."""
+        """Plan a bucket that is new, or whose parameters or methods have changed. Arguments: as for `Plan`."""
         self.engine.forget_lengths()
-        return Plan.of(self.compressor, parameters, names, self.prefix, joins_uncompressed)
+        return Plan(self.compressor, parameters, names, self.prefix, joins_uncompressed)
 
     # --- a step
 
@@ -124,38 +124,57 @@ class Session:
             self._in_step = True
             self.compressor.memory.loss_scale.begin_step()
 
-    def tell_optimizers(self, parameters: Iterable[Tensor], averagings: Iterable[Averaging]) -> None:
-        """Have the optimizers of these parameters told, at the end of this step, how it has averaged, or to skip it."""
-        self._averagings += zip(parameters, averagings)
+    def tell_optimizers(self, group: Group, parameters: list[Tensor]) -> None:
+        """Have optimizers told, at the end of this step, how the group has averaged, or to skip it.
 
-    def average(self, unit: Unit, gradients: list[Tensor]) -> Routine:
-        """Coroutine that replaces the gradients of a unit, in the order of its parameters, by their averages."""
+        parameters: those of the group, as the optimizers know them.
+        """
+        self._told.append((group, parameters))
+
+    def average(self, group: Group, gradients: list[Tensor]) -> Routine:
+        """Coroutine that replaces the gradients of a group, in the order of its parameters, by their averages."""
         self.begin()
-        self.units[unit] = None
-        return unit.average(gradients, self.engine.rank, self.engine.size)
+        self.groups[group] = None
+        return group.average(gradients, self.engine.rank, self.engine.size)
 
     def start(
-        self, key: Any, units: Sequence[Unit], gradients: Sequence[Tensor] | Mapping[int, Tensor], slot: str
+        self,
+        key: Any,
+        groups: Sequence[Group],
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor] | Mapping[int, Tensor],
+        slot: str,
     ) -> None:
         """Run the methods of a bucket to their first collectives, and start those.
 
         Args:
             key: of the bucket, with which it is found in `buckets`.
-            gradients: of the parameters of the bucket's plan, by their numbers in it.
+            parameters, gradients: of the bucket's plan, by their numbers in it.
             slot: prefix of the collectives' slots.
         """
-        self.launch(
-            key,
-            {(key, i): self.average(unit, [gradients[j] for j in unit.indices]) for i, unit in enumerate(units)},
-            slot,
-        )
+        self.begin()
+        routines, rank, size = {}, self.engine.rank, self.engine.size
+        for i, group in enumerate(groups):
+            of_group = [(parameters[j], gradients[j]) for j in group.indices]
+            self._told.append((group, [parameter for parameter, _ in of_group]))
+            self.groups[group] = None
+            routines[key, i] = group.average([gradient for _, gradient in of_group], rank, size)
+        self.launch(key, routines, slot)
 
     def launch(self, key: Any, routines: dict[Any, Routine], slot: str) -> None:
         """The same for routines, by keys of their own."""
         previous = list(self.buckets.values())
-        self.buckets[key] = Bucket(routines, Round.first(routines), self.engine, slot)
+        self.buckets[key] = Bucket(routines, Round.first(routines, self.traffic), self.engine, slot)
         if previous and self.engine.in_order:
             previous[-1].gather_partitions()
+
+    def advance(self, routine: Routine, result: Any = None) -> Any:
+        """`routines.advance`, whose time counts as the compressor's."""
+        begin = time.perf_counter()
+        try:
+            return advance(routine, result)
+        finally:
+            self.traffic.seconds += time.perf_counter() - begin
 
     def finish(self, slot: str) -> None:
         """Run the routines of all buckets to their ends. Later rounds run for all together. slot: prefix of theirs.
@@ -166,7 +185,7 @@ class Session:
         try:
             if buckets and self.engine.in_order:
                 buckets[-1].gather_partitions()
-            following = Round()
+            following = Round(self.traffic)
             waiting, self.waiting = self.waiting, {}
             for key, (_, check) in waiting.items():
                 following.add(key, check)
@@ -204,12 +223,12 @@ class Session:
     def is_skipped(self, others: Sequence[Tensor] = ()) -> bool:
         """Whether the step is skipped, because an average is not finite.
 
-        others: averages of no unit, and gradients that are not what a unit has left. Waits for the device if there are
-        any.
+        others: averages of no group, and gradients that are not what a group has left. Waits for the device if
+        there are any.
         """
         if not self.checks:
             return False
-        return not (all(unit.averaging.finite for unit in self.units) and ops.all_finite(others))
+        return not (all([group.finite for group in self.groups]) and ops.all_finite(others))
 
     def end(self, skipped: bool) -> None:
         """Let the method run collectives of its own. skipped: the same on all ranks."""
@@ -223,48 +242,59 @@ class Session:
 
         skipped: as in `end`. If so, all states are rolled back, and optimizers do not step.
         """
-        units, averagings, names = list(self.units), self._averagings, self._names()
+        groups, told, names = list(self.groups), self._told, self._names()
         self._reset()
         self.compressor.last_step_skipped = skipped
-        culprits = [name for unit in units if not unit.averaging.finite for name in unit.averaging.culprits]
         # GradScaler skips steps as a matter of course.
         warns = self.compressor.memory.loss_scale.scaler is None
-        for parameter, averaging in averagings:
-            optimizer_hooks.register(parameter, averaging)
-        parameters = [parameter for parameter, _ in averagings]
-        optimizer_hooks.skip(parameters, culprits, warns) if skipped else optimizer_hooks.take(parameters)
-        for unit in units:
-            unit.averaging.end_step(skipped)
+        for group, parameters in told:
+            optimizer_hooks.register(parameters, group)
+        if skipped:
+            culprits = [name for group in groups if not group.finite for name in group.culprits]
+            optimizer_hooks.skip(itertools.chain.from_iterable(of for _, of in told), culprits, warns)
+        else:
+            optimizer_hooks.take(told)
+        for group in groups:
+            group.end_step(skipped)
         if not skipped:
             self.compressor.complete_step(names)
 
     def _names(self) -> list[str]:
         """The names of the states of the parameters that the step has averaged, without frozen ones."""
-        return [name for unit in self.units if not unit.averaging.frozen for name in unit.shapes]
+        return [name for group in self.groups if not group.frozen for name in group.names]
 
     def take_back(self, plan: Plan, averages: Mapping[int, Tensor]) -> None:
         """Add averages that no optimizer gets to the residuals, so that nothing of those is lost.
 
         Call it after `complete`, on all ranks. averages: by the parameter's number in the plan; the same on all ranks.
         """
-        chunks = self.compressor.node_chunks
-        for i, average in averages.items():
-            method = self.compressor.method_for(plan.names[i], average.shape, plan.prefix)
-            taken = average if chunks is None or plan.averagings[i].node_chunks is None else chunks.own(average)
-            method.take_back(plan.prefix + plan.names[i], taken, plan.parameters[i].grad is None)
+        for group in plan.groups:
+            for i, state_name in zip(group.indices, group.names):
+                if i in averages:
+                    average = averages[i]
+                    chunked = group.compressed and group.node_chunks is not None
+                    taken = group.node_chunks.own(average) if chunked else average  # type: ignore[union-attr]
+                    method = self.compressor.method_for(plan.names[i], average.shape, plan.prefix)
+                    method.take_back(group, state_name, taken, plan.parameters[i].grad is None)
 
     def drop(self) -> None:
         """Drop the step in progress: its backward pass has failed or was interrupted. All states are rolled back."""
         for bucket in self.buckets.values():
             for routine in bucket.routines.values():
                 routine.close()
-        for unit in self.units:
-            unit.averaging.end_step(skipped=True)
+        for group in self.groups:
+            group.end_step(skipped=True)
         self._reset()
 
     def _reset(self) -> None:
-        self.buckets, self.units, self.waiting, self._averagings = {}, {}, {}, []
+        self.buckets, self.groups, self.waiting, self._told = {}, {}, {}, []
         self._in_step = False
+
+
+@contextlib.contextmanager
+def _both(one: contextlib.AbstractContextManager[Any], other: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

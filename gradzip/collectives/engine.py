@@ -178,8 +178,7 @@ class Engine(ABC):
             for p in pending:
                 p.send_overflow()
             results = current.split([p.result() for p in pending])
-            following = Round()
-            returned |= following.advance(routines, results)
-            following.take_checks(current)
-            current = following
+            current, previous = Round(current.traffic), current
+            returned |= current.advance(routines, results)
+            current.take_checks(previous)
         return returned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,43 +10,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..ops import tensors as ops
 from .requests import AllFinite, AllToAll, Broadcast, Collective, Gather, Mean, RingSum, ToHost
-from .routines import Done, Local, Routine, run_local, step
+from .routines import Local, Routine
+from .traffic import Traffic
 
 # Fused routines: yields the collectives of a round, which may run concurrently, and is sent the list of their results.
 FusedRoutine = Generator[list[Collective], list[Any], list[Any]]
 
 
-def fused(routines: Iterable[Routine]) -> FusedRoutine:
+def fused(routines: Iterable[Routine], traffic: Traffic | None = None) -> FusedRoutine:
     """Run routines in lock-step, and join what they yield into one collective per round and kind.
 
     Routines may need different numbers of rounds. All ranks must fuse the same routines in the same order. Returns
     their results, in order. This is the simplest loop over `Round`, which the front ends use.
     """
     members = dict(enumerate(routines))
-    current = Round()
+    current = Round(traffic)
     returned = current.advance(members, dict.fromkeys(members))
     while collectives := current.collectives():
         results = current.split((yield collectives))
-        following = Round()
-        returned |= following.advance(members, results)
-        following.take_checks(current)
-        current = following
+        current, previous = Round(traffic), current
+        returned |= current.advance(members, results)
+        current.take_checks(previous)
     return [returned[i] for i in members]
 
 
 class Round:
-    """The collectives that several routines wait for at the same time. A key of any type identifies a routine."""
+    """The collectives that several routines wait for at the same time. A key of any type identifies a routine.
 
-    def __init__(self) -> None:
+    Args:
+        traffic: counts the time that routines take.
+    """
+
+    def __init__(self, traffic: Traffic | None = None) -> None:
+        self.traffic = traffic
         self._groups: dict[Any, dict[Any, Any]] = {}  # kind -> key -> collective
         self._checks: dict[Any, AllFinite] = {}  # by key
 
     @classmethod
-    def first(cls, routines: Mapping[Any, Routine]) -> Round:
+    def first(cls, routines: Mapping[Any, Routine], traffic: Traffic | None = None) -> Round:
         """Start routines, and make the round of their first collectives."""
-        first = cls()
+        first = cls(traffic)
         first.advance(routines, dict.fromkeys(routines))
         return first
 
@@ -56,22 +62,32 @@ class Round:
 
         Returns the results of the routines that are done, by key.
         """
+        begin = time.perf_counter()
+        try:
+            return self._advance(routines, results)
+        finally:
+            if self.traffic is not None:
+                self.traffic.seconds += time.perf_counter() - begin
+
+    def _advance(self, routines: Mapping[Any, Routine], results: Mapping[Any, Any]) -> dict[Any, Any]:
         returned: dict[Any, Any] = {}
-        yielded: dict[Any, Collective] = {}
+        yielded: dict[Any, Collective | AllFinite] = {}
         waiting: Mapping[Any, Any] = results
         while waiting:
             local: dict[Any, dict[Any, Local]] = {}  # by what can be done in one call
             for key, result in waiting.items():
-                item = step(routines[key], result)
-                if isinstance(item, Done):
-                    returned[key] = item.result
-                elif isinstance(item, Local):
+                try:
+                    item = routines[key].send(result)
+                except StopIteration as stop:
+                    returned[key] = stop.value
+                    continue
+                if isinstance(item, Local):
                     local.setdefault((item.function, item.device), {})[key] = item
                 else:
                     yielded[key] = item
             sent: dict[Any, Any] = {}
-            for requests in local.values():
-                sent |= zip(requests, run_local(list(requests.values())))
+            for (function, _), requests in local.items():
+                sent |= zip(requests, function([request.argument for request in requests.values()]))
             waiting = sent
         for key in results:  # in the same order on all ranks, whatever local work they did
             if key in yielded:
@@ -111,9 +127,9 @@ class Round:
 
         Checks are made in a round in which the host waits anyway, or at the end.
         """
-        if not self._groups or any(kind[0] is ToHost for kind in self._groups):
+        if not self._groups or ToHost in [kind[0] for kind in self._groups]:
             checks, self._checks = self._checks, {}
-            for device in dict.fromkeys(check.tensor.device for check in checks.values()):
+            for device in dict.fromkeys([check.tensor.device for check in checks.values()]):
                 of_device = {key: check.tensor for key, check in checks.items() if check.tensor.device == device}
                 for key, number in zip(of_device, ops.finite_if_all(list(of_device.values()))):
                     self.add(key, ToHost(number))
@@ -133,22 +149,26 @@ def _join(group: list[Any]) -> Collective:
         return group[0]
     if isinstance(group[0], Mean):
         tensors = [tensor for c in group for tensor in _several(c) or (c.tensor,)]
-        joined = adjacent(tensors)
-        joined = torch.cat([tensor.reshape(-1) for tensor in tensors]) if joined is None else joined
-        return replace(group[0], tensor=joined, tensors=())
+        joined, scope = adjacent(tensors), group[0].scope
+        if joined is None:
+            return Mean(torch.cat([t.reshape(-1) for t in tensors]), scope=scope)
+        return Mean(joined, keep=any([c.keep for c in group]), scope=scope)
     if isinstance(group[0], (Broadcast, ToHost)):
         tensors = [c.tensor for c in group]
         if _mixed(group):
             tensors = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
         joined = adjacent(tensors)
-        return replace(group[0], tensor=torch.cat([t.reshape(-1) for t in tensors]) if joined is None else joined)
+        joined = torch.cat([t.reshape(-1) for t in tensors]) if joined is None else joined
+        return ToHost(joined) if isinstance(group[0], ToHost) else Broadcast(joined, group[0].scope)
     if isinstance(group[0], Gather):
-        return replace(group[0], tensor=torch.cat([c.tensor for c in group]), count=sum(c.count for c in group))
+        joined, count = torch.cat([c.tensor for c in group]), sum([c.count for c in group])
+        return Gather(joined, count, group[0].same_length, group[0].scope)
     if isinstance(group[0], RingSum):
         return _join_rings(group)
     by_rank = list(zip(*[c.parts for c in group]))
-    nbytes = tuple(sum(part.numel() for part in parts) for parts in by_rank)
-    return replace(group[0], tensor=torch.cat([part for parts in by_rank for part in parts]), nbytes=nbytes)
+    nbytes = tuple([sum([part.numel() for part in parts]) for parts in by_rank])
+    joined = torch.cat([part for parts in by_rank for part in parts])
+    return AllToAll(joined, nbytes, group[0].same_length, group[0].scope)
 
 
 def _split(result: Any, group: list[Any]) -> list[Any]:
@@ -156,18 +176,18 @@ def _split(result: Any, group: list[Any]) -> list[Any]:
     if len(group) == 1 and not _several(group[0]):
         return [result]
     if _mixed(group):
-        pieces = result.split([c.tensor.nbytes for c in group])
+        pieces = result.split_with_sizes([c.tensor.nbytes for c in group])
         return [piece.clone().view(c.tensor.dtype).view(c.tensor.shape) for piece, c in zip(pieces, group)]
     if isinstance(group[0], Mean):
         return _split_means(result, group)
     if isinstance(group[0], (Broadcast, ToHost)):
-        parts = result.split([c.tensor.numel() for c in group])
+        parts = result.split_with_sizes([c.tensor.numel() for c in group])
         return [part.view(c.tensor.shape) for part, c in zip(parts, group)]
     if isinstance(group[0], RingSum):
         return [None] * len(group)
     if group[0].same_length:
         nbytes = [c.nbytes[0] if isinstance(c, AllToAll) else c.tensor.numel() for c in group]
-        by_rank = [buffer.split(nbytes) for buffer in result]
+        by_rank = [buffer.split_with_sizes(nbytes) for buffer in result]
     else:
         by_rank = [ops.split_payloads(buffer, len(group)) for buffer in result]
     return [list(payloads) for payloads in zip(*by_rank)]
@@ -177,7 +197,8 @@ def _split_means(total: Tensor, group: list[Mean]) -> list[Tensor]:
     """Split an average, and write the parts to the tensors that want them."""
     written: list[Tensor] = []
     parts: list[Tensor] = []  # of these
-    results = list(total.view(-1).split([sum(t.numel() for t in c.tensors) or c.tensor.numel() for c in group]))
+    numels = [sum([tensor.numel() for tensor in c.tensors]) or c.tensor.numel() for c in group]
+    results = list(total.view(-1).split_with_sizes(numels))
     copied = total.untyped_storage().data_ptr() != group[0].tensor.untyped_storage().data_ptr()
     for i, c in enumerate(group):
         if c.tensors:
@@ -231,5 +252,5 @@ def adjacent(tensors: list[Tensor]) -> Tensor | None:
 
 def pieces(vector: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """Views of consecutive parts of a contiguous tensor, of these shapes."""
-    parts = vector.view(-1).split([shape.numel() for shape in shapes])
+    parts = vector.view(-1).split_with_sizes([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes)]

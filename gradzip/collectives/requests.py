@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..ops import tensors as ops
 
 # The ranks that a collective runs among: all ranks of the group, the ranks of this rank's node, or its peers, which are
 # the ranks with the same place on every node. "rank" in a collective's description is the number among these.
@@ -22,8 +22,8 @@ Scope = Literal["all", "node", "peers"]
 class Mean:
     """All-reduce: the average over the ranks of a floating-point tensor of the same shape and dtype on each.
 
-    Result: the average. The engine may overwrite the tensor, and return it. With `tensors`, the average of their
-    concatenation, which is also written to them; such requests are for `fusion`, not for engines.
+    Result: the average. The engine may overwrite the tensor, and return it, unless `keep`. With `tensors`, the average
+    of their concatenation, which is also written to them; such requests are for `fusion`, not for engines.
 
     In float16, a sum may overflow where the average does not. Engines therefore divide by the number of ranks before
     they add float16, and after they have added other types.
@@ -31,6 +31,7 @@ class Mean:
 
     tensor: Tensor
     in_place: bool = False  # write the average to the tensor, also if it is joined with others
+    keep: bool = False  # leave the tensor as it is
     scope: Scope = "all"
     tensors: Sequence[Tensor] = ()  # several of one dtype and device, of which `tensor` is the first
 
@@ -39,8 +40,9 @@ class Mean:
         return self.tensor.dtype == torch.float16
 
     def addend(self, size: int) -> Tensor:
-        """What this rank of `size` adds to the sum. May overwrite the tensor, and return it."""
-        return self.tensor.div_(size) if self.divides_first else self.tensor
+        """What this rank of `size` adds to the sum, to be overwritten. It is the tensor itself, unless `keep`."""
+        tensor = self.tensor.clone() if self.keep else self.tensor
+        return tensor.div_(size) if self.divides_first else tensor
 
     def average(self, total: Tensor, size: int) -> Tensor:
         """Make the average of the sum of all ranks' addends, in its memory."""
@@ -71,7 +73,7 @@ class Gather:
         if self.count == 1:
             return payloads
         groups = [payloads[i : i + self.count] for i in range(0, len(payloads), self.count)]
-        parts = gathered.split([sum(payload.numel() for payload in group) for group in groups])
+        parts = gathered.split_with_sizes([sum(payload.numel() for payload in group) for group in groups])
         return [ops.join_payloads(group, buffer=part) for group, part in zip(groups, parts)]
 
 
@@ -90,7 +92,7 @@ class AllToAll:
 
     @property
     def parts(self) -> list[Tensor]:
-        return list(self.tensor.split(list(self.nbytes)))
+        return list(self.tensor.split_with_sizes(list(self.nbytes)))
 
 
 def split_equally(received: Tensor, nbytes: int, size: int) -> list[Tensor]:

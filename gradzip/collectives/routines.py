@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 
 from .requests import AllFinite, Collective, ToHost
-from .traffic import Traffic
 
 
 @dataclass
@@ -23,22 +21,11 @@ class Local:
         function: called with the list of all these routines' arguments; returns a result for each.
         device: of the work.
         argument: of this routine.
-        traffic: counts the time; set by `timed`.
     """
 
     function: Callable[[list[Any]], Sequence[Any]]
     device: torch.device
     argument: Any
-    traffic: Traffic | None = None
-
-
-def run_local(requests: Sequence[Local]) -> Sequence[Any]:
-    """Do local work for several routines, in one call. Returns their results."""
-    start = time.perf_counter()
-    results = requests[0].function([request.argument for request in requests])
-    if requests[0].traffic is not None:
-        requests[0].traffic.seconds += time.perf_counter() - start
-    return results
 
 
 # Yields collectives and local work, is sent their results, and returns the average.
@@ -76,7 +63,7 @@ def step(routine: Generator[Any, Any, Any], result: Any = None) -> Any:
 def advance(routine: Generator[Any, Any, Any], result: Any = None) -> Any:
     """Like `step`, but do local work at once. Returns the next collective, or `Done`."""
     while isinstance(item := step(routine, result), Local):
-        (result,) = run_local([item])
+        (result,) = item.function([item.argument])
     return item
 
 
@@ -87,19 +74,3 @@ def at_once(routine: Routine) -> Any:
         assert isinstance(item, ToHost)
         result = item.tensor.cpu()
     return item.result
-
-
-def timed(routine: Routine, traffic: Traffic) -> Routine:
-    """The same routine, with its time between collectives added to `traffic.seconds`."""
-    result = None
-    while True:
-        start = time.perf_counter()
-        try:
-            item = step(routine, result)
-        finally:
-            traffic.seconds += time.perf_counter() - start
-        if isinstance(item, Done):
-            return item.result
-        if isinstance(item, Local):
-            item.traffic = traffic
-        result = yield item

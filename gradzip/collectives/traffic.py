@@ -50,5 +50,4 @@ def sent_nbytes(collective: Collective | AllFinite) -> int:
 
 def nbytes_of(tensor: Tensor) -> int:
     """Bytes of a dense or sparse tensor."""
-    parts = [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
-    return sum(part.nbytes for part in parts)
+    return tensor._indices().nbytes + tensor._values().nbytes if tensor.is_sparse else tensor.nbytes

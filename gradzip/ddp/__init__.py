@@ -24,6 +24,7 @@ to the residuals again.
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import eq
 from typing import Any, TypeAlias
 
 import torch
@@ -32,7 +33,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import ops
 from ..averaging.buckets import Plan, bucket_nbytes
 from ..averaging.handshake import parameters_by_name
 from ..averaging.session import Session, queue_callback
@@ -40,6 +40,7 @@ from ..collectives import Mean
 from ..collectives.routines import Routine
 from ..collectives.traffic import Traffic, nbytes_of
 from ..methods.base.compressor import Compressor
+from ..ops import tensors as ops
 
 Future: TypeAlias = torch.futures.Future[torch.Tensor]
 
@@ -138,9 +139,11 @@ class HookState:
         self._names: Any = WeakIdKeyDictionary()  # parameter -> name
         self._group: dist.ProcessGroup | None = None  # of the session's engine
         self._plans: dict[int, Plan] = {}  # by the number of the joined buckets, until DDP rebuilds its buckets
+        self._strided: dict[int, list[int]] = {}  # by that, too: parameters that are not contiguous
         self._joined: list[_Joined] = []  # the buckets of the current step
         self._cap_mb: float | None = None  # `bucket_cap_mb` of rank 0
-        self._least_nbytes = 0.0  # of joined buckets
+        self._cap_nbytes: float | None = None  # of joined buckets, once all parameters are known
+        self._least_nbytes = 0.0  # of joined buckets, in the current step
 
     def __getstate__(self) -> dict[str, Any]:
         return {"compressor": self.compressor, "has_names": self._has_names, "prefix": self._session.prefix}
@@ -188,7 +191,7 @@ class HookState:
         if len(self._joined) not in self._plans:
             self._name(parameters)
         self._connect(buffer.device)
-        expected = sum(len(joined.buffers) for joined in self._joined)
+        expected = sum([len(joined.buffers) for joined in self._joined])
         if index != expected:
             raise RuntimeError(
                 f"HookState: got bucket {index}, expected bucket {expected} of the same model: "
@@ -205,11 +208,11 @@ class HookState:
             self._joined.append(waiting := _Joined())
         gradients = [] if buffer.is_sparse else bucket.gradients()
         waiting.parameters += parameters
-        waiting.averages += [_with_strides_of(p, g) for p, g in zip(parameters, gradients)]
-        waiting.versions += [_version(p) for p in parameters]
+        waiting.averages += gradients
+        waiting.versions += _versions(parameters)
         waiting.buffers.append(buffer)
         waiting.futures.append(Future(devices=[buffer.device] if buffer.is_cuda else None))
-        if buffer.is_sparse or bucket.is_last() or sum(b.nbytes for b in waiting.buffers) >= self._least_nbytes:
+        if buffer.is_sparse or bucket.is_last() or sum([b.nbytes for b in waiting.buffers]) >= self._least_nbytes:
             self._start(waiting)
         return waiting.futures[-1]
 
@@ -217,7 +220,9 @@ class HookState:
         """Choose the size of joined buckets: on a device, once the parameters of all ranks are known."""
         self._least_nbytes = 0.0
         if ops.on_device(buffer) and self._all_named:
-            self._least_nbytes = bucket_nbytes(self._cap_mb, [p for p in self._names if p.requires_grad], 0.0)
+            if self._cap_nbytes is None:
+                self._cap_nbytes = bucket_nbytes(self._cap_mb, [p for p in self._names if p.requires_grad], 0.0)
+            self._least_nbytes = self._cap_nbytes
             engine = self._session.engine
             engine.bucket_nbytes = max(type(engine).bucket_nbytes, self._least_nbytes)
 
@@ -228,16 +233,18 @@ class HookState:
         if plan is None or not plan.fits(self.compressor, parameters):
             # DDP has rebuilt its buckets: later plans are out of date, too.
             for later in [i for i in self._plans if i >= number]:
-                for unit in self._plans.pop(later).units:
-                    unit.averaging.method.workspace.clear()  # DDP's first bucket is the whole model
+                for group in self._plans.pop(later).groups:
+                    group.method.workspace.clear()  # DDP's first bucket is the whole model
             plan = self._plans[number] = session.plan(parameters, self._name(parameters))
+            self._strided[number] = [i for i, parameter in enumerate(parameters) if _has_other_strides(parameter)]
         joined.plan = plan
-        session.tell_optimizers(plan.parameters, plan.averagings)
+        for i in self._strided[number]:  # DDP shows them as contiguous, but writes them with the parameter's strides
+            joined.averages[i] = joined.averages[i].as_strided(parameters[i].shape, parameters[i].stride())
         slot = ",".join(plan.names)
         if joined.buffers[0].is_sparse:
             session.launch(number, {(number, 0): self._average_sparse(joined.buffers[0])}, slot)
         else:
-            session.start(number, plan.units, joined.averages, slot)
+            session.start(number, plan.groups, plan.parameters, joined.averages, slot)
 
     def _drop(self) -> None:
         self._joined = []
@@ -325,9 +332,11 @@ class _Joined:
     def discarded(self) -> dict[int, Tensor]:
         """The averages that DDP has not written to gradients, less those gradients. By the parameter's number."""
         found = {}
-        for i, (parameter, average) in enumerate(zip(self.parameters, self.averages)):
-            if _version(parameter) == self.versions[i]:
+        if self.averages and any(map(eq, _versions(self.parameters), self.versions)):
+            for i, (parameter, average) in enumerate(zip(self.parameters, self.averages)):
                 gradient = parameter.grad
+                if (None if gradient is None else gradient._version) != self.versions[i]:
+                    continue
                 if gradient is None:
                     found[i] = average.float()
                 elif gradient.data_ptr() != average.data_ptr():  # else it is a view of the buffer
@@ -335,17 +344,12 @@ class _Joined:
         return found
 
 
-def _version(parameter: Tensor) -> int | None:
-    """The number of in-place changes of a parameter's gradient, None without a gradient."""
-    gradient = parameter.grad
-    return None if gradient is None else gradient._version
+def _versions(parameters: list[Tensor]) -> list[int | None]:
+    """The numbers of in-place changes of the parameters' gradients, None without a gradient."""
+    return [None if (gradient := parameter.grad) is None else gradient._version for parameter in parameters]
 
 
-def _with_strides_of(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient in its true layout: DDP shows it as contiguous, but writes it with the parameter's strides."""
-    if parameter.is_contiguous():
-        return gradient
+def _has_other_strides(parameter: Tensor) -> bool:
+    """Whether the elements of a parameter fill its memory, but in another order than that of a contiguous tensor."""
     dense = 1 + sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride())) == parameter.numel()
-    if not dense:
-        return gradient
-    return gradient.as_strided(parameter.shape, parameter.stride())
+    return dense and not parameter.is_contiguous()

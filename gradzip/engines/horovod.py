@@ -215,7 +215,7 @@ class _Pending:
                 return split_equally(tensor, collective.nbytes[0], self._engine.size)
             return list(tensor.split(nbytes.tolist()))
         if isinstance(collective, RingSum):
-            for i, total in enumerate(received.to(collective.dtype).split(list(collective.numels))):
+            for i, total in enumerate(received.to(collective.dtype).split_with_sizes(list(collective.numels))):
                 collective.decode(i, total)
             return None
         return received.to(collective.tensor.dtype)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .. import ops
 from ..collectives import AllFinite, AllToAll, Collective, Gather, Mean, RingSum, ToHost, among
 from ..collectives.fusion import FusedRoutine
 from ..collectives.routines import Done, Routine, advance
 from ..collectives.traffic import Traffic, sent_nbytes
+from ..ops import tensors as ops
 
 
 def run(collectives: Sequence[Collective | AllFinite], node_size: int = 1) -> list:

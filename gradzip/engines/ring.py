@@ -139,7 +139,7 @@ class _Wire:
         memory = ring.workspace.empty(  # the former sum's readers are queued on the same stream
             f"received {collective.dtype}", (sum(numels),), collective.dtype, collective.device
         )
-        self.buffers = dict(zip(coming, memory.split(numels)))
+        self.buffers = dict(zip(coming, memory.split_with_sizes(numels)))
         self.sent: list[Tensor] = []  # kept until all transfers have ended
         self.receives: dict[tuple[int, int], list[Any]] = {}  # operations to wait for, by message
         self.sends: dict[tuple[int, int], list[Any]] = {}

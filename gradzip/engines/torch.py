@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import ops
 from ..collectives import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, Scope, ToHost
 from ..collectives.cost import JOINED
 from ..collectives.engine import Engine, Pending, PendingCopy
 from ..collectives.traffic import Traffic, nbytes_of
+from ..ops import tensors as ops
 from .ring import Ring
 
 _PREFIX = 16  # bytes before a part: its length, and the length of its sender's longest part (int64)
@@ -203,7 +203,7 @@ class _PendingReduction:
         self._tensor = tensor if tensor.is_sparse else tensor.contiguous()
         engine.count(nbytes_of(tensor))
         if mean is not None:
-            self._work = dist.all_reduce(self._tensor, group=engine.group, async_op=True)
+            self._work = engine.group.allreduce([self._tensor])
         else:
             self._work = engine.group.broadcast(self._tensor, 0)
 
@@ -232,7 +232,7 @@ class _PendingEqual:
         return False
 
     def result(self) -> list[Tensor]:
-        return list(self._received)
+        return list(self._received.unbind(0))
 
 
 class _PendingParts:

@@ -186,12 +186,11 @@ class ReplicaAverages:
         if self._session.engine is None:
             self._connect(reduced.device)
         plan = self._plan(index, gradients)
-        self._session.tell_optimizers(shards.parameters(), plan.averagings)
-        self._session.start(index, plan.units, list(gradients.values()), ",".join(gradients))
+        self._session.start(index, plan.groups, shards.parameters(), list(gradients.values()), ",".join(gradients))
         self._averaged[index] = None
 
     def _plan(self, index: int, gradients: dict[str, Tensor]) -> Plan:
-        """The units of a module: a new plan if other parameters are trained, or other methods are in charge."""
+        """The plan of a module: a new one if other parameters are trained, or other methods are in charge."""
         plan, names = self._plans.get(index), list(gradients)
         if plan is None or plan.names != names or not plan.fits(self.compressor, plan.parameters):
             # One element stands for each gradient: the plan outlives them.

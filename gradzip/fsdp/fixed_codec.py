@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..memory.state import Key
 from ..methods.base.compressor import Compressor
 from ..methods.block_float import BlockFloat
 from ..methods.quantize import QSGD
+from ..ops import tensors as ops
 
 
 class FixedCodec(ABC):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..averaging.routine import no_autocast
+from ..averaging.group import no_autocast
 from ..averaging.session import Session
 from ..collectives import AllToAll
 from ..collectives.traffic import Traffic

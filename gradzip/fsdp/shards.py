@@ -100,7 +100,7 @@ class Shards:
             )
         return {
             name: piece.as_strided(p.sharded_size, p.contiguous_sharded_stride)
-            for (name, p), piece in zip(trained, reduced.split(numels))
+            for (name, p), piece in zip(trained, reduced.split_with_sizes(numels))
             if p.sharded_size.numel()
         }
 

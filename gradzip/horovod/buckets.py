@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from ..averaging.buckets import Plan
-from ..averaging.routine import Averaging
 
 
 class PlannedBucket:
@@ -15,12 +14,12 @@ class PlannedBucket:
 
     def __init__(self, plan: Plan, least: int = 2) -> None:
         self.plan = plan
-        joining = [unit for unit in plan.units if unit.averaging.joins]
-        if sum(len(unit.indices) for unit in joining) < least:
+        joining = [group for group in plan.groups if group.joins]
+        if sum(len(group.indices) for group in joining) < least:
             joining = []
-        self.units = joining
-        self.joined = {plan.parameters[i]: plan.averagings[i] for unit in joining for i in unit.indices}
-        self.alone = {plan.parameters[unit.indices[0]]: unit for unit in plan.units if unit not in joining}
+        self.groups = joining
+        self.joined = dict.fromkeys(plan.parameters[i] for group in joining for i in group.indices)
+        self.alone = {plan.parameters[group.indices[0]]: group for group in plan.groups if group not in joining}
         self.name = plan.names[joining[0].indices[0]] if joining else ""  # of its operations
         # What Horovod all-reduces in place of the gradients: a zero of the same type each, as its groups hold one type.
         # Nothing else writes to them, so a step may hand them over again.
@@ -36,8 +35,7 @@ class WaitingBucket:
         self.missing = set(planned.joined)
         self.gradients: dict[Any, Tensor] = {}  # by parameter
 
-    def add(self, parameter: Any, grad: Tensor) -> Averaging:
-        """Add a gradient. Returns how it is averaged."""
+    def add(self, parameter: Any, grad: Tensor) -> None:
+        """Add a gradient."""
         self.gradients[parameter] = grad
         self.missing.discard(parameter)
-        return self.planned.joined[parameter]

@@ -20,12 +20,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ..averaging.buckets import Bucket, Plan, Unit, bucket_nbytes, cut
-from ..averaging.routine import Averaging
+from ..averaging.buckets import Bucket, Plan, bucket_nbytes, cut
+from ..averaging.group import Group, plan_groups
 from ..averaging.session import Session
 from ..collectives import AllFinite, Mean
 from ..collectives.fusion import Round
-from ..collectives.routines import Done, Routine, advance
+from ..collectives.routines import Done, Routine
 from .buckets import PlannedBucket, WaitingBucket
 
 
@@ -77,7 +77,7 @@ class OptimizerContext:
         """Forget the gradients in flight."""
         self._handles = optimizer._handles
         self._waiting: dict[Any, WaitingBucket] = {}  # by parameter that has to come
-        self._alone: dict[Any, Unit] = {}  # by parameter that waits for no other
+        self._alone: dict[Any, Group] = {}  # by parameter that waits for no other
         self._sums: list[Tensor] = []  # of the current step, with op=Sum
         self._num_in_flight = 0
         self.session.drop()
@@ -100,7 +100,7 @@ class OptimizerContext:
         in_flight = InFlightGradient(self, self._names[parameter], grad)
         bucket = self._waiting.get(parameter)
         if bucket is not None and parameter.requires_grad and _is_like(grad, parameter):
-            self.session.tell_optimizers([parameter], [bucket.add(parameter, grad)])
+            bucket.add(parameter, grad)
             wire = self.engine.wire(bucket.planned.zeros[parameter])
         else:
             self._sparse.discard(parameter)
@@ -131,18 +131,17 @@ class OptimizerContext:
     def _start_alone(self, parameter: Any, grad: Tensor, in_flight: InFlightGradient) -> Tensor:
         """Run the method of one gradient to its first collective. Returns the tensor that Horovod all-reduces."""
         name = in_flight.name
-        unit = self._alone.get(parameter)
-        if unit is None or not parameter.requires_grad:
-            frozen = not parameter.requires_grad
-            averaging = Averaging(self.session.compressor, name, grad, prefix=self.session.prefix, frozen=frozen)
-            unit = Unit(averaging, [0], {averaging.name: grad.shape})
-        self.session.tell_optimizers([parameter], [unit.averaging])
-        routine = self.session.average(unit, [grad])
-        collective = advance(routine)
-        if isinstance(collective, Mean) and unit.averaging.rounds == 1 and not collective.divides_first:
+        group = self._alone.get(parameter)
+        if group is None or not parameter.requires_grad:
+            compressor, prefix, frozen = self.session.compressor, self.session.prefix, not parameter.requires_grad
+            (group,) = plan_groups(compressor, [grad], [name], prefix, frozen=frozen)
+        self.session.tell_optimizers(group, [parameter])
+        routine = self.session.average(group, [grad])
+        collective = self.session.advance(routine)
+        if isinstance(collective, Mean) and group.rounds == 1 and not collective.divides_first:
             in_flight.routine, in_flight.dtype = routine, collective.tensor.dtype
-            return self.engine.wire(collective.tensor)
-        first = Round()
+            return self.engine.wire(collective.addend(self.engine.size))
+        first = Round(self.session.traffic)
         first.add(name, collective)
         self.session.buckets[name] = Bucket({name: routine}, first, self.engine, f"{name}.gradzip")
         return self.engine.wire(grad.new_zeros(1))
@@ -152,9 +151,10 @@ class OptimizerContext:
         planned, gradients = bucket.planned, bucket.gradients
         if len(gradients) < len(planned.joined):  # parameters were frozen since, or have sparse gradients
             planned = PlannedBucket(self._plan([p for p in planned.joined if p in gradients]), least=1)
-        if planned.units:
-            by_number = {i: gradients[p] for i, p in enumerate(planned.plan.parameters) if p in gradients}
-            self.session.start(planned.name, planned.units, by_number, f"{planned.name}.gradzip")
+        if planned.groups:
+            parameters = planned.plan.parameters
+            by_number = {i: gradients[p] for i, p in enumerate(parameters) if p in gradients}
+            self.session.start(planned.name, planned.groups, parameters, by_number, f"{planned.name}.gradzip")
         for parameter in bucket.planned.joined:
             self._waiting.pop(parameter, None)
 
@@ -211,7 +211,8 @@ class InFlightGradient:
             if self.routine is None:
                 context.complete()
             else:
-                end = advance(self.routine, (reduced / size if context.sums else reduced).to(self.dtype))
+                average = reduced / size if context.sums else reduced
+                end = context.session.advance(self.routine, average.to(self.dtype))
                 if isinstance(end, AllFinite):  # found out together with others
                     context.session.waiting[self.name] = self.routine, end
                 elif not isinstance(end, Done):

@@ -223,6 +223,8 @@ def _state_after(compressor: Compressor, name: str, gradient: Tensor, steps: int
     for _ in range(steps):
         group.average([gradient.float()], name)
         method.memory.drop_rank_local()
-        if not any(isinstance(value, (Tensor, list)) for value in vars(method.states[name]).values()):
+        if not any(isinstance(value, (Tensor, list)) for value in method.memory.parked[name].values()):
             return None
-    return method.states.get(name)
+    return (
+        method.memory.begin_step({name: gradient.shape}, method.state_shapes, gradient.device, 0, 1) if steps else None
+    )

@@ -1,19 +1,16 @@
-"""All states of one compressor: loss scale, changes of the group, buckets, changes of the method."""
+"""All states of one compressor: loss scale, changes of the group, of buckets and of the method."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .names import StateNames
-from .state import BucketState, State
-from .state_dict import restore
-
-# From a gradient to the shapes of its state's tensors, by field. Called for loaded states only.
-Shapes = Callable[[Tensor], Mapping[str, tuple[int, ...]]]
+from .state import Fields, FieldShapes, State, group_name
+from .state_dict import check_fields
 
 
 class LossScale:
@@ -40,7 +37,10 @@ class LossScale:
 
 
 class Memory:
-    """The states that one compressor keeps, by parameter name.
+    """The states that one compressor keeps.
+
+    Groups change: DDP rebuilds its buckets after the first step, and parameters are frozen. A group's state is
+    therefore made of the fields of its parameters, and split into them again. Fields are also saved by parameter.
 
     Args:
         method: name of the compressor's class, for errors.
@@ -51,94 +51,165 @@ class Memory:
     """
 
     def __init__(
-        self, method: str, loss_scaled: Mapping[str, int], rank_local: tuple[str, ...], partition_local: tuple[str, ...]
+        self,
+        method: str,
+        loss_scaled: Mapping[str, int],
+        rank_local: tuple[str, ...],
+        partition_local: tuple[str, ...],
     ) -> None:
         self.method = method
         self.loss_scaled = loss_scaled
         self.rank_local = rank_local
         self.partition_local = partition_local
-        self.states: dict[str, State] = {}
+        self.states: dict[str, State] = {}  # of groups, by name
+        self.parked: dict[str, Fields] = {}  # by parameter: loaded, or of a former group
         self.loss_scale = LossScale()
         self.skips_nonfinite = True  # whether a step is skipped for all parameters if an average is not finite
         self.names = StateNames()
 
-    def begin_step(self, name: str, grad: Tensor, shapes: Shapes, rank: int, size: int) -> State:
-        """Get a parameter's state for a step: checked, on the gradient's device, rescaled to the loss scale.
+    # --- a step
+
+    def begin_step(
+        self, shapes: Mapping[str, torch.Size], field_shapes: FieldShapes, device: torch.device, rank: int, size: int
+    ) -> State:
+        """Get the state of a group for a step: on its device, rescaled to the loss scale.
 
         Args:
+            shapes: of the parameters, by name.
+            field_shapes: `Compressor.state_shapes`.
             rank, size: this rank's number and the world size.
 
         Raises:
-            ValueError: the state belongs to a gradient of another shape.
+            ValueError: the state of a parameter has other shapes.
         """
-        state = self.states.get(name)
-        if state is None:
-            state = self.states[name] = State(name)
-        self._restore(state, grad, shapes, rank, size)
-        if state.residual is not None and state.residual.shape != grad.shape:
-            raise ValueError(
-                f"{self.method}, parameter {name!r}: got a gradient of shape {tuple(grad.shape)}, expected "
-                f"{tuple(state.residual.shape)} as in the step before; give each parameter a name of its own"
-            )
-        state.set_rank(rank, size, self.partition_local)
-        self._rescale(state)
+        state = self.states.get(group_name(list(shapes)))
+        if state is None or (state.shapes is not shapes and list(state.shapes.items()) != list(shapes.items())):
+            state = self._regroup(shapes, field_shapes, device, rank, size)
+        elif (state.rank, state.size) != (rank, size):
+            state.set_rank(rank, size, self.partition_local)
+        if self.loss_scale.scaler is not None or hasattr(state, "loss_scale"):
+            self._rescale(state)
         return state
 
-    def _restore(self, state: State, grad: Tensor, shapes: Shapes, rank: int, size: int) -> None:
-        if state.loaded:
-            restore(state, shapes(grad), grad.device, rank, size, self.rank_local, self.method)
+    def _regroup(
+        self, shapes: Mapping[str, torch.Size], field_shapes: FieldShapes, device: torch.device, rank: int, size: int
+    ) -> State:
+        """Make the state of a group of what its parameters have."""
+        self._check_shapes(shapes)
+        self.split(shapes)
+        found = {name: self.parked.pop(name) for name in shapes if name in self.parked}
+        try:
+            for name, fields in found.items():
+                expected = field_shapes(shapes[name])
+                check_fields(name, fields, expected, device, rank, size, self.rank_local, self.method)
+                self._rescale_fields(fields)  # a parameter that was frozen still has the loss scale of its last step
+        except ValueError:
+            self.parked |= found
+            raise
+        state = State.of_parameters(shapes, found, field_shapes)
+        state.rank, state.size = rank, size
+        self.states[state.name] = state
+        return state
+
+    def _check_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
+        for name, shape in shapes.items():
+            state = self.find(name)
+            if state is not None and state.residual is not None and state.shapes[name] != shape:
+                raise ValueError(
+                    f"{self.method}, parameter {name!r}: got a gradient of shape {tuple(shape)}, expected "
+                    f"{tuple(state.shapes[name])} as in the step before; give each parameter a name of its own"
+                )
+
+    # --- by parameter
 
     def find(self, name: str) -> State | None:
-        """The state of a parameter, or of the bucket that has it."""
-        buckets = (s for s in self.states.values() if isinstance(s, BucketState) and name in s.shapes)
-        return self.states.get(name) or next(buckets, None)
+        """The state of the group that has a parameter."""
+        state = self.states.get(name)
+        if state is not None and name in state.shapes:
+            return state
+        return next((state for state in self.states.values() if name in state.shapes), None)
+
+    def fields(self, name: str) -> Mapping[str, Any]:
+        """The fields of a parameter's state, parked or not; those of tensors are the whole group's."""
+        state = self.find(name)
+        return self.parked.get(name, {}) if state is None else state.kept
+
+    def by_parameter(self) -> dict[str, Fields]:
+        """The fields to save, by parameter."""
+        saved = dict(self.parked)
+        for state in self.states.values():
+            saved |= state.by_parameter()
+        return saved
+
+    def split(self, parameters: Iterable[str]) -> None:
+        """Park the fields of all groups that have any of these parameters."""
+        for name in parameters:
+            if (state := self.find(name)) is not None:
+                state.abandon()
+                del self.states[state.name]
+                self.parked |= state.by_parameter()
 
     def free(self, names: Iterable[str]) -> None:
         """Free the states of parameters."""
-        gone = set(names)
-        self.split_buckets(gone)
-        for name in gone:
-            self.states.pop(name, None)
+        for name in names:
+            self._take(name)
+
+    def _take(self, name: str) -> Fields | None:
+        self.split([name])
+        return self.parked.pop(name, None)
+
+    def clear(self) -> None:
+        """Free all states."""
+        self.states, self.parked = {}, {}
 
     def drop_rank_local(self) -> None:
         """Drop the residuals, and all other fields that differ between ranks, from all states."""
-        for state in self.states.values():
-            for field in self.rank_local:
-                vars(state).pop(field, None)
-            state.residual = None
+        self.split([name for state in self.states.values() for name in state.shapes])
+        for fields in self.parked.values():
+            for name in self.rank_local:
+                fields.pop(name, None)
 
-    def add_to_residual(self, name: str, value: Tensor) -> None:
-        """Add a tensor to the residual of a parameter. Its loss scale is that of the current step."""
+    def add_to_residual(self, name: str, value: Tensor, rank: int = 0, size: int = 1) -> None:
+        """Add a tensor to the residual of a parameter. Its loss scale is that of the current step.
+
+        rank, size: this rank's number and the world size.
+        """
         state = self.find(name)
         if state is None:
-            state = self.states[name] = State(name)
+            fields = self.parked.setdefault(name, {"step": 0, "rank": rank, "size": size})
+            self._rescale_fields(fields)
+            own, residual = value.clone(memory_format=torch.contiguous_format), fields.get("residual")
+            fields["residual"] = own if residual is None else own.add_(residual)
+            return
         self._rescale(state)
-        if isinstance(state, BucketState):
-            state.add_to_residual(name, value)
-        else:
-            value = value.clone(memory_format=torch.contiguous_format)
-            state.residual = value if state.residual is None else state.residual + value
+        if state.residual is None:
+            state.residual = value.new_zeros(state.numel)
+        state.piece(name, state.residual).add_(value)
 
     def piece(self, name: str, field: str) -> Tensor | None:
-        """A tensor of a parameter's state, or a view of the parameter's part of its bucket's; None without one."""
+        """A view of a parameter's part of a tensor with its elements; None without one."""
         state = self.find(name)
         value = getattr(state, field, None)
-        return value if value is None or not isinstance(state, BucketState) else state.piece(name, value)
+        return None if state is None or value is None else state.piece(name, value)
 
     # --- loss scale
 
     def _rescale(self, state: State) -> None:
+        self._rescale_fields(vars(state))
+
+    def _rescale_fields(self, fields: Fields) -> None:
+        """Multiply fields by what the loss scale has changed by since their last step, tensors in place."""
         scale = self.loss_scale.value
-        factor = scale / getattr(state, "loss_scale", scale)
+        factor = scale / fields.get("loss_scale", scale)
         if factor != 1.0:
             for name, power in self.loss_scaled.items():
-                value = getattr(state, name, None)
+                value = fields.get(name)
                 if isinstance(value, Tensor):
                     value.mul_(factor**power)
                 elif value is not None:
-                    setattr(state, name, value * factor**power)
+                    fields[name] = value * factor**power
         if self.loss_scale.scaler is not None or factor != 1.0:
-            state.loss_scale = scale
+            fields["loss_scale"] = scale
 
     @property
     def checks(self) -> bool:
@@ -149,74 +220,46 @@ class Memory:
 
     def change_group(self, rank: int, size: int) -> None:
         """Continue as another rank, or in a group of another size. Residuals are kept."""
-        self.split_all_buckets()  # adds owners' residuals to residuals: none is lost
-        for state in self.states.values():
-            state.set_rank(rank, size, self.partition_local)
-
-    # --- buckets
-
-    def concatenate(
-        self,
-        name: str,
-        gradients: Mapping[str, Tensor],
-        joined_shape: tuple[int, ...],
-        shapes: Shapes,
-        rank: int,
-        size: int,
-    ) -> None:
-        """Replace the states of several parameters by one `BucketState`.
-
-        Args:
-            name: of the bucket's state.
-            gradients: by parameter name.
-            joined_shape: of the concatenated gradients.
-            shapes, rank, size: as in `begin_step`.
-        """
-        found = {parameter: self.states[parameter] for parameter in gradients if parameter in self.states}
-        for parameter, state in found.items():
-            state.abandon()
-            self._restore(state, gradients[parameter], shapes, rank, size)
-            self._rescale(state)  # a parameter that was frozen still has the loss scale of its last step
-        for parameter in found:
-            del self.states[parameter]
-        of_bucket = {parameter: gradient.shape for parameter, gradient in gradients.items()}
-        self.states[name] = BucketState.concatenate(name, of_bucket, found, joined_shape)
-
-    def split_buckets(self, parameters: set[str]) -> None:
-        """Split the states of all buckets that have any of these parameters."""
-        for state in list(self.states.values()):
-            if isinstance(state, BucketState) and state.shapes.keys() & parameters:
-                del self.states[state.name]
-                self.states |= state.split()
-
-    def split_all_buckets(self) -> None:
-        """Split the states of all buckets. The next step concatenates them again."""
-        states = [state for state in self.states.values() if isinstance(state, BucketState)]
-        self.split_buckets({parameter for state in states for parameter in state.shapes})
+        self.split([name for state in self.states.values() for name in state.shapes])
+        for fields in self.parked.values():
+            _fold_owner_residual(fields)  # none is lost
+            fields["rank"], fields["size"] = rank, size
 
     # --- a change of the method
 
     def move_residual(self, name: str, to: Memory) -> None:
         """Free a parameter's state, and add its residual to the parameter's state in another memory.
 
-        If a bucket has the parameter, its state is split first. The residual of a state that was loaded and not used
-        since is dropped if the other memory has a state.
+        A residual that was loaded and not used since is dropped if the other memory has a state: it may be another
+        rank's.
         """
-        self.split_buckets({name})
-        state = self.states.pop(name, None)
-        residual = None if state is None else state.take_residual()
-        if state is None or residual is None:
+        was_parked = name in self.parked
+        fields = self._take(name)
+        if fields is None:
             return
-        new = to.states.get(name)
-        if state.loaded and new is not None:
-            return  # not checked yet: it may be another rank's, or on another device
-        if new is None:
-            new = to.states[name] = State(name, state.rank, state.size)
-            if hasattr(state, "loss_scale"):
-                new.loss_scale = state.loss_scale
+        _fold_owner_residual(fields)
+        residual = fields.get("residual")
+        new = to.find(name)
+        if residual is None or (was_parked and new is not None):
+            return
         current = self.loss_scale.value
-        scale = getattr(new, "loss_scale", current) / getattr(state, "loss_scale", current)
+        scale = to.fields(name).get("loss_scale", current) / fields.get("loss_scale", current)
         if scale != 1.0:
             residual.mul_(scale)
-        new.residual = residual if new.residual is None else new.residual + residual
-        new.loaded |= state.loaded  # checked in the next step
+        if new is not None:
+            if new.residual is None:
+                new.residual = residual.new_zeros(new.numel)
+            new.piece(name, new.residual).add_(residual)
+            return
+        own = to.parked.setdefault(name, {"step": 0, "rank": fields["rank"], "size": fields["size"]})
+        if "loss_scale" in fields:
+            own.setdefault("loss_scale", current)
+        own["residual"] = residual if own.get("residual") is None else own["residual"] + residual
+
+
+def _fold_owner_residual(fields: Fields) -> None:
+    """Add the owner's residual to the residual of a parameter (`State.fold_owner_residual`)."""
+    owner, start = (fields.pop(name, None) for name in ("owner_residual", "owner_start"))
+    if owner is not None:
+        fields["residual"] = fields["residual"].clone()
+        fields["residual"].view(-1)[start : start + owner.numel()].add_(owner, alpha=fields["size"])

@@ -1,21 +1,25 @@
-"""The state of a parameter, or of a bucket of parameters, between steps; keys of random draws; reusable memory."""
+"""The state of a group of parameters between steps; keys of random draws; reusable memory."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..ops import tensors as ops
 
-# The joined shape (`Compressor.joined_shape`) of methods that compress a bucket as one vector.
-VECTOR = (1, -1)
+# From the shape of a parameter to the shapes of its parts of a state's tensors, by field.
+FieldShapes = Callable[[torch.Size], Mapping[str, tuple[int, ...]]]
 
-# State fields that are sums over elements: a bucket has the sum of its parameters' values.
+# What is saved of one parameter: tensors of its shape, the part of `owner_residual` that it has, from its element
+# `owner_start` on, and numbers.
+Fields = dict[str, Any]
+
+# Fields that are sums over elements. They are saved with the first parameter of a group.
 _SUMS = ("payload_nbytes", "square", "former_square")
 
 
@@ -34,28 +38,42 @@ class Key(NamedTuple):
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
+def group_name(names: Sequence[str]) -> str:
+    """The name of a group of parameters: of its state, its random draws and its reports."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
 class State:
-    """State of one parameter: step count, residual, and the fields that its method adds.
+    """State of the parameters of a group: step count, residual, and the fields that their method adds.
+
+    Tensors are flat: the parts of the parameters, one after the other, in the order of `shapes`. A method says how
+    large each part is (`Compressor.state_shapes`). In a group of one parameter, methods may keep tensors of any shape.
 
     A step that is skipped or has failed is undone by restoring the fields that the state had before. In a step, methods
     therefore assign new tensors to fields, and change none in place. `renewed` has memory for them. Until the step is
     complete, what is saved, copied and split are the fields before it.
+
+    Args:
+        shapes: of the parameters, by name.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_before", "_spares")  # the last two are no fields
 
     # Fields that a state dict does not hold.
-    TRANSIENT: tuple[str, ...] = ("name", "payload", "next_residual", "loaded")
+    TRANSIENT = ("name", "shapes", "field_shapes", "numel", "payload", "next_residual", "next_velocity")
 
-    def __init__(self, name: str, rank: int = 0, size: int = 1) -> None:
-        self.name = name
+    def __init__(self, shapes: Mapping[str, torch.Size], rank: int = 0, size: int = 1) -> None:
+        self.shapes = dict(shapes)
+        # Of the parameters' parts of tensors: by parameter, and by field.
+        self.field_shapes: dict[str, Mapping[str, tuple[int, ...]]] = {name: {} for name in shapes}
+        self.name = group_name(list(shapes))
+        self.numel = sum(shape.numel() for shape in shapes.values())  # elements of all parameters
         self.rank = rank
-        self.size = size  # of the group
+        self.size = size  # of the group of ranks
         self.step = 0
         self.residual: Tensor | None = None
-        self.payload: Tensor | None = None  # that this rank has sent in the current step
+        self.payload: Any = None  # what this rank has sent in the current step
         self.next_residual: Tensor | None = None  # in the current step: what is going to be the residual, if it is made
-        self.loaded = False  # whether it comes from a state dict, and is not yet checked against a gradient
         self._spares: dict[str, Tensor | None] = {}  # by field that is renewed: a tensor to overwrite
         self._before: dict[str, Any] | None = None  # the fields before a step that has begun and is not complete
 
@@ -69,6 +87,8 @@ class State:
     def key(self, seed: int) -> Key:
         """The key of this rank's random draw in the current step."""
         return Key(seed, self.step, self.name, self.rank)
+
+    # --- a step
 
     def fields(self) -> dict[str, Any]:
         """A shallow copy of all fields, for `replace_fields`."""
@@ -106,19 +126,22 @@ class State:
         self._before = None
         return True
 
-    def renewed(self, field: str, like: Tensor) -> Tensor:
-        """Uninitialized memory for the new value of a field, with the shape and dtype of `like`.
+    def renewed(self, field: str, like: Tensor, numel: int | None = None) -> Tensor:
+        """Uninitialized flat memory for the new value of a field, with the dtype and on the device of `like`.
 
         It is not that of the current value, unless a CUDA graph is captured: replays find the value of the last one
         there. Assign it to the field in the same step.
+
+        numel: number of elements; default: those of `like`.
         """
+        numel = like.numel() if numel is None else numel
         spare = self._spares.get(field)
         self._spares[field] = None
         if ops.is_capturing(like):
             spare = getattr(self, field, None)
-        if spare is not None and (spare.shape, spare.dtype, spare.device) == (like.shape, like.dtype, like.device):
+        if spare is not None and spare.numel() == numel and spare.dtype == like.dtype and spare.device == like.device:
             return spare
-        return torch.empty_like(like, memory_format=torch.contiguous_format)
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def _recycle(self, fields: Mapping[str, Any]) -> None:
         """Let `renewed` reuse the tensors of former fields.
@@ -127,154 +150,123 @@ class State:
         """
         for name in self._spares:
             former = fields.get(name)
-            if isinstance(former, Tensor) and former.device.type == "cpu" and former is not getattr(self, name, None):
+            if isinstance(former, Tensor) and former.is_cpu and former is not getattr(self, name, None):
                 self._spares[name] = former
+
+    # --- ranks
 
     def set_rank(self, rank: int, size: int, partition_local: tuple[str, ...]) -> None:
         """Record rank and world size; drop the partition-local fields if they changed."""
         if (self.rank, self.size) != (rank, size):
             for name in partition_local:
-                if hasattr(self, name):
-                    setattr(self, name, None)
+                vars(self).pop(name, None)
         self.rank, self.size = rank, size
 
-    @property
-    def parameters(self) -> Collection[str]:
-        """The names of the parameters whose state this is."""
-        return (self.name,)
+    def fold_owner_residual(self) -> None:
+        """Add the owner's residual to the residual.
 
-    def pieces(self, value: Tensor) -> list[Tensor]:
-        """Views of each parameter's part of a tensor of the state, or of its gradient."""
-        return [value]
+        It is the error of an average, so it counts `size` times in the rank's gradient. It has the elements of
+        `owner_ranges`, one range after the other.
+        """
+        owner, ranges = (vars(self).pop(name, None) for name in ("owner_residual", "owner_ranges"))
+        if owner is None:
+            return
+        assert self.residual is not None
+        self.residual = self.residual.clone()
+        pieces = owner.split_with_sizes([stop - start for start, stop in ranges])
+        for (start, stop), piece in zip(ranges, pieces, strict=True):
+            self.residual[start:stop].add_(piece, alpha=self.size)
 
-    def take_residual(self) -> Tensor | None:
-        """Remove the residual and the owner's residual from the state, and return their sum."""
-        residual = _with_owner_residual(self).get("residual")
-        self.residual = None
-        for name in ("owner_residual", "owner_start"):
-            vars(self).pop(name, None)
-        return residual
+    # --- parameters
 
-    def state_dict(self) -> dict[str, Any]:
-        """The fields to save: tensors, lists of tensors and numbers."""
-        return {k: v for k, v in self.kept.items() if k not in self.TRANSIENT and v is not None}
+    def start_of(self, parameter: str) -> int:
+        """The first element of a parameter among those of all parameters."""
+        names = list(self.shapes)
+        return sum(self.shapes[name].numel() for name in names[: names.index(parameter)])
 
-    def state_dicts(self) -> dict[str, dict[str, Any]]:
-        """State dicts by parameter name."""
-        return {self.name: self.state_dict()}
+    def piece(self, parameter: str, value: Tensor) -> Tensor:
+        """A view of one parameter's part of a tensor that has all their elements."""
+        start, shape = self.start_of(parameter), self.shapes[parameter]
+        return value.view(-1)[start : start + shape.numel()].view(shape)
+
+    def by_parameter(self) -> dict[str, Fields]:
+        """The fields to save, by parameter: tensors of their own, lists of tensors, and numbers."""
+        fields = {k: v for k, v in self.kept.items() if k not in self.TRANSIENT and v is not None}
+        owner, ranges = fields.pop("owner_residual", None), fields.pop("owner_ranges", ())
+        saved: dict[str, Fields] = {name: {} for name in self.shapes}
+        for key, value in fields.items():
+            for i, (name, part) in enumerate(zip(saved, self._parts(key, value))):
+                saved[name][key] = type(value)() if key in _SUMS and i else part
+        begin = 0
+        for start, stop in ranges:
+            of_range = owner[begin : begin + stop - start]
+            begin += stop - start
+            for name, shape in self.shapes.items():
+                first = self.start_of(name)
+                low, high = max(start, first), min(stop, first + shape.numel())
+                if low < high:
+                    saved[name]["owner_residual"] = of_range[low - start : high - start].clone()
+                    saved[name]["owner_start"] = low - first
+        return saved
+
+    def _parts(self, key: str, value: Any) -> Sequence[Any]:
+        """The parts of a field's value, by parameter."""
+        shapes = list(self.field_shapes.values())
+        if isinstance(value, Tensor) and all(key in of_one for of_one in shapes):
+            pieces = value.view(-1).split_with_sizes([math.prod(of_one[key]) for of_one in shapes])
+            copies = pieces if len(shapes) == 1 else [piece.clone() for piece in pieces]
+            return [piece.view(of_one[key]) for piece, of_one in zip(copies, shapes)]
+        if isinstance(value, (Tensor, list)) and len(shapes) > 1:
+            raise TypeError(f"{self.name}: got no shapes of the field {key!r}, expected them from `state_shapes`")
+        return [value] * len(shapes)
+
+    @classmethod
+    def of_parameters(
+        cls, shapes: Mapping[str, torch.Size], states: Mapping[str, Fields], field_shapes: FieldShapes
+    ) -> State:
+        """The state of a group, made of the saved fields of its parameters, by name.
+
+        A parameter without a field counts as zeros, if the field has a number for each element; other fields are
+        dropped then, so that the method begins anew. Numbers are those of the parameter that was averaged most often.
+        """
+        state = cls(shapes)
+        of_fields = state.field_shapes = {name: field_shapes(shape) for name, shape in shapes.items()}
+        owned: list[tuple[int, Tensor]] = []
+        for key in dict.fromkeys(key for fields in states.values() for key in fields):
+            values = {name: fields[key] for name, fields in states.items() if key in fields}
+            some = next(iter(values.values()))
+            if key == "owner_residual":
+                owned = [
+                    (state.start_of(name) + states[name]["owner_start"], values[name].view(-1))
+                    for name in shapes
+                    if name in values
+                ]
+            elif isinstance(some, Tensor) and all(key in of_one for of_one in of_fields.values()):
+                if len(values) < len(shapes) and any(of[key] != tuple(shapes[n]) for n, of in of_fields.items()):
+                    continue
+                parts = [
+                    values[name].reshape(-1) if name in values else some.new_zeros(math.prod(of_one[key]))
+                    for name, of_one in of_fields.items()
+                ]
+                vars(state)[key] = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+            elif key in _SUMS:
+                vars(state)[key] = sum(values.values())
+            elif key != "owner_start":
+                vars(state)[key] = max(values.values()) if len(shapes) > 1 else some
+        if owned:
+            ranges: list[tuple[int, int]] = []
+            for start, piece in owned:
+                stop = start + piece.numel()
+                if ranges and ranges[-1][1] == start:
+                    start, ranges[-1:] = ranges[-1][0], []
+                ranges.append((start, stop))
+            state.owner_residual, state.owner_ranges = torch.cat([piece for _, piece in owned]), ranges
+        return state
 
     if TYPE_CHECKING:  # fields that methods add
 
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
-
-
-class BucketState(State):
-    """State of several parameters of a bucket, whose gradients are concatenated to one tensor.
-
-    Buckets change: DDP rebuilds its buckets after the first step, and parameters are frozen. A bucket's state is
-    therefore concatenated from its parameters' states and split into them again. It is also saved by parameter.
-    """
-
-    TRANSIENT = (*State.TRANSIENT, "shapes", "joined_shape")
-
-    def __init__(self, name: str, shapes: Mapping[str, torch.Size], joined_shape: tuple[int, ...] = VECTOR) -> None:
-        super().__init__(name)
-        self.shapes = dict(shapes)  # by parameter name, in the order of the concatenation
-        self.joined_shape = joined_shape
-
-    @classmethod
-    def concatenate(
-        cls,
-        name: str,
-        shapes: Mapping[str, torch.Size],
-        states: Mapping[str, State],
-        joined_shape: tuple[int, ...] = VECTOR,
-    ) -> BucketState:
-        """Concatenate the states of a bucket's parameters. A parameter without a state counts as zeros."""
-        bucket = cls(name, shapes, joined_shape)
-        saved = {parameter: _with_owner_residual(state) for parameter, state in states.items()}
-        for key in dict.fromkeys(key for fields in saved.values() for key in fields):
-            values = {parameter: fields[key] for parameter, fields in saved.items() if key in fields}
-            some = next(iter(values.values()))
-            if isinstance(some, Tensor):
-                parts = [
-                    values[parameter].reshape(-1) if parameter in values else some.new_zeros(shape.numel())
-                    for parameter, shape in shapes.items()
-                ]
-                vars(bucket)[key] = torch.cat(parts).view(joined_shape)
-            else:  # equal for all parameters, unless some were not averaged in a step
-                vars(bucket)[key] = sum(values.values()) if key in _SUMS else max(values.values())
-        return bucket
-
-    @property
-    def parameters(self) -> Collection[str]:
-        return self.shapes.keys()
-
-    def add_to_residual(self, parameter: str, value: Tensor) -> None:
-        """Add a tensor to the residual of one parameter."""
-        if self.residual is None:
-            numel = sum(shape.numel() for shape in self.shapes.values())
-            self.residual = value.new_zeros(numel).view(self.joined_shape)
-        self.piece(parameter, self.residual).add_(value)
-
-    def pieces(self, value: Tensor) -> list[Tensor]:
-        parts = value.view(-1).split([shape.numel() for shape in self.shapes.values()])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes.values())]
-
-    def piece(self, parameter: str, value: Tensor) -> Tensor:
-        """A view of one parameter's part of a tensor of the state."""
-        return dict(zip(self.shapes, self.pieces(value)))[parameter]
-
-    def split(self) -> dict[str, State]:
-        """Split into the states of the parameters, with tensors of their own."""
-        states = {parameter: State(parameter, self.rank, self.size) for parameter in self.shapes}
-        numels = {parameter: shape.numel() for parameter, shape in self.shapes.items()}
-        for key, value in _with_owner_residual(self).items():
-            if isinstance(value, Tensor):
-                values = [piece.clone() for piece in self.pieces(value)]
-            elif key in _SUMS:
-                values = [type(value)(value * numel / sum(numels.values())) for numel in numels.values()]
-            else:
-                values = [value] * len(numels)
-            for state, part in zip(states.values(), values):
-                vars(state)[key] = part
-        return states
-
-    def state_dicts(self) -> dict[str, dict[str, Any]]:
-        return {parameter: state.state_dict() for parameter, state in self.split().items()}
-
-
-def _with_owner_residual(state: State) -> dict[str, Any]:
-    """The fields to save, with the owner's residual added to the rank's residual.
-
-    The owner's residual is the error of an average, so it counts `size` times in the rank's gradient. It belongs to the
-    rank's partition of `split_partitions`, or, if the state has `owner_start`, to the flat elements from there on.
-    """
-    fields = state.state_dict()
-    owner, start = fields.pop("owner_residual", None), fields.pop("owner_start", None)
-    if owner is not None:
-        fields["residual"] = fields["residual"].clone()
-        if start is not None:
-            partitions = {state.rank: fields["residual"].view(-1)[start : start + owner.numel()]}
-        else:
-            partitions = dict(enumerate(split_partitions(fields["residual"], state.size)))
-        # The group may have another size than when the state was saved.
-        if state.rank in partitions and partitions[state.rank].shape == owner.shape:
-            partitions[state.rank].add_(owner, alpha=state.size)
-    return fields
-
-
-def split_partitions(tensor: Tensor, size: int) -> list[Tensor]:
-    """Split a contiguous tensor into views, one for each of `size` ranks, in order.
-
-    Partitions are blocks of rows, so that methods for matrices get matrices. With fewer than `size` rows, they are
-    pieces of the flat tensor.
-    """
-    if size == 1:
-        return [tensor]
-    rows = tensor if tensor.dim() > 1 and tensor.shape[0] >= size else tensor.view(-1)
-    return list(rows.tensor_split(size))
 
 
 class Workspace:

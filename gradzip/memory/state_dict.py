@@ -10,32 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .state import State
+from .state import Fields
 from .streams import use_on_current_stream
 
 COUNTS = ("step", "rank", "size")  # fields that every state has
 
 
-def state_dict_of(states: Mapping[str, State], rank_local: tuple[str, ...], method: str) -> dict[str, Any]:
-    """The state dict of a compressor: plain tensors and numbers. method: name of its class."""
-    return {
-        "method": method,
-        "rank_local": list(rank_local),
-        "states": {name: fields for state in states.values() for name, fields in state.state_dicts().items()},
-    }
+def state_dict_of(saved: Mapping[str, Fields], rank_local: tuple[str, ...], method: str) -> dict[str, Any]:
+    """The state dict of a compressor: plain tensors and numbers.
+
+    Args:
+        saved: fields by parameter.
+        method: name of the compressor's class.
+    """
+    return {"method": method, "rank_local": list(rank_local), "states": dict(saved)}
 
 
-def states_from(state_dict: Mapping[str, Any], method: str) -> dict[str, State]:
-    """Load the states of a state dict, by parameter name. `restore` then fits each to its gradient.
+def fields_from(state_dict: Mapping[str, Any], method: str) -> dict[str, Fields]:
+    """Copies of the fields of a state dict, by parameter. `check_fields` fits them to their gradients.
 
     Raises:
         ValueError: the state dict belongs to another method or is malformed.
     """
-    states = {}
-    for name, fields in saved_states(state_dict, method).items():
-        state = states[name] = State(name)
-        vars(state).update(copy.deepcopy(dict(fields)), loaded=True)
-    return states
+    zeros = {"step": 0, "rank": 0, "size": 1}
+    return {name: zeros | copy.deepcopy(dict(fields)) for name, fields in saved_states(state_dict, method).items()}
 
 
 def saved_states(state_dict: Mapping[str, Any], method: str) -> Mapping[str, Mapping[str, Any]]:
@@ -85,8 +83,9 @@ def check_method(state_dict: Mapping[str, Any], method: str) -> None:
         raise ValueError(f"{what}: got the state of {in_line(state_dict.get('method'))}, expected that of {method!r}")
 
 
-def restore(
-    state: State,
+def check_fields(
+    parameter: str,
+    fields: Fields,
     shapes: Mapping[str, tuple[int, ...]],
     device: torch.device,
     rank: int,
@@ -94,35 +93,34 @@ def restore(
     rank_local: tuple[str, ...],
     method: str,
 ) -> None:
-    """Check a loaded state, and move it to the gradient's device. Drop another rank's fields, with a warning.
+    """Check the fields of a parameter, and move them to the gradient's device. Drop another rank's, with a warning.
 
     Args:
-        shapes: expected shapes of the state's tensors, by field.
+        shapes: expected shapes of tensors, by field.
         device: of the gradient.
 
     Raises:
-        ValueError: a tensor of the state has another shape than expected.
+        ValueError: a tensor has another shape than expected.
     """
     for name, shape in shapes.items():
-        value = getattr(state, name, None)
+        value = fields.get(name)
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         if value is not None and got != shape:
             raise ValueError(
-                f"{method}, parameter {state.name!r}: got a state whose {name} has the shape {got}, expected {shape}; "
+                f"{method}, parameter {parameter!r}: got a state whose {name} has the shape {got}, expected {shape}; "
                 "load the state of the same model and the same arguments"
             )
-    for name, value in vars(state).items():
+    for name, value in fields.items():
         if isinstance(value, Tensor):
-            setattr(state, name, use_on_current_stream(value.to(device)))
+            fields[name] = use_on_current_stream(value.to(device))
         elif isinstance(value, list):
-            setattr(state, name, [use_on_current_stream(tensor.to(device)) for tensor in value])
-    local = [name for name in rank_local if isinstance(getattr(state, name, None), Tensor)]
-    if local and (state.rank, state.size) != (rank, size):
+            fields[name] = [use_on_current_stream(tensor.to(device)) for tensor in value]
+    local = [name for name in rank_local if isinstance(fields.get(name), Tensor)]
+    if local and (fields["rank"], fields["size"]) != (rank, size):
         warnings.warn(
-            f"the state of rank {state.rank} of {state.size} was loaded by rank {rank} of {size}: residuals of "
+            f"the state of rank {fields['rank']} of {fields['size']} was loaded by rank {rank} of {size}: residuals of "
             "that rank are dropped",
             stacklevel=3,
         )
-        for name in local:
-            setattr(state, name, None)
-    state.loaded = False
+        for name in rank_local:
+            fields.pop(name, None)

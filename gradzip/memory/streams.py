@@ -23,42 +23,39 @@ class HomeStreams:
     def __reduce__(self) -> tuple[type[HomeStreams], tuple[()]]:
         return HomeStreams, ()  # streams belong to one process
 
-    @contextlib.contextmanager
-    def on(self, gradient: Tensor) -> Iterator[None]:
-        """Run the block on the home stream of the gradient's device.
+    def on(self, gradient: Tensor) -> contextlib.AbstractContextManager[None] | None:
+        """A context that runs a block on the home stream of the gradient's device; None on that stream, or on a CPU.
 
         The first call for a device makes the current stream its home stream. The home stream waits for the current one,
         and at the end of the block the current stream waits for the home stream. The host does not wait.
         """
-        device = gradient.device
-        if device.type != "cuda":
-            yield
-            return
-        current = torch.cuda.current_stream(device)
-        home = self._streams.setdefault(device, current)
-        with _between(current, home):
-            if current != home:
-                use_on_current_stream(gradient)  # the stream that owns it need not wait for the end of the step
-            yield
+        if not gradient.is_cuda:
+            return None
+        current = torch.cuda.current_stream(gradient.device)
+        home = self._streams.setdefault(gradient.device, current)
+        return None if current == home else _between(current, home, gradient)
 
     @contextlib.contextmanager
     def on_all(self) -> Iterator[None]:
         """Run the block on the home streams of all devices so far, as `on`."""
         with contextlib.ExitStack() as stack:
             for device, home in self._streams.items():
-                stack.enter_context(_between(torch.cuda.current_stream(device), home))
+                if (current := torch.cuda.current_stream(device)) != home:
+                    stack.enter_context(_between(current, home))
             yield
 
 
 @contextlib.contextmanager
-def _between(current: torch.cuda.Stream, home: torch.cuda.Stream) -> Iterator[None]:
-    """Run the block on `home`, after the work queued on `current`. Then make `current` wait for it."""
-    if current == home:
-        yield
-        return
+def _between(current: torch.cuda.Stream, home: torch.cuda.Stream, gradient: Tensor | None = None) -> Iterator[None]:
+    """Run the block on `home`, after the work queued on `current`. Then make `current` wait for it.
+
+    gradient: a tensor that the block uses, whose owner need not wait for the end of the step.
+    """
     home.wait_stream(current)
     try:
         with torch.cuda.stream(home):
+            if gradient is not None:
+                use_on_current_stream(gradient)
             yield
     finally:
         current.wait_stream(home)

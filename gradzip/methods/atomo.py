@@ -6,15 +6,16 @@ import contextlib
 import functools
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..memory.state import Key
+from ..ops import tensors as ops
 from .base.compressor import INDEXED_NUMEL
-from .base.gather import GatherCompressor
+from .base.gather import CodedSum, GatherCompressor
 from .base.registry import register
 from .base.threads import one_thread
 from .base.transform import inverse_transform, row_chunks, transform_shape
@@ -83,6 +84,10 @@ class ATOMO(GatherCompressor):
     seed: int = 0
 
     unbiased = True
+    vectors = False  # each gradient is decomposed by itself
+
+    def groups_by(self, shape: torch.Size) -> None:
+        return None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,7 +120,7 @@ class ATOMO(GatherCompressor):
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         if not math.isfinite(ops.abs_max(grad)):
-            return self.non_finite(grad)
+            return self.non_finite(grad.numel(), grad.device)
         if self.atoms == "svd":
             return self._encode_matrix(grad, key)
         coefficients = grad.reshape(-1) if self.atoms == "entry" else self._transform(grad)
@@ -127,14 +132,20 @@ class ATOMO(GatherCompressor):
         else:
             self._add_entries(payload, out, weight)
 
-    def accumulator(self, numel: int, device: torch.device) -> Tensor:
+    def sum_all(self, sums: Sequence[CodedSum]) -> None:
         if self.atoms != "fourier":
-            return super().accumulator(numel, device)
-        rows, length = transform_shape(numel, _BLOCK)
-        return self.workspace.empty("sum", (rows * 2 * (length // 2 + 1),), torch.float32, device).zero_()
-
-    def finish(self, out: Tensor, numel: int) -> Tensor:
-        return out if self.atoms != "fourier" else self._inverse(out, numel)
+            super().sum_all(sums)
+            return
+        for coded in sums:  # add coefficients, and transform their sum
+            (out,) = coded.outs
+            rows, length = transform_shape(out.numel(), _BLOCK)
+            total = self.workspace.empty("sum", (rows * 2 * (length // 2 + 1),), torch.float32, out.device)
+            super().sum_all([coded._replace(outs=[total], add=False)])
+            decoded = self._inverse(total, out.numel()).view(out.shape)
+            if coded.add:
+                out.add_(decoded)
+            else:
+                out.copy_(decoded)
 
     # --- singular values
 
@@ -143,7 +154,7 @@ class ATOMO(GatherCompressor):
         with one_thread() if grad.numel() < _THREADS_NUMEL else contextlib.nullcontext():
             left, sigma, right = torch.linalg.svd(grad.view(rows, columns), full_matrices=False)
         if not math.isfinite(ops.abs_max(sigma)):  # sigma may overflow even if the gradient is finite
-            return self.non_finite(grad)
+            return self.non_finite(grad.numel(), grad.device)
         # Singular values that are 0 up to rounding are not atoms.
         sigma[sigma <= sigma[0] * (max(rows, columns) * torch.finfo(torch.float32).eps)] = 0
         p = self.probabilities(sigma)
@@ -151,13 +162,13 @@ class ATOMO(GatherCompressor):
         kept = ops.bitmap_indices(drawn, sigma.numel(), ops.bitmap_count(drawn, sigma.numel())).long()
         left = left[:, kept] * (sigma[kept] / p[kept])
         if not math.isfinite(ops.abs_max(left)):
-            return self.non_finite(grad)
+            return self.non_finite(grad.numel(), grad.device)
         atoms = kept.numel()
         payload = ops.new_payload(4 * atoms * (rows + columns), grad.device)
         body = payload[ops.HEADER_NBYTES :][: 4 * atoms * (rows + columns)].view(torch.float32)
         body[: atoms * rows].view(rows, atoms).copy_(left)
         body[atoms * rows :].view(columns, atoms).copy_(right[kept].t())
-        return self.seal([ops.Seal(payload, grad.numel(), _MATRICES.pack(rows, atoms))])[0]
+        return self.seal(ops.Seal(payload, grad.numel(), _MATRICES.pack(rows, atoms)))
 
     def _add_matrix(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         rows, atoms = _MATRICES.unpack(payload.fields)
@@ -175,7 +186,7 @@ class ATOMO(GatherCompressor):
 
     def _encode_entries(self, grad: Tensor, coefficients: Tensor, key: Key) -> Tensor:
         if not math.isfinite(ops.abs_max(coefficients)):  # a transform may overflow even if the gradient is finite
-            return self.non_finite(grad)
+            return self.non_finite(grad.numel(), grad.device)
         p = self.probabilities(coefficients)
         certain = ops.compact(p, 1.0)[1]
         drawn = ops.bernoulli(p, key.bits) ^ certain
@@ -187,7 +198,7 @@ class ATOMO(GatherCompressor):
             most = signs.abs().argmax()
             magnitude = (signs[most].abs().double() / ops.compact_values(p, drawn, numbers[1])[most].double()).item()
             if magnitude > torch.finfo(torch.float32).max:
-                return self.non_finite(grad)
+                return self.non_finite(grad.numel(), grad.device)
         sections = [
             values.view(torch.uint8),
             *(ops.index_code_encode(bits, p.numel()) for bits, k in zip((certain, drawn), numbers) if k),
@@ -196,7 +207,7 @@ class ATOMO(GatherCompressor):
         joined = torch.cat(sections)
         payload = ops.new_payload(joined.numel(), grad.device)
         payload[ops.HEADER_NBYTES : ops.HEADER_NBYTES + joined.numel()] = joined
-        return self.seal([ops.Seal(payload, grad.numel(), _ENTRIES.pack(magnitude, *numbers))])[0]
+        return self.seal(ops.Seal(payload, grad.numel(), _ENTRIES.pack(magnitude, *numbers)))
 
     def _add_entries(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         magnitude, certain, drawn = _ENTRIES.unpack(payload.fields)
@@ -235,8 +246,7 @@ class ATOMO(GatherCompressor):
         spectrum[:, 1 : (length + 1) // 2] *= math.sqrt(0.5)
         signal = self.workspace.empty("signal", (rows, length), torch.float32, coefficients.device)
         inverse_transform(spectrum, signal)
-        flat = signal.view(-1)[:numel]
-        return flat.clone() if ops.on_device(flat) else flat  # as `new_average`
+        return signal.view(-1)[:numel]
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..collectives import AllToAll, Gather, ToHost
 from ..collectives.routines import Routine
-from ..memory.state import VECTOR, Key, State
+from ..memory.state import Key
+from ..ops import groups
+from ..ops import tensors as ops
 from .base.error_feedback import ErrorFeedback
 from .base.registry import register
+
+if TYPE_CHECKING:
+    from ..averaging.group import Group
 
 
 class _Average(NamedTuple):
@@ -85,9 +90,6 @@ class BlockFloat(ErrorFeedback):
     joins = True
     asymmetric = True
 
-    rank_local = (*ErrorFeedback.rank_local, "owner_start")
-    partition_local = (*ErrorFeedback.partition_local, "owner_start")
-
     def __post_init__(self) -> None:
         super().__post_init__()
         ops.check_block_float(self.bits, self.block, "BlockFloat")
@@ -100,38 +102,53 @@ class BlockFloat(ErrorFeedback):
     def unbiased(self) -> bool:  # type: ignore[override]
         return self.rounding == "stochastic" and not self.error_feedback
 
-    def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        return VECTOR
+    def groups_by(self, shape: torch.Size) -> tuple[int, ...]:
+        return self.joined_shape(shape)
 
-    def add_residual(self, grad: Tensor, state: State) -> Routine:
-        if self.error_feedback:
-            return grad  # `reduce` adds the residual as it encodes
-        return (yield from super().add_residual(grad, state))
+    def add_residual(self, group: Group) -> Routine:
+        state = group.state
+        if getattr(state, "owner_residual", None) is not None and state.owner_ranges != [self._owned(group)]:
+            state.fold_owner_residual()
+        if not self.error_feedback:  # otherwise `reduce` adds the residual as it encodes
+            yield from super().add_residual(group)
 
-    def reduce(self, grad: Tensor, state: State) -> Routine:
-        key, numel = state.key(self.seed), grad.numel()
-        blocks = -(-numel // (self.block * state.size))  # of a partition
+    def _blocks(self, group: Group) -> int:
+        """The blocks of a partition."""
+        return -(-group.numel // (self.block * group.size))
+
+    def _owned(self, group: Group) -> tuple[int, int]:
+        """The range of elements of this rank's partition."""
+        each = self._blocks(group) * self.block
+        return min(group.numel, group.rank * each), min(group.numel, (group.rank + 1) * each)
+
+    def reduce(self, group: Group) -> Routine:
+        vector, state = group.vector, group.state
+        key, blocks = state.key(self.seed), self._blocks(group)
         error = None
         if self.error_feedback:
-            error = grad if ops.on_device(grad) else state.renewed("residual", grad)
-            state.next_residual = None if error is grad else error
-        payload = self._encode(grad, key, blocks * state.size, error, state.residual if self.error_feedback else None)
-        if state.size > 1:
-            nbytes = payload.numel() // state.size
-            received = yield AllToAll(payload, (nbytes,) * state.size, same_length=True)
-            start = min(numel, state.rank * blocks * self.block)
-            own = grad.view(-1)[start : start + blocks * self.block]
+            error = vector if ops.on_device(vector) else state.renewed("residual", vector)
+            state.next_residual = None if error is vector else error
+        residual = state.residual if self.error_feedback else None
+        payload = self._encode(vector, key, blocks * group.size, error, residual)
+        if group.size > 1:
+            nbytes = payload.numel() // group.size
+            received = yield AllToAll(payload, (nbytes,) * group.size, same_length=True)
+            start, stop = self._owned(group)
+            own = vector[start:stop]
             if self.error_feedback:
                 partition, residual = state.renewed("owner_residual", own), getattr(state, "owner_residual", None)
             else:
                 partition, residual = torch.empty_like(own), None
-            ops.block_float_decode_sum(received, partition, self.bits, self.block, 1.0 / state.size, residual)
+            self._check(received, blocks)
+            weight = 1.0 / group.size
+            groups.block_float_decode(received, group.size, partition, self.bits, self.block, weight, residual)
             error = partition if self.error_feedback else None
             payload = self._encode(partition, key._replace(name=f"{key.name}[owner]"), blocks, error)
             if self.error_feedback:
-                state.owner_residual, state.owner_start = partition, start
+                state.owner_residual, state.owner_ranges = partition, [(start, stop)]
         payloads = yield Gather(payload, same_length=True)
-        if not self.looks(grad):
+        self._check(payloads, blocks)
+        if not self.looks(vector):
             return _Average(payloads, 0.0)
         step = ops.block_float_max_step(payloads, self.bits, self.block)
         if ops.on_device(step):
@@ -140,15 +157,17 @@ class BlockFloat(ErrorFeedback):
 
     def _encode(self, x: Tensor, key: Key, blocks: int, error: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """The payload of x + residual. error: memory for its error, which may be x."""
-        return ops.block_float_encode(
-            x,
-            self.bits,
-            self.block,
-            key.bits if self.rounding == "stochastic" else None,
-            blocks=blocks,
-            residual=residual,
-            error=error,
-        )
+        bits = key.bits if self.rounding == "stochastic" else None
+        return groups.block_float_encode(x, self.bits, self.block, bits, blocks, residual, error)
+
+    def _check(self, payloads: Sequence[Tensor], blocks: int) -> None:
+        """Raise PayloadError unless the payloads have so many blocks each. They have no header."""
+        expected = ops.block_float_nbytes(blocks, self.bits, self.block)
+        if lengths := {payload.numel() for payload in payloads} - {expected}:
+            raise ops.PayloadError(
+                f"BlockFloat: got payloads of {sorted(lengths)} bytes, expected {expected}: give every rank the same "
+                "arguments"
+            )
 
     def max_abs_bound(self, average: _Average, limit: float) -> float:
         if average.max_abs <= limit:
@@ -160,11 +179,13 @@ class BlockFloat(ErrorFeedback):
         ops.block_float_decode(average.payloads, decoded, self.bits, self.block)
         return ops.abs_max(decoded)
 
-    def apply_average(self, grad: Tensor, corrected: Tensor, average: _Average, state: State) -> None:
+    def apply_averages(self, updates: list[tuple[Group, Any]]) -> list[None]:
         if self.error_feedback:
-            self.store_residual(corrected, state)  # the error: `reduce` has left it there, or in `next_residual`
-        in_place = grad.dtype == torch.float32 and grad.is_contiguous()
-        decoded = grad.view(-1) if in_place else self.new_average(grad.numel(), grad.device)
-        ops.block_float_decode(average.payloads, decoded, self.bits, self.block)
-        if not in_place:
-            grad.copy_(decoded.view(grad.shape))
+            self.store_residuals([group for group, _ in updates])  # the errors, which `reduce` has left there
+        for group, average in updates:
+            decoded = group.target
+            if decoded is None:
+                decoded = self.new_average(group.numel, group.device)
+            groups.block_float_decode(average.payloads, 1, decoded, self.bits, self.block)
+            group.write([decoded])
+        return [None] * len(updates)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ..collectives import Mean
 from ..collectives.routines import Routine
-from ..memory.state import State
 from .base.compressor import Compressor
 from .base.registry import register
+
+if TYPE_CHECKING:
+    from ..averaging.group import Group
 
 
 @register("fp16", examples=["", "dtype=bfloat16"])
@@ -26,6 +28,8 @@ class Cast(Compressor):
             Horovod cannot average it, so it is sent as float32 there, which saves nothing.
     """
 
+    joins = True
+
     dtype: torch.dtype = torch.float16
 
     def __post_init__(self) -> None:
@@ -35,6 +39,9 @@ class Cast(Compressor):
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"Cast: got dtype = {self.dtype}, expected torch.float16 or torch.bfloat16")
 
-    def reduce(self, grad: Tensor, state: State) -> Routine:
-        average = yield Mean(grad.to(self.dtype))
-        return (yield from self.with_max_abs(average.float()))
+    def groups_by(self, shape: torch.Size) -> tuple[int, ...]:
+        return self.joined_shape(shape)
+
+    def reduce(self, group: Group) -> Routine:
+        average = yield Mean(group.vector.to(self.dtype))
+        return (yield from self.with_max_abs(group, average.float()))

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import ops
-from ..memory.state import VECTOR
+from ..ops import tensors as ops
 from .base.registry import register
 from .base.transform_codec import TransformCodec
 
@@ -67,7 +66,7 @@ class DCTRange(TransformCodec):
     def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
         """Join gradients with kernels of the same lengths, and, as a vector, gradients without kernels."""
         kernel = _kernel(shape)
-        return (-1, 1, *kernel) if kernel else VECTOR
+        return (-1, 1, *kernel) if kernel else (-1,)
 
     def transform_for(self, shape: torch.Size) -> ops.Transform:
         kernel = _kernel(shape)

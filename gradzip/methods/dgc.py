@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..collectives.fusion import pieces
 from ..collectives.routines import Routine, jointly
-from ..memory.state import VECTOR, Key, State
+from ..memory.state import Key
+from ..ops import tensors as ops
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
 from .topk import SparseCodec, num_kept
+
+if TYPE_CHECKING:
+    from ..averaging.group import Group
 
 _WARM_UP_THETA = (0.75, 0.9375, 0.984375, 0.99609375)  # in the four quarters of the warm-up
 
@@ -95,88 +100,77 @@ class DGC(SparseCodec):
     def changes_uncompressed(self) -> bool:  # type: ignore[override]
         return self.momentum > 0
 
-    def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        return VECTOR
+    def apply_uncompressed(self, group: Group) -> Routine:
+        yield from jointly(self._add_velocities, group.gradients[0].device, group)
 
-    def apply_uncompressed(self, average: Tensor, state: State) -> Routine:
-        yield from jointly(self._add_velocities, average.device, (average, state))
-
-    def _add_velocities(self, of: list[tuple[Tensor, State]]) -> list[None]:
+    def _add_velocities(self, groups: list[Group]) -> list[None]:
         """Add velocities to uncompressed averages, and store the sums as the new velocities."""
-        averages, states = map(list, zip(*of))
-        velocities = [getattr(state, "average_velocity", None) for state in states]
-        if moving := [(average, u) for average, u in zip(averages, velocities) if u is not None]:
-            torch._foreach_add_(*map(list, zip(*moving)), alpha=self.momentum)  # one operation on a device
-        # A velocity may overflow even if the average did not. Stored, it would never become finite again.
-        stored: Sequence[Tensor | None]
-        if self.memory.checks:  # the step is undone then
-            stored = copies = [torch.empty_like(average) for average in averages]
-            torch._foreach_copy_(copies, averages)
-        else:
-            stored = [_if_finite(average, u) for average, u in zip(averages, velocities)]
-        for state, velocity in zip(states, stored):
-            state.average_velocity = velocity
-        return [None] * len(of)
+        averages = [gradient for group in groups for gradient in group.gradients]
+        before = [self._velocities(group, getattr(group.state, "average_velocity", None)) for group in groups]
+        pairs = [(a, u) for a, u in zip(averages, itertools.chain(*before)) if u is not None]
+        if pairs:
+            torch._foreach_add_(*map(list, zip(*pairs)), alpha=self.momentum)  # one operation on a device
+        stored = [self._renewed(group) for group in groups]
+        torch._foreach_copy_([view for views in stored for view in views], averages)
+        if not self.memory.checks:  # else the step is undone
+            # A velocity may overflow even if the average did not. Stored, it would never become finite again.
+            for views, olds in zip(stored, before):
+                for view, old in zip(views, olds):
+                    view.copy_(torch.where(view.isfinite().all(), view, 0.0 if old is None else old))
+        return [None] * len(groups)
 
-    def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
-        names = ("residual", "velocity", "average_velocity")
-        return dict.fromkeys(names, tuple(grad.shape))
+    def _renewed(self, group: Group) -> list[Tensor]:
+        state, first = group.state, group.gradients[0]
+        numel = sum(gradient.numel() for gradient in group.gradients)
+        state.average_velocity = state.renewed("average_velocity", first, numel)
+        return self._velocities(group, state.average_velocity)
 
-    def add_residual(self, grad: Tensor, state: State) -> Routine:
-        """Coroutine: the velocity u. `reduce` adds the residual v."""
+    def _velocities(self, group: Group, flat: Tensor | None) -> list[Any]:
+        """Views of the velocities of a group's gradients, or None for each."""
+        if flat is None:
+            return [None] * len(group.gradients)
+        return pieces(flat, [gradient.shape for gradient in group.gradients])
+
+    def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(("residual", "velocity", "average_velocity"), tuple(shape))
+
+    def add_residual(self, group: Group) -> Routine:
+        """Coroutine: the velocity u, and the residual v with it."""
         yield from ()
+        self.keep_owner_residual(group)
+        velocity, state = group.vector, group.state
         if self.clip_norm is not None:
-            pieces = state.pieces(grad)
-            norms = torch.stack(torch._foreach_norm(pieces, dtype=torch.float64))
-            scales = (self.clip_norm * self.memory.loss_scale.value / math.sqrt(state.size) / norms).clamp(max=1.0)
-            for piece, scale in zip(pieces, scales):
+            of_gradients = pieces(velocity, list(group.shapes.values()))
+            norms = torch.stack(torch._foreach_norm(of_gradients, dtype=torch.float64))
+            scales = (self.clip_norm * self.memory.loss_scale.value / math.sqrt(group.size) / norms).clamp(max=1.0)
+            for piece, scale in zip(of_gradients, scales):
                 piece.mul_(scale)
-        if (velocity := getattr(state, "velocity", None)) is not None:
-            grad.add_(velocity, alpha=self.momentum)
-        return grad
-
-    def reduce(self, velocity: Tensor, state: State) -> Routine:
-        if state.residual is None:
-            return (yield from super().reduce(velocity, state))
-        # One buffer serves all buckets: it is encoded before the first collective is yielded.
-        total = self.workspace.empty("total", tuple(velocity.shape), torch.float32, velocity.device)
-        return (yield from super().reduce(torch.add(velocity, state.residual, out=total), state))
+        if (before := getattr(state, "velocity", None)) is not None:
+            velocity.add_(before, alpha=self.momentum)
+        state.next_velocity = velocity
+        if state.residual is not None:
+            state.next_residual = torch.add(velocity, state.residual, out=state.renewed("residual", velocity))
+            group.parts = [state.next_residual]
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         k = num_kept(self.theta_at(key.step), grad.numel())
         return self.pack(*ops.topk_abs(grad.reshape(-1), k), grad.numel())
 
-    def store_residuals(self, velocities: list[Tensor], states: list[State]) -> None:
-        for velocity, state in zip(velocities, states):
-            renewed = state.renewed("residual", velocity)
-            if state.residual is None:
-                state.residual = renewed.copy_(velocity)
-            else:
-                state.residual = torch.add(state.residual, velocity, out=renewed)
+    def store_residuals(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            state = group.state
             if self.momentum:
-                state.velocity = state.renewed("velocity", velocity).copy_(velocity)
+                state.velocity = state.renewed("velocity", state.next_velocity).copy_(state.next_velocity)
+            state.next_velocity = None
+        super().store_residuals(groups)
 
-    def subtract_all(self, states: list[State]) -> None:
-        for state in states:
-            self.subtract_transmitted(state)
-
-    def subtract_transmitted(self, state: State) -> None:
-        assert state.residual is not None
-        parts = self.transmitted_parts(state)
-        begin = 0
-        for payload, residual in parts:
-            end = begin + residual.numel()
-            stream, values = self.parse(self.open(payload, residual.numel()), residual.numel())
-            sent = ops.index_code_decode(stream, residual.numel(), values.numel()).long()
-            residual.index_fill_(0, sent, 0.0)
-            if self.momentum:
-                state.velocity.view(-1)[begin:end].index_fill_(0, sent, 0.0)
-            begin = end
-
-
-def _if_finite(average: Tensor, velocity: Tensor | None) -> Tensor | None:
-    """The sum of a velocity and an average as the new velocity, or the old velocity if the sum is not finite."""
-    finite = average.isfinite().all()
-    if ops.on_device(average):  # without waiting to know
-        return torch.where(finite, average, 0.0 if velocity is None else velocity)
-    return average.clone() if finite else velocity
+    def subtract_transmitted(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            state = group.state
+            assert state.residual is not None and state.payload is not None
+            for payload, ((begin, end),) in state.payload:
+                stream, values = self.parse(payload, end - begin)
+                sent = ops.index_code_decode(stream, end - begin, values.numel()).long()
+                state.residual[begin:end].index_fill_(0, sent, 0.0)
+                if self.momentum:
+                    state.velocity[begin:end].index_fill_(0, sent, 0.0)

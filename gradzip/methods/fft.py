@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..memory.state import VECTOR
+from ..ops import tensors as ops
 from .base.registry import register
 from .base.transform import inverse_transform, pairs_to_spectrum, row_chunks, spectrum_to_pairs, transform_shape
 from .base.transform_codec import TransformCodec
@@ -77,9 +76,6 @@ class FFTRange(TransformCodec):
         super().__post_init__()
         if self.block is not None and not (isinstance(self.block, int) and self.block >= 2):
             raise ValueError(f"FFTRange: got block = {self.block!r}, expected None or an integer >= 2")
-
-    def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        return VECTOR
 
     @property
     def _transform(self) -> ops.Transform:

@@ -6,26 +6,29 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..collectives import Broadcast, Gather, Mean, RingSum, ring_segments
 from ..collectives.routines import Routine
 from ..memory.state import State
-from .base.compressor import Compressor
+from ..ops import tensors as ops
+from .base.compressor import Average, Compressor
 from .base.gather import attribute_payload_errors
 from .base.registry import register
 from .pca import max_dimension, principal_weights
+
+if TYPE_CHECKING:
+    from ..averaging.group import Group
 
 _POSITION = struct.Struct("<QIB3x")  # step, progress in its phase, index of the phase
 _PHASES = ("warm-up", "sampling", "compressing")
 _SLICE_SIZE = 768  # the paper's, for a 3x3 convolution of 16 by 16 channels
 _CHECK_EVERY, _MAX_SAMPLES = 25, 200  # with sample_steps="auto"
 # `sampling` only calls `reduce`: a method that overrides any of these extension points cannot be used for it.
-_EXTENSION_POINTS = ("method_for", "add_residual", "max_abs_bound", "apply_average", "commit")
+_EXTENSION_POINTS = ("method_for", "max_abs_bound", "apply_averages", "commit")
 
 
 @register(
@@ -106,6 +109,7 @@ class GradiVeQ(Compressor):
     loss_scaled: ClassVar = {"samples": 1, "mean": 1, "offset": 1, "energy": 2, "lost": 2}
     rank_local = ("energy", "lost")
     adapts = True
+    vectors = False  # each gradient has slices of its own
 
     loss: float = 0.01
     slice_size: int | None = None
@@ -166,9 +170,9 @@ class GradiVeQ(Compressor):
         super().load_state_dict(state_dict)
         self._in_step.clear()
 
-    def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
-        slices = tuple(self._slices(grad).shape)
-        return {"mean": slices, "offset": slices}
+    def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
+        slices = self._slices_shape(shape)
+        return super().state_shapes(shape) | {"mean": slices, "offset": slices}
 
     def phase(self, state: State) -> str:
         """The phase of a parameter's next step: "warm-up", "sampling" or "compressing"."""
@@ -176,27 +180,33 @@ class GradiVeQ(Compressor):
             return "warm-up"
         return "sampling" if getattr(state, "bases", None) is None else "compressing"
 
-    def reduce(self, grad: Tensor, state: State) -> Routine:
+    def reduce(self, group: Group) -> Routine:
+        (grad,), state = group.parts, group.state
         if state.name not in self._in_step:
             yield from self._check_position(grad, state)
         if _is_full(state):
             yield from self._broadcast_bases(state)
         phase = self.phase(state)
         if phase == "compressing":
-            return (yield from self._average_compressed(grad, state))
+            average = yield from self._average_compressed(grad, state)
+            return Average([unflatten(average, grad.shape)])
         if phase == "sampling" and self.sampling is not None:
-            return (yield from self.sampling.reduce(grad, state))
-        return (yield Mean(grad))
+            if self.sampling.vectors:
+                group.parts = [grad.view(self.sampling.joined_shape(grad.shape))]
+            average = yield from self.sampling.reduce(group)
+            return Average([part.view(grad.shape) for part in average.parts], average.max_abs)
+        return Average([(yield Mean(grad))])
 
-    def apply_average(self, grad: Tensor, corrected: Tensor, average: Any, state: State) -> None:
-        if getattr(state, "bases", None) is not None:
-            average = unflatten(average, grad.shape)
-            state.left -= 1
-            if state.left == 0:
-                state.bases = state.offset = state.samples = None
-        elif state.step > self.warmup_steps:  # `step` already counts the current one
-            self._sample(average.view(grad.shape), state)
-        super().apply_average(grad, corrected, average, state)
+    def apply_averages(self, updates: list[tuple[Group, Average]]) -> list[None]:
+        for group, average in updates:
+            state = group.state
+            if getattr(state, "bases", None) is not None:
+                state.left -= 1
+                if state.left == 0:
+                    state.bases = state.offset = state.samples = None
+            elif state.step > self.warmup_steps:  # `step` already counts the current one
+                self._sample(average.parts[0], state)
+        return super().apply_averages(updates)
 
     def clean(self, state: State) -> None:
         if getattr(state, "samples", None) is not None:
@@ -217,6 +227,7 @@ class GradiVeQ(Compressor):
         whole = slice(0, len(slices))
         segments = ring_segments(len(slices), state.size, 4 * coordinates / len(slices)) if ring else [whole]
         runs = [self._split_by_basis(segment, state.bases) for segment in segments]
+        offset = self._as_slices(state.offset, state)
         shapes = [[(len(basis), rows.stop - rows.start) for rows, basis in of_segment] for of_segment in runs]
         numels = [[*map(math.prod, of_segment), 1] for of_segment in shapes]
         energies: list[Tensor] = []
@@ -224,16 +235,16 @@ class GradiVeQ(Compressor):
 
         def encode(i: int) -> Tensor:
             compressed = [compress(slices[rows], basis).reshape(-1) for rows, basis in runs[i]]
-            energies.append(self._energies(slices[segments[i]], state.offset[segments[i]], compressed))
+            energies.append(self._energies(slices[segments[i]], offset[segments[i]], compressed))
             vote = self._vote(energies, state) if len(energies) == len(segments) else 0.0
             return torch.cat([*compressed, slices.new_tensor([vote])])
 
         def decode(i: int, mean: Tensor) -> None:
             """Overwrite the segment by its average."""
-            *parts, vote = mean.split(numels[i])
+            *parts, vote = mean.split_with_sizes(numels[i])
             votes.append(vote)
             for part, shape, (rows, basis) in zip(parts, shapes[i], runs[i]):
-                torch.add(decompress(part.view(shape), basis), state.offset[rows], out=slices[rows])
+                torch.add(decompress(part.view(shape), basis), offset[rows], out=slices[rows])
 
         if ring:
             totals = tuple(map(sum, numels))
@@ -276,13 +287,21 @@ class GradiVeQ(Compressor):
 
     def _slices(self, grad: Tensor, memory: str = "slices") -> Tensor:
         """The slices of a gradient, shape (slices, K). The next call with the same `memory` overwrites them."""
-        size = min(self.slice_size, grad.numel()) if self.slice_size else best_slice_size(grad.shape)
-        number = -(-grad.numel() // size)
-        slices = self.workspace.empty(memory, (number, size), torch.float32, grad.device)
+        slices = self.workspace.empty(memory, self._slices_shape(grad.shape), torch.float32, grad.device)
         flat = slices.view(-1)
         unflatten(flat[: grad.numel()], grad.shape).copy_(grad)
         flat[grad.numel() :] = 0
         return slices
+
+    def _slices_shape(self, shape: torch.Size) -> tuple[int, int]:
+        numel = shape.numel()
+        size = min(self.slice_size, numel) if self.slice_size else best_slice_size(shape)
+        return -(-numel // size), size
+
+    def _as_slices(self, flat: Tensor, state: State) -> Tensor:
+        """A tensor of the state with the elements of all slices, in the shape of `_slices`."""
+        (shape,) = state.shapes.values()
+        return flat.view(self._slices_shape(shape))
 
     def _groups(self, slices: Tensor) -> tuple[Tensor, ...]:
         """Split slices into groups that share a basis."""
@@ -302,8 +321,8 @@ class GradiVeQ(Compressor):
         state.samples[:, state.count] = first
         state.count += 1
         # Separate operations round alike on all hardware. The mean of equal gradients is exact, and nothing overflows.
-        change = slices.div_(state.count).sub_(state.mean / state.count)
-        state.mean = torch.add(state.mean, change, out=state.renewed("mean", change))
+        change = slices.div_(state.count).sub_(self._as_slices(state.mean, state) / state.count)
+        state.mean = torch.add(state.mean.view(-1), change.view(-1), out=state.renewed("mean", change))
         if _is_full(state) and state.rank == 0:
             state.learnt = self._encode_bases(state)
 
@@ -334,7 +353,8 @@ class GradiVeQ(Compressor):
             return
         weights = message[1:].view(number, rank, count)
         state.bases, offsets = [], []
-        for means, part, centred in zip(self._groups(state.mean), weights, self._centred(state)):
+        of_groups = self._groups(self._as_slices(state.mean, state))
+        for means, part, centred in zip(of_groups, weights, self._centred(state)):
             part = part[(part != 0).any(1)]
             # Samples that are all equal give an empty basis.
             basis = decompress(part.t(), centred).contiguous() if len(part) else centred.new_empty(0, size)
@@ -349,7 +369,7 @@ class GradiVeQ(Compressor):
 
         Zeros if the samples are all equal, or if a difference overflows.
         """
-        for samples, means in zip(state.samples, self._groups(state.mean)):
+        for samples, means in zip(state.samples, self._groups(self._as_slices(state.mean, state))):
             difference = samples - means[0]
             scale = ops.abs_max(difference)
             yield difference.div_(scale) if 0 < scale < math.inf else difference.zero_()

@@ -100,7 +100,7 @@ class Hierarchical(Composite):
 
     def change_group(self, rank: int, size: int) -> None:
         if self.node_chunks is not None:
-            self.inner.memory.states.clear()  # of a place that may be another rank's now
+            self.inner.memory.clear()  # of a place that may be another rank's now
         elif self._saved_place is None:  # else `join_group` sees whether the states fit
             super().change_group(rank, size)
 
@@ -114,10 +114,10 @@ class Hierarchical(Composite):
             f"{self._place[0]} of {self._place[1]}: all but step counts are dropped",
             stacklevel=2,
         )
-        for state in self.inner.states.values():
-            for name in vars(state).keys() - _SHARED - {"name", "loaded"}:
-                delattr(state, name)
-            state.residual = state.next_residual = state.payload = None
+        memory = self.inner.memory
+        by_name = memory.by_parameter()
+        memory.parked = {name: {key: of[key] for key in of.keys() & _SHARED} for name, of in by_name.items()}
+        memory.states = {}
 
     # --- state
 

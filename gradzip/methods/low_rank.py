@@ -3,33 +3,48 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..collectives import Mean, ToHost
 from ..collectives.routines import Local, Routine
-from ..memory.state import Key, State
+from ..memory.state import Key
+from ..ops import groups
+from ..ops import tensors as ops
 from .base.error_feedback import ErrorFeedback
 from .base.registry import register
+
+if TYPE_CHECKING:
+    from ..averaging.group import Group
 
 # An upper bound of the magnitudes in a factor that is orthonormal up to rounding errors.
 _ORTHONORMAL = 1.001
 
 
 class Factors(NamedTuple):
-    """The average P Qᵀ, and the factors of what to subtract from this rank's residual."""
+    """The averages P Qᵀ of a group, and the factors of what to subtract from this rank's residuals.
 
-    p: Tensor  # (n, r)
-    q: Tensor  # (m, r)
-    sent_p: Tensor  # (n, r)
-    sent_q: Tensor  # (m, r)
-    max_abs_bound: float  # of the magnitudes in P Qᵀ; 0 if nobody looks
+    Each is flat: the factors of all matrices, one after the other.
+    """
+
+    p: Tensor
+    q: Tensor
+    sent_p: Tensor
+    sent_q: Tensor
+    max_abs_bound: float  # of the magnitudes in all P Qᵀ; 0 if nobody looks
+    matrices: groups.Matrices
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """P and Q of each matrix."""
+        rank = self.matrices.rank
+        rows, columns = ((rank * n).tolist() for n in (self.matrices.rows, self.matrices.columns))
+        for p, q in zip(self.p.split_with_sizes(rows), self.q.split_with_sizes(columns)):
+            yield p.view(-1, rank), q.view(-1, rank)
 
 
 @dataclass
@@ -43,7 +58,8 @@ class LowRank(ErrorFeedback):
     = G - sent and G = P Qᵀ in another, when the average is known to be finite.
     """
 
-    joins = True  # all matrices of a bucket take one call of each kernel
+    vectors = False
+    joins = True
 
     rank: int = 4
     error_feedback: bool = True
@@ -53,105 +69,145 @@ class LowRank(ErrorFeedback):
         super().__post_init__()
         if not (isinstance(self.rank, int) and self.rank >= 1):
             raise ValueError(f"{type(self).__name__}: got rank = {self.rank!r}, expected an integer >= 1")
-        self._random_rows: dict[Any, tuple[Tensor, Tensor]] = {}  # by bucket: each row's factor, random rows
 
-    @abstractmethod
-    def factorize(self, m: Tensor, state: State) -> Routine:
-        """Coroutine that returns the `Factors` of the average over the ranks of m (n, m). May change m."""
-
-    def reduce(self, grad: Tensor, state: State) -> Routine:
-        return (yield from self.factorize(grad.view(grad.shape[0], -1), state))
+    def groups_by(self, shape: torch.Size) -> tuple[()]:
+        return ()
 
     def bypasses(self, grad: Tensor) -> bool:
         if super().bypasses(grad):
             return True
-        rows, columns = grad.shape[0], grad.numel() // grad.shape[0]
+        rows, columns = _matrix_shape(grad.shape)
         return (rows + columns) * self.rank >= rows * columns
 
-    def add_residual(self, grad: Tensor, state: State) -> Routine:
-        yield from ()
-        return grad  # `project` adds the residual
+    def factor_shapes(self, shape: torch.Size) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The shapes of P and Q for a gradient of this shape."""
+        rows, columns = _matrix_shape(shape)
+        return (rows, self.rank), (columns, self.rank)
 
-    def factor_shapes(self, grad: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The shapes of P and Q."""
-        rows = grad.shape[0]
-        return (rows, self.rank), (grad.numel() // rows, self.rank)
+    def add_residual(self, group: Group) -> Routine:
+        yield from ()  # `project` adds the residual
 
-    def project(self, m: Tensor, state: State, factor: Tensor, transpose: bool = False) -> Routine:
-        """Coroutine: add the residual to m, and return m @ factor (m.T @ factor with `transpose`), in one pass."""
-        residual = None if state.residual is None else state.residual.view(m.shape)
-        pair = (m, None) if residual is None else (residual, m)
-        return (yield Local(ops.low_rank_project_all, m.device, (*pair, factor, transpose)))
+    def matrices(self, group: Group) -> groups.Matrices:
+        """The sizes of the matrices of a group."""
+        return groups.Matrices([_matrix_shape(shape) for shape in group.shapes_of_parts], self.rank)
+
+    def project(self, group: Group, factor: Tensor, transpose: bool = False, residual: Tensor | None = None) -> Routine:
+        """Coroutine: add the residual to the parts G, and return G @ factor (Gᵀ @ factor with `transpose`)."""
+        projection = groups.Projection(group.planned(self.matrices), group.parts, residual, factor, transpose)
+        return (yield Local(groups.project, group.device, projection))
 
     def max_abs_bound(self, average: Factors, limit: float) -> float:
         bound = average.max_abs_bound
-        exact = bound <= limit or not math.isfinite(bound)
-        return bound if exact else ops.abs_max(ops.low_rank_expand(average.p, average.q))
+        if bound <= limit or not math.isfinite(bound):
+            return bound
+        return max(ops.abs_max(ops.low_rank_expand(p, q)) for p, q in average.pairs())
 
-    def commit(self, grad: Tensor, corrected: Tensor, average: Factors, state: State) -> Routine:
-        m = corrected.view(corrected.shape[0], -1)
-        if not self.error_feedback:
-            ops.low_rank_expand(average.p, average.q, out=m)
-        else:
-            state.residual = state.renewed("residual", corrected)
-            residual = state.residual.view(m.shape)
-            update = m, residual, average.sent_p, average.sent_q, average.p, average.q
-            yield Local(_apply_averages, m.device, update)
-        if corrected is not grad:
-            grad.copy_(corrected)
+    def commit(self, group: Group, average: Factors) -> Routine:
+        matrices, state = group.planned(self.matrices), group.state
+        # Without error feedback, what is not sent is written to memory that nobody reads.
+        residual = state.renewed("residual", group.parts[0], group.numel)
+        if self.error_feedback:
+            state.residual = residual
+        sent = average.sent_p, average.sent_q
+        yield Local(
+            groups.apply_averages,
+            group.device,
+            groups.Update(matrices, group.parts, residual, *sent, average.p, average.q),
+        )
+        group.write(group.parts)
 
-    def random_factor(self, rows: int, state: State, device: torch.device, step: int | None = None) -> Tensor:
-        """Uniform numbers in [-1/2, 1/2), shape (rows, rank), the same on all ranks and all hardware.
+    def random_factor(self, group: Group, transpose: bool, step: int | None = None) -> Tensor:
+        """Uniform numbers in [-1/2, 1/2) for all Q (P with `transpose`), the same on all ranks and all hardware.
 
         step: whose numbers; default: those of the current one.
         """
-        key = Key(self.seed, state.step if step is None else step, state.name, "shared")
-        generator = np.random.Generator(np.random.Philox(key=key.bits))
-        return torch.from_numpy(generator.random((rows, self.rank), dtype=np.float32) - np.float32(0.5)).to(device)
+        step, factors = group.state.step if step is None else step, []
+        for name, shape in zip(group.names, group.shapes_of_parts):
+            key = Key(self.seed, step, name, "shared")
+            generator = np.random.Generator(np.random.Philox(key=key.bits))
+            rows = _matrix_shape(shape)[0 if transpose else 1]
+            factors.append(generator.random((rows, self.rank), dtype=np.float32) - np.float32(0.5))
+        return torch.from_numpy(np.concatenate(factors).reshape(-1)).to(group.device)
 
-    def following(self, factor: Tensor, state: State, scaled: bool) -> Routine:
-        """Coroutine: the factor to start the next step from, and the largest magnitude of `factor`, 0 if nobody looks.
+    def following(self, group: Group, factor: Tensor, transpose: bool, scaled: bool) -> Routine:
+        """Coroutine: the factors to start the next step from, and the largest magnitude of `factor`, 0 if nobody looks.
 
         Columns that are 0, as after a gradient of zeros, are replaced by random ones: `orthogonalize_` would replace
         them by unit vectors. If the gradient is always 0 in that row or column, as for dead units, the column would
-        stay 0 in all later steps, which lowers the rank.
+        stay 0 in all later steps, which lowers the rank. Random columns are those of step 0 in all steps: a captured
+        step has no host that draws others.
 
-        scaled: divide by the largest magnitude, unless that is 0. Otherwise, the result may be `factor`.
+        Args:
+            factor: all Q, or all P with `transpose`.
+            scaled: divide each matrix by its largest magnitude, unless that is 0. Otherwise, the result may be
+                `factor`.
         """
-        columns = yield Local(ops.abs_max_columns, factor.device, factor)
+        rows = self._rows(group, transpose)
+        columns = yield Local(groups.abs_max_columns, group.device, groups.Factor(rows, self.rank, factor))
         if not self.looks(factor):
-            return (yield Local(self._follow_all, factor.device, (factor, columns, state, scaled))), 0.0
-        if ops.on_device(factor):  # the host waits once for all factors
-            columns = yield ToHost(columns)
-        largest = columns.max().item()
-        if scaled:
-            scale = largest if largest > 0 else 1.0
-            factor, columns = (yield Local(_quotients, factor.device, (factor, scale))), columns / scale
-        zero = columns == 0
-        if zero.any():
-            factor = self.random_factor(len(factor), state, factor.device).where(zero.to(factor.device), factor)
-        return factor, largest
+            return (yield Local(self._follow_all, group.device, (group, factor, columns, transpose, scaled))), 0.0
+        on_host = (yield ToHost(columns)) if ops.on_device(factor) else columns
+        most = on_host.view(-1, self.rank).numpy()
+        if not most.all():
+            factor = yield Local(self._follow_all, group.device, (group, factor, columns, transpose, scaled))
+        elif scaled:
+            factor = yield Local(_quotients, group.device, (factor, self.rank * rows, most.max(1)))
+        return factor, float(most.max())
 
-    def _follow_all(self, factors: list[tuple[Tensor, Tensor, State, bool]]) -> list[Tensor]:
-        """`following` on a device, from the largest magnitudes of columns there. Does not wait for it.
+    def _rows(self, group: Group, transpose: bool) -> np.ndarray:
+        matrices = group.planned(self.matrices)
+        return matrices.rows if transpose else matrices.columns
 
-        Random columns are those of step 0 in all steps: a captured step has no host that draws others.
-        """
-        rows = [len(factor) for factor, *_ in factors]
-        device, scaled = factors[0][0].device, factors[0][3]
-        key = (device, *zip(rows, (state.name for _, _, state, _ in factors)))
-        if key not in self._random_rows:
-            numbers = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows)).to(device)
-            random = [self.random_factor(n, state, device, step=0) for n, (_, _, state, _) in zip(rows, factors)]
-            self._random_rows[key] = numbers, torch.cat(random)
-        numbers, random_rows = self._random_rows[key]
-        largest = torch.stack([columns for _, columns, _, _ in factors])
-        result = torch.cat([factor for factor, *_ in factors])
+    def _follow_all(self, of: list[tuple[Group, Tensor, Tensor, bool, bool]]) -> list[Tensor]:
+        """`following` for several groups, from the largest magnitudes of columns. Does not wait for a device."""
+        scaled = of[0][4]
+        numbers = [group.planned(self._numbers_p if transpose else self._numbers_q) for group, *_, transpose, _ in of]
+        random = [group.planned(self._random_p if transpose else self._random_q) for group, *_, transpose, _ in of]
+        starts = np.cumsum([0, *(len(columns) for _, _, columns, _, _ in of)])
+        largest = torch.cat([columns for _, _, columns, _, _ in of])
+        matrix_of = torch.cat([n + int(start) for n, start in zip(numbers, starts)]) if len(of) > 1 else numbers[0]
+        result = torch.cat([factor for _, factor, *_ in of]).view(-1, self.rank)
         if scaled:
             scale = largest.amax(1, keepdim=True)
-            result /= scale.where(scale > 0, 1.0)[numbers]
-        zero = (largest == 0)[numbers]
-        return list(random_rows.where(zero, result).split(rows))
+            result /= scale.where(scale > 0, 1.0)[matrix_of]
+        zero = (largest == 0)[matrix_of]
+        followed = torch.cat(random).view(-1, self.rank).where(zero, result)
+        return list(followed.view(-1).split_with_sizes([factor.numel() for _, factor, *_ in of]))
+
+    def _numbers_p(self, group: Group) -> Tensor:
+        return self._numbers(group, True)
+
+    def _numbers_q(self, group: Group) -> Tensor:
+        return self._numbers(group, False)
+
+    def _numbers(self, group: Group, transpose: bool) -> Tensor:
+        """For each row of the factors, the number of its matrix."""
+        rows = torch.from_numpy(self._rows(group, transpose))
+        return torch.arange(len(rows), device="cpu").repeat_interleave(rows).to(group.device)
+
+    def _random_p(self, group: Group) -> Tensor:
+        return self.random_factor(group, True, step=0)
+
+    def _random_q(self, group: Group) -> Tensor:
+        return self.random_factor(group, False, step=0)
+
+
+def _quotients(of: list[tuple[Tensor, np.ndarray, np.ndarray]]) -> list[Tensor]:
+    """For each flat tensor, with the numbers of elements of its parts: the parts divided by a number each."""
+    quotients = _copies([flat for flat, _, _ in of])
+    parts = [part for flat, (_, numels, _) in zip(quotients, of) for part in flat.split(numels.tolist())]
+    torch._foreach_div_(parts, [number for _, _, numbers in of for number in numbers.tolist()])
+    return quotients
+
+
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    return list(
+        torch.cat(tensors).split_with_sizes([tensor.numel() for tensor in tensors])
+    )  # one operation on a device
+
+
+def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    return math.prod(shape[:1]), math.prod(shape[1:])  # of a number, too, which bypasses compression
 
 
 @register("powersgd", examples=["", "rank=3,warm_start=False"])
@@ -178,20 +234,22 @@ class PowerSGD(LowRank):
 
     rounds = 2
 
-    def factorize(self, m: Tensor, state: State) -> Routine:
+    def reduce(self, group: Group) -> Routine:
+        state = group.state
         q = getattr(state, "q", None)
         if q is None or not self.warm_start:
-            q = self.random_factor(m.shape[1], state, m.device)
-        p = yield Mean((yield from self.project(m, state, q)))
-        yield Local(_orthogonalize, m.device, p)  # replaces columns that are not finite; Q shows that they were not
-        q = yield Mean((yield Local(ops.low_rank_project_all, m.device, (m, None, p, True))))
+            q = self.random_factor(group, transpose=False)
+        p = yield Mean((yield from self.project(group, q, residual=state.residual)))
+        # Replaces columns that are not finite; Q shows that they were not.
+        yield Local(groups.orthogonalize, group.device, groups.Factor(self._rows(group, True), self.rank, p))
+        q = yield Mean((yield from self.project(group, p, transpose=True)))
         # Only the span of Q matters. Scaling keeps the magnitude of the next P that of the gradient, not its square.
-        following, largest = yield from self.following(q, state, scaled=True)
+        following, largest = yield from self.following(group, q, transpose=False, scaled=True)
         state.q = state.renewed("q", q).copy_(following) if ops.is_capturing(q) else following
-        return Factors(p, q, p, q, self.rank * _ORTHONORMAL * largest)
+        return Factors(p, q, p, q, self.rank * _ORTHONORMAL * largest, group.planned(self.matrices))
 
-    def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
-        return super().state_shapes(grad) | {"q": self.factor_shapes(grad)[1]}
+    def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
+        return super().state_shapes(shape) | {"q": self.factor_shapes(shape)[1]}
 
 
 @register("acpsgd", examples=["", "rank=2,error_feedback=False"])
@@ -220,55 +278,36 @@ class ACPSGD(LowRank):
 
     reuse: bool = True
 
-    def factorize(self, m: Tensor, state: State) -> Routine:
+    def reduce(self, group: Group) -> Routine:
+        state = group.state
         transpose = state.step % 2 == 1  # compute Q from P
         given, computed = ("next_p", "next_q") if transpose else ("next_q", "next_p")
         fixed = getattr(state, given, None)
         if fixed is None or not self.reuse:
-            fixed = self.random_factor(m.shape[0 if transpose else 1], state, m.device)
-            yield Local(_orthogonalize, m.device, fixed)
-        own = yield from self.project(m, state, fixed, transpose)
-        mean = yield Mean((yield Local(_to_overwrite, m.device, own)))
-        following, largest = yield from self.following(mean, state, scaled=False)
+            fixed = self.random_factor(group, transpose)
+            yield from self._orthogonalize(group, fixed, transpose)
+        own = yield from self.project(group, fixed, transpose, state.residual)
+        mean = yield Mean(own, keep=True)
+        following, largest = yield from self.following(group, mean, not transpose, scaled=False)
         bound = self.rank * _ORTHONORMAL * largest
         if self.reuse:  # orthogonalized here, where all matrices of a step take one call
-            if ops.is_capturing(m):  # a graph of two steps needs the memory of both factors again
+            if ops.is_capturing(own):  # a graph of two steps needs the memory of both factors again
                 following = state.renewed(computed, following).copy_(following)
             else:
-                following = yield Local(_copies, m.device, following)
+                following = yield Local(_copies, own.device, following)
                 setattr(state, given, None)
-            yield Local(_orthogonalize, m.device, following)
+            yield from self._orthogonalize(group, following, not transpose)
             setattr(state, computed, following)
-        return Factors(fixed, mean, fixed, own, bound) if transpose else Factors(mean, fixed, own, fixed, bound)
+        matrices = group.planned(self.matrices)
+        if transpose:
+            return Factors(fixed, mean, fixed, own, bound, matrices)
+        return Factors(mean, fixed, own, fixed, bound, matrices)
 
-    def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
-        p, q = self.factor_shapes(grad)
-        return super().state_shapes(grad) | {"next_p": p, "next_q": q}
+    def _orthogonalize(self, group: Group, factor: Tensor, transpose: bool) -> Routine:
+        """Coroutine: make the columns of each Q, of each P with `transpose`, orthonormal, in place."""
+        factors = groups.Factor(self._rows(group, transpose), self.rank, factor)
+        yield Local(groups.orthogonalize, group.device, factors)
 
-
-# --- local work for all matrices of a bucket
-
-
-def _copies(matrices: list[Tensor]) -> list[Tensor]:
-    """Copy matrices to adjacent memory, from which a joined collective needs no further copy."""
-    copies = torch.cat([matrix.reshape(-1) for matrix in matrices]).split([matrix.numel() for matrix in matrices])
-    return [copy.view(matrix.shape) for copy, matrix in zip(copies, matrices)]
-
-
-def _to_overwrite(matrices: list[Tensor]) -> list[Tensor]:
-    """What a Mean may overwrite, in place of matrices that are needed again. Several are joined, which copies them."""
-    return matrices if len(matrices) > 1 else _copies(matrices)
-
-
-def _quotients(pairs: list[tuple[Tensor, float]]) -> list[Tensor]:
-    return list(torch._foreach_div(*map(list, zip(*pairs))))
-
-
-def _orthogonalize(matrices: list[Tensor]) -> list[Tensor]:
-    ops.orthogonalize_(matrices)
-    return matrices
-
-
-def _apply_averages(updates: list[ops.AverageUpdate]) -> list[None]:
-    ops.low_rank_apply_average_all(updates)
-    return [None] * len(updates)
+    def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
+        p, q = self.factor_shapes(shape)
+        return super().state_shapes(shape) | {"next_p": p, "next_q": q}

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..collectives import Mean, ToHost
-from ..collectives.routines import Local, Routine, jointly
+from ..collectives.routines import Routine, jointly
 from ..memory.state import State
 from ..memory.state_dict import check_method, in_line, is_count
+from ..ops import tensors as ops
 from .base.composite import Composite
 from .base.compressor import Compressor
 from .base.registry import register
+
+if TYPE_CHECKING:
+    from ..averaging.group import Group
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -113,7 +116,7 @@ class Momentum(Compressor):
     ...     averages = group.average([torch.ones(64, 64), torch.zeros(64, 64)], "weight")
     ...     sent.append(group.bytes_sent)
     >>> sent
-    [16384, 32768, 33328, 33888]
+    [16384, 32768, 33344, 33920]
 
     Source: Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, ICML
     2021, Algorithm 1, and section 7.1 for the end of the warm-up, which compares ||v|| with that of one earlier step.
@@ -149,6 +152,7 @@ class Momentum(Compressor):
         if not (is_count(self.warmup_steps) or self.warmup_steps == "auto"):
             raise ValueError(f"Momentum: got warmup_steps = {self.warmup_steps!r}, expected an integer >= 0 or 'auto'")
         self.rounds, self.joins, self.max_numel = inner.rounds, inner.joins, inner.max_numel
+        self.vectors = inner.vectors
         self.asymmetric, self.adapts = inner.asymmetric, inner.adapts or self._is_auto
         self.error_feedback, self.unbiased = inner.error_feedback, inner.unbiased
         self.residual_decay = inner.residual_decay
@@ -182,11 +186,14 @@ class Momentum(Compressor):
     def bypasses(self, grad: Tensor) -> bool:
         return self.inner.bypasses(grad)
 
-    def joined_shape(self, shape: torch.Size) -> tuple[int, ...] | None:
+    def groups_by(self, shape: torch.Size) -> Hashable | None:
+        return self.inner.groups_by(shape)
+
+    def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
         return self.inner.joined_shape(shape)
 
-    def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
-        return self.inner.state_shapes(grad) | {"momentum": tuple(grad.shape)}
+    def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
+        return self.inner.state_shapes(shape) | {"momentum": tuple(shape)}
 
     def join_group(self, engine: Any) -> None:
         self.inner.join_group(engine)
@@ -206,9 +213,9 @@ class Momentum(Compressor):
     def clean(self, state: State) -> None:
         self.inner.clean(state)
 
-    def take_back(self, name: str, average: Tensor, skipped: bool) -> None:
+    def take_back(self, group: Group, name: str, average: Tensor, skipped: bool) -> None:
         """Also make the momentum that of the optimizer: m - g', or that before the step if the optimizer skips it."""
-        super().take_back(name, average, skipped)
+        super().take_back(group, name, average, skipped)
         momentum, state = self.memory.piece(name, "momentum"), self.memory.find(name)
         if momentum is None or state is None:
             return
@@ -244,27 +251,32 @@ class Momentum(Compressor):
             return getattr(state, "warmup_steps", None) is not None
         return state.step - getattr(state, "unused", 0) >= self.warmup_steps
 
-    def add_residual(self, grad: Tensor, state: State) -> Routine:
+    def add_residual(self, group: Group) -> Routine:
         """Coroutine: what the rank offers, c. In the warm-up, the gradient and a residual that another method left."""
+        state = group.state
         if not self.compresses_momentum(state):
-            return (yield from super().add_residual(grad, state))
+            yield from super().add_residual(group)
+            return
         if (momentum := getattr(state, "momentum", None)) is not None:
-            yield Local(self._add_all, grad.device, (grad, momentum))
-        return (yield from self.inner.add_residual(grad, state))
+            yield from jointly(self._add_all, group.device, (group.parts, group.pieces(momentum)))
+        yield from self.inner.add_residual(group)
 
-    def reduce(self, grad: Tensor, state: State) -> Routine:
+    def reduce(self, group: Group) -> Routine:
+        state = group.state
         previous, bound = getattr(state, "momentum", None), getattr(state, "momentum_bound", 0.0)
         if self.compresses_momentum(state):
-            return _Average((yield from self.inner.reduce(grad, state)), previous, bound, compressed=True)
-        mean = yield Mean(grad, in_place=True)
+            return _Average((yield from self.inner.reduce(group)), previous, bound, compressed=True)
+        parts = group.parts
+        mean = yield Mean(parts[0], in_place=True, tensors=parts if len(parts) > 1 else ())
         largest, square = None, 0.0
         if self._is_auto:
-            numbers = yield from jointly(_max_abs_and_norms, grad.device, mean)
+            numbers = yield from jointly(_max_abs_and_norms, group.device, mean)
             largest, norm = (yield ToHost(numbers)).tolist() if ops.on_device(numbers) else numbers.tolist()
             square = norm**2
-        return _Average((yield from self.with_max_abs(mean, largest)), previous, bound, compressed=False, square=square)
+        average = yield from self.with_max_abs(group, mean, largest)
+        return _Average(average, previous, bound, compressed=False, square=square)
 
-    def looks(self, average: Tensor) -> bool:
+    def looks(self, x: Tensor) -> bool:
         return True  # steps whose average is 0 do not count for the warm-up, and the next bound follows from this one
 
     def max_abs_bound(self, average: _Average, limit: float) -> float:
@@ -278,31 +290,29 @@ class Momentum(Compressor):
         average.bound = largest + previous
         return largest if average.bound <= _FLOAT32_MAX else math.inf  # the momentum must be finite, too
 
-    def commit(self, grad: Tensor, corrected: Tensor, average: _Average, state: State) -> Routine:
-        momentum, previous = state.renewed("momentum", corrected), average.previous
+    def commit(self, group: Group, average: _Average) -> Routine:
+        state, previous = group.state, average.previous
+        momentum = state.renewed("momentum", group.parts[0], group.numel)
         if momentum is previous:  # a CUDA graph is captured
             previous = momentum.clone()
         if average.compressed:
-            yield from self.inner.commit(momentum, corrected, average.average, state)
-            if state.residual is corrected:
-                corrected = (
-                    grad if grad.dtype == torch.float32 and grad.is_contiguous() else torch.empty_like(corrected)
-                )
-            corrected.copy_(momentum)
+            with group.writing_to(momentum):
+                yield from self.inner.commit(group, average.average)
+            gradient = momentum
             if previous is not None:
-                yield from jointly(self._subtract_all, grad.device, (corrected, previous))
+                gradient = self.new_average(group.numel, group.device) if group.target is None else group.target
+                torch.sub(momentum, previous, alpha=self.beta, out=gradient)
+            group.write(group.pieces(gradient) if not self.vectors else [gradient])
         else:
-            corrected.copy_(average.average)
-            momentum.copy_(corrected)
+            torch._foreach_copy_(group.pieces(momentum), average.average.parts)
+            group.write(average.average.parts)
             if previous is not None:
-                yield from jointly(self._add_all, grad.device, (momentum, previous))
+                momentum.add_(previous, alpha=self.beta)
             state.residual = None  # it was sent
             if average.is_zero and not self.averages_pieces:  # decided alike by all ranks, as optimizers are told it
                 state.unused = getattr(state, "unused", 0) + 1
             elif self._is_auto:
                 self._learn(state, average.square)
-        if corrected is not grad:
-            grad.copy_(corrected)
         state.momentum, state.momentum_bound = momentum, average.bound
 
     # --- the end of the warm-up
@@ -320,7 +330,7 @@ class Momentum(Compressor):
     def _end_warmups(self, engine: Any, names: set[str]) -> None:
         """End the warm-ups of the parameters of a step together, if their second moment has settled."""
         memory = round(1 / (1 - self.beta2))
-        of_step = [state for state in self.states.values() if not names.isdisjoint(state.parameters)]
+        of_step = [state for state in self.states.values() if not names.isdisjoint(state.shapes)]
         learning = [s for s in of_step if not self.compresses_momentum(s) and getattr(s, "squares", 0) >= 2 * memory]
         # An exact sum does not depend on the order of the states.
         totals = [math.fsum(one) for one in zip((0.0, 0.0), *map(self._unbiased, learning))]
@@ -334,17 +344,11 @@ class Momentum(Compressor):
         n, faded = state.squares, self.beta2**state.squares
         return state.square / (1 - faded), state.former_square / (1 - faded * (1 + n * (1 - self.beta2)))
 
-    def _add_all(self, pairs: list[tuple[Tensor, Tensor]]) -> list[None]:
-        return _add_multiples(pairs, self.beta)
-
-    def _subtract_all(self, pairs: list[tuple[Tensor, Tensor]]) -> list[None]:
-        return _add_multiples(pairs, -self.beta)
-
-
-def _add_multiples(pairs: list[tuple[Tensor, Tensor]], factor: float) -> list[None]:
-    """Add to each first tensor `factor` times the second one: one operation on a device."""
-    torch._foreach_add_(*map(list, zip(*pairs)), alpha=factor)
-    return [None] * len(pairs)
+    def _add_all(self, sums: list[tuple[list[Tensor], list[Tensor]]]) -> list[None]:
+        """Add beta times the momenta: one operation on a device."""
+        parts, momenta = ([x for of_group in of for x in of_group] for of in zip(*sums))
+        torch._foreach_add_(parts, momenta, alpha=self.beta)
+        return [None] * len(sums)
 
 
 def _max_abs_and_norms(tensors: list[Tensor]) -> list[Tensor]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-import torch
 from torch import Tensor
 
-from .. import ops
-from ..memory.state import VECTOR, Key
-from .base.gather import GatherCompressor
+from ..memory.state import Key
+from ..ops import tensors as ops
+from .base.gather import CodedSum, GatherCompressor, attribute_terms, parse_all
 from .base.registry import register
-
-_MANTISSA = 23  # bits of a float32; above it are 8 bits of exponent and the sign
-_BITS = 9
-_INF = 0xFF  # the exponent of inf and NaN
 
 
 @register("natural", number=21)
@@ -46,26 +43,18 @@ class Natural(GatherCompressor):
     fixed_nbytes = True
     unbiased = True
 
-    def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        return VECTOR
-
     def encode(self, grad: Tensor, key: Key) -> Tensor:
-        numel, magnitude = grad.numel(), ops.abs_max_tensor(grad)
-        if ops.known_non_finite(magnitude):
-            return self.non_finite(grad)
-        bits = grad.view(-1).view(torch.int32)
-        mantissa = (bits & ((1 << _MANTISSA) - 1)).float().mul_(2.0**-_MANTISSA)
-        up = ops.unpack_bits(ops.bernoulli(mantissa, key.bits), 1, numel)
-        codes = (bits >> _MANTISSA).add_(up)
-        codes -= ((codes & _INF) == _INF).int()
-        payload = ops.new_payload(ops.packed_nbytes(numel, _BITS), grad.device)
-        ops.pack_bits(codes, _BITS, out=payload[ops.HEADER_NBYTES :][: ops.packed_nbytes(numel, _BITS)])
-        return self.seal([ops.Seal(payload, numel, bytes(16), magnitudes=magnitude)])[0]
+        numel = grad.numel()
+        payload = ops.new_payload(ops.natural_nbytes(numel), grad.device)
+        body = payload[ops.HEADER_NBYTES :][: ops.natural_nbytes(numel)]
+        _, largest = ops.natural_encode(grad, key.bits, out=body)
+        if ops.known_non_finite(largest):
+            return self.non_finite(numel, grad.device)
+        return self.seal(ops.Seal(payload, numel, magnitudes=largest))
 
-    def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
-        (packed,) = payload.sections(ops.packed_nbytes(out.numel(), _BITS))
-        codes = ops.unpack_bits(packed, _BITS, out.numel())
-        # On a device, where this check would wait, an exponent of inf makes the average non-finite.
-        if not ops.on_device(codes) and bool(((codes & _INF) == _INF).any()):
-            raise ops.PayloadError("natural: got the exponent of inf, expected powers of two: the payload is corrupt")
-        out.view(-1).add_((codes << _MANTISSA).view(torch.float32), alpha=weight)
+    def sum_all(self, sums: Sequence[CodedSum]) -> None:
+        for coded in sums:
+            (out,) = coded.outs
+            packed = parse_all(coded, partial(ops.Payload.section, nbytes=ops.natural_nbytes(out.numel())))
+            with attribute_terms([len(packed)]):
+                ops.natural_decode_sum(packed, out, coded.weight, coded.add)

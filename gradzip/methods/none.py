@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..collectives import Mean
 from ..collectives.routines import Routine
-from ..memory.state import State
-from .base.compressor import Compressor
+from .base.compressor import Average, Compressor
 from .base.registry import register
+
+if TYPE_CHECKING:
+    from ..averaging.group import Group
 
 
 @register("none")
@@ -23,5 +26,5 @@ class NoCompression(Compressor):
     def bypasses(self, grad: Tensor) -> bool:
         return True
 
-    def reduce(self, grad: Tensor, state: State) -> Routine:
-        return (yield Mean(grad))
+    def reduce(self, group: Group) -> Routine:
+        return Average([(yield Mean(group.vector))])

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..collectives.routines import Local, Routine
-from ..memory.state import VECTOR, Key, State
-from .base.bucket_codec import BucketCodec
-from .base.gather import GatherCompressor, attribute_payload_errors, inspected, payload_source
+from ..memory.state import Key
+from ..ops import groups
+from ..ops import tensors as ops
+from .base.gather import (
+    CodedSum,
+    GatherCompressor,
+    all_finite,
+    attribute_payload_errors,
+    attribute_terms,
+    parse_all,
+    payload_source,
+)
+from .base.layout import Layout, bodies, check_scales, layout_of
 from .base.registry import register
 
+if TYPE_CHECKING:
+    from ..averaging.group import Group
+
 _STREAM = struct.Struct("<QB7x")  # length of the coded levels in bytes; whether they are Elias-coded
-_SCALE = struct.Struct("<f12x")
-_SCALE_AT = ops.HEADER_NBYTES - _SCALE.size  # its offset in a payload
 
 
 @register("qsgd", number=16, examples=["", "coding=packed", "coding=always_elias", "bits=8,norm=max,bucket=7"])
@@ -71,13 +85,10 @@ class QSGD(GatherCompressor):
     def fixed_nbytes(self) -> bool:  # type: ignore[override]
         return self.coding != "always_elias"
 
-    def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        return VECTOR
-
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         numel, magnitude = grad.numel(), ops.abs_max_tensor(grad)
         if ops.known_non_finite(magnitude):
-            return self.non_finite(grad)
+            return self.non_finite(numel, grad.device)
         arguments = (grad, self.bits, self.bucket, self.norm, key.bits)
         norms_end = 4 * ops.num_buckets(numel, self.bucket)
         packed_nbytes = ops.packed_nbytes(numel, self.bits)
@@ -90,24 +101,40 @@ class QSGD(GatherCompressor):
                 body[:norms_end] = norms.view(torch.uint8)
                 body[norms_end : norms_end + stream.numel()] = stream
                 fields = _STREAM.pack(stream.numel(), True)
-                return self.seal([ops.Seal(payload, numel, fields, magnitudes=magnitude)])[0]
+                return self.seal(ops.Seal(payload, numel, fields, magnitudes=magnitude))
         payload = ops.new_payload(norms_end + packed_nbytes, grad.device)
         body = payload[ops.HEADER_NBYTES :]
         norms = body[:norms_end].view(torch.float32)
         ops.quantize_packed(*arguments, out=body[norms_end : norms_end + packed_nbytes], norms=norms)
         fields = _STREAM.pack(packed_nbytes, False)
-        return self.seal([ops.Seal(payload, numel, fields, magnitudes=magnitude)])[0]
+        return self.seal(ops.Seal(payload, numel, fields, magnitudes=magnitude))
+
+    def sum_all(self, sums: Sequence[CodedSum]) -> None:
+        for coded in sums:
+            if coded.add or any([_STREAM.unpack(payload.fields)[1] for payload in coded.payloads]):
+                super().sum_all([coded])
+                continue
+            (out,) = coded.outs
+            terms = parse_all(coded, functools.partial(self._sections, numel=out.numel()))
+            with attribute_terms([len(terms)]):
+                packed = [(stream, norms) for norms, stream in terms]
+                ops.quantize_decode_sum(packed, out, self.bits, self.bucket, coded.weight)
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
-        nbytes, elias = _STREAM.unpack(payload.fields)
-        norms, stream = payload.sections(4 * ops.num_buckets(out.numel(), self.bucket), nbytes)
-        decode_add = ops.elias_decode_add if elias else ops.quantize_decode_add
-        decode_add(stream, norms.view(torch.float32), out, self.bits, self.bucket, weight)
+        norms, stream = self._sections(payload, out.numel())
+        decode_add = ops.elias_decode_add if _STREAM.unpack(payload.fields)[1] else ops.quantize_decode_add
+        decode_add(stream, norms, out, self.bits, self.bucket, weight)
+
+    def _sections(self, payload: ops.Payload, numel: int) -> tuple[Tensor, Tensor]:
+        """The norms and the coded levels of a payload."""
+        nbytes, _ = _STREAM.unpack(payload.fields)
+        norms, stream = payload.sections(4 * ops.num_buckets(numel, self.bucket), nbytes)
+        return norms.view(torch.float32), stream
 
 
 @register("terngrad", number=17, examples=["", "shared_scale=False"])
 @dataclass
-class TernGrad(BucketCodec):
+class TernGrad(GatherCompressor):
     """Rounds each element at random to -scale, 0 or scale.
 
     The gradient is clipped, c_i = sign(g_i) min(|g_i|, clip * sigma), and decoded as
@@ -123,8 +150,9 @@ class TernGrad(BucketCodec):
             uses each rank's own scale.
         seed: of the Bernoulli draws.
 
-    Payload: header, which holds the scale; five elements to a byte, 1.6 bits for each: 48 + ceil(n / 5) bytes, padded
-    to 16. 48 bytes more with `shared_scale`.
+    Payload: header; the scale of each gradient of the group, float32; five elements of a gradient to a byte, 1.6 bits
+    for each. Scales and the bytes of a gradient are padded to 16 bytes. For one gradient: 64 + ceil(n / 5) bytes,
+    padded to 16. With `shared_scale`, a header and scales more.
 
     Deterministic for a seed.
 
@@ -137,6 +165,7 @@ class TernGrad(BucketCodec):
     seed: int = 0
 
     fixed_nbytes = True
+    vectors = False
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
@@ -154,110 +183,104 @@ class TernGrad(BucketCodec):
         if self.clip is not None and not (isinstance(self.clip, (int, float)) and self.clip > 0):
             raise ValueError(f"TernGrad: got clip = {self.clip!r}, expected None or a number > 0")
 
-    def reduce(self, grad: Tensor, state: State) -> Routine:
+    def encoded(self, group: Group) -> Routine:
+        parts, key = group.parts, group.state.key(self.seed)
+        largest = self._largest(parts)
         if not self.shared_scale:
-            return (yield from super().reduce(grad, state))
-        numel, device = grad.numel(), grad.device
-        largest = yield Local(self._largest_all, device, grad)
-        headers = yield self.gather((yield Local(self._headers, device, (largest, numel))))
-        # On a device, headers are inspected with the payloads: the host need not wait for the scales.
-        later = ops.on_device(grad)
-        with attribute_payload_errors(f"TernGrad, parameter {state.name!r}"):
-            if later or self._all_finite(headers, numel):
-                scale = yield Local(_shared_scales, device, headers)
-                state.payload = yield Local(self._pack_all, device, (grad, state.key(self.seed), largest, scale))
-            else:  # both rounds all the same: ranks with another chunk of the gradient do not see these headers
-                state.payload = self.non_finite(grad)
-            payloads = yield self.gather(state.payload)
-            yield from inspected([*headers, *payloads])
-            if self._all_finite(headers, numel):
-                return (yield from self.combine(payloads, numel, state))
-        nan = torch.full((numel,), math.nan, dtype=torch.float32, device=device)
-        return (yield from self.with_max_abs(nan, math.nan))
+            return self._pack([(parts, key)], largest, largest)[0], []
+        headers = yield self.gather(self._header(largest, group.numel))
+        # On a device, headers are opened with the payloads: the host need not wait for the scales.
+        later = ops.on_device(largest)
+        if not later:
+            opened = self.open_all(headers, [group.numel] * group.size, group.size)
+            if not all_finite(opened):
+                # Both rounds all the same: ranks with another chunk of the gradient do not see these headers.
+                return self.non_finite(group.numel, group.device), []
+            head = layout_of(largest.nbytes, (), ops.ternary_nbytes)
+            bodies(opened, head)
+            check_scales(opened, head)
+        payload = yield Local(self._pack_shared, group.device, (parts, key, largest, headers))
+        return payload, headers if later else []
 
-    def _all_finite(self, headers: list[Tensor], numel: int) -> bool:
-        """Whether the gradients of all ranks are finite. Raises PayloadError for an invalid header."""
-        finite = True
-        for rank, header in enumerate(headers):
-            with attribute_payload_errors(payload_source(rank, len(headers))):
-                opened = self.open(header, numel)
-                if opened.flags & ops.NON_FINITE:
-                    finite = False
-                else:
-                    _scale(opened)
-        return finite
+    def encode_all(self, parts: Sequence[Tensor], key: Key) -> Tensor:
+        largest = self._largest(parts)
+        return self._pack([(parts, key)], largest, largest)[0]
 
-    def encode_all(self, gradients: list[tuple[Tensor, Key]]) -> list[Tensor]:
-        largest = self._largest_all([grad for grad, _ in gradients])
-        return self._pack_all([(grad, key, most, most) for (grad, key), most in zip(gradients, largest)])
-
-    def encode_average(self, average: Tensor, key: Key) -> Tensor:
+    def encode_average(self, parts: Sequence[Tensor], key: Key) -> Tensor:
         # Ranks have clipped before. Clipping again would take a third of a sparse gradient, whose sigma is small.
-        largest = ops.abs_max_tensor(average)
-        return self._pack_all([(average, key, largest, largest)])[0]
+        largest = torch.cat(ops.abs_max_all(parts))
+        return self._pack([(parts, key)], largest, largest)[0]
 
-    def _largest_all(self, gradients: list[Tensor]) -> list[Tensor]:
-        """max |c_i| of each clipped gradient, as float32. Not finite if the gradient is not, or its norm overflows."""
-        largest = ops.abs_max_all(gradients)
+    def _largest(self, parts: Sequence[Tensor]) -> Tensor:
+        """max |c_i| of each clipped part, float32. Not finite if the part is not, or its norm overflows."""
+        largest = torch.cat(ops.abs_max_all(parts))
         if self.clip is None:
             return largest
-        norms = _norms(gradients)
-        roots = [math.sqrt(grad.numel()) for grad in gradients]
+        norms = _norms(parts)
+        roots = [math.sqrt(part.numel()) for part in parts]
         clips = self.clip * torch.cat(torch._foreach_div(norms.double().split(1), roots))
-        clipped = torch.minimum(torch.cat(largest).double(), clips).float()
-        return list(torch.where(norms >= torch.finfo(torch.float32).max, math.inf, clipped).split(1))
+        clipped = torch.minimum(largest.double(), clips).float()
+        return torch.where(norms >= torch.finfo(torch.float32).max, math.inf, clipped)
 
-    def _headers(self, of: list[tuple[Tensor, int]]) -> list[Tensor]:
-        """Payloads without sections, for a first round: each rank's own scale."""
-        payloads = ops.new_payloads([0] * len(of), of[0][0].device)
-        return self.seal(
-            [
-                ops.Seal(payload, numel, magnitudes=largest, scale=largest)
-                for payload, (largest, numel) in zip(payloads, of)
-            ]
-        )
+    def _header(self, largest: Tensor, numel: int) -> Tensor:
+        """The payload of a first round: each rank's own scales."""
+        payload = ops.new_payload(largest.nbytes, largest.device)
+        payload[ops.HEADER_NBYTES :][: largest.nbytes].view(torch.float32).copy_(largest)
+        return self.seal(ops.Seal(payload, numel, magnitudes=largest))
 
-    def _pack_all(self, gradients: list[tuple[Tensor, Key, Tensor, Tensor]]) -> list[Tensor]:
-        """The payloads of gradients, given the largest magnitudes of the clipped ones, and the scales."""
-        sizes = [ops.ternary_nbytes(grad.numel()) for grad, *_ in gradients]
-        payloads = ops.new_payloads(sizes, gradients[0][0].device)
-        bodies = [payload[ops.HEADER_NBYTES :][:nbytes] for payload, nbytes in zip(payloads, sizes)]
-        largest = torch.cat([most for _, _, most, _ in gradients])
-        clips = torch.where(largest > 0, largest, math.inf).split(1)  # all is 0: nothing to clip
-        ops.ternary_packed_all(
-            [(grad, scale, clip, key.bits, body) for (grad, key, _, scale), clip, body in zip(gradients, clips, bodies)]
-        )
-        return self.seal(
-            [
-                ops.Seal(payload, grad.numel(), magnitudes=scale, scale=scale)
-                for payload, (grad, _, _, scale) in zip(payloads, gradients)
-            ]
-        )
+    def _pack_shared(self, of: list[tuple[Sequence[Tensor], Key, Tensor, Sequence[Tensor]]]) -> list[Tensor]:
+        """The payloads of several groups' parts: with the largest magnitudes of these, and the headers of all ranks."""
+        scales = _shared_scales([headers for *_, headers in of], [len(parts) for parts, *_ in of])
+        return self._pack([(parts, key) for parts, key, *_ in of], torch.cat([most for _, _, most, _ in of]), scales)
 
-    def parse(self, payload: ops.Payload, numel: int) -> tuple[Tensor, float]:
-        (packed,) = payload.sections(ops.ternary_nbytes(numel))
-        return packed, _scale(payload)
+    def _pack(self, of: list[tuple[Sequence[Tensor], Key]], largest: Tensor, scales: Tensor) -> list[Tensor]:
+        """The payloads of several groups' parts, given the largest magnitudes of all clipped ones, and the scales."""
+        layouts = [self._layout([part.shape for part in parts]) for parts, _ in of]
+        payloads = ops.new_payloads([layout.nbytes for layout in layouts], largest.device)
+        contents = [payload[ops.HEADER_NBYTES :] for payload in payloads]
+        own = scales.split([len(parts) for parts, _ in of])
+        heads = [body[: layout.head].view(torch.float32) for body, layout in zip(contents, layouts)]
+        torch._foreach_copy_(heads, list(own))
+        clips = torch.where(largest > 0, largest, math.inf)  # all is 0: nothing to clip
+        outs = [np.uint64(body.data_ptr()) + layout.starts for body, layout in zip(contents, layouts)]
+        keys = [groups.keys_of(key.bits, len(parts)) for parts, key in of]
+        every = [part for parts, _ in of for part in parts]
+        groups.ternary_packed(every, scales, clips, np.concatenate(keys), np.concatenate(outs))
+        seals = [
+            ops.Seal(payload, sum(part.numel() for part in parts), magnitudes=most)
+            for payload, (parts, _), most in zip(payloads, of, own)
+        ]
+        return ops.seal_payloads(seals, method=self.number, digest=self.digest)
 
-    def sum_all(self, sums: list[ops.WeightedSum]) -> None:
-        ops.ternary_decode_add_all(sums)
+    def _layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
+        return layout_of(4 * len(shapes), tuple(map(math.prod, shapes)), ops.ternary_nbytes)
+
+    def sum_all(self, sums: Sequence[CodedSum]) -> None:
+        tables, ranks = [], []
+        for outs, payloads, weight, add in sums:
+            layout = self._layout([out.shape for out in outs])
+            begin = bodies(payloads, layout)
+            check_scales(payloads, layout)
+            scales = begin + 4 * np.arange(len(outs), dtype=np.uint64)[:, None]
+            packed = begin + layout.starts[:, None]
+            tables.append(groups.sums(outs, add, (packed, scales), np.full(packed.shape, weight)))
+            ranks += [(rank, len(payloads)) for _ in outs for rank in range(len(payloads))]
+        if failed := groups.decode_sums("ternary_decode_add", tables):
+            with attribute_payload_errors(payload_source(*ranks[failed - 1])):
+                raise ops.PayloadError("corrupt payload: got a byte above 242, the largest that five trits make")
 
 
-def _norms(gradients: list[Tensor]) -> Tensor:
-    """The L2 norms of gradients (float32). On a device, in one call of torch, which adds in another order."""
-    if not ops.on_device(gradients[0]):
-        return torch.cat([ops.bucket_norms(grad) for grad in gradients])
-    return torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).float()
+def _norms(parts: Sequence[Tensor]) -> Tensor:
+    """The L2 norms of tensors (float32). On a device, in one call of torch, which adds in another order."""
+    if not ops.on_device(parts[0]):
+        return torch.cat([ops.bucket_norms(part) for part in parts])
+    return torch.stack(torch._foreach_norm(list(parts), dtype=torch.float64)).float()
 
 
-def _scale(payload: ops.Payload) -> float:
-    (scale,) = _SCALE.unpack(payload.fields)
-    if not 0 <= scale < math.inf:
-        raise ops.PayloadError(f"corrupt payload: its scale is {scale}, expected a finite number >= 0")
-    return scale
+def _shared_scales(of: Sequence[Sequence[Tensor]], parts: Sequence[int]) -> Tensor:
+    """The largest scales of all ranks, for the parts of several groups, from the payloads of `TernGrad._header`.
 
-
-def _shared_scales(gathered: list[list[Tensor]]) -> list[Tensor]:
-    """The largest scale in the headers of all ranks, for each gradient: float32 of 1 element on their device."""
-    ranks = len(gathered[0])
-    fields = torch.stack([header[_SCALE_AT : _SCALE_AT + 4] for headers in gathered for header in headers])
-    return list(fields.view(torch.float32).view(-1, ranks).amax(1).split(1))
+    of: the payloads of all ranks, for each group. Returns float32.
+    """
+    by_rank = [header[ops.HEADER_NBYTES :][: 4 * n] for headers in zip(*of) for header, n in zip(headers, parts)]
+    return torch.cat(by_rank).view(torch.float32).view(-1, sum(parts)).amax(0)

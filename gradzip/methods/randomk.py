@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from .. import ops
 from ..collectives import Mean
 from ..collectives.routines import Routine
-from ..memory.state import VECTOR, State
+from ..ops import tensors as ops
 from .base.compressor import INDEXED_NUMEL
 from .base.error_feedback import ErrorFeedback
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
 from .topk import num_kept
+
+if TYPE_CHECKING:
+    from ..averaging.group import Group
 
 
 @register("randomk", examples=["theta=0.9"])
@@ -62,23 +65,25 @@ class RandomK(ErrorFeedback):
     def unbiased(self) -> bool:  # type: ignore[override]
         return not self.error_feedback
 
-    def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        return VECTOR
+    def groups_by(self, shape: torch.Size) -> tuple[int, ...]:
+        return self.joined_shape(shape)
 
-    def reduce(self, grad: Tensor, state: State) -> Routine:
-        numel = grad.numel()
+    def reduce(self, group: Group) -> Routine:
+        vector, state, numel = group.vector, group.state, group.numel
         k = num_kept(theta_at(self.theta, state.step), numel)
-        indices = ops.random_indices(numel, k, state.key(self.seed)._replace(rank="shared").bits, grad.device)
+        indices = ops.random_indices(numel, k, state.key(self.seed)._replace(rank="shared").bits, vector.device)
         state.payload = indices
         # All ranks must see that a gradient is not finite, even if the element was not chosen.
-        finite = ops.abs_max_tensor(grad).isfinite()
-        values = torch.where(finite, grad.view(-1).index_select(0, indices), math.nan)
+        finite = ops.abs_max_tensor(vector).isfinite()
+        values = torch.where(finite, vector.index_select(0, indices), math.nan)
         values = yield Mean(values)
         if not self.error_feedback:
             values = values * (numel / k)
-        average = self.new_average(numel, grad.device).zero_()
-        return (yield from self.with_max_abs(average.index_copy_(0, indices.long(), values)))
+        average = self.new_average(numel, vector.device).zero_()
+        return (yield from self.with_max_abs(group, average.index_copy_(0, indices.long(), values)))
 
-    def subtract_transmitted(self, state: State) -> None:
-        assert state.residual is not None and state.payload is not None
-        state.residual.view(-1).index_fill_(0, state.payload.long(), 0.0)
+    def subtract_transmitted(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            state = group.state
+            assert state.residual is not None and state.payload is not None
+            state.residual.index_fill_(0, state.payload.long(), 0.0)

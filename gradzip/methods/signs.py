@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import math
 import struct
-from ctypes import c_float
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..collectives import ToHost
 from ..collectives.routines import Routine, at_once, jointly
-from ..memory.state import Key, State
-from .base.bucket_codec import BucketCodec
+from ..memory.state import Key
+from ..ops import groups
+from ..ops import tensors as ops
 from .base.error_feedback import ErrorFeedback
+from .base.gather import CodedSum, GatherCompressor, all_finite, attribute_payload_errors, payload_source
+from .base.layout import Layout, bodies, check_scales, layout_of, new_payload
 from .base.registry import register
 
-_BALLOT = struct.Struct("<f4xQ")  # scale, key of the coins
-_ROWS = struct.Struct("<Q8x")
+if TYPE_CHECKING:
+    from ..averaging.group import Group
+
+_COINS = struct.Struct("<Q8x")  # key of the coins that decide ties
 
 
 @register("signsgd", number=18, examples=["", "majority=False", "error_feedback=False"])
 @dataclass
-class SignSGD(ErrorFeedback, BucketCodec):
+class SignSGD(ErrorFeedback, GatherCompressor):
     """Sends the signs of the gradient, and takes their majority vote or averages them.
 
     Rank i sends the signs b_i = sign(g_i) and the scale s_i = mean |g_i|. With error feedback, g_i is the gradient plus
@@ -50,7 +55,8 @@ class SignSGD(ErrorFeedback, BucketCodec):
         error_feedback: add what was not sent to the next gradient.
         seed: of the coins that decide ties, and of those that each rank takes as the signs of its zeros.
 
-    Payload: header, which holds s_i; one bit for each element: 48 + ceil(n / 8) bytes, padded to 16.
+    Payload: header; s_i of each gradient of the group, float32; one bit for each element of each gradient. Scales and
+    the bits of a gradient are padded to 16 bytes. For one gradient: 64 + ceil(n / 8) bytes, padded to 16.
 
     Deterministic for a seed. A vote with error feedback waits for a CUDA device, to read a_i.
 
@@ -66,102 +72,168 @@ class SignSGD(ErrorFeedback, BucketCodec):
 
     fixed_nbytes = True
 
-    def encode_all(self, gradients: list[tuple[Tensor, Key]]) -> list[Tensor]:
-        numels = [grad.numel() for grad, _ in gradients]
-        payloads = ops.new_payloads([ops.bitmap_nbytes(n) for n in numels], gradients[0][0].device)
-        bodies = [p[ops.HEADER_NBYTES :][: ops.bitmap_nbytes(n)] for p, n in zip(payloads, numels)]
-        statistics = ops.pack_signs_all([(grad, key.bits, body) for (grad, key), body in zip(gradients, bodies)])
-        scaled = self.error_feedback or not self.majority
-        seals = []
-        for (grad, key), payload, numbers in zip(gradients, payloads, statistics):
-            largest, scale = numbers.split(1)
-            fields = _BALLOT.pack(1.0, key._replace(rank="shared").bits)
-            magnitudes, scale_sent = (numbers, scale) if scaled else (largest, None)
-            seals.append(ops.Seal(payload, grad.numel(), fields, magnitudes=magnitudes, scale=scale_sent))
-        return self.seal(seals)
+    vectors = False
 
-    def parse(self, payload: ops.Payload, numel: int) -> _Ballot:
-        (signs,) = payload.sections(ops.bitmap_nbytes(numel))
-        scale, coins = _BALLOT.unpack(payload.fields)
-        if not 0 <= scale < math.inf:
-            raise ops.PayloadError(f"corrupt payload: its scale is {scale}, expected a finite number >= 0")
-        return _Ballot(signs, scale, coins)
+    def _layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
+        return layout_of(4 * len(shapes), tuple(map(math.prod, shapes)), ops.bitmap_nbytes)
 
-    def sum_all(self, sums: list[ops.WeightedSum]) -> None:
-        scaled = [[(ballot.signs, weight * ballot.scale) for ballot, weight in one.terms] for one in sums]
-        ops.signs_decode_add_all([one._replace(terms=terms) for one, terms in zip(sums, scaled)])
+    @property
+    def _is_scaled(self) -> bool:
+        return self.error_feedback or not self.majority
 
-    def decoded(self, payloads: list[Tensor], numel: int) -> Routine:
-        return (yield from self._combine(payloads, numel))[0]
+    def encode_all(self, parts: Sequence[Tensor], key: Key) -> Tensor:
+        layout = self._layout([part.shape for part in parts])
+        payload = new_payload(layout, parts[0].device)
+        body = payload[ops.HEADER_NBYTES :]
+        outs = np.uint64(body.data_ptr()) + layout.starts
+        statistics = groups.pack_signs(parts, groups.keys_of(key.bits, len(parts)), outs)
+        largest, scales = statistics.unbind(1)
+        body[: layout.head].view(torch.float32).copy_(scales if self._is_scaled else torch.ones_like(scales))
+        fields = _COINS.pack(key._replace(rank="shared").bits)
+        magnitudes = statistics if self._is_scaled else largest.contiguous()
+        return self.seal(ops.Seal(payload, sum(p.numel() for p in parts), fields, magnitudes=magnitudes))
 
-    def combine(self, payloads: list[Tensor], numel: int, state: State) -> Routine:
-        average, vote = yield from self._combine(payloads, numel)
+    def sum_all(self, sums: Sequence[CodedSum]) -> None:
+        groups.decode_sums("signs_decode_add", [self._sums(coded) for coded in sums], fails=False)
+
+    def _sums(self, coded: CodedSum, weights: np.ndarray | None = None, winners: _Winners | None = None) -> groups.Sums:
+        """A sum of scaled signs.
+
+        Args:
+            weights: of the payloads; default: that of the sum.
+            winners: of a vote, another term, of weight -1.
+        """
+        outs, payloads, weight, add = coded
+        layout = self._layout([out.shape for out in outs])
+        begin = bodies(payloads, layout)
+        check_scales(payloads, layout)
+        packed = begin + layout.starts[:, None]
+        scales = begin + 4 * np.arange(len(outs), dtype=np.uint64)[:, None]
+        each = np.broadcast_to(np.full(len(payloads), weight) if weights is None else weights, packed.shape)
+        if winners is not None:
+            own, scale = winners
+            first = layout.starts - layout.starts[0]
+            packed = np.column_stack([packed, np.uint64(own.data_ptr()) + first])
+            scales = np.column_stack([scales, np.zeros(len(outs), np.uint64)])
+            each = np.column_stack([each, -scale])
+        return groups.sums(outs, add, (packed, scales), each)
+
+    def combine(self, payloads: Sequence[ops.Payload], group: Group) -> Routine:
+        vote = yield from self._vote(payloads, group.parts)
         if vote is None:
-            return (yield from self.with_max_abs(average))
+            return (yield from super().combine(payloads, group))
         if self.error_feedback:
-            state.vote = vote  # until `corrections`
-        return (yield from self.with_max_abs(average, abs(c_float(vote.winner.scale).value)))
+            group.state.vote = vote  # until `subtract_transmitted`
+        flat = self.new_average(group.numel, group.device)
+        yield from jointly(self._write_all, group.device, (group.pieces(flat), vote.winners))
+        largest = np.abs(vote.winners.scales.astype(np.float32)).max()
+        return (yield from self.with_max_abs(group, flat, float(largest)))
 
-    def decode_partition(self, payloads: list[Tensor], numel: int) -> Tensor:
+    def decode_all(self, payloads: Sequence[ops.Payload], outs: Sequence[Tensor]) -> Routine:
+        vote = yield from self._vote(payloads, outs)
+        if vote is None:
+            yield from super().decode_all(payloads, outs)
+        else:
+            self._write_all([(outs, vote.winners)])
+
+    def decode_partition(self, payloads: Sequence[ops.Payload], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         # With error feedback, encoding the mean is the vote, and the owner's residual holds its error.
         if not self.error_feedback:
-            return self.decode(payloads, numel)
-        return at_once(super().decoded(payloads, numel))
+            return super().decode_partition(payloads, shapes)
+        outs = self._new_averages(shapes, payloads[0].body.device)
+        at_once(super().decode_all(payloads, outs))
+        return outs
 
-    def corrections(self, state: State) -> list[ops.WeightedSum]:
-        vote: _Vote | None = getattr(state, "vote", None)
-        if vote is None:
-            return super().corrections(state)
-        # Also add m - S v, in place: one term for each rank, without a tensor for m.
-        state.vote = None
-        assert state.residual is not None
-        size = len(vote.ballots)
-        terms = [(ballot, 1.0 / size - (rank == state.rank)) for rank, ballot in enumerate(vote.ballots)]
-        return [ops.WeightedSum(state.residual.view(-1), [*terms, (vote.winner, -1.0)], add=True)]
+    def subtract_transmitted(self, of: Sequence[Group]) -> None:
+        sums = []
+        for group in of:
+            vote: _Vote | None = getattr(group.state, "vote", None)
+            group.state.vote = None
+            if vote is None:
+                sums += [self._sums(coded) for coded in self.corrections(group)]
+                continue
+            # Also add m - S v, in place: one term for each rank, without a tensor for m.
+            assert group.state.residual is not None
+            weights = np.full(group.size, 1.0 / group.size)
+            weights[group.rank] -= 1.0
+            coded = CodedSum(group.pieces(group.state.residual), vote.ballots, 1.0, add=True)
+            sums.append(self._sums(coded, weights, vote.winners))
+        groups.decode_sums("signs_decode_add", sums, fails=False)
 
-    def _combine(self, payloads: list[Tensor], numel: int) -> Routine:
-        """Coroutine: the average, and the vote. The vote is None if the average is the mean.
-
-        The average is the mean without `majority`, for one payload, and if a payload is not finite.
-        """
-        device = payloads[0].device
-        ballots = yield from self.parsed(payloads, numel)
-        if not self.majority or len(ballots) == 1 or None in ballots:
-            return (yield from self.mean(ballots, numel, device)), None
-        winner, against = yield from jointly(self._vote_all, device, (ballots, numel))
-        scale = 1.0
+    def _vote(self, payloads: Sequence[ops.Payload], parts: Sequence[Tensor]) -> Routine:
+        """Coroutine: the majority vote of the ranks; None without `majority`, for one rank, or if one is not finite."""
+        if not self.majority or len(payloads) == 1 or not all_finite(payloads):
+            return None
+        shapes = [part.shape for part in parts]
+        layout, ballots = self._layout(shapes), list(payloads)
+        check_scales(ballots, layout)
+        winners, numbers = yield from jointly(self._count_all, parts[0].device, (ballots, shapes, layout))
+        scales = np.ones(len(shapes))
         if self.error_feedback:
-            if ops.on_device(against):
-                against = yield ToHost(against)
-            agreements = [1 - 2 * count / numel for count in against.tolist()]
-            scale = math.fsum(ballot.scale * a for ballot, a in zip(ballots, agreements)) / len(ballots)
-        vote = _Vote(ballots, _Ballot(winner, scale, 0))
-        return (yield from self.mean([vote.winner], numel, device)), vote
+            scales = self._scales((yield ToHost(numbers)) if ops.on_device(numbers) else numbers, shapes)
+        return _Vote(ballots, _Winners(winners, scales))
 
-    def _vote_all(self, votes: list[tuple[list[_Ballot], int]]) -> list[tuple[Tensor, Tensor]]:
-        # All ranks use rank 0's coins, in case ranks have counted steps differently.
-        taken = [([ballot.signs for ballot in ballots], numel, ballots[0].coins) for ballots, numel in votes]
-        return ops.majority_all(taken, count=self.error_feedback)
+    def _scales(self, numbers: Tensor, shapes: Sequence[torch.Size]) -> np.ndarray:
+        """S of each part, from what `_count_all` has counted."""
+        on_host = numbers.numpy().tobytes()
+        parts = len(shapes)
+        ranks = len(on_host) // (12 * parts)
+        against = np.frombuffer(on_host, np.int64, parts * ranks).reshape(parts, ranks)
+        scales = np.frombuffer(on_host, np.float32, offset=8 * parts * ranks).reshape(ranks, parts).T
+        agreements = 1 - 2 * against / np.array([[math.prod(shape)] for shape in shapes])
+        return np.array([math.fsum(row) / ranks for row in scales.astype(np.float64) * agreements])
+
+    def _count_all(self, of: list[tuple[list[ops.Payload], list[torch.Size], Layout]]) -> list[tuple[Tensor, Tensor]]:
+        """The votes of several groups: the signs of the majority, and, as bytes, for each part and rank the number of
+        signs that differ from it (int64), and for each rank and part its scale (float32)."""
+        votes, numels, keys, starts, nbytes = [], [], [], [], list[int]()
+        for ballots, shapes, layout in of:
+            # All ranks use rank 0's coins, in case ranks have counted steps differently.
+            (coins,) = _COINS.unpack(ballots[0].fields)
+            votes.append(bodies(ballots, layout) + layout.starts[:, None])
+            numels.append(np.array([math.prod(shape) for shape in shapes]))
+            keys.append(groups.keys_of(coins, len(shapes)))
+            starts.append(np.uint64(sum(nbytes)) + layout.starts - layout.starts[0])
+            nbytes.append(layout.nbytes - int(layout.starts[0]))
+        counts = self.error_feedback
+        winners, against = groups.majority(
+            np.concatenate(votes), np.concatenate(numels), np.concatenate(keys), np.concatenate(starts), sum(nbytes),
+            of[0][0][0].body, counts,
+        )  # fmt: skip
+        numbers = [[own] for own in against.view(-1).view(torch.uint8).split([8 * v.size * counts for v in votes])]
+        for own, (ballots, _, layout) in zip(numbers, of):
+            own += [ballot.body[: layout.head] for ballot in ballots if counts]
+        flat = torch.cat([part for own in numbers for part in own])  # one operation on a device
+        return list(zip(winners.split(nbytes), flat.split([sum(part.numel() for part in own) for own in numbers])))
+
+    def _write_all(self, of: list[tuple[Sequence[Tensor], _Winners]]) -> list[None]:
+        """Write the majority's signs, times their scales."""
+        sums = []
+        for outs, (packed, scales) in of:
+            layout = self._layout([out.shape for out in outs])
+            begin = np.uint64(packed.data_ptr()) + (layout.starts - layout.starts[0])[:, None]
+            sums.append(groups.sums(outs, False, (begin, 0), scales[:, None]))
+        groups.decode_sums("signs_decode_add", sums, fails=False)
+        return [None] * len(of)
 
 
-class _Ballot(NamedTuple):
-    """The signs of a rank, or of the majority."""
+class _Winners(NamedTuple):
+    """The signs of the majority, packed, and their scales S, float64."""
 
-    signs: Tensor  # packed
-    scale: float
-    coins: int  # key of the coins that decide ties
+    packed: Tensor
+    scales: np.ndarray
 
 
 class _Vote(NamedTuple):
     """A majority vote."""
 
-    ballots: list[_Ballot]  # of each rank
-    winner: _Ballot
+    ballots: list[ops.Payload]  # of each rank
+    winners: _Winners
 
 
 @register("onebit", number=19)
 @dataclass
-class OneBitSGD(ErrorFeedback, BucketCodec):
+class OneBitSGD(ErrorFeedback, GatherCompressor):
     """Sends the signs of the gradient, and the means of the positive and of the negative elements of each row.
 
     An element is decoded as the mean of the elements of its row with the same sign, which minimises the squared error.
@@ -171,8 +243,9 @@ class OneBitSGD(ErrorFeedback, BucketCodec):
     Args:
         seed: of the coins that are taken as the signs of zeros.
 
-    Payload: header; two float32 means for each row; one bit for each element: 48 + 8 rows + ceil(n / 8) bytes, padded
-    to 16. A gradient bypasses compression if its rows are so short that this is not less than its 4 n bytes.
+    Payload: header; two float32 means for each row of all gradients of the group; one bit for each element of each
+    gradient. Means and the bits of a gradient are padded to 16 bytes. A gradient bypasses compression if its rows are
+    so short that 8 rows + ceil(n / 8) is not less than its 4 n bytes.
 
     Deterministic for a seed.
 
@@ -182,41 +255,42 @@ class OneBitSGD(ErrorFeedback, BucketCodec):
 
     error_feedback = True
     fixed_nbytes = True
+    vectors = False
 
     seed: int = 0
 
     def bypasses(self, grad: Tensor) -> bool:
-        return super().bypasses(grad) or _nbytes(grad.shape[0], grad.numel()) >= 4 * grad.numel()
+        return super().bypasses(grad) or 8 * grad.shape[0] + ops.bitmap_nbytes(grad.numel()) >= 4 * grad.numel()
 
-    def encode_all(self, gradients: list[tuple[Tensor, Key]]) -> list[Tensor]:
-        # A 1-D gradient is a partition: a piece of the flat gradient.
-        matrices = [grad.reshape(grad.shape[0] if grad.dim() > 1 else 1, -1) for grad, _ in gradients]
-        sizes = [(8 * len(x), ops.bitmap_nbytes(x.numel())) for x in matrices]
-        payloads = ops.new_payloads([sum(size) for size in sizes], matrices[0].device)
-        bodies = [p[ops.HEADER_NBYTES :][: sum(size)].split(size) for p, size in zip(payloads, sizes)]
-        largest = ops.one_bit_packed_all(
-            [
-                (x, key.bits, signs, means.view(torch.float32))
-                for x, (_, key), (means, signs) in zip(matrices, gradients, bodies)
-            ]
-        )
-        return self.seal(
-            [
-                ops.Seal(payload, x.numel(), _ROWS.pack(len(x)), magnitudes=most)
-                for payload, x, most in zip(payloads, matrices, largest)
-            ]
-        )
+    def _layout(self, shapes: Sequence[Sequence[int]]) -> tuple[Layout, np.ndarray]:
+        """Of the body, and the rows of each part."""
+        # A 1-D part is of a partition: a piece of the flat gradient.
+        rows = np.array([shape[0] if len(shape) > 1 else 1 for shape in shapes])
+        return layout_of(8 * int(rows.sum()), tuple(map(math.prod, shapes)), ops.bitmap_nbytes), rows
 
-    def parse(self, payload: ops.Payload, numel: int) -> tuple[Tensor, Tensor]:
-        (rows,) = _ROWS.unpack(payload.fields)
-        if not (1 <= rows <= numel and numel % rows == 0):
-            raise ops.PayloadError(f"corrupt payload: it claims {rows} rows of {numel} elements")
-        means, signs = payload.sections(8 * rows, ops.bitmap_nbytes(numel))
-        return signs, means.view(torch.float32)
+    def encode_all(self, parts: Sequence[Tensor], key: Key) -> Tensor:
+        layout, rows = self._layout([part.shape for part in parts])
+        payload = new_payload(layout, parts[0].device)
+        begin = np.uint64(payload.data_ptr() + ops.HEADER_NBYTES)
+        keys = groups.keys_of(key.bits, len(parts))
+        largest = groups.one_bit_packed(parts, rows, keys, begin + layout.starts, begin + _means_starts(rows))
+        return self.seal(ops.Seal(payload, sum(p.numel() for p in parts), magnitudes=largest))
 
-    def sum_all(self, sums: list[ops.WeightedSum]) -> None:
-        ops.one_bit_decode_add_all(sums)
+    def sum_all(self, sums: Sequence[CodedSum]) -> None:
+        tables, ranks = [], []
+        for outs, payloads, weight, add in sums:
+            layout, rows = self._layout([out.shape for out in outs])
+            begin = bodies(payloads, layout)
+            packed, means = begin + layout.starts[:, None], begin + _means_starts(rows)[:, None]
+            columns = np.array([out.numel() for out in outs])[:, None] // rows[:, None]
+            weights = np.full(packed.shape, weight)
+            tables.append(groups.sums(outs, add, (packed, means, columns), weights))
+            ranks += [(rank, len(payloads)) for _ in outs for rank in range(len(payloads))]
+        if failed := groups.decode_sums("one_bit_decode_add", tables):
+            with attribute_payload_errors(payload_source(*ranks[failed - 1])):
+                raise ops.PayloadError("corrupt payload: the mean of a row is not finite")
 
 
-def _nbytes(rows: int, numel: int) -> int:
-    return ops.HEADER_NBYTES + 8 * rows + ops.bitmap_nbytes(numel)
+def _means_starts(rows: np.ndarray) -> np.ndarray:
+    """Where the means of each part begin in the body."""
+    return (8 * (np.cumsum(rows) - rows)).astype(np.uint64)

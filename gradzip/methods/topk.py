@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..memory.state import VECTOR, Key
+from ..memory.state import Key
+from ..ops import groups
+from ..ops import tensors as ops
 from .base.compressor import INDEXED_NUMEL
 from .base.error_feedback import ErrorFeedback
+from .base.gather import CodedSum, GatherCompressor, attribute_terms, from_rank, parse_all
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
-from .base.sum_codec import SumCodec
 
 _COUNT = struct.Struct("<Q")  # k; the header's other 8 bytes hold the range float
 
@@ -25,7 +29,7 @@ def num_kept(theta: float, numel: int) -> int:
 
 
 @dataclass
-class SparseCodec(ErrorFeedback, SumCodec):
+class SparseCodec(ErrorFeedback, GatherCompressor):
     """Payloads of k values with their indices.
 
     Payload: header; k values, float32 or range floats of `bits` bits; coded indices (gradzip/ops/index_code.py).
@@ -51,7 +55,7 @@ class SparseCodec(ErrorFeedback, SumCodec):
         stream = ops.Stream(values_end, ops.index_code_write(indices, numel, body[values_end:end]))
         # Check the kept elements, which include those that are not finite: their magnitudes are the largest.
         magnitudes = ops.abs_max_tensor(values)
-        return self.seal([ops.Seal(payload, numel, fields, 0, magnitudes, number, stream=stream)])[0]
+        return self.seal(ops.Seal(payload, numel, fields, 0, magnitudes, number, stream=stream))
 
     def parse(self, payload: ops.Payload, numel: int) -> tuple[Tensor, Tensor]:
         """Parse the payload of a gradient of `numel` elements: coded indices and values (float32).
@@ -90,8 +94,35 @@ class SparseCodec(ErrorFeedback, SumCodec):
         except ValueError as error:
             raise ops.PayloadError(f"corrupt payload: {error}") from None
 
-    def sum_all(self, sums: list[ops.WeightedSum]) -> None:
-        ops.index_code_decode_add_all(sums)
+    def sum_all(self, sums: Sequence[CodedSum]) -> None:
+        if sums[0].outs[0].is_cuda and self._has_plain_values:
+            groups.decode_sums("index_code_decode_add", [self._terms(coded) for coded in sums])
+            return
+        parsed = []
+        for coded in sums:
+            (out,) = coded.outs
+            terms = parse_all(coded, functools.partial(self.parse, numel=out.numel()))
+            parsed.append(ops.WeightedSum(out, [(term, coded.weight) for term in terms], coded.add))
+        with attribute_terms([len(one.terms) for one in parsed]):
+            ops.index_code_decode_add_all(parsed)
+
+    @property
+    def _has_plain_values(self) -> bool:
+        """Whether values are sent as float32."""
+        return self.bits == 32
+
+    def _terms(self, coded: CodedSum) -> groups.Sums:
+        """The terms of a sum of payloads with plain values on a device, where nothing waits to read the indices."""
+        (out,) = coded.outs
+        counts = np.array([_COUNT.unpack_from(payload.fields)[0] for payload in coded.payloads])
+        nbytes = groups.numels([payload.body for payload in coded.payloads])
+        for rank, (k, size) in enumerate(zip(counts.tolist(), nbytes.tolist())):
+            if k > out.numel() or 4 * k > size:
+                claims = f"corrupt payload: it claims {k} values of {out.numel()} elements in {size} bytes"
+                raise from_rank(ops.PayloadError(claims), rank, len(coded.payloads))
+        values = groups.addresses([payload.body for payload in coded.payloads])
+        columns = (values + 4 * counts, nbytes - 4 * counts, values, counts)
+        return groups.sums([out], coded.add, columns, np.full((1, len(counts)), coded.weight))
 
 
 @register(
@@ -164,9 +195,6 @@ class TopK(SparseCodec):
     def fixed_nbytes(self) -> bool:  # type: ignore[override]
         return self.select == "exact"
 
-    def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        return VECTOR
-
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         flat = grad.reshape(-1)
         if self.chunk is not None:
@@ -190,7 +218,7 @@ class TopK(SparseCodec):
         indices, records = ops.chunk_topk(flat, k, chunk, records=body[:values_end])
         stream = ops.Stream(values_end, ops.index_code_write(indices, numel, body[values_end:end]))
         fields, magnitudes = _COUNT.pack(k) + bytes(8), ops.chunk_topk_max_level(records, k)
-        return self.seal([ops.Seal(payload, numel, fields, magnitudes=magnitudes, stream=stream)])[0]
+        return self.seal(ops.Seal(payload, numel, fields, magnitudes=magnitudes, stream=stream))
 
     def values_nbytes(self, k: int, numel: int) -> int:
         if self.chunk is None:

@@ -6,7 +6,7 @@ A kernel has the same name and parameters on both devices (csrc/kernels.h); `run
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char, c_float, c_int32, c_int64
 from types import ModuleType
 from typing import Any
@@ -34,24 +34,33 @@ def kernels() -> ModuleType:
     return _C
 
 
-def on_cuda(x: Tensor) -> bool:
-    """Whether x is on a CUDA device."""
-    return x.is_cuda  # `x.device` makes an object
-
-
 def run(name: str, where: Tensor, *arguments: float) -> None:
     """Run a kernel on the device of `where`; on CUDA, queue it on the current stream."""
-    if not on_cuda(where):
-        getattr(kernels(), name)(*arguments, torch.get_num_threads())
+    module = kernels()
+    if not where.is_cuda:
+        getattr(module, name)(*arguments, torch.get_num_threads())
         return
-    device, kernel = where.device, getattr(kernels().cuda, name)
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream(device).cuda_stream
-        nbytes = kernel(0, *arguments, stream)  # runs the kernel unless it needs a workspace
-        if nbytes:
-            # Freed on return: the next user of the memory is queued behind this kernel.
-            workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            kernel(workspace.data_ptr(), *arguments, stream)
+    if not module.cuda_built:
+        raise ValueError(
+            f"{name}: got a tensor on {where.device}, but this build of gradzip has kernels for the CPU only; build it "
+            "without GRADZIP_CUDA=0"
+        )
+    device, kernel = where.device, getattr(module.cuda, name)
+    if device.index == torch.cuda.current_device():
+        _queue(kernel, arguments, device)
+    else:
+        with torch.cuda.device(device):
+            _queue(kernel, arguments, device)
+
+
+def _queue(kernel: Callable[..., int], arguments: tuple[float, ...], device: torch.device) -> None:
+    """Queue a CUDA kernel on the current stream of the current device."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    nbytes = kernel(0, *arguments, stream)  # runs the kernel unless it needs a workspace
+    if nbytes:
+        # Freed on return: the next user of the memory is queued behind this kernel.
+        workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        kernel(workspace.data_ptr(), *arguments, stream)
 
 
 def run_count(name: str, where: Tensor, *arguments: float) -> int | Tensor:
@@ -59,7 +68,7 @@ def run_count(name: str, where: Tensor, *arguments: float) -> int | Tensor:
 
     Returns the number it writes: on CUDA a 0-dim tensor, so that nothing waits for the device.
     """
-    if on_cuda(where):
+    if where.is_cuda:
         on_device = torch.empty((), dtype=torch.int64, device=where.device)
         run(name, where, *arguments, on_device.data_ptr())
         return on_device
@@ -74,7 +83,7 @@ def run_failed(name: str, where: Tensor, *arguments: float, wait: bool = False) 
     Returns what it writes: 0 if it did not fail. On CUDA that is known only after waiting for the device: without
     `wait`, returns 0, and the kernel itself marks what it could not decode with NaN.
     """
-    if not on_cuda(where):
+    if not where.is_cuda:
         flag = c_int32()
         getattr(kernels(), name)(*arguments, addressof(flag), torch.get_num_threads())
         return flag.value
@@ -95,31 +104,21 @@ def check(
 ) -> Tensor:
     """Return `x`, contiguous.
 
-    Raises ValueError unless it is a tensor of that dtype, number of elements and device, on a device that this build
-    has kernels for.
+    Raises ValueError unless it is a tensor of that dtype, number of elements and device.
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"{what}: got {type(x).__name__}, expected a torch tensor, or an array with __dlpack__")
     if x.dtype is not dtype and x.dtype not in (dtypes := dtype if isinstance(dtype, tuple) else (dtype,)):
         raise ValueError(f"{what}: got {x.dtype}, expected {' or '.join(map(str, dtypes))}")
-    cuda = on_cuda(x)
-    if not (cuda or x.is_cpu):
+    if not (x.is_cuda or x.is_cpu):
         raise ValueError(f"{what}: got a tensor on {x.device}, expected one on the CPU or a CUDA device")
-    if cuda and not kernels().cuda_built:
-        raise ValueError(
-            f"{what}: got a tensor on {x.device}, but this build of gradzip has kernels for the CPU only; "
-            "build it without GRADZIP_CUDA=0"
-        )
     if device is not None and x.device != device:
         raise ValueError(f"{what}: got a tensor on {x.device}, expected one on {device} like the others")
     if numel is not None and x.numel() != numel:
         raise ValueError(f"{what}: got {x.numel()} elements, expected {numel}")
     # Conjugation and negation may be lazy: kernels read memory as it is.
-    return x if _is_plain(x) else x.resolve_conj().resolve_neg().contiguous()
-
-
-def _is_plain(x: Tensor) -> bool:
-    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
+    plain = x.is_contiguous() and not x.is_conj() and not x.is_neg()
+    return x if plain else x.resolve_conj().resolve_neg().contiguous()
 
 
 def check_key(key: int, what: str) -> int:
@@ -156,7 +155,7 @@ def address_of(table: bytearray) -> int:
 
 def scalar(value: float | Tensor, where: Tensor, what: str) -> tuple[int, Tensor | c_float]:
     """Return the address of `value` as a float32 on the device of `where`, and the object that owns its memory."""
-    if not on_cuda(where):
+    if not where.is_cuda:
         number = c_float(float(value))
         return addressof(number), number
     if not isinstance(value, Tensor):

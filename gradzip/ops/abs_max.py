@@ -34,7 +34,7 @@ def abs_max_all(tensors: Sequence[Tensor]) -> list[Tensor]:
     >>> abs_max_all([torch.tensor([1.0, -2.0]), torch.zeros(0)])
     [tensor([2.]), tensor([0.])]
     """
-    if not (tensors and _native.on_cuda(tensors[0])):
+    if not (tensors and tensors[0].is_cuda):
         return [abs_max_tensor(x) for x in tensors]
     return abs_max_columns([x.reshape(-1, 1) for x in tensors])
 
@@ -60,4 +60,4 @@ def abs_max_columns(matrices: Sequence[Tensor]) -> list[Tensor]:
     columns = [x.shape[1] for x in kept]
     out = torch.empty(sum(columns), dtype=torch.float32, device=kept[0].device)
     _native.run("abs_max_columns", kept[0], table.buffer_info()[0], len(kept), out.data_ptr())
-    return list(out.split(columns))
+    return list(out.split_with_sizes(columns))

@@ -48,11 +48,11 @@ def takes_arrays(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def take_arrays(namespace: dict[str, Any], names: Iterable[str]) -> None:
-    """Apply `takes_arrays` to the functions of a namespace."""
+    """Apply `takes_arrays` to the functions of a module's namespace."""
     for name in names:
         if inspect.isfunction(function := namespace[name]):
-            # pickle looks for it in its module
-            namespace[name] = vars(sys.modules[function.__module__])[name] = takes_arrays(function)
+            namespace[name] = taking = takes_arrays(function)
+            taking.__module__ = namespace["__name__"]  # where pickle finds it
 
 
 def _is_array(value: Any) -> bool:

@@ -71,7 +71,7 @@ def bitmap_code_write(bitmap: Tensor, numel: int, segment: int, out: Tensor, cou
     """
     bitmap = _native.check(bitmap, torch.uint8, "bitmap_code_encode: bitmap", bitmap_nbytes(numel))
     out = _native.in_place(out, torch.uint8, "bitmap_code_encode: out", device=bitmap.device)
-    capacity = bitmap_code_capacity(numel, segment, count if _native.on_cuda(bitmap) else None)
+    capacity = bitmap_code_capacity(numel, segment, count if bitmap.is_cuda else None)
     if out.numel() < capacity:
         raise ValueError(f"bitmap_code_encode: out: got {out.numel()} bytes, expected at least {capacity}")
     return _native.run_count("bitmap_code_encode", bitmap, bitmap.data_ptr(), numel, segment, out.data_ptr())

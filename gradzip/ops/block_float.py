@@ -175,7 +175,7 @@ def _decode(
             f"{what}: got payloads of {lengths} bytes, expected equally long ones of blocks of {record} bytes, for {n} "
             f"elements of {bits} bits in blocks of {block}"
         )
-    if _native.on_cuda(out):  # which reads words
+    if out.is_cuda:  # which reads words
         checked = [p.clone() if p.data_ptr() % 4 else p for p in checked]
     table = array("q", [p.data_ptr() for p in checked])
     _native.run(

@@ -73,7 +73,7 @@ def chunk_topk_values(records: Tensor, numel: int, k: int, chunk: int) -> Tensor
     nbytes = chunk_topk_nbytes(numel, k, chunk)
     if not 1 <= k <= chunk or records.numel() != nbytes:
         raise PayloadError(f"{what}: got {records.numel()} bytes, expected {nbytes} for {k} elements of each {chunk}")
-    if _native.on_cuda(records) and records.data_ptr() % 4:  # which reads words
+    if records.is_cuda and records.data_ptr() % 4:  # which reads words
         records = records.clone()
     values = torch.empty(chunk_topk_count(numel, k, chunk), dtype=torch.float32, device=records.device)
     arguments = (records.data_ptr(), numel, chunk, k, values.data_ptr())

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from . import _native
 from .abs_max import abs_max_tensor
 
 
 def on_device(x: Tensor) -> bool:
     """Return whether x is on a CUDA device, where the host has to wait to know its values."""
-    return _native.on_cuda(x)
+    return x.is_cuda  # `x.device` makes an object
 
 
 def is_capturing(x: Tensor) -> bool:
@@ -25,7 +24,7 @@ def is_capturing(x: Tensor) -> bool:
 
 def known_non_finite(magnitudes: Tensor) -> bool:
     """Return whether the host knows that one of a few numbers is inf or NaN. On CUDA it does not, nor waits to know."""
-    return not _native.on_cuda(magnitudes) and not all(map(math.isfinite, magnitudes.tolist()))
+    return not magnitudes.is_cuda and not all(map(math.isfinite, magnitudes.tolist()))
 
 
 def finite_if_all(tensors: Sequence[Tensor]) -> list[Tensor]:

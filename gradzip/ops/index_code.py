@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 
@@ -30,6 +31,7 @@ def _valid_nbytes(nbytes: int, numel: int) -> int:
     return nbytes
 
 
+@functools.lru_cache(maxsize=4096)
 def index_code_capacity(count: int, numel: int) -> int:
     """Return a number of bytes that suffices for the stream of any `count` indices below `numel`.
 
@@ -112,7 +114,7 @@ def index_code_decode(stream: Tensor, numel: int, count: int | None = None) -> T
     device if the stream is on CUDA and `count` is not given. With `count`, up to 15 bytes of padding may follow the
     stream there, and what cannot be decoded becomes 0.
     """
-    if count is not None and _native.on_cuda(stream):
+    if count is not None and stream.is_cuda:
         stream = _native.check(stream, torch.uint8, "index_code_decode: stream")
         out = torch.zeros(count, dtype=torch.int32, device=stream.device)
         _native.run_failed("index_code_decode", stream, stream.data_ptr(), stream.numel(), numel, count, out.data_ptr())
@@ -165,7 +167,7 @@ def _term(encoded: tuple[Tensor, Tensor], weight: float, out: Tensor) -> tuple[b
     count = values.numel()
     if out.numel() >= 2**31:
         raise PayloadError(f"corrupt indices: they are below 2^31, got {out.numel()} elements to add to")
-    if not _native.on_cuda(out):
+    if not out.is_cuda:
         _, claimed = _opened(stream, out.numel())
         if claimed != count:
             raise PayloadError(f"corrupt indices: got {claimed} of them, expected {count}, one per value")

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from ctypes import addressof, c_int64
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,13 @@ _HEADER = struct.Struct("<2sBBIQQII16s")
 HEADER_NBYTES = _HEADER.size
 _SEAL = struct.Struct(f"<Q{HEADER_NBYTES}sQqQQQqq")  # struct PayloadSeal of csrc/common/payload.h
 _TABLE = struct.Struct(f"<{HEADER_NBYTES}sQQ")  # struct PayloadInspection
+_MAGIC = int.from_bytes(b"gz", "little")
+_ROW = np.dtype(  # the same for NumPy
+    [
+        ("magic", "<u2"), ("version", "u1"), ("method", "u1"), ("digest", "<u4"), ("numel", "<u8"), ("nbytes", "<u8"),
+        ("checksum", "<u4"), ("flags", "<u4"), ("fields", "V16"), ("size", "<u8"), ("total", "<u8"),
+    ]
+)  # fmt: skip
 _SLACK_BIT = 8
 _MOST_STREAM = 1 << 28  # bytes: the slack has 24 bits
 _INSPECTION = "_gradzip_inspection"  # attribute of a payload on CUDA: its _Inspection
@@ -63,7 +71,11 @@ class Payload(NamedTuple):
             raise PayloadError(
                 f"corrupt payload: got {self.body.numel()} bytes after the header, expected sections of {sum(nbytes)}"
             )
-        return list(self.body[: sum(nbytes)].split(nbytes))
+        return list(self.body[: sum(nbytes)].split_with_sizes(nbytes))
+
+    def section(self, nbytes: int) -> Tensor:
+        """`sections` of one section."""
+        return self.sections(nbytes)[0]
 
 
 class Stream(NamedTuple):
@@ -88,7 +100,7 @@ def new_payload(section_nbytes: int, device: torch.device | None = None) -> Tens
 def new_payloads(section_nbytes: Sequence[int], device: torch.device | None = None) -> list[Tensor]:
     """Return a buffer as from `new_payload` for each, adjacent in memory."""
     sizes = [_padded(HEADER_NBYTES + nbytes) for nbytes in section_nbytes]
-    return list(torch.zeros(sum(sizes), dtype=torch.uint8, device=device).split(sizes))
+    return list(torch.zeros(sum(sizes), dtype=torch.uint8, device=device).split_with_sizes(sizes))
 
 
 class Seal(NamedTuple):
@@ -179,16 +191,17 @@ class _Inspection(NamedTuple):
 def inspect_payloads(groups: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
     """Read the headers and compute the checksums of several lists of payloads, without waiting for the device.
 
-    groups: lists of payloads, uint8, all on one device. Returns a uint8 table on that device for each list;
+    groups: lists of payloads, uint8, contiguous, all on one device. Returns a uint8 table on that device for each list;
     `attach_inspections` wants a copy of it on the CPU. None in place of a table if there is nothing to wait for:
     payloads on the CPU, or inspected ones.
     """
-    wanted = [[_native.check(payload, torch.uint8, "inspect_payloads: payloads") for payload in g] for g in groups]
-    waiting = [any(_native.on_cuda(p) and not hasattr(p, _INSPECTION) for p in group) for group in wanted]
-    listed = [payload for group, needed in zip(wanted, waiting) if needed for payload in group]
+    waiting = [any([p.is_cuda and not hasattr(p, _INSPECTION) for p in group]) for group in groups]
+    listed = [payload for group, needed in zip(groups, waiting) if needed for payload in group]
     if not listed:
-        return [None] * len(wanted)
-    tables = iter(_table(listed, 1).split([len(g) * _TABLE.size for g, needed in zip(wanted, waiting) if needed]))
+        return [None] * len(groups)
+    tables = iter(
+        _table(listed, 1).split_with_sizes([len(g) * _TABLE.size for g, needed in zip(groups, waiting) if needed])
+    )
     return [next(tables) if needed else None for needed in waiting]
 
 
@@ -266,6 +279,44 @@ def open_payload(payload: Tensor, *, method: int, digest: int, numel: int) -> Pa
     return Payload(header.flags & ((1 << _SLACK_BIT) - 1), header.fields, payload[HEADER_NBYTES:end])
 
 
+def open_payloads(
+    payloads: Sequence[Tensor], numels: Sequence[int], table: Tensor | None = None, *, method: int, digest: int
+) -> list[Payload]:
+    """`open_payload` of several payloads, by one look at all headers.
+
+    Args:
+        numels: of each.
+        table: of `inspect_payloads`, copied to the CPU. None: waits for the device, unless they have inspections.
+
+    Raises:
+        PayloadError: of the first one that is not as expected; `index` of the exception is its number.
+    """
+    if table is None and not any([hasattr(payload, _INSPECTION) for payload in payloads]):
+        table = _table(payloads, 1).cpu()
+    if table is not None:
+        rows = np.frombuffer(table.numpy(), _ROW)
+        nbytes = np.array([payload.numel() for payload in payloads])
+        ends = nbytes - PAYLOAD_ALIGN * (rows["flags"] >> _SLACK_BIT).astype(np.int64)
+        totals = rows["total"]
+        valid = (rows["magic"] == _MAGIC) & (rows["version"] == VERSION) & (rows["method"] == method)
+        valid &= (rows["digest"] == digest) & (rows["numel"] == numels) & (rows["nbytes"] == nbytes)
+        valid &= (nbytes % PAYLOAD_ALIGN == 0) & (rows["checksum"] == (totals ^ totals >> 32) & 0xFFFFFFFF)
+        if valid.all() and (ends >= HEADER_NBYTES).all():
+            bodies = [payload[HEADER_NBYTES:end] for payload, end in zip(payloads, ends.tolist())]
+            flags = (rows["flags"] & ((1 << _SLACK_BIT) - 1)).tolist()
+            # Without the constructor of NamedTuple, which is a function of Python.
+            return [tuple.__new__(Payload, one) for one in zip(flags, rows["fields"].tolist(), bodies)]
+        attach_inspections(payloads, table)
+    found = []
+    for i, (payload, numel) in enumerate(zip(payloads, numels)):
+        try:
+            found.append(open_payload(payload, method=method, digest=digest, numel=numel))
+        except PayloadError as error:
+            error.index = i
+            raise
+    return found
+
+
 def split_payloads(buffer: Tensor, count: int) -> list[Tensor]:
     """Return the `count` consecutive payloads of a gathered buffer, as views.
 
@@ -276,7 +327,7 @@ def split_payloads(buffer: Tensor, count: int) -> list[Tensor]:
     if (parts := getattr(buffer, _PARTS, None)) is not None and len(parts) == count:
         return list(parts)
     buffer = _native.check(buffer, torch.uint8, "split_payloads: buffer")
-    return _split(buffer, _inspect([buffer], count) if _native.on_cuda(buffer) else [None] * count)
+    return _split(buffer, _inspect([buffer], count) if buffer.is_cuda else [None] * count)
 
 
 def split_all_payloads(buffers: Sequence[Tensor], each: int) -> None:
@@ -285,7 +336,7 @@ def split_all_payloads(buffers: Sequence[Tensor], each: int) -> None:
     buffers: uint8, on one device. Raises PayloadError as `split_payloads` does. Waits for the device if the buffers are
     on CUDA, once for all.
     """
-    if not (buffers and _native.on_cuda(buffers[0])):
+    if not (buffers and buffers[0].is_cuda):
         return  # `split_payloads` need not wait
     inspections = _inspect(buffers, each)
     for i, buffer in enumerate(buffers):

@@ -18,7 +18,7 @@ from .errors import PayloadError
 from .weighted_sum import WeightedSum, decode_sums
 
 _MOST_VOTERS = 65535
-_TERM = struct.Struct("<Qd")  # struct SignsTerm of csrc/common/signs.h
+_TERM = struct.Struct("<QQd")  # struct SignsTerm of csrc/common/signs.h
 
 
 def pack_signs(x: Tensor, key: int = 0, out: Tensor | None = None) -> Tensor:
@@ -128,7 +128,7 @@ def _vote(
     if outs is None:
         # Aligned, so that kernels store whole words.
         memory = torch.empty(sum(_aligned(n) for n in sizes), dtype=torch.uint8, device=device)
-        outs = [piece[:n] for piece, n in zip(memory.split([_aligned(n) for n in sizes]), sizes)]
+        outs = [piece[:n] for piece, n in zip(memory.split_with_sizes([_aligned(n) for n in sizes]), sizes)]
     for (_, numel, key), out, nbytes in zip(votes, outs, sizes, strict=True):
         _native.in_place(out, torch.uint8, "majority: out", nbytes, device)
         table.extend((numel, key, out.data_ptr()))
@@ -175,4 +175,4 @@ def _term(packed: Tensor, scale: float, out: Tensor) -> tuple[bytes, list[Tensor
             f"signs_decode_add: got {packed.numel()} bytes, expected {bitmap_nbytes(out.numel())} "
             f"for {out.numel()} signs"
         )
-    return _TERM.pack(packed.data_ptr(), scale), [packed]
+    return _TERM.pack(packed.data_ptr(), 0, scale), [packed]

@@ -134,4 +134,4 @@ def _term(encoded: tuple[Tensor, float | Tensor], weight: float, out: Tensor) ->
 
 def _stays_on_device(value: float | Tensor, where: Tensor) -> bool:
     """Whether `value` is a tensor that is passed on unread: reading it would wait for the device."""
-    return isinstance(value, Tensor) and _native.on_cuda(where)
+    return isinstance(value, Tensor) and where.is_cuda

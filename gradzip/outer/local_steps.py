@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import ops
 from ..averaging.buckets import Plan, bucket_nbytes, cut
 from ..averaging.session import Session
 from ..collectives import Broadcast
@@ -23,6 +22,7 @@ from ..collectives.traffic import Traffic
 from ..memory.state_dict import in_line
 from ..methods.base.compressor import Compressor
 from ..methods.none import NoCompression
+from ..ops import tensors as ops
 from .background import Background, Foreground, Seconds
 from .exchange import Exchanged, OuterLoop, Pending, Worker
 from .fragments import Schedule
@@ -359,8 +359,7 @@ class LocalSteps(OuterLoop):
         with session.on_all_streams(self._device):
             session.begin()
             for i, plan in enumerate(self._planned(fragment)):
-                session.tell_optimizers(plan.parameters, plan.averagings)
-                session.start(i, plan.units, [own[name] for name in plan.names], f"{slot}{i}")
+                session.start(i, plan.groups, plan.parameters, [own[name] for name in plan.names], f"{slot}{i}")
             session.finish(f"{slot}round")
             skipped = session.is_skipped()
             if self._shards is not None:  # the ranks of a site skip, and restart, together

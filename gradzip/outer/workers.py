@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from .. import ops
 from ..averaging.local import LocalGroup
 from ..methods.base.compressor import Compressor
 from ..methods.none import NoCompression
+from ..ops import tensors as ops
 from .exchange import Exchanged, OuterLoop, Worker
 from .fragments import Schedule
 from .global_copy import MakeOptimizer, nesterov

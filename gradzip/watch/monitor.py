@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, linalg
+from torch import linalg
 
 from ..collectives.routines import Routine
 from ..collectives.traffic import Traffic, sent_nbytes
 from ..methods.base.compressor import Compressor
-from .replay import recorded, relative_error, replay
+from .replay import recorded, relative_error, replay_group
 
 if TYPE_CHECKING:
-    from ..averaging.routine import Averaging
+    from ..averaging.group import Group
     from ..memory.state import State
 
 
@@ -123,25 +123,22 @@ class Monitor:
             self._compressor.monitor = None
             self._compressor = None
 
-    # --- called by Averaging
+    # --- called by Group
 
-    def begin(self, averaging: Averaging, grad: Tensor, rank: int, size: int) -> Callable[[Routine], Routine] | None:
-        """Note that the average of a gradient begins.
+    def begin(self, group: Group) -> Callable[[Routine], Routine] | None:
+        """Note that the average of a group begins.
 
         Returns what to wrap its routine by, or None if no report is due.
         """
-        method = averaging.method
-        state = method.memory.states.get(averaging.name)
-        names = getattr(state, "shapes", averaging.shapes).keys()  # buckets change: count their parameters
-        if not self._names.isdisjoint(names):
+        if not self._names.isdisjoint(group.names):
             self._end_step()
-        self._names.update(names)
-        if self.steps % self.every or not averaging.compresses(grad) or averaging.node_chunks is not None:
+        self._names.update(group.names)
+        if self.steps % self.every or not group.compressed or group.node_chunks is not None:
             return None
         # Now and not in the step itself: loaded states are checked, and residuals rescaled, before they are copied.
-        state = method.memory.begin_step(averaging.name, grad, method.state_shapes, rank, size)
+        state = group.begin()
         try:
-            alone = replay(method, averaging.name, grad, state)
+            alone = replay_group(group.method, dict(zip(group.names, group.gradients)), state)
             energies = alone.energies
         except Exception as error:  # of any kind, such as out of memory: see the docstring of the class
             self._give_up(error)
@@ -151,9 +148,9 @@ class Monitor:
             values["clamped"] = alone.clamped
         if all(map(math.isfinite, energies)):
             self._energies = [total + own for total, own in zip(self._energies, energies)]
-        return lambda routine: self._reported(routine, averaging, grad.numel() * grad.element_size(), values)
+        return lambda routine: self._reported(routine, group, sum(g.nbytes for g in group.gradients), values)
 
-    def _reported(self, routine: Routine, averaging: Averaging, nbytes: int, values: dict[str, float]) -> Routine:
+    def _reported(self, routine: Routine, group: Group, nbytes: int, values: dict[str, float]) -> Routine:
         """The same routine, and at its end a report."""
         step, sent = self.steps, [0]
 
@@ -162,10 +159,10 @@ class Monitor:
 
         average = yield from recorded(routine, count)
         values["ratio"] = nbytes / sent[0] if sent[0] else math.nan
-        memory = averaging.method.memory
-        if (state := memory.states.get(averaging.name)) is not None:
+        memory = group.method.memory
+        if (state := memory.states.get(group.name)) is not None:
             values |= _of_state(state, memory.loss_scale.value)
-        self._write({f".{measure}/{averaging.name}": value for measure, value in values.items()}, step)
+        self._write({f".{measure}/{group.name}": value for measure, value in values.items()}, step)
         return average
 
     # --- called by front ends

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..averaging.routine import Averaging, no_autocast
+from ..averaging.group import no_autocast, plan_groups
 from ..collectives import Collective, Gather
 from ..collectives.routines import Done, Routine, advance
 from ..collectives.traffic import sent_nbytes
@@ -19,6 +18,7 @@ from ..engines.local import drive
 from ..memory.state import State
 from ..methods.base.compressor import Compressor
 from ..methods.base.transform_codec import TransformCodec
+from ..ops import tensors as ops
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Replay:
     """The result of `replay`.
 
     Args:
-        wanted: x, the gradient plus the residual: float32, of the gradient's shape.
+        wanted: x, the gradient plus the residual, float32.
         sent: x^, what peers decode: the average of a group of this rank alone.
         nbytes: bytes that the rank sends.
         clamped: share of the coded values that a fixed range has clamped; None for methods without range floats.
@@ -59,40 +59,47 @@ class Replay:
 
 
 def replay(compressor: Compressor, name: str, grad: Tensor, state: State | None = None) -> Replay:
-    """Run one step of a parameter in a group of one rank, with a clone of the method.
+    """`replay_group` for one gradient, with results of its shape."""
+    seen = replay_group(compressor, {name: grad}, state)
+    return replace(seen, wanted=seen.wanted.view(grad.shape), sent=seen.sent.view(grad.shape))
 
-    Does not read or change the compressor's states. Random draws are those of rank 0. If the gradient is not finite,
-    neither are the results. With error feedback, x - x^ is the new residual.
+
+def replay_group(compressor: Compressor, gradients: Mapping[str, Tensor], state: State | None = None) -> Replay:
+    """Run one step of a group of parameters on one rank alone, with a clone of the method.
+
+    Does not read or change the compressor's states. Random draws are those of rank 0. If a gradient is not finite,
+    neither are the results. With error feedback, x - x^ is the new residual. Results are flat.
 
     Args:
         compressor: a method, or one made of methods.
-        grad: any shape, strides and floating-point dtype. It is compressed as float32.
-        state: of the parameter, from `Memory.begin_step`; it is copied. None: a fresh one.
+        gradients: by name, any shapes, strides and floating-point dtypes. They are compressed as float32.
+        state: of the group, from `Memory.begin_step`; it is copied. None: a fresh one.
 
-    Memory: some copies of the gradient and of the state.
+    Memory: some copies of the gradients and of the state.
     """
-    gradient = grad.detach().to(torch.float32, copy=True)
-    averaging = Averaging(compressor.clone(), name, gradient)
-    method = averaging.method
+    copies = [grad.detach().to(torch.float32, copy=True) for grad in gradients.values()]
+    flat = torch.cat([x.reshape(-1) for x in copies])
+    (group,) = plan_groups(compressor.clone(), copies, list(gradients))
+    method = group.method
     method.residual_decay = 1.0  # x - x^ is the residual before it decays
-    before = None if state is None else state.residual
     if state is not None:
-        method.states[name] = copy.deepcopy(state)
+        method.states[group.name] = copy.deepcopy(state)
     collectives: list[Collective] = []
-    with no_autocast(grad.device):
-        [sent] = drive([recorded(averaging.run(gradient.clone(), 0, 1), collectives.append)])
+    with no_autocast(flat.device):
+        drive([recorded(group.average(copies), collectives.append)])
+    sent = torch.cat([x.reshape(-1) for x in copies])
     after, clamped = None, None
-    nbytes = grad.numel() * grad.element_size()  # uncompressed gradients travel in their own type
-    if averaging.compresses(gradient):
+    nbytes = sum(grad.nbytes for grad in gradients.values())  # uncompressed gradients travel in their own type
+    if group.compressed:
         nbytes = sum(map(sent_nbytes, collectives))
         if method.error_feedback:
-            after = method.states[name].residual
+            after = method.states[group.name].residual
         if isinstance(method, TransformCodec):
-            clamped = _clamped_share(method, collectives, gradient.numel())
+            clamped = _clamped_share(method, collectives, flat.numel())
     if after is not None:
         wanted = sent + after
     else:  # a residual that another method has left is sent
-        wanted = gradient if before is None else gradient + before
+        wanted = flat if state is None or state.residual is None else flat + state.residual
     return Replay(wanted, sent, nbytes, clamped)
 
 
@@ -123,7 +130,7 @@ def cosine(lost: float, whole: float, sent: float) -> float:
 
 def _clamped_share(method: TransformCodec, collectives: list[Collective], numel: int) -> float | None:
     """The share of the values in the payload that were clamped. The method has made one step."""
-    (payload,) = (method.open(c.tensor, numel) for c in collectives if isinstance(c, Gather))
+    ((payload,),) = (method.open_all([c.tensor], [numel], 1) for c in collectives if isinstance(c, Gather))
     if payload.flags & ops.NON_FINITE:
         return None
     part = method.coded_part(payload, numel)

@@ -74,12 +74,8 @@ def changed(rank):
         settle(auto, index, rank)
         for step in range(CHANGE_EVERY):
             averages.append(job.step(CHANGE_EVERY * i + step))
-        owners.append([sorted({n for s in part.states.values() for n in s.state_dicts()}) for part in auto.parts])
-    residuals = {}
-    for part in auto.parts:
-        part.memory.split_all_buckets()
-        residuals |= {name: state.take_residual() for name, state in part.states.items()}
-    return averages, owners, residuals
+        owners.append([sorted(part.memory.by_parameter()) for part in auto.parts])
+    return averages, owners, residuals(auto)
 
 
 def settle(auto, index, rank):

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradzip
 import harness
 import kinds
+from contract import kept_residual
 from harness import main, message, on_request, residuals, scenario
 
 SHAPES = [(64, 64), (300,), (40, 3, 3, 3), (33, 129), (7,), (50, 40), (48, 48), (3, 500)]
@@ -182,7 +183,7 @@ def feedback(rank, size):
         again.state.load_state_dict(saved)
         averages += [again.step(rank, STEPS + step) for step in range(STEPS)]
         states = again.state.state_dict()["states"]
-        results[spec] = averages, {name: s["residual"] for name, s in states.items()}, len(again.buckets[-1])
+        results[spec] = averages, {name: kept_residual(s) for name, s in states.items()}, len(again.buckets[-1])
     return results
 
 
@@ -450,7 +451,7 @@ def two_models(rank, size):
             job.ddp.zero_grad()
         (jobs[0].loss(rank, step) + jobs[1].loss(rank, step)).backward()
         averages.append([job.averages() for job in jobs])
-    return averages
+    return averages, [job.buckets for job in jobs]
 
 
 @scenario
@@ -557,7 +558,7 @@ def decayed(rank, size, spec, how):
 class Damaging(gradzip.QSGD):
     """Damages rank 1's payload of one layer in the third step."""
 
-    def joined_shape(self, shape):
+    def groups_by(self, shape):
         return None  # each layer has a payload
 
     def encode(self, grad, key):

@@ -15,6 +15,7 @@ import horovod.torch as hvd
 import torch
 
 import gradzip
+from contract import kept_residual
 from elastic_jobs import HOSTS, change_hosts, die, digest, write
 from gradzip.engines.horovod import HorovodEngine
 from gradzip.memory.checkpoint import split
@@ -87,7 +88,8 @@ PLANS = {
 def write_record(state, generation, event):
     """Append a record of this worker's state to its file."""
     models, optimizers = zip(*models_and_optimizers(state))
-    split_states = [split(optimizer._compression.state_dict()) for optimizer in optimizers]
+    state_dicts = [optimizer._compression.state_dict() for optimizer in optimizers]
+    split_states = [split(state_dict) for state_dict in state_dicts]
     for shared, _ in split_states:
         for values in shared["states"].values():
             del values["rank"], values["size"]
@@ -102,9 +104,8 @@ def write_record(state, generation, event):
         "momentum": digest([optimizer.state_dict()["state"] for optimizer in optimizers]),
         "common": digest([shared for shared, _ in split_states]),
         "steps": [{name: s["step"] for name, s in shared["states"].items()} for shared, _ in split_states],
-        # Only residuals that belong to the worker, not to its shard.
         "own": [
-            {n: digest(s["residual"]) for n, s in own["states"].items() if "residual" in s} for _, own in split_states
+            {n: digest(kept_residual(s)) for n, s in one["states"].items() if "residual" in s} for one in state_dicts
         ],
     }
     write(FOLDER, HOST, record)

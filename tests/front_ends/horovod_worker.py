@@ -10,6 +10,7 @@ import gradzip
 import kinds
 from gradzip import _version
 from gradzip.horovod.front_end import drop_in_flight
+from gradzip.methods.base.compressor import Average
 from harness import SIZE, main, message, scenario
 
 FFT = {"theta": 0.5, "bits": 12}
@@ -313,10 +314,10 @@ class PowerIteration(gradzip.Compressor):
 
     rounds = 2
 
-    def reduce(self, grad, state):
-        first = yield gradzip.Mean(grad.clone())
-        second = yield gradzip.Mean(grad * first)
-        return second
+    def reduce(self, group):
+        first = yield gradzip.Mean(group.vector.clone())
+        second = yield gradzip.Mean(group.vector * first)
+        return Average([second])
 
 
 @scenario

@@ -67,8 +67,8 @@ def trained(rank):
         if step + 1 in (steps // 4, steps):
             measured.append(resources_in_use())
     checksum = sum(p.double().sum().item() for p in model.parameters())
-    counts = {state.step for state in compressor.states.values() if state.residual is not None}
-    return measured, checksum, len(compressor.states), sorted(counts)
+    counts = [fields["step"] for fields in compressor.state_dict()["states"].values() if "residual" in fields]
+    return measured, checksum, len(counts), sorted(set(counts))
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def auto():
             optimizer.zero_grad()
             module({name: settling(name, job.rank, step) for name in FEW}).backward()
             optimizer.step()
-            ended = [getattr(state, "warmup_steps", None) for state in compressor.states.values()]
+            ended = [fields.get("warmup_steps") for fields in compressor.memory.by_parameter().values()]
             learnt = [int(state["exp_avg_sq_step"]) for state in optimizer.state_dict()["state"].values()]
             found[variant].append((ended, learnt))
     return found

@@ -13,6 +13,7 @@ from gradzip.collectives import RingSum, ring_segments
 from gradzip.collectives.fusion import fused
 from gradzip.engines.horovod_group import group_from_horovod
 from gradzip.engines.ring import Ring, RingError
+from gradzip.methods.base.compressor import Average
 from harness import SIZE, UNDER_HOROVOD, main, on_request, scenario
 
 if UNDER_HOROVOD:
@@ -67,9 +68,9 @@ def projected_sum(x, size):
 class Projection(gradzip.Compressor):
     """A method that yields a RingSum."""
 
-    def reduce(self, grad, state):
-        yield projected_sum(grad, state.size)
-        return grad.div_(state.size)
+    def reduce(self, group):
+        yield projected_sum(group.vector, group.size)
+        return Average([group.vector.div_(group.size)])
 
 
 @scenario

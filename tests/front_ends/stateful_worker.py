@@ -197,7 +197,7 @@ class Training:
     def in_progress(self):
         """What must be empty between steps."""
         session = self.session()
-        return [session._in_step, session.buckets, session.units, session.waiting, session._averagings]
+        return [session._in_step, session.buckets, session.groups, session.waiting, session._told]
 
     def accumulate(self, passes):
         self.step(passes=passes)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import gradzip
 from contract import each, gradient, through_file
 from gradzip.advice import auto as search
+from gradzip.averaging.group import plan_groups
 from gradzip.averaging.handshake import compare, describe
-from gradzip.averaging.routine import Averaging
 from gradzip.collectives.engine import Engine
 from gradzip.methods.spec import unparse
 from launch import SHAPED_NET, environment, horovodrun, needs_network, scenarios, torchrun
@@ -178,8 +178,8 @@ def test_changes_of_methods_conserve_the_sum(size, numbers):
         assert [len(of_rank) for of_rank in states] == [1 if number else len(states[0])] * size
     for compressor in group.compressors:
         choose(compressor, 3, 0, size)
-        Averaging(compressor, "w", grads[0])
-    residuals = [c.parts[3].states["w"].residual for c in group.compressors if "w" in c.parts[3].states]
+        plan_groups(compressor, [grads[0]], ["w"])
+    residuals = [c.parts[3].memory.by_parameter().get("w", {}).get("residual") for c in group.compressors]
     left = sum(r.double() for r in residuals if r is not None) / size
     # Residuals are below 10 times the largest gradient of these steps. Each step rounds some tens of times.
     assert (sent + left - wanted).abs().max() < step * 40 * 2**-24 * 10 * max(largest, 10)
@@ -193,7 +193,7 @@ def test_methods_without_error_feedback_send_a_residual_once():
             choose(c, 2)
         for step in range(3):
             group.average(grads_of(step, 2), "w")
-        residual = sum(c.parts[2].states["w"].residual for c in group.compressors) / 2
+        residual = sum(c.parts[2].memory.piece("w", "residual") for c in group.compressors) / 2
         assert residual.norm() > 1
         for c in group.compressors:
             choose(c, number)
@@ -201,8 +201,8 @@ def test_methods_without_error_feedback_send_a_residual_once():
             average = group.average(grads_of(step, 2), "w")[0]
             # At least 7 bits for the largest of each 512 elements, which is below 16.
             assert (average - expected).abs().max() <= 16 * unit, (number, step)
-        assert all("w" not in c.parts[2].states for c in group.compressors)
-        assert all(getattr(c.parts[number].states.get("w"), "residual", None) is None for c in group.compressors)
+        assert not any(c.parts[2].memory.fields("w") for c in group.compressors)
+        assert all(c.parts[number].memory.fields("w").get("residual") is None for c in group.compressors)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -212,7 +212,7 @@ def test_residual_survives_a_gradient_that_is_not_finite(number):
         choose(c, 2)
     for step in range(3):
         group.average(grads_of(step, 2), "w")
-    residual = sum(c.parts[2].states["w"].residual.clone() for c in group.compressors) / 2
+    residual = sum(c.parts[2].memory.piece("w", "residual").clone() for c in group.compressors) / 2
     for c in group.compressors:
         choose(c, number)
     spoilt = grads_of(5, 2)
@@ -288,7 +288,7 @@ def test_a_choice_for_each_parameter_is_made_again():
     compressor = group.compressors[0]
     choose(compressor, 2)
     group.average(grads_of(0, 1), "w")
-    residual = compressor.parts[2].states["w"].residual.clone()
+    residual = compressor.parts[2].memory.piece("w", "residual").clone()
     choice = {"size": 2, "steps": 5, "methods": compressor.specs, "parameters": [["w", [64, 48]]], "chosen": 0}
     saved = compressor.state_dict() | {"auto": choice | {"candidates": [["mixed", 0.1, [2]]]}}
     compressor.load_state_dict(through_file(saved))
@@ -340,7 +340,7 @@ def test_handshake_names_different_choices():
     named = [(name, torch.zeros(shape)) for name, shape in SHAPES.items()]
     for compressor in compressors:
         for name, tensor in named:
-            Averaging(compressor, name, tensor)
+            plan_groups(compressor, [tensor], [name])
     with pytest.raises(RuntimeError, match="parameter 'w': rank 1 has chosen acpsgd for it, rank 0 none; load the"):
         compare([describe(c, named) for c in compressors])
     compare([describe(compressors[1], named)] * 2)
@@ -524,10 +524,10 @@ class Mirror(Engine):
 
 def train(compressor, *engines, steps=1, names=SHAPES):
     """Take steps with optimizers in turns. Nothing is averaged."""
-    for step in range(steps):
+    for _step in range(steps):
         for engine in engines:
             for name in names:
-                Averaging(compressor, name, torch.empty(SHAPES[name])).run(gradient(name, 0, step, SHAPES[name]))
+                plan_groups(compressor, [torch.empty(SHAPES[name])], [name])
             compressor.end_step(engine, names)
 
 
@@ -565,7 +565,7 @@ def test_new_groups_are_measured_anew():
 
 def test_one_rank_decides_at_once(engine):
     compressor = auto()
-    gradzip.averaging.routine.averaged(compressor, torch.zeros(64, 48), "w")  # registers the parameter
+    plan_groups(compressor, [torch.zeros(64, 48)], ["w"])  # registers the parameter
     compressor.end_step(engine, ["w"])
     assert compressor.decided and compressor.choice == {"w": "none"} and compressor.report["ranks"] == 1
     loaded = auto()
@@ -577,12 +577,18 @@ def test_one_rank_decides_at_once(engine):
     assert loaded.decided and loaded.method_for(*KEYS[0]) is loaded.parts[search.NONE]
 
 
+def observe(compressor, name, grad):
+    (group,) = plan_groups(compressor, [grad], [name])
+    group.gradients = [grad]
+    compressor.observe(group)
+
+
 def allowed(compressor, engine, *gradients):
     """The methods that `max_error` allows in a step with these gradients."""
     steps = search.allowed_methods(compressor)
     next(steps)
     for i, grad in enumerate(gradients):
-        compressor.observe(str(i), grad)
+        observe(compressor, str(i), grad)
     with pytest.raises(StopIteration) as stop:
         steps.send(search.StepEnd(engine, 1.0))
     return stop.value.value
@@ -611,7 +617,7 @@ def test_a_chosen_method_whose_error_grows_gives_way(engine):
     choose(compressor, 2, seconds=(1.0, 0.9, 0.5, 0.4))
     steps = search.reconsider(compressor)
     next(steps)
-    compressor.observe("w", gradient("w", 0, 0, (64, 48)))
+    observe(compressor, "w", gradient("w", 0, 0, (64, 48)))
     with pytest.raises(StopIteration):
         while True:
             steps.send(search.StepEnd(engine, [1.0, 0.9, 0.5, 0.4][compressor.current]))

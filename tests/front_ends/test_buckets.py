@@ -11,7 +11,7 @@ import gradzip
 from contract import Expected, each, gradient
 from gradzip import LocalGroup
 from gradzip.advice.cost import SMALL_BUCKET_NBYTES
-from gradzip.averaging import buckets
+from gradzip.averaging import group as groups_of_buckets
 from gradzip.averaging.buckets import Plan, cut
 from gradzip.collectives.fusion import fused
 from gradzip.engines.local import drive
@@ -86,15 +86,15 @@ def average(plans, step, scale=1.0, dtypes=()):
         for plan in plans
         for name in plan.names
     }
-    units = [(unit, [gradients[plan.names[i]] for i in unit.indices]) for plan in plans for unit in plan.units]
-    drive([fused([unit.average(of_unit, 0, 1) for unit, of_unit in units])])
-    for unit, _ in units:
-        unit.averaging.end_step(skipped=False)
+    groups = [(group, [gradients[plan.names[i]] for i in group.indices]) for plan in plans for group in plan.groups]
+    drive([fused([group.average(of_group, 0, 1) for group, of_group in groups])])
+    for group, _ in groups:
+        group.end_step(skipped=False)
     return gradients
 
 
 def plan_of(compressor, *names):
-    return Plan.of(compressor, [torch.zeros(STATE_SHAPES[name]) for name in names], list(names), "")
+    return Plan(compressor, [torch.zeros(STATE_SHAPES[name]) for name in names], list(names), "")
 
 
 @pytest.mark.parametrize("spec", ["topk:theta=0.9", "dct-range:theta=0.9", "qsgd", "block-float:bits=4"])
@@ -111,7 +111,7 @@ def test_states_follow_their_parameters_through_any_buckets(spec):
         averages = average(plans, step)
         steps = {name: compressor.step_of(name, torch.Size(STATE_SHAPES[name])) for name in STATE_SHAPES}
         assert steps == dict.fromkeys(STATE_SHAPES, step + 1)
-        assert len(compressor.states) == len([unit for plan in plans for unit in plan.units])
+        assert len(compressor.states) == sum(len(plan.groups) for plan in plans)
         saved = compressor.state_dict()["states"]
         assert saved.keys() == STATE_SHAPES.keys()
         for name, total in sums.items() if compressor.error_feedback else ():
@@ -123,7 +123,7 @@ def test_states_follow_their_parameters_through_any_buckets(spec):
 def test_a_vector_of_a_bucket_is_what_the_method_sees():
     compressor = gradzip.parse("per-layer:u=topk(theta=0.9),v|x=fft-range(theta=0.5),default=dgc")
     plan = plan_of(compressor, *STATE_SHAPES)
-    assert [unit.name for unit in plan.units] == ["u", "v and 1 more", "w"]
+    assert [group.name for group in plan.groups] == ["u", "v and 1 more", "w"]
     averages = average([plan], 0)
     vector = torch.cat([gradient(name, 0, 0, STATE_SHAPES[name]).view(-1) for name in ("v", "x")]).view(1, -1)
     wanted = gradzip.roundtrip(gradzip.FFTRange(theta=0.5), vector, name="v and 1 more")[0].view(-1)
@@ -134,7 +134,7 @@ def test_gradients_with_the_same_kernels_are_joined():
     """Convolutions with equal kernels are one tensor of their kernels; matrices are one vector."""
     compressor = gradzip.DCTRange(theta=0.8)
     plan = plan_of(compressor, *STATE_SHAPES)
-    assert [[plan.names[i] for i in unit.indices] for unit in plan.units] == [["u", "w"], ["v", "x"]]
+    assert [[plan.names[i] for i in group.indices] for group in plan.groups] == [["u", "w"], ["v", "x"]]
     averages = average([plan], 0)
     for names, shape in ((["u", "w"], (1, -1)), (["v", "x"], (-1, 1, 3, 3))):
         joined = torch.cat([gradient(name, 0, 0, STATE_SHAPES[name]).view(-1) for name in names]).view(shape)
@@ -146,19 +146,19 @@ def test_vectors_have_fewer_than_2_to_the_31_elements():
     """DDP's first bucket is the whole model, and indices have 32 bits."""
     parameters = [torch.zeros(1).expand(2**14, 2**15) for _ in range(8)]
     parameters[1:1] = [torch.zeros(1).expand(2**30, 1), torch.zeros(5)]
-    plan = Plan.of(gradzip.TopK(), parameters, [str(i) for i in range(10)], "")
-    assert [unit.indices for unit in plan.units] == [[0, 1], [3, 4, 5], [6, 7, 8], [9], [2]]
+    plan = Plan(gradzip.TopK(), parameters, [str(i) for i in range(10)], "")
+    assert [group.indices for group in plan.groups] == [[0, 1], [3, 4, 5], [6, 7, 8], [9], [2]]
 
 
 def test_vectors_of_split_buckets_are_what_the_method_sees(monkeypatch):
     numels = [torch.Size(STATE_SHAPES[name]).numel() for name in "uvwx"]
-    monkeypatch.setattr(buckets, "INDEXED_NUMEL", sum(numels[:2]))
+    monkeypatch.setattr(groups_of_buckets, "INDEXED_NUMEL", sum(numels[:2]))
     compressor = gradzip.TopK(theta=0.9)
     split = plan_of(compressor, "u", "v", "w", "x")
-    assert len(split.units) > 1 and split.units[0].indices == [0, 1]
+    assert len(split.groups) > 1 and split.groups[0].indices == [0, 1]
     averages, alone = average([split], 0), compressor.clone()
-    for unit in split.units:
-        names = [split.names[i] for i in unit.indices]
+    for group in split.groups:
+        names = [split.names[i] for i in group.indices]
         wanted = average([plan_of(alone, *names)], 0)
         assert all(torch.equal(averages[name], wanted[name]) for name in names)
 
@@ -173,9 +173,9 @@ def test_a_parameter_of_2_to_the_31_elements(spec):
     compressor = gradzip.parse(spec)
     message = "'w' is averaged uncompressed: got 2147483648 elements, .* takes at most 2147483647"
     with pytest.warns(UserWarning, match=message) if spec != "powersgd" else contextlib.nullcontext():
-        (unit,) = Plan.of(compressor, [like], ["w"], "").units
-    assert unit.averaging.compresses(like) == (spec == "powersgd")
-    assert unit.averaging.compresses(like[1:])
+        (group,) = Plan(compressor, [like], ["w"], "").groups
+    (smaller,) = Plan(compressor, [like[1:]], ["w"], "").groups
+    assert group.compressed == (spec == "powersgd") and smaller.compressed
 
 
 def test_freed_parameters_leave_the_states_of_their_bucket():
@@ -197,16 +197,16 @@ SCATTERED = [
 
 def average_in_group(compressors, names, step):
     """Average a bucket in a group with a compressor for each rank. Returns the averages of rank 0 by name."""
-    size, per_rank, routines, all_units = len(compressors), [], [], []
+    size, per_rank, routines, all_groups = len(compressors), [], [], []
     for rank, compressor in enumerate(compressors):
-        units = plan_of(compressor, *names).units
+        groups = plan_of(compressor, *names).groups
         gradients = [gradient(name, rank, step, STATE_SHAPES[name]) for name in names]
         per_rank.append(dict(zip(names, gradients)))
-        routines.append(fused([unit.average([gradients[i] for i in unit.indices], rank, size) for unit in units]))
-        all_units += units
+        routines.append(fused([group.average([gradients[i] for i in group.indices], rank, size) for group in groups]))
+        all_groups += groups
     drive(routines)
-    for unit in all_units:
-        unit.averaging.end_step(skipped=False)
+    for group in all_groups:
+        group.end_step(skipped=False)
     assert all(torch.equal(averages[name], per_rank[0][name]) for averages in per_rank for name in names)
     return per_rank[0]
 
@@ -219,9 +219,18 @@ def resumed(compressors):
     return others
 
 
+def owed(fields):
+    """What a rank's state dict keeps of a parameter: the residual, and what it owes as the owner of a partition."""
+    residual, size = fields["residual"].clone(), fields["size"]
+    if "owner_residual" in fields:
+        start, own = fields["owner_start"], fields["owner_residual"]
+        residual.view(-1)[start : start + own.numel()].add_(own, alpha=size)
+    return residual
+
+
 @pytest.mark.parametrize("spec", SCATTERED)
 def test_resuming_from_a_checkpoint_loses_nothing_of_scattered_buckets(spec):
-    """What ranks keep as the owners of partitions becomes a part of their residuals: averages have other bits then."""
+    """State dicts have what ranks keep as the owners of partitions: averages have the same bits."""
     names, size = list(STATE_SHAPES), 3
     gradients = each(range(6), lambda n, r, s: gradient(n, r, s, STATE_SHAPES[n]), names, size)
     averages = {}
@@ -234,11 +243,12 @@ def test_resuming_from_a_checkpoint_loses_nothing_of_scattered_buckets(spec):
             history.append(average_in_group(compressors, names, step))
         saved = [compressor.state_dict()["states"] for compressor in compressors]
         for name in names:
-            left = sum(of_rank[name]["residual"] for of_rank in saved) / size
+            left = sum(owed(of_rank[name]) for of_rank in saved) / size
             wanted = sum(sum(of_step[name]) / size for of_step in gradients)
             torch.testing.assert_close(sum(a[name] for a in history) + left, wanted, rtol=0, atol=1e-4)
-    for step, (straight, again) in enumerate(zip(averages[None], averages[3])):
-        assert all(torch.equal(straight[name], again[name]) for name in names) == (step < 3)
+        assert any("owner_residual" in of_rank[name] for of_rank in saved for name in names)
+    for straight, again in zip(averages[None], averages[3], strict=True):
+        assert all(torch.equal(straight[name], again[name]) for name in names)
 
 
 @pytest.mark.parametrize("spec", SCATTERED)
@@ -250,8 +260,9 @@ def test_buckets_keep_what_ranks_own_when_the_group_changes(spec):
         compressor.memory.change_group(0, 3)
         after = compressor.state_dict()["states"]
         for name in STATE_SHAPES:
-            assert torch.equal(after[name]["residual"], before[name]["residual"])
+            assert torch.equal(after[name]["residual"], owed(before[name])) and "owner_residual" not in after[name]
             assert (after[name]["rank"], after[name]["size"]) == (0, 3)
+        assert any("owner_residual" in fields for fields in before.values())
 
 
 class Scaler:
@@ -283,13 +294,13 @@ def test_residuals_of_other_loss_scales_join_a_bucket():
 def test_parameters_that_change_their_type_leave_the_vector():
     compressor = gradzip.TopK(theta=0.9)
     parameters = [torch.nn.Parameter(torch.zeros(STATE_SHAPES[name])) for name in STATE_SHAPES]
-    plan = Plan.of(compressor, parameters, list(STATE_SHAPES), "")
+    plan = Plan(compressor, parameters, list(STATE_SHAPES), "")
     assert plan.fits(compressor, parameters) and not plan.fits(compressor, parameters[:3])
     for parameter in parameters[1::2]:
         parameter.data = parameter.data.half()
     assert not plan.fits(compressor, parameters)
-    plan = Plan.of(compressor, parameters, list(STATE_SHAPES), "")
-    assert [unit.name for unit in plan.units] == ["u and 1 more", "v and 1 more"]
+    plan = Plan(compressor, parameters, list(STATE_SHAPES), "")
+    assert [group.name for group in plan.groups] == ["u and 1 more", "v and 1 more"]
     gradients = average([plan], 0, dtypes={"v": torch.half, "x": torch.half})
     assert [g.dtype for g in gradients.values()] == [p.dtype for p in parameters]
     assert all(float((g != 0).sum()) > 0 for g in gradients.values())

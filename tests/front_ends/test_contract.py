@@ -118,10 +118,8 @@ def test_horovods_own_errors(results, spec):
 def test_unsupported_gradients_are_refused_in_the_backward_pass(results, spec):
     for class_error, complex_error in (r["unsupported_gradients"] for r in results[spec]):
         assert class_error.startswith("TypeError: compression: got a class, expected an instance of it")
-        assert (
-            complex_error
-            == "ValueError: gradient of 'z': got torch.strided torch.complex64, expected a dense float tensor"
-        )
+        expected_type = "got torch.complex64, expected a real floating-point type"
+        assert complex_error == f"ValueError: gradient of 'z': {expected_type}"
 
 
 @every_method

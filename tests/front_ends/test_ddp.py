@@ -7,8 +7,8 @@ import torch.distributed as dist
 import gradzip
 import kinds
 from contract import Expected, assert_averages, assert_equal_states
+from gradzip.averaging.group import averaged
 from gradzip.averaging.handshake import describe
-from gradzip.averaging.routine import averaged
 from gradzip.collectives.fusion import fused
 from gradzip.engines.local import drive
 from launch import Jobs, processes, scenarios, torchrun
@@ -225,8 +225,8 @@ def test_one_ring_for_each_bucket(world, spec, one_thread):
 def test_options_of_ddp(world, which):
     size, results = world
     averages, buckets = runs(results["options"], which)
-    references = [([2, 3], TopK(0.9, size)), (ALL, InGroups(gradzip.TernGrad(), size))]
-    wanted = expected(references[::-1], range(size), buckets)
+    others = [i for i in ALL if i not in (2, 3)]
+    wanted = expected([(others, InGroups(gradzip.TernGrad(), size)), ([2, 3], TopK(0.9, size))], range(size), buckets)
     assert_equal(averages, wanted, [i for i in COMPRESSED if i not in (2, 3)])
 
 
@@ -403,8 +403,9 @@ def test_group_of_some_ranks(world):
 def test_two_models_in_one_backward_pass(world):
     size, results = world
     for model, prefix in enumerate(("", "model1.")):
-        wanted = expected([(ALL, InGroups(gradzip.TernGrad(), size, prefix))], range(size), [[ALL]] * STEPS)
-        assert_equal([[step[model] for step in run] for run in results["two_models"]], wanted)
+        buckets = results["two_models"][0][1][model]
+        wanted = expected([(ALL, InGroups(gradzip.TernGrad(), size, prefix))], range(size), buckets)
+        assert_equal([[step[model] for step in run] for run, _ in results["two_models"]], wanted)
 
 
 @pytest.mark.parametrize("unused", [False, True], ids=["", "find_unused_parameters"])
@@ -433,8 +434,8 @@ def test_non_finite_gradient_of_one_rank(world):
     names = {f"layers.{i}" for i in COMPRESSED}
     for result in results["non_finite"]:
         for spec, (before, during, after) in result.items():
-            # TopK compresses a bucket as one vector: all parameters of that bucket are affected.
-            bad = {3, 5} if spec.startswith("topk") else {3}
+            # All compressed parameters of the bucket are affected: they are one group.
+            bad = {3, 5}
             assert during["finite"] == [i not in bad for i in ALL]
             assert before["finite"] == after["finite"] == [True] * len(SHAPES)
             # The step is skipped, so the states of all parameters are rolled back.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradzip
-from contract import average_bucket
+from contract import average_bucket, kept_residual
 from launch import elastic_horovodrun
 
 pytest.importorskip("horovod.torch")
@@ -100,14 +100,6 @@ def test_uncommitted_steps_are_dropped(job):
         assert max(s for _, event, s in generation if event == "commit") < step
 
 
-def join_owner_residual(state):
-    """Add what a rank keeps as the owner of a shard to its residual, as commits do for whole buckets."""
-    if state.residual is not None and getattr(state, "owner_residual", None) is not None:
-        shard = state.residual.view(-1).tensor_split(state.size)[state.rank]
-        shard.add_(state.owner_residual.view(-1), alpha=state.size)
-    state.owner_residual = None
-
-
 def replay(job):
     """Repeat the committed steps of each world in one process, without failures. Return the networks' state dicts."""
     pairs, states = list(networks_and_optimizers(job.plan)), {}
@@ -118,15 +110,15 @@ def replay(job):
         groups = [gradzip.LocalGroup(gradzip.parse(spec), len(hosts)) for spec, _ in job.plan.models]
         for i, group in enumerate(groups):
             for rank, (host, compressor) in enumerate(zip(hosts, group.compressors)):
-                compressor.memory.states = copy.deepcopy(states.get((i, host), states.get((i, hosts[0]), {})))
-                for state in compressor.states.values():
+                parked = compressor.memory.parked = copy.deepcopy(states.get((i, host), states.get((i, hosts[0]), {})))
+                for fields in parked.values():
                     if (i, host) not in states:
-                        state.residual = state.owner_residual = None
-                    if " more" in state.name:
-                        join_owner_residual(state)
-                    elif (state.rank, state.size) != (rank, len(hosts)):
-                        state.owner_residual = None  # belongs to another shard
-                    state.rank, state.size = rank, len(hosts)
+                        for name in compressor.rank_local:
+                            fields.pop(name, None)
+                    if "owner_residual" in fields:  # of a partition of the world before
+                        fields["residual"] = kept_residual(fields)
+                        del fields["owner_residual"], fields["owner_start"]
+                    fields |= {"rank": rank, "size": len(hosts)}
         for step in range(first, end):
             for (network, optimizer), group, (_, options) in zip(pairs, groups, job.plan.models):
                 grads = []
@@ -141,7 +133,8 @@ def replay(job):
                     p.grad = averages[name]
                 optimizer.step()
         for i, group in enumerate(groups):
-            states |= {(i, host): compressor.states for host, compressor in zip(hosts, group.compressors)}
+            saved = [compressor.memory.by_parameter() for compressor in group.compressors]
+            states |= {(i, host): of_rank for host, of_rank in zip(hosts, saved)}
     return [network.state_dict() for network, _ in pairs]
 
 

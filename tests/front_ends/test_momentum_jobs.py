@@ -82,7 +82,7 @@ def test_warm_ups_end_in_the_same_step_for_all_ranks_and_shards(results, variant
     group = gradzip.LocalGroup(gradzip.parse(AUTO), 2)
     for step in range(AUTO_STEPS):
         group.step([{name: settling(name, rank, step) for name in FEW} for rank in range(2)])
-    last = group.compressors[0].states["w"].warmup_steps
+    last = group.compressors[0].memory.fields("w")["warmup_steps"]
     assert 4 < last < AUTO_STEPS  # 4 is the least; the second shard alone ends there
     for of_rank in results["auto"]:
         for step, (ended, learnt) in enumerate(of_rank[variant], start=1):

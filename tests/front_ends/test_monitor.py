@@ -12,6 +12,7 @@ import torch
 
 import gradzip
 from contract import SHAPES, assert_equal_states, gradient
+from gradzip.averaging.group import averaged
 from kinds import params
 from launch import horovodrun, scenarios, torchrun
 
@@ -180,7 +181,7 @@ def test_gradients_that_are_not_finite_leave_no_points():
 def test_copies_are_not_watched(copied):
     record = Record()
     compressor = copied(gradzip.Monitor(record).watch(gradzip.TopK()))
-    gradzip.engines.local.drive([gradzip.averaging.routine.averaged(compressor, gradient("w", 0, 0), "w")])
+    gradzip.engines.local.drive([averaged(compressor, gradient("w", 0, 0), "w")])
     assert record.values == {}
 
 

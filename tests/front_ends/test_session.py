@@ -14,7 +14,7 @@ from contract import assert_equal_states
 from gradzip.averaging.session import Session
 from gradzip.collectives import Mean
 from gradzip.memory.names import StateNames
-from gradzip.methods.base.compressor import Compressor
+from gradzip.methods.base.compressor import Average, Compressor
 
 
 @dataclass
@@ -23,11 +23,11 @@ class Fails(Compressor):
 
     fails: bool = False
 
-    def reduce(self, grad, state):
-        average = yield Mean(grad)
+    def reduce(self, group):
+        average = yield Mean(group.vector)
         if self.fails:
             raise gradzip.PayloadError("this one")
-        return average
+        return Average([average])
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def train(session, named):
     gradients = [torch.ones_like(parameter) for parameter in parameters]
     if plan is None or not plan.fits(session.compressor, parameters):
         plan = plans[session] = session.plan(parameters, list(named))
-    session.start(0, plan.units, gradients, "bucket")
+    session.start(0, plan.groups, parameters, gradients, "bucket")
     session.finish("round")
     session.end(skipped := session.is_skipped())
     session.complete(skipped)
@@ -71,7 +71,7 @@ def test_a_failed_step_is_dropped(group):
     compressor.fails = True
     with pytest.raises(gradzip.PayloadError, match="this one"):
         train(session, named)
-    assert not session.buckets and not session.units
+    assert not session.buckets and not session.groups
     compressor.fails = False
     assert all(torch.equal(average, torch.ones(40, 40)) for average in train(session, named))
     assert {state.step for state in compressor.states.values()} == {1}
@@ -91,7 +91,7 @@ def test_a_step_that_is_dropped_after_its_averages_changes_no_state(group, spec,
         session = connected(compressor, group, named)
         plan = session.plan(list(named.values()), list(named))
         for _ in range(times):
-            session.start(0, plan.units, [torch.ones_like(parameter) for parameter in named.values()], "bucket")
+            session.start(0, plan.groups, plan.parameters, [torch.ones_like(p) for p in plan.parameters], "bucket")
             session.finish("round")
         session.end(False)
         changed = [vars(state)["step"] for part in compressor.parts for state in part.states.values()]
@@ -142,8 +142,8 @@ def test_steps_of_frozen_parameters_do_not_count(group):
     compressor, named = gradzip.parse("phases:0=none,2=topk"), layers("v", "w")
     session = connected(compressor, group, named)
     plan = session.plan(list(named.values()), list(named), joins_uncompressed=False)
-    plan.units[0].averaging.frozen = True
-    session.start(0, plan.units, [torch.ones_like(parameter) for parameter in named.values()], "bucket")
+    plan.groups[0].frozen = True
+    session.start(0, plan.groups, plan.parameters, [torch.ones_like(p) for p in plan.parameters], "bucket")
     session.finish("round")
     session.end(False)
     session.complete(False)
@@ -157,7 +157,7 @@ def test_uncompressed_gradients_of_a_bucket_keep_their_own_states(group, adjacen
     session = connected(compressor, group, named)
     parameters = list(named.values())
     plan = session.plan(parameters, list(named))
-    (unit,) = plan.units
+    (group_of_all,) = plan.groups
     residual = torch.randn(40, 40)
 
     def step(bad=()):
@@ -168,7 +168,7 @@ def test_uncompressed_gradients_of_a_bucket_keep_their_own_states(group, adjacen
         for i in bad:
             gradients[i][3, 4] = torch.nan
         before = [gradient.clone() for gradient in gradients]
-        session.start(0, plan.units, gradients, "bucket")
+        session.start(0, plan.groups, parameters, gradients, "bucket")
         session.finish("round")
         session.end(skipped := session.is_skipped())
         session.complete(skipped)
@@ -176,11 +176,11 @@ def test_uncompressed_gradients_of_a_bucket_keep_their_own_states(group, adjacen
 
     compressor.memory.add_to_residual("w", residual)
     (v, w, x), skipped = step(bad=[0, 2])
-    assert skipped and unit.averaging.culprits == ["v", "x"]
-    assert torch.equal(compressor.states["w"].residual, residual), "the step is undone"
+    assert skipped and group_of_all.culprits == ["v", "x"]
+    assert torch.equal(compressor.memory.by_parameter()["w"]["residual"], residual), "the step is undone"
     (v, w, x), skipped = step()
     assert not skipped and not v.any() and not x.any() and torch.allclose(w, residual, atol=1e-6)
-    assert compressor.states["w"].residual is None and [*compressor.states] == ["w"]
+    assert not compressor.memory.by_parameter(), "it is sent"
     changes, skipped = step()
     assert not skipped and not any(change.any() for change in changes)
 
@@ -194,7 +194,7 @@ def test_a_monitor_counts_steps_whose_buckets_have_changed(group):
     for buckets in (["vwx"], ["v", "wx"], ["vw", "x"], ["vwx"]):
         for number, names in enumerate(buckets):
             plan = session.plan([named[name] for name in names], [*names])
-            session.start(number, plan.units, [torch.ones_like(named[name]) for name in names], names)
+            session.start(number, plan.groups, plan.parameters, [torch.ones_like(p) for p in plan.parameters], names)
         session.finish("round")
         session.end(False)
         session.complete(False)
@@ -240,7 +240,7 @@ def test_states_of_deleted_parameters_are_freed_and_their_names_stay_reserved(gr
     gc.collect()
     new = layers("w")
     session = connected(compressor, group, new)
-    assert session.prefix == "model1." and not compressor.states.keys() & {"w"} and "v" in compressor.states
+    assert session.prefix == "model1." and compressor.memory.by_parameter().keys() == {"v"}
 
 
 def test_parameters_without_names_are_numbered():

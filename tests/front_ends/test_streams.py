@@ -19,7 +19,7 @@ from gradzip.collectives import AllToAll, Broadcast, Gather, Mean, RingSum, ToHo
 from gradzip.collectives.traffic import Traffic
 from gradzip.engines.ring import Ring, _Wire
 from gradzip.engines.torch import TorchEngine
-from gradzip.memory.state import Key, State
+from gradzip.memory.state import Key
 from gradzip.memory.streams import HomeStreams
 from gradzip.methods.base.registry import registered
 from stream_recorder import Future, Horovod, ProcessGroup, Recorder, Stream
@@ -432,11 +432,12 @@ def test_a_loaded_state_may_be_on_another_stream():
         memory = gradzip.TopK().memory
         caller = Stream(recorder, "caller")
         with recorder.on(caller):
-            state = memory.states["w"] = State("w")
-            vars(state).update(residual=torch.ones(8, device=DEVICE), loaded=True)
+            residual = torch.ones(8, device=DEVICE)
+            memory.parked["w"] = {"step": 1, "rank": 0, "size": 1, "residual": residual}
+            del residual
         recorder.default.wait_stream(caller)
         gradient = torch.ones(8, device=DEVICE)
-        memory.begin_step("w", gradient, lambda _: {}, 0, 1)
+        state = memory.begin_step({"w": gradient.shape}, gradient.device, 0, 1)
         gradient.add_(state.residual)
         state.residual = None
         gradient.add_(1)

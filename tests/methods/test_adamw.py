@@ -129,7 +129,7 @@ def test_its_momentum_is_the_shared_one():
     """Of Momentum m, (1 - beta) m, although the optimizer has seen the differences alone."""
     job = Job(momentum()).train(40)
     for name in ("w", "v"):
-        shared = [compressor.states[name].momentum for compressor in job.group.compressors]
+        shared = [compressor.memory.piece(name, "momentum") for compressor in job.group.compressors]
         assert equal(shared, [shared[0]] * 3)
         torch.testing.assert_close(job.states[name]["exp_avg"], 0.1 * shared[0], rtol=0, atol=1e-5)
 
@@ -286,7 +286,7 @@ def test_another_decay_of_the_second_moment_is_refused():
 
 def test_both_switch_together_when_the_second_moment_has_settled():
     job = Job(Momentum(SignSGD(majority=False), warmup_steps="auto", beta2=0.5), betas=(0.9, 0.5)).train(30)
-    last = job.group.compressors[0].states["w"].warmup_steps
+    last = job.group.compressors[0].memory.find("w").warmup_steps
     assert 4 <= last < 30
     assert [job.states[name]["exp_avg_sq_step"] for name in SHAPES] == [last, last, 30]
 
@@ -296,7 +296,7 @@ def test_sgd_is_as_without_compression(beta):
     """With the same momentum, or without any; its buffer is the shared momentum."""
     job = Job(momentum(warmup=2), lambda params, **_: torch.optim.SGD(params, lr=0.1, momentum=beta)).train(8)
     if beta:
-        shared = job.group.compressors[0].states["w"].momentum
+        shared = job.group.compressors[0].memory.piece("w", "momentum")
         torch.testing.assert_close(job.states["w"]["momentum_buffer"], shared, rtol=0, atol=1e-4)
 
 
@@ -307,8 +307,8 @@ def test_no_step_before_the_second_moment_is_learnt():
     job.optimizer = AdamW([{"params": [b]}, {"params": [w, v]}], **OPTIONS)
     before = job.values()
     assert message(job) == (
-        "AdamW: got a compressed momentum as the first average of 'w', expected gradients first, of which to learn the "
-        "second moment: give Momentum more warmup_steps, or this parameter another method with PerLayer"
+        "AdamW: got a compressed momentum as the first average of 'w and 1 more', expected gradients first, of which "
+        "to learn the second moment: give Momentum more warmup_steps, or this parameter another method with PerLayer"
     )
     assert equal(before, job.values())
 

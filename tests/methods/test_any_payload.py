@@ -8,6 +8,7 @@ import gradzip
 import kinds
 from gradzip.memory.state import Key
 from gradzip.methods.base.gather import GatherCompressor
+from single import decode, encode
 
 CODECS = kinds.examples(lambda compressor: isinstance(compressor, GatherCompressor))
 
@@ -19,7 +20,7 @@ def test_corrupt_payloads_are_decoded_or_refused(spec):
     refused = 0
     for trial in range(300):
         grad = torch.randn(33, 41, generator=torch.Generator().manual_seed(trial))
-        valid = codec.encode(grad, Key(0, trial, "w", 0))
+        valid = encode(codec, grad, Key(0, trial, "w", 0))
         data = valid.numpy().copy()
         # Corrupt 1 to 3 bytes: of the method's own fields, of the first bytes of the body, or anywhere.
         begin, end = ((32, 48), (48, 64), (32, data.size))[trial % 3]
@@ -32,10 +33,10 @@ def test_corrupt_payloads_are_decoded_or_refused(spec):
         if trial % 7 == 0:
             data = data[: 48 + 16 * rng.integers(0, (data.size - 48) // 16 + 1)]
         corrupt = torch.from_numpy(data)
-        codec.seal([gradzip.ops.Seal(corrupt, numel, data[32:48].tobytes())])
+        codec.seal(gradzip.ops.Seal(corrupt, numel, data[32:48].tobytes()))
         for payloads in ([corrupt], [valid, corrupt]):
             try:
-                assert codec.decode(payloads, numel).numel() == numel
+                assert decode(codec, payloads, (33, 41)).numel() == numel
             except gradzip.PayloadError:
                 refused += 1
     assert refused > 30  # wrong lengths are always detected

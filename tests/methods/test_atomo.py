@@ -11,6 +11,7 @@ from gradzip import ops
 from gradzip.memory.state import Key
 from gradzip.methods.atomo import matrix_shape
 from reference import padded, resnet20_gradients
+from single import decode, encode
 from unbiased import SHAPE, assert_unbiased, gradients
 
 GRADIENTS = gradients()
@@ -113,7 +114,7 @@ def test_empty_draws_decode_to_zero():
     payloads = [codec.encode(grad, Key(0, step, "w", 0)) for step in range(100)]
     empty = [p for p in payloads if p.numel() == 48]
     assert 40 < len(empty) < 80
-    assert not codec.decode(empty[:1], N).any()
+    assert not decode(codec, empty[:1], (N,)).any()
 
 
 # --- exactness
@@ -123,7 +124,7 @@ def test_empty_draws_decode_to_zero():
 def test_large_budget_is_exact(kind):
     codec = gradzip.ATOMO(kind, 10**6)
     for name, grad in GRADIENTS.items():
-        decoded = codec.decode([codec.encode(grad, Key(0, 0, "w", 0))], N).view(SHAPE)
+        decoded = decode(codec, [codec.encode(grad, Key(0, 0, "w", 0))], SHAPE)
         assert (decoded - grad).norm() <= 3e-6 * grad.norm(), name
         approximation, nbytes = gradzip.roundtrip(codec, grad)
         assert (approximation - grad).norm() <= 3e-6 * grad.norm()
@@ -154,8 +155,8 @@ def test_entry_atoms_with_norm_budgets_equal_qsgd_and_terngrad(norm, other, name
     atomo = gradzip.ATOMO("entry", norm)
     for step in range(20):
         key = Key(0, step, "w", 0)
-        ours = atomo.decode([atomo.encode(GRADIENTS[name], key)], N)
-        theirs = other.decode([other.encode(GRADIENTS[name], key)], N)
+        ours = decode(atomo, [encode(atomo, GRADIENTS[name], key)], SHAPE)
+        theirs = decode(other, [encode(other, GRADIENTS[name], key)], SHAPE)
         assert torch.equal(ours != 0, theirs != 0)
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
@@ -269,7 +270,7 @@ def test_corrupt_payloads_are_refused(kind):
         (payload, b"\0\0\xc0\x7f" + fields[4:]),
     ):
         with pytest.raises(gradzip.PayloadError, match="from rank 0 of 1: "):
-            codec.decode([*codec.seal([ops.Seal(body.clone(), N, wrong)])], N)
+            decode(codec, [codec.seal(ops.Seal(body.clone(), N, wrong))], SHAPE)
 
 
 def test_overflow_of_a_singular_value_is_non_finite():

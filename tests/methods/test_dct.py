@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradzip import DCTRange, FFTRange, LocalGroup, PayloadError, TopK, ops, roundtrip
-from gradzip.averaging.routine import averaged
+from gradzip.averaging.group import averaged
 from gradzip.engines.local import drive
 from gradzip.memory.state import Key
 from reference import (
@@ -26,6 +26,7 @@ from reference import (
     resnet20_gradients,
     same_everywhere,
 )
+from single import decode
 
 KEY = Key(0, 0, "", 0)
 
@@ -184,7 +185,7 @@ def conv_payloads(count: int, codec: DCTRange) -> list[torch.Tensor]:
 
 def resealed(codec, payload: torch.Tensor, numel: int, fields: bytes) -> torch.Tensor:
     """With a valid checksum, as a malicious peer would send it. fields: all 16 bytes."""
-    return codec.seal([ops.Seal(payload.clone(), numel, fields)])[0]
+    return codec.seal(ops.Seal(payload.clone(), numel, fields))
 
 
 def fields_of(payload: torch.Tensor) -> bytes:
@@ -197,11 +198,11 @@ def test_another_transform_on_one_rank_is_refused(rank):
     codec, numel = DCTRange(), 4032
     payloads = conv_payloads(3, codec)
     payloads[rank] = codec.encode(correlated(63, 64), KEY)
-    assert codec.decode([payloads[rank]], numel).isfinite().all()
+    assert decode(codec, [payloads[rank]], (numel,)).isfinite().all()
     with pytest.raises(
         PayloadError, match=f"from rank {max(rank, 1)} of 3: corrupt payload: it claims .*, those before it"
     ):
-        codec.decode(payloads, numel)
+        decode(codec, payloads, (numel,))
 
 
 def test_a_rank_of_another_shape_is_named_in_a_step():
@@ -215,7 +216,7 @@ def test_non_finite_payloads_agree_with_any_transform():
     payloads = conv_payloads(2, codec)
     non_finite = codec.encode(torch.full((63, 64), math.nan), KEY)
     for order in ([non_finite, *payloads], [*payloads, non_finite], [non_finite]):
-        assert codec.decode(order, 4032).isnan().all()
+        assert decode(codec, order, (4032,)).isnan().all()
 
 
 # --- corrupt payloads
@@ -250,7 +251,7 @@ def test_corrupt_fields_are_refused(fields, message):
     (payload,) = conv_payloads(1, DCTRange())
     assert torch.equal(changed(payload, {}), payload) and read_dct_payload(payload).k == 605
     with pytest.raises(PayloadError, match=f"from rank 1 of 2: corrupt .*({message})"):
-        DCTRange().decode([payload, changed(payload, fields)], 4032)
+        decode(DCTRange(), [payload, changed(payload, fields)], (4032,))
 
 
 @pytest.mark.parametrize("change", range(-15, 16))
@@ -260,7 +261,7 @@ def test_another_padding_is_refused_or_decodes_alike(change):
     padding = fields_of(payload)[7]
     if change and 0 <= padding + change <= 255:
         with pytest.raises(PayloadError):
-            DCTRange().decode([changed(payload, {"padding": padding + change})], 4032)
+            decode(DCTRange(), [changed(payload, {"padding": padding + change})], (4032,))
 
 
 def test_corrupt_bitmaps_are_refused():
@@ -284,13 +285,13 @@ def test_corrupt_bitmaps_are_refused():
     wrong += [b"\xff" * len(parsed.index), bytes(len(parsed.index)), bitmap(parsed.mask).tobytes()]
     for index in wrong:
         with pytest.raises(PayloadError, match="corrupt bitmap: got .* bytes that are not a bitmap of 4032 elements"):
-            DCTRange().decode([with_index(index)], 4032)
+            decode(DCTRange(), [with_index(index)], (4032,))
     # Another bitmap with as many bits set is another gradient.
     moved = fewer.copy()
     moved[np.flatnonzero(~parsed.mask)[7]] = True
     assert decode_bitmap(encode_bitmap(moved, segment), 4032, segment) is not None
-    got = DCTRange().decode([with_index(encode_bitmap(moved, segment))], 4032)
-    assert not torch.equal(got, DCTRange().decode([payload], 4032))
+    got = decode(DCTRange(), [with_index(encode_bitmap(moved, segment))], (4032,))
+    assert not torch.equal(got, decode(DCTRange(), [payload], (4032,)))
 
 
 def test_a_payload_may_claim_any_transform():
@@ -305,7 +306,7 @@ def test_a_payload_may_claim_any_transform():
         codes = payload.numpy()[48:].tobytes()[: -(-605 * 6 // 8)]
         padding = -(len(codes) + len(index)) % 16
         forged = changed(payload, axes | {"padding": padding}, codes + index)
-        decoded = same_everywhere(lambda forged=forged: DCTRange().decode([forged], 4032).clone())
+        decoded = same_everywhere(lambda forged=forged: decode(DCTRange(), [forged], (4032,)).clone())
         expected = read_dct_payload(forged).elements
         assert norm(decoded.double() - torch.from_numpy(expected)) <= 1e-5 * norm(expected)
 

@@ -5,7 +5,7 @@ import torch
 
 import gradzip
 from contract import through_file
-from gradzip.averaging.routine import averaged
+from gradzip.averaging.group import averaged
 from gradzip.engines.local import drive
 from reference import MomentumSGD, U
 

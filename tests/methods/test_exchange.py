@@ -8,11 +8,11 @@ import torch
 import gradzip
 import kinds
 from gradzip import ops
-from gradzip.averaging.routine import averaged
+from gradzip.averaging.group import averaged, plan_groups
 from gradzip.collectives import AllToAll, Gather, Mean
 from gradzip.collectives.fusion import fused
 from gradzip.engines.local import drive
-from gradzip.memory.state import Key, split_partitions
+from gradzip.memory.state import Key
 from gradzip.methods.base.gather import GatherCompressor, scatter_pays
 
 SIZES = [1, 2, 3, 4]
@@ -30,7 +30,7 @@ class Lossless(GatherCompressor):
         payload = ops.new_payload(4 * grad.numel())
         payload[ops.HEADER_NBYTES :][: 4 * grad.numel()].view(torch.float32).copy_(grad.reshape(-1))
         flags = 0 if grad.isfinite().all() else ops.NON_FINITE
-        return self.seal([ops.Seal(payload, grad.numel(), flags=flags)])[0]
+        return self.seal(ops.Seal(payload, grad.numel(), flags=flags))
 
     def decode_add(self, payload, out, weight):
         out += weight * payload.body[: 4 * out.numel()].view(torch.float32)
@@ -39,6 +39,13 @@ class Lossless(GatherCompressor):
 def gradients(size, shape, step=0):
     generator = torch.Generator().manual_seed(step)
     return [torch.randn(shape, generator=generator) for _ in range(size)]
+
+
+def partitions(compressor, grad, size):
+    """The parts of a gradient that ranks own."""
+    (group,) = plan_groups(compressor, [grad], ["w"])
+    group.size, group.parts = size, [grad.view(compressor.joined_shape(grad.shape)) if compressor.vectors else grad]
+    return [torch.cat([grad.view(-1)[a:b] for a, b in of_rank]) for of_rank in compressor.partition_ranges(group)]
 
 
 def collectives(compressor, size, shape, rank=0):
@@ -54,7 +61,7 @@ def collectives(compressor, size, shape, rank=0):
         if isinstance(collective, AllToAll):
             answer = [collective.parts[rank]] * size
         else:
-            parts = split_partitions(torch.ones(shape), size)
+            parts = partitions(compressor, torch.ones(shape), size)
             payloads = [compressor.encode(part, Key(0, 0, "", 0)) for part in parts]
             answer = payloads if AllToAll in seen else [collective.tensor] * size
 
@@ -93,12 +100,20 @@ def test_replicas_are_identical_after_a_non_finite_gradient(size, shape, spec):
         assert torch.equal(averages[0], reference.average(grads, "w")[0])
 
 
-def test_split_partitions():
+def test_partition_ranges():
+    """Whole rows of a matrix, if it has as many as there are ranks; of a vector, as many elements as there are."""
     x = torch.arange(70.0).view(7, 10)
-    assert [tuple(s.shape) for s in split_partitions(x, 3)] == [(3, 10), (2, 10), (2, 10)]
-    assert [tuple(s.shape) for s in split_partitions(x, 8)] == [(9,)] * 6 + [(8,)] * 2
-    for size in range(1, 12):
-        assert torch.equal(torch.cat([s.reshape(-1) for s in split_partitions(x, size)]), x.view(-1))
+    rows, vector = gradzip.OneBitSGD(min_numel=0), gradzip.TopK(min_numel=0)
+    assert [part.numel() for part in partitions(rows, x, 3)] == [30, 20, 20]
+    assert [part.numel() for part in partitions(vector, x, 3)] == [24, 23, 23]
+    assert [part.numel() for part in partitions(rows, x, 8)] == [9] * 6 + [8] * 2
+    for method in (rows, vector):
+        for size in range(1, 12):
+            assert torch.equal(torch.cat(partitions(method, x, size)), x.view(-1))
+    # Of several gradients, a rank has a part of each.
+    (group,) = plan_groups(rows, [x, x], ["a", "b"])
+    group.size, group.parts = 3, [x, x]
+    assert rows.partition_ranges(group) == [[(0, 30), (70, 100)], [(30, 50), (100, 120)], [(50, 70), (120, 140)]]
 
 
 def test_bytes_sent_are_all_shards_and_the_average_of_one():
@@ -106,7 +121,9 @@ def test_bytes_sent_are_all_shards_and_the_average_of_one():
     grads = gradients(size, shape)
     group = gradzip.LocalGroup(gradzip.TopK(exchange="scatter_reduce"), size)
     group.average(grads, "w")
-    partition = max(gradzip.roundtrip(gradzip.TopK(), s)[1] for g in grads for s in split_partitions(g, size))
+    partition = max(
+        gradzip.roundtrip(gradzip.TopK(), s.view(1, -1))[1] for g in grads for s in partitions(gradzip.TopK(), g, size)
+    )
     assert 4.8 * partition < group.bytes_sent <= 5.2 * partition
     # A rank receives 2 (p - 1) / p payloads rather than p - 1: partitions to average, and averaged partitions.
     payload = gradzip.roundtrip(gradzip.TopK(), grads[0])[1]

@@ -18,6 +18,7 @@ from reference import (
     resnet20_gradients,
     same_everywhere,
 )
+from single import decode
 
 KERNELS = [8, 16, 32, 64, 128, 256, 512, 1024]
 BLOCKS = [None, *KERNELS, 2, 3, 4, 7, 100, 1000, 2048, 4096]
@@ -51,7 +52,7 @@ def test_frequencies_are_those_of_the_documented_basis(block):
         coefficients = basis.coefficients(grad.numpy())
         step = 2.0**-payload.format.mantissa
         assert norm(payload.coefficients - coefficients) <= step * norm(coefficients)
-        decoded = codec.decode([sent], numel).double().numpy()
+        decoded = decode(codec, [sent], (numel,)).double().numpy()
         assert norm(decoded - payload.elements) <= 1e-6 * norm(grad)
         assert norm(decoded - grad.double().numpy()) <= step * norm(grad)
 
@@ -98,7 +99,7 @@ def test_payloads_of_kernels_are_independent_of_threads_and_simd(block):
     """Unlike those of an FFT library. Three tiles, and elements after the last row."""
     grad, codec = correlated(20_005), FFTRange(block=block)
     sent = same_everywhere(lambda: codec.encode(grad, KEY))
-    same_everywhere(lambda: codec.decode([sent, sent], grad.numel()).clone())
+    same_everywhere(lambda: decode(codec, [sent, sent], (grad.numel(),)).clone())
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_decoding_is_independent_of_the_number_of_threads(block, shape):
     grad = correlated(*shape).view(-1)
     codec = FFTRange(block=block)
     sent = codec.encode(grad, Key(0, 0, "w", 0))
-    same_everywhere(lambda: codec.decode([sent, sent], grad.numel()).clone())
+    same_everywhere(lambda: decode(codec, [sent, sent], (grad.numel(),)).clone())
 
 
 # --- sizes

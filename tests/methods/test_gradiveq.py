@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import gradzip
 from contract import through_file
 from gradzip import QSGD, Cast, GradiVeQ, LocalGroup
-from gradzip.averaging.routine import averaged
+from gradzip.averaging.group import averaged
 from gradzip.collectives.fusion import fused
 from gradzip.engines.local import drive
 from gradzip.methods.gradiveq import best_slice_size, compress, decompress, unflatten

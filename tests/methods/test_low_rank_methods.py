@@ -11,12 +11,14 @@ import torch
 import gradzip
 from contract import assert_equal_states, check_conservation
 from gradzip import ACPSGD, LocalGroup, PowerSGD, simulate
-from gradzip.averaging.routine import averaged
+from gradzip.averaging.group import averaged
 from gradzip.collectives.fusion import fused
 from gradzip.collectives.routines import Local
 from gradzip.engines.local import drive
+from gradzip.memory.state import Key
 from gradzip.methods.low_rank import Factors
 from gradzip.ops import _native as native
+from gradzip.ops.groups import Matrices
 
 both_methods = pytest.mark.parametrize("method", [PowerSGD, ACPSGD])
 U = 2.0**-24
@@ -34,6 +36,12 @@ def orthonormal(a):
     """Q of the QR decomposition with a positive diagonal, as Gram-Schmidt computes it."""
     q, r = np.linalg.qr(a)
     return q * np.sign(np.diag(r))
+
+
+def uniform_factor(name, rows, rank):
+    """The numbers that all ranks start from: uniform in [-1/2, 1/2)."""
+    generator = np.random.Generator(np.random.Philox(key=Key(0, 0, name, "shared").bits))
+    return (generator.random((rows, rank), dtype=np.float32) - np.float32(0.5)).astype(np.float64)
 
 
 def acp_sgd(grads, q, error_feedback):
@@ -83,7 +91,7 @@ def test_equals_the_papers_algorithm(method, algorithm, error_feedback):
     grads = [[c + 0.1 * normal(rows, columns, seed=100 * t + w) for w in range(workers)] for t, c in enumerate(common)]
     group = LocalGroup(method(rank=rank, error_feedback=error_feedback), workers)
     compressor = group.compressors[0]
-    q0 = compressor.random_factor(columns, gradzip.State("w"), torch.device("cpu")).double().numpy()
+    q0 = uniform_factor("w", columns, rank)
     expected = algorithm([[g.double().numpy() for g in of] for of in grads], q0, error_feedback)
     for t, (average, errors) in enumerate(expected):
         got = group.average(grads[t], "w")
@@ -93,7 +101,7 @@ def test_equals_the_papers_algorithm(method, algorithm, error_feedback):
         assert np.abs(got[0].double().numpy() - average).max() < bound
         if error_feedback:
             for worker, error in enumerate(errors):
-                residual = group.compressors[worker].states["w"].residual.double().numpy()
+                residual = group.compressors[worker].states["w"].residual.view(rows, columns).double().numpy()
                 assert np.abs(residual - error).max() < bound
                 assert np.abs(error).max() > 3 * bound  # the residual is not just rounding
         else:
@@ -238,14 +246,16 @@ def test_overflow_of_the_average_in_half_precision(method):
 
 def test_max_abs_bound_is_exact_above_the_limit():
     p, q = torch.tensor([[1.0, 0.0], [0.0, 300.0]]), torch.tensor([[-300.0, 0.0], [0.0, 1.0]])
-    factors = Factors(p, q, p, q, 2.0 * 300 * 300)
+    matrices = Matrices([(2, 2)], 2)
+    p, q = p.view(-1), q.view(-1)
+    factors = Factors(p, q, p, q, 2.0 * 300 * 300, matrices)
     compressor = PowerSGD(rank=2)
     assert 300 <= compressor.max_abs_bound(factors, 1e6) <= 1e6
     # The cheap bound, 2 * 300 * 300, exceeds this limit and the next.
     assert compressor.max_abs_bound(factors, 65504.0) == 300
     assert compressor.max_abs_bound(factors, 200.0) == 300
     for bad in (math.inf, math.nan):
-        assert not math.isfinite(compressor.max_abs_bound(Factors(p, q * bad, p, q, abs(bad)), 65504.0))
+        assert not math.isfinite(compressor.max_abs_bound(Factors(p, q * bad, p, q, abs(bad), matrices), 65504.0))
 
 
 @both_methods

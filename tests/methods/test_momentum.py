@@ -8,7 +8,7 @@ import torch
 
 import gradzip
 import kinds
-from contract import SHAPES, assert_equal_states, gradient, through_file
+from contract import SHAPES, assert_equal_states, gradient, kept_residual, through_file
 from gradzip import LocalGroup, Momentum, SignSGD, TopK
 from gradzip.methods.spec import unparse
 
@@ -26,7 +26,7 @@ def average(group, step, name="w"):
 
 
 def momenta(group, name="w"):
-    return [compressor.states[name].momentum for compressor in group.compressors]
+    return [compressor.memory.piece(name, "momentum") for compressor in group.compressors]
 
 
 class Reference:
@@ -60,7 +60,7 @@ def test_follows_its_formulas(size, beta, warmup):
         torch.testing.assert_close(average(group, step).double(), expected, rtol=0, atol=2e-5)
         torch.testing.assert_close(momenta(group)[0].double(), reference.momentum, rtol=0, atol=2e-5)
     for compressor, residual in zip(group.compressors, reference.residuals):
-        torch.testing.assert_close(compressor.states["w"].residual.double(), residual, rtol=0, atol=2e-5)
+        torch.testing.assert_close(compressor.memory.piece("w", "residual").double(), residual, rtol=0, atol=2e-5)
 
 
 def alone(compressor):
@@ -92,8 +92,8 @@ def test_nothing_is_lost(inner, size):
         exact, given = exact + sum(grad.double() for grad in grads) / size, given + handed
         own = beta * own + handed
         torch.testing.assert_close(momenta(group)[0].double(), own, rtol=0, atol=1e-4)
-    states = [compressor.states["w"] for compressor in group.compressors]
-    residual = sum(state.take_residual().double() for state in states) / size
+    saved = [compressor.state_dict()["states"]["w"] for compressor in group.compressors]
+    residual = sum(kept_residual(fields).double() for fields in saved) / size
     largest = max(residual.abs().max().item(), momenta(group)[0].abs().max().item())
     bound = steps * 80 * 2**-24 * largest
     assert residual.abs().max() > 10 * bound
@@ -194,7 +194,7 @@ def test_a_residual_moves_to_and_from_other_methods():
         given = given + average(group, step).double()
         if step == 4:  # the warm-up sends what TopK has left
             torch.testing.assert_close(given, exact, rtol=0, atol=1e-5)
-    residual = sum(c.parts[2].states["w"].residual.double() for c in group.compressors) / 2
+    residual = sum(c.parts[2].memory.piece("w", "residual").double() for c in group.compressors) / 2
     assert residual.abs().max() > 0.1
     torch.testing.assert_close(given + residual, exact, rtol=0, atol=1e-4)
 
@@ -249,7 +249,7 @@ def ends(group):
     per_rank = []
     for compressor in group.compressors:
         states = [state for part in compressor.parts for state in part.states.values()]
-        per_rank.append({name: getattr(s, "warmup_steps", None) for s in states for name in s.parameters})
+        per_rank.append({name: getattr(s, "warmup_steps", None) for s in states for name in s.shapes})
     assert all(of_rank == per_rank[0] for of_rank in per_rank)
     return per_rank[0]
 
@@ -280,13 +280,20 @@ def test_gradients_that_are_zero_do_not_end_the_warm_up():
 
 
 def test_late_parameters_have_a_warm_up_of_their_own():
-    group, last = LocalGroup(auto(), 2), expected_end([settling(step, 2) for step in range(LAST)], 0.8)
+    """With a rule of `PerLayer`. In a group with others, they count the steps of the oldest one."""
+    method = gradzip.PerLayer([("late", auto())], auto())
+    group, last = LocalGroup(method, 2), expected_end([settling(step, 2) for step in range(LAST)], 0.8)
     for step in range(LAST):
         group.step(settling(step, 2))
     for step in range(LAST, LAST + 15):
         group.step(with_late(step))
     late = expected_end([with_late(step) for step in range(LAST, LAST + 15)], 0.8, ("late",))
     assert ends(group) == {"v": last, "w": last, "late": late} and late < last
+    together = LocalGroup(auto(), 2)
+    for step in range(LAST):
+        together.step(settling(step, 2))
+    together.step(with_late(LAST))
+    assert ends(together) == {"v": last, "w": last, "late": last}
 
 
 def with_late(step):

@@ -14,7 +14,7 @@ import torch
 
 import gradzip
 from gradzip.averaging import optimizer_hooks
-from gradzip.averaging.routine import Averaging
+from gradzip.averaging.group import plan_groups
 from gradzip.engines.local import drive
 
 optimizer_hooks.install()
@@ -23,10 +23,11 @@ BYPASSED = "dgc:min_numel=10000"
 
 def average(compressor, parameter, frozen=False):
     """Average the gradient 1 as the front ends do it, in a group of one."""
-    averaging = Averaging(compressor, "p", parameter, frozen=frozen)
+    (group,) = plan_groups(compressor, [parameter], ["p"], frozen=frozen)
     parameter.grad = torch.ones_like(parameter)
-    drive([averaging.run(parameter.grad)])
-    optimizer_hooks.register(parameter, averaging)
+    drive([group.average([parameter.grad])])
+    optimizer_hooks.register([parameter], group)
+    group.end_step(skipped=False)
 
 
 def parameter():

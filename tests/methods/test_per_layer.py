@@ -8,7 +8,7 @@ import torch
 
 import gradzip
 from gradzip import Cast, FFTRange, LocalGroup, NoCompression, PerLayer, TopK
-from gradzip.averaging.routine import averaged
+from gradzip.averaging.group import averaged
 from gradzip.collectives.fusion import fused
 from gradzip.engines.local import drive
 

@@ -1,6 +1,5 @@
 """Phases: when methods change, what happens to residuals and states, step numbers, and real jobs."""
 
-import copy
 import json
 import math
 
@@ -10,10 +9,10 @@ import torch.distributed as dist
 
 import gradzip
 import kinds
-from contract import SHAPES, each, gradient, through_file
+from contract import SHAPES, each, gradient, kept_residual, through_file
 from gradzip import ACPSGD, Cast, FFTRange, LocalGroup, NoCompression, Phases, TopK
+from gradzip.averaging.group import averaged, plan_groups
 from gradzip.averaging.handshake import compare, describe
-from gradzip.averaging.routine import Averaging, averaged
 from gradzip.engines.local import drive
 from gradzip.methods.spec import unparse
 from launch import horovodrun, scenarios, torchrun
@@ -36,8 +35,8 @@ def run_steps(group, first, last, names=("w",)):
 
 def residual_of(compressor, name="w"):
     """A copy of a rank's residual, with that of the partition that it owns; float64."""
-    states = [copy.deepcopy(part.states[name]) for part in compressor.parts if name in part.states]
-    found = [residual for state in states if (residual := state.take_residual()) is not None]
+    saved = [fields[name] for part in compressor.parts if name in (fields := part.memory.by_parameter())]
+    found = [residual for fields in saved if (residual := kept_residual(fields)) is not None]
     assert len(found) <= 1
     return found[0].double() if found else torch.zeros(SHAPES[name], dtype=torch.float64)
 
@@ -225,7 +224,10 @@ def test_parameters_have_steps_of_their_own():
     run_steps(group, 0, 2)
     assert (in_charge(compressor), in_charge(compressor, "v"), in_charge(compressor, prefix="model1.")) == (2, 0, 0)
     for _ in range(2):
-        drive([Averaging(compressor, "w", gradient("w", 0, 0), prefix="model1.").run(gradient("w", 0, 0))])
+        grad = gradient("w", 0, 0)
+        (group_of_w,) = plan_groups(compressor, [grad], ["w"], "model1.")
+        drive([group_of_w.average([grad])])
+        group_of_w.end_step(skipped=False)
         compressor.complete_step(["model1.w"])
     assert (in_charge(compressor, "v"), in_charge(compressor, prefix="model1.")) == (0, 2)
     assert [compressor.step_of("w", SHAPE, prefix) for prefix in ("", "model1.", "model2.")] == [2, 2, 0]
@@ -252,7 +254,7 @@ def test_a_step_ends_while_the_gradient_of_another_optimizer_is_in_flight():
             routines[name].send([payloads[name].tensor])
         compressor.complete_step([name])
         assert in_charge(compressor, name) == 1 and list(topk.states) == others
-        sent = end.value.value.double() + acpsgd.states[name].residual
+        sent = end.value.value.double() + acpsgd.memory.fields(name)["residual"]
         assert (sent - gradient(name, 0, 0).double()).abs().max() < 2**-20
 
 
@@ -280,7 +282,7 @@ def test_another_world_size_continues_in_the_same_phase():
     for rank, compressor in enumerate(resumed.compressors):
         with pytest.warns(UserWarning, match="residuals are dropped"):
             compressor.load_state_dict(gradzip.checkpoint.shard(merged, rank, 2))
-        assert in_charge(compressor) == 2 and compressor.parts[1].states["w"].step == 2
+        assert in_charge(compressor) == 2 and compressor.parts[1].memory.fields("w")["step"] == 2
     run_steps(resumed, 4, 6)
     assert {in_charge(c) for c in resumed.compressors} == {6}
 
@@ -417,3 +419,27 @@ def test_example_learns_digits_through_a_change(tmp_path):
     assert plain["test_accuracy"] > 0.97 and phases["test_accuracy"] > plain["test_accuracy"] - 0.02
     wanted = (100 * plain["payload_bytes_per_step"] + 300 * low_rank["payload_bytes_per_step"]) / 400
     assert phases["payload_bytes_per_step"] == pytest.approx(wanted, rel=1e-5)  # DDP counts the handshake, too
+
+
+@pytest.mark.parametrize("last", ["gradiveq", "none", "dgc(min_numel=100000)", "acpsgd(min_numel=100000)"])
+def test_residuals_move_to_groups_that_are_not_compressed(last):
+    """Matrices, which GradiVeQ averages uncompressed, in one group; a number is one of its own parameters."""
+    names = {"m": (40, 48), "n": (48, 30), "s": (1,)}
+    group = LocalGroup(gradzip.parse(f"phases:0=topk(theta=0.9),2={last}"), 2)
+    exact = given = dict.fromkeys(names, 0.0)
+    for step in range(3):
+        grads = [{n: gradient(n, rank, step, shape) for n, shape in names.items()} for rank in range(2)]
+        for of in grads:
+            of["s"] = of["s"][0]
+        exact = {n: exact[n] + sum(of[n].double() for of in grads) / 2 for n in names}
+        averages = group.step(grads)[0]
+        given = {n: given[n] + averages[n].double() for n in names}
+        if step == 1:
+            assert (exact["m"] - given["m"]).norm() > 1
+            for rank, compressor in enumerate(group.compressors):  # as if the optimizer had not got the average
+                (of_number,) = plan_groups(compressor, [averages["s"]], ["s"])
+                of_number.rank, of_number.size = rank, 2
+                compressor.parts[1].take_back(of_number, "s", averages["s"], skipped=True)
+            given["s"] = given["s"] - averages["s"].double()
+    for name in names:
+        torch.testing.assert_close(given[name], exact[name], rtol=0, atol=1e-5)

@@ -12,6 +12,7 @@ import kinds
 from contract import check_conservation
 from gradzip import DGC, LocalGroup, RandomK, TopK, roundtrip, simulate
 from gradzip.memory.state import Key
+from gradzip.methods.base.gather import CodedSum
 from reference import by_magnitude, padded, resnet20_gradients
 
 KEY = Key(0, 0, "w", 0)
@@ -326,13 +327,14 @@ def test_chunks_with_error_feedback_follow_their_reference(decay):
 def test_levels_that_are_not_finite_are_refused():
     method = TopK(theta=0.9, bits=2, chunk=256)
     payload = method.encode(gaussian(64, 64), KEY)
-    opened = method.open(payload, 4096)
+    (opened,) = method.open_all([payload], [4096], 1)
     opened.body[:2] = torch.tensor([0xC0, 0x7F], dtype=torch.uint8)
     with pytest.raises(gradzip.PayloadError, match="the levels of a chunk are not those of finite numbers"):
-        method.decode_add(opened, torch.zeros(4096), 1.0)
+        method.sum_all([CodedSum([torch.zeros(4096)], [opened], 1.0)])
     for k in (0, 257):
         with pytest.raises(gradzip.PayloadError, match=f"it claims {k} values of each 256 elements"):
-            method.decode_add(opened._replace(fields=k.to_bytes(8, "little") + bytes(8)), torch.zeros(4096), 1.0)
+            claims = opened._replace(fields=k.to_bytes(8, "little") + bytes(8))
+            method.sum_all([CodedSum([torch.zeros(4096)], [claims], 1.0)])
 
 
 def test_schedule_of_theta():

@@ -14,7 +14,7 @@ import torch
 import gradzip
 import kinds
 from gradzip import ops
-from gradzip.averaging.routine import averaged
+from gradzip.averaging.group import averaged
 from gradzip.collectives import Gather
 from gradzip.collectives.routines import Done, advance
 from gradzip.engines.local import run
@@ -32,29 +32,30 @@ def gradient():
     return (torch.sin(i * i / 7) / (1 + i % 17)).float().reshape(SHAPE)
 
 
-def step(spec, shape, peers_see=None):
-    """A step of one rank alone: its payload, None if it sends none, and the average.
+def step(spec, shape, others=()):
+    """A step of one rank alone: its payloads with more than a header, in order, and the average.
 
-    peers_see: a payload in place of the one that the rank sends.
+    others: payloads in place of those that the rank sends, by their number.
     """
-    routine, payload, answer = averaged(gradzip.parse(spec), gradient().view(shape), "golden", 0, 1), None, None
+    routine, payloads, answer = averaged(gradzip.parse(spec), gradient().view(shape), "golden", 0, 1), [], None
     while not isinstance(collective := advance(routine, answer), Done):
         (answer,) = run([collective])
         if isinstance(collective, Gather) and collective.tensor.numel() > ops.HEADER_NBYTES:
-            payload = collective.tensor.clone()
-            answer = answer if peers_see is None else [peers_see]
-    return payload, collective.result.view(-1)
+            if len(payloads) in others:
+                answer = [others[len(payloads)]]
+            payloads.append(collective.tensor.clone())
+    return payloads, collective.result.view(-1)
 
 
 def goldens():
     """Specs and shapes by the name of their files. Kernels, if they are sent in another way than a matrix."""
     found = {}
     for spec in kinds.examples(lambda compressor: compressor.parts == [compressor]):
-        payload, _ = step(spec, SHAPE)
-        if payload is not None:
+        payloads, _ = step(spec, SHAPE)
+        if payloads:
             name = spec.replace(":", "-")
             found[name] = spec, SHAPE
-            if not torch.equal(step(spec, KERNELS)[0], payload):
+            if not torch.equal(step(spec, KERNELS)[0][-1], payloads[-1]):
                 found[f"{name}-kernels"] = spec, KERNELS
     return found
 
@@ -74,11 +75,13 @@ def golden_decoded(name):
 
 
 def encode(name):
-    return step(*NAMES[name])[0]
+    """The payload of the last round. With TernGrad, scales are sent before it."""
+    return step(*NAMES[name])[0][-1]
 
 
 def decode(name, payload):
-    return step(*NAMES[name], payload)[1]
+    rounds = len(step(*NAMES[name])[0])
+    return step(*NAMES[name], {rounds - 1: payload})[1]
 
 
 def test_every_file_belongs_to_a_method():

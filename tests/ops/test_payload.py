@@ -51,7 +51,8 @@ def fft_payload() -> bytes:
 
 
 def decode(data: bytes, codec: FFTRange | None = None, numel: int = NUMEL) -> torch.Tensor:
-    return (codec or fft_codec()).decode([as_tensor(data)], numel).clone()
+    (average,) = (codec or fft_codec()).decode([as_tensor(data)], [(numel,)])
+    return average.clone()
 
 
 # --- header
@@ -244,7 +245,7 @@ def test_a_wrong_payload_names_the_rank():
     payloads = [as_tensor(fft_payload()) for _ in range(3)]
     payloads[1][100] ^= 4
     with pytest.raises(PayloadError, match="from rank 1 of 3: corrupt payload: its checksum does not match"):
-        fft_codec().decode(payloads, NUMEL)
+        fft_codec().decode(payloads, [(NUMEL,)])
 
 
 @pytest.mark.parametrize("change", [-1, -16, -48, 1, 16])

@@ -76,9 +76,10 @@ def main(nvrtc_path, simt_path):
     both = Both(nvrtc, simt, log)
     module = types.SimpleNamespace(cuda=both, cuda_built=True)
     native.kernels = lambda: module
-    native.on_cuda = lambda x: True
+    torch.Tensor.is_cuda = property(lambda x: True)
     torch.cuda.device = contextlib.nullcontext
     torch.cuda.current_stream = lambda device: types.SimpleNamespace(cuda_stream=0)
+    torch.cuda.current_device = lambda: 0
     torch.cuda.is_current_stream_capturing = lambda: False
 
     for spec in (spec for method in registered().values() for spec in method.examples):

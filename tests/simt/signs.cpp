@@ -61,7 +61,8 @@ static void test_decode_add(const std::vector<int64_t>& sizes, int64_t terms_of_
     for (int64_t t = 0; t < (terms_of_first + int64_t(i)) % 7; ++t) {
       packed.emplace_back(nbytes_of(sizes[i]), t % 5);
       for (int64_t b = 0; b < nbytes_of(sizes[i]); ++b) packed.back()[b] = uint8_t(random());
-      terms.push_back({packed.back(), t % 3 == 2 ? -0.7 : 0.1 * double(t + 1)});
+      static const float scale = 0.3f;
+      terms.push_back({packed.back(), t % 2 ? &scale : nullptr, t % 3 == 2 ? -0.7 : 0.1 * double(t + 1)});
     }
   for (int64_t n : sizes) all += n;
   const int64_t count = int64_t(sizes.size());

@@ -58,19 +58,36 @@ def check_conservation(group, gradients, steps, roundings, above):
     bound = steps * roundings * 2**-24 * largest
     residual = sum(state.residual.double() for state in states) / size
     if getattr(states[0], "owner_residual", None) is not None:  # after a scatter-reduce, of the averages of partitions
-        owned = torch.cat([state.owner_residual.double().view(-1) for state in states]).view(residual.shape)
-        assert owned.abs().max() > bound
-        residual = residual + owned
-    assert (residual - lost).abs().max() < bound
+        for state in states:
+            assert state.owner_residual.abs().max() > bound
+            for (start, stop), owned in owned_pieces(state):
+                residual[start:stop] += owned.double()
+    assert (residual - lost.view(-1)).abs().max() < bound
     assert residual.abs().max() > above * bound
+
+
+def owned_pieces(state):
+    """The pieces of a rank's owner residual, each with its range of the group's elements."""
+    pieces = state.owner_residual.split([stop - start for start, stop in state.owner_ranges])
+    return zip(state.owner_ranges, pieces, strict=True)
+
+
+def kept_residual(fields):
+    """The residual in a parameter's saved fields, with what the rank keeps as the owner of a partition; or None."""
+    residual, owed = fields.get("residual"), fields.get("owner_residual")
+    if owed is not None:
+        residual = residual.clone()
+        residual.view(-1)[fields["owner_start"] :][: owed.numel()].add_(owed, alpha=fields["size"])
+    return residual
 
 
 class Expected:
     """Expected averages of gradients in buckets, computed with LocalGroups.
 
-    There is one group per parameter. For methods that join the gradients of a bucket, there is one per bucket, method
-    and joined shape. When buckets change, parameters keep their residuals and momenta, which are moved here in plain
-    torch. A unit is the tuple of the names of parameters that are compressed together.
+    A unit is the tuple of the names of parameters that are compressed together: those of a bucket, a method, and with
+    equal `groups_by`. Each has a LocalGroup of its own. A method of vectors gets their gradients as one, which are
+    concatenated here. When buckets change, its parameters keep their residuals and momenta, which are moved here in
+    plain torch. Parameters of other methods keep what state dicts have of them.
 
     Args:
         method: a spec or a compressor.
@@ -78,10 +95,11 @@ class Expected:
 
     def __init__(self, method, prefix="", size=2):
         self.compressor = gradzip.parse(method) if isinstance(method, str) else method
-        self.prefix, self.size, self.step = prefix, size, 0
+        self.prefix, self.size = prefix, size
         self.groups = {}  # by unit
         self.shapes = {}  # by name
         self.kept = [{} for _ in range(size)]  # by name, of parameters without a group: tensors by field
+        self.saved = [{} for _ in range(size)]  # by name, the same: state dicts
         self.sent = [0] * size  # bytes, by groups that are no more
 
     @property
@@ -92,26 +110,21 @@ class Expected:
             sent + sum(group.compressors[r].traffic.bytes_sent for group in groups) for r, sent in enumerate(self.sent)
         )
 
-    def averages(self, steps, buckets=None, reset_before=()):
+    def averages(self, steps, buckets=None):
         """Return the averages of all steps.
 
-        Args:
-            buckets: the names in each bucket, for each step. None: all gradients of a step are in one.
-            reset_before: steps before which all units are split into parameters, as a checkpoint does.
+        buckets: the names in each bucket, for each step. None: all gradients of a step are in one.
         """
         buckets = buckets or [[list(grads)] for grads in steps]
-        assert len(steps) == len(buckets)
-        return [
-            self.average(grads, of_step, i in reset_before) for i, (grads, of_step) in enumerate(zip(steps, buckets))
-        ]
+        return [self.average(grads, of_step) for grads, of_step in zip(steps, buckets, strict=True)]
 
-    def average(self, grads, buckets=None, reset=False):
+    def average(self, grads, buckets=None):
         """Return the averages of one step. grads: {name: [of rank 0, ...]}."""
         self.shapes |= {name: per_rank[0].shape for name, per_rank in grads.items()}
         units = [unit for bucket in buckets or [list(grads)] for unit in self.units(bucket)]
         present = {name for unit in units for name in unit}
         for unit in list(self.groups):
-            if (unit not in units and not present.isdisjoint(unit)) or (reset and len(unit) > 1):
+            if unit not in units and not present.isdisjoint(unit):
                 self.keep(unit)
         averages = {}
         for unit in units:
@@ -119,12 +132,16 @@ class Expected:
                 self.groups[unit] = self.group(unit)
             per_rank = list(grads[unit[0]])
             if len(unit) > 1:
-                method = self.compressor.method_for(unit[0], self.shapes[unit[0]])
+                method = self.method(unit)
+                if not method.vectors:
+                    of_ranks = [{self.prefix + name: grads[name][r] for name in unit} for r in range(self.size)]
+                    average = self.groups[unit].step(of_ranks)[0]
+                    averages |= {name: average[self.prefix + name] for name in unit}
+                    continue
                 clips = [[clipped(method, grads[name][r], self.size) for name in unit] for r in range(self.size)]
                 per_rank = [self.joined(unit, of_rank) for of_rank in clips]
             average = self.groups[unit].average(per_rank, self.name(unit))[0].to(grads[unit[0]][0].dtype)
             averages |= self.split(unit, average)
-        self.step += 1
         return {name: averages[name] for name in grads}
 
     def split(self, unit, tensor):
@@ -138,15 +155,18 @@ class Expected:
         for name in bucket:
             method = self.compressor.method_for(name, self.shapes[name])
             bypasses = method.bypasses(torch.empty(self.shapes[name], device="meta"))
-            joined = None if bypasses else method.joined_shape(self.shapes[name])
-            units.setdefault(name if joined is None else (id(method), joined), []).append(name)
+            common = None if bypasses else method.groups_by(self.shapes[name])
+            units.setdefault(name if common is None else (id(method), common), []).append(name)
         return [tuple(names) for names in units.values()]
 
+    def method(self, unit):
+        """Return the method of a unit."""
+        return self.compressor.method_for(unit[0], self.shapes[unit[0]])
+
     def joined(self, unit, tensors):
-        """Return the tensors of a unit's parameters as one."""
-        shape = self.shapes[unit[0]]
-        joined = self.compressor.method_for(unit[0], shape).joined_shape(shape)
-        return torch.cat([t.reshape(-1) for t in tensors]).view(joined)
+        """Return the tensors of a unit's parameters as one, which is not bypassed as a vector would be."""
+        joined = self.method(unit).joined_shape(self.shapes[unit[0]])
+        return torch.cat([t.reshape(-1) for t in tensors]).view(joined if len(joined) > 1 else (1, -1))
 
     def name(self, unit):
         first, *others = (self.prefix + name for name in unit)
@@ -156,14 +176,18 @@ class Expected:
         """Return a new group that continues with what was kept of these parameters."""
         compressor = self.compressor
         if compressor.selects_by_name:
-            compressor = compressor.method_for(unit[0], self.shapes[unit[0]])
+            compressor = self.method(unit)
         if len(unit) > 1 and clip_norm(compressor) is not None:
             compressor = dataclasses.replace(compressor, clip_norm=None)  # parameters are clipped one by one
         group = gradzip.LocalGroup(compressor, self.size)
+        for compressor, saved in zip(group.compressors, self.saved):
+            compressor.bucket_cap_mb = 1e6  # a unit is one bucket
+            if found := [saved.pop(name) for name in unit if name in saved]:
+                compressor.load_state_dict(merged(found))
         if unit[0] in self.kept[0]:
             for rank, compressor in enumerate(group.compressors):
-                state = {"step": self.step, "rank": rank, "size": self.size}
                 parts = [self.kept[rank].pop(name) for name in unit]
+                state = {"step": max(part.pop("step") for part in parts), "rank": rank, "size": self.size}
                 for field in parts[0]:
                     tensors = [part[field] for part in parts]
                     state[field] = self.joined(unit, tensors) if len(unit) > 1 else tensors[0]
@@ -171,20 +195,44 @@ class Expected:
         return group
 
     def keep(self, unit):
-        """Remove a unit's group. Keep residuals, including those of the shards that ranks own, and momenta by name."""
-        for rank, compressor in enumerate(self.groups.pop(unit).compressors):
-            (state,) = compressor.states.values()
+        """Remove a unit's group. Keep, by name, residuals, also those of the partitions that ranks own, and momenta."""
+        group, vectors = self.groups.pop(unit), self.method(unit).vectors
+        for rank, compressor in enumerate(group.compressors):
             self.sent[rank] += compressor.traffic.bytes_sent
+            if not vectors:
+                self.saved[rank] |= {name: only(compressor.state_dict(), self.prefix + name) for name in unit}
+                continue
+            (state,) = compressor.states.values()
             fields = {field: getattr(state, field, None) for field in ("residual", "velocity", "momentum")}
             fields = {field: tensor.clone() for field, tensor in fields.items() if tensor is not None}
-            if "residual" in fields and (owed := getattr(state, "owner_residual", None)) is not None:
-                start, shards = getattr(state, "owner_start", None), fields["residual"].view(-1)
-                if start is None and fields["residual"].shape[0] >= self.size:
-                    shards = fields["residual"]  # whole rows, if there are enough
-                shard = shards.tensor_split(self.size)[rank] if start is None else shards[start:][: owed.numel()]
-                shard.add_(owed.view(shard.shape), alpha=self.size)
+            if "residual" in fields and getattr(state, "owner_residual", None) is not None:
+                for (start, stop), owed in owned_pieces(state):
+                    fields["residual"][start:stop].add_(owed, alpha=self.size)
             parts = {field: self.split(unit, tensor) for field, tensor in fields.items()}
-            self.kept[rank] |= {name: {field: of[name] for field, of in parts.items()} for name in unit}
+            for name in unit:
+                self.kept[rank][name] = {"step": state.step} | {field: of[name] for field, of in parts.items()}
+
+
+def only(state_dict, name):
+    """A state dict of one of its parameters."""
+    found = dict(state_dict)
+    if "parts" in found:
+        found["parts"] = [only(part, name) for part in found["parts"]]
+    for field in ("states", "steps"):
+        if field in found:
+            found[field] = {key: value for key, value in found[field].items() if key == name}
+    return found
+
+
+def merged(state_dicts):
+    """One state dict of those of several parameters."""
+    found = dict(state_dicts[0])
+    if "parts" in found:
+        found["parts"] = [merged(of_part) for of_part in zip(*(one["parts"] for one in state_dicts))]
+    for field in ("states", "steps"):
+        if field in found:
+            found[field] = {name: value for one in state_dicts for name, value in one[field].items()}
+    return found
 
 
 def clip_norm(method):

@@ -33,11 +33,12 @@ import gradzip
 import gradzip.ops._native as native
 import sanitized
 from gradzip import ops
-from gradzip.averaging.routine import averaged
+from gradzip.averaging.group import averaged
 from gradzip.collectives.routines import advance
 from gradzip.memory.state import Key
 from gradzip.methods.base.gather import GatherCompressor
 from gradzip.methods.base.registry import registered
+from single import decode, encode
 
 FOLDER = sanitized.ROOT / "build" / "fuzz"
 
@@ -123,7 +124,7 @@ class Corpus:
         key = (spec, shape, variant)
         if key not in self._payloads:
             grad = torch.randn(shape, generator=torch.Generator().manual_seed(variant)) * (variant != 3)
-            payload = self.codec(spec, shape).encode(grad, Key(0, variant, "weight", 0))
+            payload = encode(self.codec(spec, shape), grad, Key(0, variant, "weight", 0))
             self._payloads[key] = payload.numpy().tobytes()
         return self._payloads[key]
 
@@ -204,7 +205,7 @@ def generate_case(corpus: Corpus, seed: int, trial: int, specs: list[str]) -> Ca
     # Now and then it declares the size of another gradient.
     declared = boundary_value(rng, len(data), numel) % 2**64 if rng.integers(16) == 0 else numel
     flags = int.from_bytes(data[28:32], "little")
-    codec.seal([ops.Seal(payload, declared, bytes(data[FIELDS:HEADER]), flags)])
+    codec.seal(ops.Seal(payload, declared, bytes(data[FIELDS:HEADER]), flags))
     if rng.integers(32) == 0:  # declares another payload length, after sealing
         struct.pack_into("<Q", data, 16, boundary_value(rng, len(data), numel) % 2**64)
     return Case(spec, shape, seed, trial, bytes(data))
@@ -244,16 +245,18 @@ def allowed_nbytes(case: Case, count: int) -> int:
     return count * (8 * case.numel + len(case.payload)) + 16 * case.numel + 1024
 
 
-def decode_or_error(codec: GatherCompressor, payloads: list[torch.Tensor], numel: int) -> torch.Tensor | str:
+def decode_or_error(
+    codec: GatherCompressor, payloads: list[torch.Tensor], shape: tuple[int, ...]
+) -> torch.Tensor | str:
     """Return the average, or the PayloadError's message. Raise Finding for anything else."""
     try:
-        average = codec.decode(payloads, numel)
+        average = decode(codec, payloads, shape)
     except gradzip.PayloadError as error:
         return str(error)
     except Exception as error:
         raise Finding(f"{type(error).__name__}: {error}, expected a PayloadError or a gradient") from error
-    if average.dtype != torch.float32 or average.numel() != numel:
-        raise Finding(f"decoded to {average.numel()} elements of {average.dtype}, expected {numel} of float32")
+    if average.dtype != torch.float32 or average.shape != shape:
+        raise Finding(f"decoded to {tuple(average.shape)} of {average.dtype}, expected {shape} of float32")
     return average.clone()
 
 
@@ -264,11 +267,11 @@ def check(corpus: Corpus, case: Case) -> bool:
     # An allocation of the exact size: a sanitizer sees reads beyond its end.
     forged = torch.empty(len(case.payload), dtype=torch.uint8)
     forged.copy_(torch.frombuffer(bytearray(case.payload), dtype=torch.uint8))
-    codec.decode([valid], numel)  # allocates the accumulators
+    decode(codec, [valid], case.shape)  # allocates the accumulators
     declared = struct.unpack_from("<Q", case.payload, 8)[0]
     for payloads in ([forged], [valid, forged]):
         with Allocations() as allocations:
-            first = decode_or_error(codec, payloads, numel)
+            first = decode_or_error(codec, payloads, case.shape)
         limit = allowed_nbytes(case, len(payloads))
         if allocations.nbytes > limit:
             raise Finding(f"allocated {allocations.nbytes} bytes for {numel} elements, expected at most {limit}")
@@ -278,7 +281,7 @@ def check(corpus: Corpus, case: Case) -> bool:
     try:
         native.kernels().set_simd(native.kernels().simd_levels()[case.trial % len(native.kernels().simd_levels())])
         torch.set_num_threads(1 + case.trial % 3)
-        repeated = decode_or_error(codec, payloads, numel)
+        repeated = decode_or_error(codec, payloads, case.shape)
     finally:
         native.kernels().set_simd(level)
         torch.set_num_threads(threads)

@@ -6,7 +6,6 @@ starts it.
 """
 
 import contextlib
-import copy
 import os
 import sys
 from datetime import timedelta
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import gradzip
-from contract import gradient
+from contract import gradient, kept_residual
 
 UNDER_HOROVOD = "HOROVOD_SIZE" in os.environ  # set before hvd.init()
 SIZE = int(os.environ.get("HOROVOD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
@@ -103,11 +102,10 @@ def message(function, *arguments):
 def residuals(compressor):
     """This rank's residuals by parameter, without the loss scale, with what it keeps as the owner of a partition."""
     found = {}
-    for part in copy.deepcopy(compressor).parts:
-        part.memory.split_all_buckets()
-        for name, state in part.states.items():
-            if (residual := state.take_residual()) is not None:
-                found[name] = found.get(name, 0) + residual / getattr(state, "loss_scale", 1.0)
+    for part in compressor.parts:
+        for name, fields in part.memory.by_parameter().items():
+            if (residual := kept_residual(fields)) is not None:
+                found[name] = found.get(name, 0) + residual / fields.get("loss_scale", 1.0)
     return found
 
 

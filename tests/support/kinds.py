@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gradzip
-from gradzip.averaging.routine import averaged
+from gradzip.averaging.group import averaged
 from gradzip.collectives import Gather, ToHost
 from gradzip.engines.local import drive
 from gradzip.methods.base.gather import GatherCompressor
@@ -65,8 +65,8 @@ def kind(spec):
         return "RingSum"
     if "AllToAll" in steps[-1]:
         return "AllToAll"
-    if compressor.joined_shape(torch.Size(SHAPE)) is not None:
-        return "joined"
+    if compressor.vectors and compressor.groups_by(torch.Size(SHAPE)) is not None:
+        return f"one vector, {', '.join(steps[-1])}"
     if "Gather" in steps[-1]:
         return "Gather, varying" if len(lengths) > 1 else "Gather, fixed"
     return ", ".join(steps[-1])

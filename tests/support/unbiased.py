@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from gradzip.memory.state import Key
+from single import decode, encode
 
 SHAPE = (40, 50)
 
@@ -42,8 +43,8 @@ def assert_unbiased(codec, grad, mean, size, p, coordinates=None, keys=300):
     fourth = size**4 * p * (1 - p) * (1 - 3 * p * (1 - p))
     total, squares = np.zeros(n), 0.0
     for step in range(keys):
-        payload = codec.encode(grad, Key(0, step, "w", 0))
-        seen = codec.decode([payload], n).reshape(-1).double().numpy()
+        payload = encode(codec, grad, Key(0, step, "w", 0))
+        seen = decode(codec, [payload], grad.shape).reshape(-1).double().numpy()
         total += seen
         squares += ((seen - mean) ** 2).sum()
     rounding = 3e-6 * np.linalg.norm(mean)

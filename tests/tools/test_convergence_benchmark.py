@@ -29,7 +29,7 @@ import data
 import models
 from benchmarks.common.charts import MOST_SERIES
 from benchmarks.common.palette import METHOD_COLORS, method_color
-from benchmarks.common.results import END, RESULTS, ResultsError
+from benchmarks.common.results import RESULTS, ResultsError
 from benchmarks.convergence import __main__ as convergence
 from benchmarks.convergence import chart, report
 from benchmarks.convergence.arguments import checked, parser

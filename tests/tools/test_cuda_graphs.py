@@ -55,12 +55,12 @@ def test_the_table_is_what_is_found(name):
 @pytest.mark.parametrize("part", ["hooks", "end"])
 def test_obstacles_are_found_in_their_part(wait, found, part):
     class Mutant(gradzip.BlockFloat):
-        def reduce(self, grad, state):
+        def reduce(self, group):
             if part == "hooks":
-                wait(grad.view(-1), state)
-            average = yield from super().reduce(grad, state)
+                wait(group.vector, group.state)
+            average = yield from super().reduce(group)
             if part == "end":
-                wait(grad.view(-1), state)
+                wait(group.vector, group.state)
             return average
 
     arguments = {"rounding": "nearest", "error_feedback": False}
@@ -73,9 +73,9 @@ def test_obstacles_are_found_in_their_part(wait, found, part):
 
 def test_states_that_move_are_found():
     class Mutant(gradzip.BlockFloat):
-        def store_residuals(self, corrected, states):
-            for own, state in zip(corrected, states):
-                state.residual = own.clone()
+        def store_residuals(self, groups):
+            for group in groups:
+                group.state.residual = group.vector.clone()
 
     found = obstacles(Mutant(rounding="nearest"))
     assert found == capture.Obstacles((MOVES,), (READ["block_float.reduce"], MOVES))

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import commands
-from benchmarks import gpu, kernels, step
-from benchmarks.common.results import END
+from benchmarks import kernels, step
 from gradzip.cli import models
 from paths import ROOT
 

@@ -6,15 +6,17 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...collectives.routines import Routine
-from ...memory.state import State
 from ...memory.state_dict import check_method
 from .compressor import Compressor
+
+if TYPE_CHECKING:
+    from ...averaging.group import Group
 
 
 @dataclass
@@ -51,16 +53,21 @@ class Composite(Compressor):
 
     def register_parameter(self, name: str, shape: torch.Size, state_name: str) -> None:
         """Put the part that is in charge of a parameter now in charge of its residual, too."""
-        self.move_to(self.method_for(name, shape, state_name.removesuffix(name)), state_name)
+        self._move_residual(self.method_for(name, shape, state_name.removesuffix(name)), state_name)
 
     def move_to(self, method: Compressor, state_name: str) -> None:
-        """Move what other parts have of a parameter's gradients to a part. The parameter must not be in a step.
+        """Put a part in charge of a parameter, and move what others have of its gradients there.
 
         That part adds the residual to the next gradient; a part without error feedback sends it once. Other states of
-        the parameter are freed, and so are the workspaces of parts that are left without states.
+        the parameter are freed, and so are the workspaces of parts that are left without states. The parameter must not
+        be in a step.
         """
+        self.choice_number += 1
+        self._move_residual(method, state_name)
+
+    def _move_residual(self, method: Compressor, state_name: str) -> None:
         for part in self.parts:
-            if part is not method and part.memory.find(state_name) is not None:
+            if part is not method:
                 part.memory.move_residual(state_name, method.memory)
                 if not part.states:
                     part.workspace.clear()
@@ -81,7 +88,7 @@ class Composite(Compressor):
         """Whether every part bypasses a gradient of this shape."""
         return all(part.bypasses(grad) for part in self.parts)
 
-    def reduce(self, grad: Tensor, state: State) -> Routine:
+    def reduce(self, group: Group) -> Routine:
         raise TypeError(f"{type(self).__name__}: gradients are averaged by the methods that `method_for` returns")
 
     # --- configuration

@@ -2,40 +2,56 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, fields, replace
-from typing import Any, ClassVar, Protocol
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from ... import ops
 from ...collectives import ToHost
 from ...collectives.node_chunks import NodeChunks
 from ...collectives.routines import Local, Routine, jointly
 from ...collectives.traffic import Traffic
 from ...memory.memory import LossScale, Memory
 from ...memory.state import State, Workspace
-from ...memory.state_dict import state_dict_of, states_from
+from ...memory.state_dict import fields_from, state_dict_of
 from ...memory.streams import HomeStreams
+from ...ops import tensors as ops
+
+if TYPE_CHECKING:
+    from ...averaging.group import Group
 
 INDEXED_NUMEL = 2**31 - 1  # elements that kernels can number: indices have 32 bits
-_MAX_ABS = "_gradzip_max_abs"  # attribute of an average that holds its largest magnitude, if that is known
-_PARTS = "_gradzip_parts"  # attribute of a vector: its parts, and the gradients that they are copies of
 _DIGEST = "_digest"  # attribute of a compressor: its hyper-parameters, and their digest
 
 
 class StepMonitor(Protocol):
     """The interface of `gradzip.Monitor`, which watches a compressor."""
 
-    def begin(self, averaging: Any, grad: Tensor, rank: int, size: int) -> Callable[[Routine], Routine] | None:
-        """Called before a gradient is averaged. Returns a function to wrap its routine by, or None."""
+    def begin(self, group: Any) -> Callable[[Routine], Routine] | None:
+        """Called before a group is averaged. Returns a function to wrap its routine by, or None."""
 
     def report(self, values: dict[str, float]) -> None:
         """Report numbers of the current step, by the ends of their tags."""
+
+
+@dataclass
+class Average:
+    """An average that is not written to gradients yet.
+
+    Attributes:
+        parts: of the shapes of `Group.parts`, float32. On a CPU, the next group's may have their memory.
+        max_abs: an upper bound of the magnitudes, 0 if nobody looks; None if it is not known yet.
+    """
+
+    parts: list[Tensor]
+    max_abs: float | None = None
 
 
 @dataclass
@@ -43,7 +59,7 @@ class Compressor(ABC):
     """A gradient compression method.
 
     Subclasses are dataclasses of their hyper-parameters, and define `reduce`. They may set the class attributes below,
-    and override the extension points: the methods that `Averaging` and the front ends call, all of which have defaults.
+    and override the extension points: the methods that `Group` and the front ends call, all of which have defaults.
 
     Pass an instance to ``hvd.DistributedOptimizer(..., compression=)``, to `gradzip.ddp.HookState` or to
     `gradzip.LocalGroup`.
@@ -71,10 +87,13 @@ class Compressor(ABC):
     # Larger gradients are averaged uncompressed.
     max_numel = math.inf
 
+    # Whether a group's gradients are compressed as one vector, rather than as a list of tensors of their own shapes.
+    vectors = True
+
     # Whether `apply_uncompressed` is called.
     changes_uncompressed = False
 
-    # Whether `observe` is to see each uncompressed gradient by itself.
+    # Whether `observe` is called.
     observes = False
 
     # Whether averages are unbiased without error feedback: the expectation over the random draws is the mean gradient.
@@ -99,8 +118,8 @@ class Compressor(ABC):
     loss_scaled: ClassVar[Mapping[str, int]] = {"residual": 1, "owner_residual": 1}
 
     # State fields that differ between ranks; and those among them that belong to the partition that the rank owns.
-    rank_local: ClassVar[tuple[str, ...]] = ("residual", "owner_residual")
-    partition_local: ClassVar[tuple[str, ...]] = ("owner_residual",)
+    rank_local: ClassVar[tuple[str, ...]] = ("residual", "owner_residual", "owner_start")
+    partition_local: ClassVar[tuple[str, ...]] = ("owner_residual", "owner_ranges")
 
     # Specs for tests and benchmarks of all methods, set by `register`.
     examples: ClassVar[tuple[str, ...]] = ()
@@ -126,49 +145,47 @@ class Compressor(ABC):
         # If set, a gradient is averaged by node, and `method_for` averages one chunk of it on each rank.
         self.node_chunks: NodeChunks | None = None
 
-    # --- extension points of a step of one gradient, in the order in which `Averaging` calls them
+    # --- extension points of a step of one group, in the order in which `Group` calls them
 
     def bypasses(self, grad: Tensor) -> bool:
         """Whether a gradient of this shape is averaged uncompressed."""
         return grad.dim() < 2 or not max(1, self.min_numel) <= grad.numel() <= self.max_numel
 
-    def joined_shape(self, shape: torch.Size) -> tuple[int, ...] | None:
-        """The shape in which gradients of a bucket are concatenated, with -1 for one length; None: they are not.
-
-        The gradients of a bucket whose joined shapes are equal are compressed as one tensor: with `state.VECTOR` as one
-        vector, with (-1, 1, 3, 3) as rows of kernels. A method that has one sets `joins`.
-        """
+    def groups_by(self, shape: torch.Size) -> Hashable | None:
+        """What gradients of a bucket must have in common to be one group; None: each is a group of its own."""
         return None
 
-    def state_shapes(self, grad: Tensor) -> dict[str, tuple[int, ...]]:
-        """The expected shapes of tensors in a loaded state of this gradient, by field."""
-        return {"residual": tuple(grad.shape)}
+    def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        """The shape of the vector of a group with a gradient of this shape, with -1 for one length."""
+        return (-1,)
 
-    def add_residual(self, grad: Tensor, state: State) -> Routine:
-        """Coroutine: the gradient plus the residual, for `reduce`.
+    def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
+        """The shapes of a parameter's parts of the state's tensors, by field, for a gradient of this shape."""
+        return {"residual": tuple(shape)}
+
+    def add_residual(self, group: Group) -> Routine:
+        """Coroutine: add the residual to `group.parts`, for `reduce`.
 
         On a CPU, with error feedback, the sum is in memory of its own, which becomes the residual without a copy.
-
-        Args:
-            grad: contiguous float32; may be changed and returned.
         """
+        state = group.state
         if state.residual is None:
-            return grad
-        if self.error_feedback and not ops.on_device(grad):
-            state.next_residual = torch.add(grad, state.residual, out=state.renewed("residual", grad))
-            return state.next_residual
-        yield Local(_add_all, grad.device, (grad, state.residual))
-        return grad
+            return
+        residuals = group.pieces(state.residual)
+        if self.error_feedback and not ops.on_device(state.residual):
+            state.next_residual = state.renewed("residual", state.residual)
+            sums = group.pieces(state.next_residual)
+            for part, residual, out in zip(group.parts, residuals, sums):
+                torch.add(part, residual, out=out)
+            group.parts = sums
+        else:
+            yield Local(_add_all, group.device, (group.parts, residuals))
 
     @abstractmethod
-    def reduce(self, grad: Tensor, state: State) -> Routine:
-        """Average `grad` over the group: the method itself, as a coroutine over collectives.
+    def reduce(self, group: Group) -> Routine:
+        """Average the parts of a group over the ranks: the method itself, as a coroutine over collectives.
 
-        Args:
-            grad: the gradient plus residual, in its own shape, contiguous float32.
-
-        Returns the average, in any shape with as many elements; or any other value, if the method overrides
-        `max_abs_bound` and `apply_average`.
+        Returns an `Average`; or any other value, if the method overrides `max_abs_bound` and `commit`.
         """
 
     def max_abs_bound(self, average: Any, limit: float) -> float:
@@ -176,31 +193,22 @@ class Compressor(ABC):
 
         The same on all ranks. Waits for the device, unless `reduce` ended with `with_max_abs`. 0 if nobody looks.
         """
-        known = getattr(average, _MAX_ABS, None)
-        return ops.abs_max(average) if known is None else known
+        if average.max_abs is None:
+            average.max_abs = _most(average.parts)
+        return float(average.max_abs)
 
-    def commit(self, grad: Tensor, corrected: Tensor, average: Any, state: State) -> Routine:
-        """Coroutine: `apply_average`, together with other gradients of the bucket."""
-        yield from jointly(self.apply_averages, grad.device, (grad, corrected, average, state))
+    def commit(self, group: Group, average: Any) -> Routine:
+        """Coroutine: write the average to the gradients, and the residual to the state. Only if it is finite."""
+        yield from jointly(self.apply_averages, group.device, (group, average))
 
-    def apply_averages(self, updates: list[tuple[Tensor, Tensor, Any, State]]) -> list[None]:
-        """`apply_average` for several gradients."""
-        for update in updates:
-            self.apply_average(*update)
+    def apply_averages(self, updates: list[tuple[Group, Average]]) -> list[None]:
+        """`commit` for several groups."""
+        if self.error_feedback:
+            self.store_residuals([group for group, _ in updates])
+        copy_all([pair for group, average in updates for pair in group.copies(average.parts)])
+        if self.error_feedback:
+            self.subtract_transmitted([group for group, _ in updates])
         return [None] * len(updates)
-
-    def apply_average(self, grad: Tensor, corrected: Tensor, average: Any, state: State) -> None:
-        """Write the average to `grad`, and the residual to the state. Called only if the average is finite.
-
-        Args:
-            corrected: the argument of `reduce`; it may share memory with `grad`.
-            average: the result of `reduce`.
-        """
-        if self.error_feedback:
-            self.store_residual(corrected, state)
-        write_average(grad, average.view(grad.shape))
-        if self.error_feedback:
-            self.subtract_transmitted(state)
 
     def compresses_momentum(self, state: State) -> bool:
         """Whether `reduce` averages compressed momenta in the state's current step. The same on all ranks.
@@ -209,32 +217,32 @@ class Compressor(ABC):
         """
         return False
 
-    def apply_uncompressed(self, average: Tensor, state: State) -> Routine:
-        """Coroutine: change the average of a gradient that bypassed compression, in place."""
+    def apply_uncompressed(self, group: Group) -> Routine:
+        """Coroutine: change the averages of a group that bypassed compression, `group.gradients`, in place."""
         yield from ()
         raise TypeError(f"{type(self).__name__} leaves uncompressed averages as they are")
 
     # --- for `reduce` to call
 
-    def looks(self, average: Tensor) -> bool:
+    def looks(self, x: Tensor) -> bool:
         """Whether the host looks at averages. On a device it has to wait for it: only if a step may be skipped."""
-        return self.memory.checks or not ops.on_device(average)
+        return self.memory.checks or not ops.on_device(x)
 
-    def with_max_abs(self, average: Tensor, max_abs: float | None = None) -> Routine:
-        """Coroutine: attach the largest magnitude to an average on a device, for `max_abs_bound`. Returns the average.
+    def with_max_abs(self, group: Group, flat: Tensor, max_abs: float | None = None) -> Routine:
+        """Coroutine: the `Average` of a group, with its largest magnitude if it is on a device.
 
-        If `reduce` ends with it, the host waits once for the magnitudes of all gradients.
+        If `reduce` ends with it, the host waits once for the magnitudes of all groups.
 
         Args:
-            average: made by `new_average`, so that it keeps its values until it is applied.
+            flat: the averages, one after the other; made by `new_average`, so that it keeps its values until it is
+                applied.
             max_abs: the largest magnitude, if it is known.
         """
-        if not self.looks(average):
+        if not self.looks(flat):
             max_abs = 0.0 if max_abs is None else max_abs
-        elif max_abs is None and ops.on_device(average):
-            max_abs = float((yield ToHost((yield Local(ops.abs_max_all, average.device, average)))))
-        setattr(average, _MAX_ABS, max_abs)
-        return average
+        elif max_abs is None and ops.on_device(flat):
+            max_abs = float((yield ToHost((yield Local(ops.abs_max_all, flat.device, flat)))))
+        return Average(group.pieces(flat), max_abs)
 
     def new_average(self, numel: int, device: torch.device) -> Tensor:
         """Uninitialized memory for an average (float32, flat). On a CPU, the next call reuses it.
@@ -247,32 +255,24 @@ class Compressor(ABC):
 
     # --- error feedback
 
-    def store_residual(self, corrected: Tensor, state: State) -> None:
-        """Make the argument of `reduce` the residual: a copy, if its memory is going to be overwritten."""
-        self.store_residuals([corrected], [state])
-
-    def store_residuals(self, corrected: list[Tensor], states: list[State]) -> None:
-        """`store_residual` for several gradients."""
-        copies, originals = [], []
-        for own, state in zip(corrected, states):
+    def store_residuals(self, groups: Sequence[Group]) -> None:
+        """Make what `reduce` has compressed the residuals: copies, if its memory is going to be overwritten."""
+        copies: list[tuple[Tensor, Tensor]] = []
+        for group in groups:
+            state = group.state
             if state.next_residual is None:
-                state.residual = state.renewed("residual", own)
-                copies.append(state.residual)
-                originals.append(own)
+                state.residual = state.renewed("residual", group.parts[0], group.numel)
+                copies += zip(group.pieces(state.residual), group.parts)
             else:
                 state.residual = state.next_residual
-        if copies:
-            torch._foreach_copy_(copies, originals)  # one operation on a device
+        copy_all(copies)
 
-    def subtract_transmitted(self, state: State) -> None:
-        """Subtract what peers decode of this rank's gradient from the residual."""
-        assert state.residual is not None
-        state.residual.sub_(self.transmitted(state).view(state.residual.shape))
+    def subtract_transmitted(self, groups: Sequence[Group]) -> None:
+        """Subtract what peers decode of this rank's groups from the residuals."""
+        raise TypeError(f"{type(self).__name__} has no error feedback")
 
     def decay_residuals(self, state: State) -> Routine:
         """Coroutine: multiply the residuals that the step has left by `residual_decay`, in place."""
-        if self.residual_decay == 1:
-            return
         for residual in (state.residual, getattr(state, "owner_residual", None)):
             if residual is not None:
                 yield Local(self._decay_all, residual.device, residual)
@@ -280,10 +280,6 @@ class Compressor(ABC):
     def _decay_all(self, residuals: list[Tensor]) -> list[None]:
         torch._foreach_mul_(residuals, self.residual_decay)  # one operation on a device
         return [None] * len(residuals)
-
-    def transmitted(self, state: State) -> Tensor:
-        """What peers decode of this rank's gradient in the current step."""
-        raise TypeError(f"{type(self).__name__} has no error feedback")
 
     # --- the group
 
@@ -326,18 +322,19 @@ class Compressor(ABC):
     def skip_step(self) -> None:
         """End a step that is skipped, because an average is not finite. Called on all ranks in place of `end_step`."""
 
-    def take_back(self, name: str, average: Tensor, skipped: bool) -> None:
+    def take_back(self, group: Group, name: str, average: Tensor, skipped: bool) -> None:
         """Add what the optimizer does not get of an average to the residual, so that nothing of it is lost.
 
         Called after `complete_step`, on all ranks.
 
         Args:
+            group: that has averaged the gradient.
             name: of the parameter's state.
             average: what the optimizer does not get, float32, the same on all ranks.
             skipped: whether the optimizer skips the parameter, which has no gradient, rather than seeing another one.
         """
         if average.count_nonzero():
-            self.memory.add_to_residual(name, average)
+            self.memory.add_to_residual(name, average, group.rank, group.size)
 
     def clean(self, state: State) -> None:
         """Remove what a step that was undone has written to a tensor of the state in place. By default, nothing."""
@@ -364,18 +361,15 @@ class Compressor(ABC):
 
     def step_of(self, name: str, shape: torch.Size, prefix: str = "") -> int:
         """The number of steps of a parameter so far, the same on all ranks. Arguments: as in `method_for`."""
-        state = self.method_for(name, shape, prefix).memory.find(prefix + name)
-        return 0 if state is None else int(state.kept["step"])
+        return int(self.method_for(name, shape, prefix).memory.fields(prefix + name).get("step", 0))
 
     def register_parameter(self, name: str, shape: torch.Size, state_name: str) -> None:
         """Note a parameter that is going to be averaged. state_name: its name with the prefix of its model."""
 
-    def observe(self, state_name: str, grad: Tensor) -> None:
-        """See each gradient before it is averaged, except those of frozen parameters.
+    def observe(self, group: Group) -> None:
+        """See the gradients of a group before they are averaged, except those of frozen parameters.
 
-        Args:
-            state_name: of the parameter, or of the bucket that is compressed as one tensor.
-            grad: must not be changed, and is overwritten later.
+        They must not be changed, and are overwritten later.
         """
 
     # --- configuration
@@ -395,7 +389,7 @@ class Compressor(ABC):
         count, and those with ``digest: "if changed"`` only if they differ from their default: adding such a field
         leaves payloads as they are.
         """
-        current = [getattr(self, f.name) for f in fields(self)]
+        current = _values_of(type(self))(vars(self))
         known, found = vars(self).get(_DIGEST, (None, 0))  # it is asked for with each payload
         if known != current:
             values = {f.name: getattr(self, f.name) for f in fields(self) if _in_digest(self, f)}
@@ -435,7 +429,7 @@ class Compressor(ABC):
         `torch.optim` that hold its parameters see no gradients in their next step, so that it changes neither
         parameters nor optimizer state, and warn. Other optimizers can ask `last_step_skipped`.
 
-        Disabled, a NaN or inf reaches the parameters of its layer on all ranks, unless GradScaler skips the step
+        Disabled, a NaN or inf reaches the parameters of its bucket on all ranks, unless GradScaler skips the step
         (`follow`). On a device, it reaches the states of a method whose payloads have no headers, too, as `BlockFloat`
         or `ACPSGD`: the host does not wait to know. Call it before the first step, on all ranks alike.
 
@@ -452,12 +446,12 @@ class Compressor(ABC):
 
     @property
     def states(self) -> dict[str, State]:
-        """The states of this compressor's parameters, by name."""
+        """The states of the groups that were averaged, by the names of the groups."""
         return self.memory.states
 
     def state_dict(self) -> dict[str, Any]:
         """Get all states as plain tensors and numbers, which ``torch.load(weights_only=True)`` reads."""
-        return state_dict_of(self.states, self.rank_local, type(self).__name__)
+        return state_dict_of(self.memory.by_parameter(), self.rank_local, type(self).__name__)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict.
@@ -469,7 +463,8 @@ class Compressor(ABC):
         Raises:
             ValueError: the state dict belongs to another method or is malformed.
         """
-        self.memory.states = states_from(state_dict, type(self).__name__)
+        self.memory.parked, self.memory.states = fields_from(state_dict, type(self).__name__), {}
+        self.choice_number += 1  # front ends plan again: bypassed parameters may have residuals
 
     # --- Horovod calls these two methods of its `compression` argument
 
@@ -482,38 +477,32 @@ class Compressor(ABC):
         return tensor if ctx is None else ctx.finish(tensor)
 
 
+@functools.cache
+def _values_of(method: type[Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """What gets the values of all hyper-parameters from the attributes of a method of this class."""
+    return itemgetter(*(f.name for f in fields(method)))
+
+
 def _in_digest(method: Compressor, f: Field[Any]) -> bool:
     counts = f.metadata.get("digest", True)
     return getattr(method, f.name) != f.default if counts == "if changed" else bool(counts)
 
 
-def _add_all(pairs: list[tuple[Tensor, Tensor]]) -> list[None]:
-    torch._foreach_add_(*map(list, zip(*pairs)))  # one operation on a device
-    return [None] * len(pairs)
+def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy to each target its source, given as (target, source). One operation on a device."""
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
-def write_average(grad: Tensor, average: Tensor) -> None:
-    """Write the average to a gradient. On a CPU, if that is a copy of several (`set_parts`), to these at once."""
-    if _PARTS in vars(grad) and not ops.on_device(grad):
-        write_parts(grad, average)
-    else:
-        grad.copy_(average)
+def _add_all(sums: list[tuple[list[Tensor], list[Tensor]]]) -> list[None]:
+    torch._foreach_add_([x for parts, _ in sums for x in parts], [y for _, others in sums for y in others])
+    return [None] * len(sums)
 
 
-def set_parts(vector: Tensor, parts: list[Tensor], gradients: list[Tensor]) -> None:
-    """Note that a vector has copies of these gradients, one after the other. parts: views of them."""
-    setattr(vector, _PARTS, (parts, gradients))
-
-
-def write_parts(vector: Tensor, average: Tensor) -> None:
-    """Write the average to the gradients of a vector, unless it is done."""
-    parts, gradients = vars(vector).pop(_PARTS, (None, None))
-    if gradients is None:
-        return
-    if average.data_ptr() != vector.data_ptr():
-        pieces = average.reshape(-1).split([gradient.numel() for gradient in gradients])
-        parts = [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients)]
-    torch._foreach_copy_(gradients, parts)  # one operation on a device
+def _most(tensors: Sequence[Tensor]) -> float:
+    """The largest magnitude, NaN if an element is NaN."""
+    numbers = torch.cat(ops.abs_max_all(tensors)).tolist()
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
 def check_types(method: Any) -> None:

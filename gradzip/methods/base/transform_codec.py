@@ -6,17 +6,18 @@ import functools
 import math
 import struct
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import ops
-from ...memory.state import Key, State
+from ...memory.state import Key
+from ...ops import tensors as ops
 from ..topk import num_kept
 from .error_feedback import ErrorFeedback
-from .gather import GatherCompressor, attribute_payload_errors, inspect, payload_source
+from .gather import CodedSum, GatherCompressor, attribute_payload_errors, parse_all, payload_source
 from .schedule import Theta, check_theta, theta_at
 
 # k; the transform's lengths less one; bytes of padding. The header's other 8 bytes hold the range float.
@@ -113,7 +114,7 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         # Check the kept coefficients, which include those that are not finite: a transform may overflow even if the
         # gradient is finite.
         magnitudes = ops.abs_max_tensor(values)
-        return self.seal([ops.Seal(payload, grad.numel(), fields, 0, magnitudes, number, stream=stream)])[0]
+        return self.seal(ops.Seal(payload, grad.numel(), fields, 0, magnitudes, number, stream=stream))
 
     def _select(self, x: Tensor, transform: ops.Transform, k: int) -> tuple[Tensor, Tensor]:
         """Select the k largest groups of coefficients of x (flat). Returns their status bitmap and coefficients."""
@@ -176,39 +177,26 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         packed, stream = payload.sections(codes_end, stream_nbytes)
         return CodedPart(transform, stream, packed, k, number)
 
-    def decode(self, payloads: list[Tensor], numel: int) -> Tensor:
-        inspect(payloads)
-        out = self.new_average(numel, payloads[0].device)
-        coded: list[CodedPart] = []
-        for rank, buffer in enumerate(payloads):
-            with attribute_payload_errors(payload_source(rank, len(payloads))):
-                payload = self.open(buffer, numel)
-                if payload.flags & ops.NON_FINITE:
-                    continue
-                part = self.coded_part(payload, numel)
-                if coded and part.transform != coded[0].transform:
-                    raise ops.PayloadError(
-                        f"corrupt payload: it claims {part.transform}, those before it {coded[0].transform}"
-                    )
-                coded.append(part)
-        if len(coded) < len(payloads):
-            return out.fill_(math.nan)
-        transform, n = coded[0].transform, self.signal_numel(numel)
-        groups, segment = transform.groups(n), transform.segment(n)
-        streams, counts = [part.bitmap for part in coded], [part.k for part in coded]
-        bitmaps, corrupt = ops.bitmap_code_decode_all(streams, groups, counts, segment)
-        if corrupt is not None:
-            with attribute_payload_errors(payload_source(corrupt, len(payloads))):
-                ops.bitmap_code_decode(streams[corrupt], groups, counts[corrupt], segment)  # raises
-        parts = [part.decoded(bitmap) for part, bitmap in zip(coded, bitmaps)]
-        self.inverse(parts, transform, out, 1.0 / len(payloads))
-        return out
-
-    def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
-        part, n = self.coded_part(payload, out.numel()), self.signal_numel(out.numel())
-        transform = part.transform
-        bitmap = ops.bitmap_code_decode(part.bitmap, transform.groups(n), part.k, transform.segment(n))
-        self.inverse([part.decoded(bitmap)], transform, out, weight, add=True)
+    def sum_all(self, sums: Sequence[CodedSum]) -> None:
+        for coded in sums:
+            (out,) = coded.outs
+            flat, payloads = out.view(-1), coded.payloads
+            parts = parse_all(coded, functools.partial(self.coded_part, numel=out.numel()))
+            transform, n = parts[0].transform, self.signal_numel(out.numel())
+            for rank, part in enumerate(parts):
+                if part.transform != transform:
+                    with attribute_payload_errors(payload_source(rank, len(payloads))):
+                        raise ops.PayloadError(
+                            f"corrupt payload: it claims {part.transform}, those before it {transform}"
+                        )
+            groups, segment = transform.groups(n), transform.segment(n)
+            streams, counts = [part.bitmap for part in parts], [part.k for part in parts]
+            bitmaps, corrupt = ops.bitmap_code_decode_all(streams, groups, counts, segment)
+            if corrupt is not None:
+                with attribute_payload_errors(payload_source(corrupt, len(payloads))):
+                    ops.bitmap_code_decode(streams[corrupt], groups, counts[corrupt], segment)  # raises
+            decoded = [part.decoded(bitmap) for part, bitmap in zip(parts, bitmaps)]
+            self.inverse(decoded, transform, flat, coded.weight, coded.add)
 
     def inverse(
         self, parts: list[ops.TransformPart], transform: ops.Transform, out: Tensor, weight: float, add: bool = False
@@ -217,8 +205,3 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         # Cannot fail: `bitmap_code_decode` has checked that a bitmap has as many bits set as its part coefficients. On
         # CUDA it has not: `out` becomes NaN if one has another number.
         ops.transform_decode(parts, transform, out, weight, add)
-
-    def subtract_transmitted(self, state: State) -> None:
-        # The same bits as in the base class, without its temporary tensor.
-        for payload, part in self.transmitted_parts(state):
-            self.decode_add(self.open(payload, part.numel()), part, -1.0)

@@ -1,0 +1,389 @@
+"""A group: the gradients of a bucket that one method averages together, and the routine around the method."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..collectives import AllFinite, Mean
+from ..collectives.fusion import adjacent, pieces
+from ..collectives.node_chunks import NodeChunks, among_peers
+from ..collectives.routines import Routine
+from ..memory.state import State, group_name
+from ..methods.base.compressor import INDEXED_NUMEL, Compressor, copy_all
+from ..ops import tensors as ops
+
+Planned = TypeVar("Planned")
+
+
+class Group:
+    """The gradients of a bucket that one method averages together. Planned once, by `plan_groups`.
+
+    A method sees its state and, in a step, what it compresses: `parts`, float32 and contiguous, which are one vector of
+    all gradients, or the gradients in their own shapes (`Compressor.vectors`).
+
+    Attributes:
+        names, shapes: of the states, and of the gradients by these names.
+        indices: of the parameters within the bucket.
+        compressed: whether the gradients are compressed, rather than averaged as they are.
+        rounds: the largest number of consecutive collectives.
+        joins: whether to join the collectives with those of other groups, under Horovod.
+        numel: elements of all parts.
+
+    In a step:
+        gradients: what the averages are written to.
+        parts: what the method compresses: gradients plus residual. They may share the gradients' memory.
+        state: of the method.
+        rank, size: of this rank among those that the method averages over.
+
+    After a step:
+        finite: whether the averages were, if the compressor checks that.
+        culprits: names of the gradients whose averages were not.
+        compressed_momentum: whether the averages are of compressed momenta.
+    """
+
+    gradients: list[Tensor]
+    parts: list[Tensor]
+    state: State
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        method: Compressor,
+        names: Sequence[str],
+        likes: Sequence[Tensor],
+        indices: Sequence[int],
+        *,
+        compressed: bool,
+        frozen: bool = False,
+        later_methods: Sequence[Compressor] = (),
+    ) -> None:
+        self.method = method
+        self.names = list(names)
+        self.name = group_name(self.names)
+        self.shapes = {name: like.shape for name, like in zip(names, likes)}
+        self.indices = list(indices)
+        self.compressed = compressed
+        self.frozen = frozen
+        self.later_methods = list(later_methods)
+        self.node_chunks: NodeChunks | None = compressor.node_chunks
+        # On a device, methods ask for what the host must know (ToHost), one round more.
+        self.rounds = method.rounds + ops.on_device(likes[0]) if compressed else 1
+        if compressed and self.node_chunks is not None:
+            self.rounds += self.node_chunks.rounds
+        self.joins = compressed and (method.joins or self.rounds > 1)
+        self.rank, self.size = 0, 1
+        self.finite = True
+        self.culprits: list[str] = []
+        self.compressed_momentum = False
+        self._compressor = compressor
+        self._changes = method.changes_uncompressed and not (frozen or compressed)
+        # The parameters of the state: with chunks of nodes, that of the chunk.
+        self._state_shapes = self.shapes
+        if compressed and self.node_chunks is not None:
+            self._state_shapes = {n: torch.Size(self.node_chunks.shape(s)) for n, s in self.shapes.items()}
+        self._joined_shape = method.joined_shape(likes[0].shape)
+        self._planned: dict[Any, Any] = {}
+        self.numel = sum(shape.numel() for shape in self._state_shapes.values())
+        self._before: dict[str, Any] | None = None  # the state's fields, in a step that has begun and is not over
+        self._memory: tuple[Tensor, list[Tensor]] | None = None  # for gradients as one vector; views of each of them
+        self._target: Tensor | None = None  # the gradients as one vector, if they are adjacent in memory
+
+    # --- for methods
+
+    @property
+    def vector(self) -> Tensor:
+        """The only part, of a method that compresses vectors."""
+        (vector,) = self.parts
+        return vector
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    @property
+    def shapes_of_parts(self) -> list[torch.Size]:
+        """The shapes of the gradients, or of this rank's chunk of a gradient of its node."""
+        return list(self._state_shapes.values())
+
+    def planned(self, make: Callable[[Group], Planned]) -> Planned:
+        """The result of make(self), which is the same in all steps: made once."""
+        if make not in self._planned:
+            self._planned[make] = make(self)
+        return self._planned[make]
+
+    def pieces(self, flat: Tensor) -> list[Tensor]:
+        """Views of each part's elements in a flat tensor that has them one after the other, in the parts' shapes."""
+        return [flat.view_as(self.parts[0])] if len(self.parts) == 1 else pieces(flat, [p.shape for p in self.parts])
+
+    @property
+    def target(self) -> Tensor | None:
+        """The gradients as one flat float32 vector, to write their averages to; None if they are not one in memory."""
+        return self._target if self._target is not None and self._target.dtype == torch.float32 else None
+
+    def copies(self, averages: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """What to copy, (target, source), to write averages, one for each part, to the gradients."""
+        if not self.method.vectors:
+            return [(g, a.view(g.shape)) for g, a in zip(self.gradients, averages) if a is not g]
+        if self._target is not None:
+            return [(self._target, a.view(-1)) for a in averages if a is not self._target]
+        return list(zip(self.gradients, pieces(averages[0], self.shapes_of_parts)))
+
+    def write(self, averages: Sequence[Tensor]) -> None:
+        """Write averages, one for each part, to the gradients. One operation on a device."""
+        copy_all(self.copies(averages))
+
+    @contextlib.contextmanager
+    def writing_to(self, flat: Tensor) -> Iterator[None]:
+        """Have `write` and `target` write to a flat float32 tensor in place of the gradients."""
+        gradients, target = self.gradients, self._target
+        self.gradients = pieces(flat, self.shapes_of_parts)
+        self._target = flat if self.method.vectors else None
+        try:
+            yield
+        finally:
+            self.gradients, self._target = gradients, target
+
+    # --- a step
+
+    def average(self, gradients: list[Tensor], rank: int = 0, size: int = 1) -> Routine:
+        """Begin to average gradients. Returns a coroutine that replaces them by their averages over the ranks.
+
+        If a gradient of any rank is not finite, no average is finite on any rank, no state changes, and `finite` is
+        False. Call `end_step` at the end of the step.
+
+        Args:
+            gradients: in the order of `names`: any strides, one dtype and device. Averages have the same.
+            rank, size: this rank's number and the world size.
+        """
+        for gradient in gradients:
+            if gradient.is_sparse or not gradient.is_floating_point():
+                raise ValueError(
+                    f"gradient of {self.name!r}: got {gradient.layout} {gradient.dtype}, expected a dense float tensor"
+                )
+        compressor, monitor = self._compressor, self._compressor.monitor
+        if self._before is None and (state := self.method.memory.states.get(self.name)) is not None:
+            state.abandon()  # a step that nobody has ended: its backward pass has failed
+        self.gradients, self.rank, self.size = gradients, rank, size
+        if self.node_chunks is not None:
+            self.rank, self.size = self.node_chunks.node, self.node_chunks.nodes
+        if compressor.observes and not self.frozen:
+            compressor.observe(self)
+        report = None if monitor is None else monitor.begin(self)
+        compressor.traffic.bytes_dense += sum([gradient.nbytes for gradient in gradients])
+        if not self.compressed:
+            return self._uncompressed()
+        return self._compressed() if report is None else report(self._compressed())
+
+    def end_step(self, skipped: bool) -> None:
+        """End a step: complete it, or undo what it has changed."""
+        before, self._before = self._before, None
+        self.gradients, self.parts = [], []
+        if before is None:
+            return
+        memory = self.method.memory
+        state = memory.states.get(self.name)
+        if state is None:
+            return
+        if skipped:
+            if state.abandon(before):
+                self.method.clean(state)
+                if not (self.compressed or self._changes):
+                    memory.split(self.names)  # of a residual that is still to be sent, whatever the next buckets are
+            return
+        state.complete(before)
+        if not (self.compressed or self._changes):
+            del memory.states[self.name]  # it had a residual, which is sent
+
+    def begin(self) -> State:
+        """Get the state for a step, and note its fields before it."""
+        method, device = self.method, self.gradients[0].device
+        self.state = method.memory.begin_step(self._state_shapes, method.state_shapes, device, self.rank, self.size)
+        if self._before is None:
+            self._before = self.state.begin()
+        return self.state
+
+    def _compressed(self) -> Routine:
+        method, gradients = self.method, self.gradients
+        own = gradients if self.node_chunks is None else [(yield from self.node_chunks.scatter(gradients[0]))]
+        state = self.begin()
+        before, fields = self._before, state.fields()
+        self.compressed_momentum = method.compresses_momentum(state)
+        try:
+            self.gradients = own
+            self.parts = self._parts(own)
+            yield from method.add_residual(self)
+            average = yield from (method.reduce(self) if self.node_chunks is None else among_peers(method.reduce(self)))
+            # All ranks see the same average, so all commit or all undo. Limit of the gradient's own type: a finite
+            # float32 number may overflow in float16.
+            limit = torch.finfo(gradients[0].dtype).max
+            finite = method.max_abs_bound(average, limit) <= limit
+            if finite:
+                state.step += 1
+                yield from method.commit(self, average)
+                if method.residual_decay != 1:
+                    yield from method.decay_residuals(state)
+                state.payload = state.next_residual = None
+                if not method.error_feedback:
+                    state.residual = None  # of the method that was in charge before: it is sent now
+            if self.node_chunks is not None:
+                finite = yield from self.node_chunks.gather(own[0], finite, gradients[0])
+        except BaseException:  # also if the routine is closed, because the backward pass has failed
+            state.abandon(before)
+            raise
+        self.gradients, self.parts = gradients, []
+        if not finite:
+            state.replace_fields(fields)
+            method.clean(state)  # another chunk of the node may be the one that is not finite
+            for gradient in gradients:
+                gradient.fill_(math.nan)
+        self.finite = finite
+        self.culprits = [] if finite else self.names
+
+    def _parts(self, own: list[Tensor]) -> list[Tensor]:
+        """What the method compresses, before the residual is added: float32 and contiguous."""
+        if not self.method.vectors:
+            return [gradient.float().contiguous() for gradient in own]
+        self._target = adjacent(own)
+        if self._target is not None:
+            return [self._target.float().view(self._joined_shape)]
+        if self._memory is None or self._memory[0].device != own[0].device:
+            memory = torch.empty(sum(g.numel() for g in own), dtype=torch.float32, device=own[0].device)
+            self._memory = memory, pieces(memory, self.shapes_of_parts)
+        memory, views = self._memory
+        torch._foreach_copy_(views, own)  # one operation on a device
+        return [memory.view(self._joined_shape)]
+
+    def _uncompressed(self) -> Routine:
+        method, memory, gradients = self.method, self.method.memory, self.gradients
+        state = None
+        # What `parked` has may be a residual that the method before has left; a state is of a step that nobody ended.
+        left = self.name in memory.states or not memory.parked.keys().isdisjoint(self.shapes)
+        if not self.frozen and (self._changes or left):
+            state = self.begin()
+            if state.residual is not None:
+                torch._foreach_add_(gradients, pieces(state.residual.to(gradients[0].dtype), self.shapes_of_parts))
+        vector = adjacent(gradients) if len(gradients) > 1 else None
+        if vector is None and len(gradients) > 1:
+            average = yield Mean(gradients[0], in_place=True, tensors=gradients)
+        else:
+            grad = gradients[0] if vector is None else vector
+            average = yield Mean(grad.contiguous(), in_place=True)
+            if average.data_ptr() != grad.data_ptr():
+                average = grad.copy_(average)
+        if state is not None and state.residual is not None and bool(average.isfinite().all()):
+            state.residual = None
+        if self._changes:
+            yield from method.apply_uncompressed(self)
+            if vector is None and len(gradients) > 1:
+                average = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        if memory.checks:
+            if average.is_cuda and average.numel():
+                self.finite = math.isfinite((yield AllFinite(average)))
+            else:
+                self.finite = ops.all_finite([average])
+            self.culprits = [] if self.finite else [n for n, g in zip(self.names, gradients) if not ops.all_finite([g])]
+
+
+def plan_groups(
+    compressor: Compressor,
+    parameters: Sequence[Tensor],
+    names: Sequence[str],
+    prefix: str = "",
+    *,
+    joins_uncompressed: bool = True,
+    frozen: bool = False,
+) -> list[Group]:
+    """Divide the parameters of a bucket into groups.
+
+    Args:
+        compressor: the compressor of the whole model.
+        names: of the parameters, the same on all ranks. Rules of a `PerLayer` see them.
+        prefix: keeps equal names of several models apart: states are kept under `prefix + name`.
+        joins_uncompressed: whether gradients that are not compressed are averaged as one.
+        frozen: average gradients uncompressed, and leave the states alone. Residuals are not applied.
+
+    Raises:
+        ValueError: a parameter is not of a real floating-point type.
+    """
+    members: dict[Any, list[int]] = {}
+    methods: list[Compressor] = []
+    later: list[list[Compressor]] = []
+    for i, (name, like) in enumerate(zip(names, parameters)):
+        if not like.is_floating_point():  # DDP gives complex gradients as twice as many real numbers
+            raise ValueError(f"gradient of {name!r}: got {like.dtype}, expected a real floating-point type")
+        method = compressor.method_for(name, like.shape, prefix)
+        compressor.register_parameter(name, like.shape, prefix + name)
+        methods.append(method)
+        following = () if frozen else compressor.later_methods(name, prefix)
+        later.append([other for other in following if not other.bypasses(like)])
+        compressed = not frozen and not (compressor.node_chunks or method).bypasses(like)
+        if not (compressed or frozen) and like.numel() > method.max_numel:
+            warnings.warn(
+                f"parameter {name!r} is averaged uncompressed: got {like.numel()} elements, {type(method).__name__} "
+                f"takes at most {method.max_numel}",
+                stacklevel=2,
+            )
+        kind = method.groups_by(like.shape) if compressed else None
+        alone = (compressed and (kind is None or compressor.node_chunks is not None)) or not (
+            compressed or joins_uncompressed
+        )
+        key = (i if alone else kind, id(method), compressed, like.dtype, like.device, *map(id, later[-1]))
+        members.setdefault(key, []).append(i)
+    groups = []
+    for key, of_key in members.items():
+        for indices in _split(of_key, parameters):
+            likes = [parameters[i] for i in indices]
+            group = Group(
+                compressor, methods[indices[0]], [prefix + names[i] for i in indices], likes, indices,
+                compressed=key[2], frozen=frozen, later_methods=later[indices[0]],
+            )  # fmt: skip
+            groups.append(group)
+    return groups
+
+
+def _split(indices: list[int], parameters: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Split parameters, by their numbers, where together they would have more elements than `INDEXED_NUMEL`."""
+    run, length = [indices[0]], parameters[indices[0]].numel()
+    for i in indices[1:]:
+        length += parameters[i].numel()
+        if length > INDEXED_NUMEL:
+            yield run
+            run, length = [], parameters[i].numel()
+        run.append(i)
+    yield run
+
+
+def averaged(compressor: Compressor, grad: Tensor, name: str, rank: int = 0, size: int = 1) -> Routine:
+    """Coroutine: one step of one gradient, which it replaces by its average. Skipped if that is not finite."""
+    (group,) = plan_groups(compressor, [grad], [name])
+    return _step(group, grad, rank, size)
+
+
+def _step(group: Group, grad: Tensor, rank: int, size: int) -> Routine:
+    yield from group.average([grad], rank, size)
+    group.end_step(skipped=group.method.memory.checks and not group.finite)
+    return grad
+
+
+def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Disable autograd and autocast: a method must compute in its own types, whatever the backward pass runs in."""
+    # A backward pass has disabled autograd. Entering contexts for nothing costs as much as a small gradient.
+    needed: list[contextlib.AbstractContextManager[Any]] = [torch.no_grad()] if torch.is_grad_enabled() else []
+    if torch.is_autocast_enabled(device.type):
+        needed.append(torch.autocast(device.type, enabled=False))
+    if not needed:
+        return _NOTHING
+    stack = contextlib.ExitStack()
+    for one in needed:
+        stack.enter_context(one)
+    return stack
+
+
+_NOTHING = contextlib.nullcontext()

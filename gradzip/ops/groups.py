@@ -1,0 +1,270 @@
+"""Kernels that take the gradients of whole groups in one call, for methods. Arguments are not checked.
+
+All tensors of a call are on one device; nothing waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import _native
+
+# --- matrices, whose factors are one flat tensor for each group
+
+
+class Matrices:
+    """The sizes of the matrices of a group, and where each begins in flat tensors. Made once.
+
+    Args:
+        shapes: (n, m) of each.
+        rank: r, columns of their factors.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], rank: int) -> None:
+        self.rank = rank
+        self.rows, self.columns = np.array(shapes, np.int64).reshape(-1, 2).T
+        self.p_numel, self.q_numel = rank * int(self.rows.sum()), rank * int(self.columns.sum())
+        # In bytes: of the matrices, of their P and of their Q.
+        self.at, self.p_at, self.q_at = map(_starts, (self.rows * self.columns, rank * self.rows, rank * self.columns))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def _starts(numels: np.ndarray) -> np.ndarray:
+    return 4 * (np.cumsum(numels) - numels)
+
+
+class Projection(NamedTuple):
+    """`low_rank_project` of a group: parts += residual, then parts @ factor, or their transposes with `transpose`."""
+
+    matrices: Matrices
+    parts: Sequence[Tensor]
+    residual: Tensor | None  # flat
+    factor: Tensor  # flat
+    transpose: bool
+
+
+def project(projections: Sequence[Projection]) -> list[Tensor]:
+    """The results of `low_rank_project` for the matrices of several groups, flat and adjacent, in one call."""
+    numels = [of.matrices.q_numel if of.transpose else of.matrices.p_numel for of in projections]
+    outs = torch.empty(sum(numels), dtype=torch.float32, device=projections[0].factor.device).split(numels)
+    tables = []
+    for (matrices, parts, residual, factor, transpose), out in zip(projections, outs):
+        table = np.empty((len(matrices), 8), np.int64)  # struct Projection of csrc/common/low_rank.h
+        given, computed = (matrices.p_at, matrices.q_at) if transpose else (matrices.q_at, matrices.p_at)
+        addresses = [part.data_ptr() for part in parts]
+        table[:, 0] = addresses if residual is None else residual.data_ptr() + matrices.at
+        table[:, 1] = 0 if residual is None else addresses
+        table[:, 2], table[:, 3] = matrices.rows, matrices.columns
+        table[:, 4], table[:, 5], table[:, 6] = factor.data_ptr() + given, matrices.rank, transpose
+        table[:, 7] = out.data_ptr() + computed
+        tables.append(table)
+    _run_table("low_rank_project", outs[0], tables)
+    return list(outs)
+
+
+class Update(NamedTuple):
+    """`low_rank_apply_average` of a group: residual = parts - sent_p sent_qT, then parts = p qT."""
+
+    matrices: Matrices
+    parts: Sequence[Tensor]
+    residual: Tensor  # these are all flat
+    sent_p: Tensor
+    sent_q: Tensor
+    p: Tensor
+    q: Tensor
+
+
+def apply_averages(updates: Sequence[Update]) -> list[None]:
+    """`low_rank_apply_average_all` for the matrices of several groups, in one call."""
+    tables = []
+    for matrices, parts, residual, sent_p, sent_q, p, q in updates:
+        table = np.empty((len(matrices), 9), np.int64)  # struct AverageUpdate of csrc/common/low_rank.h
+        table[:, 0], table[:, 1] = [part.data_ptr() for part in parts], residual.data_ptr() + matrices.at
+        for column, (factor, at) in enumerate(
+            ((sent_p, matrices.p_at), (sent_q, matrices.q_at), (p, matrices.p_at), (q, matrices.q_at)), start=2
+        ):
+            table[:, column] = factor.data_ptr() + at
+        table[:, 6], table[:, 7], table[:, 8] = matrices.rows, matrices.columns, matrices.rank
+        tables.append(table)
+    _run_table("low_rank_apply_average", updates[0].residual, tables)
+    return [None] * len(updates)
+
+
+class Factor(NamedTuple):
+    """The factors P or Q of a group of matrices."""
+
+    rows: np.ndarray  # of each
+    rank: int
+    flat: Tensor
+
+    @property
+    def table(self) -> np.ndarray:
+        """A table of struct Matrix of csrc/common/orthogonalize.h."""
+        table = np.empty((len(self.rows), 3), np.int64)
+        table[:, 0] = self.flat.data_ptr() + _starts(self.rank * self.rows)
+        table[:, 1], table[:, 2] = self.rows, self.rank
+        return table
+
+
+def orthogonalize(factors: Sequence[Factor]) -> list[Tensor]:
+    """`orthogonalize_` for the factors of several groups, in one call. Returns them."""
+    _run_table("orthogonalize", factors[0].flat, [factor.table for factor in factors])
+    return [factor.flat for factor in factors]
+
+
+def abs_max_columns(factors: Sequence[Factor]) -> list[Tensor]:
+    """The largest magnitudes of the columns of each factor, (factors, r) for each group, in one call."""
+    numels = [len(factor.rows) * factor.rank for factor in factors]
+    out = torch.empty(sum(numels), dtype=torch.float32, device=factors[0].flat.device)
+    _run_table("abs_max_columns", out, [factor.table for factor in factors], out.data_ptr())
+    return [part.view(-1, factor.rank) for part, factor in zip(out.split_with_sizes(numels), factors)]
+
+
+def _run_table(name: str, where: Tensor, tables: Sequence[np.ndarray], *arguments: int) -> None:
+    table = np.concatenate(tables) if len(tables) > 1 else tables[0]
+    _native.run(name, where, table.ctypes.data, len(table), *arguments)
+
+
+# --- lists of tensors, encoded one after the other in the body of one payload
+
+
+def addresses(tensors: Sequence[Tensor]) -> np.ndarray:
+    return np.array([x.data_ptr() for x in tensors], np.uint64)
+
+
+def numels(tensors: Sequence[Tensor]) -> np.ndarray:
+    return np.array([x.numel() for x in tensors], np.int64)
+
+
+def keys_of(key: int, count: int) -> np.ndarray:
+    """A key of the random generator for each tensor of a list, from one for all of them."""
+    return np.uint64(key) + np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+
+def pack_signs(parts: Sequence[Tensor], keys: np.ndarray, outs: np.ndarray) -> Tensor:
+    """`ops.pack_signs_all` to the addresses `outs`. Returns the statistics, (parts, 2)."""
+    table = np.empty((len(parts), 4), np.uint64)  # struct SignsSource of csrc/common/signs.h
+    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(parts), numels(parts), keys, outs
+    statistics = torch.empty(2 * len(parts), dtype=torch.float32, device=parts[0].device)
+    _run_table("signs_pack", statistics, [table], statistics.data_ptr())
+    return statistics.view(-1, 2)
+
+
+def majority(ballots: np.ndarray, numels: np.ndarray, keys: np.ndarray, starts: np.ndarray, nbytes: int, where: Tensor,
+             count: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`ops.majority_all`.
+
+    Args:
+        ballots: (votes, voters), addresses of packed signs.
+        numels, keys, starts: of the votes; `starts` are those of the winners in their memory, of `nbytes` bytes.
+        where: a tensor on the device.
+
+    Returns the memory of the winners (uint8), and with `count` for each vote and voter the number of signs that differ
+    (int64).
+    """
+    winners = torch.empty(nbytes, dtype=torch.uint8, device=where.device)
+    against = torch.empty(ballots.size if count else 0, dtype=torch.int64, device=where.device)
+    table = np.empty((len(ballots), 3), np.uint64)  # struct SignsVote of csrc/common/signs.h
+    table[:, 0], table[:, 1], table[:, 2] = numels, keys, np.uint64(winners.data_ptr()) + starts.astype(np.uint64)
+    ballots = np.ascontiguousarray(ballots)
+    counts = against.data_ptr() if count else 0
+    _run_table("signs_majority", where, [table], ballots.ctypes.data, ballots.shape[1], counts)
+    return winners, against.view(len(ballots), -1)
+
+
+def one_bit_packed(
+    parts: Sequence[Tensor], rows: np.ndarray, keys: np.ndarray, outs: np.ndarray, means: np.ndarray
+) -> Tensor:
+    """`ops.one_bit_packed_all` to the addresses `outs` and `means`. rows: of each part. Returns max |x| of each."""
+    table = np.empty((len(parts), 6), np.uint64)  # struct OneBitSource of csrc/common/one_bit.h
+    table[:, 0], table[:, 1], table[:, 2] = addresses(parts), rows, numels(parts) // rows
+    table[:, 3], table[:, 4], table[:, 5] = keys, outs, means
+    most = torch.empty(len(parts), dtype=torch.float32, device=parts[0].device)
+    _run_table("one_bit_packed", most, [table], most.data_ptr())
+    return most
+
+
+def ternary_packed(parts: Sequence[Tensor], scales: Tensor, clips: Tensor, keys: np.ndarray, outs: np.ndarray) -> None:
+    """`ops.ternary_packed_all` to the addresses `outs`. scales, clips: (parts,), float32."""
+    table = np.empty((len(parts), 6), np.uint64)  # struct TernarySource of csrc/common/ternary.h
+    each = 4 * np.arange(len(parts), dtype=np.uint64)
+    table[:, 0], table[:, 1] = addresses(parts), numels(parts)
+    table[:, 2], table[:, 3] = np.uint64(scales.data_ptr()) + each, np.uint64(clips.data_ptr()) + each
+    table[:, 4], table[:, 5] = keys, outs
+    _run_table("ternary_packed", parts[0], [table])
+
+
+class Sums(NamedTuple):
+    """Weighted sums of encoded lists of tensors: struct WeightedSum and the terms of each, in order."""
+
+    table: np.ndarray
+    terms: np.ndarray
+    where: Tensor
+
+
+def sums(outs: Sequence[Tensor], add: bool, columns: Sequence[np.ndarray | int], weights: np.ndarray) -> Sums:
+    """A table of sums.
+
+    Args:
+        columns: the 8-byte fields of a decoder's terms but the last one, the weight: (outs, terms of each) or scalars.
+        weights: (outs, terms of each), float64.
+    """
+    table = np.empty((len(outs), 4), np.int64)
+    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(outs), numels(outs), weights.shape[1], add
+    terms = np.empty((*weights.shape, len(columns) + 1), np.uint64)
+    for i, column in enumerate(columns):
+        terms[..., i] = column
+    terms[..., -1] = np.ascontiguousarray(weights, np.float64).view(np.uint64)
+    return Sums(table, terms.reshape(-1, len(columns) + 1), outs[0])
+
+
+def decode_sums(kernel: str, of: Sequence[Sums], fails: bool = True) -> int:
+    """Run a decoder of several groups' sums in one call.
+
+    fails: whether the kernel can. Returns 1 plus the number of the term that it failed with; 0 if it did not, and on
+    CUDA.
+    """
+    table = np.concatenate([one.table for one in of])
+    terms = np.concatenate([one.terms for one in of])
+    run = _native.run_failed if fails else _native.run
+    return run(kernel, of[0].where, table.ctypes.data, len(table), terms.ctypes.data) or 0
+
+
+# --- payloads of blocks (`ops.block_float_*`)
+
+
+def block_float_encode(
+    x: Tensor, bits: int, block: int, key: int | None, blocks: int, residual: Tensor | None, error: Tensor | None
+) -> Tensor:
+    """`ops.block_float_encode`."""
+    out = torch.empty(blocks * (4 + block * bits // 8), dtype=torch.uint8, device=x.device)
+    keys = np.array([] if key is None else [key], np.uint64)
+    _native.run(
+        "block_float_encode", x, x.data_ptr(), _address(residual), 1, x.numel(), blocks, bits, block,
+        0 if key is None else keys.ctypes.data, _address(error), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def block_float_decode(
+    payloads: Sequence[Tensor], each: int, out: Tensor, bits: int, block: int, weight: float = 1.0,
+    start: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`ops.block_float_decode` of payloads of consecutive elements, or the sum of `each` payloads for each of them."""
+    table = np.array([payload.data_ptr() for payload in payloads], np.int64)
+    blocks = payloads[0].numel() // (4 + block * bits // 8)
+    _native.run(
+        "block_float_decode", out, table.ctypes.data, len(payloads) // each, each, blocks, out.numel(), bits, block,
+        weight, _address(start), out.data_ptr(),
+    )  # fmt: skip
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
