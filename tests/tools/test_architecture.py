@@ -27,14 +27,23 @@ def module_name(path):
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+def walk_run(node):
+    """All nodes but those under `if TYPE_CHECKING:`, which name types and never run."""
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from walk_run(child)
+
+
 @functools.cache
 def imports(name):
-    """All modules of gradzip that a module imports, at any place in its file. The package itself is `__init__`."""
+    """All modules of gradzip that a module imports when it runs. The package itself is `__init__`."""
     path = MODULES[name]
     package = ["gradzip", *path.relative_to(PACKAGE).parts[:-1]]
     # methods/__init__.py finds the methods at run time.
     imported_modules = {module for module, file in MODULES.items() if name == "methods" and file.parent == path.parent}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in walk_run(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             stems = [(alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
