@@ -15,7 +15,7 @@ from ..collectives import AllFinite, Mean
 from ..collectives.fusion import adjacent, pieces
 from ..collectives.node_chunks import NodeChunks, among_peers
 from ..collectives.routines import Routine
-from ..memory.state import State, group_name
+from ..memory.state import Fields, State, group_name
 from ..methods.base.compressor import INDEXED_NUMEL, Compressor, copy_all
 from ..ops import tensors as ops
 
@@ -91,6 +91,7 @@ class Group:
         self._joined_shape = method.joined_shape(likes[0].shape)
         self._planned: dict[Any, Any] = {}
         self.numel = sum(shape.numel() for shape in self._state_shapes.values())
+        self._left: dict[str, Fields] = {}  # fields by parameter of which the state of an uncompressed step was made
         self._before: dict[str, Any] | None = None  # the state's fields, in a step that has begun and is not over
         self._memory: tuple[Tensor, list[Tensor]] | None = None  # for gradients as one vector; views of each of them
         self._target: Tensor | None = None  # the gradients as one vector, if they are adjacent in memory
@@ -194,11 +195,12 @@ class Group:
         if skipped:
             if state.abandon(before):
                 self.method.clean(state)
-                if not (self.compressed or self._changes):
-                    memory.split(self.names)  # of a residual that is still to be sent, whatever the next buckets are
+                if self._left:  # still to be sent, whatever the next buckets are
+                    del memory.states[self.name]
+                    memory.parked |= self._left
             return
         state.complete(before)
-        if not (self.compressed or self._changes):
+        if not (self.compressed or self._changes) and state.residual is None:
             del memory.states[self.name]  # it had a residual, which is sent
 
     def begin(self) -> State:
@@ -266,6 +268,8 @@ class Group:
         # What `parked` has may be a residual that the method before has left; a state is of a step that nobody ended.
         left = self.name in memory.states or not memory.parked.keys().isdisjoint(self.shapes)
         if not self.frozen and (self._changes or left):
+            if self._before is None and not self._changes:
+                self._left = {name: memory.parked[name] for name in self.shapes if name in memory.parked}
             state = self.begin()
             if state.residual is not None:
                 torch._foreach_add_(gradients, pieces(state.residual.to(gradients[0].dtype), self.shapes_of_parts))
