@@ -6,7 +6,7 @@ import logging
 import torch
 
 import gradzip
-from contract import assert_equal_states
+from contract import assert_equal_states, kept_residual
 from harness import UNDER_HOROVOD, Training, gather, main, message, scenario
 
 SHAPES = {"w": (64, 48), "v": (32, 8, 3, 3), "b": (48,), "u": (40, 60)}
@@ -161,9 +161,9 @@ def loss_scaled(rank):
 
 
 def residuals(compressor):
-    """Copies of this rank's residuals, by parameter name."""
+    """Copies of this rank's residuals, by parameter name, with what it keeps as the owner of a partition."""
     states = [item for part in compressor.state_dict()["parts"] for item in part["states"].items()]
-    return {name: fields["residual"].clone() for name, fields in states if "residual" in fields}
+    return {name: kept_residual(fields).clone() for name, fields in states if "residual" in fields}
 
 
 def equal(a, b):
