@@ -437,7 +437,7 @@ def test_a_loaded_state_may_be_on_another_stream():
             del residual
         recorder.default.wait_stream(caller)
         gradient = torch.ones(8, device=DEVICE)
-        state = memory.begin_step({"w": gradient.shape}, gradient.device, 0, 1)
+        state = memory.begin_step({"w": gradient.shape}, gradzip.TopK().state_shapes, gradient.device, 0, 1)
         gradient.add_(state.residual)
         state.residual = None
         gradient.add_(1)
