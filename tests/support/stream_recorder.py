@@ -274,8 +274,11 @@ class ProcessGroup:
         dist.init_process_group("fake", rank=0, world_size=self.size, store=FakeStore())
         try:
             with mock.patch.multiple(
-                dist, all_reduce=self.all_reduce, broadcast=self.broadcast, all_to_all_single=self.all_to_all_single,
-                batch_isend_irecv=self.batch_isend_irecv, new_group=lambda *_, **__: dist.group.WORLD,
+                dist, all_to_all_single=self.all_to_all_single, batch_isend_irecv=self.batch_isend_irecv,
+                new_group=lambda *_, **__: dist.group.WORLD,
+            ), mock.patch.multiple(
+                dist.ProcessGroup, allreduce=lambda _, tensors: self.all_reduce(*tensors),
+                broadcast=lambda _, tensor, root: self.broadcast(tensor),
             ), mock.patch("gradzip.engines.torch._all_gather", self.all_gather):  # fmt: skip
                 yield
         finally:
@@ -287,10 +290,10 @@ class ProcessGroup:
             operation()
         return Work(self.recorder, self.stream.clock)
 
-    def all_reduce(self, tensor, group, async_op):
+    def all_reduce(self, tensor):
         return self._run(lambda: tensor.mul_(self.size))
 
-    def broadcast(self, tensor, root, group, async_op):
+    def broadcast(self, tensor):
         return self._run(lambda: tensor.mul_(1))
 
     def all_gather(self, received, sent, group, async_op):

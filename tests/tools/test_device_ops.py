@@ -29,7 +29,7 @@ from benchmarks.device_ops.stand_in import DEVICE, stand_in
 from gradzip import ops
 from gradzip.memory.state import Key
 from gradzip.methods.base.gather import GatherCompressor
-from gradzip.ops import groups
+from gradzip.ops import groups, tensors
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 
@@ -319,21 +319,23 @@ def test_tensors_of_two_devices_are_refused():
 
 def test_a_sync_in_a_kernel_function_is_noticed(monkeypatch):
     """One truth value in a decoder, as in `if failed and ...`."""
-    decode = ops.index_code_decode_add_all
+    decode = groups.decode_sums
 
-    def with_a_truth_value(sums):
-        decode(sums)
-        if sums[0].out[0] != sums[0].out[0]:
+    def with_a_truth_value(kernel, sums):
+        failed = decode(kernel, sums)
+        first = sums[0].where.view(-1)[0]
+        if first != first:
             raise gradzip.PayloadError("corrupt")
+        return failed
 
-    monkeypatch.setattr(ops, "index_code_decode_add_all", with_a_truth_value)
+    monkeypatch.setattr(groups, "decode_sums", with_a_truth_value)
     with pytest.raises(AssertionError):
         check_syncs(count(gradzip.TopK(), SHAPES, 2, "horovod"), 2)
 
 
 def test_a_sync_in_a_hook_is_noticed(monkeypatch):
-    known = ops.known_non_finite
-    monkeypatch.setattr(ops, "known_non_finite", lambda magnitude: known(magnitude) or not magnitude.isfinite())
+    known = tensors.known_non_finite
+    monkeypatch.setattr(tensors, "known_non_finite", lambda magnitude: known(magnitude) or not magnitude.isfinite())
     counts = count(gradzip.parse("qsgd"), {"w": torch.Size((64, 64))}, 2, "horovod")
     assert counts.in_hook == STEPS
 
