@@ -16,8 +16,10 @@ stream. Errors call arrays tensors.
 array(2., dtype=float32)
 """
 
+from . import tensors
 from .arrays import take_arrays as _take_arrays
 from .tensors import *  # noqa: F403
-from .tensors import __all__ as __all__
+
+__all__ = [*tensors.__all__]  # a list that readers of source understand
 
 _take_arrays(globals(), __all__)
