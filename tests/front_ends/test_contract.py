@@ -164,8 +164,8 @@ def test_freezing_parameters_keeps_their_state(results, spec):
         wanted |= averages
     got = [averages for _, averages in per_rank]
     if isinstance(gradzip.parse(spec), gradzip.Phases):
-        # Those frozen enter the second phase a step after "v", whose group then begins its factors anew
-        # (State.of_parameters). The reference averages each parameter by itself.
+        # Those frozen enter the second phase a step after "v", whose group then begins its factors anew,
+        # with the step number of "v" (State.of_parameters). The reference averages each parameter by itself.
         assert all(torch.equal(got[0][name], of_rank[name]) for of_rank in got for name in SHAPES)
     else:
         assert_same(spec, got, wanted)

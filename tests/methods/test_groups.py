@@ -29,12 +29,7 @@ def test_signs_of_a_group_are_those_of_each_gradient(spec, size, exchange):
     """With an odd number of ranks and no zeros, no coins decide. Residuals are equal, too."""
     method = dataclasses.replace(gradzip.parse(spec), exchange=exchange)
     together, alone = (gradzip.LocalGroup(method, size) for _ in range(2))
-    for step in range(STEPS):
-        grads = [grads_of(rank, step) for rank in range(size)]
-        averages = together.step(grads)
-        for name in SHAPES:
-            wanted = alone.average([of[name] for of in grads], name)
-            assert all(torch.equal(of_rank[name], wanted[0]) for of_rank in averages), (name, step)
+    assert_equal_steps(together, alone, size)
     assert together.bytes_sent < alone.bytes_sent  # one header
     assert_equal_residuals(together, alone)
 
@@ -44,14 +39,19 @@ def test_signs_of_a_group_are_those_of_each_gradient(spec, size, exchange):
 def test_factors_of_a_group_are_those_of_each_matrix(spec, size):
     """Random factors have the keys of the parameters."""
     together, alone = (gradzip.LocalGroup(gradzip.parse(spec), size) for _ in range(2))
+    assert_equal_steps(together, alone, size)
+    assert together.bytes_sent == alone.bytes_sent
+    assert_equal_residuals(together, alone)
+
+
+def assert_equal_steps(together, alone, size):
+    """Average steps of all gradients together, and of each alone: the averages are equal."""
     for step in range(STEPS):
         grads = [grads_of(rank, step) for rank in range(size)]
         averages = together.step(grads)
         for name in SHAPES:
             wanted = alone.average([of[name] for of in grads], name)
             assert all(torch.equal(of_rank[name], wanted[0]) for of_rank in averages), (name, step)
-    assert together.bytes_sent == alone.bytes_sent
-    assert_equal_residuals(together, alone)
 
 
 def assert_equal_residuals(together, alone):
