@@ -338,7 +338,10 @@ def plan_groups(
         alone = (compressed and (kind is None or compressor.node_chunks is not None)) or not (
             compressed or joins_uncompressed
         )
-        key = (i if alone else kind, id(method), compressed, like.dtype, like.device, *map(id, later[-1]))
+        # Turns of factors, warm-ups and schedules go by the step: a parameter that joins late keeps its own.
+        steps = not frozen and (compressed or method.changes_uncompressed)
+        step = method.memory.fields(prefix + name).get("step", 0) if steps else 0
+        key = (i if alone else kind, id(method), step, compressed, like.dtype, like.device, *map(id, later[-1]))
         members.setdefault(key, []).append(i)
     groups = []
     for key, of_key in members.items():
@@ -346,7 +349,7 @@ def plan_groups(
             likes = [parameters[i] for i in indices]
             group = Group(
                 compressor, methods[indices[0]], [prefix + names[i] for i in indices], likes, indices,
-                compressed=key[2], frozen=frozen, later_methods=later[indices[0]],
+                compressed=key[3], frozen=frozen, later_methods=later[indices[0]],
             )  # fmt: skip
             groups.append(group)
     return groups

@@ -227,7 +227,7 @@ class State:
         """The state of a group, made of the saved fields of its parameters, by name.
 
         A parameter without a field counts as zeros, if the field has a number for each element; other fields are
-        dropped then, so that the method begins anew. Numbers are those of the parameter that was averaged most often.
+        dropped then, so that the method begins anew. Numbers are the largest of those of the parameters.
         """
         state = cls(shapes)
         of_fields = state.field_shapes = {name: field_shapes(shape) for name, shape in shapes.items()}

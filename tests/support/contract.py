@@ -84,8 +84,8 @@ def kept_residual(fields):
 class Expected:
     """Expected averages of gradients in buckets, computed with LocalGroups.
 
-    A unit is the tuple of the names of parameters that are compressed together: those of a bucket, a method, and with
-    equal `groups_by`. Each has a LocalGroup of its own. A method of vectors gets their gradients as one, which are
+    A unit is the tuple of the names of parameters that are compressed together: those of a bucket, a method, a step
+    number, and with equal `groups_by`. Each has a LocalGroup of its own. A method of vectors gets their gradients as one, which are
     concatenated here. When buckets change, its parameters keep their residuals and momenta, which are moved here in
     plain torch. Parameters of other methods keep what state dicts have of them.
 
@@ -156,8 +156,19 @@ class Expected:
             method = self.compressor.method_for(name, self.shapes[name])
             bypasses = method.bypasses(torch.empty(self.shapes[name], device="meta"))
             common = None if bypasses else method.groups_by(self.shapes[name])
-            units.setdefault(name if common is None else (id(method), common), []).append(name)
+            units.setdefault(name if common is None else (id(method), common, self.step(name)), []).append(name)
         return [tuple(names) for names in units.values()]
+
+    def step(self, name):
+        """Return how often a parameter was averaged. One that joins late is not compressed with others."""
+        for unit, group in self.groups.items():
+            if name in unit:
+                return max((state.step for state in group.compressors[0].states.values()), default=0)
+        if name in self.saved[0]:
+            saved = self.saved[0][name]
+            states = [one.get("states", {}).get(self.prefix + name, {}) for one in (saved, *saved.get("parts", ()))]
+            return max(state.get("step", 0) for state in states)
+        return self.kept[0].get(name, {"step": 0})["step"]
 
     def method(self, unit):
         """Return the method of a unit."""
