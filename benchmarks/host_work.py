@@ -134,20 +134,26 @@ class Host:
         self._opcodes = opcodes
         self._mode = _Mode(self)
 
+    def __enter__(self) -> None:
+        """Until `__exit__`, gradzip runs, in a part of a step."""
+        self._before = sys.getprofile(), sys.gettrace()
+        self._mode.__enter__()
+        self.running = True
+        if self.counts:
+            self.depth = 1  # this method, until it returns
+            sys.settrace(self._trace if self._opcodes else self._before[1])
+            sys.setprofile(self._profile)
+
+    def __exit__(self, *error: Any) -> None:
+        sys.setprofile(self._before[0])
+        sys.settrace(self._before[1])
+        self.running, self.depth = False, 0
+        self._mode.__exit__(*error)
+
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of gradzip, as part of a step."""
-        before = sys.getprofile(), sys.gettrace()
-        with self._mode:
-            self.running = True
-            try:
-                if self.counts:
-                    sys.settrace(self._trace if self._opcodes else before[1])
-                    sys.setprofile(self._profile)
-                return function(*args)
-            finally:
-                sys.setprofile(before[0])
-                sys.settrace(before[1])
-                self.running = False
+        with self:
+            return function(*args)
 
     def _profile(self, frame: FrameType, event: str, argument: object) -> None:
         if event not in ("call", "return"):
@@ -317,7 +323,9 @@ class HorovodOptimizer(torch.optim.SGD):
             parameter.register_post_accumulate_grad_hook(self._start)
 
     def _start(self, p: Any) -> None:
-        self._handles[p] = self._host.run(self._compression.compress, p.grad)
+        with self._host:
+            handle = self._compression.compress(p.grad)
+        self._handles[p] = handle
 
     def synchronize(self) -> None:
         for p, (tensor, context) in self._handles.items():

@@ -128,6 +128,9 @@ class Loopback(Engine):
     def __init__(self, size: int, traffic: Traffic, uncounted: Callable[[], Any]) -> None:
         self.rank, self.size, self.traffic, self.uncounted = 0, size, traffic, uncounted
 
+    def accepted(self, tensor: Tensor) -> Tensor:
+        return tensor.contiguous()
+
     def wire(self, tensor: Tensor) -> Tensor:
         self.traffic.bytes_sent += tensor.nbytes
         return tensor.contiguous()
@@ -175,8 +178,8 @@ def horovod_steps(compressor: gradzip.Compressor, shapes: Shapes, size: int, dev
     def run(gradients: dict[str, Tensor], counts: Counts) -> None:
         with counts.hook():
             sent = [context.add(named[name], gradient) for name, gradient in reversed(gradients.items())]
-        for tensor, in_flight in sent:
-            in_flight.finish(tensor)
+        for tensor, of_compress in sent:
+            compressor.decompress(tensor, of_compress)
 
     return run
 

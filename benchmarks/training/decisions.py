@@ -57,7 +57,7 @@ CONFIDENCE = 0.95  # share of the predicted gains that exceed the measured ones 
 TOLERANCE = 0.25  # of a predicted step
 
 
-def one_after_the_other(step: Step, layers: Sequence[Compressed], link: Link, front: str) -> float:
+def one_after_the_other(step: Step, layers: Sequence[Compressed], link: Link, front: str, stock: bool = False) -> float:
     """Computation, codec and collectives, without overlap: one collective of each kind."""
     sizes: Counter[str] = Counter()
     for kind, nbytes in (pair for layer in layers for pair in layer.rounds):
@@ -65,7 +65,7 @@ def one_after_the_other(step: Step, layers: Sequence[Compressed], link: Link, fr
     return step_and_codec(step, layers, link, front) + sum(link.seconds(kind, n) for kind, n in sizes.items())
 
 
-def step_and_codec(step: Step, layers: Sequence[Compressed], link: Link, front: str) -> float:
+def step_and_codec(step: Step, layers: Sequence[Compressed], link: Link, front: str, stock: bool = False) -> float:
     """Computation and codec: communication counts as nothing."""
     return step.seconds + sum(layer.encode + layer.decode for layer in layers)
 

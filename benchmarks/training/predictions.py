@@ -19,10 +19,11 @@ from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, link_of
 from benchmarks.common.tables import markdown
 from benchmarks.training.variants import COMPUTE, compression, front_end
-from gradzip.advice.cost import JOINED, Compressed, Layer, Link, Step, predict
+from gradzip.advice.cost import Compressed, Layer, Link, Step, joined, predict
+from gradzip.advice.decision import FP16, FP32
 
 # Seconds of a step: of its profile, the costs of its layers, a link and a front end.
-Model = Callable[[Step, Sequence[Compressed], Link, str], float]
+Model = Callable[[Step, Sequence[Compressed], Link, str, bool], float]
 # By rate, ranks and front end.
 Links = Mapping[tuple[str, int, str], Link]
 
@@ -36,9 +37,9 @@ class Cell(NamedTuple):
     variant: str
 
 
-def simulated(step: Step, layers: Sequence[Compressed], link: Link, front: str) -> float:
+def simulated(step: Step, layers: Sequence[Compressed], link: Link, front: str, stock: bool = False) -> float:
     """The cost model: that of `gradzip advise`."""
-    return predict(step, layers, link, **JOINED[front]).seconds
+    return predict(step, layers, link, **joined(front, stock)).seconds
 
 
 def measured_links(results: Mapping[str, Any]) -> Links:
@@ -74,7 +75,7 @@ def predict_cells(
         step = _step(profile, (row["compute_ms"] or 1e3 * profile["seconds"]) / 1e3)
         by_name = {layer["name"]: layer for layer in layers}
         compressed = [_compressed(by_name[layer.name]) for layer in step.layers]
-        cells.append((cell, row["ms"], 1e3 * model(step, compressed, link, front)))
+        cells.append((cell, row["ms"], 1e3 * model(step, compressed, link, front, method in (FP32, FP16))))
     return cells
 
 

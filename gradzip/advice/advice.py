@@ -8,7 +8,7 @@ from typing import Any
 
 from ..methods.base.compressor import Compressor
 from . import cost
-from .cost import JOINED, Compressed, Link, Step
+from .cost import Compressed, Link, Step
 from .decision import FP16, FP32, Decision, decide
 from .layer_costs import LayerCost
 from .studies import OPTIMIZERS, SAFE, Study, is_safe, study_of
@@ -59,7 +59,8 @@ class Advice:
         return [layer.among(ranks) for layer in self.costs[method]]
 
     def predict(self, method: str, link: Link) -> cost.Prediction:
-        return cost.predict(self.step, self.compressed(method, link.ranks), link, **JOINED[self.front_end])
+        joined = cost.joined(self.front_end, stock=method in (FP32, FP16))
+        return cost.predict(self.step, self.compressed(method, link.ranks), link, **joined)
 
     def rows(self) -> list[Row]:
         predictions = {method: self.predict(method, self.link) for method in self.costs}

@@ -92,6 +92,17 @@ class Prediction:
 # --- a step, by simulation of one rank's training thread and link
 
 
+def joined(front_end: str, stock: bool) -> dict[str, float]:
+    """What a front end joins by default: arguments of `predict`.
+
+    front_end: "horovod" or "ddp". stock: whether it runs without gradzip. Horovod has no buckets then.
+    """
+    found = dict(JOINED[front_end])
+    if stock and front_end == "horovod":
+        del found["bucket_nbytes"]
+    return found
+
+
 def predict(
     step: Step,
     layers: Sequence[Compressed],
@@ -115,7 +126,7 @@ def predict(
         bucket_nbytes: join the collectives of consecutive layers until their float32 gradients have that many bytes.
             None: one collective for each layer.
         fusion_nbytes: the engine joins collectives of the same kind that wait for the link, up to that many bytes, as
-            Horovod does. A layer that needs a single all-reduce is in no bucket then. None: the engine joins none.
+            Horovod does. None: the engine joins none.
 
     Buckets are those of `cut`. Without fusion they start at the first gradient, as DDP's; with fusion at the last one,
     as Horovod's.
@@ -135,7 +146,7 @@ def predict(
     simulation = _Simulation(link, fusion_nbytes or 0.0)
     started: list[tuple[list[_Transfer], list[Compressed]]] = []
     ready = 0.0
-    last_of = {bucket[-1]: bucket for bucket in _buckets(pairs, bucket_nbytes, fusion_nbytes)}
+    last_of = {bucket[-1]: bucket for bucket in _buckets([layer for layer, _ in pairs], bucket_nbytes, fusion_nbytes)}
     for i, (layer, compressed) in enumerate(pairs):
         simulation.work(layer.ready - ready + compressed.encode)
         ready = layer.ready
@@ -158,23 +169,15 @@ def predict(
     return Prediction(step.seconds + compression + exposed, step.seconds, compression, exposed, nbytes)
 
 
-def _buckets(
-    pairs: Sequence[tuple[Layer, Compressed]], nbytes: float | None, fusion_nbytes: float | None
-) -> list[list[int]]:
+def _buckets(layers: Sequence[Layer], nbytes: float | None, fusion_nbytes: float | None) -> list[list[int]]:
     """The indices of the layers whose first rounds start together, in ascending order."""
     if nbytes is None:
-        return [[i] for i in range(len(pairs))]
-    sizes = [4 * layer.numel for layer, _ in pairs]
+        return [[i] for i in range(len(layers))]
+    sizes = [4 * layer.numel for layer in layers]
     if not fusion_nbytes:
         return cut(sizes, nbytes, large_alone=False)
     backwards = cut(reversed(sizes), nbytes, large_alone=True)
-    alone = {i for i, (_, compressed) in enumerate(pairs) if _is_one_all_reduce(compressed)}
-    waiting = [[i for j in reversed(bucket) if (i := len(pairs) - 1 - j) not in alone] for bucket in backwards]
-    return [[i] for i in alone] + [bucket for bucket in waiting if bucket]
-
-
-def _is_one_all_reduce(compressed: Compressed) -> bool:
-    return len(compressed.rounds) == 1 and compressed.rounds[0][0].startswith("all_reduce")
+    return [[len(sizes) - 1 - j for j in reversed(bucket)] for bucket in backwards]
 
 
 @dataclass(eq=False)

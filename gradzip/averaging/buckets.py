@@ -61,21 +61,13 @@ class Plan:
 
     Args:
         prefix: of the names of the states.
-        joins_uncompressed: whether gradients that are not compressed are averaged as one.
     """
 
-    def __init__(
-        self,
-        compressor: Compressor,
-        parameters: list[Tensor],
-        names: list[str],
-        prefix: str,
-        joins_uncompressed: bool = True,
-    ) -> None:
+    def __init__(self, compressor: Compressor, parameters: list[Tensor], names: list[str], prefix: str) -> None:
         self.parameters = parameters
         self.names = names
         self.prefix = prefix
-        self.groups = plan_groups(compressor, parameters, names, prefix, joins_uncompressed=joins_uncompressed)
+        self.groups = plan_groups(compressor, parameters, names, prefix)
         self._compressor = compressor
         self._choice_number = compressor.choice_number
         self._kinds = list(map(_kind, parameters))

@@ -33,7 +33,6 @@ class Group:
         indices: of the parameters within the bucket.
         compressed: whether the gradients are compressed, rather than averaged as they are.
         rounds: the largest number of consecutive collectives.
-        joins: whether to join the collectives with those of other groups, under Horovod.
         numel: elements of all parts.
 
     In a step:
@@ -77,7 +76,6 @@ class Group:
         self.rounds = method.rounds + ops.on_device(likes[0]) if compressed else 1
         if compressed and self.node_chunks is not None:
             self.rounds += self.node_chunks.rounds
-        self.joins = compressed and (method.joins or self.rounds > 1)
         self.rank, self.size = 0, 1
         self.finite = True
         self.culprits: list[str] = []
@@ -301,7 +299,6 @@ def plan_groups(
     names: Sequence[str],
     prefix: str = "",
     *,
-    joins_uncompressed: bool = True,
     frozen: bool = False,
 ) -> list[Group]:
     """Divide the parameters of a bucket into groups.
@@ -310,7 +307,6 @@ def plan_groups(
         compressor: the compressor of the whole model.
         names: of the parameters, the same on all ranks. Rules of a `PerLayer` see them.
         prefix: keeps equal names of several models apart: states are kept under `prefix + name`.
-        joins_uncompressed: whether gradients that are not compressed are averaged as one.
         frozen: average gradients uncompressed, and leave the states alone. Residuals are not applied.
 
     Raises:
@@ -335,9 +331,7 @@ def plan_groups(
                 stacklevel=2,
             )
         kind = method.groups_by(like.shape) if compressed else None
-        alone = (compressed and (kind is None or compressor.node_chunks is not None)) or not (
-            compressed or joins_uncompressed
-        )
+        alone = compressed and (kind is None or compressor.node_chunks is not None)
         # Turns of factors, warm-ups and schedules go by the step: a parameter that joins late keeps its own.
         steps = not frozen and (compressed or method.changes_uncompressed)
         step = method.memory.fields(prefix + name).get("step", 0) if steps else 0

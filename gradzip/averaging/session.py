@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,10 +21,9 @@ import torch
 from torch import Tensor
 
 from .. import engines
-from ..collectives import AllFinite
 from ..collectives.engine import Engine
 from ..collectives.fusion import Round
-from ..collectives.routines import Routine, advance
+from ..collectives.routines import Routine
 from ..collectives.traffic import Traffic
 from ..methods.base.compressor import Compressor
 from ..ops import tensors as ops
@@ -52,7 +50,6 @@ class Session:
         # Of the current step:
         self.buckets: dict[Any, Bucket] = {}  # in progress, in the order in which they were started
         self.groups: dict[Group, None] = {}  # started so far
-        self.waiting: dict[Any, tuple[Routine, AllFinite]] = {}  # routines that only wait for this, until `finish`
         self._told: list[tuple[Group, list[Tensor]]] = []  # groups, and the parameters whose optimizers are told
         self._in_step = False
 
@@ -111,10 +108,10 @@ class Session:
         """The same on the compressor's streams of all devices."""
         return _both(no_autocast(device), self.compressor.streams.on_all())
 
-    def plan(self, parameters: list[Tensor], names: list[str], joins_uncompressed: bool = True) -> Plan:
+    def plan(self, parameters: list[Tensor], names: list[str]) -> Plan:
         """Plan a bucket that is new, or whose parameters or methods have changed. Arguments: as for `Plan`."""
         self.engine.forget_lengths()
-        return Plan(self.compressor, parameters, names, self.prefix, joins_uncompressed)
+        return Plan(self.compressor, parameters, names, self.prefix)
 
     # --- a step
 
@@ -123,19 +120,6 @@ class Session:
         if not self._in_step:
             self._in_step = True
             self.compressor.memory.loss_scale.begin_step()
-
-    def tell_optimizers(self, group: Group, parameters: list[Tensor]) -> None:
-        """Have optimizers told, at the end of this step, how the group has averaged, or to skip it.
-
-        parameters: those of the group, as the optimizers know them.
-        """
-        self._told.append((group, parameters))
-
-    def average(self, group: Group, gradients: list[Tensor]) -> Routine:
-        """Coroutine that replaces the gradients of a group, in the order of its parameters, by their averages."""
-        self.begin()
-        self.groups[group] = None
-        return group.average(gradients, self.engine.rank, self.engine.size)
 
     def start(
         self,
@@ -168,14 +152,6 @@ class Session:
         if previous and self.engine.in_order:
             previous[-1].gather_partitions()
 
-    def advance(self, routine: Routine, result: Any = None) -> Any:
-        """`routines.advance`, whose time counts as the compressor's."""
-        begin = time.perf_counter()
-        try:
-            return advance(routine, result)
-        finally:
-            self.traffic.seconds += time.perf_counter() - begin
-
     def finish(self, slot: str) -> None:
         """Run the routines of all buckets to their ends. Later rounds run for all together. slot: prefix of theirs.
 
@@ -186,9 +162,6 @@ class Session:
             if buckets and self.engine.in_order:
                 buckets[-1].gather_partitions()
             following = Round(self.traffic)
-            waiting, self.waiting = self.waiting, {}
-            for key, (_, check) in waiting.items():
-                following.add(key, check)
             routines = {key: routine for bucket in buckets for key, routine in bucket.routines.items()}
             on_device: dict[Any, Any] = {}  # results of routines that do their local work in one call
             overflowed = []
@@ -201,7 +174,6 @@ class Session:
             for bucket in overflowed:
                 self._advance(bucket, following, on_device)
             following.advance(routines, on_device)
-            routines |= {key: routine for key, (routine, _) in waiting.items()}
             self.engine.finish(routines, following, slot)
         except BaseException:
             self.drop()
@@ -287,7 +259,7 @@ class Session:
         self._reset()
 
     def _reset(self) -> None:
-        self.buckets, self.groups, self.waiting, self._told = {}, {}, {}, []
+        self.buckets, self.groups, self._told = {}, {}, []
         self._in_step = False
 
 

@@ -96,26 +96,24 @@ class Round:
 
     def add(self, key: Any, collective: Collective | AllFinite) -> None:
         """Add a collective of the routine `key`."""
+        kind: tuple[Any, ...]  # what collectives that are joined have in common
         if isinstance(collective, AllFinite):
             self._checks[key] = collective
+            return
+        if isinstance(collective, RingSum):
+            kind = (RingSum, collective.scope, collective.dtype, collective.device)
+        elif isinstance(collective, ToHost):
+            kind = (ToHost, collective.tensor.device)
         else:
-            self._groups.setdefault(self._kind(collective), {})[key] = collective
+            same_length = getattr(collective, "same_length", None)  # of a Gather or AllToAll
+            tensor = collective.tensor
+            kind = (type(collective), collective.scope, tensor.dtype, tensor.device, same_length)
+        self._groups.setdefault(kind, {})[key] = collective
 
     def take_checks(self, previous: Round) -> None:
         """Take over the checks that the previous round has left to others."""
         self._checks = previous._checks | self._checks
         previous._checks = {}
-
-    @staticmethod
-    def _kind(collective: Collective) -> tuple:
-        """What collectives that are joined have in common."""
-        if isinstance(collective, RingSum):
-            return (RingSum, collective.scope, collective.dtype, collective.device)
-        if isinstance(collective, ToHost):
-            return (ToHost, collective.tensor.device)
-        same_length = getattr(collective, "same_length", None)  # of a Gather or AllToAll
-        tensor = collective.tensor
-        return (type(collective), collective.scope, tensor.dtype, tensor.device, same_length)
 
     def take_rings(self) -> dict[Any, RingSum]:
         """Remove the RingSums from this round, and return them by key."""
@@ -145,17 +143,17 @@ class Round:
 
 def _join(group: list[Any]) -> Collective:
     """Join collectives of one kind."""
-    if len(group) == 1 and not _several(group[0]):
+    if len(group) == 1 and not getattr(group[0], "tensors", ()):
         return group[0]
     if isinstance(group[0], Mean):
-        tensors = [tensor for c in group for tensor in _several(c) or (c.tensor,)]
+        tensors = [tensor for c in group for tensor in c.tensors or (c.tensor,)]
         joined, scope = adjacent(tensors), group[0].scope
         if joined is None:
             return Mean(torch.cat([t.reshape(-1) for t in tensors]), scope=scope)
         return Mean(joined, keep=any([c.keep for c in group]), scope=scope)
     if isinstance(group[0], (Broadcast, ToHost)):
         tensors = [c.tensor for c in group]
-        if _mixed(group):
+        if isinstance(group[0], ToHost) and _mixed(group):
             tensors = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
         joined = adjacent(tensors)
         joined = torch.cat([t.reshape(-1) for t in tensors]) if joined is None else joined
@@ -173,9 +171,9 @@ def _join(group: list[Any]) -> Collective:
 
 def _split(result: Any, group: list[Any]) -> list[Any]:
     """Split the result of a joined collective."""
-    if len(group) == 1 and not _several(group[0]):
+    if len(group) == 1 and not getattr(group[0], "tensors", ()):
         return [result]
-    if _mixed(group):
+    if isinstance(group[0], ToHost) and _mixed(group):
         pieces = result.split_with_sizes([c.tensor.nbytes for c in group])
         return [piece.clone().view(c.tensor.dtype).view(c.tensor.shape) for piece, c in zip(pieces, group)]
     if isinstance(group[0], Mean):
@@ -215,13 +213,9 @@ def _split_means(total: Tensor, group: list[Mean]) -> list[Tensor]:
     return results
 
 
-def _several(collective: Any) -> Sequence[Tensor]:
-    return getattr(collective, "tensors", ())
-
-
-def _mixed(group: list[Any]) -> bool:
-    """Whether collectives, each a ToHost then, have several dtypes: they are joined as bytes."""
-    return isinstance(group[0], ToHost) and len({c.tensor.dtype for c in group}) > 1
+def _mixed(copies: list[ToHost]) -> bool:
+    """Whether copies have several dtypes: they are joined as bytes."""
+    return len({c.tensor.dtype for c in copies}) > 1
 
 
 def _join_rings(group: list[RingSum]) -> RingSum:

@@ -70,12 +70,16 @@ class HorovodEngine(Engine):
         _wait(handle)
         return bytes(hvd.synchronize(handle).tolist()).splitlines()
 
-    def wire(self, tensor: Tensor) -> Tensor:
-        """Convert a tensor to what Horovod accepts: contiguous, and bfloat16 to float32. Counts its bytes as sent."""
+    def accepted(self, tensor: Tensor) -> Tensor:
+        """Convert a tensor to what Horovod accepts: contiguous, and bfloat16 to float32."""
         if tensor.is_floating_point() and tensor.dtype not in _ALLREDUCE_DTYPES:
             tensor = tensor.float()
-        tensor = tensor.contiguous()
-        self.count(tensor.numel() * tensor.element_size())
+        return tensor.contiguous()
+
+    def wire(self, tensor: Tensor) -> Tensor:
+        """The same, and count its bytes as sent."""
+        tensor = self.accepted(tensor)
+        self.count(tensor.nbytes)
         return tensor
 
     def place(self) -> tuple[int, int]:

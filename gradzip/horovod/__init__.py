@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..methods.base.compressor import Compressor
-from .front_end import bucketed, compress
+from .front_end import bucketed, compress, decompress
 
 if TYPE_CHECKING:
     from .elastic import elastic_state
 
 __all__ = ["Compression", "bucketed", "elastic_state"]
 
-Compressor.horovod_compress = compress
+Compressor.compress, Compressor.decompress = compress, decompress
 
 
 def __getattr__(name: str) -> Any:

@@ -10,21 +10,21 @@ from ..averaging.buckets import Plan
 
 
 class PlannedBucket:
-    """What happens to the gradients of a bucket: at least so many are averaged together, the others alone."""
+    """What happens to the gradients of a bucket.
 
-    def __init__(self, plan: Plan, least: int = 2) -> None:
+    Args:
+        engine: of Horovod.
+    """
+
+    def __init__(self, plan: Plan, engine: Any) -> None:
         self.plan = plan
-        joining = [group for group in plan.groups if group.joins]
-        if sum(len(group.indices) for group in joining) < least:
-            joining = []
-        self.groups = joining
-        self.joined = dict.fromkeys(plan.parameters[i] for group in joining for i in group.indices)
-        self.alone = {plan.parameters[group.indices[0]]: group for group in plan.groups if group not in joining}
-        self.name = plan.names[joining[0].indices[0]] if joining else ""  # of its operations
-        # What Horovod all-reduces in place of the gradients: a zero of the same type each, as its groups hold one type.
+        self.lacked = False  # whether a gradient did not come in a step: its parameter has another step number since
+        self.ids = list(map(id, plan.parameters))
+        # What Horovod all-reduces in place of the gradients: a zero of their type each, as its groups hold one type.
         # Nothing else writes to them, so a step may hand them over again.
-        zeros = plan.parameters[0].detach().new_zeros(len(self.joined)).split(1) if joining else ()
-        self.zeros = dict(zip(self.joined, zeros))
+        zeros = plan.parameters[0].detach().new_zeros(len(self.ids)) if self.ids else None
+        self.wires = [] if zeros is None else list(engine.accepted(zeros).split(1))
+        self.wires_nbytes = sum(wire.nbytes for wire in self.wires)
 
 
 class WaitingBucket:
@@ -32,10 +32,5 @@ class WaitingBucket:
 
     def __init__(self, planned: PlannedBucket) -> None:
         self.planned = planned
-        self.missing = set(planned.joined)
-        self.gradients: dict[Any, Tensor] = {}  # by parameter
-
-    def add(self, parameter: Any, grad: Tensor) -> None:
-        """Add a gradient."""
-        self.gradients[parameter] = grad
-        self.missing.discard(parameter)
+        self.wires = dict(zip(planned.ids, planned.wires))  # of the gradients that have to come
+        self.gradients: dict[int, Tensor] = {}  # that have come, by the parameter's id

@@ -1,10 +1,9 @@
 """One optimizer of Horovod: its buckets, and its gradients in flight.
 
 Horovod calls ``compress(gradient)`` in its backward hook, all-reduces the tensor it returns, and calls ``decompress``
-in ``optimizer.synchronize()``, when it has called `compress` for all gradients. Where a gradient needs one Mean and
-gains nothing from others, that Mean is Horovod's own all-reduce; but in float16, where Horovod's sum could overflow, it
-is a collective of its own. All other gradients wait until their bucket is complete. Collectives are started beside
-Horovod's, which gets a tensor of one element to all-reduce.
+in ``optimizer.synchronize()``, when it has called `compress` for all gradients. Gradients wait until their bucket is
+complete. Its collectives are started beside Horovod's, which gets a tensor of one element to all-reduce. The first call
+of `decompress` ends the step.
 
 Hooks are called in an order that differs between ranks, and Horovod matches operations by their names. All ranks have
 the same buckets, and name operations after parameters.
@@ -20,12 +19,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ..averaging.buckets import Bucket, Plan, bucket_nbytes, cut
-from ..averaging.group import Group, plan_groups
+from ..averaging.buckets import bucket_nbytes, cut
+from ..averaging.group import plan_groups
 from ..averaging.session import Session
-from ..collectives import AllFinite, Mean
-from ..collectives.fusion import Round
-from ..collectives.routines import Done, Routine
 from .buckets import PlannedBucket, WaitingBucket
 
 
@@ -70,159 +66,122 @@ class OptimizerContext:
         self._buckets = [[named[name] for name in bucket] for bucket in cuts]
         self._order = {name: i for i, name in enumerate(name for bucket in cuts for name in bucket)}
         self._planned: list[PlannedBucket | None] = [None] * len(cuts)
-        self._sparse: set[Any] = set()  # parameters that Horovod did not call `compress` for in the last step
-        self._drop(optimizer)
+        self._sparse: set[int] = set()  # ids of parameters that Horovod did not call `compress` for in the last step
+        self.drop(optimizer)
 
-    def _drop(self, optimizer: Any) -> None:
-        """Forget the gradients in flight."""
-        self._handles = optimizer._handles
-        self._waiting: dict[Any, WaitingBucket] = {}  # by parameter that has to come
-        self._alone: dict[Any, Group] = {}  # by parameter that waits for no other
-        self._sums: list[Tensor] = []  # of the current step, with op=Sum
-        self._num_in_flight = 0
+    def drop(self, optimizer: Any) -> None:
+        """Drop the step in progress."""
+        self.handles = optimizer._handles
+        self._waiting: dict[int, WaitingBucket] = {}  # by the id of each parameter in it
+        self.step: InFlightStep | None = None
         self.session.drop()
-
-    def reset_if_stale(self, optimizer: Any) -> None:
-        """Drop gradients in flight if the optimizer has: it does when it loads a state dict, maybe on one rank only."""
-        if optimizer._handles is not self._handles:
-            self._drop(optimizer)
 
     # --- compress
 
-    def add(self, parameter: Any, grad: Tensor) -> tuple[Tensor, InFlightGradient]:
+    def add(self, parameter: Any, grad: Tensor) -> tuple[Tensor, tuple[InFlightStep, Tensor]]:
         """Start averaging a gradient, and its bucket if it is the last one of that.
 
-        Returns the tensor for Horovod to all-reduce, and the context of `decompress`.
+        Returns the tensor for Horovod to all-reduce, and the step and gradient.
         """
-        self.session.begin()
-        if not self._num_in_flight:
+        step = self.step
+        if step is None:
+            step = self.step = InFlightStep(self)
             self._plan_step()
-        in_flight = InFlightGradient(self, self._names[parameter], grad)
-        bucket = self._waiting.get(parameter)
-        if bucket is not None and parameter.requires_grad and _is_like(grad, parameter):
-            bucket.add(parameter, grad)
-            wire = self.engine.wire(bucket.planned.zeros[parameter])
+        if self.sums:
+            step.sums.append(grad)
+        if grad.is_cuda:
+            self.session.compressor.streams.follow(grad)
+        number = id(parameter)
+        bucket = self._waiting.get(number)
+        wire = None if bucket is None else bucket.wires.pop(number, None)
+        alike = (grad.dtype, grad.device, grad.layout) == (parameter.dtype, parameter.device, torch.strided)
+        if bucket is not None and wire is not None and alike and parameter.requires_grad:
+            bucket.gradients[number] = grad
         else:
-            self._sparse.discard(parameter)
-            wire = self._start_alone(parameter, grad, in_flight)
-            if bucket is not None:
-                bucket.missing.discard(parameter)
-        if bucket is not None and not bucket.missing:
+            self._sparse.discard(number)
+            wire = self._start_alone(parameter, grad)
+        if bucket is not None and not bucket.wires:
             self._start(bucket)
-        self._num_in_flight += 1
-        return wire, in_flight
+        return wire, (step, grad)
 
     def _plan_step(self) -> None:
         """Plan the buckets of a step: since the last one, parameters may be frozen, and methods may have changed."""
-        self._waiting, self._alone = {}, {}
+        self._waiting = {}
         for i, bucket in enumerate(self._buckets):
-            parameters = [p for p in bucket if p.requires_grad and p not in self._sparse]
+            parameters = [p for p in bucket if p.requires_grad and id(p) not in self._sparse]
             planned = self._planned[i]
-            if planned is None or not planned.plan.fits(self.session.compressor, parameters):
-                planned = self._planned[i] = PlannedBucket(self._plan(parameters))
-            self._alone |= planned.alone
-            if planned.joined:
-                self._waiting |= dict.fromkeys(planned.joined, WaitingBucket(planned))
+            if planned is None or planned.lacked or not planned.plan.fits(self.session.compressor, parameters):
+                planned = self._planned[i] = self._plan(parameters)
+            self._waiting |= dict.fromkeys(planned.ids, WaitingBucket(planned))
 
-    def _plan(self, parameters: list[Tensor]) -> Plan:
-        # Horovod itself joins gradients that are not compressed.
-        return self.session.plan(parameters, [self._names[p] for p in parameters], joins_uncompressed=False)
+    def _plan(self, parameters: list[Tensor]) -> PlannedBucket:
+        plan = self.session.plan(parameters, [self._names[p] for p in parameters])
+        return PlannedBucket(plan, self.engine)
 
-    def _start_alone(self, parameter: Any, grad: Tensor, in_flight: InFlightGradient) -> Tensor:
-        """Run the method of one gradient to its first collective. Returns the tensor that Horovod all-reduces."""
-        name = in_flight.name
-        group = self._alone.get(parameter)
-        if group is None or not parameter.requires_grad:
-            compressor, prefix, frozen = self.session.compressor, self.session.prefix, not parameter.requires_grad
-            (group,) = plan_groups(compressor, [grad], [name], prefix, frozen=frozen)
-        self.session.tell_optimizers(group, [parameter])
-        routine = self.session.average(group, [grad])
-        collective = self.session.advance(routine)
-        if isinstance(collective, Mean) and group.rounds == 1 and not collective.divides_first:
-            in_flight.routine, in_flight.dtype = routine, collective.tensor.dtype
-            return self.engine.wire(collective.addend(self.engine.size))
-        first = Round(self.session.traffic)
-        first.add(name, collective)
-        self.session.buckets[name] = Bucket({name: routine}, first, self.engine, f"{name}.gradzip")
-        return self.engine.wire(grad.new_zeros(1))
+    def _start_alone(self, parameter: Any, grad: Tensor) -> Tensor:
+        """Start to average a gradient that is in no bucket. Returns the tensor for Horovod to all-reduce."""
+        name, frozen = self._names[parameter], not parameter.requires_grad
+        with self.session.on_stream_of(grad):
+            groups = plan_groups(self.session.compressor, [grad], [name], self.session.prefix, frozen=frozen)
+            self.session.start(name, groups, [parameter], [grad], f"{name}.gradzip")
+            return self.engine.wire(grad.new_zeros(1))
 
     def _start(self, bucket: WaitingBucket) -> None:
         """Run the methods of a bucket to their first collectives, and start those."""
-        planned, gradients = bucket.planned, bucket.gradients
-        if len(gradients) < len(planned.joined):  # parameters were frozen since, or have sparse gradients
-            planned = PlannedBucket(self._plan([p for p in planned.joined if p in gradients]), least=1)
-        if planned.groups:
-            parameters = planned.plan.parameters
-            by_number = {i: gradients[p] for i, p in enumerate(parameters) if p in gradients}
-            self.session.start(planned.name, planned.groups, parameters, by_number, f"{planned.name}.gradzip")
-        for parameter in bucket.planned.joined:
-            self._waiting.pop(parameter, None)
+        planned, gradients = bucket.planned, list(bucket.gradients.values())
+        if len(gradients) < len(planned.ids):  # parameters were frozen since, or have sparse gradients
+            planned.lacked = True
+            planned = self._plan([p for p in planned.plan.parameters if id(p) in bucket.gradients])
+        if gradients:
+            plan = planned.plan
+            self.engine.count(planned.wires_nbytes)
+            with self.session.on_stream_of(gradients[-1]):
+                in_order = [bucket.gradients[number] for number in planned.ids]
+                self.session.start(plan.names[0], plan.groups, plan.parameters, in_order, f"{plan.names[0]}.gradzip")
+        for number in bucket.planned.ids:
+            self._waiting.pop(number, None)
 
     # --- decompress
 
-    def complete(self) -> None:
-        """Run all routines to their ends, but for those whose Mean is Horovod's own.
+    def finish(self, device: torch.device) -> None:
+        """Run all routines to their ends, and end the step.
 
         Later rounds run for all gradients together, as fused collectives, and so do rings, which are matched by their
         order alone: that of the parameters, backwards, because the gradients of the last ones were ready first.
+
+        device: of a gradient.
         """
-        for bucket in dict.fromkeys(self._waiting.values()):
-            self._sparse |= bucket.missing  # Horovod gathers sparse gradients itself
-            self._start(bucket)
-        started = self.session.buckets
-        if started:
-            names = sorted(started, key=lambda name: (self._order.get(name, -1), name), reverse=True)
-            self.session.buckets = {name: started[name] for name in names}
-            self.session.finish(f"{names[0]}.gradzip")
-
-    def finished(self, gradient: InFlightGradient) -> None:
-        """Count a finished gradient; after the last one, end the step."""
-        self._num_in_flight -= 1
-        if self.sums:
-            self._sums.append(gradient.grad)  # may overflow even if the average has not
-        if self._num_in_flight:
-            return
-        sums, self._sums = self._sums, []
-        self._waiting = {}
-        if self.session.waiting:
-            self.session.finish("")  # no collectives, which would need names
-        self.session.end(skipped := self.session.is_skipped(sums))
-        self.session.complete(skipped)
+        step, session = self.step, self.session
+        assert step is not None
+        with session.on_all_streams(device):
+            try:
+                for bucket in list(dict.fromkeys(self._waiting.values())):
+                    self._sparse |= bucket.wires.keys()  # Horovod gathers sparse gradients itself
+                    self._start(bucket)
+                names = sorted(session.buckets, key=lambda name: (self._order.get(name, -1), name), reverse=True)
+                if names:
+                    session.buckets = {name: session.buckets[name] for name in names}
+                    session.finish(f"{names[0]}.gradzip")
+            finally:
+                self._waiting, self.step = {}, None
+            if step.sums:
+                torch._foreach_mul_(step.sums, self.engine.size)  # may overflow even if the averages have not
+            session.end(skipped := session.is_skipped(step.sums))
+            session.complete(skipped)
+        step.is_over = True
 
 
-class InFlightGradient:
-    """One gradient between Horovod's calls of `compress` and `decompress`, which its average replaces in its memory."""
+class InFlightStep:
+    """A step between Horovod's first call of `compress` and its first call of `decompress`."""
 
-    def __init__(self, context: OptimizerContext, name: str, grad: Tensor) -> None:
-        self.name = name
-        self.grad = grad
-        self.routine: Routine | None = None  # that waits for Horovod's own all-reduce
-        self.dtype: torch.dtype | None = None  # of what the routine is sent
+    def __init__(self, context: OptimizerContext) -> None:
+        self.is_over = False
+        self.sums: list[Tensor] = []  # its gradients, with op=Sum
         self._context = ref(context)  # no reference cycle: what is dropped is freed at once
 
-    def finish(self, reduced: Tensor) -> Tensor:
-        """The gradient's average (or sum). reduced: what Horovod all-reduced."""
+    def finish(self, device: torch.device) -> None:
+        """End the step. device: of a gradient, on which the host has waited in Horovod's `synchronize`."""
         context = self._context()
-        if context is None:
-            raise RuntimeError(f"{self.name}: got the result of a step that was dropped when the group changed")
-        size = context.engine.size
-        # The host has waited for `reduced` in Horovod's `synchronize`.
-        with context.session.on_all_streams(reduced.device):
-            if self.routine is None:
-                context.complete()
-            else:
-                average = reduced / size if context.sums else reduced
-                end = context.session.advance(self.routine, average.to(self.dtype))
-                if isinstance(end, AllFinite):  # found out together with others
-                    context.session.waiting[self.name] = self.routine, end
-                elif not isinstance(end, Done):
-                    raise RuntimeError(f"{self.name}: the method asks for a second collective, but declares rounds = 1")
-            if context.sums:
-                self.grad.mul_(size)
-            context.finished(self)
-        return self.grad
-
-
-def _is_like(grad: Tensor, parameter: Tensor) -> bool:
-    """Whether a gradient can be in its parameter's bucket."""
-    return (grad.dtype, grad.device, grad.layout) == (parameter.dtype, parameter.device, torch.strided)
+        if context is None or context.step is not self:
+            raise RuntimeError("got the result of a step that was dropped: the group has changed, or it has failed")
+        context.finish(device)

@@ -1,43 +1,70 @@
-"""Horovod's calls of `compress`: which compressor, optimizer and parameter they are about.
+"""Horovod's calls of `compress` and `decompress`: which compressor, optimizer and parameter they are about.
 
-`OptimizerContext` has what happens then.
+`OptimizerContext` has what happens then. Horovod calls both for each gradient: here, function calls count.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 from torch import Tensor
 
 from ..averaging.session import Session
 from ..methods.base.compressor import Compressor
-from .context import InFlightGradient, OptimizerContext
+from .context import InFlightStep, OptimizerContext
 from .owner import find_owner
 
 # By optimizer. Each has one compressor.
-_contexts: WeakKeyDictionary[Any, OptimizerContext] = WeakKeyDictionary()
+_contexts: dict[ref[Any], OptimizerContext] = {}
 
 # A backward pass has one thread for each device.
 _lock = Lock()
 
 
-def compress(compressor: Compressor, tensor: Tensor) -> tuple[Tensor, InFlightGradient]:
+def compress(compressor: Compressor, *tensor: Tensor) -> tuple[Tensor, tuple[InFlightStep, Tensor]]:
     """Start averaging a gradient. Returns the tensor for Horovod to all-reduce, and `decompress`'s context."""
-    optimizer, parameter = find_owner(tensor)
-    # The hooks of a bucket may run on several streams: each call waits for its own, on which Horovod then records the
-    # event that it starts after.
+    if not tensor:  # called on the class, as Horovod calls its own compressions
+        raise TypeError("compression: got a class, expected an instance of it, as in compression=gradzip.TopK()")
+    (gradient,) = tensor
+    # Guess Horovod's variables, and verify.
+    caller = sys._getframe(1).f_locals
+    optimizer: Any = caller.get("self")
+    parameter = caller.get("p")
+    if parameter is None or parameter.grad is not gradient:
+        optimizer, parameter = find_owner(gradient)
     with _lock:
-        context = _contexts.get(optimizer)
-        if context is None or context.engine.is_stale:
-            session = Session(compressor, "compression")
-            name_states(session, optimizer)
-            context = _contexts[optimizer] = OptimizerContext(optimizer, session)
-        with context.session.on_stream_of(tensor):
-            context.reset_if_stale(optimizer)
-            return context.add(parameter, tensor)
+        context = _contexts.get(ref(optimizer))
+        if context is not None and optimizer._handles is not context.handles:
+            context.drop(optimizer)  # it drops its gradients when it loads a state dict, maybe on one rank only
+        if context is None or (context.step is None and context.engine.is_stale):
+            context = _connect(compressor, optimizer)
+        return context.add(parameter, gradient)
+
+
+def decompress(compressor: Compressor, reduced: Tensor, of_compress: tuple[InFlightStep, Tensor] | None) -> Tensor:
+    """A gradient's average (or sum), in its memory. of_compress: what `compress` returned for it."""
+    if of_compress is None:
+        return reduced
+    step, gradient = of_compress
+    if not step.is_over:
+        step.finish(reduced.device)
+    return gradient
+
+
+def _connect(compressor: Compressor, optimizer: Any) -> OptimizerContext:
+    session = Session(compressor, "compression")
+    name_states(session, optimizer)
+    context = OptimizerContext(optimizer, session)
+    _contexts[ref(optimizer, _forget)] = context
+    return context
+
+
+def _forget(optimizer: ref[Any]) -> None:
+    _contexts.pop(optimizer, None)
 
 
 def name_states(session: Session, optimizer: Any) -> None:
@@ -55,7 +82,7 @@ def drop_in_flight(compressor: Compressor) -> None:
     for optimizer, context in list(_contexts.items()):
         if context.session.compressor is compressor:
             context.session.drop()
-            del _contexts[optimizer]
+            _forget(optimizer)
 
 
 def bucketed(compressor: Compressor, bucket_cap_mb: float = 25.0) -> Compressor:

@@ -35,6 +35,14 @@ class HomeStreams:
         home = self._streams.setdefault(gradient.device, current)
         return None if current == home else _between(current, home, gradient)
 
+    def follow(self, gradient: Tensor) -> None:
+        """Have the home stream of a gradient's device wait for the current one, for later work on the gradient."""
+        current = torch.cuda.current_stream(gradient.device)
+        home = self._streams.setdefault(gradient.device, current)
+        if current != home:
+            home.wait_stream(current)
+            gradient.record_stream(home)
+
     @contextlib.contextmanager
     def on_all(self) -> Iterator[None]:
         """Run the block on the home streams of all devices so far, as `on`."""

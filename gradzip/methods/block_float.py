@@ -87,7 +87,6 @@ class BlockFloat(ErrorFeedback):
     seed: int = 0
 
     rounds = 2
-    joins = True
     asymmetric = True
 
     def __post_init__(self) -> None:

@@ -28,8 +28,6 @@ class Cast(Compressor):
             Horovod cannot average it, so it is sent as float32 there, which saves nothing.
     """
 
-    joins = True
-
     dtype: torch.dtype = torch.float16
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -69,15 +70,19 @@ class DCTRange(TransformCodec):
         return (-1, 1, *kernel) if kernel else (-1,)
 
     def transform_for(self, shape: torch.Size) -> ops.Transform:
-        kernel = _kernel(shape)
-        if kernel:
-            return ops.Transform.dct(*kernel)
-        return ops.Transform.dct() if self.block is None else ops.Transform.dct(self.block)
+        kernel = _kernel(shape) or (() if self.block is None else (self.block,))
+        return ops.Transform.dct(*kernel)
 
     def transform_with_lengths(self, lengths: tuple[int, ...]) -> ops.Transform | None:
-        return ops.Transform.dct(*lengths) if ops.Transform.dct_exists(*lengths) else None
+        return _transform_of(lengths)
 
 
+@functools.cache
+def _transform_of(lengths: tuple[int, ...]) -> ops.Transform | None:
+    return ops.Transform.dct(*lengths) if ops.Transform.dct_exists(*lengths) else None
+
+
+@functools.cache
 def _kernel(shape: torch.Size) -> tuple[int, ...]:
     """The lengths of the kernels of a gradient of that shape; empty without kernels, and for too long ones."""
     kernel = tuple(n for n in shape[2:] if n > 1)

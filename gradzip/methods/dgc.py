@@ -140,7 +140,7 @@ class DGC(SparseCodec):
         self.keep_owner_residual(group)
         velocity, state = group.vector, group.state
         if self.clip_norm is not None:
-            of_gradients = pieces(velocity, list(group.shapes.values()))
+            of_gradients = pieces(velocity, group.shapes_of_parts)
             norms = torch.stack(torch._foreach_norm(of_gradients, dtype=torch.float64))
             scales = (self.clip_norm * self.memory.loss_scale.value / math.sqrt(group.size) / norms).clamp(max=1.0)
             for piece, scale in zip(of_gradients, scales):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,9 +82,7 @@ class FFTRange(TransformCodec):
     @property
     def _transform(self) -> ops.Transform:
         """The transform of the kernel, or pairs of numbers, which hold the spectra of torch.fft."""
-        if self.block is not None and ops.Transform.fourier_exists(self.block):
-            return ops.Transform.fourier(self.block)
-        return ops.Transform.pairs()
+        return _transform_of(self.block)
 
     def transform_for(self, shape: torch.Size) -> ops.Transform:
         return self._transform
@@ -93,7 +93,7 @@ class FFTRange(TransformCodec):
     # --- rows that torch.fft transforms
 
     def signal_numel(self, numel: int) -> int:
-        if self._transform != ops.Transform.pairs():
+        if self._transform is not _PAIRS:
             return numel
         rows, length = transform_shape(numel, self.block)
         return rows * 2 * ((length + 1) // 2)
@@ -101,7 +101,7 @@ class FFTRange(TransformCodec):
     def signal(self, grad: Tensor) -> Tensor:
         """The gradient, or its frequencies by torch.fft as pairs of real and imaginary parts."""
         grad = grad.reshape(-1)
-        if self._transform != ops.Transform.pairs():
+        if self._transform is not _PAIRS:
             return grad
         rows, length = transform_shape(grad.numel(), self.block)
         signal = grad
@@ -119,9 +119,9 @@ class FFTRange(TransformCodec):
         return self.workspace.empty("pairs", (rows, (length + 1) // 2), torch.complex64, device)
 
     def inverse(
-        self, parts: list[ops.TransformPart], transform: ops.Transform, out: Tensor, weight: float, add: bool = False
+        self, parts: np.ndarray, transform: ops.Transform, out: Tensor, weight: float, add: bool = False
     ) -> None:
-        if transform != ops.Transform.pairs():
+        if transform is not _PAIRS:
             super().inverse(parts, transform, out, weight, add)
             return
         rows, length = transform_shape(out.numel(), self.block)
@@ -136,3 +136,11 @@ class FFTRange(TransformCodec):
             out.add_(flat)
         else:
             out.copy_(flat)
+
+
+_PAIRS = ops.Transform.pairs()
+
+
+@functools.cache
+def _transform_of(block: int | None) -> ops.Transform:
+    return ops.Transform.fourier(block) if block is not None and ops.Transform.fourier_exists(block) else _PAIRS

@@ -59,7 +59,6 @@ class LowRank(ErrorFeedback):
     """
 
     vectors = False
-    joins = True
 
     rank: int = 4
     error_feedback: bool = True

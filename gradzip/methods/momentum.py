@@ -97,8 +97,7 @@ class Momentum(Compressor):
     yours rises for long, begin behind that, as in
     ``Phases({0: NoCompression(), 2000: Momentum(SignSGD(majority=False), warmup_steps="auto")})``.
 
-    Parameters that bypass `inner` are averaged uncompressed in all steps, and keep no momentum here. Parameters that
-    `inner` joins count the steps of the oldest one: those that are trained later need a rule of `PerLayer`.
+    Parameters that bypass `inner` are averaged uncompressed in all steps, and keep no momentum here.
 
     `Hierarchical`, `PerLayer` and `Phases` may be made of it.
 
@@ -151,7 +150,7 @@ class Momentum(Compressor):
                 raise ValueError(f"Momentum: got {name} = {value!r}, expected a number in [0, 1)")
         if not (is_count(self.warmup_steps) or self.warmup_steps == "auto"):
             raise ValueError(f"Momentum: got warmup_steps = {self.warmup_steps!r}, expected an integer >= 0 or 'auto'")
-        self.rounds, self.joins, self.max_numel = inner.rounds, inner.joins, inner.max_numel
+        self.rounds, self.max_numel = inner.rounds, inner.max_numel
         self.vectors = inner.vectors
         self.asymmetric, self.adapts = inner.asymmetric, inner.adapts or self._is_auto
         self.error_feedback, self.unbiased = inner.error_feedback, inner.unbiased

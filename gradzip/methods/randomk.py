@@ -50,7 +50,6 @@ class RandomK(ErrorFeedback):
     NeurIPS 2018; Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, definition 2.2.
     """
 
-    joins = True  # a bucket is one vector
     max_numel = INDEXED_NUMEL
 
     theta: Theta = 0.99

@@ -114,13 +114,15 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
     def _terms(self, coded: CodedSum) -> groups.Sums:
         """The terms of a sum of payloads with plain values on a device, where nothing waits to read the indices."""
         (out,) = coded.outs
-        counts = np.array([_COUNT.unpack_from(payload.fields)[0] for payload in coded.payloads])
-        nbytes = groups.numels([payload.body for payload in coded.payloads])
+        bodies = [payload.body for payload in coded.payloads]
+        fields = b"".join([payload.fields for payload in coded.payloads])
+        counts = np.frombuffer(fields, "<u8")[::2]
+        nbytes = groups.numels(bodies)
         for rank, (k, size) in enumerate(zip(counts.tolist(), nbytes.tolist())):
             if k > out.numel() or 4 * k > size:
                 claims = f"corrupt payload: it claims {k} values of {out.numel()} elements in {size} bytes"
                 raise from_rank(ops.PayloadError(claims), rank, len(coded.payloads))
-        values = groups.addresses([payload.body for payload in coded.payloads])
+        counts, values = counts.astype(np.int64), groups.addresses(bodies).astype(np.int64)
         columns = (values + 4 * counts, nbytes - 4 * counts, values, counts)
         return groups.sums([out], coded.add, columns, np.full((1, len(counts)), coded.weight))
 

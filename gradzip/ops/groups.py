@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _native
+from .range_float import WORDS, RangeFloat
 
 # --- matrices, whose factors are one flat tensor for each group
 
@@ -136,11 +137,11 @@ def _run_table(name: str, where: Tensor, tables: Sequence[np.ndarray], *argument
 
 
 def addresses(tensors: Sequence[Tensor]) -> np.ndarray:
-    return np.array([x.data_ptr() for x in tensors], np.uint64)
+    return np.fromiter(map(Tensor.data_ptr, tensors), np.uint64, len(tensors))
 
 
 def numels(tensors: Sequence[Tensor]) -> np.ndarray:
-    return np.array([x.numel() for x in tensors], np.int64)
+    return np.fromiter(map(Tensor.numel, tensors), np.int64, len(tensors))
 
 
 def keys_of(key: int, count: int) -> np.ndarray:
@@ -235,6 +236,74 @@ def decode_sums(kernel: str, of: Sequence[Sums], fails: bool = True) -> int:
     terms = np.concatenate([one.terms for one in of])
     run = _native.run_failed if fails else _native.run
     return run(kernel, of[0].where, table.ctypes.data, len(table), terms.ctypes.data) or 0
+
+
+# --- selected coefficients of a transform (`ops.transform_*`), whose bitmaps and values are coded
+
+_PART = np.dtype(  # struct TransformPart of csrc/common/transform.h
+    [("bitmap", "<u8"), ("packed", "<u8"), ("nbytes", "<i8"), ("k", "<i8"), ("format", WORDS), ("padding", "V4")]
+)
+_MOST_PARTS = 16  # that are added up before they are transformed back
+_ALIGN = 64  # of bitmaps, in bytes
+
+
+def transform_select(x: Tensor, code: int, k: int, bitmap: Tensor, values: Tensor, scratch: Tensor) -> None:
+    """`ops.transform_select`."""
+    source = (x.data_ptr(), x.numel(), code, k, scratch.data_ptr(), scratch.numel())
+    _native.run("transform_select", x, *source, bitmap.data_ptr(), values.data_ptr())
+
+
+def range_float_fit(x: Tensor, bits: int, mantissa: int | None, limits: tuple[float, float] | None) -> RangeFloat:
+    """`RangeFloat.fit`."""
+    vmin, vmax = (1.0, -1.0) if limits is None else limits  # an empty range stands for that of x
+    return RangeFloat._of_words(RangeFloat._fit(x, bits, -1 if mantissa is None else mantissa, vmin, vmax), bits)
+
+
+def range_float_encode(x: Tensor, number: RangeFloat, bits: int, key: int | None, out: Tensor) -> int | Tensor:
+    """`RangeFloat.encode_packed`."""
+    words = number._words_on(x.device)
+    source = (words.data_ptr(), x.data_ptr(), x.numel(), bits, key is not None, key or 0)
+    return _native.run_count("range_float_encode_packed", x, *source, out.data_ptr())
+
+
+def bitmap_code_write(bitmap: Tensor, numel: int, segment: int, out: Tensor) -> int | Tensor:
+    """`ops.bitmap_code_write`."""
+    return _native.run_count("bitmap_code_encode", bitmap, bitmap.data_ptr(), numel, segment, out.data_ptr())
+
+
+def bitmap_code_decode(
+    streams: np.ndarray, nbytes: np.ndarray, counts: np.ndarray, numel: int, segment: int, where: Tensor
+) -> tuple[Tensor, int]:
+    """`ops.bitmap_code_decode_all` of streams at these addresses.
+
+    Returns the bitmaps, of which each begins a row; and 1 plus the number of the stream that is corrupt, or 0.
+    """
+    row = -(-numel // (8 * _ALIGN)) * _ALIGN
+    bitmaps = torch.empty((len(streams), row), dtype=torch.uint8, device=where.device)
+    table = np.empty((len(streams), 4), np.int64)  # struct BitmapStream of csrc/common/bitmap_code.h
+    table[:, 0], table[:, 1], table[:, 2] = streams, nbytes, counts
+    table[:, 3] = bitmaps.data_ptr() + row * np.arange(len(streams))
+    arguments = (table.ctypes.data, len(table), numel, segment)
+    return bitmaps, _native.run_failed("bitmap_code_decode", where, *arguments)
+
+
+def transform_parts(
+    bitmaps: np.ndarray, packed: np.ndarray, nbytes: np.ndarray, k: Sequence[int] | np.ndarray, formats: np.ndarray
+) -> np.ndarray:
+    """A table of struct TransformPart: addresses of bitmaps and of codes, bytes and number of these, their formats."""
+    table = np.zeros(len(formats), _PART)
+    table["bitmap"], table["packed"], table["nbytes"], table["k"], table["format"] = bitmaps, packed, nbytes, k, formats
+    return table
+
+
+def transform_decode(parts: np.ndarray, code: int, out: Tensor, weight: float, add: bool) -> int | None:
+    """`ops.transform_decode` of a table of `transform_parts`."""
+    for first in range(0, len(parts), _MOST_PARTS):
+        some = parts[first : first + _MOST_PARTS]
+        arguments = (some.ctypes.data, len(some), code, weight, add or first > 0, out.data_ptr(), out.numel())
+        if failed := _native.run_failed("transform_decode", out, *arguments):
+            return first + failed - 1
+    return None
 
 
 # --- payloads of blocks (`ops.block_float_*`)

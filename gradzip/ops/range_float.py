@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,15 @@ from .pack_bits import packed_nbytes
 _FLT_MAX = 3.4028234663852886e38
 _FLT_MAX_BITS = 0x7F7FFFFF
 _WORDS = struct.Struct("<IIIiiff")  # struct RangeFloat of csrc/common/range_float.h
+WORDS = np.dtype(  # the same for NumPy
+    [
+        ("pbase", "<u4"), ("positive", "<u4"), ("negative", "<u4"), ("mantissa", "<i4"), ("bits", "<i4"),
+        ("vmin", "<f4"), ("vmax", "<f4"),
+    ]
+)  # fmt: skip
 _WIRE = struct.Struct("<IHBB")
+_WIRE_FIELDS = ("pbase", "positive", "mantissa", "bits")
+_WIRE_ROW = np.dtype(list(zip(_WIRE_FIELDS, ("<u4", "<u2", "u1", "u1"))))
 
 
 class RangeFloat:
@@ -173,18 +182,37 @@ class RangeFloat:
         """Read what `to_wire` wrote. Raises PayloadError unless every code decodes to a finite number."""
         if len(data) != _WIRE.size:
             raise PayloadError(f"corrupt range float: got {len(data)} bytes, expected {_WIRE.size}")
-        pbase, positive, mantissa, bits = _WIRE.unpack(data)
-        codes = (1 << bits) - 1
-        if not (2 <= bits <= 16 and 1 <= mantissa <= bits and pbase >= 1 and positive <= codes):
-            raise PayloadError(f"corrupt range float: N={bits}, m={mantissa}, pbase={pbase}, P={positive}")
-        room = (_FLT_MAX_BITS >> (23 - mantissa)) - pbase + 1  # numbers from eps to the largest float
-        if positive > room:
-            raise PayloadError(f"corrupt range float: {positive} numbers from pbase={pbase} pass the largest float")
-        words = _WORDS.pack(pbase, positive, max(0, min(codes - positive, room)), mantissa, bits, math.nan, math.nan)
-        return cls._of_words(torch.frombuffer(bytearray(words), dtype=torch.int32), bits)
+        words = words_of_wire(data)
+        return cls._of_words(torch.from_numpy(words.view(np.int32)), int(words["bits"][0]))
 
     def __repr__(self) -> str:
         return f"RangeFloat(bits={self.bits}, mantissa={self.mantissa}, vmin={self.vmin}, vmax={self.vmax})"
+
+
+def words_of_wire(data: bytes) -> np.ndarray:
+    """Read several formats that `RangeFloat.to_wire` wrote, one after the other.
+
+    Returns a struct RangeFloat for each, of dtype `WORDS`. Raises PayloadError, with its `index`, for the first one of
+    which not every code decodes to a finite number.
+    """
+    wires = np.frombuffer(data, _WIRE_ROW)
+    pbase, positive, mantissa, bits = [
+        wires[name].astype(np.int64) for name in ("pbase", "positive", "mantissa", "bits")
+    ]
+    codes = (1 << np.minimum(bits, 16)) - 1
+    sizes = (bits >= 2) & (bits <= 16) & (mantissa >= 1) & (mantissa <= bits) & (pbase >= 1) & (positive <= codes)
+    room = (_FLT_MAX_BITS >> (23 - np.minimum(mantissa, 16))) - pbase + 1  # numbers from eps to the largest float
+    valid = sizes & (positive <= room)
+    if not valid.all():
+        i = int(valid.argmin())
+        got = f"N={bits[i]}, m={mantissa[i]}, pbase={pbase[i]}, P={positive[i]}"
+        beyond = f"{positive[i]} numbers from pbase={pbase[i]} pass the largest float"
+        raise PayloadError(f"corrupt range float: {beyond if sizes[i] else got}", i)
+    words = np.empty(len(wires), WORDS)
+    words["pbase"], words["positive"], words["mantissa"], words["bits"] = pbase, positive, mantissa, bits
+    words["negative"] = np.maximum(0, np.minimum(codes - positive, room))
+    words["vmin"] = words["vmax"] = math.nan
+    return words
 
 
 def check_format(bits: int, mantissa: int | None, required: bool = False) -> None:

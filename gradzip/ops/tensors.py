@@ -82,7 +82,7 @@ from .quantize import (
     quantize_packed_all,
 )
 from .random_indices import random_indices
-from .range_float import RangeFloat, check_format
+from .range_float import RangeFloat, check_format, words_of_wire
 from .select import select, select_threshold
 from .select_sampled import select_sampled
 from .signs import majority, majority_all, pack_signs, pack_signs_all, signs_decode_add, signs_decode_add_all
@@ -127,5 +127,5 @@ __all__ = [
     "select_threshold", "signs_decode_add", "signs_decode_add_all", "split_all_payloads", "split_payloads",
     "ternary_decode_add", "ternary_decode_add_all", "ternary_nbytes", "ternary_packed", "ternary_packed_all",
     "topk_abs", "transform", "transform_decode", "transform_inverse", "transform_scratch_numel", "transform_select",
-    "unpack_bits",
+    "unpack_bits", "words_of_wire",
 ]  # fmt: skip

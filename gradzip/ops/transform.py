@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, groups
 from .bitmap import bitmap_nbytes
 from .pack_bits import packed_nbytes
-from .range_float import RangeFloat
+from .range_float import WORDS, RangeFloat
 
 _DCT, _FOURIER, _PAIRS = range(3)
 _TILE = 8192  # elements of a tile, at most: kTransformTile
 _MOST_KERNEL, _MOST_AXIS = 128, 16
 _SAMPLE = 1 << 15  # groups that estimate the threshold
-_MOST_PARTS = 16  # that are added up before they are transformed back
-_PART = struct.Struct("<QQqq28s4x")  # struct TransformPart
 
 
 @dataclass(frozen=True)
@@ -199,22 +197,17 @@ def transform_decode(
     the step.
     """
     _native.in_place(out, torch.float32, "transform_decode: out")
-    groups, device = transform.groups(out.numel()), out.device
+    nbytes, device = bitmap_nbytes(transform.groups(out.numel())), out.device
     if not parts:
         raise ValueError("transform_decode: got no parts, expected at least one")
     held = []
     for part in parts:
-        bitmap = _native.check(part.bitmap, torch.uint8, "transform_decode: bitmap", bitmap_nbytes(groups), device)
-        nbytes = packed_nbytes(part.k * transform.group, part.number.bits)
-        packed = _native.check(part.packed, torch.uint8, "transform_decode: packed", nbytes, device)
-        held.append((bitmap, packed, part.k, part.number._words.cpu().numpy().tobytes()))
-    for first in range(0, len(held), _MOST_PARTS):
-        some = held[first : first + _MOST_PARTS]
-        table = bytearray()
-        for bitmap, packed, k, number in some:
-            table += _PART.pack(bitmap.data_ptr(), packed.data_ptr(), packed.numel(), k, number)
-        host = torch.frombuffer(table, dtype=torch.uint8)
-        arguments = (host.data_ptr(), len(some), transform.code, weight, add or first > 0, out.data_ptr(), out.numel())
-        if failed := _native.run_failed("transform_decode", out, *arguments):
-            return first + failed - 1
-    return None
+        bitmap = _native.check(part.bitmap, torch.uint8, "transform_decode: bitmap", nbytes, device)
+        coded = packed_nbytes(part.k * transform.group, part.number.bits)
+        held.append((bitmap, _native.check(part.packed, torch.uint8, "transform_decode: packed", coded, device)))
+    bitmaps, packed = (groups.addresses(column) for column in zip(*held))
+    formats = np.concatenate([part.number._words.cpu().numpy().view(WORDS) for part in parts])
+    coded_parts = groups.transform_parts(
+        bitmaps, packed, groups.numels([own for _, own in held]), [part.k for part in parts], formats
+    )
+    return groups.transform_decode(coded_parts, transform.code, out, weight, add)

@@ -197,7 +197,7 @@ class Training:
     def in_progress(self):
         """What must be empty between steps."""
         session = self.session()
-        return [session._in_step, session.buckets, session.groups, session.waiting, session._told]
+        return [session._in_step, session.buckets, session.groups, session._told]
 
     def accumulate(self, passes):
         self.step(passes=passes)
@@ -375,11 +375,11 @@ class UnderHorovod(Training):
         return self.optimizer.skip_synchronize()
 
     def session(self):
-        return front_end._contexts[self.optimizer].session
+        return front_end._contexts[weakref.ref(self.optimizer)].session
 
     def in_progress(self):
-        context = front_end._contexts[self.optimizer]
-        own = [context._waiting, context._sums, context._num_in_flight]
+        context = front_end._contexts[weakref.ref(self.optimizer)]
+        own = [context._waiting, [context.step] if context.step else []]
         return [*super().in_progress(), *own, self.optimizer._handles, mpi_ops._handle_map]
 
 

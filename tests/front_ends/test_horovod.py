@@ -204,8 +204,9 @@ def test_methods(worlds, spec):
     nbytes = reference.bytes_sent
     if getattr(reference.compressor, "dtype", None) == torch.bfloat16:  # Horovod cannot average it: sent as float32
         nbytes = 4 * METHOD_STEPS * sum(want.numel() for want in wanted.values())
-    # Horovod also all-reduces one number of 4 bytes for each gradient.
-    assert 0 <= max(sent) - nbytes <= 4 * METHOD_STEPS * len(SHAPES)
+    # Horovod also all-reduces one number of 4 bytes for each gradient. Segments of a ring differ in size.
+    segments = 4 * METHOD_STEPS * size if spec.endswith("exchange=ring") else 0
+    assert 0 <= max(sent) - nbytes <= 4 * METHOD_STEPS * len(SHAPES) + segments
 
 
 @pytest.mark.parametrize("spec", PHASES)
@@ -225,9 +226,9 @@ def test_methods_with_phases(worlds, spec):
             for got, first, want in zip(averages, per_rank[0][0], wanted):
                 assert torch.equal(got, first)
                 assert (got - want).abs().max() <= 1e-4 * want.abs().max()
-        # Only layer2 is compressed; Horovod also all-reduces one number for it.
+        # Horovod also all-reduces one number for each gradient.
         sent = [result[spec][step][1] for result in results["phases"]]
-        assert max(sent) - group.bytes_sent == 4 * (step + 1)
+        assert max(sent) - group.bytes_sent == 4 * (step + 1) * len(SHAPES)
 
 
 @pytest.mark.parametrize("spec", RINGS)
@@ -256,7 +257,7 @@ def test_one_ring_for_all_gradients(worlds, spec, one_thread):
             # the uncompressed gradients.
             slices = [-(-torch.Size(CONVOLUTIONS[i]).numel() // 200) for i in (0, 1, 3)]
             on_ring = sum(len(s.bases[0]) * m + min(m, size) for s, m in zip(states, slices))
-            uncompressed = 64 * 64 + 300 + len(states)
+            uncompressed = 64 * 64 + 300 + len(CONVOLUTIONS)
             assert sum(sent for _, sent in per_rank) == 4 * (2 * (size - 1) * on_ring + size * uncompressed)
     # Both layers compress in some step; with different schedules, one samples while the other compresses.
     assert ["compressing", "compressing" if spec == RINGS[0] else "sampling", "compressing"] in phases
@@ -319,8 +320,8 @@ def test_error_feedback_and_schedule_over_steps(world):
         ]
     for got, sent, dense in results["feedback_steps"]:
         assert_same([got], averages)
-        # Horovod also all-reduces one number for each compressed tensor and step.
-        assert sent == group.bytes_sent + 10 * 4
+        # Horovod also all-reduces one number for each gradient and step.
+        assert sent == group.bytes_sent + 10 * 2 * 4
         assert dense == 10 * 4 * (64 * 64 + 300)
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import gradzip
 from contract import assert_equal_states
+from gradzip.averaging.group import plan_groups
 from gradzip.averaging.session import Session
 from gradzip.collectives import Mean
 from gradzip.memory.names import StateNames
@@ -141,9 +142,9 @@ def test_a_state_dict_of_the_last_step_of_a_phase_goes_on_in_the_same_job(group)
 def test_steps_of_frozen_parameters_do_not_count(group):
     compressor, named = gradzip.parse("phases:0=none,2=topk"), layers("v", "w")
     session = connected(compressor, group, named)
-    plan = session.plan(list(named.values()), list(named), joins_uncompressed=False)
-    plan.groups[0].frozen = True
-    session.start(0, plan.groups, plan.parameters, [torch.ones_like(p) for p in plan.parameters], "bucket")
+    for name, parameter in named.items():
+        (own,) = plan_groups(compressor, [parameter], [name], frozen=name == "v")
+        session.start(name, [own], [parameter], [torch.ones_like(parameter)], name)
     session.finish("round")
     session.end(False)
     session.complete(False)

@@ -85,9 +85,9 @@ class Expected:
     """Expected averages of gradients in buckets, computed with LocalGroups.
 
     A unit is the tuple of the names of parameters that are compressed together: those of a bucket, a method, a step
-    number, and with equal `groups_by`. Each has a LocalGroup of its own. A method of vectors gets their gradients as one, which are
-    concatenated here. When buckets change, its parameters keep their residuals and momenta, which are moved here in
-    plain torch. Parameters of other methods keep what state dicts have of them.
+    number, and with equal `groups_by`. Each has a LocalGroup of its own. A method of vectors gets their gradients as
+    one, which are concatenated here. When buckets change, its parameters keep their residuals and momenta, which are
+    moved here in plain torch. Parameters of other methods keep what state dicts have of them.
 
     Args:
         method: a spec or a compressor.
@@ -307,8 +307,8 @@ def expected_of_scaled(method, gradients, scales, buckets=None):
     for i, of_step in enumerate(gradients):
         averages.append(reference.average(of_step, buckets and buckets[i]))
         compressors = [compressor for group in reference.groups.values() for compressor in group.compressors]
-        states = [state for c in compressors for part in c.parts for state in part.states.values()]
-        keeps |= any(isinstance(value, (torch.Tensor, list)) for state in states for value in vars(state).values())
+        states = [fields for c in compressors for part in c.parts for fields in part.memory.by_parameter().values()]
+        keeps |= any(isinstance(value, (torch.Tensor, list)) for fields in states for value in fields.values())
     if keeps:
         return averages
     scaled = [

@@ -112,7 +112,7 @@ def test_fusion_saves_latency_where_collectives_wait():
 
 
 def test_buckets_of_horovod():
-    """They are filled from the layer that comes last, and leave layers out that need one all-reduce alone."""
+    """They are filled from the layer that comes last, whatever collectives those need."""
     layers = tuple(Layer(f"{i}", (256, 1024), i) for i in range(6))  # 1 MiB each
     step, link = Step(layers, 6.0), Link(2, math.inf, 0.4)
     gathers = [Compressed((("all_gather", 1.0),))] * 6
@@ -123,12 +123,12 @@ def test_buckets_of_horovod():
     assert predict(step, gathers, slow, **horovod).seconds == pytest.approx(7.0 + 1.0)
     # DDP: 0 | 1 2 3 | 4 5, from 0, 3 and 5.
     assert predict(step, gathers, slow, bucket_nbytes=3 << 20).seconds == pytest.approx(6.5 + 1.0)
-    # Each all-reduce starts when its layer is ready, and takes two messages: from 0, 3, 6, 9, 12, 15.
+    # An all-reduce takes two messages: from 1, 4 and 7.
     uncompressed = dense(layers)
-    assert predict(step, uncompressed, slow, **horovod).seconds == pytest.approx(18.0 + 1.0)
-    # Layer 3 starts at 3, and takes until 6. Gathers of 0 1, 2 4 and 5 follow from 1, 6 and 7.5.
+    assert predict(step, uncompressed, slow, **horovod).seconds == pytest.approx(10.0 + 1.0)
+    # The bucket of layer 3 gathers from 4 and all-reduces from 5.5; the gather of 5 follows from 8.5.
     mixed = [*gathers[:3], uncompressed[3], *gathers[4:]]
-    assert predict(step, mixed, slow, **horovod).seconds == pytest.approx(9.0 + 1.0)
+    assert predict(step, mixed, slow, **horovod).seconds == pytest.approx(10.0 + 1.0)
 
 
 def reference_buckets(step, nbytes):
@@ -142,12 +142,11 @@ def reference_buckets(step, nbytes):
     return [bucket for bucket in buckets if bucket]
 
 
-def horovod_buckets(step, layers, nbytes):
-    """As `reference_buckets`, for Horovod: filled from the last layer; large ones, and all-reduces, are alone."""
-    alone = [i for i, c in enumerate(layers) if len(c.rounds) == 1 and "reduce" in c.rounds[0][0]]
+def horovod_buckets(step, nbytes):
+    """As `reference_buckets`, for Horovod: filled from the last layer; large ones are alone."""
     if nbytes is None:
-        return [[i] for i in range(len(layers))]
-    sizes = {i: 4 * math.prod(step.layers[i].shape) for i in reversed(range(len(layers)))}
+        return [[i] for i in range(len(step.layers))]
+    sizes = {i: 4 * math.prod(step.layers[i].shape) for i in reversed(range(len(step.layers)))}
     closed, filling = [], []
     for number, size in sizes.items():
         if filling and size >= nbytes:
@@ -155,15 +154,14 @@ def horovod_buckets(step, layers, nbytes):
         filling.append(number)
         if sum(sizes[i] for i in filling) >= (nbytes if closed else min(2**20, nbytes)):
             closed, filling = [*closed, filling], []
-    waiting = [sorted(set(bucket) - set(alone)) for bucket in [*closed, filling]]
-    return sorted([*([i] for i in alone), *filter(None, waiting)], key=max)
+    return sorted((sorted(bucket) for bucket in [*closed, filling] if bucket), key=max)
 
 
 def test_a_large_layer_does_not_wait_for_those_before_it():
     layers = (Layer("classifier", (1000,), 0.0), Layer("dense", (1024, 1024), 1.0), Layer("conv", (1000,), 5.0))
     step, link = Step(layers, 5.0), Link(2, 1.0, 0.0)  # a byte takes a second
     gathers = [Compressed((("all_gather", nbytes),)) for nbytes in (1.0, 3.0, 1.0)]
-    assert horovod_buckets(step, gathers, 4 << 20) == [[0], [1], [2]]
+    assert horovod_buckets(step, 4 << 20) == [[0], [1], [2]]
     # Gathers start at 0, 1 and 5. In one bucket, those of "dense" and "conv" would start at 5.
     horovod = {"bucket_nbytes": 4 << 20, "fusion_nbytes": 1e-9}
     assert predict(step, gathers, link, **horovod).seconds == pytest.approx(6.0)
@@ -252,7 +250,7 @@ def test_simulation_against_a_clock(data):
     if draw(st.booleans()):
         fusion_nbytes, buckets = None, reference_buckets(step, bucket_nbytes)
     else:
-        fusion_nbytes, buckets = 1e-9, horovod_buckets(step, layers, bucket_nbytes)  # fuses nothing
+        fusion_nbytes, buckets = 1e-9, horovod_buckets(step, bucket_nbytes)  # fuses nothing
     predicted = predict(step, layers, link, bucket_nbytes=bucket_nbytes, fusion_nbytes=fusion_nbytes)
     # Each of the thread's waits, and each collective, may end up to a tick late.
     events = 2 * sum(len(c.rounds) + 1 for c in layers) + 4

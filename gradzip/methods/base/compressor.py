@@ -74,10 +74,6 @@ class Compressor(ABC):
     # The largest number of consecutive collectives that a compressed gradient needs. ToHost does not count.
     rounds = 1
 
-    # Whether to join the collectives of several gradients even if each gradient needs only one. This does not pay for a
-    # single Mean under Horovod, which joins its own all-reduces.
-    joins = False
-
     # Whether residuals are kept. Methods with error feedback declare it as a hyper-parameter.
     error_feedback = False
 
@@ -124,8 +120,9 @@ class Compressor(ABC):
     # Specs for tests and benchmarks of all methods, set by `register`.
     examples: ClassVar[tuple[str, ...]] = ()
 
-    # The function behind `compress`, which Horovod calls. gradzip.horovod sets it: methods import no front end.
-    horovod_compress: ClassVar[Callable[[Compressor, Tensor], tuple[Tensor, Any]]]
+    # What Horovod calls of its `compression` argument. gradzip.horovod sets both: methods import no front end.
+    compress: ClassVar[Callable[..., tuple[Tensor, Any]]]
+    decompress: ClassVar[Callable[..., Tensor]]
 
     def __post_init__(self) -> None:
         if not (isinstance(self.min_numel, int) and self.min_numel >= 0):
@@ -465,16 +462,6 @@ class Compressor(ABC):
         """
         self.memory.parked, self.memory.states = fields_from(state_dict, type(self).__name__), {}
         self.choice_number += 1  # front ends plan again: bypassed parameters may have residuals
-
-    # --- Horovod calls these two methods of its `compression` argument
-
-    def compress(self, *tensor: Tensor) -> tuple[Tensor, Any]:
-        if not tensor:  # called on the class, as Horovod calls its own compressions
-            raise TypeError("compression: got a class, expected an instance of it, as in compression=gradzip.TopK()")
-        return type(self).horovod_compress(self, *tensor)
-
-    def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
-        return tensor if ctx is None else ctx.finish(tensor)
 
 
 @functools.cache

@@ -61,8 +61,6 @@ class GatherCompressor(Compressor):
     # Not in the digest: payloads do not depend on it.
     exchange: str = field(default="gather", kw_only=True, metadata={"digest": False})
 
-    joins = True
-
     # Whether payloads on a device have lengths that follow from the gradients' shapes and the step. Ranks need not
     # exchange lengths then.
     fixed_nbytes = False

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import struct
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...memory.state import Key
+from ...ops import groups
 from ...ops import tensors as ops
 from ..topk import num_kept
 from .error_feedback import ErrorFeedback
-from .gather import CodedSum, GatherCompressor, attribute_payload_errors, parse_all, payload_source
+from .gather import CodedSum, GatherCompressor, from_rank
 from .schedule import Theta, check_theta, theta_at
 
 # k; the transform's lengths less one; bytes of padding. The header's other 8 bytes hold the range float.
 _FIELDS = struct.Struct("<I3BB")
+_ROW = np.dtype([("k", "<u4"), ("axes", "u1", 3), ("padding", "u1"), ("number", "V8")])  # the same for NumPy
 
 
-class CodedPart(NamedTuple):
-    """A parsed payload: selected coefficients, and their status bitmap, still coded."""
+class CodedParts(NamedTuple):
+    """Payloads of one gradient, parsed: selected coefficients, and their status bitmaps, still coded."""
 
     transform: ops.Transform
-    bitmap: Tensor  # a stream of `ops.bitmap_code_encode`
-    packed: Tensor
-    k: int
-    number: ops.RangeFloat
-
-    def decoded(self, bitmap: Tensor) -> ops.TransformPart:
-        return ops.TransformPart(bitmap, self.packed, self.k, self.number)
+    bodies: Sequence[Tensor]
+    k: np.ndarray  # of each payload, int64
+    codes_end: np.ndarray  # bytes of the coefficients' codes, which begin the body
+    stream_nbytes: np.ndarray  # bytes of the bitmap's stream, which follows
+    formats: np.ndarray  # of the codes: struct RangeFloat
 
 
 @dataclass
@@ -92,8 +92,8 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         transform, x = self.transform_for(grad.shape), self.signal(grad)
-        groups = transform.groups(x.numel())
-        k = num_kept(theta_at(self.theta, key.step), groups)
+        count = transform.groups(x.numel())
+        k = num_kept(theta_at(self.theta, key.step), count)
         if k >= 1 << 32:
             raise ValueError(
                 f"{type(self).__name__}: got {k} coefficients to send, expected less than 2^32: give a larger theta"
@@ -102,11 +102,11 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         segment = transform.segment(x.numel())
         codes_end = ops.packed_nbytes(values.numel(), self.bits)
         # On a device, room for the longest stream, so that nothing waits to learn its length.
-        room = ops.bitmap_code_capacity(groups, segment, k if ops.on_device(x) else None)
+        room = ops.bitmap_code_capacity(count, segment, k if ops.on_device(x) else None)
         end = codes_end + room
         payload = ops.new_payload(end + -end % ops.PAYLOAD_ALIGN, grad.device)  # `seal` writes the padding
         body = payload[ops.HEADER_NBYTES :]
-        nbytes = ops.bitmap_code_write(bitmap, groups, segment, body[codes_end:end], k)
+        nbytes = groups.bitmap_code_write(bitmap, count, segment, body[codes_end:end])
         number = self._quantize(values, body[:codes_end], key)
         axes = (*transform.lengths, 1, 1, 1)[:3]
         fields = _FIELDS.pack(k, *(n - 1 for n in axes), 0)
@@ -118,20 +118,19 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
 
     def _select(self, x: Tensor, transform: ops.Transform, k: int) -> tuple[Tensor, Tensor]:
         """Select the k largest groups of coefficients of x (flat). Returns their status bitmap and coefficients."""
-        scratch = functools.partial(self.workspace.empty, device=x.device)
+        empty = self.workspace.empty
+        bitmap = empty("bitmap", (ops.bitmap_nbytes(transform.groups(x.numel())),), torch.uint8, x.device)
+        values = empty("values", (k * transform.group,), torch.float32, x.device)
         candidates = ops.transform_scratch_numel(x.numel(), transform, k, x.device)
-        return ops.transform_select(
-            x, transform, k,
-            bitmap=scratch("bitmap", (ops.bitmap_nbytes(transform.groups(x.numel())),), torch.uint8),
-            values=scratch("values", (k * transform.group,), torch.float32),
-            scratch=scratch("candidates", (candidates,), torch.float32),
-        )  # fmt: skip
+        scratch = empty("candidates", (candidates,), torch.float32, x.device)
+        groups.transform_select(x, transform.code, k, bitmap, values, scratch)
+        return bitmap, values
 
     def _quantize(self, values: Tensor, out: Tensor, key: Key) -> ops.RangeFloat:
         """Write the codes of values to `out`. Returns their format."""
-        number = ops.RangeFloat.fit(values, self.bits, self.mantissa, self._limits())
+        number = groups.range_float_fit(values, self.bits, self.mantissa, self._limits())
         noise = key.bits if self.rounding == "stochastic" else None
-        clamped = number.encode_packed(values, out, noise)
+        clamped = groups.range_float_encode(values, number, self.bits, noise, out)
         self._clamped[values.device] = self._clamped.get(values.device, 0) + clamped
         return number
 
@@ -152,56 +151,76 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
 
     # --- decoding
 
-    def coded_part(self, payload: ops.Payload, numel: int) -> CodedPart:
-        """Parse the payload of a gradient of `numel` elements.
+    def parse(self, payloads: Sequence[ops.Payload], numel: int) -> CodedParts:
+        """Parse payloads of a gradient of `numel` elements, all at once.
 
         Raises:
-            PayloadError: `encode` of this codec cannot have written the payload.
+            PayloadError: `encode` of this codec cannot have written one; `index` of the exception is its number.
         """
-        k, *axes, padding = _FIELDS.unpack(payload.fields[:8])
-        number = ops.RangeFloat.from_wire(payload.fields[8:])
-        if number.bits != self.bits:
-            raise ops.PayloadError(f"corrupt payload: it claims {number.bits} bits, expected {self.bits}")
-        lengths = tuple(n + 1 for n in axes if n > 0)
-        transform = self.transform_with_lengths(lengths)
+        rows = np.frombuffer(b"".join([payload.fields for payload in payloads]), _ROW)
+        formats = ops.words_of_wire(rows["number"].tobytes())
+        bits, axes = formats["bits"], rows["axes"]
+        _expect(bits == self.bits, lambda i: f"it claims {bits[i]} bits, expected {self.bits}")
+
+        def lengths(i: int) -> tuple[int, ...]:
+            return tuple([n + 1 for n in axes[i].tolist() if n > 0])
+
+        def claim(i: int) -> str:
+            known = self.transform_with_lengths(lengths(i)) is not None
+            return f"it claims kernels of {lengths(i)}, " + (
+                f"those before it of {lengths(0)}" if known else "which no transform is for"
+            )
+
+        transform = self.transform_with_lengths(lengths(0))
         if transform is None:
-            raise ops.PayloadError(f"corrupt payload: it claims kernels of {lengths}, which no transform is for")
-        signal_numel = self.signal_numel(numel)
-        groups = transform.groups(signal_numel)
-        if not 1 <= k <= groups:
-            raise ops.PayloadError(f"corrupt payload: it claims {k} of {groups} coefficients")
-        codes_end = ops.packed_nbytes(k * transform.group, self.bits)
-        stream_nbytes = payload.body.numel() - codes_end - padding
-        if padding >= ops.PAYLOAD_ALIGN or stream_nbytes < 0:
-            raise ops.PayloadError(f"corrupt payload: its {payload.body.numel()} bytes do not hold {k} coefficients")
-        packed, stream = payload.sections(codes_end, stream_nbytes)
-        return CodedPart(transform, stream, packed, k, number)
+            raise ops.PayloadError(f"corrupt payload: {claim(0)}", 0)
+        _expect((axes == axes[0]).all(axis=1), claim)
+        k, groups = rows["k"].astype(np.int64), transform.groups(self.signal_numel(numel))
+        _expect((k >= 1) & (k <= groups), lambda i: f"it claims {k[i]} of {groups} coefficients")
+        bodies = [payload.body for payload in payloads]
+        nbytes, padding = np.array([body.numel() for body in bodies]), rows["padding"].astype(np.int64)
+        codes_end = -(-k * (transform.group * self.bits) // 8)
+        stream_nbytes = nbytes - codes_end - padding
+        fits = (padding < ops.PAYLOAD_ALIGN) & (stream_nbytes >= 0)
+        _expect(fits, lambda i: f"its {nbytes[i]} bytes do not hold {k[i]} coefficients")
+        return CodedParts(transform, bodies, k, codes_end, stream_nbytes, formats)
 
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
         for coded in sums:
             (out,) = coded.outs
-            flat, payloads = out.view(-1), coded.payloads
-            parts = parse_all(coded, functools.partial(self.coded_part, numel=out.numel()))
-            transform, n = parts[0].transform, self.signal_numel(out.numel())
-            for rank, part in enumerate(parts):
-                if part.transform != transform:
-                    with attribute_payload_errors(payload_source(rank, len(payloads))):
-                        raise ops.PayloadError(
-                            f"corrupt payload: it claims {part.transform}, those before it {transform}"
-                        )
-            groups, segment = transform.groups(n), transform.segment(n)
-            streams, counts = [part.bitmap for part in parts], [part.k for part in parts]
-            bitmaps, corrupt = ops.bitmap_code_decode_all(streams, groups, counts, segment)
-            if corrupt is not None:
-                with attribute_payload_errors(payload_source(corrupt, len(payloads))):
-                    ops.bitmap_code_decode(streams[corrupt], groups, counts[corrupt], segment)  # raises
-            decoded = [part.decoded(bitmap) for part, bitmap in zip(parts, bitmaps)]
-            self.inverse(decoded, transform, flat, coded.weight, coded.add)
+            try:
+                self._sum(self.parse(coded.payloads, out.numel()), out.view(-1), coded.weight, coded.add)
+            except ops.PayloadError as error:
+                raise from_rank(error, error.index or 0, len(coded.payloads)) from None
+
+    def _sum(self, parts: CodedParts, out: Tensor, weight: float, add: bool) -> None:
+        transform, n, bodies = parts.transform, self.signal_numel(out.numel()), groups.addresses(parts.bodies)
+        bitmaps, corrupt = groups.bitmap_code_decode(
+            bodies + parts.codes_end.astype(np.uint64), parts.stream_nbytes, parts.k, transform.groups(n),
+            transform.segment(n), out,
+        )  # fmt: skip
+        if corrupt:
+            i = corrupt - 1
+            got = f"{parts.stream_nbytes[i]} bytes that are not a bitmap of {transform.groups(n)} elements"
+            raise ops.PayloadError(f"corrupt bitmap: got {got} with {parts.k[i]} set", i)
+        begins = bitmaps.data_ptr() + bitmaps.shape[1] * np.arange(len(bodies))
+        table = groups.transform_parts(begins, bodies, parts.codes_end, parts.k, parts.formats)
+        self.inverse(table, transform, out, weight, add)
 
     def inverse(
-        self, parts: list[ops.TransformPart], transform: ops.Transform, out: Tensor, weight: float, add: bool = False
+        self, parts: np.ndarray, transform: ops.Transform, out: Tensor, weight: float, add: bool = False
     ) -> None:
-        """Write weight * the inverse transform of the sum of the parts to `out`, or add it."""
+        """Write weight * the inverse transform of the sum of the parts to `out`, or add it.
+
+        parts: a table of `groups.transform_parts`.
+        """
         # Cannot fail: `bitmap_code_decode` has checked that a bitmap has as many bits set as its part coefficients. On
         # CUDA it has not: `out` becomes NaN if one has another number.
-        ops.transform_decode(parts, transform, out, weight, add)
+        groups.transform_decode(parts, transform.code, out, weight, add)
+
+
+def _expect(valid: np.ndarray, problem: Callable[[int], str]) -> None:
+    """Raise PayloadError for the first payload that is not valid. problem: describes it."""
+    if not valid.all():
+        i = int(valid.argmin())
+        raise ops.PayloadError(f"corrupt payload: {problem(i)}", i)
