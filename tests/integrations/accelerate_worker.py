@@ -189,7 +189,7 @@ def on_one_process(folder):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         accelerator.load_state(folder / "compress")
-    names = sorted(method.states)
+    names = sorted(method.state_dict()["states"])
     after = train(accelerator, model, optimizer, loader)
     accelerator, model, optimizer, _ = prepared()
     local = local_steps(accelerator, model, optimizer, gradzip.parse(ROUNDED), every=EVERY)
