@@ -53,7 +53,7 @@ def test_a_kernel_is_run_by_the_module_of_its_name_only(name):
     """Or by `groups`, which runs it unchecked. `tensors` lists functions, some of which have a kernel's name."""
     others = {"__init__", "tensors", "groups"}
     users = {path.stem for path in OPS.glob("*.py") if path.stem not in others and name in kernels_run_by(path)}
-    assert users == {KERNELS[name][0]} or not users and name in kernels_run_by(OPS / "groups.py")
+    assert users == {KERNELS[name][0]} or (not users and name in kernels_run_by(OPS / "groups.py"))
 
 
 def imports(path):
