@@ -396,7 +396,7 @@ def stand_in(compute: bool = True, small: int = SMALL) -> Iterator[StandIn]:
         simt.count_only(MULTIPROCESSORS)
         stack.callback(simt.count_only, 0)
         for target, name, value in (
-            (native, "kernels", lambda: kernels),
+            (native, "_C", kernels),
             (torch.cuda, "_lazy_init", lambda: None),
             (torch.cuda, "device", contextlib.nullcontext),
             (torch.cuda, "is_current_stream_capturing", lambda: False),

@@ -6,7 +6,7 @@ A kernel has the same name and parameters on both devices (csrc/kernels.h); `run
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char, c_float, c_int32, c_int64
 from types import ModuleType
 from typing import Any
@@ -46,10 +46,15 @@ def run(name: str, where: Tensor, *arguments: float) -> None:
             "without GRADZIP_CUDA=0"
         )
     device, kernel = where.device, getattr(module.cuda, name)
-    if device.index != torch.cuda.current_device():
+    if device.index == torch.cuda.current_device():
+        _queue(kernel, arguments, device)
+    else:
         with torch.cuda.device(device):
-            run(name, where, *arguments)
-        return
+            _queue(kernel, arguments, device)
+
+
+def _queue(kernel: Callable[..., int], arguments: tuple[float, ...], device: torch.device) -> None:
+    """Queue a CUDA kernel on the current stream of the current device."""
     stream = torch.cuda.current_stream(device).cuda_stream
     nbytes = kernel(0, *arguments, stream)  # runs the kernel unless it needs a workspace
     if nbytes:

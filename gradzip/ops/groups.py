@@ -6,6 +6,7 @@ All tensors of a call are on one device; nothing waits for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import methodcaller
 from typing import NamedTuple
 
 import numpy as np
@@ -137,11 +138,11 @@ def _run_table(name: str, where: Tensor, tables: Sequence[np.ndarray], *argument
 
 
 def addresses(tensors: Sequence[Tensor]) -> np.ndarray:
-    return np.fromiter(map(Tensor.data_ptr, tensors), np.uint64, len(tensors))
+    return np.fromiter(map(methodcaller("data_ptr"), tensors), np.uint64, len(tensors))
 
 
 def numels(tensors: Sequence[Tensor]) -> np.ndarray:
-    return np.fromiter(map(Tensor.numel, tensors), np.int64, len(tensors))
+    return np.fromiter(map(methodcaller("numel"), tensors), np.int64, len(tensors))
 
 
 def keys_of(key: int, count: int) -> np.ndarray:

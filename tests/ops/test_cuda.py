@@ -74,7 +74,7 @@ def on_device(request, monkeypatch):
     @contextlib.contextmanager
     def simulated_device():
         with monkeypatch.context() as patch:
-            patch.setattr(native, "kernels", lambda: module)
+            patch.setattr(native, "_C", module)
             patch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
             patch.setattr(torch.cuda, "device", contextlib.nullcontext)
             patch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))

@@ -75,7 +75,7 @@ def main(nvrtc_path, simt_path):
     gradzip.ops.nvrtc.compile_module = compile_module
     both = Both(nvrtc, simt, log)
     module = types.SimpleNamespace(cuda=both, cuda_built=True)
-    native.kernels = lambda: module
+    native._C = module
     torch.Tensor.is_cuda = property(lambda x: True)
     torch.cuda.device = contextlib.nullcontext
     torch.cuda.current_stream = lambda device: types.SimpleNamespace(cuda_stream=0)

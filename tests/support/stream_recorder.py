@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
             return address
 
         for target, name, value in (
-            (native, "kernels", lambda: watched),
+            (native, "_C", watched),
             (StandInTensor, "data_ptr", watched_data_ptr),
             (StandInTensor, "record_stream", lambda tensor, stream: recorder.record_stream(tensor, stream)),
             (StandInTensor, "new_tensor", lambda tensor, data: torch.tensor(data, dtype=tensor.dtype).to(DEVICE)),
