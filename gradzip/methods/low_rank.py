@@ -141,8 +141,8 @@ class LowRank(ErrorFeedback):
             scaled: divide each matrix by its largest magnitude, unless that is 0. Otherwise, the result may be
                 `factor`.
         """
-        rows = self._rows(group, transpose)
-        columns = yield Local(groups.abs_max_columns, group.device, groups.Factor(rows, self.rank, factor))
+        matrices = group.planned(self.matrices)
+        columns = yield Local(groups.abs_max_columns, group.device, groups.Factor(matrices, transpose, factor))
         if not self.looks(factor):
             return (yield Local(self._follow_all, group.device, (group, factor, columns, transpose, scaled))), 0.0
         on_host = (yield ToHost(columns)) if ops.on_device(factor) else columns
@@ -150,7 +150,8 @@ class LowRank(ErrorFeedback):
         if not most.all():
             factor = yield Local(self._follow_all, group.device, (group, factor, columns, transpose, scaled))
         elif scaled:
-            factor = yield Local(_quotients, group.device, (factor, self.rank * rows, most.max(1)))
+            numels = self.rank * self._rows(group, transpose)
+            factor = yield Local(_quotients, group.device, (factor, numels, most.max(1)))
         return factor, float(most.max())
 
     def _rows(self, group: Group, transpose: bool) -> np.ndarray:
@@ -240,7 +241,7 @@ class PowerSGD(LowRank):
             q = self.random_factor(group, transpose=False)
         p = yield Mean((yield from self.project(group, q, residual=state.residual)))
         # Replaces columns that are not finite; Q shows that they were not.
-        yield Local(groups.orthogonalize, group.device, groups.Factor(self._rows(group, True), self.rank, p))
+        yield Local(groups.orthogonalize, group.device, groups.Factor(group.planned(self.matrices), True, p))
         q = yield Mean((yield from self.project(group, p, transpose=True)))
         # Only the span of Q matters. Scaling keeps the magnitude of the next P that of the gradient, not its square.
         following, largest = yield from self.following(group, q, transpose=False, scaled=True)
@@ -304,7 +305,7 @@ class ACPSGD(LowRank):
 
     def _orthogonalize(self, group: Group, factor: Tensor, transpose: bool) -> Routine:
         """Coroutine: make the columns of each Q, of each P with `transpose`, orthonormal, in place."""
-        factors = groups.Factor(self._rows(group, transpose), self.rank, factor)
+        factors = groups.Factor(group.planned(self.matrices), transpose, factor)
         yield Local(groups.orthogonalize, group.device, factors)
 
     def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:

@@ -55,7 +55,8 @@ class Projection(NamedTuple):
 def project(projections: Sequence[Projection]) -> list[Tensor]:
     """The results of `low_rank_project` for the matrices of several groups, flat and adjacent, in one call."""
     numels = [of.matrices.q_numel if of.transpose else of.matrices.p_numel for of in projections]
-    outs = torch.empty(sum(numels), dtype=torch.float32, device=projections[0].factor.device).split(numels)
+    out = torch.empty(sum(numels), dtype=torch.float32, device=projections[0].factor.device)
+    outs = out.split_with_sizes(numels)
     tables = []
     for (matrices, parts, residual, factor, transpose), out in zip(projections, outs):
         table = np.empty((len(matrices), 8), np.int64)  # struct Projection of csrc/common/low_rank.h
@@ -100,18 +101,19 @@ def apply_averages(updates: Sequence[Update]) -> list[None]:
 
 
 class Factor(NamedTuple):
-    """The factors P or Q of a group of matrices."""
+    """All Q of a group of matrices, or all P with `transpose`."""
 
-    rows: np.ndarray  # of each
-    rank: int
+    matrices: Matrices
+    transpose: bool
     flat: Tensor
 
     @property
     def table(self) -> np.ndarray:
         """A table of struct Matrix of csrc/common/orthogonalize.h."""
-        table = np.empty((len(self.rows), 3), np.int64)
-        table[:, 0] = self.flat.data_ptr() + _starts(self.rank * self.rows)
-        table[:, 1], table[:, 2] = self.rows, self.rank
+        of = self.matrices
+        table = np.empty((len(of.rows), 3), np.int64)
+        table[:, 0] = self.flat.data_ptr() + (of.p_at if self.transpose else of.q_at)
+        table[:, 1], table[:, 2] = of.rows if self.transpose else of.columns, of.rank
         return table
 
 
@@ -123,10 +125,11 @@ def orthogonalize(factors: Sequence[Factor]) -> list[Tensor]:
 
 def abs_max_columns(factors: Sequence[Factor]) -> list[Tensor]:
     """The largest magnitudes of the columns of each factor, (factors, r) for each group, in one call."""
-    numels = [len(factor.rows) * factor.rank for factor in factors]
+    ranks = [factor.matrices.rank for factor in factors]
+    numels = [len(factor.matrices.rows) * rank for factor, rank in zip(factors, ranks)]
     out = torch.empty(sum(numels), dtype=torch.float32, device=factors[0].flat.device)
     _run_table("abs_max_columns", out, [factor.table for factor in factors], out.data_ptr())
-    return [part.view(-1, factor.rank) for part, factor in zip(out.split_with_sizes(numels), factors)]
+    return [part.view(-1, rank) for part, rank in zip(out.split_with_sizes(numels), ranks)]
 
 
 def _run_table(name: str, where: Tensor, tables: Sequence[np.ndarray], *arguments: int) -> None:
