@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..collectives import AllToAll, Mean, RingSum, cost
-from ..collectives.engine import Engine
+from ..collectives.engine import Engine, results_of
 from ..collectives.fusion import Round
 from ..collectives.routines import Routine
 from ..methods.base.compressor import Compressor
@@ -129,4 +129,4 @@ class Bucket:
         following.take_checks(self._current)
         for key, ring in self._rings.items():
             following.add(key, ring)
-        return self._current.split([p.result() for p in self._pending])
+        return self._current.split(results_of(self._pending))

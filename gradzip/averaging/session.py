@@ -23,6 +23,7 @@ from torch import Tensor
 from .. import engines
 from ..collectives.engine import Engine
 from ..collectives.fusion import Round
+from ..collectives.ranges import ranged
 from ..collectives.routines import Routine
 from ..collectives.traffic import Traffic
 from ..methods.base.compressor import Compressor
@@ -173,7 +174,8 @@ class Session:
             # Buckets with overflow come last: their second transfers run meanwhile.
             for bucket in overflowed:
                 self._advance(bucket, following, on_device)
-            following.advance(routines, on_device)
+            if on_device:
+                following.advance(routines, on_device)
             self.engine.finish(routines, following, slot)
         except BaseException:
             self.drop()
@@ -209,6 +211,7 @@ class Session:
         else:
             self.compressor.end_step(self.engine, self._names())
 
+    @ranged("commit")
     def complete(self, skipped: bool) -> None:
         """Complete the step, which can be dropped until then: no collectives follow.
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from .fusion import Round
+from .ranges import ranged
 from .requests import Collective, Scope, ToHost, among
 from .routines import Routine
 from .traffic import Traffic
@@ -26,6 +27,12 @@ class Pending(Protocol):
 
     def result(self) -> Any:
         """Wait for the collective, and return its result. Call `send_overflow` first."""
+
+
+@ranged("exchange")
+def results_of(pending: Sequence[Pending]) -> list[Any]:
+    """Wait for collectives in progress."""
+    return [p.result() for p in pending]
 
 
 class PendingCopy:
@@ -177,7 +184,7 @@ class Engine(ABC):
             pending = [self.launch(c, f"{slot}.{number}.{i}") for i, c in enumerate(collectives)]
             for p in pending:
                 p.send_overflow()
-            results = current.split([p.result() for p in pending])
+            results = current.split(results_of(pending))
             current, previous = Round(current.traffic), current
             returned |= current.advance(routines, results)
             current.take_checks(previous)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops import tensors as ops
+from .ranges import ranged
 from .requests import AllFinite, AllToAll, Broadcast, Collective, Gather, Mean, RingSum, ToHost
 from .routines import Local, Routine
 from .traffic import Traffic
@@ -49,12 +50,14 @@ class Round:
         self._checks: dict[Any, AllFinite] = {}  # by key
 
     @classmethod
+    @ranged("encode")
     def first(cls, routines: Mapping[Any, Routine], traffic: Traffic | None = None) -> Round:
         """Start routines, and make the round of their first collectives."""
         first = cls(traffic)
-        first.advance(routines, dict.fromkeys(routines))
+        first._timed(routines, dict.fromkeys(routines))
         return first
 
+    @ranged("decode")
     def advance(self, routines: Mapping[Any, Routine], results: Mapping[Any, Any]) -> dict[Any, Any]:
         """Send routines the results of their last collectives, and add their next ones to this round.
 
@@ -62,6 +65,9 @@ class Round:
 
         Returns the results of the routines that are done, by key.
         """
+        return self._timed(routines, results)
+
+    def _timed(self, routines: Mapping[Any, Routine], results: Mapping[Any, Any]) -> dict[Any, Any]:
         begin = time.perf_counter()
         try:
             return self._advance(routines, results)

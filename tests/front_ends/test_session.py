@@ -255,3 +255,13 @@ def test_parameters_without_names_are_numbered():
 def test_what_is_no_compressor_is_refused(compressor):
     with pytest.raises(TypeError, match="^test: got .*, expected a compressor, such as"):
         Session(compressor, "test")
+
+
+def test_a_profiler_shows_the_parts_of_a_step(group):
+    compressor, named = gradzip.PowerSGD(rank=2), layers("v", "w")
+    session = connected(compressor, group, named)
+    with torch.profiler.profile() as profile:
+        train(session, named)
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("gradzip::")}
+    # A bucket's first round, and the second one of all buckets.
+    assert counts == {"gradzip::encode": 1, "gradzip::exchange": 2, "gradzip::decode": 2, "gradzip::commit": 1}
