@@ -103,7 +103,7 @@ class Bucket:
     def _launch(self, current: Round) -> None:
         collectives = current.collectives()
         # Partitions of equal lengths: no transfer overflows, no length is waited for, and as many bytes are to follow.
-        kinds = {type(c) for c in collectives}
+        kinds = set(map(type, collectives))
         self._of_partitions = kinds in ({AllToAll}, {AllToAll, Mean}) and all(
             [getattr(c, "same_length", True) for c in collectives]
         )

@@ -140,10 +140,9 @@ class Session:
         self.begin()
         routines, rank, size = {}, self.engine.rank, self.engine.size
         for i, group in enumerate(groups):
-            of_group = [(parameters[j], gradients[j]) for j in group.indices]
-            self._told.append((group, [parameter for parameter, _ in of_group]))
+            self._told.append((group, list(map(parameters.__getitem__, group.indices))))
             self.groups[group] = None
-            routines[key, i] = group.average([gradient for _, gradient in of_group], rank, size)
+            routines[key, i] = group.average(list(map(gradients.__getitem__, group.indices)), rank, size)
         self.launch(key, routines, slot)
 
     def launch(self, key: Any, routines: dict[Any, Routine], slot: str) -> None:

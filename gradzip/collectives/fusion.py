@@ -131,13 +131,13 @@ class Round:
 
         Checks are made in a round in which the host waits anyway, or at the end.
         """
-        if not self._groups or ToHost in [kind[0] for kind in self._groups]:
+        if self._checks and (not self._groups or ToHost in [kind[0] for kind in self._groups]):
             checks, self._checks = self._checks, {}
             for device in dict.fromkeys([check.tensor.device for check in checks.values()]):
                 of_device = {key: check.tensor for key, check in checks.items() if check.tensor.device == device}
                 for key, number in zip(of_device, ops.finite_if_all(list(of_device.values()))):
                     self.add(key, ToHost(number))
-        return [_join(list(group.values())) for group in self._groups.values()]
+        return list(map(_join, self._groups.values()))
 
     def split(self, results: Iterable[Any]) -> dict[Any, Any]:
         """Split the results of the joined collectives into each routine's result, by key."""
@@ -147,8 +147,9 @@ class Round:
         return parts
 
 
-def _join(group: list[Any]) -> Collective:
-    """Join collectives of one kind."""
+def _join(of_kind: Mapping[Any, Any]) -> Collective:
+    """Join collectives of one kind, by key."""
+    group = list(of_kind.values())
     if len(group) == 1 and not getattr(group[0], "tensors", ()):
         return group[0]
     if isinstance(group[0], Mean):

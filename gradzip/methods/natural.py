@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
 from ..memory.state import Key
+from ..ops import groups
 from ..ops import tensors as ops
-from .base.gather import CodedSum, GatherCompressor, attribute_terms, parse_all
+from .base.gather import CodedSum, GatherCompressor, attribute_terms
 from .base.registry import register
 
 
@@ -55,6 +55,7 @@ class Natural(GatherCompressor):
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
         for coded in sums:
             (out,) = coded.outs
-            packed = parse_all(coded, partial(ops.Payload.section, nbytes=ops.natural_nbytes(out.numel())))
-            with attribute_terms([len(packed)]):
-                ops.natural_decode_sum(packed, out, coded.weight, coded.add)
+            with attribute_terms([len(coded.payloads)]):
+                packed = ops.body_addresses(coded.payloads, ops.natural_nbytes(out.numel()))
+                if failed := groups.natural_decode_sum(packed, out, coded.weight, coded.add):
+                    raise ops.PayloadError(ops.NOT_POWERS, failed - 1)

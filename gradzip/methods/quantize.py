@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import struct
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ from .base.gather import (
     all_finite,
     attribute_payload_errors,
     attribute_terms,
-    parse_all,
     payload_source,
 )
 from .base.layout import Layout, bodies, check_scales, layout_of
@@ -111,14 +109,18 @@ class QSGD(GatherCompressor):
 
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
         for coded in sums:
-            if coded.add or any([_STREAM.unpack(payload.fields)[1] for payload in coded.payloads]):
+            (out,) = coded.outs
+            norms_end = 4 * ops.num_buckets(out.numel(), self.bucket)
+            packed_nbytes = ops.packed_nbytes(out.numel(), self.bits)
+            plain = _STREAM.pack(packed_nbytes, False)
+            if coded.add or any([payload.fields != plain for payload in coded.payloads]):
                 super().sum_all([coded])
                 continue
-            (out,) = coded.outs
-            terms = parse_all(coded, functools.partial(self._sections, numel=out.numel()))
-            with attribute_terms([len(terms)]):
-                packed = [(stream, norms) for norms, stream in terms]
-                ops.quantize_decode_sum(packed, out, self.bits, self.bucket, coded.weight)
+            with attribute_terms([len(coded.payloads)]):
+                norms = ops.body_addresses(coded.payloads, norms_end + packed_nbytes)
+                packed = norms + np.uint64(norms_end)
+                if failed := groups.quantize_decode_sum(packed, norms, out, self.bits, self.bucket, coded.weight):
+                    raise ops.PayloadError(ops.BAD_NORM, failed - 1)
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         norms, stream = self._sections(payload, out.numel())

@@ -61,9 +61,9 @@ def project(projections: Sequence[Projection]) -> list[Tensor]:
     for (matrices, parts, residual, factor, transpose), out in zip(projections, outs):
         table = np.empty((len(matrices), 8), np.int64)  # struct Projection of csrc/common/low_rank.h
         given, computed = (matrices.p_at, matrices.q_at) if transpose else (matrices.q_at, matrices.p_at)
-        addresses = [part.data_ptr() for part in parts]
-        table[:, 0] = addresses if residual is None else residual.data_ptr() + matrices.at
-        table[:, 1] = 0 if residual is None else addresses
+        own = list(map(methodcaller("data_ptr"), parts))
+        table[:, 0] = own if residual is None else residual.data_ptr() + matrices.at
+        table[:, 1] = 0 if residual is None else own
         table[:, 2], table[:, 3] = matrices.rows, matrices.columns
         table[:, 4], table[:, 5], table[:, 6] = factor.data_ptr() + given, matrices.rank, transpose
         table[:, 7] = out.data_ptr() + computed
@@ -89,7 +89,8 @@ def apply_averages(updates: Sequence[Update]) -> list[None]:
     tables = []
     for matrices, parts, residual, sent_p, sent_q, p, q in updates:
         table = np.empty((len(matrices), 9), np.int64)  # struct AverageUpdate of csrc/common/low_rank.h
-        table[:, 0], table[:, 1] = [part.data_ptr() for part in parts], residual.data_ptr() + matrices.at
+        table[:, 0] = list(map(methodcaller("data_ptr"), parts))
+        table[:, 1] = residual.data_ptr() + matrices.at
         for column, (factor, at) in enumerate(
             ((sent_p, matrices.p_at), (sent_q, matrices.q_at), (p, matrices.p_at), (q, matrices.q_at)), start=2
         ):
@@ -308,6 +309,25 @@ def transform_decode(parts: np.ndarray, code: int, out: Tensor, weight: float, a
         if failed := _native.run_failed("transform_decode", out, *arguments):
             return first + failed - 1
     return None
+
+
+# --- quantized vectors of several ranks, at the addresses of their packed levels
+
+
+def quantize_decode_sum(
+    packed: np.ndarray, norms: np.ndarray, out: Tensor, bits: int, bucket: int, weight: float, add: bool = False
+) -> int:
+    """`ops.quantize_decode_sum`. Returns 1 plus the number of a term with a corrupt norm; 0 if there is none."""
+    table = np.stack((packed, norms), axis=1)  # struct QuantizedTerm of csrc/common/quantize.h
+    n = out.numel()
+    arguments = (table.ctypes.data, len(table), n, bits, min(bucket, max(1, n)), weight, add, out.data_ptr())
+    return _native.run_failed("quantize_decode_sum", out, *arguments)
+
+
+def natural_decode_sum(payloads: np.ndarray, out: Tensor, weight: float, add: bool) -> int:
+    """`ops.natural_decode_sum`. Returns 1 plus the number of a corrupt payload; 0 if there is none."""
+    arguments = (payloads.ctypes.data, len(payloads), out.numel(), weight, add, out.data_ptr())
+    return _native.run_failed("natural_decode_sum", out, *arguments)
 
 
 # --- payloads of blocks (`ops.block_float_*`)

@@ -5,16 +5,16 @@ Horváth, Ho, Horváth, Sahu, Canini, Richtárik, Natural Compression for Distri
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, groups
 from .errors import PayloadError
 from .pack_bits import packed_nbytes
 
+NOT_POWERS = "corrupt payload: got the exponent of infinity, expected powers of two"
 _BITS = 9  # of a code: the sign and 8 bits of exponent of a float32
 
 
@@ -70,7 +70,5 @@ def natural_decode_sum(payloads: Sequence[Tensor], out: Tensor, weight: float = 
             raise PayloadError(
                 f"{what}: got {payload.numel()} bytes, expected {natural_nbytes(n)} for {n} elements", index
             )
-    table = array("Q", [payload.data_ptr() for payload in checked])
-    arguments = (table.buffer_info()[0], len(checked), n, weight, add, out.data_ptr())
-    if failed := _native.run_failed("natural_decode_sum", out, *arguments):
-        raise PayloadError("corrupt payload: got the exponent of infinity, expected powers of two", failed - 1)
+    if failed := groups.natural_decode_sum(groups.addresses(checked), out, weight, add):
+        raise PayloadError(NOT_POWERS, failed - 1)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, groups
 from .errors import PayloadError
 from .range_float import RangeFloat
 
@@ -76,6 +76,23 @@ class Payload(NamedTuple):
     def section(self, nbytes: int) -> Tensor:
         """`sections` of one section."""
         return self.sections(nbytes)[0]
+
+
+def body_addresses(payloads: Sequence[Payload], nbytes: int) -> np.ndarray:
+    """The addresses of the bodies of payloads, each of which is to hold sections of `nbytes` bytes, and their padding.
+
+    Raises PayloadError, with its `index`, for the first one that does not.
+    """
+    bodies = [payload.body for payload in payloads]
+    spare = groups.numels(bodies) - nbytes
+    valid = (spare >= 0) & (spare < PAYLOAD_ALIGN)
+    if not valid.all():
+        index = int(valid.argmin())
+        try:
+            payloads[index].section(nbytes)
+        except PayloadError as error:
+            raise PayloadError(str(error), index) from None
+    return groups.addresses(bodies)
 
 
 class Stream(NamedTuple):

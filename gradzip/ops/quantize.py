@@ -12,10 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, groups
 from .bucket_norms import NORMS, num_buckets
 from .errors import PayloadError
 from .pack_bits import packed_nbytes
+
+BAD_NORM = "corrupt payload: the norm of a bucket is negative or not finite"
 
 
 def check_buckets(bits: int, bucket: int, what: str) -> None:
@@ -198,7 +200,7 @@ def _decode_sum(
     out = _native.in_place(out, torch.float32, f"{what}: out")
     n = out.numel()
     nbytes, buckets = packed_nbytes(n, bits), num_buckets(n, bucket)
-    table, kept = array("Q"), []  # struct QuantizedTerm of csrc/common/quantize.h
+    all_packed, all_norms = [], []
     for index, (packed, norms) in enumerate(terms):
         packed = _native.check(packed, torch.uint8, f"{what}: packed", device=out.device)
         norms = _native.check(norms, torch.float32, f"{what}: norms", device=out.device)
@@ -208,8 +210,8 @@ def _decode_sum(
                 f"{n} elements of {bits} bits in buckets of {bucket}",
                 index,
             )
-        table.extend((packed.data_ptr(), norms.data_ptr()))
-        kept.append((packed, norms))
-    arguments = (table.buffer_info()[0], len(kept), n, bits, min(bucket, max(1, n)), weight, add, out.data_ptr())
-    if failed := _native.run_failed("quantize_decode_sum", out, *arguments):
-        raise PayloadError("corrupt payload: the norm of a bucket is negative or not finite", failed - 1)
+        all_packed.append(packed)
+        all_norms.append(norms)
+    addresses = groups.addresses(all_packed), groups.addresses(all_norms)
+    if failed := groups.quantize_decode_sum(*addresses, out, bits, bucket, weight, add):
+        raise PayloadError(BAD_NORM, failed - 1)
