@@ -28,6 +28,7 @@ pytest.importorskip("horovod.torch")
 from contract_worker import HOROVOD_NAMES, table_gradient
 
 SIZE = 2
+SPECS = kinds.shared(0)
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +36,14 @@ def results(tmp_path_factory):
     def run(specs):
         return scenarios(SIZE, "contract_worker.py", tmp_path_factory.mktemp("contract"), *specs, timeout=TIMEOUT)
 
-    return Jobs(run, kinds.batches())
+    return Jobs(run, kinds.batches(SPECS))
 
 
 def assert_same(spec, per_rank, wanted):
     assert_averages(gradzip.parse(spec), per_rank, wanted)
 
 
-every_method = pytest.mark.parametrize("spec", kinds.params())
+every_method = pytest.mark.parametrize("spec", kinds.params(SPECS))
 
 
 @every_method

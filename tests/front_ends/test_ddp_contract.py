@@ -27,6 +27,7 @@ if not dist.is_available():
 from ddp_contract_worker import SECOND_SHAPES, SHAPES
 
 SIZE = 2
+SPECS = kinds.shared(1)
 FINITE_STEPS = [step for step in range(len(AMP_SCALES)) if step != OVERFLOWS]
 
 
@@ -36,7 +37,7 @@ def results(tmp_path_factory):
         folder = tmp_path_factory.mktemp("contract")
         return scenarios(SIZE, "ddp_contract_worker.py", folder, *specs, run=torchrun, timeout=TIMEOUT)
 
-    return Jobs(run, kinds.batches())
+    return Jobs(run, kinds.batches(SPECS))
 
 
 def expected(spec, gradients, buckets, prefix=""):
@@ -62,7 +63,7 @@ def common_buckets(per_rank):
     return first
 
 
-every_method = pytest.mark.parametrize("spec", kinds.params())
+every_method = pytest.mark.parametrize("spec", kinds.params(SPECS))
 
 
 @pytest.fixture(autouse=True)

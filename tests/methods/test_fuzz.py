@@ -48,6 +48,7 @@ def test_any_payload_is_decoded_or_refused_in_time_and_memory(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # it may wait for that
 @needs_sanitizers
 def test_decoder_that_reads_past_the_end_is_caught(tmp_path):
     """A copy of the sources is built without the guard at the end of a bit stream."""

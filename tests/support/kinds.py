@@ -86,6 +86,12 @@ for _spec in ALL:
 SAMPLE = [*FIRST_OF_KIND.values()]
 
 
+def shared(front_end):
+    """The specs that one of two front ends runs, 0 or 1: all first examples, and every second one of the others."""
+    others = [spec for spec in ALL if spec not in FIRST and spec not in SAMPLE]
+    return [spec for spec in ALL if spec not in others or others.index(spec) % 2 == front_end]
+
+
 def batches(specs=ALL):
     """Specs that a job runs together: the sample, and all others."""
     others = [spec for spec in specs if spec not in SAMPLE]
