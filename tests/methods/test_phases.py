@@ -363,12 +363,12 @@ def test_changes_conserve_the_sum_in_jobs(results):
 def test_bytes_of_each_phase_in_jobs(results):
     dense = 4 * sum(math.prod(shape) for shape in JOB_SHAPES.values())
     matrices = [(shape[0], math.prod(shape[1:])) for shape in JOB_SHAPES.values() if len(shape) > 1]
-    # Horovod also all-reduces one number for each matrix.
-    extra = 4 * len(matrices) if results["front_end"] == "horovod" else 0
+    # Horovod also all-reduces one number for each gradient.
+    extra = 4 * len(JOB_SHAPES) if results["front_end"] == "horovod" else 0
     p, q = (4 * (48 + 4 * sum(shape[i] for shape in matrices)) + extra for i in range(2))
     for of_rank in results["switched"]:
         sent = [nbytes for *_, nbytes in of_rank]
-        assert sent[4:8] == [p, q, p, q] and sent[12:] == [dense] * 4
+        assert sent[4:8] == [p, q, p, q] and sent[12:] == [dense + extra] * 4
         assert max(sent[:4]) < dense / 3 and dense / 8 < min(sent[8:12]) <= max(sent[8:12]) < dense / 2
 
 

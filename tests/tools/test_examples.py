@@ -300,7 +300,9 @@ def test_trains_under_horovodrun(tmp_path):
     assert abs(plain["test_accuracy"] - compressed["test_accuracy"]) <= 0.01
     # The same weights and images: the first losses are equal.
     assert plain["loss_curve"][0] == compressed["loss_curve"][0]
-    assert plain["uncompressed_bytes_per_step"] == plain["payload_bytes_per_step"] == 4 * (188_810 - 2 * 288)
+    assert plain["uncompressed_bytes_per_step"] == 4 * (188_810 - 2 * 288)
+    # Horovod also all-reduces one number for each of ten gradients.
+    assert plain["payload_bytes_per_step"] == plain["uncompressed_bytes_per_step"] + 4 * 10
     # 15 % of the coefficients with 10 bits each are 1/21; the bitmap, headers and small layers come on top.
     assert 10 < compressed["ratio"] < 21.4
 
@@ -315,7 +317,7 @@ def test_charlm_trains_alike_under_both_launchers(text, tmp_path):
     for run in (plain, compressed, ddp):
         assert run["test_loss"] < math.log(256) - 1  # log(256) is the loss of a uniform guess
         assert run["uncompressed_bytes_per_step"] == 4 * 1_899_648
-    assert plain["ratio"] == ddp["ratio"] == 1 < compressed["ratio"]
+    assert 0.999 < plain["ratio"] < ddp["ratio"] == 1 < compressed["ratio"]
     # With two ranks, half of the sum equals the sum of halves.
     assert ddp["loss_curve"] == plain["loss_curve"]
     assert compressed["loss_curve"][0] == plain["loss_curve"][0]
