@@ -9,7 +9,8 @@ ENGINE ?= horovod
 SECONDS ?= 60
 COMPRESSION ?= --compression none --compression fft-range:theta=0.85,bits=10
 # horovodrun starts `python` in new shells, where .venv must come first on PATH too.
-ENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
+# Packages are installed without bytecode: what is imported writes it, or each process would compile torch again.
+ENV := PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/.venv/bin:$$PATH"
 LAUNCH_horovod := horovodrun -np $(NP) python
 LAUNCH_ddp := torchrun --standalone --nproc-per-node $(NP)
 LAUNCH_fsdp := $(LAUNCH_ddp)
