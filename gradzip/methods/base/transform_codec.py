@@ -194,17 +194,18 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
                 raise from_rank(error, error.index or 0, len(coded.payloads)) from None
 
     def _sum(self, parts: CodedParts, out: Tensor, weight: float, add: bool) -> None:
-        transform, n, bodies = parts.transform, self.signal_numel(out.numel()), groups.addresses(parts.bodies)
+        transform, n, ends = parts.transform, self.signal_numel(out.numel()), parts.codes_end.tolist()
+        streams = groups.addresses([body[end:] for body, end in zip(parts.bodies, ends)])
         bitmaps, corrupt = groups.bitmap_code_decode(
-            bodies + parts.codes_end.astype(np.uint64), parts.stream_nbytes, parts.k, transform.groups(n),
-            transform.segment(n), out,
-        )  # fmt: skip
+            streams, parts.stream_nbytes, parts.k, transform.groups(n), transform.segment(n), out
+        )
         if corrupt:
             i = corrupt - 1
             got = f"{parts.stream_nbytes[i]} bytes that are not a bitmap of {transform.groups(n)} elements"
             raise ops.PayloadError(f"corrupt bitmap: got {got} with {parts.k[i]} set", i)
-        begins = bitmaps.data_ptr() + bitmaps.shape[1] * np.arange(len(bodies))
-        table = groups.transform_parts(begins, bodies, parts.codes_end, parts.k, parts.formats)
+        begins = bitmaps.data_ptr() + bitmaps.shape[1] * np.arange(len(ends))
+        packed = groups.addresses([body[:end] for body, end in zip(parts.bodies, ends)])
+        table = groups.transform_parts(begins, packed, parts.codes_end, parts.k, parts.formats)
         self.inverse(table, transform, out, weight, add)
 
     def inverse(
