@@ -24,6 +24,7 @@ Front ends:
 from __future__ import annotations
 
 import contextlib
+import gc
 import platform
 import sys
 from collections import Counter
@@ -389,10 +390,22 @@ FRONT_ENDS = {"ddp": ddp, "horovod": horovod}
 # --- counts
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collections: they call functions of others, whenever it is their time."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def count(compressor: gradzip.Compressor, model: str, size: int, front_end: str, opcodes: bool = False) -> Host:
     """Count two steps of the first of `size` ranks, after others."""
     shapes, share = shapes_of(model)
-    with stand_in(opcodes) as host, FRONT_ENDS[front_end](host, compressor, Net(shapes), share, size) as step:
+    net = Net(shapes)
+    with uncollected(), stand_in(opcodes) as host, FRONT_ENDS[front_end](host, compressor, net, share, size) as step:
         for number in range(WARM_UP + COUNTED):
             host.counts = number >= WARM_UP
             step()

@@ -16,6 +16,8 @@ stream. Errors call arrays tensors.
 array(2., dtype=float32)
 """
 
+import torch  # noqa: F401  (for the examples of functions, which run here, too)
+
 from . import tensors
 from .arrays import take_arrays as _take_arrays
 from .tensors import *  # noqa: F403

@@ -260,13 +260,14 @@ def test_a_gain_within_the_margin_of_error_is_noise():
         seconds = 0.302 * (1 - part * MARGIN) - 0.104
         (first, *_) = said(make_advice(link, topk=seconds))
         assert first.startswith("Within the noise: do not compress, use fp16. It takes 302 ms") == noise, first
-        assert (f"topk saves {part * MARGIN:.1%} of the step, less than the margin of error of 17%." in first) == noise
+        gain = f"topk saves {part * MARGIN:.1%} of the step, less than the margin of error of {MARGIN:.0%}."
+        assert (gain in first) == noise
 
 
 @pytest.mark.parametrize(
     "seconds, allowed, chosen, gain",
     [
-        ({"none": 1.0, "fp16": 0.99, "topk": 0.8}, None, "topk", 1 - 0.8 / 0.99),
+        ({"none": 1.0, "fp16": 0.99, "topk": 0.75}, None, "topk", 1 - 0.75 / 0.99),
         ({"none": 1.0, "fp16": 0.99, "topk": 0.9}, None, "none", 1 - 0.9 / 0.99),  # fp16 is hardly faster
         ({"none": 1.0, "fp16": 0.97, "topk": 0.9}, None, "fp16", 1 - 0.9 / 0.97),
         ({"none": 1.0, "fp16": 1.2, "topk": 1.1}, None, "none", -0.1),

@@ -58,7 +58,8 @@ def commits(value):
 
 
 def is_commit(name):
-    done = subprocess.run(["git", "cat-file", "-e", f"{name}^{{commit}}"], cwd=ROOT, capture_output=True)
+    """Whether the history of HEAD has it: commits that a rebase left behind are in no clone."""
+    done = subprocess.run(["git", "merge-base", "--is-ancestor", name, "HEAD"], cwd=ROOT, capture_output=True)
     return done.returncode == 0
 
 

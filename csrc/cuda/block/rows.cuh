@@ -1,7 +1,7 @@
 // Rows of equal length, each with a key of the random generator.
 #pragma once
 
-#include <cstdint>
+#include "common/philox.h"
 
 namespace gradzip::cuda {
 
