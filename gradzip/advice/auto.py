@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.engine import Engine
+from ..memory.state_dict import is_count
 from ..methods.base.composite import Composite
 from ..methods.base.compressor import Compressor
 from ..methods.base.registry import register
@@ -131,11 +132,14 @@ class Auto(Composite):
                 f"Auto: got optimizer = {self.optimizer!r}, expected one of {', '.join(OPTIMIZERS)}; for another one, "
                 "leave it out, or give allow"
             )
-        allowed = self._allowed(safe_candidates(self.optimizer) if self.allow is None else self.allow)
+        allowed = _allowed(safe_candidates(self.optimizer) if self.allow is None else self.allow)
         self.allow = tuple(allowed)
-        _check_number("every", self.every, 10, zero=True)
-        _check_number("steps", self.steps, WARM_UP + 1)
-        if self.max_error is not None and not (_is_number(self.max_error) and self.max_error > 0):
+        if not (is_count(self.every) and (self.every >= 10 or self.every == 0)):
+            raise ValueError(f"Auto: got every = {self.every!r}, expected an integer >= 10, or 0 for never")
+        if not (is_count(self.steps) and self.steps > WARM_UP):
+            raise ValueError(f"Auto: got steps = {self.steps!r}, expected an integer >= {WARM_UP + 1}")
+        number = isinstance(self.max_error, (int, float)) and not isinstance(self.max_error, bool)
+        if self.max_error is not None and not (number and self.max_error > 0):
             raise ValueError(f"Auto: got max_error = {self.max_error!r}, expected a number > 0, or None for any error")
         self.set_parts([NoCompression(), *allowed])
         self.observes = self.max_error is not None
@@ -147,22 +151,6 @@ class Auto(Composite):
         self._others = 0  # steps of other optimizers since that optimizer's last step
         self._device = torch.device("cpu")  # of the last gradient
         self._reset(0)
-
-    def _allowed(self, allow: Sequence[str | Compressor]) -> list[Compressor]:
-        if not allow or isinstance(allow, str) or not isinstance(allow, Sequence):
-            got = repr(allow) if allow else "nothing"
-            raise ValueError(f"Auto: got {got} as allow, expected a list of methods, as in allow=['fp16', 'acpsgd']")
-        methods = [parse(method) if isinstance(method, str) else method for method in allow]
-        for method in methods:
-            if hasattr(method, "warmup_steps"):
-                raise ValueError(
-                    f"Auto: got {unparse(method)!r} in allow, expected methods whose steps are alike: those of "
-                    f"{type(method).__name__} have phases"
-                )
-        compressing = [method for method in methods if not isinstance(method, NoCompression)]
-        if not compressing:
-            raise ValueError("Auto: got none alone in allow, expected a method that compresses")
-        return compressing
 
     def _reset(self, size: int) -> None:
         """Forget the choice. size: of the group; 0 if it is not known yet."""
@@ -178,7 +166,8 @@ class Auto(Composite):
         self._set_current(self.chosen, trial=False)
         self._search: Steps[None] | None = None
         self._step_start: float | None = None
-        self._gradients: dict[str, Tensor] | None = None
+        # Copies of this step's gradients, by the name of the state, if they are to be kept.
+        self.gradients: dict[str, Tensor] | None = None
 
     def _set_current(self, index: int, trial: bool) -> None:
         """Set the part in use: the chosen one, or one on trial, which leaves residuals where they are."""
@@ -187,7 +176,7 @@ class Auto(Composite):
 
     def __getstate__(self) -> dict[str, Any]:
         """Get the state of a copy, which continues with the choice, or starts to measure."""
-        dropped = ("_search", "_step_start", "_gradients", "_leader")
+        dropped = ("_search", "_step_start", "gradients", "_leader")
         return {**vars(self), **dict.fromkeys(dropped), "_members": (), "current": self.chosen, "_trial": False}
 
     # --- a method made of methods
@@ -217,16 +206,16 @@ class Auto(Composite):
 
     def observe(self, group: Group) -> None:
         self._device = group.gradients[0].device
-        if self._gradients is not None:
+        if self.gradients is not None:
             for name, grad in zip(group.names, group.gradients):
                 if not self.bypasses(grad):
-                    self._gradients[name] = grad.detach().clone()
+                    self.gradients[name] = grad.detach().clone()
 
     def skip_step(self) -> None:
         super().skip_step()
         self._step_start = None  # the next step is not timed
-        if self._gradients is not None:
-            self._gradients.clear()
+        if self.gradients is not None:
+            self.gradients.clear()
 
     def end_step(self, engine: Engine | None, names: Sequence[str]) -> None:
         super().end_step(engine, names)
@@ -276,15 +265,6 @@ class Auto(Composite):
 
     # --- called by the search
 
-    def keep_gradients(self) -> None:
-        """Keep a copy of the next step's gradients."""
-        self._gradients = {}
-
-    def take_gradients(self) -> dict[str, Tensor]:
-        """Return the kept gradients, by the name of the state, and free them."""
-        gradients, self._gradients = self._gradients or {}, None
-        return gradients
-
     def use(self, index: int) -> None:
         """Use a method from the next step on, for a trial. Residuals of other methods stay where they are."""
         if (index, True) != (self.current, self._trial):
@@ -312,9 +292,21 @@ class Auto(Composite):
         if rank == 0:
             # Which method compresses is news: a warning is what users see who have not configured logging.
             news = size > 1 and before != self.specs[index]
-            text = explain(self.report, isinstance(self.parts[index], (NoCompression, Cast)), before)
-            hint = self._hint() if news and before is None else ""
-            logger.log(logging.WARNING if news else logging.INFO, "gradzip.Auto: %s%s", text, hint)
+            logger.log(logging.WARNING if news else logging.INFO, "gradzip.Auto: %s", self._explained(before))
+
+    def _explained(self, before: str | None) -> str:
+        """The decision and its reason, in one line. before: spec of the method that was chosen before."""
+        if self._size == 1:
+            return "one rank: nothing to send, nothing is compressed"
+        method, simple = self.specs[self.chosen], isinstance(self.parts[self.chosen], (NoCompression, Cast))
+        what = f"no compression pays here: {_name(method)}" if simple else method
+        if before is not None:
+            what = f"still {what}" if before == method else f"no longer {_name(before)}, but {what}"
+        times = sorted(self.report["ms"].items(), key=lambda item: item[1])
+        listed = ", ".join(f"{_name(spec)} {ms:.1f}" for spec, ms in times)
+        margin = f" (margin {self.report['margin']:.1%})" if self.report["margin"] else ""
+        hint = self._hint() if before is None else ""
+        return f"{what}; ms per step: {listed}{margin}; {self._size} ranks{hint}"
 
     def _hint(self) -> str:
         """What more would be allowed if the optimizer were known; empty if the user has said what is."""
@@ -327,10 +319,7 @@ class Auto(Composite):
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"auto": self._saved() if self.decided else {}}
-
-    def _saved(self) -> dict[str, Any]:
-        return {
+        saved = {
             "size": self._size,
             "steps": self.steps_since,
             "methods": self.specs,
@@ -338,6 +327,7 @@ class Auto(Composite):
             "chosen": self.chosen,
             "seconds": [self.seconds.get(i, -1.0) for i in range(len(self.parts))],
         }
+        return super().state_dict() | {"auto": saved if self.decided else {}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict, with the choice.
@@ -385,14 +375,11 @@ def run(auto: Auto) -> Steps[None]:
 
 
 def first_choice(auto: Auto) -> Steps[None]:
-    """Time uncompressed steps, then steps with each allowed method; choose one."""
-    ends = []
+    """Train some uncompressed steps, then some with each allowed method, and choose one."""
     for _ in range(auto.steps):
-        ends.append((yield))
-    while not (known := [end.seconds for end in ends[WARM_UP:] if end.seconds is not None]):
-        ends.append((yield))
+        yield
     allowed = yield from allowed_methods(auto)
-    engine, times = yield from time_methods(auto, allowed, TURNS, ends[-1].engine, known)
+    engine, times = yield from time_methods(auto, allowed, TURNS)
     seconds, margin = means(times), max(PAYS, noise_of(times))
     auto.choose(fastest(seconds, margin), seconds, margin, engine.rank, engine.size)
 
@@ -406,9 +393,9 @@ def allowed_methods(auto: Auto) -> Steps[list[int]]:
     if auto.max_error is None:
         return everything
     auto.use(NONE)
-    auto.keep_gradients()
+    auto.gradients = {}  # of the next step
     engine = (yield).engine
-    gradients = auto.take_gradients()
+    gradients, auto.gradients = auto.gradients or {}, None
     errors = engine.max_over_ranks([_error(auto, i, gradients) for i in everything], "gradzip.auto")
     return [i for i in everything if i == NONE or errors[i] <= auto.max_error]
 
@@ -428,14 +415,8 @@ def _error(auto: Auto, index: int, gradients: Mapping[str, Tensor]) -> float:
     return largest
 
 
-def time_methods(
-    auto: Auto, methods: Sequence[int], turns: int, engine: Engine | None = None, known: Sequence[float] = ()
-) -> Steps[tuple[Engine, Times]]:
+def time_methods(auto: Auto, methods: Sequence[int], turns: int) -> Steps[tuple[Engine, Times]]:
     """Train some steps with each method, in turns. The time of a turn is the slowest rank's median.
-
-    Args:
-        engine: of the step before.
-        known: times of the first method, measured just before. They are its first turn.
 
     Returns the engine of the last step, and the times.
     """
@@ -444,27 +425,21 @@ def time_methods(
     for turn in range(turns):
         medians = []
         for index in left:
-            if known and turn == 0 and index == methods[0]:
-                medians.append(statistics.median(known))
-                continue
             auto.use(index)
             for _ in range(WARM_UP):
                 yield
             of_turn: list[float] = []
             while len(of_turn) < TIMED:
-                end = yield
-                engine = end.engine
-                if end.seconds is not None:
-                    of_turn.append(end.seconds)
+                engine, seconds = yield
+                if seconds is not None:
+                    of_turn.append(seconds)
             medians.append(statistics.median(of_turn))
-        assert engine is not None
-        for index, seconds in zip(left, engine.max_over_ranks(medians, "gradzip.auto")):
-            times[index].append(seconds)
+        for index, slowest in zip(left, engine.max_over_ranks(medians, "gradzip.auto")):
+            times[index].append(slowest)
         limit, seconds_of = MUCH_SLOWER if turn == 0 else max(CLOSE, 1 + 2 * noise_of(times)), means(times)
         left = [index for index in left if seconds_of[index] <= limit * min(seconds_of[i] for i in left)]
         if len(left) == 1:
             break
-    assert engine is not None
     return engine, times
 
 
@@ -524,33 +499,22 @@ def safe_candidates(optimizer: str | None) -> list[str]:
     return [spec for spec in CANDIDATES if is_safe(parse(spec), optimizer)]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_number(name: str, value: Any, least: int, zero: bool = False) -> None:
-    if not (isinstance(value, int) and _is_number(value) and (value >= least or (zero and value == 0))):
-        never = ", or 0 for never" if zero else ""
-        raise ValueError(f"Auto: got {name} = {value!r}, expected an integer >= {least}{never}")
-
-
-def explain(report: dict[str, Any], simple: bool, before: str | None) -> str:
-    """A decision and its reason, in one line.
-
-    Args:
-        simple: whether gradients are averaged uncompressed or in 16 bits.
-        before: spec of the method that was chosen before.
-    """
-    if report["ranks"] == 1:
-        return "one rank: nothing to send, nothing is compressed"
-    method = report["method"]
-    what = f"no compression pays here: {_name(method)}" if simple else method
-    if before is not None:
-        what = f"still {what}" if before == method else f"no longer {_name(before)}, but {what}"
-    times = sorted(report["ms"].items(), key=lambda item: item[1])
-    listed = ", ".join(f"{_name(spec)} {ms:.1f}" for spec, ms in times)
-    margin = f" (margin {report['margin']:.1%})" if report["margin"] else ""
-    return f"{what}; ms per step: {listed}{margin}; {report['ranks']} ranks"
+def _allowed(allow: Sequence[str | Compressor]) -> list[Compressor]:
+    """The methods of `allow` that compress."""
+    if not allow or isinstance(allow, str) or not isinstance(allow, Sequence):
+        got = repr(allow) if allow else "nothing"
+        raise ValueError(f"Auto: got {got} as allow, expected a list of methods, as in allow=['fp16', 'acpsgd']")
+    methods = [parse(method) if isinstance(method, str) else method for method in allow]
+    for method in methods:
+        if hasattr(method, "warmup_steps"):
+            raise ValueError(
+                f"Auto: got {unparse(method)!r} in allow, expected methods whose steps are alike: those of "
+                f"{type(method).__name__} have phases"
+            )
+    compressing = [method for method in methods if not isinstance(method, NoCompression)]
+    if not compressing:
+        raise ValueError("Auto: got none alone in allow, expected a method that compresses")
+    return compressing
 
 
 def _name(spec: str) -> str:
