@@ -33,7 +33,7 @@ from benchmarks.scale.report import measured_tables
 from benchmarks.scale.variants import AUTO, GATHER, PROJECTED, SCATTER, VARIANTS, with_exchange
 from benchmarks.scale.variants import MODELS as SHOWN
 from gradzip.advice.cost import Layer
-from gradzip.advice.layer_costs import measure_layers
+from gradzip.advice.measure import measure_layers
 from gradzip.cli.models import MODELS
 
 EXAMPLES = """\
@@ -114,7 +114,7 @@ def sizes_of(models: list[str]) -> Sizes:
     shapes = dict.fromkeys(p.shape for model in models for p in MODELS[model]())
     layers = [Layer(str(shape), shape, 0.0) for shape in shapes]
     costs = {v: measure_layers(gradzip.parse(v), layers, torch.device("cpu")) for v in PROJECTED}
-    return {v: {s: c.compressed.rounds for s, c in zip(shapes, of_shapes)} for v, of_shapes in costs.items()}
+    return {v: {s: c.rounds for s, c in zip(shapes, of_shapes)} for v, of_shapes in costs.items()}
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from benchmarks.common.results import link_of
 from benchmarks.scale.variants import AUTO, GATHER, GBITS, PROJECTED, RANKS, SCATTER, with_exchange
 from gradzip.advice.cost import JOINED, Compressed, Link, exchange, predict
 from gradzip.advice.decision import FP16, FP32, MARGIN
-from gradzip.advice.layer_costs import LayerCost
+from gradzip.advice.measure import LayerCost
 from gradzip.cli.models import MODELS, step_of
 from gradzip.methods.base.gather import scatter_pays
 
@@ -77,7 +77,7 @@ def joined_rounds(cost: Compressed, count: int) -> dict[tuple[int, str], float]:
 
 def layer_cost(entry: Mapping[str, Any]) -> LayerCost:
     rounds = tuple((kind, nbytes) for kind, nbytes in entry["rounds"])
-    return LayerCost(Compressed(rounds, entry["encode"], entry["decode"]), entry["decode_rank"])
+    return LayerCost(rounds, entry["encode"], entry["decode"], entry["decode_rank"])
 
 
 def chosen(results: Mapping[str, Any], variant: str, ranks: int) -> str:

@@ -34,8 +34,7 @@ import torch.distributed as dist  # noqa: E402
 
 import gradzip  # noqa: E402
 from gradzip.advice.cost import Layer  # noqa: E402
-from gradzip.advice.layer_costs import measure_layers  # noqa: E402
-from gradzip.advice.measure import measure_link  # noqa: E402
+from gradzip.advice.measure import measure_layers, measure_link  # noqa: E402
 from gradzip.averaging.session import Session  # noqa: E402
 from gradzip.engines import torch_engine  # noqa: E402
 
@@ -134,11 +133,11 @@ def measure(job: Job, spec: str) -> dict[str, Any]:
 
 
 def codec(job: Job, spec: str) -> dict[str, Any]:
-    """The cost of a matrix with two ranks, as of an `advice.cost.Compressed`, and of decoding for each further one."""
+    """The cost of a matrix: the fields of a gradzip.advice.measure.LayerCost."""
     dist.barrier()
     layers = [Layer("w", (job.side, job.side), 0.0)]
     (cost,) = measure_layers(gradzip.parse(spec), layers, torch.device("cpu"), lambda _: time.process_time())
-    return asdict(cost.compressed) | {"decode_rank": cost.decode_rank}
+    return asdict(cost)
 
 
 def main() -> None:

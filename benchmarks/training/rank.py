@@ -222,10 +222,10 @@ def gradients(job: Job, batches: Batches) -> dict[str, Tensor]:
 
 
 def codec(spec: str, gradients: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """What a method does to each layer: the fields of a gradzip.advice.cost.Compressed, and the error."""
+    """What a method does to each layer: the fields of a gradzip.advice.measure.Measurement."""
     steps = max(4, least_warmup(f"ddp:{spec}") + 2)
     measured = measure_gradients(gradzip.parse(spec), gradients, RANKS, repeats=steps)
-    return [{"name": name, **asdict(found.compressed), "error": found.error} for name, found in measured.items()]
+    return [{"name": name, **asdict(found)} for name, found in measured.items()]
 
 
 def work(job: Job, group: Group, path: Path) -> None:

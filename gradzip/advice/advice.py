@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 from ..methods.base.compressor import Compressor
 from . import cost
-from .cost import Compressed, Link, Step
+from .cost import Compressed, Link, Prediction, Step
 from .decision import FP16, FP32, Decision, decide
-from .layer_costs import LayerCost
-from .studies import OPTIMIZERS, SAFE, Study, is_safe, study_of
+from .studies import OPTIMIZERS, SAFE, is_safe, study_of
 
 ENOUGH = 0.9  # share of the ideal; where averages of every step do not reach it, local steps are recommended
 
 
 @dataclass(frozen=True)
-class Row:
-    """A method's prediction. Times in seconds.
+class Row(Prediction):
+    """A method's prediction, in comparison.
 
     nbytes: bytes that one rank hands to collectives in a step. ratio: bytes in float32 / nbytes.
     """
 
     method: str
-    seconds: float
-    compute: float
-    compression: float
-    exposed: float
-    nbytes: float
     ratio: float
     times_fp32: float
     times_fp16: float
@@ -40,7 +36,7 @@ class Advice:
     """Predictions of all methods for a step on a link, the fastest first, and which of them to use.
 
     front_end: "horovod" or "ddp".
-    costs: of each method, by layer. `FP32` and `FP16` are among the methods.
+    costs: of each method, by layer, in a group of the link's ranks. `FP32` and `FP16` are among the methods.
     methods: the compressors by the same names.
     named: whether the user has named the methods. They are advised then, whatever they cost in accuracy.
     optimizer: a name in OPTIMIZERS; None if the user has not named it.
@@ -49,71 +45,60 @@ class Advice:
     step: Step
     link: Link
     front_end: str
-    costs: Mapping[str, Sequence[LayerCost]]
+    costs: Mapping[str, Sequence[Compressed]]
     methods: Mapping[str, Compressor]
     named: bool = False
     optimizer: str | None = None
 
-    def compressed(self, method: str, ranks: int) -> list[Compressed]:
-        """The cost of a method on each layer, in a group of that many ranks."""
-        return [layer.among(ranks) for layer in self.costs[method]]
-
-    def predict(self, method: str, link: Link) -> cost.Prediction:
-        joined = cost.joined(self.front_end, stock=method in (FP32, FP16))
-        return cost.predict(self.step, self.compressed(method, link.ranks), link, **joined)
-
+    @functools.cached_property
     def rows(self) -> list[Row]:
-        predictions = {method: self.predict(method, self.link) for method in self.costs}
+        """The predictions of all methods, the fastest first."""
         dense = sum(4 * layer.numel for layer in self.step.layers)
+        found = {}
+        for method, layers in self.costs.items():
+            joined = cost.joined(self.front_end, stock=method in (FP32, FP16))
+            found[method] = cost.predict(self.step, layers, self.link, **joined)
         rows = []
-        for method, found in predictions.items():
-            nbytes = sum(layer.nbytes for layer in self.compressed(method, self.link.ranks))
-            parts = found.seconds, found.compute, found.compression, found.exposed
-            fp32, fp16, ideal = (
-                seconds / found.seconds
-                for seconds in (predictions[FP32].seconds, predictions[FP16].seconds, found.compute)
-            )
-            rows.append(Row(method, *parts, nbytes, dense / nbytes, fp32, fp16, ideal))
-        return sorted(rows, key=lambda row: row.seconds)
+        for method, step in found.items():
+            nbytes = sum(layer.nbytes for layer in self.costs[method])
+            fp32, fp16 = (found[stock].seconds / step.seconds for stock in (FP32, FP16))
+            parts = step.seconds, step.compute, step.compression, step.exposed
+            rows.append(Row(*parts, nbytes, method, dense / nbytes, fp32, fp16, step.compute / step.seconds))
+        return sorted(rows, key=attrgetter("seconds"))
 
     @property
     def optimizers(self) -> list[str]:
         """The optimizers to tell accuracies for: the user's, or all."""
         return list(OPTIMIZERS) if self.optimizer is None else [self.optimizer]
 
-    def study(self, method: str, optimizer: str) -> Study | None:
-        """What a study has found about a method with an optimizer."""
-        return study_of(self.methods[method], optimizer)
-
     def allowed(self, optimizer: str | None) -> list[str]:
         """The methods that may be advised: those that the user has named, or those that are safe with the optimizer."""
         return [name for name, method in self.methods.items() if self.named or is_safe(method, optimizer)]
 
-    def decide(self, rows: Sequence[Row], optimizer: str | None) -> Decision:
+    def decide(self, optimizer: str | None) -> Decision:
         """What to use with an optimizer; None: with one that is not known."""
-        return decide({row.method: row.seconds for row in rows}, self.allowed(optimizer))
+        return decide({row.method: row.seconds for row in self.rows}, self.allowed(optimizer))
 
-    def local_steps(self, rows: Sequence[Row]) -> tuple[str, cost.Exchange] | None:
+    def local_steps(self) -> tuple[str, cost.Exchange] | None:
         """The method whose exchange of local steps is fastest, if averages of every step do not reach `ENOUGH`."""
         usable = {FP32, FP16, *self.allowed(self.optimizer)}
-        if max(row.share_of_ideal for row in rows if row.method in usable) >= ENOUGH:
+        if max(row.share_of_ideal for row in self.rows if row.method in usable) >= ENOUGH:
             return None
         # Studies of an optimizer are of gradients: for differences, only methods that every optimizer goes with.
         safe = [name for name in self.allowed(None) if self.methods[name].averaged_momentum is None]
-        link = self.link
-        found = {m: cost.exchange(self.step, self.compressed(m, link.ranks), link) for m in {FP32, FP16, *safe}}
+        found = {method: cost.exchange(self.step, self.costs[method], self.link) for method in {FP32, FP16, *safe}}
         return min(found.items(), key=lambda item: item[1].seconds)
 
     # --- in words
 
-    def table(self, rows: Sequence[Row]) -> list[list[str]]:
+    def table(self) -> list[list[str]]:
         """Header and rows of the predictions."""
         table = [[
             "method", "ms/step", "× fp32", "× fp16", "of ideal", "compression", "exposed", "MB/step", "ratio",
             *(f"with {OPTIMIZERS[optimizer]}" for optimizer in self.optimizers),
         ]]  # fmt: skip
-        for row in rows:
-            studies = [self.study(row.method, optimizer) for optimizer in self.optimizers]
+        for row in self.rows:
+            studies = [study_of(self.methods[row.method], optimizer) for optimizer in self.optimizers]
             table.append([
                 named(row.method), f"{1e3 * row.seconds:.1f}", f"{row.times_fp32:.2f}", f"{row.times_fp16:.2f}",
                 f"{row.share_of_ideal:.0%}", f"{1e3 * row.compression:.1f}", f"{1e3 * row.exposed:.1f}",
@@ -122,13 +107,13 @@ class Advice:
             ])  # fmt: skip
         return table
 
-    def sentences(self, rows: Sequence[Row]) -> Iterator[str]:
+    def sentences(self) -> Iterator[str]:
         """What to use, why, what it costs in accuracy, and what the advice would be with other optimizers."""
-        decision = self.decide(rows, self.optimizer)
-        yield sentence(rows, decision)
+        decision = self.decide(self.optimizer)
+        yield self._recommendation(decision)
         if decision.compresses:
             yield from self._accuracy(decision.chosen)
-        if local := self.local_steps(rows):
+        if local := self.local_steps():
             method, found = local
             yield (
                 f"No method that may be advised reaches {ENOUGH:.0%} of the ideal when every step averages. With local "
@@ -137,26 +122,50 @@ class Advice:
                 "steps could hide it. Local steps change what is learned: train with and without, and compare."
             )
         if self.optimizer is None and not self.named:
+            chosen = ", ".join(f"{name} {named(self.decide(name).chosen)}" for name in OPTIMIZERS)
             yield (
                 f"Without --optimizer, only {' and '.join(SAFE)} are advised: they are for every optimizer. What would "
-                f"be advised with one: {self._with_optimizers(rows)}."
+                f"be advised with one: {chosen}."
             )
 
     def notes(self) -> Iterator[str]:
-        """Further remarks."""
+        """What compressed momenta need."""
         for method, compressor in self.methods.items():
             if (beta := compressor.averaged_momentum) is not None:
-                study = self.study(method, "adamw")
+                study = study_of(compressor, "adamw")
                 trained = f" In the study with AdamW, {study.method} averaged the whole training." if study else ""
                 yield (
                     f"{method}: the step is one after the warm-up.{trained} The optimizer must have the momentum "
                     f"{beta}, and AdamW must be gradzip.optim.AdamW."
                 )
 
+    def _recommendation(self, decision: Decision) -> str:
+        """What to use, and why, in one sentence."""
+        by_name = {row.method: row for row in self.rows}
+        row, fastest = by_name[decision.chosen], decision.fastest
+        ideal = f"{row.share_of_ideal:.0%} of the ideal"
+        if decision.compresses:
+            return (
+                f"Use {row.method}: {_ms(row.seconds)} a step, {row.times_fp32:.2f} times as fast as fp32 and "
+                f"{row.times_fp16:.2f} times as fast as fp16, at {ideal}. It saves {decision.gain:.0%} of the faster "
+                f"one's step; the margin of error is {decision.margin:.0%}."
+            )
+        start, reason = "Do not compress: use", ""
+        if decision.gain > 0:
+            start = "Within the noise: do not compress, use"
+            reason = (
+                f"; {fastest} saves {decision.gain:.1%} of the step, less than the margin of error of "
+                f"{decision.margin:.0%}"
+            )
+        elif fastest is not None:
+            seconds = by_name[fastest].seconds
+            reason = f"; {fastest}, the fastest that may be advised, takes {_ms(seconds)}"
+        return f"{start} {named(row.method)}. It takes {_ms(row.seconds)} a step, {ideal}{reason}."
+
     def _accuracy(self, method: str) -> Iterator[str]:
         """What a method costs in accuracy, with each of the optimizers."""
         for optimizer in self.optimizers:
-            study, name = self.study(method, optimizer), OPTIMIZERS[optimizer]
+            study, name = study_of(self.methods[method], optimizer), OPTIMIZERS[optimizer]
             if study is not None:
                 ends = study.difference if study.difference.startswith("as") else f"{study.difference} than fp32"
                 advised = "" if study.holds else ". It is not advised with this optimizer"
@@ -165,17 +174,15 @@ class Advice:
                 yield f"With {name}, no study has measured what {method} costs in accuracy."
         yield "A study is no proof: train your network with and without, and compare."
 
-    def _with_optimizers(self, rows: Sequence[Row]) -> str:
-        """What is advised with each optimizer: "sgd acpsgd, adamw fp16"."""
-        return ", ".join(f"{name} {named(self.decide(rows, name).chosen)}" for name in OPTIMIZERS)
-
-    def json(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def json(self) -> dict[str, Any]:
         """All results in JSON types. A method without a study has None."""
-        decision, local = self.decide(rows, self.optimizer), self.local_steps(rows)
-        methods = [asdict(row) | {"studies": {}} for row in rows]
-        for method in methods:
-            studies = {name: self.study(method["method"], name) for name in self.optimizers}
-            method["studies"] = {name: study and asdict(study) for name, study in studies.items()}
+        decision, local = self.decide(self.optimizer), self.local_steps()
+        methods = []
+        for row in self.rows:
+            studies = {name: study_of(self.methods[row.method], name) for name in self.optimizers}
+            methods.append(
+                asdict(row) | {"studies": {name: study and asdict(study) for name, study in studies.items()}}
+            )
         return {
             "front_end": self.front_end, "link": asdict(self.link) | {"bandwidth": min(self.link.bandwidth, 1e300)},
             "step_seconds": self.step.seconds, "parameters": sum(layer.numel for layer in self.step.layers),
@@ -185,31 +192,6 @@ class Advice:
                 "method": local[0], "every": local[1].every(ENOUGH), "hidden_by": local[1].hidden_by,
             },
         }  # fmt: skip
-
-
-def sentence(rows: Sequence[Row], decision: Decision) -> str:
-    """The recommendation, in one sentence."""
-    by_name = {row.method: row for row in rows}
-    row = by_name[decision.chosen]
-    if decision.compresses:
-        return (
-            f"Use {row.method}: {_ms(row.seconds)} a step, {row.times_fp32:.2f} times as fast as fp32 and "
-            f"{row.times_fp16:.2f} times as fast as fp16, at {row.share_of_ideal:.0%} of the ideal. It saves "
-            f"{decision.gain:.0%} of the faster one's step; the margin of error is {decision.margin:.0%}."
-        )
-    takes = f"{_ms(row.seconds)} a step, {row.share_of_ideal:.0%} of the ideal"
-    name = named(decision.stock)
-    if decision.fastest is None:
-        return f"Do not compress: use {name}. It takes {takes}."
-    if decision.gain > 0:
-        return (
-            f"Within the noise: do not compress, use {name}. It takes {takes}; {decision.fastest} saves "
-            f"{decision.gain:.1%} of the step, less than the margin of error of {decision.margin:.0%}."
-        )
-    return (
-        f"Do not compress: use {name}. It takes {takes}; {decision.fastest}, the fastest that may be advised, takes "
-        f"{_ms(by_name[decision.fastest].seconds)}."
-    )
 
 
 def named(method: str) -> str:

@@ -21,7 +21,7 @@ class Decision:
 
     stock: fp32 or fp16: the faster one, or fp32 if fp16 is hardly faster.
     fastest: the fastest of the methods that may be used; None if there are none.
-    gain: the share of the faster of fp32's and fp16's step that `fastest` saves. Negative if it is slower.
+    gain: the share of the faster of fp32's and fp16's step that `fastest` saves. 0 without one; negative if slower.
     margin: the gain must exceed it.
     """
 
@@ -32,11 +32,11 @@ class Decision:
 
     @property
     def compresses(self) -> bool:
-        return self.fastest is not None and self.gain > self.margin
+        return self.gain > self.margin
 
     @property
     def chosen(self) -> str:
-        return self.fastest if self.fastest is not None and self.compresses else self.stock
+        return self.fastest if self.fastest and self.compresses else self.stock
 
 
 def decide(seconds: Mapping[str, float], allowed: Iterable[str] | None = None, margin: float = MARGIN) -> Decision:

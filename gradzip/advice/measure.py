@@ -1,8 +1,7 @@
-"""Measure what the cost model needs: the cost of methods on gradients, and the link of a job."""
+"""Measure what the cost model needs: the cost of methods on gradients and layers, and the link of a job."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -26,7 +25,7 @@ from ..collectives.traffic import sent_nbytes
 from ..engines import local
 from ..methods.base.compressor import Compressor
 from ..ops import tensors as ops
-from .cost import Compressed, Link
+from .cost import Compressed, Layer, Link
 
 Clock = Callable[[torch.device], float]  # waits for the device, and returns seconds
 
@@ -42,16 +41,14 @@ def now(device: torch.device) -> float:
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """The cost and the error of a method on one gradient.
+class Measurement(Compressed):
+    """The cost of a method on one gradient, the least of the timed steps, and its error.
 
-    compressed: rounds and times: the least of the timed steps.
     error: |x - decoded| / |x| of one step without a residual (α of HPDC 2020). 0 for a gradient of zeros, and for one
         that bypasses compression.
     """
 
-    compressed: Compressed
-    error: float
+    error: float = 0.0
 
 
 def measure_method(
@@ -80,53 +77,47 @@ def measure_gradients(
             take from the cores.
     """
     methods = {name: compressor.method_for(name, grad.shape) for name, grad in grads.items()}
-    simulate_all = ranks > 1 and any(method.asymmetric for method in methods.values())
+    simulate_all = any(method.asymmetric for method in methods.values())
     group = [compressor.clone() for _ in range(ranks if simulate_all else 1)]
     steps: dict[str, list[Compressed]] = {name: [] for name in grads}
     for _ in range(1 + 2 * math.ceil(repeats / 2)):
         for name, grad in grads.items():
             steps[name].append(_step(group, grad, name, ranks, clock)[0])
-    for member in group:
-        for part in member.parts:
-            part.memory.drop_rank_local()
+    for part in (part for member in group for part in member.parts):
+        part.memory.drop_rank_local()
     measured = {}
     for name, grad in grads.items():
         decoded = grad if methods[name].bypasses(grad) else _step(group, grad, name, ranks, clock)[1]
         norm = float(torch.linalg.vector_norm(grad.double()))
         error = float(torch.linalg.vector_norm(grad.double() - decoded.double())) / norm if norm else 0.0
-        measured[name] = Measurement(_mean_of(steps[name][1:]), error)
+        measured[name] = Measurement(*_mean_of(steps[name][1:]), error)
     return measured
 
 
 def _step(group: Sequence[Compressor], grad: Tensor, name: str, ranks: int, clock: Clock) -> tuple[Compressed, Tensor]:
-    """One step of one gradient. Returns its cost on rank 0, and the average."""
-    with no_autocast(grad.device):
-        return _timed_step(group, grad, name, ranks, clock)
+    """One step of one gradient. Returns its cost on rank 0, and the average.
 
-
-def _timed_step(
-    group: Sequence[Compressor], grad: Tensor, name: str, ranks: int, clock: Clock
-) -> tuple[Compressed, Tensor]:
+    group: of all ranks, or of rank 0 alone, which then gets its own contributions in place of the others'.
+    """
     grads = [grad.clone() for _ in group]
-    routines = [
-        averaged(compressor, own, name, rank, ranks) for rank, (compressor, own) in enumerate(zip(group, grads))
-    ]
+    routines = [averaged(member, own, name, rank, ranks) for rank, (member, own) in enumerate(zip(group, grads))]
     rounds: list[tuple[str, float]] = []
     seconds: list[float] = []  # before, between and after the rounds
     results: list[Any] = [None] * len(group)
-    while True:
-        start = clock(grad.device)
-        collectives = [advance(routines[0], results[0])]
-        seconds.append(clock(grad.device) - start)
-        collectives += [advance(routine, result) for routine, result in zip(routines[1:], results[1:])]
-        if isinstance(collectives[0], Done):
-            return Compressed(tuple(rounds), seconds[0], sum(seconds[1:])), grads[0]
-        if not isinstance(collectives[0], (AllFinite, ToHost)):
-            rounds.append(_round(collectives[0], rounds, ranks))
-        start = clock(grad.device)
-        results = local.run(collectives) if len(group) == ranks else [_answer(collectives[0], ranks)]
-        if isinstance(collectives[0], RingSum):  # compresses while it communicates
-            seconds.append((clock(grad.device) - start) / len(group))
+    with no_autocast(grad.device):
+        while True:
+            start = clock(grad.device)
+            first = advance(routines[0], results[0])
+            seconds.append(clock(grad.device) - start)
+            if isinstance(first, Done):
+                return Compressed(tuple(rounds), seconds[0], sum(seconds[1:])), grads[0]
+            if not isinstance(first, (AllFinite, ToHost)):
+                rounds.append(_round(first, rounds, ranks))
+            others = [advance(routine, result) for routine, result in zip(routines[1:], results[1:])]
+            start = clock(grad.device)
+            results = local.run([first, *others] if len(group) == ranks else [first] * ranks)
+            if isinstance(first, RingSum):  # compresses while it communicates
+                seconds.append((clock(grad.device) - start) / len(group))
 
 
 def _round(collective: Collective, before: Sequence[tuple[str, float]], ranks: int) -> tuple[str, float]:
@@ -145,33 +136,96 @@ def _kind(collective: Collective) -> str:
     return "all_reduce_half" if dtype.itemsize == 2 else "all_reduce"
 
 
-def _answer(collective: Collective, ranks: int) -> Any:
-    """The result of a collective in which all ranks send the same."""
-    if isinstance(collective, Gather):
-        return [collective.tensor] * ranks
-    if isinstance(collective, (AllFinite, ToHost)):
-        return local.run([collective])[0]
-    if isinstance(collective, (AllToAll, RingSum)):
-        kind = type(collective).__name__
-        raise TypeError(f"measure_method: got a {kind} from a method whose `asymmetric` is False, expected True")
-    return collective.tensor
-
-
-def _mean_of(steps: Sequence[Compressed]) -> Compressed:
-    """The cost of a layer from several steps: the mean of even and odd steps, which differ in methods such as ACP-SGD.
+def _mean_of(steps: Sequence[Compressed]) -> tuple[tuple[tuple[str, float], ...], float, float]:
+    """The rounds and times of a layer from several steps: the mean of even and odd ones, which differ in ACP-SGD.
 
     Each of the two counts with its least times and its mean bytes.
     """
-
-    def mean(values: Sequence[float], least: bool = True) -> float:
-        return statistics.fmean(min(v) if least else statistics.fmean(v) for v in (values[0::2], values[1::2]))
-
     last = [kind for kind, _ in steps[-1].rounds]
-    alike = [step for step in steps if [kind for kind, _ in step.rounds] == last]
-    if len(alike) < len(steps):  # the rounds have changed, as after a warm-up: the last step counts
-        alike = [alike[-1]] * 2
-    rounds = tuple((kind, mean([step.rounds[i][1] for step in alike], least=False)) for i, kind in enumerate(last))
-    return Compressed(rounds, mean([s.encode for s in alike]), mean([s.decode for s in alike]))
+    if any([kind for kind, _ in step.rounds] != last for step in steps):
+        steps = [steps[-1]] * 2  # the rounds have changed, as after a warm-up
+
+    def mean(of: Callable[[Sequence[float]], float], values: Sequence[float]) -> float:
+        return statistics.fmean([of(values[0::2]), of(values[1::2])])
+
+    sizes = zip(*([nbytes for _, nbytes in step.rounds] for step in steps))
+    rounds = tuple((kind, mean(statistics.fmean, nbytes)) for kind, nbytes in zip(last, sizes))
+    return rounds, mean(min, [step.encode for step in steps]), mean(min, [step.decode for step in steps])
+
+
+# --- the layers of a model
+
+# Larger layers are measured at a smaller size.
+LARGEST = 1 << 21
+
+
+@dataclass(frozen=True)
+class LayerCost(Compressed):
+    """The cost of a method on one layer with two ranks. decode_rank: decoding seconds for each further rank."""
+
+    decode_rank: float = 0.0
+
+    def among(self, ranks: int) -> Compressed:
+        """The cost in a group of that many ranks."""
+        return Compressed(self.rounds, self.encode, self.decode + self.decode_rank * max(0, ranks - 2))
+
+
+def measure_layers(
+    compressor: Compressor, layers: Sequence[Layer], device: torch.device, clock: Clock = now
+) -> list[LayerCost]:
+    """Measure a method on gradients of normally distributed numbers, one for each shape among the layers.
+
+    A layer of more than `LARGEST` elements is measured at two smaller sizes. Times are extrapolated in proportion to
+    the number of elements, and bytes by their growth between the two sizes. clock: as for `measure_gradients`.
+    """
+    names: dict[tuple[Any, ...], str] = {}  # of a layer of each kind
+    keys = []
+    for layer in layers:
+        method = compressor.method_for(layer.name, torch.Size(layer.shape))
+        keys.append((method.bypasses(torch.empty(layer.shape, device="meta")), id(method), layer.shape))
+        names.setdefault(keys[-1], layer.name)
+    shapes = {name: key[-1] for key, name in names.items() if not key[0]}
+    large = {name: _gradient(_shrunk(shape), device) for name, shape in shapes.items()}
+    two = measure_gradients(compressor, large, 2, 4, clock)
+    gathered = {name: g for name, g in large.items() if any(kind == "all_gather" for kind, _ in two[name].rounds)}
+    four = measure_gradients(compressor, gathered, 4, 2, clock)
+    shrunk = {name: _gradient(_shrunk(s, 1), device) for name, s in shapes.items() if _shrunk(s) != s}
+    small = measure_gradients(compressor, shrunk, 2, 2, clock)
+    found: dict[str, LayerCost] = {}
+    for (bypassed, _, shape), name in names.items():
+        numel = math.prod(shape)
+        if bypassed:
+            found[name] = LayerCost((("all_reduce", 4.0 * numel),))
+            continue
+        rounds, times = two[name].rounds, numel / large[name].numel()
+        if name in small:
+            numels = shrunk[name].numel(), large[name].numel(), numel
+            pairs = zip(small[name].rounds, rounds)
+            rounds = tuple((kind, _extrapolated(numels, less, nbytes)) for (_, less), (kind, nbytes) in pairs)
+        rank = max(0.0, four[name].decode - two[name].decode) / 2 if name in four else 0.0
+        found[name] = LayerCost(rounds, two[name].encode * times, two[name].decode * times, rank * times)
+    return [found[names[key]] for key in keys]
+
+
+def _extrapolated(numels: tuple[int, int, int], small: float, large: float) -> float:
+    """Bytes at `numels[2]` elements, from those at `numels[0]` and `numels[1]`.
+
+    a + b n, or a + b sqrt(n) if they grow as slowly as those of low-rank factors.
+    """
+    power = 1.0 if large / small > (numels[1] / numels[0]) ** 0.75 else 0.5
+    x, y, z = (n**power for n in numels)
+    return large + (large - small) * (z - y) / (y - x)
+
+
+def _shrunk(shape: tuple[int, ...], more: int = 0) -> tuple[int, ...]:
+    """Halve rows and columns until there are at most `LARGEST` elements, and then `more` times. Kernels stay."""
+    halvings = max(0, math.ceil(math.log2(math.prod(shape) / LARGEST) / 2)) + more
+    rows, columns = (max(1, n >> halvings) for n in shape[:2])
+    return (rows, columns, *shape[2:])
+
+
+def _gradient(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 # --- the link
@@ -181,6 +235,7 @@ def _mean_of(steps: Sequence[Compressed]) -> Compressed:
 SIZES = (*(1 << shift for shift in (16, 18, 20)), *(1 << shift for shift in range(22, 27)))
 TRANSFER_SECONDS = 0.05
 LINK_SECONDS = 4.0
+SLOT = "gradzip.measure"
 HALF_NBYTES = 1 << 18  # bytes of the all-reduce of 16-bit numbers
 
 
@@ -219,9 +274,8 @@ def measure_link(
     for nbytes in sizes:
         points.append(probe.point("all_reduce", nbytes, repeats))
         longer = points[-1].seconds - points[0].seconds
-        longer, elapsed = probe.max_over_ranks(
-            [longer if longer >= points[0].seconds else 0.0, time.perf_counter() - start]
-        )
+        longer = longer if longer >= points[0].seconds else 0.0
+        longer, elapsed = engine.max_over_ranks([longer, time.perf_counter() - start], SLOT)
         if longer >= TRANSFER_SECONDS or elapsed >= LINK_SECONDS:
             break
     link = Link(engine.size, math.inf, 0.0)
@@ -233,8 +287,8 @@ def measure_link(
     core_per_byte = _slope(sent, [point.core - first.core for point in larger])
     whole, halves = (probe.point(kind, HALF_NBYTES, repeats) for kind in ("all_reduce", "all_reduce_half"))
     half = max(0.0, halves.process - whole.process) / link.sent_nbytes(whole.kind, whole.nbytes)
-    latency, per_byte, operation, core_per_byte, half, background = probe.max_over_ranks(
-        [latency, max(per_byte, 1e-15), operation, core_per_byte, half, background]
+    latency, per_byte, operation, core_per_byte, half, background = engine.max_over_ranks(
+        [latency, max(per_byte, 1e-15), operation, core_per_byte, half, background], SLOT
     )
     engine.traffic.bytes_sent = traffic
     return Link(engine.size, 1 / per_byte, latency, operation, core_per_byte, min(background, 0.95), half)
@@ -260,18 +314,11 @@ class _Probe:
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self.engine = engine
         self.device = device
-        self._numbers = itertools.count()
         cores = self._cores()
         spare = cores - torch.get_num_threads()
         self._clock = time.thread_time if spare >= 1 else time.process_time
         # With less than a core for each rank, core time takes longer; with a spare one, other threads cost nothing.
         self._weight = 0.0 if self.device.type != "cpu" else 1 / min(1.0, float(cores))
-
-    def _slot(self) -> str:
-        return f"gradzip.measure.{next(self._numbers)}"
-
-    def max_over_ranks(self, values: Sequence[float]) -> list[float]:
-        return self.engine.max_over_ranks(values, self._slot())
 
     def _cores(self) -> Fraction:
         """This rank's share of the cores that it may use. Ranks on one machine divide the cores that they share.
@@ -281,7 +328,7 @@ class _Probe:
         allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         boot = Path("/proc/sys/kernel/random/boot_id")
         machine = boot.read_text().strip() if boot.is_file() else socket.gethostname()
-        lines = self.engine.allgather_bytes(json.dumps([machine, list(allowed)]).encode() + b"\n", self._slot())
+        lines = self.engine.allgather_bytes(json.dumps([machine, list(allowed)]).encode() + b"\n", SLOT)
         neighbours = [set(cores) for host, cores in map(json.loads, lines) if host == machine]
         shares = (Fraction(1, sum(core in cores for cores in neighbours)) for core in allowed)
         return sum(shares, Fraction(0))
@@ -297,16 +344,15 @@ class _Probe:
         return self._weight * statistics.median(once() for _ in range(3))
 
     def point(self, kind: str, nbytes: int, repeats: int) -> _Point:
-        """Time collectives of one size. 0 bytes: of one element, or of an empty payload."""
-        slot = f"gradzip.measure.{kind}.{nbytes}"
-        tensor: Tensor
-        if kind != "all_gather":
-            dtype = torch.float16 if kind == "all_reduce_half" else torch.float32
-            tensor = torch.ones(max(1, nbytes // dtype.itemsize), dtype=dtype, device=self.device)
+        """Time collectives of one size. 0 bytes: of one element. An all-gather is one of empty payloads."""
+        slot = f"{SLOT}.{kind}.{nbytes}"
+        collective: Gather | Mean
+        if kind == "all_gather":
+            empty = ops.Seal(ops.new_payload(0, self.device), 0)
+            collective = Gather(ops.seal_payloads([empty], method=0, digest=0)[0])
         else:
-            body = ops.new_payload(max(0, nbytes - ops.HEADER_NBYTES), self.device)
-            tensor = ops.seal_payloads([ops.Seal(body, 0)], method=0, digest=0)[0]
-        collective = Gather(tensor) if kind == "all_gather" else Mean(tensor)
+            dtype = torch.float16 if kind == "all_reduce_half" else torch.float32
+            collective = Mean(torch.ones(max(1, nbytes // dtype.itemsize), dtype=dtype, device=self.device))
 
         def seconds() -> float:
             start = now(self.device)
@@ -324,7 +370,7 @@ class _Probe:
         seconds()
         wall = _lower_quartile([seconds() for _ in range(repeats)])
         core, process = zip(*(core_seconds(1.5 * wall) for _ in range(math.ceil(repeats / 2))))
-        return _Point(kind, tensor.nbytes, wall, _lower_quartile(core), _lower_quartile(process))
+        return _Point(kind, collective.tensor.nbytes, wall, _lower_quartile(core), _lower_quartile(process))
 
 
 def _lower_quartile(values: Sequence[float]) -> float:

@@ -1,7 +1,11 @@
-"""The command line ``gradzip``: one module for each subcommand.
+"""Gradient compression for data-parallel PyTorch training.
 
-A subcommand's module has `add(commands)`, which adds its parser, and `run(options)`, which returns the exit status and
-raises CommandError for bad input.
+examples:
+  gradzip info                what is installed, built and found here
+  gradzip info --json | jq .extension.simd
+  gradzip advise --model resnet50 --bandwidth 10gbit --ranks 16 --step-ms 180
+  gradzip inspect step500.pt  what methods make of the gradients that gradzip.capture saved
+  gradzip list topk           what a method does, and its arguments
 """
 
 from __future__ import annotations
@@ -16,18 +20,29 @@ import gradzip
 from . import advise, info, inspect, listing
 from .command import CommandError
 
-COMMANDS = (info, advise, inspect, listing)
+# A command's module has its help as docstring; `add_arguments(parser)`; and `run(options)`, which prints its report,
+# as JSON with `options.json`, and raises CommandError for bad input.
+COMMANDS = {"info": info, "advise": advise, "inspect": inspect, "list": listing}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (default: that of the process). Returns the exit status."""
-    parser = _parser()
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="gradzip", description=__doc__, formatter_class=as_written)
+    parser.add_argument("--version", action="version", version=f"gradzip {gradzip.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for name, module in COMMANDS.items():
+        text = module.__doc__ or ""
+        title = text.partition("\n")[0].partition(": ")[2].rstrip(".")
+        command = commands.add_parser(name, help=title, description=text, formatter_class=as_written)
+        command.add_argument("--json", action="store_true", help="print JSON")
+        module.add_arguments(command)
     options = parser.parse_args(arguments)
-    if "run" not in options:
+    if options.command is None:
         parser.print_help()
         return 0
     try:
-        status = options.run(options)
+        COMMANDS[options.command].run(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader has closed the pipe (`gradzip info | head`). Python must not fail again when it closes stdout.
@@ -36,22 +51,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CommandError, OSError) as error:
         print(f"gradzip {options.command}: error: {error}", file=sys.stderr)
         return 2
-    return status
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gradzip",
-        description="Gradient compression for data-parallel PyTorch training.",
-        epilog="examples:\n  gradzip info                what is installed, built and found here\n"
-        "  gradzip info --json | jq .extension.simd\n"
-        "  gradzip advise --model resnet50 --bandwidth 10gbit --ranks 16 --step-ms 180\n"
-        "  gradzip inspect step500.pt  what methods make of the gradients that gradzip.capture saved\n"
-        "  gradzip list topk           what a method does, and its arguments",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"gradzip {gradzip.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for command in COMMANDS:
-        command.add(commands)
-    return parser
+    return 0

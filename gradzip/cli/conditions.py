@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 
 import torch
+from torch.utils.benchmark import Timer
 
 # Threads wait for cores that others use if they take this many times as long as one thread. Otherwise they are faster.
 CONTENDED = 1.5
@@ -32,18 +32,7 @@ def conditions(device: torch.device) -> tuple[str, list[str]]:
 
 def _contention(repeats: int = 9) -> float:
     """Time of an addition with all threads of torch, divided by its time with one thread. Medians."""
-    threads, x = torch.get_num_threads(), torch.zeros(1 << 18)
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        x.add_(1.0)
-        return time.perf_counter() - start
-
-    try:
-        seconds()
-        many = statistics.median(seconds() for _ in range(repeats))
-        torch.set_num_threads(1)
-        one = statistics.median(seconds() for _ in range(repeats))
-    finally:
-        torch.set_num_threads(threads)
+    x = torch.zeros(1 << 18)
+    timers = [Timer("x.add_(1.0)", globals={"x": x}, num_threads=n) for n in (torch.get_num_threads(), 1)]
+    many, one = (statistics.median(timer.timeit(1).mean for _ in range(repeats)) for timer in timers)
     return many / one

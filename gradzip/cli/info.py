@@ -1,4 +1,9 @@
-"""`gradzip info`: what is installed, built and found."""
+"""`gradzip info`: what is installed, built and found here.
+
+Show the parts of this installation of gradzip, and the devices and engines that it finds. Missing or broken parts are
+listed with the reason; the exit status is 0 in any case. For a bug report, add what `python -m torch.utils.collect_env`
+prints about the machine.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +29,13 @@ REMEDIES = {
 }
 
 
-def add(commands: Any) -> None:
-    """Add `gradzip info`."""
-    parser = commands.add_parser(
-        "info",
-        help="what is installed, built and found here",
-        description="Show the parts of this installation of gradzip, and the devices and engines that it finds. "
-        "Missing or broken parts are listed with the reason; the exit status is 0 in any case. For a bug report, add "
-        "what `python -m torch.utils.collect_env` prints about the machine.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs and bug reports")
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`gradzip info` has no options of its own."""
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     report = installation()
     print(json.dumps(report, indent=2) if options.json else "\n".join(_lines(report)))
-    return 0
 
 
 def installation() -> dict[str, Facts]:
@@ -52,16 +47,18 @@ def installation() -> dict[str, Facts]:
         "torch": lambda: {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads()},
         "horovod": _horovod,
     }
-    report = {}
-    for part, probe in probes.items():
-        try:
-            # Warnings of torch and Horovod, such as an old driver, are in the facts.
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                report[part] = probe()
-        except Exception as error:  # a part can be broken in any way; report the others
-            report[part] = {"error": f"{type(error).__name__}: {error}"}
-    return report
+    # Warnings of torch and Horovod, such as an old driver, are in the facts.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {part: _probed(probe) for part, probe in probes.items()}
+
+
+def _probed(probe: Callable[[], Facts]) -> Facts:
+    """The facts, or the error: a part can be broken in any way, and the others are reported then."""
+    try:
+        return probe()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _extension() -> Facts:
@@ -78,21 +75,19 @@ def _cuda() -> Facts:
     return {
         "built": True,
         "archs": _C.cuda_archs.split(),
-        "nvrtc": _nvrtc(_C.cuda_driver_version()) if _C.cuda_nvrtc else None,
+        "nvrtc": _probed(_nvrtc) if _C.cuda_nvrtc else None,
         "runtime": _cuda_version(_C.cuda_runtime_version()),
         "driver": _cuda_version(_C.cuda_driver_version()),
         "devices": _C.cuda_devices(),
     }
 
 
-def _nvrtc(driver: int) -> Facts:
+def _nvrtc() -> Facts:
     """The NVRTC that compiles kernels in a build without nvcc."""
+    from gradzip import _C
     from gradzip.ops.nvrtc import cache, find
 
-    try:
-        found = find(driver)
-    except RuntimeError as error:
-        return {"error": str(error)}
+    found = find(_C.cuda_driver_version())
     return {"version": found.version, "path": found.path, "cache": str(cache.home())}
 
 

@@ -1,4 +1,12 @@
-"""`gradzip list`: the methods, and what each takes."""
+"""`gradzip list`: the methods and their arguments.
+
+List the compression methods, those of other packages included.
+
+examples:
+  gradzip list                 the methods with their arguments
+  gradzip list topk            formulas, arguments and source of one method
+  gradzip list --json | jq '.[] | .name, .arguments'
+"""
 
 from __future__ import annotations
 
@@ -13,44 +21,26 @@ from gradzip.methods.spec import parse
 
 from .command import CommandError
 
-EXAMPLES = """examples:
-  gradzip list                 the methods with their arguments
-  gradzip list topk            formulas, arguments and source of one method
-  gradzip list --json | jq '.[] | .name, .arguments'
-"""
 
-
-def add(commands: Any) -> None:
-    """Add `gradzip list`."""
-    parser = commands.add_parser(
-        "list",
-        help="the methods and their arguments",
-        description="List the compression methods, those of other packages included.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="show all about this method")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     if options.name is not None and options.name not in registered():
         try:
             parse(options.name)
         except ValueError as error:  # suggests names that are alike
             raise CommandError(str(error)) from None
-    names = list(registered()) if options.name is None else [options.name]
-    report = [facts(name) for name in names]
+    report = [facts(name) for name in registered() if options.name in (None, name)]
     if options.json:
         print(json.dumps(report, indent=2))
-        return 0
+        return
     for method in report:
-        arguments = ",".join(f"{n}={v}" if v is not None else n for n, v in method["arguments"].items())
+        arguments = ",".join(n if v is None else f"{n}={v}" for n, v in method["arguments"].items())
         print(f"{method['name']}:{arguments}\n  {method['class']}: {method['summary']}")
     if options.name is not None:
         print(f"\n{inspect.getdoc(registered()[options.name])}")
-    return 0
 
 
 def facts(name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from ..memory.state import State
 from ..methods.base.compressor import Compressor
 from ..watch.replay import cosine, relative_error, replay
 
+BINS = 101  # of a histogram that is drawn
 _QUANTILES = 200
 _MOST = 1 << 20  # elements that quantiles are computed from
 
@@ -85,16 +86,16 @@ def measure(
         bins: of the histogram; 0 makes none.
     """
     first = seen = replay(compressor, name, gradient)
-    if (state := _state_after(compressor, name, gradient, warm)) is not None:
+    if (state := _warm_state(compressor, name, gradient, warm)) is not None:
         seen = replay(compressor, name, gradient, state)
     lost, whole = seen.energies
-    times = measure_method(compressor, gradient, name, ranks=1, repeats=repeats).compressed
+    times = measure_method(compressor, gradient, name, ranks=1, repeats=repeats)
     cell = Cell(
         compressed=not compressor.method_for(name, gradient.shape).bypasses(gradient),
         clamped=seen.clamped,
         numel=gradient.numel(),
         nbytes=seen.nbytes,
-        dense_nbytes=gradient.numel() * gradient.element_size(),
+        dense_nbytes=gradient.nbytes,
         lost=lost,
         whole=whole,
         sent=torch.linalg.vector_norm(seen.sent, dtype=torch.float64).item() ** 2,
@@ -148,33 +149,30 @@ def _counts(x: Tensor, limit: float, bins: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Report:
-    """Cells and histograms by layer and method, the largest layers first. warm: of `measure`."""
+    """The gradients by layer, the largest first; cells and histograms by layer and method; and totals by method."""
 
-    warm: int
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, str]
-    methods: list[str]
-    cells: dict[tuple[str, str], Cell]
+    gradients: dict[str, Tensor]
     totals: dict[str, Cell]
+    cells: dict[tuple[str, str], Cell]
     histograms: dict[tuple[str, str], Histogram]
 
     @property
     def uncompressed(self) -> list[str]:
         """The layers that no method compresses."""
-        return [layer for layer in self.shapes if not any(self.cells[layer, m].compressed for m in self.methods)]
+        return [layer for layer in self.gradients if not any(self.cells[layer, m].compressed for m in self.totals)]
 
-    def shape_text(self, layer: str) -> str:
-        """The shape, type and size of a layer."""
-        shape, dtype = "×".join(map(str, self.shapes[layer])) or "scalar", self.dtypes[layer]
-        kind = "" if dtype == "float32" else f" {dtype}"
-        return f"{shape}{kind}, {self.cells[layer, self.methods[0]].numel:,} elements"
+    def title(self, layer: str) -> str:
+        """The name, shape, type and size of a layer."""
+        x = self.gradients[layer]
+        kind = "" if x.dtype == torch.float32 else f" {x.dtype}".replace("torch.", "")
+        return f"{layer}  {'×'.join(map(str, x.shape)) or 'scalar'}{kind}, {x.numel():,} elements"
 
 
 def inspect(
     gradients: Mapping[str, Tensor],
     compressors: Mapping[str, Compressor],
     *,
-    repeats: int = 3,
+    repeats: int,
     warm: int = 0,
     drawn: int = 0,
 ) -> Report:
@@ -186,45 +184,35 @@ def inspect(
         repeats, warm: of `measure`.
         drawn: number of layers to make histograms of: the largest ones that any method compresses.
     """
-    order = sorted(gradients, key=lambda layer: -gradients[layer].numel())
     cells: dict[tuple[str, str], Cell] = {}
     histograms: dict[tuple[str, str], Histogram] = {}
-    left = drawn
-    for layer in order:
-        gradient = gradients[layer]
+    ordered = dict(sorted(gradients.items(), key=lambda item: -item[1].numel()))
+    for layer, gradient in ordered.items():
         bypassed = all(c.method_for(layer, gradient.shape).bypasses(gradient) for c in compressors.values())
-        bins = 0 if bypassed or left == 0 else 101
-        left -= bins > 0
+        bins = 0 if bypassed or drawn == 0 else BINS
+        drawn -= bins > 0
         for method, compressor in compressors.items():
-            cell, histogram = measure(compressor, layer, gradient, repeats=repeats, warm=warm, bins=bins)
-            cells[layer, method] = cell
+            cells[layer, method], histogram = measure(
+                compressor, layer, gradient, repeats=repeats, warm=warm, bins=bins
+            )
             if histogram is not None:
                 histograms[layer, method] = histogram
-    return Report(
-        warm=warm,
-        shapes={layer: tuple(gradients[layer].shape) for layer in order},
-        dtypes={layer: str(gradients[layer].dtype).removeprefix("torch.") for layer in order},
-        methods=list(compressors),
-        cells=cells,
-        totals={method: total([cells[layer, method] for layer in order]) for method in compressors},
-        histograms=histograms,
-    )
+    totals = {method: total([cells[layer, method] for layer in ordered]) for method in compressors}
+    return Report(ordered, totals, cells, histograms)
 
 
-def _state_after(compressor: Compressor, name: str, gradient: Tensor, steps: int) -> State | None:
+def _warm_state(compressor: Compressor, name: str, gradient: Tensor, steps: int) -> State | None:
     """The state after some steps on the same gradient, without rank-local fields.
 
     None: there are no steps, the method bypasses the gradient, or it remembers nothing else.
     """
     group = LocalGroup(compressor, 1)
     method = group.compressors[0].method_for(name, gradient.shape)
-    if method.bypasses(gradient):
+    if steps == 0 or method.bypasses(gradient):
         return None
     for _ in range(steps):
         group.average([gradient.float()], name)
         method.memory.drop_rank_local()
         if not any(isinstance(value, (Tensor, list)) for value in method.memory.parked[name].values()):
             return None
-    return (
-        method.memory.begin_step({name: gradient.shape}, method.state_shapes, gradient.device, 0, 1) if steps else None
-    )
+    return method.memory.begin_step({name: gradient.shape}, method.state_shapes, gradient.device, 0, 1)

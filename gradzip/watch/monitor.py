@@ -17,7 +17,6 @@ from .replay import recorded, relative_error, replay_group
 
 if TYPE_CHECKING:
     from ..averaging.group import Group
-    from ..memory.state import State
 
 
 class Monitor:
@@ -93,7 +92,7 @@ class Monitor:
         self._energies = [0.0, 0.0]  # lost and whole, of the current step
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nobody, ()  # a copy of a compressor is not watched, as its clone is not
+        return type(None), ()  # a copy of a compressor is not watched, as its clone is not
 
     def watch(self, compressor: Compressor) -> Compressor:
         """Report on this compressor from now on. Returns it.
@@ -152,16 +151,14 @@ class Monitor:
 
     def _reported(self, routine: Routine, group: Group, nbytes: int, values: dict[str, float]) -> Routine:
         """The same routine, and at its end a report."""
-        step, sent = self.steps, [0]
-
-        def count(collective: Any) -> None:
-            sent[0] += sent_nbytes(collective)
-
-        average = yield from recorded(routine, count)
-        values["ratio"] = nbytes / sent[0] if sent[0] else math.nan
-        memory = group.method.memory
-        if (state := memory.states.get(group.name)) is not None:
-            values |= _of_state(state, memory.loss_scale.value)
+        step, sent, memory = self.steps, Traffic(), group.method.memory
+        average = yield from recorded(routine, lambda collective: sent.count(sent_nbytes(collective)))
+        values["ratio"] = nbytes / sent.bytes_sent if sent.bytes_sent else math.nan
+        state = memory.states.get(group.name)
+        if state is not None and state.residual is not None:
+            values["residual_norm"] = linalg.vector_norm(state.residual).item() / memory.loss_scale.value
+        if bases := getattr(state, "bases", None):
+            values["components"] = sum(map(len, bases)) / len(bases)
         self._write({f".{measure}/{group.name}": value for measure, value in values.items()}, step)
         return average
 
@@ -206,17 +203,3 @@ class Monitor:
             "goes on without reports; remove the cause and watch again",
             stacklevel=2,
         )
-
-
-def _of_state(state: State, loss_scale: float) -> dict[str, float]:
-    """What a state says after a step."""
-    values = {}
-    if state.residual is not None:
-        values["residual_norm"] = linalg.vector_norm(state.residual).item() / loss_scale
-    if bases := getattr(state, "bases", None):
-        values["components"] = sum(map(len, bases)) / len(bases)
-    return values
-
-
-def _nobody() -> None:
-    return None

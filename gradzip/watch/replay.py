@@ -39,23 +39,10 @@ class Replay:
 
     @property
     def energies(self) -> tuple[float, float]:
-        """|x - x^|^2 and |x|^2. Like all properties, it synchronises a device."""
-        return _norm(self.wanted - self.sent) ** 2, _norm(self.wanted) ** 2
-
-    @property
-    def error(self) -> float:
-        """Relative error alpha = |x - x^| / |x| (Wang et al., HPDC 2020, assumption 3.2); 0 if both are 0."""
-        return relative_error(*self.energies)
-
-    @property
-    def cosine(self) -> float:
-        """Cosine of the angle between x and x^; 1 if both are 0, and 0 if only one is."""
-        return cosine(*self.energies, _norm(self.sent) ** 2)
-
-    @property
-    def zeros(self) -> float:
-        """Share of the elements of x^ that are 0."""
-        return (self.sent == 0).double().mean().item() if self.sent.numel() else 0.0
+        """|x - x^|^2 and |x|^2. Synchronises a device."""
+        parts = self.wanted - self.sent, self.wanted
+        lost, whole = (torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2 for x in parts)
+        return lost, whole
 
 
 def replay(compressor: Compressor, name: str, grad: Tensor, state: State | None = None) -> Replay:
@@ -88,19 +75,18 @@ def replay_group(compressor: Compressor, gradients: Mapping[str, Tensor], state:
     with no_autocast(flat.device):
         drive([recorded(group.average(copies), collectives.append)])
     sent = torch.cat([x.reshape(-1) for x in copies])
-    after, clamped = None, None
-    nbytes = sum(grad.nbytes for grad in gradients.values())  # uncompressed gradients travel in their own type
-    if group.compressed:
-        nbytes = sum(map(sent_nbytes, collectives))
-        if method.error_feedback:
-            after = method.states[group.name].residual
-        if isinstance(method, TransformCodec):
-            clamped = _clamped_share(method, collectives, flat.numel())
+    nbytes, after, clamped = sum(map(sent_nbytes, collectives)), None, None
+    if not group.compressed:  # gradients travel in their own type
+        nbytes = sum(grad.nbytes for grad in gradients.values())
+    elif method.error_feedback:
+        after = method.states[group.name].residual
+    if group.compressed and isinstance(method, TransformCodec):
+        clamped = _clamped_share(method, collectives, flat.numel())
     if after is not None:
-        wanted = sent + after
-    else:  # a residual that another method has left is sent
-        wanted = flat if state is None or state.residual is None else flat + state.residual
-    return Replay(wanted, sent, nbytes, clamped)
+        flat = sent + after
+    elif state is not None and state.residual is not None:  # which another method has left; it is sent
+        flat = flat + state.residual
+    return Replay(flat, sent, nbytes, clamped)
 
 
 def recorded(routine: Routine, record: Callable[[Collective], object]) -> Routine:
@@ -135,7 +121,3 @@ def _clamped_share(method: TransformCodec, collectives: list[Collective], numel:
         return None
     parts = method.parse([payload], numel)
     return int(method.clamped) / (int(parts.k[0]) * parts.transform.group)
-
-
-def _norm(x: Tensor) -> float:
-    return torch.linalg.vector_norm(x, dtype=torch.float64).item()

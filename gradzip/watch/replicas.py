@@ -76,7 +76,7 @@ class ReplicaMonitor:
         mine = {name: _digest(parameter) for name, parameter in self.parameters.items()}
         first, *others = map(
             json.loads,
-            _engine(self.process_group).allgather_bytes(json.dumps(mine).encode() + b"\n", "gradzip.replicas"),
+            engine_of_all(self.process_group).allgather_bytes(json.dumps(mine).encode() + b"\n", "gradzip.replicas"),
         )
         for rank, theirs in enumerate(others, start=1):
             different = [name for name in first if theirs.get(name) != first[name]]
@@ -90,14 +90,14 @@ class ReplicaMonitor:
     @torch.no_grad()
     def broadcast(self) -> None:
         """Overwrite the parameters of all ranks with rank 0's."""
-        engine = _engine(self.process_group)
+        engine = engine_of_all(self.process_group)
         for parameter in self.parameters.values():
             if parameter.numel():
                 data = engine.run(Broadcast(_bytes(parameter)), "gradzip.parameter")
                 parameter.copy_(data.view(parameter.dtype).view(parameter.shape))
 
 
-def _engine(process_group: Any) -> Engine:
+def engine_of_all(process_group: Any = None) -> Engine:
     """An engine for all ranks: on Horovod if it is initialized and no process group is given, else on torch."""
     hvd = sys.modules.get("horovod.torch")
     if process_group is None and hvd is not None and hvd.is_initialized():

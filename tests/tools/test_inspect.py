@@ -187,8 +187,8 @@ def test_bytes_and_error_of_every_method(digits, spec):
 def test_total_is_that_of_the_concatenated_gradient(digits):
     compressors = {"topk": gradzip.TopK(theta=0.9), "fp16": gradzip.Cast()}
     report = cells.inspect(digits, compressors, repeats=1)
-    assert list(report.shapes) == sorted(digits, key=lambda layer: -digits[layer].numel())
-    assert report.uncompressed == [layer for layer in report.shapes if digits[layer].numel() < 1024]
+    assert list(report.gradients) == sorted(digits, key=lambda layer: -digits[layer].numel())
+    assert report.uncompressed == [layer for layer in report.gradients if digits[layer].numel() < 1024]
     for method, compressor in compressors.items():
         sent = [gradzip.roundtrip(compressor, g, layer) for layer, g in digits.items()]
         x, y = (torch.cat([t.reshape(-1) for t in ts]).double() for ts in (digits.values(), [s for s, _ in sent]))
