@@ -125,6 +125,8 @@ class Auto(Composite):
     steps: int = 10
     optimizer: str | None = None
 
+    observes = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
@@ -142,7 +144,6 @@ class Auto(Composite):
         if self.max_error is not None and not (number and self.max_error > 0):
             raise ValueError(f"Auto: got max_error = {self.max_error!r}, expected a number > 0, or None for any error")
         self.set_parts([NoCompression(), *allowed])
-        self.observes = self.max_error is not None
         self.specs = [unparse(part) for part in self.parts]
         self.report: dict[str, Any] = {}
         self._shapes: dict[str, torch.Size] = {}  # of the parameters, by name

@@ -531,6 +531,16 @@ def train(compressor, *engines, steps=1, names=SHAPES):
             compressor.end_step(engine, names)
 
 
+def test_steps_end_when_the_gradients_device_has_done_its_work(monkeypatch):
+    waited = []
+    monkeypatch.setattr(search, "now", lambda device: waited.append(device) or 0.0)
+    compressor, grad = auto(), torch.zeros(64, 48, device="meta")
+    (group,) = plan_groups(compressor, [grad], ["w"])
+    group.average([grad])
+    compressor.end_step(Mirror(0, 1), ["w"])
+    assert waited == [grad.device]
+
+
 def test_one_optimizer_decides_until_it_is_gone():
     compressor, first, second = auto(every=0), Mirror(0, 1), Mirror(0, 1)
     choose(compressor, 2)
@@ -660,7 +670,7 @@ def test_all_ranks_choose_alike_and_look_again(results):
     history, lines, choice, report, saved, _ = first
     decided = [step for step, (is_decided, _) in enumerate(history) if is_decided]
     assert decided == list(range(decided[0], len(history)))
-    # Each method has its turn of six steps. Three uncompressed steps come first: the first turn of `none`.
+    # Each method has its turn of six steps. Three uncompressed steps come first.
     used = [method for _, method in history[: decided[0]]]
     assert used[:3] == ["none"] * 3
     assert (len(used) - 3) % (search.WARM_UP + search.TIMED) == 0
