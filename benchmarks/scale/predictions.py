@@ -16,8 +16,8 @@ import torch
 import gradzip
 from benchmarks.common.results import link_of
 from benchmarks.scale.variants import AUTO, GATHER, GBITS, PROJECTED, RANKS, SCATTER, with_exchange
+from gradzip.advice.advice import FP16, FP32, MARGIN
 from gradzip.advice.cost import JOINED, Compressed, Link, exchange, predict
-from gradzip.advice.decision import FP16, FP32, MARGIN
 from gradzip.advice.measure import LayerCost
 from gradzip.cli.models import MODELS, step_of
 from gradzip.methods.base.gather import scatter_pays

@@ -4,7 +4,7 @@
   python -m benchmarks.training.decisions --write    also write benchmarks/results/decisions.json, and docs/advise.md
 
 A group is a network, a link, a number of ranks and a front end, in which fp32 or fp16 and some methods have been
-measured. In each group, `gradzip.advice.decision.decide` chooses by predicted steps, and what it has chosen is judged
+measured. In each group, `gradzip.advice.advice.decide` chooses by predicted steps, and what it has chosen is judged
 by measured ones:
 
     regret          time lost against the fastest of the group
@@ -43,8 +43,8 @@ from benchmarks.training.predictions import (
     simulated,
 )
 from benchmarks.training.variants import STOCK, compression, front_end
+from gradzip.advice.advice import FP16, FP32, decide
 from gradzip.advice.cost import Compressed, Link, Step
-from gradzip.advice.decision import FP16, FP32, decide
 from gradzip.cli.advise import LATENCY_US, bandwidth_of
 
 CALIBRATION = ("training_cpu.json",)

@@ -19,8 +19,8 @@ from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, link_of
 from benchmarks.common.tables import markdown
 from benchmarks.training.variants import COMPUTE, compression, front_end
+from gradzip.advice.advice import FP16, FP32
 from gradzip.advice.cost import Compressed, Layer, Link, Step, joined, predict
-from gradzip.advice.decision import FP16, FP32
 
 # Seconds of a step: of its profile, the costs of its layers, a link and a front end.
 Model = Callable[[Step, Sequence[Compressed], Link, str, bool], float]

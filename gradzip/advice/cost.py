@@ -97,19 +97,11 @@ def joined(front_end: str, stock: bool) -> dict[str, float]:
 
     front_end: "horovod" or "ddp". stock: whether it runs without gradzip. Horovod has no buckets then.
     """
-    found = dict(JOINED[front_end])
-    if stock and front_end == "horovod":
-        del found["bucket_nbytes"]
-    return found
+    return JOINED[front_end] | ({"bucket_nbytes": 0.0} if stock and front_end == "horovod" else {})
 
 
 def predict(
-    step: Step,
-    layers: Sequence[Compressed],
-    link: Link,
-    *,
-    bucket_nbytes: float | None = None,
-    fusion_nbytes: float | None = None,
+    step: Step, layers: Sequence[Compressed], link: Link, *, bucket_nbytes: float = 0.0, fusion_nbytes: float = 0.0
 ) -> Prediction:
     """Predict a training step by simulation.
 
@@ -124,9 +116,9 @@ def predict(
     Args:
         layers: the cost of each of the step's layers.
         bucket_nbytes: join the collectives of consecutive layers until their float32 gradients have that many bytes.
-            None: one collective for each layer.
+            0: one collective for each layer.
         fusion_nbytes: the engine joins collectives of the same kind that wait for the link, up to that many bytes, as
-            Horovod does. None: the engine joins none.
+            Horovod does. 0: the engine joins none.
 
     Buckets are those of `cut`. Without fusion they start at the first gradient, as DDP's; with fusion at the last one,
     as Horovod's.
@@ -143,16 +135,15 @@ def predict(
             f"predict: got gradients that are ready from {first} to {last} s, expected times within the step of "
             f"{step.seconds} s"
         )
-    simulation = _Simulation(link, fusion_nbytes or 0.0)
+    simulation = _Simulation(link, fusion_nbytes)
     started: list[tuple[list[_Transfer], list[Compressed]]] = []
     ready = 0.0
-    last_of = {bucket[-1]: bucket for bucket in _buckets([layer for layer, _ in pairs], bucket_nbytes, fusion_nbytes)}
-    for i, (layer, compressed) in enumerate(pairs):
-        simulation.work(layer.ready - ready + compressed.encode)
-        ready = layer.ready
-        if i in last_of:
-            members = [pairs[j][1] for j in last_of[i]]
-            started.append((simulation.start(m.rounds[0] for m in members if m.rounds), members))
+    for bucket in _buckets(pairs, bucket_nbytes, fusion_nbytes):
+        for layer, compressed in bucket:
+            simulation.work(layer.ready - ready + compressed.encode)
+            ready = layer.ready
+        members = [compressed for _, compressed in bucket]
+        started.append((simulation.start(m.rounds[0] for m in members if m.rounds), members))
     for transfers, members in started:
         simulation.wait(transfers)
         simulation.work(sum(m.decode for m in members if len(m.rounds) <= 1))
@@ -169,15 +160,15 @@ def predict(
     return Prediction(step.seconds + compression + exposed, step.seconds, compression, exposed, nbytes)
 
 
-def _buckets(layers: Sequence[Layer], nbytes: float | None, fusion_nbytes: float | None) -> list[list[int]]:
-    """The indices of the layers whose first rounds start together, in ascending order."""
-    if nbytes is None:
-        return [[i] for i in range(len(layers))]
-    sizes = [4 * layer.numel for layer in layers]
+def _buckets(
+    pairs: Sequence[tuple[Layer, Compressed]], nbytes: float, fusion_nbytes: float
+) -> list[list[tuple[Layer, Compressed]]]:
+    """The layers whose first rounds start together, in the order in which they are ready."""
+    sizes = [4 * layer.numel for layer, _ in pairs]
     if not fusion_nbytes:
-        return cut(sizes, nbytes, large_alone=False)
+        return [[pairs[i] for i in bucket] for bucket in cut(sizes, nbytes, large_alone=False)]
     backwards = cut(reversed(sizes), nbytes, large_alone=True)
-    return [[len(sizes) - 1 - j for j in reversed(bucket)] for bucket in backwards]
+    return [[pairs[-1 - i] for i in reversed(bucket)] for bucket in reversed(backwards)]
 
 
 @dataclass(eq=False)

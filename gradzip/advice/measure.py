@@ -185,11 +185,11 @@ def measure_layers(
         keys.append((method.bypasses(torch.empty(layer.shape, device="meta")), id(method), layer.shape))
         names.setdefault(keys[-1], layer.name)
     shapes = {name: key[-1] for key, name in names.items() if not key[0]}
-    large = {name: _gradient(_shrunk(shape), device) for name, shape in shapes.items()}
+    large = {name: _gradient(shape, device) for name, shape in shapes.items()}
     two = measure_gradients(compressor, large, 2, 4, clock)
     gathered = {name: g for name, g in large.items() if any(kind == "all_gather" for kind, _ in two[name].rounds)}
     four = measure_gradients(compressor, gathered, 4, 2, clock)
-    shrunk = {name: _gradient(_shrunk(s, 1), device) for name, s in shapes.items() if _shrunk(s) != s}
+    shrunk = {name: _gradient(s, device, 1) for name, s in shapes.items() if math.prod(s) > LARGEST}
     small = measure_gradients(compressor, shrunk, 2, 2, clock)
     found: dict[str, LayerCost] = {}
     for (bypassed, _, shape), name in names.items():
@@ -217,15 +217,11 @@ def _extrapolated(numels: tuple[int, int, int], small: float, large: float) -> f
     return large + (large - small) * (z - y) / (y - x)
 
 
-def _shrunk(shape: tuple[int, ...], more: int = 0) -> tuple[int, ...]:
-    """Halve rows and columns until there are at most `LARGEST` elements, and then `more` times. Kernels stay."""
+def _gradient(shape: tuple[int, ...], device: torch.device, more: int = 0) -> Tensor:
+    """Random numbers. Rows and columns are halved down to `LARGEST` elements, and then `more` times; kernels stay."""
     halvings = max(0, math.ceil(math.log2(math.prod(shape) / LARGEST) / 2)) + more
     rows, columns = (max(1, n >> halvings) for n in shape[:2])
-    return (rows, columns, *shape[2:])
-
-
-def _gradient(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+    return torch.randn((rows, columns, *shape[2:]), generator=torch.Generator().manual_seed(0)).to(device)
 
 
 # --- the link

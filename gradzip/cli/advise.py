@@ -29,9 +29,8 @@ from torch import nn
 import gradzip
 from gradzip.methods.base.registry import registered
 
-from ..advice.advice import Advice
+from ..advice.advice import FP16, FP32, Advice
 from ..advice.cost import JOINED, Link, Step
-from ..advice.decision import FP16, FP32
 from ..advice.measure import LayerCost, measure_layers, measure_link
 from ..advice.studies import OPTIMIZERS
 from ..collectives.engine import Engine

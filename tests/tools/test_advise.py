@@ -13,8 +13,8 @@ import torch
 import gradzip
 from benchmarks.convergence import studies as written
 from gradzip.advice import advice, cost, measure, studies
+from gradzip.advice.advice import MARGIN, decide
 from gradzip.advice.cost import Compressed, Layer, Link, Step
-from gradzip.advice.decision import MARGIN, decide
 from gradzip.advice.measure import LayerCost, measure_method
 from gradzip.cli import advise, conditions, main
 from gradzip.cli.command import CommandError

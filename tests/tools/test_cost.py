@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from benchmarks.training import decisions, predictions
 from gradzip.advice import cost
+from gradzip.advice.advice import MARGIN
 from gradzip.advice.cost import Compressed, Exchange, Layer, Link, Step, exchange, predict
-from gradzip.advice.decision import MARGIN
 from paths import ROOT
 
 # A backward pass of four layers from 0.2 to 0.5 s, and an optimizer of 0.1 s.
@@ -133,7 +133,7 @@ def test_buckets_of_horovod():
 
 def reference_buckets(step, nbytes):
     """The numbers of the layers in each bucket, as torch's compute_bucket_assignment_by_size with DDP's two limits."""
-    limits = [0, 0] if nbytes is None else [min(2**20, nbytes), nbytes]
+    limits = [min(2**20, nbytes), nbytes]
     buckets = [[]]
     for number in range(len(step.layers)):
         buckets[-1].append(number)
@@ -144,8 +144,6 @@ def reference_buckets(step, nbytes):
 
 def horovod_buckets(step, nbytes):
     """As `reference_buckets`, for Horovod: filled from the last layer; large ones are alone."""
-    if nbytes is None:
-        return [[i] for i in range(len(step.layers))]
     sizes = {i: 4 * math.prod(step.layers[i].shape) for i in reversed(range(len(step.layers)))}
     closed, filling = [], []
     for number, size in sizes.items():
@@ -243,12 +241,12 @@ def test_simulation_against_a_clock(data):
     times = sorted(draw(st.lists(st.floats(0.01, 0.3), min_size=count, max_size=count)))
     shapes = st.sampled_from([(10, 10), (500, 500), (512, 512), (1024, 1024)])  # up to 4 MiB
     step = Step(tuple(Layer("", draw(shapes), t) for t in times), times[-1] + draw(small))
-    bucket_nbytes = draw(st.sampled_from([None, 1, 1e6, 2e6, 5e6]))
+    bucket_nbytes = draw(st.sampled_from([0, 1, 1e6, 2e6, 5e6]))
     rounds = st.lists(st.tuples(st.sampled_from(KINDS), st.floats(1.0, 1e6)), min_size=1, max_size=2)
     layers = [Compressed(tuple(draw(rounds)), draw(small), draw(small)) for _ in times]
     tick = 2e-4
     if draw(st.booleans()):
-        fusion_nbytes, buckets = None, reference_buckets(step, bucket_nbytes)
+        fusion_nbytes, buckets = 0.0, reference_buckets(step, bucket_nbytes)
     else:
         fusion_nbytes, buckets = 1e-9, horovod_buckets(step, bucket_nbytes)  # fuses nothing
     predicted = predict(step, layers, link, bucket_nbytes=bucket_nbytes, fusion_nbytes=fusion_nbytes)
