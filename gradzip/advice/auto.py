@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from ..methods.base.registry import register
 from ..methods.cast import Cast
 from ..methods.none import NoCompression
 from ..methods.spec import parse, unparse
+from .advice import named
 from .measure import measure_method, now
 from .studies import OPTIMIZERS, SAFE, is_safe
 
@@ -55,15 +56,9 @@ DEVIATIONS = 3.0  # standard deviations in the margin: it holds for the best of 
 SHARE = 0.02  # share of the training time that trying other methods may cost
 
 
-class StepEnd(NamedTuple):
-    """The end of a training step. seconds: time of the step; None if it is not known."""
-
-    engine: Engine
-    seconds: float | None
-
-
+# The search gets the engine of each step, and the seconds of the step; None if they are not known.
 Result = TypeVar("Result")
-Steps = Generator[None, StepEnd, Result]
+Steps = Generator[None, tuple[Engine, float | None], Result]
 Times = dict[int, list[float]]  # of the turns of each method
 
 
@@ -227,7 +222,7 @@ class Auto(Composite):
             self._search = run(self)
             next(self._search)
         try:
-            self._search.send(StepEnd(engine, seconds))
+            self._search.send((engine, seconds))
         except BaseException:  # for example because a rank died
             self._restart_search()
             raise
@@ -300,11 +295,11 @@ class Auto(Composite):
         if self._size == 1:
             return "one rank: nothing to send, nothing is compressed"
         method, simple = self.specs[self.chosen], isinstance(self.parts[self.chosen], (NoCompression, Cast))
-        what = f"no compression pays here: {_name(method)}" if simple else method
+        what = f"no compression pays here: {named(method)}" if simple else method
         if before is not None:
-            what = f"still {what}" if before == method else f"no longer {_name(before)}, but {what}"
+            what = f"still {what}" if before == method else f"no longer {named(before)}, but {what}"
         times = sorted(self.report["ms"].items(), key=lambda item: item[1])
-        listed = ", ".join(f"{_name(spec)} {ms:.1f}" for spec, ms in times)
+        listed = ", ".join(f"{named(spec)} {ms:.1f}" for spec, ms in times)
         margin = f" (margin {self.report['margin']:.1%})" if self.report["margin"] else ""
         hint = self._hint() if before is None else ""
         return f"{what}; ms per step: {listed}{margin}; {self._size} ranks{hint}"
@@ -342,8 +337,7 @@ class Auto(Composite):
         super().load_state_dict(state_dict)
         self._leader = None
         self._reset(0)
-        saved = state_dict.get("auto", {})
-        what = "Auto.load_state_dict: got a"
+        saved, what = state_dict.get("auto", {}), "Auto.load_state_dict: got a"
         if not isinstance(saved, Mapping):
             raise ValueError(f"{what} choice of type {type(saved).__name__}, expected a dict")
         if saved and saved.get("methods") != self.specs:
@@ -395,7 +389,7 @@ def allowed_methods(auto: Auto) -> Steps[list[int]]:
         return everything
     auto.use(NONE)
     auto.gradients = {}  # of the next step
-    engine = (yield).engine
+    engine, _ = yield
     gradients, auto.gradients = auto.gradients or {}, None
     errors = engine.max_over_ranks([_error(auto, i, gradients) for i in everything], "gradzip.auto")
     return [i for i in everything if i == NONE or errors[i] <= auto.max_error]
@@ -516,7 +510,3 @@ def _allowed(allow: Sequence[str | Compressor]) -> list[Compressor]:
     if not compressing:
         raise ValueError("Auto: got none alone in allow, expected a method that compresses")
     return compressing
-
-
-def _name(spec: str) -> str:
-    return "fp32" if spec == "none" else spec

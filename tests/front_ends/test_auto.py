@@ -373,7 +373,7 @@ def drive(steps, engine, seconds, limit=1000):
     next(steps)
     for count in range(1, limit):
         try:
-            steps.send(search.StepEnd(engine, seconds()))
+            steps.send((engine, seconds()))
         except StopIteration as stop:
             return stop.value, count
     raise AssertionError(f"not done after {limit} steps")
@@ -480,7 +480,7 @@ def test_look_follows_after_every_steps(engine):
     next(steps)
     for _ in range(100):
         seen.append(compressor.current)
-        steps.send(search.StepEnd(engine, 1.0))
+        steps.send((engine, 1.0))
     turns = ([1] * 6 + [0] * 6) * search.TURNS_AGAIN
     assert seen == (([1] * 10 + turns) * 3)[:100]
 
@@ -600,7 +600,7 @@ def allowed(compressor, engine, *gradients):
     for i, grad in enumerate(gradients):
         observe(compressor, str(i), grad)
     with pytest.raises(StopIteration) as stop:
-        steps.send(search.StepEnd(engine, 1.0))
+        steps.send((engine, 1.0))
     return stop.value.value
 
 
@@ -630,7 +630,7 @@ def test_a_chosen_method_whose_error_grows_gives_way(engine):
     observe(compressor, "w", gradient("w", 0, 0, (64, 48)))
     with pytest.raises(StopIteration):
         while True:
-            steps.send(search.StepEnd(engine, [1.0, 0.9, 0.5, 0.4][compressor.current]))
+            steps.send((engine, [1.0, 0.9, 0.5, 0.4][compressor.current]))
     assert compressor.chosen == 1
 
 
