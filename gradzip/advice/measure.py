@@ -231,13 +231,12 @@ def _gradient(shape: tuple[int, ...], device: torch.device, more: int = 0) -> Te
 SIZES = (*(1 << shift for shift in (16, 18, 20)), *(1 << shift for shift in range(22, 27)))
 TRANSFER_SECONDS = 0.05
 LINK_SECONDS = 4.0
+REPEATS = 4  # timed transfers of each size, after one that is not timed
 SLOT = "gradzip.measure"
 HALF_NBYTES = 1 << 18  # bytes of the all-reduce of 16-bit numbers
 
 
-def measure_link(
-    engine: Engine, sizes: Sequence[int] = SIZES, repeats: int = 4, device: torch.device | None = None
-) -> Link:
+def measure_link(engine: Engine, sizes: Sequence[int] = SIZES) -> Link:
     """Measure the connection of an engine's ranks, in about a second; in seconds if messages take milliseconds.
 
     All ranks must call it at the same point. All get the same link: each number is that of the slowest rank.
@@ -251,24 +250,22 @@ def measure_link(
         half                        Extra core time of an all-reduce of float16 over one of float32.
 
     Core time is that of the process. If this rank has a core more than torch has threads, it is that of the calling
-    thread alone. The engine's traffic does not change.
+    thread alone. The engine's traffic does not change. Tensors are on the engine's device, or on the CPU for an engine
+    without one, such as Horovod's.
 
     Args:
         sizes: bytes of the transfers, in growing order.
-        repeats: timed transfers of each size, after one that is not timed.
-        device: of the tensors. None: the engine's device, or the CPU for an engine without one, such as Horovod's.
     """
     if engine.size == 1:
         return Link(1, math.inf, 0.0)
     traffic = engine.traffic.bytes_sent
-    own: torch.device = getattr(engine, "device", torch.device("cpu"))
-    probe = _Probe(engine, own if device is None else device)
+    probe = _Probe(engine, getattr(engine, "device", torch.device("cpu")))
     background = probe.idle_share()
     start = time.perf_counter()
-    small = [probe.point(kind, 0, 3 * repeats) for kind in ("all_reduce", "all_gather")]
+    small = [probe.point(kind, 0, 3 * REPEATS) for kind in ("all_reduce", "all_gather")]
     points = []
     for nbytes in sizes:
-        points.append(probe.point("all_reduce", nbytes, repeats))
+        points.append(probe.point("all_reduce", nbytes, REPEATS))
         longer = points[-1].seconds - points[0].seconds
         longer = longer if longer >= points[0].seconds else 0.0
         longer, elapsed = engine.max_over_ranks([longer, time.perf_counter() - start], SLOT)
@@ -281,7 +278,7 @@ def measure_link(
     sent = [link.sent_nbytes(point.kind, point.nbytes - first.nbytes) for point in larger]
     per_byte = _slope(sent, [point.seconds - first.seconds for point in larger])
     core_per_byte = _slope(sent, [point.core - first.core for point in larger])
-    whole, halves = (probe.point(kind, HALF_NBYTES, repeats) for kind in ("all_reduce", "all_reduce_half"))
+    whole, halves = (probe.point(kind, HALF_NBYTES, REPEATS) for kind in ("all_reduce", "all_reduce_half"))
     half = max(0.0, halves.process - whole.process) / link.sent_nbytes(whole.kind, whole.nbytes)
     latency, per_byte, operation, core_per_byte, half, background = engine.max_over_ranks(
         [latency, max(per_byte, 1e-15), operation, core_per_byte, half, background], SLOT

@@ -98,16 +98,15 @@ def run(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise CommandError for options that are missing, out of range, or do not go together."""
-    needed, measured = ["step_ms", "bandwidth", "ranks"], ["bandwidth", "ranks", "front_end"]
-    for name in needed[:1] if options.measure else needed:
+    given = [name for name in ("bandwidth", "ranks", "front_end") if getattr(options, name) is not None]
+    if options.measure and given:
+        raise CommandError(f"got --{given[0].replace('_', '-')} with --measure, expected one of both")
+    for name in ("step_ms",) if options.measure else ("step_ms", "bandwidth", "ranks"):
         if getattr(options, name) is None:
             raise CommandError(
                 f"got no --{name.replace('_', '-')}, expected for example --bandwidth 10gbit --ranks 16 --step-ms 180, "
                 "or --measure --step-ms 180 in a job"
             )
-    for name in measured if options.measure else ():
-        if getattr(options, name) is not None:
-            raise CommandError(f"got --{name.replace('_', '-')} with --measure, expected one of both")
     if options.measure and options.device != "cpu":
         raise CommandError(f"got --device {options.device} with --measure, which measures on the CPU; expected cpu")
     check_least(options, ranks=1, step_ms=1e-6, latency_us=0)

@@ -34,12 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    report = installation()
-    print(json.dumps(report, indent=2) if options.json else "\n".join(_lines(report)))
-
-
-def installation() -> dict[str, Facts]:
-    """The report of `gradzip info` in JSON types. Initializes neither Horovod nor a process group."""
+    """Print the facts of all parts. Initializes neither Horovod nor a process group."""
     probes: dict[str, Callable[[], Facts]] = {
         "gradzip": lambda: {"version": gradzip.__version__, "path": str(Path(gradzip.__file__).parent)},
         "extension": _extension,
@@ -50,7 +45,8 @@ def installation() -> dict[str, Facts]:
     # Warnings of torch and Horovod, such as an old driver, are in the facts.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {part: _probed(probe) for part, probe in probes.items()}
+        report = {part: _probed(probe) for part, probe in probes.items()}
+    print(json.dumps(report, indent=2) if options.json else "\n".join(_lines(report)))
 
 
 def _probed(probe: Callable[[], Facts]) -> Facts:

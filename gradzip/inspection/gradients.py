@@ -91,17 +91,14 @@ def check(contents: Any, what: str, remedy: str) -> Named:
     """Check a dict from names to gradients; drop entries that are None. Raises ValueError for anything else."""
     if not isinstance(contents, Mapping):
         raise ValueError(f"{what}: got {type(contents).__name__}, expected gradients by name; {remedy}")
-    gradients: Named = {}
-    for name, gradient in contents.items():
-        if gradient is None:
-            continue
-        dense = isinstance(gradient, Tensor) and gradient.layout == torch.strided and gradient.is_floating_point()
-        if not (isinstance(name, str) and dense):
-            kind = f"{gradient.layout} {gradient.dtype}" if isinstance(gradient, Tensor) else type(gradient).__name__
+    found = {name: gradient for name, gradient in contents.items() if gradient is not None}
+    for name, gradient in found.items():
+        tensor = isinstance(gradient, Tensor)
+        if not (isinstance(name, str) and tensor and gradient.layout == torch.strided and gradient.is_floating_point()):
+            kind = f"{gradient.layout} {gradient.dtype}" if tensor else type(gradient).__name__
             raise ValueError(
                 f"{what}: got {name!r} of {kind}, expected dense floating-point gradients by name; {remedy}"
             )
-        gradients[name] = gradient.detach()
-    if not any(gradient.numel() for gradient in gradients.values()):
+    if not any(gradient.numel() for gradient in found.values()):
         raise ValueError(f"{what}: got no gradients in {len(contents)} entries, expected some; {remedy}")
-    return gradients
+    return {name: gradient.detach() for name, gradient in found.items()}
