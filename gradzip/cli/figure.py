@@ -11,19 +11,15 @@ from ..inspection.cells import Cell, Histogram, Report
 
 FORMATS = (".png", ".svg", ".pdf")
 
-SMALL: dict[Any, Any] = {
-    "axes.titlesize": 10, "axes.labelsize": 8, "xtick.labelsize": 8, "ytick.labelsize": 8, "xtick.major.size": 2,
-    "ytick.major.size": 2, "xtick.minor.size": 2, "ytick.minor.size": 2,
-}  # fmt: skip
-
 
 def save(report: Report, path: Path) -> None:
-    """Draw all layers that have histograms, one below the other. path: ends in one of FORMATS."""
-    _draw(report).savefig(path, dpi=90, format=path.suffix.removeprefix("."))
+    """Draw all layers that have histograms, one below the other. Needs matplotlib.
 
+    A layer has a panel for each method, with the counts of x and x^, and one with the errors of all methods.
 
-def _draw(report: Report) -> Any:
-    """For each layer, a panel for each method with the counts of x and x^, and one with the errors of all methods."""
+    Args:
+        path: ends in one of FORMATS.
+    """
     import matplotlib
 
     # Without pyplot: it would choose a window system, and keep the figure.
@@ -32,9 +28,9 @@ def _draw(report: Report) -> Any:
     layers, panels = list(dict.fromkeys(layer for layer, _ in report.histograms)), len(report.totals) + 1
     columns = min(4, panels)
     rows = -(-panels // columns)
-    with matplotlib.rc_context(SMALL):
+    with matplotlib.rc_context({"font.size": 8}):
         figure = Figure(figsize=(3.2 * columns, len(layers) * (2.4 * rows + 0.5)), layout="constrained")
-        for part, layer in zip(np.atleast_1d(np.asarray(figure.subfigures(len(layers), 1))), layers):
+        for part, layer in zip(figure.subfigures(len(layers), 1, squeeze=False)[:, 0], layers):
             part.suptitle(report.title(layer), fontsize=11, x=0.01, ha="left", fontweight="bold", parse_math=False)
             *axes, errors = [part.add_subplot(rows, columns, number) for number in range(1, panels + 1)]
             errors.set_title("errors of all methods")
@@ -47,7 +43,7 @@ def _draw(report: Report) -> Any:
                 errors.plot(quantiles, np.linspace(0, 1, len(quantiles)), color=f"C{i}", linewidth=0.9)
             errors.set(xscale="log", xlim=(1e-5 * scale, 2 * scale), ylim=(0, 1))
             errors.set(xlabel="error of an element, at most", ylabel="share of elements")
-    return figure
+    figure.savefig(path, dpi=90, format=path.suffix.removeprefix("."))
 
 
 def _counts(ax: Any, histogram: Histogram, cell: Cell, color: str) -> None:

@@ -84,12 +84,7 @@ def _resnet(depths: Sequence[int], bottleneck: bool) -> Parameters:
 
 
 # All tokens use the same parameters of a transformer, so their number does not change the shares of the work. A lookup
-# of an embedding takes almost no work. An embedding that is also the output layer is multiplied for every token.
-
-
-def _lookups(rows: Mapping[str, int], width: int) -> Parameters:
-    for name, count in rows.items():
-        yield Parameter(f"{name}.weight", (count, width), width)
+# of an embedding counts as no work. An embedding that is also the output layer is multiplied for every token.
 
 
 def _bert(layers: int, width: int) -> Parameters:
@@ -99,8 +94,8 @@ def _bert(layers: int, width: int) -> Parameters:
         "attention.output.dense": square, "attention.output.LayerNorm": norm,
         "intermediate.dense": (4 * width, width), "output.dense": (width, 4 * width), "output.LayerNorm": norm,
     }  # fmt: skip
-    words = {"word": 30522, "position": 512, "token_type": 2}
-    yield from _lookups({f"embeddings.{name}_embeddings": rows for name, rows in words.items()}, width)
+    rows = {"word": 30522, "position": 512, "token_type": 2}
+    yield from _layers({f"embeddings.{n}_embeddings": (rows[n], width) for n in rows}, uses=0, bias=None)
     yield from _layers({"embeddings.LayerNorm": norm})
     for i in range(layers):
         yield from _layers(block, f"encoder.layer.{i}.")
@@ -115,7 +110,7 @@ def _gpt2(layers: int, width: int) -> Parameters:
         "ln_2": norm, "mlp.c_fc": (width, 4 * width), "mlp.c_proj": (4 * width, width),
     }  # fmt: skip
     yield from _layers({"wte": (50257, width)}, bias=None)
-    yield from _lookups({"wpe": 1024}, width)
+    yield from _layers({"wpe": (1024, width)}, uses=0, bias=None)
     for i in range(layers):
         yield from _layers(block, f"h.{i}.", bias=-1)
     yield from _layers({"ln_f": norm})
@@ -128,7 +123,7 @@ def _llama(layers: int, width: int, hidden: int) -> Parameters:
         "mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width), "mlp.down_proj": (width, hidden),
         "input_layernorm": norm, "post_attention_layernorm": norm,
     }  # fmt: skip
-    yield from _lookups({"embed_tokens": 32000}, width)
+    yield from _layers({"embed_tokens": (32000, width)}, uses=0, bias=None)
     for i in range(layers):
         yield from _layers(block, f"layers.{i}.", bias=None)
     yield from _layers({"norm": norm, "lm_head": (32000, width)}, bias=None)
