@@ -12,7 +12,6 @@ to (4) of Wang et al., FFT-based Gradient Sparsification for the Distributed Tra
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -147,10 +146,8 @@ def predict(
     for transfers, members in started:
         simulation.wait(transfers)
         simulation.work(sum(m.decode for m in members if len(m.rounds) <= 1))
-    for number in itertools.count(1):
+    for number in range(1, max((len(m.rounds) for m in layers), default=0)):
         members = [m for m in layers if len(m.rounds) > number]
-        if not members:
-            break
         simulation.wait(simulation.start(m.rounds[number] for m in members))
         simulation.work(sum(m.decode for m in members if len(m.rounds) == number + 1))
     simulation.work(step.seconds - last)

@@ -8,6 +8,7 @@ import os
 import socket
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -322,9 +323,8 @@ class _Probe:
         boot = Path("/proc/sys/kernel/random/boot_id")
         machine = boot.read_text().strip() if boot.is_file() else socket.gethostname()
         lines = self.engine.allgather_bytes(json.dumps([machine, list(allowed)]).encode() + b"\n", SLOT)
-        neighbours = [set(cores) for host, cores in map(json.loads, lines) if host == machine]
-        shares = (Fraction(1, sum(core in cores for cores in neighbours)) for core in allowed)
-        return sum(shares, Fraction(0))
+        ranks = Counter(core for host, cores in map(json.loads, lines) if host == machine for core in cores)
+        return sum((Fraction(1, ranks[core]) for core in allowed), Fraction(0))
 
     def idle_share(self) -> float:
         """Share of a core that this process takes while its main thread sleeps."""

@@ -86,8 +86,8 @@ def studied(trained: Compressor) -> Compressor:
     return _plain(list(trained.phases.values())[-1] if isinstance(trained, Phases) else trained)
 
 
-def study_of(method: Compressor, optimizer: str) -> Study | None:
-    """The study of a method with an optimizer; None if there is none."""
+def study_of(method: Compressor, optimizer: str | None) -> Study | None:
+    """The study of a method with an optimizer; None if there is none, or the optimizer is not known."""
     plain = _plain(method)
     return next((study for other, study in studies() if study.optimizer == optimizer and other == plain), None)
 
@@ -98,10 +98,8 @@ def is_safe(method: Compressor, optimizer: str | None) -> bool:
     Args:
         optimizer: a name in OPTIMIZERS. None: not known, so only methods for every optimizer are safe.
     """
-    if _plain(method) in [_plain(parse(spec)) for spec in SAFE]:
-        return True
-    study = None if optimizer is None else study_of(method, optimizer)
-    return study is not None and study.holds
+    study = study_of(method, optimizer)
+    return (study is not None and study.holds) or _plain(method) in [_plain(parse(spec)) for spec in SAFE]
 
 
 def _plain(method: Compressor) -> Compressor:
