@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -24,17 +24,16 @@ from torch.nn import Parameter
 
 import gradzip
 import gradzip.ddp
+import gradzip.horovod
 from benchmarks.common.arguments import Parser, at_least, method, output_file
 from benchmarks.common.results import RESULTS, ROOT, Blocks, provenance, replace_blocks, write_json
 from benchmarks.common.tables import markdown
 from benchmarks.device_ops.stand_in import SMALL, Counts, StandIn, stand_in, zeros
 from gradzip.advice import cost
-from gradzip.averaging.session import Session
 from gradzip.cli import models
 from gradzip.collectives import AllToAll, Collective, Gather, RingSum, ToHost
 from gradzip.collectives.engine import Engine, Pending, PendingCopy
 from gradzip.collectives.traffic import Traffic
-from gradzip.horovod.context import OptimizerContext
 from gradzip.methods.base.registry import registered
 
 STORED = RESULTS / "device_ops.json"
@@ -125,6 +124,8 @@ def noise(numel: int, step: int) -> Tensor:
 class Loopback(Engine):
     """A group whose ranks all send the same, as seen by one of them. Its transfers are not counted."""
 
+    is_stale = False
+
     def __init__(self, size: int, traffic: Traffic, uncounted: Callable[[], Any]) -> None:
         self.rank, self.size, self.traffic, self.uncounted = 0, size, traffic, uncounted
 
@@ -142,12 +143,9 @@ class Loopback(Engine):
         return [data] * self.size
 
 
-class _Looped:
+class _Looped(Pending):
     def __init__(self, engine: Loopback, collective: Collective) -> None:
         self._engine, self._collective = engine, collective
-
-    def send_overflow(self) -> bool:
-        return False
 
     def result(self) -> Any:
         engine, collective = self._engine, self._collective
@@ -162,22 +160,37 @@ class _Looped:
         return collective.split_by_rank(received, engine.size)
 
 
+class HorovodOptimizer:
+    """What Horovod's optimizer gives gradzip's front end, and does with a gradient."""
+
+    op: Any = None
+    process_set = SimpleNamespace(process_set_id=0)
+
+    def __init__(self, named: Mapping[str, Tensor], compression: gradzip.Compressor) -> None:
+        self.param_groups = [{"params": list(named.values())}]
+        self._parameter_names = {parameter: name for name, parameter in named.items()}
+        self._requires_update = set(named.values())
+        self._handles: dict[Any, Any] = {}
+        self._compression = compression
+
+    def start(self, p: Any) -> tuple[Tensor, Any]:
+        return self._compression.compress(p.grad)
+
+
 def horovod_steps(compressor: gradzip.Compressor, shapes: Shapes, size: int, device: StandIn) -> Step:
     import horovod.torch as hvd
 
     engine = Loopback(size, compressor.traffic, device.uncounted)
     named = {name: device.tensor(torch.empty(shape)).requires_grad_() for name, shape in shapes.items()}
-    optimizer: Any = SimpleNamespace(  # what Horovod's optimizer gives its front end
-        op=hvd.Average, process_set=None, param_groups=[{"params": list(named.values())}],
-        _parameter_names={parameter: name for name, parameter in named.items()},
-        _requires_update=set(named.values()), _handles={},
-    )  # fmt: skip
-    with mock.patch("gradzip.engines.horovod.HorovodEngine", lambda *_: engine):
-        context = OptimizerContext(optimizer, Session(compressor, "device_ops"))
+    optimizer = HorovodOptimizer(named, compressor)
+    optimizer.op = hvd.Average
 
     def run(gradients: dict[str, Tensor], counts: Counts) -> None:
-        with counts.hook():
-            sent = [context.add(named[name], gradient) for name, gradient in reversed(gradients.items())]
+        with counts.hook(), mock.patch("gradzip.engines.horovod.HorovodEngine", lambda *_: engine):
+            sent = []
+            for name, gradient in reversed(gradients.items()):
+                named[name].grad = gradient
+                sent.append(optimizer.start(named[name]))
         for tensor, of_compress in sent:
             compressor.decompress(tensor, of_compress)
 

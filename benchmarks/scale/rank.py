@@ -82,9 +82,9 @@ class Bucket:
         self.memory.copy_(self.original)
         dist.barrier()
         start = time.process_time()
-        with self.session.on_stream_of(self.memory):
+        with self.session.compressor.streams.on(self.memory):
             self.session.start(0, self.plan.groups, self.plan.parameters, self.gradients, "bucket")
-        with self.session.on_all_streams(self.memory.device):
+        with self.session.compressor.streams.on_all(self.memory.device):
             self.session.finish("round")
             self.session.end(skipped := self.session.is_skipped())
             self.session.complete(skipped)

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..averaging.group import averaged, no_autocast
+from ..averaging.group import averaged
 from ..collectives import AllFinite, AllToAll, Collective, Gather, Mean, RingSum, ToHost
 from ..collectives.engine import Engine
 from ..collectives.routines import Done, advance
 from ..collectives.traffic import sent_nbytes
 from ..engines import local
+from ..memory.streams import no_autocast
 from ..methods.base.compressor import Compressor
 from ..ops import tensors as ops
 from .cost import Compressed, Layer, Link

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..collectives import AllToAll, Mean, RingSum, cost
-from ..collectives.engine import Engine, results_of
+from ..collectives.engine import Engine, Pending, results_of, send_overflows
 from ..collectives.fusion import Round
 from ..collectives.routines import Routine
 from ..methods.base.compressor import Compressor
@@ -87,46 +87,44 @@ class Bucket:
     """A bucket whose averages are in progress: its routines, and the first round of their collectives.
 
     Args:
-        routines: by key.
-        first: the round of their first collectives, which are started here. If the engine matches operations by their
-            slots, rings wait for `results`: they are matched by their order, and buckets start in any order.
+        routines: by key. They are started here, and so are their first collectives. If the engine matches operations by
+            their slots, rings wait for `results`: they are matched by their order, and buckets start in any order.
+        first: an empty round.
         slot: prefix of the collectives' slots.
     """
 
     def __init__(self, routines: dict[Any, Routine], first: Round, engine: Engine, slot: str) -> None:
+        first.advance(routines)
         self.routines = routines
         self._engine = engine
         self._slot = slot
         self._rings = {} if engine.in_order else first.take_rings()
+        self.on_device = False
         self._launch(first)
 
     def _launch(self, current: Round) -> None:
-        collectives = current.collectives()
+        collectives, launch = current.collectives(), self._engine.launch
+        self._current = current
+        self.pending: list[Pending] = []
+        for i, collective in enumerate(collectives):
+            if not isinstance(collective, RingSum):
+                self.on_device |= collective.tensor.is_cuda
+            self.pending.append(launch(collective, f"{self._slot}.{i}"))
         # Partitions of equal lengths: no transfer overflows, no length is waited for, and as many bytes are to follow.
-        kinds = set(map(type, collectives))
-        self._of_partitions = kinds in ({AllToAll}, {AllToAll, Mean}) and all(
+        self.of_partitions = set(map(type, collectives)) in ({AllToAll}, {AllToAll, Mean}) and all(
             [getattr(c, "same_length", True) for c in collectives]
         )
-        self.on_device = any([c.tensor.is_cuda for c in collectives if not isinstance(c, RingSum)])
-        self._current = current
-        self._pending = [self._engine.launch(c, f"{self._slot}.{i}") for i, c in enumerate(collectives)]
 
     def gather_partitions(self) -> None:
         """If ranks exchange partitions of equal lengths, wait for them, and start to gather what becomes of them."""
-        if self._of_partitions:
-            self.send_overflow()
-            following = Round(self._current.traffic)
+        if self.of_partitions:
+            send_overflows(self.pending)
+            following = self._current.following()
             following.advance(self.routines, self.results(following))
             self._launch(following)
 
-    def send_overflow(self) -> bool:
-        """Wait for the transfers; start others for what did not fit. Returns whether that was needed."""
-        overflowed = [p.send_overflow() for p in self._pending]  # call all: each may have to start a transfer
-        return any(overflowed)
-
     def results(self, following: Round) -> dict[Any, Any]:
-        """The results of the round, by routine, to advance the routines with. Other work of it goes to `following`."""
-        following.take_checks(self._current)
-        for key, ring in self._rings.items():
-            following.add(key, ring)
-        return self._current.split(results_of(self._pending))
+        """The results of the round, by routine, to advance the routines with. Its rings go to `following`."""
+        if self._rings:
+            following.add(self._rings)
+        return self._current.split(results_of(self.pending))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import AllFinite, Mean
-from ..collectives.fusion import adjacent, pieces
+from ..collectives.fusion import adjacent, flattened, pieces
 from ..collectives.node_chunks import NodeChunks, among_peers
 from ..collectives.routines import Routine
 from ..memory.state import Fields, State, group_name
@@ -39,6 +39,7 @@ class Group:
         gradients: what the averages are written to.
         parts: what the method compresses: gradients plus residual. They may share the gradients' memory.
         state: of the method.
+        before: the fields of the state before the step; None if the step does not change it.
         rank, size: of this rank among those that the method averages over.
 
     After a step:
@@ -80,7 +81,9 @@ class Group:
         self.finite = True
         self.culprits: list[str] = []
         self.compressed_momentum = False
+        self.before: dict[str, Any] | None = None
         self._compressor = compressor
+        self._nbytes = sum(like.nbytes for like in likes)
         self._changes = method.changes_uncompressed and not (frozen or compressed)
         # The parameters of the state: with chunks of nodes, that of the chunk.
         self._state_shapes = self.shapes
@@ -90,7 +93,6 @@ class Group:
         self._planned: dict[Any, Any] = {}
         self.numel = sum(shape.numel() for shape in self._state_shapes.values())
         self._left: dict[str, Fields] = {}  # fields by parameter of which the state of an uncompressed step was made
-        self._before: dict[str, Any] | None = None  # the state's fields, in a step that has begun and is not over
         self._memory: tuple[Tensor, list[Tensor]] | None = None  # for gradients as one vector; views of each of them
         self._target: Tensor | None = None  # the gradients as one vector, if they are adjacent in memory
 
@@ -167,22 +169,20 @@ class Group:
                     f"gradient of {self.name!r}: got {gradient.layout} {gradient.dtype}, expected a dense float tensor"
                 )
         compressor, monitor = self._compressor, self._compressor.monitor
-        if self._before is None and (state := self.method.memory.states.get(self.name)) is not None:
-            state.abandon()  # a step that nobody has ended: its backward pass has failed
         self.gradients, self.rank, self.size = gradients, rank, size
         if self.node_chunks is not None:
             self.rank, self.size = self.node_chunks.node, self.node_chunks.nodes
         if compressor.observes and not self.frozen:
             compressor.observe(self)
         report = None if monitor is None else monitor.begin(self)
-        compressor.traffic.bytes_dense += sum([gradient.nbytes for gradient in gradients])
+        compressor.traffic.bytes_dense += self._nbytes
         if not self.compressed:
             return self._uncompressed()
         return self._compressed() if report is None else report(self._compressed())
 
     def end_step(self, skipped: bool) -> None:
         """End a step: complete it, or undo what it has changed."""
-        before, self._before = self._before, None
+        before, self.before = self.before, None
         self.gradients, self.parts = [], []
         if before is None:
             return
@@ -203,17 +203,17 @@ class Group:
 
     def begin(self) -> State:
         """Get the state for a step, and note its fields before it."""
-        method, device = self.method, self.gradients[0].device
-        self.state = method.memory.begin_step(self._state_shapes, method.state_shapes, device, self.rank, self.size)
-        if self._before is None:
-            self._before = self.state.begin()
+        if self.before is None:
+            method, device = self.method, self.gradients[0].device
+            self.state = method.memory.begin_step(self._state_shapes, method.state_shapes, device, self.rank, self.size)
+            self.before = self.state.begin()
         return self.state
 
     def _compressed(self) -> Routine:
         method, gradients = self.method, self.gradients
         own = gradients if self.node_chunks is None else [(yield from self.node_chunks.scatter(gradients[0]))]
         state = self.begin()
-        before, fields = self._before, state.fields()
+        before, fields = self.before, dict(vars(state))
         self.compressed_momentum = method.compresses_momentum(state)
         try:
             self.gradients = own
@@ -266,31 +266,24 @@ class Group:
         # What `parked` has may be a residual that the method before has left; a state is of a step that nobody ended.
         left = self.name in memory.states or not memory.parked.keys().isdisjoint(self.shapes)
         if not self.frozen and (self._changes or left):
-            if self._before is None and not self._changes:
+            if self.before is None and not self._changes:
                 self._left = {name: memory.parked[name] for name in self.shapes if name in memory.parked}
             state = self.begin()
             if state.residual is not None:
                 torch._foreach_add_(gradients, pieces(state.residual.to(gradients[0].dtype), self.shapes_of_parts))
-        vector = adjacent(gradients) if len(gradients) > 1 else None
-        if vector is None and len(gradients) > 1:
-            average = yield Mean(gradients[0], in_place=True, tensors=gradients)
-        else:
-            grad = gradients[0] if vector is None else vector
-            average = yield Mean(grad.contiguous(), in_place=True)
-            if average.data_ptr() != grad.data_ptr():
-                average = grad.copy_(average)
+        average = yield Mean(gradients[0], tensors=gradients)
         if state is not None and state.residual is not None and bool(average.isfinite().all()):
             state.residual = None
         if self._changes:
             yield from method.apply_uncompressed(self)
-            if vector is None and len(gradients) > 1:
-                average = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            average = flattened(gradients)
         if memory.checks:
             if average.is_cuda and average.numel():
                 self.finite = math.isfinite((yield AllFinite(average)))
             else:
                 self.finite = ops.all_finite([average])
             self.culprits = [] if self.finite else [n for n, g in zip(self.names, gradients) if not ops.all_finite([g])]
+        self.gradients = []
 
 
 def plan_groups(
@@ -371,20 +364,3 @@ def _step(group: Group, grad: Tensor, rank: int, size: int) -> Routine:
     yield from group.average([grad], rank, size)
     group.end_step(skipped=group.method.memory.checks and not group.finite)
     return grad
-
-
-def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Disable autograd and autocast: a method must compute in its own types, whatever the backward pass runs in."""
-    # A backward pass has disabled autograd. Entering contexts for nothing costs as much as a small gradient.
-    needed: list[contextlib.AbstractContextManager[Any]] = [torch.no_grad()] if torch.is_grad_enabled() else []
-    if torch.is_autocast_enabled(device.type):
-        needed.append(torch.autocast(device.type, enabled=False))
-    if not needed:
-        return _NOTHING
-    stack = contextlib.ExitStack()
-    for one in needed:
-        stack.enter_context(one)
-    return stack
-
-
-_NOTHING = contextlib.nullcontext()

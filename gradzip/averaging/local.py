@@ -136,9 +136,9 @@ class LocalGroup:
             parameters: by name, as in `step`. Their gradients are not set.
         """
         optimizer_hooks.install()
-        for group in self._groups:
-            if present := [parameters[name] for name in group.names if name in parameters]:
-                optimizer_hooks.register(present, group)
+        optimizer_hooks.register(
+            (group, [parameters[name] for name in group.names if name in parameters]) for group in self._groups
+        )
 
     def _planned(self, rank: int, gradients: Mapping[str, Tensor], part: int) -> list[Group]:
         """The groups of a rank in a step: planned again only if they change."""

@@ -111,22 +111,24 @@ def install() -> None:
     register_optimizer_step_post_hook(_after)
 
 
-def register(parameters: Sequence[Tensor], group: Group) -> None:
-    """Record how the gradients of a group were averaged. Call it in each step, before the optimizers'.
+def register(told: Iterable[tuple[Group, Sequence[Tensor]]]) -> None:
+    """Record how gradients were averaged. Call it in each step, before the optimizers'.
 
-    parameters: those of the group, as the optimizers know them.
+    told: groups, with their parameters as the optimizers know them.
     """
-    now = group.method
-    if now.optimizer_momentum or (now.averaged_momentum is not None and group.compressed):
-        method: Compressor | None = now
-    else:  # an optimizer that will not fit is refused now, and not when the phase begins
-        method = next((later for later in group.later_methods if later.averaged_momentum is not None), None)
-    if method is not None and not group.frozen:
-        told = Averaged(group.name, group.compressed_momentum, method, parameters)
-        _averaged.update(dict.fromkeys(map(id, parameters), told))
-    elif _averaged:
-        for parameter in parameters:
-            _averaged.pop(id(parameter), None)
+    for group, parameters in told:
+        now = group.method
+        method: Compressor | None = None
+        if now.optimizer_momentum or (now.averaged_momentum is not None and group.compressed):
+            method = now
+        elif group.later_methods:  # an optimizer that will not fit is refused now, and not when the phase begins
+            method = next((later for later in group.later_methods if later.averaged_momentum is not None), None)
+        if method is not None and not group.frozen:
+            averaged_so = Averaged(group.name, group.compressed_momentum, method, parameters)
+            _averaged.update(dict.fromkeys(map(id, parameters), averaged_so))
+        elif _averaged:
+            for parameter in parameters:
+                _averaged.pop(id(parameter), None)
 
 
 def averaged(parameter: Tensor) -> Averaged | None:

@@ -12,25 +12,25 @@ optimizer), and reaches engines through it alone:
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import engines
-from ..collectives.engine import Engine
+from ..collectives import AllFinite
+from ..collectives.engine import Engine, send_overflows
 from ..collectives.fusion import Round
-from ..collectives.ranges import ranged
+from ..collectives.ranges import Range
 from ..collectives.routines import Routine
-from ..collectives.traffic import Traffic
 from ..methods.base.compressor import Compressor
 from ..ops import tensors as ops
 from . import handshake, optimizer_hooks
 from .buckets import Bucket, Plan
-from .group import Group, no_autocast
+from .group import Group
 
 
 class Session:
@@ -52,11 +52,8 @@ class Session:
         self.buckets: dict[Any, Bucket] = {}  # in progress, in the order in which they were started
         self.groups: dict[Group, None] = {}  # started so far
         self._told: list[tuple[Group, list[Tensor]]] = []  # groups, and the parameters whose optimizers are told
+        self._checks: dict[Any, AllFinite] = {}  # of its rounds
         self._in_step = False
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.compressor.traffic
 
     # --- the group
 
@@ -70,11 +67,11 @@ class Session:
 
     def torch_engine(self, group: Any, device: torch.device, shards: Any = None) -> Engine:
         """An engine for a torch process group, to connect. shards: as for `engines.torch_engine`."""
-        return engines.torch_engine(group, self.traffic, device, shards)
+        return engines.torch_engine(group, self.compressor.traffic, device, shards)
 
     def horovod_engine(self, process_set: Any) -> Engine:
         """An engine for a Horovod process set, to connect."""
-        return engines.horovod_engine(process_set, self.traffic)
+        return engines.horovod_engine(process_set, self.compressor.traffic)
 
     def connect(self, engine: Engine, named: Mapping[str, Tensor], slot: str, buckets: Any = None) -> list[Any]:
         """Compare the configurations of all ranks, and join their group. Returns the `buckets` of each rank.
@@ -97,17 +94,6 @@ class Session:
         """Leave the group: no step follows."""
         if self.engine is not None:
             self.engine.close()
-
-    # --- work on gradients
-
-    def on_stream_of(self, gradient: Tensor) -> contextlib.AbstractContextManager[Any]:
-        """Run the block without autograd and autocast, on the compressor's stream of a gradient's device."""
-        stream = self.compressor.streams.on(gradient)
-        return no_autocast(gradient.device) if stream is None else _both(no_autocast(gradient.device), stream)
-
-    def on_all_streams(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """The same on the compressor's streams of all devices."""
-        return _both(no_autocast(device), self.compressor.streams.on_all())
 
     def plan(self, parameters: list[Tensor], names: list[str]) -> Plan:
         """Plan a bucket that is new, or whose parameters or methods have changed. Arguments: as for `Plan`."""
@@ -137,7 +123,8 @@ class Session:
             parameters, gradients: of the bucket's plan, by their numbers in it.
             slot: prefix of the collectives' slots.
         """
-        self.begin()
+        if not self._in_step:
+            self.begin()
         routines, rank, size = {}, self.engine.rank, self.engine.size
         for i, group in enumerate(groups):
             self._told.append((group, list(map(parameters.__getitem__, group.indices))))
@@ -148,8 +135,8 @@ class Session:
     def launch(self, key: Any, routines: dict[Any, Routine], slot: str) -> None:
         """The same for routines, by keys of their own."""
         previous = list(self.buckets.values())
-        self.buckets[key] = Bucket(routines, Round.first(routines, self.traffic), self.engine, slot)
-        if previous and self.engine.in_order:
+        self.buckets[key] = Bucket(routines, Round(self.compressor.traffic, self._checks), self.engine, slot)
+        if previous and self.engine.in_order and previous[-1].of_partitions:
             previous[-1].gather_partitions()
 
     def finish(self, slot: str) -> None:
@@ -161,32 +148,28 @@ class Session:
         try:
             if buckets and self.engine.in_order:
                 buckets[-1].gather_partitions()
-            following = Round(self.traffic)
-            routines = {key: routine for bucket in buckets for key, routine in bucket.routines.items()}
+            following = Round(self.compressor.traffic, self._checks)
+            routines: dict[Any, Routine] = {}
             on_device: dict[Any, Any] = {}  # results of routines that do their local work in one call
-            overflowed = []
+            overflowed: set[Bucket] = set()
             for bucket in buckets:
-                if bucket.send_overflow():
-                    overflowed.append(bucket)
-                else:
-                    self._advance(bucket, following, on_device)
-            # Buckets with overflow come last: their second transfers run meanwhile.
-            for bucket in overflowed:
-                self._advance(bucket, following, on_device)
+                # Buckets with overflow come last: their second transfers run meanwhile.
+                if bucket not in overflowed and send_overflows(bucket.pending):
+                    overflowed.add(bucket)
+                    buckets.append(bucket)
+                    continue
+                routines |= bucket.routines
+                results = bucket.results(following)
+                if bucket.on_device:
+                    on_device |= results
+                else:  # while later ones are in transfer
+                    following.advance(bucket.routines, results)
             if on_device:
                 following.advance(routines, on_device)
             self.engine.finish(routines, following, slot)
         except BaseException:
             self.drop()
             raise
-
-    def _advance(self, bucket: Bucket, following: Round, on_device: dict[Any, Any]) -> None:
-        """Advance the routines of a bucket, while later ones are in transfer. Those on a device are left to others."""
-        results = bucket.results(following)
-        if bucket.on_device:
-            on_device |= results
-        else:
-            following.advance(bucket.routines, results)
 
     @property
     def checks(self) -> bool:
@@ -199,9 +182,9 @@ class Session:
         others: averages of no group, and gradients that are not what a group has left. Waits for the device if
         there are any.
         """
-        if not self.checks:
+        if not self.compressor.memory.checks:
             return False
-        return not (all([group.finite for group in self.groups]) and ops.all_finite(others))
+        return not (all(map(attrgetter("finite"), self.groups)) and (not others or ops.all_finite(others)))
 
     def end(self, skipped: bool) -> None:
         """Let the method run collectives of its own. skipped: the same on all ranks."""
@@ -210,32 +193,35 @@ class Session:
         else:
             self.compressor.end_step(self.engine, self._names())
 
-    @ranged("commit")
     def complete(self, skipped: bool) -> None:
         """Complete the step, which can be dropped until then: no collectives follow.
 
         skipped: as in `end`. If so, all states are rolled back, and optimizers do not step.
         """
-        groups, told, names = list(self.groups), self._told, self._names()
-        self._reset()
-        self.compressor.last_step_skipped = skipped
-        # GradScaler skips steps as a matter of course.
-        warns = self.compressor.memory.loss_scale.scaler is None
-        for group, parameters in told:
-            optimizer_hooks.register(parameters, group)
-        if skipped:
-            culprits = [name for group in groups if not group.finite for name in group.culprits]
-            optimizer_hooks.skip(itertools.chain.from_iterable(of for _, of in told), culprits, warns)
-        else:
-            optimizer_hooks.take(told)
-        for group in groups:
-            group.end_step(skipped)
-        if not skipped:
-            self.compressor.complete_step(names)
+        with Range("gradzip::commit"):
+            groups, told, names = list(self.groups), self._told, self._names()
+            self._reset()
+            self.compressor.last_step_skipped = skipped
+            optimizer_hooks.register(told)
+            if skipped:
+                culprits = [name for group in groups if not group.finite for name in group.culprits]
+                # GradScaler skips steps as a matter of course.
+                warns = self.compressor.memory.loss_scale.scaler is None
+                optimizer_hooks.skip(itertools.chain.from_iterable(of for _, of in told), culprits, warns)
+            for group in groups:
+                if group.before is not None:
+                    group.end_step(skipped)
+            if not skipped:
+                optimizer_hooks.take(told)
+                self.compressor.complete_step(names)
 
     def _names(self) -> list[str]:
         """The names of the states of the parameters that the step has averaged, without frozen ones."""
-        return [name for group in self.groups if not group.frozen for name in group.names]
+        names: list[str] = []
+        for group in self.groups:
+            if not group.frozen:
+                names += group.names
+        return names
 
     def take_back(self, plan: Plan, averages: Mapping[int, Tensor]) -> None:
         """Add averages that no optimizer gets to the residuals, so that nothing of those is lost.
@@ -261,14 +247,8 @@ class Session:
         self._reset()
 
     def _reset(self) -> None:
-        self.buckets, self.groups, self._told = {}, {}, []
+        self.buckets, self.groups, self._told, self._checks = {}, {}, [], {}
         self._in_step = False
-
-
-@contextlib.contextmanager
-def _both(one: contextlib.AbstractContextManager[Any], other: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    with one, other:
-        yield
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

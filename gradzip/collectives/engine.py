@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from operator import methodcaller
+from typing import Any
 
 from torch import Tensor
 
 from .fusion import Round
-from .ranges import ranged
+from .ranges import Range
 from .requests import Collective, Scope, ToHost, among
 from .routines import Routine
 from .traffic import Traffic
 
 
-class Pending(Protocol):
+class Pending:
     """A collective in progress."""
 
     def send_overflow(self) -> bool:
@@ -24,25 +26,32 @@ class Pending(Protocol):
 
         Returns whether a second transfer was needed (the same on all ranks).
         """
+        return False
 
     def result(self) -> Any:
         """Wait for the collective, and return its result. Call `send_overflow` first."""
+        raise NotImplementedError
 
 
-@ranged("exchange")
+_SEND_OVERFLOW, _RESULT = methodcaller("send_overflow"), methodcaller("result")
+
+
+def send_overflows(pending: Sequence[Pending]) -> bool:
+    """`Pending.send_overflow` of all collectives, each of which may have to start a transfer."""
+    return any(list(map(_SEND_OVERFLOW, pending)))
+
+
 def results_of(pending: Sequence[Pending]) -> list[Any]:
     """Wait for collectives in progress."""
-    return [p.result() for p in pending]
+    with Range("gradzip::exchange"):
+        return list(map(_RESULT, pending))
 
 
-class PendingCopy:
+class PendingCopy(Pending):
     """A ToHost in progress."""
 
     def __init__(self, collective: ToHost) -> None:
         self._tensor = collective.tensor
-
-    def send_overflow(self) -> bool:
-        return False
 
     def result(self) -> Tensor:
         return self._tensor.cpu()  # the host waits for the current stream, on which the tensor was computed
@@ -85,10 +94,6 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027 (most engines have nothing to free)
         """Free what `separate` has taken. No collective follows."""
-
-    def count(self, nbytes: int) -> None:
-        """Count bytes that this rank sends."""
-        self.traffic.count(nbytes, self.scope)
 
     @abstractmethod
     def allgather_bytes(self, data: bytes, slot: str) -> list[bytes]:
@@ -169,23 +174,23 @@ class Engine(ABC):
         pending.send_overflow()
         return pending.result()
 
-    def finish(self, routines: Mapping[Any, Routine], current: Round, slot: str) -> dict[Any, Any]:
-        """Run routines to their ends, with one collective per kind in each round. Returns their results, by key.
+    def finish(self, routines: Mapping[Any, Routine], current: Round, slot: str) -> None:
+        """Run routines to their ends, with one collective per kind in each round.
 
         Args:
             routines: by key; the same on all ranks.
             current: the first round, not started yet.
             slot: prefix of the collectives' slots.
         """
-        returned: dict[Any, Any] = {}
-        number = 1
-        while collectives := current.collectives():
-            number += 1
-            pending = [self.launch(c, f"{slot}.{number}.{i}") for i, c in enumerate(collectives)]
-            for p in pending:
-                p.send_overflow()
-            results = current.split(results_of(pending))
-            current, previous = Round(current.traffic), current
-            returned |= current.advance(routines, results)
-            current.take_checks(previous)
-        return returned
+        rounds = current.run(routines)
+        results = None
+        for number in itertools.count(2):
+            try:
+                collectives = rounds.send(results)
+            except StopIteration:
+                return
+            pending = []
+            for i, collective in enumerate(collectives):
+                pending.append(self.launch(collective, f"{slot}.{number}.{i}"))
+            send_overflows(pending)
+            results = results_of(pending)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ops import tensors as ops
-from .ranges import ranged
+from .ranges import Range
 from .requests import AllFinite, AllToAll, Broadcast, Collective, Gather, Mean, RingSum, ToHost
 from .routines import Local, Routine
 from .traffic import Traffic
@@ -24,16 +25,12 @@ def fused(routines: Iterable[Routine], traffic: Traffic | None = None) -> FusedR
     """Run routines in lock-step, and join what they yield into one collective per round and kind.
 
     Routines may need different numbers of rounds. All ranks must fuse the same routines in the same order. Returns
-    their results, in order. This is the simplest loop over `Round`, which the front ends use.
+    their results, in order.
     """
     members = dict(enumerate(routines))
-    current = Round(traffic)
-    returned = current.advance(members, dict.fromkeys(members))
-    while collectives := current.collectives():
-        results = current.split((yield collectives))
-        current, previous = Round(traffic), current
-        returned |= current.advance(members, results)
-        current.take_checks(previous)
+    first = Round(traffic or Traffic())
+    returned = first.advance(members)
+    returned |= yield from first.run(members)
     return [returned[i] for i in members]
 
 
@@ -42,101 +39,83 @@ class Round:
 
     Args:
         traffic: counts the time that routines take.
+        checks: the AllFinite that routines have asked for so far, by key. All rounds of a step share them.
     """
 
-    def __init__(self, traffic: Traffic | None = None) -> None:
+    def __init__(self, traffic: Traffic, checks: dict[Any, AllFinite] | None = None) -> None:
         self.traffic = traffic
+        self.checks = {} if checks is None else checks
         self._groups: dict[Any, dict[Any, Any]] = {}  # kind -> key -> collective
-        self._checks: dict[Any, AllFinite] = {}  # by key
 
-    @classmethod
-    @ranged("encode")
-    def first(cls, routines: Mapping[Any, Routine], traffic: Traffic | None = None) -> Round:
-        """Start routines, and make the round of their first collectives."""
-        first = cls(traffic)
-        first._timed(routines, dict.fromkeys(routines))
-        return first
+    def following(self) -> Round:
+        """A round that comes later in the same step."""
+        return Round(self.traffic, self.checks)
 
-    @ranged("decode")
-    def advance(self, routines: Mapping[Any, Routine], results: Mapping[Any, Any]) -> dict[Any, Any]:
+    def advance(self, routines: Mapping[Any, Routine], results: Mapping[Any, Any] | None = None) -> dict[Any, Any]:
         """Send routines the results of their last collectives, and add their next ones to this round.
 
         Local work is done in between, in one call for all routines with the same function and device.
 
+        Args:
+            results: by key. None starts all routines.
+
         Returns the results of the routines that are done, by key.
         """
-        return self._timed(routines, results)
-
-    def _timed(self, routines: Mapping[Any, Routine], results: Mapping[Any, Any]) -> dict[Any, Any]:
         begin = time.perf_counter()
-        try:
-            return self._advance(routines, results)
-        finally:
-            if self.traffic is not None:
-                self.traffic.seconds += time.perf_counter() - begin
-
-    def _advance(self, routines: Mapping[Any, Routine], results: Mapping[Any, Any]) -> dict[Any, Any]:
         returned: dict[Any, Any] = {}
-        yielded: dict[Any, Collective | AllFinite] = {}
-        waiting: Mapping[Any, Any] = results
-        while waiting:
-            local: dict[Any, dict[Any, Local]] = {}  # by what can be done in one call
-            for key, result in waiting.items():
-                try:
-                    item = routines[key].send(result)
-                except StopIteration as stop:
-                    returned[key] = stop.value
-                    continue
-                if isinstance(item, Local):
-                    local.setdefault((item.function, item.device), {})[key] = item
-                else:
-                    yielded[key] = item
-            sent: dict[Any, Any] = {}
-            for (function, _), requests in local.items():
-                sent |= zip(requests, function([request.argument for request in requests.values()]))
-            waiting = sent
-        for key in results:  # in the same order on all ranks, whatever local work they did
-            if key in yielded:
-                self.add(key, yielded[key])
+        waiting = dict.fromkeys(routines) if results is None else results
+        # In the same order on all ranks, whatever local work they do.
+        yielded: dict[Any, Any] = dict.fromkeys(waiting)
+        try:
+            with Range("gradzip::encode" if results is None else "gradzip::decode"):
+                while waiting:
+                    local: dict[Any, dict[Any, Local]] = {}  # by what can be done in one call
+                    for key, result in waiting.items():
+                        try:
+                            item = routines[key].send(result)
+                        except StopIteration as stop:
+                            returned[key] = stop.value
+                            del yielded[key]
+                            continue
+                        if isinstance(item, Local):
+                            local.setdefault((item.function, item.device), {})[key] = item
+                        else:
+                            yielded[key] = item
+                    waiting = {}
+                    for (function, _), requests in local.items():
+                        waiting |= zip(requests, function(list(map(_ARGUMENT, requests.values()))))
+        finally:
+            self.traffic.seconds += time.perf_counter() - begin
+        self.add(yielded)
         return returned
 
-    def add(self, key: Any, collective: Collective | AllFinite) -> None:
-        """Add a collective of the routine `key`."""
-        kind: tuple[Any, ...]  # what collectives that are joined have in common
-        if isinstance(collective, AllFinite):
-            self._checks[key] = collective
-            return
-        if isinstance(collective, RingSum):
-            kind = (RingSum, collective.scope, collective.dtype, collective.device)
-        elif isinstance(collective, ToHost):
-            kind = (ToHost, collective.tensor.device)
-        else:
-            same_length = getattr(collective, "same_length", None)  # of a Gather or AllToAll
-            tensor = collective.tensor
-            kind = (type(collective), collective.scope, tensor.dtype, tensor.device, same_length)
-        self._groups.setdefault(kind, {})[key] = collective
-
-    def take_checks(self, previous: Round) -> None:
-        """Take over the checks that the previous round has left to others."""
-        self._checks = previous._checks | self._checks
-        previous._checks = {}
+    def add(self, requests: Mapping[Any, Collective | AllFinite]) -> None:
+        """Add collectives of routines, by key."""
+        for key, request in requests.items():
+            kind: tuple[Any, ...]  # what collectives that are joined have in common
+            if isinstance(request, AllFinite):
+                self.checks[key] = request
+                continue
+            if isinstance(request, RingSum):
+                kind = (RingSum, request.scope, request.dtype, request.device)
+            elif isinstance(request, ToHost):
+                kind = (ToHost, request.tensor.device)
+            else:
+                same_length = getattr(request, "same_length", None)  # of a Gather or AllToAll
+                tensor = request.tensor
+                kind = (type(request), request.scope, tensor.dtype, tensor.device, same_length)
+            self._groups.setdefault(kind, {})[key] = request
 
     def take_rings(self) -> dict[Any, RingSum]:
         """Remove the RingSums from this round, and return them by key."""
-        kinds = [kind for kind in self._groups if kind[0] is RingSum]
-        return {key: ring for kind in kinds for key, ring in self._groups.pop(kind).items()}
+        rings: dict[Any, RingSum] = {}
+        for kind in list(self._groups):
+            if kind[0] is RingSum:
+                rings |= self._groups.pop(kind)
+        return rings
 
     def collectives(self) -> list[Collective]:
-        """The collectives of this round, joined into one per kind. They may run concurrently.
-
-        Checks are made in a round in which the host waits anyway, or at the end.
-        """
-        if self._checks and (not self._groups or ToHost in [kind[0] for kind in self._groups]):
-            checks, self._checks = self._checks, {}
-            for device in dict.fromkeys([check.tensor.device for check in checks.values()]):
-                of_device = {key: check.tensor for key, check in checks.items() if check.tensor.device == device}
-                for key, number in zip(of_device, ops.finite_if_all(list(of_device.values()))):
-                    self.add(key, ToHost(number))
+        """The collectives of this round, joined into one per kind. They may run concurrently."""
         return list(map(_join, self._groups.values()))
 
     def split(self, results: Iterable[Any]) -> dict[Any, Any]:
@@ -146,6 +125,36 @@ class Round:
             parts |= zip(group, _split(result, list(group.values())))
         return parts
 
+    def run(self, routines: Mapping[Any, Routine]) -> Generator[list[Collective], list[Any], dict[Any, Any]]:
+        """Run this round and all later ones: yields their collectives, and is sent the results.
+
+        Returns the results of the routines, by key.
+        """
+        returned: dict[Any, Any] = {}
+        current = self
+        while current._groups or current.checks:
+            current._check()
+            results = current.split((yield current.collectives()))
+            current = current.following()
+            returned |= current.advance(routines, results)
+        return returned
+
+    def _check(self) -> None:
+        """Find out what was asked for with AllFinite, if the host waits in this round anyway, or at the end."""
+        if not self.checks or (self._groups and ToHost not in map(_KIND, self._groups)):
+            return
+        by_device: dict[torch.device, dict[Any, Tensor]] = {}
+        for key, check in self.checks.items():
+            by_device.setdefault(check.tensor.device, {})[key] = check.tensor
+        self.checks.clear()
+        for tensors in by_device.values():
+            self.add(dict(zip(tensors, map(ToHost, ops.finite_if_all(list(tensors.values()))))))
+
+
+_ARGUMENT = attrgetter("argument")
+_KIND = itemgetter(0)
+_SHAPE = attrgetter("shape")
+
 
 def _join(of_kind: Mapping[Any, Any]) -> Collective:
     """Join collectives of one kind, by key."""
@@ -153,17 +162,19 @@ def _join(of_kind: Mapping[Any, Any]) -> Collective:
     if len(group) == 1 and not getattr(group[0], "tensors", ()):
         return group[0]
     if isinstance(group[0], Mean):
-        tensors = [tensor for c in group for tensor in c.tensors or (c.tensor,)]
-        joined, scope = adjacent(tensors), group[0].scope
-        if joined is None:
-            return Mean(torch.cat([t.reshape(-1) for t in tensors]), scope=scope)
-        return Mean(joined, keep=any([c.keep for c in group]), scope=scope)
+        tensors, keep = [], False
+        for mean in group:
+            tensors += mean.tensors or (mean.tensor,)
+            keep = keep or mean.keep
+        joined = flattened(tensors)
+        # A copy need not be kept.
+        keep = keep and joined.data_ptr() == tensors[0].data_ptr()
+        return Mean(joined, keep=keep, scope=group[0].scope)
     if isinstance(group[0], (Broadcast, ToHost)):
         tensors = [c.tensor for c in group]
         if isinstance(group[0], ToHost) and _mixed(group):
             tensors = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
-        joined = adjacent(tensors)
-        joined = torch.cat([t.reshape(-1) for t in tensors]) if joined is None else joined
+        joined = flattened(tensors)
         return ToHost(joined) if isinstance(group[0], ToHost) else Broadcast(joined, group[0].scope)
     if isinstance(group[0], Gather):
         joined, count = torch.cat([c.tensor for c in group]), sum([c.count for c in group])
@@ -200,22 +211,25 @@ def _split(result: Any, group: list[Any]) -> list[Any]:
 
 def _split_means(total: Tensor, group: list[Mean]) -> list[Tensor]:
     """Split an average, and write the parts to the tensors that want them."""
+    copied = total.untyped_storage().data_ptr() != group[0].tensor.untyped_storage().data_ptr()
+    if len(group) == 1 and not copied:
+        return [total.view(-1)]
+    numels = [sum(map(Tensor.numel, c.tensors)) or c.tensor.numel() for c in group]
+    results = list(total.view(-1).split_with_sizes(numels))
     written: list[Tensor] = []
     parts: list[Tensor] = []  # of these
-    numels = [sum([tensor.numel() for tensor in c.tensors]) or c.tensor.numel() for c in group]
-    results = list(total.view(-1).split_with_sizes(numels))
-    copied = total.untyped_storage().data_ptr() != group[0].tensor.untyped_storage().data_ptr()
     for i, c in enumerate(group):
         if c.tensors:
-            written += c.tensors
-            parts += pieces(results[i], [t.shape for t in c.tensors])
+            if copied:
+                written += c.tensors
+                parts += pieces(results[i], list(map(_SHAPE, c.tensors)))
             continue
         results[i] = results[i].view(c.tensor.shape)
         if c.in_place and copied:
             written.append(c.tensor)
             parts.append(results[i])
             results[i] = c.tensor
-    if written and copied:
+    if written:
         torch._foreach_copy_(written, parts)  # one operation on a device
     return results
 
@@ -251,7 +265,12 @@ def adjacent(tensors: list[Tensor]) -> Tensor | None:
     return first.as_strided((end - first.storage_offset(),), (1,))
 
 
+def flattened(tensors: list[Tensor]) -> Tensor:
+    """One flat tensor of the elements of several ones: a view if they are adjacent in memory."""
+    vector = adjacent(tensors)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if vector is None else vector
+
+
 def pieces(vector: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """Views of consecutive parts of a contiguous tensor, of these shapes."""
-    parts = vector.view(-1).split_with_sizes([shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes)]
+    return list(map(Tensor.view, vector.view(-1).split_with_sizes(list(map(torch.Size.numel, shapes))), shapes))

@@ -35,18 +35,14 @@ class Mean:
     scope: Scope = "all"
     tensors: Sequence[Tensor] = ()  # several of one dtype and device, of which `tensor` is the first
 
-    @property
-    def divides_first(self) -> bool:
-        return self.tensor.dtype == torch.float16
-
     def addend(self, size: int) -> Tensor:
         """What this rank of `size` adds to the sum, to be overwritten. It is the tensor itself, unless `keep`."""
         tensor = self.tensor.clone() if self.keep else self.tensor
-        return tensor.div_(size) if self.divides_first else tensor
+        return tensor.div_(size) if tensor.dtype == torch.float16 else tensor
 
     def average(self, total: Tensor, size: int) -> Tensor:
         """Make the average of the sum of all ranks' addends, in its memory."""
-        return total if self.divides_first else total.div_(size)
+        return total if self.tensor.dtype == torch.float16 else total.div_(size)
 
 
 @dataclass(frozen=True)

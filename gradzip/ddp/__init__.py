@@ -24,12 +24,13 @@ to the residuals again.
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from operator import eq
-from typing import Any, TypeAlias
+from operator import attrgetter, eq
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -41,8 +42,6 @@ from ..collectives.routines import Routine
 from ..collectives.traffic import Traffic, nbytes_of
 from ..methods.base.compressor import Compressor
 from ..ops import tensors as ops
-
-Future: TypeAlias = torch.futures.Future[torch.Tensor]
 
 
 def register(model: torch.nn.Module, compressor: Compressor) -> "HookState | None":
@@ -78,7 +77,7 @@ def register(model: torch.nn.Module, compressor: Compressor) -> "HookState | Non
     return state
 
 
-def hook(state: "HookState", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def hook(state: "HookState", bucket: dist.GradBucket) -> Future[Tensor]:
     """Average the gradients of a bucket over the group, in the bucket's own memory. Returns a future of it."""
     if not isinstance(state, HookState):
         raise TypeError(f"hook: got {state!r} as its state, expected one as of gradzip.ddp.HookState(gradzip.TopK())")
@@ -141,6 +140,7 @@ class HookState:
         self._plans: dict[int, Plan] = {}  # by the number of the joined buckets, until DDP rebuilds its buckets
         self._strided: dict[int, list[int]] = {}  # by that, too: parameters that are not contiguous
         self._joined: list[_Joined] = []  # the buckets of the current step
+        self._futures: list[tuple[Future[Tensor], Tensor]] = []  # of the current step: DDP waits for them, and buffers
         self._cap_mb: float | None = None  # `bucket_cap_mb` of rank 0
         self._cap_nbytes: float | None = None  # of joined buckets, once all parameters are known
         self._least_nbytes = 0.0  # of joined buckets, in the current step
@@ -168,11 +168,15 @@ class HookState:
         """`Compressor.load_state_dict`. Raises ValueError for the state dict of another method."""
         self.compressor.load_state_dict(state_dict)
 
-    def average_bucket(self, bucket: dist.GradBucket) -> Future:
+    def average_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Start averaging a bucket; with the last one, end the step. Called by `hook`."""
+        buffer = bucket.buffer()
         try:
-            with self._session.on_stream_of(bucket.buffer()):
-                future = self._add(bucket)
+            if bucket.index() == 0:
+                self._begin(bucket.parameters(), buffer)
+            with self.compressor.streams.on(buffer):
+                self._add(bucket, buffer)
+            future = self._futures[-1][0]
             if bucket.is_last():
                 self._all_named = True
                 self._finish()
@@ -181,40 +185,40 @@ class HookState:
             raise
         return future
 
-    def _add(self, bucket: dist.GradBucket) -> Future:
-        """Add a bucket to those of the step, and start it, unless it waits for the next one."""
-        index, parameters, buffer = bucket.index(), bucket.parameters(), bucket.buffer()
-        if index == 0 and self._joined and not set(parameters).isdisjoint(self._joined[0].parameters):
+    def _begin(self, parameters: list[Tensor], buffer: Tensor) -> None:
+        """Begin a step."""
+        if self._joined and not set(parameters).isdisjoint(self._joined[0].parameters):
             if self._joined[-1].plan is not None and not self._session.buckets:
                 self._group = None  # it failed at its end, which may not be so on all ranks: compare them again
             self._drop()  # the last backward pass was interrupted
-        if len(self._joined) not in self._plans:
+        if not self._plans:
             self._name(parameters)
         self._connect(buffer.device)
-        expected = sum([len(joined.buffers) for joined in self._joined])
-        if index != expected:
+        self._choose_least_nbytes(buffer)
+
+    def _add(self, bucket: dist.GradBucket, buffer: Tensor) -> None:
+        """Add a bucket to those of the step, and start it, unless it waits for the next one."""
+        index, parameters = bucket.index(), bucket.parameters()
+        if index != len(self._futures):
             raise RuntimeError(
-                f"HookState: got bucket {index}, expected bucket {expected} of the same model: "
+                f"HookState: got bucket {index}, expected bucket {len(self._futures)} of the same model: "
                 "give each DDP model a HookState of its own"
             )
-        if index == 0:
-            self._choose_least_nbytes(buffer)
         waiting = self._joined[-1] if self._joined and self._joined[-1].plan is None else None
         if waiting is not None and (buffer.is_sparse or buffer.device != waiting.buffers[0].device):
-            with self._session.on_stream_of(waiting.buffers[0]):
+            with self.compressor.streams.on(waiting.buffers[0]):
                 self._start(waiting)
             waiting = None
         if waiting is None:
             self._joined.append(waiting := _Joined())
-        gradients = [] if buffer.is_sparse else bucket.gradients()
         waiting.parameters += parameters
-        waiting.averages += gradients
+        waiting.averages += [] if buffer.is_sparse else bucket.gradients()
         waiting.versions += _versions(parameters)
         waiting.buffers.append(buffer)
-        waiting.futures.append(Future(devices=[buffer.device] if buffer.is_cuda else None))
-        if buffer.is_sparse or bucket.is_last() or sum([b.nbytes for b in waiting.buffers]) >= self._least_nbytes:
+        waiting.nbytes += buffer.nbytes if not buffer.is_sparse else 0
+        self._futures.append((Future(devices=[buffer.device] if buffer.is_cuda else None), buffer))
+        if buffer.is_sparse or bucket.is_last() or waiting.nbytes >= self._least_nbytes:
             self._start(waiting)
-        return waiting.futures[-1]
 
     def _choose_least_nbytes(self, buffer: Tensor) -> None:
         """Choose the size of joined buckets: on a device, once the parameters of all ranks are known."""
@@ -247,18 +251,18 @@ class HookState:
             session.start(number, plan.groups, plan.parameters, joined.averages, slot)
 
     def _drop(self) -> None:
-        self._joined = []
+        self._joined, self._futures = [], []
         self._session.drop()
 
     def _finish(self) -> None:
         """Run the routines of all buckets to their ends, and end the step: all its collectives are done."""
-        buckets = [pair for joined in self._joined for pair in zip(joined.futures, joined.buffers)]
-        with self._session.on_all_streams(buckets[0][1].device):
+        futures = self._futures
+        with self.compressor.streams.on_all(futures[0][1].device):
             self._session.finish("round")
-            sparse = [buffer._values() for _, buffer in buckets if buffer.is_sparse]
+            sparse = [buffer._values() for _, buffer in futures if buffer.is_sparse]
             self._session.end(skipped := self._session.is_skipped(sparse))
         # A future records an event of the current stream, which now waits for the home stream. DDP waits for the event.
-        for future, buffer in buckets:
+        for future, buffer in futures:
             future.set_result(buffer)
         # The hook runs outside of a backward pass on a rank that has joined. DDP queues its own callback, which writes
         # the gradients, after the last hook: a callback that is queued by a callback comes behind it.
@@ -269,8 +273,8 @@ class HookState:
 
     def _complete(self, skipped: bool, written: bool = False) -> None:
         """Complete the step. written: whether DDP has written the averages to the gradients, and may discard some."""
-        of_step, self._joined = self._joined, []
-        with self._session.on_all_streams(of_step[0].buffers[0].device):
+        of_step, self._joined, self._futures = self._joined, [], []
+        with self.compressor.streams.on_all(of_step[0].buffers[0].device):
             self._session.complete(skipped)
         if written and not skipped:
             self._take_back(of_step)
@@ -280,7 +284,7 @@ class HookState:
         for joined in of_step:
             discarded = joined.discarded()
             if discarded and joined.plan is not None:
-                with self._session.on_stream_of(joined.buffers[0]):
+                with self.compressor.streams.on(joined.buffers[0]):
                     self._session.take_back(joined.plan, discarded)
 
     def _connect(self, device: torch.device) -> None:
@@ -323,7 +327,7 @@ class _Joined:
     """Consecutive buckets of DDP whose gradients are averaged together, or are going to be; one on a CPU."""
 
     buffers: list[Tensor] = field(default_factory=list)  # of DDP
-    futures: list[Future] = field(default_factory=list)  # DDP waits for them
+    nbytes: int = 0  # of the buffers
     parameters: list[Tensor] = field(default_factory=list)
     averages: list[Tensor] = field(default_factory=list)  # in the buffers, by parameter; none if it is sparse
     versions: list[int | None] = field(default_factory=list)  # of the parameters, when DDP had filled the buffer
@@ -346,7 +350,13 @@ class _Joined:
 
 def _versions(parameters: list[Tensor]) -> list[int | None]:
     """The numbers of in-place changes of the parameters' gradients, None without a gradient."""
-    return [None if (gradient := parameter.grad) is None else gradient._version for parameter in parameters]
+    try:
+        return list(map(_VERSION, parameters))
+    except AttributeError:  # some have no gradient
+        return [None if (gradient := parameter.grad) is None else gradient._version for parameter in parameters]
+
+
+_VERSION = attrgetter("grad._version")
 
 
 def _has_other_strides(parameter: Tensor) -> bool:

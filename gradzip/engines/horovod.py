@@ -76,12 +76,6 @@ class HorovodEngine(Engine):
             tensor = tensor.float()
         return tensor.contiguous()
 
-    def wire(self, tensor: Tensor) -> Tensor:
-        """The same, and count its bytes as sent."""
-        tensor = self.accepted(tensor)
-        self.count(tensor.nbytes)
-        return tensor
-
     def place(self) -> tuple[int, int]:
         return hvd.local_rank(), hvd.local_size()
 
@@ -103,9 +97,16 @@ class HorovodEngine(Engine):
         if isinstance(collective, RingSum):
             if collective.device.type == "cpu" and dist.is_available() and dist.is_gloo_available():
                 return _Pending(self, collective, None)
-            return self.launch_as_allreduce(collective, slot)
-        sent = collective.addend(self.size) if isinstance(collective, Mean) else collective.tensor
-        tensor = self.wire(sent)
+            # Stock Horovod has no point-to-point messages: one all-reduce.
+            encoded = [collective.encode(i).reshape(-1) for i in range(len(collective.numels))]
+            none = torch.empty(0, dtype=collective.dtype, device=collective.device)
+            sent = torch.cat([*encoded, none])
+        elif isinstance(collective, Mean):
+            sent = collective.addend(self.size)
+        else:
+            sent = collective.tensor
+        tensor = self.accepted(sent)
+        self.traffic.count(tensor.nbytes, self.scope)
         if isinstance(collective, Gather):
             handle = hvd.allgather_async(tensor, name=slot, process_set=self.process_set)
         elif isinstance(collective, AllToAll):
@@ -115,16 +116,10 @@ class HorovodEngine(Engine):
             root = self.process_set.ranks[0]
             handle = hvd.broadcast_async(tensor, root, name=slot, process_set=self.process_set)
         else:
-            op = hvd.Sum if collective.divides_first else hvd.Average
+            sums = isinstance(collective, RingSum) or sent.dtype == torch.float16  # `addend` has divided float16
+            op = hvd.Sum if sums else hvd.Average
             handle = hvd.allreduce_async_(tensor, name=slot, op=op, process_set=self.process_set)
         return _Pending(self, collective, handle)
-
-    def launch_as_allreduce(self, ring: RingSum, slot: str) -> _Pending:
-        """Start a RingSum as one all-reduce: stock Horovod has no point-to-point messages."""
-        encoded = [ring.encode(i).reshape(-1) for i in range(len(ring.numels))]
-        tensor = self.wire(torch.cat(encoded) if encoded else torch.empty(0, dtype=ring.dtype, device=ring.device))
-        handle = hvd.allreduce_async_(tensor, name=slot, op=hvd.Sum, process_set=self.process_set)
-        return _Pending(self, ring, handle)
 
 
 def _process_sets(groups: list[list[int]], add: bool) -> list[Any]:
@@ -188,16 +183,13 @@ def has_shut_down() -> bool:
     return False
 
 
-class _Pending:
+class _Pending(Pending):
     """A collective that Horovod runs. handle: None for a ring, which runs in `result`."""
 
     def __init__(self, engine: HorovodEngine, collective: Any, handle: int | None) -> None:
         self._engine = engine
         self._collective = collective
         self._handle = handle
-
-    def send_overflow(self) -> bool:
-        return False  # Horovod's collectives exchange lengths
 
     def result(self) -> Any:
         collective = self._collective
@@ -207,7 +199,8 @@ class _Pending:
             except RingError as error:
                 # As when one of Horovod's own collectives fails: elastic training resumes from there.
                 raise HorovodInternalError(str(error)) from error
-        _wait(self._handle)
+        if not hvd.poll(self._handle):
+            _wait(self._handle)
         received = hvd.synchronize(self._handle)
         # What is gathered is in memory that a thread of Horovod's has allocated, on the device's default stream.
         if isinstance(collective, Gather):

@@ -160,7 +160,7 @@ def _new_group(other: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGr
     return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend, use_local_synchronization=True))
 
 
-class _PendingRing:
+class _PendingRing(Pending):
     """A RingSum. It runs in `send_overflow`: the waiting thread does all the work."""
 
     def __init__(self, engine: TorchEngine, ring: RingSum) -> None:
@@ -175,47 +175,44 @@ class _PendingRing:
         return None
 
 
-class _PendingSingle:
+class _PendingSingle(Pending):
     """Any other collective in a group of one rank."""
 
     def __init__(self, engine: TorchEngine, collective: Mean | Gather | AllToAll | Broadcast) -> None:
         self._collective = collective
-        engine.count(nbytes_of(collective.tensor))
-
-    def send_overflow(self) -> bool:
-        return False
+        engine.traffic.count(nbytes_of(collective.tensor), engine.scope)
 
     def result(self) -> Any:
         tensor = self._collective.tensor
         return [tensor] if isinstance(self._collective, (Gather, AllToAll)) else tensor
 
 
-class _PendingReduction:
+class _PendingReduction(Pending):
     """Mean, as a sum and a division (gloo has no average; all ranks get the same bits), and Broadcast.
 
     The tensor of a Mean may be sparse.
     """
 
     def __init__(self, engine: TorchEngine, collective: Mean | Broadcast) -> None:
-        mean = self._mean = collective if isinstance(collective, Mean) else None
+        self._collective = collective
         self._size = engine.size
-        tensor = collective.tensor if mean is None else mean.addend(engine.size)
+        is_mean = isinstance(collective, Mean)
+        tensor = collective.addend(engine.size) if is_mean else collective.tensor
         self._tensor = tensor if tensor.is_sparse else tensor.contiguous()
-        engine.count(nbytes_of(tensor))
-        if mean is not None:
-            self._work = engine.group.allreduce([self._tensor])
-        else:
-            self._work = engine.group.broadcast(self._tensor, 0)
+        engine.traffic.count(nbytes_of(tensor) if tensor.is_sparse else tensor.nbytes, engine.scope)
+        group = engine.group
+        self._work = group.allreduce([self._tensor]) if is_mean else group.broadcast(self._tensor, 0)
 
     def send_overflow(self) -> bool:
         self._work.wait()
         return False
 
     def result(self) -> Tensor:
-        return self._tensor if self._mean is None else self._mean.average(self._tensor, self._size)
+        collective = self._collective
+        return collective.average(self._tensor, self._size) if isinstance(collective, Mean) else self._tensor
 
 
-class _PendingEqual:
+class _PendingEqual(Pending):
     """A Gather or AllToAll in which all parts have equally many bytes: no lengths are exchanged."""
 
     def __init__(self, engine: TorchEngine, collective: Gather | AllToAll) -> None:
@@ -223,7 +220,7 @@ class _PendingEqual:
         scatters = isinstance(collective, AllToAll)
         each = self._sent.numel() // engine.size if scatters else self._sent.numel()
         self._received = self._sent.new_empty((engine.size, each))
-        engine.count(self._sent.numel())
+        engine.traffic.count(self._sent.numel(), engine.scope)
         exchange = dist.all_to_all_single if scatters else _all_gather
         self._work = exchange(self._received.view(-1), self._sent, group=engine.group, async_op=True)
 
@@ -235,7 +232,7 @@ class _PendingEqual:
         return list(self._received.unbind(0))
 
 
-class _PendingParts:
+class _PendingParts(Pending):
     """A Gather (one part, sent to all ranks) or an AllToAll (a part for each rank), of parts of different lengths."""
 
     def __init__(self, engine: TorchEngine, collective: Gather | AllToAll, slot: str) -> None:
@@ -265,7 +262,7 @@ class _PendingParts:
         engine = self._engine
         received = message.new_empty((engine.size, message.shape[1]))
         self._sent = message  # kept until the transfer ends: it has no other owner
-        engine.count(message.numel())
+        engine.traffic.count(message.numel(), engine.scope)
         return received, self._exchange(received.view(-1), message.view(-1), group=engine.group, async_op=True)
 
     def send_overflow(self) -> bool:

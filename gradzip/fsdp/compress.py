@@ -144,7 +144,7 @@ class ReplicaAverages:
     def _average(self, index: int, reduced: Tensor) -> None:
         """FSDP's all-reduce hook: average the gradients of a module, now or at the end of the backward pass."""
         use_on_current_stream(reduced)  # FSDP frees it on the stream of its reduce-scatter
-        with self._or_drop(), self._session.on_stream_of(reduced):
+        with self._or_drop(), self.compressor.streams.on(reduced):
             self._begin()
             if index in self._session.buckets:
                 self._run()  # a module that the model has run several times
@@ -217,7 +217,7 @@ class ReplicaAverages:
 
     def _finish(self) -> None:
         """End the step. Called at the end of a backward pass, after FSDP has called all hooks."""
-        with self._or_drop(), self._session.on_all_streams(self._session.engine.device):
+        with self._or_drop(), self.compressor.streams.on_all(self._session.engine.device):
             if self._session.buckets:
                 self._run()
             self._session.end(skipped := self._is_skipped())

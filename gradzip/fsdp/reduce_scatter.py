@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..averaging.group import no_autocast
 from ..averaging.session import Session
 from ..collectives import AllToAll
 from ..collectives.traffic import Traffic
 from ..memory.state import Key
+from ..memory.streams import no_autocast
 from ..methods.base.compressor import Compressor
 from .fixed_codec import fixed_codec
 

@@ -13,16 +13,39 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from ..averaging.buckets import bucket_nbytes, cut
+from ..averaging.buckets import Plan, bucket_nbytes, cut
 from ..averaging.group import plan_groups
 from ..averaging.session import Session
-from .buckets import PlannedBucket, WaitingBucket
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+class PlannedBucket:
+    """What happens to the gradients of a bucket, and in a step, those that have come.
+
+    Args:
+        engine: of Horovod.
+    """
+
+    def __init__(self, plan: Plan, engine: Any) -> None:
+        self.plan = plan
+        self.lacked = False  # whether a gradient did not come in a step: its parameter has another step number since
+        self.ids = list(map(id, plan.parameters))
+        # What Horovod all-reduces in place of the gradients: a zero of their type each, as its groups hold one type.
+        # Nothing else writes to them, so a step may hand them over again.
+        zeros = plan.parameters[0].detach().new_zeros(len(self.ids)) if self.ids else None
+        self.all_wires = [] if zeros is None else list(engine.accepted(zeros).split(1))
+        self.wires_nbytes = sum(wire.nbytes for wire in self.all_wires)
+        # In a step, by the parameter's id:
+        self.wires: dict[int, Tensor] = {}  # of the gradients that have to come
+        self.gradients: dict[int, Tensor] = {}  # that have come
 
 
 class OptimizerContext:
@@ -64,7 +87,9 @@ class OptimizerContext:
             # Others have started with another optimizer: this one's order of the parameters on rank 0 is not known.
             cuts = names_in_buckets(sorted(parameters, key=names.__getitem__), self.engine.bucket_nbytes)
         self._buckets = [[named[name] for name in bucket] for bucket in cuts]
-        self._order = {name: i for i, name in enumerate(name for bucket in cuts for name in bucket)}
+        in_buckets = [name for bucket in cuts for name in bucket]
+        others = sorted(named.keys() - in_buckets)
+        self._order = {name: i for i, name in enumerate([*others, *in_buckets])}
         self._planned: list[PlannedBucket | None] = [None] * len(cuts)
         self._sparse: set[int] = set()  # ids of parameters that Horovod did not call `compress` for in the last step
         self.drop(optimizer)
@@ -72,74 +97,56 @@ class OptimizerContext:
     def drop(self, optimizer: Any) -> None:
         """Drop the step in progress."""
         self.handles = optimizer._handles
-        self._waiting: dict[int, WaitingBucket] = {}  # by the id of each parameter in it
+        self.waiting: dict[
+            int, PlannedBucket
+        ] = {}  # buckets whose gradients have not all come, by those parameters' id
         self.step: InFlightStep | None = None
         self.session.drop()
 
     # --- compress
 
-    def add(self, parameter: Any, grad: Tensor) -> tuple[Tensor, tuple[InFlightStep, Tensor]]:
-        """Start averaging a gradient, and its bucket if it is the last one of that.
-
-        Returns the tensor for Horovod to all-reduce, and the step and gradient.
-        """
-        step = self.step
-        if step is None:
-            step = self.step = InFlightStep(self)
-            self._plan_step()
-        if self.sums:
-            step.sums.append(grad)
-        if grad.is_cuda:
-            self.session.compressor.streams.follow(grad)
-        number = id(parameter)
-        bucket = self._waiting.get(number)
-        wire = None if bucket is None else bucket.wires.pop(number, None)
-        alike = (grad.dtype, grad.device, grad.layout) == (parameter.dtype, parameter.device, torch.strided)
-        if bucket is not None and wire is not None and alike and parameter.requires_grad:
-            bucket.gradients[number] = grad
-        else:
-            self._sparse.discard(number)
-            wire = self._start_alone(parameter, grad)
-        if bucket is not None and not bucket.wires:
-            self._start(bucket)
-        return wire, (step, grad)
-
-    def _plan_step(self) -> None:
+    def begin_step(self) -> None:
         """Plan the buckets of a step: since the last one, parameters may be frozen, and methods may have changed."""
-        self._waiting = {}
+        self.step = InFlightStep(self)
+        self.waiting = {}
         for i, bucket in enumerate(self._buckets):
-            parameters = [p for p in bucket if p.requires_grad and id(p) not in self._sparse]
+            parameters = list(filter(_REQUIRES_GRAD, bucket))
+            if self._sparse:
+                parameters = [p for p in parameters if id(p) not in self._sparse]
             planned = self._planned[i]
             if planned is None or planned.lacked or not planned.plan.fits(self.session.compressor, parameters):
                 planned = self._planned[i] = self._plan(parameters)
-            self._waiting |= dict.fromkeys(planned.ids, WaitingBucket(planned))
+            planned.wires, planned.gradients = dict(zip(planned.ids, planned.all_wires)), {}
+            self.waiting |= dict.fromkeys(planned.ids, planned)
 
     def _plan(self, parameters: list[Tensor]) -> PlannedBucket:
-        plan = self.session.plan(parameters, [self._names[p] for p in parameters])
+        plan = self.session.plan(parameters, list(map(self._names.__getitem__, parameters)))
         return PlannedBucket(plan, self.engine)
 
-    def _start_alone(self, parameter: Any, grad: Tensor) -> Tensor:
+    def start_alone(self, parameter: Any, grad: Tensor) -> Tensor:
         """Start to average a gradient that is in no bucket. Returns the tensor for Horovod to all-reduce."""
+        self._sparse.discard(id(parameter))
         name, frozen = self._names[parameter], not parameter.requires_grad
-        with self.session.on_stream_of(grad):
+        with self.session.compressor.streams.on(grad):
             groups = plan_groups(self.session.compressor, [grad], [name], self.session.prefix, frozen=frozen)
             self.session.start(name, groups, [parameter], [grad], f"{name}.gradzip")
-            return self.engine.wire(grad.new_zeros(1))
+            wire: Tensor = self.engine.accepted(grad.new_zeros(1))
+            self.engine.traffic.count(wire.nbytes)
+            return wire
 
-    def _start(self, bucket: WaitingBucket) -> None:
+    def start(self, bucket: PlannedBucket) -> None:
         """Run the methods of a bucket to their first collectives, and start those."""
-        planned, gradients = bucket.planned, list(bucket.gradients.values())
-        if len(gradients) < len(planned.ids):  # parameters were frozen since, or have sparse gradients
-            planned.lacked = True
-            planned = self._plan([p for p in planned.plan.parameters if id(p) in bucket.gradients])
+        planned, gradients = bucket, bucket.gradients
+        if len(gradients) < len(bucket.ids):  # parameters were frozen since, or have sparse gradients
+            bucket.lacked = True
+            planned = self._plan([p for p in bucket.plan.parameters if id(p) in gradients])
         if gradients:
-            plan = planned.plan
-            self.engine.count(planned.wires_nbytes)
-            with self.session.on_stream_of(gradients[-1]):
-                in_order = [bucket.gradients[number] for number in planned.ids]
+            plan, in_order = planned.plan, list(map(gradients.__getitem__, planned.ids))
+            self.engine.traffic.count(planned.wires_nbytes)
+            with self.session.compressor.streams.on(in_order[-1]):
                 self.session.start(plan.names[0], plan.groups, plan.parameters, in_order, f"{plan.names[0]}.gradzip")
-        for number in bucket.planned.ids:
-            self._waiting.pop(number, None)
+        for number in bucket.ids:
+            self.waiting.pop(number, None)
 
     # --- decompress
 
@@ -153,17 +160,17 @@ class OptimizerContext:
         """
         step, session = self.step, self.session
         assert step is not None
-        with session.on_all_streams(device):
+        with session.compressor.streams.on_all(device):
             try:
-                for bucket in list(dict.fromkeys(self._waiting.values())):
+                for bucket in list(dict.fromkeys(self.waiting.values())):
                     self._sparse |= bucket.wires.keys()  # Horovod gathers sparse gradients itself
-                    self._start(bucket)
-                names = sorted(session.buckets, key=lambda name: (self._order.get(name, -1), name), reverse=True)
+                    self.start(bucket)
+                names = sorted(session.buckets, key=self._order.__getitem__, reverse=True)
                 if names:
                     session.buckets = {name: session.buckets[name] for name in names}
                     session.finish(f"{names[0]}.gradzip")
             finally:
-                self._waiting, self.step = {}, None
+                self.waiting, self.step = {}, None
             if step.sums:
                 torch._foreach_mul_(step.sums, self.engine.size)  # may overflow even if the averages have not
             session.end(skipped := session.is_skipped(step.sums))

@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from ..averaging.session import Session
@@ -38,11 +39,26 @@ def compress(compressor: Compressor, *tensor: Tensor) -> tuple[Tensor, tuple[InF
         optimizer, parameter = find_owner(gradient)
     with _lock:
         context = _contexts.get(ref(optimizer))
-        if context is not None and optimizer._handles is not context.handles:
-            context.drop(optimizer)  # it drops its gradients when it loads a state dict, maybe on one rank only
-        if context is None or (context.step is None and context.engine.is_stale):
-            context = _connect(compressor, optimizer)
-        return context.add(parameter, gradient)
+        if context is None or context.step is None or context.handles is not optimizer._handles:
+            context = _begin_step(compressor, optimizer, context)
+        step: Any = context.step
+        if context.sums:
+            step.sums.append(gradient)
+        if gradient.is_cuda:
+            home = compressor.streams.homes.get(gradient.device)
+            if home is None or torch.cuda.current_stream(gradient.device) != home:
+                compressor.streams.follow(gradient)
+        number = id(parameter)
+        bucket = context.waiting.get(number)
+        wire = None if bucket is None else bucket.wires.pop(number, None)
+        alike = (gradient.dtype, gradient.device, gradient.layout) == (parameter.dtype, parameter.device, torch.strided)
+        if bucket is not None and wire is not None and alike and parameter.requires_grad:
+            bucket.gradients[number] = gradient
+        else:
+            wire = context.start_alone(parameter, gradient)
+        if bucket is not None and not bucket.wires:
+            context.start(bucket)
+        return wire, (step, gradient)
 
 
 def decompress(compressor: Compressor, reduced: Tensor, of_compress: tuple[InFlightStep, Tensor] | None) -> Tensor:
@@ -53,6 +69,17 @@ def decompress(compressor: Compressor, reduced: Tensor, of_compress: tuple[InFli
     if not step.is_over:
         step.finish(reduced.device)
     return gradient
+
+
+def _begin_step(compressor: Compressor, optimizer: Any, context: OptimizerContext | None) -> OptimizerContext:
+    """Begin a step of an optimizer, unless it has begun. Returns its context, a new one if there is none yet."""
+    if context is not None and optimizer._handles is not context.handles:
+        context.drop(optimizer)  # it drops its gradients when it loads a state dict, maybe on one rank only
+    if context is None or (context.step is None and context.engine.is_stale):
+        context = _connect(compressor, optimizer)
+    if context.step is None:
+        context.begin_step()
+    return context
 
 
 def _connect(compressor: Compressor, optimizer: Any) -> OptimizerContext:

@@ -83,6 +83,8 @@ class Memory:
             ValueError: the state of a parameter has other shapes.
         """
         state = self.states.get(group_name(list(shapes)))
+        if state is not None and state.before is not None:
+            state.abandon()  # a step that nobody has ended: its backward pass has failed
         if state is None or (state.shapes is not shapes and list(state.shapes.items()) != list(shapes.items())):
             state = self._regroup(shapes, field_shapes, device, rank, size)
         elif (state.rank, state.size) != (rank, size):

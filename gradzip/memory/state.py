@@ -57,7 +57,7 @@ class State:
         shapes: of the parameters, by name.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_before", "_spares")  # the last two are no fields
+    __slots__ = ("__dict__", "__weakref__", "_spares", "before")  # the last two are no fields
 
     # Fields that a state dict does not hold.
     TRANSIENT = ("name", "shapes", "field_shapes", "numel", "payload", "next_residual", "next_velocity")
@@ -75,14 +75,14 @@ class State:
         self.payload: Any = None  # what this rank has sent in the current step
         self.next_residual: Tensor | None = None  # in the current step: what is going to be the residual, if it is made
         self._spares: dict[str, Tensor | None] = {}  # by field that is renewed: a tensor to overwrite
-        self._before: dict[str, Any] | None = None  # the fields before a step that has begun and is not complete
+        self.before: dict[str, Any] | None = None  # the fields before a step that has begun and is not complete
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.kept)  # a copy has no spares yet
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
         vars(self).update(fields)
-        self._spares, self._before = {}, None
+        self._spares, self.before = {}, None
 
     def key(self, seed: int) -> Key:
         """The key of this rank's random draw in the current step."""
@@ -102,17 +102,17 @@ class State:
     @property
     def kept(self) -> dict[str, Any]:
         """The fields, without a step that has begun and is not complete: it may have failed."""
-        return vars(self) if self._before is None else self._before
+        return vars(self) if self.before is None else self.before
 
     def begin(self) -> dict[str, Any]:
         """Begin a step. Returns the fields before it."""
-        self._before = self.fields()
-        return self._before
+        self.before = dict(vars(self))
+        return self.before
 
     def complete(self, before: Mapping[str, Any]) -> None:
         """Complete a step: it can no longer be undone. before: what `begin` returned."""
-        if before is self._before:
-            self._before = None
+        if before is self.before:
+            self.before = None
             self._recycle(before)
 
     def abandon(self, before: Mapping[str, Any] | None = None) -> bool:
@@ -120,10 +120,10 @@ class State:
 
         before: what `begin` returned in the step that is meant; another one may have begun since. None: the last one.
         """
-        if self._before is None or (before is not None and before is not self._before):
+        if self.before is None or (before is not None and before is not self.before):
             return False
-        self.replace_fields(self._before)  # collectives in progress may use the others: they are not recycled
-        self._before = None
+        self.replace_fields(self.before)  # collectives in progress may use the others: they are not recycled
+        self.before = None
         return True
 
     def renewed(self, field: str, like: Tensor, numel: int | None = None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,39 +19,59 @@ class HomeStreams:
     """
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.homes: dict[torch.device, torch.cuda.Stream] = {}  # by device
 
     def __reduce__(self) -> tuple[type[HomeStreams], tuple[()]]:
         return HomeStreams, ()  # streams belong to one process
 
-    def on(self, gradient: Tensor) -> contextlib.AbstractContextManager[None] | None:
-        """A context that runs a block on the home stream of the gradient's device; None on that stream, or on a CPU.
+    def on(self, gradient: Tensor) -> contextlib.AbstractContextManager[Any]:
+        """Run a block without autograd and autocast, on the home stream of the gradient's device.
 
         The first call for a device makes the current stream its home stream. The home stream waits for the current one,
         and at the end of the block the current stream waits for the home stream. The host does not wait.
         """
-        if not gradient.is_cuda:
-            return None
-        current = torch.cuda.current_stream(gradient.device)
-        home = self._streams.setdefault(gradient.device, current)
-        return None if current == home else _between(current, home, gradient)
+        if gradient.is_cuda:
+            current = torch.cuda.current_stream(gradient.device)
+            home = self.homes.setdefault(gradient.device, current)
+            if current != home:
+                return _together(no_autocast(gradient.device), _between(current, home, gradient))
+        return no_autocast(gradient.device)
 
     def follow(self, gradient: Tensor) -> None:
         """Have the home stream of a gradient's device wait for the current one, for later work on the gradient."""
         current = torch.cuda.current_stream(gradient.device)
-        home = self._streams.setdefault(gradient.device, current)
+        home = self.homes.setdefault(gradient.device, current)
         if current != home:
             home.wait_stream(current)
             gradient.record_stream(home)
 
-    @contextlib.contextmanager
-    def on_all(self) -> Iterator[None]:
-        """Run the block on the home streams of all devices so far, as `on`."""
-        with contextlib.ExitStack() as stack:
-            for device, home in self._streams.items():
-                if (current := torch.cuda.current_stream(device)) != home:
-                    stack.enter_context(_between(current, home))
-            yield
+    def on_all(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """Run a block as `on` does, on the home streams of all devices so far. device: of the autocast."""
+        others = []
+        for of_home, home in self.homes.items():
+            if (current := torch.cuda.current_stream(of_home)) != home:
+                others.append(_between(current, home))
+        return _together(no_autocast(device), *others) if others else no_autocast(device)
+
+
+def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Disable autograd and autocast: a method must compute in its own types, whatever the backward pass runs in."""
+    # A backward pass has disabled autograd. Entering contexts for nothing costs as much as a small gradient.
+    needed: list[contextlib.AbstractContextManager[Any]] = [torch.no_grad()] if torch.is_grad_enabled() else []
+    if torch.is_autocast_enabled(device.type):
+        needed.append(torch.autocast(device.type, enabled=False))
+    return _together(*needed) if needed else _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _together(*contexts: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 @contextlib.contextmanager

@@ -356,7 +356,7 @@ class LocalSteps(OuterLoop):
         slot = f"{self._slot}{session.prefix}{fragment}."
         monitor = self.compressor.monitor
         before = {} if monitor is None else {name: difference.clone() for name, difference in own.items()}
-        with session.on_all_streams(self._device):
+        with session.compressor.streams.on_all(self._device):
             session.begin()
             for i, plan in enumerate(self._planned(fragment)):
                 session.start(i, plan.groups, plan.parameters, [own[name] for name in plan.names], f"{slot}{i}")
@@ -385,7 +385,7 @@ class LocalSteps(OuterLoop):
         }
 
     def _step(self, averages: dict[str, Tensor], skipped: bool) -> None:
-        with self._session.on_all_streams(self._device):
+        with self.compressor.streams.on_all(self._device):
             self._session.complete(skipped)
         self._global.step(averages)  # its optimizer skips a step that the session has skipped, and warns
 

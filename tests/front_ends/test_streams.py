@@ -387,7 +387,8 @@ def test_a_write_before_horovod_is_done_is_noticed(kind):
 @pytest.mark.parametrize(("spec", "front_end"), [("topk", "ddp"), ("acpsgd", "ddp"), ("acpsgd", "horovod")])
 def test_work_on_two_streams_is_noticed(spec, front_end):
     """Without home streams, memory of the hooks' stream is freed while the caller's may still use it."""
-    same = mock.patch.multiple(HomeStreams, on=lambda *_: None, on_all=lambda _: contextlib.nullcontext())
+    nothing = contextlib.nullcontext()
+    same = mock.patch.multiple(HomeStreams, on=lambda *_: nothing, on_all=lambda *_: nothing)
     with same, recorded() as recorder:
         FRONT_ENDS[front_end](gradzip.parse(spec), recorder, "two", steps=2)
     assert any("is freed" in violation for violation in recorder.violations)
@@ -411,13 +412,13 @@ def test_gradients_of_a_bucket_may_come_on_several_streams():
             layer = Stream(recorder, name)
             with recorder.on(layer):
                 gradients.append(torch.ones(8, device=DEVICE))
-                with streams.on(gradients[-1]) or contextlib.nullcontext():
+                with streams.on(gradients[-1]):
                     assert str(recorder.current) == "one"
                     doubled.append(gradients[-1].mul(2))
                 doubled[-1].sum()
             caller.wait_stream(layer)
         with recorder.on(caller):
-            with streams.on_all():
+            with streams.on_all(DEVICE):
                 torch._foreach_add_(doubled, gradients)
             gradients.clear()
             doubled[-1].sum()
@@ -447,6 +448,7 @@ def test_home_streams_are_those_of_a_compressor():
     streams = compressor.streams
     assert gradzip.TopK().streams is not streams
     assert copy.deepcopy(compressor).streams is not streams
-    assert streams.on(torch.ones(3)) is None  # nothing to order on a CPU
-    with streams.on_all():
-        assert not streams._streams
+    with torch.no_grad():
+        assert isinstance(streams.on(torch.ones(3)), contextlib.nullcontext)  # nothing to order on a CPU
+    with streams.on_all(DEVICE):
+        assert not streams.homes

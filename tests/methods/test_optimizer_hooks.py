@@ -26,7 +26,7 @@ def average(compressor, parameter, frozen=False):
     (group,) = plan_groups(compressor, [parameter], ["p"], frozen=frozen)
     parameter.grad = torch.ones_like(parameter)
     drive([group.average([parameter.grad])])
-    optimizer_hooks.register([parameter], group)
+    optimizer_hooks.register([(group, [parameter])])
     group.end_step(skipped=False)
 
 
