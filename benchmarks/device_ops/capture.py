@@ -158,7 +158,7 @@ def tensors_of(compressor: gradzip.Compressor) -> dict[tuple[str, str], Tensor]:
     return {
         (name, field): value
         for name, state in compressor.states.items()
-        for field, value in state.fields().items()
+        for field, value in vars(state).items()
         if isinstance(value, Tensor)
     }
 

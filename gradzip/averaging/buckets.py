@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -70,15 +70,14 @@ class Plan:
         self.groups = plan_groups(compressor, parameters, names, prefix)
         self._compressor = compressor
         self._choice_number = compressor.choice_number
-        self._kinds = list(map(_kind, parameters))
+        self._ids, self._kinds = list(map(id, parameters)), list(map(_kind, parameters))
 
     def fits(self, compressor: Compressor, parameters: list[Tensor]) -> bool:
         """Whether these are the compressor and parameters of the plan, with the same types and methods in charge."""
         return (
             self._compressor is compressor
             and self._choice_number == compressor.choice_number
-            and len(parameters) == len(self.parameters)
-            and all(map(is_, parameters, self.parameters))
+            and self._ids == list(map(id, parameters))
             and self._kinds == list(map(_kind, parameters))
         )
 

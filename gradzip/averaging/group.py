@@ -32,12 +32,13 @@ class Group:
         names, shapes: of the states, and of the gradients by these names.
         indices: of the parameters within the bucket.
         compressed: whether the gradients are compressed, rather than averaged as they are.
-        rounds: the largest number of consecutive collectives.
+        shapes_of_parts: the shapes of the gradients, or of this rank's chunk of a gradient of its node.
         numel: elements of all parts.
 
     In a step:
         gradients: what the averages are written to.
         parts: what the method compresses: gradients plus residual. They may share the gradients' memory.
+        device: of the gradients.
         state: of the method.
         before: the fields of the state before the step; None if the step does not change it.
         rank, size: of this rank among those that the method averages over.
@@ -49,6 +50,7 @@ class Group:
     """
 
     gradients: list[Tensor]
+    device: torch.device
     parts: list[Tensor]
     state: State
 
@@ -73,10 +75,6 @@ class Group:
         self.frozen = frozen
         self.later_methods = list(later_methods)
         self.node_chunks: NodeChunks | None = compressor.node_chunks
-        # On a device, methods ask for what the host must know (ToHost), one round more.
-        self.rounds = method.rounds + ops.on_device(likes[0]) if compressed else 1
-        if compressed and self.node_chunks is not None:
-            self.rounds += self.node_chunks.rounds
         self.rank, self.size = 0, 1
         self.finite = True
         self.culprits: list[str] = []
@@ -91,7 +89,8 @@ class Group:
             self._state_shapes = {n: torch.Size(self.node_chunks.shape(s)) for n, s in self.shapes.items()}
         self._joined_shape = method.joined_shape(likes[0].shape)
         self._planned: dict[Any, Any] = {}
-        self.numel = sum(shape.numel() for shape in self._state_shapes.values())
+        self.shapes_of_parts = list(self._state_shapes.values())
+        self.numel = sum(map(torch.Size.numel, self.shapes_of_parts))
         self._left: dict[str, Fields] = {}  # fields by parameter of which the state of an uncompressed step was made
         self._memory: tuple[Tensor, list[Tensor]] | None = None  # for gradients as one vector; views of each of them
         self._target: Tensor | None = None  # the gradients as one vector, if they are adjacent in memory
@@ -103,15 +102,6 @@ class Group:
         """The only part, of a method that compresses vectors."""
         (vector,) = self.parts
         return vector
-
-    @property
-    def device(self) -> torch.device:
-        return self.parts[0].device
-
-    @property
-    def shapes_of_parts(self) -> list[torch.Size]:
-        """The shapes of the gradients, or of this rank's chunk of a gradient of its node."""
-        return list(self._state_shapes.values())
 
     def planned(self, make: Callable[[Group], Planned]) -> Planned:
         """The result of make(self), which is the same in all steps: made once."""
@@ -170,6 +160,7 @@ class Group:
                 )
         compressor, monitor = self._compressor, self._compressor.monitor
         self.gradients, self.rank, self.size = gradients, rank, size
+        self.device = gradients[0].device
         if self.node_chunks is not None:
             self.rank, self.size = self.node_chunks.node, self.node_chunks.nodes
         if compressor.observes and not self.frozen:
@@ -204,8 +195,8 @@ class Group:
     def begin(self) -> State:
         """Get the state for a step, and note its fields before it."""
         if self.before is None:
-            method, device = self.method, self.gradients[0].device
-            self.state = method.memory.begin_step(self._state_shapes, method.state_shapes, device, self.rank, self.size)
+            memory, shapes = self.method.memory, self._state_shapes
+            self.state = memory.begin_step(shapes, self.method.state_shapes, self.device, self.rank, self.size)
             self.before = self.state.begin()
         return self.state
 
@@ -253,8 +244,8 @@ class Group:
         self._target = adjacent(own)
         if self._target is not None:
             return [self._target.float().view(self._joined_shape)]
-        if self._memory is None or self._memory[0].device != own[0].device:
-            memory = torch.empty(sum(g.numel() for g in own), dtype=torch.float32, device=own[0].device)
+        if self._memory is None or self._memory[0].device != self.device:
+            memory = torch.empty(self.numel, dtype=torch.float32, device=self.device)
             self._memory = memory, pieces(memory, self.shapes_of_parts)
         memory, views = self._memory
         torch._foreach_copy_(views, own)  # one operation on a device
@@ -357,10 +348,6 @@ def _split(indices: list[int], parameters: Sequence[Tensor]) -> Iterator[list[in
 def averaged(compressor: Compressor, grad: Tensor, name: str, rank: int = 0, size: int = 1) -> Routine:
     """Coroutine: one step of one gradient, which it replaces by its average. Skipped if that is not finite."""
     (group,) = plan_groups(compressor, [grad], [name])
-    return _step(group, grad, rank, size)
-
-
-def _step(group: Group, grad: Tensor, rank: int, size: int) -> Routine:
     yield from group.average([grad], rank, size)
     group.end_step(skipped=group.method.memory.checks and not group.finite)
     return grad

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from ..ops.arrays import takes_arrays
 from . import optimizer_hooks
 from .buckets import Plan, bucket_nbytes, cut
 from .group import Group
+from .session import Session, check_compressor
 
 
 @dataclass
@@ -49,8 +49,7 @@ class LocalGroup:
     """
 
     def __init__(self, compressor: Compressor, size: int | tuple[int, int]) -> None:
-        if not isinstance(compressor, Compressor):
-            raise TypeError(f"LocalGroup: got {compressor!r}, expected a compressor, such as gradzip.TopK()")
+        check_compressor(compressor, "LocalGroup")
         shape = size if isinstance(size, tuple) else (size, 1)
         if len(shape) != 2 or not all(isinstance(n, int) and n >= 1 for n in shape):
             raise ValueError(f"LocalGroup: got size = {size!r}, expected an integer >= 1, or a pair (nodes, workers)")
@@ -61,6 +60,7 @@ class LocalGroup:
         self._node_size = workers[0].local_size
         self._parameters: dict[int, dict[str, Tensor]] = {}  # by part and name: tensors of their shapes and types
         self._plans: dict[tuple[int, int], list[Plan]] = {}  # of the buckets, by rank and part
+        self._sessions = [Session(compressor, "LocalGroup") for compressor in self.compressors]
         self._groups: list[Group] = []  # of rank 0 in the last step
 
     @property
@@ -100,31 +100,24 @@ class LocalGroup:
                 got = ", ".join(" ".join(map(str, kind.get(name, ["none"]))) for kind in kinds)
                 raise ValueError(f"LocalGroup: got gradients {name!r} of {got}, expected equal types and shapes")
         averages = [{name: grad.detach().clone() for name, grad in of.items()} for of in gradients]
-        groups = [self._planned(rank, averages[0], part) for rank in range(len(self.compressors))]
-        routines = [
-            fused(
-                [group.average([own[name] for name in group.names], rank, len(gradients)) for group in of_rank],
-                self.compressors[rank].traffic,
-            )
-            for rank, (own, of_rank) in enumerate(zip(averages, groups))
-        ]
+        routines = []
+        for rank, (session, own) in enumerate(zip(self._sessions, averages)):
+            session.begin()
+            session.groups = dict.fromkeys(self._planned(rank, own, part))
+            of_rank = [
+                group.average([own[name] for name in group.names], rank, len(averages)) for group in session.groups
+            ]
+            routines.append(fused(of_rank, session.compressor.traffic))
+        self._groups = list(self._sessions[0].groups)
         try:
             drive(routines, [compressor.traffic for compressor in self.compressors], self._node_size)
         except BaseException:
-            for group in itertools.chain.from_iterable(groups):
-                group.end_step(skipped=True)
+            for session in self._sessions:
+                session.drop()
             raise
-        self._groups = groups[0]
-        finite = all(group.finite for of_rank in groups for group in of_rank)
-        for compressor, of_rank in zip(self.compressors, groups):
-            skipped = compressor.last_step_skipped = compressor.memory.checks and not finite
-            for group in of_rank:
-                group.end_step(skipped)
-            if skipped:
-                compressor.skip_step()
-            else:
-                compressor.end_step(None, names := list(averages[0]))
-                compressor.complete_step(names)
+        for session in self._sessions:
+            session.end(skipped := session.is_skipped())
+            session.complete(skipped)
         return averages
 
     def tell_optimizers(self, parameters: Mapping[str, Tensor]) -> None:
@@ -135,7 +128,6 @@ class LocalGroup:
         Args:
             parameters: by name, as in `step`. Their gradients are not set.
         """
-        optimizer_hooks.install()
         optimizer_hooks.register(
             (group, [parameters[name] for name in group.names if name in parameters]) for group in self._groups
         )
@@ -143,7 +135,6 @@ class LocalGroup:
     def _planned(self, rank: int, gradients: Mapping[str, Tensor], part: int) -> list[Group]:
         """The groups of a rank in a step: planned again only if they change."""
         compressor = self.compressors[rank]
-        compressor.memory.loss_scale.begin_step()
         parameters = self._parameters.setdefault(part, {})
         for name, grad in gradients.items():
             known = parameters.get(name)

@@ -27,32 +27,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..methods.base.compressor import Compressor
 from .group import Group
 
-# Those that add weight decay to gradients, unless it is decoupled as in AdamW.
-_COUPLED = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.SGD,
-)
+
+def _optimizers(*names: str) -> tuple[type, ...]:
+    return tuple(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name))
+
 
 # Those with a second moment of the gradients.
-_SECOND_MOMENT = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    *([torch.optim.Adafactor] if hasattr(torch.optim, "Adafactor") else []),  # since torch 2.5
+_SECOND_MOMENT = _optimizers(
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adafactor"
 )
+
+# Those that add weight decay to gradients, unless it is decoupled as in AdamW.
+_COUPLED = _optimizers("ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 
 
 class Averaged:
@@ -237,10 +223,14 @@ def _check(optimizer: Any) -> None:
             method = None if found is None else found.method()
             if method is None:
                 continue
-            if method.optimizer_momentum:
-                _check_without_momentum(optimizer, group, method)
-            else:
+            if not method.optimizer_momentum:
                 _check_momentum(optimizer, group, method)
+            elif applied := applied_option(optimizer, group):
+                raise ValueError(
+                    f"{type(optimizer).__name__}: got {applied} = {group[applied]} for a parameter to which "
+                    f"{type(method).__name__} applies momentum {method.optimizer_momentum}, expected 0: use "
+                    f"gradzip.optim.DGCSGD, or give its param group {applied}=0"
+                )
 
 
 def applied_option(optimizer: Any, group: dict[str, Any]) -> str | None:
@@ -249,17 +239,6 @@ def applied_option(optimizer: Any, group: dict[str, Any]) -> str | None:
         return None
     options = ("momentum",) if group.get("decoupled_weight_decay") else ("momentum", "weight_decay")
     return next((name for name in options if group.get(name)), None)
-
-
-def _check_without_momentum(optimizer: Any, group: dict[str, Any], method: Compressor) -> None:
-    """Raise ValueError if an optimizer applies momentum or weight decay of its own to gradients with momentum."""
-    applied = applied_option(optimizer, group)
-    if applied is not None:
-        raise ValueError(
-            f"{type(optimizer).__name__}: got {applied} = {group[applied]} for a parameter to which "
-            f"{type(method).__name__} applies momentum {method.optimizer_momentum}, expected 0: use "
-            f"gradzip.optim.DGCSGD, or give its param group {applied}=0"
-        )
 
 
 def _check_momentum(optimizer: Any, group: dict[str, Any], method: Compressor) -> None:

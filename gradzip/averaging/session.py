@@ -42,8 +42,7 @@ class Session:
     """
 
     def __init__(self, compressor: Compressor, what: str) -> None:
-        if not isinstance(compressor, Compressor):
-            raise TypeError(f"{what}: got {compressor!r}, expected a compressor, such as gradzip.TopK()")
+        check_compressor(compressor, what)
         optimizer_hooks.install()
         self.compressor = compressor
         self.prefix = ""  # of the names of the states
@@ -249,6 +248,12 @@ class Session:
     def _reset(self) -> None:
         self.buckets, self.groups, self._told, self._checks = {}, {}, [], {}
         self._in_step = False
+
+
+def check_compressor(compressor: Compressor, what: str) -> None:
+    """Raise TypeError for what is not a compressor. what: the function of the user's, for errors."""
+    if not isinstance(compressor, Compressor):
+        raise TypeError(f"{what}: got {compressor!r}, expected a compressor, such as gradzip.TopK()")
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

@@ -183,7 +183,7 @@ class Engine(ABC):
             slot: prefix of the collectives' slots.
         """
         rounds = current.run(routines)
-        results = None
+        results: Any = None
         for number in itertools.count(2):
             try:
                 collectives = rounds.send(results)

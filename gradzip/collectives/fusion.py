@@ -162,7 +162,8 @@ def _join(of_kind: Mapping[Any, Any]) -> Collective:
     if len(group) == 1 and not getattr(group[0], "tensors", ()):
         return group[0]
     if isinstance(group[0], Mean):
-        tensors, keep = [], False
+        tensors: list[Tensor] = []
+        keep = False
         for mean in group:
             tensors += mean.tensors or (mean.tensor,)
             keep = keep or mean.keep
@@ -192,13 +193,12 @@ def _split(result: Any, group: list[Any]) -> list[Any]:
     if len(group) == 1 and not getattr(group[0], "tensors", ()):
         return [result]
     if isinstance(group[0], ToHost) and _mixed(group):
-        pieces = result.split_with_sizes([c.tensor.nbytes for c in group])
-        return [piece.clone().view(c.tensor.dtype).view(c.tensor.shape) for piece, c in zip(pieces, group)]
+        parts = result.split_with_sizes([c.tensor.nbytes for c in group])
+        return [part.clone().view(c.tensor.dtype).view(c.tensor.shape) for part, c in zip(parts, group)]
     if isinstance(group[0], Mean):
         return _split_means(result, group)
     if isinstance(group[0], (Broadcast, ToHost)):
-        parts = result.split_with_sizes([c.tensor.numel() for c in group])
-        return [part.view(c.tensor.shape) for part, c in zip(parts, group)]
+        return pieces(result, [c.tensor.shape for c in group])
     if isinstance(group[0], RingSum):
         return [None] * len(group)
     if group[0].same_length:

@@ -29,9 +29,6 @@ class NodeChunks:
     places: int
     method: Any  # a Compressor, which needs this module
 
-    # Rounds of collectives besides those of the method.
-    rounds = 2
-
     def shape(self, shape: torch.Size) -> tuple[int, ...]:
         """The shape of a chunk of a gradient of this shape: rows, so that methods for matrices get matrices.
 

@@ -45,7 +45,7 @@ def sent_nbytes(collective: Collective | AllFinite) -> int:
         return 0
     if isinstance(collective, RingSum):
         return sum(collective.numels) * collective.dtype.itemsize
-    return collective.tensor.numel() * collective.tensor.element_size()
+    return collective.tensor.nbytes
 
 
 def nbytes_of(tensor: Tensor) -> int:

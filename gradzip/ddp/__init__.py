@@ -36,7 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..averaging.buckets import Plan, bucket_nbytes
 from ..averaging.handshake import parameters_by_name
-from ..averaging.session import Session, queue_callback
+from ..averaging.session import Session, check_compressor, queue_callback
 from ..collectives import Mean
 from ..collectives.routines import Routine
 from ..collectives.traffic import Traffic, nbytes_of
@@ -61,8 +61,7 @@ def register(model: torch.nn.Module, compressor: Compressor) -> "HookState | Non
         TypeError: compressor is not a compressor.
         RuntimeError: the model has a communication hook already (raised by DDP).
     """
-    if not isinstance(compressor, Compressor):
-        raise TypeError(f"register: got {compressor!r}, expected a compressor as gradzip.TopK()")
+    check_compressor(compressor, "register")
     if not isinstance(model, DistributedDataParallel):
         if dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
@@ -138,7 +137,6 @@ class HookState:
         self._names: Any = WeakIdKeyDictionary()  # parameter -> name
         self._group: dist.ProcessGroup | None = None  # of the session's engine
         self._plans: dict[int, Plan] = {}  # by the number of the joined buckets, until DDP rebuilds its buckets
-        self._strided: dict[int, list[int]] = {}  # by that, too: parameters that are not contiguous
         self._joined: list[_Joined] = []  # the buckets of the current step
         self._futures: list[tuple[Future[Tensor], Tensor]] = []  # of the current step: DDP waits for them, and buffers
         self._cap_mb: float | None = None  # `bucket_cap_mb` of rank 0
@@ -240,10 +238,11 @@ class HookState:
                 for group in self._plans.pop(later).groups:
                     group.method.workspace.clear()  # DDP's first bucket is the whole model
             plan = self._plans[number] = session.plan(parameters, self._name(parameters))
-            self._strided[number] = [i for i, parameter in enumerate(parameters) if _has_other_strides(parameter)]
         joined.plan = plan
-        for i in self._strided[number]:  # DDP shows them as contiguous, but writes them with the parameter's strides
-            joined.averages[i] = joined.averages[i].as_strided(parameters[i].shape, parameters[i].stride())
+        for i, parameter in enumerate(parameters):
+            if not parameter.is_contiguous() and _is_dense(parameter):
+                # DDP shows it as contiguous, but writes it with the parameter's strides.
+                joined.averages[i] = joined.averages[i].as_strided(parameter.shape, parameter.stride())
         slot = ",".join(plan.names)
         if joined.buffers[0].is_sparse:
             session.launch(number, {(number, 0): self._average_sparse(joined.buffers[0])}, slot)
@@ -276,12 +275,8 @@ class HookState:
         of_step, self._joined, self._futures = self._joined, [], []
         with self.compressor.streams.on_all(of_step[0].buffers[0].device):
             self._session.complete(skipped)
-        if written and not skipped:
-            self._take_back(of_step)
-
-    def _take_back(self, of_step: list["_Joined"]) -> None:
-        """Add to the residuals the averages that DDP has discarded."""
-        for joined in of_step:
+        # Add to the residuals the averages that DDP has discarded.
+        for joined in of_step if written and not skipped else ():
             discarded = joined.discarded()
             if discarded and joined.plan is not None:
                 with self.compressor.streams.on(joined.buffers[0]):
@@ -359,7 +354,6 @@ def _versions(parameters: list[Tensor]) -> list[int | None]:
 _VERSION = attrgetter("grad._version")
 
 
-def _has_other_strides(parameter: Tensor) -> bool:
-    """Whether the elements of a parameter fill its memory, but in another order than that of a contiguous tensor."""
-    dense = 1 + sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride())) == parameter.numel()
-    return dense and not parameter.is_contiguous()
+def _is_dense(parameter: Tensor) -> bool:
+    """Whether the elements of a parameter fill its memory, in any order."""
+    return 1 + sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride())) == parameter.numel()

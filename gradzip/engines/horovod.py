@@ -23,8 +23,8 @@ from ..memory.streams import use_on_current_stream
 from .horovod_group import group_from_horovod
 from .ring import Ring, RingError
 
-# Floating-point types that Horovod's all-reduce supports.
-_ALLREDUCE_DTYPES = (torch.float16, torch.float32, torch.float64)
+# Types that Horovod's collectives support: of numbers, and of bytes.
+_DTYPES = (torch.float16, torch.float32, torch.float64, torch.uint8)
 
 _SECONDS_TO_POLL = 2e-5
 _SECONDS_TO_CHECK = 1.0  # whether Horovod has shut down
@@ -72,7 +72,7 @@ class HorovodEngine(Engine):
 
     def accepted(self, tensor: Tensor) -> Tensor:
         """Convert a tensor to what Horovod accepts: contiguous, and bfloat16 to float32."""
-        if tensor.is_floating_point() and tensor.dtype not in _ALLREDUCE_DTYPES:
+        if tensor.is_floating_point() and tensor.dtype not in _DTYPES:
             tensor = tensor.float()
         return tensor.contiguous()
 
@@ -105,7 +105,7 @@ class HorovodEngine(Engine):
             sent = collective.addend(self.size)
         else:
             sent = collective.tensor
-        tensor = self.accepted(sent)
+        tensor = sent if sent.dtype in _DTYPES and sent.is_contiguous() else self.accepted(sent)
         self.traffic.count(tensor.nbytes, self.scope)
         if isinstance(collective, Gather):
             handle = hvd.allgather_async(tensor, name=slot, process_set=self.process_set)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -15,29 +16,29 @@ from ..ops import tensors as ops
 
 def run(collectives: Sequence[Collective | AllFinite], node_size: int = 1) -> list:
     """Run one collective of every rank, in rank order; return the ranks' results. node_size: ranks of a node."""
-    kinds = {type(c) for c in collectives}
-    if len({c.scope for c in collectives}) == 1 and collectives[0].scope != "all":
-        size, scope = len(collectives), collectives[0].scope
+    kinds, scopes, size = {type(c) for c in collectives}, {c.scope for c in collectives}, len(collectives)
+    if len(kinds) != 1 or len(scopes) != 1:
+        raise RuntimeError(f"ranks ask for different collectives: {sorted(k.__name__ for k in kinds)}")
+    if scopes != {"all"}:
         nodes = [range(first, first + node_size) for first in range(0, size, node_size)]
-        groups = nodes if scope == "node" else [range(place, size, node_size) for place in range(node_size)]
+        groups = nodes if scopes == {"node"} else [range(place, size, node_size) for place in range(node_size)]
         results: list = [None] * size
         for group in groups:
             of_group = run([among("all", collectives[rank]) for rank in group])
             for rank, result in zip(group, of_group):
                 results[rank] = result
         return results
-    if len(kinds) != 1 or len({c.scope for c in collectives}) != 1:
-        raise RuntimeError(f"ranks ask for different collectives: {sorted(k.__name__ for k in kinds)}")
+    alike: Any = collectives  # of one type
     if kinds == {RingSum}:
-        return _ring_sum([c for c in collectives if isinstance(c, RingSum)])
+        return _ring_sum(alike)
     if kinds == {AllToAll}:
-        sent = [c.parts for c in collectives if isinstance(c, AllToAll)]
-        if any(len(parts) != len(sent) for parts in sent):
-            raise RuntimeError(f"an all-to-all of {len(sent)} ranks: got {[len(p) for p in sent]} parts, one per rank")
+        sent = [c.parts for c in alike]
+        if any(len(parts) != size for parts in sent):
+            raise RuntimeError(f"an all-to-all of {size} ranks: got {[len(p) for p in sent]} parts, one per rank")
         return [list(received) for received in zip(*sent)]
     if kinds == {Mean}:
-        return _mean([c for c in collectives if isinstance(c, Mean)])
-    tensors = [c.tensor for c in collectives if not isinstance(c, RingSum)]
+        return _mean(alike)
+    tensors = [c.tensor for c in alike]
     if kinds == {AllFinite}:
         return [number.cpu() for number in ops.finite_if_all(tensors)]
     if kinds == {ToHost}:

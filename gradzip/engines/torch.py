@@ -23,10 +23,6 @@ from .ring import Ring
 
 _PREFIX = 16  # bytes before a part: its length, and the length of its sender's longest part (int64)
 
-
-# The name in torch 2.13, which warns of the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 # Process groups that no engine uses, by the group that they are beside, and by name. They are kept and not destroyed:
 # torch may give the next group the name of another one, or that of a destroyed one, whose addresses are in the store.
 _free: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
@@ -196,12 +192,13 @@ class _PendingReduction(Pending):
     def __init__(self, engine: TorchEngine, collective: Mean | Broadcast) -> None:
         self._collective = collective
         self._size = engine.size
-        is_mean = isinstance(collective, Mean)
-        tensor = collective.addend(engine.size) if is_mean else collective.tensor
+        tensor = collective.addend(engine.size) if isinstance(collective, Mean) else collective.tensor
         self._tensor = tensor if tensor.is_sparse else tensor.contiguous()
         engine.traffic.count(nbytes_of(tensor) if tensor.is_sparse else tensor.nbytes, engine.scope)
-        group = engine.group
-        self._work = group.allreduce([self._tensor]) if is_mean else group.broadcast(self._tensor, 0)
+        if isinstance(collective, Mean):
+            self._work = engine.group.allreduce([self._tensor])
+        else:
+            self._work = engine.group.broadcast(self._tensor, 0)
 
     def send_overflow(self) -> bool:
         self._work.wait()
@@ -221,8 +218,7 @@ class _PendingEqual(Pending):
         each = self._sent.numel() // engine.size if scatters else self._sent.numel()
         self._received = self._sent.new_empty((engine.size, each))
         engine.traffic.count(self._sent.numel(), engine.scope)
-        exchange = dist.all_to_all_single if scatters else _all_gather
-        self._work = exchange(self._received.view(-1), self._sent, group=engine.group, async_op=True)
+        self._work = _exchange(engine.group, self._received, self._sent, scatters)
 
     def send_overflow(self) -> bool:
         self._work.wait()
@@ -240,7 +236,7 @@ class _PendingParts(Pending):
         self._key = slot, type(collective)  # a method may change its exchange
         self._count = collective.count if isinstance(collective, Gather) else 1
         self._parts = collective.parts if isinstance(collective, AllToAll) else [collective.tensor]
-        self._exchange = dist.all_to_all_single if isinstance(collective, AllToAll) else _all_gather
+        self._scatters = isinstance(collective, AllToAll)
         self._capacity = engine.capacities.get(self._key, 0)
         longest = max(part.numel() for part in self._parts)
         first = self._message(_PREFIX + self._capacity)
@@ -263,7 +259,7 @@ class _PendingParts(Pending):
         received = message.new_empty((engine.size, message.shape[1]))
         self._sent = message  # kept until the transfer ends: it has no other owner
         engine.traffic.count(message.numel(), engine.scope)
-        return received, self._exchange(received.view(-1), message.view(-1), group=engine.group, async_op=True)
+        return received, _exchange(engine.group, received, message, self._scatters)
 
     def send_overflow(self) -> bool:
         engine, capacity = self._engine, self._capacity
@@ -294,6 +290,13 @@ class _PendingParts(Pending):
         if self._count > 1:
             ops.split_all_payloads(buffers, self._count)
         return buffers
+
+
+def _exchange(group: dist.ProcessGroup, received: Tensor, sent: Tensor, scatters: bool) -> Any:
+    """Start an all-to-all of equal parts, or an all-gather. The functions of torch.distributed call these, slowly."""
+    if scatters:
+        return group.alltoall_base(received.view(-1), sent.view(-1), [], [])
+    return group._allgather_base(received.view(-1), sent.view(-1))
 
 
 def _fill(row: Tensor, content: Tensor) -> None:

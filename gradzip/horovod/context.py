@@ -97,9 +97,8 @@ class OptimizerContext:
     def drop(self, optimizer: Any) -> None:
         """Drop the step in progress."""
         self.handles = optimizer._handles
-        self.waiting: dict[
-            int, PlannedBucket
-        ] = {}  # buckets whose gradients have not all come, by those parameters' id
+        # Buckets whose gradients have not all come, by the ids of their parameters.
+        self.waiting: dict[int, PlannedBucket] = {}
         self.step: InFlightStep | None = None
         self.session.drop()
 
@@ -156,7 +155,7 @@ class OptimizerContext:
         Later rounds run for all gradients together, as fused collectives, and so do rings, which are matched by their
         order alone: that of the parameters, backwards, because the gradients of the last ones were ready first.
 
-        device: of a gradient.
+        device: of a gradient, on which the host has waited in Horovod's `synchronize`.
         """
         step, session = self.step, self.session
         assert step is not None
@@ -184,11 +183,4 @@ class InFlightStep:
     def __init__(self, context: OptimizerContext) -> None:
         self.is_over = False
         self.sums: list[Tensor] = []  # its gradients, with op=Sum
-        self._context = ref(context)  # no reference cycle: what is dropped is freed at once
-
-    def finish(self, device: torch.device) -> None:
-        """End the step. device: of a gradient, on which the host has waited in Horovod's `synchronize`."""
-        context = self._context()
-        if context is None or context.step is not self:
-            raise RuntimeError("got the result of a step that was dropped: the group has changed, or it has failed")
-        context.finish(device)
+        self.context = ref(context)  # no reference cycle: what is dropped is freed at once

@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ..averaging.session import Session
+from ..averaging.session import Session, check_compressor
 from ..methods.base.compressor import Compressor
 from .context import InFlightStep, OptimizerContext
 from .owner import find_owner
@@ -67,7 +67,10 @@ def decompress(compressor: Compressor, reduced: Tensor, of_compress: tuple[InFli
         return reduced
     step, gradient = of_compress
     if not step.is_over:
-        step.finish(reduced.device)
+        context = step.context()
+        if context is None or context.step is not step:
+            raise RuntimeError("got the result of a step that was dropped: the group has changed, or it has failed")
+        context.finish(reduced.device)
     return gradient
 
 
@@ -137,8 +140,7 @@ def bucketed(compressor: Compressor, bucket_cap_mb: float = 25.0) -> Compressor:
     >>> import gradzip
     >>> compressor = gradzip.horovod.bucketed(gradzip.TopK(theta=0.99), bucket_cap_mb=10)
     """
-    if not isinstance(compressor, Compressor):
-        raise TypeError(f"bucketed: got {compressor!r}, expected a compressor, such as gradzip.TopK()")
+    check_compressor(compressor, "bucketed")
     is_number = isinstance(bucket_cap_mb, (int, float)) and not isinstance(bucket_cap_mb, bool)
     if not is_number or math.isnan(bucket_cap_mb) or bucket_cap_mb < 0:
         raise ValueError(f"bucketed: got bucket_cap_mb = {bucket_cap_mb!r}, expected a number >= 0")

@@ -88,7 +88,9 @@ class Memory:
         if state is None or (state.shapes is not shapes and list(state.shapes.items()) != list(shapes.items())):
             state = self._regroup(shapes, field_shapes, device, rank, size)
         elif (state.rank, state.size) != (rank, size):
-            state.set_rank(rank, size, self.partition_local)
+            state.rank, state.size = rank, size
+            for field in self.partition_local:
+                vars(state).pop(field, None)
         if self.loss_scale.scaler is not None or hasattr(state, "loss_scale"):
             self._rescale(state)
         return state
@@ -97,7 +99,13 @@ class Memory:
         self, shapes: Mapping[str, torch.Size], field_shapes: FieldShapes, device: torch.device, rank: int, size: int
     ) -> State:
         """Make the state of a group of what its parameters have."""
-        self._check_shapes(shapes)
+        for name, shape in shapes.items():
+            state = self.find(name)
+            if state is not None and state.residual is not None and state.shapes[name] != shape:
+                raise ValueError(
+                    f"{self.method}, parameter {name!r}: got a gradient of shape {tuple(shape)}, expected "
+                    f"{tuple(state.shapes[name])} as in the step before; give each parameter a name of its own"
+                )
         self.split(shapes)
         found = {name: self.parked.pop(name) for name in shapes if name in self.parked}
         try:
@@ -112,15 +120,6 @@ class Memory:
         state.rank, state.size = rank, size
         self.states[state.name] = state
         return state
-
-    def _check_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
-        for name, shape in shapes.items():
-            state = self.find(name)
-            if state is not None and state.residual is not None and state.shapes[name] != shape:
-                raise ValueError(
-                    f"{self.method}, parameter {name!r}: got a gradient of shape {tuple(shape)}, expected "
-                    f"{tuple(state.shapes[name])} as in the step before; give each parameter a name of its own"
-                )
 
     # --- by parameter
 
@@ -240,23 +239,10 @@ class Memory:
         if fields is None:
             return
         _fold_owner_residual(fields)
-        residual = fields.get("residual")
-        new = to.find(name)
-        if residual is None or (was_parked and new is not None):
+        if fields.get("residual") is None or (was_parked and to.find(name) is not None):
             return
-        current = self.loss_scale.value
-        scale = to.fields(name).get("loss_scale", current) / fields.get("loss_scale", current)
-        if scale != 1.0:
-            residual.mul_(scale)
-        if new is not None:
-            if new.residual is None:
-                new.residual = residual.new_zeros(new.numel)
-            new.piece(name, new.residual).add_(residual)
-            return
-        own = to.parked.setdefault(name, {"step": 0, "rank": fields["rank"], "size": fields["size"]})
-        if "loss_scale" in fields:
-            own.setdefault("loss_scale", current)
-        own["residual"] = residual if own.get("residual") is None else own["residual"] + residual
+        self._rescale_fields(fields)
+        to.add_to_residual(name, fields["residual"], fields["rank"], fields["size"])
 
 
 def _fold_owner_residual(fields: Fields) -> None:

@@ -90,12 +90,8 @@ class State:
 
     # --- a step
 
-    def fields(self) -> dict[str, Any]:
-        """A shallow copy of all fields, for `replace_fields`."""
-        return dict(vars(self))
-
     def replace_fields(self, fields: Mapping[str, Any]) -> None:
-        """Replace all fields by these, which `fields` returned."""
+        """Replace all fields by these, a copy of former ones."""
         vars(self).clear()
         vars(self).update(fields)
 
@@ -110,10 +106,18 @@ class State:
         return self.before
 
     def complete(self, before: Mapping[str, Any]) -> None:
-        """Complete a step: it can no longer be undone. before: what `begin` returned."""
-        if before is self.before:
-            self.before = None
-            self._recycle(before)
+        """Complete a step: it can no longer be undone. `renewed` may reuse the tensors of former fields.
+
+        before: what `begin` returned.
+        """
+        if before is not self.before:
+            return
+        self.before = None
+        for name in self._spares:
+            former = before.get(name)
+            # Only on a CPU: a device's allocator keeps freed memory itself.
+            if isinstance(former, Tensor) and former.is_cpu and former is not getattr(self, name, None):
+                self._spares[name] = former
 
     def abandon(self, before: Mapping[str, Any] | None = None) -> bool:
         """Restore the fields before a step that has begun and is not complete. Returns whether there was one.
@@ -143,24 +147,7 @@ class State:
             return spare
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
-    def _recycle(self, fields: Mapping[str, Any]) -> None:
-        """Let `renewed` reuse the tensors of former fields.
-
-        Only on a CPU: a device's allocator keeps freed memory itself.
-        """
-        for name in self._spares:
-            former = fields.get(name)
-            if isinstance(former, Tensor) and former.is_cpu and former is not getattr(self, name, None):
-                self._spares[name] = former
-
     # --- ranks
-
-    def set_rank(self, rank: int, size: int, partition_local: tuple[str, ...]) -> None:
-        """Record rank and world size; drop the partition-local fields if they changed."""
-        if (self.rank, self.size) != (rank, size):
-            for name in partition_local:
-                vars(self).pop(name, None)
-        self.rank, self.size = rank, size
 
     def fold_owner_residual(self) -> None:
         """Add the owner's residual to the residual.

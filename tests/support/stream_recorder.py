@@ -274,12 +274,13 @@ class ProcessGroup:
         dist.init_process_group("fake", rank=0, world_size=self.size, store=FakeStore())
         try:
             with mock.patch.multiple(
-                dist, all_to_all_single=self.all_to_all_single, batch_isend_irecv=self.batch_isend_irecv,
-                new_group=lambda *_, **__: dist.group.WORLD,
+                dist, batch_isend_irecv=self.batch_isend_irecv, new_group=lambda *_, **__: dist.group.WORLD,
             ), mock.patch.multiple(
                 dist.ProcessGroup, allreduce=lambda _, tensors: self.all_reduce(*tensors),
                 broadcast=lambda _, tensor, root: self.broadcast(tensor),
-            ), mock.patch("gradzip.engines.torch._all_gather", self.all_gather):  # fmt: skip
+                alltoall_base=lambda _, received, sent, *splits: self.all_to_all(received, sent),
+                _allgather_base=lambda _, received, sent: self.all_gather(received, sent),
+            ):  # fmt: skip
                 yield
         finally:
             dist.destroy_process_group()
@@ -296,10 +297,10 @@ class ProcessGroup:
     def broadcast(self, tensor):
         return self._run(lambda: tensor.mul_(1))
 
-    def all_gather(self, received, sent, group, async_op):
+    def all_gather(self, received, sent):
         return self._run(lambda: received.view(self.size, -1).copy_(sent.view(1, -1)))
 
-    def all_to_all_single(self, received, sent, group, async_op):
+    def all_to_all(self, received, sent):
         return self._run(lambda: received.view(self.size, -1).copy_(sent.view(self.size, -1)[:1]))
 
     def batch_isend_irecv(self, operations):
