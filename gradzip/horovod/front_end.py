@@ -79,17 +79,11 @@ def _begin_step(compressor: Compressor, optimizer: Any, context: OptimizerContex
     if context is not None and optimizer._handles is not context.handles:
         context.drop(optimizer)  # it drops its gradients when it loads a state dict, maybe on one rank only
     if context is None or (context.step is None and context.engine.is_stale):
-        context = _connect(compressor, optimizer)
+        session = Session(compressor, "compression")
+        name_states(session, optimizer)
+        context = _contexts[ref(optimizer, _forget)] = OptimizerContext(optimizer, session)
     if context.step is None:
         context.begin_step()
-    return context
-
-
-def _connect(compressor: Compressor, optimizer: Any) -> OptimizerContext:
-    session = Session(compressor, "compression")
-    name_states(session, optimizer)
-    context = OptimizerContext(optimizer, session)
-    _contexts[ref(optimizer, _forget)] = context
     return context
 
 
