@@ -44,7 +44,7 @@ WARM_UP, COMPARED = 4, 4
 
 # What a ToHost reads, by the module and the function that asks for it.
 READ = {
-    "fusion.collectives": "whether uncompressed averages are finite",
+    "fusion._check": "whether uncompressed averages are finite",
     "gather.inspected": "headers of payloads",
     "compressor.with_max_abs": "magnitudes of averages",
     "low_rank.following": "magnitudes of factors",
