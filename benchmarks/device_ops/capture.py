@@ -45,11 +45,12 @@ WARM_UP, COMPARED = 4, 4
 # What a ToHost reads, by the module and the function that asks for it.
 READ = {
     "fusion._check": "whether uncompressed averages are finite",
-    "gather.inspected": "headers of payloads",
+    "gather.opened": "headers of payloads",
+    "gather.combine": "magnitudes of averages",
     "compressor.with_max_abs": "magnitudes of averages",
     "low_rank.following": "magnitudes of factors",
     "block_float.reduce": "largest steps of blocks",
-    "signs._vote": "counts of votes",
+    "signs.decode_all": "counts of votes",
 }
 BETWEEN = "values that decide what follows"  # without a ToHost
 KEYS = "random keys"

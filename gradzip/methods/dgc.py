@@ -167,10 +167,10 @@ class DGC(SparseCodec):
     def subtract_transmitted(self, groups: Sequence[Group]) -> None:
         for group in groups:
             state = group.state
-            assert state.residual is not None and state.payload is not None
-            for payload, ((begin, end),) in state.payload:
-                stream, values = self.parse(payload, end - begin)
-                sent = ops.index_code_decode(stream, end - begin, values.numel()).long()
-                state.residual[begin:end].index_fill_(0, sent, 0.0)
-                if self.momentum:
-                    state.velocity[begin:end].index_fill_(0, sent, 0.0)
+            velocity = state.velocity if self.momentum else state.residual
+            for coded, masked in zip(self.corrections(group, state.residual), self.corrections(group, velocity)):
+                ((out,), (payload,), *_), ((velocity_out,), *_) = coded, masked
+                stream, values = self.parse(payload, out.numel())
+                sent = ops.index_code_decode(stream, out.numel(), values.numel()).long()
+                out.view(-1).index_fill_(0, sent, 0.0)
+                velocity_out.view(-1).index_fill_(0, sent, 0.0)

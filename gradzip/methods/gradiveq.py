@@ -16,7 +16,6 @@ from ..collectives.routines import Routine
 from ..memory.state import State
 from ..ops import tensors as ops
 from .base.compressor import Average, Compressor
-from .base.gather import attribute_payload_errors
 from .base.registry import register
 from .pca import max_dimension, principal_weights
 
@@ -387,15 +386,17 @@ class GradiVeQ(Compressor):
         number, digest, numel = self.number, self.digest, grad.numel()
         seal = ops.Seal(ops.new_payload(0, grad.device), numel, fields)
         payloads = yield Gather(ops.seal_payloads([seal], method=number, digest=digest)[0])
-        with attribute_payload_errors(f"GradiVeQ, parameter {state.name!r}"):
-            for rank, payload in enumerate(payloads):
-                with attribute_payload_errors(f"from rank {rank} of {len(payloads)}"):
-                    theirs = ops.open_payload(payload, method=number, digest=digest, numel=numel).fields
-                    if theirs != fields:
-                        raise ops.PayloadError(
-                            f"it is in {_describe(theirs)}, this rank in {_describe(fields)}: load the same "
-                            "checkpoint on every rank, or none on all"
-                        )
+        for rank, payload in enumerate(payloads):
+            try:
+                theirs = ops.open_payload(payload, method=number, digest=digest, numel=numel).fields
+                if theirs != fields:
+                    raise ops.PayloadError(
+                        f"it is in {_describe(theirs)}, this rank in {_describe(fields)}: load the same checkpoint on "
+                        "every rank, or none on all"
+                    )
+            except ops.PayloadError as error:
+                source = f"GradiVeQ, parameter {state.name!r}: from rank {rank} of {len(payloads)}"
+                raise ops.PayloadError(f"{source}: {error}") from None
         self._in_step.add(state.name)
 
 

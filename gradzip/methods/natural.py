@@ -10,7 +10,7 @@ from torch import Tensor
 from ..memory.state import Key
 from ..ops import groups
 from ..ops import tensors as ops
-from .base.gather import CodedSum, GatherCompressor, attribute_terms
+from .base.gather import CodedSum, GatherCompressor
 from .base.registry import register
 
 
@@ -55,7 +55,6 @@ class Natural(GatherCompressor):
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
         for coded in sums:
             (out,) = coded.outs
-            with attribute_terms([len(coded.payloads)]):
-                packed = ops.body_addresses(coded.payloads, ops.natural_nbytes(out.numel()))
-                if failed := groups.natural_decode_sum(packed, out, coded.weight, coded.add):
-                    raise ops.PayloadError(ops.NOT_POWERS, failed - 1)
+            packed = ops.body_addresses(coded.payloads, ops.natural_nbytes(out.numel()))
+            if failed := groups.natural_decode_sum(packed, out, coded.weight, coded.add):
+                raise ops.PayloadError(ops.NOT_POWERS, failed - 1)

@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,15 +17,8 @@ from ..collectives.routines import Local, Routine
 from ..memory.state import Key
 from ..ops import groups
 from ..ops import tensors as ops
-from .base.gather import (
-    CodedSum,
-    GatherCompressor,
-    all_finite,
-    attribute_payload_errors,
-    attribute_terms,
-    payload_source,
-)
-from .base.layout import Layout, bodies, check_scales, layout_of
+from .base.gather import CodedSum, GatherCompressor, all_finite, from_rank
+from .base.list_codec import ListCodec
 from .base.registry import register
 
 if TYPE_CHECKING:
@@ -113,30 +107,24 @@ class QSGD(GatherCompressor):
             norms_end = 4 * ops.num_buckets(out.numel(), self.bucket)
             packed_nbytes = ops.packed_nbytes(out.numel(), self.bits)
             plain = _STREAM.pack(packed_nbytes, False)
-            if coded.add or any([payload.fields != plain for payload in coded.payloads]):
+            if coded.add or set(map(attrgetter("fields"), coded.payloads)) != {plain}:
                 super().sum_all([coded])
                 continue
-            with attribute_terms([len(coded.payloads)]):
-                norms = ops.body_addresses(coded.payloads, norms_end + packed_nbytes)
-                packed = norms + np.uint64(norms_end)
-                if failed := groups.quantize_decode_sum(packed, norms, out, self.bits, self.bucket, coded.weight):
-                    raise ops.PayloadError(ops.BAD_NORM, failed - 1)
+            norms = ops.body_addresses(coded.payloads, norms_end + packed_nbytes)
+            packed = norms + np.uint64(norms_end)
+            if failed := groups.quantize_decode_sum(packed, norms, out, self.bits, self.bucket, coded.weight):
+                raise ops.PayloadError(ops.BAD_NORM, failed - 1)
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
-        norms, stream = self._sections(payload, out.numel())
-        decode_add = ops.elias_decode_add if _STREAM.unpack(payload.fields)[1] else ops.quantize_decode_add
-        decode_add(stream, norms, out, self.bits, self.bucket, weight)
-
-    def _sections(self, payload: ops.Payload, numel: int) -> tuple[Tensor, Tensor]:
-        """The norms and the coded levels of a payload."""
-        nbytes, _ = _STREAM.unpack(payload.fields)
-        norms, stream = payload.sections(4 * ops.num_buckets(numel, self.bucket), nbytes)
-        return norms.view(torch.float32), stream
+        nbytes, is_elias = _STREAM.unpack(payload.fields)
+        norms, stream = payload.sections(4 * ops.num_buckets(out.numel(), self.bucket), nbytes)
+        decode_add = ops.elias_decode_add if is_elias else ops.quantize_decode_add
+        decode_add(stream, norms.view(torch.float32), out, self.bits, self.bucket, weight)
 
 
 @register("terngrad", number=17, examples=["", "shared_scale=False"])
 @dataclass
-class TernGrad(GatherCompressor):
+class TernGrad(ListCodec):
     """Rounds each element at random to -scale, 0 or scale.
 
     The gradient is clipped, c_i = sign(g_i) min(|g_i|, clip * sigma), and decoded as
@@ -166,8 +154,9 @@ class TernGrad(GatherCompressor):
     shared_scale: bool = True
     seed: int = 0
 
-    fixed_nbytes = True
-    vectors = False
+    kernel = "ternary_decode_add"
+    fault = "got a byte above 242, the largest that five trits make"
+    code_nbytes = staticmethod(ops.ternary_nbytes)
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
@@ -198,9 +187,11 @@ class TernGrad(GatherCompressor):
             if not all_finite(opened):
                 # Both rounds all the same: ranks with another chunk of the gradient do not see these headers.
                 return self.non_finite(group.numel, group.device), []
-            head = layout_of(largest.nbytes, (), ops.ternary_nbytes)
-            bodies(opened, head)
-            check_scales(opened, head)
+            layout = self.layout([parts])
+            try:
+                self.bodies(layout._replace(nbytes=[int(layout.codes[0])]), [opened])  # without codes
+            except ops.PayloadError as error:
+                raise from_rank(error, group.size) from None
         payload = yield Local(self._pack_shared, group.device, (parts, key, largest, headers))
         return payload, headers if later else []
 
@@ -219,7 +210,7 @@ class TernGrad(GatherCompressor):
         if self.clip is None:
             return largest
         norms = _norms(parts)
-        roots = [math.sqrt(part.numel()) for part in parts]
+        roots = np.sqrt(self.layout([parts]).numels).tolist()
         clips = self.clip * torch.cat(torch._foreach_div(norms.double().split(1), roots))
         clipped = torch.minimum(largest.double(), clips).float()
         return torch.where(norms >= torch.finfo(torch.float32).max, math.inf, clipped)
@@ -237,39 +228,19 @@ class TernGrad(GatherCompressor):
 
     def _pack(self, of: list[tuple[Sequence[Tensor], Key]], largest: Tensor, scales: Tensor) -> list[Tensor]:
         """The payloads of several groups' parts, given the largest magnitudes of all clipped ones, and the scales."""
-        layouts = [self._layout([part.shape for part in parts]) for parts, _ in of]
-        payloads = ops.new_payloads([layout.nbytes for layout in layouts], largest.device)
-        contents = [payload[ops.HEADER_NBYTES :] for payload in payloads]
+        layout = self.layout([parts for parts, _ in of])
+        payloads = ops.new_payloads(layout.nbytes, largest.device)
         own = scales.split([len(parts) for parts, _ in of])
-        heads = [body[: layout.head].view(torch.float32) for body, layout in zip(contents, layouts)]
+        contents = [payload[ops.HEADER_NBYTES :] for payload in payloads]
+        heads = [body[:nbytes].view(torch.float32) for body, nbytes in zip(contents, layout.heads)]
         torch._foreach_copy_(heads, list(own))
         clips = torch.where(largest > 0, largest, math.inf)  # all is 0: nothing to clip
-        outs = [np.uint64(body.data_ptr()) + layout.starts for body, layout in zip(contents, layouts)]
-        keys = [groups.keys_of(key.bits, len(parts)) for parts, key in of]
-        every = [part for parts, _ in of for part in parts]
-        groups.ternary_packed(every, scales, clips, np.concatenate(keys), np.concatenate(outs))
-        seals = [
-            ops.Seal(payload, sum(part.numel() for part in parts), magnitudes=most)
-            for payload, (parts, _), most in zip(payloads, of, own)
-        ]
+        outs = groups.addresses(contents)[layout.body] + layout.codes
+        keys = np.concatenate([groups.keys_of(key.bits, len(parts)) for parts, key in of])
+        groups.ternary_packed([part for parts, _ in of for part in parts], scales, clips, keys, outs)
+        numels = np.bincount(layout.body, layout.numels).astype(int).tolist()
+        seals = [ops.Seal(payload, n, magnitudes=most) for payload, n, most in zip(payloads, numels, own)]
         return ops.seal_payloads(seals, method=self.number, digest=self.digest)
-
-    def _layout(self, shapes: Sequence[Sequence[int]]) -> Layout:
-        return layout_of(4 * len(shapes), tuple(map(math.prod, shapes)), ops.ternary_nbytes)
-
-    def sum_all(self, sums: Sequence[CodedSum]) -> None:
-        tables, ranks = [], []
-        for outs, payloads, weight, add in sums:
-            layout = self._layout([out.shape for out in outs])
-            begin = bodies(payloads, layout)
-            check_scales(payloads, layout)
-            scales = begin + 4 * np.arange(len(outs), dtype=np.uint64)[:, None]
-            packed = begin + layout.starts[:, None]
-            tables.append(groups.sums(outs, add, (packed, scales), np.full(packed.shape, weight)))
-            ranks += [(rank, len(payloads)) for _ in outs for rank in range(len(payloads))]
-        if failed := groups.decode_sums("ternary_decode_add", tables):
-            with attribute_payload_errors(payload_source(*ranks[failed - 1])):
-                raise ops.PayloadError("corrupt payload: got a byte above 242, the largest that five trits make")
 
 
 def _norms(parts: Sequence[Tensor]) -> Tensor:

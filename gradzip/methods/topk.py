@@ -6,6 +6,7 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from ..ops import groups
 from ..ops import tensors as ops
 from .base.compressor import INDEXED_NUMEL
 from .base.error_feedback import ErrorFeedback
-from .base.gather import CodedSum, GatherCompressor, attribute_terms, from_rank, parse_all
+from .base.gather import CodedSum, GatherCompressor, for_each
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
 
@@ -95,36 +96,32 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
             raise ops.PayloadError(f"corrupt payload: {error}") from None
 
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
-        if sums[0].outs[0].is_cuda and self._has_plain_values:
-            groups.decode_sums("index_code_decode_add", [self._terms(coded) for coded in sums])
+        if self.bits == 32 and sums[0].outs[0].is_cuda:
+            self._sum_on_device(sums)
             return
         parsed = []
-        for coded in sums:
-            (out,) = coded.outs
-            terms = parse_all(coded, functools.partial(self.parse, numel=out.numel()))
-            parsed.append(ops.WeightedSum(out, [(term, coded.weight) for term in terms], coded.add))
-        with attribute_terms([len(one.terms) for one in parsed]):
-            ops.index_code_decode_add_all(parsed)
+        for (out,), payloads, weight, add in sums:
+            terms = for_each(payloads, functools.partial(self.parse, numel=out.numel()))
+            parsed.append(ops.WeightedSum(out, [(term, weight) for term in terms], add))
+        ops.index_code_decode_add_all(parsed)
 
-    @property
-    def _has_plain_values(self) -> bool:
-        """Whether values are sent as float32."""
-        return self.bits == 32
-
-    def _terms(self, coded: CodedSum) -> groups.Sums:
-        """The terms of a sum of payloads with plain values on a device, where nothing waits to read the indices."""
-        (out,) = coded.outs
-        bodies = [payload.body for payload in coded.payloads]
-        fields = b"".join([payload.fields for payload in coded.payloads])
-        counts = np.frombuffer(fields, "<u8")[::2]
-        nbytes = groups.numels(bodies)
-        for rank, (k, size) in enumerate(zip(counts.tolist(), nbytes.tolist())):
-            if k > out.numel() or 4 * k > size:
-                claims = f"corrupt payload: it claims {k} values of {out.numel()} elements in {size} bytes"
-                raise from_rank(ops.PayloadError(claims), rank, len(coded.payloads))
-        counts, values = counts.astype(np.int64), groups.addresses(bodies).astype(np.int64)
-        columns = (values + 4 * counts, nbytes - 4 * counts, values, counts)
-        return groups.sums([out], coded.add, columns, np.full((1, len(counts)), coded.weight))
+    def _sum_on_device(self, sums: Sequence[CodedSum]) -> None:
+        """`sum_all` of plain values, where nothing waits to read the indices."""
+        outs = [out for coded in sums for out in coded.outs]
+        payloads = [payload for coded in sums for payload in coded.payloads]
+        contents = list(map(attrgetter("body"), payloads))
+        fields = b"".join(map(attrgetter("fields"), payloads))
+        table = (len(outs), -1)  # a row for each sum
+        counts = np.frombuffer(fields, "<u8")[::2].reshape(table)
+        nbytes, values = groups.numels(contents).reshape(table), groups.addresses(contents).reshape(table)
+        numels = groups.numels(outs)[:, None]
+        wrong = (counts > numels.astype(np.uint64)) | (4 * counts > nbytes.astype(np.uint64))
+        if wrong.any():
+            i = int(wrong.argmax())
+            k, size, numel = counts.flat[i], nbytes.flat[i], outs[i // counts.shape[1]].numel()
+            raise ops.PayloadError(f"corrupt payload: it claims {k} values of {numel} elements in {size} bytes", i)
+        columns = (values + 4 * counts, nbytes - 4 * counts.astype(np.int64), values, counts)
+        groups.decode_sums("index_code_decode_add", outs, sums[0].add, columns, sums[0].weight)
 
 
 @register(

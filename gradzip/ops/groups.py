@@ -207,40 +207,28 @@ def ternary_packed(parts: Sequence[Tensor], scales: Tensor, clips: Tensor, keys:
     _run_table("ternary_packed", parts[0], [table])
 
 
-class Sums(NamedTuple):
-    """Weighted sums of encoded lists of tensors: struct WeightedSum and the terms of each, in order."""
-
-    table: np.ndarray
-    terms: np.ndarray
-    where: Tensor
-
-
-def sums(outs: Sequence[Tensor], add: bool, columns: Sequence[np.ndarray | int], weights: np.ndarray) -> Sums:
-    """A table of sums.
+def decode_sums(
+    kernel: str, outs: Sequence[Tensor], add: bool, columns: Sequence[np.ndarray | int],
+    weights: np.ndarray | float, fails: bool = True,
+) -> int:  # fmt: skip
+    """Run a decoder of weighted sums, of equally many terms each.
 
     Args:
-        columns: the 8-byte fields of a decoder's terms but the last one, the weight: (outs, terms of each) or scalars.
-        weights: (outs, terms of each), float64.
+        columns: the 8-byte fields of its terms but the last one, the weight: the first is (outs, terms of each), others
+            are that or can be broadcast to it.
+        weights: float64, alike.
+        fails: whether the kernel can.
+
+    Returns 1 plus the number of the term that it failed with; 0 if it did not, and on CUDA.
     """
-    table = np.empty((len(outs), 4), np.int64)
-    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(outs), numels(outs), weights.shape[1], add
-    terms = np.empty((*weights.shape, len(columns) + 1), np.uint64)
+    terms = np.empty((*columns[0].shape, len(columns) + 1), np.uint64)  # type: ignore[union-attr]
     for i, column in enumerate(columns):
         terms[..., i] = column
-    terms[..., -1] = np.ascontiguousarray(weights, np.float64).view(np.uint64)
-    return Sums(table, terms.reshape(-1, len(columns) + 1), outs[0])
-
-
-def decode_sums(kernel: str, of: Sequence[Sums], fails: bool = True) -> int:
-    """Run a decoder of several groups' sums in one call.
-
-    fails: whether the kernel can. Returns 1 plus the number of the term that it failed with; 0 if it did not, and on
-    CUDA.
-    """
-    table = np.concatenate([one.table for one in of])
-    terms = np.concatenate([one.terms for one in of])
+    terms.view(np.float64)[..., -1] = weights
+    table = np.empty((len(outs), 4), np.int64)  # struct WeightedSum
+    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(outs), numels(outs), terms.shape[1], add
     run = _native.run_failed if fails else _native.run
-    return run(kernel, of[0].where, table.ctypes.data, len(table), terms.ctypes.data) or 0
+    return run(kernel, outs[0], table.ctypes.data, len(table), terms.ctypes.data) or 0
 
 
 # --- selected coefficients of a transform (`ops.transform_*`), whose bitmaps and values are coded

@@ -45,7 +45,7 @@ def partitions(compressor, grad, size):
     """The parts of a gradient that ranks own."""
     (group,) = plan_groups(compressor, [grad], ["w"])
     group.size, group.parts = size, [grad.view(compressor.joined_shape(grad.shape)) if compressor.vectors else grad]
-    return [torch.cat([grad.view(-1)[a:b] for a, b in of_rank]) for of_rank in compressor.partition_ranges(group)]
+    return [torch.cat([piece.view.reshape(-1) for piece in of_rank]) for of_rank in compressor.partitions(group)]
 
 
 def collectives(compressor, size, shape, rank=0):
@@ -100,7 +100,7 @@ def test_replicas_are_identical_after_a_non_finite_gradient(size, shape, spec):
         assert torch.equal(averages[0], reference.average(grads, "w")[0])
 
 
-def test_partition_ranges():
+def test_partitions():
     """Whole rows of a matrix, if it has as many as there are ranks; of a vector, as many elements as there are."""
     x = torch.arange(70.0).view(7, 10)
     rows, vector = gradzip.OneBitSGD(min_numel=0), gradzip.TopK(min_numel=0)
@@ -113,7 +113,8 @@ def test_partition_ranges():
     # Of several gradients, a rank has a part of each.
     (group,) = plan_groups(rows, [x, x], ["a", "b"])
     group.size, group.parts = 3, [x, x]
-    assert rows.partition_ranges(group) == [[(0, 30), (70, 100)], [(30, 50), (100, 120)], [(50, 70), (120, 140)]]
+    ranges = [[piece[:2] for piece in of_rank] for of_rank in rows.partitions(group)]
+    assert ranges == [[(0, 30), (70, 100)], [(30, 50), (100, 120)], [(50, 70), (120, 140)]]
 
 
 def test_bytes_sent_are_all_shards_and_the_average_of_one():

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...collectives import AllToAll, Gather, ToHost
 from ...collectives.cost import Link
+from ...collectives.fusion import pieces
 from ...collectives.routines import Local, Routine, at_once, jointly
-from ...memory.state import Key
+from ...memory.state import Key, State
 from ...ops import tensors as ops
 from .compressor import Average, Compressor
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 # collective and wait for it after the backward pass. It is not measured, because all ranks must decide alike.
 NOMINAL_BANDWIDTH, NOMINAL_LATENCY, NOMINAL_OPERATION = 1.25e8, 5e-5, 5e-4
 
+Decoded = TypeVar("Decoded")
+
 
 class CodedSum(NamedTuple):
     """A weighted sum of payloads, to decode."""
@@ -34,6 +37,14 @@ class CodedSum(NamedTuple):
     payloads: Sequence[ops.Payload]
     weight: float
     add: bool = False  # to `outs`, rather than overwrite them
+
+
+class Piece(NamedTuple):
+    """A piece of a part of a group."""
+
+    start: int  # among the elements of the whole group
+    stop: int
+    view: Tensor
 
 
 @dataclass
@@ -100,19 +111,17 @@ class GatherCompressor(Compressor):
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
         """Decode the payloads of several groups, and write their weighted sums, added in order.
 
+        sums: with equally many payloads, one weight and one `add`.
+
         Raises:
-            PayloadError: `encode_all` of this codec cannot have written a payload. Where only the device can tell,
-                elements become NaN instead.
+            PayloadError: `encode_all` of this codec cannot have written a payload. Its `index` is the number of the
+                payload: in its sum, or in all. Where only the device can tell, elements become NaN instead.
         """
-        for outs, payloads, weight, add in sums:
-            (out,) = outs
-            if not add:
+        for coded in sums:
+            (out,) = coded.outs
+            if not coded.add:
                 out.zero_()
-            for rank, payload in enumerate(payloads):
-                try:
-                    self.decode_add(payload, out, weight)
-                except ops.PayloadError as error:
-                    raise from_rank(error, rank, len(payloads)) from None
+            for_each(coded.payloads, lambda payload: self.decode_add(payload, out, coded.weight))  # noqa: B023
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         """Add `weight` times the decoded payload of a vector to `out`.
@@ -122,46 +131,58 @@ class GatherCompressor(Compressor):
         """
         raise TypeError(f"{type(self).__name__}: got no `decode_add`, expected it, or `sum_all`")
 
-    def decode_all(self, payloads: Sequence[ops.Payload], outs: Sequence[Tensor]) -> Routine:
-        """Coroutine: write the average of payloads, in order, to `outs`, of the shapes of the parts."""
-        if not all_finite(payloads):
-            for out in outs:
-                out.fill_(math.nan)
-        else:
-            coded = CodedSum(outs, payloads, 1.0 / len(payloads))
-            yield from jointly(self._sum_all, outs[0].device, coded)
+    def decode_all(
+        self, payloads: Sequence[ops.Payload], flat: Tensor, outs: Sequence[Tensor], state: State | None = None
+    ) -> Routine:
+        """Coroutine: write the average of payloads, in order. Returns its largest magnitude, a number or a tensor.
+
+        Args:
+            payloads: of finite gradients.
+            flat, outs: the memory, and its pieces, of the shapes of the parts.
+            state: of the group, which may change. None for the owner of a partition, who encodes the average again.
+        """
+        coded = CodedSum(outs, payloads, 1.0 / len(payloads))
+        return (yield from jointly(self._average_all, flat.device, (flat, coded)))
 
     def decode(self, payloads: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Average payloads, in order. On a CPU, the next call reuses the memory of the result.
 
         shapes: of the parts that were encoded. Waits for the device once.
         """
-        outs = self._new_averages(shapes, payloads[0].device)
-        opened = at_once(self.opened(payloads, [sum(out.numel() for out in outs)] * len(payloads), len(payloads)))
-        at_once(self.decode_all(opened, outs))
-        return outs
+        numels = [sum(map(math.prod, shapes))] * len(payloads)
+        return self._decoded(at_once(self.opened(payloads, numels, len(payloads))), shapes)
 
-    def _new_averages(self, shapes: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-        numels = [math.prod(shape) for shape in shapes]
-        return [
-            p.view(tuple(s)) for p, s in zip(self.new_average(sum(numels), device).split_with_sizes(numels), shapes)
-        ]
-
-    def decode_partition(self, payloads: Sequence[ops.Payload], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The average of payloads for the owner of a partition, who encodes it again."""
-        outs = self._new_averages(shapes, payloads[0].body.device)
-        at_once(self.decode_all(payloads, outs))
+    def _decoded(self, payloads: Sequence[ops.Payload], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        flat = self.new_average(sum(map(math.prod, shapes)), payloads[0].body.device)
+        outs = pieces(flat, list(map(torch.Size, shapes)))
+        if all_finite(payloads):
+            at_once(self.decode_all(payloads, flat, outs))
+        else:
+            flat.fill_(math.nan)
         return outs
 
     def combine(self, payloads: Sequence[ops.Payload], group: Group) -> Routine:
-        """Coroutine: the `Average` of the payloads of all ranks, for `reduce` to return. May change the state."""
+        """Coroutine: the `Average` of the payloads of all ranks, for `reduce` to return."""
         flat = self.new_average(group.numel, group.device)
-        yield from self.decode_all(payloads, group.pieces(flat))
-        return (yield from self.with_max_abs(group, flat, None if all_finite(payloads) else math.nan))
+        outs = group.pieces(flat)
+        if not all_finite(payloads):
+            flat.fill_(math.nan)
+            return Average(outs, math.nan)
+        largest = yield from self.decode_all(payloads, flat, outs, group.state)
+        if isinstance(largest, Tensor) and ops.on_device(largest):
+            largest = yield ToHost(largest)
+        return Average(outs, float(largest))
 
-    def _sum_all(self, sums: list[CodedSum]) -> list[None]:
-        self.sum_all(sums)
-        return [None] * len(sums)
+    def _average_all(self, of: list[tuple[Tensor, CodedSum]]) -> list[Tensor]:
+        self._sum_all([coded for _, coded in of])
+        return ops.abs_max_all([flat for flat, _ in of])
+
+    def _sum_all(self, sums: Sequence[CodedSum]) -> None:
+        """`sum_all`. A PayloadError names the rank."""
+        try:
+            self.sum_all(sums)
+        except ops.PayloadError as error:
+            raise from_rank(error, len(sums[0].payloads)) from None
 
     # --- payload headers
 
@@ -175,16 +196,21 @@ class GatherCompressor(Compressor):
         Raises:
             PayloadError: names the rank whose payload is truncated, corrupt or made with another configuration.
         """
-        return self.open_all(payloads, numels, ranks, (yield from inspected(payloads)))
+        table = None
+        if payloads[0].is_cuda:
+            table = yield Local(ops.inspect_payloads, payloads[0].device, payloads)
+            if table is not None:  # else they are inspected
+                table = yield ToHost(table)
+        return self.open_all(payloads, numels, ranks, table)
 
     def open_all(
         self, payloads: Sequence[Tensor], numels: Sequence[int], ranks: int, table: Tensor | None = None
     ) -> list[ops.Payload]:
-        """`opened`, with the table of `inspected`. Waits for the device without one."""
+        """`opened`, with a table of `ops.inspect_payloads` on the host. Waits for the device without one."""
         try:
             return ops.open_payloads(payloads, numels, table, method=self.number, digest=self.digest)
         except ops.PayloadError as error:
-            raise from_rank(error, 0 if error.index is None else error.index % ranks, ranks) from None
+            raise from_rank(error, ranks) from None
 
     def seal(self, seal: ops.Seal) -> Tensor:
         """Write the header of a payload whose body is complete. Returns the payload."""
@@ -206,18 +232,20 @@ class GatherCompressor(Compressor):
     def reduce(self, group: Group) -> Routine:
         state = group.state
         state.scattered = self._scatters(group)
-        with attribute_payload_errors(f"{type(self).__name__}, parameter {group.name!r}"):
+        try:
             if state.scattered:
                 return (yield from self._scatter_reduce(group))
             payload, earlier = yield from self.encoded(group)
             payloads = yield self.gather(payload)
             numels = [group.numel] * (len(earlier) + group.size)
             opened = (yield from self.opened([*earlier, *payloads], numels, group.size))[len(earlier) :]
-            # What this rank has sent, each payload with the ranges of the group's elements that it has.
-            state.payload = [(opened[group.rank], [(0, group.numel)])]
+            # What this rank has sent, each payload with the pieces of the group that it has; None for all.
+            state.payload = [(opened[group.rank], None)]
             # All ranks see the same lengths, so they choose the same exchange.
-            state.payload_nbytes = sum([p.numel() for p in payloads]) // len(payloads)
+            state.payload_nbytes = sum(map(Tensor.numel, payloads)) // len(payloads)
             return (yield from self.combine(opened, group))
+        except ops.PayloadError as error:
+            raise ops.PayloadError(f"{type(self).__name__}, parameter {group.name!r}: {error}") from None
 
     def encoded(self, group: Group) -> Routine:
         """Coroutine: encode the parts of a group. Methods that run a collective for that override it.
@@ -234,112 +262,80 @@ class GatherCompressor(Compressor):
             return True
         return scatter_pays(getattr(group.state, "payload_nbytes", 0), group.size)
 
-    def partition_ranges(self, group: Group) -> list[list[tuple[int, int]]]:
-        """For each rank, the range of elements of each part that it owns, among those of the whole group.
+    def partitions(self, group: Group) -> list[list[Piece]]:
+        """For each rank, the piece of each part that it owns.
 
-        Partitions have whole rows of a part, unless it has fewer rows than there are ranks.
+        Partitions have whole rows of a part, unless it has fewer rows than there are ranks. They differ by one row at
+        most: the longer ones come first.
         """
-        found: list[list[tuple[int, int]]] = [[] for _ in range(group.size)]
-        begin = 0
+        found: list[list[Piece]] = [[] for _ in range(group.size)]
+        start = 0
         for part in group.parts:
-            row = self._row_numel(part, group.size)
-            edges = _edges(part.numel() // row, group.size)
-            for owner, (start, stop) in enumerate(itertools.pairwise(edges)):
-                found[owner].append((begin + start * row, begin + stop * row))
-            begin += part.numel()
+            row = part.shape[1:] if part.shape[0] >= group.size and part.shape[1:].numel() > 1 else torch.Size()
+            rows = part.reshape(-1, *row)
+            edges = [0, *itertools.accumulate(map(len, rows.tensor_split(group.size)))]
+            for owner, (begin, end) in zip(found, itertools.pairwise(edges)):
+                owner.append(Piece(start + begin * row.numel(), start + end * row.numel(), rows[begin:end]))
+            start += part.numel()
         return found
-
-    def _row_numel(self, part: Tensor, size: int) -> int:
-        """Elements of a part that stay together in a partition."""
-        return part.shape[1:].numel() if part.shape[0] >= size else 1
 
     def add_residual(self, group: Group) -> Routine:
         self.keep_owner_residual(group)
-        yield from super().add_residual(group)
+        return super().add_residual(group)
 
     def keep_owner_residual(self, group: Group) -> None:
         """Add the owner's residual to the residual if this rank owns other elements now."""
         state = group.state
         if getattr(state, "owner_residual", None) is not None:
-            own = self.partition_ranges(group)[group.rank] if self._scatters(group) else []
-            if _merged(own) != _merged(state.owner_ranges):
+            own = self.partitions(group)[group.rank] if self._scatters(group) else []
+            if _merged([piece[:2] for piece in own]) != _merged(state.owner_ranges):
                 state.fold_owner_residual()
 
     def _scatter_reduce(self, group: Group) -> Routine:
-        state, key, ranges = group.state, group.state.key(self.seed), self.partition_ranges(group)
-        shapes = [self._partition_shapes(group, of_rank) for of_rank in ranges]
+        state, key, partitions = group.state, group.state.key(self.seed), self.partitions(group)
         payloads = [
-            self.encode_all(self._partition(group, of_rank, of_shapes), key._replace(name=f"{key.name}[{i}]"))
-            for i, (of_rank, of_shapes) in enumerate(zip(ranges, shapes))
+            self.encode_all([piece.view for piece in partition], key._replace(name=f"{key.name}[{i}]"))
+            for i, partition in enumerate(partitions)
         ]
-        mine = shapes[group.rank]
-        numels = [sum(stop - start for start, stop in of_rank) for of_rank in ranges]
-        sent = AllToAll(ops.join_payloads(payloads), tuple(p.numel() for p in payloads))
-        received = yield sent
-        own = numels[group.rank]
-        opened = yield from self.opened([*received, *payloads], [own] * group.size + numels, group.size)
-        from_ranks, state.payload = opened[: group.size], list(zip(opened[group.size :], ranges))
-        average = torch.cat([part.reshape(-1) for part in self.decode_partition(from_ranks, mine)])
+        numels = [sum(piece.view.numel() for piece in partition) for partition in partitions]
+        received = yield AllToAll(ops.join_payloads(payloads), tuple(map(Tensor.numel, payloads)))
+        all_numels = [numels[group.rank]] * group.size + numels
+        opened = yield from self.opened([*received, *payloads], all_numels, group.size)
+        from_ranks, state.payload = opened[: group.size], list(zip(opened[group.size :], partitions))
+        mine = partitions[group.rank]
+        shapes = [piece.view.shape for piece in mine]
+        average = torch.cat([part.reshape(-1) for part in self._decoded(from_ranks, shapes)])
         if (residual := getattr(state, "owner_residual", None)) is not None:
             average.add_(residual)
-        parts = [part.view(shape) for part, shape in zip(average.split_with_sizes([math.prod(s) for s in mine]), mine)]
-        payload = self.encode_average(parts, key._replace(name=f"{key.name}[owner]"))
+        payload = self.encode_average(pieces(average, shapes), key._replace(name=f"{key.name}[owner]"))
         payloads = yield self.gather(payload, alike=len(set(numels)) == 1)
         opened = yield from self.opened(payloads, numels, group.size)
         flat = torch.empty(group.numel, dtype=torch.float32, device=group.device)
         if not all_finite(opened):
             return Average(group.pieces(flat.fill_(math.nan)), math.nan)
-        self.sum_all(
-            [
-                CodedSum([flat[a:b].view(s) for (a, b), s in zip(of_rank, of_shapes)], [payload], 1.0)
-                for payload, of_rank, of_shapes in zip(opened, ranges, shapes)
-            ]
-        )
+        self._sum_all([CodedSum(_views(flat, of), [payload], 1.0) for payload, of in zip(opened, partitions)])
         if self.error_feedback:
-            decoded = torch.cat([flat[start:stop] for start, stop in ranges[group.rank]])
-            state.owner_residual, state.owner_ranges = average.sub_(decoded), ranges[group.rank]
+            decoded = torch.cat([part.view(-1) for part in _views(flat, mine)])
+            state.owner_residual, state.owner_ranges = average.sub_(decoded), [piece[:2] for piece in mine]
         return (yield from self.with_max_abs(group, flat))
-
-    def _partition_shapes(self, group: Group, ranges: list[tuple[int, int]]) -> list[tuple[int, ...]]:
-        """The shapes of a partition's pieces of each part."""
-        shapes: list[tuple[int, ...]] = []
-        for part, (start, stop) in zip(group.parts, ranges):
-            row = self._row_numel(part, group.size)
-            shapes.append((stop - start,) if row == 1 else ((stop - start) // row, *part.shape[1:]))
-        return shapes
-
-    def _partition(self, group: Group, ranges: list[tuple[int, int]], shapes: list[tuple[int, ...]]) -> list[Tensor]:
-        """A partition's pieces of each part."""
-        found, begin = [], 0
-        for part, (start, stop), shape in zip(group.parts, ranges, shapes):
-            found.append(part.view(-1)[start - begin : stop - begin].view(shape))
-            begin += part.numel()
-        return found
 
     # --- error feedback
 
     def subtract_transmitted(self, groups: Sequence[Group]) -> None:
-        self.sum_all([coded for group in groups for coded in self.corrections(group)])
+        self._sum_all([coded for group in groups for coded in self.corrections(group, group.state.residual)])
 
-    def corrections(self, group: Group) -> list[CodedSum]:
-        """The sums that subtract what peers decode from the residual."""
-        state = group.state
-        assert state.residual is not None and state.payload is not None
-        if not state.scattered:
-            ((payload, _),) = state.payload
-            return [CodedSum(group.pieces(state.residual), [payload], -1.0, add=True)]
-        sums = []
-        for payload, ranges in state.payload:
-            pieces = zip(ranges, self._partition_shapes(group, ranges))
-            outs = [state.residual[start:stop].view(shape) for (start, stop), shape in pieces]
-            sums.append(CodedSum(outs, [payload], -1.0, add=True))
-        return sums
+    def corrections(self, group: Group, flat: Tensor | None) -> list[CodedSum]:
+        """The sums that subtract what peers decode from a flat tensor of the group's elements, such as the residual."""
+        assert flat is not None and group.state.payload is not None
+        return [
+            CodedSum(group.pieces(flat) if partition is None else _views(flat, partition), [payload], -1.0, add=True)
+            for payload, partition in group.state.payload
+        ]
 
 
-def _edges(rows: int, size: int) -> list[int]:
-    """Where parts of `rows` rows begin and end, that differ by one row at most: the longer ones come first."""
-    each, longer = divmod(rows, size)
-    return list(itertools.accumulate((each + (i < longer) for i in range(size)), initial=0))
+def _views(flat: Tensor, partition: Sequence[Piece]) -> list[Tensor]:
+    """The pieces of a partition in a flat tensor of all elements of a group."""
+    return [flat[start:stop].view(view.shape) for start, stop, view in partition]
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -355,7 +351,7 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def all_finite(payloads: Sequence[ops.Payload]) -> bool:
     """Whether all payloads are of finite gradients."""
-    return not any([payload.flags & ops.NON_FINITE for payload in payloads])
+    return not any(map(ops.NON_FINITE.__and__, map(attrgetter("flags"), payloads)))
 
 
 def scatter_pays(nbytes: float, size: int) -> bool:
@@ -370,52 +366,20 @@ def scatter_pays(nbytes: float, size: int) -> bool:
     return scattered < link.all_gather(nbytes)
 
 
-def inspected(payloads: Sequence[Tensor]) -> Routine:
-    """Coroutine: inspect payloads on a device. Returns a table on the host for `ops.open_payloads`, or None."""
-    if not payloads[0].is_cuda:
-        return None
-    table = yield Local(ops.inspect_payloads, payloads[0].device, payloads)
-    return None if table is None else (yield ToHost(table))
-
-
-def parse_all(coded: CodedSum, parse: Callable[[ops.Payload], Any]) -> list[Any]:
-    """Parse the payloads of a sum. A PayloadError names the rank."""
-    parsed: list[Any] = []
+def for_each(payloads: Sequence[ops.Payload], decode: Callable[[ops.Payload], Decoded]) -> list[Decoded]:
+    """The result for each payload. The `index` of a PayloadError is the payload's number."""
+    results: list[Decoded] = []
     try:
-        for payload in coded.payloads:
-            parsed.append(parse(payload))
+        for payload in payloads:
+            results.append(decode(payload))
     except ops.PayloadError as error:
-        raise from_rank(error, len(parsed), len(coded.payloads)) from None
-    return parsed
+        error.index = len(results)
+        raise
+    return results
 
 
-@contextlib.contextmanager
-def attribute_terms(counts: Sequence[int]) -> Iterator[None]:
-    """Prefix the text of a PayloadError that a kernel raises with the rank whose payload it is.
-
-    counts: of the payloads of each sum.
-    """
-    try:
-        yield
-    except ops.PayloadError as error:
-        ranks = [(rank, count) for count in counts for rank in range(count)]
-        raise (error if error.index is None else from_rank(error, *ranks[error.index])) from None
-
-
-def from_rank(error: ops.PayloadError, rank: int, size: int) -> ops.PayloadError:
-    """The error, whose text begins with the payload's source."""
-    return ops.PayloadError(f"{payload_source(rank, size)}: {error}")
-
-
-def payload_source(rank: int, size: int) -> str:
-    """Describe the source of a payload, for errors."""
-    return f"from rank {rank} of {size}"
-
-
-@contextlib.contextmanager
-def attribute_payload_errors(source: str) -> Iterator[None]:
-    """Prefix the text of a PayloadError with the payload's source."""
-    try:
-        yield
-    except ops.PayloadError as error:
-        raise ops.PayloadError(f"{source}: {error}") from None
+def from_rank(error: ops.PayloadError, size: int) -> ops.PayloadError:
+    """The error, whose text begins with the rank that has sent payload `index`, of those of `size` ranks in turns."""
+    if error.index is None:
+        return error
+    return ops.PayloadError(f"from rank {error.index % size} of {size}: {error}")

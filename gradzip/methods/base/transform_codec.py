@@ -18,7 +18,7 @@ from ...ops import groups
 from ...ops import tensors as ops
 from ..topk import num_kept
 from .error_feedback import ErrorFeedback
-from .gather import CodedSum, GatherCompressor, from_rank
+from .gather import CodedSum, GatherCompressor
 from .schedule import Theta, check_theta, theta_at
 
 # k; the transform's lengths less one; bytes of padding. The header's other 8 bytes hold the range float.
@@ -188,10 +188,7 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
         for coded in sums:
             (out,) = coded.outs
-            try:
-                self._sum(self.parse(coded.payloads, out.numel()), out.view(-1), coded.weight, coded.add)
-            except ops.PayloadError as error:
-                raise from_rank(error, error.index or 0, len(coded.payloads)) from None
+            self._sum(self.parse(coded.payloads, out.numel()), out.view(-1), coded.weight, coded.add)
 
     def _sum(self, parts: CodedParts, out: Tensor, weight: float, add: bool) -> None:
         transform, n, ends = parts.transform, self.signal_numel(out.numel()), parts.codes_end.tolist()
