@@ -8,13 +8,14 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..memory.state import Key
 from ..ops import tensors as ops
-from .base.compressor import INDEXED_NUMEL
+from .base.compressor import INDEXED_NUMEL, is_number
 from .base.gather import CodedSum, GatherCompressor
 from .base.registry import register
 from .base.threads import one_thread
@@ -91,14 +92,10 @@ class ATOMO(GatherCompressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.atoms not in ("svd", "entry", "fourier"):
-            raise ValueError(f"ATOMO: got atoms = {self.atoms!r}, expected 'svd', 'entry' or 'fourier'")
-        if isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool):
-            valid = 0 < self.budget < math.inf
-        else:
-            valid = self.budget in ("l2", "max")
-        if not valid:
-            raise ValueError(f"ATOMO: got budget = {self.budget!r}, expected a finite number > 0, 'l2' or 'max'")
+        self.check("atoms", self.atoms in ("svd", "entry", "fourier"), "'svd', 'entry' or 'fourier'")
+        budget: Any = self.budget
+        valid = 0 < budget < math.inf if is_number(budget) else budget in ("l2", "max")
+        self.check("budget", valid, "a finite number > 0, 'l2' or 'max'")
 
     @property
     def max_numel(self) -> float:  # type: ignore[override]

@@ -92,8 +92,7 @@ class BlockFloat(ErrorFeedback):
     def __post_init__(self) -> None:
         super().__post_init__()
         ops.check_block_float(self.bits, self.block, "BlockFloat")
-        if self.rounding not in ("stochastic", "nearest"):
-            raise ValueError(f"BlockFloat: got rounding = {self.rounding!r}, expected 'stochastic' or 'nearest'")
+        self.check("rounding", self.rounding in ("stochastic", "nearest"), "'stochastic' or 'nearest'")
         if (self.bits, self.rounding) == (2, "stochastic"):
             raise ValueError("BlockFloat: got rounding = 'stochastic' with bits = 2, expected rounding = 'nearest'")
 
@@ -125,7 +124,7 @@ class BlockFloat(ErrorFeedback):
         key, blocks = state.key(self.seed), self._blocks(group)
         error = None
         if self.error_feedback:
-            error = vector if ops.on_device(vector) else state.renewed("residual", vector)
+            error = vector if vector.is_cuda else state.renewed("residual", vector)
             state.next_residual = None if error is vector else error
         residual = state.residual if self.error_feedback else None
         payload = self._encode(vector, key, blocks * group.size, error, residual)
@@ -150,7 +149,7 @@ class BlockFloat(ErrorFeedback):
         if not self.looks(vector):
             return _Average(payloads, 0.0)
         step = ops.block_float_max_step(payloads, self.bits, self.block)
-        if ops.on_device(step):
+        if step.is_cuda:
             step = yield ToHost(step)
         return _Average(payloads, float(step) * 2 ** (self.bits - 1))
 

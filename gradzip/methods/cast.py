@@ -34,8 +34,7 @@ class Cast(Compressor):
         super().__post_init__()
         if isinstance(self.dtype, str):
             self.dtype = getattr(torch, self.dtype, self.dtype)
-        if self.dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"Cast: got dtype = {self.dtype}, expected torch.float16 or torch.bfloat16")
+        self.check("dtype", self.dtype in (torch.float16, torch.bfloat16), "torch.float16 or torch.bfloat16")
 
     def groups_by(self, shape: torch.Size) -> tuple[int, ...]:
         return self.joined_shape(shape)

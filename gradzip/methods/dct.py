@@ -61,8 +61,8 @@ class DCTRange(TransformCodec):
     def __post_init__(self) -> None:
         super().__post_init__()
         lengths = (8, 16, 32, 64, 128, 256)
-        if self.block is not None and not (isinstance(self.block, int) and self.block in lengths):
-            raise ValueError(f"DCTRange: got block = {self.block!r}, expected None or one of {lengths}")
+        valid = self.block is None or (isinstance(self.block, int) and self.block in lengths)
+        self.check("block", valid, f"None or one of {lengths}")
 
     def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
         """Join gradients with kernels of the same lengths, and, as a vector, gradients without kernels."""

@@ -14,7 +14,9 @@ from torch import Tensor
 from ..collectives.fusion import pieces
 from ..collectives.routines import Routine, jointly
 from ..memory.state import Key
+from ..ops import groups
 from ..ops import tensors as ops
+from .base.compressor import is_number
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
 from .topk import SparseCodec, num_kept
@@ -79,13 +81,10 @@ class DGC(SparseCodec):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_theta(self.theta)
-        if not (isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1):
-            raise ValueError(f"DGC: got momentum = {self.momentum!r}, expected a number in [0, 1)")
-        clip = self.clip_norm
-        if clip is not None and not (isinstance(clip, (int, float)) and 0 < clip < math.inf):
-            raise ValueError(f"DGC: got clip_norm = {clip!r}, expected None or a number > 0")
-        if not (isinstance(self.warmup_steps, int) and self.warmup_steps >= 0):
-            raise ValueError(f"DGC: got warmup_steps = {self.warmup_steps!r}, expected an integer >= 0")
+        clip, steps = self.clip_norm, self.warmup_steps
+        self.check("momentum", is_number(self.momentum) and 0 <= self.momentum < 1, "a number in [0, 1)")
+        self.check("clip_norm", clip is None or (is_number(clip) and 0 < clip < math.inf), "None or a number > 0")
+        self.check("warmup_steps", isinstance(steps, int) and steps >= 0, "an integer >= 0")
 
     def theta_at(self, step: int) -> float:
         """The value of theta at a step, limited during warm-up."""
@@ -103,25 +102,25 @@ class DGC(SparseCodec):
     def apply_uncompressed(self, group: Group) -> Routine:
         yield from jointly(self._add_velocities, group.gradients[0].device, group)
 
-    def _add_velocities(self, groups: list[Group]) -> list[None]:
+    def _add_velocities(self, of: list[Group]) -> list[None]:
         """Add velocities to uncompressed averages, and store the sums as the new velocities."""
-        averages = [gradient for group in groups for gradient in group.gradients]
-        before = [self._velocities(group, getattr(group.state, "average_velocity", None)) for group in groups]
+        averages = [gradient for group in of for gradient in group.gradients]
+        before = [self._velocities(group, getattr(group.state, "average_velocity", None)) for group in of]
         pairs = [(a, u) for a, u in zip(averages, itertools.chain(*before)) if u is not None]
         if pairs:
             torch._foreach_add_(*map(list, zip(*pairs)), alpha=self.momentum)  # one operation on a device
-        stored = [self._renewed(group) for group in groups]
+        stored = [self._renewed(group) for group in of]
         torch._foreach_copy_([view for views in stored for view in views], averages)
         if not self.memory.checks:  # else the step is undone
             # A velocity may overflow even if the average did not. Stored, it would never become finite again.
             for views, olds in zip(stored, before):
                 for view, old in zip(views, olds):
                     view.copy_(torch.where(view.isfinite().all(), view, 0.0 if old is None else old))
-        return [None] * len(groups)
+        return [None] * len(of)
 
     def _renewed(self, group: Group) -> list[Tensor]:
         state, first = group.state, group.gradients[0]
-        numel = sum(gradient.numel() for gradient in group.gradients)
+        numel = sum(map(Tensor.numel, group.gradients))
         state.average_velocity = state.renewed("average_velocity", first, numel)
         return self._velocities(group, state.average_velocity)
 
@@ -154,18 +153,18 @@ class DGC(SparseCodec):
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         k = num_kept(self.theta_at(key.step), grad.numel())
-        return self.pack(*ops.topk_abs(grad.reshape(-1), k), grad.numel())
+        return self.pack(*groups.topk_abs(grad.reshape(-1), k), grad.numel())
 
-    def store_residuals(self, groups: Sequence[Group]) -> None:
-        for group in groups:
+    def store_residuals(self, of: Sequence[Group]) -> None:
+        for group in of:
             state = group.state
             if self.momentum:
                 state.velocity = state.renewed("velocity", state.next_velocity).copy_(state.next_velocity)
             state.next_velocity = None
-        super().store_residuals(groups)
+        super().store_residuals(of)
 
-    def subtract_transmitted(self, groups: Sequence[Group]) -> None:
-        for group in groups:
+    def subtract_transmitted(self, of: Sequence[Group]) -> None:
+        for group in of:
             state = group.state
             velocity = state.velocity if self.momentum else state.residual
             for coded, masked in zip(self.corrections(group, state.residual), self.corrections(group, velocity)):

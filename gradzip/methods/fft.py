@@ -76,8 +76,8 @@ class FFTRange(TransformCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block is not None and not (isinstance(self.block, int) and self.block >= 2):
-            raise ValueError(f"FFTRange: got block = {self.block!r}, expected None or an integer >= 2")
+        valid = self.block is None or (isinstance(self.block, int) and self.block >= 2)
+        self.check("block", valid, "None or an integer >= 2")
 
     @property
     def _transform(self) -> ops.Transform:
@@ -121,7 +121,7 @@ class FFTRange(TransformCodec):
     def inverse(
         self, parts: np.ndarray, transform: ops.Transform, out: Tensor, weight: float, add: bool = False
     ) -> None:
-        if transform is not _PAIRS:
+        if self._transform is not _PAIRS:
             super().inverse(parts, transform, out, weight, add)
             return
         rows, length = transform_shape(out.numel(), self.block)

@@ -56,8 +56,7 @@ class Hierarchical(Composite):
     def __post_init__(self) -> None:
         super().__post_init__()
         size = self.local_size
-        if size is not None and not (isinstance(size, int) and not isinstance(size, bool) and size >= 1):
-            raise ValueError(f"Hierarchical: got local_size = {size!r}, expected None or an integer >= 1")
+        self.check("local_size", size is None or (is_count(size) and size), "None or an integer >= 1")
         self.set_parts([self.inner])
         if self.inner.adapts:
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,13 +39,6 @@ class Factors(NamedTuple):
     max_abs_bound: float  # of the magnitudes in all P Qᵀ; 0 if nobody looks
     matrices: groups.Matrices
 
-    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """P and Q of each matrix."""
-        rank = self.matrices.rank
-        rows, columns = ((rank * n).tolist() for n in (self.matrices.rows, self.matrices.columns))
-        for p, q in zip(self.p.split_with_sizes(rows), self.q.split_with_sizes(columns)):
-            yield p.view(-1, rank), q.view(-1, rank)
-
 
 @dataclass
 class LowRank(ErrorFeedback):
@@ -66,8 +59,7 @@ class LowRank(ErrorFeedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (isinstance(self.rank, int) and self.rank >= 1):
-            raise ValueError(f"{type(self).__name__}: got rank = {self.rank!r}, expected an integer >= 1")
+        self.check("rank", isinstance(self.rank, int) and self.rank >= 1, "an integer >= 1")
 
     def groups_by(self, shape: torch.Size) -> tuple[()]:
         return ()
@@ -78,11 +70,6 @@ class LowRank(ErrorFeedback):
         rows, columns = _matrix_shape(grad.shape)
         return (rows + columns) * self.rank >= rows * columns
 
-    def factor_shapes(self, shape: torch.Size) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The shapes of P and Q for a gradient of this shape."""
-        rows, columns = _matrix_shape(shape)
-        return (rows, self.rank), (columns, self.rank)
-
     def add_residual(self, group: Group) -> Routine:
         yield from ()  # `project` adds the residual
 
@@ -90,30 +77,35 @@ class LowRank(ErrorFeedback):
         """The sizes of the matrices of a group."""
         return groups.Matrices([_matrix_shape(shape) for shape in group.shapes_of_parts], self.rank)
 
-    def project(self, group: Group, factor: Tensor, transpose: bool = False, residual: Tensor | None = None) -> Routine:
-        """Coroutine: add the residual to the parts G, and return G @ factor (Gᵀ @ factor with `transpose`)."""
+    def project(self, group: Group, factor: Tensor, transpose: bool = False, residual: Tensor | None = None) -> Local:
+        """Local work: add the residual to the parts G, and return G @ factor (Gᵀ @ factor with `transpose`)."""
         projection = groups.Projection(group.planned(self.matrices), group.parts, residual, factor, transpose)
-        return (yield Local(groups.project, group.device, projection))
+        return Local(groups.project, group.device, projection)
+
+    def orthogonalized(self, group: Group, factor: Tensor, transpose: bool) -> Local:
+        """Local work: make the columns of each Q, of each P with `transpose`, orthonormal, in place."""
+        factors = groups.Factor(group.planned(self.matrices), transpose, factor)
+        return Local(groups.orthogonalize, group.device, factors)
 
     def max_abs_bound(self, average: Factors, limit: float) -> float:
         bound = average.max_abs_bound
         if bound <= limit or not math.isfinite(bound):
             return bound
-        return max(ops.abs_max(ops.low_rank_expand(p, q)) for p, q in average.pairs())
+        of = average.matrices
+        p = average.p.view(-1, of.rank).split(of.rows.tolist())
+        q = average.q.view(-1, of.rank).split(of.columns.tolist())
+        return max(map(ops.abs_max, map(ops.low_rank_expand, p, q)))
 
     def commit(self, group: Group, average: Factors) -> Routine:
-        matrices, state = group.planned(self.matrices), group.state
+        state, parts = group.state, group.parts
         # Without error feedback, what is not sent is written to memory that nobody reads.
-        residual = state.renewed("residual", group.parts[0], group.numel)
+        residual = state.renewed("residual", parts[0], group.numel)
         if self.error_feedback:
             state.residual = residual
         sent = average.sent_p, average.sent_q
-        yield Local(
-            groups.apply_averages,
-            group.device,
-            groups.Update(matrices, group.parts, residual, *sent, average.p, average.q),
-        )
-        group.write(group.parts)
+        update = groups.Update(average.matrices, parts, residual, *sent, average.p, average.q)
+        yield Local(groups.apply_averages, group.device, update)
+        group.write(parts)
 
     def random_factor(self, group: Group, transpose: bool, step: int | None = None) -> Tensor:
         """Uniform numbers in [-1/2, 1/2) for all Q (P with `transpose`), the same on all ranks and all hardware.
@@ -145,24 +137,20 @@ class LowRank(ErrorFeedback):
         columns = yield Local(groups.abs_max_columns, group.device, groups.Factor(matrices, transpose, factor))
         if not self.looks(factor):
             return (yield Local(self._follow_all, group.device, (group, factor, columns, transpose, scaled))), 0.0
-        on_host = (yield ToHost(columns)) if ops.on_device(factor) else columns
+        on_host = (yield ToHost(columns)) if factor.is_cuda else columns
         most = on_host.view(-1, self.rank).numpy()
         if not most.all():
             factor = yield Local(self._follow_all, group.device, (group, factor, columns, transpose, scaled))
         elif scaled:
-            numels = self.rank * self._rows(group, transpose)
+            numels = self.rank * (matrices.rows if transpose else matrices.columns)
             factor = yield Local(_quotients, group.device, (factor, numels, most.max(1)))
         return factor, float(most.max())
-
-    def _rows(self, group: Group, transpose: bool) -> np.ndarray:
-        matrices = group.planned(self.matrices)
-        return matrices.rows if transpose else matrices.columns
 
     def _follow_all(self, of: list[tuple[Group, Tensor, Tensor, bool, bool]]) -> list[Tensor]:
         """`following` for several groups, from the largest magnitudes of columns. Does not wait for a device."""
         scaled = of[0][4]
-        numbers = [group.planned(self._numbers_p if transpose else self._numbers_q) for group, *_, transpose, _ in of]
-        random = [group.planned(self._random_p if transpose else self._random_q) for group, *_, transpose, _ in of]
+        given = [group.planned(self._given_p if transpose else self._given_q) for group, *_, transpose, _ in of]
+        numbers, random = zip(*given)
         starts = np.cumsum([0, *(len(columns) for _, _, columns, _, _ in of)])
         largest = torch.cat([columns for _, _, columns, _, _ in of])
         matrix_of = torch.cat([n + int(start) for n, start in zip(numbers, starts)]) if len(of) > 1 else numbers[0]
@@ -174,22 +162,16 @@ class LowRank(ErrorFeedback):
         followed = torch.cat(random).view(-1, self.rank).where(zero, result)
         return list(followed.view(-1).split_with_sizes([factor.numel() for _, factor, *_ in of]))
 
-    def _numbers_p(self, group: Group) -> Tensor:
-        return self._numbers(group, True)
+    def _given_p(self, group: Group) -> tuple[Tensor, Tensor]:
+        return self._given(group, group.planned(self.matrices).rows, True)
 
-    def _numbers_q(self, group: Group) -> Tensor:
-        return self._numbers(group, False)
+    def _given_q(self, group: Group) -> tuple[Tensor, Tensor]:
+        return self._given(group, group.planned(self.matrices).columns, False)
 
-    def _numbers(self, group: Group, transpose: bool) -> Tensor:
-        """For each row of the factors, the number of its matrix."""
-        rows = torch.from_numpy(self._rows(group, transpose))
-        return torch.arange(len(rows), device="cpu").repeat_interleave(rows).to(group.device)
-
-    def _random_p(self, group: Group) -> Tensor:
-        return self.random_factor(group, True, step=0)
-
-    def _random_q(self, group: Group) -> Tensor:
-        return self.random_factor(group, False, step=0)
+    def _given(self, group: Group, rows: np.ndarray, transpose: bool) -> tuple[Tensor, Tensor]:
+        """For each row of the factors, the number of its matrix; and the factors of step 0."""
+        numbers = torch.from_numpy(np.repeat(np.arange(len(rows)), rows)).to(group.device)
+        return numbers, self.random_factor(group, transpose, step=0)
 
 
 def _quotients(of: list[tuple[Tensor, np.ndarray, np.ndarray]]) -> list[Tensor]:
@@ -201,9 +183,7 @@ def _quotients(of: list[tuple[Tensor, np.ndarray, np.ndarray]]) -> list[Tensor]:
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
-    return list(
-        torch.cat(tensors).split_with_sizes([tensor.numel() for tensor in tensors])
-    )  # one operation on a device
+    return list(torch.cat(tensors).split_with_sizes(list(map(Tensor.numel, tensors))))  # one operation on a device
 
 
 def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -239,17 +219,16 @@ class PowerSGD(LowRank):
         q = getattr(state, "q", None)
         if q is None or not self.warm_start:
             q = self.random_factor(group, transpose=False)
-        p = yield Mean((yield from self.project(group, q, residual=state.residual)))
-        # Replaces columns that are not finite; Q shows that they were not.
-        yield Local(groups.orthogonalize, group.device, groups.Factor(group.planned(self.matrices), True, p))
-        q = yield Mean((yield from self.project(group, p, transpose=True)))
+        p = yield Mean((yield self.project(group, q, residual=state.residual)))
+        yield self.orthogonalized(group, p, transpose=True)  # replaces columns that are not finite; Q shows them
+        q = yield Mean((yield self.project(group, p, transpose=True)))
         # Only the span of Q matters. Scaling keeps the magnitude of the next P that of the gradient, not its square.
         following, largest = yield from self.following(group, q, transpose=False, scaled=True)
         state.q = state.renewed("q", q).copy_(following) if ops.is_capturing(q) else following
         return Factors(p, q, p, q, self.rank * _ORTHONORMAL * largest, group.planned(self.matrices))
 
     def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
-        return super().state_shapes(shape) | {"q": self.factor_shapes(shape)[1]}
+        return super().state_shapes(shape) | {"q": (_matrix_shape(shape)[1], self.rank)}
 
 
 @register("acpsgd", examples=["", "rank=2,error_feedback=False"])
@@ -285,8 +264,8 @@ class ACPSGD(LowRank):
         fixed = getattr(state, given, None)
         if fixed is None or not self.reuse:
             fixed = self.random_factor(group, transpose)
-            yield from self._orthogonalize(group, fixed, transpose)
-        own = yield from self.project(group, fixed, transpose, state.residual)
+            yield self.orthogonalized(group, fixed, transpose)
+        own = yield self.project(group, fixed, transpose, state.residual)
         mean = yield Mean(own, keep=True)
         following, largest = yield from self.following(group, mean, not transpose, scaled=False)
         bound = self.rank * _ORTHONORMAL * largest
@@ -296,18 +275,11 @@ class ACPSGD(LowRank):
             else:
                 following = yield Local(_copies, own.device, following)
                 setattr(state, given, None)
-            yield from self._orthogonalize(group, following, not transpose)
+            yield self.orthogonalized(group, following, not transpose)
             setattr(state, computed, following)
-        matrices = group.planned(self.matrices)
-        if transpose:
-            return Factors(fixed, mean, fixed, own, bound, matrices)
-        return Factors(mean, fixed, own, fixed, bound, matrices)
-
-    def _orthogonalize(self, group: Group, factor: Tensor, transpose: bool) -> Routine:
-        """Coroutine: make the columns of each Q, of each P with `transpose`, orthonormal, in place."""
-        factors = groups.Factor(group.planned(self.matrices), transpose, factor)
-        yield Local(groups.orthogonalize, group.device, factors)
+        factors = (fixed, mean, fixed, own) if transpose else (mean, fixed, own, fixed)
+        return Factors(*factors, bound, group.planned(self.matrices))
 
     def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
-        p, q = self.factor_shapes(shape)
-        return super().state_shapes(shape) | {"next_p": p, "next_q": q}
+        rows, columns = _matrix_shape(shape)
+        return super().state_shapes(shape) | {"next_p": (rows, self.rank), "next_q": (columns, self.rank)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,7 @@ from ..memory.state import State
 from ..memory.state_dict import check_method, in_line, is_count
 from ..ops import tensors as ops
 from .base.composite import Composite
-from .base.compressor import Compressor
+from .base.compressor import Compressor, is_number
 from .base.registry import register
 
 if TYPE_CHECKING:
@@ -27,6 +27,12 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 # Momenta of a smaller `beta` are less than the rounding errors of gradients.
 _NEGLIGIBLE = 2.0**-24
+
+# What a momentum has of the method for it.
+_OF_INNER = (
+    "rounds", "max_numel", "vectors", "asymmetric", "error_feedback", "unbiased", "residual_decay", "rank_local",
+    "partition_local", "bypasses", "groups_by", "joined_shape", "complete_step", "skip_step", "clean",
+)  # fmt: skip
 
 # "auto" ends the warm-up when the second moment has changed by less than this factor.
 _SETTLED = 0.96
@@ -143,21 +149,18 @@ class Momentum(Compressor):
                 "feedback, as SignSGD(majority=False), or an unbiased one, as QSGD(); the error of each step would "
                 "stay in the momentum"
             )
+        for name in _OF_INNER:
+            setattr(self, name, getattr(inner, name))
+        self.exchange = getattr(inner, "exchange", None)  # which ranks compare
         super().__post_init__()
         for name in ("beta", "beta2"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not (isinstance(value, (int, float)) and 0 <= value < 1):
-                raise ValueError(f"Momentum: got {name} = {value!r}, expected a number in [0, 1)")
-        if not (is_count(self.warmup_steps) or self.warmup_steps == "auto"):
-            raise ValueError(f"Momentum: got warmup_steps = {self.warmup_steps!r}, expected an integer >= 0 or 'auto'")
-        self.rounds, self.max_numel = inner.rounds, inner.max_numel
-        self.vectors = inner.vectors
-        self.asymmetric, self.adapts = inner.asymmetric, inner.adapts or self._is_auto
-        self.error_feedback, self.unbiased = inner.error_feedback, inner.unbiased
-        self.residual_decay = inner.residual_decay
+            self.check(name, is_number(getattr(self, name)) and 0 <= getattr(self, name) < 1, "a number in [0, 1)")
+        self._is_auto = self.warmup_steps == "auto"
+        self.check("warmup_steps", self._is_auto or is_count(self.warmup_steps), "an integer >= 0 or 'auto'")
+        self.adapts = inner.adapts or self._is_auto
         inner.memory, inner.workspace = self.memory, self.workspace  # it is called with the states that are kept here
 
-    # --- what `inner` decides
+    # --- what `inner` decides, too
 
     @property
     def loss_scaled(self) -> Mapping[str, int]:  # type: ignore[override]
@@ -165,31 +168,9 @@ class Momentum(Compressor):
         return {**self.inner.loss_scaled, **own}
 
     @property
-    def rank_local(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.inner.rank_local
-
-    @property
-    def partition_local(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.inner.partition_local
-
-    @property
-    def exchange(self) -> str | None:
-        """That of `inner`, which ranks compare."""
-        return getattr(self.inner, "exchange", None)
-
-    @property
     def digest(self) -> int:
         auto = self.beta2 if self._is_auto else ""
         return zlib.crc32(f"Momentum{self.beta}{self.warmup_steps}{auto}{self.inner.digest}".encode())
-
-    def bypasses(self, grad: Tensor) -> bool:
-        return self.inner.bypasses(grad)
-
-    def groups_by(self, shape: torch.Size) -> Hashable | None:
-        return self.inner.groups_by(shape)
-
-    def joined_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        return self.inner.joined_shape(shape)
 
     def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
         return self.inner.state_shapes(shape) | {"momentum": tuple(shape)}
@@ -202,15 +183,6 @@ class Momentum(Compressor):
         self.inner.end_step(engine, names)
         if self._is_auto:
             self._end_warmups(engine, set(names))
-
-    def complete_step(self, names: Sequence[str]) -> None:
-        self.inner.complete_step(names)
-
-    def skip_step(self) -> None:
-        self.inner.skip_step()
-
-    def clean(self, state: State) -> None:
-        self.inner.clean(state)
 
     def take_back(self, group: Group, name: str, average: Tensor, skipped: bool) -> None:
         """Also make the momentum that of the optimizer: m - g', or that before the step if the optimizer skips it."""
@@ -246,7 +218,7 @@ class Momentum(Compressor):
         return self.beta2 if self._is_auto else None
 
     def compresses_momentum(self, state: State) -> bool:
-        if self.warmup_steps == "auto":
+        if self._is_auto:
             return getattr(state, "warmup_steps", None) is not None
         return state.step - getattr(state, "unused", 0) >= self.warmup_steps
 
@@ -270,7 +242,7 @@ class Momentum(Compressor):
         largest, square = None, 0.0
         if self._is_auto:
             numbers = yield from jointly(_max_abs_and_norms, group.device, mean)
-            largest, norm = (yield ToHost(numbers)).tolist() if ops.on_device(numbers) else numbers.tolist()
+            largest, norm = (yield ToHost(numbers)).tolist() if numbers.is_cuda else numbers.tolist()
             square = norm**2
         average = yield from self.with_max_abs(group, mean, largest)
         return _Average(average, previous, bound, compressed=False, square=square)
@@ -299,7 +271,8 @@ class Momentum(Compressor):
                 yield from self.inner.commit(group, average.average)
             gradient = momentum
             if previous is not None:
-                gradient = self.new_average(group.numel, group.device) if group.target is None else group.target
+                gradient = group.target
+                gradient = self.new_average(group.numel, group.device) if gradient is None else gradient
                 torch.sub(momentum, previous, alpha=self.beta, out=gradient)
             group.write(group.pieces(gradient) if not self.vectors else [gradient])
         else:
@@ -315,10 +288,6 @@ class Momentum(Compressor):
         state.momentum, state.momentum_bound = momentum, average.bound
 
     # --- the end of the warm-up
-
-    @property
-    def _is_auto(self) -> bool:
-        return self.warmup_steps == "auto"
 
     def _learn(self, state: State, square: float) -> None:
         """Update the running mean of sums of squares, ||v||, and its running mean."""

@@ -17,6 +17,7 @@ from ..collectives.routines import Local, Routine
 from ..memory.state import Key
 from ..ops import groups
 from ..ops import tensors as ops
+from .base.compressor import is_number
 from .base.gather import CodedSum, GatherCompressor, all_finite, from_rank
 from .base.list_codec import ListCodec
 from .base.registry import register
@@ -70,8 +71,8 @@ class QSGD(GatherCompressor):
     def __post_init__(self) -> None:
         super().__post_init__()
         ops.check_quantizer(self.bits, self.bucket, self.norm, 0, "QSGD")
-        if self.coding not in ("elias", "packed", "always_elias"):
-            raise ValueError(f"QSGD: got coding = {self.coding!r}, expected 'elias', 'packed' or 'always_elias'")
+        codings = ("elias", "packed", "always_elias")
+        self.check("coding", self.coding in codings, "'elias', 'packed' or 'always_elias'")
 
     @property
     def fixed_nbytes(self) -> bool:  # type: ignore[override]
@@ -84,7 +85,7 @@ class QSGD(GatherCompressor):
         arguments = (grad, self.bits, self.bucket, self.norm, key.bits)
         norms_end = 4 * ops.num_buckets(numel, self.bucket)
         packed_nbytes = ops.packed_nbytes(numel, self.bits)
-        if self.coding == "always_elias" or (self.coding == "elias" and not ops.on_device(grad)):
+        if self.coding == "always_elias" or (self.coding == "elias" and not grad.is_cuda):
             space = self.workspace.empty("stream", (ops.elias_capacity(numel, self.bits),), torch.uint8, grad.device)
             stream, norms = ops.elias_quantize(*arguments, out=space)
             if stream.numel() <= packed_nbytes:
@@ -165,14 +166,10 @@ class TernGrad(ListCodec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.shared_scale:
-            if self.exchange != "gather":
-                raise ValueError(
-                    f"TernGrad: got exchange = {self.exchange!r} with shared_scale=True, expected shared_scale=False: "
-                    "each partition has its own scale"
-                )
+            expected = "'gather', or shared_scale=False: each partition has its own scale"
+            self.check("exchange", self.exchange == "gather", expected)
             self.rounds = 2
-        if self.clip is not None and not (isinstance(self.clip, (int, float)) and self.clip > 0):
-            raise ValueError(f"TernGrad: got clip = {self.clip!r}, expected None or a number > 0")
+        self.check("clip", self.clip is None or (is_number(self.clip) and self.clip > 0), "None or a number > 0")
 
     def encoded(self, group: Group) -> Routine:
         parts, key = group.parts, group.state.key(self.seed)
@@ -181,7 +178,7 @@ class TernGrad(ListCodec):
             return self._pack([(parts, key)], largest, largest)[0], []
         headers = yield self.gather(self._header(largest, group.numel))
         # On a device, headers are opened with the payloads: the host need not wait for the scales.
-        later = ops.on_device(largest)
+        later = largest.is_cuda
         if not later:
             opened = self.open_all(headers, [group.numel] * group.size, group.size)
             if not all_finite(opened):
@@ -245,7 +242,7 @@ class TernGrad(ListCodec):
 
 def _norms(parts: Sequence[Tensor]) -> Tensor:
     """The L2 norms of tensors (float32). On a device, in one call of torch, which adds in another order."""
-    if not ops.on_device(parts[0]):
+    if not parts[0].is_cuda:
         return torch.cat([ops.bucket_norms(part) for part in parts])
     return torch.stack(torch._foreach_norm(list(parts), dtype=torch.float64)).float()
 

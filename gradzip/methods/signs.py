@@ -6,7 +6,6 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from ..ops import groups
 from ..ops import tensors as ops
 from .base.error_feedback import ErrorFeedback
 from .base.gather import CodedSum
-from .base.list_codec import ListCodec
+from .base.list_codec import Layout, ListCodec
 from .base.registry import register
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class SignSGD(ErrorFeedback, ListCodec):
         winners, numbers = yield from jointly(self._count_all, flat.device, CodedSum(outs, payloads, 1.0))
         vote = _Vote(payloads, winners, np.ones(len(outs)))
         if self.error_feedback:
-            vote = vote._replace(scales=_scales((yield ToHost(numbers)) if ops.on_device(numbers) else numbers, outs))
+            vote = vote._replace(scales=_scales((yield ToHost(numbers)) if numbers.is_cuda else numbers, outs))
             state.vote = vote  # until `subtract_transmitted`
         yield from jointly(self._write_all, flat.device, (outs, vote))
         return np.abs(vote.scales.astype(np.float32)).max()
@@ -114,7 +113,8 @@ class SignSGD(ErrorFeedback, ListCodec):
         if voted := [(group.pieces(group.state.residual), vote) for group, vote in votes if vote is not None]:
             # Also add m - S v, in place: one term for each rank, without a tensor for m.
             outs = [out for residuals, _ in voted for out in residuals]
-            packed, numbers = self.columns([CodedSum(residuals, vote.ballots, 1.0) for residuals, vote in voted])
+            sums = [CodedSum(residuals, vote.ballots, 1.0) for residuals, vote in voted]
+            packed, numbers = self.columns(self.layout([residuals for residuals, _ in voted]), sums)
             weights = np.full(packed.shape, 1.0 / packed.shape[1])
             weights[:, of[0].rank] -= 1.0
             winners, scales = self._winners(voted)
@@ -207,7 +207,7 @@ class OneBitSGD(ErrorFeedback, ListCodec):
 
     @staticmethod
     def count_numbers(shape: torch.Size) -> int:
-        return 2 * _rows(shape)
+        return 2 * (shape[0] if len(shape) > 1 else 1)  # a 1-D part is of a partition: a piece of the flat gradient
 
     def encode_all(self, parts: Sequence[Tensor], key: Key) -> Tensor:
         layout = self.layout([parts])
@@ -215,17 +215,8 @@ class OneBitSGD(ErrorFeedback, ListCodec):
         begin = np.uint64(payload.data_ptr() + ops.HEADER_NBYTES)
         keys = groups.keys_of(key.bits, len(parts))
         outs = begin + layout.codes, begin + layout.numbers
-        largest = groups.one_bit_packed(parts, _all_rows(parts), keys, *outs)
+        largest = groups.one_bit_packed(parts, layout.counts // 2, keys, *outs)
         return self.seal(ops.Seal(payload, int(layout.numels.sum()), magnitudes=largest))
 
-    def columns(self, sums: Sequence[CodedSum]) -> tuple[np.ndarray, ...]:
-        outs = [out for coded in sums for out in coded.outs]
-        return *super().columns(sums), (groups.numels(outs) // _all_rows(outs))[:, None]
-
-
-def _rows(shape: torch.Size) -> int:
-    return shape[0] if len(shape) > 1 else 1  # a 1-D part is of a partition: a piece of the flat gradient
-
-
-def _all_rows(parts: Sequence[Tensor]) -> np.ndarray:
-    return np.array(list(map(_rows, map(attrgetter("shape"), parts))))
+    def columns(self, layout: Layout, sums: Sequence[CodedSum]) -> tuple[np.ndarray, ...]:
+        return *super().columns(layout, sums), (layout.numels // (layout.counts // 2))[:, None]

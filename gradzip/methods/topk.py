@@ -71,7 +71,7 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
                 f"corrupt payload: it claims {k} values, but {payload.body.numel()} bytes do not hold them"
             )
         stream = payload.body[values_end:]
-        if not ops.on_device(stream):
+        if not stream.is_cuda:
             stream, _ = ops.index_code_open(stream)
             if payload.body.numel() - values_end - stream.numel() >= ops.PAYLOAD_ALIGN:
                 raise ops.PayloadError(f"corrupt payload: its {k} values and indices do not fill it")
@@ -185,10 +185,9 @@ class TopK(SparseCodec):
                     f"TopK: got bits = {self.bits!r} and select = {self.select!r} with chunk = {self.chunk}, expected "
                     "bits = 2 and select = 'exact'"
                 )
-        if self.select not in ("exact", "sampled"):
-            raise ValueError(f"TopK: got select = {self.select!r}, expected 'exact' or 'sampled'")
-        if not (isinstance(self.bits, int) and (self.bits == 32 or 2 <= self.bits <= 16)):
-            raise ValueError(f"TopK: got bits = {self.bits!r}, expected 32 (float32), or 2 to 16 (range floats)")
+        self.check("select", self.select in ("exact", "sampled"), "'exact' or 'sampled'")
+        valid = isinstance(self.bits, int) and (self.bits == 32 or 2 <= self.bits <= 16)
+        self.check("bits", valid, "32 (float32), or 2 to 16 (range floats)")
 
     @property
     def fixed_nbytes(self) -> bool:  # type: ignore[override]
@@ -204,7 +203,7 @@ class TopK(SparseCodec):
             marks = ops.bitmap(flat, selection)
             indices, values = ops.bitmap_indices(marks, flat.numel(), k), ops.compact_values(flat, marks, k)
         else:
-            indices, values = ops.topk_abs(flat, k)
+            indices, values = groups.topk_abs(flat, k)
         return self.pack(indices, values, flat.numel())
 
     # --- chunks

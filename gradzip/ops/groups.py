@@ -34,9 +34,6 @@ class Matrices:
         # In bytes: of the matrices, of their P and of their Q.
         self.at, self.p_at, self.q_at = map(_starts, (self.rows * self.columns, rank * self.rows, rank * self.columns))
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
 
 def _starts(numels: np.ndarray) -> np.ndarray:
     return 4 * (np.cumsum(numels) - numels)
@@ -59,7 +56,7 @@ def project(projections: Sequence[Projection]) -> list[Tensor]:
     outs = out.split_with_sizes(numels)
     tables = []
     for (matrices, parts, residual, factor, transpose), out in zip(projections, outs):
-        table = np.empty((len(matrices), 8), np.int64)  # struct Projection of csrc/common/low_rank.h
+        table = np.empty((len(matrices.rows), 8), np.int64)  # struct Projection of csrc/common/low_rank.h
         given, computed = (matrices.p_at, matrices.q_at) if transpose else (matrices.q_at, matrices.p_at)
         own = list(map(methodcaller("data_ptr"), parts))
         table[:, 0] = own if residual is None else residual.data_ptr() + matrices.at
@@ -88,7 +85,7 @@ def apply_averages(updates: Sequence[Update]) -> list[None]:
     """`low_rank_apply_average_all` for the matrices of several groups, in one call."""
     tables = []
     for matrices, parts, residual, sent_p, sent_q, p, q in updates:
-        table = np.empty((len(matrices), 9), np.int64)  # struct AverageUpdate of csrc/common/low_rank.h
+        table = np.empty((len(matrices.rows), 9), np.int64)  # struct AverageUpdate of csrc/common/low_rank.h
         table[:, 0] = list(map(methodcaller("data_ptr"), parts))
         table[:, 1] = residual.data_ptr() + matrices.at
         for column, (factor, at) in enumerate(
@@ -229,6 +226,22 @@ def decode_sums(
     table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(outs), numels(outs), terms.shape[1], add
     run = _native.run_failed if fails else _native.run
     return run(kernel, outs[0], table.ctypes.data, len(table), terms.ctypes.data) or 0
+
+
+# --- the largest elements of a vector
+
+
+def topk_abs(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`ops.topk_abs`, for k >= 1."""
+    selection = torch.empty(16, dtype=torch.uint8, device=x.device)
+    bitmap = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
+    indices = torch.empty(k, dtype=torch.int32, device=x.device)
+    values = torch.empty(k, dtype=torch.float32, device=x.device)
+    _native.run("select", x, x.data_ptr(), x.numel(), k, selection.data_ptr())
+    _native.run_count("bitmap", x, x.data_ptr(), x.numel(), selection.data_ptr(), bitmap.data_ptr())
+    source = (bitmap.data_ptr(), x.numel(), x.data_ptr(), k)
+    _native.run_count("bitmap_indices", x, *source, indices.data_ptr(), values.data_ptr())
+    return indices, values
 
 
 # --- selected coefficients of a transform (`ops.transform_*`), whose bitmaps and values are coded

@@ -120,5 +120,5 @@ def _clamped_share(method: TransformCodec, collectives: list[Collective], numel:
     ((payload,),) = (method.open_all([c.tensor], [numel], 1) for c in collectives if isinstance(c, Gather))
     if payload.flags & ops.NON_FINITE:
         return None
-    parts = method.parse([payload], numel)
-    return int(method.clamped) / (int(parts.k[0]) * parts.transform.group)
+    parts = method.parse([payload], [numel])
+    return int(method.clamped) / (int(parts.k[0]) * parts.plans[0].transform.group)

@@ -125,9 +125,12 @@ class Compressor(ABC):
     decompress: ClassVar[Callable[..., Tensor]]
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.min_numel, int) and self.min_numel >= 0):
-            raise ValueError(f"{type(self).__name__}: got min_numel = {self.min_numel!r}, expected an integer >= 0")
-        check_types(self)
+        self.check("min_numel", isinstance(self.min_numel, int) and self.min_numel >= 0, "an integer >= 0")
+        # A shell or a YAML file may give strings, and the string "false" is true.
+        for f in fields(self):
+            value = getattr(self, f.name)
+            self.check(f.name, f.type != "bool" or isinstance(value, bool), "True or False")
+            self.check(f.name, f.name != "seed" or (is_number(value) and isinstance(value, int)), "an integer")
         self.memory = Memory(type(self).__name__, self.loss_scaled, self.rank_local, self.partition_local)
         self.traffic = Traffic()
         self.workspace = Workspace()
@@ -141,6 +144,11 @@ class Compressor(ABC):
         self.averages_pieces = False
         # If set, a gradient is averaged by node, and `method_for` averages one chunk of it on each rank.
         self.node_chunks: NodeChunks | None = None
+
+    def check(self, name: str, valid: object, expected: str) -> None:
+        """Raise ValueError, which names a hyper-parameter, its value and what was expected, unless it is valid."""
+        if not valid:
+            raise ValueError(f"{type(self).__name__}: got {name} = {getattr(self, name)!r}, expected {expected}")
 
     # --- extension points of a step of one group, in the order in which `Group` calls them
 
@@ -169,7 +177,7 @@ class Compressor(ABC):
         if state.residual is None:
             return
         residuals = group.pieces(state.residual)
-        if self.error_feedback and not ops.on_device(state.residual):
+        if self.error_feedback and not state.residual.is_cuda:
             state.next_residual = state.renewed("residual", state.residual)
             sums = group.pieces(state.next_residual)
             for part, residual, out in zip(group.parts, residuals, sums):
@@ -196,7 +204,7 @@ class Compressor(ABC):
 
     def commit(self, group: Group, average: Any) -> Routine:
         """Coroutine: write the average to the gradients, and the residual to the state. Only if it is finite."""
-        yield from jointly(self.apply_averages, group.device, (group, average))
+        return jointly(self.apply_averages, group.device, (group, average))
 
     def apply_averages(self, updates: list[tuple[Group, Average]]) -> list[None]:
         """`commit` for several groups."""
@@ -223,7 +231,7 @@ class Compressor(ABC):
 
     def looks(self, x: Tensor) -> bool:
         """Whether the host looks at averages. On a device it has to wait for it: only if a step may be skipped."""
-        return self.memory.checks or not ops.on_device(x)
+        return self.memory.checks or not x.is_cuda
 
     def with_max_abs(self, group: Group, flat: Tensor, max_abs: float | None = None) -> Routine:
         """Coroutine: the `Average` of a group, with its largest magnitude if it is on a device.
@@ -237,7 +245,7 @@ class Compressor(ABC):
         """
         if not self.looks(flat):
             max_abs = 0.0 if max_abs is None else max_abs
-        elif max_abs is None and ops.on_device(flat):
+        elif max_abs is None and flat.is_cuda:
             max_abs = float((yield ToHost((yield Local(ops.abs_max_all, flat.device, flat)))))
         return Average(group.pieces(flat), max_abs)
 
@@ -492,18 +500,9 @@ def _most(tensors: Sequence[Tensor]) -> float:
     return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
-def check_types(method: Any) -> None:
-    """Check switches and seeds. A shell or a YAML file may give strings, and the string "false" is true.
-
-    Raises:
-        ValueError: a bool that is not True or False, or a seed that is not an integer.
-    """
-    for f in fields(method):
-        value = getattr(method, f.name)
-        if f.type == "bool" and not isinstance(value, bool):
-            raise ValueError(f"{type(method).__name__}: got {f.name} = {value!r}, expected True or False")
-        if f.name == "seed" and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ValueError(f"{type(method).__name__}: got seed = {value!r}, expected an integer")
+def is_number(value: Any) -> bool:
+    """Whether a hyper-parameter is a number, which True and False are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def cloned(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
 
-from .compressor import Compressor
+from .compressor import Compressor, is_number
 
 
 @dataclass
@@ -24,11 +24,10 @@ class ErrorFeedback(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        decay, name = self.residual_decay, type(self).__name__
-        if isinstance(decay, bool) or not (isinstance(decay, (int, float)) and 0 < decay <= 1):
-            raise ValueError(f"{name}: got residual_decay = {decay!r}, expected a number in (0, 1]")
+        decay = self.residual_decay
+        self.check("residual_decay", is_number(decay) and 0 < decay <= 1, "a number in (0, 1]")
         if decay != 1 and not self.error_feedback:
             raise ValueError(
-                f"{name}: got residual_decay = {decay!r} and error_feedback = False, expected error_feedback = True: "
-                "there is no residual"
+                f"{type(self).__name__}: got residual_decay = {decay!r} and error_feedback = False, expected "
+                "error_feedback = True: there is no residual"
             )

@@ -81,11 +81,8 @@ class GatherCompressor(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.exchange not in ("gather", "scatter_reduce", "auto"):
-            raise ValueError(
-                f"{type(self).__name__}: got exchange = {self.exchange!r}, expected 'gather', 'scatter_reduce' or "
-                "'auto'"
-            )
+        exchanges = ("gather", "scatter_reduce", "auto")
+        self.check("exchange", self.exchange in exchanges, "'gather', 'scatter_reduce' or 'auto'")
         self.rounds = 1 if self.exchange == "gather" else 2
         self.asymmetric = self.exchange != "gather"
         self.adapts = self.exchange == "auto"
@@ -142,7 +139,7 @@ class GatherCompressor(Compressor):
             state: of the group, which may change. None for the owner of a partition, who encodes the average again.
         """
         coded = CodedSum(outs, payloads, 1.0 / len(payloads))
-        return (yield from jointly(self._average_all, flat.device, (flat, coded)))
+        return jointly(self._average_all, flat.device, (flat, coded))
 
     def decode(self, payloads: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Average payloads, in order. On a CPU, the next call reuses the memory of the result.
@@ -169,7 +166,7 @@ class GatherCompressor(Compressor):
             flat.fill_(math.nan)
             return Average(outs, math.nan)
         largest = yield from self.decode_all(payloads, flat, outs, group.state)
-        if isinstance(largest, Tensor) and ops.on_device(largest):
+        if isinstance(largest, Tensor) and largest.is_cuda:
             largest = yield ToHost(largest)
         return Average(outs, float(largest))
 
@@ -227,7 +224,7 @@ class GatherCompressor(Compressor):
 
     def gather(self, payload: Tensor, alike: bool = True) -> Gather:
         """The all-gather of a payload of this method. alike: whether all ranks encode equally many elements."""
-        return Gather(payload, same_length=alike and self.fixed_nbytes and ops.on_device(payload))
+        return Gather(payload, same_length=alike and self.fixed_nbytes and payload.is_cuda)
 
     def reduce(self, group: Group) -> Routine:
         state = group.state

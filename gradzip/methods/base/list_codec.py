@@ -30,6 +30,7 @@ class Layout(NamedTuple):
 
     body: np.ndarray  # the number of each tensor's body
     numels: np.ndarray  # of each tensor, int64
+    counts: np.ndarray  # of each tensor's numbers
     numbers: np.ndarray  # where the tensor's numbers begin in its body, uint64
     codes: np.ndarray  # where its code begins there, uint64
     heads: list[int]  # bytes of each body's numbers
@@ -79,7 +80,7 @@ class ListCodec(GatherCompressor):
             expected = layout.nbytes[i // nbytes.shape[1]]
             got = f"got {contents[i].numel()} bytes after the header, expected {expected}"
             raise ops.PayloadError(f"corrupt payload: {got}", i)
-        if self.has_scales and not ops.on_device(contents[0]):
+        if self.has_scales and not contents[0].is_cuda:
             for i, body in enumerate(contents):
                 numbers = body[: layout.heads[i // nbytes.shape[1]]].view(torch.float32)
                 if not bool(((numbers >= 0) & (numbers < math.inf)).all()):
@@ -87,14 +88,13 @@ class ListCodec(GatherCompressor):
                     raise ops.PayloadError(f"corrupt payload: {got}", i)
         return groups.addresses(contents).reshape(nbytes.shape)
 
-    def columns(self, sums: Sequence[CodedSum]) -> tuple[np.ndarray, ...]:
+    def columns(self, layout: Layout, sums: Sequence[CodedSum]) -> tuple[np.ndarray, ...]:
         """What the kernel reads of each tensor's payloads: (tensors, payloads) each."""
-        layout = self.layout([coded.outs for coded in sums])
         begin = self.bodies(layout, [coded.payloads for coded in sums])[layout.body]
         return begin + layout.codes[:, None], begin + layout.numbers[:, None]
 
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
-        columns = self.columns(sums)
+        columns = self.columns(self.layout([coded.outs for coded in sums]), sums)
         self.decode_sums([out for coded in sums for out in coded.outs], sums[0].add, columns, sums[0].weight)
 
     def decode_sums(
@@ -108,18 +108,22 @@ class ListCodec(GatherCompressor):
 
 @functools.lru_cache(maxsize=256)
 def _layout_of(method: type[ListCodec], lists: tuple[Shapes, ...]) -> Layout:
-    numels, numbers, codes, heads, nbytes = [], [], [], [], []
+    numels, counts, numbers, codes, heads, nbytes = [], [], [], [], [], []
     for shapes in lists:
-        numels.append(np.array(list(map(math.prod, shapes)), np.int64))
-        of_list = 4 * np.array(list(map(method.count_numbers, shapes)))
-        heads.append(int(of_list.sum()))
-        numbers.append(of_list.cumsum() - of_list)
-        ends = np.cumsum([_padded(heads[-1]), *map(_padded, map(method.code_nbytes, numels[-1].tolist()))])
-        codes.append(ends[:-1])
-        nbytes.append(int(ends[-1]))
+        of_list = list(map(math.prod, shapes))
+        numels += of_list
+        count = list(map(method.count_numbers, shapes))
+        counts += count
+        *begins, head = itertools.accumulate(count, initial=0)
+        numbers += begins
+        heads.append(4 * head)
+        sizes = map(_padded, [heads[-1], *map(method.code_nbytes, of_list)])
+        *begins, end = itertools.accumulate(sizes)
+        codes += begins
+        nbytes.append(end)
     body = np.repeat(np.arange(len(lists)), list(map(len, lists)))
-    of_tensors = (np.concatenate(column).astype(np.uint64) for column in (numbers, codes))
-    return Layout(body, np.concatenate(numels), *of_tensors, heads, nbytes)
+    starts = 4 * np.array(numbers, np.uint64), np.array(codes, np.uint64)
+    return Layout(body, np.array(numels), np.array(counts), *starts, heads, nbytes)
 
 
 def _padded(nbytes: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +24,26 @@ from .gather import CodedSum, GatherCompressor
 from .schedule import Theta, check_theta, theta_at
 
 # k; the transform's lengths less one; bytes of padding. The header's other 8 bytes hold the range float.
-_FIELDS = struct.Struct("<I3BB")
-_ROW = np.dtype([("k", "<u4"), ("axes", "u1", 3), ("padding", "u1"), ("number", "V8")])  # the same for NumPy
+_FIELDS = struct.Struct("<I3sB")
+_ROW = np.dtype([("k", "<u4"), ("axes", "S3"), ("padding", "u1"), ("number", "V8")])  # the same for NumPy
+
+_bitmap_capacity = functools.lru_cache(maxsize=256)(ops.bitmap_code_capacity)
+
+
+class _Plan(NamedTuple):
+    """What follows from the transform and the size of a gradient."""
+
+    transform: ops.Transform
+    axes: bytes  # the transform's lengths less one
+    numel: int  # of the signal
+    groups: int
+    segment: int
 
 
 class CodedParts(NamedTuple):
-    """Payloads of one gradient, parsed: selected coefficients, and their status bitmaps, still coded."""
+    """Payloads of several gradients, equally many of each, parsed: coefficients, and their coded status bitmaps."""
 
-    transform: ops.Transform
+    plans: Sequence[_Plan]  # of each gradient
     bodies: Sequence[Tensor]
     k: np.ndarray  # of each payload, int64
     codes_end: np.ndarray  # bytes of the coefficients' codes, which begin the body
@@ -60,11 +74,9 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         super().__post_init__()
         check_theta(self.theta)
         ops.check_format(self.bits, self.mantissa)
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(
-                f"{type(self).__name__}: got rounding = {self.rounding!r}, expected 'nearest' or 'stochastic'"
-            )
-        self._limits()
+        self.check("rounding", self.rounding in ("nearest", "stochastic"), "'nearest' or 'stochastic'")
+        self._range = self._limits()
+        self._plans: dict[Any, _Plan] = {}  # by shape, to encode; by axes and number of elements, to decode
         self._clamped: dict[torch.device, int | Tensor] = {}  # on CUDA, a 0-dim tensor
 
     @property
@@ -88,122 +100,117 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         """The size of `signal` for a gradient of `numel` elements."""
         return numel
 
+    def _plan(self, key: Any, transform: ops.Transform, numel: int) -> _Plan:
+        """The plan for a gradient of `numel` elements, which `_plans` is to have by that key."""
+        n, axes = self.signal_numel(numel), bytes([length - 1 for length in transform.lengths])
+        plan = self._plans[key] = _Plan(transform, axes, n, transform.groups(n), transform.segment(n))
+        return plan
+
     # --- encoding
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
-        transform, x = self.transform_for(grad.shape), self.signal(grad)
-        count = transform.groups(x.numel())
+        shape = grad.shape
+        plan = self._plans.get(shape) or self._plan(shape, self.transform_for(shape), grad.numel())
+        transform, count = plan.transform, plan.groups
         k = num_kept(theta_at(self.theta, key.step), count)
         if k >= 1 << 32:
             raise ValueError(
                 f"{type(self).__name__}: got {k} coefficients to send, expected less than 2^32: give a larger theta"
             )
-        bitmap, values = self._select(x, transform, k)
-        segment = transform.segment(x.numel())
+        x, empty = self.signal(grad), self.workspace.empty
+        bitmap = empty("bitmap", (-(-count // 8),), torch.uint8, x.device)
+        values = empty("values", (k * transform.group,), torch.float32, x.device)
+        candidates = ops.transform_scratch_numel(plan.numel, transform, k, x.device)
+        scratch = empty("candidates", (candidates,), torch.float32, x.device)
+        groups.transform_select(x, transform.code, k, bitmap, values, scratch)
         codes_end = ops.packed_nbytes(values.numel(), self.bits)
         # On a device, room for the longest stream, so that nothing waits to learn its length.
-        room = ops.bitmap_code_capacity(count, segment, k if ops.on_device(x) else None)
-        end = codes_end + room
+        end = codes_end + _bitmap_capacity(count, plan.segment, k if x.is_cuda else None)
         payload = ops.new_payload(end + -end % ops.PAYLOAD_ALIGN, grad.device)  # `seal` writes the padding
         body = payload[ops.HEADER_NBYTES :]
-        nbytes = groups.bitmap_code_write(bitmap, count, segment, body[codes_end:end])
-        number = self._quantize(values, body[:codes_end], key)
-        axes = (*transform.lengths, 1, 1, 1)[:3]
-        fields = _FIELDS.pack(k, *(n - 1 for n in axes), 0)
+        nbytes = groups.bitmap_code_write(bitmap, count, plan.segment, body[codes_end:end])
+        number = groups.range_float_fit(values, self.bits, self.mantissa, self._range)
+        noise = key.bits if self.rounding == "stochastic" else None
+        clamped = groups.range_float_encode(values, number, self.bits, noise, body[:codes_end])
+        self._clamped[x.device] = self._clamped.get(x.device, 0) + clamped
         stream = ops.Stream(codes_end, nbytes, padding_at=_FIELDS.size - 1)
         # Check the kept coefficients, which include those that are not finite: a transform may overflow even if the
         # gradient is finite.
         magnitudes = ops.abs_max_tensor(values)
+        fields = _FIELDS.pack(k, plan.axes, 0)
         return self.seal(ops.Seal(payload, grad.numel(), fields, 0, magnitudes, number, stream=stream))
-
-    def _select(self, x: Tensor, transform: ops.Transform, k: int) -> tuple[Tensor, Tensor]:
-        """Select the k largest groups of coefficients of x (flat). Returns their status bitmap and coefficients."""
-        empty = self.workspace.empty
-        bitmap = empty("bitmap", (ops.bitmap_nbytes(transform.groups(x.numel())),), torch.uint8, x.device)
-        values = empty("values", (k * transform.group,), torch.float32, x.device)
-        candidates = ops.transform_scratch_numel(x.numel(), transform, k, x.device)
-        scratch = empty("candidates", (candidates,), torch.float32, x.device)
-        groups.transform_select(x, transform.code, k, bitmap, values, scratch)
-        return bitmap, values
-
-    def _quantize(self, values: Tensor, out: Tensor, key: Key) -> ops.RangeFloat:
-        """Write the codes of values to `out`. Returns their format."""
-        number = groups.range_float_fit(values, self.bits, self.mantissa, self._limits())
-        noise = key.bits if self.rounding == "stochastic" else None
-        clamped = groups.range_float_encode(values, number, self.bits, noise, out)
-        self._clamped[values.device] = self._clamped.get(values.device, 0) + clamped
-        return number
 
     def _limits(self) -> tuple[float, float] | None:
         """The fixed range, in float32, or None. Raises ValueError."""
         if self.value_range is None:
             return None
-        pair = self.value_range if isinstance(self.value_range, tuple) else (self.value_range, self.value_range)
-        if len(pair) == 2 and all(isinstance(v, (int, float)) for v in pair):
-            low, high = pair if isinstance(self.value_range, tuple) else (-pair[0], pair[0])
+        pair: Any = self.value_range
+        valid = all(isinstance(v, (int, float)) for v in (pair if isinstance(pair, tuple) else (pair,)))
+        if valid:
             # As float32, which values are compared with: 1e-60 rounds to 0, and 1e39 to infinity.
-            low, high = torch.tensor([low, high], dtype=torch.float32, device="cpu").tolist()
-            if -math.inf < low <= 0 <= high < math.inf and low < high:
-                return low, high
-        raise ValueError(
-            f"{type(self).__name__}: got value_range = {self.value_range!r}, expected r > 0, or (min <= 0, max >= 0)"
-        )
+            pair = torch.tensor(pair if isinstance(pair, tuple) else (-pair, pair), device="cpu").tolist()
+            valid = len(pair) == 2 and -math.inf < pair[0] <= 0 <= pair[1] < math.inf and pair[0] < pair[1]
+        self.check("value_range", valid, "r > 0, or (min <= 0, max >= 0)")
+        return tuple(pair)
 
     # --- decoding
 
-    def parse(self, payloads: Sequence[ops.Payload], numel: int) -> CodedParts:
-        """Parse payloads of a gradient of `numel` elements, all at once.
+    def parse(self, payloads: Sequence[ops.Payload], numels: Sequence[int]) -> CodedParts:
+        """Parse payloads of gradients of so many elements, equally many of each, all at once.
 
         Raises:
             PayloadError: `encode` of this codec cannot have written one; `index` of the exception is its number.
         """
-        rows = np.frombuffer(b"".join([payload.fields for payload in payloads]), _ROW)
-        formats = ops.words_of_wire(rows["number"].tobytes())
-        bits, axes = formats["bits"], rows["axes"]
-        _expect(bits == self.bits, lambda i: f"it claims {bits[i]} bits, expected {self.bits}")
-
-        def lengths(i: int) -> tuple[int, ...]:
-            return tuple([n + 1 for n in axes[i].tolist() if n > 0])
-
-        def claim(i: int) -> str:
-            known = self.transform_with_lengths(lengths(i)) is not None
-            return f"it claims kernels of {lengths(i)}, " + (
-                f"those before it of {lengths(0)}" if known else "which no transform is for"
-            )
-
-        transform = self.transform_with_lengths(lengths(0))
-        if transform is None:
-            raise ops.PayloadError(f"corrupt payload: {claim(0)}", 0)
-        _expect((axes == axes[0]).all(axis=1), claim)
-        k, groups = rows["k"].astype(np.int64), transform.groups(self.signal_numel(numel))
-        _expect((k >= 1) & (k <= groups), lambda i: f"it claims {k[i]} of {groups} coefficients")
-        bodies = [payload.body for payload in payloads]
-        nbytes, padding = np.array([body.numel() for body in bodies]), rows["padding"].astype(np.int64)
-        codes_end = -(-k * (transform.group * self.bits) // 8)
+        rows = np.frombuffer(b"".join(map(attrgetter("fields"), payloads)), _ROW)
+        each, axes = len(payloads) // len(numels), rows["axes"]
+        plans = []
+        for i, of_first in enumerate(zip(axes[::each].tolist(), numels)):
+            if (plan := self._plans.get(of_first)) is None:
+                transform = self.transform_with_lengths(_lengths(of_first[0]))
+                if transform is None:
+                    got = f"it claims kernels of {_lengths(of_first[0])}, which no transform is for"
+                    raise ops.PayloadError(f"corrupt payload: {got}", i * each)
+                plan = self._plan(of_first, transform, of_first[1])
+            plans.append(plan)
+        bodies = list(map(attrgetter("body"), payloads))
+        nbytes, formats = groups.numels(bodies), ops.words_of_wire(rows["number"].tobytes())
+        k, padding = rows["k"].astype(np.int64), rows["padding"].astype(np.int64)
+        of_all = np.array(list(map(attrgetter("groups"), plans))).repeat(each)
+        codes_end = -(-k * (plans[0].transform.group * self.bits) // 8)
         stream_nbytes = nbytes - codes_end - padding
-        fits = (padding < ops.PAYLOAD_ALIGN) & (stream_nbytes >= 0)
-        _expect(fits, lambda i: f"its {nbytes[i]} bytes do not hold {k[i]} coefficients")
-        return CodedParts(transform, bodies, k, codes_end, stream_nbytes, formats)
+        valid = (formats["bits"] == self.bits) & (axes == axes[::each].repeat(each)) & (k >= 1) & (k <= of_all)
+        valid &= (padding < ops.PAYLOAD_ALIGN) & (stream_nbytes >= 0)
+        if not valid.all():
+            i = int(valid.argmin())
+            lengths, first = _lengths(axes[i]), _lengths(axes[i - i % each])
+            got = f"its {nbytes[i]} bytes do not hold {k[i]} coefficients"
+            if formats["bits"][i] != self.bits:
+                got = f"it claims {formats['bits'][i]} bits, expected {self.bits}"
+            elif axes[i] != axes[i - i % each]:
+                known = self.transform_with_lengths(lengths) is not None
+                got = f"those before it of {first}" if known else "which no transform is for"
+                got = f"it claims kernels of {lengths}, {got}"
+            elif not 1 <= k[i] <= of_all[i]:
+                got = f"it claims {k[i]} of {of_all[i]} coefficients"
+            raise ops.PayloadError(f"corrupt payload: {got}", i)
+        return CodedParts(plans, bodies, k, codes_end, stream_nbytes, formats)
 
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
-        for coded in sums:
-            (out,) = coded.outs
-            self._sum(self.parse(coded.payloads, out.numel()), out.view(-1), coded.weight, coded.add)
-
-    def _sum(self, parts: CodedParts, out: Tensor, weight: float, add: bool) -> None:
-        transform, n, ends = parts.transform, self.signal_numel(out.numel()), parts.codes_end.tolist()
-        streams = groups.addresses([body[end:] for body, end in zip(parts.bodies, ends)])
-        bitmaps, corrupt = groups.bitmap_code_decode(
-            streams, parts.stream_nbytes, parts.k, transform.groups(n), transform.segment(n), out
-        )
-        if corrupt:
-            i = corrupt - 1
-            got = f"{parts.stream_nbytes[i]} bytes that are not a bitmap of {transform.groups(n)} elements"
-            raise ops.PayloadError(f"corrupt bitmap: got {got} with {parts.k[i]} set", i)
-        begins = bitmaps.data_ptr() + bitmaps.shape[1] * np.arange(len(ends))
-        packed = groups.addresses([body[:end] for body, end in zip(parts.bodies, ends)])
-        table = groups.transform_parts(begins, packed, parts.codes_end, parts.k, parts.formats)
-        self.inverse(table, transform, out, weight, add)
+        payloads = [payload for coded in sums for payload in coded.payloads]
+        parts = self.parse(payloads, [coded.outs[0].numel() for coded in sums])
+        ends = list(zip(parts.bodies, parts.codes_end.tolist()))
+        streams, packed = groups.addresses([b[e:] for b, e in ends]), groups.addresses([b[:e] for b, e in ends])
+        each = len(sums[0].payloads)
+        for i, (((out,), _, weight, add), plan) in enumerate(zip(sums, parts.plans)):
+            of = slice(i * each, (i + 1) * each)
+            k, nbytes = parts.k[of], parts.stream_nbytes[of]
+            bitmaps, corrupt = groups.bitmap_code_decode(streams[of], nbytes, k, plan.groups, plan.segment, out)
+            if corrupt:
+                got = f"{nbytes[corrupt - 1]} bytes that are not a bitmap of {plan.groups} elements"
+                raise ops.PayloadError(f"corrupt bitmap: got {got} with {k[corrupt - 1]} set", corrupt - 1)
+            begins = bitmaps.data_ptr() + bitmaps.shape[1] * np.arange(each)
+            table = groups.transform_parts(begins, packed[of], parts.codes_end[of], k, parts.formats[of])
+            self.inverse(table, plan.transform, out.view(-1), weight, add)
 
     def inverse(
         self, parts: np.ndarray, transform: ops.Transform, out: Tensor, weight: float, add: bool = False
@@ -217,8 +224,6 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         groups.transform_decode(parts, transform.code, out, weight, add)
 
 
-def _expect(valid: np.ndarray, problem: Callable[[int], str]) -> None:
-    """Raise PayloadError for the first payload that is not valid. problem: describes it."""
-    if not valid.all():
-        i = int(valid.argmin())
-        raise ops.PayloadError(f"corrupt payload: {problem(i)}", i)
+def _lengths(axes: bytes) -> tuple[int, ...]:
+    """The lengths of a transform, from those less one, as in a payload."""
+    return tuple([n + 1 for n in axes if n])
