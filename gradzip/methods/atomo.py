@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import struct
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from .base.compressor import INDEXED_NUMEL, is_number
 from .base.gather import CodedSum, GatherCompressor
 from .base.registry import register
 from .base.threads import one_thread
-from .base.transform import inverse_transform, row_chunks, transform_shape
+from .base.transform import inverse_transform, spectra, transform_shape
 
 _MATRICES = struct.Struct("<QQ")  # rows, atoms
 _ENTRIES = struct.Struct("<fII4x")  # magnitude of drawn atoms; how many atoms are certain (p = 1), how many drawn
@@ -138,11 +137,9 @@ class ATOMO(GatherCompressor):
             rows, length = transform_shape(out.numel(), _BLOCK)
             total = self.workspace.empty("sum", (rows * 2 * (length // 2 + 1),), torch.float32, out.device)
             super().sum_all([coded._replace(outs=[total], add=False)])
-            decoded = self._inverse(total, out.numel()).view(out.shape)
-            if coded.add:
-                out.add_(decoded)
-            else:
-                out.copy_(decoded)
+            spectrum = torch.view_as_complex(total.view(rows, -1, 2))
+            spectrum[:, 1 : (length + 1) // 2] *= math.sqrt(0.5)
+            inverse_transform(spectrum, out, coded.add, length, self.workspace)
 
     # --- singular values
 
@@ -226,24 +223,12 @@ class ATOMO(GatherCompressor):
     def _transform(self, grad: Tensor) -> Tensor:
         """Coefficients of the cosines and sines: flat, rows * bins * 2 numbers."""
         rows, length = transform_shape(grad.numel(), _BLOCK)
-        scratch = functools.partial(self.workspace.empty, device=grad.device)
-        signal = scratch("signal", (rows * length,), torch.float32)
-        signal[: grad.numel()] = grad.view(-1)
-        signal[grad.numel() :] = 0
-        spectrum = scratch("spectrum", (rows, length // 2 + 1), torch.complex64)
-        for chunk in row_chunks(rows, length, grad.device):
-            torch.fft.rfft(signal.view(rows, length)[chunk], norm="ortho", out=spectrum[chunk])
+        spectrum = self.workspace.empty("spectrum", (rows, length // 2 + 1), torch.complex64, grad.device)
+        for chunk, of_chunk in spectra(grad, _BLOCK, self.workspace):
+            spectrum[chunk] = of_chunk
         # An interior bin of a real transform stands for itself and its conjugate.
         spectrum[:, 1 : (length + 1) // 2] *= math.sqrt(2.0)
         return torch.view_as_real(spectrum).view(-1)
-
-    def _inverse(self, coefficients: Tensor, numel: int) -> Tensor:
-        rows, length = transform_shape(numel, _BLOCK)
-        spectrum = torch.view_as_complex(coefficients.view(rows, length // 2 + 1, 2))
-        spectrum[:, 1 : (length + 1) // 2] *= math.sqrt(0.5)
-        signal = self.workspace.empty("signal", (rows, length), torch.float32, coefficients.device)
-        inverse_transform(spectrum, signal)
-        return signal.view(-1)[:numel]
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:

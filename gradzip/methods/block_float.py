@@ -105,23 +105,14 @@ class BlockFloat(ErrorFeedback):
 
     def add_residual(self, group: Group) -> Routine:
         state = group.state
-        if getattr(state, "owner_residual", None) is not None and state.owner_ranges != [self._owned(group)]:
+        if getattr(state, "owner_residual", None) is not None and state.owner_ranges != [self._partition(group)[1:]]:
             state.fold_owner_residual()
         if not self.error_feedback:  # otherwise `reduce` adds the residual as it encodes
             yield from super().add_residual(group)
 
-    def _blocks(self, group: Group) -> int:
-        """The blocks of a partition."""
-        return -(-group.numel // (self.block * group.size))
-
-    def _owned(self, group: Group) -> tuple[int, int]:
-        """The range of elements of this rank's partition."""
-        each = self._blocks(group) * self.block
-        return min(group.numel, group.rank * each), min(group.numel, (group.rank + 1) * each)
-
     def reduce(self, group: Group) -> Routine:
         vector, state = group.vector, group.state
-        key, blocks = state.key(self.seed), self._blocks(group)
+        key, (blocks, start, stop) = state.key(self.seed), self._partition(group)
         error = None
         if self.error_feedback:
             error = vector if vector.is_cuda else state.renewed("residual", vector)
@@ -131,7 +122,6 @@ class BlockFloat(ErrorFeedback):
         if group.size > 1:
             nbytes = payload.numel() // group.size
             received = yield AllToAll(payload, (nbytes,) * group.size, same_length=True)
-            start, stop = self._owned(group)
             own = vector[start:stop]
             if self.error_feedback:
                 partition, residual = state.renewed("owner_residual", own), getattr(state, "owner_residual", None)
@@ -153,6 +143,12 @@ class BlockFloat(ErrorFeedback):
             step = yield ToHost(step)
         return _Average(payloads, float(step) * 2 ** (self.bits - 1))
 
+    def _partition(self, group: Group) -> tuple[int, int, int]:
+        """The blocks of a partition, and the range of elements of this rank's."""
+        blocks = -(-group.numel // (self.block * group.size))
+        each = blocks * self.block
+        return blocks, min(group.numel, group.rank * each), min(group.numel, (group.rank + 1) * each)
+
     def _encode(self, x: Tensor, key: Key, blocks: int, error: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """The payload of x + residual. error: memory for its error, which may be x."""
         bits = key.bits if self.rounding == "stochastic" else None
@@ -161,7 +157,7 @@ class BlockFloat(ErrorFeedback):
     def _check(self, payloads: Sequence[Tensor], blocks: int) -> None:
         """Raise PayloadError unless the payloads have so many blocks each. They have no header."""
         expected = ops.block_float_nbytes(blocks, self.bits, self.block)
-        if lengths := {payload.numel() for payload in payloads} - {expected}:
+        if lengths := set(map(Tensor.numel, payloads)) - {expected}:
             raise ops.PayloadError(
                 f"BlockFloat: got payloads of {sorted(lengths)} bytes, expected {expected}: give every rank the same "
                 "arguments"
@@ -171,7 +167,7 @@ class BlockFloat(ErrorFeedback):
         if average.max_abs <= limit:
             return average.max_abs
         # Not finite, or so close to the limit that only the decoded elements can tell.
-        nbytes = sum(payload.numel() for payload in average.payloads)
+        nbytes = sum(map(Tensor.numel, average.payloads))
         numel = nbytes // ops.block_float_nbytes(1, self.bits, self.block) * self.block
         decoded = self.new_average(numel, average.payloads[0].device)
         ops.block_float_decode(average.payloads, decoded, self.bits, self.block)
@@ -181,9 +177,8 @@ class BlockFloat(ErrorFeedback):
         if self.error_feedback:
             self.store_residuals([group for group, _ in updates])  # the errors, which `reduce` has left there
         for group, average in updates:
-            decoded = group.target
-            if decoded is None:
-                decoded = self.new_average(group.numel, group.device)
+            target = group.target
+            decoded = self.new_average(group.numel, group.device) if target is None else target
             groups.block_float_decode(average.payloads, 1, decoded, self.bits, self.block)
             group.write([decoded])
         return [None] * len(updates)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from ..collectives.routines import Routine, jointly
 from ..memory.state import Key
 from ..ops import groups
 from ..ops import tensors as ops
-from .base.compressor import is_number
+from .base.compressor import add_all, is_number
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
 from .topk import SparseCodec, num_kept
@@ -105,30 +104,25 @@ class DGC(SparseCodec):
     def _add_velocities(self, of: list[Group]) -> list[None]:
         """Add velocities to uncompressed averages, and store the sums as the new velocities."""
         averages = [gradient for group in of for gradient in group.gradients]
-        before = [self._velocities(group, getattr(group.state, "average_velocity", None)) for group in of]
-        pairs = [(a, u) for a, u in zip(averages, itertools.chain(*before)) if u is not None]
-        if pairs:
-            torch._foreach_add_(*map(list, zip(*pairs)), alpha=self.momentum)  # one operation on a device
-        stored = [self._renewed(group) for group in of]
+        before = [self._views(group, getattr(group.state, "average_velocity", None)) for group in of]
+        if added := [(group.gradients, olds) for group, olds in zip(of, before) if olds is not None]:
+            add_all(added, self.momentum)
+        stored = []
+        for group in of:
+            state, numel = group.state, sum(map(Tensor.numel, group.gradients))
+            state.average_velocity = state.renewed("average_velocity", group.gradients[0], numel)
+            stored.append(self._views(group, state.average_velocity))
         torch._foreach_copy_([view for views in stored for view in views], averages)
         if not self.memory.checks:  # else the step is undone
             # A velocity may overflow even if the average did not. Stored, it would never become finite again.
             for views, olds in zip(stored, before):
-                for view, old in zip(views, olds):
-                    view.copy_(torch.where(view.isfinite().all(), view, 0.0 if old is None else old))
+                for view, old in zip(views, olds or [0.0] * len(views)):
+                    view.copy_(torch.where(view.isfinite().all(), view, old))
         return [None] * len(of)
 
-    def _renewed(self, group: Group) -> list[Tensor]:
-        state, first = group.state, group.gradients[0]
-        numel = sum(map(Tensor.numel, group.gradients))
-        state.average_velocity = state.renewed("average_velocity", first, numel)
-        return self._velocities(group, state.average_velocity)
-
-    def _velocities(self, group: Group, flat: Tensor | None) -> list[Any]:
-        """Views of the velocities of a group's gradients, or None for each."""
-        if flat is None:
-            return [None] * len(group.gradients)
-        return pieces(flat, [gradient.shape for gradient in group.gradients])
+    def _views(self, group: Group, flat: Tensor | None) -> Any:
+        """The elements of each gradient of the group."""
+        return None if flat is None else pieces(flat, [gradient.shape for gradient in group.gradients])
 
     def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys(("residual", "velocity", "average_velocity"), tuple(shape))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..ops import tensors as ops
 from .base.registry import register
-from .base.transform import inverse_transform, pairs_to_spectrum, row_chunks, spectrum_to_pairs, transform_shape
+from .base.transform import inverse_transform, pairs_to_spectrum, spectra, spectrum_to_pairs, transform_shape
 from .base.transform_codec import TransformCodec
 
 
@@ -103,20 +103,15 @@ class FFTRange(TransformCodec):
         grad = grad.reshape(-1)
         if self._transform is not _PAIRS:
             return grad
-        rows, length = transform_shape(grad.numel(), self.block)
-        signal = grad
-        if rows * length != grad.numel():
-            signal = self.workspace.empty("signal", (rows * length,), torch.float32, grad.device)
-            signal[: grad.numel()] = grad
-            signal[grad.numel() :] = 0
-        pairs = self._pairs(grad.numel(), grad.device)
-        for chunk in row_chunks(rows, length, grad.device):
-            spectrum_to_pairs(torch.fft.rfft(signal.view(rows, length)[chunk], norm="ortho"), length, out=pairs[chunk])
+        pairs, length = self._pairs(grad.numel(), grad.device)
+        for chunk, spectrum in spectra(grad, self.block, self.workspace):
+            spectrum_to_pairs(spectrum, length, out=pairs[chunk])
         return torch.view_as_real(pairs).view(-1)
 
-    def _pairs(self, numel: int, device: torch.device) -> Tensor:
+    def _pairs(self, numel: int, device: torch.device) -> tuple[Tensor, int]:
+        """Memory for the pairs of a gradient, and the length of the rows that are transformed."""
         rows, length = transform_shape(numel, self.block)
-        return self.workspace.empty("pairs", (rows, (length + 1) // 2), torch.complex64, device)
+        return self.workspace.empty("pairs", (rows, (length + 1) // 2), torch.complex64, device), length
 
     def inverse(
         self, parts: np.ndarray, transform: ops.Transform, out: Tensor, weight: float, add: bool = False
@@ -124,18 +119,11 @@ class FFTRange(TransformCodec):
         if self._transform is not _PAIRS:
             super().inverse(parts, transform, out, weight, add)
             return
-        rows, length = transform_shape(out.numel(), self.block)
-        pairs = self._pairs(out.numel(), out.device)
+        pairs, length = self._pairs(out.numel(), out.device)
         super().inverse(parts, transform, torch.view_as_real(pairs).view(-1), weight)
-        spectrum = self.workspace.empty("spectrum", (rows, length // 2 + 1), torch.complex64, out.device)
-        signal = self.workspace.empty("signal", (rows, length), torch.float32, out.device)
+        spectrum = self.workspace.empty("spectrum", (len(pairs), length // 2 + 1), torch.complex64, out.device)
         pairs_to_spectrum(pairs, length, out=spectrum)
-        inverse_transform(spectrum, signal)
-        flat = signal.view(-1)[: out.numel()]
-        if add:
-            out.add_(flat)
-        else:
-            out.copy_(flat)
+        inverse_transform(spectrum, out, add, length, self.workspace)
 
 
 _PAIRS = ops.Transform.pairs()

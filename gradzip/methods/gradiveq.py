@@ -15,7 +15,8 @@ from ..collectives import Broadcast, Gather, Mean, RingSum, ring_segments
 from ..collectives.routines import Routine
 from ..memory.state import State
 from ..ops import tensors as ops
-from .base.compressor import Average, Compressor
+from .base.compressor import Average, Compressor, is_number
+from .base.gather import from_rank
 from .base.registry import register
 from .pca import max_dimension, principal_weights
 
@@ -26,6 +27,11 @@ _POSITION = struct.Struct("<QIB3x")  # step, progress in its phase, index of the
 _PHASES = ("warm-up", "sampling", "compressing")
 _SLICE_SIZE = 768  # the paper's, for a 3x3 convolution of 16 by 16 channels
 _CHECK_EVERY, _MAX_SAMPLES = 25, 200  # with sample_steps="auto"
+# Arguments that are integers, the smallest ones, and what they may be instead.
+_LIMITS: tuple[tuple[str, int, Any], ...] = (
+    ("slice_size", 1, None), ("reuse", 1, None), ("sample_steps", 2, "auto"), ("compress_steps", 1, ()),
+    ("warmup_steps", 0, ()),
+)  # fmt: skip
 # `sampling` only calls `reduce`: a method that overrides any of these extension points cannot be used for it.
 _EXTENSION_POINTS = ("method_for", "max_abs_bound", "apply_averages", "commit")
 
@@ -124,34 +130,21 @@ class GradiVeQ(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (_is_number(self.loss) and 0 <= self.loss < 1):
-            raise ValueError(f"GradiVeQ: got loss = {self.loss!r}, expected a number in [0, 1)")
-        limits: list[tuple[str, int, tuple]] = [
-            ("slice_size", 1, (None,)),
-            ("reuse", 1, (None,)),
-            ("sample_steps", 2, ("auto",)),
-            ("compress_steps", 1, ()),
-            ("warmup_steps", 0, ()),
-        ]
-        for name, least, others in limits:
+        self.check("loss", is_number(self.loss) and 0 <= self.loss < 1, "a number in [0, 1)")
+        for name, least, other in _LIMITS:
             value = getattr(self, name)
-            if value not in others and not (type(value) is int and value >= least):
-                expected = "".join(f"{other!r} or " for other in others) + f"an integer >= {least}"
-                raise ValueError(f"GradiVeQ: got {name} = {value!r}, expected {expected}")
-        if self.stop is not None and not (_is_number(self.stop) and self.stop > 0):
-            raise ValueError(f"GradiVeQ: got stop = {self.stop!r}, expected None or a number > 0")
+            valid = (type(value) is int and value >= least) or (other != () and value == other)
+            self.check(name, valid, f"an integer >= {least}" if other == () else f"{other!r} or an integer >= {least}")
+        self.check("stop", self.stop is None or (is_number(self.stop) and self.stop > 0), "None or a number > 0")
         method = self.sampling
-        if method is not None and (
-            not isinstance(method, Compressor)
-            or method.error_feedback
-            or any(getattr(type(method), own) is not getattr(Compressor, own) for own in _EXTENSION_POINTS)
-        ):
-            raise ValueError(
-                f"GradiVeQ: got sampling = {method!r}, expected None or a method that keeps nothing between steps, "
-                "such as QSGD(bits=4); on a command line, sampling=qsgd(bits=4)"
-            )
-        if self.exchange not in ("mean", "ring"):
-            raise ValueError(f"GradiVeQ: got exchange = {self.exchange!r}, expected 'mean' or 'ring'")
+        valid = method is None or (
+            isinstance(method, Compressor)
+            and not method.error_feedback
+            and all(getattr(type(method), own) is getattr(Compressor, own) for own in _EXTENSION_POINTS)
+        )
+        expected = "None or a method that keeps nothing between steps, such as QSGD(bits=4); on a command line, "
+        self.check("sampling", valid, expected + "sampling=qsgd(bits=4)")
+        self.check("exchange", self.exchange in ("mean", "ring"), "'mean' or 'ring'")
         self.asymmetric = self.exchange == "ring"
         # At most: the gather of positions, the broadcast of bases, the average.
         self.rounds = 2 + (1 if method is None else method.rounds)
@@ -386,17 +379,15 @@ class GradiVeQ(Compressor):
         number, digest, numel = self.number, self.digest, grad.numel()
         seal = ops.Seal(ops.new_payload(0, grad.device), numel, fields)
         payloads = yield Gather(ops.seal_payloads([seal], method=number, digest=digest)[0])
-        for rank, payload in enumerate(payloads):
-            try:
-                theirs = ops.open_payload(payload, method=number, digest=digest, numel=numel).fields
+        try:
+            opened = ops.open_payloads(payloads, [numel] * len(payloads), method=number, digest=digest)
+            for rank, (_, theirs, _) in enumerate(opened):
                 if theirs != fields:
-                    raise ops.PayloadError(
-                        f"it is in {_describe(theirs)}, this rank in {_describe(fields)}: load the same checkpoint on "
-                        "every rank, or none on all"
-                    )
-            except ops.PayloadError as error:
-                source = f"GradiVeQ, parameter {state.name!r}: from rank {rank} of {len(payloads)}"
-                raise ops.PayloadError(f"{source}: {error}") from None
+                    here = f"it is in {_describe(theirs)}, this rank in {_describe(fields)}"
+                    raise ops.PayloadError(f"{here}: load the same checkpoint on every rank, or none on all", rank)
+        except ops.PayloadError as error:
+            source = from_rank(error, len(payloads))
+            raise ops.PayloadError(f"GradiVeQ, parameter {state.name!r}: {source}") from None
         self._in_step.add(state.name)
 
 
@@ -454,7 +445,3 @@ def _describe(fields: bytes) -> str:
     phase = _PHASES[phase] if phase < len(_PHASES) else "unknown"
     details = {"sampling": f", {progress} taken", "compressing": f", {progress} to go"}
     return f"step {step} ({phase}{details.get(phase, '')})"
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)

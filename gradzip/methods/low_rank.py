@@ -277,8 +277,10 @@ class ACPSGD(LowRank):
                 setattr(state, given, None)
             yield self.orthogonalized(group, following, not transpose)
             setattr(state, computed, following)
-        factors = (fixed, mean, fixed, own) if transpose else (mean, fixed, own, fixed)
-        return Factors(*factors, bound, group.planned(self.matrices))
+        matrices = group.planned(self.matrices)
+        if transpose:
+            return Factors(fixed, mean, fixed, own, bound, matrices)
+        return Factors(mean, fixed, own, fixed, bound, matrices)
 
     def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
         rows, columns = _matrix_shape(shape)

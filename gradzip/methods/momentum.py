@@ -17,7 +17,7 @@ from ..memory.state import State
 from ..memory.state_dict import check_method, in_line, is_count
 from ..ops import tensors as ops
 from .base.composite import Composite
-from .base.compressor import Compressor, is_number
+from .base.compressor import Compressor, add_all, is_number
 from .base.registry import register
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class Momentum(Compressor):
         return self.beta2 if self._is_auto else None
 
     def compresses_momentum(self, state: State) -> bool:
-        if self._is_auto:
+        if self.warmup_steps == "auto":
             return getattr(state, "warmup_steps", None) is not None
         return state.step - getattr(state, "unused", 0) >= self.warmup_steps
 
@@ -271,8 +271,8 @@ class Momentum(Compressor):
                 yield from self.inner.commit(group, average.average)
             gradient = momentum
             if previous is not None:
-                gradient = group.target
-                gradient = self.new_average(group.numel, group.device) if gradient is None else gradient
+                target = group.target
+                gradient = self.new_average(group.numel, group.device) if target is None else target
                 torch.sub(momentum, previous, alpha=self.beta, out=gradient)
             group.write(group.pieces(gradient) if not self.vectors else [gradient])
         else:
@@ -313,10 +313,7 @@ class Momentum(Compressor):
         return state.square / (1 - faded), state.former_square / (1 - faded * (1 + n * (1 - self.beta2)))
 
     def _add_all(self, sums: list[tuple[list[Tensor], list[Tensor]]]) -> list[None]:
-        """Add beta times the momenta: one operation on a device."""
-        parts, momenta = ([x for of_group in of for x in of_group] for of in zip(*sums))
-        torch._foreach_add_(parts, momenta, alpha=self.beta)
-        return [None] * len(sums)
+        return add_all(sums, self.beta)
 
 
 def _max_abs_and_norms(tensors: list[Tensor]) -> list[Tensor]:

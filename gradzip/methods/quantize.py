@@ -83,30 +83,32 @@ class QSGD(GatherCompressor):
         if ops.known_non_finite(magnitude):
             return self.non_finite(numel, grad.device)
         arguments = (grad, self.bits, self.bucket, self.norm, key.bits)
-        norms_end = 4 * ops.num_buckets(numel, self.bucket)
-        packed_nbytes = ops.packed_nbytes(numel, self.bits)
+        norms_end, nbytes = self._ends(numel)
+        stream = None
         if self.coding == "always_elias" or (self.coding == "elias" and not grad.is_cuda):
             space = self.workspace.empty("stream", (ops.elias_capacity(numel, self.bits),), torch.uint8, grad.device)
             stream, norms = ops.elias_quantize(*arguments, out=space)
-            if stream.numel() <= packed_nbytes:
-                payload = ops.new_payload(norms_end + stream.numel(), grad.device)
-                body = payload[ops.HEADER_NBYTES :]
-                body[:norms_end] = norms.view(torch.uint8)
-                body[norms_end : norms_end + stream.numel()] = stream
-                fields = _STREAM.pack(stream.numel(), True)
-                return self.seal(ops.Seal(payload, numel, fields, magnitudes=magnitude))
-        payload = ops.new_payload(norms_end + packed_nbytes, grad.device)
+            stream = stream if stream.numel() <= nbytes else None
+        nbytes = nbytes if stream is None else stream.numel()
+        payload = ops.new_payload(norms_end + nbytes, grad.device)
         body = payload[ops.HEADER_NBYTES :]
-        norms = body[:norms_end].view(torch.float32)
-        ops.quantize_packed(*arguments, out=body[norms_end : norms_end + packed_nbytes], norms=norms)
-        fields = _STREAM.pack(packed_nbytes, False)
+        if stream is None:
+            packed = body[norms_end : norms_end + nbytes]
+            ops.quantize_packed(*arguments, out=packed, norms=body[:norms_end].view(torch.float32))
+        else:
+            body[:norms_end] = norms.view(torch.uint8)
+            body[norms_end : norms_end + nbytes] = stream
+        fields = _STREAM.pack(nbytes, stream is not None)
         return self.seal(ops.Seal(payload, numel, fields, magnitudes=magnitude))
+
+    def _ends(self, numel: int) -> tuple[int, int]:
+        """Bytes of the norms of `numel` elements, and of their packed levels."""
+        return 4 * ops.num_buckets(numel, self.bucket), ops.packed_nbytes(numel, self.bits)
 
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
         for coded in sums:
             (out,) = coded.outs
-            norms_end = 4 * ops.num_buckets(out.numel(), self.bucket)
-            packed_nbytes = ops.packed_nbytes(out.numel(), self.bits)
+            norms_end, packed_nbytes = self._ends(out.numel())
             plain = _STREAM.pack(packed_nbytes, False)
             if coded.add or set(map(attrgetter("fields"), coded.payloads)) != {plain}:
                 super().sum_all([coded])
@@ -220,8 +222,12 @@ class TernGrad(ListCodec):
 
     def _pack_shared(self, of: list[tuple[Sequence[Tensor], Key, Tensor, Sequence[Tensor]]]) -> list[Tensor]:
         """The payloads of several groups' parts: with the largest magnitudes of these, and the headers of all ranks."""
-        scales = _shared_scales([headers for *_, headers in of], [len(parts) for parts, *_ in of])
-        return self._pack([(parts, key) for parts, key, *_ in of], torch.cat([most for _, _, most, _ in of]), scales)
+        parts, keys, largest, headers = zip(*of)
+        heads = zip(*headers)  # by rank
+        numbers = [head[ops.HEADER_NBYTES :][: own.nbytes] for of_rank in heads for head, own in zip(of_rank, largest)]
+        own = torch.cat(largest)
+        scales = torch.cat(numbers).view(torch.float32).view(-1, own.numel()).amax(0)
+        return self._pack(list(zip(parts, keys)), own, scales)
 
     def _pack(self, of: list[tuple[Sequence[Tensor], Key]], largest: Tensor, scales: Tensor) -> list[Tensor]:
         """The payloads of several groups' parts, given the largest magnitudes of all clipped ones, and the scales."""
@@ -245,12 +251,3 @@ def _norms(parts: Sequence[Tensor]) -> Tensor:
     if not parts[0].is_cuda:
         return torch.cat([ops.bucket_norms(part) for part in parts])
     return torch.stack(torch._foreach_norm(list(parts), dtype=torch.float64)).float()
-
-
-def _shared_scales(of: Sequence[Sequence[Tensor]], parts: Sequence[int]) -> Tensor:
-    """The largest scales of all ranks, for the parts of several groups, from the payloads of `TernGrad._header`.
-
-    of: the payloads of all ranks, for each group. Returns float32.
-    """
-    by_rank = [header[ops.HEADER_NBYTES :][: 4 * n] for headers in zip(*of) for header, n in zip(headers, parts)]
-    return torch.cat(by_rank).view(torch.float32).view(-1, sum(parts)).amax(0)

@@ -73,10 +73,6 @@ class SignSGD(ErrorFeedback, ListCodec):
     kernel = "signs_decode_add"
     code_nbytes = staticmethod(ops.bitmap_nbytes)
 
-    @property
-    def _is_scaled(self) -> bool:
-        return self.error_feedback or not self.majority
-
     def encode_all(self, parts: Sequence[Tensor], key: Key) -> Tensor:
         layout = self.layout([parts])
         (payload,) = ops.new_payloads(layout.nbytes, parts[0].device)
@@ -84,9 +80,10 @@ class SignSGD(ErrorFeedback, ListCodec):
         outs = np.uint64(body.data_ptr()) + layout.codes
         statistics = groups.pack_signs(parts, groups.keys_of(key.bits, len(parts)), outs)
         largest, scales = statistics.unbind(1)
-        body[: layout.heads[0]].view(torch.float32).copy_(scales if self._is_scaled else torch.ones_like(scales))
+        is_scaled = self.error_feedback or not self.majority
+        body[: layout.heads[0]].view(torch.float32).copy_(scales if is_scaled else torch.ones_like(scales))
         fields = _COINS.pack(key._replace(rank="shared").bits)
-        magnitudes = statistics if self._is_scaled else largest.contiguous()
+        magnitudes = statistics if is_scaled else largest.contiguous()
         return self.seal(ops.Seal(payload, int(layout.numels.sum()), fields, magnitudes=magnitudes))
 
     # --- the vote
@@ -99,18 +96,20 @@ class SignSGD(ErrorFeedback, ListCodec):
         if not self.majority or len(payloads) == 1 or (self.error_feedback and state is None):
             return (yield from super().decode_all(payloads, flat, outs))
         winners, numbers = yield from jointly(self._count_all, flat.device, CodedSum(outs, payloads, 1.0))
-        vote = _Vote(payloads, winners, np.ones(len(outs)))
+        scales = np.ones(len(outs))
         if self.error_feedback:
-            vote = vote._replace(scales=_scales((yield ToHost(numbers)) if numbers.is_cuda else numbers, outs))
+            scales = _scales((yield ToHost(numbers)) if numbers.is_cuda else numbers, outs)
+        vote = _Vote(payloads, winners, scales)
+        if self.error_feedback and state is not None:
             state.vote = vote  # until `subtract_transmitted`
         yield from jointly(self._write_all, flat.device, (outs, vote))
-        return np.abs(vote.scales.astype(np.float32)).max()
+        return np.abs(scales.astype(np.float32)).max()
 
     def subtract_transmitted(self, of: Sequence[Group]) -> None:
         votes = [(group, vars(group.state).pop("vote", None)) for group in of]
         if unvoted := [group for group, vote in votes if vote is None]:
             super().subtract_transmitted(unvoted)
-        if voted := [(group.pieces(group.state.residual), vote) for group, vote in votes if vote is not None]:
+        if voted := [(group.pieces(vars(group.state)["residual"]), vote) for group, vote in votes if vote]:
             # Also add m - S v, in place: one term for each rank, without a tensor for m.
             outs = [out for residuals, _ in voted for out in residuals]
             sums = [CodedSum(residuals, vote.ballots, 1.0) for residuals, vote in voted]
@@ -127,7 +126,7 @@ class SignSGD(ErrorFeedback, ListCodec):
         layout, counts = self.layout([coded.outs for coded in of]), self.error_feedback
         ballots = self.bodies(layout, [coded.payloads for coded in of])[layout.body] + layout.codes[:, None]
         # All ranks use rank 0's coins, in case ranks have counted steps differently.
-        keys = [groups.keys_of(*_COINS.unpack(coded.payloads[0].fields), len(coded.outs)) for coded in of]
+        keys = [groups.keys_of(_COINS.unpack(coded.payloads[0].fields)[0], len(coded.outs)) for coded in of]
         # The winners are where they would be in payloads of theirs.
         starts = layout.codes + np.cumsum([0, *layout.nbytes[:-1]], dtype=np.uint64)[layout.body]
         winners, against = groups.majority(

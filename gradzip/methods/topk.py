@@ -41,22 +41,26 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
 
     def pack(self, indices: Tensor, values: Tensor, numel: int) -> Tensor:
         """Make the sealed payload of k elements. indices: int32, ascending; values: float32."""
-        values_end = ops.packed_nbytes(values.numel(), self.bits)
-        end = values_end + ops.index_code_capacity(values.numel(), numel)
-        payload = ops.new_payload(end + -end % ops.PAYLOAD_ALIGN, values.device)  # `seal` writes the padding
-        body = payload[ops.HEADER_NBYTES :]
-        fields, number = _COUNT.pack(values.numel()), None
+        k = values.numel()
+        payload, packed, rest = self._new_payload(ops.packed_nbytes(k, self.bits), k, numel, values.device)
+        # Check the kept elements, which include those that are not finite: their magnitudes are the largest.
+        fields, number, magnitudes = _COUNT.pack(k), None, ops.abs_max_tensor(values)
         if self.bits == 32:
             fields += b"\0" * 8
-            body[:values_end].view(torch.float32).copy_(values)
+            packed.view(torch.float32).copy_(values)
         else:
             # Fit the mantissa to each payload: the largest values of a gradient span few octaves.
             number = ops.RangeFloat.fit(values, self.bits)
-            number.encode_packed(values, body[:values_end])
-        stream = ops.Stream(values_end, ops.index_code_write(indices, numel, body[values_end:end]))
-        # Check the kept elements, which include those that are not finite: their magnitudes are the largest.
-        magnitudes = ops.abs_max_tensor(values)
+            number.encode_packed(values, packed)
+        stream = ops.Stream(packed.numel(), ops.index_code_write(indices, numel, rest))
         return self.seal(ops.Seal(payload, numel, fields, 0, magnitudes, number, stream=stream))
+
+    def _new_payload(self, nbytes: int, k: int, numel: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """A payload, its room for `nbytes` of values, and for the indices of k elements; `seal` writes the padding."""
+        end = nbytes + ops.index_code_capacity(k, numel)
+        payload = ops.new_payload(end + -end % ops.PAYLOAD_ALIGN, device)
+        body = payload[ops.HEADER_NBYTES :]
+        return payload, body[:nbytes], body[nbytes:end]
 
     def parse(self, payload: ops.Payload, numel: int) -> tuple[Tensor, Tensor]:
         """Parse the payload of a gradient of `numel` elements: coded indices and values (float32).
@@ -209,12 +213,11 @@ class TopK(SparseCodec):
     # --- chunks
 
     def _encode_chunks(self, flat: Tensor, k: int, chunk: int) -> Tensor:
-        numel, values_end = flat.numel(), ops.chunk_topk_nbytes(flat.numel(), k, chunk)
-        end = values_end + ops.index_code_capacity(ops.chunk_topk_count(numel, k, chunk), numel)
-        payload = ops.new_payload(end + -end % ops.PAYLOAD_ALIGN, flat.device)
-        body = payload[ops.HEADER_NBYTES :]
-        indices, records = ops.chunk_topk(flat, k, chunk, records=body[:values_end])
-        stream = ops.Stream(values_end, ops.index_code_write(indices, numel, body[values_end:end]))
+        numel = flat.numel()
+        nbytes, count = ops.chunk_topk_nbytes(numel, k, chunk), ops.chunk_topk_count(numel, k, chunk)
+        payload, room, rest = self._new_payload(nbytes, count, numel, flat.device)
+        indices, records = ops.chunk_topk(flat, k, chunk, records=room)
+        stream = ops.Stream(nbytes, ops.index_code_write(indices, numel, rest))
         fields, magnitudes = _COUNT.pack(k) + bytes(8), ops.chunk_topk_max_level(records, k)
         return self.seal(ops.Seal(payload, numel, fields, magnitudes=magnitudes, stream=stream))
 

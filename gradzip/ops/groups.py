@@ -218,7 +218,7 @@ def decode_sums(
 
     Returns 1 plus the number of the term that it failed with; 0 if it did not, and on CUDA.
     """
-    terms = np.empty((*columns[0].shape, len(columns) + 1), np.uint64)  # type: ignore[union-attr]
+    terms = np.empty((*np.shape(columns[0]), len(columns) + 1), np.uint64)
     for i, column in enumerate(columns):
         terms[..., i] = column
     terms.view(np.float64)[..., -1] = weights
@@ -341,8 +341,8 @@ def block_float_encode(
     out = torch.empty(blocks * (4 + block * bits // 8), dtype=torch.uint8, device=x.device)
     keys = np.array([] if key is None else [key], np.uint64)
     _native.run(
-        "block_float_encode", x, x.data_ptr(), _address(residual), 1, x.numel(), blocks, bits, block,
-        0 if key is None else keys.ctypes.data, _address(error), out.data_ptr(),
+        "block_float_encode", x, x.data_ptr(), 0 if residual is None else residual.data_ptr(), 1, x.numel(), blocks,
+        bits, block, 0 if key is None else keys.ctypes.data, 0 if error is None else error.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
 
@@ -352,13 +352,9 @@ def block_float_decode(
     start: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`ops.block_float_decode` of payloads of consecutive elements, or the sum of `each` payloads for each of them."""
-    table = np.array([payload.data_ptr() for payload in payloads], np.int64)
+    table = addresses(payloads)
     blocks = payloads[0].numel() // (4 + block * bits // 8)
     _native.run(
         "block_float_decode", out, table.ctypes.data, len(payloads) // each, each, blocks, out.numel(), bits, block,
-        weight, _address(start), out.data_ptr(),
+        weight, 0 if start is None else start.data_ptr(), out.data_ptr(),
     )  # fmt: skip
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

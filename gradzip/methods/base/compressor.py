@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import zlib
 from abc import ABC, abstractmethod
@@ -184,7 +185,7 @@ class Compressor(ABC):
                 torch.add(part, residual, out=out)
             group.parts = sums
         else:
-            yield Local(_add_all, group.device, (group.parts, residuals))
+            yield Local(add_all, group.device, (group.parts, residuals))
 
     @abstractmethod
     def reduce(self, group: Group) -> Routine:
@@ -486,11 +487,13 @@ def _in_digest(method: Compressor, f: Field[Any]) -> bool:
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy to each target its source, given as (target, source). One operation on a device."""
     if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        targets, sources = map(list, zip(*pairs))
+        torch._foreach_copy_(targets, sources)
 
 
-def _add_all(sums: list[tuple[list[Tensor], list[Tensor]]]) -> list[None]:
-    torch._foreach_add_([x for parts, _ in sums for x in parts], [y for _, others in sums for y in others])
+def add_all(sums: list[tuple[list[Tensor], list[Tensor]]], alpha: float = 1.0) -> list[None]:
+    """Add alpha times others to the tensors of several groups, (targets, others). One operation on a device."""
+    torch._foreach_add_(*map(list, map(itertools.chain.from_iterable, zip(*sums))), alpha=alpha)
     return [None] * len(sums)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from ...memory.state import Workspace
 from .threads import one_thread
 
 _CHUNK_NUMEL = 1 << 20  # elements that stay in a processor's cache between two kernels
@@ -44,19 +46,40 @@ def _smooth(length: int) -> int:
     return best
 
 
-def row_chunks(rows: int, length: int, device: torch.device) -> list[slice]:
+def _chunks(rows: int, length: int, device: torch.device) -> list[slice]:
     """Split rows into chunks to transform together: all at once on a device, cache-sized chunks on a CPU."""
     step = max(1, _CHUNK_NUMEL // length) if device.type == "cpu" else rows
     return [slice(begin, begin + step) for begin in range(0, rows, step)]
 
 
-def inverse_transform(spectrum: Tensor, signal: Tensor) -> None:
-    """Write the inverse orthonormal transforms of the rows of `spectrum` to `signal`. The same bits on all ranks."""
-    rows, length = signal.shape
-    for chunk in row_chunks(rows, length, signal.device):
+def spectra(grad: Tensor, block: int | None, workspace: Workspace) -> Iterator[tuple[slice, Tensor]]:
+    """The orthonormal transforms of the rows of a gradient, padded by zeros: rows, and their spectra, by chunks."""
+    rows, length = transform_shape(grad.numel(), block)
+    signal = grad = grad.reshape(-1)
+    if rows * length != grad.numel():
+        signal = workspace.empty("signal", (rows * length,), torch.float32, grad.device)
+        signal[: grad.numel()] = grad
+        signal[grad.numel() :] = 0
+    for chunk in _chunks(rows, length, grad.device):
+        yield chunk, torch.fft.rfft(signal.view(rows, length)[chunk], norm="ortho")
+
+
+def inverse_transform(spectrum: Tensor, out: Tensor, add: bool, length: int, workspace: Workspace) -> None:
+    """Write the inverse orthonormal transforms of spectra to `out`, or add them. The same bits on all ranks.
+
+    length: of the rows.
+    """
+    rows = len(spectrum)
+    signal = workspace.empty("signal", (rows, length), torch.float32, out.device)
+    for chunk in _chunks(rows, length, out.device):
         # Threads divide several rows among them, but split a single one, whose rounding then depends on their number.
         with one_thread() if len(signal[chunk]) == 1 else contextlib.nullcontext():
             torch.fft.irfft(spectrum[chunk], n=length, norm="ortho", out=signal[chunk])
+    decoded = signal.view(-1)[: out.numel()].view(out.shape)
+    if add:
+        out.add_(decoded)
+    else:
+        out.copy_(decoded)
 
 
 def spectrum_to_pairs(spectrum: Tensor, length: int, out: Tensor) -> None:

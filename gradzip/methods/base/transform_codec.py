@@ -28,6 +28,7 @@ _FIELDS = struct.Struct("<I3sB")
 _ROW = np.dtype([("k", "<u4"), ("axes", "S3"), ("padding", "u1"), ("number", "V8")])  # the same for NumPy
 
 _bitmap_capacity = functools.lru_cache(maxsize=256)(ops.bitmap_code_capacity)
+_scratch_numel = functools.lru_cache(maxsize=256)(ops.transform_scratch_numel)
 
 
 class _Plan(NamedTuple):
@@ -120,7 +121,7 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         x, empty = self.signal(grad), self.workspace.empty
         bitmap = empty("bitmap", (-(-count // 8),), torch.uint8, x.device)
         values = empty("values", (k * transform.group,), torch.float32, x.device)
-        candidates = ops.transform_scratch_numel(plan.numel, transform, k, x.device)
+        candidates = _scratch_numel(plan.numel, transform, k, x.device)
         scratch = empty("candidates", (candidates,), torch.float32, x.device)
         groups.transform_select(x, transform.code, k, bitmap, values, scratch)
         codes_end = ops.packed_nbytes(values.numel(), self.bits)
