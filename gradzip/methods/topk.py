@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -105,7 +104,7 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
             return
         parsed = []
         for (out,), payloads, weight, add in sums:
-            terms = for_each(payloads, functools.partial(self.parse, numel=out.numel()))
+            terms = for_each(payloads, self.parse, out.numel())
             parsed.append(ops.WeightedSum(out, [(term, weight) for term in terms], add))
         ops.index_code_decode_add_all(parsed)
 

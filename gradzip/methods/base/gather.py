@@ -59,7 +59,7 @@ class GatherCompressor(Compressor):
 
             "gather": encode, all-gather, decode every rank's payload in rank order. A rank receives p - 1 payloads.
 
-            "scatter_reduce": a group has a partition for each rank, its owner (`partition_ranges`). A rank encodes
+            "scatter_reduce": a group has a partition for each rank, its owner (`partitions`). A rank encodes
             all partitions, and sends each to its owner, by an all-to-all. The owner decodes and averages the payloads
             that it receives, and encodes the average. All ranks gather these. A rank receives 2 (p - 1) / p payloads in
             two rounds, and the average is compressed twice. With error feedback, the owner keeps a residual of the
@@ -118,7 +118,7 @@ class GatherCompressor(Compressor):
             (out,) = coded.outs
             if not coded.add:
                 out.zero_()
-            for_each(coded.payloads, lambda payload: self.decode_add(payload, out, coded.weight))  # noqa: B023
+            for_each(coded.payloads, self.decode_add, out, coded.weight)
 
     def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
         """Add `weight` times the decoded payload of a vector to `out`.
@@ -363,12 +363,14 @@ def scatter_pays(nbytes: float, size: int) -> bool:
     return scattered < link.all_gather(nbytes)
 
 
-def for_each(payloads: Sequence[ops.Payload], decode: Callable[[ops.Payload], Decoded]) -> list[Decoded]:
-    """The result for each payload. The `index` of a PayloadError is the payload's number."""
+def for_each(
+    payloads: Sequence[ops.Payload], decode: Callable[..., Decoded], *arguments: float | Tensor
+) -> list[Decoded]:
+    """decode(payload, *arguments) for each payload. The `index` of a PayloadError is the payload's number."""
     results: list[Decoded] = []
     try:
         for payload in payloads:
-            results.append(decode(payload))
+            results.append(decode(payload, *arguments))
     except ops.PayloadError as error:
         error.index = len(results)
         raise
