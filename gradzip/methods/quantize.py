@@ -158,7 +158,7 @@ class TernGrad(ListCodec):
     seed: int = 0
 
     kernel = "ternary_decode_add"
-    fault = "got a byte above 242, the largest that five trits make"
+    problem = "got a byte above 242, the largest that five trits make"
     code_nbytes = staticmethod(ops.ternary_nbytes)
 
     @property

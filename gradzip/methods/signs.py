@@ -195,7 +195,7 @@ class OneBitSGD(ErrorFeedback, ListCodec):
 
     error_feedback = True
     kernel = "one_bit_decode_add"
-    fault = "the mean of a row is not finite"
+    problem = "the mean of a row is not finite"
     has_scales = False
     code_nbytes = staticmethod(ops.bitmap_nbytes)
 

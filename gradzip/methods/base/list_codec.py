@@ -48,7 +48,7 @@ class ListCodec(GatherCompressor):
     fixed_nbytes = True
 
     kernel: ClassVar[str]  # the decoder: its terms are the addresses of the code and of the numbers, and a weight
-    fault: ClassVar[str | None] = None  # what the kernel fails with, if it can
+    problem: ClassVar[str | None] = None  # what the kernel fails with, if it can
     has_scales = True  # whether the numbers are finite and not negative
 
     @staticmethod
@@ -101,9 +101,9 @@ class ListCodec(GatherCompressor):
         self, outs: Sequence[Tensor], add: bool, columns: Sequence[np.ndarray | int], weights: np.ndarray | float
     ) -> None:
         """Run the kernel. columns, weights: of the terms of each tensor, (tensors, terms), or the same for all."""
-        fails = self.fault is not None
+        fails = self.problem is not None
         if failed := groups.decode_sums(self.kernel, outs, add, columns, weights, fails):
-            raise ops.PayloadError(f"corrupt payload: {self.fault}", failed - 1)
+            raise ops.PayloadError(f"corrupt payload: {self.problem}", failed - 1)
 
 
 @functools.lru_cache(maxsize=256)
