@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +54,7 @@ class PerLayer(Composite):
         if not self.rules or not isinstance(self.rules, Sequence):
             got = f"rules = {self.rules!r}" if self.rules else "no rules"
             raise ValueError(f"PerLayer: got {got}, expected a list of {_RULE}")
-        self._tests: list[Predicate] = []
+        self._tests: list[re.Pattern[str] | Predicate] = []
         for rule in self.rules:
             if not (isinstance(rule, tuple) and len(rule) == 2):
                 raise ValueError(f"PerLayer: got the rule {rule!r}, expected {_RULE}")
@@ -65,12 +64,12 @@ class PerLayer(Composite):
 
     @property
     def selects_by_name(self) -> bool:
-        return any(isinstance(rule, (str, re.Pattern)) for rule, _ in self.rules)
+        return any(isinstance(test, re.Pattern) for test in self._tests)
 
     def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor:
         chosen = self._chosen.get((name, shape))
         if chosen is None:
-            matches = (part for test, part in zip(self._tests, self.parts) if test(name, shape))
+            matches = (part for test, part in zip(self._tests, self.parts) if _matches(test, name, shape))
             chosen = self._chosen[name, shape] = next(matches, self.default)
         return chosen
 
@@ -79,10 +78,10 @@ class PerLayer(Composite):
         return [_text(rule) for rule, _ in self.rules]
 
 
-def _test(rule: Rule) -> Predicate:
+def _test(rule: Rule) -> re.Pattern[str] | Predicate:
     if isinstance(rule, (str, re.Pattern)):
         try:
-            return functools.partial(_finds, re.compile(rule))
+            return re.compile(rule)
         except re.error as error:
             raise ValueError(f"PerLayer: got the regular expression {rule!r}: {error}") from None
     if not callable(rule):
@@ -90,8 +89,8 @@ def _test(rule: Rule) -> Predicate:
     return rule
 
 
-def _finds(pattern: re.Pattern[str], name: str, shape: torch.Size) -> bool:
-    return pattern.search(name) is not None
+def _matches(test: re.Pattern[str] | Predicate, name: str, shape: torch.Size) -> bool:
+    return test.search(name) is not None if isinstance(test, re.Pattern) else test(name, shape)
 
 
 def _text(rule: Rule) -> str:

@@ -15,9 +15,6 @@ from .momentum import Momentum
 from .per_layer import PerLayer, Rule
 from .phases import Phases
 
-# A method, and its arguments in parentheses.
-_METHOD = re.compile(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
-
 
 def parse(spec: str) -> Compressor:
     """Make a compressor from a command-line spec, such as "fft-range:theta=0.85,bits=10".
@@ -113,42 +110,20 @@ def _letters(name: str) -> str:
 
 def _arguments(method: type[Compressor], text: str) -> dict[str, Any]:
     known = [f.name for f in fields(method) if f.init]
-    values: dict[str, Any] = {}
+    source = f"f({text})"
     try:
-        for part in _split(text, ","):
-            argument, _, value = map(str.strip, part.partition("="))
-            if not argument.isidentifier() or argument in values:
-                raise SyntaxError
-            values[argument] = _value(value)
-    except SyntaxError:
+        call = ast.parse(source, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError
+        values = {k.arg: _value(k.value, source) for k in call.keywords if k.arg}
+        if len(values) < len(call.keywords):
+            raise ValueError
+    except (SyntaxError, ValueError):
         raise ValueError(f"expected method:argument=value,argument=value with {', '.join(known)}") from None
     for argument in values:
         if argument not in known:
             raise ValueError(f"unknown argument {argument!r}, expected one of: {', '.join(known)}")
-    return values
-
-
-def _value(text: str) -> Any:
-    """The value of an argument. Raises SyntaxError."""
-    if text[:1] + text[-1:] == "[]":
-        # Methods as specs.
-        items = map(str.strip, _split(text[1:-1], ","))
-        return [_listed(item) if re.match("[a-z]", item) else _value(item) for item in items]
-    method = _METHOD.fullmatch(text)
-    if method and method[1] in registered() and method[2] is not None:
-        return parse(f"{method[1]}:{method[2]}")
-    if text.isidentifier():  # a bare word is a string, or a constant as shells and YAML spell it
-        return {"true": True, "false": False, "none": None}.get(text.lower(), text)
-    try:
-        return ast.literal_eval(text)
-    except ValueError:
-        raise SyntaxError from None
-
-
-def _listed(text: str) -> str:
-    """The spec of a method in a list, where its arguments are in parentheses."""
-    name, _, arguments = text.removesuffix(")").partition("(")
-    return f"{name}:{arguments}" if arguments else name
+    return {k: _called(v) if isinstance(v, ast.Call) else v for k, v in values.items()}
 
 
 def _pairs(name: str, arguments: str, what: str, left: str) -> list[tuple[str, Compressor]]:
@@ -156,7 +131,7 @@ def _pairs(name: str, arguments: str, what: str, left: str) -> list[tuple[str, C
     pairs = []
     for text in _split(arguments, ","):
         key, *method = _split(text, "=") or [""]
-        match = _METHOD.fullmatch("=".join(method))
+        match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", "=".join(method), re.DOTALL)
         if not match:
             raise ValueError(f"got the {what} {text!r}, expected {left}=method or {left}=method(argument=value)")
         pairs.append((key.strip(), parse(f"{match[1]}:{match[2] or ''}")))
@@ -192,3 +167,27 @@ def _split(text: str, separator: str) -> list[str]:
         if parts:
             parts[-1] += character
     return parts
+
+
+def _value(node: ast.expr, source: str) -> Any:
+    if isinstance(node, ast.List):
+        # Methods as texts, because Python parses fft-range as a difference.
+        texts = [ast.get_source_segment(source, element) or "" for element in node.elts]
+        return [_listed(text) if re.match("[a-z]", text) else _value(e, source) for text, e in zip(texts, node.elts)]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in registered():
+        return node
+    if isinstance(node, ast.Name):  # a bare word is a string, or a constant as shells and YAML spell it
+        return {"true": True, "false": False, "none": None}.get(node.id.lower(), node.id)
+    return ast.literal_eval(node)
+
+
+def _listed(text: str) -> str:
+    """The spec of a method in a list, where its arguments are in parentheses."""
+    name, _, arguments = text.removesuffix(")").partition("(")
+    return f"{name}:{arguments}" if arguments else name
+
+
+def _called(node: ast.Call) -> Compressor:
+    """The compressor for method(argument=value, ...)."""
+    name, arguments = ast.unparse(node).split("(", 1)
+    return parse(f"{name}:{arguments[:-1]}")
