@@ -102,9 +102,15 @@ def registered(module: griffe.Module) -> list[griffe.Class]:
 
 
 def public(module: griffe.Module) -> list[str]:
-    """The names of `__all__` that are in the source, or without one, of the functions and classes defined here."""
-    if module.exports is not None:
-        return sorted(str(name) for name in module.exports if str(name) in module.members)
+    """The names of `__all__` that are in the source; if it is computed, those of the module that `*` is imported from.
+
+    Without `__all__`, the names of the functions and classes defined here.
+    """
     members = (module.final_target if module.is_alias else module).members
+    if module.exports:
+        return sorted(str(name) for name in module.exports if str(name) in members)
+    if module.exports is not None:
+        starred = [alias for alias in members.values() if alias.is_alias and alias.wildcard_imported]
+        return sorted(module.modules_collection[starred[0].target_path.rpartition(".")[0]].members)
     own = {name: member for name, member in members.items() if not name.startswith("_") and not member.is_alias}
     return [name for name, member in own.items() if member.is_function or member.is_class]

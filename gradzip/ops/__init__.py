@@ -22,6 +22,6 @@ from . import tensors
 from .arrays import take_arrays as _take_arrays
 from .tensors import *  # noqa: F403
 
-__all__ = [*tensors.__all__]  # a list that readers of source understand
+__all__ = [name for name in vars(tensors) if not name.startswith("_")]
 
 _take_arrays(globals(), __all__)

@@ -1,232 +1,127 @@
-"""The primitives as the package's own code calls them: for torch tensors alone."""
+"""The primitives as the package's own code calls them: for torch tensors alone.
 
-from .abs_max import abs_max, abs_max_all, abs_max_columns, abs_max_tensor
-from .atom_probabilities import atom_probabilities
-from .bernoulli import bernoulli
-from .bitmap import bitmap, bitmap_count, bitmap_indices, bitmap_nbytes
-from .bitmap_code import (
-    bitmap_code_capacity,
-    bitmap_code_decode,
-    bitmap_code_decode_all,
-    bitmap_code_encode,
-    bitmap_code_write,
-)
-from .block_float import (
-    block_float_decode,
-    block_float_decode_sum,
-    block_float_encode,
-    block_float_encode_all,
-    block_float_max_step,
-    block_float_nbytes,
-    check_block_float,
-)
-from .bucket_norms import bucket_norms, num_buckets
-from .chunk_topk import (
-    check_chunk,
-    chunk_topk,
-    chunk_topk_count,
-    chunk_topk_max_level,
-    chunk_topk_nbytes,
-    chunk_topk_values,
-)
-from .compact import compact, compact_values, expand
-from .device import all_finite, finite_if_all, is_capturing, known_non_finite, on_device
-from .elias import elias_capacity, elias_decode, elias_decode_add, elias_encode, elias_quantize
-from .errors import PayloadError
-from .index_code import (
-    index_code_capacity,
-    index_code_decode,
-    index_code_decode_add,
-    index_code_decode_add_all,
-    index_code_encode,
-    index_code_open,
-    index_code_write,
-)
-from .low_rank import (
-    AverageUpdate,
-    low_rank_apply_average_all,
-    low_rank_expand,
-    low_rank_project,
-    low_rank_project_all,
-    low_rank_subtract,
-)
-from .natural import NOT_POWERS, natural_decode_sum, natural_encode, natural_nbytes
-from .one_bit import one_bit_decode_add, one_bit_decode_add_all, one_bit_packed, one_bit_packed_all
-from .orthogonalize import orthogonalize_
-from .pack_bits import pack_bits, packed_nbytes, unpack_bits
-from .payload import (
-    HEADER_NBYTES,
-    NON_FINITE,
-    PAYLOAD_ALIGN,
-    Payload,
-    Seal,
-    Stream,
-    attach_inspections,
-    body_addresses,
-    inspect_payloads,
-    join_payloads,
-    new_payload,
-    new_payloads,
-    open_payload,
-    open_payloads,
-    seal_payloads,
-    split_all_payloads,
-    split_payloads,
-)
-from .quantize import (
-    BAD_NORM,
-    check_quantizer,
-    dequantize,
-    quantize,
-    quantize_decode_add,
-    quantize_decode_sum,
-    quantize_packed,
-    quantize_packed_all,
-)
-from .random_indices import random_indices
-from .range_float import RangeFloat, check_format, words_of_wire
-from .select import select, select_threshold
-from .select_sampled import select_sampled
-from .signs import majority, majority_all, pack_signs, pack_signs_all, signs_decode_add, signs_decode_add_all
-from .ternary import (
-    ternary_decode_add,
-    ternary_decode_add_all,
-    ternary_nbytes,
-    ternary_packed,
-    ternary_packed_all,
-)
-from .topk_abs import topk_abs
-from .transform import (
-    Transform,
-    TransformPart,
-    transform,
-    transform_decode,
-    transform_inverse,
-    transform_scratch_numel,
-    transform_select,
-)
-from .weighted_sum import WeightedSum
+All that is imported here is public in `gradzip.ops`. Names are imported `as` themselves for type checkers, to which
+they would be private.
+"""
 
-__all__ = [
-    "BAD_NORM",
-    "HEADER_NBYTES",
-    "NON_FINITE",
-    "NOT_POWERS",
-    "PAYLOAD_ALIGN",
-    "AverageUpdate",
-    "Payload",
-    "PayloadError",
-    "RangeFloat",
-    "Seal",
-    "Stream",
-    "Transform",
-    "TransformPart",
-    "WeightedSum",
-    "abs_max",
-    "abs_max_all",
-    "abs_max_columns",
-    "abs_max_tensor",
-    "all_finite",
-    "atom_probabilities",
-    "attach_inspections",
-    "bernoulli",
-    "bitmap",
-    "bitmap_code_capacity",
-    "bitmap_code_decode",
-    "bitmap_code_decode_all",
-    "bitmap_code_encode",
-    "bitmap_code_write",
-    "bitmap_count",
-    "bitmap_indices",
-    "bitmap_nbytes",
-    "block_float_decode",
-    "block_float_decode_sum",
-    "block_float_encode",
-    "block_float_encode_all",
-    "block_float_max_step",
-    "block_float_nbytes",
-    "body_addresses",
-    "bucket_norms",
-    "check_block_float",
-    "check_chunk",
-    "check_format",
-    "check_quantizer",
-    "chunk_topk",
-    "chunk_topk_count",
-    "chunk_topk_max_level",
-    "chunk_topk_nbytes",
-    "chunk_topk_values",
-    "compact",
-    "compact_values",
-    "dequantize",
-    "elias_capacity",
-    "elias_decode",
-    "elias_decode_add",
-    "elias_encode",
-    "elias_quantize",
-    "expand",
-    "finite_if_all",
-    "index_code_capacity",
-    "index_code_decode",
-    "index_code_decode_add",
-    "index_code_decode_add_all",
-    "index_code_encode",
-    "index_code_open",
-    "index_code_write",
-    "inspect_payloads",
-    "is_capturing",
-    "join_payloads",
-    "known_non_finite",
-    "low_rank_apply_average_all",
-    "low_rank_expand",
-    "low_rank_project",
-    "low_rank_project_all",
-    "low_rank_subtract",
-    "majority",
-    "majority_all",
-    "natural_decode_sum",
-    "natural_encode",
-    "natural_nbytes",
-    "new_payload",
-    "new_payloads",
-    "num_buckets",
-    "on_device",
-    "one_bit_decode_add",
-    "one_bit_decode_add_all",
-    "one_bit_packed",
-    "one_bit_packed_all",
-    "open_payload",
-    "open_payloads",
-    "orthogonalize_",
-    "pack_bits",
-    "pack_signs",
-    "pack_signs_all",
-    "packed_nbytes",
-    "quantize",
-    "quantize_decode_add",
-    "quantize_decode_sum",
-    "quantize_packed",
-    "quantize_packed_all",
-    "random_indices",
-    "seal_payloads",
-    "select",
-    "select_sampled",
-    "select_threshold",
-    "signs_decode_add",
-    "signs_decode_add_all",
-    "split_all_payloads",
-    "split_payloads",
-    "ternary_decode_add",
-    "ternary_decode_add_all",
-    "ternary_nbytes",
-    "ternary_packed",
-    "ternary_packed_all",
-    "topk_abs",
-    "transform",
-    "transform_decode",
-    "transform_inverse",
-    "transform_scratch_numel",
-    "transform_select",
-    "unpack_bits",
-    "words_of_wire",
-]  # fmt: skip
+from .abs_max import abs_max as abs_max
+from .abs_max import abs_max_all as abs_max_all
+from .abs_max import abs_max_columns as abs_max_columns
+from .abs_max import abs_max_tensor as abs_max_tensor
+from .atom_probabilities import atom_probabilities as atom_probabilities
+from .bernoulli import bernoulli as bernoulli
+from .bitmap import bitmap as bitmap
+from .bitmap import bitmap_count as bitmap_count
+from .bitmap import bitmap_indices as bitmap_indices
+from .bitmap import bitmap_nbytes as bitmap_nbytes
+from .bitmap_code import bitmap_code_capacity as bitmap_code_capacity
+from .bitmap_code import bitmap_code_decode as bitmap_code_decode
+from .bitmap_code import bitmap_code_decode_all as bitmap_code_decode_all
+from .bitmap_code import bitmap_code_encode as bitmap_code_encode
+from .bitmap_code import bitmap_code_write as bitmap_code_write
+from .block_float import block_float_decode as block_float_decode
+from .block_float import block_float_decode_sum as block_float_decode_sum
+from .block_float import block_float_encode as block_float_encode
+from .block_float import block_float_encode_all as block_float_encode_all
+from .block_float import block_float_max_step as block_float_max_step
+from .block_float import block_float_nbytes as block_float_nbytes
+from .block_float import check_block_float as check_block_float
+from .bucket_norms import bucket_norms as bucket_norms
+from .bucket_norms import num_buckets as num_buckets
+from .chunk_topk import check_chunk as check_chunk
+from .chunk_topk import chunk_topk as chunk_topk
+from .chunk_topk import chunk_topk_count as chunk_topk_count
+from .chunk_topk import chunk_topk_max_level as chunk_topk_max_level
+from .chunk_topk import chunk_topk_nbytes as chunk_topk_nbytes
+from .chunk_topk import chunk_topk_values as chunk_topk_values
+from .compact import compact as compact
+from .compact import compact_values as compact_values
+from .compact import expand as expand
+from .device import all_finite as all_finite
+from .device import finite_if_all as finite_if_all
+from .device import is_capturing as is_capturing
+from .device import known_non_finite as known_non_finite
+from .device import on_device as on_device
+from .elias import elias_capacity as elias_capacity
+from .elias import elias_decode as elias_decode
+from .elias import elias_decode_add as elias_decode_add
+from .elias import elias_encode as elias_encode
+from .elias import elias_quantize as elias_quantize
+from .errors import PayloadError as PayloadError
+from .index_code import index_code_capacity as index_code_capacity
+from .index_code import index_code_decode as index_code_decode
+from .index_code import index_code_decode_add as index_code_decode_add
+from .index_code import index_code_decode_add_all as index_code_decode_add_all
+from .index_code import index_code_encode as index_code_encode
+from .index_code import index_code_open as index_code_open
+from .index_code import index_code_write as index_code_write
+from .low_rank import AverageUpdate as AverageUpdate
+from .low_rank import low_rank_apply_average_all as low_rank_apply_average_all
+from .low_rank import low_rank_expand as low_rank_expand
+from .low_rank import low_rank_project as low_rank_project
+from .low_rank import low_rank_project_all as low_rank_project_all
+from .low_rank import low_rank_subtract as low_rank_subtract
+from .natural import NOT_POWERS as NOT_POWERS
+from .natural import natural_decode_sum as natural_decode_sum
+from .natural import natural_encode as natural_encode
+from .natural import natural_nbytes as natural_nbytes
+from .one_bit import one_bit_decode_add as one_bit_decode_add
+from .one_bit import one_bit_decode_add_all as one_bit_decode_add_all
+from .one_bit import one_bit_packed as one_bit_packed
+from .one_bit import one_bit_packed_all as one_bit_packed_all
+from .orthogonalize import orthogonalize_ as orthogonalize_
+from .pack_bits import pack_bits as pack_bits
+from .pack_bits import packed_nbytes as packed_nbytes
+from .pack_bits import unpack_bits as unpack_bits
+from .payload import HEADER_NBYTES as HEADER_NBYTES
+from .payload import NON_FINITE as NON_FINITE
+from .payload import PAYLOAD_ALIGN as PAYLOAD_ALIGN
+from .payload import Payload as Payload
+from .payload import Seal as Seal
+from .payload import Stream as Stream
+from .payload import attach_inspections as attach_inspections
+from .payload import body_addresses as body_addresses
+from .payload import inspect_payloads as inspect_payloads
+from .payload import join_payloads as join_payloads
+from .payload import new_payload as new_payload
+from .payload import new_payloads as new_payloads
+from .payload import open_payload as open_payload
+from .payload import open_payloads as open_payloads
+from .payload import seal_payloads as seal_payloads
+from .payload import split_all_payloads as split_all_payloads
+from .payload import split_payloads as split_payloads
+from .quantize import BAD_NORM as BAD_NORM
+from .quantize import check_quantizer as check_quantizer
+from .quantize import dequantize as dequantize
+from .quantize import quantize as quantize
+from .quantize import quantize_decode_add as quantize_decode_add
+from .quantize import quantize_decode_sum as quantize_decode_sum
+from .quantize import quantize_packed as quantize_packed
+from .quantize import quantize_packed_all as quantize_packed_all
+from .random_indices import random_indices as random_indices
+from .range_float import RangeFloat as RangeFloat
+from .range_float import check_format as check_format
+from .range_float import words_of_wire as words_of_wire
+from .select import select as select
+from .select import select_threshold as select_threshold
+from .select_sampled import select_sampled as select_sampled
+from .signs import majority as majority
+from .signs import majority_all as majority_all
+from .signs import pack_signs as pack_signs
+from .signs import pack_signs_all as pack_signs_all
+from .signs import signs_decode_add as signs_decode_add
+from .signs import signs_decode_add_all as signs_decode_add_all
+from .ternary import ternary_decode_add as ternary_decode_add
+from .ternary import ternary_decode_add_all as ternary_decode_add_all
+from .ternary import ternary_nbytes as ternary_nbytes
+from .ternary import ternary_packed as ternary_packed
+from .ternary import ternary_packed_all as ternary_packed_all
+from .topk_abs import topk_abs as topk_abs
+from .transform import Transform as Transform
+from .transform import TransformPart as TransformPart
+from .transform import transform as transform
+from .transform import transform_decode as transform_decode
+from .transform import transform_inverse as transform_inverse
+from .transform import transform_scratch_numel as transform_scratch_numel
+from .transform import transform_select as transform_select
+from .weighted_sum import WeightedSum as WeightedSum
