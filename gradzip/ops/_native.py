@@ -143,6 +143,11 @@ def row_keys(x: Any, keys: Sequence[int] | None, what: str) -> array[int] | None
     return array("Q", [check_key(key, what) for key in keys])
 
 
+def address(x: Tensor | None) -> int:
+    """Return the address of a tensor that a kernel may go without, 0 for None."""
+    return 0 if x is None else x.data_ptr()
+
+
 def table_address(table: array[int] | None) -> int:
     """Return the address of a table that a kernel reads, 0 for None. The caller keeps the table."""
     return 0 if table is None else table.buffer_info()[0]

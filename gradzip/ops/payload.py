@@ -11,7 +11,6 @@ nothing waits for the device.
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Sequence
 from ctypes import addressof, c_int64
 from typing import NamedTuple
@@ -30,29 +29,17 @@ NON_FINITE = 1
 _HEADER = struct.Struct("<2sBBIQQII16s")
 HEADER_NBYTES = _HEADER.size
 _SEAL = struct.Struct(f"<Q{HEADER_NBYTES}sQqQQQqq")  # struct PayloadSeal of csrc/common/payload.h
-_TABLE = struct.Struct(f"<{HEADER_NBYTES}sQQ")  # struct PayloadInspection
 _MAGIC = int.from_bytes(b"gz", "little")
-_ROW = np.dtype(  # the same for NumPy
+_INSPECTED = np.dtype(  # struct PayloadInspection
     [
         ("magic", "<u2"), ("version", "u1"), ("method", "u1"), ("digest", "<u4"), ("numel", "<u8"), ("nbytes", "<u8"),
-        ("checksum", "<u4"), ("flags", "<u4"), ("fields", "V16"), ("size", "<u8"), ("total", "<u8"),
+        ("checksum", "<u4"), ("flags", "<u4"), ("fields", "V16"), ("begin", "<u8"), ("total", "<u8"),
     ]
 )  # fmt: skip
 _SLACK_BIT = 8
 _MOST_STREAM = 1 << 28  # bytes: the slack has 24 bits
-_INSPECTION = "_gradzip_inspection"  # attribute of a payload on CUDA: its _Inspection
+_INSPECTION = "_gradzip_inspection"  # attribute of a payload that was split off: its inspection
 _PARTS = "_gradzip_parts"  # attribute of consecutive payloads on CUDA: views of them, inspected
-
-
-class Header(NamedTuple):
-    version: int
-    method: int
-    digest: int
-    numel: int
-    nbytes: int
-    checksum: int
-    flags: int
-    fields: bytes
 
 
 class Payload(NamedTuple):
@@ -68,9 +55,7 @@ class Payload(NamedTuple):
         Raises PayloadError unless the sections and their padding are the whole body.
         """
         if not 0 <= self.body.numel() - sum(nbytes) < PAYLOAD_ALIGN:
-            raise PayloadError(
-                f"corrupt payload: got {self.body.numel()} bytes after the header, expected sections of {sum(nbytes)}"
-            )
+            raise _misfit(self, sum(nbytes))
         return list(self.body[: sum(nbytes)].split_with_sizes(nbytes))
 
     def section(self, nbytes: int) -> Tensor:
@@ -88,11 +73,13 @@ def body_addresses(payloads: Sequence[Payload], nbytes: int) -> np.ndarray:
     valid = (spare >= 0) & (spare < PAYLOAD_ALIGN)
     if not valid.all():
         index = int(valid.argmin())
-        try:
-            payloads[index].section(nbytes)
-        except PayloadError as error:
-            raise PayloadError(str(error), index) from None
+        raise _misfit(payloads[index], nbytes, index)
     return groups.addresses(bodies)
+
+
+def _misfit(payload: Payload, nbytes: int, index: int | None = None) -> PayloadError:
+    got = payload.body.numel()
+    return PayloadError(f"corrupt payload: got {got} bytes after the header, expected sections of {nbytes}", index)
 
 
 class Stream(NamedTuple):
@@ -167,10 +154,9 @@ def seal_payloads(seals: Sequence[Seal], *, method: int, digest: int) -> list[Te
             kept.append(held)
         words = None if number is None else number._words_on(payload.device)
         header = _HEADER.pack(b"gz", VERSION, method, digest, numel, payload.numel(), 0, flags, fields)
-        addresses = [0 if x is None else x.data_ptr() for x in (magnitudes, words, scale)]
         table += _SEAL.pack(
-            payload.data_ptr(), header, addresses[0], 0 if magnitudes is None else magnitudes.numel(), *addresses[1:],
-            stream_address, begin, padding_at,
+            payload.data_ptr(), header, _native.address(magnitudes), 0 if magnitudes is None else magnitudes.numel(),
+            _native.address(words), _native.address(scale), stream_address, begin, padding_at,
         )  # fmt: skip
         kept += [magnitudes, scale, words]
         payloads.append(payload)
@@ -200,11 +186,6 @@ def _padded(nbytes: int) -> int:
 # --- inspecting: what the host needs to know
 
 
-class _Inspection(NamedTuple):
-    header: bytes
-    checksum: int  # of the payload's contents, if the size in the header is valid
-
-
 def inspect_payloads(groups: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
     """Read the headers and compute the checksums of several lists of payloads, without waiting for the device.
 
@@ -216,49 +197,46 @@ def inspect_payloads(groups: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
     listed = [payload for group, needed in zip(groups, waiting) if needed for payload in group]
     if not listed:
         return [None] * len(groups)
-    tables = iter(
-        _table(listed, 1).split_with_sizes([len(g) * _TABLE.size for g, needed in zip(groups, waiting) if needed])
-    )
+    sizes = [len(group) * _INSPECTED.itemsize for group, needed in zip(groups, waiting) if needed]
+    tables = iter(_table(listed, 1).split_with_sizes(sizes))
     return [next(tables) if needed else None for needed in waiting]
 
 
 def attach_inspections(payloads: Sequence[Tensor], table: Tensor) -> None:
     """Attach a table of `inspect_payloads`, copied to the CPU: `open_payload` does not wait for the device then."""
-    for payload, inspection in zip(payloads, _inspections(table.numpy().tobytes()), strict=True):
+    for payload, inspection in zip(payloads, _rows(table), strict=True):
         setattr(payload, _INSPECTION, inspection)
 
 
 def _table(buffers: Sequence[Tensor], each: int) -> Tensor:
     """The inspections of `each` consecutive payloads in each buffer."""
-    table = torch.empty(len(buffers) * each * _TABLE.size, dtype=torch.uint8, device=buffers[0].device)
-    listed = array("q")  # struct PayloadBuffer
-    for buffer in buffers:
-        listed.extend((buffer.data_ptr(), buffer.numel()))
-    _native.run("payload_inspect", buffers[0], listed.buffer_info()[0], len(buffers), each, table.data_ptr())
+    table = torch.empty(len(buffers) * each * _INSPECTED.itemsize, dtype=torch.uint8, device=buffers[0].device)
+    # A table of struct PayloadBuffer.
+    listed = np.stack(
+        (groups.addresses(buffers).view(np.int64), groups.numels(buffers)), axis=1
+    )
+    _native.run("payload_inspect", buffers[0], listed.ctypes.data, len(buffers), each, table.data_ptr())
     return table
 
 
-def _inspections(table: bytes) -> list[_Inspection]:
-    return [_Inspection(header, (total ^ total >> 32) & 0xFFFFFFFF) for header, _, total in _TABLE.iter_unpack(table)]
+def _rows(table: Tensor) -> np.ndarray:
+    return np.frombuffer(table.numpy(), _INSPECTED)
 
 
-def _inspect(buffers: Sequence[Tensor], each: int) -> list[_Inspection]:
+def _inspect(buffers: Sequence[Tensor], each: int) -> np.ndarray:
     """Inspect payloads; waits for the device, once."""
-    return _inspections(_table(buffers, each).cpu().numpy().tobytes())
+    return _rows(_table(buffers, each).cpu())
 
 
-def _read_header(payload: Tensor, inspection: _Inspection | None) -> Header:
-    if payload.numel() < HEADER_NBYTES:
-        raise PayloadError(f"truncated payload: got {payload.numel()} bytes, expected at least {HEADER_NBYTES}")
-    magic, *rest = _HEADER.unpack(inspection.header if inspection else payload[:HEADER_NBYTES].numpy().tobytes())
-    header = Header(*rest)
-    if magic != b"gz":
-        raise PayloadError(f"not a gradzip payload: it begins with {magic!r}, expected b'gz'")
-    if header.version != VERSION:
-        raise PayloadError(
-            f"payload of wire format {header.version}, expected {VERSION}: install the same gradzip on every rank"
-        )
-    return header
+def _foreign(row: np.void, nbytes: int) -> str | None:
+    """Why `nbytes` bytes, of which this is the inspection, do not begin with a payload; None if they do."""
+    if nbytes < HEADER_NBYTES:
+        return f"truncated payload: got {nbytes} bytes, expected at least {HEADER_NBYTES}"
+    if row["magic"] != _MAGIC:
+        return f"not a gradzip payload: it begins with {row['magic'].tobytes()}, expected b'gz'"
+    if row["version"] != VERSION:
+        return f"payload of wire format {row['version']}, expected {VERSION}: install the same gradzip on every rank"
+    return None
 
 
 # --- reading
@@ -270,30 +248,7 @@ def open_payload(payload: Tensor, *, method: int, digest: int, numel: int) -> Pa
     payload: uint8, exactly one payload. Raises PayloadError if they differ. Waits for the device if the payload is on
     CUDA, unless it comes from `split_payloads`, or has an inspection attached.
     """
-    inspection = getattr(payload, _INSPECTION, None)
-    payload = _native.check(payload, torch.uint8, "payload")
-    if inspection is None:
-        inspection = _inspect([payload], 1)[0]
-    header = _read_header(payload, inspection)
-    if header.method != method:
-        raise PayloadError(
-            f"payload of method number {header.method}, expected {method}: give every rank the same method"
-        )
-    if header.digest != digest:
-        raise PayloadError(
-            f"payload made with another configuration (digest {header.digest:08x}, expected {digest:08x}): "
-            "give every rank the same arguments"
-        )
-    if header.numel != numel:
-        raise PayloadError(f"payload of a tensor of {header.numel} elements, expected {numel}")
-    if header.nbytes != payload.numel() or header.nbytes % PAYLOAD_ALIGN:
-        raise PayloadError(f"truncated payload: got {payload.numel()} bytes, expected {header.nbytes}")
-    if header.checksum != inspection.checksum:
-        raise PayloadError("corrupt payload: its checksum does not match its contents")
-    end = header.nbytes - PAYLOAD_ALIGN * (header.flags >> _SLACK_BIT)
-    if end < HEADER_NBYTES:
-        raise PayloadError(f"corrupt payload: it claims {header.nbytes - end} unused bytes of {header.nbytes}")
-    return Payload(header.flags & ((1 << _SLACK_BIT) - 1), header.fields, payload[HEADER_NBYTES:end])
+    return open_payloads([_native.check(payload, torch.uint8, "payload")], [numel], method=method, digest=digest)[0]
 
 
 def open_payloads(
@@ -308,30 +263,49 @@ def open_payloads(
     Raises:
         PayloadError: of the first one that is not as expected; `index` of the exception is its number.
     """
-    if table is None and not any([hasattr(payload, _INSPECTION) for payload in payloads]):
-        table = _table(payloads, 1).cpu()
-    if table is not None:
-        rows = np.frombuffer(table.numpy(), _ROW)
-        nbytes = np.array([payload.numel() for payload in payloads])
-        ends = nbytes - PAYLOAD_ALIGN * (rows["flags"] >> _SLACK_BIT).astype(np.int64)
-        totals = rows["total"]
-        valid = (rows["magic"] == _MAGIC) & (rows["version"] == VERSION) & (rows["method"] == method)
-        valid &= (rows["digest"] == digest) & (rows["numel"] == numels) & (rows["nbytes"] == nbytes)
-        valid &= (nbytes % PAYLOAD_ALIGN == 0) & (rows["checksum"] == (totals ^ totals >> 32) & 0xFFFFFFFF)
-        if valid.all() and (ends >= HEADER_NBYTES).all():
-            bodies = [payload[HEADER_NBYTES:end] for payload, end in zip(payloads, ends.tolist())]
-            flags = (rows["flags"] & ((1 << _SLACK_BIT) - 1)).tolist()
-            # Without the constructor of NamedTuple, which is a function of Python.
-            return [tuple.__new__(Payload, one) for one in zip(flags, rows["fields"].tolist(), bodies)]
-        attach_inspections(payloads, table)
-    found = []
-    for i, (payload, numel) in enumerate(zip(payloads, numels)):
-        try:
-            found.append(open_payload(payload, method=method, digest=digest, numel=numel))
-        except PayloadError as error:
-            error.index = i
-            raise
-    return found
+    rows = _inspected(payloads) if table is None else _rows(table)
+    nbytes = groups.numels(payloads)
+    ends = nbytes - PAYLOAD_ALIGN * (rows["flags"] >> _SLACK_BIT).astype(np.int64)
+    checksums = (rows["total"] ^ rows["total"] >> 32) & 0xFFFFFFFF
+    valid = (rows["magic"] == _MAGIC) & (rows["version"] == VERSION) & (rows["method"] == method)
+    valid &= (rows["digest"] == digest) & (rows["numel"] == numels) & (rows["nbytes"] == nbytes)
+    valid &= (nbytes % PAYLOAD_ALIGN == 0) & (rows["checksum"] == checksums) & (ends >= HEADER_NBYTES)
+    if not valid.all():
+        i = int(valid.argmin())
+        checksum_matches = rows["checksum"][i] == checksums[i]
+        raise PayloadError(_fault(rows[i], int(nbytes[i]), method, digest, numels[i], checksum_matches), i)
+    bodies = [payload[HEADER_NBYTES:end] for payload, end in zip(payloads, ends.tolist())]
+    flags = (rows["flags"] & ((1 << _SLACK_BIT) - 1)).tolist()
+    # Without the constructor of NamedTuple, which is a function of Python.
+    return [tuple.__new__(Payload, one) for one in zip(flags, rows["fields"].tolist(), bodies)]
+
+
+def _inspected(payloads: Sequence[Tensor]) -> np.ndarray:
+    """The inspections of payloads: those attached, and for the others new ones."""
+    attached = [getattr(payload, _INSPECTION, None) for payload in payloads]
+    missing = [payload for payload, row in zip(payloads, attached) if row is None]
+    made = iter(_inspect(missing, 1) if missing else ())
+    return np.array([next(made) if row is None else row for row in attached], _INSPECTED)
+
+
+def _fault(row: np.void, nbytes: int, method: int, digest: int, numel: int, checksum_matches: bool) -> str:
+    """What is wrong with a payload of `nbytes` bytes."""
+    if foreign := _foreign(row, nbytes):
+        return foreign
+    if row["method"] != method:
+        return f"payload of method number {row['method']}, expected {method}: give every rank the same method"
+    if row["digest"] != digest:
+        return (
+            f"payload made with another configuration (digest {row['digest']:08x}, expected {digest:08x}): "
+            "give every rank the same arguments"
+        )
+    if row["numel"] != numel:
+        return f"payload of a tensor of {row['numel']} elements, expected {numel}"
+    if row["nbytes"] != nbytes or nbytes % PAYLOAD_ALIGN:
+        return f"truncated payload: got {nbytes} bytes, expected {row['nbytes']}"
+    if not checksum_matches:
+        return "corrupt payload: its checksum does not match its contents"
+    return f"corrupt payload: it claims {PAYLOAD_ALIGN * int(row['flags'] >> _SLACK_BIT)} unused bytes of {nbytes}"
 
 
 def split_payloads(buffer: Tensor, count: int) -> list[Tensor]:
@@ -344,7 +318,7 @@ def split_payloads(buffer: Tensor, count: int) -> list[Tensor]:
     if (parts := getattr(buffer, _PARTS, None)) is not None and len(parts) == count:
         return list(parts)
     buffer = _native.check(buffer, torch.uint8, "split_payloads: buffer")
-    return _split(buffer, _inspect([buffer], count) if buffer.is_cuda else [None] * count)
+    return _split(buffer, _inspect([buffer], count))
 
 
 def split_all_payloads(buffers: Sequence[Tensor], each: int) -> None:
@@ -355,9 +329,8 @@ def split_all_payloads(buffers: Sequence[Tensor], each: int) -> None:
     """
     if not (buffers and buffers[0].is_cuda):
         return  # `split_payloads` need not wait
-    inspections = _inspect(buffers, each)
-    for i, buffer in enumerate(buffers):
-        setattr(buffer, _PARTS, _split(buffer, inspections[i * each : (i + 1) * each]))
+    for buffer, rows in zip(buffers, _inspect(buffers, each).reshape(-1, each)):
+        setattr(buffer, _PARTS, _split(buffer, rows))
 
 
 def join_payloads(payloads: Sequence[Tensor], buffer: Tensor | None = None) -> Tensor:
@@ -370,20 +343,18 @@ def join_payloads(payloads: Sequence[Tensor], buffer: Tensor | None = None) -> T
     return joined
 
 
-def _split(buffer: Tensor, inspections: Sequence[_Inspection | None]) -> list[Tensor]:
+def _split(buffer: Tensor, rows: np.ndarray) -> list[Tensor]:
     payloads = []
-    begin, count = 0, len(inspections)
-    for index, inspection in enumerate(inspections):
-        nbytes = _read_header(buffer[begin:], inspection).nbytes
-        if nbytes < HEADER_NBYTES or nbytes % PAYLOAD_ALIGN or nbytes > buffer.numel() - begin:
-            raise PayloadError(
-                f"payload {index} of {count} claims {nbytes} bytes, but {buffer.numel() - begin} are left"
-            )
-        payload = buffer[begin : begin + nbytes]
-        if inspection is not None:
-            setattr(payload, _INSPECTION, inspection)
-        payloads.append(payload)
+    begin = 0
+    for index, row in enumerate(rows):
+        left, nbytes = buffer.numel() - begin, int(row["nbytes"])
+        if foreign := _foreign(row, left):
+            raise PayloadError(foreign)
+        if nbytes < HEADER_NBYTES or nbytes % PAYLOAD_ALIGN or nbytes > left:
+            raise PayloadError(f"payload {index} of {len(rows)} claims {nbytes} bytes, but {left} are left")
+        payloads.append(buffer[begin : begin + nbytes])
+        setattr(payloads[-1], _INSPECTION, row)
         begin += nbytes
     if begin != buffer.numel():
-        raise PayloadError(f"got {buffer.numel()} bytes, expected {begin} in {count} payloads")
+        raise PayloadError(f"got {buffer.numel()} bytes, expected {begin} in {len(rows)} payloads")
     return payloads
