@@ -5,14 +5,17 @@ A kernel has the same name and parameters on both devices (csrc/kernels.h); `run
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_char, c_float, c_int32, c_int64
+from ctypes import addressof, c_char, c_int32, c_int64
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .errors import PayloadError
 
 try:
     from gradzip import _C
@@ -21,6 +24,7 @@ except ImportError as error:  # reported when a kernel is called, so that `impor
 else:
     _missing = None
 
+Dtypes = torch.dtype | tuple[torch.dtype, ...]
 READ_ONLY = "_gradzip_read_only"  # attribute of tensors that share the memory of read-only arrays (arrays.py)
 
 
@@ -95,13 +99,7 @@ def run_failed(name: str, where: Tensor, *arguments: float, wait: bool = False) 
     return int(on_device)
 
 
-def check(
-    x: Any,
-    dtype: torch.dtype | tuple[torch.dtype, ...],
-    what: str,
-    numel: int | None = None,
-    device: torch.device | None = None,
-) -> Tensor:
+def check(x: Any, dtype: Dtypes, what: str, numel: int | None = None, device: torch.device | None = None) -> Tensor:
     """Return `x`, contiguous.
 
     Raises ValueError unless it is a tensor of that dtype, number of elements and device.
@@ -121,6 +119,26 @@ def check(
     return x if plain else x.resolve_conj().resolve_neg().contiguous()
 
 
+def check_nbytes(
+    x: Any, nbytes: int, contents: str, what: str, device: torch.device | None = None, index: int | None = None
+) -> Tensor:
+    """Return `x`, uint8, contiguous. Raises PayloadError unless it has `nbytes` bytes, which its contents take.
+
+    index: which of several payloads it is.
+    """
+    x = check(x, torch.uint8, what, device=device)
+    if x.numel() != nbytes:
+        raise PayloadError(f"{what}: got {x.numel()} bytes, expected {nbytes} for {contents}", index)
+    return x
+
+
+def check_distinct(tensors: Sequence[Tensor], what: str) -> None:
+    """Raise ValueError if two matrices are at the same address."""
+    addresses = [x.data_ptr() for x in tensors if x.numel()]
+    if len(set(addresses)) != len(addresses):
+        raise ValueError(f"{what}: got the same matrix more than once, expected distinct ones")
+
+
 def check_key(key: int, what: str) -> int:
     """Return `key`, a 64-bit key of the random generator (csrc/common/philox.h). Raises ValueError for others."""
     if not (isinstance(key, int) and 0 <= key < 1 << 64):
@@ -128,19 +146,17 @@ def check_key(key: int, what: str) -> int:
     return key
 
 
-def row_keys(x: Any, keys: Sequence[int] | None, what: str) -> array[int] | None:
-    """Return the table of the keys of the rows of x, None without keys.
+def row_keys(x: Any, keys: Sequence[int] | None, what: str) -> array[int]:
+    """Return the table of the keys of the rows of x. Without keys it is empty, and has the address 0.
 
     Raises ValueError unless x is a matrix with as many rows as keys.
     """
     if not isinstance(x, Tensor) or x.dim() != 2:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{what}: got {got}, expected a tensor of shape (rows, n)")
-    if keys is None:
-        return None
-    if len(keys) != x.shape[0]:
+    if keys is not None and len(keys) != x.shape[0]:
         raise ValueError(f"{what}: got {len(keys)} keys, expected one for each of {x.shape[0]} rows")
-    return array("Q", [check_key(key, what) for key in keys])
+    return array("Q", [check_key(key, what) for key in keys or ()])
 
 
 def address(x: Tensor | None) -> int:
@@ -148,25 +164,51 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def table_address(table: array[int] | None) -> int:
-    """Return the address of a table that a kernel reads, 0 for None. The caller keeps the table."""
-    return 0 if table is None else table.buffer_info()[0]
+class Table:
+    """Rows that a kernel reads from host memory, and the tensors whose addresses are in them."""
+
+    def __init__(self, layout: str) -> None:
+        self._row = struct.Struct(layout)
+        self._bytes = bytearray()
+        self._kept: list[Tensor] = []  # alive until the kernel has run: they may be contiguous copies
+
+    def __len__(self) -> int:
+        return len(self._bytes) // self._row.size
+
+    @property
+    def device(self) -> torch.device | None:
+        """That of the tensors; None while there are none."""
+        return self._kept[0].device if self._kept else None
+
+    @property
+    def address(self) -> int:
+        return addressof(c_char.from_buffer(self._bytes)) if self._bytes else 0
+
+    def add(self, *fields: Any) -> None:
+        """Add a row. A tensor stands for its address, None for the address 0."""
+        row = []
+        for field in fields:
+            if isinstance(field, Tensor):
+                self._kept.append(field)
+                field = field.data_ptr()
+            row.append(0 if field is None else field)
+        self._bytes += self._row.pack(*row)
+
+    def run(self, name: str, *arguments: float) -> None:
+        """Run a kernel on the rows, unless there are none: their address, their number, and more arguments."""
+        if self._bytes:
+            run(name, self._kept[0], self.address, len(self), *arguments)
+
+    def run_failed(self, name: str, *arguments: float) -> int:
+        """`run` for a kernel of `run_failed`."""
+        return run_failed(name, self._kept[0], self.address, len(self), *arguments) if self._bytes else 0
 
 
-def address_of(table: bytearray) -> int:
-    """Return the address of a table that a kernel reads. It may be empty. The caller keeps the table."""
-    return addressof(c_char.from_buffer(table)) if table else 0
-
-
-def scalar(value: float | Tensor, where: Tensor, what: str) -> tuple[int, Tensor | c_float]:
-    """Return the address of `value` as a float32 on the device of `where`, and the object that owns its memory."""
-    if not where.is_cuda:
-        number = c_float(float(value))
-        return addressof(number), number
-    if not isinstance(value, Tensor):
-        value = torch.full((1,), value, dtype=torch.float32, device=where.device)
-    value = check(value, torch.float32, what, 1, where.device)
-    return value.data_ptr(), value
+def scalar(value: float | Tensor, where: Tensor, what: str) -> Tensor:
+    """Return `value` as a float32 tensor of 1 element on the device of `where`."""
+    if isinstance(value, Tensor) and where.is_cuda:
+        return check(value, torch.float32, what, 1, where.device)
+    return torch.full((1,), float(value), dtype=torch.float64, device=where.device).float()
 
 
 def output(out: Tensor | None, numel: int, dtype: torch.dtype, device: torch.device, what: str = "out") -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -127,17 +126,17 @@ def bitmap_code_decode_all(
     Returns the bitmaps, and the index of the first corrupt stream, or None. On CUDA, which does not wait for the
     device, that is None.
     """
-    segment, nbytes, device = _checked(segment), bitmap_nbytes(numel), streams[0].device
+    segment, nbytes = _checked(segment), bitmap_nbytes(numel)
     bitmaps = []
-    table = array("q")  # struct BitmapStream
-    streams = [_native.check(s, torch.uint8, "bitmap_code_decode: stream", device=device) for s in streams]
+    table = _native.Table("<QqqQ")  # struct BitmapStream
     for i, (stream, count) in enumerate(zip(streams, counts, strict=True)):
+        stream = _native.check(stream, torch.uint8, "bitmap_code_decode: stream", device=table.device)
         given = None if out is None else out[i]
-        bitmaps.append(_native.output(given, nbytes, torch.uint8, device, "bitmap_code_decode: out"))
-        table.extend((stream.data_ptr(), stream.numel(), count, bitmaps[i].data_ptr()))
+        bitmaps.append(_native.output(given, nbytes, torch.uint8, stream.device, "bitmap_code_decode: out"))
+        table.add(stream, stream.numel(), count, bitmaps[i])
     if numel == 0:  # there is nothing by which CUDA could show that a stream is corrupt
         return bitmaps, next((i for i, (s, count) in enumerate(zip(streams, counts)) if s.numel() or count), None)
-    failed = _native.run_failed("bitmap_code_decode", streams[0], table.buffer_info()[0], len(streams), numel, segment)
+    failed = table.run_failed("bitmap_code_decode", numel, segment)
     return bitmaps, failed - 1 if failed else None
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, groups
 from .errors import PayloadError
 
 _LARGEST_BLOCK = 4096
@@ -65,7 +65,7 @@ def block_float_encode(
     check_block_float(bits, block, what)
     if bits == 2 and key is not None:
         raise ValueError(f"{what}: got a key with bits = 2, whose codes are rounded to nearest, expected None")
-    keys = None if key is None else array("Q", [_native.check_key(key, what)])
+    keys = array("Q", [] if key is None else [_native.check_key(key, what)])
     x = _native.check(x, torch.float32, f"{what}: x")
     n = x.numel()
     least = -(-n // block)
@@ -79,10 +79,8 @@ def block_float_encode(
     if error is not None:
         error = _native.in_place(error, torch.float32, f"{what}: error", n, x.device)
     out = _native.output(out, block_float_nbytes(blocks, bits, block), torch.uint8, x.device, f"{what}: out")
-    _native.run(
-        "block_float_encode", x, x.data_ptr(), _address(residual), 1, n, blocks, bits, block,
-        _native.table_address(keys), _address(error), out.data_ptr(),
-    )  # fmt: skip
+    arguments = (x.data_ptr(), _native.address(residual), 1, n, blocks, bits, block, keys.buffer_info()[0])
+    _native.run("block_float_encode", x, *arguments, _native.address(error), out.data_ptr())
     return out
 
 
@@ -103,16 +101,14 @@ def block_float_encode_all(
     check_block_float(bits, block, what)
     if bits == 2 and keys is not None:
         raise ValueError(f"{what}: got keys with bits = 2, whose codes are rounded to nearest, expected None")
-    table = _native.row_keys(x, keys, what)
+    row_keys = _native.row_keys(x, keys, what)
     x = _native.check(x, torch.float32, f"{what}: x")
     rows, n = x.shape
     blocks = -(-n // block)
     nbytes = block_float_nbytes(blocks, bits, block)
     out = _native.output(out, rows * nbytes, torch.uint8, x.device, f"{what}: out").view(rows, nbytes)
-    _native.run(
-        "block_float_encode", x, x.data_ptr(), 0, rows, n, blocks, bits, block, _native.table_address(table), 0,
-        out.data_ptr(),
-    )  # fmt: skip
+    arguments = (x.data_ptr(), 0, rows, n, blocks, bits, block, row_keys.buffer_info()[0])
+    _native.run("block_float_encode", x, *arguments, 0, out.data_ptr())
     return out
 
 
@@ -153,15 +149,9 @@ def block_float_max_step(payloads: Sequence[Tensor], bits: int, block: int = 256
 
 
 def _decode(
-    payloads: Sequence[Tensor],
-    each: int,
-    out: Tensor,
-    bits: int,
-    block: int,
-    weight: float,
-    start: Tensor | None,
+    payloads: Sequence[Tensor], each: int, out: Tensor, bits: int, block: int, weight: float, start: Tensor | None,
     what: str,
-) -> None:
+) -> None:  # fmt: skip
     check_block_float(bits, block, what)
     out = _native.in_place(out, torch.float32, f"{what}: out")
     n, record = out.numel(), block_float_nbytes(1, bits, block)
@@ -177,12 +167,4 @@ def _decode(
         )
     if out.is_cuda:  # which reads words
         checked = [p.clone() if p.data_ptr() % 4 else p for p in checked]
-    table = array("q", [p.data_ptr() for p in checked])
-    _native.run(
-        "block_float_decode", out, table.buffer_info()[0], shards, each, lengths[0] // record, n, bits, block, weight,
-        _address(start), out.data_ptr(),
-    )  # fmt: skip
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    groups.block_float_decode(checked, each, out, bits, block, weight, start)

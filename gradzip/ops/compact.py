@@ -59,14 +59,8 @@ def expand(values: Tensor, bitmap: Tensor, numel: int, out: Tensor | None = None
     values = _native.check(values, _ITEMS, "expand: values")
     bitmap = _native.check(bitmap, torch.uint8, "expand: bitmap", bitmap_nbytes(numel), values.device)
     out = _native.output(out, numel, values.dtype, values.device, "expand: out")
-    arguments = (
-        values.data_ptr(),
-        values.numel(),
-        values.element_size(),
-        bitmap.data_ptr(),
-        out.data_ptr(),
-        numel,
-    )
+    source = (values.data_ptr(), values.numel(), values.element_size())
+    arguments = (*source, bitmap.data_ptr(), out.data_ptr(), numel)
     if int(_native.run_count("compact_expand", values, *arguments)) != values.numel():
         raise PayloadError(f"expand: got {values.numel()} values, but the bitmap marks another number of elements")
     return out

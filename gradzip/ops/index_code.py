@@ -15,7 +15,6 @@ from .errors import PayloadError
 from .weighted_sum import WeightedSum, decode_sums
 
 _HEADER = struct.Struct("<III")  # coded, count, nbytes
-_TERM = struct.Struct("<QqQqd")  # struct IndexTerm
 _BLOCK = 2048  # kIndexBlock
 
 
@@ -156,11 +155,11 @@ def index_code_decode_add_all(sums: Sequence[WeightedSum]) -> None:
     >>> out.tolist()
     [0.0, 1.5, 0.0]
     """
-    if failed := decode_sums("index_code_decode_add", sums, _term):
+    if failed := decode_sums("index_code_decode_add", sums, "<QqQqd", _term):  # struct IndexTerm
         raise PayloadError("corrupt indices: they are not ascending ones of the size of the sum", failed - 1)
 
 
-def _term(encoded: tuple[Tensor, Tensor], weight: float, out: Tensor) -> tuple[bytes, list[Tensor]]:
+def _term(encoded: tuple[Tensor, Tensor], out: Tensor, weight: float) -> tuple[Tensor, int, Tensor, int, float]:
     stream, values = encoded
     values = _native.check(values, torch.float32, "index_code_decode_add: values", device=out.device)
     stream = _native.check(stream, torch.uint8, "index_code_decode_add: stream", device=out.device)
@@ -171,4 +170,4 @@ def _term(encoded: tuple[Tensor, Tensor], weight: float, out: Tensor) -> tuple[b
         _, claimed = _opened(stream, out.numel())
         if claimed != count:
             raise PayloadError(f"corrupt indices: got {claimed} of them, expected {count}, one per value")
-    return _TERM.pack(stream.data_ptr(), stream.numel(), values.data_ptr(), count, weight), [stream, values]
+    return stream, stream.numel(), values, count, weight

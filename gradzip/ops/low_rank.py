@@ -9,7 +9,6 @@ for it.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -19,16 +18,12 @@ from . import _native
 
 
 def _matrix(
-    x: Tensor,
-    what: str,
-    rows: int | None = None,
-    columns: int | None = None,
-    device: torch.device | None = None,
+    x: Tensor, what: str, rows: int | None = None, columns: int | None = None, device: torch.device | None = None
 ) -> Tensor:
     x = _native.check(x, torch.float32, what, device=device)
-    expected = ("n" if rows is None else rows, "r" if columns is None else columns)
     if x.dim() != 2 or rows not in (None, x.shape[0]) or columns not in (None, x.shape[1]):
-        raise ValueError(f"{what}: got shape {tuple(x.shape)}, expected ({expected[0]}, {expected[1]})")
+        expected = f"({'n' if rows is None else rows}, {'r' if columns is None else columns})"
+        raise ValueError(f"{what}: got shape {tuple(x.shape)}, expected {expected}")
     return x
 
 
@@ -77,34 +72,22 @@ def low_rank_project_all(projections: Sequence[Projection]) -> list[Tensor]:
 
 
 def _project(projections: Sequence[Projection], out: Tensor | None) -> list[Tensor]:
-    table = array("q")  # struct Projection of csrc/common/low_rank.h
-    kept, outs, changed = [], [], []
-    device = None
+    table = _native.Table("<QQqqQqqQ")  # struct Projection of csrc/common/low_rank.h
+    outs, changed = [], []
     for m, e, factor, transpose in projections:
-        m = _matrix(m, "low_rank_project: m", device=device)
-        device = m.device
+        m = _matrix(m, "low_rank_project: m", device=table.device)
         rows, columns = m.shape
         if e is not None:
-            e = _in_place(e, "low_rank_project: e", rows, columns, device)
-            changed.append(e)
-        factor = _matrix(factor, "low_rank_project: factor", rows if transpose else columns, device=device)
+            changed.append(_in_place(e, "low_rank_project: e", rows, columns, m.device))
+        factor = _matrix(factor, "low_rank_project: factor", rows if transpose else columns, device=m.device)
         rank = factor.shape[1]
         if rank == 0:
             raise ValueError("low_rank_project: factor: got 0 columns, expected at least 1")
-        outs.append(_output(out, "low_rank_project: out", columns if transpose else rows, rank, device))
-        kept += [m, factor]  # alive until the kernel has run: they may be contiguous copies
-        address = 0 if e is None else e.data_ptr()
-        table.extend((m.data_ptr(), address, rows, columns, factor.data_ptr(), rank, transpose, outs[-1].data_ptr()))
-    _distinct(changed, "low_rank_project: e")
-    if projections:
-        _native.run("low_rank_project", kept[0], table.buffer_info()[0], len(projections))
+        outs.append(_output(out, "low_rank_project: out", columns if transpose else rows, rank, m.device))
+        table.add(m, e, rows, columns, factor, rank, transpose, outs[-1])
+    _native.check_distinct(changed, "low_rank_project: e")
+    table.run("low_rank_project")
     return outs
-
-
-def _distinct(tensors: list[Tensor], what: str) -> None:
-    addresses = [x.data_ptr() for x in tensors if x.numel()]
-    if len(set(addresses)) != len(addresses):
-        raise ValueError(f"{what}: got the same matrix more than once, expected distinct ones")
 
 
 def low_rank_apply_average_all(updates: Sequence[AverageUpdate]) -> None:
@@ -120,26 +103,22 @@ def low_rank_apply_average_all(updates: Sequence[AverageUpdate]) -> None:
     >>> m.tolist(), e.tolist()
     ([[1.0, 1.0]], [[1.0, 1.0]])
     """
-    table = array("q")  # struct AverageUpdate of csrc/common/low_rank.h
-    kept, changed = [], []
-    device = None
+    table = _native.Table("<QQQQQQqqq")  # struct AverageUpdate of csrc/common/low_rank.h
+    changed = []
     for m, e, sent_p, sent_q, p, q in updates:
-        _native.in_place(m, torch.float32, "low_rank_apply_average: m", device=device)
+        _native.in_place(m, torch.float32, "low_rank_apply_average: m", device=table.device)
         m = _matrix(m, "low_rank_apply_average: m")
-        device = m.device
         rows, columns = m.shape
-        e = _in_place(e, "low_rank_apply_average: e", rows, columns, device)
-        p = _matrix(p, "low_rank_apply_average: p", rows, device=device)
+        e = _in_place(e, "low_rank_apply_average: e", rows, columns, m.device)
+        p = _matrix(p, "low_rank_apply_average: p", rows, device=m.device)
         rank = p.shape[1]
-        q = _matrix(q, "low_rank_apply_average: q", columns, rank, device)
-        sent_p = _matrix(sent_p, "low_rank_apply_average: sent_p", rows, rank, device)
-        sent_q = _matrix(sent_q, "low_rank_apply_average: sent_q", columns, rank, device)
-        kept += [m, e, sent_p, sent_q, p, q]
+        q = _matrix(q, "low_rank_apply_average: q", columns, rank, m.device)
+        sent_p = _matrix(sent_p, "low_rank_apply_average: sent_p", rows, rank, m.device)
+        sent_q = _matrix(sent_q, "low_rank_apply_average: sent_q", columns, rank, m.device)
         changed += [m, e]
-        table.extend((*(x.data_ptr() for x in (m, e, sent_p, sent_q, p, q)), rows, columns, rank))
-    _distinct(changed, "low_rank_apply_average: m, e")
-    if updates:
-        _native.run("low_rank_apply_average", kept[0], table.buffer_info()[0], len(updates))
+        table.add(m, e, sent_p, sent_q, p, q, rows, columns, rank)
+    _native.check_distinct(changed, "low_rank_apply_average: m, e")
+    table.run("low_rank_apply_average")
 
 
 def low_rank_subtract(e: Tensor, p: Tensor, q: Tensor) -> None:

@@ -63,12 +63,9 @@ def natural_decode_sum(payloads: Sequence[Tensor], out: Tensor, weight: float = 
     what = "natural_decode_sum"
     out = _native.in_place(out, torch.float32, f"{what}: out")
     n = out.numel()
-    checked = []
-    for index, payload in enumerate(payloads):
-        checked.append(_native.check(payload, torch.uint8, f"{what}: payload", device=out.device))
-        if payload.numel() != natural_nbytes(n):
-            raise PayloadError(
-                f"{what}: got {payload.numel()} bytes, expected {natural_nbytes(n)} for {n} elements", index
-            )
+    checked = [
+        _native.check_nbytes(payload, natural_nbytes(n), f"{n} elements", f"{what}: payload", out.device, index)
+        for index, payload in enumerate(payloads)
+    ]
     if failed := groups.natural_decode_sum(groups.addresses(checked), out, weight, add):
         raise PayloadError(NOT_POWERS, failed - 1)

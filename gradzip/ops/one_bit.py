@@ -6,8 +6,6 @@ of Speech DNNs, Interspeech 2014.
 
 from __future__ import annotations
 
-import struct
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -17,8 +15,6 @@ from . import _native
 from .bitmap import bitmap_nbytes
 from .errors import PayloadError
 from .weighted_sum import WeightedSum, decode_sums
-
-_TERM = struct.Struct("<QQqd")  # struct OneBitTerm of csrc/common/one_bit.h
 
 
 def _shape(x: Tensor, what: str) -> tuple[int, int]:
@@ -46,7 +42,7 @@ def one_bit_packed(
     rows, _ = _shape(x, "one_bit_packed: x")
     out = _native.output(out, bitmap_nbytes(x.numel()), torch.uint8, x.device, "one_bit_packed: out")
     means = _native.output(means, 2 * rows, torch.float32, x.device, "one_bit_packed: means").view(rows, 2)
-    _pack([(x, key, out, means)], None)
+    one_bit_packed_all([(x, key, out, means)])
     return out, means
 
 
@@ -60,26 +56,16 @@ def one_bit_packed_all(sources: Sequence[tuple[Tensor, int, Tensor, Tensor]]) ->
     >>> one_bit_packed_all([(torch.tensor([[1.0, 3.0, -4.0]]), 0, out, means)]), out.item(), means.tolist()
     ([tensor([4.])], 4, [[2.0, -4.0]])
     """
-    if not sources:
-        return []
-    most = torch.empty(len(sources), dtype=torch.float32, device=sources[0][0].device)
-    _pack(sources, most)
-    return list(most.split(1))
-
-
-def _pack(sources: Sequence[tuple[Tensor, int, Tensor, Tensor]], most: Tensor | None) -> None:
-    table = array("Q")  # struct OneBitSource of csrc/common/one_bit.h
-    kept: list[Tensor] = []
+    table = _native.Table("<QqqQQQ")  # struct OneBitSource of csrc/common/one_bit.h
     for x, key, out, means in sources:
-        _native.check_key(key, "one_bit_packed")
-        x = _native.check(x, torch.float32, "one_bit_packed: x", device=kept[0].device if kept else None)
+        x = _native.check(x, torch.float32, "one_bit_packed: x", device=table.device)
         rows, columns = _shape(x, "one_bit_packed: x")
-        kept.append(x)
         _native.in_place(out, torch.uint8, "one_bit_packed: out", bitmap_nbytes(x.numel()), x.device)
         _native.in_place(means, torch.float32, "one_bit_packed: means", 2 * rows, x.device)
-        table.extend((x.data_ptr(), rows, columns, key, out.data_ptr(), means.data_ptr()))
-    address = 0 if most is None else most.data_ptr()
-    _native.run("one_bit_packed", kept[0], table.buffer_info()[0], len(kept), address)
+        table.add(x, rows, columns, _native.check_key(key, "one_bit_packed"), out, means)
+    most = torch.empty(len(sources), dtype=torch.float32, device=table.device)
+    table.run("one_bit_packed", most.data_ptr())
+    return list(most.split(1)) if sources else []
 
 
 def one_bit_decode_add(packed: Tensor, means: Tensor, out: Tensor, weight: float = 1.0) -> None:
@@ -113,20 +99,18 @@ def one_bit_decode_add_all(sums: Sequence[WeightedSum]) -> None:
     >>> out.tolist()
     [1.0, 1.0, -2.0]
     """
-    if failed := decode_sums("one_bit_decode_add", sums, _term):
+    if failed := decode_sums("one_bit_decode_add", sums, "<QQqd", _term):  # struct OneBitTerm
         raise PayloadError("corrupt payload: the mean of a row is not finite", index=failed - 1)
 
 
-def _term(encoded: tuple[Tensor, Tensor], weight: float, out: Tensor) -> tuple[bytes, list[Tensor]]:
+def _term(encoded: tuple[Tensor, Tensor], out: Tensor, weight: float) -> tuple[Tensor, Tensor, int, float]:
     packed, means = encoded
-    packed = _native.check(packed, torch.uint8, "one_bit_decode_add: packed", device=out.device)
-    means = _native.check(means, torch.float32, "one_bit_decode_add: means", device=out.device)
     numel, rows = out.numel(), means.numel() // 2
-    whole = numel == 0 or (means.numel() == 2 * rows and rows > 0 and numel % rows == 0)
-    if packed.numel() != bitmap_nbytes(numel) or not whole:
+    what = "one_bit_decode_add: packed"
+    packed = _native.check_nbytes(packed, bitmap_nbytes(numel), f"{numel} signs", what, out.device)
+    means = _native.check(means, torch.float32, "one_bit_decode_add: means", device=out.device)
+    if numel and (means.numel() != 2 * rows or rows == 0 or numel % rows):
         raise PayloadError(
-            f"one_bit_decode_add: got {packed.numel()} bytes and {means.numel()} means, expected "
-            f"{bitmap_nbytes(numel)} and two for each row of {numel} elements"
+            f"one_bit_decode_add: got {means.numel()} means, expected two for each row of {numel} elements"
         )
-    term = _TERM.pack(packed.data_ptr(), means.data_ptr(), numel // max(1, rows), weight)
-    return term, [packed, means]
+    return packed, means, numel // max(1, rows), weight

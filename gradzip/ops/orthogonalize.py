@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -33,20 +32,11 @@ def orthogonalize_(matrices: Tensor | Sequence[Tensor]) -> None:
     [[0.6, 0.8], [0.8, -0.6]]
     """
     matrices = [matrices] if isinstance(matrices, Tensor) else list(matrices)
-    table = array("q")  # struct Matrix of csrc/common/orthogonalize.h
-    addresses = []
-    device = None
+    table = _native.Table("<Qqq")  # struct Matrix of csrc/common/orthogonalize.h
     for matrix in matrices:
-        _native.in_place(matrix, torch.float32, "orthogonalize_", device=device)
-        device = matrix.device
-        shape = matrix.shape
-        if len(shape) != 2:
-            raise ValueError(f"orthogonalize_: got a tensor of shape {tuple(shape)}, expected (n, r)")
-        address = matrix.data_ptr()
-        table.extend((address, *shape))
-        if address:  # empty tensors have none
-            addresses.append(address)
-    if len(set(addresses)) != len(addresses):
-        raise ValueError("orthogonalize_: got the same matrix more than once, expected distinct ones")
-    if matrices:
-        _native.run("orthogonalize", matrices[0], table.buffer_info()[0], len(matrices))
+        _native.in_place(matrix, torch.float32, "orthogonalize_", device=table.device)
+        if matrix.dim() != 2:
+            raise ValueError(f"orthogonalize_: got a tensor of shape {tuple(matrix.shape)}, expected (n, r)")
+        table.add(matrix, *matrix.shape)
+    _native.check_distinct(matrices, "orthogonalize_")
+    table.run("orthogonalize")

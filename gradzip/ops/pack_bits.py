@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from . import _native
-from .errors import PayloadError
 
 
 def packed_nbytes(numel: int, bits: int) -> int:
@@ -41,14 +40,10 @@ def unpack_bits(packed: Tensor, bits: int, numel: int) -> Tensor:
     packed: uint8. Raises PayloadError if its size is not that of `numel` codes. Does not wait for the device.
     """
     _check_bits(bits, "unpack_bits")
-    packed = _native.check(packed, torch.uint8, "unpack_bits: packed")
     if numel < 0:
         raise ValueError(f"unpack_bits: got numel = {numel}, expected a number >= 0")
-    if packed.numel() != packed_nbytes(numel, bits):
-        raise PayloadError(
-            f"unpack_bits: got {packed.numel()} bytes, expected {packed_nbytes(numel, bits)} "
-            f"for {numel} codes of {bits} bits"
-        )
+    contents = f"{numel} codes of {bits} bits"
+    packed = _native.check_nbytes(packed, packed_nbytes(numel, bits), contents, "unpack_bits: packed")
     out = torch.empty(numel, dtype=torch.int32, device=packed.device)
     _native.run("pack_bits_unpack", packed, packed.data_ptr(), numel, bits, out.data_ptr())
     return out

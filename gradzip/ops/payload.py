@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from ctypes import addressof, c_int64
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +27,6 @@ PAYLOAD_ALIGN = 16
 NON_FINITE = 1
 _HEADER = struct.Struct("<2sBBIQQII16s")
 HEADER_NBYTES = _HEADER.size
-_SEAL = struct.Struct(f"<Q{HEADER_NBYTES}sQqQQQqq")  # struct PayloadSeal of csrc/common/payload.h
 _MAGIC = int.from_bytes(b"gz", "little")
 _INSPECTED = np.dtype(  # struct PayloadInspection
     [
@@ -131,12 +129,10 @@ class Seal(NamedTuple):
 
 def seal_payloads(seals: Sequence[Seal], *, method: int, digest: int) -> list[Tensor]:
     """Write the headers of payloads on one device, in one call. Return the payloads. Does not wait for the device."""
-    table = bytearray()
+    table = _native.Table(f"<Q{HEADER_NBYTES}sQqQQQqq")  # struct PayloadSeal of csrc/common/payload.h
     payloads: list[Tensor] = []
-    kept: list[object] = []  # alive until the kernel has run
     for payload, numel, fields, flags, magnitudes, number, scale, stream in seals:
-        device = payloads[0].device if payloads else None
-        _native.in_place(payload, torch.uint8, "seal_payloads: payload", device=device)
+        _native.in_place(payload, torch.uint8, "seal_payloads: payload", device=table.device)
         if payload.numel() < HEADER_NBYTES or payload.numel() % PAYLOAD_ALIGN:
             raise ValueError(f"seal_payloads: got {payload.numel()} bytes, expected a payload as new_payload makes it")
         expected = 16 if number is None else 8
@@ -146,37 +142,30 @@ def seal_payloads(seals: Sequence[Seal], *, method: int, digest: int) -> list[Te
             magnitudes = _native.check(magnitudes, torch.float32, "seal_payloads: magnitudes", device=payload.device)
         if scale is not None:
             scale = _native.check(scale, torch.float32, "seal_payloads: scale", 1, payload.device)
-        begin, stream_address, padding_at = 0, 0, -1
+        begin, stream_nbytes, padding_at = 0, None, -1
         if stream is not None:
             begin = HEADER_NBYTES + stream.begin
             padding_at = -1 if stream.padding_at is None else stream.padding_at
-            payload, stream_address, held = _fitted(payload, begin, stream.nbytes)
-            kept.append(held)
+            payload, stream_nbytes = _fitted(payload, begin, stream.nbytes)
         words = None if number is None else number._words_on(payload.device)
         header = _HEADER.pack(b"gz", VERSION, method, digest, numel, payload.numel(), 0, flags, fields)
-        table += _SEAL.pack(
-            payload.data_ptr(), header, _native.address(magnitudes), 0 if magnitudes is None else magnitudes.numel(),
-            _native.address(words), _native.address(scale), stream_address, begin, padding_at,
-        )  # fmt: skip
-        kept += [magnitudes, scale, words]
+        magnitude_count = 0 if magnitudes is None else magnitudes.numel()
+        table.add(payload, header, magnitudes, magnitude_count, words, scale, stream_nbytes, begin, padding_at)
         payloads.append(payload)
-    if payloads:
-        _native.run("payload_seal", payloads[0], _native.address_of(table), len(payloads))
+    table.run("payload_seal")
     return payloads
 
 
-def _fitted(payload: Tensor, begin: int, nbytes: int | Tensor) -> tuple[Tensor, int, object]:
-    """The payload without what it does not need, the address of its stream's size, and the owner of that memory."""
+def _fitted(payload: Tensor, begin: int, nbytes: int | Tensor) -> tuple[Tensor, Tensor]:
+    """The payload without what it does not need, and the size of its stream, int64 of 1 element on its device."""
     room = payload.numel() - begin
     if isinstance(nbytes, Tensor):
         if room > _MOST_STREAM:
             raise ValueError(f"seal_payloads: got room for a stream of {room} bytes, expected at most {_MOST_STREAM}")
-        nbytes = _native.check(nbytes, torch.int64, "seal_payloads: stream.nbytes", 1, payload.device)
-        return payload, nbytes.data_ptr(), nbytes
+        return payload, _native.check(nbytes, torch.int64, "seal_payloads: stream.nbytes", 1, payload.device)
     if not 0 <= nbytes <= room:
         raise ValueError(f"seal_payloads: got a stream of {nbytes} bytes, expected 0 to {room}")
-    size = c_int64(nbytes)
-    return payload[: _padded(begin + nbytes)], addressof(size), size
+    return payload[: _padded(begin + nbytes)], torch.tensor([nbytes], device=payload.device)
 
 
 def _padded(nbytes: int) -> int:
@@ -211,11 +200,10 @@ def attach_inspections(payloads: Sequence[Tensor], table: Tensor) -> None:
 def _table(buffers: Sequence[Tensor], each: int) -> Tensor:
     """The inspections of `each` consecutive payloads in each buffer."""
     table = torch.empty(len(buffers) * each * _INSPECTED.itemsize, dtype=torch.uint8, device=buffers[0].device)
-    # A table of struct PayloadBuffer.
-    listed = np.stack(
-        (groups.addresses(buffers).view(np.int64), groups.numels(buffers)), axis=1
-    )
-    _native.run("payload_inspect", buffers[0], listed.ctypes.data, len(buffers), each, table.data_ptr())
+    listed = _native.Table("<Qq")  # struct PayloadBuffer
+    for buffer in buffers:
+        listed.add(buffer, buffer.numel())
+    listed.run("payload_inspect", each, table.data_ptr())
     return table
 
 

@@ -107,18 +107,8 @@ def quantize_packed(
     x, norms, (address, n, *arguments, key) = quantizer_arguments(x, bits, bucket, norm, key, norms, "quantize_packed")
     out = _native.output(out, packed_nbytes(n, bits), torch.uint8, x.device, "quantize_packed: out")
     keys = array("Q", [key])
-    _native.run(
-        "quantize_packed",
-        x,
-        address,
-        1,
-        n,
-        *arguments,
-        _native.table_address(keys),
-        0,
-        out.data_ptr(),
-        norms.data_ptr(),
-    )
+    results = (0, out.data_ptr(), norms.data_ptr())
+    _native.run("quantize_packed", x, address, 1, n, *arguments, keys.buffer_info()[0], *results)
     return out, norms
 
 
@@ -139,7 +129,7 @@ def quantize_packed_all(
     """
     what = "quantize_packed_all"
     check_quantizer(bits, bucket, norm, 0, what)
-    table = _native.row_keys(x, keys, what)
+    row_keys = _native.row_keys(x, keys, what)
     x = _native.check(x, torch.float32, f"{what}: x")
     rows, n = x.shape
     norms_end = 4 * num_buckets(n, bucket)
@@ -151,11 +141,9 @@ def quantize_packed_all(
             f"least {end}, for rows of {n} elements of {bits} bits in buckets of {bucket}"
         )
     _native.in_place(payloads, torch.uint8, f"{what}: payloads", device=x.device)
+    arguments = (x.data_ptr(), rows, n, bits, min(bucket, max(1, n)), NORMS[norm], row_keys.buffer_info()[0])
     address = payloads.data_ptr()
-    _native.run(
-        "quantize_packed", x, x.data_ptr(), rows, n, bits, min(bucket, max(1, n)), NORMS[norm],
-        _native.table_address(table), size, address + norms_end, address,
-    )  # fmt: skip
+    _native.run("quantize_packed", x, *arguments, size, address + norms_end, address)
     words = payloads.view(-1).view(torch.float32).view(rows, size // 4)
     return payloads[:, norms_end:end], words[:, : norms_end // 4]
 

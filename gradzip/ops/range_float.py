@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import struct
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,16 +16,19 @@ from .pack_bits import packed_nbytes
 
 _FLT_MAX = 3.4028234663852886e38
 _FLT_MAX_BITS = 0x7F7FFFFF
-_WORDS = struct.Struct("<IIIiiff")  # struct RangeFloat of csrc/common/range_float.h
-WORDS = np.dtype(  # the same for NumPy
+WORDS = np.dtype(  # struct RangeFloat of csrc/common/range_float.h
     [
         ("pbase", "<u4"), ("positive", "<u4"), ("negative", "<u4"), ("mantissa", "<i4"), ("bits", "<i4"),
         ("vmin", "<f4"), ("vmax", "<f4"),
     ]
 )  # fmt: skip
-_WIRE = struct.Struct("<IHBB")
 _WIRE_FIELDS = ("pbase", "positive", "mantissa", "bits")
-_WIRE_ROW = np.dtype(list(zip(_WIRE_FIELDS, ("<u4", "<u2", "u1", "u1"))))
+_WIRE = np.dtype(list(zip(_WIRE_FIELDS, ("<u4", "<u2", "u1", "u1"))))
+
+
+def _word(name: str, doc: str | None = None) -> Any:
+    """A property that is a field of a format's words."""
+    return property(lambda self: self._words.cpu().numpy().view(WORDS)[name].item(), doc=doc)
 
 
 class RangeFloat:
@@ -87,44 +90,21 @@ class RangeFloat:
         _native.run("range_float_fit", x, words.data_ptr(), x.data_ptr(), x.numel(), bits, mantissa, vmin, vmax)
         return words
 
-    def _fields(self) -> tuple[int, int, int, int, int, float, float]:
-        return _WORDS.unpack(self._words.cpu().numpy().tobytes())
-
-    @property
-    def pbase(self) -> int:
-        return self._fields()[0]
-
-    @property
-    def positive(self) -> int:
-        """P, the number of positive codes."""
-        return self._fields()[1]
-
-    @property
-    def negative(self) -> int:
-        """Q, the number of negative codes."""
-        return self._fields()[2]
-
-    @property
-    def mantissa(self) -> int:
-        return self._fields()[3]
+    pbase: int = _word("pbase")
+    positive: int = _word("positive", "P, the number of positive codes.")
+    negative: int = _word("negative", "Q, the number of negative codes.")
+    mantissa: int = _word("mantissa")
+    vmin: float = _word("vmin")
+    vmax: float = _word("vmax")
 
     @property
     def bits(self) -> int:
         return self._bits
 
     @property
-    def vmin(self) -> float:
-        return self._fields()[5]
-
-    @property
-    def vmax(self) -> float:
-        return self._fields()[6]
-
-    @property
     def eps(self) -> float:
         """The smallest positive number that has a code."""
-        pbase, _, _, mantissa, *_ = self._fields()
-        return struct.unpack("<f", struct.pack("<I", pbase << (23 - mantissa)))[0]
+        return np.uint32(self.pbase << (23 - self.mantissa)).view(np.float32).item()
 
     @takes_arrays
     def encode(self, x: Tensor, key: int | None = None) -> Tensor:
@@ -174,14 +154,13 @@ class RangeFloat:
 
     def to_wire(self) -> bytes:
         """Return the 8 bytes from which a peer decodes. Waits for the device if the format was fitted on CUDA."""
-        pbase, positive, _, mantissa, bits, *_ = self._fields()
-        return _WIRE.pack(pbase, positive, mantissa, bits)
+        return np.array([(self.pbase, self.positive, self.mantissa, self.bits)], _WIRE).tobytes()
 
     @classmethod
     def from_wire(cls, data: bytes) -> RangeFloat:
         """Read what `to_wire` wrote. Raises PayloadError unless every code decodes to a finite number."""
-        if len(data) != _WIRE.size:
-            raise PayloadError(f"corrupt range float: got {len(data)} bytes, expected {_WIRE.size}")
+        if len(data) != _WIRE.itemsize:
+            raise PayloadError(f"corrupt range float: got {len(data)} bytes, expected {_WIRE.itemsize}")
         words = words_of_wire(data)
         return cls._of_words(torch.from_numpy(words.view(np.int32)), int(words["bits"][0]))
 
@@ -195,10 +174,8 @@ def words_of_wire(data: bytes) -> np.ndarray:
     Returns a struct RangeFloat for each, of dtype `WORDS`. Raises PayloadError, with its `index`, for the first one of
     which not every code decodes to a finite number.
     """
-    wires = np.frombuffer(data, _WIRE_ROW)
-    pbase, positive, mantissa, bits = [
-        wires[name].astype(np.int64) for name in ("pbase", "positive", "mantissa", "bits")
-    ]
+    wires = np.frombuffer(data, _WIRE)
+    pbase, positive, mantissa, bits = [wires[name].astype(np.int64) for name in _WIRE_FIELDS]
     codes = (1 << np.minimum(bits, 16)) - 1
     sizes = (bits >= 2) & (bits <= 16) & (mantissa >= 1) & (mantissa <= bits) & (pbase >= 1) & (positive <= codes)
     room = (_FLT_MAX_BITS >> (23 - np.minimum(mantissa, 16))) - pbase + 1  # numbers from eps to the largest float

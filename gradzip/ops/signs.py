@@ -5,8 +5,6 @@ Bernstein, Wang, Azizzadenesheli, Anandkumar, signSGD: Compressed Optimisation f
 
 from __future__ import annotations
 
-import struct
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +16,6 @@ from .errors import PayloadError
 from .weighted_sum import WeightedSum, decode_sums
 
 _MOST_VOTERS = 65535
-_TERM = struct.Struct("<QQd")  # struct SignsTerm of csrc/common/signs.h
 
 
 def pack_signs(x: Tensor, key: int = 0, out: Tensor | None = None) -> Tensor:
@@ -58,16 +55,12 @@ def pack_signs_all(sources: Sequence[tuple[Tensor, int, Tensor]]) -> list[Tensor
 
 
 def _pack(sources: Sequence[tuple[Tensor, int, Tensor]], statistics: Tensor | None) -> None:
-    table = array("Q")  # struct SignsSource of csrc/common/signs.h
-    kept: list[Tensor] = []
+    table = _native.Table("<QqQQ")  # struct SignsSource of csrc/common/signs.h
     for x, key, out in sources:
-        _native.check_key(key, "pack_signs")
-        x = _native.check(x, torch.float32, "pack_signs: x", device=kept[0].device if kept else None)
-        kept.append(x)
-        _native.in_place(out, torch.uint8, "pack_signs: out", bitmap_nbytes(x.numel()), kept[0].device)
-        table.extend((x.data_ptr(), x.numel(), key, out.data_ptr()))
-    address = 0 if statistics is None else statistics.data_ptr()
-    _native.run("signs_pack", kept[0], table.buffer_info()[0], len(kept), address)
+        x = _native.check(x, torch.float32, "pack_signs: x", device=table.device)
+        _native.in_place(out, torch.uint8, "pack_signs: out", bitmap_nbytes(x.numel()), x.device)
+        table.add(x, x.numel(), _native.check_key(key, "pack_signs"), out)
+    table.run("signs_pack", _native.address(statistics))
 
 
 def majority(packed: Sequence[Tensor], numel: int, key: int = 0, out: Tensor | None = None) -> Tensor:
@@ -105,41 +98,32 @@ def _vote(
     if not votes:
         return []
     voters = len(votes[0][0])
-    table, addresses = array("Q"), array("Q")  # struct SignsVote; the ballots
-    kept: list[Tensor] = []
-    device = None
-    for packed, numel, key in votes:
-        _native.check_key(key, "majority")
+    ballots = _native.Table("<Q")
+    for packed, numel, _ in votes:
         if not 1 <= len(packed) <= _MOST_VOTERS:
             raise ValueError(f"majority: got {len(packed)} voters, expected 1 to {_MOST_VOTERS}")
         if len(packed) != voters:
             raise ValueError(f"majority: got {len(packed)} voters, expected {voters} as in the first vote")
-        nbytes = bitmap_nbytes(numel)
         for i, ballot in enumerate(packed):
-            ballot = _native.check(ballot, torch.uint8, f"majority: voter {i}", device=device)
-            device = ballot.device
-            if ballot.numel() != nbytes:
+            ballot = _native.check(ballot, torch.uint8, f"majority: voter {i}", device=ballots.device)
+            if ballot.numel() != bitmap_nbytes(numel):
                 raise PayloadError(
-                    f"majority: got {ballot.numel()} bytes from voter {i}, expected {nbytes} for {numel} signs"
+                    f"majority: got {ballot.numel()} bytes from voter {i}, expected {bitmap_nbytes(numel)} for "
+                    f"{numel} signs"
                 )
-            kept.append(ballot)
-            addresses.append(ballot.data_ptr())
-    sizes = [bitmap_nbytes(numel) for _, numel, _ in votes]
+            ballots.add(ballot)
     if outs is None:
         # Aligned, so that kernels store whole words.
-        memory = torch.empty(sum(_aligned(n) for n in sizes), dtype=torch.uint8, device=device)
-        outs = [piece[:n] for piece, n in zip(memory.split_with_sizes([_aligned(n) for n in sizes]), sizes)]
-    for (_, numel, key), out, nbytes in zip(votes, outs, sizes, strict=True):
-        _native.in_place(out, torch.uint8, "majority: out", nbytes, device)
-        table.extend((numel, key, out.data_ptr()))
-    against = torch.empty(len(votes) * voters if count else 0, dtype=torch.int64, device=device)
-    arguments = (table.buffer_info()[0], len(votes), addresses.buffer_info()[0], voters)
-    _native.run("signs_majority", kept[0], *arguments, against.data_ptr() if count else 0)
+        rooms = [-(-bitmap_nbytes(numel) // 16) * 16 for _, numel, _ in votes]
+        memory = torch.empty(sum(rooms), dtype=torch.uint8, device=ballots.device).split_with_sizes(rooms)
+        outs = [room[: bitmap_nbytes(numel)] for room, (_, numel, _) in zip(memory, votes)]
+    table = _native.Table("<qQQ")  # struct SignsVote of csrc/common/signs.h
+    for (_, numel, key), out in zip(votes, outs, strict=True):
+        _native.in_place(out, torch.uint8, "majority: out", bitmap_nbytes(numel), ballots.device)
+        table.add(numel, _native.check_key(key, "majority"), out)
+    against = torch.empty(len(votes) * voters if count else 0, dtype=torch.int64, device=ballots.device)
+    table.run("signs_majority", ballots.address, voters, against.data_ptr() if count else 0)
     return list(zip(outs, against.split(voters) if count else [against] * len(outs)))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
 
 
 def signs_decode_add(packed: Tensor, out: Tensor, scale: float = 1.0) -> None:
@@ -165,14 +149,10 @@ def signs_decode_add_all(sums: Sequence[WeightedSum]) -> None:
     >>> out.tolist()
     [-1.0, 0.0, 1.0]
     """
-    decode_sums("signs_decode_add", sums, _term, run=_native.run)
+    decode_sums("signs_decode_add", sums, "<QQd", _term, fails=False)  # struct SignsTerm
 
 
-def _term(packed: Tensor, scale: float, out: Tensor) -> tuple[bytes, list[Tensor]]:
-    packed = _native.check(packed, torch.uint8, "signs_decode_add: packed", device=out.device)
-    if packed.numel() != bitmap_nbytes(out.numel()):
-        raise PayloadError(
-            f"signs_decode_add: got {packed.numel()} bytes, expected {bitmap_nbytes(out.numel())} "
-            f"for {out.numel()} signs"
-        )
-    return _TERM.pack(packed.data_ptr(), 0, scale), [packed]
+def _term(packed: Tensor, out: Tensor, scale: float) -> tuple[Tensor, None, float]:
+    n = out.numel()
+    what = "signs_decode_add: packed"
+    return _native.check_nbytes(packed, bitmap_nbytes(n), f"{n} signs", what, out.device), None, scale

@@ -7,10 +7,7 @@ NeurIPS 2017.
 from __future__ import annotations
 
 import math
-import struct
-from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +15,6 @@ from torch import Tensor
 from . import _native
 from .errors import PayloadError
 from .weighted_sum import WeightedSum, decode_sums
-
-_TERM = struct.Struct("<QQd")  # struct TernaryTerm of csrc/common/ternary.h
 
 
 def ternary_nbytes(numel: int) -> int:
@@ -69,20 +64,14 @@ def ternary_packed_all(
     >>> ternary_packed_all([(torch.tensor([sign]), 1.0, None, 0, out) for sign, out in zip((1.0, -1.0), outs)]), outs
     (None, [tensor([1], dtype=torch.uint8), tensor([2], dtype=torch.uint8)])
     """
-    table = array("Q")  # struct TernarySource of csrc/common/ternary.h
-    kept: list[Any] = []
-    device = None
+    table = _native.Table("<QqQQQQ")  # struct TernarySource of csrc/common/ternary.h
     for x, scale, clip, key, out in sources:
-        _native.check_key(key, "ternary_packed")
-        x = _native.check(x, torch.float32, "ternary_packed: x", device=device)
-        device = x.device
-        _native.in_place(out, torch.uint8, "ternary_packed: out", ternary_nbytes(x.numel()), device)
-        scale_address, held_scale = _native.scalar(scale, x, "ternary_packed: scale")
-        clip_address, held_clip = (0, None) if clip is None else _native.scalar(clip, x, "ternary_packed: clip")
-        kept += [x, held_scale, held_clip]
-        table.extend((x.data_ptr(), x.numel(), scale_address, clip_address, key, out.data_ptr()))
-    if sources:
-        _native.run("ternary_packed", kept[0], table.buffer_info()[0], len(sources))
+        x = _native.check(x, torch.float32, "ternary_packed: x", device=table.device)
+        _native.in_place(out, torch.uint8, "ternary_packed: out", ternary_nbytes(x.numel()), x.device)
+        scale = _native.scalar(scale, x, "ternary_packed: scale")
+        clip = None if clip is None else _native.scalar(clip, x, "ternary_packed: clip")
+        table.add(x, x.numel(), scale, clip, _native.check_key(key, "ternary_packed"), out)
+    table.run("ternary_packed")
 
 
 def ternary_decode_add(packed: Tensor, scale: float | Tensor, out: Tensor, weight: float = 1.0) -> None:
@@ -111,25 +100,20 @@ def ternary_decode_add_all(sums: Sequence[WeightedSum]) -> None:
     >>> out.tolist()
     [2.0, -2.0]
     """
-    if failed := decode_sums("ternary_decode_add", sums, _term):
+    if failed := decode_sums("ternary_decode_add", sums, "<QQd", _term):  # struct TernaryTerm
         raise PayloadError("corrupt payload: got a byte above 242, the largest that five trits make", failed - 1)
 
 
-def _term(encoded: tuple[Tensor, float | Tensor], weight: float, out: Tensor) -> tuple[bytes, list[Tensor]]:
+def _term(encoded: tuple[Tensor, float | Tensor], out: Tensor, weight: float) -> tuple[Tensor, Tensor | None, float]:
     packed, scale = encoded
-    packed = _native.check(packed, torch.uint8, "ternary_decode_add: packed", device=out.device)
-    if packed.numel() != ternary_nbytes(out.numel()):
-        raise PayloadError(
-            f"ternary_decode_add: got {packed.numel()} bytes, expected {ternary_nbytes(out.numel())} "
-            f"for {out.numel()} elements"
-        )
-    if isinstance(scale, Tensor) and _stays_on_device(scale, out):
-        scale = _native.check(scale, torch.float32, "ternary_decode_add: scale", 1, out.device)
-        return _TERM.pack(packed.data_ptr(), scale.data_ptr(), weight), [packed, scale]
+    n = out.numel()
+    packed = _native.check_nbytes(packed, ternary_nbytes(n), f"{n} elements", "ternary_decode_add: packed", out.device)
+    if _stays_on_device(scale, out):
+        return packed, _native.check(scale, torch.float32, "ternary_decode_add: scale", 1, out.device), weight
     scale = float(scale)
     if not (math.isfinite(scale) and scale >= 0):
         raise PayloadError(f"corrupt payload: its scale is {scale}, expected a finite number >= 0")
-    return _TERM.pack(packed.data_ptr(), 0, weight * scale), [packed]  # a product of doubles, rounded once
+    return packed, None, weight * scale  # a product of doubles, rounded once
 
 
 def _stays_on_device(value: float | Tensor, where: Tensor) -> bool:

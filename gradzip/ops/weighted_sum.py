@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,8 +10,6 @@ from torch import Tensor
 
 from . import _native
 from .errors import PayloadError
-
-_SUM = struct.Struct("<QqQQ")  # struct WeightedSum of csrc/common/weighted_sum.h
 
 
 class WeightedSum(NamedTuple):
@@ -24,32 +21,27 @@ class WeightedSum(NamedTuple):
 
 
 def decode_sums(
-    kernel: str,
-    sums: Sequence[WeightedSum],
-    term: Callable[[Any, float, Tensor], tuple[bytes, Sequence[Tensor]]],
-    run: Callable[..., int | None] = _native.run_failed,
-) -> int:
+    kernel: str, sums: Sequence[WeightedSum], layout: str, term: Callable[[Any, Tensor, float], tuple[Any, ...]],
+    fails: bool = True,
+) -> int:  # fmt: skip
     """Run a decoder's kernel. Return what it failed with, 0 if it did not.
 
-    term: of an encoded tensor, its weight and the sum's `out`, the kernel's struct of the term and the tensors that it
-    has addresses of. `index` of a PayloadError that it raises becomes the index of the term among those of all sums.
+    term: of an encoded tensor, the sum's `out` and the weight, the row of the table of terms, which has this layout.
+    `index` of a PayloadError that it raises becomes the index of the term among those of all sums. fails: whether the
+    kernel can.
     """
-    table, terms = bytearray(), bytearray()
-    kept: list[Sequence[Tensor]] = []
-    device = None
+    table, terms = _native.Table("<QqQQ"), _native.Table(layout)  # struct WeightedSum of csrc/common/weighted_sum.h
     for out, own, add in sums:
-        _native.in_place(out, torch.float32, f"{kernel}: out", device=device)
-        device = out.device
-        table += _SUM.pack(out.data_ptr(), out.numel(), len(own), add)
+        _native.in_place(out, torch.float32, f"{kernel}: out", device=table.device)
+        table.add(out, out.numel(), len(own), add)
         for encoded, weight in own:
             try:
-                packed, tensors = term(encoded, weight, out)
+                row = term(encoded, out, weight)
             except PayloadError as error:
-                error.index = len(kept)
+                error.index = len(terms)
                 raise
-            terms += packed
-            kept.append(tensors)
-    if not sums:
-        return 0
-    addresses = [_native.address_of(buffer) for buffer in (table, terms)]
-    return run(kernel, sums[0].out, addresses[0], len(sums), addresses[1]) or 0
+            terms.add(*row)
+    if fails:
+        return table.run_failed(kernel, terms.address)
+    table.run(kernel, terms.address)
+    return 0
