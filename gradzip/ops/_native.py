@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import addressof, c_char, c_int32, c_int64
 from types import ModuleType
 from typing import Any
@@ -49,17 +49,12 @@ def run(name: str, where: Tensor, *arguments: float) -> None:
             f"{name}: got a tensor on {where.device}, but this build of gradzip has kernels for the CPU only; build it "
             "without GRADZIP_CUDA=0"
         )
-    device, kernel = where.device, getattr(module.cuda, name)
-    if device.index == torch.cuda.current_device():
-        _queue(kernel, arguments, device)
-    else:
+    device = where.device
+    if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _queue(kernel, arguments, device)
-
-
-def _queue(kernel: Callable[..., int], arguments: tuple[float, ...], device: torch.device) -> None:
-    """Queue a CUDA kernel on the current stream of the current device."""
-    stream = torch.cuda.current_stream(device).cuda_stream
+            run(name, where, *arguments)
+        return
+    kernel, stream = getattr(module.cuda, name), torch.cuda.current_stream(device).cuda_stream
     nbytes = kernel(0, *arguments, stream)  # runs the kernel unless it needs a workspace
     if nbytes:
         # Freed on return: the next user of the memory is queued behind this kernel.
@@ -168,21 +163,11 @@ class Table:
     """Rows that a kernel reads from host memory, and the tensors whose addresses are in them."""
 
     def __init__(self, layout: str) -> None:
-        self._row = struct.Struct(layout)
-        self._bytes = bytearray()
+        self.device: torch.device | None = None  # of the tensors
+        self.count = 0
+        self._pack = struct.Struct(layout).pack
+        self._rows = bytearray()
         self._kept: list[Tensor] = []  # alive until the kernel has run: they may be contiguous copies
-
-    def __len__(self) -> int:
-        return len(self._bytes) // self._row.size
-
-    @property
-    def device(self) -> torch.device | None:
-        """That of the tensors; None while there are none."""
-        return self._kept[0].device if self._kept else None
-
-    @property
-    def address(self) -> int:
-        return addressof(c_char.from_buffer(self._bytes)) if self._bytes else 0
 
     def add(self, *fields: Any) -> None:
         """Add a row. A tensor stands for its address, None for the address 0."""
@@ -192,16 +177,22 @@ class Table:
                 self._kept.append(field)
                 field = field.data_ptr()
             row.append(0 if field is None else field)
-        self._bytes += self._row.pack(*row)
+        self._rows += self._pack(*row)
+        self.count += 1
+        self.device = self._kept[0].device
+
+    @property
+    def address(self) -> int:
+        return addressof(c_char.from_buffer(self._rows)) if self._rows else 0
 
     def run(self, name: str, *arguments: float) -> None:
         """Run a kernel on the rows, unless there are none: their address, their number, and more arguments."""
-        if self._bytes:
-            run(name, self._kept[0], self.address, len(self), *arguments)
+        if self._rows:
+            run(name, self._kept[0], addressof(c_char.from_buffer(self._rows)), self.count, *arguments)
 
     def run_failed(self, name: str, *arguments: float) -> int:
         """`run` for a kernel of `run_failed`."""
-        return run_failed(name, self._kept[0], self.address, len(self), *arguments) if self._bytes else 0
+        return run_failed(name, self._kept[0], self.address, self.count, *arguments) if self._rows else 0
 
 
 def scalar(value: float | Tensor, where: Tensor, what: str) -> Tensor:

@@ -11,6 +11,7 @@ nothing waits for the device.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -193,27 +194,23 @@ def inspect_payloads(groups: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
 
 def attach_inspections(payloads: Sequence[Tensor], table: Tensor) -> None:
     """Attach a table of `inspect_payloads`, copied to the CPU: `open_payload` does not wait for the device then."""
-    for payload, inspection in zip(payloads, _rows(table), strict=True):
+    for payload, inspection in zip(payloads, np.frombuffer(table.numpy(), _INSPECTED), strict=True):
         setattr(payload, _INSPECTION, inspection)
 
 
 def _table(buffers: Sequence[Tensor], each: int) -> Tensor:
     """The inspections of `each` consecutive payloads in each buffer."""
     table = torch.empty(len(buffers) * each * _INSPECTED.itemsize, dtype=torch.uint8, device=buffers[0].device)
-    listed = _native.Table("<Qq")  # struct PayloadBuffer
+    listed = array("q")  # struct PayloadBuffer
     for buffer in buffers:
-        listed.add(buffer, buffer.numel())
-    listed.run("payload_inspect", each, table.data_ptr())
+        listed.extend((buffer.data_ptr(), buffer.numel()))
+    _native.run("payload_inspect", buffers[0], listed.buffer_info()[0], len(buffers), each, table.data_ptr())
     return table
-
-
-def _rows(table: Tensor) -> np.ndarray:
-    return np.frombuffer(table.numpy(), _INSPECTED)
 
 
 def _inspect(buffers: Sequence[Tensor], each: int) -> np.ndarray:
     """Inspect payloads; waits for the device, once."""
-    return _rows(_table(buffers, each).cpu())
+    return np.frombuffer(_table(buffers, each).cpu().numpy(), _INSPECTED)
 
 
 def _foreign(row: np.void, nbytes: int) -> str | None:
@@ -251,7 +248,7 @@ def open_payloads(
     Raises:
         PayloadError: of the first one that is not as expected; `index` of the exception is its number.
     """
-    rows = _inspected(payloads) if table is None else _rows(table)
+    rows = _inspected(payloads) if table is None else np.frombuffer(table.numpy(), _INSPECTED)
     nbytes = groups.numels(payloads)
     ends = nbytes - PAYLOAD_ALIGN * (rows["flags"] >> _SLACK_BIT).astype(np.int64)
     checksums = (rows["total"] ^ rows["total"] >> 32) & 0xFFFFFFFF

@@ -38,7 +38,7 @@ def decode_sums(
             try:
                 row = term(encoded, out, weight)
             except PayloadError as error:
-                error.index = len(terms)
+                error.index = terms.count
                 raise
             terms.add(*row)
     if fails:
