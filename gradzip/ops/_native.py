@@ -72,7 +72,7 @@ def run_count(name: str, where: Tensor, *arguments: float) -> int | Tensor:
         run(name, where, *arguments, on_device.data_ptr())
         return on_device
     count = c_int64()
-    getattr(kernels(), name)(*arguments, addressof(count), torch.get_num_threads())
+    run(name, where, *arguments, addressof(count))
     return count.value
 
 
@@ -84,7 +84,7 @@ def run_failed(name: str, where: Tensor, *arguments: float, wait: bool = False) 
     """
     if not where.is_cuda:
         flag = c_int32()
-        getattr(kernels(), name)(*arguments, addressof(flag), torch.get_num_threads())
+        run(name, where, *arguments, addressof(flag))
         return flag.value
     if not wait:
         run(name, where, *arguments, 0)

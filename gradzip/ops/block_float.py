@@ -119,7 +119,7 @@ def block_float_decode(payloads: Sequence[Tensor], out: Tensor, bits: int, block
     the device. Any bytes decode; raises PayloadError if the lengths of the payloads differ, or are not of whole blocks,
     or have fewer elements than `out`.
     """
-    _decode(payloads, 1, out, bits, block, 1.0, None, "block_float_decode")
+    _decode(payloads, 1, out, bits, block, 1.0, None)
 
 
 def block_float_decode_sum(
@@ -134,7 +134,7 @@ def block_float_decode_sum(
 
     out: n elements, float32; residual: n elements, float32, may be out. Else as `block_float_decode`.
     """
-    _decode(payloads, len(payloads), out, bits, block, weight, residual, "block_float_decode_sum")
+    _decode(payloads, len(payloads), out, bits, block, weight, residual)
 
 
 def block_float_max_step(payloads: Sequence[Tensor], bits: int, block: int = 256) -> Tensor:
@@ -149,9 +149,9 @@ def block_float_max_step(payloads: Sequence[Tensor], bits: int, block: int = 256
 
 
 def _decode(
-    payloads: Sequence[Tensor], each: int, out: Tensor, bits: int, block: int, weight: float, start: Tensor | None,
-    what: str,
-) -> None:  # fmt: skip
+    payloads: Sequence[Tensor], each: int, out: Tensor, bits: int, block: int, weight: float, start: Tensor | None
+) -> None:
+    what = "block_float_decode"
     check_block_float(bits, block, what)
     out = _native.in_place(out, torch.float32, f"{what}: out")
     n, record = out.numel(), block_float_nbytes(1, bits, block)

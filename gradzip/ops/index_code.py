@@ -113,18 +113,17 @@ def index_code_decode(stream: Tensor, numel: int, count: int | None = None) -> T
     device if the stream is on CUDA and `count` is not given. With `count`, up to 15 bytes of padding may follow the
     stream there, and what cannot be decoded becomes 0.
     """
-    if count is not None and stream.is_cuda:
-        stream = _native.check(stream, torch.uint8, "index_code_decode: stream")
-        out = torch.zeros(count, dtype=torch.int32, device=stream.device)
-        _native.run_failed("index_code_decode", stream, stream.data_ptr(), stream.numel(), numel, count, out.data_ptr())
-        return out
-    stream, claimed = _opened(stream, numel)
-    if count not in (None, claimed):
-        raise PayloadError(f"corrupt indices: got {claimed} of them, expected {count}")
-    out = torch.empty(claimed, dtype=torch.int32, device=stream.device)
-    arguments = (stream.data_ptr(), stream.numel(), numel, claimed, out.data_ptr())
-    if _native.run_failed("index_code_decode", stream, *arguments, wait=True):
-        raise PayloadError(f"corrupt indices: they are not {claimed} ascending ones below {numel}")
+    stream = _native.check(stream, torch.uint8, "index_code_decode: stream")
+    waits = count is None or not stream.is_cuda
+    if waits:
+        stream, claimed = _opened(stream, numel)
+        if count not in (None, claimed):
+            raise PayloadError(f"corrupt indices: got {claimed} of them, expected {count}")
+        count = claimed
+    out = torch.zeros(count, dtype=torch.int32, device=stream.device)
+    arguments = (stream.data_ptr(), stream.numel(), numel, count, out.data_ptr())
+    if _native.run_failed("index_code_decode", stream, *arguments, wait=waits):
+        raise PayloadError(f"corrupt indices: they are not {count} ascending ones below {numel}")
     return out
 
 

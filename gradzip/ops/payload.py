@@ -57,10 +57,6 @@ class Payload(NamedTuple):
             raise _misfit(self, sum(nbytes))
         return list(self.body[: sum(nbytes)].split_with_sizes(nbytes))
 
-    def section(self, nbytes: int) -> Tensor:
-        """`sections` of one section."""
-        return self.sections(nbytes)[0]
-
 
 def body_addresses(payloads: Sequence[Payload], nbytes: int) -> np.ndarray:
     """The addresses of the bodies of payloads, each of which is to hold sections of `nbytes` bytes, and their padding.

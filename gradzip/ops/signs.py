@@ -74,8 +74,11 @@ def majority(packed: Sequence[Tensor], numel: int, key: int = 0, out: Tensor | N
     >>> majority([torch.tensor([b], dtype=torch.uint8) for b in (0b0011, 0b0101, 0b1111)], 4).tolist()
     [7]
     """
-    outs = None if out is None else [out]
-    return _vote([(packed, numel, key)], outs, count=False)[0][0]
+    [(winner, _)] = majority_all([(packed, numel, key)], count=False)
+    if out is None:
+        return winner
+    _native.in_place(out, torch.uint8, "majority: out", winner.numel(), winner.device).view(-1).copy_(winner)
+    return out
 
 
 def majority_all(votes: Sequence[tuple[Sequence[Tensor], int, int]], count: bool = True) -> list[tuple[Tensor, Tensor]]:
@@ -89,12 +92,6 @@ def majority_all(votes: Sequence[tuple[Sequence[Tensor], int, int]], count: bool
     >>> majority_all([(ballots, 4, 0)])
     [(tensor([7], dtype=torch.uint8), tensor([1, 1, 1]))]
     """
-    return _vote(votes, None, count)
-
-
-def _vote(
-    votes: Sequence[tuple[Sequence[Tensor], int, int]], outs: Sequence[Tensor] | None, count: bool
-) -> list[tuple[Tensor, Tensor]]:
     if not votes:
         return []
     voters = len(votes[0][0])
@@ -112,18 +109,16 @@ def _vote(
                     f"{numel} signs"
                 )
             ballots.add(ballot)
-    if outs is None:
-        # Aligned, so that kernels store whole words.
-        rooms = [-(-bitmap_nbytes(numel) // 16) * 16 for _, numel, _ in votes]
-        memory = torch.empty(sum(rooms), dtype=torch.uint8, device=ballots.device).split_with_sizes(rooms)
-        outs = [room[: bitmap_nbytes(numel)] for room, (_, numel, _) in zip(memory, votes)]
+    rooms = [-(-bitmap_nbytes(numel) // 16) * 16 for _, numel, _ in votes]  # aligned: kernels store whole words
+    memory = torch.empty(sum(rooms), dtype=torch.uint8, device=ballots.device)
+    winners = []
     table = _native.Table("<qQQ")  # struct SignsVote of csrc/common/signs.h
-    for (_, numel, key), out in zip(votes, outs, strict=True):
-        _native.in_place(out, torch.uint8, "majority: out", bitmap_nbytes(numel), ballots.device)
-        table.add(numel, _native.check_key(key, "majority"), out)
+    for (_, numel, key), room in zip(votes, memory.split_with_sizes(rooms)):
+        winners.append(room[: bitmap_nbytes(numel)])
+        table.add(numel, _native.check_key(key, "majority"), winners[-1])
     against = torch.empty(len(votes) * voters if count else 0, dtype=torch.int64, device=ballots.device)
     table.run("signs_majority", ballots.address, voters, against.data_ptr() if count else 0)
-    return list(zip(outs, against.split(voters) if count else [against] * len(outs)))
+    return list(zip(winners, against.split(voters) if count else [against] * len(winners)))
 
 
 def signs_decode_add(packed: Tensor, out: Tensor, scale: float = 1.0) -> None:

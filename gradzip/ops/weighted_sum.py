@@ -20,15 +20,15 @@ class WeightedSum(NamedTuple):
     add: bool = True  # to `out`, rather than overwrite it
 
 
-def decode_sums(
-    kernel: str, sums: Sequence[WeightedSum], layout: str, term: Callable[[Any, Tensor, float], tuple[Any, ...]],
-    fails: bool = True,
-) -> int:  # fmt: skip
+# A row of a decoder's table of terms, of an encoded tensor, the sum's `out` and the weight.
+Term = Callable[[Any, Tensor, float], tuple[Any, ...]]
+
+
+def decode_sums(kernel: str, sums: Sequence[WeightedSum], layout: str, term: Term, fails: bool = True) -> int:
     """Run a decoder's kernel. Return what it failed with, 0 if it did not.
 
-    term: of an encoded tensor, the sum's `out` and the weight, the row of the table of terms, which has this layout.
-    `index` of a PayloadError that it raises becomes the index of the term among those of all sums. fails: whether the
-    kernel can.
+    layout: of the rows of `term`. `index` of a PayloadError that `term` raises becomes the index of the term among
+    those of all sums. fails: whether the kernel can.
     """
     table, terms = _native.Table("<QqQQ"), _native.Table(layout)  # struct WeightedSum of csrc/common/weighted_sum.h
     for out, own, add in sums:
