@@ -36,7 +36,7 @@ def decode_sums(kernel: str, sums: Sequence[WeightedSum], layout: str, term: Ter
         table.add(out, out.numel(), len(own), add)
         for encoded, weight in own:
             try:
-                row = term(encoded, out, weight)
+                row = term(encoded, out, float(weight))
             except PayloadError as error:
                 error.index = terms.count
                 raise
