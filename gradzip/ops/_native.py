@@ -188,7 +188,7 @@ class Table:
     def run(self, name: str, *arguments: float) -> None:
         """Run a kernel on the rows, unless there are none: their address, their number, and more arguments."""
         if self._rows:
-            run(name, self._kept[0], addressof(c_char.from_buffer(self._rows)), self.count, *arguments)
+            run(name, self._kept[0], self.address, self.count, *arguments)
 
     def run_failed(self, name: str, *arguments: float) -> int:
         """`run` for a kernel of `run_failed`."""

@@ -114,8 +114,9 @@ def index_code_decode(stream: Tensor, numel: int, count: int | None = None) -> T
     stream there, and what cannot be decoded becomes 0.
     """
     stream = _native.check(stream, torch.uint8, "index_code_decode: stream")
-    waits = count is None or not stream.is_cuda
-    if waits:
+    waits = False
+    if count is None or not stream.is_cuda:
+        waits = True
         stream, claimed = _opened(stream, numel)
         if count not in (None, claimed):
             raise PayloadError(f"corrupt indices: got {claimed} of them, expected {count}")

@@ -40,14 +40,10 @@ def ternary_packed(
     [88]
     """
     x = _native.check(x, torch.float32, "ternary_packed: x")
-    if not _stays_on_device(scale, x):
-        scale = float(scale)
-        if not (math.isfinite(scale) and scale >= 0):
-            raise ValueError(f"ternary_packed: got scale = {scale}, expected a finite number >= 0")
-    if clip is not None and not _stays_on_device(clip, x):
-        clip = float(clip)
-        if not clip > 0:
-            raise ValueError(f"ternary_packed: got clip = {clip}, expected None or a number > 0")
+    if not (_stays_on_device(scale, x) or 0 <= scale < math.inf):
+        raise ValueError(f"ternary_packed: got scale = {scale}, expected a finite number >= 0")
+    if not (clip is None or _stays_on_device(clip, x) or clip > 0):
+        raise ValueError(f"ternary_packed: got clip = {clip}, expected None or a number > 0")
     out = _native.output(out, ternary_nbytes(x.numel()), torch.uint8, x.device, "ternary_packed: out")
     ternary_packed_all([(x, scale, clip, key, out)])
     return out
@@ -111,7 +107,7 @@ def _term(encoded: tuple[Tensor, float | Tensor], out: Tensor, weight: float) ->
     if _stays_on_device(scale, out):
         return packed, _native.check(scale, torch.float32, "ternary_decode_add: scale", 1, out.device), weight
     scale = float(scale)
-    if not (math.isfinite(scale) and scale >= 0):
+    if not 0 <= scale < math.inf:
         raise PayloadError(f"corrupt payload: its scale is {scale}, expected a finite number >= 0")
     return packed, None, weight * scale  # a product of doubles, rounded once
 

@@ -79,7 +79,7 @@ def main(nvrtc_path, simt_path):
     torch.Tensor.is_cuda = property(lambda x: True)
     torch.cuda.device = contextlib.nullcontext
     torch.cuda.current_stream = lambda device: types.SimpleNamespace(cuda_stream=0)
-    torch.cuda.current_device = lambda: 0
+    torch.cuda.current_device = lambda: None  # as the index of a tensor on the CPU
     torch.cuda.is_current_stream_capturing = lambda: False
 
     for spec in (spec for method in registered().values() for spec in method.examples):
