@@ -21,12 +21,10 @@ import accelerate
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from .. import ddp, fsdp
 from ..methods.base.compressor import Compressor
-from .shared import LocalTraining, RankFiles, bare
+from . import shared
 
 _REFUSED = {
     "DEEPSPEED": "DeepSpeed, which averages gradients itself: use DDP, or FSDP2 with Replicas",
@@ -78,32 +76,26 @@ def compress(
         RuntimeError: the model has a communication hook already (raised by DDP).
     """
     state = average(accelerator, model, compressor, group)
-    _Checkpoint.of(accelerator).parts.append(compressor if state is None else state)
-    return state
+    _Checkpoint.of(accelerator).parts.append(state)
+    return None if state is compressor else state
 
 
 def average(
     accelerator: accelerate.Accelerator, model: nn.Module, compressor: Compressor, group: dist.ProcessGroup | None
 ) -> Any:
-    """`compress` without checkpoints."""
+    """`compress` without checkpoints. Returns what has the states."""
     _check(accelerator, "compress", {})
-    if not isinstance(compressor, Compressor):
-        raise TypeError(f"compress: got {compressor!r}, expected a compressor, as gradzip.TopK()")
-    if accelerator.scaler is not None:
-        compressor.follow(accelerator.scaler)
-    model = bare(model)
-    if isinstance(model, DistributedDataParallel):
-        return ddp.register(model, compressor)
+    shared.check_compressor(compressor, "compress")
+    model = shared.bare(model)
     if isinstance(model, FullyShardedDataParallel):
         raise ValueError("compress: got FSDP1, expected FSDP2 (fsdp_version: 2) with Replicas, or DDP")
-    if accelerator.num_processes == 1:
-        return None
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    state = shared.average(model, model, compressor, accelerator.scaler, group)
+    if state is None:
         raise TypeError(
             f"compress: got a {type(model).__name__} without DDP and FSDP2, expected the model that "
             "accelerator.prepare returned"
         )
-    return fsdp.compress(model, compressor, _replicas(accelerator) if group is None else group)
+    return state
 
 
 def _check(accelerator: accelerate.Accelerator, what: str, more: Mapping[str, str]) -> None:
@@ -120,25 +112,13 @@ def _check(accelerator: accelerate.Accelerator, what: str, more: Mapping[str, st
         raise ValueError(f"{what}: got {refused}")
 
 
-def _replicas(accelerator: accelerate.Accelerator) -> dist.ProcessGroup:
-    mesh = accelerator.torch_device_mesh
-    if mesh is None or "dp_replicate" not in mesh.mesh_dim_names:
-        raise ValueError(
-            "compress: got FSDP2 without replicas, expected them: Accelerator(parallelism_config="
-            "gradzip.integrations.accelerate.Replicas(dp_replicate_size=..., dp_shard_size=...)), or pass a group; "
-            "gradzip.fsdp.reduce_scatter quantizes the reduce-scatter between shards"
-        )
-    group: dist.ProcessGroup = mesh["dp_replicate"].get_group()
-    return group
-
-
 def local_steps(
     accelerator: accelerate.Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     compressor: Compressor | None = None,
     **options: Any,
-) -> LocalTraining:
+) -> shared.LocalTraining:
     """Train each rank alone, and average what has changed every so many steps, with `gradzip.outer.LocalSteps`.
 
     Call it on all processes, after `prepare`. The training loop stays as it is; call `synchronize` of what is returned
@@ -176,11 +156,11 @@ def train_alone(
     optimizer: torch.optim.Optimizer,
     compressor: Compressor | None,
     **options: Any,
-) -> LocalTraining:
+) -> shared.LocalTraining:
     """`local_steps` without checkpoints."""
     _check(accelerator, "LocalSteps", {"FSDP": "FSDP: use DDP, or gradzip.outer.LocalSteps in a loop of your own"})
     inner = getattr(optimizer, "optimizer", optimizer)  # in an AcceleratedOptimizer
-    return LocalTraining(model, inner, compressor, accelerator.scaler, **options)
+    return shared.LocalTraining(model, inner, compressor, accelerator.scaler, **options)
 
 
 class _Checkpoint:
@@ -193,9 +173,10 @@ class _Checkpoint:
         parts: what has states, in the order of the calls, the same on all ranks.
     """
 
+    _files = shared.RankFiles("gradzip")
+
     def __init__(self, accelerator: accelerate.Accelerator) -> None:
         self.parts: list[Any] = []
-        self._files = RankFiles("gradzip", accelerator.process_index, accelerator.num_processes)
         self._folder = ""  # of the checkpoint that is loaded
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._find)
@@ -223,7 +204,7 @@ class _Checkpoint:
                 f"got a checkpoint of {state_dict['parts']} calls of compress and local_steps, expected "
                 f"{len(self.parts)}: make the same calls before load_state"
             )
-        for part, state in zip(self.parts, self._files.load(self._folder) or []):
+        for part, state in zip(self.parts, self._files.load(self._folder)):
             part.load_state_dict(state)
 
 

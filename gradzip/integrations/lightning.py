@@ -16,12 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from .. import ddp, outer
-from ..memory import checkpoint
+from .. import outer
 from ..methods.base.compressor import Compressor
-from .shared import LocalTraining
+from .shared import LocalTraining, average, check_compressor, ddp_model, merge, place, shard
 
 try:
     from lightning.pytorch import Callback
@@ -29,7 +27,28 @@ except ImportError:
     from pytorch_lightning import Callback
 
 
-class Compression(Callback):
+class _Callback(Callback):
+    """Has the states of all ranks in checkpoints, and loads those of this rank when training starts."""
+
+    _part: Any = None  # what has the states of this rank, once training has started
+    _loaded: Mapping[str, Any] | None = None  # before it starts
+
+    def _begin(self, part: Any) -> None:
+        self._part = part
+        if self._loaded is not None:
+            self._load(self._loaded)
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
+        self._part.load_state_dict(shard(state_dict, *place()))
+        self._loaded = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all ranks, on rank 0; {} on all others. All ranks must call it, as they save a checkpoint."""
+        states = [] if self._part is None else _gather(self._part.state_dict())
+        return merge(states) if states else {}
+
+
+class Compression(_Callback):
     """Averages gradients with a method. A callback of `Trainer` and of `Fabric`.
 
     With DDP, it registers gradzip's hook. With `ModelParallelStrategy` and modules of `fully_shard`, it averages the
@@ -50,12 +69,8 @@ class Compression(Callback):
     """
 
     def __init__(self, compressor: Compressor) -> None:
-        if not isinstance(compressor, Compressor):
-            raise TypeError(f"Compression: got {compressor!r}, expected a compressor as gradzip.BlockFloat()")
+        check_compressor(compressor, "Compression")
         self.compressor = compressor
-        self._replicas: Any = None  # what gradzip.fsdp.compress has returned
-        self._started = False
-        self._loaded: Mapping[str, Any] | None = None  # before the start
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Called by a Trainer when the strategy has wrapped the model."""
@@ -65,57 +80,24 @@ class Compression(Callback):
         """Called by a Fabric at the end of `setup`."""
         self._start(fabric.strategy, module, module.module, fabric.strategy.precision)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks, on rank 0; {} on all others. All ranks must call it, as they save a checkpoint."""
-        states = _gather((self._replicas or self.compressor).state_dict())
-        if not states:
-            return {}
-        if self._replicas is None:
-            return checkpoint.merge(states)
-        return {place: own for state in states for place, own in state.items()}
+    def _start(self, strategy: Any, wrapped: nn.Module, module: nn.Module, precision: Any) -> None:
+        part = average(wrapped, module, self.compressor, getattr(precision, "scaler", None))
+        if part is None:
+            raise ValueError(
+                f"Compression: got {type(strategy).__name__}, expected strategy='ddp', or ModelParallelStrategy and a "
+                "model after fully_shard: other strategies average gradients out of reach"
+            )
+        self._begin(part)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's states of what `state_dict` has returned on rank 0, now or when training starts."""
-        if not self._started:
+        if self._part is None:
             self._loaded = state_dict
-        elif self._replicas is None:
-            self.compressor.load_state_dict(checkpoint.shard(state_dict, *_place()))
         else:
-            self._replicas.load_state_dict(state_dict)
-
-    def _start(self, strategy: Any, wrapped: nn.Module, module: nn.Module, precision: Any) -> None:
-        """Average the gradients of a model from now on.
-
-        Args:
-            wrapped: the model as the strategy runs it.
-            module: the model itself.
-            precision: Lightning's plugin, which may have a GradScaler.
-        """
-        scaler = getattr(precision, "scaler", None)
-        if scaler is not None:
-            self.compressor.follow(scaler)
-        _, size = _place()
-        if size > 1:
-            model = _ddp_model(wrapped)
-            mesh = next((p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh")), None)
-            if model is not None:
-                ddp.register(model, self.compressor)
-            elif mesh is not None:
-                from .. import fsdp  # it needs a torch with fully_shard
-
-                self._replicas = fsdp.compress(module, self.compressor, _replicas_of(mesh))
-            else:
-                raise ValueError(
-                    f"Compression: got {type(strategy).__name__}, expected strategy='ddp', or ModelParallelStrategy "
-                    "and a model after fully_shard: other strategies average gradients out of reach"
-                )
-        self._started = True
-        if self._loaded is not None:
-            loaded, self._loaded = self._loaded, None
-            self.load_state_dict(loaded)
+            self._load(state_dict)
 
 
-class LocalSteps(Callback):
+class LocalSteps(_Callback):
     """Trains each rank alone, and averages what has changed after every n-th step: `gradzip.outer.LocalSteps`.
 
     A callback of a Trainer with strategy="ddp" and one optimizer. It takes the model out of DDP when training starts:
@@ -145,14 +127,12 @@ class LocalSteps(Callback):
         self.compressor = compressor
         self.options = options
         self.outer: outer.LocalSteps | None = None
-        self._training: LocalTraining | None = None
-        self._loaded: Mapping[str, Any] | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Called by a Trainer before the first step, when it has loaded rank 0's model and optimizer."""
-        if _place() == (0, 1):
+        if place() == (0, 1):
             return
-        if _ddp_model(trainer.strategy.model) is None or len(trainer.optimizers) != 1:
+        if ddp_model(trainer.strategy.model) is None or len(trainer.optimizers) != 1:
             raise ValueError(
                 f"LocalSteps: got {type(trainer.strategy).__name__} and {len(trainer.optimizers)} optimizers, expected "
                 "strategy='ddp' and one optimizer"
@@ -160,70 +140,33 @@ class LocalSteps(Callback):
         trainer.strategy.model = pl_module
         (optimizer,) = trainer.optimizers
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._training = LocalTraining(pl_module, optimizer, self.compressor, scaler, **self.options)
-        self.outer = self._training.outer
-        if self._loaded is not None:
-            loaded, self._loaded = self._loaded, None
-            rank, size = _place()
-            own = loaded["ranks"][rank if size == len(loaded["ranks"]) else 0]
-            self._training.load_state_dict({**own, "outer": checkpoint.shard(loaded["outer"], rank, size)})
+        training = LocalTraining(pl_module, optimizer, self.compressor, scaler, **self.options)
+        self.outer = training.outer
+        self._begin(training)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Called by a Trainer after the last step."""
-        if self._training is not None:
-            self._training.synchronize()
+        if self._part is not None:
+            self._part.synchronize()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Called by a Trainer at the end of a fit."""
-        if self._training is not None:
-            self._training.remove()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks, on rank 0; {} on all others. All ranks must call it, as they save a checkpoint."""
-        if self._training is None:
-            return {}
-        own = self._training.state_dict()
-        if dist.get_rank():
-            del own["outer"]["global"]  # it is rank 0's
-        states = _gather(own)
-        return {"outer": checkpoint.merge([state.pop("outer") for state in states]), "ranks": states} if states else {}
+        if self._part is not None:
+            self._part.remove()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep what `state_dict` has returned on rank 0. Each rank loads its states when training starts."""
         self._loaded = state_dict
 
 
-def _place() -> tuple[int, int]:
-    """This rank and the number of ranks; (0, 1) without a process group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _gather(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _gather(state: dict[str, Any]) -> list[dict[str, Any]]:
     """Gather the states of all ranks on rank 0, with tensors in host memory. Returns [] on all others."""
+    rank, size = place()
+    if rank and state.get("outer"):
+        del state["outer"]["global"]  # it is rank 0's
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    rank, size = _place()
     files: list[Any] = [buffer.getvalue()] if size == 1 else [None] * size
     if size > 1:
         dist.gather_object(buffer.getvalue(), files if rank == 0 else None)
     return [] if rank else [torch.load(io.BytesIO(file), map_location="cpu", weights_only=True) for file in files]
-
-
-def _ddp_model(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP model in what Lightning runs, which may have wrapped or compiled it."""
-    return next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
-
-
-def _replicas_of(mesh: Any) -> dist.ProcessGroup:
-    """A group of the ranks that hold the same shards as this one: those at the same place in their mesh."""
-    places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, mesh.get_coordinate())
-    ranks = [rank for rank, place in enumerate(places) if place == places[dist.get_rank()]]
-    if len(ranks) == 1:
-        raise ValueError(
-            f"Compression: got a model that is sharded over all {len(places)} ranks, expected replicas of shards, as "
-            "of fully_shard(module, mesh=mesh['shard']); without replicas, quantize the reduce-scatter: "
-            "gradzip.fsdp.reduce_scatter"
-        )
-    group: Any = dist.new_group(ranks, use_local_synchronization=True)
-    return group

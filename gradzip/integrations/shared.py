@@ -1,8 +1,8 @@
-"""What adapters share: checkpoints with a file of each rank, and local steps in a loop that is a library's.
+"""What adapters share: averages and local steps in a loop that is a library's, and the states of all ranks.
 
 Libraries save models and optimizers on one rank. Residuals differ between ranks, and so do parameters between two
 exchanges of local steps. Each rank therefore saves a file of its own, as the libraries do with random states: nothing
-crosses the network, and no rank holds the states of others.
+crosses the network, and no rank holds the states of others. Lightning has one file, with the states merged.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,70 +20,68 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import ddp
 from ..memory import checkpoint
 from ..methods.base.compressor import Compressor
 from ..outer import LocalSteps
 
 
+def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the state dicts of all ranks, in rank order: of compressors, `ReplicaAverages` or `LocalTraining`."""
+    if "outer" in states[0]:
+        outers = [state["outer"] for state in states]
+        ranks = [{key: value for key, value in state.items() if key != "outer"} for state in states]
+        return {"outer": outers[0] and checkpoint.merge(outers), "ranks": ranks}
+    if "method" in states[0]:
+        return checkpoint.merge(states)
+    return {key: own for state in states for key, own in state.items()}
+
+
+def shard(merged: Mapping[str, Any], rank: int, size: int) -> Mapping[str, Any]:
+    """Get one rank's state dict from a merged one. With other ranks, what all had in common, or what rank 0 had."""
+    if "outer" in merged:
+        own = merged["ranks"][rank if size == len(merged["ranks"]) else 0]
+        return {**own, "outer": merged["outer"] and checkpoint.shard(merged["outer"], rank, size)}
+    # ReplicaAverages finds its own, and refuses those of another mesh.
+    return checkpoint.shard(merged, rank, size) if "ranks" in merged else merged
+
+
 @dataclass(frozen=True)
 class RankFiles:
-    """The files `NAME_RANK.pt` in the folder of a checkpoint: a list of state dicts of each rank.
-
-    Args:
-        name: of the files.
-        rank, size: this rank, and the number of ranks.
-    """
+    """The files `NAME_RANK.pt` in the folder of a checkpoint: a list of state dicts of each rank."""
 
     name: str
-    rank: int
-    size: int
 
     def save(self, folder: str | os.PathLike[str], states: Sequence[Any]) -> None:
         """Write this rank's file. All ranks call it."""
-        path = self._path(folder, self.rank)
+        rank, size = place()
+        path = self._path(folder, rank)
         path.parent.mkdir(parents=True, exist_ok=True)  # the rank that makes it may be late, or on another node
         fresh = path.with_suffix(".new")
-        torch.save({"size": self.size, "states": list(states)}, fresh)
+        torch.save({"size": size, "states": list(states)}, fresh)
         fresh.replace(path)
 
-    def load(self, folder: str | os.PathLike[str]) -> list[Any] | None:
-        """Read this rank's state dicts. None, with a warning, if the checkpoint was saved without.
+    def load(self, folder: str | os.PathLike[str]) -> list[Any]:
+        """Read this rank's state dicts. None are there, with a warning, if the checkpoint was saved without.
 
         If as many ranks have saved it, they are what this rank has saved. Otherwise they are what all ranks had in
         common (`gradzip.checkpoint.shard`), and residuals are dropped with a warning.
 
         Raises:
-            ValueError: this rank's file is missing; or another number of ranks has saved states of FSDP2, or one rank
-                those of local steps.
+            ValueError: this rank's file is missing.
         """
-        present = next((rank for rank in (0, self.rank) if self._path(folder, rank).exists()), None)
+        rank, size = place()
+        present = next((number for number in (0, rank) if self._path(folder, number).exists()), None)
         if present is None:
             warnings.warn(f"got a checkpoint without {self.name}_*.pt: {folder}; states begin anew", stacklevel=2)
-            return None
-        size = self._read(folder, present)["size"]
-        if size == self.size:
-            states = self._read(folder, self.rank)["states"]
+            return []
+        saved = self._read(folder, present)["size"]
+        if saved == size:
+            states: list[Any] = self._read(folder, rank)["states"]
         else:
-            of_ranks = zip(*(self._read(folder, rank)["states"] for rank in range(size)))
-            states = [self._resized(folder, of_part) for of_part in of_ranks]
-        own: list[Any] = copy.deepcopy(states)  # the folder may be deleted
-        return own
-
-    def _resized(self, folder: str | os.PathLike[str], states: Sequence[Any]) -> Any:
-        if "outer" in states[0]:  # of LocalTraining: all ranks go on from what rank 0 had
-            if len(states) == 1:
-                raise ValueError(
-                    f"got a checkpoint of one process in {folder}, where nothing is exchanged, expected one of "
-                    "several: load the model alone, and begin local steps anew"
-                )
-            outers = [state["outer"] for state in states]
-            return {**states[0], "outer": checkpoint.shard(checkpoint.merge(outers), self.rank, self.size)}
-        if "method" not in states[0]:
-            raise ValueError(
-                f"got the states of {len(states)} ranks in {folder}, expected those of {self.size}: go on with as many "
-                "ranks as have saved them"
-            )
-        return checkpoint.shard(checkpoint.merge(states), self.rank, self.size)
+            of_ranks = zip(*(self._read(folder, number)["states"] for number in range(saved)))
+            states = [shard(merge(of_part), rank, size) for of_part in of_ranks]
+        return copy.deepcopy(states)  # the folder may be deleted
 
     def _path(self, folder: str | os.PathLike[str], rank: int) -> Path:
         return Path(folder) / f"{self.name}_{rank}.pt"
@@ -96,10 +94,75 @@ class RankFiles:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
+def check_compressor(compressor: Any, what: str) -> None:
+    """Raise TypeError for what is no compressor. what: the name of the user's function or class."""
+    if not isinstance(compressor, Compressor):
+        raise TypeError(f"{what}: got {compressor!r}, expected a compressor, as gradzip.TopK()")
+
+
 def bare(model: nn.Module) -> nn.Module:
     """The model that `torch.compile` has compiled, or the model itself."""
     original: nn.Module = getattr(model, "_orig_mod", model)
     return original
+
+
+def place() -> tuple[int, int]:
+    """This rank and the number of ranks; (0, 1) without a process group."""
+    started = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+
+
+def ddp_model(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP model in what a library runs, which may have wrapped or compiled it."""
+    return next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
+
+
+def average(
+    wrapped: nn.Module, model: nn.Module, compressor: Compressor, scaler: Any, group: dist.ProcessGroup | None = None
+) -> Any:
+    """Average the gradients of a model with a method, from now on.
+
+    Args:
+        wrapped: the model as the library runs it.
+        model: the model itself, which may have modules of FSDP2.
+        scaler: the GradScaler of this rank, if there is one.
+        group: for FSDP2, the ranks that hold the same shard; None: they are found.
+
+    Returns:
+        What has the states: of DDP or FSDP2, or on one process the compressor. None if the model has neither.
+
+    Raises:
+        ValueError: FSDP2 without replicas.
+    """
+    if scaler is not None:
+        compressor.follow(scaler)
+    if place() == (0, 1):
+        return compressor
+    replica = ddp_model(wrapped)
+    if replica is not None:
+        return ddp.register(replica, compressor)
+    mesh = next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None)
+    if mesh is None:
+        return None
+    from .. import fsdp  # it needs a torch with fully_shard
+
+    return fsdp.compress(model, compressor, _replicas_of(mesh) if group is None else group)
+
+
+def _replicas_of(mesh: Any) -> dist.ProcessGroup:
+    """A group of the ranks that hold the same shards as this one: those at the same place in their mesh."""
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, mesh.get_coordinate())
+    ranks = [rank for rank, other in enumerate(places) if other == places[dist.get_rank()]]
+    if len(ranks) == 1:
+        raise ValueError(
+            f"Compression: got a model that is sharded over all {len(places)} ranks, expected replicas of shards, as "
+            "of fully_shard(module, mesh=mesh['shard']), with Accelerate of Accelerator(parallelism_config="
+            "gradzip.integrations.accelerate.Replicas(dp_replicate_size=..., dp_shard_size=...)); without replicas, "
+            "quantize the reduce-scatter: gradzip.fsdp.reduce_scatter"
+        )
+    group: Any = dist.new_group(ranks, use_local_synchronization=True)
+    return group
 
 
 class LocalTraining:
@@ -131,7 +194,7 @@ class LocalTraining:
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._optimizer, self._scaler = optimizer, scaler
         self.outer: LocalSteps | None = None
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if place() != (0, 1):
             self.outer = LocalSteps(self._model, optimizer, compressor, **options)
             self._average_in_ddp(False)
 
@@ -159,7 +222,17 @@ class LocalTraining:
             "outer": None if self.outer is None else self.outer.state_dict(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` has returned.
+
+        Raises:
+            ValueError: it is of one process, and this is one of several.
+        """
+        if self.outer is not None and state_dict["outer"] is None:
+            raise ValueError(
+                "got a checkpoint of one process, where nothing is exchanged, expected one of several: load the model "
+                "alone, and begin local steps anew"
+            )
         self._model.load_state_dict(state_dict["model"], strict=False)
         self._optimizer.load_state_dict(state_dict["optimizer"])
         if self._scaler is not None:

@@ -17,38 +17,31 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..methods.base.compressor import Compressor
 from .accelerate import average, train_alone
-from .shared import LocalTraining, RankFiles
+from .shared import RankFiles, check_compressor
 
 
 class _Callback(TrainerCallback):
-    """Begins with the training, and saves and loads what `_part` returns."""
+    """Begins with the training, and saves and loads the states of this rank."""
 
-    _name: str  # of the files
+    _files: RankFiles
+    _part: Any = None  # what has the states, while training
 
     def _begin(self, trainer: Trainer) -> None:
-        """Called when the Trainer has wrapped the model and loaded its optimizer's state."""
+        """Called when the Trainer has wrapped the model and loaded its optimizer's state: make `_part`."""
         raise NotImplementedError
 
-    @property
-    def _part(self) -> Any:
-        """What has the states of this rank."""
-        raise NotImplementedError
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, folder = _training()
-        self._files = RankFiles(self._name, args.process_index, args.world_size)
         self._begin(trainer)
-        for part_state in self._files.load(folder) or [] if folder else []:
+        for part_state in self._files.load(folder) if folder else []:
             self._part.load_state_dict(part_state)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not (args.save_only_model or state.is_hyper_param_search):
             folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             self._files.save(folder, [self._part.state_dict()])
@@ -76,11 +69,10 @@ class Compression(_Callback):
     `Trainer.train` raises the errors of `gradzip.integrations.accelerate.compress`.
     """
 
-    _name = "gradzip_compression"
+    _files = RankFiles("gradzip_compression")
 
     def __init__(self, compressor: Compressor, group: dist.ProcessGroup | None = None) -> None:
-        if not isinstance(compressor, Compressor):
-            raise TypeError(f"Compression: got {compressor!r}, expected a compressor, as gradzip.TopK()")
+        check_compressor(compressor, "Compression")
         self.compressor = compressor
         self.state: Any = None
         self._group = group
@@ -88,12 +80,9 @@ class Compression(_Callback):
 
     def _begin(self, trainer: Trainer) -> None:
         if trainer.model_wrapped is not self._model:  # it is the same one when train() is called again
-            self.state = average(trainer.accelerator, trainer.model_wrapped, self.compressor, self._group)
+            self._part = average(trainer.accelerator, trainer.model_wrapped, self.compressor, self._group)
+            self.state = None if self._part is self.compressor else self._part
             self._model = trainer.model_wrapped
-
-    @property
-    def _part(self) -> Any:
-        return self.compressor if self.state is None else self.state
 
 
 class LocalSteps(_Callback):
@@ -118,38 +107,31 @@ class LocalSteps(_Callback):
     `Trainer.train` raises the errors of `gradzip.integrations.accelerate.LocalSteps`.
     """
 
-    _name = "gradzip_local_steps"
+    _files = RankFiles("gradzip_local_steps")
 
     def __init__(self, compressor: Compressor | None = None, **options: Any) -> None:
         self._compressor, self._options = compressor, options
-        self._local: LocalTraining | None = None  # while training
 
     @property
     def outer(self) -> Any:
-        return None if self._local is None else self._local.outer
+        return None if self._part is None else self._part.outer
 
     def synchronize(self) -> None:
         """Make the parameters of all ranks equal. All ranks call it."""
-        if self._local is not None:
-            self._local.synchronize()
+        if self._part is not None:
+            self._part.synchronize()
 
     def _begin(self, trainer: Trainer) -> None:
-        self._local = train_alone(
+        self._part = train_alone(
             trainer.accelerator, trainer.model_wrapped, trainer.optimizer, self._compressor, **self._options
         )
 
-    @property
-    def _part(self) -> Any:
-        return self._local
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self._local is not None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._part is not None:
             if not (args.load_best_model_at_end and state.best_model_checkpoint):
-                self._local.synchronize()
-            self._local.remove()
-            self._local = None
+                self._part.synchronize()
+            self._part.remove()
+            self._part = None
 
 
 def _training() -> tuple[Trainer, str | None]:

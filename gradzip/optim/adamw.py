@@ -69,8 +69,7 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, options, ("lr", "eps", "weight_decay"))
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check_options(param_group, "a param group")
@@ -95,20 +94,17 @@ class AdamW(Optimizer):
 
     def _check(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         for parameter in gradients:
-            averaged = optimizer_hooks.averaged(parameter)
-            if averaged is not None and averaged.compressed_momentum and not self.state.get(parameter):
+            momentum = _compressed_momentum(parameter)
+            if momentum is not None and not self.state.get(parameter):
                 raise ValueError(
-                    f"AdamW: got a compressed momentum as the first average of {averaged.name!r}, expected gradients "
+                    f"AdamW: got a compressed momentum as the first average of {momentum.name!r}, expected gradients "
                     "first, of which to learn the second moment: give Momentum more warmup_steps, or this parameter "
                     "another method with PerLayer"
                 )
 
     def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
-        exact: dict[Tensor, Tensor] = {}
-        held: dict[Tensor, Tensor] = {}
-        for parameter, gradient in gradients.items():
-            averaged = optimizer_hooks.averaged(parameter)
-            (held if averaged is not None and averaged.compressed_momentum else exact)[parameter] = gradient
+        held = {p: gradient for p, gradient in gradients.items() if _compressed_momentum(p) is not None}
+        exact = {p: gradient for p, gradient in gradients.items() if p not in held}
         if exact:
             self._step_as_torch(group, exact)
         if held:
@@ -165,6 +161,12 @@ class AdamW(Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
+
+
+def _compressed_momentum(parameter: Tensor) -> optimizer_hooks.Averaged | None:
+    """How the momentum of a parameter was averaged, if it was compressed; None: it has the average of a gradient."""
+    found = optimizer_hooks.averaged(parameter)
+    return found if found is not None and found.compressed_momentum else None
 
 
 def _check_options(group: dict[str, Any], where: str) -> None:

@@ -48,10 +48,7 @@ class DGCSGD(Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"DGCSGD: got momentum = {momentum!r}, expected a number in [0, 1)")
-        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, options, ("lr", "weight_decay"))
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, maximize=maximize)
 
     def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         lr, decay = group["lr"], group["weight_decay"]

@@ -77,13 +77,8 @@ class Muon(AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"Muon: got momentum = {momentum!r}, expected a number in [0, 1)")
-        options = {
-            "lr": lr, "momentum": momentum, "nesterov": nesterov, "betas": betas, "eps": eps,
-            "weight_decay": weight_decay,
-        }  # fmt: skip
-        Optimizer.__init__(self, params, options, ("lr", "eps", "weight_decay"))
+        moments = {"momentum": momentum, "nesterov": nesterov, "betas": betas, "eps": eps}
+        Optimizer.__init__(self, params, lr=lr, weight_decay=weight_decay, **moments)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: matrices, or with ``"adamw": True`` any."""
@@ -97,10 +92,8 @@ class Muon(AdamW):
             if is_shard or parameter.ndim != 2:
                 self.param_groups.pop()
                 what = "that is a shard (DTensor)" if is_shard else f"of shape {list(parameter.shape)}"
-                raise ValueError(
-                    f"Muon: got a parameter {what}, expected a whole matrix; put it into a param group with "
-                    '"adamw": True'
-                )
+                expected = 'expected a whole matrix; put it into a param group with "adamw": True'
+                raise ValueError(f"Muon: got a parameter {what}, {expected}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class.
@@ -123,10 +116,7 @@ class Muon(AdamW):
     def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         if group["adamw"]:
             super()._update(group, gradients)
-        else:
-            self._step_matrices(group, gradients)
-
-    def _step_matrices(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
+            return
         lr, momentum = float(group["lr"]), group["momentum"]
         for parameter, gradient in gradients.items():
             state = self.state[parameter]
