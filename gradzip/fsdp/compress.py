@@ -128,10 +128,8 @@ class ReplicaAverages:
         """
         if not (isinstance(state_dict, Mapping) and self._key in state_dict):
             got = f"the states of {sorted(state_dict)}" if isinstance(state_dict, Mapping) else in_line(state_dict)
-            raise ValueError(
-                f"ReplicaAverages.load_state_dict: got {got}, expected those of "
-                f"{self._key!r}: load them on as many ranks, with the same mesh, as they were saved on"
-            )
+            expected = f"expected those of {self._key!r}: load them on as many ranks, with the same mesh"
+            raise ValueError(f"ReplicaAverages.load_state_dict: got {got}, {expected}")
         loaded = torch.load(io.BytesIO(state_dict[self._key]), map_location="cpu", weights_only=True)
         self.compressor.load_state_dict(loaded)
 
@@ -181,22 +179,18 @@ class ReplicaAverages:
                 )
 
     def _start(self, index: int, reduced: Tensor) -> None:
-        shards = self._modules[index]
+        session, shards = self._session, self._modules[index]
         gradients = shards.gradients(reduced)
-        if self._session.engine is None:
+        if session.engine is None:
             self._connect(reduced.device)
-        plan = self._plan(index, gradients)
-        self._session.start(index, plan.groups, shards.parameters(), list(gradients.values()), ",".join(gradients))
-        self._averaged[index] = None
-
-    def _plan(self, index: int, gradients: dict[str, Tensor]) -> Plan:
-        """The plan of a module: a new one if other parameters are trained, or other methods are in charge."""
         plan, names = self._plans.get(index), list(gradients)
+        # A new plan if other parameters are trained, or other methods are in charge.
         if plan is None or plan.names != names or not plan.fits(self.compressor, plan.parameters):
             # One element stands for each gradient: the plan outlives them.
             shapes = [gradient.new_empty(1).expand(gradient.shape) for gradient in gradients.values()]
-            plan = self._plans[index] = self._session.plan(shapes, names)
-        return plan
+            plan = self._plans[index] = session.plan(shapes, names)
+        session.start(index, plan.groups, shards.parameters(), list(gradients.values()), ",".join(names))
+        self._averaged[index] = None
 
     def _run(self) -> None:
         """Run the routines in progress to their ends."""
@@ -267,7 +261,6 @@ class ReplicaAverages:
                     f"rank {rank} of the group holds {other[0]}, rank 0 {first[0]}; give compress the group of the "
                     'ranks that hold the same shard, as mesh["replicate"].get_group()'
                 )
-        for rank, other in enumerate(others, start=1):
             for name, theirs, ours in differences(other[1], first[1], "no fully_shard"):
                 raise RuntimeError(
                     f"module {name!r}: rank {rank} of the group has {theirs}, rank 0 {ours}; call fully_shard on the "

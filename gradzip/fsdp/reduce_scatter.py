@@ -98,7 +98,7 @@ class ReduceScatter:
             nbytes = self._codec.nbytes(shards.shape[1])
             payloads = torch.empty((engine.size, nbytes), dtype=torch.uint8, device=shards.device)
             names = (f"reduce_scatter[{i}]" for i in range(engine.size))
-            keys = [Key(self._codec.seed, self._calls, name, engine.rank) for name in names]
+            keys = [Key(self._codec.method.seed, self._calls, name, engine.rank) for name in names]
             self._codec.encode_all(shards, keys, payloads)
             self._calls += 1
             sent = AllToAll(payloads.view(-1), (nbytes,) * engine.size, same_length=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+# Of a parameter, of a group of them, and of modules.
 _FIELDS = ("sharded_param", "sharded_size", "contiguous_sharded_stride", "padded_sharded_param_size")
 _GROUP_FIELDS = ("mp_policy", "offload_policy")
+_MODULE_FIELDS = ("_get_fsdp_state", "set_all_reduce_hook")
 
 
 class Shards:
@@ -30,18 +33,22 @@ class Shards:
         self.module = module
         self.name = name
         try:
+            operator.attrgetter(*_MODULE_FIELDS)(FSDPModule)
             state = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None)
             groups = [state._fsdp_param_group] if groups is None else groups
             self._groups: list[Any] = [group for group in groups if group is not None]
             members = [parameter for group in self._groups for parameter in group.fsdp_params]
             replicated = any(group.mesh_info.replicate_mesh_dim is not None for group in self._groups)
-            missing = [field for field in _FIELDS if members and not hasattr(members[0], field)]
-            missing += [field for field in _GROUP_FIELDS for group in self._groups if not hasattr(group, field)]
+            for group in self._groups:
+                operator.attrgetter(*_GROUP_FIELDS)(group)
+            for parameter in members:
+                operator.attrgetter(*_FIELDS)(parameter)
         except AttributeError as error:
-            raise _unknown_torch(str(error)) from None
-        if missing or not hasattr(module, "set_all_reduce_hook"):
-            raise _unknown_torch(f"no {', '.join(missing) or 'set_all_reduce_hook'}")
+            raise RuntimeError(
+                f"gradzip.fsdp: torch {torch.__version__} has another FSDP2 (no {error.name}), expected one as of "
+                "torch 2.13: install that, or average with gradzip.ddp"
+            ) from None
         if replicated:
             raise ValueError(
                 f"compress: got module {name!r} on a mesh with a dimension of replicas, where FSDP averages gradients "
@@ -75,15 +82,15 @@ class Shards:
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """Names and local shards, as plain tensors, of the parameters that are trained and not empty on this rank."""
-        return [(name, p.sharded_param.to_local()) for name, p in self._trained() if p.sharded_size.numel()]
+        return [(name, p.sharded_param.to_local()) for name, p in self._held()]
 
     def parameters(self) -> list[DTensor]:
         """The parameters of `named_parameters`, as the optimizer knows them."""
-        return [p.sharded_param for _, p in self._trained() if p.sharded_size.numel()]
+        return [p.sharded_param for _, p in self._held()]
 
     def averages(self) -> list[Tensor]:
         """The gradients of `parameters` as FSDP has left them: their local shards."""
-        return [p.sharded_param.grad.to_local() for _, p in self._trained() if p.sharded_size.numel()]
+        return [p.sharded_param.grad.to_local() for _, p in self._held()]
 
     def gradients(self, reduced: Tensor) -> dict[str, Tensor]:
         """Views of the gradients of `named_parameters` in what FSDP has reduced, without the padding between them.
@@ -167,9 +174,6 @@ class Shards:
     def _trained(self) -> list[tuple[str, Any]]:
         return [(name, p) for name, p in self._members if p.sharded_param.requires_grad]
 
-
-def _unknown_torch(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"gradzip.fsdp: torch {torch.__version__} has another FSDP2 ({what}), expected one as of torch 2.13: install "
-        "that, or average with gradzip.ddp"
-    )
+    def _held(self) -> list[tuple[str, Any]]:
+        """Those of `_trained` that are not empty on this rank."""
+        return [(name, p) for name, p in self._trained() if p.sharded_size.numel()]
