@@ -7,6 +7,7 @@ Horovod's state objects save, restore and broadcast values by handlers. This is 
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import horovod.torch as hvd
@@ -120,10 +121,23 @@ class CompressorHandler(StateHandler):
         drop_in_flight(self.value)
 
     def sync(self) -> None:
-        rank, size = hvd.rank(), hvd.size()
-        self.value.change_group(rank, size)
-        common, own = split(self.value.state_dict())
-        common = hvd.broadcast_object(common, root_rank=0, name="gradzip.elastic")
-        self.value.load_state_dict(join(common, own, rank, size))
+        sync_compressor(self.value)
         drop_in_flight(self.value)
         self.save()
+
+
+def sync_compressor(compressor: Compressor) -> None:
+    """Give the states of all ranks the fields of rank 0 that are the same on all ranks, and leave each its own."""
+    rank, size = hvd.rank(), hvd.size()
+    compressor.change_group(rank, size)
+    common, own = split(compressor.state_dict())
+    compressor.load_state_dict(join(broadcast(common, "gradzip.elastic"), own, rank, size))
+
+
+def broadcast(value: Any, name: str) -> Any:
+    """A value of rank 0 on all ranks, with its tensors on the CPU: they have other devices, and copy it to them."""
+    file = io.BytesIO()
+    if hvd.rank() == 0:
+        torch.save(value, file)
+    data = hvd.broadcast_object(file.getvalue(), root_rank=0, name=name)
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)  # it comes from a rank, as a pickle

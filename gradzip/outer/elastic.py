@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import warnings
 from typing import Any
 
 import horovod.torch as hvd
-import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.elastic.state import StateHandler
 from torch import nn
 
-from ..horovod.elastic import register_handler
-from ..memory.checkpoint import join, split
+from ..horovod.elastic import broadcast, sync_compressor
 from .joining import adopt, shared_state
 
 
@@ -67,16 +64,13 @@ class LocalStepsHandler(StateHandler):
     def sync(self) -> None:
         outer, (model, _) = self.value, self.parts
         rank, size = hvd.rank(), hvd.size()
-        outer.compressor.change_group(rank, size)
         positions = hvd.allgather_object(self._position(), name="gradzip.outer.positions")
         first = positions[0]
         joins = [position is None or position != first for position in positions]
-        sent: dict[str, Any] = {}
-        if rank == 0:
-            sent["compressor"], _ = split(outer.compressor.state_dict())
-            if any(joins):
-                sent |= {"shared": shared_state(outer), "model": model.state_dict()}
-        received = _broadcast(sent, "gradzip.outer.state")
+        sync_compressor(outer.compressor)
+        if any(joins):
+            sent = {"shared": shared_state(outer), "model": model.state_dict()} if rank == 0 else None
+            received = broadcast(sent, "gradzip.outer.state")
         if joins[rank]:
             if positions[rank] is not None:
                 warnings.warn(
@@ -87,9 +81,6 @@ class LocalStepsHandler(StateHandler):
                 )
             model.load_state_dict(received["model"])
             adopt(outer, received["shared"], None, rank, size)
-        else:
-            _, own = split(outer.compressor.state_dict())
-            outer.compressor.load_state_dict(join(received["compressor"], own, rank, size))
         outer.is_started = True
         self.save()
 
@@ -100,17 +91,3 @@ class LocalStepsHandler(StateHandler):
         """
         outer = self.value
         return (outer.exchanges, outer._next, outer._pending is not None) if outer.is_started else None
-
-
-def _broadcast(value: Any, name: str) -> Any:
-    """A value of rank 0 on all ranks, with its tensors on the CPU: they have other devices, and copy it to them."""
-    file = io.BytesIO()
-    if hvd.rank() == 0:
-        torch.save(value, file)
-    data = hvd.broadcast_object(file.getvalue(), root_rank=0, name=name)
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)  # it comes from a rank, as a pickle
-
-
-def register(kind: type) -> None:
-    """Have Horovod's states handle values of this type, LocalSteps, by `LocalStepsHandler`."""
-    register_handler(kind, LocalStepsHandler)

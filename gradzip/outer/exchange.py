@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -16,6 +16,7 @@ from .fragments import Schedule, cut
 from .global_copy import GlobalCopy, MakeOptimizer, trained
 
 _counted: WeakSet[torch.optim.Optimizer] = WeakSet()  # those whose steps are counted
+_RECEIVED = ("changed", "skipped", "diverged", "all_stay")  # what state dicts have of an `Exchanged`
 
 
 class Worker:
@@ -73,16 +74,18 @@ class Worker:
 class Exchanged:
     """What all ranks know after an exchange.
 
-    averages: of the differences, by name; None if no worker has changed anything.
+    changed: whether any worker has changed anything.
     skipped: whether an average is not finite.
     diverged: of each worker here, whether its own differences were not finite.
     all_stay: whether all ranks stay in `synchronize`.
+    averages: of the differences, by name; none if nothing has changed.
     """
 
-    averages: dict[str, Tensor] | None
+    changed: bool
     skipped: bool
     diverged: list[bool]
     all_stay: bool
+    averages: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -99,26 +102,18 @@ class Pending:
     fragment: int
     due: int
     blend: float
-    wait: Callable[[], Exchanged]
+    wait: Callable[[], Exchanged] | None = None
     received: Exchanged | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """What is left to do once it has been received."""
-        exchanged = self.received
-        assert exchanged is not None
-        outcome = {
-            "changed": exchanged.averages is not None,
-            "skipped": exchanged.skipped,
-            "diverged": exchanged.diverged,
-            "all_stay": exchanged.all_stay,
-        }
-        return {"fragment": self.fragment, "due": self.due, "blend": self.blend, **outcome}
+        turn = {name: getattr(self, name) for name in ("fragment", "due", "blend")}
+        return turn | {name: getattr(self.received, name) for name in _RECEIVED}
 
     @classmethod
     def of_state_dict(cls, state: Mapping[str, Any]) -> Pending:
-        averages: dict[str, Tensor] | None = {} if state["changed"] else None  # the outer optimizer has had them
-        received = Exchanged(averages, state["skipped"], state["diverged"], state["all_stay"])
-        return cls(state["fragment"], state["due"], state["blend"], lambda: received, received)
+        received = Exchanged(**{name: state[name] for name in _RECEIVED})  # the outer optimizer has had the averages
+        return cls(state["fragment"], state["due"], state["blend"], received=received)
 
 
 class OuterLoop(ABC):
@@ -152,6 +147,7 @@ class OuterLoop(ABC):
         self._global.check_method(compressor, schedule.what)
         self._next = 0  # the fragment whose turn is next
         self._pending: Pending | None = None
+        self._rank = 0  # of the first worker here
         self._equal = True  # whether all local parameters are the global ones
 
     def _begin(self) -> None:
@@ -236,42 +232,39 @@ class OuterLoop(ABC):
             fragment, self._workers[0].steps + schedule.delay, 0.0 if stays else schedule.blend, wait
         )
 
-    def _postpone(self) -> None:
+    def _postpone(self, pending: Pending) -> None:
         """Forget the exchange in progress. Its fragment is next again, as many steps later as between two turns."""
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        self._next = pending.fragment
+        self._pending, self._next = None, pending.fragment
         for worker in self._workers:
             worker.steps = self.schedule.turn(pending.fragment - 1)
 
     def _receive(self) -> None:
         """Wait for the exchange in progress, if there is one. The outer optimizer takes its step."""
-        pending = self._pending
-        if pending is not None and pending.received is None:
-            self._take(pending, self._wait(pending))
+        if self._pending is not None and self._pending.received is None:
+            self._take(self._pending, self._wait(self._pending))
 
     def _wait(self, pending: Pending) -> Exchanged:
         """Wait for the exchange in progress. If it has failed, it is postponed, and its error raised once."""
+        assert pending.wait is not None
         try:
             return pending.wait()
         except Exception:  # not KeyboardInterrupt: the exchange goes on
-            self._postpone()
+            self._postpone(pending)
             raise
 
     def _take(self, pending: Pending, exchanged: Exchanged) -> None:
         """The averages are there: the outer optimizer takes its step."""
         pending.received = exchanged
-        if exchanged.averages is not None:
+        if exchanged.changed:
             self._step(exchanged.averages, exchanged.skipped)
 
     def _apply(self) -> Exchanged:
         """Complete the exchange in progress."""
         self._receive()
         pending, self._pending = self._pending, None
-        assert pending is not None
+        assert pending is not None and pending.received is not None
         exchanged = pending.received
-        assert exchanged is not None
-        if exchanged.averages is not None:
+        if exchanged.changed:
             for rank, worker in enumerate(self._workers):
                 if not exchanged.skipped:
                     self._global.write(worker.parameters, self._fragments[pending.fragment], pending.blend)
@@ -282,11 +275,6 @@ class OuterLoop(ABC):
         return exchanged
 
     # --- what jobs and workers in one process do differently
-
-    @property
-    @abstractmethod
-    def _rank(self) -> int:
-        """The rank of the first worker here."""
 
     @abstractmethod
     def _average(self, fragment: int, differences: list[dict[str, Tensor]], stays: bool) -> Callable[[], Exchanged]:

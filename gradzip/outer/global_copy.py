@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..averaging import optimizer_hooks
+from ..averaging.handshake import differences
 from ..methods.base.compressor import Compressor
 
 MakeOptimizer: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -20,11 +21,6 @@ MakeOptimizer: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
 def nesterov(params: list[Tensor]) -> torch.optim.Optimizer:
     """The outer optimizer of DiLoCo."""
     return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
-
-
-def _mean(params: list[Tensor]) -> torch.optim.Optimizer:
-    """With this one, the global parameters become the mean of the ranks' parameters."""
-    return torch.optim.SGD(params, lr=1.0)
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> dict[str, Tensor]:
@@ -77,13 +73,14 @@ class GlobalCopy:
             name: parameter.detach().to(torch.float32, copy=True).requires_grad_()
             for name, parameter in parameters.items()
         }
-        self.optimizer = (make or _mean)(list(self.tensors.values()))
+        copies = list(self.tensors.values())
+        self.optimizer = torch.optim.SGD(copies, lr=1.0) if make is None else make(copies)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"{what}: outer returned {type(self.optimizer).__name__}, expected an optimizer of torch.optim"
             )
         stepped = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
-        if sorted(stepped) != sorted(map(id, self.tensors.values())):
+        if sorted(stepped) != sorted(map(id, copies)):
             raise ValueError(
                 f"{what}: outer returned an optimizer of other parameters, expected one of those that it is given: "
                 "lambda params: torch.optim.SGD(params, lr=0.7)"
@@ -154,12 +151,9 @@ class GlobalCopy:
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], what: str) -> None:
         saved: Mapping[str, Tensor] = state_dict["parameters"]
-        if (theirs := _shapes(saved.items())) != (ours := _shapes(self.tensors.items())):
-            name = next(name for name in ours | theirs if ours.get(name) != theirs.get(name))
-            raise ValueError(
-                f"{what}: got a state dict with {theirs.get(name, 'no shape')} of parameter {name!r}, expected "
-                f"{ours.get(name, 'no such parameter')}: load that of the same model"
-            )
+        theirs, ours = ({name: list(tensor.shape) for name, tensor in of.items()} for of in (saved, self.tensors))
+        for name, got, expected in differences(theirs, ours, "no such parameter"):
+            raise ValueError(f"{what}: parameter {name!r}: got {got}, expected {expected}: load that of the same model")
         for name, tensor in self.tensors.items():
             tensor.copy_(saved[name])
         self.optimizer.load_state_dict(copy.deepcopy(state_dict["optimizer"]))  # it would step in these tensors
@@ -168,7 +162,3 @@ class GlobalCopy:
 def _comparable(value: Any) -> Any:
     """What JSON holds of an option. The representation of a function, for example, differs between processes."""
     return value.tolist() if isinstance(value, Tensor) else type(value).__name__
-
-
-def _shapes(named: Iterable[tuple[str, Tensor]]) -> dict[str, list[int]]:
-    return {name: list(tensor.shape) for name, tensor in named}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..averaging.buckets import Plan, bucket_nbytes, cut
+from ..averaging.handshake import differences
 from ..averaging.session import Session
 from ..collectives import Broadcast
 from ..collectives.engine import Engine
@@ -23,7 +25,7 @@ from ..memory.state_dict import in_line
 from ..methods.base.compressor import Compressor
 from ..methods.none import NoCompression
 from ..ops import tensors as ops
-from .background import Background, Foreground, Seconds
+from .background import Runner, Seconds
 from .exchange import Exchanged, OuterLoop, Pending, Worker
 from .fragments import Schedule
 from .global_copy import MakeOptimizer, nesterov
@@ -37,9 +39,9 @@ _OUTSIDE = (
     "group alone"
 )
 
-# The number of the last LocalSteps of each Horovod process set. In the background, exchanges of several may meet, and
+# The numbers of the LocalSteps of each Horovod process set. In the background, exchanges of several may meet, and
 # Horovod matches operations by their names.
-_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 
 
 class LocalSteps(OuterLoop):
@@ -141,12 +143,12 @@ class LocalSteps(OuterLoop):
         group: Any = None,
     ) -> None:
         self.compressor = NoCompression() if compressor is None else compressor
-        if isinstance(compressor, Compressor) and compressor.memory.loss_scale.scaler is not None:
+        self._session = Session(self.compressor, "LocalSteps")
+        if self.compressor.memory.loss_scale.scaler is not None:
             raise ValueError(
                 "LocalSteps: got a compressor that follows a GradScaler, expected one that does not: differences of "
                 "parameters are not scaled"
             )
-        self._session = Session(self.compressor, "LocalSteps")
         worker = Worker(model, optimizer, "LocalSteps")
         super().__init__([worker], Schedule(every, fragments, delay, blend, "LocalSteps"), outer, self.compressor)
         self._shards = worker.shards
@@ -163,9 +165,7 @@ class LocalSteps(OuterLoop):
             raise ValueError("LocalSteps: got a sharded model and a torchft Manager, expected a model on one process")
         self._plans: dict[int, list[Plan]] = {}  # by fragment
         self.seconds = Seconds()
-        self._runner: Foreground[Exchanged] = (
-            Background(self.seconds, self._device) if delay else Foreground(self.seconds)
-        )
+        self._runner: Runner[Exchanged] = Runner(self.seconds, self._device, in_background=delay > 0)
         self._begin()
         if self._replicas is not None:
             self._replicas.join()
@@ -211,24 +211,19 @@ class LocalSteps(OuterLoop):
         Raises:
             ValueError: it is of another model, shard or method, of other fragments, or no state dict.
         """
+        what = "LocalSteps.load_state_dict"
         if not (isinstance(state_dict, Mapping) and state_dict.keys() >= _KEYS):
             got = f"a dict with {sorted(state_dict)}" if isinstance(state_dict, Mapping) else in_line(state_dict)
-            raise ValueError(
-                f"LocalSteps.load_state_dict: got {got}, expected what state_dict() returned; without one, load nothing"
-            )
-        if (shard := state_dict.get("shard", self._shard)) != self._shard:
-            raise ValueError(
-                f"LocalSteps.load_state_dict: got a state dict of shard {shard!r}, expected {self._shard!r}: load that "
-                "of this rank, on the same mesh"
-            )
-        if state_dict["fragments"] != len(self._fragments):
-            raise ValueError(
-                f"LocalSteps.load_state_dict: got a state dict of {state_dict['fragments']} fragments, expected "
-                f"{len(self._fragments)}: make a LocalSteps with as many"
-            )
+            raise ValueError(f"{what}: got {got}, expected what state_dict() returned; without one, load nothing")
+        for name, ours in (("shard", self._shard), ("fragments", len(self._fragments))):
+            if (theirs := state_dict.get(name, ours)) != ours:
+                raise ValueError(
+                    f"{what}: got a state dict of {name} {theirs!r}, expected {ours!r}: load that of this rank, on the "
+                    "same mesh, into a LocalSteps with as many fragments"
+                )
         self._receive()
         self.compressor.load_state_dict(state_dict["compressor"])
-        self._global.load_state_dict(state_dict["global"], "LocalSteps.load_state_dict")
+        self._global.load_state_dict(state_dict["global"], what)
         pending = state_dict["pending"]
         self._pending = None if pending is None else Pending.of_state_dict(pending)
         self._workers[0].steps, self._next = state_dict["steps"], state_dict["next"]
@@ -249,11 +244,11 @@ class LocalSteps(OuterLoop):
                 )
             process_set = hvd.global_process_set if group == "horovod" else group
             if process_set is hvd.global_process_set:
-                from .elastic import register
+                from ..horovod.elastic import register_handler
+                from .elastic import LocalStepsHandler
 
-                register(LocalSteps)
-            _numbers[process_set] = _numbers.get(process_set, -1) + 1
-            self._slot = f"outer{_numbers[process_set]}."
+                register_handler(LocalSteps, LocalStepsHandler)
+            self._slot = f"outer{next(_numbers.setdefault(process_set, itertools.count()))}."
             self._elastic = bool(int(os.environ.get("HOROVOD_ELASTIC") or 0))  # as Horovod reads it
             if self._elastic:  # a new worker makes its LocalSteps while the others train
                 if process_set is not hvd.global_process_set:
@@ -301,6 +296,7 @@ class LocalSteps(OuterLoop):
         """Compare the ranks' configurations, and go on with this engine."""
         arguments = asdict(self.schedule) | {"outer": self._global.options}
         of_ranks = self._session.connect(engine, self._workers[0].parameters, f"{self._slot}handshake", arguments)
+        self._rank = engine.rank
         of_shards = [of_ranks]
         if self._shards is not None:  # they exchange at the same steps: an exchange tells them which to skip
             own = self._session.torch_engine(self._shards, self._device)
@@ -312,11 +308,6 @@ class LocalSteps(OuterLoop):
             _check_equal(of_rank, "shard")
 
     # --- an exchange
-
-    @property
-    def _rank(self) -> int:
-        rank: int = self._session.engine.rank
-        return rank
 
     def _average(self, fragment: int, differences: list[dict[str, Tensor]], stays: bool) -> Callable[[], Exchanged]:
         exchange = self._exchange if self._replicas is None else self._replicas.exchange
@@ -351,7 +342,7 @@ class LocalSteps(OuterLoop):
         of_ranks = [tuple(map(int, line.split())) for line in lines]
         all_stay = all(stay for _, stay in of_ranks)
         if not any(changed for changed, _ in of_ranks):
-            return Exchanged(None, False, [False], all_stay)
+            return Exchanged(False, False, [False], all_stay)
         diverged = session.checks and not ops.all_finite(list(own.values()))
         slot = f"{self._slot}{session.prefix}{fragment}."
         monitor = self.compressor.monitor
@@ -368,7 +359,7 @@ class LocalSteps(OuterLoop):
             session.end(skipped)
             if monitor is not None:
                 monitor.report(self._report(fragment, before, own))
-        return Exchanged(own, skipped, [diverged], all_stay)
+        return Exchanged(True, skipped, [diverged], all_stay, own)
 
     def _report(self, fragment: int, own: dict[str, Tensor], averages: dict[str, Tensor]) -> dict[str, float]:
         """What `Monitor` reports of an exchange."""
@@ -400,7 +391,7 @@ class LocalSteps(OuterLoop):
         return plans
 
 
-def _process_group(group: Any) -> dist.ProcessGroup:
+def _process_group(group: Any) -> Any:
     """A torch process group of what the user has passed."""
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -408,35 +399,28 @@ def _process_group(group: Any) -> dist.ProcessGroup:
                 "LocalSteps: got group = None, but torch.distributed is not initialized; call "
                 'torch.distributed.init_process_group first, or pass group="horovod"'
             )
-        default: Any = dist.group.WORLD
-        return default
+        return dist.group.WORLD
     if hasattr(group, "get_group") and hasattr(group, "ndim"):
         if group.ndim != 1:
-            raise ValueError(
-                f"LocalSteps: got a DeviceMesh of {group.ndim} dimensions as the group, expected one of 1, as "
-                'mesh["replicate"]'
-            )
-        of_mesh: dist.ProcessGroup = group.get_group()
-        return of_mesh
+            expected = 'expected one of 1, as mesh["replicate"]'
+            raise ValueError(f"LocalSteps: got a DeviceMesh of {group.ndim} dimensions as the group, {expected}")
+        return group.get_group()
     if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns then
         raise ValueError(_OUTSIDE)
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"LocalSteps: got {group!r} as the group, expected a process group, a DeviceMesh, a Horovod process set or "
-            '"horovod"'
-        )
+        expected = 'expected a process group, a DeviceMesh, a Horovod process set or "horovod"'
+        raise TypeError(f"LocalSteps: got {group!r} as the group, {expected}")
     return group
 
 
-def _check_equal(arguments: Sequence[Mapping[str, Any]], whose: str) -> None:
+def _check_equal(arguments: Sequence[dict[str, Any]], whose: str) -> None:
     """Refuse arguments that differ. whose: "rank" or "shard"; their numbers are those of the list."""
-    for number, theirs in enumerate(arguments):
-        for name, first in arguments[0].items():
-            if theirs[name] != first:
-                raise RuntimeError(
-                    f"LocalSteps: {whose} {number} has {name} = {theirs[name]}, {whose} 0 {name} = {first}; give all "
-                    "ranks the same one"
-                )
+    for number, of_one in enumerate(arguments):
+        for name, theirs, first in differences(of_one, arguments[0], None):
+            raise RuntimeError(
+                f"LocalSteps: {whose} {number} has {name} = {theirs}, {whose} 0 {name} = {first}; give all ranks the "
+                "same one"
+            )
 
 
 def _check_shards(group: dist.ProcessGroup, shards: dist.ProcessGroup | None) -> None:

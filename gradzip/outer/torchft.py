@@ -24,7 +24,7 @@ from ..memory.checkpoint import split
 from .exchange import Exchanged, Pending
 from .joining import adopt, shared_state
 
-_NOTHING = Exchanged(averages=None, skipped=False, diverged=[False], all_stay=False)
+_NOTHING = Exchanged(changed=False, skipped=False, diverged=[False], all_stay=False)
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Replicas:
                 self._apply(pending, exchanged)
                 return
             attempt.launched = pending, outer._workers[0].steps, outer._next
-            outer._postpone()
+            outer._postpone(pending)
             self._lose(attempt.error)
             self.meet()
             if outer._pending is None and self._repeats:

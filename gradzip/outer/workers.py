@@ -57,13 +57,9 @@ class LocalWorkers(OuterLoop):
         """Payload bytes that each worker has sent so far."""
         return self._group.bytes_sent
 
-    @property
-    def _rank(self) -> int:
-        return 0
-
     def _average(self, fragment: int, differences: list[dict[str, Tensor]], stays: bool) -> Callable[[], Exchanged]:
-        exchanged = Exchanged(None, False, [], stays)
-        if not self._equal:
+        exchanged = Exchanged(not self._equal, False, [], stays)
+        if exchanged.changed:
             exchanged.averages = self._group.step(differences, fragment)[0]
             exchanged.skipped = self._group.compressors[0].last_step_skipped
             exchanged.diverged = [not ops.all_finite(list(of_worker.values())) for of_worker in differences]

@@ -429,7 +429,7 @@ def test_a_local_steps_whose_exchange_has_failed_can_be_removed(alone, monkeypat
 
 
 def test_a_thread_ends_with_what_submits_to_it():
-    runner = background.Background(background.Seconds(), torch.device("cpu"))
+    runner = background.Runner(background.Seconds(), torch.device("cpu"), in_background=True)
     assert runner.submit(lambda number: number + 1, 1)() == 2
     thread = runner._thread
     del runner
@@ -440,8 +440,8 @@ def test_a_thread_ends_with_what_submits_to_it():
 def test_a_process_exits_while_something_runs_in_the_background():
     """An exchange in which other ranks do not take part, when this one fails."""
     script = (
-        "import threading, torch; from gradzip.outer.background import Background, Seconds;"
-        "Background(Seconds(), torch.device('cpu')).submit(threading.Event().wait); raise SystemExit(3)"
+        "import threading, torch; from gradzip.outer.background import Runner, Seconds;"
+        "Runner(Seconds(), torch.device('cpu'), True).submit(threading.Event().wait); raise SystemExit(3)"
     )
     assert subprocess.run([sys.executable, "-c", script], timeout=TIMEOUT).returncode == 3
 
