@@ -76,25 +76,22 @@ class ReplicaAverages:
         self._modules = [
             Shards(module, name, names) for name, module in model.named_modules() if isinstance(module, FSDPModule)
         ]
-        meshes = {mesh for shards in self._modules for mesh in shards.meshes}
+        members = [member for shards in self._modules for member in shards.members]
+        meshes = {parameter.sharded_param.device_mesh for _, parameter in members}
         if len(meshes) != 1 or any(mesh.ndim > 1 for mesh in meshes):
-            raise ValueError(
-                f"compress: got a model with parameters on {len(meshes)} meshes of {[m.ndim for m in meshes]} "
-                "dimensions, expected one of 1: call it after fully_shard, on models without tensor parallelism, and "
-                "once for each mesh"
-            )
+            got = f"a model with parameters on {len(meshes)} meshes of {[m.ndim for m in meshes]} dimensions"
+            raise ValueError(f"compress: got {got}, expected one of 1: call it after fully_shard, once for each mesh")
         self.compressor = compressor
         self.group = group
         (self._mesh,) = meshes
         named = {name: parameter for parameter, name in names.items()}
         self._session.name_states(named, "model", f"{self._shard}." if self._mesh.size() > 1 else "")
-        sharded = {name for shards in self._modules for name in shards.names}
+        sharded = dict(members)
         self._unsharded = {name: parameter for name, parameter in named.items() if name not in sharded}
         self._check_unsharded()
         self._plans: dict[int, Plan] = {}  # by the module's index
         self._backward: int | None = None  # torch's number of the current backward pass
-        self._averaged: dict[int, None] = {}  # the modules whose averages are done or in progress in the current step
-        self._copied: set[int] = set()  # those among them whose gradients FSDP makes of the averages, by copying
+        self._copied: set[int] = set()  # modules whose gradients FSDP makes of the averages, by copying
         self._sums: list[Tensor] = []  # of averages and earlier gradients, which may not have been finite
         for i, shards in enumerate(self._modules):
             shards.module.set_all_reduce_hook(functools.partial(self._average, i))
@@ -160,11 +157,8 @@ class ReplicaAverages:
             return
         self._drop()  # what a backward pass that failed has left
         self._check_unsharded()
-        if number == -1:
-            raise RuntimeError(
-                "compress: got gradients outside of a backward pass, as from torch's pipeline schedules, expected them "
-                "within backward(): the end of the step is that of the backward pass"
-            )
+        if number == -1:  # as from torch's pipeline schedules; the end of the step is that of the backward pass
+            raise RuntimeError("compress: got gradients outside of a backward pass, expected them within backward()")
         queue_callback(self._end_pass)
         self._backward = number
 
@@ -172,11 +166,8 @@ class ReplicaAverages:
         """Refuse parameters that FSDP does not reduce. Frozen ones may be trained later."""
         for name, parameter in self._unsharded.items():
             if parameter.requires_grad:
-                raise ValueError(
-                    f"compress: got parameter {name!r}, which is trained and in no module of fully_shard, so that "
-                    "nothing averages its gradients; call fully_shard on a module that has it, such as the model, or "
-                    "freeze it"
-                )
+                got = f"got parameter {name!r}, which is trained and in no module of fully_shard"
+                raise ValueError(f"compress: {got}; call fully_shard on a module that has it, or freeze it")
 
     def _start(self, index: int, reduced: Tensor) -> None:
         session, shards = self._session, self._modules[index]
@@ -190,7 +181,6 @@ class ReplicaAverages:
             shapes = [gradient.new_empty(1).expand(gradient.shape) for gradient in gradients.values()]
             plan = self._plans[index] = session.plan(shapes, names)
         session.start(index, plan.groups, shards.parameters(), list(gradients.values()), ",".join(names))
-        self._averaged[index] = None
 
     def _run(self) -> None:
         """Run the routines in progress to their ends."""
@@ -202,10 +192,8 @@ class ReplicaAverages:
         """Called when a backward pass has computed all gradients: let FSDP's callbacks run before `_finish`."""
         if torch._C._current_autograd_node() is not None:
             self._drop()
-            raise RuntimeError(
-                "compress: got a module whose backward pass runs within another one, as by "
-                "checkpoint(use_reentrant=True), where a step has no single end; expected use_reentrant=False"
-            )
+            what = "a module whose backward pass runs within another one, as by checkpoint(use_reentrant=True)"
+            raise RuntimeError(f"compress: got {what}, where a step has no single end; expected use_reentrant=False")
         # A callback that is queued by a callback comes behind all that were queued while gradients were computed.
         queue_callback(self._finish)
 
@@ -216,8 +204,8 @@ class ReplicaAverages:
                 self._run()
             self._session.end(skipped := self._is_skipped())
             self._session.complete(skipped)
-        averaged, self._averaged = self._averaged, {}
-        for parameter, hook in [call for i in averaged for call in self._modules[i].restore_hooks()]:
+        # In about the order in which FSDP reduces modules.
+        for parameter, hook in [call for shards in reversed(self._modules) for call in shards.restore_hooks()]:
             hook(parameter)
 
     @contextlib.contextmanager
@@ -231,7 +219,7 @@ class ReplicaAverages:
 
     def _drop(self) -> None:
         """Drop the step in progress, if there is one: its backward pass has failed."""
-        self._averaged, self._copied, self._sums = {}, set(), []
+        self._copied, self._sums = set(), []
         for shards in self._modules:
             shards.drop()
         self._session.drop()
@@ -254,17 +242,14 @@ class ReplicaAverages:
         shards = self._mesh.get_group() if self._mesh.size() > 1 else None
         engine = self._session.torch_engine(self.group, device, shards)
         mine = json.dumps([self._shard, {shards.name: shards.options for shards in self._modules}])
-        first, *others = map(json.loads, engine.allgather_bytes(mine.encode(), "place"))
-        for rank, other in enumerate(others, start=1):
+        of_ranks = [json.loads(place) for place in engine.allgather_bytes(mine.encode(), "place")]
+        first = of_ranks[0]
+        for rank, other in enumerate(of_ranks):
             if other[0] != first[0]:
-                raise RuntimeError(
-                    f"rank {rank} of the group holds {other[0]}, rank 0 {first[0]}; give compress the group of the "
-                    'ranks that hold the same shard, as mesh["replicate"].get_group()'
-                )
+                what_to_do = 'give compress the group of those that hold the same, as mesh["replicate"].get_group()'
+                raise RuntimeError(f"rank {rank} of the group holds {other[0]}, rank 0 {first[0]}; {what_to_do}")
             for name, theirs, ours in differences(other[1], first[1], "no fully_shard"):
-                raise RuntimeError(
-                    f"module {name!r}: rank {rank} of the group has {theirs}, rank 0 {ours}; call fully_shard on the "
-                    "same modules with the same policies on all ranks"
-                )
+                got = f"module {name!r}: rank {rank} of the group has {theirs}, rank 0 {ours}"
+                raise RuntimeError(f"{got}; call fully_shard alike on all ranks")
         named = dict(pair for shards in self._modules for pair in shards.named_parameters())
         self._session.connect(engine, named, "handshake")

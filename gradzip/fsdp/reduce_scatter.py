@@ -88,10 +88,8 @@ class ReduceScatter:
             RuntimeError: the ranks of the group use different methods; in the first call.
         """
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM) or async_op:
-            raise ValueError(
-                "reduce_scatter: got a scaled or an asynchronous operation, expected AVG or SUM: with "
-                "set_gradient_divide_factor, also call set_force_sum_reduction_for_comms(True)"
-            )
+            what_to_do = "with set_gradient_divide_factor, also call set_force_sum_reduction_for_comms(True)"
+            raise ValueError(f"reduce_scatter: got a scaled or an asynchronous operation: {what_to_do}")
         with no_autocast(input_tensor.device):
             engine = (self._sessions.get(group) or self._connect(group, input_tensor.device)).engine
             shards = input_tensor.view(engine.size, -1).float()

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +22,9 @@ class Shards:
     Args:
         module: after `fully_shard`.
         names: of all parameters of the model.
+
+    Attributes:
+        members: all parameters of the module, as FSDP holds them, with their names.
 
     Raises:
         RuntimeError: this torch has another FSDP2.
@@ -50,35 +52,19 @@ class Shards:
                 "torch 2.13: install that, or average with gradzip.ddp"
             ) from None
         if replicated:
-            raise ValueError(
-                f"compress: got module {name!r} on a mesh with a dimension of replicas, where FSDP averages gradients "
-                'uncompressed; expected fully_shard(module, mesh=mesh["shard"])'
-            )
+            got = f"got module {name!r} on a mesh with a dimension of replicas, which FSDP averages itself"
+            raise ValueError(f'compress: {got}; expected fully_shard(module, mesh=mesh["shard"])')
         if len(self._groups) > 1:
-            raise ValueError(
-                f"compress: got module {name!r} with parameters on several meshes, expected one: call fully_shard "
-                "without a shard_placement_fn that returns meshes"
-            )
+            expected = "expected one: call fully_shard without a shard_placement_fn that returns meshes"
+            raise ValueError(f"compress: got module {name!r} with parameters on several meshes, {expected}")
         unknown = [tuple(p.sharded_param.shape) for p in members if p.sharded_param not in names]
         if unknown:
-            raise ValueError(
-                f"compress: got module {name!r} with a parameter of shape {unknown[0]} that is not among "
-                "model.parameters(), expected the model after fully_shard and before a forward pass"
-            )
-        self._members = [(names[parameter.sharded_param], parameter) for parameter in members]
+            got = f"got module {name!r} with a parameter of shape {unknown[0]} that is not among model.parameters()"
+            raise ValueError(f"compress: {got}, expected the model after fully_shard and before a forward pass")
+        self.members: list[tuple[str, Any]] = [(names[parameter.sharded_param], parameter) for parameter in members]
         self._earlier: list[tuple[Any, Any]] = []  # parameters, and gradients to add the averages to
         # Parameters, their dicts of hooks, and what was in those.
         self._hooks: list[tuple[DTensor, dict[int, Any], dict[int, Any]]] = []
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all parameters."""
-        return [name for name, _ in self._members]
-
-    @property
-    def meshes(self) -> set[DeviceMesh]:
-        """The meshes of the parameters."""
-        return {parameter.sharded_param.device_mesh for _, parameter in self._members}
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """Names and local shards, as plain tensors, of the parameters that are trained and not empty on this rank."""
@@ -101,10 +87,8 @@ class Shards:
         trained = self._trained()
         numels = [p.padded_sharded_param_size.numel() for _, p in trained]
         if sum(numels) != reduced.numel():
-            raise RuntimeError(
-                f"module {self.name!r}: got {reduced.numel()} elements of gradients, expected {sum(numels)}: some "
-                "parameters got no gradient; call model.set_reduce_scatter_unused_params(True), which gives them zeros"
-            )
+            got = f"module {self.name!r}: got {reduced.numel()} elements of gradients, expected {sum(numels)}"
+            raise RuntimeError(f"{got}; if some got none, call model.set_reduce_scatter_unused_params(True)")
         return {
             name: piece.as_strided(p.sharded_size, p.contiguous_sharded_stride)
             for (name, p), piece in zip(trained, reduced.split_with_sizes(numels))
@@ -172,7 +156,7 @@ class Shards:
         self.restore_hooks()
 
     def _trained(self) -> list[tuple[str, Any]]:
-        return [(name, p) for name, p in self._members if p.sharded_param.requires_grad]
+        return [(name, p) for name, p in self.members if p.sharded_param.requires_grad]
 
     def _held(self) -> list[tuple[str, Any]]:
         """Those of `_trained` that are not empty on this rank."""

@@ -96,11 +96,9 @@ class AdamW(Optimizer):
         for parameter in gradients:
             momentum = _compressed_momentum(parameter)
             if momentum is not None and not self.state.get(parameter):
-                raise ValueError(
-                    f"AdamW: got a compressed momentum as the first average of {momentum.name!r}, expected gradients "
-                    "first, of which to learn the second moment: give Momentum more warmup_steps, or this parameter "
-                    "another method with PerLayer"
-                )
+                got = f"got a compressed momentum as the first average of {momentum.name!r}, expected gradients first"
+                what_to_do = "give Momentum more warmup_steps, or this parameter another method with PerLayer"
+                raise ValueError(f"AdamW: {got}, of which to learn the second moment: {what_to_do}")
 
     def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         held = {p: gradient for p, gradient in gradients.items() if _compressed_momentum(p) is not None}

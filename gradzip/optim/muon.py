@@ -103,10 +103,8 @@ class Muon(AdamW):
         """
         saved, own = ([g.get("adamw") for g in groups] for groups in (state_dict["param_groups"], self.param_groups))
         if saved != own:
-            raise ValueError(
-                f"Muon: got a state dict of param groups with adamw = {saved}, expected {own}: load that of a Muon "
-                "with the same groups"
-            )
+            got = f"got a state dict of param groups with adamw = {saved}"
+            raise ValueError(f"Muon: {got}, expected {own}: load that of a Muon with the same groups")
         super().load_state_dict(state_dict)
 
     def _check(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
