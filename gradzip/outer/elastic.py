@@ -22,7 +22,6 @@ from horovod.torch.elastic.state import StateHandler
 from torch import nn
 
 from ..horovod.elastic import broadcast, sync_compressor
-from .joining import adopt, shared_state
 
 
 class LocalStepsHandler(StateHandler):
@@ -52,13 +51,9 @@ class LocalStepsHandler(StateHandler):
         self._saved = copy.deepcopy([part.state_dict() for part in (*self.parts, self.value)])
 
     def restore(self) -> None:
-        outer = self.value
-        pending, outer._pending = outer._pending, None
-        if pending is not None and pending.received is None:
-            with contextlib.suppress(HorovodInternalError):
-                pending.wait()  # its thread must not go on in the next group
-        outer._session.drop()
-        for part, state in zip((*self.parts, outer), self._saved):
+        with contextlib.suppress(HorovodInternalError):
+            self.value._forget()
+        for part, state in zip((*self.parts, self.value), self._saved):
             part.load_state_dict(state)
 
     def sync(self) -> None:
@@ -69,7 +64,7 @@ class LocalStepsHandler(StateHandler):
         joins = [position is None or position != first for position in positions]
         sync_compressor(outer.compressor)
         if any(joins):
-            sent = {"shared": shared_state(outer), "model": model.state_dict()} if rank == 0 else None
+            sent = {"shared": outer._shared_state(), "model": model.state_dict()} if rank == 0 else None
             received = broadcast(sent, "gradzip.outer.state")
         if joins[rank]:
             if positions[rank] is not None:
@@ -80,7 +75,7 @@ class LocalStepsHandler(StateHandler):
                     stacklevel=2,
                 )
             model.load_state_dict(received["model"])
-            adopt(outer, received["shared"], None, rank, size)
+            outer._adopt(received["shared"], None, rank, size)
         outer.is_started = True
         self.save()
 

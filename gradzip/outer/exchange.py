@@ -31,10 +31,7 @@ class Worker:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> None:
         self.trained = trained(model, optimizer, what)
         if optimizer in _counted:
-            raise ValueError(
-                f"{what}: got an optimizer whose steps another one counts, expected one of its own: call remove() of "
-                "the other one first"
-            )
+            raise ValueError(f"{what}: got an optimizer whose steps another one counts: call remove() of that first")
         self.model = model
         self.optimizer = optimizer
         self.steps = 0
@@ -42,10 +39,8 @@ class Worker:
         meshes: set[Any] = {getattr(parameter, "device_mesh", None) for parameter in self.trained.values()}
         if len(meshes) > 1 or any(mesh is not None and mesh.ndim > 1 for mesh in meshes):
             dimensions = sorted(0 if mesh is None else mesh.ndim for mesh in meshes)
-            raise ValueError(
-                f"{what}: got parameters on {len(meshes)} meshes of {dimensions} dimensions (0: not sharded), expected "
-                'one of 1: call fully_shard(model, mesh=mesh["shard"]) on all of the model'
-            )
+            expected = 'expected one of 1: call fully_shard(model, mesh=mesh["shard"]) on all of the model'
+            raise ValueError(f"{what}: got parameters on meshes of {dimensions} dimensions (0: no shards), {expected}")
         (mesh,) = meshes
         self.shards = None if mesh is None or mesh.size() == 1 else mesh.get_group()
 
@@ -64,10 +59,8 @@ class Worker:
         """Refuse parameters that were added to the optimizer: no other worker may have them."""
         stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         if added := len(stepped - {id(p) for p in self.trained.values()}):
-            raise ValueError(
-                f"{self._what}: got {added} parameters that were added to the optimizer, expected those at the start: "
-                f"call remove() of this one and make a new {self._what} on all ranks"
-            )
+            what_to_do = f"call remove() of this one and make a new {self._what} on all ranks"
+            raise ValueError(f"{self._what}: got {added} parameters that were added to the optimizer: {what_to_do}")
 
 
 @dataclass
@@ -102,7 +95,7 @@ class Pending:
     fragment: int
     due: int
     blend: float
-    wait: Callable[[], Exchanged] | None = None
+    wait: Any = None
     received: Exchanged | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,8 +136,7 @@ class OuterLoop(ABC):
             [name for name in names if name in local]
             for names in cut(workers[0].trained, schedule.fragments, schedule.what)
         ]
-        self._global = GlobalCopy(local, outer, schedule.what)
-        self._global.check_method(compressor, schedule.what)
+        self._global = GlobalCopy(local, outer, compressor, schedule.what)
         self._next = 0  # the fragment whose turn is next
         self._pending: Pending | None = None
         self._rank = 0  # of the first worker here
@@ -245,9 +237,9 @@ class OuterLoop(ABC):
 
     def _wait(self, pending: Pending) -> Exchanged:
         """Wait for the exchange in progress. If it has failed, it is postponed, and its error raised once."""
-        assert pending.wait is not None
         try:
-            return pending.wait()
+            exchanged: Exchanged = pending.wait()
+            return exchanged
         except Exception:  # not KeyboardInterrupt: the exchange goes on
             self._postpone(pending)
             raise

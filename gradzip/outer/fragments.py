@@ -27,30 +27,26 @@ class Schedule:
         ValueError: these numbers do not go together.
     """
 
-    every: int
-    fragments: int
-    delay: int
-    blend: float
-    what: str
+    every: int = 30
+    fragments: int = 1
+    delay: int = 0
+    blend: float = 0.0
+    what: str = "LocalSteps"
 
     def __post_init__(self) -> None:
+        every, fragments, got = self.every, self.fragments, f"{self.what}: got"
         for name, least in (("every", 1), ("fragments", 1), ("delay", 0)):
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{self.what}: got {name} = {value!r}, expected an integer >= {least}")
-        if self.fragments > self.every:
-            raise ValueError(
-                f"{self.what}: got fragments = {self.fragments} and every = {self.every}, expected at most one "
-                "fragment a step"
-            )
-        if self.delay * self.fragments >= self.every:
-            raise ValueError(
-                f"{self.what}: got delay = {self.delay}, expected less than every / fragments = "
-                f"{self.every / self.fragments:g}: an exchange ends before the next one begins"
-            )
+                raise ValueError(f"{got} {name} = {value!r}, expected an integer >= {least}")
+        if fragments > every:
+            raise ValueError(f"{got} fragments = {fragments} and every = {every}, expected at most one fragment a step")
+        if self.delay * fragments >= every:
+            most = every / fragments
+            raise ValueError(f"{got} delay = {self.delay}, expected less than every / fragments = {most:g}")
         blend: Any = self.blend
         if isinstance(blend, bool) or not isinstance(blend, (int, float)) or not 0 <= blend <= 1:
-            raise ValueError(f"{self.what}: got blend = {blend!r}, expected a number from 0 to 1")
+            raise ValueError(f"{got} blend = {blend!r}, expected a number from 0 to 1")
 
     def turn(self, fragment: int) -> int:
         """The step of a round, from 1 to `every`, after which a fragment is exchanged."""

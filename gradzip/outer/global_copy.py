@@ -36,25 +36,17 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> di
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{what}: got {type(optimizer).__name__} as the optimizer, expected one of torch.optim")
     if hasattr(optimizer, "_parameter_names") and hasattr(optimizer, "synchronize"):
-        raise ValueError(
-            f"{what}: got Horovod's DistributedOptimizer, which averages the gradients of each step, expected the "
-            "optimizer in it"
-        )
+        raise ValueError(f"{what}: got Horovod's DistributedOptimizer, expected the optimizer in it")
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) in stepped}
     if unknown := len(stepped) - len(named):
-        raise ValueError(
-            f"{what}: got an optimizer with {unknown} parameters that are not the model's, expected those of "
-            "model.parameters()"
-        )
+        raise ValueError(f"{what}: got an optimizer with {unknown} parameters that are not the model's")
     for name, parameter in named.items():
         if not parameter.is_floating_point():
             raise ValueError(f"{what}: parameter {name!r}: got {parameter.dtype}, expected a real floating-point type")
         if torch.finfo(parameter.dtype).bits > 32:
-            raise ValueError(
-                f"{what}: parameter {name!r}: got {parameter.dtype}, expected at most 32 bits, as global parameters "
-                "are float32: call model.float() before you make the optimizer"
-            )
+            expected = "expected at most 32 bits: call model.float() before you make the optimizer"
+            raise ValueError(f"{what}: parameter {name!r}: got {parameter.dtype}, {expected}")
     if not named:
         raise ValueError(f"{what}: got an optimizer without parameters, expected those of model.parameters()")
     return named
@@ -66,9 +58,12 @@ class GlobalCopy:
     Args:
         parameters: by name. The copy starts with their values.
         make: makes the outer optimizer of the copy; None: the copy becomes the mean of the ranks' parameters.
+        compressor: the method. If it applies momentum, the outer optimizer must have neither that nor weight decay.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], make: MakeOptimizer | None, what: str) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], make: MakeOptimizer | None, compressor: Compressor, what: str
+    ) -> None:
         self.tensors = {
             name: parameter.detach().to(torch.float32, copy=True).requires_grad_()
             for name, parameter in parameters.items()
@@ -76,26 +71,16 @@ class GlobalCopy:
         copies = list(self.tensors.values())
         self.optimizer = torch.optim.SGD(copies, lr=1.0) if make is None else make(copies)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"{what}: outer returned {type(self.optimizer).__name__}, expected an optimizer of torch.optim"
-            )
+            raise TypeError(f"{what}: outer returned {type(self.optimizer).__name__}, expected an optimizer of torch")
         stepped = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
         if sorted(stepped) != sorted(map(id, copies)):
-            raise ValueError(
-                f"{what}: outer returned an optimizer of other parameters, expected one of those that it is given: "
-                "lambda params: torch.optim.SGD(params, lr=0.7)"
-            )
-
-    def check_method(self, compressor: Compressor, what: str) -> None:
-        """Refuse a method that applies momentum, if the outer optimizer applies momentum or weight decay of its own."""
+            raise ValueError(f"{what}: outer returned an optimizer of other parameters, expected those it is given")
         for method in (part for part in compressor.parts if part.optimizer_momentum):
             for group in self.optimizer.param_groups:
                 if option := optimizer_hooks.applied_option(self.optimizer, group):
-                    raise ValueError(
-                        f"{what}: got {type(method).__name__}, which applies momentum {method.optimizer_momentum}, and "
-                        f"an outer optimizer with {option} = {group[option]}, expected 0: pass "
-                        "outer=lambda params: torch.optim.SGD(params, lr=0.7)"
-                    )
+                    got = f"got {type(method).__name__}, which applies momentum {method.optimizer_momentum}, and"
+                    expected = "expected 0: pass outer=lambda params: torch.optim.SGD(params, lr=0.7)"
+                    raise ValueError(f"{what}: {got} an outer optimizer with {option} = {group[option]}, {expected}")
 
     @property
     def options(self) -> str:

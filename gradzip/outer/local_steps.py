@@ -21,6 +21,7 @@ from ..averaging.session import Session
 from ..collectives import Broadcast
 from ..collectives.engine import Engine
 from ..collectives.traffic import Traffic
+from ..memory.checkpoint import join, split
 from ..memory.state_dict import in_line
 from ..methods.base.compressor import Compressor
 from ..methods.none import NoCompression
@@ -145,12 +146,9 @@ class LocalSteps(OuterLoop):
         self.compressor = NoCompression() if compressor is None else compressor
         self._session = Session(self.compressor, "LocalSteps")
         if self.compressor.memory.loss_scale.scaler is not None:
-            raise ValueError(
-                "LocalSteps: got a compressor that follows a GradScaler, expected one that does not: differences of "
-                "parameters are not scaled"
-            )
+            raise ValueError("LocalSteps: got a compressor that follows a GradScaler, expected one that does not")
         worker = Worker(model, optimizer, "LocalSteps")
-        super().__init__([worker], Schedule(every, fragments, delay, blend, "LocalSteps"), outer, self.compressor)
+        super().__init__([worker], Schedule(every, fragments, delay, blend), outer, self.compressor)
         self._shards = worker.shards
         self._shard = "" if self._shards is None else f"shard{self._shards.rank()}of{self._shards.size()}"
         self._session.name_states(worker.parameters, "model", self._shard and f"{self._shard}.")
@@ -217,10 +215,7 @@ class LocalSteps(OuterLoop):
             raise ValueError(f"{what}: got {got}, expected what state_dict() returned; without one, load nothing")
         for name, ours in (("shard", self._shard), ("fragments", len(self._fragments))):
             if (theirs := state_dict.get(name, ours)) != ours:
-                raise ValueError(
-                    f"{what}: got a state dict of {name} {theirs!r}, expected {ours!r}: load that of this rank, on the "
-                    "same mesh, into a LocalSteps with as many fragments"
-                )
+                raise ValueError(f"{what}: got a state dict of {name} {theirs!r}, expected {ours!r}: load another one")
         self._receive()
         self.compressor.load_state_dict(state_dict["compressor"])
         self._global.load_state_dict(state_dict["global"], what)
@@ -228,6 +223,42 @@ class LocalSteps(OuterLoop):
         self._pending = None if pending is None else Pending.of_state_dict(pending)
         self._workers[0].steps, self._next = state_dict["steps"], state_dict["next"]
         self.exchanges, self._equal = state_dict["exchanges"], state_dict["equal"]
+
+    # --- a rank that joins others
+
+    def _shared_state(self) -> dict[str, Any]:
+        """The state that a joining rank receives: all that ranks have in common, and this one's training.
+
+        Its tensors go on changing. Waits for an exchange in progress.
+        """
+        state = self.state_dict()
+        common, _ = split(state["compressor"])
+        return {"outer": {**state, "compressor": common}, "optimizer": self._workers[0].optimizer.state_dict()}
+
+    def _adopt(self, state: Mapping[str, Any], own: Mapping[str, Any] | None, rank: int, size: int) -> None:
+        """Go on where another rank is, from the global parameters.
+
+        Args:
+            state: of the other rank, from `_shared_state`.
+            own: the rank-local half of the compressor's state (`split`); None: without residuals.
+            rank, size: of this rank, in the group in which it goes on.
+        """
+        compressor = join(state["outer"]["compressor"], own, rank, size)
+        pending = state["outer"]["pending"]
+        if pending is not None:
+            pending = pending | {"diverged": [False]}  # the other one may have
+        self.load_state_dict({**state["outer"], "compressor": compressor, "pending": pending})
+        (worker,) = self._workers
+        worker.optimizer.load_state_dict(state["optimizer"])
+        self._global.write(worker.parameters)
+        self._equal = True
+
+    def _forget(self) -> None:
+        """Forget the exchange in progress, if there is one, when it has ended: it must not go on in the next group."""
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.received is None:
+            self._wait(pending)
+        self._session.drop()
 
     # --- the group
 
@@ -238,10 +269,7 @@ class LocalSteps(OuterLoop):
             import horovod.torch as hvd
 
             if self._shards is not None:
-                raise ValueError(
-                    "LocalSteps: got a sharded model and Horovod, expected torch process groups: pass "
-                    'group=mesh["replicate"]'
-                )
+                raise ValueError('LocalSteps: got a sharded model and Horovod, expected group=mesh["replicate"]')
             process_set = hvd.global_process_set if group == "horovod" else group
             if process_set is hvd.global_process_set:
                 from ..horovod.elastic import register_handler
@@ -250,21 +278,16 @@ class LocalSteps(OuterLoop):
                 register_handler(LocalSteps, LocalStepsHandler)
             self._slot = f"outer{next(_numbers.setdefault(process_set, itertools.count()))}."
             self._elastic = bool(int(os.environ.get("HOROVOD_ELASTIC") or 0))  # as Horovod reads it
+            if self._elastic and process_set is not hvd.global_process_set:
+                raise ValueError('LocalSteps: got a process set in an elastic job, expected group="horovod"')
             if self._elastic:  # a new worker makes its LocalSteps while the others train
-                if process_set is not hvd.global_process_set:
-                    raise ValueError(
-                        "LocalSteps: got a process set in an elastic job, whose ranks change, expected all of them: "
-                        'pass group="horovod"'
-                    )
                 self.is_started = False
                 return
             if not process_set.included():
                 raise ValueError(_OUTSIDE)
             engine = session.horovod_engine(process_set)
         else:
-            process_group = _process_group(group)
-            _check_shards(process_group, self._shards)
-            engine = session.torch_engine(process_group, self._device, self._shards)
+            engine = session.torch_engine(_process_group(group, self._shards), self._device, self._shards)
         self._compare(engine)
         if self.schedule.delay:  # in the background, no operation of others may come between
             engine.separate()
@@ -391,25 +414,28 @@ class LocalSteps(OuterLoop):
         return plans
 
 
-def _process_group(group: Any) -> Any:
-    """A torch process group of what the user has passed."""
+def _process_group(group: Any, shards: dist.ProcessGroup | None) -> Any:
+    """A torch process group of what the user has passed. shards: that of the ranks that hold the shards of a model."""
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError(
-                "LocalSteps: got group = None, but torch.distributed is not initialized; call "
-                'torch.distributed.init_process_group first, or pass group="horovod"'
-            )
-        return dist.group.WORLD
-    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+            expected = 'call torch.distributed.init_process_group first, or pass group="horovod"'
+            raise ValueError(f"LocalSteps: got group = None, but torch.distributed is not initialized: {expected}")
+        group = dist.group.WORLD
+    elif hasattr(group, "get_group") and hasattr(group, "ndim"):
         if group.ndim != 1:
             expected = 'expected one of 1, as mesh["replicate"]'
             raise ValueError(f"LocalSteps: got a DeviceMesh of {group.ndim} dimensions as the group, {expected}")
-        return group.get_group()
-    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns then
+        group = group.get_group()
+    elif group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns then
         raise ValueError(_OUTSIDE)
-    if not isinstance(group, dist.ProcessGroup):
+    elif not isinstance(group, dist.ProcessGroup):
         expected = 'expected a process group, a DeviceMesh, a Horovod process set or "horovod"'
         raise TypeError(f"LocalSteps: got {group!r} as the group, {expected}")
+    if shards is not None:
+        both = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(shards))
+        if len(both) > 1:
+            expected = 'expected those that hold the same one, as mesh["replicate"]'
+            raise ValueError(f"LocalSteps: ranks {sorted(both)} hold different shards of the model, {expected}")
     return group
 
 
@@ -417,18 +443,5 @@ def _check_equal(arguments: Sequence[dict[str, Any]], whose: str) -> None:
     """Refuse arguments that differ. whose: "rank" or "shard"; their numbers are those of the list."""
     for number, of_one in enumerate(arguments):
         for name, theirs, first in differences(of_one, arguments[0], None):
-            raise RuntimeError(
-                f"LocalSteps: {whose} {number} has {name} = {theirs}, {whose} 0 {name} = {first}; give all ranks the "
-                "same one"
-            )
-
-
-def _check_shards(group: dist.ProcessGroup, shards: dist.ProcessGroup | None) -> None:
-    """Refuse a group of ranks that hold different shards."""
-    if shards is not None:
-        both = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(shards))
-        if len(both) > 1:
-            raise ValueError(
-                f"LocalSteps: got a group in which ranks {sorted(both)} hold different shards of the model, expected "
-                'that of the ranks that hold the same one, as mesh["replicate"]'
-            )
+            got = f"{whose} {number} has {name} = {theirs}, {whose} 0 {name} = {first}"
+            raise RuntimeError(f"LocalSteps: {got}; give all ranks the same one")

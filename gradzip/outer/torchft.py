@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ..memory.checkpoint import split
 from .exchange import Exchanged, Pending
-from .joining import adopt, shared_state
 
 _NOTHING = Exchanged(changed=False, skipped=False, diverged=[False], all_stay=False)
 
@@ -41,7 +40,7 @@ class Attempt:
     stays: bool
     averages: Exchanged | None = None
     error: RuntimeError | None = None
-    launched: tuple[Pending, int, int] | None = None
+    launched: Any = None
 
 
 class Replicas:
@@ -54,19 +53,15 @@ class Replicas:
 
     def __init__(self, manager: Any, outer: Any) -> None:
         if manager._use_async_quorum:
-            raise ValueError(
-                "LocalSteps: got a Manager with use_async_quorum = True, expected False: a joining replica receives "
-                "its state before it trains"
-            )
+            raise ValueError("LocalSteps: got a Manager with use_async_quorum = True, expected False")
         if not (hasattr(type(manager._pg), "parent") and manager._pg.getBackendName() == "torchft-gloo"):
-            raise ValueError(
-                f"LocalSteps: got a Manager of {manager._pg!r}, expected one of torchft.ProcessGroupGloo(timeout=...)"
-            )
+            expected = "expected one of torchft.ProcessGroupGloo(timeout=...)"
+            raise ValueError(f"LocalSteps: got a Manager of {manager._pg!r}, {expected}")
         self._manager = manager
         self._outer = outer
         self._group: Any = None  # the gloo group of the quorum
         self._name = ""  # of the group
-        self._attempt: Attempt | None = None  # not yet applied
+        self._attempt: Any = None  # an Attempt that is not yet applied
         self._applied = ""  # the number of the last attempt that was applied
         self._repeats = False  # whether the exchange that was postponed begins again at once
         self._meets = False  # whether the replicas meet once the exchange is applied
@@ -93,7 +88,6 @@ class Replicas:
         waited = None
         while (pending := outer._pending) is not None and pending.received is None:
             waited, exchanged, attempt = pending, outer._wait(pending), self._attempt
-            assert attempt is not None
             if attempt.error is None:
                 self._apply(pending, exchanged)
                 return
@@ -108,14 +102,10 @@ class Replicas:
 
     def _apply(self, pending: Pending, exchanged: Exchanged) -> None:
         """The replicas apply an exchange: all do. torchft counts it as a step."""
-        attempt = self._attempt
-        assert attempt is not None
         if not self._manager.should_commit():
-            raise RuntimeError(
-                f"LocalSteps: got {self._manager.num_participants()} replicas, expected at least the Manager's "
-                "min_replica_size: start more, or make it smaller"
-            )
-        self._attempt, self._applied, self._meets = None, attempt.number, True
+            got = self._manager.num_participants()
+            raise RuntimeError(f"LocalSteps: got {got} replicas, expected the Manager's min_replica_size: start more")
+        self._applied, self._attempt, self._meets = self._attempt.number, None, True
         self._outer._take(pending, exchanged)
 
     def admit(self) -> None:
@@ -126,10 +116,7 @@ class Replicas:
 
     def leave(self) -> None:
         """Wait for the exchange in progress, and forget it."""
-        pending, self._outer._pending = self._outer._pending, None
-        if pending is not None and pending.received is None:
-            pending.wait()
-            self._outer._session.drop()
+        self._outer._forget()
         self._group = None
 
     # --- groups
@@ -177,7 +164,6 @@ class Replicas:
         lines = engine.allgather_bytes(f"{uuid.uuid4().hex} {state}\n".encode(), "outer.replicas")
         names, states = zip(*(line.decode().split() for line in lines))
         if set(states) == {"held"}:
-            assert attempt is not None and attempt.averages is not None
             self._apply(self._relaunch(attempt), attempt.averages)
         elif attempt is not None:
             outer._session.drop()
@@ -188,15 +174,14 @@ class Replicas:
 
     def _relaunch(self, attempt: Attempt) -> Pending:
         """Undo that an exchange was postponed."""
-        assert attempt.launched is not None
-        self._outer._pending, self._outer._workers[0].steps, self._outer._next = attempt.launched
-        return attempt.launched[0]
+        pending, self._outer._workers[0].steps, self._outer._next = attempt.launched
+        self._outer._pending = pending
+        return pending
 
     # --- the state that a joining replica receives
 
     def _save(self) -> dict[str, Any]:
-        shared = shared_state(self._outer)  # may apply an exchange
-        return {"applied": self._applied, **shared}
+        return {**self._outer._shared_state(), "applied": self._applied}  # the former may apply an exchange
 
     def _load(self, state: Mapping[str, Any]) -> None:
         outer, attempt, group = self._outer, self._attempt, self._manager._pg.parent
@@ -205,11 +190,11 @@ class Replicas:
             self._attempt, self._applied = None, attempt.number
             outer._take(pending, attempt.averages)
             return
-        outer._session.drop()
-        outer._pending, self._attempt, self._applied = None, None, state["applied"]
+        outer._forget()
+        self._attempt, self._applied = None, state["applied"]
         outer.compressor.change_group(group.rank(), group.size())
         _, own = split(outer.compressor.state_dict())
-        adopt(outer, state, own, group.rank(), group.size())
+        outer._adopt(state, own, group.rank(), group.size())
 
 
 def _is_lost(error: RuntimeError) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,8 @@ class LocalWorkers(OuterLoop):
 
     Args:
         models, optimizers: one of each worker, in rank order. All models get the parameters of the first one.
-        compressor, every, outer, fragments, delay, blend: as of `LocalSteps`.
+        compressor, outer: as of `LocalSteps`.
+        schedule: every, fragments, delay and blend, as of `LocalSteps`.
 
     The example of `LocalSteps` shows it.
     """
@@ -34,22 +36,18 @@ class LocalWorkers(OuterLoop):
         optimizers: Sequence[torch.optim.Optimizer],
         compressor: Compressor | None = None,
         *,
-        every: int = 30,
         outer: MakeOptimizer | None = nesterov,
-        fragments: int = 1,
-        delay: int = 0,
-        blend: float = 0.0,
+        **schedule: Any,
     ) -> None:
         if len(models) != len(optimizers) or not models:
-            raise ValueError(
-                f"LocalWorkers: got {len(models)} models and {len(optimizers)} optimizers, expected one of each worker"
-            )
+            got = f"{len(models)} models and {len(optimizers)} optimizers"
+            raise ValueError(f"LocalWorkers: got {got}, expected one of each worker")
         pairs = [Worker(*pair, "LocalWorkers") for pair in zip(models, optimizers)]
         if any(worker.shards is not None for worker in pairs):
             raise ValueError("LocalWorkers: got sharded parameters, expected whole ones: use LocalSteps in a job")
         compressor = NoCompression() if compressor is None else compressor
         self._group = LocalGroup(compressor, len(models))
-        super().__init__(pairs, Schedule(every, fragments, delay, blend, "LocalWorkers"), outer, compressor)
+        super().__init__(pairs, Schedule(**schedule, what="LocalWorkers"), outer, compressor)
         self._begin()
 
     @property
