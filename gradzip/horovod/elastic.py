@@ -73,10 +73,8 @@ class ElasticState(TorchState):
         for owner, handler in self._handlers.items():
             for name, value in values.items():
                 if hasattr(handler, "has") and handler.has(value):
-                    raise ValueError(
-                        f"elastic_state: got {name}, which is a part of {owner}, expected {owner} alone: it brings its "
-                        "model and its optimizer along, which differ between workers"
-                    )
+                    got = f"got {name}, which is a part of {owner}"
+                    raise ValueError(f"elastic_state: {got}, expected {owner} alone: it brings its model along")
 
     def commit(self) -> None:
         self._wait()
@@ -100,9 +98,8 @@ class ElasticState(TorchState):
             handler.save()  # makes copies
 
     def sync(self) -> None:
-        self._handlers = dict(
-            sorted(self._handlers.items(), key=lambda item: isinstance(item[1].value, torch.nn.Module))
-        )
+        handlers = sorted(self._handlers.items(), key=lambda item: isinstance(item[1].value, torch.nn.Module))
+        self._handlers = dict(handlers)
         super().sync()
 
 

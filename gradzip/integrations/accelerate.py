@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from .. import ddp, fsdp
 from ..methods.base.compressor import Compressor
 from . import shared
 
@@ -51,7 +52,7 @@ def compress(
     model: nn.Module,
     compressor: Compressor,
     group: dist.ProcessGroup | None = None,
-) -> Any:
+) -> ddp.HookState | fsdp.ReplicaAverages | None:
     """Average the gradients of a model with a method, and save its states with `accelerator.save_state`.
 
     Call it on all processes, once for each model, after `prepare` and before the first step and `load_state`. DDP gets
@@ -91,10 +92,8 @@ def average(
         raise ValueError("compress: got FSDP1, expected FSDP2 (fsdp_version: 2) with Replicas, or DDP")
     state = shared.average(model, model, compressor, accelerator.scaler, group)
     if state is None:
-        raise TypeError(
-            f"compress: got a {type(model).__name__} without DDP and FSDP2, expected the model that "
-            "accelerator.prepare returned"
-        )
+        got = f"got a {type(model).__name__} without DDP and FSDP2"
+        raise TypeError(f"compress: {got}, expected the model that accelerator.prepare returned")
     return state
 
 
@@ -200,10 +199,8 @@ class _Checkpoint:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["parts"] != len(self.parts):
-            raise ValueError(
-                f"got a checkpoint of {state_dict['parts']} calls of compress and local_steps, expected "
-                f"{len(self.parts)}: make the same calls before load_state"
-            )
+            got = f"got a checkpoint of {state_dict['parts']} calls of compress and local_steps"
+            raise ValueError(f"{got}, expected {len(self.parts)}: make the same calls before load_state")
         for part, state in zip(self.parts, self._files.load(self._folder)):
             part.load_state_dict(state)
 

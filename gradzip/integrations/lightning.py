@@ -83,10 +83,8 @@ class Compression(_Callback):
     def _start(self, strategy: Any, wrapped: nn.Module, module: nn.Module, precision: Any) -> None:
         part = average(wrapped, module, self.compressor, getattr(precision, "scaler", None))
         if part is None:
-            raise ValueError(
-                f"Compression: got {type(strategy).__name__}, expected strategy='ddp', or ModelParallelStrategy and a "
-                "model after fully_shard: other strategies average gradients out of reach"
-            )
+            expected = "expected strategy='ddp', or ModelParallelStrategy and a model after fully_shard"
+            raise ValueError(f"Compression: got {type(strategy).__name__}, {expected}")
         self._begin(part)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -133,10 +131,8 @@ class LocalSteps(_Callback):
         if place() == (0, 1):
             return
         if ddp_model(trainer.strategy.model) is None or len(trainer.optimizers) != 1:
-            raise ValueError(
-                f"LocalSteps: got {type(trainer.strategy).__name__} and {len(trainer.optimizers)} optimizers, expected "
-                "strategy='ddp' and one optimizer"
-            )
+            got = f"{type(trainer.strategy).__name__} and {len(trainer.optimizers)} optimizers"
+            raise ValueError(f"LocalSteps: got {got}, expected strategy='ddp' and one optimizer")
         trainer.strategy.model = pl_module
         (optimizer,) = trainer.optimizers
         scaler = getattr(trainer.precision_plugin, "scaler", None)

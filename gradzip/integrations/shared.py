@@ -156,10 +156,9 @@ def _replicas_of(mesh: Any) -> dist.ProcessGroup:
     ranks = [rank for rank, other in enumerate(places) if other == places[dist.get_rank()]]
     if len(ranks) == 1:
         raise ValueError(
-            f"Compression: got a model that is sharded over all {len(places)} ranks, expected replicas of shards, as "
-            "of fully_shard(module, mesh=mesh['shard']), with Accelerate of Accelerator(parallelism_config="
-            "gradzip.integrations.accelerate.Replicas(dp_replicate_size=..., dp_shard_size=...)); without replicas, "
-            "quantize the reduce-scatter: gradzip.fsdp.reduce_scatter"
+            f"Compression: got a model that is sharded over all {len(places)} ranks, expected replicas of shards: "
+            "fully_shard(module, mesh=mesh['shard']), or Accelerator(parallelism_config=gradzip.integrations.accelerate"
+            ".Replicas(...)); without replicas, use gradzip.fsdp.reduce_scatter"
         )
     group: Any = dist.new_group(ranks, use_local_synchronization=True)
     return group
@@ -229,10 +228,7 @@ class LocalTraining:
             ValueError: it is of one process, and this is one of several.
         """
         if self.outer is not None and state_dict["outer"] is None:
-            raise ValueError(
-                "got a checkpoint of one process, where nothing is exchanged, expected one of several: load the model "
-                "alone, and begin local steps anew"
-            )
+            raise ValueError("got a checkpoint of one process, expected one of several: load the model alone")
         self._model.load_state_dict(state_dict["model"], strict=False)
         self._optimizer.load_state_dict(state_dict["optimizer"])
         if self._scaler is not None:
