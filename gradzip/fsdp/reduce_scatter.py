@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,9 @@ from ..collectives.traffic import Traffic
 from ..memory.state import Key
 from ..memory.streams import no_autocast
 from ..methods.base.compressor import Compressor
-from .fixed_codec import fixed_codec
+from ..methods.block_float import BlockFloat
+from ..methods.quantize import QSGD
+from ..ops import tensors as ops
 
 
 def reduce_scatter(compressor: Compressor) -> ReduceScatter:
@@ -54,7 +58,7 @@ class ReduceScatter:
 
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
-        self._codec = fixed_codec(compressor, "reduce_scatter")
+        self._codec = _codec_of(compressor)
         self._sessions: dict[dist.ProcessGroup, Session] = {}
         self._calls = 0
 
@@ -111,3 +115,80 @@ class ReduceScatter:
         session = self._sessions[group] = Session(self.compressor, "reduce_scatter")
         session.connect(session.torch_engine(group, device), {}, "handshake")
         return session
+
+
+class _Codec(ABC):
+    """Encodes with a method's arguments, and decodes into a sum. Does not wait for the device.
+
+    Payloads have no header, and a length that follows from the number of elements alone.
+    """
+
+    def __init__(self, method: Any) -> None:
+        self.method = method
+
+    @abstractmethod
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the payload of `numel` elements: a multiple of 4."""
+
+    @abstractmethod
+    def encode_all(self, shards: Tensor, keys: list[Key], payloads: Tensor) -> None:
+        """Encode the rows of `shards` (float32), each with its key, to those of `payloads` (uint8)."""
+
+    @abstractmethod
+    def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
+        """Write weight * the sum of decoded payloads, added in order, to `out` (float32, flat).
+
+        If an element of a gradient was not finite, neither is the sum of its block.
+        """
+
+
+class _BlockFloat(_Codec):
+    """The blocks of `BlockFloat`."""
+
+    def nbytes(self, numel: int) -> int:
+        bits, block = self.method.bits, self.method.block
+        return ops.block_float_nbytes(-(-numel // block), bits, block)
+
+    def encode_all(self, shards: Tensor, keys: list[Key], payloads: Tensor) -> None:
+        bits = [key.bits for key in keys] if self.method.rounding == "stochastic" else None
+        ops.block_float_encode_all(shards, self.method.bits, self.method.block, bits, payloads)
+
+    def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
+        ops.block_float_decode_sum(payloads, out, self.method.bits, self.method.block, weight)
+
+
+class _QSGD(_Codec):
+    """The norms (float32) and packed levels of `QSGD`, padded to 4 bytes."""
+
+    def nbytes(self, numel: int) -> int:
+        return -(-self._ends(numel)[1] // 4) * 4
+
+    def encode_all(self, shards: Tensor, keys: list[Key], payloads: Tensor) -> None:
+        method, bits = self.method, [key.bits for key in keys]
+        _, norms = ops.quantize_packed_all(shards, method.bits, method.bucket, method.norm, bits, payloads)
+        payloads[:, self._ends(shards.shape[1])[1] :].zero_()
+        largest = torch.cat(ops.abs_max_all(list(shards)))
+        norms.add_(largest[:, None] * 0.0)  # NaN if an element is not finite, which levels do not show
+
+    def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
+        norms_end, end = self._ends(out.numel())
+        terms = [(payload[norms_end:end], payload[:norms_end].view(torch.float32)) for payload in payloads]
+        # On a device, a norm that is not finite gives NaN.
+        if not ops.on_device(out) and not all(bool(norms.isfinite().all()) for _, norms in terms):
+            out.fill_(torch.nan)
+        else:
+            ops.quantize_decode_sum(terms, out, self.method.bits, self.method.bucket, weight)
+
+    def _ends(self, numel: int) -> tuple[int, int]:
+        """Where the norms of a payload end, and where its levels do."""
+        norms_end = 4 * ops.num_buckets(numel, self.method.bucket)
+        return norms_end, norms_end + ops.packed_nbytes(numel, self.method.bits)
+
+
+def _codec_of(compressor: Compressor) -> _Codec:
+    if isinstance(compressor, BlockFloat):
+        return _BlockFloat(compressor)
+    if isinstance(compressor, QSGD) and compressor.coding == "packed":
+        return _QSGD(compressor)
+    expected = "expected gradzip.BlockFloat() or gradzip.QSGD(coding='packed'), whose payloads have a fixed length"
+    raise ValueError(f"reduce_scatter: got {compressor!r}, {expected}")

@@ -65,7 +65,7 @@ def compress(
     Args:
         model: what `prepare` returned.
         compressor: the method.
-        group: for FSDP2, the ranks that hold the same shard; by default "dp_replicate" of Accelerate's mesh.
+        group: for FSDP2, the ranks that hold the same shard; by default all of them, as "dp_replicate" of `Replicas`.
 
     Returns:
         The state of the front end: `gradzip.ddp.HookState` or `gradzip.fsdp.ReplicaAverages`. None on one process,

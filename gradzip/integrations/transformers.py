@@ -60,7 +60,7 @@ class Compression(_Callback):
 
     Args:
         compressor: the method.
-        group: for FSDP2, the ranks that hold the same shard; by default "dp_replicate" of Accelerate's mesh, with
+        group: for FSDP2, the ranks that hold the same shard; by default all of them, with
             ``TrainingArguments(parallelism_config=gradzip.integrations.accelerate.Replicas(...))``.
 
     Attributes:

@@ -3,8 +3,8 @@
 `LocalSteps` runs in each rank of a job, `LocalWorkers` runs many workers in one process, for studies.
 """
 
+from .exchange import LocalWorkers
 from .global_copy import nesterov
 from .local_steps import LocalSteps
-from .workers import LocalWorkers
 
 __all__ = ["LocalSteps", "LocalWorkers", "nesterov"]

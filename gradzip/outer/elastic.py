@@ -68,10 +68,10 @@ class LocalStepsHandler(StateHandler):
             received = broadcast(sent, "gradzip.outer.state")
         if joins[rank]:
             if positions[rank] is not None:
+                got = f"exchange {positions[rank][0]} on rank {rank} and {first and first[0]} on rank 0"
                 warnings.warn(
-                    f"LocalSteps: got exchange {positions[rank][0]} on rank {rank} and {first and first[0]} on rank 0, "
-                    "expected the same: a worker was lost during it; this rank restarts from the global parameters of "
-                    "rank 0, without its residuals and its steps since the last exchange",
+                    f"LocalSteps: got {got}, expected the same: a worker was lost during it; this rank restarts from "
+                    "the global parameters of rank 0, without its residuals and its steps since the last exchange",
                     stacklevel=2,
                 )
             model.load_state_dict(received["model"])

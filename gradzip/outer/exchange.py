@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +12,44 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from ..averaging.local import LocalGroup
 from ..methods.base.compressor import Compressor
+from ..methods.none import NoCompression
+from ..ops import tensors as ops
 from .fragments import Schedule, cut
-from .global_copy import GlobalCopy, MakeOptimizer, trained
+from .global_copy import GlobalCopy, MakeOptimizer, nesterov
 
 _counted: WeakSet[torch.optim.Optimizer] = WeakSet()  # those whose steps are counted
 _RECEIVED = ("changed", "skipped", "diverged", "all_stay")  # what state dicts have of an `Exchanged`
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> dict[str, Tensor]:
+    """The parameters of a model that an optimizer steps, by name, in the order of the model. Tied ones count once.
+
+    Those of FSDP2 are DTensors.
+
+    Raises:
+        TypeError, ValueError: one that cannot be trained with local steps; what to do.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{what}: got {type(model).__name__} as the model, expected a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{what}: got {type(optimizer).__name__} as the optimizer, expected one of torch.optim")
+    if hasattr(optimizer, "_parameter_names") and hasattr(optimizer, "synchronize"):
+        raise ValueError(f"{what}: got Horovod's DistributedOptimizer, expected the optimizer in it")
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) in stepped}
+    if unknown := len(stepped) - len(named):
+        raise ValueError(f"{what}: got an optimizer with {unknown} parameters that are not the model's")
+    for name, parameter in named.items():
+        if not parameter.is_floating_point():
+            raise ValueError(f"{what}: parameter {name!r}: got {parameter.dtype}, expected a real floating-point type")
+        if torch.finfo(parameter.dtype).bits > 32:
+            expected = "expected at most 32 bits: call model.float() before you make the optimizer"
+            raise ValueError(f"{what}: parameter {name!r}: got {parameter.dtype}, {expected}")
+    if not named:
+        raise ValueError(f"{what}: got an optimizer without parameters, expected those of model.parameters()")
+    return named
 
 
 class Worker:
@@ -29,7 +62,7 @@ class Worker:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> None:
-        self.trained = trained(model, optimizer, what)
+        self.trained = _trained(model, optimizer, what)
         if optimizer in _counted:
             raise ValueError(f"{what}: got an optimizer whose steps another one counts: call remove() of that first")
         self.model = model
@@ -95,7 +128,7 @@ class Pending:
     fragment: int
     due: int
     blend: float
-    wait: Any = None
+    wait: Callable[[], Exchanged]
     received: Exchanged | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,7 +139,7 @@ class Pending:
     @classmethod
     def of_state_dict(cls, state: Mapping[str, Any]) -> Pending:
         received = Exchanged(**{name: state[name] for name in _RECEIVED})  # the outer optimizer has had the averages
-        return cls(state["fragment"], state["due"], state["blend"], received=received)
+        return cls(state["fragment"], state["due"], state["blend"], lambda: received, received)
 
 
 class OuterLoop(ABC):
@@ -147,10 +180,7 @@ class OuterLoop(ABC):
         for worker in self._workers:
             self._global.write(worker.parameters)
             _counted.add(worker.optimizer)
-        self._hooks = [
-            worker.optimizer.register_step_post_hook(lambda *_, worker=worker: self._count(worker))
-            for worker in self._workers
-        ]
+        self._hooks = [w.optimizer.register_step_post_hook(functools.partial(self._count, w)) for w in self._workers]
 
     def synchronize(self) -> None:
         """Make the parameters of all workers equal, bit for bit: exchange what has changed since the last exchanges.
@@ -191,7 +221,7 @@ class OuterLoop(ABC):
         """The steps of all workers here in the current round."""
         return min(worker.steps for worker in self._workers)
 
-    def _count(self, worker: Worker) -> None:
+    def _count(self, worker: Worker, *_: Any) -> None:
         """Called after each step of an optimizer."""
         if getattr(worker.optimizer, "found_inf", None):  # a GradScaler had a fused one skip it; waits for the device
             return
@@ -220,9 +250,8 @@ class OuterLoop(ABC):
         self._next = (fragment + 1) % len(self._fragments)
         for worker in self._workers:
             worker.steps = schedule.turn(fragment) % schedule.every
-        self._pending = Pending(
-            fragment, self._workers[0].steps + schedule.delay, 0.0 if stays else schedule.blend, wait
-        )
+        due = self._workers[0].steps + schedule.delay
+        self._pending = Pending(fragment, due, 0.0 if stays else schedule.blend, wait)
 
     def _postpone(self, pending: Pending) -> None:
         """Forget the exchange in progress. Its fragment is next again, as many steps later as between two turns."""
@@ -238,8 +267,7 @@ class OuterLoop(ABC):
     def _wait(self, pending: Pending) -> Exchanged:
         """Wait for the exchange in progress. If it has failed, it is postponed, and its error raised once."""
         try:
-            exchanged: Exchanged = pending.wait()
-            return exchanged
+            return pending.wait()
         except Exception:  # not KeyboardInterrupt: the exchange goes on
             self._postpone(pending)
             raise
@@ -275,3 +303,55 @@ class OuterLoop(ABC):
     @abstractmethod
     def _step(self, averages: dict[str, Tensor], skipped: bool) -> None:
         """Complete the step of the method, and have the outer optimizer take its own, unless it is skipped."""
+
+
+class LocalWorkers(OuterLoop):
+    """The workers of `LocalSteps` in one process: the same bits as in a job of as many ranks.
+
+    An exchange takes place when the last worker has taken the step after which it is due.
+
+    Args:
+        models, optimizers: one of each worker, in rank order. All models get the parameters of the first one.
+        compressor, outer: as of `LocalSteps`.
+        schedule: every, fragments, delay and blend, as of `LocalSteps`.
+
+    The example of `LocalSteps` shows it.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        compressor: Compressor | None = None,
+        *,
+        outer: MakeOptimizer | None = nesterov,
+        **schedule: Any,
+    ) -> None:
+        if len(models) != len(optimizers) or not models:
+            got = f"{len(models)} models and {len(optimizers)} optimizers"
+            raise ValueError(f"LocalWorkers: got {got}, expected one of each worker")
+        pairs = [Worker(*pair, "LocalWorkers") for pair in zip(models, optimizers)]
+        if any(worker.shards is not None for worker in pairs):
+            raise ValueError("LocalWorkers: got sharded parameters, expected whole ones: use LocalSteps in a job")
+        compressor = NoCompression() if compressor is None else compressor
+        self._group = LocalGroup(compressor, len(models))
+        super().__init__(pairs, Schedule(**schedule, what="LocalWorkers"), outer, compressor)
+        self._begin()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that each worker has sent so far."""
+        return self._group.bytes_sent
+
+    def _average(self, fragment: int, differences: list[dict[str, Tensor]], stays: bool) -> Callable[[], Exchanged]:
+        exchanged = Exchanged(not self._equal, False, [], stays)
+        if exchanged.changed:
+            exchanged.averages = self._group.step(differences, fragment)[0]
+            exchanged.skipped = self._group.compressors[0].last_step_skipped
+            exchanged.diverged = [not ops.all_finite(list(of_worker.values())) for of_worker in differences]
+        return lambda: exchanged
+
+    def _step(self, averages: dict[str, Tensor], skipped: bool) -> None:
+        if not skipped:
+            self._group.tell_optimizers(self._global.tensors)
+            self._global.step(averages)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..averaging import optimizer_hooks
 from ..averaging.handshake import differences
@@ -21,35 +21,6 @@ MakeOptimizer: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
 def nesterov(params: list[Tensor]) -> torch.optim.Optimizer:
     """The outer optimizer of DiLoCo."""
     return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
-
-
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> dict[str, Tensor]:
-    """The parameters of a model that an optimizer steps, by name, in the order of the model. Tied ones count once.
-
-    Those of FSDP2 are DTensors.
-
-    Raises:
-        TypeError, ValueError: one that cannot be trained with local steps; what to do.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{what}: got {type(model).__name__} as the model, expected a torch.nn.Module")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{what}: got {type(optimizer).__name__} as the optimizer, expected one of torch.optim")
-    if hasattr(optimizer, "_parameter_names") and hasattr(optimizer, "synchronize"):
-        raise ValueError(f"{what}: got Horovod's DistributedOptimizer, expected the optimizer in it")
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) in stepped}
-    if unknown := len(stepped) - len(named):
-        raise ValueError(f"{what}: got an optimizer with {unknown} parameters that are not the model's")
-    for name, parameter in named.items():
-        if not parameter.is_floating_point():
-            raise ValueError(f"{what}: parameter {name!r}: got {parameter.dtype}, expected a real floating-point type")
-        if torch.finfo(parameter.dtype).bits > 32:
-            expected = "expected at most 32 bits: call model.float() before you make the optimizer"
-            raise ValueError(f"{what}: parameter {name!r}: got {parameter.dtype}, {expected}")
-    if not named:
-        raise ValueError(f"{what}: got an optimizer without parameters, expected those of model.parameters()")
-    return named
 
 
 class GlobalCopy:

@@ -35,10 +35,7 @@ from .torchft import Replicas
 # Of a state dict.
 _KEYS = {"steps", "next", "fragments", "exchanges", "equal", "pending", "global", "compressor"}
 
-_OUTSIDE = (
-    "LocalSteps: got a group that this rank is not in, expected one that has it: make a LocalSteps on the ranks of the "
-    "group alone"
-)
+_OUTSIDE = "LocalSteps: got a group that this rank is not in, expected one that has it"
 
 # The numbers of the LocalSteps of each Horovod process set. In the background, exchanges of several may meet, and
 # Horovod matches operations by their names.
@@ -301,10 +298,8 @@ class LocalSteps(OuterLoop):
         import horovod.torch as hvd
 
         if not self.is_started:
-            raise RuntimeError(
-                "LocalSteps: got a step in an elastic job before the state was synchronized, expected it in a function "
-                "of hvd.elastic.run, whose state has this LocalSteps: gradzip.horovod.elastic_state(local_steps=outer)"
-            )
+            expected = "expected it in hvd.elastic.run, with gradzip.horovod.elastic_state(local_steps=outer)"
+            raise RuntimeError(f"LocalSteps: got a step before the state was synchronized, {expected}")
         engine = self._session.engine
         if engine is None or engine.is_stale:
             self._change_group(self._session.horovod_engine(hvd.global_process_set))
@@ -376,9 +371,8 @@ class LocalSteps(OuterLoop):
                 session.start(i, plan.groups, plan.parameters, [own[name] for name in plan.names], f"{slot}{i}")
             session.finish(f"{slot}round")
             skipped = session.is_skipped()
-            if self._shards is not None:  # the ranks of a site skip, and restart, together
-                flags = session.engine.sum_over_shards([skipped, diverged])
-                skipped, diverged = (bool(flag) for flag in flags)
+            flags = session.engine.sum_over_shards([skipped, diverged])  # a site skips, and restarts, as one
+            skipped, diverged = (bool(flag) for flag in flags)
             session.end(skipped)
             if monitor is not None:
                 monitor.report(self._report(fragment, before, own))
