@@ -92,8 +92,9 @@ class ReduceScatter:
             RuntimeError: the ranks of the group use different methods; in the first call.
         """
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM) or async_op:
-            what_to_do = "with set_gradient_divide_factor, also call set_force_sum_reduction_for_comms(True)"
-            raise ValueError(f"reduce_scatter: got a scaled or an asynchronous operation: {what_to_do}")
+            divides = "with set_gradient_divide_factor, also call set_force_sum_reduction_for_comms(True)"
+            got = "got a scaled or an asynchronous operation"
+            raise ValueError(f"reduce_scatter: {got}, expected AVG or SUM: {divides}")
         with no_autocast(input_tensor.device):
             engine = (self._sessions.get(group) or self._connect(group, input_tensor.device)).engine
             shards = input_tensor.view(engine.size, -1).float()

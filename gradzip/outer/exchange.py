@@ -42,10 +42,8 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> d
     if unknown := len(stepped) - len(named):
         raise ValueError(f"{what}: got an optimizer with {unknown} parameters that are not the model's")
     for name, parameter in named.items():
-        if not parameter.is_floating_point():
-            raise ValueError(f"{what}: parameter {name!r}: got {parameter.dtype}, expected a real floating-point type")
-        if torch.finfo(parameter.dtype).bits > 32:
-            expected = "expected at most 32 bits: call model.float() before you make the optimizer"
+        if not parameter.is_floating_point() or torch.finfo(parameter.dtype).bits > 32:
+            expected = "expected at most 32 bits, real and floating-point: call model.float() first"
             raise ValueError(f"{what}: parameter {name!r}: got {parameter.dtype}, {expected}")
     if not named:
         raise ValueError(f"{what}: got an optimizer without parameters, expected those of model.parameters()")
