@@ -104,7 +104,7 @@ class LocalSteps(_Callback):
     Attributes:
         outer: while training, the `gradzip.outer.LocalSteps`; None on one process, where nothing is exchanged.
 
-    `Trainer.train` raises the errors of `gradzip.integrations.accelerate.LocalSteps`.
+    `Trainer.train` raises the errors of `gradzip.integrations.accelerate.local_steps`.
     """
 
     _files = RankFiles("gradzip_local_steps")
