@@ -113,7 +113,7 @@ def test_randomk_averages_the_same_elements_on_all_ranks(size):
 
 def test_randomk_contracts_with_error_feedback_and_is_unbiased_without():
     grad = gaussian(32, 33)
-    n, k, draws = grad.numel(), num_kept(grad.numel(), 0.9), 4000
+    n, k, draws = grad.numel(), num_kept(grad.numel(), 0.9), 1000
     energy, errors = (grad.double() ** 2).sum(), []
     total = torch.zeros(32, 33, dtype=torch.float64)
     for seed in range(draws):
@@ -124,7 +124,7 @@ def test_randomk_contracts_with_error_feedback_and_is_unbiased_without():
         total += unbiased
     # E|x - C(x)|^2 = (1 - k / n) |x|^2, within 4.5 standard errors.
     error, spread = np.mean(errors), np.std(errors) / math.sqrt(draws)
-    assert abs(error - (1 - k / n)) < 4.5 * spread and spread < 0.002
+    assert abs(error - (1 - k / n)) < 4.5 * spread and spread < 0.004
     # An element is sent as n / k times its value, with probability k / n.
     z = (total / draws - grad) / (grad.double().abs() * math.sqrt((n / k - 1) / draws))
     assert z.abs().max() < 4.5 and 0.85 < z.std() < 1.15
