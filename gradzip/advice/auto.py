@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ..collectives.engine import Engine
 from ..memory.state_dict import is_count
 from ..methods.base.composite import Composite
 from ..methods.base.compressor import Compressor
+from ..methods.base.group import Group
 from ..methods.base.registry import register
 from ..methods.cast import Cast
 from ..methods.none import NoCompression
@@ -31,9 +32,6 @@ from ..methods.spec import parse, unparse
 from .advice import named
 from .measure import measure_method, now
 from .studies import OPTIMIZERS, SAFE, is_safe
-
-if TYPE_CHECKING:
-    from ..averaging.group import Group
 
 logger = logging.getLogger("gradzip.auto")
 

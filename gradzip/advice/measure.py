@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..averaging.group import averaged
 from ..collectives import AllFinite, AllToAll, Collective, Gather, Mean, RingSum, ToHost
 from ..collectives.engine import Engine
 from ..collectives.routines import Done, advance
@@ -26,6 +25,7 @@ from ..collectives.traffic import sent_nbytes
 from ..engines import local
 from ..memory.streams import no_autocast
 from ..methods.base.compressor import Compressor
+from ..methods.base.group import averaged
 from ..ops import tensors as ops
 from .cost import Compressed, Layer, Link
 

@@ -13,8 +13,8 @@ from ..collectives.engine import Engine, Pending, results_of, send_overflows
 from ..collectives.fusion import Round
 from ..collectives.routines import Routine
 from ..methods.base.compressor import Compressor
+from ..methods.base.group import plan_groups
 from ..ops import tensors as ops
-from .group import plan_groups
 
 # Buckets of a model on a device, at most. Each takes the host as long to queue, whatever its size. The more there are,
 # the less is left to send after the backward pass.

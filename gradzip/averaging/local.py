@@ -12,10 +12,10 @@ from torch import Tensor
 from ..collectives.fusion import fused
 from ..engines.local import drive
 from ..methods.base.compressor import Compressor
+from ..methods.base.group import Group
 from ..ops.arrays import takes_arrays
 from . import optimizer_hooks
 from .buckets import Plan, bucket_nbytes, cut
-from .group import Group
 from .session import Session, check_compressor
 
 

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..methods.base.compressor import Compressor
-from .group import Group
+from ..methods.base.group import Group
 
 
 def _optimizers(*names: str) -> tuple[type, ...]:

@@ -27,10 +27,10 @@ from ..collectives.fusion import Round
 from ..collectives.ranges import Range
 from ..collectives.routines import Routine
 from ..methods.base.compressor import Compressor
+from ..methods.base.group import Group
 from ..ops import tensors as ops
 from . import handshake, optimizer_hooks
 from .buckets import Bucket, Plan
-from .group import Group
 
 
 class Session:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..averaging.buckets import Plan, bucket_nbytes, cut
-from ..averaging.group import plan_groups
 from ..averaging.session import Session
+from ..methods.base.group import plan_groups
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 

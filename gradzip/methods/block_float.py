@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,8 @@ from ..memory.state import Key
 from ..ops import groups
 from ..ops import tensors as ops
 from .base.error_feedback import ErrorFeedback
+from .base.group import Group
 from .base.registry import register
-
-if TYPE_CHECKING:
-    from ..averaging.group import Group
 
 
 class _Average(NamedTuple):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..collectives import Mean
 from ..collectives.routines import Routine
 from .base.compressor import Compressor
+from .base.group import Group
 from .base.registry import register
-
-if TYPE_CHECKING:
-    from ..averaging.group import Group
 
 
 @register("fp16", examples=["", "dtype=bfloat16"])

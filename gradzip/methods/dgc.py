@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,12 +16,10 @@ from ..memory.state import Key
 from ..ops import groups
 from ..ops import tensors as ops
 from .base.compressor import add_all, is_number
+from .base.group import Group
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
 from .topk import SparseCodec, num_kept
-
-if TYPE_CHECKING:
-    from ..averaging.group import Group
 
 _WARM_UP_THETA = (0.75, 0.9375, 0.984375, 0.99609375)  # in the four quarters of the warm-up
 

@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,11 +17,9 @@ from ..memory.state import State
 from ..ops import tensors as ops
 from .base.compressor import Average, Compressor, is_number
 from .base.gather import from_rank
+from .base.group import Group
 from .base.registry import register
 from .pca import max_dimension, principal_weights
-
-if TYPE_CHECKING:
-    from ..averaging.group import Group
 
 _POSITION = struct.Struct("<QIB3x")  # step, progress in its phase, index of the phase
 _PHASES = ("warm-up", "sampling", "compressing")

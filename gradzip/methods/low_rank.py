@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +17,8 @@ from ..memory.state import Key
 from ..ops import groups
 from ..ops import tensors as ops
 from .base.error_feedback import ErrorFeedback
+from .base.group import Group
 from .base.registry import register
-
-if TYPE_CHECKING:
-    from ..averaging.group import Group
 
 # An upper bound of the magnitudes in a factor that is orthonormal up to rounding errors.
 _ORTHONORMAL = 1.001

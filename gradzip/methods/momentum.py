@@ -6,7 +6,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,10 +18,8 @@ from ..memory.state_dict import check_method, in_line, is_count
 from ..ops import tensors as ops
 from .base.composite import Composite
 from .base.compressor import Compressor, add_all, is_number
+from .base.group import Group
 from .base.registry import register
-
-if TYPE_CHECKING:
-    from ..averaging.group import Group
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 

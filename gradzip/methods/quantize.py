@@ -7,7 +7,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,11 +18,9 @@ from ..ops import groups
 from ..ops import tensors as ops
 from .base.compressor import is_number
 from .base.gather import CodedSum, GatherCompressor, all_finite, from_rank
+from .base.group import Group
 from .base.list_codec import ListCodec
 from .base.registry import register
-
-if TYPE_CHECKING:
-    from ..averaging.group import Group
 
 _STREAM = struct.Struct("<QB7x")  # length of the coded levels in bytes; whether they are Elias-coded
 

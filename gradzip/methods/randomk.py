@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,12 +13,10 @@ from ..collectives.routines import Routine
 from ..ops import tensors as ops
 from .base.compressor import INDEXED_NUMEL
 from .base.error_feedback import ErrorFeedback
+from .base.group import Group
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
 from .topk import num_kept
-
-if TYPE_CHECKING:
-    from ..averaging.group import Group
 
 
 @register("randomk", examples=["theta=0.9"])

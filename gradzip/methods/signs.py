@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +19,9 @@ from ..ops import groups
 from ..ops import tensors as ops
 from .base.error_feedback import ErrorFeedback
 from .base.gather import CodedSum
+from .base.group import Group
 from .base.list_codec import Layout, ListCodec
 from .base.registry import register
-
-if TYPE_CHECKING:
-    from ..averaging.group import Group
 
 _COINS = struct.Struct("<Q8x")  # key of the coins that decide ties
 

@@ -6,17 +6,15 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import linalg
 
 from ..collectives.routines import Routine
 from ..collectives.traffic import Traffic, sent_nbytes
 from ..methods.base.compressor import Compressor
+from ..methods.base.group import Group
 from .replay import recorded, relative_error, replay_group
-
-if TYPE_CHECKING:
-    from ..averaging.group import Group
 
 
 class Monitor:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..averaging.group import plan_groups
 from ..collectives import Collective, Gather
 from ..collectives.routines import Done, Routine, advance
 from ..collectives.traffic import sent_nbytes
@@ -18,6 +17,7 @@ from ..engines.local import drive
 from ..memory.state import State
 from ..memory.streams import no_autocast
 from ..methods.base.compressor import Compressor
+from ..methods.base.group import plan_groups
 from ..methods.base.transform_codec import TransformCodec
 from ..ops import tensors as ops
 

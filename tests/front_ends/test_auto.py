@@ -16,9 +16,9 @@ import torch.distributed as dist
 import gradzip
 from contract import each, gradient, through_file
 from gradzip.advice import auto as search
-from gradzip.averaging.group import plan_groups
 from gradzip.averaging.handshake import compare, describe
 from gradzip.collectives.engine import Engine
+from gradzip.methods.base.group import plan_groups
 from gradzip.methods.spec import unparse
 from launch import SHAPED_NET, environment, horovodrun, needs_network, scenarios, torchrun
 

@@ -11,11 +11,11 @@ import gradzip
 from contract import Expected, each, gradient
 from gradzip import LocalGroup
 from gradzip.advice.cost import SMALL_BUCKET_NBYTES
-from gradzip.averaging import group as groups_of_buckets
 from gradzip.averaging.buckets import Plan, cut
 from gradzip.collectives.fusion import fused
 from gradzip.engines.local import drive
 from gradzip.horovod import bucketed
+from gradzip.methods.base import group as groups_of_buckets
 from launch import scenarios
 
 SIZE = 2

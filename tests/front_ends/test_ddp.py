@@ -7,10 +7,10 @@ import torch.distributed as dist
 import gradzip
 import kinds
 from contract import Expected, assert_averages, assert_equal_states
-from gradzip.averaging.group import averaged
 from gradzip.averaging.handshake import describe
 from gradzip.collectives.fusion import fused
 from gradzip.engines.local import drive
+from gradzip.methods.base.group import averaged
 from launch import Jobs, processes, scenarios, torchrun
 from reference import MomentumSGD
 

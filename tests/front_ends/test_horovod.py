@@ -8,9 +8,9 @@ import torch
 import gradzip
 import kinds
 from contract import Expected, assert_averages
-from gradzip.averaging.group import averaged
 from gradzip.collectives.fusion import fused
 from gradzip.engines.local import drive
+from gradzip.methods.base.group import averaged
 from launch import Jobs, horovodrun, scenarios
 from reference import MomentumSGD
 

@@ -12,7 +12,7 @@ import torch
 
 import gradzip
 from contract import SHAPES, assert_equal_states, gradient
-from gradzip.averaging.group import averaged
+from gradzip.methods.base.group import averaged
 from kinds import params
 from launch import horovodrun, scenarios, torchrun
 

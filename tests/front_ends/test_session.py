@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 import gradzip
 from contract import assert_equal_states
-from gradzip.averaging.group import plan_groups
 from gradzip.averaging.session import Session
 from gradzip.collectives import Mean
 from gradzip.memory.names import StateNames
 from gradzip.methods.base.compressor import Average, Compressor
+from gradzip.methods.base.group import plan_groups
 
 
 @dataclass

@@ -10,11 +10,11 @@ import gradzip
 import philox
 from contract import kept_residual
 from gradzip import ops
-from gradzip.averaging.group import averaged
 from gradzip.collectives import AllToAll, Gather
 from gradzip.collectives.fusion import fused
 from gradzip.engines.local import drive
 from gradzip.memory.state import Key
+from gradzip.methods.base.group import averaged
 from reference import U, correlated
 
 SIZES = [1, 2, 3, 4]

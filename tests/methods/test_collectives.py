@@ -7,11 +7,11 @@ import torch
 
 import gradzip
 from gradzip import ops
-from gradzip.averaging.group import averaged
 from gradzip.collectives import Broadcast, Gather, Mean, ToHost
 from gradzip.collectives.fusion import adjacent, fused
 from gradzip.collectives.traffic import sent_nbytes
 from gradzip.engines.local import drive
+from gradzip.methods.base.group import averaged
 
 
 def mean(x):

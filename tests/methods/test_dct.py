@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gradzip import DCTRange, FFTRange, LocalGroup, PayloadError, TopK, ops, roundtrip
-from gradzip.averaging.group import averaged
 from gradzip.engines.local import drive
 from gradzip.memory.state import Key
+from gradzip.methods.base.group import averaged
 from reference import (
     as_tensor,
     bitmap,

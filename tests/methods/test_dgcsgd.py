@@ -5,8 +5,8 @@ import torch
 
 import gradzip
 from contract import through_file
-from gradzip.averaging.group import averaged
 from gradzip.engines.local import drive
+from gradzip.methods.base.group import averaged
 from reference import MomentumSGD, U
 
 M = 0.9

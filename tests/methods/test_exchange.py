@@ -8,12 +8,12 @@ import torch
 import gradzip
 import kinds
 from gradzip import ops
-from gradzip.averaging.group import averaged, plan_groups
 from gradzip.collectives import AllToAll, Gather, Mean
 from gradzip.collectives.fusion import fused
 from gradzip.engines.local import drive
 from gradzip.memory.state import Key
 from gradzip.methods.base.gather import GatherCompressor, scatter_pays
+from gradzip.methods.base.group import averaged, plan_groups
 
 SIZES = [1, 2, 3, 4]
 SHAPES = [(64, 64), (3, 2000), (1, 1031), (33, 37), (8, 16, 3, 3)]

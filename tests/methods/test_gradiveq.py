@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import gradzip
 from contract import through_file
 from gradzip import QSGD, Cast, GradiVeQ, LocalGroup
-from gradzip.averaging.group import averaged
 from gradzip.collectives.fusion import fused
 from gradzip.engines.local import drive
+from gradzip.methods.base.group import averaged
 from gradzip.methods.gradiveq import best_slice_size, compress, decompress, unflatten
 from gradzip.methods.pca import dimension, principal_weights
 from reference import U

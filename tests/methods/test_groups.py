@@ -9,8 +9,8 @@ import torch
 import gradzip
 import kinds
 from contract import Expected, gradient
-from gradzip.averaging.group import plan_groups
 from gradzip.memory.state import Key
+from gradzip.methods.base.group import plan_groups
 from gradzip.ops.groups import keys_of
 from single import decode, encode
 

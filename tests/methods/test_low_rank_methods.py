@@ -11,11 +11,11 @@ import torch
 import gradzip
 from contract import assert_equal_states, check_conservation
 from gradzip import ACPSGD, LocalGroup, PowerSGD, simulate
-from gradzip.averaging.group import averaged
 from gradzip.collectives.fusion import fused
 from gradzip.collectives.routines import Local
 from gradzip.engines.local import drive
 from gradzip.memory.state import Key
+from gradzip.methods.base.group import averaged
 from gradzip.methods.low_rank import Factors
 from gradzip.ops import _native as native
 from gradzip.ops.groups import Matrices

@@ -14,8 +14,8 @@ import torch
 
 import gradzip
 from gradzip.averaging import optimizer_hooks
-from gradzip.averaging.group import plan_groups
 from gradzip.engines.local import drive
+from gradzip.methods.base.group import plan_groups
 
 optimizer_hooks.install()
 BYPASSED = "dgc:min_numel=10000"

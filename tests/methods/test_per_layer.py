@@ -8,9 +8,9 @@ import torch
 
 import gradzip
 from gradzip import Cast, FFTRange, LocalGroup, NoCompression, PerLayer, TopK
-from gradzip.averaging.group import averaged
 from gradzip.collectives.fusion import fused
 from gradzip.engines.local import drive
+from gradzip.methods.base.group import averaged
 
 SHAPES = {"conv1.weight": (16, 8, 3, 3), "fc.weight": (40, 50), "fc.bias": (40,), "other": (64, 64)}
 

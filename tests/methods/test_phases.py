@@ -11,9 +11,9 @@ import gradzip
 import kinds
 from contract import SHAPES, each, gradient, kept_residual, through_file
 from gradzip import ACPSGD, Cast, FFTRange, LocalGroup, NoCompression, Phases, TopK
-from gradzip.averaging.group import averaged, plan_groups
 from gradzip.averaging.handshake import compare, describe
 from gradzip.engines.local import drive
+from gradzip.methods.base.group import averaged, plan_groups
 from gradzip.methods.spec import unparse
 from launch import horovodrun, scenarios, torchrun
 from paths import ROOT

@@ -10,9 +10,9 @@ import torch
 
 import gradzip
 from gradzip import DCTRange, FFTRange, LocalGroup, StepSchedule, roundtrip, simulate
-from gradzip.averaging.group import averaged
 from gradzip.engines.local import drive
 from gradzip.memory.state import Key
+from gradzip.methods.base.group import averaged
 from reference import (
     FLT_MAX,
     Basis,

@@ -14,10 +14,10 @@ import torch
 import gradzip
 import kinds
 from gradzip import ops
-from gradzip.averaging.group import averaged
 from gradzip.collectives import Gather
 from gradzip.collectives.routines import Done, advance
 from gradzip.engines.local import run
+from gradzip.methods.base.group import averaged
 from gradzip.methods.base.registry import registered
 
 GOLDEN = Path(__file__).parent / "golden"

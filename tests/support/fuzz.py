@@ -33,10 +33,10 @@ import gradzip
 import gradzip.ops._native as native
 import sanitized
 from gradzip import ops
-from gradzip.averaging.group import averaged
 from gradzip.collectives.routines import advance
 from gradzip.memory.state import Key
 from gradzip.methods.base.gather import GatherCompressor
+from gradzip.methods.base.group import averaged
 from gradzip.methods.base.registry import registered
 from single import decode, encode
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import gradzip
-from gradzip.averaging.group import averaged
 from gradzip.collectives import Gather, ToHost
 from gradzip.engines.local import drive
 from gradzip.methods.base.gather import GatherCompressor
+from gradzip.methods.base.group import averaged
 from gradzip.methods.base.registry import registered
 from gradzip.methods.spec import unparse
 from gradzip.watch.replay import recorded

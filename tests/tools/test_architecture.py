@@ -37,13 +37,16 @@ def walk_run(node):
 
 
 @functools.cache
-def imports(name):
-    """All modules of gradzip that a module imports when it runs. The package itself is `__init__`."""
+def imports(name, walk=walk_run):
+    """All modules of gradzip that a module imports when it runs. The package itself is `__init__`.
+
+    walk: `ast.walk` also finds imports for types.
+    """
     path = MODULES[name]
     package = ["gradzip", *path.relative_to(PACKAGE).parts[:-1]]
     # methods/__init__.py finds the methods at run time.
     imported_modules = {module for module, file in MODULES.items() if name == "methods" and file.parent == path.parent}
-    for node in walk_run(ast.parse(path.read_text())):
+    for node in walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             stems = [(alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -68,7 +71,7 @@ def imports(name):
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_follow_the_order(name):
     own = name.partition(".")[0]
-    for imported in imports(name):
+    for imported in imports(name, ast.walk):
         top = imported.partition(".")[0]
         assert top == own or ORDER.index(top) < ORDER.index(own), f"gradzip.{name} imports gradzip.{imported}"
 

@@ -6,7 +6,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ from torch import Tensor
 from ...collectives.routines import Routine
 from ...memory.state_dict import check_method
 from .compressor import Compressor
-
-if TYPE_CHECKING:
-    from ...averaging.group import Group
+from .group import Group
 
 
 @dataclass

@@ -26,7 +26,7 @@ from ...memory.streams import HomeStreams
 from ...ops import tensors as ops
 
 if TYPE_CHECKING:
-    from ...averaging.group import Group
+    from .group import Group
 
 INDEXED_NUMEL = 2**31 - 1  # elements that kernels can number: indices have 32 bits
 _DIGEST = "_digest"  # attribute of a compressor: its hyper-parameters, and their digest

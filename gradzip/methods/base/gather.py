@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +19,7 @@ from ...collectives.routines import Local, Routine, at_once, jointly
 from ...memory.state import Key, State
 from ...ops import tensors as ops
 from .compressor import Average, Compressor
-
-if TYPE_CHECKING:
-    from ...averaging.group import Group
+from .group import Group
 
 # The network that exchange="auto" assumes: 1 Gb/s, a latency of 50 us, and half a millisecond to start one more
 # collective and wait for it after the backward pass. It is not measured, because all ranks must decide alike.

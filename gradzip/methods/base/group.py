@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..collectives import AllFinite, Mean
-from ..collectives.fusion import adjacent, flattened, pieces
-from ..collectives.node_chunks import NodeChunks, among_peers
-from ..collectives.routines import Routine
-from ..memory.state import Fields, State, group_name
-from ..methods.base.compressor import INDEXED_NUMEL, Compressor, copy_all
-from ..ops import tensors as ops
+from ...collectives import AllFinite, Mean
+from ...collectives.fusion import adjacent, flattened, pieces
+from ...collectives.node_chunks import NodeChunks, among_peers
+from ...collectives.routines import Routine
+from ...memory.state import Fields, State, group_name
+from ...ops import tensors as ops
+from .compressor import INDEXED_NUMEL, Compressor, copy_all
 
 Planned = TypeVar("Planned")
 
