@@ -13,6 +13,7 @@ An optimizer changes neither a parameter without a gradient nor the state of one
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -81,13 +82,15 @@ class _Skip:
         self.warns = False
 
 
+_Hidden = list[tuple[_Skip, Tensor, Tensor]]  # for what step to skip, of which parameter, which gradient
+
 # How the gradients of parameters were averaged since the last step, by the number (`id`) of the parameter.
 _averaged: dict[int, Averaged] = {}
 # Steps that the optimizers of parameters have to skip, by parameter.
 _skips: Any = WeakIdKeyDictionary()
-# The gradients hidden from an optimizer, by optimizer: a list for each of its steps in progress. The step of one class
-# may call that of another, as that of Horovod's optimizer does.
-_hidden: weakref.WeakKeyDictionary[Any, list[list[tuple[Tensor, Tensor]]]] = weakref.WeakKeyDictionary()
+# What is hidden from an optimizer, by optimizer: a list for each of its steps in progress. The step of one class may
+# call that of another, as that of Horovod's optimizer does.
+_hidden: weakref.WeakKeyDictionary[Any, list[_Hidden]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -149,7 +152,13 @@ def take(told: Iterable[tuple[Group, Sequence[Tensor]]]) -> None:
 
 def _before(optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Before a step: check the optimizer, and hide the gradients; and again whenever its closure has been called."""
-    hidden: list[tuple[Tensor, Tensor]] = []
+    hidden: _Hidden = []
+    if steps := _hidden.get(optimizer):
+        # Others have failed: torch has not called `_after`.
+        going_on = _steps_in_progress(optimizer)
+        for failed in steps[going_on:]:
+            _give_back([of for of in failed if not of[0].is_over])
+        del steps[going_on:]
     _check(optimizer)
     _hidden.setdefault(optimizer, []).append(hidden)
     # Horovod's optimizer may be about to average the gradients again, before it calls the step of the user's class.
@@ -162,7 +171,7 @@ def _before(optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any])
     return None
 
 
-def _watched(optimizer: Any, closure: Callable[..., Any], hidden: list[tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+def _watched(optimizer: Any, closure: Callable[..., Any], hidden: _Hidden) -> Callable[..., Any]:
     """The same closure. The gradients that it has computed are checked and hidden as those before the step."""
 
     @functools.wraps(closure)
@@ -182,9 +191,7 @@ def _watched(optimizer: Any, closure: Callable[..., Any], hidden: list[tuple[Ten
 def _after(optimizer: Any, *_: Any) -> None:
     """After a step: give back the gradients that were hidden. Whoever zeroes or logs them finds them there."""
     steps = _hidden.get(optimizer)
-    for parameter, gradient in steps.pop() if steps else ():
-        if parameter.grad is None:
-            parameter.grad = gradient
+    _give_back(steps.pop() if steps else [])
     if not steps:
         _hidden.pop(optimizer, None)
         if _skips or _averaged:
@@ -193,11 +200,26 @@ def _after(optimizer: Any, *_: Any) -> None:
                 _averaged.pop(id(parameter), None)
 
 
+def _give_back(hidden: _Hidden) -> None:
+    for _, parameter, gradient in hidden:
+        if parameter.grad is None:
+            parameter.grad = gradient
+
+
+def _steps_in_progress(optimizer: Any) -> int:
+    """How many steps of an optimizer call the one for which torch has called `_before`."""
+    frame: Any = sys._getframe(2)  # torch's function around the steps of all optimizers
+    code, found = frame.f_code, 0
+    while frame := frame.f_back:
+        found += frame.f_code is code and any(value is optimizer for value in frame.f_locals.values())
+    return found
+
+
 def _parameters(optimizer: Any) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _hide(optimizer: Any, hidden: list[tuple[Tensor, Tensor]]) -> None:
+def _hide(optimizer: Any, hidden: _Hidden) -> None:
     """Hide the gradients of all parameters of an optimizer that has to skip its step."""
     if not _skips:
         return
@@ -209,7 +231,7 @@ def _hide(optimizer: Any, hidden: list[tuple[Tensor, Tensor]]) -> None:
     found.warn()
     for parameter in parameters:
         if parameter.grad is not None:
-            hidden.append((parameter, parameter.grad))
+            hidden.append((found, parameter, parameter.grad))
             parameter.grad = None
 
 

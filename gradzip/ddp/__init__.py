@@ -339,7 +339,7 @@ class _Joined:
                 if gradient is None:
                     found[i] = average.float()
                 elif gradient.data_ptr() != average.data_ptr():  # else it is a view of the buffer
-                    found[i] = average.float() - gradient
+                    found[i] = average.float() - gradient.float()
         return found
 
 

@@ -30,6 +30,12 @@ def average(compressor, parameter, frozen=False):
     group.end_step(skipped=False)
 
 
+def plan(parameters):
+    """The groups of parameters that are averaged uncompressed, with these, as front ends tell of them."""
+    groups = plan_groups(gradzip.NoCompression(), parameters, [str(i) for i in range(len(parameters))])
+    return [(group, [parameters[i] for i in group.indices]) for group in groups]
+
+
 def parameter():
     return torch.nn.Parameter(torch.full((40, 40), 2.0))
 
@@ -235,6 +241,45 @@ def test_a_step_within_a_step_hides_gradients_until_the_outer_one_ends():
     assert optimizer.seen == [False, False] and torch.equal(p, parameter() - 0.1)
 
 
+class Failing(Wrapping):
+    """Its step fails, outside of the step that it wraps, or within."""
+
+    fails = ""
+
+    def step(self, closure=None):
+        if self.fails == "outside":
+            raise MemoryError
+        return super().step(self.fail if self.fails == "within" else closure)
+
+    def fail(self):
+        raise MemoryError
+
+
+@pytest.mark.parametrize("fails", ["outside", "within"])
+@pytest.mark.parametrize("again", ["the same step", "another step"])
+def test_a_step_that_fails_is_skipped_if_it_is_tried_again_and_others_are_taken(fails, again):
+    p = parameter()
+    optimizer = Failing([p], lr=0.1)
+    p.grad = bad = torch.full_like(p, torch.nan)
+    optimizer_hooks.skip([p], ["p"], warns=False)
+    optimizer.fails = fails
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    optimizer.fails = ""
+    if again == "the same step":
+        optimizer.step()
+        assert p.grad is bad and torch.equal(p, parameter())
+    else:  # in which the parameter has no gradient
+        optimizer.zero_grad()
+        optimizer_hooks.take(plan([p]))
+        optimizer.step()
+        assert p.grad is None and torch.equal(p, parameter())
+    p.grad = torch.ones_like(p)
+    for step in range(1, 4):
+        optimizer.step()
+        assert torch.allclose(p, parameter() - 0.1 * step)
+
+
 def test_a_closure_that_fails_leaves_the_gradients_there():
     p = parameter()
     optimizer = torch.optim.SGD([p], lr=0.1)
@@ -247,7 +292,7 @@ def test_a_closure_that_fails_leaves_the_gradients_there():
     with pytest.raises(gradzip.PayloadError, match="this one"):
         optimizer.step(fails)
     assert p.grad.isnan().all() and not optimizer_hooks._hidden
-    optimizer_hooks.take([p])
+    optimizer_hooks.take(plan([p]))
 
 
 def test_gradscaler_and_other_optimizers_do_not_warn():
