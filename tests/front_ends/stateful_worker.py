@@ -347,7 +347,7 @@ class UnderFSDP(Training):
         return self.state._session
 
     def in_progress(self):
-        return [*super().in_progress(), self.state._averaged, self.state._copied, self.state._sums]
+        return [*super().in_progress(), self.state._copied, self.state._sums]
 
 
 class UnderHorovod(Training):
@@ -379,7 +379,7 @@ class UnderHorovod(Training):
 
     def in_progress(self):
         context = front_end._contexts[weakref.ref(self.optimizer)]
-        own = [context._waiting, [context.step] if context.step else []]
+        own = [context.waiting, [context.step] if context.step else []]
         return [*super().in_progress(), *own, self.optimizer._handles, mpi_ops._handle_map]
 
 
