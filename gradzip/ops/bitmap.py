@@ -53,20 +53,7 @@ def bitmap_indices(bitmap: Tensor, numel: int, count: int, out: Tensor | None = 
         raise ValueError(f"bitmap_indices: got {numel} elements, expected 0 to 2^31 - 1")
     bitmap = _native.check(bitmap, torch.uint8, "bitmap_indices: bitmap", bitmap_nbytes(numel))
     out = _native.output(out, count, torch.int32, bitmap.device, "bitmap_indices: out")
-    _run_indices(bitmap, numel, 0, count, out, 0)
-    return out
-
-
-def bitmap_indices_and_values(bitmap: Tensor, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the same indices (int32) and the elements of x (float32) at them."""
-    indices = torch.empty(count, dtype=torch.int32, device=x.device)
-    values = torch.empty(count, dtype=torch.float32, device=x.device)
-    _run_indices(bitmap, x.numel(), x.data_ptr(), count, indices, values.data_ptr())
-    return indices, values
-
-
-def _run_indices(bitmap: Tensor, numel: int, x: int, count: int, indices: Tensor, values: int) -> None:
-    arguments = (bitmap.data_ptr(), numel, x, count, indices.data_ptr(), values)
-    found = _native.run_count("bitmap_indices", bitmap, *arguments)
+    found = _native.run_count("bitmap_indices", bitmap, bitmap.data_ptr(), numel, 0, count, out.data_ptr(), 0)
     if isinstance(found, int) and found != count:
         raise ValueError(f"bitmap_indices: got a bitmap with {found} bits set, expected {count} bits set")
+    return out

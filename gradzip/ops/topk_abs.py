@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _native
-from .bitmap import bitmap, bitmap_indices_and_values
-from .select import select
+from . import _native, groups
 
 
 def topk_abs(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -27,4 +25,4 @@ def topk_abs(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"topk_abs: got {x.numel()} elements, expected fewer than 2^31")
     if k == 0:
         return torch.empty(0, dtype=torch.int32, device=x.device), torch.empty(0, dtype=torch.float32, device=x.device)
-    return bitmap_indices_and_values(bitmap(x, select(x, k)), x, k)
+    return groups.topk_abs(x, k)

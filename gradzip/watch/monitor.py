@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import linalg
 
+from ..averaging.session import check_compressor
 from ..collectives.routines import Routine
 from ..collectives.traffic import Traffic, sent_nbytes
 from ..methods.base.compressor import Compressor
@@ -100,8 +101,7 @@ class Monitor:
         Raises:
             ValueError: the monitor watches another compressor, or another monitor this one.
         """
-        if not isinstance(compressor, Compressor):
-            raise TypeError(f"Monitor.watch: got {compressor!r}, expected a compressor, such as gradzip.TopK()")
+        check_compressor(compressor, "Monitor.watch")
         mine = self._compressor is compressor
         if not mine and (compressor.monitor is not None or self._compressor is not None):
             raise ValueError(
