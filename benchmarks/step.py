@@ -1,87 +1,106 @@
 """Time training steps of one rank with DDP, with and without compression: what compressing takes, without a network.
 
 The group has one rank, so that a step consists of computing the gradients, compressing them, and decompressing this
-rank's own payloads. The row "stock" is DDP without a hook. Steps of all variants are timed in turns.
+rank's own payloads. The row "stock" is DDP without a hook. Steps of variants are timed in turns: of a few at a time,
+since each has a network of its own, and always beside "stock".
 
-On CUDA, also methods of which nothing waits for the device: with `skip_nonfinite(False)`, and with whole steps in a
-CUDA graph, which are compared with "stock, captured".
+On CUDA, also methods with `skip_nonfinite(False)`, where most wait for nothing; and whole steps in a CUDA graph, which
+are compared with "stock, captured".
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
 import gradzip.ddp
 from benchmarks.common.arguments import Parser, at_least, method, output_file
+from benchmarks.common.hooks import HOOKS
+from benchmarks.common.networks import GPT, resnet50
 from benchmarks.common.results import provenance, write_json
 
 EXAMPLES = """\
 examples:
   python -m benchmarks.step --device cuda --json step.json          all methods, ResNet-50, 64 images of 224 x 224
+  python -m benchmarks.step --device cuda --model gpt2              a transformer of 124 M parameters in bfloat16
   python -m benchmarks.step --image-size 32 --batch-size 4 acpsgd   on a CPU
 """
 
 SPECS = (
-    "none", "acpsgd", "powersgd", "block-float", "fft-range", "dct-range", "topk", "qsgd", "terngrad", "signsgd",
-    "onebit",
+    "none", "acpsgd", "powersgd", "block-float", "block-float:bits=4,rounding=nearest", "fft-range", "dct-range",
+    "topk", "randomk", "qsgd", "natural", "terngrad", "signsgd", "onebit", "dgc",
+    "momentum:inner=signsgd(majority=False),warmup_steps=1",
 )  # fmt: skip
 UNCHECKED, CAPTURED = ", skip_nonfinite(False)", ", captured"  # ends of the names of variants
-CAPTURABLE = ("powersgd", "acpsgd", "block-float:rounding=nearest")
+CAPTURABLE = ("none", "powersgd", "acpsgd", "block-float:rounding=nearest")
 WARM_UP = 4  # steps: DDP rebuilds its buckets after the first; methods with two kinds of steps take both
+ALONE = 3  # steps of which each is started on an idle device, for what the host takes
 
 
-class Bottleneck(nn.Module):
-    """He et al., CVPR 2016, figure 5, with the stride in the convolution of 3x3."""
+@dataclass(frozen=True)
+class Task:
+    """A network, its loss and optimizer, and a batch.
 
-    def __init__(self, channels_in: int, width: int, stride: int) -> None:
-        super().__init__()
-        out = 4 * width
-        self.convolutions = nn.Sequential(
-            nn.Conv2d(channels_in, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
-            nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out),
-        )  # fmt: skip
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels_in != out:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels_in, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+    Args:
+        dtype: of autocast, if any.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.convolutions(x) + self.shortcut(x)).relu_()
+    model: nn.Module
+    inputs: Tensor
+    targets: Tensor
+    optimizer: Callable[..., torch.optim.Optimizer]
+    options: dict[str, Any]
+    dtype: torch.dtype | None = None
 
-
-def resnet50(classes: int = 1000) -> nn.Sequential:
-    """ResNet-50: 25.6 M parameters."""
-    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
-    blocks, channels = [], 64
-    for width, depth in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for i in range(depth):
-            blocks.append(Bottleneck(channels, width, 2 if i == 0 and width > 64 else 1))
-            channels = 4 * width
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+    def loss(self, model: nn.Module) -> Tensor:
+        with torch.autocast(self.inputs.device.type, self.dtype, enabled=self.dtype is not None):
+            return nn.functional.cross_entropy(model(self.inputs).flatten(0, -2), self.targets)
 
 
-def step_of(
-    model: nn.Module, variant: str, images: Tensor, labels: Tensor
-) -> tuple[Callable[[], None], gradzip.Traffic]:
+def task(args: argparse.Namespace) -> Task:
+    fused = {"fused": True} if args.device == "cuda" else {}
+    if args.model == "resnet50":
+        images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=args.device)
+        labels = torch.randint(1000, (args.batch_size,), device=args.device)
+        return Task(resnet50().to(args.device), images, labels, torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, **fused})
+    ids = torch.randint(50257, (args.batch_size, args.length + 1), device=args.device)
+    model = GPT(length=args.length).to(args.device)
+    targets = ids[:, 1:].flatten()
+    return Task(model, ids[:, :-1], targets, torch.optim.AdamW, {"lr": 1e-4, **fused}, torch.bfloat16)
+
+
+@dataclass
+class Variant:
+    """A step, and what was measured of it: milliseconds in each round, and the peak of memory in bytes."""
+
+    step: Callable[[], None]
+    traffic: gradzip.Traffic
+    nbytes: int | None = None
+    memory: int | None = None
+    times: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+
+
+def variant_of(name: str, task: Task) -> Variant:
     """A training step of a copy of the network under DDP, or two captured ones, and what counts its bytes."""
-    spec = variant.removesuffix(CAPTURED).removesuffix(UNCHECKED)
-    if variant.endswith(CAPTURED):
-        return captured(lambda: eager(model, spec, images, labels, checks=False)[0]), gradzip.Traffic()
-    return eager(model, spec, images, labels, checks=spec == variant)
+    spec = name.removesuffix(CAPTURED).removesuffix(UNCHECKED)
+    if name.endswith(CAPTURED):
+        return Variant(captured(lambda: eager(task, spec, checks=False).step), gradzip.Traffic())
+    return eager(task, spec, checks=spec == name)
 
 
 def captured(make: Callable[[], Callable[[], None]]) -> Callable[[], None]:
@@ -104,84 +123,117 @@ def captured(make: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     return replay
 
 
-def eager(
-    model: nn.Module, spec: str, images: Tensor, labels: Tensor, checks: bool
-) -> tuple[Callable[[], None], gradzip.Traffic]:
+def eager(task: Task, spec: str, checks: bool) -> Variant:
     """A step that is not captured. checks: whether a step is skipped if an average is not finite."""
+    model = copy.deepcopy(task.model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch 2.13, about a new name of the argument
-        replica = DistributedDataParallel(model, broadcast_buffers=False)
-    traffic, momentum = gradzip.Traffic(), 0.9
-    if spec == "fp16 hook":
-        replica.register_comm_hook(None, fp16_compress_hook)
+        replica = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    traffic, options = gradzip.Traffic(), dict(task.options)
+    if spec in HOOKS:
+        HOOKS[spec](replica)
     elif spec != "stock":
         compressor = gradzip.parse(spec).skip_nonfinite(checks)
-        momentum *= not any(part.optimizer_momentum for part in compressor.parts)  # DGC refuses another one
+        if any(part.optimizer_momentum for part in compressor.parts) and "momentum" in options:
+            options["momentum"] = 0.0  # DGC refuses another one
         state = gradzip.ddp.HookState(compressor, named_parameters=model.named_parameters())
         replica.register_comm_hook(state, gradzip.ddp.hook)
         traffic = state.traffic
-    optimizer = torch.optim.SGD(replica.parameters(), 1e-3, momentum)
+    optimizer = task.optimizer(replica.parameters(), **options)
 
     def step() -> None:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(replica(images), labels).backward()
+        task.loss(replica).backward()
         optimizer.step()
 
-    return step, traffic
+    return Variant(step, traffic)
 
 
-def milliseconds(step: Callable[[], None], steps: int, device: str) -> float:
-    """Of a step, the mean of several. On CUDA the host does not wait between them, as in training."""
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
-    def wait() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
 
-    wait()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    wait()
-    return 1000 * (time.perf_counter() - start) / steps
+def milliseconds(step: Callable[[], None], steps: int, device: str, host: bool = False) -> float:
+    """Of a step, the mean of several. On CUDA the host does not wait between them, as in training.
+
+    host: what the host takes to start a step on an idle device, with what the step itself waits for.
+    """
+    total = 0.0
+    for _ in range(steps if host else 1):
+        wait(device)
+        start = time.perf_counter()
+        for _ in range(1 if host else steps):
+            step()
+        if not host:
+            wait(device)
+        total += time.perf_counter() - start
+    wait(device)
+    return 1000 * total / steps
+
+
+def prepared(name: str, task: Task, device: str) -> Variant:
+    """A variant after its first steps, with its bytes and its memory."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+    variant = variant_of(name, task)
+    milliseconds(variant.step, WARM_UP, device)
+    before = variant.traffic.bytes_sent
+    milliseconds(variant.step, 2, device)
+    variant.nbytes = (variant.traffic.bytes_sent - before) // 2 or None
+    if device == "cuda":
+        variant.memory = torch.cuda.max_memory_allocated() - base
+    return variant
 
 
 def measure(
-    specs: list[str], build: Callable[[], nn.Module], args: argparse.Namespace, failed: dict[str, str]
+    names: list[str], task: Task, args: argparse.Namespace, failed: dict[str, str]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows after each round. Methods that fail are left out, and noted in `failed` with the error."""
-    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=args.device)
-    labels = torch.randint(1000, (args.batch_size,), device=args.device)
-    steps: dict[str, Callable[[], None]] = {}
-    nbytes: dict[str, int | None] = {}
-    for spec in specs:
-        try:
-            step, traffic = step_of(build().to(args.device), spec, images, labels)
-            milliseconds(step, WARM_UP, args.device)
-            before = traffic.bytes_sent
-            milliseconds(step, 2, args.device)
-        except Exception as error:
-            failed[spec] = str(error).partition("\n")[0]
-            continue
-        steps[spec] = step
-        nbytes[spec] = (traffic.bytes_sent - before) // 2 or None
-    times: dict[str, list[float]] = {spec: [] for spec in steps}
-    for _ in range(args.rounds):
-        for spec, step in steps.items():
-            each = 2 if spec.endswith(CAPTURED) else 1
-            times[spec].append(milliseconds(step, max(1, args.steps // each), args.device) / each)
-        yield [row_of(spec, times, nbytes[spec]) for spec in steps]
+    """Yield the rows after each few variants. Those that fail are left out, and noted in `failed` with the error."""
+    rows: dict[str, dict[str, Any]] = {}
+    for base in ("stock", f"stock{CAPTURED}"):
+        of_base = [name for name in names if name.endswith(CAPTURED) == base.endswith(CAPTURED)]
+        others = [name for name in of_base if name != base]
+        for few in chunks(others, args.together) if of_base else ():
+            variants: dict[str, Variant] = {}
+            for name in (base, *few):
+                try:
+                    variants[name] = prepared(name, task, args.device)
+                except Exception as error:
+                    failed[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            if base not in variants:
+                break
+            for _ in range(args.rounds):
+                for name, variant in variants.items():
+                    each = 2 if name.endswith(CAPTURED) else 1
+                    taken = milliseconds(variant.step, max(1, args.steps // each), args.device)
+                    variant.times.append(taken / each)
+                    variant.host.append(milliseconds(variant.step, ALONE, args.device, host=True) / each)
+            for name, variant in variants.items():
+                rows.setdefault(name, row_of(name, variant, variants[base]))
+            yield list(rows.values())
 
 
-def row_of(spec: str, times: dict[str, list[float]], nbytes: int | None) -> dict[str, Any]:
+def chunks(names: list[str], most: int) -> list[list[str]]:
+    return [names[i : i + most] for i in range(0, len(names), most)] or [[]]
+
+
+def row_of(name: str, variant: Variant, base: Variant) -> dict[str, Any]:
     """The row of a variant, in milliseconds of a step; `added_ms` compared with "stock", in the same round.
 
     Captured steps are compared with captured ones.
     """
-    own = times[spec]
-    base = f"stock{CAPTURED}" if spec.endswith(CAPTURED) else "stock"
-    added = statistics.median(ms - stock for ms, stock in zip(own, times[base]))
-    p20, median, p80 = (sorted(own)[round(share * (len(own) - 1))] for share in (0.2, 0.5, 0.8))
-    return {"variant": spec, "ms": median, "ms_p20": p20, "ms_p80": p80, "added_ms": added, "nbytes": nbytes}
+    added = statistics.median(ms - stock for ms, stock in zip(variant.times, base.times))
+    ordered = sorted(variant.times)
+    p20, median, p80 = (ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.5, 0.8))
+    return {
+        "variant": name, "ms": median, "ms_p20": p20, "ms_p80": p80, "added_ms": added,
+        "host_ms": statistics.median(variant.host),
+        "host_added_ms": statistics.median(ms - stock for ms, stock in zip(variant.host, base.host)),
+        "nbytes": variant.nbytes, "memory": variant.memory,
+    }  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -200,33 +252,48 @@ def main() -> int:
         "methods", metavar="SPEC", nargs="*", type=method, help=f"methods (default: {', '.join(SPECS)})"
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--batch-size", type=at_least(1), default=64, help="images (default: %(default)s)")
-    parser.add_argument("--image-size", type=at_least(1), default=224, help="pixels (default: %(default)s)")
+    parser.add_argument("--model", choices=["resnet50", "gpt2"], default="resnet50", help="default: %(default)s")
+    parser.add_argument("--batch-size", type=at_least(1), default=None, help="examples (default: 64; gpt2: 8)")
+    parser.add_argument(
+        "--image-size", type=at_least(1), default=224, help="pixels, of resnet50 (default: %(default)s)"
+    )
+    parser.add_argument("--length", type=at_least(1), default=1024, help="tokens, of gpt2 (default: %(default)s)")
     parser.add_argument(
         "--steps", type=at_least(1), default=10, help="of each variant in a round (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=at_least(1), default=5, help="turns of all variants (default: %(default)s)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="turns of variants (default: %(default)s)")
+    parser.add_argument(
+        "--together", type=at_least(1), default=6, help="variants that take turns, beside stock (default: %(default)s)"
+    )
     parser.add_argument("--json", metavar="PATH", type=output_file, help="write the rows and their provenance")
     args = parser.parse_args()
+    args.batch_size = args.batch_size or {"resnet50": 64, "gpt2": 8}[args.model]
     torch.manual_seed(0)
-    settings = {name: getattr(args, name) for name in ("batch_size", "image_size", "steps", "rounds")}
-    about = {**provenance(args.device), "model": "resnet50", **settings}
+    names = ("batch_size", "image_size" if args.model == "resnet50" else "length", "steps", "rounds")
+    settings = {name: getattr(args, name) for name in names}
+    about = {**provenance(args.device), "model": args.model, **settings}
     rows: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     with group_of_one(args.device):
-        variants = ["stock", "fp16 hook", *(args.methods or SPECS)]
+        specs = args.methods or SPECS
+        variants = ["stock", *HOOKS, *specs]
+        if args.device == "cuda":
+            variants += [f"{spec}{UNCHECKED}" for spec in specs]
         if args.device == "cuda" and not args.methods:
-            variants += [f"{spec}{UNCHECKED}" for spec in CAPTURABLE]
             variants += [f"{spec}{CAPTURED}" for spec in ("stock", *CAPTURABLE)]
-        for rows in measure(variants, resnet50, args, failed):
-            if args.json:  # after each round: a run that is stopped leaves what it has measured
+        for rows in measure(variants, task(args), args, failed):
+            if args.json:  # as they come: a run that is stopped leaves what it has measured
                 write_json(args.json, {"provenance": about, "rows": rows, "failed": failed})
     for row in rows:
-        sent = "" if row["nbytes"] is None else f"  {row['nbytes'] / 1e6:.2f} MB"
+        sent = "" if row["nbytes"] is None else f"  {row['nbytes'] / 1e6:.2f} MB sent"
+        memory = "" if row["memory"] is None else f"  peak {row['memory'] / 1e6:.0f} MB"
         spread = f"({row['ms_p20']:.2f} to {row['ms_p80']:.2f})"
-        print(f"{row['variant']:52} {row['ms']:9.2f} ms  {spread:20} {row['added_ms']:+8.2f} ms{sent}")
-    for spec, error in failed.items():
-        print(f"{spec:52} failed: {error}")
+        print(
+            f"{row['variant']:52} {row['ms']:9.2f} ms  {spread:20} {row['added_ms']:+8.2f} ms  "
+            f"host {row['host_ms']:.2f} ms{sent}{memory}"
+        )
+    for name, error in failed.items():
+        print(f"{name:52} failed: {error}")
     return 1 if failed else 0
 
 

@@ -48,14 +48,14 @@ class Workers:
             self.optimizer.zero_grad()  # sets gradients to None: the next ones have memory of their own
             loss = self.loss(inputs, targets)
             loss.backward()
-            losses.append(loss.item())
+            losses.append(loss.detach())
             for name, parameter in self.parameters.items():
                 self.gradients[name].append(parameter.grad)
         for name, average in self.average().items():
             self.parameters[name].grad = average
         self.group.tell_optimizers(self.parameters)
         self.optimizer.step()
-        return statistics.fmean(losses)
+        return statistics.fmean(loss.item() for loss in losses)  # waits for a device once
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(self.network(inputs), targets)

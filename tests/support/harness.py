@@ -41,8 +41,8 @@ def on_request(function):
     return scenario(function)
 
 
-def connect(process_sets=()):
-    """Initialize Horovod or torch.distributed."""
+def connect(process_sets=(), backend="gloo", **options):
+    """Initialize Horovod or torch.distributed. options: of `init_process_group`."""
     torch.set_num_threads(1)
     if UNDER_HOROVOD:
         hvd.init(process_sets=list(process_sets))
@@ -52,7 +52,7 @@ def connect(process_sets=()):
     if "MASTER_ADDR" not in os.environ:
         store = dist.FileStore(f"{job.folder}/store", SIZE)
         rendezvous = {"store": store, "rank": int(os.environ["RANK"]), "world_size": SIZE}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60), **rendezvous)
+    dist.init_process_group(backend, timeout=timedelta(seconds=60), **rendezvous, **options)
     job.rank, job.size = dist.get_rank(), dist.get_world_size()
 
 
@@ -65,16 +65,17 @@ def gather(value):
     return values
 
 
-def main(process_sets=(), of_spec=None, **arguments):
+def main(process_sets=(), of_spec=None, group=None, **arguments):
     """Run scenarios.
 
     Args:
         of_spec: what to run with a name that is no scenario's: the spec of a method.
+        group: arguments of `connect` for torch.distributed: the backend, and others of `init_process_group`.
         arguments: further parameters of scenarios, as functions to call when ranks are connected.
     """
     folder, *names = sys.argv[1:]
     job.folder = Path(folder)
-    connect(process_sets)
+    connect(process_sets, **(group or {}))
     known = vars(job) | {name: make() for name, make in arguments.items()}
     results = {}
     for name in names or [name for name in SCENARIOS if name not in ON_REQUEST]:
