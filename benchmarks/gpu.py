@@ -1,4 +1,4 @@
-"""Tables of what scripts/gpu_check.sh has measured on a GPU, for docs/gpu.md.
+"""Tables of what scripts/gpu_check.sh, benchmarks/step.py and benchmarks/gpu_training.py have measured on a GPU.
 
 A run may have had only some of the steps (`--only`): each table is of the last run that has measured it.
 """
@@ -15,6 +15,12 @@ from benchmarks.common.tables import markdown
 
 PAGE = ROOT / "docs" / "gpu.md"
 START = "<!-- table: python -m benchmarks.gpu --write -->\n\n"
+TRANSFORMER = "<!-- table of a transformer: python -m benchmarks.gpu --write -->\n\n"
+UNCHECKED = ", skip_nonfinite(False)"  # the end of the names of variants
+TASKS = {
+    "training": "ResNet-50 with {batch_size} images of {image_size} x {image_size}, in float32",
+    "gpt2": "GPT-2 (124 M parameters) with {batch_size} x {length} tokens, in bfloat16 autocast",
+}
 SLOW = 3  # copies: slower kernels are on the page
 EXAMPLES = """\
 examples:
@@ -25,11 +31,11 @@ examples:
 
 
 def measured(part: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The last measurement of "training" or "kernels": about the machine, and the measurement."""
+    """The last measurement of "training", "gpt2" or "kernels": about the machine, and the measurement."""
     found = []
     for path in sorted(RESULTS.glob("gpu_check*.json")):
         with stored(path) as results:
-            if results[part] is not None:
+            if results.get(part) is not None:
                 found.append((results["about"]["started"], results["about"], results[part]))
     if not found:
         raise ResultsError(f"{RESULTS}/gpu_check*.json: got no run with {part}, expected one of scripts/gpu_check.sh")
@@ -37,18 +43,19 @@ def measured(part: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def lines() -> Iterator[str]:
-    """The lines of both tables, with what they were measured on."""
-    about, training = measured("training")
-    settings = training["provenance"]
-    side = settings["image_size"]
-    yield (
-        f"{machine(about)}. A training step of ResNet-50 with {settings['batch_size']} images of {side} x {side}, in "
-        f"float32, under DDP with one rank; {settings['rounds']} rounds of {settings['steps']} steps, in turns:"
-    )
-    yield ""
-    header = ["variant", "ms a step", "20 % to 80 %", "ms more than without a hook", "MB sent"]
-    yield from markdown(header, map(step_cells, training["rows"]))
-    yield ""
+    """The lines of all tables, with what they were measured on."""
+    for part, what in TASKS.items():
+        about, steps = measured(part)
+        settings = steps["provenance"]
+        yield (
+            f"{machine(about)}. A training step of {what.format(**settings)}, under DDP with one rank, with a fused "
+            f"optimizer; {settings['rounds']} rounds of {settings['steps']} steps, in turns. *Unchecked*: with "
+            "`skip_nonfinite(False)`. *Host*: ms that the host takes to start a step on an idle device, with its waits:"
+        )
+        yield ""
+        header = ["variant", "ms a step", "20 % to 80 %", "ms more than without a hook", "unchecked: ms more", "host"]
+        yield from markdown([*header, "MB sent", "peak of memory, MB more"], step_rows(steps["rows"]))
+        yield ""
     about, kernels = measured("kernels")
     numel = kernels["provenance"]["numel"]
     yield (
@@ -62,14 +69,46 @@ def lines() -> Iterator[str]:
     yield from markdown(["kernel", "ms", "copies", "speed-up", "over"], map(kernel_cells, slow))
 
 
+def transformer() -> Iterator[str]:
+    """The lines of the table of benchmarks/gpu_training.py."""
+    with stored(RESULTS / "gpu_training.json") as results:
+        about, rows = results["provenance"], results["rows"]
+        tokens = about["steps"] * about["workers"] * about["batch_size"] * about["length"]
+        yield (
+            f"{about['device']}, PyTorch {about['torch']}. {about['layers']} layers of {about['width']} "
+            f"({about['parameters'] / 1e6:.0f} M parameters), {about['tokens']} byte-pair tokens of Python sources, "
+            f"bfloat16 autocast, {about['workers']} simulated workers, {about['steps']} steps ({tokens / 1e6:.1f} M "
+            f"tokens), seed {about['seed']}, rate {about['lr']:g} (`gpu_training.json`):"
+        )
+        yield ""
+        header = ["optimizer, method", "loss on validation text", "highest loss of steps 15 to 60", "times fewer bytes"]
+        dense = 4 * about["parameters"] * about["steps"]
+        cells = [
+            [name if "muon" in name else f"adamw, {name}", f"{row['validation_loss']:.3f}",
+             f"{max(row['losses'][15:60]):.2f}", f"{dense / row['payload_bytes']:.1f}", f"{row['memory'] / 1e9:.1f}"]
+            for name, row in rows.items()
+        ]  # fmt: skip
+        yield from markdown([*header, "peak of memory, GB"], cells)
+
+
 def machine(about: dict[str, Any]) -> str:
     return f"{about['device']}, driver {about['driver']}, PyTorch {about['torch']}"
 
 
-def step_cells(row: dict[str, Any]) -> list[str]:
-    spread = f"{row['ms_p20']:.1f} to {row['ms_p80']:.1f}"
-    sent = "" if row["nbytes"] is None else f"{row['nbytes'] / 1e6:.2f}"
-    return [f"`{row['variant']}`", f"{row['ms']:.1f}", spread, f"{row['added_ms']:+.1f}", sent]
+def step_rows(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """A row for each variant; that with `skip_nonfinite(False)` is in the row of the one without."""
+    by_name = {row["variant"]: row for row in rows}
+    for name, row in by_name.items():
+        if name.endswith(UNCHECKED):
+            continue
+        unchecked = by_name.get(f"{name}{UNCHECKED}")
+        base = by_name["stock, captured" if name.endswith("captured") else "stock"]
+        yield [
+            f"`{name}`", f"{row['ms']:.1f}", f"{row['ms_p20']:.1f} to {row['ms_p80']:.1f}", f"{row['added_ms']:+.1f}",
+            f"{unchecked['added_ms']:+.1f}" if unchecked else "", f"{row['host_ms']:.1f}",
+            "" if row["nbytes"] is None else f"{row['nbytes'] / 1e6:.2f}",
+            f"{(row['memory'] - base['memory']) / 1e6:+.0f}",
+        ]  # fmt: skip
 
 
 def kernel_cells(row: dict[str, Any]) -> list[str]:
@@ -77,8 +116,8 @@ def kernel_cells(row: dict[str, Any]) -> list[str]:
 
 
 def blocks() -> Blocks:
-    """The block of docs/gpu.md."""
-    return {(PAGE, START): "\n".join(lines()) + "\n"}
+    """The blocks of docs/gpu.md."""
+    return {(PAGE, START): "\n".join(lines()) + "\n", (PAGE, TRANSFORMER): "\n".join(transformer()) + "\n"}
 
 
 def main() -> int:

@@ -129,17 +129,19 @@ def eager(task: Task, spec: str, checks: bool) -> Variant:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch 2.13, about a new name of the argument
         replica = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
-    traffic, options = gradzip.Traffic(), dict(task.options)
+    traffic, kind, options = gradzip.Traffic(), task.optimizer, dict(task.options)
     if spec in HOOKS:
         HOOKS[spec](replica)
     elif spec != "stock":
         compressor = gradzip.parse(spec).skip_nonfinite(checks)
         if any(part.optimizer_momentum for part in compressor.parts) and "momentum" in options:
             options["momentum"] = 0.0  # DGC refuses another one
+        if any(part.averaged_momentum is not None for part in compressor.parts) and kind is torch.optim.AdamW:
+            kind, options = gradzip.optim.AdamW, {"lr": options["lr"]}
         state = gradzip.ddp.HookState(compressor, named_parameters=model.named_parameters())
         replica.register_comm_hook(state, gradzip.ddp.hook)
         traffic = state.traffic
-    optimizer = task.optimizer(replica.parameters(), **options)
+    optimizer = kind(replica.parameters(), **options)
 
     def step() -> None:
         optimizer.zero_grad()
