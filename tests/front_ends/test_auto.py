@@ -6,7 +6,6 @@ import math
 import pickle
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from gradzip.averaging.handshake import compare, describe
 from gradzip.collectives.engine import Engine
 from gradzip.methods.base.group import plan_groups
 from gradzip.methods.spec import unparse
-from launch import SHAPED_NET, environment, horovodrun, needs_network, scenarios, torchrun
+from launch import SHAPED_NET, environment, executable, horovodrun, needs_network, scenarios, torchrun
 
 SIZE = 2
 SKIPPED = (2, 6, 12, 20)
@@ -757,9 +756,9 @@ def test_two_models_share_a_choice(slow_results):
 @needs_network
 def test_compression_is_chosen_on_a_slow_network(front_end, tmp_path):
     """At 20 Mb/s, the gradients of a step take 0.2 s uncompressed, and those of ACP-SGD 5 ms."""
-    python = sys.executable
+    python = executable()
     launch = {
-        "horovod": [str(Path(python).with_name("horovodrun")), "--network-interface", "lo", "-np", "2", python],
+        "horovod": [python.with_name("horovodrun"), "--network-interface", "lo", "-np", "2", python],
         "ddp": [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     }[front_end]
     worker = Path(__file__).with_name("auto_worker.py")

@@ -1,9 +1,7 @@
 """The ring all-reduce in the compressed domain, in real processes over gloo, against plain sums."""
 
 import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from gradzip.collectives import RingSum, ring_segments
 from gradzip.collectives.fusion import fused
 from gradzip.collectives.traffic import sent_nbytes
 from gradzip.engines.local import drive
-from launch import environment, needs_network, processes, scenarios, worker_path
+from launch import environment, executable, needs_network, processes, scenarios, worker_path
 from ring_worker import (
     CUTS,
     Projection,
@@ -247,8 +245,8 @@ def test_configured_interface_is_used_between_hosts(tmp_path):
     """Without a configured interface, any that connects the hosts is used."""
     pytest.importorskip("horovod.torch")
     command = [
-        Path(sys.executable).with_name("horovodrun"), "--network-interface", "eth1", "-np", "3",
-        "-H", "10.1.1.1:1,10.1.1.2:2", sys.executable, str(worker_path("ring_worker.py")), tmp_path, "between_hosts",
+        executable().with_name("horovodrun"), "--network-interface", "eth1", "-np", "3",
+        "-H", "10.1.1.1:1,10.1.1.2:2", executable(), str(worker_path("ring_worker.py")), tmp_path, "between_hosts",
     ]  # fmt: skip
     job = subprocess.run(
         ["unshare", "--net", "--uts", "bash", "-c", TWO_HOSTS, "two_hosts", tmp_path, *command],

@@ -10,17 +10,18 @@ import time
 import pytest
 import torch
 
+import integrations
 from contract import gradient
+from integrations import BIN
 from launch import environment, worker_path
 from paths import ROOT
 
-BIN = ROOT / ".venv-integrations" / "bin"
 pytestmark = [
     pytest.mark.skipif(
         not (BIN / "torchft_lighthouse").exists(), reason="no torchft in .venv-integrations: make integrations"
     ),
     pytest.mark.long,
-    pytest.mark.timeout(600),  # seven processes import torch, not from a warm one
+    pytest.mark.timeout(600),
 ]
 
 REPLICAS, KILLED, DIES_AFTER, GOES_ON_FOR, LR = 3, 1, 3, 4, 0.1  # of torchft_worker.py
@@ -47,7 +48,7 @@ def run(plan, folder):
     )  # fmt: skip
 
     def replica(number, generation):
-        command = [BIN / "python", worker_path("torchft_worker.py"), plan, folder, f"http://{address}"]
+        command = [*integrations.python(), worker_path("torchft_worker.py"), plan, folder, f"http://{address}"]
         return start([*command, number, generation], folder / f"{number}.{generation}.log", env=variables)
 
     processes = {(number, 0): replica(number, 0) for number in range(REPLICAS)}

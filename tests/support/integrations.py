@@ -5,7 +5,6 @@ import functools
 import pytest
 
 import launch
-import turns
 from paths import ROOT
 
 BIN = ROOT / ".venv-integrations" / "bin"
@@ -14,10 +13,5 @@ needs_integrations = pytest.mark.skipif(
 )
 
 
-def python():
-    """Return the command of its Python, which imports torch for each rank: `launch.python` has no such libraries."""
-    turns.take()
-    return [str(BIN / "python")]
-
-
+python = functools.partial(launch.python, BIN / "python")
 torchrun = functools.partial(launch.torchrun, interpreter=python, timeout=500)

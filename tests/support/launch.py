@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -31,24 +31,47 @@ def environment(**variables):
     return dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1") | variables
 
 
-def python():
+def python(interpreter=sys.executable):
     """Return the command that replaces `python` in a job: it forks a process that has torch loaded (warm.py)."""
     turns.take()
-    return _warm_python()
+    return _warm_python(str(interpreter))
+
+
+def executable():
+    """Return the path of a `python` for jobs on other networks, which does as `python()`, beside a `horovodrun`."""
+    command = python()
+    return Path(command[-1]) / "python" if command[1:] else Path(command[0])
+
+
+SHIM = """#!/bin/sh
+# `python` for what a job starts by itself.
+case "$1 $2" in
+"-u -m" | "-u "[!-]* | "-m "* | [!-]*) exec {real} -S -E {warm} {folder} "$@" ;;
+*) exec {real} "$@" ;;
+esac
+"""
 
 
 @functools.cache
-def _warm_python():
+def _warm_python(interpreter):
     if not hasattr(os, "pidfd_open"):  # warm.py needs Linux
-        return [sys.executable]
-    name = f"gradzip-tests-{os.getpid()}-{time.monotonic_ns()}"
+        return [interpreter]
+    folder = Path(tempfile.mkdtemp(prefix="gradzip-tests-"))
+    atexit.register(shutil.rmtree, folder)
+    shims = {
+        "python": SHIM.format(real=interpreter, warm=WARM, folder=folder),
+        "horovodrun": f'#!/bin/sh\nexec {folder}/python {Path(interpreter).with_name("horovodrun")} "$@"\n',
+    }
+    for name, text in shims.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
     server = subprocess.Popen(
-        [sys.executable, WARM, name], env=dict(os.environ, OMP_NUM_THREADS="1"),
+        [interpreter, WARM, folder], env=dict(os.environ, OMP_NUM_THREADS="1"),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     atexit.register(server.communicate)  # closes its standard input, which ends it
     assert server.stdout.readline() == "ready\n"
-    return [sys.executable, "-S", "-E", str(WARM), name]
+    return [interpreter, "-S", "-E", str(WARM), str(folder)]
 
 
 def launcher():

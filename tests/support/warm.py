@@ -1,11 +1,13 @@
-"""Run a Python script in a process that has torch and Horovod loaded already: `warm.py SOCKET SCRIPT [ARGUMENT ...]`.
+"""Run a Python script in a process that has torch and Horovod loaded already: `warm.py FOLDER SCRIPT [ARGUMENT ...]`.
 
-Importing torch takes seconds, and a job of three ranks imports it five times. A server (`warm.py SOCKET`) imports it
-once and forks a process for each script. The fork gets this process's arguments, environment, working directory and
-standard streams. This process forwards signals to it, ends as it ends, and takes it along when it is killed.
+Importing torch takes seconds, and a job of three ranks imports it five times. A server (`warm.py FOLDER`) imports it
+once and forks a process for each script. The fork gets this process's arguments, environment, working directory,
+standard streams and network namespace. This process forwards signals to it, ends as it ends, and takes it along when it
+is killed. The fork's `sys.executable` is FOLDER/python, which does the same, so that what a launcher starts is as fast.
 """
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -23,15 +25,30 @@ PRELOADED = [
     "horovod.torch",
     "horovod.runner.launch",
     "sklearn.datasets",
+    # Of .venv-integrations alone:
+    "lightning.pytorch",
+    "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2",
+    "torchft",
 ]
+NAMESPACES = ("net", "uts")  # those of scripts/shaped_net.sh
 
 
 def receive(connection):
     """A JSON line, and the file descriptors that came with it."""
-    data, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+    data, files, _, _ = socket.recv_fds(connection, 1 << 16, 3 + len(NAMESPACES))
     while not data.endswith(b"\n"):
         data += connection.recv(1 << 16)
     return json.loads(data), files
+
+
+def enter(namespaces):
+    """Move this process to other namespaces, if they are not its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name, file in zip(NAMESPACES, namespaces):
+        if os.fstat(file).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino and libc.setns(file, 0):
+            raise OSError(ctypes.get_errno(), f"setns to another {name} namespace")
+        os.close(file)
 
 
 def keep(connection, child):
@@ -46,14 +63,14 @@ def keep(connection, child):
     os._exit(0)
 
 
-def serve(name):
+def serve(folder):
     """Fork a process for each connection. Return in the forks, with the script and its arguments, to run it."""
     for module in PRELOADED:
         with contextlib.suppress(ImportError):
             __import__(module)
     gc.freeze()  # a collection in a fork would copy all these objects
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0{name}")
+    listener.bind(f"{folder}/socket")
     listener.listen()
     print("ready", flush=True)
     keepers = []
@@ -68,26 +85,34 @@ def serve(name):
             continue
         listener.close()
         os.setsid()
-        (arguments, environment, folder), files = receive(connection)
+        (arguments, environment, cwd), files = receive(connection)
         if child := os.fork():
             for file in (*files, 0, 1):
                 os.close(file)
             connection.send(b"%d\n" % child)
             keep(connection, child)
         connection.close()
-        for stream, file in enumerate(files):
+        enter(files[3:])
+        for stream, file in enumerate(files[:3]):
             os.dup2(file, stream)
             os.close(file)
-        os.chdir(folder)
+        os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)
+        sys.executable = f"{folder}/python"
         return arguments
 
 
 def run(arguments):
-    """What `python SCRIPT ...` or `python -m MODULE ...` does."""
+    """What `python [-u] SCRIPT ...` or `python [-u] -m MODULE ...` does."""
+    if arguments[0] == "-u":
+        sys.stdout.reconfigure(line_buffering=True)
+        del arguments[0]
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
@@ -95,12 +120,13 @@ def run(arguments):
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-def ask(name, arguments):
+def ask(folder, arguments):
     """Have the server run a script; end as it ends."""
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(f"\0{name}")
+    connection.connect(f"{folder}/socket")
     request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode() + b"\n"
-    sent = socket.send_fds(connection, [request], [0, 1, 2])
+    namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
+    sent = socket.send_fds(connection, [request], [0, 1, 2, *namespaces])
     connection.sendall(request[sent:])
     answers = connection.makefile()
     child = int(answers.readline())
@@ -116,7 +142,7 @@ def ask(name, arguments):
 
 
 if __name__ == "__main__":
-    name, *arguments = sys.argv[1:]
+    folder, *arguments = sys.argv[1:]
     if arguments:
-        ask(name, arguments)
-    run(serve(name))
+        ask(folder, arguments)
+    run(serve(folder))

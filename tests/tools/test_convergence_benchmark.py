@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import gradzip
-from launch import scenarios
+from launch import python, scenarios
 from meeting import meet
 
 pytest.importorskip("sklearn")
@@ -550,7 +550,7 @@ def test_chart(tmp_path):
 
 def command(tmp_path, *arguments):
     return [
-        sys.executable, "-m", "benchmarks.convergence", "--quick", "--json", str(tmp_path / "r.json"),
+        *python(), "-m", "benchmarks.convergence", "--quick", "--json", str(tmp_path / "r.json"),
         *map(str, arguments),
     ]  # fmt: skip
 

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import sys
 import types
 from fractions import Fraction
 from pathlib import Path
@@ -20,7 +19,7 @@ from gradzip.collectives import Gather, Mean
 from gradzip.collectives.engine import Engine
 from gradzip.collectives.traffic import Traffic
 from kinds import FIRST, observed, params
-from launch import environment, horovodrun, needs_network, scenarios, shaped, torchrun
+from launch import environment, executable, horovodrun, needs_network, scenarios, shaped, torchrun
 
 SHAPE = (48, 32, 3, 3)
 
@@ -289,8 +288,7 @@ def test_real_jobs(run, ranks, tmp_path):
 @needs_network
 def test_shaped_link(tmp_path):
     """A token bucket cannot pass more than its rate, but for one burst of 1 ms."""
-    # Not tests/support/launch.py's warm processes: they are outside of the network namespace.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    command = [executable(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     worker = Path(__file__).with_name("measure_worker.py")
     job = shaped("100mbit", 2, "--", *command, worker, tmp_path, "link", env=environment(GLOO_SOCKET_IFNAME="lo"))
     assert job.returncode == 0, job.stderr[-2000:]

@@ -3,7 +3,6 @@
 import itertools
 import json
 import subprocess
-import sys
 
 import pytest
 
@@ -13,10 +12,11 @@ from benchmarks.scale import predictions, report
 from benchmarks.scale.variants import PROJECTED, VARIANTS, label
 from gradzip.advice.cost import JOINED, Link, cut
 from gradzip.cli.models import MODELS
+from launch import python
 
 
 def benchmark(*arguments):
-    command = [sys.executable, "-m", "benchmarks.scale", *map(str, arguments)]
+    command = [*python(), "-m", "benchmarks.scale", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 

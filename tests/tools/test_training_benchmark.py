@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from launch import needs_network
+from launch import needs_network, python
 
 pytest.importorskip("horovod.torch")
 pytest.importorskip("sklearn")
@@ -33,7 +33,7 @@ CELL = ("cnn", "1gbit", 2)
 
 def command(*arguments):
     return [
-        sys.executable, "-m", "benchmarks.training", "--model", "cnn", "--rounds", "1",
+        *python(), "-m", "benchmarks.training", "--model", "cnn", "--rounds", "1",
         "--steps", "4", "--warmup", "1", *map(str, arguments),
     ]  # fmt: skip
 
