@@ -1,5 +1,7 @@
 """The DDP front end in real `torchrun` jobs, against the same method in a LocalGroup."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,14 +41,19 @@ ALL = range(len(SHAPES))
 COMPRESSED = [i for i, s in enumerate(SHAPES) if len(s) > 1 and torch.Size(s).numel() >= 1024]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def world(request, tmp_path_factory):
-    size = request.param
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """The jobs by number of ranks."""
 
-    def run(names):
+    def run(size, names):
         return scenarios(size, "ddp_worker.py", tmp_path_factory.mktemp(f"world{size}"), *names, run=torchrun)
 
-    return size, Jobs(run, kinds.batches(SPECS))
+    return {size: Jobs(functools.partial(run, size), kinds.batches(SPECS)) for size in (2, 3)}
+
+
+@pytest.fixture(params=[2, 3])
+def world(request, jobs):
+    return request.param, jobs[request.param]
 
 
 def gradients(ranks, step, index, dtype=torch.float32):
@@ -147,9 +154,9 @@ def of_method(results, spec):
     return [result[spec] for result in results["methods"]] if spec in kinds.SAMPLE else results[spec]
 
 
-@pytest.mark.parametrize("spec", kinds.params(SPECS))
-def test_methods(world, spec):
-    size, results = world
+@pytest.mark.parametrize(("size", "spec"), kinds.jobs(SPECS))
+def test_methods(jobs, size, spec):
+    results = jobs[size]
     averages, buckets = runs(of_method(results, spec))
     assert [len(step) for step in buckets] == [1, 3, 3, 3]
     wanted = expected([(ALL, InGroups(gradzip.parse(spec), size))], range(size), buckets)
@@ -174,10 +181,10 @@ def test_a_changed_exchange_does_not_pad_to_the_lengths_of_the_former(world):
             assert of_rank["auto"] == pytest.approx(of_rank["scatter_reduce"], rel=0.01)
 
 
-@pytest.mark.parametrize("spec", kinds.params(SPECS))
-def test_bytes_sent(world, spec):
+@pytest.mark.parametrize(("size", "spec"), kinds.jobs(SPECS))
+def test_bytes_sent(jobs, size, spec):
     """Payloads, 16 bytes for each exchange, padding if lengths vary, and the handshake of the first step."""
-    size, results = world
+    results = jobs[size]
     _, buckets = runs(of_method(results, spec))
     method = InGroups(gradzip.parse(spec), size)
     expected([(ALL, method)], range(size), buckets)

@@ -194,9 +194,9 @@ def test_hooks_in_a_different_order_on_each_rank(worlds):
     assert_same(results["shuffled_hooks"], list(wanted.values()))
 
 
-@pytest.mark.parametrize("spec", kinds.params(SPECS))
-def test_methods(worlds, spec):
-    size, results = worlds
+@pytest.mark.parametrize(("size", "spec"), kinds.jobs(SPECS))
+def test_methods(jobs, size, spec):
+    results = jobs[size]
     reference = Expected(spec, size=size)
     wanted = reference.averages([gradients(size)] * METHOD_STEPS)[-1]
     averages, sent = zip(*of_method(results, spec))

@@ -87,9 +87,9 @@ SAMPLE = [*FIRST_OF_KIND.values()]
 
 
 def shared(front_end):
-    """The specs that one of two front ends runs, 0 or 1: all first examples, and every second one of the others."""
-    others = [spec for spec in ALL if spec not in FIRST and spec not in SAMPLE]
-    return [spec for spec in ALL if spec not in others or others.index(spec) % 2 == front_end]
+    """The specs that one of two front ends runs, 0 or 1: one of each kind, and every second other method."""
+    others = [spec for spec in FIRST if spec not in SAMPLE]
+    return [*SAMPLE, *others[front_end::2]]
 
 
 def batches(specs=ALL):
@@ -120,6 +120,13 @@ def collectives(compressor):
 def exact(compressor):
     """Whether the order in which an engine adds numbers does not matter to a method: it adds none."""
     return collectives(compressor).isdisjoint({"Mean", "RingSum"})
+
+
+def jobs(specs, sizes=(2, 3)):
+    """Parameters for pytest: numbers of ranks and specs; the largest number has those that run with --long."""
+    small = [pytest.param(size, spec, id=f"{size}-{spec}") for size in sizes for spec in SAMPLE]
+    others = (spec for spec in specs if spec not in SAMPLE)
+    return [*small, *(pytest.param(sizes[-1], s, marks=pytest.mark.long, id=f"{sizes[-1]}-{s}") for s in others)]
 
 
 def params(specs=ALL, default=SAMPLE):
