@@ -64,11 +64,13 @@ def stored_ops(model):
 
 
 def networks():
-    """The stored methods that count alike, with the networks; what takes minutes for the larger one is long."""
+    """Networks with one stored method of each kind that counts alike. `SMALLEST` has all methods."""
     for model in NETWORKS:
+        of_kind = {}
         for spec in filter(lambda spec: counts_alike(gradzip.parse(spec)), stored_ops(model)):
-            marks = [pytest.mark.long] * (model == NETWORKS[-1] or spec not in kinds.FIRST)
-            yield pytest.param(spec, model, marks=marks)
+            of_kind.setdefault(kinds.kind(spec), spec)
+        for spec in of_kind.values():
+            yield pytest.param(spec, model, marks=[pytest.mark.long] * (model == NETWORKS[-1]))
 
 
 def check_syncs(counts, most):
