@@ -272,32 +272,22 @@ def runs_of(*arguments, **options):
     return report_of(*arguments, **options)[0]["runs"]
 
 
-def learned(tmp_path, specs, *arguments, least=0.97, **options):
-    """Train without and with each compression from the same weights. Accuracies are within three points of the first.
-
-    Returns the results without compression, and those with each.
-    """
-    plain, *runs = runs_of(tmp_path, ["none", *specs], *arguments, **options)
-    assert plain["test_accuracy"] > least
-    for run in runs:
-        assert run["test_accuracy"] > plain["test_accuracy"] - 0.03, run["compression"]
-    return plain, *runs
+LEARNT = 0.8  # accuracy after a few epochs, of which each is 20 steps; guesses have 0.1
 
 
 def test_trains_under_horovodrun(tmp_path):
     specs = ["none", "fft-range:theta=0.85,bits=10"]
-    report, printed = report_of(tmp_path, specs, "--epochs", 10)
+    report, printed = report_of(tmp_path, specs, "--epochs", 4)
     assert "[1]<stdout>" not in printed and len(printed.splitlines()) < 45
     assert report["configuration"]["ranks"] == 2
     assert report["versions"]["torch"] == torch.__version__
     plain, compressed = report["runs"]
     assert [run["compression"] for run in report["runs"]] == specs
     for run in report["runs"]:
-        assert run["steps"] == len(run["loss_curve"]) == 200
+        assert run["steps"] == len(run["loss_curve"]) == 80
         assert 0 < run["ms_per_step_p20"] <= run["ms_per_step"] <= run["ms_per_step_p80"]
         assert run["loss_curve"][0] > 2
-        assert run["test_accuracy"] > 0.97
-    assert abs(plain["test_accuracy"] - compressed["test_accuracy"]) <= 0.01
+        assert run["test_accuracy"] > LEARNT
     # The same weights and images: the first losses are equal.
     assert plain["loss_curve"][0] == compressed["loss_curve"][0]
     assert plain["uncompressed_bytes_per_step"] == 4 * (188_810 - 2 * 288)
@@ -327,7 +317,7 @@ def test_charlm_trains_alike_under_both_launchers(text, tmp_path):
 @pytest.mark.long
 def test_charlm_trains_under_fsdp(text, tmp_path):
     """Two replicas of two shards, against DDP on as many ranks."""
-    arguments = ("--model", "charlm-small", "--data", text, "--batch-size", 2, "--steps", 20, "--threads", 1)
+    arguments = ("--model", "charlm-small", "--data", text, "--batch-size", 2, "--steps", 6, "--threads", 1)
     fsdp = ("--engine", "fsdp", "--compression", "none", "--compression", "acpsgd", "--amp", "fp16")
     ddp = ("--engine", "ddp", "--compression", "none", "--amp", "fp16")
     runs = []
@@ -376,10 +366,11 @@ def test_muon_trains_in_jobs(text, tmp_path, launch):
 
 @pytest.mark.long
 def test_methods_learn_digits_through_ddp(tmp_path):
-    """In half of the usual epochs. One method of each kind: averages have the bits of one process with all methods."""
-    specs = ["topk:theta=0.9", "per-layer:^9=none,default=fp16", "acpsgd", "qsgd"]
-    runs = learned(tmp_path, specs, "--epochs", 10, "--threads", 1, launch=torchrun)
+    """One method of each kind: averages have the bits of one process with all methods."""
+    specs = ["none", "topk:theta=0.9", "per-layer:^9=none,default=fp16", "acpsgd", "qsgd"]
+    runs = runs_of(tmp_path, specs, "--epochs", 4, "--threads", 1, launch=torchrun)
     plain, topk, by_name, *rest = runs
+    assert all(run["test_accuracy"] > LEARNT for run in runs)
     assert {run["uncompressed_bytes_per_step"] for run in runs} == {4 * (188_810 - 2 * 288)}
     assert plain["ratio"] == 1
     assert topk["ratio"] > 7
@@ -392,46 +383,42 @@ def test_methods_learn_digits_through_ddp(tmp_path):
 @pytest.mark.parametrize(
     ("amp", "launch", "specs", "arguments"),
     [
-        ("bf16", torchrun, ["fft-range", "acpsgd"], ["--epochs", 10]),
-        pytest.param("bf16", horovodrun, ["qsgd"], ["--epochs", 6], marks=pytest.mark.long),
+        ("bf16", torchrun, ["fft-range", "acpsgd"], ["--epochs", 4]),
+        pytest.param("bf16", horovodrun, ["qsgd"], ["--epochs", 4], marks=pytest.mark.long),
         pytest.param(  # processors are slow at it
-            "fp16", torchrun, ["acpsgd"], ["--batch-size", 8, "--epochs", 4], marks=pytest.mark.long
+            "fp16", torchrun, ["acpsgd"], ["--batch-size", 8, "--epochs", 1], marks=pytest.mark.long
         ),
     ],
     ids=["bf16-ddp", "bf16-horovod", "fp16-ddp"],
 )
 def test_mixed_precision_learns_digits(tmp_path, amp, launch, specs, arguments):
-    """Against no compression in the same precision."""
-    _, *runs = learned(tmp_path, specs, "--amp", amp, "--threads", 1, *arguments, least=0.96, launch=launch)
-    assert all(run["ratio"] > 10 for run in runs)
-
-
-@pytest.mark.long
-def test_sign_votes_learn_digits(tmp_path):
-    """Each step moves each weight by the learning rate. Accuracy without compression is 98 %."""
-    (run,) = runs_of(tmp_path, ["signsgd:error_feedback=False"], "--lr", 0.0003)
-    assert run["test_accuracy"] > 0.98 - 0.03
+    for run in runs_of(tmp_path, specs, "--amp", amp, "--threads", 1, *arguments, launch=launch):
+        assert run["test_accuracy"] > LEARNT and run["ratio"] > 10, run["compression"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("specs", "arguments", "ratios"),
+    ("specs", "arguments"),
     [
-        (["qsgd", "terngrad", "signsgd", "onebit"], [], (10, math.inf)),
-        (["atomo", "powersgd", "acpsgd"], [], (10, math.inf)),
-        # 1-D parameters travel uncompressed.
-        (["topk"], [], (55, 80)),
         (
-            ["dgc", "per-layer:^9=none,default=topk(select=sampled,exchange=scatter_reduce)"],
-            ["--epochs", 20],
-            (0, math.inf),
+            [
+                "qsgd", "terngrad", "signsgd", "onebit", "atomo", "powersgd", "acpsgd", "topk",
+                "per-layer:^9=none,default=topk(select=sampled,exchange=scatter_reduce)",
+            ],
+            ["--epochs", 5],
         ),
+        (["dgc"], ["--epochs", 8]),  # it learns late
         # Without momentum, which would multiply what error feedback sends late.
-        (["randomk"], ["--momentum", 0, "--lr", 0.5, "--epochs", 20], (60, 100)),
+        (["randomk"], ["--momentum", 0, "--lr", 0.5, "--epochs", 8]),
+        # Each step moves each weight by the learning rate.
+        (["signsgd:error_feedback=False"], ["--lr", 0.0003, "--epochs", 4]),
     ],
-    ids=["quantized", "low-rank", "largest", "largest of others", "random"],
-)
-def test_methods_learn_digits(tmp_path, specs, arguments, ratios):
-    """All at their defaults, in half of the usual epochs but where they learn late."""
-    _, *runs = learned(tmp_path, specs, "--epochs", 10, *arguments)
-    assert all(ratios[0] < run["ratio"] < ratios[1] for run in runs)
+    ids=["most", "late", "random", "votes"],
+)  # fmt: skip
+def test_methods_learn_digits(tmp_path, specs, arguments):
+    """All at their defaults."""
+    ratios = {"topk": (55, 80), "randomk": (60, 100)}  # 1-D parameters travel uncompressed
+    for run in runs_of(tmp_path, specs, *arguments):
+        assert run["test_accuracy"] > LEARNT, run["compression"]
+        least, most = ratios.get(run["compression"], (1.2 if "per-layer" in run["compression"] else 10, math.inf))
+        assert least < run["ratio"] < most, run["compression"]
