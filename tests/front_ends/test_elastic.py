@@ -31,7 +31,7 @@ class Job:
     end: list[dict]
 
 
-@pytest.fixture(scope="module", params=["joined", pytest.param("grouped", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["grouped", pytest.param("joined", marks=pytest.mark.long)])
 def job(request, tmp_path_factory):
     folder, plan = tmp_path_factory.mktemp(request.param), PLANS[request.param]
     code, output = elastic_horovodrun("elastic_worker.py", folder, request.param, HOSTS[: plan.sizes[0]], timeout=240)

@@ -15,7 +15,7 @@ pytest.importorskip("horovod.torch")
 # Horovod notices a closed connection at once. Its launcher kills processes that are alive 5 seconds after SIGTERM.
 SECONDS_TO_NOTICE = 10
 SECONDS_TO_END = 40
-GLOO_TIMEOUT = 30  # seconds that Horovod waits for a rank's message in each cycle
+GLOO_TIMEOUT = 15  # seconds that Horovod waits for a rank's message in each cycle
 # Horovod loses an operation that is enqueued in the moment in which it shuts down. gradzip notices that in its own
 # operations. In those that Horovod's optimizer waits for itself, as for small gradients, it waits for ever: until the
 # launcher kills it. In jobs like these that happens once in some fifty times.
