@@ -10,6 +10,7 @@ from benchmarks.convergence.recipes import Run, load_data
 from benchmarks.convergence.run import train
 from benchmarks.time_to_loss import Study
 from benchmarks.whole_runs import __main__ as whole_runs
+from launch import executable
 
 QUICK = Study("convergence_quick.json", "images", "Digits")
 LOCAL = "local(every=10):phases:0=qsgd,5%=block-float(bits=4,rounding=nearest)"
@@ -25,6 +26,7 @@ def command(monkeypatch, *arguments):
 def test_a_whole_run(monkeypatch, tmp_path, one_thread):
     """Four ranks end an epoch about where four simulated workers do: sums of four numbers depend on their order."""
     monkeypatch.setattr(whole_runs, "STUDIES", (QUICK,))
+    monkeypatch.setattr(sys, "executable", str(executable()))
     file = tmp_path / "runs.json"
     command(
         monkeypatch, "--study", "quick", "--method", "acpsgd", "--epochs", "1", "--seconds", "1", "--json", str(file)
