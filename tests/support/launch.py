@@ -110,7 +110,7 @@ def elastic_horovodrun(script, folder, plan, hosts, timeout):
     (folder / "discover").write_text(f"#!/bin/sh\ncat '{folder}/hosts'\n")
     (folder / "discover").chmod(0o755)
     # A rank that does not communicate with the dead worker directly notices its death by this timeout.
-    limits = ["--gloo-timeout-seconds", "15"]
+    limits = ["--gloo-timeout-seconds", "20"]
     elastic = ["-np", str(size), "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(folder / "discover")]
     command = [*launcher(), *limits, *elastic, *python()]
     with open(folder / "output", "w") as output:
