@@ -292,7 +292,7 @@ def ddp(host: Host, compressor: gradzip.Compressor, net: Net, share: float, size
     """Steps under DDP. share: of a network's bytes, that `net` has."""
     with fake_group(size):
         model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=share * BUCKET / 2**20)
-        state = gradzip.ddp.HookState(compressor, named_parameters=net.named.items())
+        state = gradzip.ddp.HookState(compressor, None, net.named.items(), find_unused_parameters=False)
 
         def hook(state: object, bucket: Any) -> Any:
             return host.run(gradzip.ddp.hook, state, bucket)

@@ -138,7 +138,7 @@ def eager(task: Task, spec: str, checks: bool) -> Variant:
             options["momentum"] = 0.0  # DGC refuses another one
         if any(part.averaged_momentum is not None for part in compressor.parts) and kind is torch.optim.AdamW:
             kind, options = gradzip.optim.AdamW, {"lr": options["lr"]}
-        state = gradzip.ddp.HookState(compressor, named_parameters=model.named_parameters())
+        state = gradzip.ddp.HookState(compressor, None, model.named_parameters(), find_unused_parameters=False)
         replica.register_comm_hook(state, gradzip.ddp.hook)
         traffic = state.traffic
     optimizer = kind(replica.parameters(), **options)

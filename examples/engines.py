@@ -105,7 +105,7 @@ class DDP:
             traffic = gradzip.Traffic()
             model.register_comm_hook(traffic, all_reduce)
         else:
-            state = gradzip.ddp.HookState(compressor, named_parameters=names)
+            state = gradzip.ddp.HookState(compressor, named_parameters=names, find_unused_parameters=False)
             model.register_comm_hook(state, gradzip.ddp.hook)
             traffic = state.traffic
         return model, optimizer, traffic

@@ -229,7 +229,7 @@ def fake_group(size: int) -> Iterator[None]:
 def ddp_steps(compressor: gradzip.Compressor, shapes: Shapes, size: int, device: StandIn) -> Step:
     named = {name: Parameter(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
     buckets = [{name: named[name] for name in bucket} for bucket in buckets_of(shapes)]
-    state = gradzip.ddp.HookState(compressor, dist.group.WORLD, named.items())
+    state = gradzip.ddp.HookState(compressor, dist.group.WORLD, named.items(), find_unused_parameters=False)
 
     def run(gradients: dict[str, Tensor], counts: Counts) -> None:
         # The hook of the last bucket ends the step, and may wait for the device there.

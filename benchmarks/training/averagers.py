@@ -143,7 +143,7 @@ class DDP(Averager):
         if self.compressor:
             from gradzip import ddp
 
-            state = ddp.HookState(self.compressor, named_parameters=model.module.named_parameters())
+            state = ddp.HookState(self.compressor, None, model.module.named_parameters(), find_unused_parameters=False)
             model.register_comm_hook(state, ddp.hook)
         elif self.itemsize == 2:
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook

@@ -13,7 +13,7 @@ optimizer), and reaches engines through it alone:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -192,13 +192,18 @@ class Session:
         else:
             self.compressor.end_step(self.engine, self._names())
 
-    def complete(self, skipped: bool) -> None:
+    def complete(self, skipped: bool, discarded: Collection[int] = ()) -> None:
         """Complete the step, which can be dropped until then: no collectives follow.
 
         skipped: as in `end`. If so, all states are rolled back, and optimizers do not step.
+        discarded: parameters, by `id`, whose averages nobody gets: their gradients and states stay as they were. The
+            same on all ranks.
         """
         with Range("gradzip::commit"):
             groups, told, names = list(self.groups), self._told, self._names()
+            kept: dict[Group, dict[str, Tensor | None]] = {}
+            for group, parameters in told if discarded else ():
+                kept[group] = {name: p.grad for name, p in zip(group.names, parameters) if id(p) in discarded}
             self._reset()
             self.compressor.last_step_skipped = skipped
             optimizer_hooks.register(told)
@@ -209,7 +214,7 @@ class Session:
                 optimizer_hooks.skip(itertools.chain.from_iterable(of for _, of in told), culprits, warns)
             for group in groups:
                 if group.before is not None:
-                    group.end_step(skipped)
+                    group.end_step(skipped, kept.get(group, {}))
             if not skipped:
                 optimizer_hooks.take(told)
                 self.compressor.complete_step(names)
@@ -221,20 +226,6 @@ class Session:
             if not group.frozen:
                 names += group.names
         return names
-
-    def take_back(self, plan: Plan, averages: Mapping[int, Tensor]) -> None:
-        """Add averages that no optimizer gets to the residuals, so that nothing of those is lost.
-
-        Call it after `complete`, on all ranks. averages: by the parameter's number in the plan; the same on all ranks.
-        """
-        for group in plan.groups:
-            for i, state_name in zip(group.indices, group.names):
-                if i in averages:
-                    average = averages[i]
-                    chunked = group.compressed and group.node_chunks is not None
-                    taken = group.node_chunks.own(average) if chunked else average  # type: ignore[union-attr]
-                    method = self.compressor.method_for(plan.names[i], average.shape, plan.prefix)
-                    method.take_back(group, state_name, taken, plan.parameters[i].grad is None)
 
     def drop(self) -> None:
         """Drop the step in progress: its backward pass has failed or was interrupted. All states are rolled back."""

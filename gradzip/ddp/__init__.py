@@ -15,16 +15,16 @@ hook has returned: with `find_unused_parameters`, DDP then starts an all-reduce 
 The step is complete when DDP has written the averages to the gradients. A backward pass that fails before then has
 changed no state.
 
-It tells DDP which parameters no rank has used since the last step. DDP leaves their gradients alone and discards their
-averages, in which the parts of residuals are that were sent. At the end of the backward pass, those averages are added
-to the residuals again.
+With `find_unused_parameters`, DDP leaves the gradients of parameters that no rank has used since the last step as they
+were, and discards their averages. Ranks tell each other what they have used, by an all-reduce in the hook of the last
+bucket, and the states of those parameters stay as they were, too.
 """
 # No `from __future__ import annotations`: DDP refuses hooks whose annotations are strings.
 
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter, eq
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..averaging.buckets import Plan, bucket_nbytes
 from ..averaging.handshake import parameters_by_name
 from ..averaging.session import Session, check_compressor, queue_callback
-from ..collectives import Mean
+from ..collectives import Mean, ToHost
 from ..collectives.routines import Routine
 from ..collectives.traffic import Traffic, nbytes_of
 from ..methods.base.compressor import Compressor
@@ -71,7 +71,8 @@ def register(model: torch.nn.Module, compressor: Compressor) -> "HookState | Non
         return None
     if model.process_group.size() == 1:
         return None
-    state = HookState(compressor, model.process_group, model.module.named_parameters())
+    finds_unused = model.find_unused_parameters or model.static_graph
+    state = HookState(compressor, model.process_group, model.module.named_parameters(), finds_unused)
     model.register_comm_hook(state, hook)
     return state
 
@@ -107,6 +108,8 @@ class HookState:
         named_parameters: `model.named_parameters()`. Without names, parameters are numbered in the order in which DDP
             first shows them, which depends on its bucket sizes. Pass names if rules of a `PerLayer` use them, or if
             checkpoints should survive a change of the buckets.
+        find_unused_parameters: whether the DDP model has `find_unused_parameters` or `static_graph`. False saves an
+            all-reduce of a number for each parameter.
     """
 
     def __init__(
@@ -114,7 +117,9 @@ class HookState:
         compressor: Compressor,
         process_group: dist.ProcessGroup | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        find_unused_parameters: bool = True,
     ) -> None:
+        self._finds_unused = find_unused_parameters
         self._set_up(compressor, process_group, named_parameters is not None)
         if named_parameters is None and compressor.selects_by_name:
             raise ValueError(
@@ -128,6 +133,7 @@ class HookState:
             named = parameters_by_name(named_parameters, "HookState")
             self._session.name_states(named, "model")
             self._names.update((parameter, name) for name, parameter in named.items())
+            self._watch(named.values())
 
     def _set_up(self, compressor: Compressor, process_group: dist.ProcessGroup | None, has_names: bool) -> None:
         self._session = Session(compressor, "HookState")
@@ -142,12 +148,22 @@ class HookState:
         self._cap_mb: float | None = None  # `bucket_cap_mb` of rank 0
         self._cap_nbytes: float | None = None  # of joined buckets, once all parameters are known
         self._least_nbytes = 0.0  # of joined buckets, in the current step
+        self._used: list[Tensor] = []  # parameters that this rank has used since the last step; maybe several times
+        self._handles: dict[int, Any] = {}  # of hooks by which parameters come into this list, by `id`
+        self._discarded: set[int] = set()  # parameters that no rank has used, by `id`
+        weakref.finalize(self, _remove, self._handles)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"compressor": self.compressor, "has_names": self._has_names, "prefix": self._session.prefix}
+        return {
+            "compressor": self.compressor,
+            "has_names": self._has_names,
+            "prefix": self._session.prefix,
+            "finds_unused": self._finds_unused,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         compressor, has_names = state["compressor"], state["has_names"]
+        self._finds_unused = state["finds_unused"]
         self._set_up(compressor, None, has_names)
         self._session.prefix = state["prefix"]
         if not has_names:
@@ -209,9 +225,15 @@ class HookState:
             waiting = None
         if waiting is None:
             self._joined.append(waiting := _Joined())
+        gradients = [] if buffer.is_sparse else bucket.gradients()
+        if self._finds_unused:
+            used = set(map(id, self._used))
+            for parameter, view in zip(parameters, gradients):
+                is_view = parameter.grad is not None and parameter.grad.data_ptr() == view.data_ptr()
+                if is_view and id(parameter) in self._handles.keys() - used:
+                    waiting.former.append((id(parameter), view, view.clone()))
         waiting.parameters += parameters
-        waiting.averages += [] if buffer.is_sparse else bucket.gradients()
-        waiting.versions += _versions(parameters)
+        waiting.averages += gradients
         waiting.buffers.append(buffer)
         waiting.nbytes += buffer.nbytes if not buffer.is_sparse else 0
         self._futures.append((Future(devices=[buffer.device] if buffer.is_cuda else None), buffer))
@@ -238,6 +260,7 @@ class HookState:
                 for group in self._plans.pop(later).groups:
                     group.method.workspace.clear()  # DDP's first bucket is the whole model
             plan = self._plans[number] = session.plan(parameters, self._name(parameters))
+            self._watch(parameters)
         joined.plan = plan
         for i, parameter in enumerate(parameters):
             if not parameter.is_contiguous() and _is_dense(parameter):
@@ -255,9 +278,14 @@ class HookState:
 
     def _finish(self) -> None:
         """Run the routines of all buckets to their ends, and end the step: all its collectives are done."""
-        futures = self._futures
-        with self.compressor.streams.on_all(futures[0][1].device):
+        futures, device = self._futures, self._futures[0][1].device
+        with self.compressor.streams.on_all(device):
+            if self._finds_unused:
+                self._session.launch("used", {("used", 0): self._exchange_used(device)}, "used")
             self._session.finish("round")
+            for number, view, former in [of for joined in self._joined for of in joined.former]:
+                if number in self._discarded:
+                    view.copy_(former)
             sparse = [buffer._values() for _, buffer in futures if buffer.is_sparse]
             self._session.end(skipped := self._session.is_skipped(sparse))
         # A future records an event of the current stream, which now waits for the home stream. DDP waits for the event.
@@ -268,19 +296,32 @@ class HookState:
         if torch._C._current_graph_task_id() == -1:
             self._complete(skipped)
         else:
-            queue_callback(lambda: queue_callback(lambda: self._complete(skipped, written=True)))
+            queue_callback(lambda: queue_callback(lambda: self._complete(skipped)))
 
-    def _complete(self, skipped: bool, written: bool = False) -> None:
-        """Complete the step. written: whether DDP has written the averages to the gradients, and may discard some."""
+    def _complete(self, skipped: bool) -> None:
+        """Complete the step: DDP has written the averages to the gradients."""
         of_step, self._joined, self._futures = self._joined, [], []
         with self.compressor.streams.on_all(of_step[0].buffers[0].device):
-            self._session.complete(skipped)
-        # Add to the residuals the averages that DDP has discarded.
-        for joined in of_step if written and not skipped else ():
-            discarded = joined.discarded()
-            if discarded and joined.plan is not None:
-                with self.compressor.streams.on(joined.buffers[0]):
-                    self._session.take_back(joined.plan, discarded)
+            self._session.complete(skipped, self._discarded)
+        self._used.clear()
+        self._discarded.clear()
+
+    def _watch(self, parameters: Iterable[Tensor]) -> None:
+        """Have parameters come into the list of those that this rank has used."""
+        for parameter in parameters:
+            if self._finds_unused and parameter.requires_grad and id(parameter) not in self._handles:
+                self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._used.append)
+
+    def _exchange_used(self, device: torch.device) -> Routine:
+        """Coroutine: find out which parameters no rank has used."""
+        parameters = [parameter for joined in self._joined for parameter in joined.parameters]
+        used = set(map(id, self._used))
+        # Those that are not watched yet may have been used.
+        here = [id(parameter) in used or id(parameter) not in self._handles for parameter in parameters]
+        # Ones are made on the device: a copy from the host would wait for it.
+        flags = torch.ones(len(here), device=device) if all(here) else torch.tensor(here, device=device).float()
+        share = yield ToHost((yield Mean(flags)))
+        self._discarded.update(id(parameter) for parameter, of in zip(parameters, share.tolist()) if of == 0)
 
     def _connect(self, device: torch.device) -> None:
         """Connect to the ranks of the group, unless the last step had the same group."""
@@ -325,33 +366,14 @@ class _Joined:
     nbytes: int = 0  # of the buffers
     parameters: list[Tensor] = field(default_factory=list)
     averages: list[Tensor] = field(default_factory=list)  # in the buffers, by parameter; none if it is sparse
-    versions: list[int | None] = field(default_factory=list)  # of the parameters, when DDP had filled the buffer
+    # Gradients that are views of the buffers, of parameters that this rank has not used: number, view, values.
+    former: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
     plan: Plan | None = None  # once they are started
 
-    def discarded(self) -> dict[int, Tensor]:
-        """The averages that DDP has not written to gradients, less those gradients. By the parameter's number."""
-        found = {}
-        if self.averages and any(map(eq, _versions(self.parameters), self.versions)):
-            for i, (parameter, average) in enumerate(zip(self.parameters, self.averages)):
-                gradient = parameter.grad
-                if (None if gradient is None else gradient._version) != self.versions[i]:
-                    continue
-                if gradient is None:
-                    found[i] = average.float()
-                elif gradient.data_ptr() != average.data_ptr():  # else it is a view of the buffer
-                    found[i] = average.float() - gradient.float()
-        return found
 
-
-def _versions(parameters: list[Tensor]) -> list[int | None]:
-    """The numbers of in-place changes of the parameters' gradients, None without a gradient."""
-    try:
-        return list(map(_VERSION, parameters))
-    except AttributeError:  # some have no gradient
-        return [None if (gradient := parameter.grad) is None else gradient._version for parameter in parameters]
-
-
-_VERSION = attrgetter("grad._version")
+def _remove(handles: dict[int, Any]) -> None:
+    for handle in handles.values():
+        handle.remove()
 
 
 def _is_dense(parameter: Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -130,6 +130,32 @@ class State:
         self.before = None
         return True
 
+    def keep(self, parameters: Iterable[str]) -> None:
+        """Undo the step in progress for the elements of some parameters: nobody gets their averages.
+
+        What has a number for each of their elements becomes what it was before the step. All else goes on, such as the
+        step count, and factors that all ranks have.
+        """
+        before = self.before or {}
+        owner: Any = getattr(self, "owner_residual", None)
+        ranges = getattr(self, "owner_ranges", ())
+        former_owner = before.get("owner_residual") if before.get("owner_ranges") == ranges else None
+        for name in parameters:
+            shape, first = self.shapes[name], self.start_of(name)
+            for field in [field for field, of in self.field_shapes[name].items() if of == tuple(shape)]:
+                now, former = vars(self).get(field), before.get(field)
+                if now is None and former is not None:  # a residual that was sent whole
+                    now = vars(self)[field] = torch.zeros_like(former)
+                if now is not None and now is not former:
+                    _restore(self.piece(name, now), None if former is None else self.piece(name, former))
+            begin = 0
+            for start, stop in ranges:
+                low, high = max(start, first), min(stop, first + shape.numel())
+                if low < high:
+                    part = slice(begin + low - start, begin + high - start)
+                    _restore(owner[part], None if former_owner is None else former_owner[part])
+                begin += stop - start
+
     def renewed(self, field: str, like: Tensor, numel: int | None = None) -> Tensor:
         """Uninitialized flat memory for the new value of a field, with the dtype and on the device of `like`.
 
@@ -254,6 +280,11 @@ class State:
 
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+def _restore(part: Tensor, former: Tensor | None) -> None:
+    """Overwrite a part of a tensor by what it was before; None: there was nothing."""
+    part.zero_() if former is None else part.copy_(former)
 
 
 class Workspace:

@@ -24,7 +24,6 @@ from .base.registry import register
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 # Momenta of a smaller `beta` are less than the rounding errors of gradients.
-_NEGLIGIBLE = 2.0**-24
 
 # What a momentum has of the method for it.
 _OF_INNER = (
@@ -182,17 +181,14 @@ class Momentum(Compressor):
         if self._is_auto:
             self._end_warmups(engine, set(names))
 
-    def take_back(self, group: Group, name: str, average: Tensor, skipped: bool) -> None:
-        """Also make the momentum that of the optimizer: m - g', or that before the step if the optimizer skips it."""
-        super().take_back(group, name, average, skipped)
-        momentum, state = self.memory.piece(name, "momentum"), self.memory.find(name)
-        if momentum is None or state is None:
-            return
-        momentum.sub_(average)
-        state.momentum_bound += ops.abs_max(average)
-        if skipped and self.beta > _NEGLIGIBLE:
-            momentum.div_(self.beta)
-            state.momentum_bound /= self.beta
+    def keep(self, state: State, gradients: Mapping[str, Tensor | None]) -> None:
+        """Also decay the momentum where the optimizer finds zeros, which it takes for a gradient."""
+        bound = (state.before or {}).get("momentum_bound", 0.0)
+        super().keep(state, gradients)
+        state.momentum_bound = max(state.momentum_bound, bound)
+        for name, gradient in gradients.items():
+            if state.momentum is not None and gradient is not None and not gradient.count_nonzero():
+                state.piece(name, state.momentum).mul_(self.beta)
 
     def state_dict(self) -> dict[str, Any]:
         """`Compressor.state_dict`, with the class of `inner`, whose states they are."""

@@ -50,7 +50,7 @@ class Job:
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=cap_mb)
         self.buckets = buckets = []
         names = {p: name for name, p in self.named.items()}
-        self.state = state or gradzip.ddp.HookState(compressor, named_parameters=self.named.items())
+        self.state = state or gradzip.ddp.HookState(compressor, None, self.named.items(), find_unused_parameters=False)
 
         def recording_hook(state, bucket):  # no reference to `self`: a cycle would keep the DDP model alive
             if bucket.index() == 0:

@@ -53,7 +53,8 @@ class Job:
             self.model.layers[i].requires_grad_(False)
         named = list(self.model.named_parameters())
         self.ddp = DistributedDataParallel(self.model, process_group=group, **arguments)
-        self.state = state or gradzip.ddp.HookState(compressor, group, named if names else None)
+        finds_unused = self.ddp.find_unused_parameters or self.ddp.static_graph
+        self.state = state or gradzip.ddp.HookState(compressor, group, named if names else None, finds_unused)
         numbers = {p: i for i, (_, p) in enumerate(named)}
         # For each step, the parameters of each bucket. The hook must not refer to the job: DDP would never be freed.
         buckets = self.buckets = []
@@ -380,6 +381,48 @@ def taken_back(rank, size):
                             total += average if old is None else average - old
                 results[f"{spec} {views} {zeroing}"] = sums, residuals(job.state.compressor)
     return results
+
+
+@scenario
+def toggled(rank, size):
+    """A second backward pass that does not use layers 3 and 5, whose gradients are those of the first one.
+
+    What it has changed of them: the gradients, and by name the tensors with a number for each element.
+    """
+    results = {}
+    for spec in kinds.FIRST:
+        for views in (False, True):
+            job = Job(gradzip.parse(spec), find_unused_parameters=True, gradient_as_bucket_view=views)
+            for step in range(3):  # methods with phases compress
+                job.step(rank, step)
+            before, kept = job.averages(), of_elements(job)
+            for i in set(range(len(SHAPES))) - {3, 5}:
+                job.model.layers[i].grad = None
+            job.loss(rank, 3, skip=(3, 5)).backward()
+            after = of_elements(job)
+            found = [f"grad {i}" for i in (3, 5) if not torch.equal(before[i], job.model.layers[i].grad)]
+            found += [
+                key for key in {*kept, *after} if not torch.equal(kept.get(key, NOTHING), after.get(key, NOTHING))
+            ]
+            moved = any(not torch.equal(before[i], job.averages()[i]) for i in (0, 1))
+            results[f"{spec} {views}"] = found, moved
+    return results
+
+
+NOTHING = torch.zeros(0)
+
+
+def of_elements(job):
+    """What states have for each element of layers 3 and 5, and the residuals of owners, which are not 0."""
+    found = {}
+    for part in job.state.compressor.parts:
+        for name, fields in part.memory.by_parameter().items():
+            if name in ("layers.3", "layers.5"):
+                shape = SHAPES[int(name[-1])]
+                tensors = {key: t for key, t in fields.items() if isinstance(t, torch.Tensor) and t.shape == shape}
+                tensors["kept"] = kept_residual(fields)
+                found |= {f"{name} {key}": t.clone() for key, t in tensors.items() if t is not None and t.any()}
+    return found
 
 
 @scenario

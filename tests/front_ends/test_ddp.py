@@ -332,6 +332,14 @@ def test_nothing_of_a_residual_is_lost_in_averages_that_ddp_discards(world, spec
         torch.testing.assert_close(total + sum(kept) / size, wanted, rtol=0, atol=2e-5)
 
 
+def test_a_pass_changes_nothing_of_parameters_that_no_rank_uses(world):
+    """Neither their gradients, which another pass of the step has averaged, nor residuals, velocities and momenta."""
+    _, results = world
+    for of_rank in results["toggled"]:
+        assert {case: found for case, (found, _) in of_rank.items() if found} == {}
+        assert all(moved for _, moved in of_rank.values())
+
+
 def test_frozen_parameters(world):
     size, results = world
     averages, buckets = runs(results["frozen"])

@@ -82,7 +82,7 @@ def ddp_steps(compressor, recorder, which, steps=3):
     named = {name: Parameter(torch.empty(shape, device="meta")) for name, shape in SHAPES.items()}
     group = ProcessGroup(recorder, SIZE)
     with group.installed(), mock.patch("gradzip.ddp.Future", Future):
-        state = gradzip.ddp.HookState(compressor, dist.group.WORLD, named.items())
+        state = gradzip.ddp.HookState(compressor, dist.group.WORLD, named.items(), find_unused_parameters=False)
         with recorder.on(hooks):  # DDP allocates its buckets when it is made
             buffers = [torch.zeros(sum(SHAPES[n].numel() for n in names), device=DEVICE) for names in BUCKETS]
         for step in range(steps):

@@ -149,7 +149,7 @@ def data_parallel(model, optimizer, compressor, bucket_cap_mb=25):
         named = model.named_parameters()
         return model, hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compressor)
     module = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
-    state = gradzip.ddp.HookState(compressor, named_parameters=model.named_parameters())
+    state = gradzip.ddp.HookState(compressor, None, model.named_parameters(), find_unused_parameters=False)
     module.register_comm_hook(state, gradzip.ddp.hook)
     return module, optimizer
 

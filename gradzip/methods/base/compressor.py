@@ -328,19 +328,12 @@ class Compressor(ABC):
     def skip_step(self) -> None:
         """End a step that is skipped, because an average is not finite. Called on all ranks in place of `end_step`."""
 
-    def take_back(self, group: Group, name: str, average: Tensor, skipped: bool) -> None:
-        """Add what the optimizer does not get of an average to the residual, so that nothing of it is lost.
+    def keep(self, state: State, gradients: Mapping[str, Tensor | None]) -> None:
+        """Undo a step for some parameters of a state, whose averages nobody gets (`State.keep`).
 
-        Called after `complete_step`, on all ranks.
-
-        Args:
-            group: that has averaged the gradient.
-            name: of the parameter's state.
-            average: what the optimizer does not get, float32, the same on all ranks.
-            skipped: whether the optimizer skips the parameter, which has no gradient, rather than seeing another one.
+        gradients: that optimizers find in place of the averages, by name.
         """
-        if average.count_nonzero():
-            self.memory.add_to_residual(name, average, group.rank, group.size)
+        state.keep(gradients)
 
     def clean(self, state: State) -> None:
         """Remove what a step that was undone has written to a tensor of the state in place. By default, nothing."""

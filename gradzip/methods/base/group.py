@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -171,8 +171,11 @@ class Group:
             return self._uncompressed()
         return self._compressed() if report is None else report(self._compressed())
 
-    def end_step(self, skipped: bool) -> None:
-        """End a step: complete it, or undo what it has changed."""
+    def end_step(self, skipped: bool, discarded: Mapping[str, Tensor | None] | None = None) -> None:
+        """End a step: complete it, or undo what it has changed.
+
+        discarded: names whose averages nobody gets, and the gradients that optimizers find in their place.
+        """
         before, self.before = self.before, None
         self.gradients, self.parts = [], []
         if before is None:
@@ -188,6 +191,8 @@ class Group:
                     del memory.states[self.name]
                     memory.parked |= self._left
             return
+        if discarded:
+            self.method.keep(state, discarded)
         state.complete(before)
         if not (self.compressed or self._changes) and state.residual is None:
             del memory.states[self.name]  # it had a residual, which is sent
