@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import gradzip
 from benchmarks.common.arguments import Parser, at_least, output_file
 from benchmarks.common.networks import GPT
-from benchmarks.common.results import provenance, write_json
+from benchmarks.common.results import RESULTS, provenance, write_json
 from benchmarks.common.workers import Workers
 from train import learning_rate
 
@@ -36,6 +36,7 @@ examples:
   python -m benchmarks.gpu_training --seconds 330 gpu_training.json     on a GPU, what six minutes allow
   python -m benchmarks.gpu_training --layers 2 --width 64 --tokens 500 --length 32 --megabytes 1 --steps 4 small.json
 """
+STORED = RESULTS / "gpu_training.json"
 VALIDATION = 50  # one file of so many
 BETAS = (0.9, 0.95)
 RECIPE = (
@@ -172,7 +173,7 @@ def train(training: Training, of: Text, args: argparse.Namespace) -> dict[str, A
 
 def main() -> None:
     parser = Parser("gpu_training", __doc__, EXAMPLES)
-    parser.add_argument("file", metavar="FILE", type=output_file, help="of the results, JSON")
+    parser.add_argument("file", nargs="?", type=output_file, default=STORED, help="of results, JSON")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=at_least(1), help="start no variant that would end later (default: no limit)")
     for name, default, text_of in (

@@ -150,6 +150,7 @@ CHOSEN = {
     "benchmarks/training/variants.py",
     "tests/front_ends/buckets_worker.py",
     "tests/support/stateful.py",
+    "tests/tools/test_examples.py",
 }
 MOST_NAMED = 4
 
