@@ -53,7 +53,7 @@ class OnDevice:
         return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # so that one worker runs these tests: another one would wait for the compiler
 def simt_module():
     if not shutil.which("g++"):
         pytest.skip("no g++")
