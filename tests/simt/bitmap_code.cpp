@@ -132,5 +132,5 @@ int main() {
   for (const int64_t n : simt::kSizes)
     for (unsigned seed = 0; seed < (n < 5000 ? 7 : 1); ++seed) test(n, seed);
   for (const int64_t n : {63, 64, 65, 2047, 2048, 2049}) test(n, unsigned(n));
-  for (unsigned seed = 0; seed < (simt::kRaces ? 12 : simt::kLong ? 1200 : 300); ++seed) test_hostile(1 + seed * 37 % 4500, seed);
+  for (unsigned seed = 0; seed < (simt::kRaces ? 12 : 300); ++seed) test_hostile(1 + seed * 37 % 4500, seed);
 }

@@ -25,13 +25,8 @@ inline constexpr bool kSanitized = true;
 inline constexpr bool kSanitized = kRaces;
 #endif
 
-// Whether to run all sizes and streams, or a part that takes a quarter of the time.
-inline const bool kLong = std::getenv("SIMT_LONG") != nullptr;
-
 using Sizes = std::vector<int64_t>;
-inline const Sizes kSizes = kRaces  ? Sizes{33, 1025, 70001}
-                            : kLong ? Sizes{0, 1, 2, 5, 31, 32, 33, 255, 1000, 1023, 1025, 8193, 65537, 100003}
-                                    : Sizes{0, 1, 31, 33, 1025, 8193, 65537};
+inline const Sizes kSizes = kRaces ? Sizes{33, 1025, 70001} : Sizes{0, 1, 31, 33, 1025, 8193, 65537};
 
 // Memory of exactly n items, `skip` items off an aligned address, filled with a pattern on which no kernel may rely.
 template <class T>
