@@ -18,7 +18,7 @@ def test_corrupt_payloads_are_decoded_or_refused(spec):
     codec, rng = gradzip.parse(spec), np.random.default_rng(1)
     numel = 33 * 41
     refused = 0
-    for trial in range(300):
+    for trial in range(105):
         grad = torch.randn(33, 41, generator=torch.Generator().manual_seed(trial))
         valid = encode(codec, grad, Key(0, trial, "w", 0))
         data = valid.numpy().copy()
@@ -39,4 +39,4 @@ def test_corrupt_payloads_are_decoded_or_refused(spec):
                 assert decode(codec, payloads, (33, 41)).numel() == numel
             except gradzip.PayloadError:
                 refused += 1
-    assert refused > 30  # wrong lengths are always detected
+    assert refused > 12  # wrong lengths are always detected

@@ -84,8 +84,7 @@ SCATTERED = [spec for spec in kinds.exchanged() if spec.endswith("exchange=scatt
 
 
 @pytest.mark.parametrize("spec", SCATTERED)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size, shape", [*zip(SIZES, SHAPES), (2, SHAPES[4]), (4, SHAPES[1])])
 def test_replicas_are_identical_after_a_non_finite_gradient(size, shape, spec):
     group, reference = (gradzip.LocalGroup(gradzip.parse(spec), size) for _ in range(2))
     for step in range(3):

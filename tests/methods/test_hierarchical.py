@@ -72,8 +72,7 @@ every_inner_method = pytest.mark.parametrize("spec", kinds.params(INNER))
 
 
 @every_inner_method
-@pytest.mark.parametrize("shape", [(64, 48), (37, 40, 3)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype, shape", [(torch.float32, (37, 40, 3)), (torch.bfloat16, (64, 48))])
 def test_average_is_the_inner_methods_of_the_node_means_chunks(spec, shape, dtype):
     inner, nodes, places = dataclasses.replace(gradzip.parse(spec), min_numel=64), 2, 3
     group, reference = gradzip.LocalGroup(gradzip.Hierarchical(inner), (nodes, places)), Reference(inner, nodes, places)
