@@ -16,9 +16,11 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import engines
 from ..collectives import AllFinite
@@ -32,19 +34,23 @@ from ..ops import tensors as ops
 from . import handshake, optimizer_hooks
 from .buckets import Bucket, Plan
 
+# By part of a compressor, the sessions that have it.
+_sessions: Any = WeakIdKeyDictionary()
+
 
 class Session:
     """One model that a front end trains with a compressor.
 
     Args:
-        compressor: several sessions may share it.
+        compressor: several sessions may share it, unless one is in the background.
         what: the function of the user's, for errors.
+        in_background: whether its steps run in a thread of their own.
     """
 
-    def __init__(self, compressor: Compressor, what: str) -> None:
+    def __init__(self, compressor: Compressor, what: str, in_background: bool = False) -> None:
         check_compressor(compressor, what)
         optimizer_hooks.install()
-        self.compressor = compressor
+        self.compressor, self.what, self.in_background = compressor, what, in_background
         self.prefix = ""  # of the names of the states
         self.engine: Any = None  # an Engine, once connected
         # Of the current step:
@@ -82,16 +88,33 @@ class Session:
 
         Raises:
             RuntimeError: names both sides of the first difference; the same on all ranks.
+            ValueError: another session has the compressor, and one of both is in the background.
         """
+        self._share_compressor()
         description = handshake.describe(self.compressor, named.items(), self.prefix, buckets)
         of_ranks = handshake.compare(engine.allgather_bytes(description, slot))
         self.compressor.join_group(engine)
         self.engine = engine
         return of_ranks
 
-    def close(self) -> None:
-        """Leave the group: no step follows."""
-        if self.engine is not None:
+    def _share_compressor(self) -> None:
+        """Refuse to share a part of the compressor with another session, if one of both is in the background."""
+        for part in self.compressor.parts:
+            sessions = _sessions.setdefault(part, WeakSet())
+            for other in sessions - {self}:
+                if self.in_background or other.in_background:
+                    in_thread = self if self.in_background else other
+                    raise ValueError(
+                        f"{self.what}: got a compressor that {other.what} has, too, expected one of its own: "
+                        f"{in_thread.what} runs it in a thread (delay > 0)"
+                    )
+            sessions.add(self)
+
+    def close(self, works: bool = True) -> None:
+        """Leave the group: no step follows. works: whether the group does."""
+        for part in self.compressor.parts:
+            _sessions.get(part, set()).discard(self)
+        if self.engine is not None and works:
             self.engine.close()
 
     def plan(self, parameters: list[Tensor], names: list[str]) -> Plan:

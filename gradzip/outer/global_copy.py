@@ -60,6 +60,13 @@ class GlobalCopy:
         return f"{type(self.optimizer).__name__} {json.dumps(groups, default=_comparable)}"
 
     @torch.no_grad()
+    def digest(self, names: Iterable[str]) -> int:
+        """A number that changes with almost every change of these parameters: a weighted sum of their bits."""
+        sums = [self.tensors[name].view(torch.int32).sum(dtype=torch.int64) for name in names]
+        weighted = torch.stack(sums) * torch.arange(1, 2 * len(sums), 2, device=sums[0].device) if sums else None
+        return 0 if weighted is None else int(weighted.sum()) % 2**64
+
+    @torch.no_grad()
     def differences(self, parameters: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         """Global minus local parameters: in this direction, an optimizer subtracts them as it does gradients."""
         return {name: self.tensors[name] - parameters[name] for name in names}

@@ -141,7 +141,7 @@ class LocalSteps(OuterLoop):
         group: Any = None,
     ) -> None:
         self.compressor = NoCompression() if compressor is None else compressor
-        self._session = Session(self.compressor, "LocalSteps")
+        self._session = Session(self.compressor, "LocalSteps", in_background=delay > 0)
         if self.compressor.memory.loss_scale.scaler is not None:
             raise ValueError("LocalSteps: got a compressor that follows a GradScaler, expected one that does not")
         worker = Worker(model, optimizer, "LocalSteps")
@@ -177,8 +177,7 @@ class LocalSteps(OuterLoop):
             super().remove()
         finally:
             self._runner.close()
-            if not self._has_failed:  # the group may not work then
-                self._session.close()
+            self._session.close(works=not self._has_failed)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, for `load_state_dict` beside those of the model and of `optimizer`.
@@ -356,10 +355,13 @@ class LocalSteps(OuterLoop):
         if self._elastic:
             self._connect_again()
         session = self._session
-        lines = session.engine.allgather_bytes(f"{changed:d} {stays:d}\n".encode(), f"{self._slot}steps")
-        of_ranks = [tuple(map(int, line.split())) for line in lines]
-        all_stay = all(stay for _, stay in of_ranks)
-        if not any(changed for changed, _ in of_ranks):
+        turn = {"fragment": fragment, "exchange": self.exchanges, "global": self._global.digest(own)}
+        line = json.dumps({"changed": changed, "stays": stays, **turn})
+        lines = session.engine.allgather_bytes(f"{line}\n".encode(), f"{self._slot}steps")
+        of_ranks = [json.loads(line) for line in lines]
+        _check_turns([{name: of_rank[name] for name in turn} for of_rank in of_ranks])
+        all_stay = all(of_rank["stays"] for of_rank in of_ranks)
+        if not any(of_rank["changed"] for of_rank in of_ranks):
             return Exchanged(False, False, [False], all_stay)
         diverged = session.checks and not ops.all_finite(list(own.values()))
         slot = f"{self._slot}{session.prefix}{fragment}."
@@ -431,6 +433,17 @@ def _process_group(group: Any, shards: dist.ProcessGroup | None) -> Any:
             expected = 'expected those that hold the same one, as mesh["replicate"]'
             raise ValueError(f"LocalSteps: ranks {sorted(both)} hold different shards of the model, {expected}")
     return group
+
+
+def _check_turns(turns: Sequence[dict[str, int]]) -> None:
+    """Refuse ranks that are not at the same exchange, or whose global parameters differ."""
+    for rank, of_rank in enumerate(turns):
+        if of_rank != turns[0]:
+            what = "is at exchange {exchange}, of fragment {fragment}, with global parameters of digest {global:x}"
+            raise RuntimeError(
+                f"LocalSteps: rank {rank} {what.format(**of_rank)}; rank 0 {what.format(**turns[0])}; load the states "
+                "of one step on all ranks, or none"
+            )
 
 
 def _check_equal(arguments: Sequence[dict[str, Any]], whose: str) -> None:

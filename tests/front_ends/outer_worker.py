@@ -1,6 +1,7 @@
 """Scenarios for tests/front_ends/test_outer.py, run by horovodrun or torchrun: `gradzip.outer.LocalSteps`."""
 
 import copy
+import itertools
 import warnings
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
 from contract import gradient
-from harness import UNDER_HOROVOD, job, main, message, on_request, scenario
+from harness import UNDER_HOROVOD, Training, job, main, message, on_request, scenario
 
 SHAPES = {"matrix": (64, 48), "wide": (32, 96), "bias": (48,)}
 EVERY, EXCHANGES = 3, 4
@@ -330,6 +331,56 @@ def refused():
     method = gradzip.TopK(theta=0.9 + job.rank / 100)
     method = message(lambda: gradzip.outer.LocalSteps(model, optimizer, method, group=GROUP))
     return every, delay, outer, method, loads
+
+
+@scenario
+def apart():
+    """Rank 1 loads another state than rank 0, or has another global copy: the errors."""
+    results = {}
+    for case, delay in itertools.product(("older", "none", "changed"), (0, 1)):
+        model, optimizer = make(job.rank)
+        outer = gradzip.outer.LocalSteps(model, optimizer, every=4, fragments=2, delay=delay, group=GROUP)
+        older = outer.state_dict()
+        for step in range(10):
+            take_step(model, optimizer, job.rank, step)
+            older = copy.deepcopy(outer.state_dict()) if step == 6 else older
+        newer = outer.state_dict()
+        outer.remove()
+        outer = gradzip.outer.LocalSteps(model, optimizer, every=4, fragments=2, delay=delay, group=GROUP)
+        if job.rank == 0 or case != "none":
+            outer.load_state_dict(older if (job.rank, case) == (1, "older") else newer)
+        if (job.rank, case) == (1, "changed"):
+            outer._global.tensors["wide"].data[3, 5] += 1e-3
+        error, step = "", 10
+        while not error and step < 20:
+            error, step = message(take_step, model, optimizer, job.rank, step), step + 1
+        message(outer.remove)  # it may wait for an exchange that fails
+        results[f"{case}, {delay}"] = error
+    return results
+
+
+@scenario
+def shared():
+    """The errors of a compressor that exchanges in the background and serves another front end, in both orders."""
+    errors = []
+    for first, second in ((1, 0), (0, 1), (1, 1)):
+        compressor, pairs = gradzip.TopK(theta=0.9), [make(job.rank) for _ in range(2)]
+        outer = gradzip.outer.LocalSteps(*pairs[0], compressor, delay=first, group=GROUP)
+        options = {"delay": second, "group": GROUP}
+        errors.append(message(lambda: gradzip.outer.LocalSteps(*pairs[1], compressor, **options)))  # noqa: B023
+        outer.remove()
+        gradzip.outer.LocalSteps(*pairs[1], compressor, **options).remove()
+    compressor, (model, optimizer) = gradzip.TopK(theta=0.9), make(job.rank)
+    outer = gradzip.outer.LocalSteps(model, optimizer, compressor, delay=1, group=GROUP)
+    other = Training(compressor, SHAPES)
+    errors.append(message(other.step, 0))
+    outer.remove()
+    del other, outer
+    compressor, (model, optimizer) = gradzip.TopK(theta=0.9), make(job.rank)
+    other = Training(compressor, SHAPES)
+    other.step(0)
+    errors.append(message(lambda: gradzip.outer.LocalSteps(model, optimizer, compressor, delay=1, group=GROUP)))
+    return errors
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Local steps: the algorithm against a plain reference, and real jobs against workers in one process."""
 
 import copy
+import re
 import subprocess
 import sys
 
@@ -503,7 +504,19 @@ def test_the_steps_of_an_optimizer_are_counted_once():
 
 
 def run_job(tmp_path_factory, run):
-    names = ("resumed", "merged", "monitored", "streamed", "uneven", "two", "not_finite", "refused", *SPECS)
+    names = (
+        "resumed",
+        "merged",
+        "monitored",
+        "streamed",
+        "uneven",
+        "two",
+        "not_finite",
+        "refused",
+        "apart",
+        "shared",
+        *SPECS,
+    )
     return scenarios(2, "outer_worker.py", tmp_path_factory.mktemp("outer"), *names, run=run, timeout=TIMEOUT)
 
 
@@ -626,6 +639,24 @@ def test_other_arguments_and_state_dicts_are_refused(results):
         assert 'rank 0 outer = SGD [{"lr": 1.0, "momentum": 0,' in outer
         assert "rank 1 has every = 4, rank 0 every = 3" in every
         assert "rank 1 compresses with TopK" in method
+
+
+def test_ranks_at_other_exchanges_are_refused(results):
+    """On all ranks, with both sides in the error; so are global parameters that differ in one element."""
+    for of_rank in results["apart"]:
+        assert {case.partition(",")[0] for case in of_rank} == {"older", "none", "changed"}
+        for case, error in of_rank.items():
+            found = re.match(r"RuntimeError: LocalSteps: rank 1 is at (.*); rank 0 is at (.*); load the states", error)
+            assert found, (case, error)
+            one, zero = (side.rpartition(" with ")[0] for side in found.groups())
+            assert (one == zero) == case.startswith("changed"), error
+
+
+def test_a_compressor_that_exchanges_in_the_background_is_not_shared(results):
+    for *local, first, second in results["shared"]:
+        assert all("LocalSteps: got a compressor that LocalSteps has, too, expected one of its" in e for e in local)
+        assert re.search("(HookState|compression): got a compressor that LocalSteps has, too", first), first
+        assert re.search("LocalSteps: got a compressor that (HookState|compression) has, too", second), second
 
 
 @pytest.mark.long
