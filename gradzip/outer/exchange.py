@@ -205,8 +205,9 @@ class OuterLoop(ABC):
 
     def remove(self) -> None:
         """Stop counting steps: exchange no more. Waits for an exchange in progress, which is not applied."""
-        for hook, worker in zip(self._hooks, self._workers):
+        for hook in self._hooks:
             hook.remove()
+        for worker in self._workers if self._hooks else ():
             _counted.discard(worker.optimizer)
         self._hooks = []
         try:
@@ -243,8 +244,10 @@ class OuterLoop(ABC):
             self._apply()
         schedule, fragment = self.schedule, self._next
         names = self._fragments[fragment]
+        # They may have changed without a step, too: weights were averaged, say.
+        changed = not self._equal or (stays and any(self._global.differs(w.parameters, names) for w in self._workers))
         differences = [self._global.differences(worker.parameters, names) for worker in self._workers]
-        wait = self._average(fragment, differences, stays)
+        wait = self._average(fragment, differences, changed, stays)
         self._next = (fragment + 1) % len(self._fragments)
         for worker in self._workers:
             worker.steps = schedule.turn(fragment) % schedule.every
@@ -295,8 +298,13 @@ class OuterLoop(ABC):
     # --- what jobs and workers in one process do differently
 
     @abstractmethod
-    def _average(self, fragment: int, differences: list[dict[str, Tensor]], stays: bool) -> Callable[[], Exchanged]:
-        """Begin to average the differences of all workers, which may be changed. Returns what waits for that."""
+    def _average(
+        self, fragment: int, differences: list[dict[str, Tensor]], changed: bool, stays: bool
+    ) -> Callable[[], Exchanged]:
+        """Begin to average the differences of all workers, which it may change. Returns what waits for that.
+
+        changed: whether any worker here has changed parameters.
+        """
 
     @abstractmethod
     def _step(self, averages: dict[str, Tensor], skipped: bool) -> None:
@@ -341,9 +349,11 @@ class LocalWorkers(OuterLoop):
         """Payload bytes that each worker has sent so far."""
         return self._group.bytes_sent
 
-    def _average(self, fragment: int, differences: list[dict[str, Tensor]], stays: bool) -> Callable[[], Exchanged]:
-        exchanged = Exchanged(not self._equal, False, [], stays)
-        if exchanged.changed:
+    def _average(
+        self, fragment: int, differences: list[dict[str, Tensor]], changed: bool, stays: bool
+    ) -> Callable[[], Exchanged]:
+        exchanged = Exchanged(changed, False, [], stays)
+        if changed:
             exchanged.averages = self._group.step(differences, fragment)[0]
             exchanged.skipped = self._group.compressors[0].last_step_skipped
             exchanged.diverged = [not ops.all_finite(list(of_worker.values())) for of_worker in differences]

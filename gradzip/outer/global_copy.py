@@ -67,6 +67,16 @@ class GlobalCopy:
         return 0 if weighted is None else int(weighted.sum()) % 2**64
 
     @torch.no_grad()
+    def differs(self, parameters: Mapping[str, Tensor], names: Iterable[str]) -> bool:
+        """Whether local parameters are not the global ones, rounded to their types. Waits for the device."""
+        return not all(torch.equal(self.tensors[name].to(parameters[name].dtype), parameters[name]) for name in names)
+
+    @torch.no_grad()
+    def take_over(self, parameters: Mapping[str, Tensor]) -> None:
+        """Make local parameters the global ones."""
+        torch._foreach_copy_(list(self.tensors.values()), [parameters[name] for name in self.tensors])
+
+    @torch.no_grad()
     def differences(self, parameters: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         """Global minus local parameters: in this direction, an optimizer subtracts them as it does gradients."""
         return {name: self.tensors[name] - parameters[name] for name in names}

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -220,6 +221,21 @@ class LocalSteps(OuterLoop):
         self._workers[0].steps, self._next = state_dict["steps"], state_dict["next"]
         self.exchanges, self._equal = state_dict["exchanges"], state_dict["equal"]
 
+    def _begin(self) -> None:
+        super()._begin()
+        self._hooks.append(self._workers[0].optimizer.register_step_pre_hook(self._take_over))
+
+    def _take_over(self, *_: Any) -> None:
+        """Before a step: take over parameters that have changed since the last exchange without a step."""
+        (worker,) = self._workers
+        if self._equal and self.is_started and self._global.differs(worker.parameters, self._global.tensors):
+            warnings.warn(
+                "LocalSteps: got parameters that were changed without a step, as by model.load_state_dict: they are "
+                "the global ones now; change them alike on all ranks",
+                stacklevel=2,
+            )
+            self._global.take_over(worker.parameters)
+
     # --- a rank that joins others
 
     def _shared_state(self) -> dict[str, Any]:
@@ -326,9 +342,11 @@ class LocalSteps(OuterLoop):
 
     # --- an exchange
 
-    def _average(self, fragment: int, differences: list[dict[str, Tensor]], stays: bool) -> Callable[[], Exchanged]:
+    def _average(
+        self, fragment: int, differences: list[dict[str, Tensor]], changed: bool, stays: bool
+    ) -> Callable[[], Exchanged]:
         exchange = self._exchange if self._replicas is None else self._replicas.exchange
-        return self._runner.submit(exchange, fragment, differences[0], not self._equal, stays)
+        return self._runner.submit(exchange, fragment, differences[0], changed, stays)
 
     def _receive(self) -> None:
         if self._replicas is None:

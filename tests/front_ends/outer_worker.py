@@ -360,6 +360,32 @@ def apart():
 
 
 @scenario
+def by_hand():
+    """Parameters after `synchronize`, if rank 0 has changed them without a step; the error of a step in its place."""
+    after = []
+    for options in ({}, {"fragments": 2}, {"fragments": 2, "delay": 1, "blend": 0.5}):
+        for steps in (0, 4):
+            model, optimizer = make(job.rank)
+            outer = gradzip.outer.LocalSteps(model, optimizer, every=4, group=GROUP, **options)
+            for step in range(steps):
+                take_step(model, optimizer, job.rank, step)
+            if job.rank == 0:
+                model.matrix.data[5] += 1
+            outer.synchronize()
+            after.append(parameters(model))
+            outer.remove()
+    model, optimizer = make(job.rank)
+    outer = gradzip.outer.LocalSteps(model, optimizer, every=1, group=GROUP)
+    if job.rank == 0:
+        model.matrix.data[5] += 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        error = message(take_step, model, optimizer, job.rank, 0)
+    outer.remove()
+    return after, error
+
+
+@scenario
 def shared():
     """The errors of a compressor that exchanges in the background and serves another front end, in both orders."""
     errors = []
