@@ -73,6 +73,8 @@ def register(model: torch.nn.Module, compressor: Compressor) -> "HookState | Non
         return None
     finds_unused = model.find_unused_parameters or model.static_graph
     state = HookState(compressor, model.process_group, model.module.named_parameters(), finds_unused)
+    if model.static_graph:
+        state._unnumbered = len(str(model._get_ddp_logging_data()["bucket_sizes"]).split(","))
     model.register_comm_hook(state, hook)
     return state
 
@@ -151,6 +153,7 @@ class HookState:
         self._used: list[Tensor] = []  # parameters that this rank has used since the last step; maybe several times
         self._handles: dict[int, Any] = {}  # of hooks by which parameters come into this list, by `id`
         self._discarded: set[int] = set()  # parameters that no rank has used, by `id`
+        self._unnumbered = 0  # buckets of the first pass of a static graph, in which DDP gives all the number 0
         weakref.finalize(self, _remove, self._handles)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -184,15 +187,18 @@ class HookState:
 
     def average_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Start averaging a bucket; with the last one, end the step. Called by `hook`."""
-        buffer = bucket.buffer()
+        buffer, number, is_last = bucket.buffer(), bucket.index(), bucket.is_last()
+        if self._unnumbered:
+            number = len(self._futures)
+            is_last = number == self._unnumbered - 1
         try:
-            if bucket.index() == 0:
+            if number == 0:
                 self._begin(bucket.parameters(), buffer)
             with self.compressor.streams.on(buffer):
-                self._add(bucket, buffer)
+                self._add(bucket, buffer, number, is_last)
             future = self._futures[-1][0]
-            if bucket.is_last():
-                self._all_named = True
+            if is_last:
+                self._all_named, self._unnumbered = True, 0
                 self._finish()
         except BaseException:
             self._drop()
@@ -210,12 +216,12 @@ class HookState:
         self._connect(buffer.device)
         self._choose_least_nbytes(buffer)
 
-    def _add(self, bucket: dist.GradBucket, buffer: Tensor) -> None:
+    def _add(self, bucket: dist.GradBucket, buffer: Tensor, number: int, is_last: bool) -> None:
         """Add a bucket to those of the step, and start it, unless it waits for the next one."""
-        index, parameters = bucket.index(), bucket.parameters()
-        if index != len(self._futures):
+        parameters = bucket.parameters()
+        if number != len(self._futures):
             raise RuntimeError(
-                f"HookState: got bucket {index}, expected bucket {len(self._futures)} of the same model: "
+                f"HookState: got bucket {number}, expected bucket {len(self._futures)} of the same model: "
                 "give each DDP model a HookState of its own"
             )
         waiting = self._joined[-1] if self._joined and self._joined[-1].plan is None else None
@@ -237,7 +243,7 @@ class HookState:
         waiting.buffers.append(buffer)
         waiting.nbytes += buffer.nbytes if not buffer.is_sparse else 0
         self._futures.append((Future(devices=[buffer.device] if buffer.is_cuda else None), buffer))
-        if buffer.is_sparse or bucket.is_last() or waiting.nbytes >= self._least_nbytes:
+        if buffer.is_sparse or is_last or waiting.nbytes >= self._least_nbytes:
             self._start(waiting)
 
     def _choose_least_nbytes(self, buffer: Tensor) -> None:

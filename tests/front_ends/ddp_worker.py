@@ -431,6 +431,34 @@ def frozen(rank, size):
     return job.run(rank)
 
 
+class Mixed(torch.nn.Module):
+    """Parameters of two dtypes, and a sparse gradient: several buckets in the first pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, 40, sparse=True)
+        self.first = torch.nn.Linear(40, 48, dtype=torch.bfloat16)
+        self.second = torch.nn.Linear(48, 30)
+
+    def forward(self, ids):
+        return self.second(self.first(self.embedding(ids).bfloat16()).float())
+
+
+@scenario
+def static_graphs(rank, size):
+    """The averages of three steps without and with `static_graph`."""
+    results = []
+    for static in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Mixed(), static_graph=static)
+        gradzip.ddp.register(model, gradzip.TopK(theta=0.9))
+        for step in range(3):
+            model.zero_grad()
+            model((torch.arange(20) * (step + 1 + rank)) % 50).square().mean().backward()
+            results.append([p.grad.to_dense().clone() for p in model.parameters()])
+    return results
+
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64] * 2
 
 

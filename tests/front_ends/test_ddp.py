@@ -340,6 +340,13 @@ def test_a_pass_changes_nothing_of_parameters_that_no_rank_uses(world):
         assert all(moved for _, moved in of_rank.values())
 
 
+def test_static_graphs_with_several_buckets_in_the_first_pass(world):
+    """DDP gives all of them the number 0: parameters of two dtypes and a sparse gradient."""
+    for of_rank in world[1]["static_graphs"]:
+        for plain, static in zip(of_rank[:3], of_rank[3:]):
+            assert all(torch.equal(a, b) and a.any() for a, b in zip(plain, static))
+
+
 def test_frozen_parameters(world):
     size, results = world
     averages, buckets = runs(results["frozen"])
