@@ -53,6 +53,7 @@ class Session:
         self.compressor, self.what, self.in_background = compressor, what, in_background
         self.prefix = ""  # of the names of the states
         self.engine: Any = None  # an Engine, once connected
+        self._skipped_at: float | None = None  # the loss scale of the last step, if that was skipped
         # Of the current step:
         self.buckets: dict[Any, Bucket] = {}  # in progress, in the order in which they were started
         self.groups: dict[Group, None] = {}  # started so far
@@ -232,13 +233,17 @@ class Session:
             optimizer_hooks.register(told)
             if skipped:
                 culprits = [name for group in groups if not group.finite for name in group.culprits]
-                # GradScaler skips steps as a matter of course.
-                warns = self.compressor.memory.loss_scale.scaler is None
+                # A GradScaler skips steps as a matter of course, and lowers its scale. It does not see parameters that
+                # are in none of its optimizers.
+                scale = self.compressor.memory.loss_scale
+                warns = scale.scaler is None or scale.value == self._skipped_at
+                self._skipped_at = scale.value
                 optimizer_hooks.skip(itertools.chain.from_iterable(of for _, of in told), culprits, warns)
             for group in groups:
                 if group.before is not None:
                     group.end_step(skipped, kept.get(group, {}))
             if not skipped:
+                self._skipped_at = None
                 optimizer_hooks.take(told)
                 self.compressor.complete_step(names)
 

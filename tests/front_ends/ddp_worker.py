@@ -572,6 +572,26 @@ def non_finite(rank, size):
     return results
 
 
+@scenario
+def outside(rank, size):
+    """Warnings of steps under a GradScaler with an overflow: in a parameter of no optimizer, and in one of the SGD."""
+    found = {}
+    for i in (3, 0):
+        job = Job(gradzip.NoCompression())
+        sgd = torch.optim.SGD([job.model.layers[0]], lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        job.state.compressor.follow(scaler)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(3):
+                job.ddp.zero_grad()
+                scaler.scale(job.loss(rank, step, change=lambda grads: grads[i].fill_(torch.inf))).backward()  # noqa: B023
+                scaler.step(sgd)
+                scaler.update()
+        found[i] = [str(warning.message) for warning in caught if "average" in str(warning.message)]
+    return found
+
+
 # Compression, and how a step is taken. Parameters have weight decays of their own.
 DECAYS = [0.1, 0.02]
 DECAY_STEPS = 10

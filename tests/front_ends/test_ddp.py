@@ -347,6 +347,13 @@ def test_static_graphs_with_several_buckets_in_the_first_pass(world):
             assert all(torch.equal(a, b) and a.any() for a, b in zip(plain, static))
 
 
+def test_an_overflow_that_a_scaler_does_not_see_is_a_warning(world):
+    """It keeps its scale, so that all steps are skipped. From the second one on, the parameter is named."""
+    for of_rank in world[1]["outside"]:
+        assert len(of_rank[3]) == 2 and all("'layers.3'" in text for text in of_rank[3])
+        assert of_rank[0] == []
+
+
 def test_frozen_parameters(world):
     size, results = world
     averages, buckets = runs(results["frozen"])
