@@ -13,6 +13,7 @@ optimizer), and reaches engines through it alone:
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -53,6 +54,7 @@ class Session:
         self.compressor, self.what, self.in_background = compressor, what, in_background
         self.prefix = ""  # of the names of the states
         self.engine: Any = None  # an Engine, once connected
+        self._seen: Any = None  # the number of the compressor's choice in the last step: loading changes it
         self._skipped_at: float | None = None  # the loss scale of the last step, if that was skipped
         # Of the current step:
         self.buckets: dict[Any, Bucket] = {}  # in progress, in the order in which they were started
@@ -246,6 +248,20 @@ class Session:
                 self._skipped_at = None
                 optimizer_hooks.take(told)
                 self.compressor.complete_step(names)
+                if self._seen != self.compressor.choice_number:
+                    self._seen = self.compressor.choice_number
+                    self._warn_of_other_names()
+
+    def _warn_of_other_names(self) -> None:
+        """Warn of loaded states that no parameter has."""
+        known = self.compressor.memory.names.names()
+        others = sorted({name for part in self.compressor.parts for name in part.memory.parked} - known)
+        if known and others:
+            warnings.warn(
+                f"{self.what}: got states of {others[0]!r} (of {len(others)} names) that no parameter has, expected "
+                f"names such as {min(known)!r}: load the states of this model, by the names that it had then",
+                stacklevel=2,
+            )
 
     def _names(self) -> list[str]:
         """The names of the states of the parameters that the step has averaged, without frozen ones."""

@@ -62,6 +62,10 @@ class StateNames:
                     return prefix, name
         return None
 
+    def names(self) -> set[str]:
+        """The names of the states of all parameters so far."""
+        return {prefix + name for prefix, named in self._models.items() for name in named}
+
     def deleted(self) -> list[str]:
         """The names of the states of parameters that no longer exist."""
         models = self._models.items()

@@ -200,6 +200,25 @@ def resumed(rank, size):
 
 
 @scenario
+def other_names(rank, size):
+    """The warnings of each of two steps with states that were saved under other names, and under their own."""
+    job = Job(gradzip.TopK(theta=0.9))
+    job.step(rank, 0)
+    saved = job.state.state_dict()
+    renamed = {f"_orig_mod.{name}": fields for name, fields in saved["states"].items()}
+    found = []
+    for states in (renamed, saved["states"]):
+        again = Job(gradzip.TopK(theta=0.9))
+        again.state.load_state_dict({**saved, "states": states})
+        for step in (1, 2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                again.step(rank, step)
+            found.append([str(warning.message) for warning in caught if "HookState" in str(warning.message)])
+    return found
+
+
+@scenario
 def copied(rank, size):
     """The next step of copies of a DDP model with their hooks, and of the model itself."""
     results = {}

@@ -354,6 +354,13 @@ def test_an_overflow_that_a_scaler_does_not_see_is_a_warning(world):
         assert of_rank[0] == []
 
 
+def test_states_that_no_parameter_claims_are_a_warning(world):
+    for first, *others in world[1]["other_names"]:
+        (text,) = first
+        assert "got states of '_orig_mod.layers." in text and "expected names such as 'layers.0'" in text
+        assert others == [[], [], []]
+
+
 def test_frozen_parameters(world):
     size, results = world
     averages, buckets = runs(results["frozen"])
