@@ -47,12 +47,15 @@ class Averaged:
 
     name: of the group.
     compressed_momentum: whether the averages are those of `Compressor.compresses_momentum`.
+    warms_up: whether they are not yet, though the method that does so has averaged them.
     method: the one with momentum.
     """
 
-    def __init__(self, name: str, compressed_momentum: bool, method: Compressor, parameters: Iterable[Tensor]) -> None:
-        self.name = name
-        self.compressed_momentum = compressed_momentum
+    def __init__(self, group: Group, method: Compressor, parameters: Iterable[Tensor]) -> None:
+        self.name = group.name
+        self.compressed_momentum = group.compressed_momentum
+        momenta = group.method is method and method.averaged_momentum is not None
+        self.warms_up = momenta and not group.compressed_momentum
         self.method = weakref.ref(method)
         self._parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
 
@@ -113,7 +116,7 @@ def register(told: Iterable[tuple[Group, Sequence[Tensor]]]) -> None:
         elif group.later_methods:  # an optimizer that will not fit is refused now, and not when the phase begins
             method = next((later for later in group.later_methods if later.averaged_momentum is not None), None)
         if method is not None and not group.frozen:
-            averaged_so = Averaged(group.name, group.compressed_momentum, method, parameters)
+            averaged_so = Averaged(group, method, parameters)
             _averaged.update(dict.fromkeys(map(id, parameters), averaged_so))
         elif _averaged:
             for parameter in parameters:

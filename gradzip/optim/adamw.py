@@ -37,7 +37,7 @@ class AdamW(Optimizer):
     compression as large as others have, and training diverges without the limit. There is none if beta1^2 >= beta2.
 
     Where v is 0, as for characters that the warm-up has not seen, there is no scale to step by. Such elements are
-    decayed only, for as long as momenta are compressed.
+    decayed only, for as long as momenta are compressed, and their m is 0.
 
     The optimizer learns from the front end which averages are of compressed momenta: nothing else is to be set. With
     `LocalGroup`, call its `tell_optimizers`.
@@ -94,6 +94,10 @@ class AdamW(Optimizer):
 
     def _check(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         for parameter in gradients:
+            averaged, state = optimizer_hooks.averaged(parameter), self.state.get(parameter)
+            if averaged and averaged.warms_up and state and state["exp_avg_sq_step"] < state["step"]:
+                got = f"got a second moment of {averaged.name!r} that stands still, as while Momentum compresses"
+                raise ValueError(f"AdamW: {got}, but Momentum warms up: load the compressor's state of that step, too")
             momentum = _compressed_momentum(parameter)
             if momentum is not None and not self.state.get(parameter):
                 got = f"got a compressed momentum as the first average of {momentum.name!r}, expected gradients first"
@@ -150,6 +154,8 @@ class AdamW(Optimizer):
             torch._foreach_div_(divisors, limits)  # infinite where v is 0
             torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
             torch._foreach_addcdiv_(parameters, first, divisors, [-lr * factor for factor in unbiased])
+            # There is no scale for it: once v is learnt again, a step would divide it by eps.
+            torch._foreach_mul_(first, limits)
 
     def _state(self, parameter: Tensor) -> dict[str, Any]:
         """The state of a parameter, under the names of torch's AdamW, and one more."""

@@ -108,7 +108,7 @@ def reference(name, averages, warmup):
             v = beta2 * v + (1 - beta2) * g**2
         update = m / (1 - beta1**t) / (np.sqrt(v / (1 - beta2 ** min(t, warmup))) + eps)
         if t > warmup:
-            update = np.clip(update, -LARGEST, LARGEST)
+            update, m = np.clip(update, -LARGEST, LARGEST), np.where(v > 0, m, 0.0)
         p = (1 - lr * decay) * p - lr * np.where(v > 0, update, 0.0)
     return p, m, v
 
@@ -131,7 +131,8 @@ def test_its_momentum_is_the_shared_one():
     for name in ("w", "v"):
         shared = [compressor.memory.piece(name, "momentum") for compressor in job.group.compressors]
         assert equal(shared, [shared[0]] * 3)
-        torch.testing.assert_close(job.states[name]["exp_avg"], 0.1 * shared[0], rtol=0, atol=1e-5)
+        learnt = job.states[name]["exp_avg_sq"] > 0
+        torch.testing.assert_close(job.states[name]["exp_avg"], 0.1 * shared[0] * learnt, rtol=0, atol=1e-5)
 
 
 def test_the_second_moment_stands_still():
@@ -142,15 +143,37 @@ def test_the_second_moment_stands_still():
 
 
 def test_elements_without_a_second_moment_are_only_decayed():
-    """Their momenta are not 0: a step would be lr m / eps, a million times as large as others."""
+    """Also by the next step of torch's AdamW: of a momentum that is not 0, it would be lr m / eps."""
     job = Job(momentum()).train(WARMUP)
     before = job.parameters["w"].detach().clone()
     job.train(4)
     decayed = before.double() * (1 - OPTIONS["lr"] * OPTIONS["weight_decay"]) ** 4
-    assert (job.states["w"]["exp_avg"][SEEN:] != 0).all()
+    assert not job.states["w"]["exp_avg"][SEEN:].any() and job.states["w"]["exp_avg"][:SEEN].all()
     torch.testing.assert_close(job.parameters["w"][SEEN:].detach().double(), decayed[SEEN:], rtol=1e-6, atol=0)
     moved = (job.parameters["w"].detach() - decayed)[:SEEN].abs()
     assert moved.min() > 0 and moved.max() < 1
+    of_torch = torch.optim.AdamW(job.parameters.values())
+    of_torch.load_state_dict(job.optimizer.state_dict())
+    before = job.parameters["w"].detach().clone()
+    for name, parameter in job.parameters.items():
+        parameter.grad = gradients(0, 0)[name]
+    of_torch.step()
+    decayed = before.double() * (1 - OPTIONS["lr"] * OPTIONS["weight_decay"])
+    torch.testing.assert_close(job.parameters["w"][SEEN:].detach().double(), decayed[SEEN:], rtol=1e-6, atol=0)
+
+
+def test_a_compressor_whose_state_was_not_loaded_is_refused():
+    """Its Momentum warms up again, while the second moment stands still since the first warm-up."""
+    job = Job(momentum()).train(WARMUP + 2)
+    again = Job(momentum())
+    again.optimizer.load_state_dict(job.optimizer.state_dict())
+    with pytest.raises(
+        ValueError, match=r"AdamW: got a second moment of '[wv].*' that stands still.* load the compressor"
+    ):
+        again.train(1)
+    for own, saved in zip(again.group.compressors, job.group.compressors):
+        own.load_state_dict(saved.state_dict())
+    again.train(1)
 
 
 def test_no_element_moves_further_than_adamw_can_move_it():
