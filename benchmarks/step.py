@@ -278,7 +278,8 @@ def main() -> int:
     failed: dict[str, str] = {}
     with group_of_one(args.device):
         specs = args.methods or SPECS
-        variants = ["stock", *HOOKS, *specs]
+        # torch's bf16 hook needs NCCL.
+        variants = ["stock", *(name for name in HOOKS if args.device == "cuda" or name != "bf16 hook"), *specs]
         if args.device == "cuda":
             variants += [f"{spec}{UNCHECKED}" for spec in specs]
         if args.device == "cuda" and not args.methods:

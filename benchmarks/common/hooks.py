@@ -45,7 +45,7 @@ def fp8_hook(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future
     dist.all_to_all_single(received, sent, group=group)
     own = _encode(_decode(received).view(size, part).sum(0).div_(size))
     gathered = own.new_empty(size * own.shape[0], own.shape[1])
-    work = dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
+    work = dist.all_gather(list(gathered.chunk(size)), own, group=group, async_op=True)
 
     def decode(_: Future[object]) -> Tensor:
         return flat.copy_(_decode(gathered)[: flat.numel()])

@@ -111,11 +111,11 @@ def _step(group: Sequence[Compressor], grad: Tensor, name: str, ranks: int, cloc
             start = clock(grad.device)
             first = advance(routines[0], results[0])
             seconds.append(clock(grad.device) - start)
+            others = [advance(routine, result) for routine, result in zip(routines[1:], results[1:])]
             if isinstance(first, Done):
                 return Compressed(tuple(rounds), seconds[0], sum(seconds[1:])), grads[0]
             if not isinstance(first, (AllFinite, ToHost)):
                 rounds.append(_round(first, rounds, ranks))
-            others = [advance(routine, result) for routine, result in zip(routines[1:], results[1:])]
             start = clock(grad.device)
             results = local.run([first, *others] if len(group) == ranks else [first] * ranks)
             if isinstance(first, RingSum):  # compresses while it communicates

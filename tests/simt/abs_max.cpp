@@ -7,7 +7,9 @@
 using namespace gradzip;
 
 int main() {
-  for (int64_t n : simt::kSizes)
+  simt::Sizes sizes = simt::kSizes;  // and some whose last element is the largest one
+  sizes.insert(sizes.end(), {2, 5, 1000, 1023});
+  for (int64_t n : sizes)
     for (simt::Kind kind : simt::kKinds) {
       const simt::Buffer<float> x(simt::data(kind, n), n % 4);
       float expected;
