@@ -161,7 +161,7 @@ def test_resnet50_has_the_published_parameters():
 @pytest.mark.long
 def test_step_times_are_measured(monkeypatch, tmp_path, capsys):
     path = tmp_path / "steps.json"
-    arguments = ["--image-size", "32", "--batch-size", "2", "--steps", "1", "--rounds", "2", "--json", str(path)]
+    arguments = ["--image-size", "32", "--batch-size", "2", "--steps", "1", "--rounds", "1", "--json", str(path)]
     monkeypatch.setattr(sys, "argv", ["step.py", *arguments, "acpsgd"])
     assert step.main() == 0
     rows = {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
