@@ -47,15 +47,14 @@ class Averaged:
 
     name: of the group.
     compressed_momentum: whether the averages are those of `Compressor.compresses_momentum`.
-    warms_up: whether they are not yet, though the method that does so has averaged them.
+    warms_up: whether they are not, though the method with momentum has averaged them.
     method: the one with momentum.
     """
 
     def __init__(self, group: Group, method: Compressor, parameters: Iterable[Tensor]) -> None:
         self.name = group.name
         self.compressed_momentum = group.compressed_momentum
-        momenta = group.method is method and method.averaged_momentum is not None
-        self.warms_up = momenta and not group.compressed_momentum
+        self.warms_up = group.method is method and not group.compressed_momentum
         self.method = weakref.ref(method)
         self._parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
 

@@ -95,6 +95,7 @@ class AdamW(Optimizer):
     def _check(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         for parameter in gradients:
             averaged, state = optimizer_hooks.averaged(parameter), self.state.get(parameter)
+            # (Methods that apply momentum are refused: it is Momentum.)
             if averaged and averaged.warms_up and state and state["exp_avg_sq_step"] < state["step"]:
                 got = f"got a second moment of {averaged.name!r} that stands still, as while Momentum compresses"
                 raise ValueError(f"AdamW: {got}, but Momentum warms up: load the compressor's state of that step, too")
