@@ -12,6 +12,7 @@ optimizer), and reaches engines through it alone:
 
 from __future__ import annotations
 
+import gc
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -102,16 +103,21 @@ class Session:
 
     def _share_compressor(self) -> None:
         """Refuse to share a part of the compressor with another session, if one of both is in the background."""
+        if self._rival() is not None:
+            gc.collect()  # one that nothing refers to any more: when it is freed differs between ranks
+        if (other := self._rival()) is not None:
+            in_thread = self if self.in_background else other
+            raise ValueError(
+                f"{self.what}: got a compressor that {other.what} has, too, expected one of its own: {in_thread.what} "
+                "runs it in a thread (delay > 0)"
+            )
         for part in self.compressor.parts:
-            sessions = _sessions.setdefault(part, WeakSet())
-            for other in sessions - {self}:
-                if self.in_background or other.in_background:
-                    in_thread = self if self.in_background else other
-                    raise ValueError(
-                        f"{self.what}: got a compressor that {other.what} has, too, expected one of its own: "
-                        f"{in_thread.what} runs it in a thread (delay > 0)"
-                    )
-            sessions.add(self)
+            _sessions.setdefault(part, WeakSet()).add(self)
+
+    def _rival(self) -> Session | None:
+        """Another session that has a part of the compressor, if one of both is in the background."""
+        others = {other for part in self.compressor.parts for other in _sessions.get(part, ())} - {self}
+        return next((other for other in others if self.in_background or other.in_background), None)
 
     def close(self, works: bool = True) -> None:
         """Leave the group: no step follows. works: whether the group does."""
