@@ -12,11 +12,11 @@ from typing import Any
 from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks, stored
 from benchmarks.common.tables import markdown
+from benchmarks.step import CAPTURED, UNCHECKED
 
 PAGE = ROOT / "docs" / "gpu.md"
 START = "<!-- table: python -m benchmarks.gpu --write -->\n\n"
 TRANSFORMER = "<!-- table of a transformer: python -m benchmarks.gpu --write -->\n\n"
-UNCHECKED = ", skip_nonfinite(False)"  # the end of the names of variants
 TASKS = {
     "training": "ResNet-50 with {batch_size} images of {image_size} x {image_size}, in float32",
     "gpt2": "GPT-2 (124 M parameters) with {batch_size} x {length} tokens, in bfloat16 autocast",
@@ -102,7 +102,7 @@ def step_rows(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
         if name.endswith(UNCHECKED):
             continue
         unchecked = by_name.get(f"{name}{UNCHECKED}")
-        base = by_name["stock, captured" if name.endswith("captured") else "stock"]
+        base = by_name[f"stock{CAPTURED}" if name.endswith(CAPTURED) else "stock"]
         yield [
             f"`{name}`", f"{row['ms']:.1f}", f"{row['ms_p20']:.1f} to {row['ms_p80']:.1f}", f"{row['added_ms']:+.1f}",
             f"{unchecked['added_ms']:+.1f}" if unchecked else "", f"{row['host_ms']:.1f}",

@@ -23,8 +23,6 @@ from .base.registry import register
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
-# Momenta of a smaller `beta` are less than the rounding errors of gradients.
-
 # What a momentum has of the method for it.
 _OF_INNER = (
     "rounds", "max_numel", "vectors", "asymmetric", "error_feedback", "unbiased", "residual_decay", "rank_local",

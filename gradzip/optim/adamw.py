@@ -99,9 +99,8 @@ class AdamW(Optimizer):
             if averaged and averaged.warms_up and state and state["exp_avg_sq_step"] < state["step"]:
                 got = f"got a second moment of {averaged.name!r} that stands still, as while Momentum compresses"
                 raise ValueError(f"AdamW: {got}, but Momentum warms up: load the compressor's state of that step, too")
-            momentum = _compressed_momentum(parameter)
-            if momentum is not None and not self.state.get(parameter):
-                got = f"got a compressed momentum as the first average of {momentum.name!r}, expected gradients first"
+            if averaged and averaged.compressed_momentum and not state:
+                got = f"got a compressed momentum as the first average of {averaged.name!r}, expected gradients first"
                 what_to_do = "give Momentum more warmup_steps, or this parameter another method with PerLayer"
                 raise ValueError(f"AdamW: {got}, of which to learn the second moment: {what_to_do}")
 

@@ -22,7 +22,6 @@ from harness import main, message, on_request, scenario
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 4
-WARM_UP = 11  # steps that torch asks for before DDP is captured
 HIERARCHICAL = [f"hierarchical:inner={i},local_size=2" for i in ("acpsgd(min_numel=256)", "topk(theta=0.9)")]
 RING = (
     "gradiveq:warmup_steps=0,sample_steps=2,compress_steps=3,sampling=qsgd(bits=8),stop=None,slice_size=200,"
@@ -197,11 +196,11 @@ def captured_differs(spec, rank):
         return [p.grad.clone() for p in job.ddp.parameters()]
 
     plain = job()
-    expected = [step(plain, gradients(number)) for number in range(WARM_UP + 4)][WARM_UP:]
+    expected = [step(plain, gradients(number)) for number in range(test_gpu.WARM_UP + 4)][test_gpu.WARM_UP :]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         replayed = job()
-        for number in range(WARM_UP):
+        for number in range(test_gpu.WARM_UP):
             step(replayed, gradients(number))
         inputs = [gradients(0) for _ in range(2)]
     torch.cuda.synchronize()
@@ -209,7 +208,7 @@ def captured_differs(spec, rank):
     with torch.cuda.graph(graph, stream=stream):
         outputs = [step(replayed, grads) for grads in inputs]
     for first in (0, 2):
-        for number, grads in enumerate(inputs, WARM_UP + first):
+        for number, grads in enumerate(inputs, test_gpu.WARM_UP + first):
             torch._foreach_copy_(grads, gradients(number))
         graph.replay()
         for got, right in zip(outputs, expected[first : first + 2]):
