@@ -78,15 +78,18 @@ def transformer() -> Iterator[str]:
             f"{about['device']}, PyTorch {about['torch']}. {about['layers']} layers of {about['width']} "
             f"({about['parameters'] / 1e6:.0f} M parameters), {about['tokens']} byte-pair tokens of Python sources, "
             f"bfloat16 autocast, {about['workers']} simulated workers, {about['steps']} steps ({tokens / 1e6:.1f} M "
-            f"tokens), seed {about['seed']}, rate {about['lr']:g} (`gpu_training.json`):"
+            f"tokens), seed {about['seed']} (`gpu_training.json`):"
         )
         yield ""
-        header = ["optimizer, method", "loss on validation text", "highest loss of steps 15 to 60", "times fewer bytes"]
+        header = ["optimizer, method", "rate", "steps of warm-up", "loss on validation text"]
+        header += ["highest loss after 15 steps", "times fewer bytes"]
         dense = 4 * about["parameters"] * about["steps"]
+        order = list(dict.fromkeys(row["variant"] for row in rows))
         cells = [
-            [name if "muon" in name else f"adamw, {name}", f"{row['validation_loss']:.3f}",
-             f"{max(row['losses'][15:60]):.2f}", f"{dense / row['payload_bytes']:.1f}", f"{row['memory'] / 1e9:.1f}"]
-            for name, row in rows.items()
+            [row["variant"] if "muon" in row["variant"] else f"adamw, {row['variant']}", f"{row['lr']:g}",
+             f"{row['warmup'] * about['steps']:.0f}", f"{row['validation_loss']:.3f}", f"{max(row['losses'][15:]):.2f}",
+             f"{dense / row['payload_bytes']:.1f}", f"{row['memory'] / 1e9:.1f}"]
+            for row in sorted(rows, key=lambda row: (order.index(row["variant"]), row["warmup"], row["lr"]))
         ]  # fmt: skip
         yield from markdown([*header, "peak of memory, GB"], cells)
 

@@ -2,7 +2,7 @@
 
 12 layers of 768, tokens of a byte-pair code that is trained on the spot, bfloat16 autocast. The text is the Python
 sources of the interpreter and of its packages; a fiftieth of the files is for validation. All variants start with the
-same weights and see the same tokens. Results are written after each variant, and those that a file has are not trained
+same weights and see the same tokens. Results are written after each training, and those that a file has are not trained
 again.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
+import itertools
 import json
 import sys
 import sysconfig
@@ -34,6 +35,7 @@ from train import learning_rate
 EXAMPLES = """\
 examples:
   python -m benchmarks.gpu_training --seconds 330 gpu_training.json     on a GPU, what six minutes allow
+  python -m benchmarks.gpu_training --lr 3e-4 6e-4 1.5e-4 --variants none "4 bits"      at three rates
   python -m benchmarks.gpu_training --layers 2 --width 64 --tokens 500 --length 32 --megabytes 1 --steps 4 small.json
 """
 STORED = RESULTS / "gpu_training.json"
@@ -122,7 +124,7 @@ def text(args: argparse.Namespace) -> Text:
 class Training(Workers):
     """A network in training. forward: the network, perhaps compiled."""
 
-    def __init__(self, network: GPT, forward: Any, variant: Variant, args: argparse.Namespace) -> None:
+    def __init__(self, network: GPT, forward: Any, variant: Variant, lr: float, args: argparse.Namespace) -> None:
         phases = {"qsgd": int(0.16 * args.steps), "signs": int(0.2 * args.steps)}
         compressor = gradzip.parse(variant.method.format(**phases))
         momenta = any(part.averaged_momentum is not None for part in compressor.parts)
@@ -133,10 +135,10 @@ class Training(Workers):
             known = {*map(id, matrices)}
             others = [p for p in network.parameters() if id(p) not in known]
             groups = [{"params": matrices}, {"params": others, "adamw": True, "betas": BETAS}]
-            optimizer = gradzip.optim.Muon(groups, lr=args.lr, weight_decay=0.1)
+            optimizer = gradzip.optim.Muon(groups, lr=lr, weight_decay=0.1)
         else:
             kind = gradzip.optim.AdamW if momenta else torch.optim.AdamW
-            optimizer = kind(network.parameters(), lr=args.lr, betas=BETAS, weight_decay=0.1, **fused)
+            optimizer = kind(network.parameters(), lr=lr, betas=BETAS, weight_decay=0.1, **fused)
         super().__init__(network, optimizer, compressor, args.workers)
         self.forward, self.device = forward, args.device
 
@@ -151,13 +153,13 @@ def windows(tokens: Tensor, count: int, length: int, generator: torch.Generator)
     return found[:, :-1], found[:, 1:]
 
 
-def train(training: Training, of: Text, args: argparse.Namespace) -> dict[str, Any]:
-    """Train a variant. Returns its row."""
+def train(training: Training, of: Text, lr: float, args: argparse.Namespace) -> dict[str, Any]:
+    """Train a variant. Returns its row, without the fields that say which."""
     generator = torch.Generator().manual_seed(args.seed)
     losses, start = [], time.perf_counter()
     for number in range(args.steps):
         shards = [windows(of.train, args.batch_size, args.length, generator) for _ in range(args.workers)]
-        losses.append(training.step(learning_rate(args.lr, number, args.steps), shards))
+        losses.append(training.step(learning_rate(lr, number, args.steps, args.warmup), shards))
     seconds = time.perf_counter() - start
     generator.manual_seed(1)
     batches = [windows(of.validation, args.batch_size, args.length, generator) for _ in range(16)]
@@ -183,7 +185,10 @@ def main() -> None:
         ("megabytes", 80, "of text"), ("seed", 0, "of weights and examples"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=at_least(0), default=default, help=f"{text_of} (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=6e-4, help="the highest learning rate (default: %(default)s)")
+    parser.add_argument("--lr", type=float, nargs="+", default=[3e-4], help="highest learning rates (default: 3e-4)")
+    parser.add_argument("--warmup", type=float, default=0.2, help="share of the steps (default: %(default)s)")
+    names = [variant.name for variant in VARIANTS]
+    parser.add_argument("--variants", nargs="+", choices=names, default=names, help="(default: all)")
     parser.add_argument("--no-compile", dest="compiles", action="store_false", help="do not use torch.compile")
     args = parser.parse_args()
     deadline = time.monotonic() + (args.seconds or 1e9)
@@ -194,33 +199,37 @@ def main() -> None:
     network = GPT(args.tokens, args.layers, args.width, args.width // 64, args.length).to(args.device)
     initial = {name: value.clone() for name, value in network.state_dict().items()}
     forward = torch.compile(network) if args.compiles else network
-    names = ("steps", "workers", "batch_size", "length", "tokens", "layers", "width", "seed", "lr", "compiles")
+    names = ("steps", "workers", "batch_size", "length", "tokens", "layers", "width", "seed", "compiles")
     settings = {name: getattr(args, name) for name in names}
     settings["parameters"] = sum(p.numel() for p in network.parameters())
     about = {**provenance(args.device), **settings, "text": found.about}
-    rows: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
     if args.file.exists():
         stored = json.loads(args.file.read_text())
         if {name: stored["provenance"].get(name) for name in settings} == settings:
             rows = stored["rows"]
+    trained = {(row["variant"], row["lr"], row["warmup"]) for row in rows}
     longest = 0.0
-    for variant in VARIANTS:
-        if variant.name in rows or time.monotonic() + longest > deadline:
+    for lr, variant in itertools.product(args.lr, VARIANTS):
+        key = (variant.name, lr, args.warmup)
+        if variant.name not in args.variants or key in trained or time.monotonic() + longest > deadline:
             continue
         begin = time.monotonic()
         network.load_state_dict(initial)
         network.zero_grad()
         if args.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        row = train(training := Training(network, forward, variant, args), found, args)
-        rows[variant.name] = {"method": variant.method, "optimizer": variant.optimizer, **row}
+        row = train(training := Training(network, forward, variant, lr, args), found, lr, args)
+        which = dict(zip(("variant", "lr", "warmup"), key, strict=True))
+        rows.append({**which, "method": variant.method, "optimizer": variant.optimizer, **row})
         write_json(args.file, {"provenance": about, "rows": rows})
         del training
         gc.collect()
         longest = max(longest, time.monotonic() - begin) if len(rows) > 1 else 0.0
         sent = row["payload_bytes"] / (4 * settings["parameters"] * args.steps)
         print(
-            f"{variant.name:20} loss {row['validation_loss']:.4f}  {row['seconds']:.1f} s  sent {sent:.4f} of float32",
+            f"{variant.name:20} rate {lr:g}  loss {row['validation_loss']:.4f}  {row['seconds']:.1f} s  "
+            f"sent {sent:.4f} of float32",
             flush=True,
         )
 

@@ -220,9 +220,9 @@ def cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def learning_rate(peak, step, steps):
-    """Linear warm-up over the first twentieth of the steps, then a half cosine down to zero."""
-    warmup = max(1, steps // 20)
+def learning_rate(peak, step, steps, share=1 / 20):
+    """Linear warm-up over a share of the steps, then a half cosine down to zero."""
+    warmup = max(1, int(share * steps))
     if step < warmup:
         return peak * (step + 1) / warmup
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
