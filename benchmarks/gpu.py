@@ -70,28 +70,30 @@ def lines() -> Iterator[str]:
 
 
 def transformer() -> Iterator[str]:
-    """The lines of the table of benchmarks/gpu_training.py."""
-    with stored(RESULTS / "gpu_training.json") as results:
-        about, rows = results["provenance"], results["rows"]
-        tokens = about["steps"] * about["workers"] * about["batch_size"] * about["length"]
-        yield (
-            f"{about['device']}, PyTorch {about['torch']}. {about['layers']} layers of {about['width']} "
-            f"({about['parameters'] / 1e6:.0f} M parameters), {about['tokens']} byte-pair tokens of Python sources, "
-            f"bfloat16 autocast, {about['workers']} simulated workers, {about['steps']} steps ({tokens / 1e6:.1f} M "
-            f"tokens), seed {about['seed']} (`gpu_training.json`):"
-        )
-        yield ""
-        header = ["optimizer, method", "rate", "steps of warm-up", "loss on validation text"]
-        header += ["highest loss after 15 steps", "times fewer bytes"]
-        dense = 4 * about["parameters"] * about["steps"]
-        order = list(dict.fromkeys(row["variant"] for row in rows))
-        cells = [
-            [row["variant"] if "muon" in row["variant"] else f"adamw, {row['variant']}", f"{row['lr']:g}",
-             f"{row['warmup'] * about['steps']:.0f}", f"{row['validation_loss']:.3f}", f"{max(row['losses'][15:]):.2f}",
-             f"{dense / row['payload_bytes']:.1f}", f"{row['memory'] / 1e9:.1f}"]
-            for row in sorted(rows, key=lambda row: (order.index(row["variant"]), row["warmup"], row["lr"]))
-        ]  # fmt: skip
-        yield from markdown([*header, "peak of memory, GB"], cells)
+    """The lines of the tables of benchmarks/gpu_training.py: of each variant, the rates that were tried."""
+    for path in sorted(RESULTS.glob("gpu_training*.json")):
+        with stored(path) as results:
+            about, rows = results["provenance"], results["rows"]
+            tokens = about["steps"] * about["workers"] * about["batch_size"] * about["length"]
+            yield (
+                f"{about['device']}, PyTorch {about['torch']}. {about['layers']} layers of {about['width']} "
+                f"({about['parameters'] / 1e6:.0f} M parameters), {about['tokens']} byte-pair tokens of Python sources, "
+                f"bfloat16 autocast, {about['workers']} simulated workers, {about['steps']} steps ({tokens / 1e6:.1f} M "
+                f"tokens), seed {about['seed']} (`{path.name}`):"
+            )
+            yield ""
+            header = ["optimizer, method", "rate", "steps of warm-up", "loss on validation text"]
+            header += ["highest loss after 15 steps", "times fewer bytes", "peak of memory, GB"]
+            dense = 4 * about["parameters"] * about["steps"]
+            order = list(dict.fromkeys(row["variant"] for row in rows))
+            cells = [
+                [row["variant"] if row["optimizer"] == "muon" else f"{row['optimizer']}, {row['variant']}",
+                 f"{row['lr']:g}", f"{row['warmup'] * about['steps']:.0f}", f"{row['validation_loss']:.3f}",
+                 f"{max(row['losses'][15:]):.2f}", f"{dense / row['payload_bytes']:.1f}", f"{row['memory'] / 1e9:.1f}"]
+                for row in sorted(rows, key=lambda row: (order.index(row["variant"]), row["lr"]))
+            ]  # fmt: skip
+            yield from markdown(header, cells)
+            yield ""
 
 
 def machine(about: dict[str, Any]) -> str:
@@ -120,7 +122,7 @@ def kernel_cells(row: dict[str, Any]) -> list[str]:
 
 def blocks() -> Blocks:
     """The blocks of docs/gpu.md."""
-    return {(PAGE, START): "\n".join(lines()) + "\n", (PAGE, TRANSFORMER): "\n".join(transformer()) + "\n"}
+    return {(PAGE, START): "\n".join(lines()) + "\n", (PAGE, TRANSFORMER): "\n".join(transformer())}
 
 
 def main() -> int:

@@ -49,7 +49,7 @@ def bound(spec):
 def difference(got, expected, most):
     """What is wrong with tensors that should differ by at most `most` of their norm."""
     got, expected = (torch.cat([t.flatten().float().cpu() for t in both]) for both in (got, expected))
-    share = ((got - expected).norm() / expected.norm()).item()
+    share = (got - expected).norm().item() / (expected.norm().item() or 1.0)
     return "" if share <= most else f"differs from the CPU's by {share:.3g} of its norm, at most {most:g}"
 
 

@@ -61,7 +61,8 @@ class Job:
         self.device = device
         self.ddp = DistributedDataParallel(Layers([torch.zeros(s) for s in SHAPES]).to(device), bucket_cap_mb=CAP_MB)
         # Not by `register`, which leaves a single rank alone.
-        self.state = gradzip.ddp.HookState(compressor, named_parameters=self.ddp.module.named_parameters())
+        named = self.ddp.module.named_parameters()
+        self.state = gradzip.ddp.HookState(compressor, None, named, find_unused_parameters=False)
         self.ddp.register_comm_hook(self.state, gradzip.ddp.hook)
 
     def step(self, grads):

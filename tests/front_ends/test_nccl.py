@@ -22,8 +22,8 @@ def reason():
         return "no GPU"
     if torch.cuda.device_count() >= 4:
         return None
-    if torch.cuda.nccl.version() < (2, 30) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-        return "fewer than 4 GPUs, and an NCCL that does not let ranks share them"
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        return "fewer than 4 GPUs, and NCCL was not told that ranks share them"
     return None
 
 
