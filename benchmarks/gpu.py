@@ -74,18 +74,18 @@ def transformer() -> Iterator[str]:
     for path in sorted(RESULTS.glob("gpu_training*.json")):
         with stored(path) as results:
             about, rows = results["provenance"], results["rows"]
+            order = list(dict.fromkeys(row["variant"] for row in rows))
             tokens = about["steps"] * about["workers"] * about["batch_size"] * about["length"]
+            network = f"{about['layers']} layers of {about['width']} ({about['parameters'] / 1e6:.0f} M parameters)"
             yield (
-                f"{about['device']}, PyTorch {about['torch']}. {about['layers']} layers of {about['width']} "
-                f"({about['parameters'] / 1e6:.0f} M parameters), {about['tokens']} byte-pair tokens of Python sources, "
-                f"bfloat16 autocast, {about['workers']} simulated workers, {about['steps']} steps ({tokens / 1e6:.1f} M "
-                f"tokens), seed {about['seed']} (`{path.name}`):"
+                f"{about['device']}, PyTorch {about['torch']}. {network}, {about['tokens']} byte-pair tokens of Python "
+                f"sources, bfloat16 autocast, {about['workers']} simulated workers, {about['steps']} steps "
+                f"({tokens / 1e6:.1f} M tokens), seed {about['seed']} (`{path.name}`):"
             )
             yield ""
             header = ["optimizer, method", "rate", "steps of warm-up", "loss on validation text"]
             header += ["highest loss after 15 steps", "times fewer bytes", "peak of memory, GB"]
             dense = 4 * about["parameters"] * about["steps"]
-            order = list(dict.fromkeys(row["variant"] for row in rows))
             cells = [
                 [row["variant"] if row["optimizer"] == "muon" else f"{row['optimizer']}, {row['variant']}",
                  f"{row['lr']:g}", f"{row['warmup'] * about['steps']:.0f}", f"{row['validation_loss']:.3f}",
