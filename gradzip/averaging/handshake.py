@@ -58,6 +58,7 @@ def describe(
         "prefix": prefix,  # random numbers that all ranks draw alike depend on the names of states
         "scaled": compressor.memory.loss_scale.scaler is not None,
         "skips": compressor.memory.skips_nonfinite,
+        "discards": compressor.announcement is not None,
         "choice": getattr(compressor, "choice", {}),  # of a method that chooses while training runs
         "steps": steps,
         "buckets": buckets,
@@ -104,6 +105,12 @@ def compare(descriptions: Sequence[bytes]) -> list[Any]:
             raise RuntimeError(
                 f"rank {skips} skips steps whose averages are not finite, rank {skips_not} does not; call "
                 "compressor.skip_nonfinite() alike on all ranks"
+            )
+        if other["discards"] != first["discards"]:
+            calls, calls_not = (rank, 0) if other["discards"] else (0, rank)
+            raise RuntimeError(
+                f"rank {calls} has called compressor.discarding(), rank {calls_not} has not; call it on all ranks "
+                "before the first step, or on none"
             )
         for name, theirs, ours in differences(other["choice"], first["choice"], "none"):
             raise RuntimeError(

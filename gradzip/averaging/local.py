@@ -105,7 +105,8 @@ class LocalGroup:
             session.begin()
             session.groups = dict.fromkeys(self._planned(rank, own, part))
             of_rank = [
-                group.average([own[name] for name in group.names], rank, len(averages)) for group in session.groups
+                group.average([own[name] for name in group.names], rank, len(averages), session.discards)
+                for group in session.groups
             ]
             routines.append(fused(of_rank, session.compressor.traffic))
         self._groups = list(self._sessions[0].groups)

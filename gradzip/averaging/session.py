@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import engines
-from ..collectives import AllFinite
+from ..collectives import AllFinite, Mean, ToHost
 from ..collectives.engine import Engine, send_overflows
 from ..collectives.fusion import Round
 from ..collectives.ranges import Range
@@ -55,6 +55,7 @@ class Session:
         self.compressor, self.what, self.in_background = compressor, what, in_background
         self.prefix = ""  # of the names of the states
         self.engine: Any = None  # an Engine, once connected
+        self._compares = False  # whether ranks compare in each step if averages are going to be thrown away
         self._seen: Any = None  # the number of the compressor's choice in the last step: loading changes it
         self._skipped_at: float | None = None  # the loss scale of the last step, if that was skipped
         # Of the current step:
@@ -62,6 +63,8 @@ class Session:
         self.groups: dict[Group, None] = {}  # started so far
         self._told: list[tuple[Group, list[Tensor]]] = []  # groups, and the parameters whose optimizers are told
         self._checks: dict[Any, AllFinite] = {}  # of its rounds
+        self.discards = False  # whether its averages are going to be thrown away
+        self._announced = 0.0  # the share of the ranks that have announced it
         self._in_step = False
 
     # --- the group
@@ -98,7 +101,7 @@ class Session:
         description = handshake.describe(self.compressor, named.items(), self.prefix, buckets)
         of_ranks = handshake.compare(engine.allgather_bytes(description, slot))
         self.compressor.join_group(engine)
-        self.engine = engine
+        self.engine, self._compares = engine, self.compressor.announcement is not None
         return of_ranks
 
     def _share_compressor(self) -> None:
@@ -116,8 +119,11 @@ class Session:
 
     def _rival(self) -> Session | None:
         """Another session that has a part of the compressor, if one of both is in the background."""
-        others = {other for part in self.compressor.parts for other in _sessions.get(part, ())} - {self}
-        return next((other for other in others if self.in_background or other.in_background), None)
+        return next((other for other in self._others() if self.in_background or other.in_background), None)
+
+    def _others(self) -> set[Session]:
+        """The other sessions that have a part of the compressor."""
+        return {other for part in self.compressor.parts for other in _sessions.get(part, ())} - {self}
 
     def close(self, works: bool = True) -> None:
         """Leave the group: no step follows. works: whether the group does."""
@@ -136,6 +142,10 @@ class Session:
     def begin(self) -> None:
         """Begin a step, unless it has begun. Until its end, the loss scale stands still."""
         if not self._in_step:
+            announcement = self.compressor.announcement
+            self.discards = announcement is not None and announcement.depth > 0
+            if self.discards:
+                self._check_announcement()
             self._in_step = True
             self.compressor.memory.loss_scale.begin_step()
 
@@ -160,7 +170,7 @@ class Session:
         for i, group in enumerate(groups):
             self._told.append((group, list(map(parameters.__getitem__, group.indices))))
             self.groups[group] = None
-            routines[key, i] = group.average(list(map(gradients.__getitem__, group.indices)), rank, size)
+            routines[key, i] = group.average(list(map(gradients.__getitem__, group.indices)), rank, size, self.discards)
         self.launch(key, routines, slot)
 
     def launch(self, key: Any, routines: dict[Any, Routine], slot: str) -> None:
@@ -175,6 +185,8 @@ class Session:
 
         An error, such as PayloadError, drops the step.
         """
+        if self._compares and self.groups:
+            self.launch("discards", {("discards", 0): self._compare_discards()}, f"{slot}.discards")
         buckets, self.buckets = list(self.buckets.values()), {}
         try:
             if buckets and self.engine.in_order:
@@ -198,9 +210,35 @@ class Session:
             if on_device:
                 following.advance(routines, on_device)
             self.engine.finish(routines, following, slot)
+            self._check_discards()
         except BaseException:
             self.drop()
             raise
+
+    def _check_announcement(self) -> None:
+        """Raise RuntimeError if averages may not be thrown away. The same on all ranks, but for which passes it is."""
+        if self.engine is not None and not self._compares:
+            got = "got a first call of discarding() after the first step, expected it before that, on all ranks"
+            raise RuntimeError(f"{self.what}: {got}")
+        if self._others():
+            gc.collect()  # those that nothing refers to any more
+        if other := next(iter(self._others()), None):
+            got = f"got discarding() of a compressor that another {other.what} has, too, expected one of its own"
+            raise RuntimeError(f"{self.what}: {got}: it announces the averages of all")
+
+    def _compare_discards(self) -> Routine:
+        """Coroutine: find out how many ranks have announced to throw the averages away."""
+        own = torch.full((1,), float(self.discards), device=next(iter(self.groups)).device)
+        self._announced = float((yield ToHost((yield Mean(own)))))
+
+    def _check_discards(self) -> None:
+        """Raise RuntimeError, on all ranks, unless all or none have announced to throw the averages away."""
+        if not self._compares:
+            return
+        announced, shards = self.engine.sum_over_shards([self._announced, 1.0])
+        if announced not in (0.0, shards):
+            got = f"got a backward pass within discarding() on {announced / shards:.0%} of the ranks"
+            raise RuntimeError(f"{self.what}: {got}, expected it on all or none: announce the same passes")
 
     @property
     def checks(self) -> bool:
@@ -219,7 +257,7 @@ class Session:
 
     def end(self, skipped: bool) -> None:
         """Let the method run collectives of its own. skipped: the same on all ranks."""
-        if skipped:
+        if skipped or self.discards:
             self.compressor.skip_step()
         else:
             self.compressor.end_step(self.engine, self._names())
@@ -232,7 +270,7 @@ class Session:
             same on all ranks.
         """
         with Range("gradzip::commit"):
-            groups, told, names = list(self.groups), self._told, self._names()
+            groups, told, names, discards = list(self.groups), self._told, self._names(), self.discards
             kept: dict[Group, dict[str, Tensor | None]] = {}
             for group, parameters in told if discarded else ():
                 kept[group] = {name: p.grad for name, p in zip(group.names, parameters) if id(p) in discarded}
@@ -249,8 +287,8 @@ class Session:
                 optimizer_hooks.skip(itertools.chain.from_iterable(of for _, of in told), culprits, warns)
             for group in groups:
                 if group.before is not None:
-                    group.end_step(skipped, kept.get(group, {}))
-            if not skipped:
+                    group.end_step(skipped or discards, kept.get(group, {}))
+            if not (skipped or discards):
                 self._skipped_at = None
                 optimizer_hooks.take(told)
                 self.compressor.complete_step(names)
@@ -288,7 +326,7 @@ class Session:
 
     def _reset(self) -> None:
         self.buckets, self.groups, self._told, self._checks = {}, {}, [], {}
-        self._in_step = False
+        self._in_step = self.discards = False
 
 
 def check_compressor(compressor: Compressor, what: str) -> None:

@@ -173,6 +173,12 @@ class State:
             return spare
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
+    def drop_owed(self) -> None:
+        """In a step: drop what earlier steps owe to this one's average."""
+        for name in ("owner_residual", "owner_ranges", "velocity", "average_velocity"):
+            vars(self).pop(name, None)
+        self.residual = None
+
     # --- ranks
 
     def fold_owner_residual(self) -> None:

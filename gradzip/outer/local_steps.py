@@ -387,6 +387,8 @@ class LocalSteps(OuterLoop):
         before = {} if monitor is None else {name: difference.clone() for name, difference in own.items()}
         with session.compressor.streams.on_all(self._device):
             session.begin()
+            if session.discards:
+                raise ValueError("LocalSteps: got an exchange within discarding(), expected it outside: all need it")
             for i, plan in enumerate(self._planned(fragment)):
                 session.start(i, plan.groups, plan.parameters, [own[name] for name in plan.names], f"{slot}{i}")
             session.finish(f"{slot}round")

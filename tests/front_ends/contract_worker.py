@@ -3,6 +3,7 @@
 The results of a method are those of all contracts, by name: averages, read from the gradients, or parameters.
 """
 
+import contextlib
 import copy
 import functools
 import gc
@@ -85,6 +86,20 @@ def accumulated(spec, rank):
 @contract
 def number_of_groups(spec, rank):
     return last_averages(spec, rank, groups=2)
+
+
+@contract
+def discarded(spec, rank):
+    """Before each step, take a pass whose averages are announced to be thrown away."""
+    compressor, named = gradzip.parse(spec), parameters()
+    opt, discarding = distributed_optimizer(named, compressor), compressor.discarding()
+    for step in range(STEPS):
+        for number in (100 + step, step):
+            opt.zero_grad()
+            with discarding if number >= 100 else contextlib.nullcontext():
+                backward(named, rank, number)
+            opt.synchronize()
+    return grads(named)
 
 
 @contract

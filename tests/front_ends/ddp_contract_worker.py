@@ -137,6 +137,19 @@ def clipped(spec, rank):
 
 
 @contract
+def discarded(spec, rank):
+    """Before each step, take a pass whose averages are announced to be thrown away."""
+    job, averages, buckets = Job(gradzip.parse(spec)), [], []
+    discarding = job.compressor.discarding()
+    for step in range(STEPS):
+        with discarding:
+            job.step(rank, 100 + step)
+        averages.append(job.step(rank, step))
+        buckets.append(job.buckets[-1])
+    return averages, buckets
+
+
+@contract
 def two_models(spec, rank):
     """Share a compressor between two models in turns, as in a GAN. Names are equal, and one shape."""
     compressor = gradzip.parse(spec)

@@ -1,5 +1,6 @@
 """Scenarios for tests/front_ends/test_ddp.py, run by torchrun."""
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -609,6 +610,32 @@ def outside(rank, size):
                 scaler.update()
         found[i] = [str(warning.message) for warning in caught if "average" in str(warning.message)]
     return found
+
+
+@scenario
+def announcements(rank, size):
+    """Errors of passes within `discarding`, by what is wrong, and the averages of a step afterwards."""
+
+    def announced(job, announces=True, step=1):
+        with job.state.compressor.discarding() if announces else contextlib.nullcontext():
+            return message(lambda: job.step(rank, step))
+
+    late, early, one = (Job(gradzip.PowerSGD()) for _ in range(3))
+    late.step(rank, 0)
+    one.state.compressor.discarding()
+    one.step(rank, 0)
+    shared = gradzip.PowerSGD()
+    shared.discarding()
+    both = [Job(shared), Job(shared)]
+    for job in both:
+        job.step(rank, 0)
+    found = {
+        "late": announced(late),
+        "not everywhere": announced(early, rank == 0),
+        "some": announced(one, rank == 0),
+        "shared": announced(both[0]),
+    }
+    return found, one.step(rank, 1)
 
 
 # Compression, and how a step is taken. Parameters have weight decays of their own.

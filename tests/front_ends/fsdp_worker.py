@@ -3,6 +3,7 @@
 Ranks are numbered as in the mesh: rank = replica * shards + shard.
 """
 
+import contextlib
 import functools
 import warnings
 from pathlib import Path
@@ -197,6 +198,13 @@ def options():
     job = Job()
     job.model.set_reduce_scatter_unused_params(True)
     results["unused"] = [job.step(step, skip=("e", "b")) for step in range(2)]
+
+    job = Job()
+    discarding, results["discarded"] = job.compressor.discarding(), []
+    for step in range(2):
+        with discarding:
+            job.step(100 + step)
+        results["discarded"].append(job.step(step))
 
     job = Job()
     results["frozen_later"] = [job.step(0)]
@@ -441,6 +449,11 @@ def errors():
         "uncovered": message(lambda: Job(root=False)),
         "unused": message(lambda: Job().step(skip=("e",))),
     }
+    job = Job()
+    discarding = job.compressor.discarding()
+    job.step()
+    with discarding if rank == 1 else contextlib.nullcontext():  # the other rank of its group, and other shards do not
+        results["announced"] = message(job.step)
     job = Job()
     job.model.set_requires_gradient_sync(False)
     job.backward()

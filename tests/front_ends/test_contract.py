@@ -51,6 +51,7 @@ every_method = pytest.mark.parametrize("spec", kinds.params(SPECS))
     "name",
     [
         "average_op",
+        "discarded",
         "predivided",
         "number_of_groups",
         "listed_groups",

@@ -354,6 +354,21 @@ def test_an_overflow_that_a_scaler_does_not_see_is_a_warning(world):
         assert of_rank[0] == []
 
 
+def test_announcements_that_are_wrong_are_errors_on_all_ranks(world):
+    """And none of them changes a state."""
+    size, results = world
+    wanted = {
+        "late": "got a first call of discarding() after the first step, expected it before that, on all ranks",
+        "not everywhere": "rank 0 has called compressor.discarding(), rank 1 has not; call it on all ranks",
+        "some": f"got a backward pass within discarding() on {1 / size:.0%} of the ranks, expected it on all or none",
+        "shared": "got discarding() of a compressor that another HookState has, too, expected one of its own",
+    }
+    reference = results["methods"][0]["powersgd"]["averages"][1]
+    for found, averages in results["announcements"]:
+        assert all(text in found[case] and "\n" not in found[case] for case, text in wanted.items())
+        assert all(map(torch.equal, averages, reference))
+
+
 def test_states_that_no_parameter_claims_are_a_warning(world):
     for first, *others in world[1]["other_names"]:
         (text,) = first

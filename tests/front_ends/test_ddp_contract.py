@@ -136,6 +136,12 @@ def test_two_models_with_equal_names(results, spec):
 
 
 @every_method
+def test_nothing_comes_back_of_averages_that_are_announced_to_be_thrown_away(results, spec):
+    per_rank = [r["discarded"] for r in results[spec]]
+    assert_same(per_rank, expected(spec, each(range(STEPS), gradient_of, SHAPES), common_buckets(per_rank)))
+
+
+@every_method
 @pytest.mark.parametrize("which", [0, 1], ids=["another_state", "the_same_state"])
 def test_rewrapped_model_finds_its_state(results, spec, which):
     per_rank = [r["rewrapped"][which] for r in results[spec]]

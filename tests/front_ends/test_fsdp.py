@@ -151,7 +151,7 @@ def test_nodes_of_replicas(job):
             assert_equal(results["averages"][step], averages, exact=False, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("option", ["default", "offload"])
+@pytest.mark.parametrize("option", ["default", "offload", "discarded"])
 def test_options_change_nothing(job, option):
     for rank, results in enumerate(job["options"]):
         for averages, expected in zip(results[option], base(rank % 2), strict=True):
@@ -256,6 +256,7 @@ def test_distributed_checkpoint(job):
 
 
 MESSAGES = {
+    "announced": "RuntimeError: compress: got a backward pass within discarding() on 25% of the ranks",
     "unsharded": "ValueError: compress: got a model with parameters on 0 meshes of [] dimensions",
     "meshes": "ValueError: compress: got a model with parameters on 2 meshes of [1, 1] dimensions",
     "no_group": "TypeError: compress: got None as the group",

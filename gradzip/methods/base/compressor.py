@@ -55,6 +55,19 @@ class Average:
     max_abs: float | None = None
 
 
+class Announcement:
+    """Whether the averages of a compressor are announced to be thrown away: within the context (`discarding`)."""
+
+    def __init__(self) -> None:
+        self.depth = 0  # contexts may be nested
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: Any) -> None:
+        self.depth -= 1
+
+
 @dataclass
 class Compressor(ABC):
     """A gradient compression method.
@@ -137,6 +150,7 @@ class Compressor(ABC):
         self.workspace = Workspace()
         self.streams = HomeStreams()
         self.monitor: StepMonitor | None = None
+        self.announcement: Announcement | None = None  # once `discarding` was called
         self.last_step_skipped = False  # whether an average of the last step was not finite; equal on all ranks
         self.bucket_cap_mb: float | None = None  # MiB of a bucket; None: front ends choose
         # Front ends plan again when it changes: parameters may have other methods, whose residuals they take over.
@@ -440,6 +454,24 @@ class Compressor(ABC):
         for compressor in (self, *self.parts):
             compressor.memory.skips_nonfinite = enabled
         return self
+
+    def discarding(self) -> Announcement:
+        """Announce averages that are going to be thrown away: those of the backward passes within the context.
+
+        Such averages have no residual in them, and change no state of the method: none of them comes back in a later
+        step. For the gradients that a discriminator gets from the loss of a generator, for the first pass of
+        sharpness-aware minimization, and for gradients that are looked at and zeroed. Passes that need no averages at
+        all are cheaper within DDP's `no_sync()`.
+
+        Call it on all ranks, for the first time before the first step: ranks then compare in each step whether they
+        have announced it, in an all-reduce of one number.
+
+        >>> import gradzip
+        >>> compressor = gradzip.TopK(theta=0.99)
+        >>> discarding = compressor.discarding()  # then, in the loop: with discarding: loss.backward()
+        """
+        self.announcement = self.announcement or Announcement()
+        return self.announcement
 
     # --- state
 

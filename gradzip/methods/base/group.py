@@ -39,6 +39,8 @@ class Group:
         gradients: what the averages are written to.
         parts: what the method compresses: gradients plus residual. They may share the gradients' memory.
         device: of the gradients.
+        discards: whether the averages are going to be thrown away (`Compressor.discarding`): what the state owes is
+            not in them.
         state: of the method.
         before: the fields of the state before the step; None if the step does not change it.
         rank, size: of this rank among those that the method averages over.
@@ -76,6 +78,7 @@ class Group:
         self.later_methods = list(later_methods)
         self.node_chunks: NodeChunks | None = compressor.node_chunks
         self.rank, self.size = 0, 1
+        self.discards = False
         self.finite = True
         self.culprits: list[str] = []
         self.compressed_momentum = False
@@ -143,7 +146,7 @@ class Group:
 
     # --- a step
 
-    def average(self, gradients: list[Tensor], rank: int = 0, size: int = 1) -> Routine:
+    def average(self, gradients: list[Tensor], rank: int = 0, size: int = 1, discards: bool = False) -> Routine:
         """Begin to average gradients. Returns a coroutine that replaces them by their averages over the ranks.
 
         If a gradient of any rank is not finite, no average is finite on any rank, no state changes, and `finite` is
@@ -152,6 +155,7 @@ class Group:
         Args:
             gradients: in the order of `names`: any strides, one dtype and device. Averages have the same.
             rank, size: this rank's number and the world size.
+            discards: as the attribute. Call `end_step` as for a step that is skipped.
         """
         for gradient in gradients:
             if gradient.is_sparse or not gradient.is_floating_point():
@@ -159,11 +163,11 @@ class Group:
                     f"gradient of {self.name!r}: got {gradient.layout} {gradient.dtype}, expected a dense float tensor"
                 )
         compressor, monitor = self._compressor, self._compressor.monitor
-        self.gradients, self.rank, self.size = gradients, rank, size
+        self.gradients, self.rank, self.size, self.discards = gradients, rank, size, discards
         self.device = gradients[0].device
         if self.node_chunks is not None:
             self.rank, self.size = self.node_chunks.node, self.node_chunks.nodes
-        if compressor.observes and not self.frozen:
+        if compressor.observes and not (self.frozen or discards):
             compressor.observe(self)
         report = None if monitor is None else monitor.begin(self)
         compressor.traffic.bytes_dense += self._nbytes
@@ -203,6 +207,8 @@ class Group:
             memory, shapes = self.method.memory, self._state_shapes
             self.state = memory.begin_step(shapes, self.method.state_shapes, self.device, self.rank, self.size)
             self.before = self.state.begin()
+            if self.discards:
+                self.state.drop_owed()
         return self.state
 
     def _compressed(self) -> Routine:
