@@ -24,6 +24,7 @@ Front ends:
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import platform
 import sys
@@ -320,10 +321,11 @@ class HorovodOptimizer(torch.optim.SGD):
         self._parameter_names = {parameter: name for name, parameter in sorted(net.named.items())}
         self._requires_update = set(net.parameters())
         self._handles: dict[Any, Any] = {}
-        for parameter in net.parameters():
-            parameter.register_post_accumulate_grad_hook(self._start)
+        self._nodes = [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in net.parameters()]
+        for parameter, node in zip(net.parameters(), self._nodes):
+            node.register_hook(functools.partial(self._start, parameter))
 
-    def _start(self, p: Any) -> None:
+    def _start(self, p: Any, *_: Any) -> None:
         with self._host:
             handle = self._compression.compress(p.grad)
         self._handles[p] = handle

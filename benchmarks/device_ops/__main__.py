@@ -190,11 +190,18 @@ def horovod_steps(compressor: gradzip.Compressor, shapes: Shapes, size: int, dev
             sent = []
             for name, gradient in reversed(gradients.items()):
                 named[name].grad = gradient
+                accumulated(named[name])
                 sent.append(optimizer.start(named[name]))
         for tensor, of_compress in sent:
             compressor.decompress(tensor, of_compress)
 
     return run
+
+
+def accumulated(parameter: Parameter) -> None:
+    """Call the hooks that autograd calls when it has computed a gradient."""
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)
 
 
 # --- DDP

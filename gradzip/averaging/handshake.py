@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import _version
+from ..memory.names import original
 from ..methods.base.compressor import Compressor
 
 
@@ -26,7 +27,7 @@ def parameters_by_name(named_parameters: Iterable[tuple[str, Tensor]], what: str
         name, tensor = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
         if not (isinstance(name, str) and isinstance(tensor, Tensor)):
             raise ValueError(f"{what}: got named_parameters of {type(pair).__name__}, {expected}")
-    named = dict(pairs)
+    named = {original(name): tensor for name, tensor in pairs}
     if len(named) < len(pairs):
         raise ValueError(f"{what}: got named_parameters with equal names, expected a name for each parameter")
     return named
@@ -36,12 +37,14 @@ def describe(
     compressor: Compressor,
     parameters: Iterable[tuple[str, Tensor]],
     prefix: str = "",
+    taken: Sequence[str] = (),
     buckets: Any = None,
 ) -> bytes:
     """Describe this rank's configuration as a line of JSON, for `compare`.
 
     Args:
         prefix: of the names of the states.
+        taken: prefixes of other parameters with these names. Neither is compared: ranks agree on a prefix.
         buckets: of the front end, in JSON types. They are not compared, but the front end sees those of all ranks.
     """
     shapes, steps = {}, {}
@@ -55,7 +58,9 @@ def describe(
         # A digest does not depend on how payloads travel.
         "digest": [compressor.digest, *(getattr(part, "exchange", None) for part in parts)],
         "parameters": shapes,
-        "prefix": prefix,  # random numbers that all ranks draw alike depend on the names of states
+        "prefix": prefix,
+        "taken": list(taken),
+        "foreign": _foreign(compressor, set(shapes), prefix),
         "scaled": compressor.memory.loss_scale.scaler is not None,
         "skips": compressor.memory.skips_nonfinite,
         "discards": compressor.announcement is not None,
@@ -67,7 +72,7 @@ def describe(
 
 
 def compare(descriptions: Sequence[bytes]) -> list[Any]:
-    """Compare the descriptions of all ranks, in rank order. Returns the `buckets` of each.
+    """Compare the descriptions of all ranks, in rank order. Returns them.
 
     Raises:
         RuntimeError: names both sides of the first difference; the same on all ranks.
@@ -87,12 +92,6 @@ def compare(descriptions: Sequence[bytes]) -> list[Any]:
         for name, theirs, ours in differences(other["parameters"], first["parameters"], "no such parameter"):
             raise RuntimeError(
                 f"parameter {name!r}: rank {rank} has {theirs}, rank 0 has {ours}; build the same model on all ranks"
-            )
-        if other["prefix"] != first["prefix"]:
-            raise RuntimeError(
-                f"rank {rank} names the states of these parameters {other['prefix']}NAME, rank 0 "
-                f"{first['prefix']}NAME; give a compressor the same models and optimizers, in the same order, on "
-                "all ranks"
             )
         if other["scaled"] != first["scaled"]:
             follows, follows_not = (rank, 0) if other["scaled"] else (0, rank)
@@ -123,7 +122,21 @@ def compare(descriptions: Sequence[bytes]) -> list[Any]:
                 "compressor's state on all ranks or on none (on all, if a backward pass has failed on some alone), and "
                 "train elastically with gradzip.horovod.elastic_state in place of hvd.elastic.TorchState"
             )
-    return [of_rank["buckets"] for of_rank in (first, *others)]
+    for rank, of_rank in enumerate((first, *others)):
+        if of_rank["foreign"]:
+            name = of_rank["prefix"] + next(iter(of_rank["parameters"]), "")
+            got = f"states of {of_rank['foreign']!r} and others, which no parameter has"
+            raise RuntimeError(
+                f"rank {rank} has loaded {got}, expected names such as {name!r}: load those of this model"
+            )
+    return [first, *others]
+
+
+def _foreign(compressor: Compressor, names: set[str], prefix: str) -> str | None:
+    """The name of a loaded state, if no parameter has any of those."""
+    loaded = set().union(*(part.memory.loaded for part in compressor.parts))
+    known = {prefix + name for name in names} | compressor.memory.names.names()
+    return min(loaded) if loaded and loaded.isdisjoint(known) else None
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any], default: Any) -> Iterator[tuple[str, Any, Any]]:

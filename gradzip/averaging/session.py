@@ -30,6 +30,7 @@ from ..collectives.engine import Engine, send_overflows
 from ..collectives.fusion import Round
 from ..collectives.ranges import Range
 from ..collectives.routines import Routine
+from ..memory.names import prefixes, renamed
 from ..methods.base.compressor import Compressor
 from ..methods.base.group import Group
 from ..ops import tensors as ops
@@ -54,6 +55,7 @@ class Session:
         optimizer_hooks.install()
         self.compressor, self.what, self.in_background = compressor, what, in_background
         self.prefix = ""  # of the names of the states
+        self._prefixes = "model", ""  # of which it is one: arguments of `prefixes`
         self.engine: Any = None  # an Engine, once connected
         self._compares = False  # whether ranks compare in each step if averages are going to be thrown away
         self._seen: Any = None  # the number of the compressor's choice in the last step: loading changes it
@@ -70,12 +72,28 @@ class Session:
     # --- the group
 
     def name_states(self, named: Mapping[str, Any], word: str, group: str = "") -> None:
-        """Choose the prefix of the states' names (`StateNames.prefix`), and free the states of deleted parameters."""
-        names = self.compressor.memory.names
-        deleted = names.deleted()
-        for part in self.compressor.parts:
-            part.memory.free(deleted)
-        self.prefix = names.prefix(named, word, group)
+        """Choose the prefix of the states' names, until ranks agree on one, and free the states of deleted parameters.
+
+        The first model with a name gets no prefix for it; a later model of the same parameters gets the same prefix.
+
+        Args:
+            named: parameters by name.
+            word, group: of the prefixes (`prefixes`).
+        """
+        names, self._prefixes = self.compressor.memory.names, (word, group)
+        self._free_deleted()
+        if group in names.taken(named):
+            gc.collect()  # models that nothing refers to any more
+            self._free_deleted()
+        taken = names.taken(named)
+        self.prefix = next(prefix for prefix in prefixes(word, group) if prefix not in taken)
+        names.add(self.prefix, named)
+
+    def _free_deleted(self) -> None:
+        # States that were loaded since are for other parameters.
+        loaded = set().union(*(part.memory.loaded for part in self.compressor.parts))
+        deleted = set(self.compressor.memory.names.pop_deleted()) - loaded
+        self.compressor.rename_states(dict.fromkeys(deleted))
 
     def torch_engine(self, group: Any, device: torch.device, shards: Any = None) -> Engine:
         """An engine for a torch process group, to connect. shards: as for `engines.torch_engine`."""
@@ -98,11 +116,31 @@ class Session:
             ValueError: another session has the compressor, and one of both is in the background.
         """
         self._share_compressor()
-        description = handshake.describe(self.compressor, named.items(), self.prefix, buckets)
+        self._claim_loaded(named)
+        names = self.compressor.memory.names
+        taken = [prefix for prefix in names.taken(named) if prefix != self.prefix]
+        description = handshake.describe(self.compressor, named.items(), self.prefix, taken, buckets)
         of_ranks = handshake.compare(engine.allgather_bytes(description, slot))
+        # Ranks may have made and deleted other models. Rank 0's prefix counts, if it is free on all.
+        taken = [prefix for of_rank in of_ranks for prefix in of_rank["taken"]]
+        candidates = itertools.chain([of_ranks[0]["prefix"]], prefixes(*self._prefixes))
+        prefix = next(prefix for prefix in candidates if prefix not in taken)
+        if prefix != self.prefix:
+            names.move(named, self.prefix, prefix)
+            self.compressor.rename_states({self.prefix + name: prefix + name for name in named})
+            self.prefix = prefix
         self.compressor.join_group(engine)
         self.engine, self._compares = engine, self.compressor.announcement is not None
-        return of_ranks
+        return [of_rank["buckets"] for of_rank in of_ranks]
+
+    def _claim_loaded(self, named: Mapping[str, Tensor]) -> None:
+        """Give loaded states the names of this model's, if they differ by a prefix: as of a model within another."""
+        loaded = set().union(*(part.memory.loaded for part in self.compressor.parts))
+        if loaded and loaded.isdisjoint(self.compressor.memory.names.names()):
+            group = self._prefixes[1]  # stays
+            theirs = {name.removeprefix(group) for name in loaded}
+            found = renamed(theirs, {self.prefix.removeprefix(group) + name for name in named})
+            self.compressor.rename_states({group + name: group + own for name, own in found.items()})
 
     def _share_compressor(self) -> None:
         """Refuse to share a part of the compressor with another session, if one of both is in the background."""
@@ -274,6 +312,8 @@ class Session:
             kept: dict[Group, dict[str, Tensor | None]] = {}
             for group, parameters in told if discarded else ():
                 kept[group] = {name: p.grad for name, p in zip(group.names, parameters) if id(p) in discarded}
+                if len(kept[group]) == len(group.names):  # it has had no step
+                    names = [name for name in names if name not in kept[group]]
             self._reset()
             self.compressor.last_step_skipped = skipped
             optimizer_hooks.register(told)
@@ -299,7 +339,7 @@ class Session:
     def _warn_of_other_names(self) -> None:
         """Warn of loaded states that no parameter has."""
         known = self.compressor.memory.names.names()
-        others = sorted({name for part in self.compressor.parts for name in part.memory.parked} - known)
+        others = sorted(set().union(*(part.memory.loaded for part in self.compressor.parts)) - known)
         if known and others:
             warnings.warn(
                 f"{self.what}: got states of {others[0]!r} (of {len(others)} names) that no parameter has, expected "

@@ -30,6 +30,7 @@ from ..averaging.buckets import Plan
 from ..averaging.handshake import differences
 from ..averaging.session import Session, queue_callback
 from ..collectives.traffic import Traffic
+from ..memory.names import original
 from ..memory.state_dict import in_line
 from ..memory.streams import use_on_current_stream
 from ..methods.base.compressor import Compressor
@@ -72,7 +73,7 @@ class ReplicaAverages:
         self._session = Session(compressor, "compress")
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f'compress: got {group!r} as the group, expected one as of mesh["replicate"].get_group()')
-        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        names: dict[Tensor, str] = {p: original(name) for name, p in model.named_parameters()}
         self._modules = [
             Shards(module, name, names) for name, module in model.named_modules() if isinstance(module, FSDPModule)
         ]

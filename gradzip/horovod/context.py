@@ -15,13 +15,14 @@ import itertools
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
 
 from ..averaging.buckets import Plan, bucket_nbytes, cut
 from ..averaging.session import Session
+from ..memory.names import original
 from ..methods.base.group import plan_groups
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -38,11 +39,11 @@ class PlannedBucket:
         self.plan = plan
         self.lacked = False  # whether a gradient did not come in a step: its parameter has another step number since
         self.ids = list(map(id, plan.parameters))
-        # What Horovod all-reduces in place of the gradients: a zero of their type each, as its groups hold one type.
-        # Nothing else writes to them, so a step may hand them over again.
-        zeros = plan.parameters[0].detach().new_zeros(len(self.ids)) if self.ids else None
-        self.all_wires = [] if zeros is None else list(engine.accepted(zeros).split(1))
-        self.wires_nbytes = sum(wire.nbytes for wire in self.all_wires)
+        # What Horovod all-reduces in place of the gradients: a number of their type each, as its groups hold one type.
+        # It is 1, or 0 for a gradient that is none of this step (`OptimizerContext.former`).
+        like = plan.parameters[0].detach() if self.ids else torch.empty(0)
+        self.ones = engine.accepted(like.new_ones(len(self.ids)))
+        self.all_wires = list(self.ones.split(1)) if self.ids else []
         # In a step, by the parameter's id:
         self.wires: dict[int, Tensor] = {}  # of the gradients that have to come
         self.gradients: dict[int, Tensor] = {}  # that have come
@@ -70,7 +71,7 @@ class OptimizerContext:
             )
         self.sums = op == hvd.Sum
         self.session = session
-        self._names = names = optimizer._parameter_names
+        self._names = names = {p: original(name) for p, name in optimizer._parameter_names.items()}
         named = {name: parameter for parameter, name in names.items()}
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer._requires_update]
         parameters = [p for p in parameters if p.is_floating_point()]
@@ -91,6 +92,11 @@ class OptimizerContext:
         others = sorted(named.keys() - in_buckets)
         self._order = {name: i for i, name in enumerate([*others, *in_buckets])}
         self._planned: list[PlannedBucket | None] = [None] * len(cuts)
+        self.used: list[Tensor] = []  # parameters that this rank has used since the last step; maybe several times
+        # By the parameter's id, its last average and its version: an optimizer may find it in a later step, too.
+        self.given: dict[int, tuple[ref[Tensor], int]] = {}
+        hooks = [p.register_post_accumulate_grad_hook(self.used.append) for p in parameters if p.requires_grad]
+        finalize(self, lambda: [hook.remove() for hook in hooks])
         self._sparse: set[int] = set()  # ids of parameters that Horovod did not call `compress` for in the last step
         self.drop(optimizer)
 
@@ -100,12 +106,15 @@ class OptimizerContext:
         # Buckets whose gradients have not all come, by the ids of their parameters.
         self.waiting: dict[int, PlannedBucket] = {}
         self.step: InFlightStep | None = None
+        self.used.clear()
         self.session.drop()
 
     # --- compress
 
     def begin_step(self) -> None:
         """Plan the buckets of a step: since the last one, parameters may be frozen, and methods may have changed."""
+        if self.session.groups:
+            self.session.drop()  # Horovod's `synchronize` has failed
         self.step = InFlightStep(self)
         self.waiting = {}
         for i, bucket in enumerate(self._buckets):
@@ -115,12 +124,27 @@ class OptimizerContext:
             planned = self._planned[i]
             if planned is None or planned.lacked or not planned.plan.fits(self.session.compressor, parameters):
                 planned = self._planned[i] = self._plan(parameters)
+            planned.ones.fill_(1)
             planned.wires, planned.gradients = dict(zip(planned.ids, planned.all_wires)), {}
             self.waiting |= dict.fromkeys(planned.ids, planned)
 
     def _plan(self, parameters: list[Tensor]) -> PlannedBucket:
         plan = self.session.plan(parameters, list(map(self._names.__getitem__, parameters)))
         return PlannedBucket(plan, self.engine)
+
+    def former(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+        """A copy of a gradient that is none of this step: zeros that Horovod has made up, or an earlier average.
+
+        None for others, such as one that the user has written to `.grad`, or changed there, and in the first step, in
+        which nothing is known.
+        """
+        if not self.given or gradient.is_sparse or not parameter.requires_grad:
+            return None
+        if any(used is parameter for used in self.used):
+            return None
+        average, version = self.given.get(id(parameter), (None, 0))
+        stays = average is not None and average() is gradient and gradient._version == version
+        return gradient.clone() if stays or not gradient.any() else None
 
     def start_alone(self, parameter: Any, grad: Tensor) -> Tensor:
         """Start to average a gradient that is in no bucket. Returns the tensor for Horovod to all-reduce."""
@@ -129,7 +153,7 @@ class OptimizerContext:
         with self.session.compressor.streams.on(grad):
             groups = plan_groups(self.session.compressor, [grad], [name], self.session.prefix, frozen=frozen)
             self.session.start(name, groups, [parameter], [grad], f"{name}.gradzip")
-            wire: Tensor = self.engine.accepted(grad.new_zeros(1))
+            wire: Tensor = self.engine.accepted(grad.new_ones(1))
             self.engine.traffic.count(wire.nbytes)
             return wire
 
@@ -141,7 +165,7 @@ class OptimizerContext:
             planned = self._plan([p for p in bucket.plan.parameters if id(p) in gradients])
         if gradients:
             plan, in_order = planned.plan, list(map(gradients.__getitem__, planned.ids))
-            self.engine.traffic.count(planned.wires_nbytes)
+            self.engine.traffic.count(planned.ones.nbytes)
             with self.session.compressor.streams.on(in_order[-1]):
                 self.session.start(plan.names[0], plan.groups, plan.parameters, in_order, f"{plan.names[0]}.gradzip")
         for number in bucket.ids:
@@ -157,7 +181,7 @@ class OptimizerContext:
 
         device: of a gradient, on which the host has waited in Horovod's `synchronize`.
         """
-        step, session = self.step, self.session
+        step, session, self._device = self.step, self.session, device
         assert step is not None
         with session.compressor.streams.on_all(device):
             try:
@@ -173,8 +197,24 @@ class OptimizerContext:
             if step.sums:
                 torch._foreach_mul_(step.sums, self.engine.size)  # may overflow even if the averages have not
             session.end(skipped := session.is_skipped(step.sums))
-            session.complete(skipped)
-        step.is_over = True
+        step.is_over, step.skipped = True, skipped
+        if not step.unused:  # else the last call of `decompress` does it
+            self.complete(step)
+
+    def complete(self, step: InFlightStep, last: Tensor | None = None) -> None:
+        """Complete a step. Of a parameter that no rank has used, all is as it was before.
+
+        last: the only gradient that Horovod has not written the average to yet; None: it has written none.
+        """
+        shares = torch.cat([wire for _, _, wire in step.unused.values()]).tolist() if step.unused else []
+        discarded = {number for number, share in zip(step.unused, shares) if share == 0}
+        for number in discarded:
+            gradient, former, _ = step.unused[number]
+            gradient.copy_(former)
+        with self.session.compressor.streams.on_all(self._device):
+            self.session.complete(step.skipped, discarded)
+        self.given = {n: (ref(g), g._version + (last is None or g is last)) for n, g in step.gradients.items()}
+        self.used.clear()
 
 
 class InFlightStep:
@@ -182,5 +222,10 @@ class InFlightStep:
 
     def __init__(self, context: OptimizerContext) -> None:
         self.is_over = False
+        self.skipped = False
         self.sums: list[Tensor] = []  # its gradients, with op=Sum
+        self.gradients: dict[int, Tensor] = {}  # by the parameter's id
+        # Those among them that are none of this step, their former values, and what Horovod all-reduces.
+        self.unused: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self.waits = 0  # for how many calls of `decompress`
         self.context = ref(context)  # no reference cycle: what is dropped is freed at once

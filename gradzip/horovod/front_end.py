@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..averaging.session import Session, check_compressor
+from ..memory.names import original
 from ..methods.base.compressor import Compressor
 from .context import InFlightStep, OptimizerContext
 from .owner import find_owner
@@ -49,6 +50,11 @@ def compress(compressor: Compressor, *tensor: Tensor) -> tuple[Tensor, tuple[InF
             if home is None or torch.cuda.current_stream(gradient.device) != home:
                 compressor.streams.follow(gradient)
         number = id(parameter)
+        step.gradients[number] = gradient
+        step.waits += 1
+        # Its hook was called just before Horovod's, unless Horovod has waited for others.
+        used = context.used and context.used[-1] is parameter
+        former = None if used else context.former(parameter, gradient)
         bucket = context.waiting.get(number)
         wire = None if bucket is None else bucket.wires.pop(number, None)
         alike = (gradient.dtype, gradient.device, gradient.layout) == (parameter.dtype, parameter.device, torch.strided)
@@ -56,6 +62,8 @@ def compress(compressor: Compressor, *tensor: Tensor) -> tuple[Tensor, tuple[InF
             bucket.gradients[number] = gradient
         else:
             wire = context.start_alone(parameter, gradient)
+        if former is not None:
+            step.unused[number] = gradient, former, wire.zero_()
         if bucket is not None and not bucket.wires:
             context.start(bucket)
         return wire, (step, gradient)
@@ -71,6 +79,9 @@ def decompress(compressor: Compressor, reduced: Tensor, of_compress: tuple[InFli
         if context is None or context.step is not step:
             raise RuntimeError("got the result of a step that was dropped: the group has changed, or it has failed")
         context.finish(reduced.device)
+    step.waits -= 1
+    if step.unused and not step.waits and (context := step.context()):
+        context.complete(step, gradient)
     return gradient
 
 
@@ -97,7 +108,7 @@ def name_states(session: Session, optimizer: Any) -> None:
     Optimizers of a process set are numbered separately: its ranks may have no other optimizer in common.
     """
     number = optimizer.process_set.process_set_id
-    named = {name: parameter for parameter, name in optimizer._parameter_names.items()}
+    named = {original(name): parameter for parameter, name in optimizer._parameter_names.items()}
     session.name_states(named, "optimizer", f"process_set{number}." if number else "")
 
 

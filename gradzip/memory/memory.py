@@ -63,6 +63,7 @@ class Memory:
         self.partition_local = partition_local
         self.states: dict[str, State] = {}  # of groups, by name
         self.parked: dict[str, Fields] = {}  # by parameter: loaded, or of a former group
+        self.loaded: set[str] = set()  # names of loaded states that no parameter has had yet
         self.loss_scale = LossScale()
         self.skips_nonfinite = True  # whether a step is skipped for all parameters if an average is not finite
         self.names = StateNames()
@@ -108,6 +109,7 @@ class Memory:
                 )
         self.split(shapes)
         found = {name: self.parked.pop(name) for name in shapes if name in self.parked}
+        self.loaded.difference_update(found)
         try:
             for name, fields in found.items():
                 expected = field_shapes(shapes[name])
@@ -150,10 +152,16 @@ class Memory:
                 del self.states[state.name]
                 self.parked |= state.by_parameter()
 
-    def free(self, names: Iterable[str]) -> None:
-        """Free the states of parameters."""
-        for name in names:
-            self._take(name)
+    def load(self, fields: dict[str, Fields]) -> None:
+        """Replace all states by loaded ones, by parameter."""
+        self.states, self.parked, self.loaded = {}, fields, set(fields)
+
+    def rename(self, names: Mapping[str, str | None]) -> None:
+        """Give states other names, by name; None frees a state."""
+        self.split(names)
+        found = {name: self.parked.pop(name) for name in names if name in self.parked}
+        self.parked |= {to: found[name] for name, to in names.items() if to is not None and name in found}
+        self.loaded = {to for name in self.loaded if (to := names.get(name, name)) is not None}
 
     def _take(self, name: str) -> Fields | None:
         self.split([name])

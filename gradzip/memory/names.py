@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from typing import Any
 from weakref import ref
 
@@ -20,29 +20,26 @@ class StateNames:
     def __reduce__(self) -> tuple[type[StateNames], tuple[()]]:
         return StateNames, ()  # a copy serves other parameters
 
-    def prefix(self, named: Mapping[str, Any], word: str, group: str = "") -> str:
-        """The prefix for the states of a model, whose parameters are recorded under it.
+    def taken(self, named: Mapping[str, Any]) -> list[str]:
+        """The prefixes under which other parameters have one of these names.
 
-        The first model with a name gets no prefix for it; a later model of the same parameters gets the same prefix.
-        The name of a deleted parameter stays reserved, because ranks may delete it at different times.
-
-        Args:
-            named: parameters by name.
-            word: for the prefixes of further models: "model" gives "model1.", "model2." and so on.
-            group: start of all prefixes. Models of different groups are numbered separately: a rank may be in one only.
+        named: parameters by name.
         """
 
-        def fits(known: Mapping[str, ref[Any]]) -> bool:
-            return all(name not in known or known[name]() is parameter for name, parameter in named.items())
+        def has_another(known: Mapping[str, ref[Any]], name: str, parameter: Any) -> bool:
+            other = known[name]() if name in known else None
+            return other is not None and other is not parameter
 
-        candidates = itertools.chain([group], (f"{group}{word}{i}." for i in itertools.count(1)))
-        prefix = next(p for p in candidates if fits(self._models.get(p, {})))
-        self.add(prefix, named)
-        return prefix
+        return [prefix for prefix, of in self._models.items() if any(has_another(of, *pair) for pair in named.items())]
 
     def add(self, prefix: str, named: Mapping[str, Any]) -> None:
         """Record further parameters of a model."""
         self._models.setdefault(prefix, {}).update((name, ref(parameter)) for name, parameter in named.items())
+
+    def move(self, names: Iterable[str], prefix: str, to: str) -> None:
+        """Record the parameters of a model under another prefix."""
+        known = self._models[prefix]
+        self._models.setdefault(to, {}).update({name: known.pop(name) for name in names if name in known})
 
     def add_number(self, prefix: str, parameter: Any, placeholder: Any) -> str:
         """Record a parameter that has no name, and return its number as its name.
@@ -66,7 +63,46 @@ class StateNames:
         """The names of the states of all parameters so far."""
         return {prefix + name for prefix, named in self._models.items() for name in named}
 
-    def deleted(self) -> list[str]:
-        """The names of the states of parameters that no longer exist."""
-        models = self._models.items()
-        return [prefix + name for prefix, named in models for name, parameter in named.items() if parameter() is None]
+    def pop_deleted(self) -> list[str]:
+        """Forget the parameters that no longer exist. Returns the names of their states."""
+        deleted: list[str] = []
+        for prefix, named in self._models.items():
+            gone = [name for name, parameter in named.items() if parameter() is None]
+            deleted += [prefix + name for name in gone]
+            for name in gone:
+                del named[name]
+        return deleted
+
+
+def prefixes(word: str, group: str = "") -> Iterator[str]:
+    """The prefixes of the states of a compressor's models, in the order in which models get them.
+
+    Args:
+        word: for all but the first: "model" gives "model1.", "model2." and so on.
+        group: start of all prefixes. Models of different groups are numbered separately: a rank may be in one only.
+    """
+    return itertools.chain([group], (f"{group}{word}{i}." for i in itertools.count(1)))
+
+
+def original(name: str) -> str:
+    """The name of a parameter in the model that `torch.compile` has compiled."""
+    return name.replace("_orig_mod.", "")
+
+
+def renamed(loaded: Collection[str], names: Set[str]) -> dict[str, str]:
+    """The names of a model's states, by the names of loaded states: these have a prefix more, or less, for all.
+
+    None if that is not so, or not in one way alone.
+    """
+    found: set[tuple[tuple[str, str], ...]] = set()
+    first = min(loaded)
+    for name in names:
+        more, less = first.removesuffix(name), name.removesuffix(first)
+        pairs: dict[str, str] = {}
+        if more != first and more.endswith("."):
+            pairs = {other: other.removeprefix(more) for other in loaded if other.startswith(more)}
+        elif less != name and less.endswith("."):
+            pairs = {other: less + other for other in loaded}
+        if len(pairs) == len(loaded) and names >= set(pairs.values()):
+            found.add(tuple(sorted(pairs.items())))
+    return dict(found.pop()) if len(found) == 1 else {}

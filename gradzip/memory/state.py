@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -130,13 +130,16 @@ class State:
         self.before = None
         return True
 
-    def keep(self, parameters: Iterable[str]) -> None:
+    def keep(self, parameters: Collection[str]) -> None:
         """Undo the step in progress for the elements of some parameters: nobody gets their averages.
 
         What has a number for each of their elements becomes what it was before the step. All else goes on, such as the
-        step count, and factors that all ranks have.
+        step count, and factors that all ranks have; unless these are all parameters.
         """
         before = self.before or {}
+        if before and set(parameters) == self.shapes.keys():
+            self.replace_fields(before)
+            return
         owner: Any = getattr(self, "owner_residual", None)
         ranges = getattr(self, "owner_ranges", ())
         former_owner = before.get("owner_residual") if before.get("owner_ranges") == ranges else None

@@ -183,10 +183,12 @@ class Momentum(Compressor):
         """Also decay the momentum where the optimizer finds zeros, which it takes for a gradient."""
         bound = (state.before or {}).get("momentum_bound", 0.0)
         super().keep(state, gradients)
+        if (momentum := getattr(state, "momentum", None)) is None:
+            return
         state.momentum_bound = max(state.momentum_bound, bound)
         for name, gradient in gradients.items():
-            if state.momentum is not None and gradient is not None and not gradient.count_nonzero():
-                state.piece(name, state.momentum).mul_(self.beta)
+            if gradient is not None and not gradient.count_nonzero():
+                state.piece(name, momentum).mul_(self.beta)
 
     def state_dict(self) -> dict[str, Any]:
         """`Compressor.state_dict`, with the class of `inner`, whose states they are."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..memory.names import original
 from ..memory.state_dict import in_line, is_count
 from .base.composite import Composite
 from .base.compressor import Compressor
@@ -80,6 +81,11 @@ class Phases(Composite):
 
     # --- state
 
+    def rename_states(self, names: Mapping[str, str | None]) -> None:
+        super().rename_states(names)
+        found = {name: self._steps.pop(name) for name in names if name in self._steps}
+        self._steps |= {to: found[name] for name, to in names.items() if to is not None and name in found}
+
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"steps": dict(self._steps)}
 
@@ -97,7 +103,7 @@ class Phases(Composite):
             raise ValueError(
                 f"Phases.load_state_dict: got steps = {in_line(steps)}, expected integers by parameter name"
             )
-        self._steps = dict(steps)
+        self._steps = {original(name): step for name, step in steps.items()}
 
 
 def _in_order(phases: Any) -> dict[int, Compressor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..averaging.local import LocalGroup
+from ..memory.names import original
 from ..methods.base.compressor import Compressor
 from ..methods.none import NoCompression
 from ..ops import tensors as ops
@@ -38,7 +39,7 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> d
     if hasattr(optimizer, "_parameter_names") and hasattr(optimizer, "synchronize"):
         raise ValueError(f"{what}: got Horovod's DistributedOptimizer, expected the optimizer in it")
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) in stepped}
+    named: dict[str, Tensor] = {original(name): p for name, p in model.named_parameters() if id(p) in stepped}
     if unknown := len(stepped) - len(named):
         raise ValueError(f"{what}: got an optimizer with {unknown} parameters that are not the model's")
     for name, parameter in named.items():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..averaging import optimizer_hooks
 from ..averaging.handshake import differences
+from ..memory.names import original
 from ..methods.base.compressor import Compressor
 
 MakeOptimizer: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -123,7 +124,7 @@ class GlobalCopy:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], what: str) -> None:
-        saved: Mapping[str, Tensor] = state_dict["parameters"]
+        saved: dict[str, Tensor] = {original(name): tensor for name, tensor in state_dict["parameters"].items()}
         theirs, ours = ({name: list(tensor.shape) for name, tensor in of.items()} for of in (saved, self.tensors))
         for name, got, expected in differences(theirs, ours, "no such parameter"):
             raise ValueError(f"{what}: parameter {name!r}: got {got}, expected {expected}: load that of the same model")

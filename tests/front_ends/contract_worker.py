@@ -103,6 +103,56 @@ def discarded(spec, rank):
 
 
 @contract
+def written(spec, rank):
+    """Gradients that the user writes to `.grad`, without a backward pass."""
+    named = parameters()
+    opt = distributed_optimizer(named, gradzip.parse(spec))
+    for step in range(STEPS):
+        for name, p in named.items():
+            if step == 0:
+                p.grad = gradient(name, rank, step)
+            else:
+                p.grad.copy_(gradient(name, rank, step))
+        opt.synchronize()
+    return grads(named)
+
+
+@contract
+def unused_with_a_gradient(spec, rank):
+    """A backward pass that does not use "w", which still has its last average; then none. What they have changed."""
+    compressor, named = gradzip.parse(spec), parameters()
+    opt = distributed_optimizer(named, compressor)
+
+    def of(name):
+        found = {"grad": named[name].grad.clone()}
+        for part in compressor.parts:
+            for key, value in part.memory.by_parameter().get(name, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == named[name].shape and value.any():
+                    found[key] = value.clone()
+        return found
+
+    def changed(before, after):
+        return [key for key in {*before, *after} if not torch.equal(before.get(key, NONE), after.get(key, NONE))]
+
+    for step in range(STEPS):
+        opt.zero_grad()
+        backward(named, rank, step)
+        opt.synchronize()
+    named["v"].grad = named["b"].grad = None
+    before = of("w")
+    backward(named, rank, STEPS, unused=["w"])
+    opt.synchronize()
+    found = changed(before, of("w"))
+    moved = named["v"].grad.any().item()
+    before = of("v")
+    opt.synchronize()  # once more: no parameter is used
+    return found, moved, changed(before, of("v"))
+
+
+NONE = torch.zeros(0)
+
+
+@contract
 def no_names(spec, rank):
     return last_averages(spec, rank, names=False)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import os
@@ -202,21 +203,63 @@ def resumed(rank, size):
 
 @scenario
 def other_names(rank, size):
-    """The warnings of each of two steps with states that were saved under other names, and under their own."""
+    """By the prefix of loaded states' names: the error and the warnings of a step, and its averages."""
     job = Job(gradzip.TopK(theta=0.9))
     job.step(rank, 0)
     saved = job.state.state_dict()
-    renamed = {f"_orig_mod.{name}": fields for name, fields in saved["states"].items()}
-    found = []
-    for states in (renamed, saved["states"]):
+    found, ways = {}, {"own": lambda key: key}
+    ways |= {name: (lambda key, name=name: f"{name}.{key}") for name in ("_orig_mod", "module", "model.net")}
+    ways["one"] = lambda key: key if key == "layers.0" else f"net.{key}"
+    ways["none"] = lambda key: f"{key}.weight"
+    for how, rename in ways.items():
         again = Job(gradzip.TopK(theta=0.9))
-        again.state.load_state_dict({**saved, "states": states})
-        for step in (1, 2):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                again.step(rank, step)
-            found.append([str(warning.message) for warning in caught if "HookState" in str(warning.message)])
+        again.state.load_state_dict({**saved, "states": {rename(key): of for key, of in saved["states"].items()}})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            error = message(again.step, rank, 1)
+        texts = [str(warning.message) for warning in caught if "HookState" in str(warning.message)]
+        found[how] = error, texts, again.averages()
     return found
+
+
+ONE_AFTER_ANOTHER = [
+    "powersgd",
+    "qsgd",
+    "randomk",
+    "phases:0=topk(theta=0.9),2=qsgd",
+    "momentum:inner=qsgd,warmup_steps=1",
+]
+
+
+@scenario
+def one_after_another(rank, size):
+    """Averages of models that one compressor serves one after the other. Each is resumed after two steps."""
+
+    def run(first, second=None, wrap=lambda model: model):
+        averages, saved = [], None
+        for compressor, steps in ((first, (0, 1)), (second or first, (2, 3))):
+            if steps[0]:
+                compressor.load_state_dict(saved)
+            ddp = DistributedDataParallel(wrap(Layers([torch.zeros(s) for s in SHAPES])))
+            gradzip.ddp.register(ddp, compressor)
+            averages += [gradients_of(ddp, rank, step) for step in steps]
+            saved = copy.deepcopy(compressor.state_dict())
+            del ddp
+        return averages
+
+    results = {}
+    for spec in ONE_AFTER_ANOTHER:
+        compressor = gradzip.parse(spec)
+        results[spec] = {
+            "first": run(compressor, gradzip.parse(spec)),
+            "second": run(compressor),
+            "compiled": run(compressor, wrap=functools.partial(torch.compile, backend="eager")),
+        }
+        other = Layers([torch.zeros(s) for s in SHAPES])
+        if rank == 1:
+            gradzip.ddp.HookState(compressor, named_parameters=other.named_parameters())
+        results[spec]["other"] = run(compressor)
+    return results
 
 
 @scenario
@@ -635,7 +678,9 @@ def announcements(rank, size):
         "some": announced(one, rank == 0),
         "shared": announced(both[0]),
     }
-    return found, one.step(rank, 1)
+    model, compressor = one.model, one.state.compressor
+    one = None  # DDP has to be made again
+    return found, Job(compressor, model).step(rank, 1)
 
 
 # Compression, and how a step is taken. Parameters have weight decays of their own.
@@ -718,13 +763,10 @@ def errors(rank, size):
     ):
         results[name] = message(Job(other if rank == 1 else mine).step, rank, 0)
     results["names"] = message(Job(gradzip.QSGD(), names=rank != 1).step, rank, 0)
-    for name in ("prefixes", "scalers"):
-        compressor = gradzip.QSGD()
-        if rank == 1 and name == "prefixes":
-            gradzip.ddp.HookState(compressor, named_parameters=Layers([torch.zeros(1)]).named_parameters())
-        if rank == 1 and name == "scalers":
-            compressor.follow(torch.amp.GradScaler("cpu"))
-        results[name] = message(Job(compressor).step, rank, 0)
+    compressor = gradzip.QSGD()
+    if rank == 1:
+        compressor.follow(torch.amp.GradScaler("cpu"))
+    results["scalers"] = message(Job(compressor).step, rank, 0)
     for static in (False, True):
         job = Job(Damaging(), static_graph=static)
         job.state.load_state_dict({"method": "Damaging", "states": {"layers.3": {"step": 2}}})

@@ -182,7 +182,7 @@ def test_freed_parameters_leave_the_states_of_their_bucket():
     compressor = gradzip.TopK(theta=0.9)
     average([plan_of(compressor, "u", "v", "w")], 0)
     before = compressor.state_dict()["states"]
-    compressor.memory.free(["v", "unknown"])
+    compressor.rename_states({"v": None, "unknown": None})
     after = compressor.state_dict()["states"]
     assert after.keys() == {"u", "w"} and compressor.memory.find("v") is None
     assert all(torch.equal(after[name]["residual"], before[name]["residual"]) for name in after)

@@ -52,6 +52,7 @@ every_method = pytest.mark.parametrize("spec", kinds.params(SPECS))
     [
         "average_op",
         "discarded",
+        "written",
         "predivided",
         "number_of_groups",
         "listed_groups",
@@ -85,14 +86,16 @@ def test_step_before_all_backward_passes(results, spec):
 
 @every_method
 def test_closure(results, spec):
-    """Before it calls the closure, Horovod averages the current gradients: zeros at first, then the last averages."""
-    reference, zero_gradient = Expected(spec), lambda n, r, s: torch.zeros(SHAPES[n])
-    stale = each([0], zero_gradient)[0]
-    for step in each(range(2), gradient):
-        for grads in (stale, step):
-            averages = reference.average(grads)
-        stale = {name: [average] * SIZE for name, average in averages.items()}
-    assert_same(spec, [r["closure_step"] for r in results[spec]], averages)
+    """Before it calls the closure, Horovod synchronizes gradients that no rank has computed: first, zeros."""
+    zero_gradient = lambda n, r, s: torch.zeros(SHAPES[n])  # noqa: E731
+    wanted = expected(spec, [*each([0], zero_gradient), *each(range(2), gradient)])
+    assert_same(spec, [r["closure_step"] for r in results[spec]], wanted)
+
+
+@every_method
+def test_a_pass_changes_nothing_of_parameters_that_no_rank_uses(results, spec):
+    for found, moved, found_again in (r["unused_with_a_gradient"] for r in results[spec]):
+        assert found == [] and moved and found_again == []
 
 
 @every_method

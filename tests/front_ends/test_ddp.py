@@ -366,14 +366,34 @@ def test_announcements_that_are_wrong_are_errors_on_all_ranks(world):
     reference = results["methods"][0]["powersgd"]["averages"][1]
     for found, averages in results["announcements"]:
         assert all(text in found[case] and "\n" not in found[case] for case, text in wanted.items())
-        assert all(map(torch.equal, averages, reference))
+        torch.testing.assert_close(averages, reference)  # buckets differ, and so does the order of sums
 
 
-def test_states_that_no_parameter_claims_are_a_warning(world):
-    for first, *others in world[1]["other_names"]:
-        (text,) = first
-        assert "got states of '_orig_mod.layers." in text and "expected names such as 'layers.0'" in text
-        assert others == [[], [], []]
+def test_loaded_states_are_claimed_where_names_differ_by_a_prefix(world):
+    for found in world[1]["other_names"]:
+        for how in ("_orig_mod", "module", "model.net"):
+            assert found[how][:2] == ("", []) and all(map(torch.equal, found[how][2], found["own"][2]))
+
+
+def test_loaded_states_that_no_parameter_claims_are_a_warning_or_an_error(world):
+    for found in world[1]["other_names"]:
+        error, (text,), averages = found["one"]
+        assert "got states of 'net.layers." in text and "expected names such as 'layers.0'" in text and not error
+        assert not all(map(torch.equal, averages, found["own"][2]))
+        error, texts, _ = found["none"]
+        assert "rank 0 has loaded states of 'layers.0.weight' and others, which no parameter has" in error and not texts
+
+
+def test_a_state_belongs_to_a_parameter_and_not_to_the_order_of_models(world):
+    """Second models, resumed and compiled ones have the bits of the first. Ranks that have other models agree."""
+    _, results = world
+    for spec, first in results["one_after_another"][0].items():
+        for of_rank in results["one_after_another"]:
+            for how in ("first", "second", "compiled"):
+                for averages, wanted in zip(of_rank[spec][how], first["first"], strict=True):
+                    assert all(map(torch.equal, averages, wanted)), (spec, how)
+            for averages, wanted in zip(of_rank[spec]["other"], first["other"], strict=True):
+                assert all(map(torch.equal, averages, wanted)), spec
 
 
 def test_frozen_parameters(world):
@@ -565,7 +585,6 @@ def test_different_configurations_raise_in_the_first_step(world):
             "arguments": ("rank 1", "theta=0.8", "rank 0", "theta=0.9"),
             "exchanges": ("rank 1", "exchange='scatter_reduce'", "rank 0", "exchange='gather'"),
             "names": ("parameter 'layers.0': rank 1 has no such parameter, rank 0 has float32[64, 64]",),
-            "prefixes": ("rank 1 names the states of these parameters model1.NAME, rank 0 NAME; give",),
             "scalers": ("the compressor of rank 1 follows a GradScaler, that of rank 0 does not; call",),
         }.items():
             assert result[what].startswith("RuntimeError: ") and all(w in result[what] for w in words)

@@ -1,7 +1,6 @@
 """What front ends share: names of states, steps, and steps that fail. One rank, on a real process group."""
 
 import copy
-import gc
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -226,29 +225,46 @@ def test_the_loss_scale_is_read_once_a_step(group):
 
 
 def test_models_with_equal_names_get_prefixes():
-    names, models = StateNames(), [layers("v", "w"), layers("w", "x"), layers("x")]
-    assert [names.prefix(model, "model") for model in models] == ["", "model1.", ""]
-    assert names.prefix(dict(models[1]), "model") == "model1."  # wrapped again
-    assert names.prefix(layers("w"), "model", "set2.") == "set2."  # groups are numbered on their own
-    assert names.prefix(layers("w"), "model", "set2.") == "set2.model1."
+    compressor, models = gradzip.TopK(), [layers("v", "w"), layers("w", "x"), layers("x"), layers("w"), layers("w")]
+
+    def prefix(model, group=""):
+        session = Session(compressor, "test")
+        session.name_states(model, "model", group)
+        return session.prefix
+
+    assert [prefix(model) for model in models[:3]] == ["", "model1.", ""]
+    assert prefix(dict(models[1])) == "model1."  # wrapped again
+    assert [prefix(model, "set2.") for model in models[3:]] == ["set2.", "set2.model1."]  # numbered on their own
+    names = compressor.memory.names
     assert names.find(models[1]["x"]) == ("model1.", "x") and names.find(torch.zeros(1)) is None
 
 
-def test_states_of_deleted_parameters_are_freed_and_their_names_stay_reserved(group):
+def test_states_of_deleted_parameters_are_freed_and_so_are_their_names(group):
     compressor, named = gradzip.TopK(), layers("v", "w")
     train(connected(compressor, group, named), named)
-    del named["w"]
-    gc.collect()
-    new = layers("w")
-    session = connected(compressor, group, new)
-    assert session.prefix == "model1." and compressor.memory.by_parameter().keys() == {"v"}
+    cycle = [named.pop("w")]
+    cycle.append(cycle)  # which the garbage collector finds
+    del cycle
+    session = connected(compressor, group, layers("w"))
+    assert session.prefix == "" and compressor.memory.by_parameter().keys() == {"v"}
+
+
+def test_states_that_are_loaded_after_their_parameters_are_deleted_are_kept(group):
+    compressor, named = gradzip.TopK(), layers("v", "w")
+    train(connected(compressor, group, named), named)
+    saved = copy.deepcopy(compressor.state_dict())
+    compressor.load_state_dict(saved)
+    named.clear()
+    new = layers("v", "w")
+    connected(compressor, group, new)
+    assert_equal_states(compressor.state_dict(), saved)
 
 
 def test_parameters_without_names_are_numbered():
     names, model, parameters = StateNames(), torch.nn.Module(), [torch.zeros(1) for _ in range(3)]
-    prefix = names.prefix({"0": model}, "model")
-    assert [names.add_number(prefix, parameter, model) for parameter in parameters] == ["0", "1", "2"]
-    assert names.prefix({"0": torch.nn.Module()}, "model") == "model1."
+    names.add("", {"0": model})
+    assert [names.add_number("", parameter, model) for parameter in parameters] == ["0", "1", "2"]
+    assert names.taken({"0": torch.nn.Module()}) == [""] and names.taken({"0": parameters[0]}) == []
 
 
 @pytest.mark.parametrize("compressor", [gradzip.TopK, "topk", None])

@@ -20,6 +20,7 @@ from ...collectives.node_chunks import NodeChunks
 from ...collectives.routines import Local, Routine, jointly
 from ...collectives.traffic import Traffic
 from ...memory.memory import LossScale, Memory
+from ...memory.names import original
 from ...memory.state import State, Workspace
 from ...memory.state_dict import fields_from, state_dict_of
 from ...memory.streams import HomeStreams
@@ -480,6 +481,11 @@ class Compressor(ABC):
         """The states of the groups that were averaged, by the names of the groups."""
         return self.memory.states
 
+    def rename_states(self, names: Mapping[str, str | None]) -> None:
+        """Give the states of parameters other names, by name; None frees a state."""
+        for part in self.parts:
+            part.memory.rename(names)
+
     def state_dict(self) -> dict[str, Any]:
         """Get all states as plain tensors and numbers, which ``torch.load(weights_only=True)`` reads."""
         return state_dict_of(self.memory.by_parameter(), self.rank_local, type(self).__name__)
@@ -494,7 +500,8 @@ class Compressor(ABC):
         Raises:
             ValueError: the state dict belongs to another method or is malformed.
         """
-        self.memory.parked, self.memory.states = fields_from(state_dict, type(self).__name__), {}
+        saved = fields_from(state_dict, type(self).__name__)
+        self.memory.load({original(name): fields for name, fields in saved.items()})
         self.choice_number += 1  # front ends plan again: bypassed parameters may have residuals
 
 

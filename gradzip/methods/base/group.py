@@ -197,6 +197,8 @@ class Group:
             return
         if discarded:
             self.method.keep(state, discarded)
+            if len(discarded) == len(self.names):
+                self.method.clean(state)
         state.complete(before)
         if not (self.compressed or self._changes) and state.residual is None:
             del memory.states[self.name]  # it had a residual, which is sent
