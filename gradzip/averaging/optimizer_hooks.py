@@ -17,7 +17,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,13 +63,18 @@ class Averaged:
         return self._parameters[id(parameter)]() is parameter
 
 
-@dataclass
+@dataclass(eq=False)
 class _Skip:
     """A step to skip."""
 
     names: Sequence[str]  # of the averages that are not finite
     warns: bool
-    is_over: bool = False  # GradScaler has skipped it, and another step has averaged some of its parameters
+    taken: set[int] = field(default_factory=set)  # parameters, by `id`, that a later step has averaged
+    later: list[_Skip] = field(default_factory=list)  # that skip the next step of some of its parameters, too
+
+    def is_over(self, parameters: set[int]) -> bool:
+        """Whether a later step has averaged some of these parameters, by `id`: GradScaler may have skipped this one."""
+        return not parameters.isdisjoint(self.taken) or any(one.is_over(parameters) for one in self.later)
 
     def warn(self) -> None:
         """Warn, once."""
@@ -137,6 +142,8 @@ def skip(parameters: Iterable[Tensor], names: Sequence[str], warns: bool) -> Non
     """
     one = _Skip(names, warns)
     for parameter in parameters:
+        if (former := _skips.get(parameter)) is not None and one not in former.later:
+            former.later.append(one)
         _skips[parameter] = one
 
 
@@ -149,7 +156,7 @@ def take(told: Iterable[tuple[Group, Sequence[Tensor]]]) -> None:
         for _, parameters in told:
             for parameter in parameters:
                 if one := _skips.pop(parameter, None):
-                    one.is_over = True
+                    one.taken.add(id(parameter))
 
 
 def _before(optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -159,7 +166,7 @@ def _before(optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any])
         # Others have failed: torch has not called `_after`.
         going_on = _steps_in_progress(optimizer)
         for failed in steps[going_on:]:
-            _give_back([of for of in failed if not of[0].is_over])
+            _give_back([of for of in failed if not of[0].is_over({id(parameter) for _, parameter, _ in failed})])
         del steps[going_on:]
     _check(optimizer)
     _hidden.setdefault(optimizer, []).append(hidden)
@@ -226,8 +233,9 @@ def _hide(optimizer: Any, hidden: _Hidden) -> None:
     if not _skips:
         return
     parameters = _parameters(optimizer)
+    numbers = set(map(id, parameters))
     pending = (_skips[p] for p in parameters if p in _skips)
-    found: _Skip | None = next((one for one in pending if not one.is_over), None)
+    found: _Skip | None = next((one for one in pending if not one.is_over(numbers)), None)
     if found is None:
         return
     found.warn()

@@ -4,6 +4,7 @@ After each action, what both ranks have is compared with a ledger of what must h
 
 * Parameters, states of optimizers and averages are equal on both ranks, to the bit.
 * Sum of averages + mean residual = sum of mean gradients, of all steps that were not skipped, up to rounding.
+* A pass that is announced to be thrown away changes no state, and neither does a step of another model.
 * A step is skipped if and only if a gradient of a rank is not finite. It changes no parameter then.
 * After a step, nothing is in progress; after a case, nothing refers to the model and the compressor.
 """
@@ -45,6 +46,13 @@ ROUNDINGS = 160  # of numbers of the size of the largest one, in a step: the bou
 
 def fail(grad):
     raise ArithmeticError("in the backward pass")
+
+
+def assert_unchanged(after, before):
+    """Assert that the states of a compressor are what they were before, but for new ones."""
+    for old, new in zip(*((states, *states.get("parts", ())) for states in (before, after))):
+        for of_names in old.keys() & {"states", "steps"}:
+            assert_equal_states({name: new[of_names][name] for name in old[of_names]}, old[of_names])
 
 
 def local(tensor):
@@ -136,6 +144,7 @@ class Training:
             self.compressor.follow(self.scaler)
         if states is not None:
             self.compressor.load_state_dict(states)
+        self.discarding = self.compressor.discarding()
         self.connect()
 
     def connect(self):
@@ -167,7 +176,7 @@ class Training:
 
         Args:
             passes: backward passes: "once", or two of them, of which "local" averages once and "averaged" twice.
-            skip: a parameter that this rank does not use.
+            skip: a parameter that this rank does not use; of passes that are averaged, only the last does not.
             bad: a parameter, and a value of its gradient in the first backward pass.
             skipped: whether the step is expected to be skipped.
         """
@@ -175,7 +184,8 @@ class Training:
         before, gradients = self.tensors(), []
         for i in range(self.passes_per_step or 1 + (passes != "once")):
             with self.without_averages() if passes == "local" and i == 0 else contextlib.nullcontext():
-                gradients.append(self.backward(skip, bad if i == 0 else ()))
+                skipped_now = skip if passes == "once" or i > 0 else ""
+                gradients.append(self.backward(skipped_now, bad if i == 0 else ()))
         with self.synchronized(), warnings.catch_warnings(action="ignore"):  # that the step is skipped
             averages = {
                 name: local(p.grad).double() / self.scaler.get_scale()
@@ -190,9 +200,12 @@ class Training:
         if skipped:
             assert_equal_states(self.tensors(), before)
             return
-        self.ledger.add({name: sum(each[name].double() for each in gradients) for name in gradients[0]}, averages)
+        sums = {name: sum(each[name].double() for each in gradients if name in each) for name in gradients[0]}
+        self.ledger.add(sums, averages)
         after = dict(zip(ALL, zip(before[0], self.tensors()[0])))
-        assert not [name for name, average in averages.items() if average.any() and torch.equal(*after[name])]
+        assert not (
+            still := [name for name, average in averages.items() if average.any() and torch.equal(*after[name])]
+        ), still
 
     def in_progress(self):
         """What must be empty between steps."""
@@ -202,8 +215,23 @@ class Training:
     def accumulate(self, passes):
         self.step(passes=passes)
 
-    def unused(self, name, rank):
-        self.step(skip=name if rank in (str(job.rank), "all") else "")
+    def unused(self, name, rank, passes):
+        self.step(skip=name if rank in (str(job.rank), "all") else "", passes=passes)
+
+    def discard(self, value):
+        before, tensors = copy.deepcopy(self.compressor.state_dict()), self.tensors()
+        self.model.zero_grad()
+        with self.discarding:
+            for _ in range(self.passes_per_step or 1):
+                self.backward(bad=("first.a", value))
+        self.synchronized()
+        assert_equal_states(self.tensors(), tensors)
+        if not self.scaled:  # else residuals may have another scale
+            assert_unchanged(self.compressor.state_dict(), before)
+        self.model.zero_grad()
+
+    def other(self):
+        """Take a step of another model with the compressor."""
 
     def overflow(self, name, rank, value, passes):
         bad = (name, value) if rank == str(job.rank) else ()
@@ -233,12 +261,18 @@ class Training:
     def wrap(self, mode):
         self.resume()  # front ends that cannot wrap a model again
 
-    def resume(self):
+    def resume(self, prefix=""):
         saved, model = self.checkpoint(), Model()
+        for states in (saved["compressor"], *saved["compressor"].get("parts", ())):
+            for of_names in ("states", "steps"):
+                if of_names in states:
+                    states[of_names] = {prefix + name: value for name, value in states[of_names].items()}
         for new, old in zip(model.parameters(), self.model.parameters()):
             new.requires_grad_(old.requires_grad)
         self.create(model, saved["compressor"])
         self.restore(saved)
+        if prefix:
+            self.step()  # in which states get their names
 
     def checkpoint(self):
         saved = {
@@ -306,8 +340,18 @@ class UnderDDP(Training):
         super().freeze(name, frozen)
         self.wrap(self.mode)
 
-    def unused(self, name, rank):
-        super().unused(name, rank if self.mode != "plain" else "none")
+    def unused(self, name, rank, passes):
+        super().unused(name, rank if self.mode != "plain" else "none", passes)
+
+    def other(self):
+        before, model = copy.deepcopy(self.compressor.state_dict()), Model()
+        module = DistributedDataParallel(model)
+        state = gradzip.ddp.HookState(self.compressor, named_parameters=model.named_parameters())
+        module.register_comm_hook(state, gradzip.ddp.hook)
+        module({name: gradient(name, job.rank, 0, shape) for name, shape in ALL.items()}).backward()
+        assert_unchanged(self.compressor.state_dict(), before)
+        del model, module, state
+        self.wrap(self.mode)  # which frees its states
 
     def without_averages(self):
         return self.module.no_sync()

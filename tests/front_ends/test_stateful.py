@@ -17,6 +17,8 @@ FOUND = [
     # The momentum of a parameter that no rank has used was another one than the optimizer's.
     "momentum:inner=signsgd(majority=False),warmup_steps=2 | scaled | step:none step:none step:zeros wrap:unused "
     "unused:first.a:all step:none unused:second.c:0 overflow:first.a:1:nan:local resume step:none",
+    # Optimizers skipped a step because of a parameter that was frozen between two others that overflowed.
+    "topk | scaled | overflow:first.b:1:inf:averaged freeze:first.a overflow:first.b:0:inf:averaged step:none",
     # A backward pass that failed between the rounds of a method changed what the method had assigned so far.
     "block-float | | step:none fail:end",
 ]

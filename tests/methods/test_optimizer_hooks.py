@@ -304,3 +304,24 @@ def test_gradscaler_and_other_optimizers_do_not_warn():
         torch.optim.SGD([other], lr=0.1).step()
         torch.optim.SGD([p], lr=0.1).step()
     assert torch.equal(p, parameter()) and not torch.equal(other, parameter())
+
+
+def test_an_optimizer_whose_parameters_were_not_averaged_again_still_skips():
+    """Another optimizer's were, as of a discriminator whose loss comes after that of the generator."""
+    p, other = parameter(), parameter()
+    p.grad, other.grad = torch.full_like(p, torch.nan), torch.ones_like(other)
+    optimizer_hooks.skip([p, other], ["p"], False)
+    optimizer_hooks.take(plan([other]))
+    for of in (p, other):
+        torch.optim.SGD([of], lr=0.1).step()
+    assert torch.equal(p, parameter()) and not torch.equal(other, parameter())
+
+
+def test_a_parameter_that_is_frozen_between_two_skipped_steps_does_not_skip_a_third():
+    p, frozen = parameter(), parameter()
+    optimizer_hooks.skip([p, frozen], ["p"], False)
+    optimizer_hooks.skip([p], ["p"], False)  # GradScaler has skipped the optimizer's steps
+    optimizer_hooks.take(plan([p]))
+    p.grad = torch.ones_like(p)
+    torch.optim.SGD([p, frozen], lr=0.1).step()
+    assert not torch.equal(p, parameter())

@@ -37,6 +37,7 @@ SPECS = [
     "randomk:theta=0.9",
     "momentum:inner=signsgd(majority=False),warmup_steps=2",
     "phases:0=topk(theta=0.9),3=acpsgd,6=onebit,9=none",
+    "phases:0=topk(theta=0.9),2=momentum(inner=signsgd(majority=False),warmup_steps=2),9=none",
     "per-layer:a|k=acpsgd,c=fft-range(theta=0.8),default=topk(theta=0.9)",
 ]
 SHAPES = {
@@ -52,14 +53,16 @@ FACTORS = [0.25, 0.5, 2.0, 4.0]  # of the loss scale
 WEIGHTS = {
     "step": 8,
     "accumulate": 2,  # a step of two backward passes, with or without averages after the first
-    "unused": 2,  # a step in which a parameter is unused, on one rank or on all
+    "unused": 2,  # a step in which a parameter is unused, on one rank or on all; maybe in its second pass alone
+    "discard": 2,  # a backward pass whose averages are announced to be thrown away
+    "other": 1,  # a step of another model with the same compressor
     "overflow": 2,  # a step in which an element of a gradient of one rank is inf or NaN
     "fail": 2,  # a backward pass that raises an error on all ranks
     "forward": 1,  # a forward pass whose backward pass is not taken
     "freeze": 1,
     "unfreeze": 1,
     "wrap": 2,  # again: another optimizer, and another wrapper of the model
-    "resume": 1,  # from a file: another model, another compressor
+    "resume": 1,  # from a file: another model, another compressor; names may have a prefix
     "save": 1,
     "load": 1,  # what `save` has saved
     "scale": 1,
@@ -103,7 +106,9 @@ def draw(generator):
     passes = generator.choice(["local", "averaged"])
     arguments = {
         "step": [generator.choice(["none", "zeros"])],
-        "unused": [name, generator.choice([rank, "all"])],
+        "unused": [name, generator.choice([rank, "all"]), generator.choice(["once", "averaged"])],
+        "discard": [generator.choice(["nan", "1"])],
+        "resume": [generator.choice(["", "net."])],
         "accumulate": [passes],
         "overflow": [name, rank, generator.choice(["inf", "nan"]), passes],
         "fail": [generator.choice(["second", "first", "end"])],
