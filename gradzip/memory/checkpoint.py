@@ -17,7 +17,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_OWN = ("steps", "pending", "exchanges", "equal")  # of a state dict of LocalSteps: what ranks need not have in common
+_OWN = (
+    "local",
+    "steps",
+    "pending",
+    "exchanges",
+    "equal",
+)  # of a state dict of LocalSteps: what ranks need not have in common
 _SHARD = re.compile(r"shard\d+of\d+(?=\.)")  # with FSDP2, names of states begin with the shard's place
 _OF_ONE_SHARD = 'those of one shard: merge the ranks of mesh["replicate"], or save one of each rank'
 _OF_ONE_SAVE = "the same on all ranks: merge those that all ranks have saved at the same time"
@@ -66,7 +72,7 @@ def shard(merged: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
     if "compressor" in merged:
         own = dict(saved[rank if size == len(saved) else 0])
         if size != len(saved):
-            own["equal"] = False
+            own["local"], own["equal"] = None, False
             if own["pending"] is not None:
                 own["pending"] = own["pending"] | {"diverged": [False]}
         return {**merged["common"], **own, "compressor": shard(merged["compressor"], rank, size)}

@@ -225,6 +225,10 @@ class OuterLoop(ABC):
         """Called after each step of an optimizer."""
         if getattr(worker.optimizer, "found_inf", None):  # a GradScaler had a fused one skip it; waits for the device
             return
+        self._advance(worker)
+
+    def _advance(self, worker: Worker) -> None:
+        """A worker has taken a step."""
         worker.steps += 1
         self._equal = False
         if self._pending is not None and self._steps >= self._pending.due:

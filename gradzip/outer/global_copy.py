@@ -16,12 +16,22 @@ from ..averaging.handshake import differences
 from ..memory.names import original
 from ..methods.base.compressor import Compressor
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
+
 MakeOptimizer: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
 def nesterov(params: list[Tensor]) -> torch.optim.Optimizer:
     """The outer optimizer of DiLoCo."""
     return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+
+
+@torch.no_grad()
+def digest(tensors: Iterable[Tensor]) -> int:
+    """A number that changes with almost every change of these tensors: a weighted sum of their bits."""
+    sums = [tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
+    weighted = torch.stack(sums) * torch.arange(1, 2 * len(sums), 2, device=sums[0].device) if sums else None
+    return 0 if weighted is None else int(weighted.sum()) % 2**64
 
 
 class GlobalCopy:
@@ -59,13 +69,6 @@ class GlobalCopy:
         """The class of the outer optimizer and the options of its param groups, which ranks compare."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         return f"{type(self.optimizer).__name__} {json.dumps(groups, default=_comparable)}"
-
-    @torch.no_grad()
-    def digest(self, names: Iterable[str]) -> int:
-        """A number that changes with almost every change of these parameters: a weighted sum of their bits."""
-        sums = [self.tensors[name].view(torch.int32).sum(dtype=torch.int64) for name in names]
-        weighted = torch.stack(sums) * torch.arange(1, 2 * len(sums), 2, device=sums[0].device) if sums else None
-        return 0 if weighted is None else int(weighted.sum()) % 2**64
 
     @torch.no_grad()
     def differs(self, parameters: Mapping[str, Tensor], names: Iterable[str]) -> bool:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..averaging.buckets import Plan, bucket_nbytes, cut
 from ..averaging.handshake import differences
@@ -30,7 +32,7 @@ from ..ops import tensors as ops
 from .background import Runner, Seconds
 from .exchange import Exchanged, OuterLoop, Pending, Worker
 from .fragments import Schedule
-from .global_copy import MakeOptimizer, nesterov
+from .global_copy import MakeOptimizer, digest, nesterov
 from .torchft import Replicas
 
 # Of a state dict.
@@ -93,6 +95,9 @@ class LocalSteps(OuterLoop):
             twin for the exchanges, which ranks make together.
         blend: weight of the local parameters where the global ones are applied, from 0 (the global ones, which drops
             what the last `delay` steps have changed) to 1 (none are applied); alpha of Streaming DiLoCo.
+        start: steps of a data-parallel start, in which the DDP model averages gradients, with its hook if it has one.
+            After them, it averages nothing, and the first round of local steps begins; 0: at once. None: a DDP model
+            goes on averaging, over its site.
         group: the ranks: a torch process group, a DeviceMesh of one dimension, a Horovod process set, or "horovod" for
             all ranks of Horovod; default: the default group of torch. Or a torchft Manager: replicas come and go
             (docs/outer.md).
@@ -100,6 +105,7 @@ class LocalSteps(OuterLoop):
     Attributes:
         exchanges: applied so far, of fragments.
         seconds: that exchanges took: `exposed`, `hidden` behind steps, `total`.
+        start: steps that are left of the data-parallel start.
         is_started: whether this rank has the global parameters of the others; False in elastic Horovod until the state
             is synchronized.
 
@@ -139,13 +145,16 @@ class LocalSteps(OuterLoop):
         fragments: int = 1,
         delay: int = 0,
         blend: float = 0.0,
+        start: int | None = None,
         group: Any = None,
     ) -> None:
         self.compressor = NoCompression() if compressor is None else compressor
         self._session = Session(self.compressor, "LocalSteps", in_background=delay > 0)
         if self.compressor.memory.loss_scale.scaler is not None:
             raise ValueError("LocalSteps: got a compressor that follows a GradScaler, expected one that does not")
-        worker = Worker(model, optimizer, "LocalSteps")
+        replica = model if start is not None and isinstance(model, DistributedDataParallel) else None
+        self._replica = weakref.ref(replica) if replica is not None else lambda: None  # a library may free it
+        worker = Worker(model if replica is None else replica.module, optimizer, "LocalSteps")
         super().__init__([worker], Schedule(every, fragments, delay, blend), outer, self.compressor)
         self._shards = worker.shards
         self._shard = "" if self._shards is None else f"shard{self._shards.rank()}of{self._shards.size()}"
@@ -155,6 +164,8 @@ class LocalSteps(OuterLoop):
         self._elastic = self._has_failed = False  # whether the job is elastic, whether an exchange has failed
         self._slot = "outer."  # prefix of the slots
         self.is_started = True
+        self._saved: int | None = None  # digest of the parameters that were saved beside a loaded state
+        self._set_start(start or 0)
         if self._replicas is None:
             self._connect(group)
         elif self._shards is not None:
@@ -177,6 +188,7 @@ class LocalSteps(OuterLoop):
                 self._replicas.leave()
             super().remove()
         finally:
+            self._average_in_ddp(True)
             self._runner.close()
             self._session.close(works=not self._has_failed)
 
@@ -190,6 +202,8 @@ class LocalSteps(OuterLoop):
         self._receive()
         return {
             "shard": self._shard,
+            "start": self.start,
+            "local": digest(self._workers[0].parameters.values()),
             "steps": self._workers[0].steps,
             "next": self._next,
             "fragments": len(self._fragments),
@@ -202,6 +216,9 @@ class LocalSteps(OuterLoop):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` has returned, on all ranks. Training goes on with the same bits.
+
+        Load the parameters and `optimizer` of each rank beside it, after construction, which gives all ranks the
+        parameters of rank 0. The next step warns if the parameters are not those that were saved beside this state.
 
         Raises:
             ValueError: it is of another model, shard or method, of other fragments, or no state dict.
@@ -220,6 +237,15 @@ class LocalSteps(OuterLoop):
         self._pending = None if pending is None else Pending.of_state_dict(pending)
         self._workers[0].steps, self._next = state_dict["steps"], state_dict["next"]
         self.exchanges, self._equal = state_dict["exchanges"], state_dict["equal"]
+        self._saved = state_dict["local"]
+        self._set_start(state_dict["start"])
+
+    def synchronize(self) -> None:
+        """`OuterLoop.synchronize`. In a data-parallel start, it changes nothing."""
+        if self.start:  # ranks are equal
+            self._global.take_over(self._workers[0].parameters)
+            self._equal = True
+        super().synchronize()
 
     def _begin(self) -> None:
         super()._begin()
@@ -228,6 +254,13 @@ class LocalSteps(OuterLoop):
     def _take_over(self, *_: Any) -> None:
         """Before a step: take over parameters that have changed since the last exchange without a step."""
         (worker,) = self._workers
+        saved, self._saved = self._saved, None
+        if saved not in (None, digest(worker.parameters.values())):
+            warnings.warn(
+                "LocalSteps: got other parameters than those that were saved beside the loaded state: training goes on "
+                "from them; make LocalSteps first, then load the model, the optimizer and LocalSteps of each rank",
+                stacklevel=2,
+            )
         if self._equal and self.is_started and self._global.differs(worker.parameters, self._global.tensors):
             warnings.warn(
                 "LocalSteps: got parameters that were changed without a step, as by model.load_state_dict: they are "
@@ -235,6 +268,36 @@ class LocalSteps(OuterLoop):
                 stacklevel=2,
             )
             self._global.take_over(worker.parameters)
+
+    # --- a data-parallel start
+
+    def _set_start(self, start: int) -> None:
+        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+            raise ValueError(f"LocalSteps: got start = {start!r}, expected an integer >= 0")
+        if start and self._replica() is None:
+            got = f"start = {start} and a {type(self._workers[0].model).__name__}"
+            raise ValueError(f"LocalSteps: got {got}, expected a DDP model, which averages gradients in these steps")
+        self.start = start
+        self._average_in_ddp(start > 0)
+
+    def _average_in_ddp(self, enabled: bool) -> None:
+        """Have the DDP model average gradients and broadcast buffers, or neither, as in `no_sync()`.
+
+        Unwrapping it would take mixed precision and references of a library away. A communication hook that does
+        nothing would still copy gradients to buckets, and broadcast buffers in each step.
+        """
+        if (replica := self._replica()) is not None:
+            replica.require_backward_grad_sync = replica.require_forward_param_sync = enabled
+
+    def _advance(self, worker: Worker) -> None:
+        if not self.start:
+            super()._advance(worker)
+            return
+        self.start -= 1
+        self._equal = not self.start
+        if not self.start:
+            self._global.take_over(worker.parameters)
+            self._average_in_ddp(False)
 
     # --- a rank that joins others
 
@@ -263,7 +326,7 @@ class LocalSteps(OuterLoop):
         (worker,) = self._workers
         worker.optimizer.load_state_dict(state["optimizer"])
         self._global.write(worker.parameters)
-        self._equal = True
+        self._equal, self._saved = True, None
 
     def _forget(self) -> None:
         """Forget the exchange in progress, if there is one, when it has ended: it must not go on in the next group."""
@@ -327,7 +390,7 @@ class LocalSteps(OuterLoop):
 
     def _compare(self, engine: Engine) -> None:
         """Compare the ranks' configurations, and go on with this engine."""
-        arguments = asdict(self.schedule) | {"outer": self._global.options}
+        arguments = asdict(self.schedule) | {"outer": self._global.options, "start": self.start}
         of_ranks = self._session.connect(engine, self._workers[0].parameters, f"{self._slot}handshake", arguments)
         self._rank = engine.rank
         of_shards = [of_ranks]
@@ -373,7 +436,11 @@ class LocalSteps(OuterLoop):
         if self._elastic:
             self._connect_again()
         session = self._session
-        turn = {"fragment": fragment, "exchange": self.exchanges, "global": self._global.digest(own)}
+        turn = {
+            "fragment": fragment,
+            "exchange": self.exchanges,
+            "global": digest(self._global.tensors[name] for name in own),
+        }
         line = json.dumps({"changed": changed, "stays": stays, **turn})
         lines = session.engine.allgather_bytes(f"{line}\n".encode(), f"{self._slot}steps")
         of_ranks = [json.loads(line) for line in lines]
