@@ -12,7 +12,7 @@ There is no handler for `Accelerator(kwargs_handlers=[...])`: Accelerate looks h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +32,7 @@ _REFUSED = {
     "MEGATRON_LM": "Megatron-LM, which averages gradients itself: use DDP, or FSDP2 with Replicas",
     "XLA": "XLA, which averages gradients itself: use DDP on CPUs or GPUs",
 }
+_NO_FSDP = {"FSDP": "FSDP: use DDP, or gradzip.outer.LocalSteps in a loop of your own"}
 
 
 @dataclass
@@ -77,7 +78,7 @@ def compress(
         RuntimeError: the model has a communication hook already (raised by DDP).
     """
     state = average(accelerator, model, compressor, group)
-    _Checkpoint.of(accelerator).parts.append(state)
+    _states(accelerator, model)["compress"] = state
     return None if state is compressor else state
 
 
@@ -122,9 +123,10 @@ def local_steps(
 
     Call it on all processes, after `prepare`. The training loop stays as it is; call `synchronize` of what is returned
     before a test or an export. Steps are counted as the optimizer takes them: neither those that accumulate gradients
-    nor those that a GradScaler skips.
+    nor those that a GradScaler skips. Called again for a model, after an exception say, it begins anew.
 
-    The DDP model that `prepare` returned no longer averages gradients. It keeps memory for its buckets:
+    In a data-parallel start, DDP averages gradients, with the method of an earlier `compress` if there was one. After
+    it, the DDP model that `prepare` returned no longer averages gradients. It keeps memory for its buckets:
     `accelerator.prepare_model(model, evaluation_mode=True)` prepares a model without DDP.
 
     `accelerator.save_state` saves the parameters and the optimizer of the main process. Each rank saves its own ones,
@@ -134,18 +136,22 @@ def local_steps(
     Args:
         model, optimizer: what `prepare` returned.
         compressor: the method; default: none.
-        options: of `gradzip.outer.LocalSteps`: every, outer, fragments, delay, blend, group.
+        options: of `gradzip.outer.LocalSteps`: every, outer, fragments, delay, blend, start, group.
 
     Returns:
         An object with `synchronize()` and `outer`, the `gradzip.outer.LocalSteps`. On one process, `outer` is None, and
         nothing is exchanged.
 
     Raises:
-        TypeError: accelerator is not an Accelerator.
+        TypeError: accelerator is not an Accelerator, or model is not what `prepare` returned.
         ValueError: DeepSpeed, Megatron-LM, FSDP or XLA, or what `gradzip.outer.LocalSteps` refuses.
     """
-    training = train_alone(accelerator, model, optimizer, compressor, **options)
-    _Checkpoint.of(accelerator).parts.append(training)
+    _check(accelerator, "LocalSteps", _NO_FSDP)
+    states = _states(accelerator, model)
+    if "local_steps" in states:
+        states.pop("local_steps").remove()
+    states["local_steps"] = train_alone(accelerator, model, optimizer, compressor, **options)
+    training: shared.LocalTraining = states["local_steps"]
     return training
 
 
@@ -157,51 +163,71 @@ def train_alone(
     **options: Any,
 ) -> shared.LocalTraining:
     """`local_steps` without checkpoints."""
-    _check(accelerator, "LocalSteps", {"FSDP": "FSDP: use DDP, or gradzip.outer.LocalSteps in a loop of your own"})
+    _check(accelerator, "LocalSteps", _NO_FSDP)
     inner = getattr(optimizer, "optimizer", optimizer)  # in an AcceleratedOptimizer
     return shared.LocalTraining(model, inner, compressor, accelerator.scaler, **options)
+
+
+class _States(dict[str, Any]):
+    """What has states of a model, by the function that made it. The model keeps it: copies of the model have none."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _States, ()
+
+
+def _states_of(model: nn.Module) -> _States:
+    states: _States = vars(shared.innermost(model)).setdefault("_gradzip", _States())
+    return states
+
+
+def _states(accelerator: accelerate.Accelerator, model: nn.Module) -> _States:
+    """What has states of a model, which are in the accelerator's checkpoints from now on."""
+    if shared.innermost(model) not in map(shared.innermost, accelerator._models):
+        raise TypeError(f"got a {type(model).__name__}, expected a model that accelerator.prepare returned")
+    if accelerator not in _checkpoints:
+        _checkpoints[accelerator] = _Checkpoint(accelerator)
+    return _states_of(model)
 
 
 class _Checkpoint:
     """The states of this rank, in `save_state` and `load_state` of an accelerator.
 
-    Accelerate's hooks know the folder. It loads registered objects last, after models and optimizers, which local steps
-    have to replace.
-
-    Attributes:
-        parts: what has states, in the order of the calls, the same on all ranks.
+    Accelerate's hooks know the folder and the models, which `free_memory` forgets. It loads registered objects last,
+    after models and optimizers, which local steps have to replace.
     """
 
     _files = shared.RankFiles("gradzip")
 
     def __init__(self, accelerator: accelerate.Accelerator) -> None:
-        self.parts: list[Any] = []
-        self._folder = ""  # of the checkpoint that is loaded
+        self._count = 0  # of the parts that are saved
+        self._found: tuple[list[Any], str] = [], ""  # parts, and the folder of the checkpoint that is loaded
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._find)
         accelerator.register_for_checkpointing(self)
 
-    @classmethod
-    def of(cls, accelerator: accelerate.Accelerator) -> _Checkpoint:
-        if accelerator not in _checkpoints:
-            _checkpoints[accelerator] = cls(accelerator)
-        return _checkpoints[accelerator]
+    def _parts(self, models: Sequence[nn.Module]) -> list[Any]:
+        """What has states, in the order of the models and of the calls, the same on all ranks."""
+        bare = dict.fromkeys(map(shared.innermost, models))
+        return [part for model in bare for part in _states_of(model).values()]
 
-    def _save(self, models: Any, weights: Any, folder: str) -> None:
-        self._files.save(folder, [part.state_dict() for part in self.parts])
+    def _save(self, models: Sequence[nn.Module], weights: Any, folder: str) -> None:
+        parts = self._parts(models)
+        self._count = len(parts)
+        self._files.save(folder, [part.state_dict() for part in parts])
 
-    def _find(self, models: Any, folder: str) -> None:
-        self._folder = folder
+    def _find(self, models: Sequence[nn.Module], folder: str) -> None:
+        self._found = self._parts(models), folder
 
     def state_dict(self) -> dict[str, Any]:
         """What Accelerate saves on the main process. The states are in the files of the ranks."""
-        return {"parts": len(self.parts)}
+        return {"parts": self._count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["parts"] != len(self.parts):
+        (parts, folder), self._found = self._found, ([], "")
+        if state_dict["parts"] != len(parts):
             got = f"got a checkpoint of {state_dict['parts']} calls of compress and local_steps"
-            raise ValueError(f"{got}, expected {len(self.parts)}: make the same calls before load_state")
-        for part, state in zip(self.parts, self._files.load(self._folder)):
+            raise ValueError(f"{got}, expected {len(parts)}: make the same calls before load_state")
+        for part, state in zip(parts, self._files.load(folder)):
             part.load_state_dict(state)
 
 

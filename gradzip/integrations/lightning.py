@@ -22,9 +22,14 @@ from ..methods.base.compressor import Compressor
 from .shared import LocalTraining, average, check_compressor, ddp_model, merge, place, shard
 
 try:
-    from lightning.pytorch import Callback
+    from lightning.pytorch import Callback, callbacks
 except ImportError:
-    from pytorch_lightning import Callback
+    from pytorch_lightning import Callback, callbacks
+
+# Callbacks that replace weights by their averages over steps. Early versions lack one.
+_AVERAGES = tuple(
+    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
+)
 
 
 class _Callback(Callback):
@@ -32,11 +37,25 @@ class _Callback(Callback):
 
     _part: Any = None  # what has the states of this rank, once training has started
     _loaded: Mapping[str, Any] | None = None  # before it starts
+    _fits = True  # not while a Trainer validates, tests or predicts
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Called by a Trainer before it loads a checkpoint."""
+        self._fits = stage == "fit"
+        if self._fits:
+            self._part = self._loaded = None
 
     def _begin(self, part: Any) -> None:
         self._part = part
         if self._loaded is not None:
             self._load(self._loaded)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load this rank's states of what `state_dict` has returned on rank 0, in a fit: now, or when it starts."""
+        if self._part is not None and self._fits:
+            self._load(state_dict)
+        elif self._fits:
+            self._loaded = state_dict
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         self._part.load_state_dict(shard(state_dict, *place()))
@@ -58,7 +77,8 @@ class Compression(_Callback):
     The compressor follows the `GradScaler` of precision "16-mixed". Gradient accumulation needs nothing.
 
     The states of all ranks are in the Trainer's checkpoints, and come back with `ckpt_path`. With a Fabric, save the
-    callback beside the model: ``fabric.save(path, {"model": model, "compression": compression})``.
+    callback beside the model: ``fabric.save(path, {"model": model, "compression": compression})``. A Fabric does not
+    call it in `setup_module`: call ``fabric.call("on_after_setup", fabric=fabric, module=model)`` then.
 
     Args:
         compressor: the method.
@@ -66,11 +86,13 @@ class Compression(_Callback):
     Raises:
         TypeError: compressor is not a compressor.
         ValueError: at the start of a fit, another strategy of several ranks, or shards without replicas.
+        RuntimeError: at the end of the first step, a Fabric's model that is not averaged.
     """
 
     def __init__(self, compressor: Compressor) -> None:
         check_compressor(compressor, "Compression")
         self.compressor = compressor
+        self._averaged: set[int] = set()  # parameters of a Fabric's models, by `id`
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Called by a Trainer when the strategy has wrapped the model."""
@@ -79,6 +101,15 @@ class Compression(_Callback):
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Called by a Fabric at the end of `setup`."""
         self._start(fabric.strategy, module, module.module, fabric.strategy.precision)
+        self._averaged.update(map(id, module.parameters()))
+
+    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+        """Called by a Fabric at the end of a step."""
+        if place() != (0, 1) and id(optimizer.param_groups[0]["params"][0]) not in self._averaged:
+            raise RuntimeError(
+                "Compression: got a step of parameters that are not averaged, expected those of fabric.setup; "
+                'after fabric.setup_module, call fabric.call("on_after_setup", fabric=fabric, module=model)'
+            )
 
     def _start(self, strategy: Any, wrapped: nn.Module, module: nn.Module, precision: Any) -> None:
         part = average(wrapped, module, self.compressor, getattr(precision, "scaler", None))
@@ -87,23 +118,17 @@ class Compression(_Callback):
             raise ValueError(f"Compression: got {type(strategy).__name__}, {expected}")
         self._begin(part)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's states of what `state_dict` has returned on rank 0, now or when training starts."""
-        if self._part is None:
-            self._loaded = state_dict
-        else:
-            self._load(state_dict)
-
 
 class LocalSteps(_Callback):
     """Trains each rank alone, and averages what has changed after every n-th step: `gradzip.outer.LocalSteps`.
 
-    A callback of a Trainer with strategy="ddp" and one optimizer. It takes the model out of DDP when training starts:
-    nothing communicates between exchanges, and DDP's buckets are freed. A communication hook that does nothing would
-    copy gradients to the buckets, and broadcast buffers, in each step; `no_sync` would keep the buckets.
+    A callback of a Trainer with strategy="ddp" and one optimizer. It takes the model out of DDP when local steps begin:
+    nothing communicates between exchanges, and DDP's buckets are freed. In a data-parallel start, DDP averages
+    gradients, with the method of a `Compression` beside this callback if there is one.
 
     When training ends, ranks synchronize: all have the global parameters then. Until then, each rank validates its own
-    parameters. In one process, it does nothing.
+    parameters. In one process, it does nothing. It synchronizes once more at the end of the fit, if another callback
+    has changed parameters after the last step.
 
     Training continues from a checkpoint with the same bits. Beside model, optimizer and loss scale of rank 0, which
     Lightning saves, it has those of all ranks: its size grows with their number, and it passes through the memory of
@@ -111,14 +136,15 @@ class LocalSteps(_Callback):
 
     Args:
         compressor: the method; default `NoCompression()`.
-        options: the other arguments of `gradzip.outer.LocalSteps`: every, outer, fragments, delay, blend.
+        options: the other arguments of `gradzip.outer.LocalSteps`: every, outer, fragments, delay, blend, start.
 
     Attributes:
         outer: the `gradzip.outer.LocalSteps` of the current fit, or of the last one.
 
     Raises:
-        ValueError: when training starts, another strategy of several ranks, several optimizers, or options that do not
-            go together.
+        ValueError: when training starts, another strategy of several ranks, several optimizers, callbacks that average
+            weights over steps, or options that do not go together.
+        RuntimeError: in the setup of a Fabric's model, or at the end of its first step.
     """
 
     def __init__(self, compressor: Compressor | None = None, **options: Any) -> None:
@@ -126,33 +152,56 @@ class LocalSteps(_Callback):
         self.options = options
         self.outer: outer.LocalSteps | None = None
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":  # the last one may have failed
+            self._remove()
+        super().setup(trainer, pl_module, stage)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Called by a Trainer before the first step, when it has loaded rank 0's model and optimizer."""
         if place() == (0, 1):
             return
-        if ddp_model(trainer.strategy.model) is None or len(trainer.optimizers) != 1:
+        replica = ddp_model(trainer.strategy.model)
+        if replica is None or len(trainer.optimizers) != 1:
             got = f"{type(trainer.strategy).__name__} and {len(trainer.optimizers)} optimizers"
             raise ValueError(f"LocalSteps: got {got}, expected strategy='ddp' and one optimizer")
-        trainer.strategy.model = pl_module
+        for callback in trainer.callbacks:
+            if isinstance(callback, _AVERAGES):
+                got = f"a {type(callback).__name__} callback, whose weights differ between ranks"
+                raise ValueError(f"LocalSteps: got {got}, expected none: average checkpoints after training")
         (optimizer,) = trainer.optimizers
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        training = LocalTraining(pl_module, optimizer, self.compressor, scaler, **self.options)
+        training = LocalTraining(replica, optimizer, self.compressor, scaler, **self.options)
         self.outer = training.outer
         self._begin(training)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Called by a Trainer before each batch."""
+        if self.outer is not None and not self.outer.start:
+            trainer.strategy.model = pl_module
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Called by a Trainer after the last step."""
         if self._part is not None:
             self._part.synchronize()
 
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Called by a Trainer when all callbacks have ended the training."""
+        self.on_train_end(trainer, pl_module)
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Called by a Trainer at the end of a fit."""
+        self._remove()
+
+    def on_after_setup(self, *_: Any, **__: Any) -> None:
+        """Called by a Fabric."""
+        raise RuntimeError("LocalSteps: got a Fabric, expected a Trainer: with a Fabric, use gradzip.outer.LocalSteps")
+
+    on_after_optimizer_step = on_after_setup
+
+    def _remove(self) -> None:
         if self._part is not None:
             self._part.remove()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Keep what `state_dict` has returned on rank 0. Each rank loads its states when training starts."""
-        self._loaded = state_dict
 
 
 def _gather(state: dict[str, Any]) -> list[dict[str, Any]]:

@@ -106,6 +106,12 @@ def bare(model: nn.Module) -> nn.Module:
     return original
 
 
+def innermost(model: nn.Module) -> nn.Module:
+    """The model that DDP and `torch.compile` have wrapped, or the model itself."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else bare(model)
+    return model if inner is model else innermost(inner)
+
+
 def place() -> tuple[int, int]:
     """This rank and the number of ranks; (0, 1) without a process group."""
     started = dist.is_available() and dist.is_initialized()
@@ -167,15 +173,11 @@ def _replicas_of(mesh: Any) -> dist.ProcessGroup:
 class LocalTraining:
     """`gradzip.outer.LocalSteps` of a model that a library has wrapped. Nothing on one process.
 
-    A DDP model stops averaging gradients: it is set to what `no_sync()` sets, for good, and no longer broadcasts
-    buffers. Unwrapping it would take the library's mixed precision and its references away; a communication hook that
-    does nothing would still copy gradients to buckets, and broadcast buffers in each step.
-
     Args:
         model: a DDP model, or one that is not wrapped.
         optimizer: one of torch, which steps it.
         scaler: the GradScaler of this rank, if there is one.
-        options: of LocalSteps.
+        options: of LocalSteps; `start` is 0 by default.
 
     Attributes:
         outer: the LocalSteps; None on one process.
@@ -189,13 +191,10 @@ class LocalTraining:
         scaler: Any,
         **options: Any,
     ) -> None:
-        self._ddp = model = bare(model)
-        self._model = model.module if isinstance(model, DistributedDataParallel) else model
-        self._optimizer, self._scaler = optimizer, scaler
+        self._model, self._optimizer, self._scaler = innermost(model), optimizer, scaler
         self.outer: LocalSteps | None = None
         if place() != (0, 1):
-            self.outer = LocalSteps(self._model, optimizer, compressor, **options)
-            self._average_in_ddp(False)
+            self.outer = LocalSteps(bare(model), optimizer, compressor, **{"start": 0} | options)
 
     def synchronize(self) -> None:
         """Make the parameters of all ranks equal (`gradzip.outer.LocalSteps.synchronize`). All ranks call it."""
@@ -206,16 +205,13 @@ class LocalTraining:
         """Exchange no more. A DDP model averages gradients again."""
         if self.outer is not None:
             self.outer.remove()
-            self._average_in_ddp(True)
 
     def state_dict(self) -> dict[str, Any]:
         """What differs between ranks: trained parameters, buffers, states of the optimizer and of LocalSteps."""
+        model = self._model
+        frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         return {
-            "model": {
-                name: value
-                for name, value in self._model.state_dict(keep_vars=True).items()
-                if value.requires_grad or not isinstance(value, nn.Parameter)
-            },
+            "model": {name: value for name, value in model.state_dict().items() if name not in frozen},
             "optimizer": self._optimizer.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "outer": None if self.outer is None else self.outer.state_dict(),
@@ -235,7 +231,3 @@ class LocalTraining:
             self._scaler.load_state_dict(state_dict["scaler"])
         if self.outer is not None:
             self.outer.load_state_dict(state_dict["outer"])
-
-    def _average_in_ddp(self, enabled: bool) -> None:
-        if isinstance(self._ddp, DistributedDataParallel):
-            self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = enabled

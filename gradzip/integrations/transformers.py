@@ -88,10 +88,13 @@ class Compression(_Callback):
 class LocalSteps(_Callback):
     """Trains each rank alone, and averages what has changed every so many steps: `gradzip.outer.LocalSteps`.
 
-    The Trainer's DDP model no longer averages gradients while it trains. At the end of training, the parameters of all
-    ranks become equal (`synchronize`), unless the Trainer has loaded its best checkpoint. Between two exchanges, they
-    differ: evaluations and the checkpoint's `model.safetensors` have those of the rank that evaluates or saves. Choose
-    `eval_steps` and `save_steps` as multiples of `every`.
+    The Trainer's DDP model no longer averages gradients while it trains, and `average_tokens_across_devices`, which
+    communicates in each step, is off: a rank's loss is the mean over its own tokens. In a data-parallel start, DDP
+    averages gradients, with the method of a `Compression` before this callback if there is one.
+
+    At the end of training, the parameters of all ranks become equal (`synchronize`), unless the Trainer has loaded its
+    best checkpoint. Between two exchanges, they differ: evaluations and the checkpoint's `model.safetensors` have those
+    of the rank that evaluates or saves. Choose `eval_steps` and `save_steps` as multiples of `every`.
 
     Each rank saves its own parameters and optimizer, with the state of the exchanges, to
     `gradzip_local_steps_RANK.pt` in the Trainer's checkpoints. On as many processes, training resumes with the same
@@ -99,7 +102,7 @@ class LocalSteps(_Callback):
 
     Args:
         compressor: the method; default: none.
-        options: of `gradzip.outer.LocalSteps`: every, outer, fragments, delay, blend, group.
+        options: of `gradzip.outer.LocalSteps`: every, outer, fragments, delay, blend, start, group.
 
     Attributes:
         outer: while training, the `gradzip.outer.LocalSteps`; None on one process, where nothing is exchanged.
@@ -111,6 +114,7 @@ class LocalSteps(_Callback):
 
     def __init__(self, compressor: Compressor | None = None, **options: Any) -> None:
         self._compressor, self._options = compressor, options
+        self._averages_tokens = False
 
     @property
     def outer(self) -> Any:
@@ -122,16 +126,24 @@ class LocalSteps(_Callback):
             self._part.synchronize()
 
     def _begin(self, trainer: Trainer) -> None:
+        self._end(trainer.args)  # the last training may have failed
         self._part = train_alone(
             trainer.accelerator, trainer.model_wrapped, trainer.optimizer, self._compressor, **self._options
         )
+        self._averages_tokens = trainer.args.average_tokens_across_devices
+        trainer.args.average_tokens_across_devices = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._part is not None:
             if not (args.load_best_model_at_end and state.best_model_checkpoint):
                 self._part.synchronize()
+            self._end(args)
+
+    def _end(self, args: Any) -> None:
+        if self._part is not None:
             self._part.remove()
             self._part = None
+            args.average_tokens_across_devices = self._averages_tokens
 
 
 def _training() -> tuple[Trainer, str | None]:
