@@ -99,7 +99,7 @@ class LocalGroup:
             if len({kind.get(name) for kind in kinds}) > 1:
                 got = ", ".join(" ".join(map(str, kind.get(name, ["none"]))) for kind in kinds)
                 raise ValueError(f"LocalGroup: got gradients {name!r} of {got}, expected equal types and shapes")
-        averages = [{name: grad.detach().clone() for name, grad in of.items()} for of in gradients]
+        averages = [{name: grad.detach().clone().resolve_conj() for name, grad in of.items()} for of in gradients]
         routines = []
         for rank, (session, own) in enumerate(zip(self._sessions, averages)):
             session.begin()

@@ -271,6 +271,11 @@ def flattened(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors]) if vector is None else vector
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """A view of a complex tensor as twice as many real numbers, with a last dimension of 2; others as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def pieces(vector: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """Views of consecutive parts of a contiguous tensor, of these shapes."""
     return list(map(Tensor.view, vector.view(-1).split_with_sizes(list(map(torch.Size.numel, shapes))), shapes))

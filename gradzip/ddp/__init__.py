@@ -38,6 +38,7 @@ from ..averaging.buckets import Plan, bucket_nbytes
 from ..averaging.handshake import parameters_by_name
 from ..averaging.session import Session, check_compressor, queue_callback
 from ..collectives import Mean, ToHost
+from ..collectives.fusion import pieces
 from ..collectives.routines import Routine
 from ..collectives.traffic import Traffic, nbytes_of
 from ..methods.base.compressor import Compressor
@@ -232,6 +233,8 @@ class HookState:
         if waiting is None:
             self._joined.append(waiting := _Joined())
         gradients = [] if buffer.is_sparse else bucket.gradients()
+        if parameters[0].is_complex():  # DDP shows twice as many real numbers, and cuts them as if there were half
+            gradients = pieces(torch.view_as_complex(buffer.view(-1, 2)), [p.shape for p in parameters])
         if self._finds_unused:
             used = set(map(id, self._used))
             for parameter, view in zip(parameters, gradients):

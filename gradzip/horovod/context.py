@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..averaging.buckets import Plan, bucket_nbytes, cut
 from ..averaging.session import Session
+from ..collectives.fusion import as_real
 from ..memory.names import original
 from ..methods.base.group import plan_groups
 
@@ -41,7 +42,7 @@ class PlannedBucket:
         self.ids = list(map(id, plan.parameters))
         # What Horovod all-reduces in place of the gradients: a number of their type each, as its groups hold one type.
         # It is 1, or 0 for a gradient that is none of this step (`OptimizerContext.former`).
-        like = plan.parameters[0].detach() if self.ids else torch.empty(0)
+        like = as_real(plan.parameters[0].detach()) if self.ids else torch.empty(0)
         self.ones = engine.accepted(like.new_ones(len(self.ids)))
         self.all_wires = list(self.ones.split(1)) if self.ids else []
         # In a step, by the parameter's id:
@@ -74,7 +75,6 @@ class OptimizerContext:
         self._names = names = {p: original(name) for p, name in optimizer._parameter_names.items()}
         named = {name: parameter for parameter, name in names.items()}
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer._requires_update]
-        parameters = [p for p in parameters if p.is_floating_point()]
 
         def names_in_buckets(parameters: Iterable[Any], nbytes: float) -> list[list[str]]:
             return [[names[p] for p in bucket] for bucket in cut(parameters, nbytes)]
@@ -153,7 +153,7 @@ class OptimizerContext:
         with self.session.compressor.streams.on(grad):
             groups = plan_groups(self.session.compressor, [grad], [name], self.session.prefix, frozen=frozen)
             self.session.start(name, groups, [parameter], [grad], f"{name}.gradzip")
-            wire: Tensor = self.engine.accepted(grad.new_ones(1))
+            wire: Tensor = self.engine.accepted(as_real(grad).new_ones(1))
             self.engine.traffic.count(wire.nbytes)
             return wire
 

@@ -38,6 +38,8 @@ def compress(compressor: Compressor, *tensor: Tensor) -> tuple[Tensor, tuple[InF
     parameter = caller.get("p")
     if parameter is None or parameter.grad is not gradient:
         optimizer, parameter = find_owner(gradient)
+    if gradient.is_conj():  # Horovod writes averages by `set_`, which would leave them conjugated
+        parameter.grad = gradient = gradient.resolve_conj()
     with _lock:
         context = _contexts.get(ref(optimizer))
         if context is None or context.step is None or context.handles is not optimizer._handles:

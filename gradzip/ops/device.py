@@ -30,7 +30,8 @@ def known_non_finite(magnitudes: Tensor) -> bool:
 def finite_if_all(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return a number for each tensor, on its device, that is finite if all its elements are. Does not wait.
 
-    tensors: dense, any floating-point types, not empty, all on one device. Results: 1 element. On CUDA in one call.
+    tensors: dense, any floating-point or complex types, not empty, all on one device. Results: 1 element. On CUDA in
+        one call.
 
     >>> finite_if_all([torch.tensor([1.0, torch.nan]), torch.tensor([1.0, -3.0])])
     [tensor([nan]), tensor([3.])]
@@ -43,7 +44,7 @@ def finite_if_all(tensors: Sequence[Tensor]) -> list[Tensor]:
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether all elements are finite. Waits once for each device that tensors are on.
 
-    tensors: dense, any floating-point types.
+    tensors: dense, any floating-point or complex types.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:

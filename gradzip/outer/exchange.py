@@ -43,8 +43,9 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> d
     if unknown := len(stepped) - len(named):
         raise ValueError(f"{what}: got an optimizer with {unknown} parameters that are not the model's")
     for name, parameter in named.items():
-        if not parameter.is_floating_point() or torch.finfo(parameter.dtype).bits > 32:
-            expected = "expected at most 32 bits, real and floating-point: call model.float() first"
+        is_number = parameter.is_floating_point() or parameter.is_complex()
+        if not is_number or torch.finfo(parameter.dtype).bits > 32:  # of the real part
+            expected = "expected at most 32 bits, floating-point or complex: call model.float() first"
             raise ValueError(f"{what}: parameter {name!r}: got {parameter.dtype}, {expected}")
     if not named:
         raise ValueError(f"{what}: got an optimizer without parameters, expected those of model.parameters()")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..averaging import optimizer_hooks
 from ..averaging.handshake import differences
+from ..collectives.fusion import as_real
 from ..memory.names import original
 from ..methods.base.compressor import Compressor
 
@@ -29,13 +30,13 @@ def nesterov(params: list[Tensor]) -> torch.optim.Optimizer:
 @torch.no_grad()
 def digest(tensors: Iterable[Tensor]) -> int:
     """A number that changes with almost every change of these tensors: a weighted sum of their bits."""
-    sums = [tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
+    sums = [tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in map(as_real, tensors)]
     weighted = torch.stack(sums) * torch.arange(1, 2 * len(sums), 2, device=sums[0].device) if sums else None
     return 0 if weighted is None else int(weighted.sum()) % 2**64
 
 
 class GlobalCopy:
-    """Parameters as of the last exchange, in float32, with an optimizer of their own.
+    """Parameters as of the last exchange, in float32 or complex64, with an optimizer of their own.
 
     Args:
         parameters: by name. The copy starts with their values.
@@ -47,7 +48,7 @@ class GlobalCopy:
         self, parameters: Mapping[str, Tensor], make: MakeOptimizer | None, compressor: Compressor, what: str
     ) -> None:
         self.tensors = {
-            name: parameter.detach().to(torch.float32, copy=True).requires_grad_()
+            name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True).requires_grad_()
             for name, parameter in parameters.items()
         }
         copies = list(self.tensors.values())
@@ -106,7 +107,7 @@ class GlobalCopy:
         names = list(self.tensors if names is None else names)
         values: list[Tensor] = [self.tensors[name].detach() for name in names]
         if blend:
-            values = [value.lerp(parameters[name].float(), blend) for name, value in zip(names, values)]
+            values = [value.lerp(parameters[name].to(value.dtype), blend) for name, value in zip(names, values)]
         torch._foreach_copy_([parameters[name] for name in names], values)
 
     def restart(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, rank: int) -> None:

@@ -23,6 +23,7 @@ from ..averaging.handshake import differences
 from ..averaging.session import Session
 from ..collectives import Broadcast
 from ..collectives.engine import Engine
+from ..collectives.fusion import as_real
 from ..collectives.traffic import Traffic
 from ..memory.checkpoint import join, split
 from ..memory.state_dict import in_line
@@ -368,7 +369,7 @@ class LocalSteps(OuterLoop):
             engine.separate()
         counted, engine.traffic = engine.traffic, Traffic()  # the first values do not count, as with DDP and Horovod
         for name, tensor in self._global.tensors.items():
-            tensor.data.copy_(engine.run(Broadcast(tensor.detach()), f"{self._slot}start.{name}"))
+            as_real(tensor.data).copy_(engine.run(Broadcast(as_real(tensor.detach())), f"{self._slot}start.{name}"))
         engine.traffic = counted
 
     def _connect_again(self) -> None:
@@ -470,7 +471,7 @@ class LocalSteps(OuterLoop):
     def _report(self, fragment: int, own: dict[str, Tensor], averages: dict[str, Tensor]) -> dict[str, float]:
         """What `Monitor` reports of an exchange."""
         product, squares, of_average = (
-            sum(float(torch.sum(a[name] * b[name], dtype=torch.float64)) for name in own)
+            sum(float(torch.sum(as_real(a[name]) * as_real(b[name]), dtype=torch.float64)) for name in own)
             for a, b in ((own, averages), (own, own), (averages, averages))
         )
         norms = math.sqrt(squares * of_average)

@@ -545,7 +545,6 @@ def test_errors_are_raised_by_backward(world):
         assert result["damaged"][:2] == [""] * 2 and result["damaged"][2].startswith(corrupt)
         for static in (False, True):
             assert result[f"first step, static_graph={static}"].startswith(corrupt)
-        assert "got torch.complex64, expected a real floating-point type" in result["complex"]
         assert (
             "hook: got TopK(" in result["no hook state"]
             and "expected one as of gradzip.ddp.HookState(" in result["no hook state"]

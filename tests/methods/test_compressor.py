@@ -150,9 +150,8 @@ def test_torchs_generator_is_not_used(compressor):
 
 
 def test_invalid_gradients_and_arguments_are_refused():
-    for dtype in (torch.int64, torch.complex64):
-        with pytest.raises(ValueError, match=f"{dtype}, expected a real floating-point type"):
-            gradzip.roundtrip(gradzip.FFTRange(), torch.ones(64, 64, dtype=dtype))
+    with pytest.raises(ValueError, match="torch.int64, expected a floating-point or complex type"):
+        gradzip.roundtrip(gradzip.FFTRange(), torch.ones(64, 64, dtype=torch.int64))
     with pytest.raises(ValueError, match="sparse_coo"):
         gradzip.roundtrip(gradzip.FFTRange(), torch.ones(64, 64).to_sparse())
     with pytest.raises(ValueError, match="got min_numel = -1"):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...collectives import AllFinite, Mean
-from ...collectives.fusion import adjacent, flattened, pieces
+from ...collectives.fusion import adjacent, as_real, flattened, pieces
 from ...collectives.node_chunks import NodeChunks, among_peers
 from ...collectives.routines import Routine
 from ...memory.state import Fields, State, group_name
@@ -27,6 +27,8 @@ class Group:
 
     A method sees its state and, in a step, what it compresses: `parts`, float32 and contiguous, which are one vector of
     all gradients, or the gradients in their own shapes (`Compressor.vectors`).
+
+    Complex gradients are never compressed: they are averaged as twice as many real numbers.
 
     Attributes:
         names, shapes: of the states, and of the gradients by these names.
@@ -153,10 +155,12 @@ class Group:
         False. Call `end_step` at the end of the step.
 
         Args:
-            gradients: in the order of `names`: any strides, one dtype and device. Averages have the same.
+            gradients: in the order of `names`: any strides, one dtype and device. Averages have the same. Complex ones
+                must not be conjugate views.
             rank, size: this rank's number and the world size.
             discards: as the attribute. Call `end_step` as for a step that is skipped.
         """
+        gradients = list(map(as_real, gradients))
         for gradient in gradients:
             if gradient.is_sparse or not gradient.is_floating_point():
                 raise ValueError(
@@ -307,20 +311,21 @@ def plan_groups(
         frozen: average gradients uncompressed, and leave the states alone. Residuals are not applied.
 
     Raises:
-        ValueError: a parameter is not of a real floating-point type.
+        ValueError: a parameter is neither of a floating-point type nor complex.
     """
     members: dict[Any, list[int]] = {}
     methods: list[Compressor] = []
     later: list[list[Compressor]] = []
+    likes = list(map(as_real, parameters))
     for i, (name, like) in enumerate(zip(names, parameters)):
-        if not like.is_floating_point():  # DDP gives complex gradients as twice as many real numbers
-            raise ValueError(f"gradient of {name!r}: got {like.dtype}, expected a real floating-point type")
+        if not (like.is_floating_point() or like.is_complex()):
+            raise ValueError(f"gradient of {name!r}: got {like.dtype}, expected a floating-point or complex type")
         method = compressor.method_for(name, like.shape, prefix)
         compressor.register_parameter(name, like.shape, prefix + name)
         methods.append(method)
         following = () if frozen else compressor.later_methods(name, prefix)
-        later.append([other for other in following if not other.bypasses(like)])
-        compressed = not frozen and not (compressor.node_chunks or method).bypasses(like)
+        later.append([other for other in following if not (like.is_complex() or other.bypasses(like))])
+        compressed = not (frozen or like.is_complex() or (compressor.node_chunks or method).bypasses(like))
         if not (compressed or frozen) and like.numel() > method.max_numel:
             warnings.warn(
                 f"parameter {name!r} is averaged uncompressed: got {like.numel()} elements, {type(method).__name__} "
@@ -332,14 +337,14 @@ def plan_groups(
         # Turns of factors, warm-ups and schedules go by the step: a parameter that joins late keeps its own.
         steps = not frozen and (compressed or method.changes_uncompressed)
         step = method.memory.fields(prefix + name).get("step", 0) if steps else 0
-        key = (i if alone else kind, id(method), step, compressed, like.dtype, like.device, *map(id, later[-1]))
+        key = (i if alone else kind, id(method), step, compressed, likes[i].dtype, like.device, *map(id, later[-1]))
         members.setdefault(key, []).append(i)
     groups = []
     for key, of_key in members.items():
-        for indices in _split(of_key, parameters):
-            likes = [parameters[i] for i in indices]
+        for indices in _split(of_key, likes):
+            own_names, own_likes = [prefix + names[i] for i in indices], [likes[i] for i in indices]
             group = Group(
-                compressor, methods[indices[0]], [prefix + names[i] for i in indices], likes, indices,
+                compressor, methods[indices[0]], own_names, own_likes, indices,
                 compressed=key[3], frozen=frozen, later_methods=later[indices[0]],
             )  # fmt: skip
             groups.append(group)
