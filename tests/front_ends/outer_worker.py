@@ -15,6 +15,7 @@ from harness import UNDER_HOROVOD, Training, job, main, message, on_request, sce
 
 SHAPES = {"matrix": (64, 48), "wide": (32, 96), "bias": (48,)}
 EVERY, EXCHANGES = 3, 4
+START = 3  # steps of a data-parallel start
 SPECS = ["none", "topk:theta=0.9", "block-float:bits=4", "acpsgd:rank=2"]
 STREAMED_SPECS, STREAMED_STEPS = ["none", "topk:theta=0.9", "acpsgd:rank=2"], 20
 STREAMED = [
@@ -237,6 +238,63 @@ def two_sites():
         optimizer.step()
         after.append(parameters(model))
     return after
+
+
+@on_request
+def started():
+    """Parameters after each step of a data-parallel start and of local steps, by hand, and of runs that synchronize in
+    the start, or are saved and loaded in it and after it; warnings if a run is loaded in another order."""
+
+    def step(call, optimizer, number):
+        optimizer.zero_grad()
+        call({name: gradient(name, job.rank, number, shape) for name, shape in SHAPES.items()}).backward()
+        optimizer.step()
+
+    def local_steps(start):
+        model, optimizer = make(job.rank)
+        replica = DistributedDataParallel(model)
+        return replica, optimizer, gradzip.outer.LocalSteps(replica, optimizer, gradzip.TopK(), every=2, start=start)
+
+    def run(stop=None, synchronize=False):
+        replica, optimizer, outer = local_steps(START)
+        after = []
+        for number in range(2 * START):
+            if number == stop:
+                saved = copy.deepcopy([part.state_dict() for part in (replica, optimizer, outer)])
+                outer.remove()
+                replica, optimizer, outer = local_steps(START)
+                for part, state in zip((replica, optimizer, outer), saved):
+                    part.load_state_dict(state)
+            step(replica, optimizer, number)
+            if synchronize and number < START:
+                outer.synchronize()
+            after.append(parameters(replica))
+        outer.remove()
+        return after
+
+    model, optimizer = make(job.rank)
+    replica, by_hand = DistributedDataParallel(model), []
+    for number in range(START):
+        step(replica, optimizer, number)
+        by_hand.append(parameters(model))
+    outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.TopK(), every=2)
+    for number in range(START, 2 * START):
+        step(model, optimizer, number)
+        by_hand.append(parameters(model))
+    outer.remove()
+
+    replica, optimizer, outer = local_steps(0)
+    step(replica, optimizer, 0)
+    state = copy.deepcopy(outer.state_dict())
+    outer.remove()
+    outer = gradzip.outer.LocalSteps(replica, optimizer, gradzip.TopK(), every=2, start=0)  # all get those of rank 0
+    outer.load_state_dict(state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(replica, optimizer, 1)
+    outer.remove()
+    runs = [run(), run(synchronize=True), run(START - 1), run(START + 1)]
+    return by_hand, runs, [str(warning.message) for warning in caught]
 
 
 @scenario

@@ -687,6 +687,27 @@ def test_sites_of_several_ranks(tmp_path):
             assert equal == [True, True, False, False] and all(map(torch.equal, of_ranks[2], of_ranks[3]))
 
 
+def test_a_data_parallel_start(tmp_path):
+    """The bits of DDP, and then of local steps from there on; a loaded state warns beside other parameters."""
+    if not dist.is_available():
+        pytest.skip("torch without torch.distributed")
+    (ranks,) = scenarios(2, "outer_worker.py", tmp_path, "started", run=torchrun).values()
+    for by_hand, runs, _ in ranks:
+        for after in runs:
+            assert [list(map(torch.equal, *pair)) for pair in zip(after, by_hand, strict=True)] == [[True] * 3] * 6
+    equal = [all(map(torch.equal, *pair)) for pair in zip(ranks[0][0], ranks[1][0])]
+    assert equal == [True, True, True, False, True, False]
+    (warned,) = ranks[1][2]
+    assert ranks[0][2] == [] and warned.startswith("LocalSteps: got other parameters than those that were saved")
+
+
+def test_a_data_parallel_start_needs_ddp(alone):
+    for start, error in ((2, "got start = 2 and a Model, expected a DDP model"), (-1, "start = -1, expected an int")):
+        model, optimizer = make(0)
+        with pytest.raises(ValueError, match=error):
+            gradzip.outer.LocalSteps(model, optimizer, start=start)
+
+
 def shards_of(tensors, place, count):
     return [(tensor.chunk(count)[place]) for tensor in tensors]
 
