@@ -1,11 +1,14 @@
 """Scenarios for tests/integrations/test_accelerate.py: `gradzip.integrations.accelerate`."""
 
+import copy
+import gc
 import warnings
+import weakref
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, find_executable_batch_size
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -261,6 +264,49 @@ def replicas(folder):
 
 
 @scenario
+def again(folder):
+    """Models that are alive after a try that ran out of memory, and parts of a checkpoint of the next one; and whether
+    local steps begin again with the same model, and a copy of it has no states."""
+    found = []
+    for kind, start in KINDS.items():
+        accelerator, tries, alive = Accelerator(cpu=True), [], []
+
+        @find_executable_batch_size(starting_batch_size=8)
+        def train(size, kind=kind, start=start, accelerator=accelerator, tries=tries, alive=alive):
+            accelerator.free_memory()
+            gc.collect()
+            alive.append(sum(model() is not None for model in tries))
+            model = network()
+            tries.append(weakref.ref(model))
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+            start(accelerator, model, optimizer)
+            accelerator.backward(model(torch.ones(4, 48)).square().mean())
+            optimizer.step()
+            if len(tries) == 1:
+                raise RuntimeError("CUDA out of memory.")
+            accelerator.save_state(folder / f"again {kind}")
+            copied = copy.deepcopy(accelerator.unwrap_model(model))
+            copied.load_state_dict(accelerator.unwrap_model(model).state_dict())
+            if kind != "compress":
+                start(accelerator, model, optimizer)
+                optimizer.step()
+
+        train()
+        states = torch.load(folder / f"again {kind}" / f"gradzip_{job.rank}.pt")["states"]
+        found.append((alive, len(states)))
+    return found
+
+
+@scenario
+def started():
+    """Values after each step of a data-parallel start of all steps, with the method of `compress`."""
+    accelerator, model, optimizer, loader = prepared()
+    compress(accelerator, model, gradzip.parse(ROUNDED))
+    local_steps(accelerator, model, optimizer, every=EVERY, start=STEPS)
+    return train(accelerator, model, optimizer, loader)
+
+
+@scenario
 def refused(folder):
     """Errors, by what was wrong."""
     accelerator, model, optimizer, _ = prepared()
@@ -279,7 +325,8 @@ def refused(folder):
     accelerator, model, optimizer, _ = prepared()
     compress(accelerator, model, gradzip.TopK())
     other = network()
-    local_steps(accelerator, other, torch.optim.SGD(other.parameters(), 0.1))
+    found["unprepared"] = message(local_steps, accelerator, other, torch.optim.SGD(other.parameters(), 0.1))
+    local_steps(accelerator, model, optimizer)
     found["count"] = message(accelerator.load_state, folder / "one")
     for strategy in ("DEEPSPEED", "MEGATRON_LM", "XLA", "FSDP"):  # which need GPUs, or packages, to be chosen
         accelerator.state.distributed_type = DistributedType[strategy]

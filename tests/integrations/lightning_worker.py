@@ -8,7 +8,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
@@ -249,6 +249,7 @@ def local_steps():
     outer = gradzip.outer.LocalSteps(net, optimizer, gradzip.TopK(theta=0.9), **LOCAL)
     train(net, net, optimizer, epochs=2)
     outer.synchronize()
+    outer.synchronize()  # the callback does it again when other callbacks have ended the training
     outer.remove()
     sent = [traffic.bytes_sent for traffic in (compressor.traffic, outer.traffic)]
     return ours, state(net), sent, callback.outer.exchanges, freed.gone
@@ -257,6 +258,131 @@ def local_steps():
 @scenario
 def local_steps_resumed():
     return stopped_and_resumed(lambda: [LocalSteps(gradzip.TopK(theta=0.9), **LOCAL)], "local")
+
+
+class Counting(Net):
+    """A network whose training depends on a count, which is in its state dict and no tensor."""
+
+    steps = 0
+
+    def training_step(self, batch, index):
+        self.steps += 1
+        return super().training_step(batch, index) / self.steps
+
+    def validation_step(self, batch, index):
+        return super().training_step(batch, index)
+
+    def get_extra_state(self):
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state):
+        self.steps = state["steps"]
+
+
+@scenario
+def extra_state():
+    return stopped_and_resumed(lambda: [LocalSteps(gradzip.TopK(theta=0.9), **LOCAL)], "extra", module=Counting)
+
+
+@scenario
+def started():
+    """A data-parallel start that ends in the first epoch or in the second, stopped and resumed between them, and
+    without Lightning."""
+    found = []
+    for start in (3, 7):
+
+        def make(start=start):
+            return [Compression(gradzip.parse(SPECS[0])), LocalSteps(gradzip.TopK(theta=0.9), every=2, start=start)]
+
+        net = Net()
+        model, optimizer = DistributedDataParallel(net), net.configure_optimizers()
+        gradzip.ddp.register(model, gradzip.parse(SPECS[0]))
+        for number, (x, y) in enumerate([*batches(0), *batches(1)]):
+            if number == start:
+                model = net
+                outer = gradzip.outer.LocalSteps(net, optimizer, gradzip.TopK(theta=0.9), every=2)
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        outer.synchronize()
+        outer.remove()
+        found.append((*stopped_and_resumed(make, f"started{start}"), state(net)))
+    return found
+
+
+@scenario
+def evaluated():
+    """A fit after a validation of another module from a checkpoint, and without that."""
+    found = []
+    for i, make in enumerate((lambda: Compression(gradzip.TopK(theta=0.9)), lambda: LocalSteps(every=3))):
+        fit([make(), ModelCheckpoint(job.folder, f"evaluated{i}")], enable_checkpointing=True, module=Counting)
+
+        def after(validates, i=i, make=make):
+            runner, module = trainer(make(), num_sanity_val_steps=0), Net()
+            if validates:
+                runner.validate(Counting(), loader(), ckpt_path=file_of(f"evaluated{i}.ckpt"), verbose=False)
+            runner.fit(module, loader())
+            return state(module)
+
+        found.append((after(True), after(False)))
+    return found
+
+
+@scenario
+def failed():
+    """The error of a fit, while an exchange is in progress, and the parameters after the next one."""
+
+    class Fails(Net):
+        failed, kept = False, None
+
+        def training_step(self, batch, index):
+            if index == 2 and not self.failed:
+                self.failed = True
+                raise RuntimeError("a bad batch")
+            return super().training_step(batch, index)
+
+        def configure_optimizers(self):
+            self.kept = self.kept or super().configure_optimizers()
+            return self.kept
+
+    module, runner = Fails(), trainer(LocalSteps(gradzip.TopK(theta=0.9), **LOCAL))
+    error = message(runner.fit, module, loader())
+    runner.fit(module, loader())
+    return error, state(module)
+
+
+@scenario
+def changed_at_the_end():
+    """The parameters after a fit, which another callback has changed after the last step."""
+
+    class Changes(Callback):
+        def on_train_end(self, trainer, pl_module):
+            pl_module.layers[0].weight.data += job.rank
+
+    return [fit(callbacks) for callbacks in ([Changes(), LocalSteps(every=3)], [LocalSteps(every=3), Changes()])]
+
+
+@scenario
+def fabric_modules():
+    """The error of a step after `setup_module`, and parameters after steps of a model that the callback was told of."""
+    found = []
+    for told in (False, True):
+        compression = Compression(gradzip.parse(SPECS[0]))
+        runner = launched(compression)
+        net = Net()
+        model, optimizer = runner.setup_module(net), runner.setup_optimizers(net.configure_optimizers())
+        if told:
+            runner.call("on_after_setup", fabric=runner, module=model)
+
+        def epoch(runner=runner, model=model, optimizer=optimizer):
+            for x, y in batches(0):
+                runner.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        found.append((message(epoch), state(net)))
+    runner = launched(LocalSteps())
+    return found, train_ddp(SPECS[0])[0], message(runner.setup, Net())
 
 
 class Other(DDPStrategy):
@@ -294,6 +420,7 @@ def refused():
         "no replicas": error(compression(), Whole, strategy=ModelParallelStrategy(SIZE, 1)),
         "local fsdp2": error(LocalSteps(), Sharded, strategy=ModelParallelStrategy(SIZE, 1)),
         "local optimizers": error(LocalSteps(), Two),
+        "local averages": error([LocalSteps(), StochasticWeightAveraging(0.1)]),
         "local options": error(LocalSteps(every=0)),
     }
 

@@ -103,6 +103,17 @@ def test_fsdp2_averages_over_replicas(tmp_path):
         assert sent[0] == sent[1] > 0
 
 
+def test_another_try_after_one_that_has_failed(results):
+    """Nothing of the first is alive, or in checkpoints."""
+    for found in results["again"]:
+        assert found == [([0, 0], 1)] * 3
+
+
+def test_data_parallel_start(results):
+    for started, of_rank in zip(results["started"], results["averaged"]):
+        assert same(started, of_rank[1][0])
+
+
 def test_refuses_what_it_cannot_average(results):
     for found in results["refused"]:
         assert found["type"] == "TypeError: compress: got 'topk', expected a compressor, as gradzip.TopK()"
@@ -112,6 +123,7 @@ def test_refuses_what_it_cannot_average(results):
         assert found["unwrapped"].startswith("TypeError: compress: got a Sequential without DDP and FSDP2")
         assert "FSDP1, expected FSDP2" in found["FSDP1"]
         assert found["twice"].startswith("RuntimeError: register_comm_hook")
+        assert found["unprepared"] == "TypeError: got a Sequential, expected a model that accelerator.prepare returned"
         assert found["count"] == (
             "ValueError: got a checkpoint of 1 calls of compress and local_steps, expected 2: make the same calls "
             "before load_state"

@@ -78,6 +78,41 @@ def test_resumed_local_steps_give_the_bits_of_uninterrupted_ones(two):
         assert equal(whole, continued)
 
 
+def test_state_that_is_no_tensor_is_resumed(two):
+    for whole, continued in two["extra_state"]:
+        assert equal(whole, continued)
+    assert not equal(two["extra_state"][0][0], two["local_steps_resumed"][0][0])
+
+
+def test_data_parallel_start(two):
+    for of_rank in two["started"]:
+        for whole, continued, by_hand in of_rank:
+            assert equal(whole, by_hand) and equal(continued, by_hand)
+
+
+def test_an_evaluation_from_a_checkpoint_leaves_the_next_fit_alone(two):
+    for of_rank in two["evaluated"]:
+        for evaluated, plain in of_rank:
+            assert equal(evaluated, plain)
+
+
+def test_a_fit_after_one_that_has_failed(two):
+    (error, first), (_, second) = two["failed"]
+    assert error == "RuntimeError: a bad batch" and equal(first[:PARAMETERS], second[:PARAMETERS])
+
+
+def test_parameters_that_other_callbacks_change_at_the_end_become_equal(two):
+    for first, second in zip(*two["changed_at_the_end"]):
+        assert equal(first[:PARAMETERS], second[:PARAMETERS])
+
+
+def test_models_of_setup_module(two):
+    for ((error, _), (none, told)), by_hand, local in two["fabric_modules"]:
+        assert error.startswith("RuntimeError: Compression: got a step of parameters that are not averaged, expected")
+        assert none == "" and equal(told, by_hand)
+        assert local.startswith("RuntimeError: LocalSteps: got a Fabric, expected a Trainer")
+
+
 def test_refused_by_name(two):
     for errors in two["refused"]:
         assert errors["class"].startswith("TypeError: Compression: got <class 'gradzip.methods.low_rank.ACPSGD'>")
@@ -86,6 +121,9 @@ def test_refused_by_name(two):
         assert "sharded over all 2 ranks, expected replicas of shards" in errors["no replicas"]
         assert errors["local fsdp2"].startswith("ValueError: LocalSteps: got ModelParallelStrategy and 1 optimizers")
         assert errors["local optimizers"].startswith("ValueError: LocalSteps: got DDPStrategy and 2 optimizers")
+        assert errors["local averages"].startswith(
+            "ValueError: LocalSteps: got a StochasticWeightAveraging callback, whose weights differ between ranks"
+        )
         assert errors["local options"] == "ValueError: LocalSteps: got every = 0, expected an integer >= 1"
 
 

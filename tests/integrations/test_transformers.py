@@ -80,6 +80,19 @@ def test_a_trainer_may_train_twice(results):
         assert lengths == [2, 4, 6, 8]
 
 
+def test_a_trainer_may_train_again_after_an_error(results):
+    (_, first, *_), (_, second, *_) = results["again"]
+    assert same([first], [second])
+    for error, _, steps, tokens, kept in results["again"]:
+        assert error == "RuntimeError: a bad batch" and steps == [1 + 3, 1 + 3 + 5]
+        assert tokens == {False} and kept, "ranks communicate in no step, and the Trainer's arguments are as before"
+
+
+def test_data_parallel_start(results):
+    for started, uninterrupted in zip(results["started"], results["uninterrupted"]):
+        assert same(started[0], uninterrupted["compression"][0])
+
+
 def test_refuses_what_it_cannot_average(results):
     for found in results["refused"]:
         assert found["type"] == "TypeError: Compression: got 'topk', expected a compressor, as gradzip.TopK()"

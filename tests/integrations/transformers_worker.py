@@ -173,6 +173,57 @@ def twice(folder):
     return lengths
 
 
+class Tokens(TrainerCallback):
+    """Whether the Trainer averages tokens over ranks, in each step."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen.add(args.average_tokens_across_devices)
+
+
+class RunsOutOfMemory(Trainer):
+    """Raises an error in the second and the sixth step, once each. With a smaller batch, or in another training, it
+    goes on."""
+
+    calls = 0
+
+    def training_step(self, *arguments):
+        self.calls += 1
+        if self.calls in (2, 6):
+            raise RuntimeError("CUDA out of memory." if self.calls == 2 else "a bad batch")
+        return super().training_step(*arguments)
+
+
+@scenario
+def again(folder):
+    """Local steps that begin again with a smaller batch, and after another error: the error, the parameters, how many
+    steps there were after each, and whether tokens are averaged in steps and after them."""
+    arguments = TrainingArguments(
+        str(folder / "again"), use_cpu=True, max_steps=5, save_strategy="no", report_to="none", disable_tqdm=True,
+        auto_find_batch_size=True,
+    )  # fmt: skip
+    pieces = torch.arange(64 * LENGTH).remainder(128).split(LENGTH)
+    callback, record, tokens = KINDS["streamed"](), Record(), Tokens()
+    trainer = RunsOutOfMemory(
+        network(),
+        arguments,
+        train_dataset=[{"input_ids": piece, "labels": piece} for piece in pieces],
+        callbacks=[callback, record, tokens],
+    )
+    error, steps = message(trainer.train), len(record.after)
+    trainer.train()
+    kept = trainer.args.average_tokens_across_devices
+    return error, values(trainer.model), [steps, len(record.after)], tokens.seen, kept
+
+
+@scenario
+def started(folder):
+    """A data-parallel start of all steps, with the method of a `Compression`."""
+    return train(folder / "started", KINDS["compression"](), LocalSteps(every=EVERY, start=STEPS))
+
+
 class Strategy(TrainerCallback):
     """Makes the Trainer's Accelerator say that it has a strategy, which needs packages to be chosen."""
 
