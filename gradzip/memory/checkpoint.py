@@ -17,13 +17,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_OWN = (
-    "local",
-    "steps",
-    "pending",
-    "exchanges",
-    "equal",
-)  # of a state dict of LocalSteps: what ranks need not have in common
+# Of a state dict of LocalSteps: what ranks need not have in common.
+_OWN = ("local", "steps", "pending", "exchanges", "equal")
 _SHARD = re.compile(r"shard\d+of\d+(?=\.)")  # with FSDP2, names of states begin with the shard's place
 _OF_ONE_SHARD = 'those of one shard: merge the ranks of mesh["replicate"], or save one of each rank'
 _OF_ONE_SAVE = "the same on all ranks: merge those that all ranks have saved at the same time"

@@ -256,7 +256,7 @@ class LocalSteps(OuterLoop):
         """Before a step: take over parameters that have changed since the last exchange without a step."""
         (worker,) = self._workers
         saved, self._saved = self._saved, None
-        if saved not in (None, digest(worker.parameters.values())):
+        if saved is not None and saved != digest(worker.parameters.values()):
             warnings.warn(
                 "LocalSteps: got other parameters than those that were saved beside the loaded state: training goes on "
                 "from them; make LocalSteps first, then load the model, the optimizer and LocalSteps of each rank",
