@@ -323,7 +323,7 @@ class Auto(Composite):
         }
         return super().state_dict() | {"auto": saved if self.decided else {}}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict, with the choice.
 
         If it has none, that of a group of another size, or one for each parameter, as those of gradzip 0.2, the choice
@@ -332,7 +332,7 @@ class Auto(Composite):
         Raises:
             ValueError: as for other methods; or the choice is among other methods, or malformed.
         """
-        super().load_state_dict(state_dict)
+        super()._load(state_dict)
         self._leader = None
         self._reset(0)
         saved, what = state_dict.get("auto", {}), "Auto.load_state_dict: got a"
@@ -346,7 +346,8 @@ class Auto(Composite):
             seconds = {i: float(t) for i, t in zip(range(len(self.parts)), saved["seconds"], strict=True) if t >= 0}
             self.chosen, self.seconds = range(len(self.parts))[saved["chosen"]], seconds
             self.steps_since, self._size = int(saved["steps"]), int(saved["size"])
-            self._shapes |= {name: torch.Size(shape) for name, shape in saved["parameters"].items()}
+            shapes = {name: torch.Size(shape) for name, shape in saved["parameters"].items()}
+            self._shapes = self._shapes | shapes
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{what} malformed choice ({error!r}), expected a saved one") from None
         self.decided = True

@@ -128,7 +128,11 @@ class ReplicaAverages:
             got = f"the states of {sorted(state_dict)}" if isinstance(state_dict, Mapping) else in_line(state_dict)
             expected = f"expected those of {self._key!r}: load them on as many ranks, with the same mesh"
             raise ValueError(f"ReplicaAverages.load_state_dict: got {got}, {expected}")
-        loaded = torch.load(io.BytesIO(state_dict[self._key]), map_location="cpu", weights_only=True)
+        try:
+            loaded = torch.load(io.BytesIO(state_dict[self._key]), map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises those of pickle, zipfile and its own
+            got = f"{self._key!r} as what torch.load cannot read ({in_line(error)})"
+            raise ValueError(f"ReplicaAverages.load_state_dict: got {got}, expected bytes of state_dict()") from None
         self.compressor.load_state_dict(loaded)
 
     @property

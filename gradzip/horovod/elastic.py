@@ -132,9 +132,12 @@ def sync_compressor(compressor: Compressor) -> None:
 
 
 def broadcast(value: Any, name: str) -> Any:
-    """A value of rank 0 on all ranks, with its tensors on the CPU: they have other devices, and copy it to them."""
+    """A value of rank 0, of what ``torch.load(weights_only=True)`` reads, on all ranks.
+
+    Its tensors are on the CPU: ranks have other devices, and copy it to them.
+    """
     file = io.BytesIO()
     if hvd.rank() == 0:
         torch.save(value, file)
     data = hvd.broadcast_object(file.getvalue(), root_rank=0, name=name)
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)  # it comes from a rank, as a pickle
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -59,8 +59,10 @@ class State:
 
     __slots__ = ("__dict__", "__weakref__", "_spares", "before")  # the last two are no fields
 
-    # Fields that a state dict does not hold.
-    TRANSIENT = ("name", "shapes", "field_shapes", "numel", "payload", "next_residual", "next_velocity")
+    # Fields that a state dict does not hold. It has what `owner_ranges` says in another form, too.
+    TRANSIENT = (
+        "name", "shapes", "field_shapes", "numel", "payload", "next_residual", "next_velocity", "owner_ranges"
+    )  # fmt: skip
 
     def __init__(self, shapes: Mapping[str, torch.Size], rank: int = 0, size: int = 1) -> None:
         self.shapes = dict(shapes)
@@ -214,7 +216,7 @@ class State:
     def by_parameter(self) -> dict[str, Fields]:
         """The fields to save, by parameter: tensors of their own, lists of tensors, and numbers."""
         fields = {k: v for k, v in self.kept.items() if k not in self.TRANSIENT and v is not None}
-        owner, ranges = fields.pop("owner_residual", None), fields.pop("owner_ranges", ())
+        owner, ranges = fields.pop("owner_residual", None), self.kept.get("owner_ranges", ())
         saved: dict[str, Fields] = {name: {} for name in self.shapes}
         for key, value in fields.items():
             for i, (name, part) in enumerate(zip(saved, self._parts(key, value))):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .state import Fields
+from ..ops import tensors as ops
+from .state import Fields, State
 from .streams import use_on_current_stream
 
 COUNTS = ("step", "rank", "size")  # fields that every state has
+_OF_ANY_DTYPE = ("average_velocity",)  # of the gradients' dtype; other tensors are float32
 
 
 def state_dict_of(saved: Mapping[str, Fields], rank_local: tuple[str, ...], method: str) -> dict[str, Any]:
@@ -53,11 +57,45 @@ def saved_states(state_dict: Mapping[str, Any], method: str) -> Mapping[str, Map
                 f"{what} {type(fields).__name__} as the state of {name!r}, expected a dict, of a parameter's name"
             )
         for key, value in fields.items():
+            if not isinstance(key, str) or hasattr(State, key) or key in State.TRANSIENT:
+                raise ValueError(f"{what} a field {in_line(key)} of {name!r}, expected those of state_dict()")
             count, tensors = key in COUNTS, isinstance(value, list) and all(isinstance(item, Tensor) for item in value)
             if not (is_count(value) if count else tensors or isinstance(value, (Tensor, int, float))):
                 expected = "an integer >= 0" if count else "a tensor or number"
                 raise ValueError(f"{what} {type(value).__name__} as {key} of {name!r}, expected {expected}")
+            if key == "loss_scale" and not (isinstance(value, (int, float)) and value > 0):
+                raise ValueError(f"{what} {in_line(value)} as loss_scale of {name!r}, expected a number > 0")
+            dtype = None if key in _OF_ANY_DTYPE else torch.float32
+            check_values(value, dtype, f"{method}.load_state_dict: {key} of {name!r}")
     return states
+
+
+def check_values(value: Any, dtype: torch.dtype | None, what: str) -> None:
+    """Raise ValueError unless a loaded number is finite, or a tensor, or each of a list: dense, finite and of a dtype.
+
+    dtype: None for any floating-point or complex one.
+    """
+    tensors = [value] if isinstance(value, Tensor) else value if isinstance(value, list) else []
+    for tensor in tensors:
+        known = tensor.is_floating_point() or tensor.is_complex() if dtype is None else tensor.dtype == dtype
+        if tensor.layout != torch.strided or tensor.is_meta or not known:
+            expected = "dense real or complex numbers" if dtype is None else f"dense {dtype}"
+            raise ValueError(f"{what}: got {tensor.layout} {tensor.dtype} on {tensor.device}, expected {expected}")
+    if not (ops.all_finite(tensors) if tensors else isinstance(value, list) or abs(value) < math.inf):
+        raise ValueError(f"{what}: got values that are not finite, expected finite ones: load an earlier state")
+
+
+@contextlib.contextmanager
+def all_or_nothing(*objects: Any) -> Iterator[None]:
+    """Run the block. If it raises an error, the objects get back the attributes that they had."""
+    before = [(one, dict(vars(one))) for one in objects]
+    try:
+        yield
+    except BaseException:
+        for one, attributes in before:
+            vars(one).clear()
+            vars(one).update(attributes)
+        raise
 
 
 def is_count(value: Any) -> bool:

@@ -156,8 +156,8 @@ class GradiVeQ(Compressor):
         sampling = 0 if self.sampling is None else self.sampling.digest
         return super().digest ^ sampling
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        super().load_state_dict(state_dict)
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
+        super()._load(state_dict)
         self._in_step.clear()
 
     def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:

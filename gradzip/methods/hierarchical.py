@@ -134,7 +134,7 @@ class Hierarchical(Composite):
             saved["parts"] = [part | {"rank_local": sorted(names - _SHARED), "states": states}]
         return saved | {"local_size": places}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         (part,) = self.saved_parts(state_dict)
         saved, what = saved_states(part, type(self.inner).__name__), "Hierarchical.load_state_dict: got"
         places = state_dict.get("local_size")
@@ -148,7 +148,7 @@ class Hierarchical(Composite):
             name: {**fields, "rank": fields["rank"] // places, "size": fields["size"] // places}
             for name, fields in saved.items()
         }
-        super().load_state_dict({**state_dict, "parts": [{**part, "states": states}]})
+        super()._load({**state_dict, "parts": [{**part, "states": states}]})
         self._saved_place = (min(ranks) % places, places) if ranks else None
         if self._place is not None:
             self._drop_states_of_other_places()

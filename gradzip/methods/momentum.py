@@ -194,12 +194,12 @@ class Momentum(Compressor):
         """`Compressor.state_dict`, with the class of `inner`, whose states they are."""
         return super().state_dict() | {"inner": type(self.inner).__name__}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         check_method(state_dict, "Momentum")
         inner = type(self.inner).__name__
         if (got := state_dict.get("inner", inner)) != inner:
             raise ValueError(f"Momentum.load_state_dict: got the state of {in_line(got)}, expected that of {inner!r}")
-        super().load_state_dict(state_dict)
+        super()._load(state_dict)
 
     # --- a step
 

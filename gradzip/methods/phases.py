@@ -89,7 +89,7 @@ class Phases(Composite):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"steps": dict(self._steps)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict, and continue in the phase of its steps.
 
         If phases begin at other steps than in the saved job, residuals move to the methods of this job's phases.
@@ -97,7 +97,7 @@ class Phases(Composite):
         Raises:
             ValueError: as for other methods; or the step numbers are malformed.
         """
-        super().load_state_dict(state_dict)
+        super()._load(state_dict)
         steps = state_dict.get("steps")
         if not (isinstance(steps, Mapping) and all(map(is_count, steps.values()))):
             raise ValueError(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..averaging.local import LocalGroup
 from ..memory.names import original
+from ..memory.state_dict import in_line, is_count
 from ..methods.base.compressor import Compressor
 from ..methods.none import NoCompression
 from ..ops import tensors as ops
@@ -138,6 +139,10 @@ class Pending:
 
     @classmethod
     def of_state_dict(cls, state: Mapping[str, Any]) -> Pending:
+        """What `state_dict` has returned. Raises ValueError, KeyError or TypeError for what it cannot have."""
+        turns = is_count(state["fragment"]) and is_count(state["due"]) and 0 <= state["blend"] <= 1
+        if not (turns and isinstance(state["diverged"], list)):
+            raise ValueError(f"got {in_line(state)}")
         received = Exchanged(**{name: state[name] for name in _RECEIVED})  # the outer optimizer has had the averages
         return cls(state["fragment"], state["due"], state["blend"], lambda: received, received)
 

@@ -15,6 +15,7 @@ from ..averaging import optimizer_hooks
 from ..averaging.handshake import differences
 from ..collectives.fusion import as_real
 from ..memory.names import original
+from ..memory.state_dict import check_values
 from ..methods.base.compressor import Compressor
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
@@ -128,13 +129,30 @@ class GlobalCopy:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], what: str) -> None:
-        saved: dict[str, Tensor] = {original(name): tensor for name, tensor in state_dict["parameters"].items()}
-        theirs, ours = ({name: list(tensor.shape) for name, tensor in of.items()} for of in (saved, self.tensors))
+        """Load what `state_dict` has returned: all of it, or nothing.
+
+        Raises:
+            ValueError: it is that of other parameters, or malformed, or has values that are not finite.
+        """
+        try:
+            saved: dict[str, Tensor] = {original(name): tensor for name, tensor in state_dict["parameters"].items()}
+            of_optimizer = copy.deepcopy(state_dict["optimizer"])  # it would step in these tensors
+            moments = [(name, value) for of_one in of_optimizer["state"].values() for name, value in of_one.items()]
+            [group["params"] for group in of_optimizer["param_groups"]]
+            theirs, ours = ({name: list(tensor.shape) for name, tensor in of.items()} for of in (saved, self.tensors))
+        except (AttributeError, KeyError, TypeError) as error:
+            got = f"got malformed global parameters or a malformed state of their optimizer ({error!r})"
+            raise ValueError(f"{what}: {got}, expected what state_dict() returned") from None
         for name, got, expected in differences(theirs, ours, "no such parameter"):
             raise ValueError(f"{what}: parameter {name!r}: got {got}, expected {expected}: load that of the same model")
         for name, tensor in self.tensors.items():
+            check_values(saved[name], tensor.dtype, f"{what}: parameter {name!r}")
+        for name, value in moments:
+            if isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point()):
+                check_values(value, None, f"{what}: {name} of the outer optimizer")
+        self.optimizer.load_state_dict(of_optimizer)
+        for name, tensor in self.tensors.items():
             tensor.copy_(saved[name])
-        self.optimizer.load_state_dict(copy.deepcopy(state_dict["optimizer"]))  # it would step in these tensors
 
 
 def _comparable(value: Any) -> Any:

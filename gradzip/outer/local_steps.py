@@ -26,7 +26,7 @@ from ..collectives.engine import Engine
 from ..collectives.fusion import as_real
 from ..collectives.traffic import Traffic
 from ..memory.checkpoint import join, split
-from ..memory.state_dict import in_line
+from ..memory.state_dict import in_line, is_count
 from ..methods.base.compressor import Compressor
 from ..methods.none import NoCompression
 from ..ops import tensors as ops
@@ -222,7 +222,8 @@ class LocalSteps(OuterLoop):
         parameters of rank 0. The next step warns if the parameters are not those that were saved beside this state.
 
         Raises:
-            ValueError: it is of another model, shard or method, of other fragments, or no state dict.
+            ValueError: it is of another model, shard or method, of other fragments, or no state dict, or malformed, or
+                has values that are not finite. Nothing has changed then.
         """
         what = "LocalSteps.load_state_dict"
         if not (isinstance(state_dict, Mapping) and state_dict.keys() >= _KEYS):
@@ -231,11 +232,20 @@ class LocalSteps(OuterLoop):
         for name, ours in (("shard", self._shard), ("fragments", len(self._fragments))):
             if (theirs := state_dict.get(name, ours)) != ours:
                 raise ValueError(f"{what}: got a state dict of {name} {theirs!r}, expected {ours!r}: load another one")
+        for name in ("steps", "next", "exchanges"):
+            if not is_count(state_dict[name]) or (name == "next" and state_dict[name] >= len(self._fragments)):
+                raise ValueError(f"{what}: got {name} = {in_line(state_dict[name])}, expected that of state_dict()")
+        try:
+            pending = None if state_dict["pending"] is None else Pending.of_state_dict(state_dict["pending"])
+            self._fragments[0 if pending is None else pending.fragment]
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            got = f"got a malformed exchange in progress ({error!r})"
+            raise ValueError(f"{what}: {got}, expected what state_dict() returned") from None
         self._receive()
-        self.compressor.load_state_dict(state_dict["compressor"])
-        self._global.load_state_dict(state_dict["global"], what)
-        pending = state_dict["pending"]
-        self._pending = None if pending is None else Pending.of_state_dict(pending)
+        with self.compressor.all_or_nothing():
+            self.compressor.load_state_dict(state_dict["compressor"])
+            self._global.load_state_dict(state_dict["global"], what)
+        self._pending = pending
         self._workers[0].steps, self._next = state_dict["steps"], state_dict["next"]
         self.exchanges, self._equal = state_dict["exchanges"], state_dict["equal"]
         self._saved = state_dict["local"]

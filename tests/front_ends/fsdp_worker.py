@@ -455,6 +455,7 @@ def errors():
     with discarding if rank == 1 else contextlib.nullcontext():  # the other rank of its group, and other shards do not
         results["announced"] = message(job.step)
     job = Job()
+    results["bytes"] = message(job.state.load_state_dict, {job.state._key: b"no state"})
     job.model.set_requires_gradient_sync(False)
     job.backward()
     job.model.set_requires_gradient_sync(True)

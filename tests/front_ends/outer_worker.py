@@ -382,13 +382,49 @@ def refused():
     outer = gradzip.outer.LocalSteps(model, optimizer, group=GROUP)
     loads = [message(outer.load_state_dict, other) for other in (None, {"steps": 1})]
     outer.remove()
+    lies = load_lies()
     every = message(lambda: gradzip.outer.LocalSteps(model, optimizer, every=3 + job.rank, group=GROUP))
     delay = message(lambda: gradzip.outer.LocalSteps(model, optimizer, delay=2 * job.rank, group=GROUP))
     averages = [None, gradzip.outer.nesterov][job.rank]
     outer = message(lambda: gradzip.outer.LocalSteps(model, optimizer, outer=averages, group=GROUP))
     method = gradzip.TopK(theta=0.9 + job.rank / 100)
     method = message(lambda: gradzip.outer.LocalSteps(model, optimizer, method, group=GROUP))
-    return every, delay, outer, method, loads
+    return every, delay, outer, method, loads, lies
+
+
+LIES = {
+    ("steps",): 1.5,
+    ("next",): 1,
+    ("exchanges",): -1,
+    ("pending",): {"fragment": 0},
+    ("compressor", "states", "matrix", "residual"): torch.full(SHAPES["matrix"], torch.nan),
+    ("compressor", "states", "wide", "begin"): 1,
+    ("global", "parameters", "wide"): torch.ones(SHAPES["wide"], dtype=torch.float64),
+    ("global", "parameters", "bias"): torch.full(SHAPES["bias"], torch.inf),
+    ("global", "parameters"): None,
+    ("global", "optimizer", "state", 1, "momentum_buffer"): torch.full(SHAPES["wide"], torch.nan),
+    ("global", "optimizer", "param_groups"): [],
+}
+
+
+def load_lies():
+    """Errors of state dicts with one wrong value, and whether each has left the state as it was."""
+    model, optimizer = make(job.rank)
+    outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.TopK(theta=0.9), every=1, group=GROUP)
+    for step in range(2):
+        take_step(model, optimizer, job.rank, step)
+    saved, found = copy.deepcopy(outer.state_dict()), []
+    for path, value in LIES.items():
+        lying = copy.deepcopy(saved)
+        inner = lying
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+        # Good values differ, too: what is loaded before the error shows.
+        lying["compressor"]["states"]["matrix"]["step"] = 100
+        found.append((message(outer.load_state_dict, lying), str(outer.state_dict()) == str(saved)))
+    outer.remove()
+    return found
 
 
 @scenario

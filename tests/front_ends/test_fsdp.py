@@ -256,6 +256,7 @@ def test_distributed_checkpoint(job):
 
 
 MESSAGES = {
+    "bytes": "ValueError: ReplicaAverages.load_state_dict: got 'shard",
     "announced": "RuntimeError: compress: got a backward pass within discarding() on 25% of the ranks",
     "unsharded": "ValueError: compress: got a model with parameters on 0 meshes of [] dimensions",
     "meshes": "ValueError: compress: got a model with parameters on 2 meshes of [1, 1] dimensions",

@@ -17,6 +17,7 @@ from launch import horovodrun, scenarios, torchrun
 from outer_worker import (
     EVERY,
     EXCHANGES,
+    LIES,
     SHAPES,
     SPECS,
     STREAMED,
@@ -637,7 +638,10 @@ def test_a_monitor_sees_differences_and_how_the_ranks_agree(results):
 
 
 def test_other_arguments_and_state_dicts_are_refused(results):
-    for every, delay, outer, method, loads in results["refused"]:
+    for every, delay, outer, method, loads, lies in results["refused"]:
+        for (error, unchanged), path in zip(lies, LIES, strict=True):
+            assert error.startswith("ValueError: ") and unchanged, (path, error)
+            assert "malformed" in error or "outer optimizer" in error or path[-1].split("_")[0] in error, (path, error)
         assert loads[0].startswith(
             "ValueError: LocalSteps.load_state_dict: got None, expected what state_dict() returned"
         )

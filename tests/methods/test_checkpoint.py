@@ -134,6 +134,46 @@ def test_malformed_state_dicts_load_or_raise_value_error(spec):
     assert refused > len(malformed) / 4
 
 
+LIES = {
+    "NaN": lambda x: x * torch.nan,
+    "float16": torch.Tensor.half,
+    "complex": lambda x: x.to(torch.complex128),
+    "sparse": torch.Tensor.to_sparse,
+}
+LYING_NUMBERS = [
+    ("begin", 1),
+    ("shapes", 1),
+    ("loss_scale", 0),
+    ("loss_scale", torch.nan),
+    ("payload_nbytes", torch.inf),
+]
+
+
+@pytest.mark.parametrize("spec", kinds.params([*kinds.ALL, *OF_NODES], [*kinds.SAMPLE, *OF_NODES]))
+def test_states_that_lie_are_refused_by_name_and_change_nothing(spec):
+    group = gradzip.LocalGroup(gradzip.parse(spec), (2, 2) if spec in OF_NODES else 2)
+    run_steps(group, 0, 3)
+    compressor = group.compressors[0]
+    before = compressor.state_dict()
+    found = {path: functools.reduce(operator.getitem, path, before) for path in paths(before)}
+    states = [path for path in found if path[-1] in SHAPES and isinstance(found[path], dict)]
+    lies = [(states[-1], key, value) for key, value in LYING_NUMBERS] if states else []
+    for path in states:
+        of_path = [(key, value) for key, value in found[path].items() if isinstance(value, torch.Tensor)]
+        lies += [(path, key, lie(value)) for key, value in of_path for lie in LIES.values()]
+    for path, key, value in lies:
+        state_dict = edited(edited(before, path, {}), path, {**found[path], key: value})
+        if key == "average_velocity" and value.layout == torch.strided and value.isfinite().all():
+            continue  # of the gradients' dtype
+        with pytest.raises(ValueError, match=f"load_state_dict: .*{key}.* of {path[-1]!r}"):
+            compressor.load_state_dict(state_dict)
+        after = compressor.state_dict()
+        assert list(paths(after)) == list(found)
+        for p, value in found.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(functools.reduce(operator.getitem, p, after), value)
+
+
 @pytest.mark.parametrize("path, message", [
     (("parts",), "Hierarchical.load_state_dict: got NoneType as parts, expected a list of state dicts"),
     (("parts", 0, "states"), "TopK.load_state_dict: got NoneType as states, expected a dict of them by parameter name"),

@@ -106,11 +106,11 @@ class Composite(Compressor):
     def state_dict(self) -> dict[str, Any]:
         return {"method": type(self).__name__, "parts": [part.state_dict() for part in self.parts]}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         saved = self.saved_parts(state_dict)
         self.choice_number += 1  # a part may have residuals that its successor has not taken over yet
         for part, of_part in zip(self.parts, saved):
-            part.load_state_dict(of_part)
+            part._load(of_part)
 
     def saved_parts(self, state_dict: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """The state dicts of the parts in a state dict of this method.

@@ -8,6 +8,7 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, Field, dataclass, fields, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -22,7 +23,7 @@ from ...collectives.traffic import Traffic
 from ...memory.memory import LossScale, Memory
 from ...memory.names import original
 from ...memory.state import State, Workspace
-from ...memory.state_dict import fields_from, state_dict_of
+from ...memory.state_dict import all_or_nothing, fields_from, state_dict_of
 from ...memory.streams import HomeStreams
 from ...ops import tensors as ops
 
@@ -491,15 +492,25 @@ class Compressor(ABC):
         return state_dict_of(self.memory.by_parameter(), self.rank_local, type(self).__name__)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict.
+        """Load a state dict: all of it, or nothing.
 
         Rank-local fields are kept if the same rank of a group of the same size continues, and dropped with a warning
         otherwise. `gradzip.checkpoint` merges the state dicts of all ranks. Shapes are checked in the first step. Once
         training runs, all ranks must load between the same two steps: states decide which collectives follow.
 
         Raises:
-            ValueError: the state dict belongs to another method or is malformed.
+            ValueError: the state dict belongs to another method or is malformed, or has values that are not finite.
         """
+        with self.all_or_nothing():
+            self._load(state_dict)
+
+    def all_or_nothing(self) -> AbstractContextManager[None]:
+        """Restore all states if the block raises an error. They may be loaded there, but not in a step."""
+        parts = {id(part): part for part in (self, *self.parts)}.values()
+        return all_or_nothing(*parts, *(part.memory for part in parts))
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
+        """`load_state_dict`, which restores what this has changed before an error. Replaces attributes as a whole."""
         saved = fields_from(state_dict, type(self).__name__)
         self.memory.load({original(name): fields for name, fields in saved.items()})
         self.choice_number += 1  # front ends plan again: bypassed parameters may have residuals
