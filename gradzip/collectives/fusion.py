@@ -179,13 +179,13 @@ def _join(of_kind: Mapping[Any, Any]) -> Collective:
         return ToHost(joined) if isinstance(group[0], ToHost) else Broadcast(joined, group[0].scope)
     if isinstance(group[0], Gather):
         joined, count = torch.cat([c.tensor for c in group]), sum([c.count for c in group])
-        return Gather(joined, count, group[0].same_length, group[0].scope)
+        return Gather(joined, count, group[0].same_length, group[0].scope, sum([c.limit for c in group]))
     if isinstance(group[0], RingSum):
         return _join_rings(group)
     by_rank = list(zip(*[c.parts for c in group]))
     nbytes = tuple([sum([part.numel() for part in parts]) for parts in by_rank])
     joined = torch.cat([part for parts in by_rank for part in parts])
-    return AllToAll(joined, nbytes, group[0].same_length, group[0].scope)
+    return AllToAll(joined, nbytes, group[0].same_length, group[0].scope, sum([c.limit for c in group]))
 
 
 def _split(result: Any, group: list[Any]) -> list[Any]:

@@ -45,6 +45,15 @@ class Mean:
         return total if self.tensor.dtype == torch.float16 else total.div_(size)
 
 
+# The most bytes that a peer may send, if a plan does not say less: it is believed before its bytes are checked.
+MOST_NBYTES = 1 << 26
+
+
+def most_nbytes(numel: int) -> int:
+    """The most bytes that a method sends for so many elements: twice 64 bits for each, and headers."""
+    return 16 * numel + (1 << 12)
+
+
 @dataclass(frozen=True)
 class Gather:
     """All-gather of a payload (uint8), or of several, concatenated.
@@ -57,6 +66,7 @@ class Gather:
     count: int = 1  # of payloads, the same on all ranks
     same_length: bool = False  # whether all ranks send equally many bytes: no lengths are exchanged
     scope: Scope = "all"
+    limit: int = MOST_NBYTES  # what a rank sends at most
 
     def split_by_rank(self, gathered: Tensor, size: int) -> list[Tensor]:
         """Split the concatenated bytes of `size` ranks into the result. Payload headers hold the lengths.
@@ -85,6 +95,7 @@ class AllToAll:
     nbytes: tuple[int, ...]
     same_length: bool = False  # whether all parts of all ranks have equally many bytes
     scope: Scope = "all"
+    limit: int = MOST_NBYTES  # what a part has at most
 
     @property
     def parts(self) -> list[Tensor]:

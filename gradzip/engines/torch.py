@@ -234,6 +234,7 @@ class _PendingParts(Pending):
     def __init__(self, engine: TorchEngine, collective: Gather | AllToAll, slot: str) -> None:
         self._engine = engine
         self._key = slot, type(collective)  # a method may change its exchange
+        self._limit = collective.limit
         self._count = collective.count if isinstance(collective, Gather) else 1
         self._parts = collective.parts if isinstance(collective, AllToAll) else [collective.tensor]
         self._scatters = isinstance(collective, AllToAll)
@@ -266,10 +267,9 @@ class _PendingParts(Pending):
         self._work.wait()
         prefixes = self._received[:, :_PREFIX].contiguous().cpu().view(torch.int64).tolist()
         for rank, (nbytes, longest) in enumerate(prefixes):
-            if not 0 <= nbytes <= longest:
-                raise ops.PayloadError(
-                    f"from rank {rank} of {engine.size}: corrupt message: got {nbytes} bytes of at most {longest}"
-                )
+            if not 0 <= nbytes <= longest <= self._limit:  # before memory is taken for it
+                got = f"got {nbytes} bytes of at most {longest}, expected at most {self._limit}"
+                raise ops.PayloadError(f"from rank {rank} of {engine.size}: corrupt message: {got}")
         self._nbytes = [nbytes for nbytes, _ in prefixes]
         needed = max(longest for _, longest in prefixes)
         engine.capacities[self._key] = next_capacity(capacity, needed)

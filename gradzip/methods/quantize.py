@@ -175,7 +175,7 @@ class TernGrad(ListCodec):
         largest = self._largest(parts)
         if not self.shared_scale:
             return self._pack([(parts, key)], largest, largest)[0], []
-        headers = yield self.gather(self._header(largest, group.numel))
+        headers = yield self.gather(self._header(largest, group.numel), group.numel)
         # On a device, headers are opened with the payloads: the host need not wait for the scales.
         later = largest.is_cuda
         if not later:

@@ -20,6 +20,8 @@ import gradzip
 import harness
 import kinds
 from contract import kept_residual
+from gradzip.engines.torch import TorchEngine
+from gradzip.methods.base.group import averaged
 from harness import main, message, on_request, residuals, scenario
 
 SHAPES = [(64, 64), (300,), (40, 3, 3, 3), (33, 129), (7,), (50, 40), (48, 48), (3, 500)]
@@ -788,6 +790,27 @@ def errors(rank, size):
     ddp = DistributedDataParallel(torch.nn.Linear(40, 30))
     ddp.register_comm_hook(gradzip.TopK(), gradzip.ddp.hook)
     results["no hook state"] = message(lambda: ddp(torch.ones(2, 40)).sum().backward())
+    return results
+
+
+@scenario
+def claims(rank, size):
+    """Errors of a method on rank 0 when its peers claim to have far more bytes than it could send."""
+    results = []
+    for exchange in ("gather", "scatter_reduce"):
+        rows = size if exchange == "scatter_reduce" else 1
+        if rank:
+            sent = torch.tensor([[10, 1 << 50]] * rows).view(torch.uint8)
+            received = sent.new_empty((size, 16))
+            group = dist.group.WORLD
+            if rows > 1:
+                group.alltoall_base(received.view(-1), sent.view(-1), [], []).wait()
+            else:
+                group._allgather_base(received.view(-1), sent.view(-1)).wait()
+            continue
+        routine = averaged(gradzip.TopK(exchange=exchange), torch.randn(64, 64), "w", rank, size)
+        engine = TorchEngine(dist.group.WORLD, gradzip.Traffic(), torch.device("cpu"))
+        results.append(message(lambda engine=engine, routine=routine: engine.run(next(routine), "w")))
     return results
 
 

@@ -538,6 +538,13 @@ def test_weight_decay_has_momentum_next_to_dgc(world, case):
             torch.testing.assert_close(got.double(), torch.from_numpy(want), rtol=1e-4, atol=1e-4)
 
 
+def test_lengths_that_no_peer_can_have_are_refused_before_memory_is_taken(world):
+    size, results = world
+    for error, numel in zip(results["claims"][0], (64 * 64, -(-64 // size) * 64), strict=True):
+        expected = f"got 10 bytes of at most {1 << 50}, expected at most {16 * numel + 4096}"
+        assert error == f"PayloadError: from rank 1 of {size}: corrupt message: {expected}"
+
+
 def test_errors_are_raised_by_backward(world):
     size, results = world
     for result in results["errors"]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...collectives import AllToAll, Gather, ToHost
 from ...collectives.cost import Link
 from ...collectives.fusion import pieces
+from ...collectives.requests import most_nbytes
 from ...collectives.routines import Local, Routine, at_once, jointly
 from ...memory.state import Key, State
 from ...ops import tensors as ops
@@ -220,9 +221,13 @@ class GatherCompressor(Compressor):
     def looks(self, x: Tensor) -> bool:
         return True  # the host waits for headers anyway, and a gradient that is not finite has no payload to subtract
 
-    def gather(self, payload: Tensor, alike: bool = True) -> Gather:
-        """The all-gather of a payload of this method. alike: whether all ranks encode equally many elements."""
-        return Gather(payload, same_length=alike and self.fixed_nbytes and payload.is_cuda)
+    def gather(self, payload: Tensor, numel: int, alike: bool = True) -> Gather:
+        """The all-gather of a payload of this method.
+
+        numel: elements that a rank encodes, at most. alike: whether all ranks encode equally many.
+        """
+        same = alike and self.fixed_nbytes and payload.is_cuda
+        return Gather(payload, same_length=same, limit=most_nbytes(numel))
 
     def reduce(self, group: Group) -> Routine:
         state = group.state
@@ -231,7 +236,7 @@ class GatherCompressor(Compressor):
             if state.scattered:
                 return (yield from self._scatter_reduce(group))
             payload, earlier = yield from self.encoded(group)
-            payloads = yield self.gather(payload)
+            payloads = yield self.gather(payload, group.numel)
             numels = [group.numel] * (len(earlier) + group.size)
             opened = (yield from self.opened([*earlier, *payloads], numels, group.size))[len(earlier) :]
             # What this rank has sent, each payload with the pieces of the group that it has; None for all.
@@ -293,7 +298,9 @@ class GatherCompressor(Compressor):
             for i, partition in enumerate(partitions)
         ]
         numels = [sum(piece.view.numel() for piece in partition) for partition in partitions]
-        received = yield AllToAll(ops.join_payloads(payloads), tuple(map(Tensor.numel, payloads)))
+        received = yield AllToAll(
+            ops.join_payloads(payloads), tuple(map(Tensor.numel, payloads)), limit=most_nbytes(max(numels))
+        )
         all_numels = [numels[group.rank]] * group.size + numels
         opened = yield from self.opened([*received, *payloads], all_numels, group.size)
         from_ranks, state.payload = opened[: group.size], list(zip(opened[group.size :], partitions))
@@ -303,7 +310,7 @@ class GatherCompressor(Compressor):
         if (residual := getattr(state, "owner_residual", None)) is not None:
             average.add_(residual)
         payload = self.encode_average(pieces(average, shapes), key._replace(name=f"{key.name}[owner]"))
-        payloads = yield self.gather(payload, alike=len(set(numels)) == 1)
+        payloads = yield self.gather(payload, max(numels), alike=len(set(numels)) == 1)
         opened = yield from self.opened(payloads, numels, group.size)
         flat = torch.empty(group.numel, dtype=torch.float32, device=group.device)
         if not all_finite(opened):
