@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import accelerate
 import torch
@@ -199,24 +199,27 @@ class _Checkpoint:
     _files = shared.RankFiles("gradzip")
 
     def __init__(self, accelerator: accelerate.Accelerator) -> None:
+        self._accelerator = ref(accelerator)
         self._count = 0  # of the parts that are saved
         self._found: tuple[list[Any], str] = [], ""  # parts, and the folder of the checkpoint that is loaded
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._find)
         accelerator.register_for_checkpointing(self)
 
-    def _parts(self, models: Sequence[nn.Module]) -> list[Any]:
+    def _parts(self) -> list[Any]:
         """What has states, in the order of the models and of the calls, the same on all ranks."""
-        bare = dict.fromkeys(map(shared.innermost, models))
+        accelerator = self._accelerator()
+        # Hooks get those of FSDP2 only when they save.
+        bare = dict.fromkeys(map(shared.innermost, accelerator._models if accelerator else ()))
         return [part for model in bare for part in _states_of(model).values()]
 
     def _save(self, models: Sequence[nn.Module], weights: Any, folder: str) -> None:
-        parts = self._parts(models)
+        parts = self._parts()
         self._count = len(parts)
         self._files.save(folder, [part.state_dict() for part in parts])
 
     def _find(self, models: Sequence[nn.Module], folder: str) -> None:
-        self._found = self._parts(models), folder
+        self._found = self._parts(), folder
 
     def state_dict(self) -> dict[str, Any]:
         """What Accelerate saves on the main process. The states are in the files of the ranks."""
