@@ -8,7 +8,7 @@ True
 
 from typing import TYPE_CHECKING, Any
 
-from . import horovod, methods, ops, optim
+from . import horovod, methods, ops, optim, recipes
 from ._version import __version__ as __version__
 from .advice.auto import Auto
 from .averaging.local import LocalGroup, roundtrip, simulate
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AllToAll", "Auto", "Broadcast", "Compressor", "DiminishingTheta", "Gather", "GatherCompressor", "LocalGroup",
     "Mean", "Monitor", "PayloadError", "ReplicaMonitor", "RingSum", "State", "StepSchedule", "Traffic", "capture",
-    "checkpoint", "ddp", "fsdp", "fused", "horovod", "ops", "optim", "outer", "parse", "register", "roundtrip",
-    "simulate",
+    "checkpoint", "ddp", "fsdp", "fused", "horovod", "ops", "optim", "outer", "parse", "recipes", "register",
+    "roundtrip", "simulate",
 ]  # fmt: skip
 __all__ += methods.__all__
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,12 +11,10 @@ import torch
 from .base.composite import Composite
 from .base.compressor import Compressor
 from .base.registry import register
+from .base.rules import Predicate, Rule, compiled, matches, text
 from .none import NoCompression
 
 _RULE = "(regular expression or predicate(name, shape), compressor)"
-
-Predicate = Callable[[str, torch.Size], bool]
-Rule = str | re.Pattern[str] | Predicate
 
 
 @register(
@@ -58,7 +56,7 @@ class PerLayer(Composite):
         for rule in self.rules:
             if not (isinstance(rule, tuple) and len(rule) == 2):
                 raise ValueError(f"PerLayer: got the rule {rule!r}, expected {_RULE}")
-            self._tests.append(_test(rule[0]))
+            self._tests.append(compiled(rule[0], "PerLayer"))
         self.set_parts([*(compressor for _, compressor in self.rules), self.default])
         self._chosen: dict[tuple[str, torch.Size], Compressor] = {}
 
@@ -69,32 +67,10 @@ class PerLayer(Composite):
     def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor:
         chosen = self._chosen.get((name, shape))
         if chosen is None:
-            matches = (part for test, part in zip(self._tests, self.parts) if _matches(test, name, shape))
-            chosen = self._chosen[name, shape] = next(matches, self.default)
+            found = (part for test, part in zip(self._tests, self.parts) if matches(test, name, shape))
+            chosen = self._chosen[name, shape] = next(found, self.default)
         return chosen
 
     @property
     def configuration(self) -> list[str]:
-        return [_text(rule) for rule, _ in self.rules]
-
-
-def _test(rule: Rule) -> re.Pattern[str] | Predicate:
-    if isinstance(rule, (str, re.Pattern)):
-        try:
-            return re.compile(rule)
-        except re.error as error:
-            raise ValueError(f"PerLayer: got the regular expression {rule!r}: {error}") from None
-    if not callable(rule):
-        raise ValueError(f"PerLayer: got the rule {rule!r}, expected a regular expression or predicate(name, shape)")
-    return rule
-
-
-def _matches(test: re.Pattern[str] | Predicate, name: str, shape: torch.Size) -> bool:
-    return test.search(name) is not None if isinstance(test, re.Pattern) else test(name, shape)
-
-
-def _text(rule: Rule) -> str:
-    """A rule's part of the digest. Predicates count by name: their repr may hold an address."""
-    if isinstance(rule, str):
-        return rule
-    return rule.pattern if isinstance(rule, re.Pattern) else getattr(rule, "__qualname__", type(rule).__qualname__)
+        return [text(rule) for rule, _ in self.rules]

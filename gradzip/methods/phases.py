@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,10 @@ from ..memory.state_dict import in_line, is_count
 from .base.composite import Composite
 from .base.compressor import Compressor
 from .base.registry import register
+from .base.rules import Rule, compiled, matches, text
 
 
-@register("phases", examples=["0=none,1=acpsgd", "0=onebit,1=acpsgd,2=none"])
+@register("phases", examples=["0=none,1=acpsgd", "0=onebit,1=acpsgd,2=none", "0=onebit,1=acpsgd,exempt=v"])
 @dataclass
 class Phases(Composite):
     """Compresses each parameter by one method after the other, for example by none at first.
@@ -30,6 +32,9 @@ class Phases(Composite):
     Args:
         phases: methods by the first step of their phase. One phase begins at step 0. On a command line:
             ``phases:0=none,1000=acpsgd(rank=4)``.
+        exempt: rules as of `PerLayer`. The last phase never begins for parameters that one of them matches, as for
+            embeddings, whose rows may have their first gradients late, if it is `Momentum`. On a command line:
+            ``phases:0=none,1000=acpsgd,exempt=^embedding``.
 
     The step of a parameter is the number of times it was averaged. Steps that are skipped do not count. Steps that do
     not use it count where the front end averages zeros for it, as DDP and Horovod do; DDP also for one that is frozen
@@ -47,25 +52,39 @@ class Phases(Composite):
     """
 
     phases: Mapping[int, Compressor]
+    exempt: Sequence[Rule] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.phases = _in_order(self.phases)
         self.set_parts(list(self.phases.values()))
         self._steps: dict[str, int] = {}  # completed steps, by the name of the state
+        several = isinstance(self.exempt, Sequence) and not isinstance(self.exempt, str)
+        self.check("exempt", several and len(self.phases) > bool(self.exempt), "a list of rules, and two phases or more")
+        self._rules = [compiled(rule, "Phases") for rule in self.exempt]
+        self._exempted: set[str] = set()  # the names of the states of parameters that a rule matches
 
     @property
-    def configuration(self) -> list[int]:
-        return list(self.phases)
+    def selects_by_name(self) -> bool:
+        return any(isinstance(rule, re.Pattern) for rule in self._rules)
+
+    @property
+    def configuration(self) -> list[int | str]:
+        return [*self.phases, *map(text, self.exempt)]
 
     def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor:
-        return self._method_at(self._steps.get(prefix + name, 0))
-
-    def _method_at(self, step: int) -> Compressor:
-        return self.phases[max(start for start in self.phases if start <= step)]
+        if any(matches(rule, name, shape) for rule in self._rules):
+            self._exempted.add(prefix + name)  # what comes later knows no shape
+        step = self._steps.get(prefix + name, 0)
+        return self.phases[max(start for start in self._starts(prefix + name) if start <= step)]
 
     def later_methods(self, name: str, prefix: str = "") -> Sequence[Compressor]:
-        return [method for start, method in self.phases.items() if start > self._steps.get(prefix + name, 0)]
+        step = self._steps.get(prefix + name, 0)
+        return [self.phases[start] for start in self._starts(prefix + name) if start > step]
+
+    def _starts(self, state_name: str) -> list[int]:
+        """The first steps of a parameter's phases."""
+        return list(self.phases)[: -1 if state_name in self._exempted else None]
 
     def step_of(self, name: str, shape: torch.Size, prefix: str = "") -> int:
         return self._steps.get(prefix + name, 0)
@@ -76,7 +95,7 @@ class Phases(Composite):
         super().complete_step(names)
         for name in names:
             self._steps[name] = step = self._steps.get(name, 0) + 1
-            if step in self.phases:
+            if step in self._starts(name):
                 self.move_to(self.phases[step], name)
 
     # --- state
@@ -85,6 +104,7 @@ class Phases(Composite):
         super().rename_states(names)
         found = {name: self._steps.pop(name) for name in names if name in self._steps}
         self._steps |= {to: found[name] for name, to in names.items() if to is not None and name in found}
+        self._exempted = {to for name in self._exempted if (to := names.get(name, name)) is not None}
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"steps": dict(self._steps)}

@@ -10,9 +10,10 @@ from typing import Any
 
 from .base.compressor import Compressor
 from .base.registry import registered
+from .base.rules import Rule
 from .hierarchical import Hierarchical
 from .momentum import Momentum
-from .per_layer import PerLayer, Rule
+from .per_layer import PerLayer
 from .phases import Phases
 
 
@@ -23,7 +24,8 @@ def parse(spec: str) -> Compressor:
     auto:allow=[fp16,dct-range(theta=0.95)].
 
     `per-layer` takes rules: regular expressions for the parameter's name, and methods. The first match counts;
-    `default` is for all other parameters. `phases` takes steps, and the methods that begin there. The first argument of
+    `default` is for all other parameters. `phases` takes steps, and the methods that begin there, and after them
+    `exempt`, a regular expression, if need be several times. The first argument of
     `hierarchical` is the method between nodes, and that of `momentum` the method for momenta.
 
     Raises:
@@ -51,7 +53,10 @@ def parse(spec: str) -> Compressor:
         if method is PerLayer:
             return _per_layer(_pairs(name, arguments, "rule", "pattern"))
         if method is Phases:
-            return _phases(_pairs(name, arguments, "phase", "step"))
+            texts = _split(arguments, ",")
+            exempt = [text.partition("=")[2].strip() for text in texts if text.strip().startswith("exempt=")]
+            phases = ",".join(text for text in texts if not text.strip().startswith("exempt="))
+            return _phases(_pairs(name, phases, "phase", "step"), exempt)
         if method in (Hierarchical, Momentum):
             first, *others = _split(arguments, ",") or [""]
             ((key, inner),) = _pairs(name, first, "argument", "inner")
@@ -77,6 +82,8 @@ def unparse(compressor: Compressor) -> str:
         given: list[tuple[Any, Any]] = list(zip(compressor.configuration, compressor.parts))
         if isinstance(compressor, PerLayer):
             given.append(("default", compressor.default))
+        else:
+            given += [("exempt", rule) for rule in compressor.configuration[len(compressor.phases) :]]
     else:
         values = {f.name: (getattr(compressor, f.name), f.default) for f in fields(compressor) if f.init}
         given = [(argument, value) for argument, (value, default) in values.items() if value != default]
@@ -146,14 +153,14 @@ def _per_layer(pairs: list[tuple[str, Compressor]]) -> PerLayer:
     return PerLayer(rules, *defaults[-1:])
 
 
-def _phases(pairs: list[tuple[str, Compressor]]) -> Phases:
+def _phases(pairs: list[tuple[str, Compressor]], exempt: list[str]) -> Phases:
     phases: dict[Any, Compressor] = {}
     for text, part in pairs:
         step = int(text) if re.fullmatch(r"-?[0-9]+", text) else text  # Phases refuses all but numbers from 0 on
         if step in phases:
             raise ValueError(f"got step {step} twice, expected one method for each step")
         phases[step] = part
-    return Phases(phases)
+    return Phases(phases, tuple(exempt))
 
 
 def _split(text: str, separator: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,8 +37,9 @@ class AdamW(Optimizer):
     If v stands still, momenta can. Units of a ReLU network that the warm-up hardly used have tiny v, but errors of
     compression as large as others have, and training diverges without the limit. There is none if beta1^2 >= beta2.
 
-    Where v is 0, as for characters that the warm-up has not seen, there is no scale to step by. Such elements are
-    decayed only, for as long as momenta are compressed, and their m is 0.
+    Where v is 0, as for tokens that the warm-up has not seen, there is no scale to step by. Such elements are decayed
+    only, for as long as momenta are compressed, and their m is 0. A warning names the parameter: give embeddings
+    another method (`gradzip.recipes.adamw` does).
 
     The optimizer learns from the front end which averages are of compressed momenta: nothing else is to be set. With
     `LocalGroup`, call its `tell_optimizers`.
@@ -126,6 +128,9 @@ class AdamW(Optimizer):
     def _step_held(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         states = [self.state[parameter] for parameter in gradients]
+        for parameter, state in zip(gradients, states):
+            if state["exp_avg_sq_step"] == state["step"]:
+                _warn_of_zeros(parameter, state["exp_avg_sq"])
         torch._foreach_add_([state["step"] for state in states], 1)
         moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         learnt = [math.sqrt(1 - beta2 ** float(state["exp_avg_sq_step"])) for state in states]
@@ -171,6 +176,18 @@ def _compressed_momentum(parameter: Tensor) -> optimizer_hooks.Averaged | None:
     """How the momentum of a parameter was averaged, if it was compressed; None: it has the average of a gradient."""
     found = optimizer_hooks.averaged(parameter)
     return found if found is not None and found.compressed_momentum else None
+
+
+def _warn_of_zeros(parameter: Tensor, second: Tensor) -> None:
+    """Warn of elements that are not going to train: their second moment is 0 when it begins to stand still."""
+    (second,), found = _local([second]), optimizer_hooks.averaged(parameter)
+    if found is not None and (zeros := second.numel() - int(second.count_nonzero())):
+        warnings.warn(
+            f"AdamW: got {zeros} of {second.numel()} elements of {found.name!r} that had no gradient before momenta are "
+            "compressed, expected gradients for all: they do not train from now on; if these are embeddings, exempt "
+            "them as gradzip.recipes.adamw does, or else warm up longer",
+            stacklevel=2,
+        )
 
 
 def _check_options(group: dict[str, Any], where: str) -> None:

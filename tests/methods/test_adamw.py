@@ -15,6 +15,8 @@ import gradzip
 from gradzip import LocalGroup, Momentum, NoCompression, SignSGD, TopK
 from gradzip.optim import AdamW
 
+pytestmark = pytest.mark.filterwarnings("ignore:AdamW. got .* that had no gradient")
+
 SHAPES = {"w": (64, 48), "v": (32, 8, 3, 3), "b": (48,)}
 SEEN = 5  # rows of w that have gradients in the warm-up
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
