@@ -60,7 +60,9 @@ class Phases(Composite):
         self.set_parts(list(self.phases.values()))
         self._steps: dict[str, int] = {}  # completed steps, by the name of the state
         several = isinstance(self.exempt, Sequence) and not isinstance(self.exempt, str)
-        self.check("exempt", several and len(self.phases) > bool(self.exempt), "a list of rules, and two phases or more")
+        self.check(
+            "exempt", several and len(self.phases) > bool(self.exempt), "a list of rules, and two phases or more"
+        )
         self._rules = [compiled(rule, "Phases") for rule in self.exempt]
         self._exempted: set[str] = set()  # the names of the states of parameters that a rule matches
 

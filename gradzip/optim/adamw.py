@@ -183,9 +183,9 @@ def _warn_of_zeros(parameter: Tensor, second: Tensor) -> None:
     (second,), found = _local([second]), optimizer_hooks.averaged(parameter)
     if found is not None and (zeros := second.numel() - int(second.count_nonzero())):
         warnings.warn(
-            f"AdamW: got {zeros} of {second.numel()} elements of {found.name!r} that had no gradient before momenta are "
-            "compressed, expected gradients for all: they do not train from now on; if these are embeddings, exempt "
-            "them as gradzip.recipes.adamw does, or else warm up longer",
+            f"AdamW: got {zeros} elements without a gradient in the warm-up, of {found.name!r} in shape "
+            f"{list(second.shape)}, expected gradients for all: they do not train while momenta are compressed; exempt "
+            "embeddings, as gradzip.recipes.adamw does, or warm up longer",
             stacklevel=2,
         )
 

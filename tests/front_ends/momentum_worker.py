@@ -7,12 +7,13 @@ from torch.nn.parallel import DistributedDataParallel
 import gradzip
 from contract import SHAPES as FEW
 from contract import gradient
-from harness import UNDER_HOROVOD, Model, data_parallel, job, main, message, on_request, scenario
-from nonfinite_worker import SHAPES, prepare, snapshot, train
+from harness import UNDER_HOROVOD, Model, data_parallel, gather, job, main, message, on_request, scenario
+from nonfinite_worker import SHAPES, fsdp, local, prepare, snapshot, train
 
 WARMUP, STEPS = 3, 6
 SPECS = [f"momentum:inner={inner},warmup_steps={WARMUP}" for inner in ("signsgd(majority=False)", "topk(theta=0.9)")]
 VARIANTS = {"horovod": ["float32"], "torch": ["ddp", "fsdp", "fsdp shards"]}
+ROWS, LATE_STEPS = 128, 60  # of an embedding, half of which comes after a fifth of the steps
 EVERY = 2  # steps between the exchanges of two sites
 AUTO, BETAS, AUTO_STEPS = "momentum:inner=signsgd(majority=False),warmup_steps=auto,beta2=0.5", (0.9, 0.5), 14
 
@@ -80,6 +81,40 @@ def auto():
             learnt = [int(state["exp_avg_sq_step"]) for state in optimizer.state_dict()["state"].values()]
             found[variant].append((ended, learnt))
     return found
+
+
+def train_late_rows(variant, compressed):
+    """Train an embedding, half of whose rows have their first gradients after the warm-up, on the rank's tokens.
+
+    Returns how far each row of each rank's shard has moved, the bytes that this rank has sent, and the parameters.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(ROWS, 16), torch.nn.Linear(16, 128))
+    method, optimizer = gradzip.recipes.adamw(model, LATE_STEPS, 0.01, (0.9, 0.8))
+    method = method if compressed else gradzip.NoCompression()
+    if variant.startswith("fsdp"):
+        module = fsdp(model, method, 2 if variant == "fsdp shards" else 1)
+        optimizer = gradzip.optim.AdamW(module.parameters(), 0.01, (0.9, 0.8))
+    else:
+        module, optimizer = data_parallel(model, optimizer, method)
+    start, targets = local(model[0].weight), torch.arange(ROWS) % 128
+    generator = torch.Generator().manual_seed(job.rank)
+    for step in range(LATE_STEPS):
+        tokens = torch.randint(0, ROWS // 2 if step < LATE_STEPS // 5 else ROWS, (64,), generator=generator)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(module(tokens), targets[tokens]).backward()
+        optimizer.step()
+    return {
+        "moved": gather((local(model[0].weight) - start).norm(dim=1)),
+        "sent": method.traffic.bytes_sent,
+        "parameters": [local(p) for p in model.parameters()],
+    }
+
+
+@scenario
+def late_rows():
+    variants = VARIANTS["horovod" if UNDER_HOROVOD else "torch"]
+    return {variant: [train_late_rows(variant, compressed) for compressed in (False, True)] for variant in variants}
 
 
 @on_request

@@ -10,13 +10,15 @@ import gradzip
 from contract import TIMEOUT, assert_equal_states, gradient
 from harness import Model
 from launch import horovodrun, scenarios, torchrun
-from momentum_worker import AUTO, AUTO_STEPS, EVERY, FEW, SPECS, STEPS, VARIANTS, WARMUP, settling
+from momentum_worker import AUTO, AUTO_STEPS, EVERY, FEW, ROWS, SPECS, STEPS, VARIANTS, WARMUP, settling
 from nonfinite_worker import SHAPES
 
 
 def run_job(tmp_path_factory, run, *others):
     folder = tmp_path_factory.mktemp("momentum")
-    return scenarios(2, "momentum_worker.py", folder, "refused", "auto", *others, *SPECS, run=run, timeout=TIMEOUT)
+    return scenarios(
+        2, "momentum_worker.py", folder, "refused", "auto", "late_rows", *others, *SPECS, run=run, timeout=TIMEOUT
+    )
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +145,14 @@ def test_momenta_in_a_site_and_local_steps_between_sites(tmp_path):
         for rank, got in enumerate(after):
             for ours, expected in zip(got, models[rank // 2].parameters(), strict=True):
                 torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("engine", "variant"), [(e, variant) for e, of in VARIANTS.items() for variant in of])
+def test_late_rows_of_an_embedding_train_with_the_recipe(results, variant):
+    plain, compressed = results["late_rows"][0][variant]
+    moved, expected = (torch.cat(of["moved"])[:ROWS][ROWS // 2 :].mean() for of in (compressed, plain))
+    assert 0.8 * expected < moved < 1.2 * expected
+    assert compressed["sent"] < plain["sent"] / 5
+    if variant != "fsdp shards":
+        for of_rank in results["late_rows"][1:]:
+            assert_equal_states(of_rank[variant][1]["parameters"], compressed["parameters"])

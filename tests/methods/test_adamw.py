@@ -6,6 +6,7 @@ tests/front_ends/test_momentum_jobs.py trains with it in real jobs.
 import copy
 import math
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import gradzip
 from gradzip import LocalGroup, Momentum, NoCompression, SignSGD, TopK
 from gradzip.optim import AdamW
 
-pytestmark = pytest.mark.filterwarnings("ignore:AdamW. got .* that had no gradient")
+pytestmark = pytest.mark.filterwarnings("ignore:AdamW. got .* without a gradient in the warm-up")
 
 SHAPES = {"w": (64, 48), "v": (32, 8, 3, 3), "b": (48,)}
 SEEN = 5  # rows of w that have gradients in the warm-up
@@ -162,6 +163,20 @@ def test_elements_without_a_second_moment_are_only_decayed():
     of_torch.step()
     decayed = before.double() * (1 - OPTIONS["lr"] * OPTIONS["weight_decay"])
     torch.testing.assert_close(job.parameters["w"][SEEN:].detach().double(), decayed[SEEN:], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("seen", [SEEN, 64])
+def test_elements_without_a_second_moment_are_named_once(seen, recwarn):
+    warnings.simplefilter("always")
+    job = Job(momentum()).train(WARMUP - 1)
+    with torch.no_grad():
+        job.optimizer.state[job.parameters["w"]]["exp_avg_sq"][SEEN:seen] = 1
+    job.train(3)
+    messages = [str(w.message) for w in recwarn if "without a gradient" in str(w.message)]
+    assert len(messages) == (seen < 64)
+    for text in messages:
+        what = f"got {(64 - SEEN) * 48} elements without a gradient in the warm-up, of 'w and 1 more' in shape [64, 48]"
+        assert text.startswith(f"AdamW: {what}, expected gradients for all")
 
 
 def test_a_compressor_whose_state_was_not_loaded_is_refused():

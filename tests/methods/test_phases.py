@@ -78,6 +78,9 @@ def in_charge(compressor, name="w", prefix=""):
         (lambda: gradzip.parse("phases:5=topk"), r"got the steps \[5\], expected step 0 among them"),
         (lambda: gradzip.parse("phases:0=zip"), "unknown compression method 'zip'"),
         (lambda: gradzip.parse("phases:0=phases(0=none)"), "got Phases, expected a compressor other than"),
+        (lambda: gradzip.parse("phases:0=none,exempt=w"), r"got exempt = \('w',\), expected a list of rules, and two"),
+        (lambda: Phases({0: Cast(), 1: TopK()}, "w"), "got exempt = 'w', expected a list of rules"),
+        (lambda: Phases({0: Cast(), 1: TopK()}, ["("]), r"Phases: got the regular expression '\(': "),
     ],
 )  # fmt: skip
 def test_invalid_arguments(make, message):
@@ -93,6 +96,7 @@ def test_invalid_arguments(make, message):
         ("phases:0=fp16,10=topk(theta=0.9,bits=8),20=none",
          Phases({20: NoCompression(), 0: Cast(), 10: TopK(theta=0.9, bits=8)})),
         ("phases:0=fft-range(value_range=(-1, 2))", Phases({0: FFTRange(value_range=(-1, 2))})),
+        ("phases:0=none,9=fp16,exempt=^w$,exempt=v", Phases({0: NoCompression(), 9: Cast()}, ("^w$", "v"))),
     ],
 )  # fmt: skip
 def test_parse_and_unparse(spec, compressor):
@@ -108,7 +112,8 @@ def test_clone_and_digest():
     assert not {id(part) for part in clone.parts} & {id(part) for part in compressor.parts}
     assert all(part.traffic is clone.traffic is not compressor.traffic for part in clone.parts)
     others = [Phases({0: Cast(), 4: TopK()}), Phases({0: Cast(), 3: TopK(theta=0.5)}), Phases({0: Cast()})]
-    assert len({c.digest for c in [compressor, *others]}) == 4
+    others.append(Phases({0: Cast(), 3: TopK()}, ["w"]))
+    assert len({c.digest for c in [compressor, *others]}) == 5
 
 
 def test_rounds_and_bypass_are_those_of_all_parts():
@@ -130,6 +135,23 @@ def test_averages_and_bytes_equal_those_of_each_method_alone(size):
             assert torch.equal(a, b)
         sent += alone.bytes_sent
         assert group.bytes_sent == sent
+
+
+def test_the_last_phase_never_begins_for_exempt_parameters():
+    """Nor after a state was loaded."""
+    spec = "phases:0=none,1=topk,2=acpsgd"
+    group, alone = (
+        LocalGroup(gradzip.parse(f"{spec},exempt=^w$"), 2),
+        LocalGroup(gradzip.parse("phases:0=none,1=topk"), 2),
+    )
+    for step in range(4):
+        averages = group.step([{name: gradient(name, rank, step) for name in ("w", "v")} for rank in range(2)])
+        assert torch.equal(averages[0]["w"], alone.average(grads_of(step, 2), "w")[0])
+        assert [in_charge(group.compressors[0], name) for name in ("w", "v")] == [min(step + 1, 1), min(step + 1, 2)]
+    loaded = group.compressors[0].clone()
+    loaded.load_state_dict(through_file(group.compressors[0].state_dict()))
+    assert [in_charge(loaded, name) for name in ("w", "v")] == [1, 2]
+    assert loaded.later_methods("w") == []
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
