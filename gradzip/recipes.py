@@ -40,7 +40,7 @@ def adamw(
 
     Args:
         model: before or after it is wrapped. The weights of its `Embedding` and `EmbeddingBag` modules are embeddings,
-            also if a linear layer shares them.
+            unless another module shares them: an output layer has gradients for all rows.
         total_steps: of the optimizer.
         lr, betas: of AdamW.
         params: of the optimizer, as param groups; None for all of the model.
@@ -69,8 +69,11 @@ def adamw(
 
 
 def _embeddings(model: torch.nn.Module) -> list[str]:
-    """The names of embeddings as front ends have them."""
+    """The names, as front ends have them, of embeddings that no output layer shares: it has gradients for all rows."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
-    weights = {id(module.weight) for module in model.modules() if isinstance(module, _EMBEDDINGS)}
-    return [original(name) for name, parameter in model.named_parameters() if id(parameter) in weights]
+    weights: dict[bool, set[int]] = {True: set(), False: set()}
+    for module in model.modules():
+        weights[isinstance(module, _EMBEDDINGS)].update(map(id, module.parameters(recurse=False)))
+    late = weights[True] - weights[False]
+    return [original(name) for name, parameter in model.named_parameters() if id(parameter) in late]

@@ -11,12 +11,14 @@ import gradzip
 
 
 class Tied(nn.Module):
-    """The output layer has the embedding's weight, and its name comes first."""
+    """The output layer has the weight of `words`, and two embeddings share another."""
 
     def __init__(self):
         super().__init__()
         self.head, self.words = nn.Linear(16, 512, bias=False), nn.Embedding(512, 16)
         self.words.weight = self.head.weight
+        self.places, self.pieces = nn.Embedding(512, 16), nn.Embedding(512, 16)
+        self.pieces.weight = self.places.weight
 
 
 def bare(size=512):
@@ -48,7 +50,7 @@ def test_too_few_steps_are_refused():
 
 @pytest.mark.parametrize(
     "model, name, others",
-    [(bare(), "0.weight", ["1.weight", "10.weight"]), (Tied(), "head.weight", ["ahead.weight", "head.weight_g"]),
+    [(bare(), "0.weight", ["1.weight", "10.weight"]), (Tied(), "places.weight", ["head.weight", "fireplaces.weight"]),
      (nn.ModuleDict({"bag": nn.EmbeddingBag(512, 16)}), "bag.weight", ["bag_weight"])],
 )  # fmt: skip
 def test_embeddings_are_not_given_to_momentum(model, name, others):
