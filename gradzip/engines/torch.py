@@ -73,7 +73,7 @@ class TorchEngine(Engine):
     @cached_property
     def ring(self) -> Ring:
         """The ring for RingSums, on a process group of its own, where no other operation can come between."""
-        return Ring(_new_group(self.group, self.members), traffic=self.traffic)
+        return Ring(_new_group(self.group, [range(self.size)]), traffic=self.traffic)
 
     def separate(self) -> None:
         self.group = self._borrow(self.group)
@@ -85,7 +85,7 @@ class TorchEngine(Engine):
         engine, free = TorchEngine(group, Traffic(), self.device), _free.setdefault(group, {})
         names = engine.allgather_bytes(json.dumps(list(free)).encode(), "free")
         common = set.intersection(*(set(json.loads(of_rank)) for of_rank in names))
-        borrowed = free.pop(min(common)) if common else _new_group(group, engine.members)
+        borrowed = free.pop(min(common)) if common else _new_group(group, [range(engine.size)])
         self._borrowed.append((group, borrowed))
         return borrowed
 
@@ -109,10 +109,9 @@ class TorchEngine(Engine):
         return rank, size
 
     def split(self, groups: Mapping[Scope, Sequence[Sequence[int]]]) -> Mapping[Scope, Engine]:
-        members, engines = self.members, {}
+        engines: dict[Scope, Engine] = {}
         for scope, of_scope in groups.items():
-            ranks = [members[i] for group in of_scope if self.rank in group for i in group]
-            engines[scope] = TorchEngine(_new_group(self.group, ranks), self.traffic, self.device)
+            engines[scope] = TorchEngine(_new_group(self.group, of_scope), self.traffic, self.device)
             engines[scope].scope = scope
         return engines
 
@@ -144,16 +143,27 @@ class TorchEngine(Engine):
         return [math.fsum(column) for column in zip(*(numbers.tolist() for numbers in gathered))]
 
 
-def _new_group(other: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A process group of some of another one's ranks, with its backend. These ranks must all call it."""
+def _new_group(other: dist.ProcessGroup, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """The group that has this rank, of disjoint process groups of another one's ranks, with its backend.
+
+    All ranks of the other one must call it, and no others need to.
+
+    Args:
+        groups: the other one's numbers of the ranks.
+    """
     try:
-        backend = dist.get_backend(other)
+        backend, members = dist.get_backend(other), dist.get_process_group_ranks(other)
     except ValueError:
         raise ValueError(
             "TorchEngine: got a process group that torch.distributed has not made, expected one of new_group: the "
             "method needs more groups; choose another one than Hierarchical or GradiVeQ"
         ) from None
-    return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend, use_local_synchronization=True))
+    device = getattr(dist.group.WORLD, "bound_device_id", None)  # as of init_process_group(device_id=...)
+    if device is not None and backend != dist.Backend.GLOO and other._get_backend(device).supports_splitting:
+        # new_group would split the default group, for which all of its ranks must call it (ncclCommSplit).
+        return cast(dist.ProcessGroup, dist.split_group(other, list(map(list, groups))))
+    ranks = [members[i] for group in groups if other.rank() in group for i in group]
+    return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend, use_local_synchronization=True))
 
 
 class _PendingRing(Pending):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import torch
 
 T = TypeVar("T")
+
+_SECONDS_AT_EXIT = 5.0  # for the last exchange of a process: other ranks may not take part in it
+
+_threads: WeakSet[Thread] = WeakSet()
 
 
 @dataclass
@@ -36,8 +43,8 @@ class Seconds:
 class Runner(Generic[T]):
     """Runs functions, and counts their time: at once, or in a thread, and on a device on a stream of its own.
 
-    The thread is a daemon: a rank that fails exits, and does not wait for an exchange that other ranks do not take part
-    in.
+    The thread is a daemon: a rank that fails exits, and does not wait for long for an exchange that other ranks do not
+    take part in.
     """
 
     def __init__(self, seconds: Seconds, device: torch.device, in_background: bool) -> None:
@@ -77,7 +84,9 @@ class Runner(Generic[T]):
             self._seconds.exposed += time.perf_counter() - begin
             return result
 
+        _join_at_exit()
         self._thread = Thread(target=run, name="gradzip.outer", daemon=True)
+        _threads.add(self._thread)
         self._thread.start()
         return wait
 
@@ -93,3 +102,19 @@ class Runner(Generic[T]):
         self._is_closed = True
         if self._thread is not None:
             self._thread.join()
+
+
+@functools.cache
+def _join_at_exit() -> None:
+    """Have the end of the process wait for threads.
+
+    A thread that comes back from a collective when the interpreter has ended is unwound through torch's C++ code, which
+    ends the process ("terminate called without an active exception").
+    """
+
+    def join() -> None:
+        end = time.monotonic() + _SECONDS_AT_EXIT
+        for thread in list(_threads):
+            thread.join(max(0.0, end - time.monotonic()))
+
+    atexit.register(join)

@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import time
 import warnings
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -405,6 +407,51 @@ LIES = {
     ("global", "optimizer", "state", 1, "momentum_buffer"): torch.full(SHAPES["wide"], torch.nan),
     ("global", "optimizer", "param_groups"): [],
 }
+
+
+@on_request
+def bound():
+    """Local steps of ranks 0 and 1, which need a group of their own, where a new group is a split of another one.
+
+    As with NCCL and `init_process_group(device_id=...)`: all ranks of the group that is split must take part.
+    """
+    ranks = [0, 1]
+    group, twin = (dist.new_group(ranks, backend="cpu:gloo") for _ in range(2))
+
+    def split(parent):
+        dist.all_reduce(torch.zeros(1), group=parent, async_op=True).wait(timedelta(seconds=5))
+
+    def split_group(parent, groups):
+        split(parent)
+        assert groups == [[0, 1]]
+        return twin
+
+    dist.group.WORLD.bound_device_id = torch.device("cpu:0")
+    dist.new_group, dist.split_group = lambda *_, **__: split(dist.group.WORLD), split_group
+    if job.rank not in ranks:
+        return []
+    model, optimizer = make(job.rank)
+    outer = gradzip.outer.LocalSteps(model, optimizer, every=2, delay=1, group=group)
+    for step in range(5):
+        take_step(model, optimizer, job.rank, step)
+    outer.synchronize()
+    outer.remove()
+    return parameters(model)
+
+
+@on_request
+def ends():
+    """Leave an exchange in progress when the process ends, without `remove`."""
+    model, optimizer = make(job.rank)
+    outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.TopK(theta=0.9), every=4, delay=3, group=GROUP)
+    left.append(outer)
+    launch = outer._session.engine.launch
+    outer._session.engine.launch = lambda *arguments: time.sleep(0.05) or launch(*arguments)
+    for step in range(4):
+        take_step(model, optimizer, job.rank, step)
+
+
+left = []  # what the end of the process finds
 
 
 def load_lies():

@@ -637,6 +637,12 @@ def test_a_monitor_sees_differences_and_how_the_ranks_agree(results):
         assert agreement == pytest.approx(cosine.item(), rel=1e-5)
 
 
+def test_groups_of_a_part_of_the_ranks_are_split_from_the_users_group(tmp_path):
+    first, second, other = scenarios(3, "outer_worker.py", tmp_path, "bound", run=torchrun)["bound"]
+    assert not other and first
+    assert all(map(torch.equal, first, second))
+
+
 def test_other_arguments_and_state_dicts_are_refused(results):
     for every, delay, outer, method, loads, lies in results["refused"]:
         for (error, unchanged), path in zip(lies, LIES, strict=True):
