@@ -160,7 +160,8 @@ class Group:
             rank, size: this rank's number and the world size.
             discards: as the attribute. Call `end_step` as for a step that is skipped.
         """
-        gradients = list(map(as_real, gradients))
+        if gradients[0].is_complex():
+            gradients = list(map(as_real, gradients))
         for gradient in gradients:
             if gradient.is_sparse or not gradient.is_floating_point():
                 raise ValueError(
@@ -337,7 +338,7 @@ def plan_groups(
         # Turns of factors, warm-ups and schedules go by the step: a parameter that joins late keeps its own.
         steps = not frozen and (compressed or method.changes_uncompressed)
         step = method.memory.fields(prefix + name).get("step", 0) if steps else 0
-        key = (i if alone else kind, id(method), step, compressed, likes[i].dtype, like.device, *map(id, later[-1]))
+        key = (i if alone else kind, id(method), step, compressed, like.dtype, like.device, *map(id, later[-1]))
         members.setdefault(key, []).append(i)
     groups = []
     for key, of_key in members.items():
