@@ -643,6 +643,12 @@ def test_groups_of_a_part_of_the_ranks_are_split_from_the_users_group(tmp_path):
     assert all(map(torch.equal, first, second))
 
 
+def test_processes_that_end_during_an_exchange_end_well(tmp_path):
+    job = torchrun(2, "outer_worker.py", tmp_path, "ends")
+    assert job.returncode == 0, job.stderr[-4000:]
+    assert len(list(tmp_path.glob("*.received"))) == 2  # the end has waited for it
+
+
 def test_other_arguments_and_state_dicts_are_refused(results):
     for every, delay, outer, method, loads, lies in results["refused"]:
         for (error, unchanged), path in zip(lies, LIES, strict=True):
