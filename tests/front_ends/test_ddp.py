@@ -540,7 +540,7 @@ def test_weight_decay_has_momentum_next_to_dgc(world, case):
 
 def test_lengths_that_no_peer_can_have_are_refused_before_memory_is_taken(world):
     size, results = world
-    for error, numel in zip(results["claims"][0], (64 * 64, -(-64 // size) * 64), strict=True):
+    for error, numel in zip(results["claims"][0], (64 * 64, -(-64 * 64 // size)), strict=True):
         expected = f"got 10 bytes of at most {1 << 50}, expected at most {16 * numel + 4096}"
         assert error == f"PayloadError: from rank 1 of {size}: corrupt message: {expected}"
 
