@@ -215,7 +215,7 @@ class Training:
     def accumulate(self, passes):
         self.step(passes=passes)
 
-    def unused(self, name, rank, passes):
+    def unused(self, name, rank, passes="once"):
         self.step(skip=name if rank in (str(job.rank), "all") else "", passes=passes)
 
     def discard(self, value):
@@ -340,7 +340,7 @@ class UnderDDP(Training):
         super().freeze(name, frozen)
         self.wrap(self.mode)
 
-    def unused(self, name, rank, passes):
+    def unused(self, name, rank, passes="once"):
         super().unused(name, rank if self.mode != "plain" else "none", passes)
 
     def other(self):
