@@ -134,7 +134,7 @@ def compare(descriptions: Sequence[bytes]) -> list[Any]:
 
 def _foreign(compressor: Compressor, names: set[str], prefix: str) -> str | None:
     """The name of a loaded state, if no parameter has any of those."""
-    loaded = set().union(*(part.memory.loaded for part in compressor.parts))
+    loaded = compressor.loaded_names
     known = {prefix + name for name in names} | compressor.memory.names.names()
     return min(loaded) if loaded and loaded.isdisjoint(known) else None
 

@@ -91,7 +91,7 @@ class Session:
 
     def _free_deleted(self) -> None:
         # States that were loaded since are for other parameters.
-        loaded = set().union(*(part.memory.loaded for part in self.compressor.parts))
+        loaded = self.compressor.loaded_names
         deleted = set(self.compressor.memory.names.pop_deleted()) - loaded
         self.compressor.rename_states(dict.fromkeys(deleted))
 
@@ -135,7 +135,7 @@ class Session:
 
     def _claim_loaded(self, named: Mapping[str, Tensor]) -> None:
         """Give loaded states the names of this model's, if they differ by a prefix: as of a model within another."""
-        loaded = set().union(*(part.memory.loaded for part in self.compressor.parts))
+        loaded = self.compressor.loaded_names
         if loaded and loaded.isdisjoint(self.compressor.memory.names.names()):
             group = self._prefixes[1]  # stays
             theirs = {name.removeprefix(group) for name in loaded}
@@ -339,7 +339,7 @@ class Session:
     def _warn_of_other_names(self) -> None:
         """Warn of loaded states that no parameter has."""
         known = self.compressor.memory.names.names()
-        others = sorted(set().union(*(part.memory.loaded for part in self.compressor.parts)) - known)
+        others = sorted(self.compressor.loaded_names - known)
         if known and others:
             warnings.warn(
                 f"{self.what}: got states of {others[0]!r} (of {len(others)} names) that no parameter has, expected "

@@ -482,6 +482,11 @@ class Compressor(ABC):
         """The states of the groups that were averaged, by the names of the groups."""
         return self.memory.states
 
+    @property
+    def loaded_names(self) -> set[str]:
+        """The names of loaded states that no parameter has had yet."""
+        return set().union(*(part.memory.loaded for part in self.parts))
+
     def rename_states(self, names: Mapping[str, str | None]) -> None:
         """Give the states of parameters other names, by name; None frees a state."""
         for part in self.parts:
