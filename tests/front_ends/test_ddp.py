@@ -14,6 +14,7 @@ from gradzip.collectives.fusion import fused
 from gradzip.engines.local import drive
 from gradzip.methods.base.group import averaged
 from launch import Jobs, processes, scenarios, torchrun
+from observed import collectives, observed
 from reference import MomentumSGD
 
 if not dist.is_available():
@@ -191,13 +192,13 @@ def test_bytes_sent(jobs, size, spec):
     named = [(f"layers.{i}", torch.empty(shape)) for i, shape in enumerate(SHAPES)]
     handshake = len(describe(gradzip.parse(spec), named))
     gathers = 1 + 3 * 3  # of one bucket in the first step, and three in the others
-    collectives, (steps, lengths, _) = kinds.collectives(gradzip.parse(spec)), kinds.observed(spec)
-    parts = size if "AllToAll" in collectives else 1
+    used, (steps, lengths, _) = collectives(gradzip.parse(spec)), observed(spec)
+    parts = size if "AllToAll" in used else 1
     varying = 0.1 if sum(min(lengths)) > 0.9 * sum(max(lengths)) else 0.5  # between steps and ranks
     for run in of_method(results, spec):
         assert run["dense"] == STEPS * sum(4 * torch.Size(s).numel() for s in SHAPES)
         extra = run["sent"] - method.groups.bytes_sent - handshake
-        if collectives == {"Mean"}:
+        if used == {"Mean"}:
             assert 0 <= extra <= 32
         elif {*steps} == {("Gather",)} and len(lengths) == 1:
             assert 0 <= extra <= 2 * 16 * gathers  # lengths of coded bitmaps may differ by an alignment

@@ -12,6 +12,7 @@ import kinds
 from contract import check_conservation
 from gradzip.memory.state import Key
 from gradzip.methods.base.registry import registered
+from observed import SHAPE, STEPS, observed
 
 
 @pytest.fixture(params=kinds.params())
@@ -101,18 +102,18 @@ def test_copies_continue_with_the_state(spec, copied):
 
     def average(step):
         generator = torch.Generator().manual_seed(step)
-        return group.average([torch.randn(kinds.SHAPE, generator=generator) for _ in range(2)], "w")[0]
+        return group.average([torch.randn(SHAPE, generator=generator) for _ in range(2)], "w")[0]
 
-    for step in range(kinds.STEPS):
+    for step in range(STEPS):
         average(step)
     original, group.compressors = group.compressors, [copied(c) for c in group.compressors]
     assert group.compressors == original
     for of_copy, part in zip(group.compressors[0].parts, original[0].parts, strict=True):
         assert of_copy.memory is not part.memory and of_copy.traffic is group.compressors[0].traffic
         assert not of_copy.workspace._buffers  # they are as large as gradients
-    average_of_copies = average(kinds.STEPS)
+    average_of_copies = average(STEPS)
     group.compressors = original
-    assert torch.equal(average_of_copies, average(kinds.STEPS))
+    assert torch.equal(average_of_copies, average(STEPS))
 
 
 def test_digest_covers_hyper_parameters_and_schedule_classes():
@@ -142,9 +143,9 @@ def test_random_keys_are_unique_and_reproducible():
 
 
 def test_torchs_generator_is_not_used(compressor):
-    group, grads = gradzip.LocalGroup(compressor, 2), [torch.randn(kinds.SHAPE) for _ in range(2)]
+    group, grads = gradzip.LocalGroup(compressor, 2), [torch.randn(SHAPE) for _ in range(2)]
     before = torch.get_rng_state()
-    for _ in range(kinds.STEPS):
+    for _ in range(STEPS):
         group.average(grads, "w")
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -227,7 +228,7 @@ def grad_scaler(value):
 
 
 def keeps_scaled_state(spec):
-    fields = kinds.observed(spec).fields
+    fields = observed(spec).fields
     return any(fields & {*part.loss_scaled} for part in gradzip.parse(spec).parts)
 
 

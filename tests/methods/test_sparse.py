@@ -13,6 +13,7 @@ from contract import check_conservation
 from gradzip import DGC, LocalGroup, RandomK, TopK, roundtrip, simulate
 from gradzip.memory.state import Key
 from gradzip.methods.base.gather import CodedSum
+from observed import observed
 from reference import by_magnitude, padded, resnet20_gradients
 
 KEY = Key(0, 0, "w", 0)
@@ -229,7 +230,7 @@ def sends_parts_of_gradients(spec):
     """Whether a method sends some elements and keeps the others. One that clips gradients loses what it clips."""
     compressor = gradzip.parse(spec)
     clips = getattr(compressor, "clip_norm", None) is not None
-    return hasattr(compressor, "theta") and "residual" in kinds.observed(spec).fields and not clips
+    return hasattr(compressor, "theta") and "residual" in observed(spec).fields and not clips
 
 
 @pytest.mark.parametrize("exchange", ["gather", "scatter_reduce"])
