@@ -12,6 +12,7 @@ import turns
 from paths import ROOT
 
 MOST_WORKERS = 8  # each takes memory for a torch of its own
+FEW_CASES = 8  # of a test, that `make test` runs all
 
 
 def pytest_addoption(parser):
@@ -29,6 +30,7 @@ def pytest_configure(config):
         os.environ.setdefault("MAX_JOBS", str(share))  # compilers that a test runs at a time (setup.py)
     else:
         config.pluginmanager.register(Recorder(config))
+        config.samples = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.getoption("--long")
 
 
 def is_worker(config):
@@ -45,7 +47,7 @@ class Recorder:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node):
-        node.workerinput["known_tests"] = self.known
+        node.workerinput |= {"known_tests": self.known, "samples": node.config.samples}
 
     def pytest_runtest_logreport(self, report):
         self.seconds[report.nodeid] += report.duration
@@ -69,14 +71,35 @@ def pytest_collection_modifyitems(config, items):
         elif digest:
             item.user_properties.append(("covers", digest))
     if not config.getoption("--long"):  # not skipped: there are thousands
-        long = [item for item in items if item.get_closest_marker("long")]
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=long)
+        chosen = [item for item in items if not item.get_closest_marker("long")]
+        if config.workerinput["samples"] if is_worker(config) else config.samples:
+            chosen = sampled(chosen)
+        config.hook.pytest_deselected(items=[*set(items).difference(chosen)])
+        items[:] = chosen
     if is_worker(config):
         seconds = collections.Counter()
         for item in items:
             seconds[unit(item.nodeid)] += known["seconds"].get(item.nodeid, not known["seconds"])
         items.sort(key=lambda item: -int(seconds[unit(item.nodeid)]))  # stable: the tests of a file stay together
+
+
+def sampled(items):
+    """Return the items without some cases of tests with many: those left have each value of each parameter."""
+    tests = collections.defaultdict(list)
+    for item in items:
+        tests[item.path, getattr(item, "originalname", item.name)].append(item)
+    chosen = set()
+    for cases in tests.values():
+        if len(cases) <= FEW_CASES:
+            chosen.update(cases)
+            continue
+        values = {item: {(name, repr(value)) for name, value in item.callspec.params.items()} for item in cases}
+        missing = set().union(*values.values())
+        while missing:
+            item = max(cases, key=lambda item: len(values[item] & missing))  # the first one, of several
+            chosen.add(item)
+            missing -= values[item]
+    return [item for item in items if item in chosen]
 
 
 @pytest.fixture

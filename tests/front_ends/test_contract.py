@@ -29,6 +29,7 @@ from contract_worker import HOROVOD_NAMES, table_gradient
 
 SIZE = 2
 SPECS = kinds.shared(0)
+DEFAULT = kinds.SAMPLE[0::2]  # test_ddp_contract.py has the others
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +37,14 @@ def results(tmp_path_factory):
     def run(specs):
         return scenarios(SIZE, "contract_worker.py", tmp_path_factory.mktemp("contract"), *specs, timeout=TIMEOUT)
 
-    return Jobs(run, kinds.batches(SPECS))
+    return Jobs(run, kinds.batches(SPECS, DEFAULT))
 
 
 def assert_same(spec, per_rank, wanted):
     assert_averages(gradzip.parse(spec), per_rank, wanted)
 
 
-every_method = pytest.mark.parametrize("spec", kinds.params(SPECS))
+every_method = pytest.mark.parametrize("spec", kinds.params(SPECS, DEFAULT))
 
 
 @every_method

@@ -49,10 +49,10 @@ def jobs(tmp_path_factory):
     def run(size, names):
         return scenarios(size, "ddp_worker.py", tmp_path_factory.mktemp(f"world{size}"), *names, run=torchrun)
 
-    return {size: Jobs(functools.partial(run, size), kinds.batches(SPECS)) for size in (2, 3)}
+    return {size: Jobs(functools.partial(run, size), [["toggled_others"], *kinds.batches(SPECS)]) for size in (2, 3)}
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[3, pytest.param(2, marks=pytest.mark.long)])
 def world(request, jobs):
     return request.param, jobs[request.param]
 
@@ -333,10 +333,11 @@ def test_nothing_of_a_residual_is_lost_in_averages_that_ddp_discards(world, spec
         torch.testing.assert_close(total + sum(kept) / size, wanted, rtol=0, atol=2e-5)
 
 
-def test_a_pass_changes_nothing_of_parameters_that_no_rank_uses(world):
+@pytest.mark.parametrize("methods", ["toggled", pytest.param("toggled_others", marks=pytest.mark.long)])
+def test_a_pass_changes_nothing_of_parameters_that_no_rank_uses(world, methods):
     """Neither their gradients, which another pass of the step has averaged, nor residuals, velocities and momenta."""
     _, results = world
-    for of_rank in results["toggled"]:
+    for of_rank in results[methods]:
         assert {case: found for case, (found, _) in of_rank.items() if found} == {}
         assert all(moved for _, moved in of_rank.values())
 

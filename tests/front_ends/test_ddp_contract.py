@@ -28,6 +28,7 @@ from ddp_contract_worker import SECOND_SHAPES, SHAPES
 
 SIZE = 2
 SPECS = kinds.shared(1)
+DEFAULT = kinds.SAMPLE[1::2]  # test_contract.py has the others
 FINITE_STEPS = [step for step in range(len(AMP_SCALES)) if step != OVERFLOWS]
 
 
@@ -37,7 +38,7 @@ def results(tmp_path_factory):
         folder = tmp_path_factory.mktemp("contract")
         return scenarios(SIZE, "ddp_contract_worker.py", folder, *specs, run=torchrun, timeout=TIMEOUT)
 
-    return Jobs(run, kinds.batches(SPECS))
+    return Jobs(run, kinds.batches(SPECS, DEFAULT))
 
 
 def expected(spec, gradients, buckets, prefix=""):
@@ -63,7 +64,7 @@ def common_buckets(per_rank):
     return first
 
 
-every_method = pytest.mark.parametrize("spec", kinds.params(SPECS))
+every_method = pytest.mark.parametrize("spec", kinds.params(SPECS, DEFAULT))
 
 
 @pytest.fixture(autouse=True)

@@ -55,10 +55,10 @@ def shared(front_end):
     return [*SAMPLE, *others[front_end::2]]
 
 
-def batches(specs=ALL):
-    """Specs that a job runs together: the sample, and all others."""
-    others = [spec for spec in specs if spec not in SAMPLE]
-    return [SAMPLE, *(others[i : i + 14] for i in range(0, len(others), 14))]
+def batches(specs=ALL, default=SAMPLE):
+    """Specs that a job runs together: those that run without --long, and all others."""
+    others = [spec for spec in specs if spec not in default]
+    return [default, *(others[i : i + 14] for i in range(0, len(others), 14))]
 
 
 def exchanged():
@@ -75,11 +75,11 @@ def exchanged():
     return specs
 
 
-def jobs(specs, sizes=(2, 3)):
-    """Parameters for pytest: numbers of ranks and specs; the largest number has those that run with --long."""
-    small = [pytest.param(size, spec, id=f"{size}-{spec}") for size in sizes for spec in SAMPLE]
-    others = (spec for spec in specs if spec not in SAMPLE)
-    return [*small, *(pytest.param(sizes[-1], s, marks=pytest.mark.long, id=f"{sizes[-1]}-{s}") for s in others)]
+def jobs(specs, sizes=(3, 2)):
+    """Parameters for pytest: numbers of ranks and specs. Without --long, the first number and one method of a kind."""
+    cases = [*((sizes[0], spec) for spec in specs), *((size, spec) for size in sizes[1:] for spec in SAMPLE)]
+    short = {(sizes[0], spec) for spec in SAMPLE}
+    return [pytest.param(*c, marks=[pytest.mark.long] * (c not in short), id=f"{c[0]}-{c[1]}") for c in cases]
 
 
 def params(specs=ALL, default=SAMPLE):
