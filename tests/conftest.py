@@ -24,13 +24,16 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if is_worker(config):
+        config.facts = config.workerinput["facts"]
         cores, workers = len(os.sched_getaffinity(0)), config.workerinput["workercount"]
         share = max(1, cores // workers)
         torch.set_num_threads(share)
         os.environ.setdefault("MAX_JOBS", str(share))  # compilers that a test runs at a time (setup.py)
     else:
-        config.pluginmanager.register(Recorder(config))
-        config.samples = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.getoption("--long")
+        given = config.args_source != pytest.Config.ArgsSource.TESTPATHS
+        samples = not (given or config.getoption("--long"))
+        config.facts = records.load() | {"samples": samples, "as_committed": records.as_committed()}
+        config.pluginmanager.register(Recorder(config.facts))
 
 
 def is_worker(config):
@@ -39,47 +42,57 @@ def is_worker(config):
 
 
 class Recorder:
-    """Has the records of earlier runs (records.py), and updates them at the end of this one."""
+    """Hands out the records of earlier runs (records.py), and updates them at the end of this one."""
 
-    def __init__(self, config):
-        self.known = config.known_tests = records.load()
+    def __init__(self, facts):
+        self.facts = facts
         self.seconds, self.passed = collections.Counter(), {}
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node):
-        node.workerinput |= {"known_tests": self.known, "samples": node.config.samples}
+        node.workerinput["facts"] = self.facts
 
     def pytest_runtest_logreport(self, report):
         self.seconds[report.nodeid] += report.duration
-        if digest := dict(report.user_properties).get("covers"):
-            passed = report.passed and self.passed.get(report.nodeid, "") is not None
-            self.passed[report.nodeid] = digest if passed else None
+        digest = dict(report.user_properties).get("covers")
+        if digest and (report.when == "call" or not report.passed):
+            earlier = digest if self.facts["as_committed"] else self.facts["passed"].get(report.nodeid)
+            self.passed[report.nodeid] = digest if report.passed else earlier if report.skipped else None
 
     def pytest_sessionfinish(self):
         records.save(self.seconds, self.passed)
 
 
+def why_not(config, nodeid, digest):
+    """Return why a test of tooling need not run, or None. digest: of the test and what it covers."""
+    passed = config.facts["passed"].get(nodeid)
+    if config.getoption("--long"):
+        return None
+    if passed is None:
+        return "as committed, and new on this machine: --long runs it" if config.facts["as_committed"] else None
+    return "unchanged since it passed: --long runs it" if passed == digest else None
+
+
 @pytest.hookimpl(trylast=True)  # after pytest has put tests with the same fixtures side by side
 def pytest_collection_modifyitems(config, items):
-    known = config.workerinput["known_tests"] if is_worker(config) else config.known_tests
     for item in items:
         # Tests of tooling: their module says which files they cover, COVERS = ["scripts/x.sh", ...].
-        covers = getattr(getattr(item, "module", None), "COVERS", None)
-        digest = covers and records.digest(item.path, *covers)
-        if digest and known["passed"].get(item.nodeid) == digest and not config.getoption("--long"):
-            item.add_marker(pytest.mark.skip(reason="unchanged since it passed: --long runs it"))
-        elif digest:
+        if covers := getattr(getattr(item, "module", None), "COVERS", None):
+            digest = records.digest(item.path, *covers)
             item.user_properties.append(("covers", digest))
+            if reason := why_not(config, item.nodeid, digest):
+                item.add_marker(pytest.mark.skip(reason=reason))
     if not config.getoption("--long"):  # not skipped: there are thousands
         chosen = [item for item in items if not item.get_closest_marker("long")]
-        if config.workerinput["samples"] if is_worker(config) else config.samples:
+        if config.facts["samples"]:
             chosen = sampled(chosen)
         config.hook.pytest_deselected(items=[*set(items).difference(chosen)])
         items[:] = chosen
     if is_worker(config):
         seconds = collections.Counter()
         for item in items:
-            seconds[unit(item.nodeid)] += known["seconds"].get(item.nodeid, not known["seconds"])
+            known = config.facts["seconds"]
+            seconds[unit(item.nodeid)] += known.get(item.nodeid, not known)
         items.sort(key=lambda item: -int(seconds[unit(item.nodeid)]))  # stable: the tests of a file stay together
 
 
@@ -105,14 +118,12 @@ def sampled(items):
 @pytest.fixture
 def unless_passed(request):
     """Skip a test that has passed with the same inputs, unless --long: call it with them (`simt_build.Parts`)."""
-    config = request.config
-    known = config.workerinput["known_tests"] if is_worker(config) else config.known_tests
 
     def check(parts):
         digest = simt_build.digest([*parts, request.node.path])
-        if known["passed"].get(request.node.nodeid) == digest and not config.getoption("--long"):
-            pytest.skip("unchanged since it passed: --long runs it")
         request.node.user_properties.append(("covers", digest))
+        if reason := why_not(request.config, request.node.nodeid, digest):
+            pytest.skip(reason)
 
     return check
 

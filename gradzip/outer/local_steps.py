@@ -166,7 +166,7 @@ class LocalSteps(OuterLoop):
         self._slot = "outer."  # prefix of the slots
         self.is_started = True
         self._saved: int | None = None  # digest of the parameters that were saved beside a loaded state
-        self._set_start(start or 0)
+        self._set_start(self._checked_start(start or 0))
         if self._replicas is None:
             self._connect(group)
         elif self._shards is not None:
@@ -241,6 +241,7 @@ class LocalSteps(OuterLoop):
         except (IndexError, KeyError, TypeError, ValueError) as error:
             got = f"got a malformed exchange in progress ({error!r})"
             raise ValueError(f"{what}: {got}, expected what state_dict() returned") from None
+        start = self._checked_start(state_dict.get("start", 0))  # earlier versions had none
         self._receive()
         with self.compressor.all_or_nothing():
             self.compressor.load_state_dict(state_dict["compressor"])
@@ -248,8 +249,8 @@ class LocalSteps(OuterLoop):
         self._pending = pending
         self._workers[0].steps, self._next = state_dict["steps"], state_dict["next"]
         self.exchanges, self._equal = state_dict["exchanges"], state_dict["equal"]
-        self._saved = state_dict["local"]
-        self._set_start(state_dict["start"])
+        self._saved = state_dict.get("local")
+        self._set_start(start)
 
     def synchronize(self) -> None:
         """`OuterLoop.synchronize`. In a data-parallel start, it changes nothing."""
@@ -282,12 +283,15 @@ class LocalSteps(OuterLoop):
 
     # --- a data-parallel start
 
-    def _set_start(self, start: int) -> None:
-        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-            raise ValueError(f"LocalSteps: got start = {start!r}, expected an integer >= 0")
+    def _checked_start(self, start: int) -> int:
+        if not is_count(start):
+            raise ValueError(f"LocalSteps: got start = {in_line(start)}, expected an integer >= 0")
         if start and self._replica() is None:
             got = f"start = {start} and a {type(self._workers[0].model).__name__}"
             raise ValueError(f"LocalSteps: got {got}, expected a DDP model, which averages gradients in these steps")
+        return start
+
+    def _set_start(self, start: int) -> None:
         self.start = start
         self._average_in_ddp(start > 0)
 

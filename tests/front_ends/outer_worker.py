@@ -399,6 +399,7 @@ LIES = {
     ("steps",): 1.5,
     ("next",): 1,
     ("exchanges",): -1,
+    ("start",): -1,
     ("pending",): {"fragment": 0},
     ("compressor", "states", "matrix", "residual"): torch.full(SHAPES["matrix"], torch.nan),
     ("compressor", "states", "wide", "begin"): 1,

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import gradzip
+from contract import assert_equal_states, gradient, through_file
 
 
 class Tied(nn.Module):
@@ -69,3 +70,39 @@ def test_params_are_those_of_the_optimizer():
     groups = [{"params": [model[0].weight], "weight_decay": 0.0}, {"params": model[1].parameters()}]
     _, optimizer = gradzip.recipes.adamw(model, 100, params=groups)
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
+
+
+class Job:
+    """A model that two ranks train with the recipe: 40 steps, of which integers take from 4 on, and momenta from 8."""
+
+    def __init__(self):
+        self.model = bare()
+        method, self.optimizer = gradzip.recipes.adamw(self.model, 40, lr=0.01, betas=(0.9, 0.5))
+        self.group = gradzip.LocalGroup(method, 2)
+
+    def train(self, first, last):
+        named = dict(self.model.named_parameters())
+        for step in range(first, last):
+            grads = [{n: gradient(n, rank, step, p.shape) for n, p in named.items()} for rank in range(2)]
+            for name, average in self.group.step(grads)[0].items():
+                named[name].grad = average
+            self.group.tell_optimizers(named)
+            self.optimizer.step()
+
+    def state_dicts(self):
+        compressors = [compressor.state_dict() for compressor in self.group.compressors]
+        return through_file([self.model.state_dict(), self.optimizer.state_dict(), *compressors])
+
+    def load(self, saved):
+        for one, state_dict in zip([self.model, self.optimizer, *self.group.compressors], saved, strict=True):
+            one.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("saved_after", [2, 4, 6, 8, 11])
+def test_a_resumed_run_has_the_same_bits(saved_after):
+    job, resumed = Job(), Job()
+    job.train(0, saved_after)
+    resumed.load(job.state_dicts())
+    for one in (job, resumed):
+        one.train(saved_after, 14)
+    assert_equal_states(job.state_dicts(), resumed.state_dicts())

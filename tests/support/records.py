@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import subprocess
 from pathlib import Path
 
 from gradzip.ops.nvrtc import cache
@@ -41,6 +42,15 @@ def save(seconds, passed):
         fresh.replace(file())
     except OSError:  # such as a home that cannot be written to: the next run starts without records
         fresh.unlink(missing_ok=True)
+
+
+def as_committed():
+    """Return whether all files are as git has them."""
+    try:
+        status = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return False
+    return status.returncode == 0 and not status.stdout
 
 
 @functools.cache

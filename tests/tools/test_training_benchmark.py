@@ -153,7 +153,7 @@ def test_local_steps_are_timed_with_their_exchange(tmp_path):
 
 
 def test_failing_method_is_reported_and_exits_with_an_error():
-    completed = benchmark("horovod:topk", "--timeout", 1)
+    completed = benchmark("horovod:topk", "--timeout", 1, "--steps", 100000)
     assert completed.returncode == 1
     assert "| horovod:topk | aborts in 1 of 1 rounds: not done after 1 s" in completed.stdout
     assert completed.stderr.endswith("python -m benchmarks.training: error: failed: horovod:topk\n")
