@@ -195,8 +195,7 @@ class State:
         owner, ranges = (vars(self).pop(name, None) for name in ("owner_residual", "owner_ranges"))
         if owner is None:
             return
-        assert self.residual is not None
-        self.residual = self.residual.clone()
+        self.residual = owner.new_zeros(self.numel) if self.residual is None else self.residual.clone()
         pieces = owner.split_with_sizes([stop - start for start, stop in ranges])
         for (start, stop), piece in zip(ranges, pieces, strict=True):
             self.residual[start:stop].add_(piece, alpha=self.size)

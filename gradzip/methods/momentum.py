@@ -138,7 +138,7 @@ class Momentum(Compressor):
                 f"Momentum: got {inner!r}, which has momentum of its own, expected a method without; use TopK in place "
                 "of DGC"
             )
-        if not (inner.error_feedback or inner.unbiased):
+        if not (inner.keeps_residual or inner.unbiased):
             raise ValueError(
                 f"Momentum: got {inner!r}, which is biased and has no error feedback, expected a method with error "
                 "feedback, as SignSGD(majority=False), or an unbiased one, as QSGD(); the error of each step would "
@@ -161,6 +161,10 @@ class Momentum(Compressor):
     def loss_scaled(self) -> Mapping[str, int]:  # type: ignore[override]
         own = {"momentum": 1, "momentum_bound": 1, "square": 2, "former_square": 2}
         return {**self.inner.loss_scaled, **own}
+
+    @property
+    def keeps_residual(self) -> bool:
+        return self.inner.keeps_residual
 
     @property
     def digest(self) -> int:

@@ -79,7 +79,7 @@ def replay_group(compressor: Compressor, gradients: Mapping[str, Tensor], state:
     nbytes, after, clamped = sum(map(sent_nbytes, collectives)), None, None
     if not group.compressed:  # gradients travel in their own type
         nbytes = sum(grad.nbytes for grad in gradients.values())
-    elif method.error_feedback:
+    elif method.keeps_residual:
         after = method.states[group.name].residual
     if group.compressed and isinstance(method, TransformCodec):
         clamped = _clamped_share(method, collectives, flat.numel())

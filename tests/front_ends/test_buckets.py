@@ -114,7 +114,7 @@ def test_states_follow_their_parameters_through_any_buckets(spec):
         assert len(compressor.states) == sum(len(plan.groups) for plan in plans)
         saved = compressor.state_dict()["states"]
         assert saved.keys() == STATE_SHAPES.keys()
-        for name, total in sums.items() if compressor.error_feedback else ():
+        for name, total in sums.items() if compressor.keeps_residual else ():
             total += averages[name] - gradient(name, 0, step, STATE_SHAPES[name])
             torch.testing.assert_close(total, -saved[name]["residual"], rtol=0, atol=1e-5)
             assert saved[name]["residual"].norm() > 1

@@ -75,7 +75,7 @@ def test_replicas_are_identical_after_every_step(job):
 
 
 def test_survivors_continue_from_the_last_commit_with_their_residuals(job):
-    has_residuals = [gradzip.parse(spec).error_feedback for spec, _ in job.plan.models]
+    has_residuals = [gradzip.parse(spec).keeps_residual for spec, _ in job.plan.models]
     for before, after in itertools.pairwise(job.generations):
         commit = max(step for _, event, step in before if event == "commit")
         newest = max(step for _, _, step in before)

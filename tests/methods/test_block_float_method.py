@@ -73,7 +73,7 @@ class Reference:
         blocks = -(-n // (self.block * size))
         corrected = [g if r is None else g + r for g, r in zip(grads, self.residuals)]
         sent = [self.encode(c, blocks * size, step, "w", rank) for rank, c in enumerate(corrected)]
-        if self.error_feedback:
+        if self.error_feedback is True:
             self.residuals = [c - decode(*s, n) for c, s in zip(corrected, sent)]
         if size == 1:
             return decode(*sent[0], n)
@@ -92,7 +92,7 @@ class Reference:
         return np.concatenate(result)
 
 
-@pytest.mark.parametrize("error_feedback", [False, True])
+@pytest.mark.parametrize("error_feedback", [False, True, "owner"])
 @pytest.mark.parametrize(
     "bits, block, rounding",
     [*((*of, rounding) for rounding in ("stochastic", "nearest") for of in FORMATS), (2, 96, "nearest")],
@@ -268,11 +268,39 @@ def test_state_moves_with_the_bucket():
     assert torch.allclose(after, total, rtol=0, atol=8 * U * total.abs().max().item())
 
 
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_the_owner_alone_keeps_a_residual(rounding):
+    """Also where others were: of another method, of buckets that change. All but the ranks' own errors is sent."""
+    size, shapes = 3, {"a": (30, 40), "b": (50, 41)}
+    owner = gradzip.BlockFloat(8, 64, rounding, error_feedback="owner")
+    group = gradzip.LocalGroup(gradzip.Phases({0: gradzip.TopK(theta=0.9), 2: owner}), size)
+    errors = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    largest = 0.0
+    for step in range(6):
+        grads = [{n: correlated(*shape, seed=10 * step + r) for n, shape in shapes.items()} for r in range(size)]
+        buckets = [["a", "b"]] if step < 4 else [["a"], ["b"]]
+        for names in buckets:
+            averages = group.step([{name: of[name] for name in names} for of in grads])[0]
+            for name in names:
+                errors[name] += averages[name].double() - sum(of[name].double() for of in grads) / size
+                largest = max(largest, averages[name].abs().max().item())
+    parts = [compressor.parts[1] for compressor in group.compressors]
+    for name in shapes:
+        states = [part.states[name] for part in parts]
+        assert all(state.residual is None for state in states)
+        assert sum(state.owner_residual.numel() for state in states) == errors[name].numel()
+        owed = torch.cat([state.owner_residual for state in states]).double()
+        # Of four steps, each within a step of the largest magnitude, which the residual of TopK is below, too.
+        lost = errors[name].view(-1) + owed
+        assert 0 < lost.abs().max() < 4 * 4 * largest / 127
+
+
 def test_errors():
     for arguments, message in [
         ((3,), "BlockFloat: got bits = 3, expected 2, 4 or 8"),
         ((2,), "BlockFloat: got rounding = 'stochastic' with bits = 2, expected rounding = 'nearest'"),
         ((8, 100), "BlockFloat: got block = 100, expected a multiple of 32 from 32 to 4096"),
+        ((8, 256, "nearest", "sender"), "BlockFloat: got error_feedback = 'sender', expected True, False or 'owner'"),
         ((8, 256, "up"), "BlockFloat: got rounding = 'up', expected 'stochastic' or 'nearest'"),
     ]:
         with pytest.raises(ValueError, match=message):

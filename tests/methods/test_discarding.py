@@ -43,7 +43,7 @@ def test_nothing_of_them_comes_back(spec):
         assert equal(group.step(gradients(step)), plain.step(gradients(step)))
 
 
-@pytest.mark.parametrize("spec", kinds.params(kinds.examples(lambda c: c.error_feedback and not c.averaged_momentum)))
+@pytest.mark.parametrize("spec", kinds.params(kinds.examples(lambda c: c.keeps_residual and not c.averaged_momentum)))
 def test_nothing_of_residuals_is_in_them(spec):
     group = gradzip.LocalGroup(gradzip.parse(spec), SIZE)
     for step in range(STEPS):

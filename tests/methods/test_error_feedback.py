@@ -24,7 +24,7 @@ def compressor(name, **options):
 
 
 def test_methods_with_error_feedback_have_a_decay():
-    with_residual = {spec.split(":")[0] for spec in kinds.examples(lambda c: c.error_feedback and c.parts == [c])}
+    with_residual = {spec.split(":")[0] for spec in kinds.examples(lambda c: c.keeps_residual and c.parts == [c])}
     assert with_residual - {"momentum"} == METHODS.keys()  # momentum has that of its method
     assert gradzip.parse("momentum:inner=topk(residual_decay=0.5)").residual_decay == 0.5
     for name, method in registered().items():

@@ -67,7 +67,7 @@ def alone(compressor):
     return compressor.parts == [compressor] and compressor.averaged_momentum is None
 
 
-WITH_FEEDBACK = kinds.examples(lambda c: alone(c) and c.error_feedback and not c.optimizer_momentum)
+WITH_FEEDBACK = kinds.examples(lambda c: alone(c) and c.keeps_residual and not c.optimizer_momentum)
 LOSSLESS = [spec for spec in WITH_FEEDBACK if gradzip.parse(spec).residual_decay == 1]
 UNBIASED = kinds.examples(lambda c: alone(c) and c.unbiased)
 

@@ -158,7 +158,7 @@ def test_the_last_phase_never_begins_for_exempt_parameters():
 def test_changes_conserve_the_sum(size):
     """After each step: sum of averages + mean residual = sum of mean gradients."""
     sample = [gradzip.parse(spec) for spec in kinds.SAMPLE]
-    parts = [*(part for part in sample if part.error_feedback and not part.optimizer_momentum), NoCompression()]
+    parts = [*(part for part in sample if part.keeps_residual and not part.optimizer_momentum), NoCompression()]
     assert len(parts) > 3
     last = 4 * (len(parts) - 1)
     group = LocalGroup(Phases({4 * i: part for i, part in enumerate(parts)}), size)

@@ -92,7 +92,7 @@ def test_replay_is_the_step_of_a_group_of_one_and_changes_nothing(spec):
             seen = replay(method, name, x, state)
             assert_equal_states(compressor.state_dict(), before)
             old = None if state is None else state.residual
-            wanted = x if old is None or not method.error_feedback else x + old.view(x.shape)
+            wanted = x if old is None or not method.keeps_residual else x + old.view(x.shape)
             average = group.average([x], name)[0]
             compressed = not method.bypasses(x)
             if compressed or not method.changes_uncompressed:

@@ -224,7 +224,8 @@ class Expected:
             (state,) = compressor.states.values()
             fields = {field: getattr(state, field, None) for field in ("residual", "velocity", "momentum")}
             fields = {field: tensor.clone() for field, tensor in fields.items() if tensor is not None}
-            if "residual" in fields and getattr(state, "owner_residual", None) is not None:
+            if getattr(state, "owner_residual", None) is not None:
+                fields.setdefault("residual", torch.zeros(state.numel))
                 for (start, stop), owed in owned_pieces(state):
                     fields["residual"][start:stop].add_(owed, alpha=self.size)
             parts = {field: self.split(unit, tensor) for field, tensor in fields.items()}

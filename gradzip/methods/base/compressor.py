@@ -194,7 +194,7 @@ class Compressor(ABC):
         if state.residual is None:
             return
         residuals = group.pieces(state.residual)
-        if self.error_feedback and not state.residual.is_cuda:
+        if self.keeps_residual and not state.residual.is_cuda:
             state.next_residual = state.renewed("residual", state.residual)
             sums = group.pieces(state.next_residual)
             for part, residual, out in zip(group.parts, residuals, sums):
@@ -276,6 +276,11 @@ class Compressor(ABC):
         return torch.empty(numel, dtype=torch.float32, device=device)
 
     # --- error feedback
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether a rank keeps what it did not send. The owner of a partition may keep a residual without it."""
+        return bool(self.error_feedback)
 
     def store_residuals(self, groups: Sequence[Group]) -> None:
         """Make what `reduce` has compressed the residuals: copies, if its memory is going to be overwritten."""

@@ -239,7 +239,7 @@ class Group:
                 if method.residual_decay != 1:
                     yield from method.decay_residuals(state)
                 state.payload = state.next_residual = None
-                if not method.error_feedback:
+                if not method.keeps_residual:
                     state.residual = None  # of the method that was in charge before: it is sent now
             if self.node_chunks is not None:
                 finite = yield from self.node_chunks.gather(own[0], finite, gradients[0])
