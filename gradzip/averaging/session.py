@@ -56,6 +56,7 @@ class Session:
         self.compressor, self.what, self.in_background = compressor, what, in_background
         self.prefix = ""  # of the names of the states
         self._prefixes = "model", ""  # of which it is one: arguments of `prefixes`
+        self._named: set[str] = set()  # the names in `name_states`, with those of parameters that are not trained
         self.engine: Any = None  # an Engine, once connected
         self._compares = False  # whether ranks compare in each step if averages are going to be thrown away
         self._seen: Any = None  # the number of the compressor's choice in the last step: loading changes it
@@ -80,7 +81,7 @@ class Session:
             named: parameters by name.
             word, group: of the prefixes (`prefixes`).
         """
-        names, self._prefixes = self.compressor.memory.names, (word, group)
+        names, self._prefixes, self._named = self.compressor.memory.names, (word, group), set(named)
         self._free_deleted()
         if group in names.taken(named):
             gc.collect()  # models that nothing refers to any more
@@ -139,7 +140,7 @@ class Session:
         if loaded and loaded.isdisjoint(self.compressor.memory.names.names()):
             group = self._prefixes[1]  # stays
             theirs = {name.removeprefix(group) for name in loaded}
-            found = renamed(theirs, {self.prefix.removeprefix(group) + name for name in named})
+            found = renamed(theirs, {self.prefix.removeprefix(group) + name for name in {*self._named, *named}})
             self.compressor.rename_states({group + name: group + own for name, own in found.items()})
 
     def _share_compressor(self) -> None:

@@ -19,6 +19,8 @@ FOUND = [
     "unused:first.a:all step:none unused:second.c:0 overflow:first.a:1:nan:local resume step:none",
     # Optimizers skipped a step because of a parameter that was frozen between two others that overflowed.
     "topk | scaled | overflow:first.b:1:inf:averaged freeze:first.a overflow:first.b:0:inf:averaged step:none",
+    # States whose names had a prefix more were foreign, if there was one of a parameter that is frozen.
+    "topk | | step:zeros freeze:second.d resume:net.",
     # A backward pass that failed between the rounds of a method changed what the method had assigned so far.
     "block-float | | step:none fail:end",
 ]
