@@ -144,7 +144,10 @@ class State:
             return
         owner: Any = getattr(self, "owner_residual", None)
         ranges = getattr(self, "owner_ranges", ())
-        former_owner = before.get("owner_residual") if before.get("owner_ranges") == ranges else None
+        former_owner = before.get("owner_residual")
+        if former_owner is not None and before["owner_ranges"] != ranges:  # the step has folded it
+            folded = self._folded(before["residual"], former_owner, before["owner_ranges"])
+            before, former_owner = {**before, "residual": folded}, None
         for name in parameters:
             shape, first = self.shapes[name], self.start_of(name)
             for field in [field for field, of in self.field_shapes[name].items() if of == tuple(shape)]:
@@ -193,12 +196,15 @@ class State:
         `owner_ranges`, one range after the other.
         """
         owner, ranges = (vars(self).pop(name, None) for name in ("owner_residual", "owner_ranges"))
-        if owner is None:
-            return
-        self.residual = owner.new_zeros(self.numel) if self.residual is None else self.residual.clone()
+        if owner is not None:
+            self.residual = self._folded(self.residual, owner, ranges)
+
+    def _folded(self, residual: Tensor | None, owner: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        residual = owner.new_zeros(self.numel) if residual is None else residual.clone()
         pieces = owner.split_with_sizes([stop - start for start, stop in ranges])
         for (start, stop), piece in zip(ranges, pieces, strict=True):
-            self.residual[start:stop].add_(piece, alpha=self.size)
+            residual[start:stop].add_(piece, alpha=self.size)
+        return residual
 
     # --- parameters
 

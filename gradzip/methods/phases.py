@@ -65,10 +65,11 @@ class Phases(Composite):
         )
         self._rules = [compiled(rule, "Phases") for rule in self.exempt]
         self._exempted: set[str] = set()  # the names of the states of parameters that a rule matches
+        self._loaded: set[str] = set()  # names of loaded steps that no parameter has had yet
 
     @property
     def selects_by_name(self) -> bool:
-        return any(isinstance(rule, re.Pattern) for rule in self._rules)
+        return super().selects_by_name or any(isinstance(rule, re.Pattern) for rule in self._rules)
 
     @property
     def configuration(self) -> list[int | str]:
@@ -88,6 +89,10 @@ class Phases(Composite):
         """The first steps of a parameter's phases."""
         return list(self.phases)[: -1 if state_name in self._exempted else None]
 
+    def register_parameter(self, name: str, shape: torch.Size, state_name: str) -> None:
+        super().register_parameter(name, shape, state_name)
+        self._loaded.discard(state_name)
+
     def step_of(self, name: str, shape: torch.Size, prefix: str = "") -> int:
         return self._steps.get(prefix + name, 0)
 
@@ -102,11 +107,17 @@ class Phases(Composite):
 
     # --- state
 
+    @property
+    def loaded_names(self) -> set[str]:
+        return super().loaded_names | self._loaded
+
     def rename_states(self, names: Mapping[str, str | None]) -> None:
         super().rename_states(names)
         found = {name: self._steps.pop(name) for name in names if name in self._steps}
         self._steps |= {to: found[name] for name, to in names.items() if to is not None and name in found}
-        self._exempted = {to for name in self._exempted if (to := names.get(name, name)) is not None}
+        self._exempted, self._loaded = (
+            {to for name in own if (to := names.get(name, name)) is not None} for own in (self._exempted, self._loaded)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"steps": dict(self._steps)}
@@ -126,6 +137,7 @@ class Phases(Composite):
                 f"Phases.load_state_dict: got steps = {in_line(steps)}, expected integers by parameter name"
             )
         self._steps = {original(name): step for name, step in steps.items()}
+        self._loaded = set(self._steps)
 
 
 def _in_order(phases: Any) -> dict[int, Compressor]:

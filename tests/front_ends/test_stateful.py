@@ -21,6 +21,12 @@ FOUND = [
     "topk | scaled | overflow:first.b:1:inf:averaged freeze:first.a overflow:first.b:0:inf:averaged step:none",
     # States whose names had a prefix more were foreign, if there was one of a parameter that is frozen.
     "topk | | step:zeros freeze:second.d resume:net.",
+    # Steps whose names had a prefix more began anew, if the method of their phase keeps no states.
+    "phases:0=momentum(inner=signsgd(majority=False),warmup_steps=1),2=none | | "
+    "step:none step:none step:none resume:net.",
+    # A parameter that no rank used lost what was its owner's, if the partitions had changed.
+    "topk:theta=0.9,exchange=scatter_reduce | scaled small_buckets two_passes | unused:first.a:1:once wrap:views "
+    "unused:first.a:all:once",
     # A backward pass that failed between the rounds of a method changed what the method had assigned so far.
     "block-float | | step:none fail:end",
 ]
