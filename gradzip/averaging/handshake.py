@@ -63,6 +63,7 @@ def describe(
         "foreign": _foreign(compressor, set(shapes), prefix),
         "scaled": compressor.memory.loss_scale.scaler is not None,
         "skips": compressor.memory.skips_nonfinite,
+        "exempt": sorted(compressor.exempted),
         "discards": compressor.announcement is not None,
         "choice": getattr(compressor, "choice", {}),  # of a method that chooses while training runs
         "steps": steps,
@@ -104,6 +105,11 @@ def compare(descriptions: Sequence[bytes]) -> list[Any]:
             raise RuntimeError(
                 f"rank {skips} skips steps whose averages are not finite, rank {skips_not} does not; call "
                 "compressor.skip_nonfinite() alike on all ranks"
+            )
+        exempt = [dict.fromkeys(of_rank["exempt"], "is exempt") for of_rank in (other, first)]
+        for name, theirs, ours in differences(exempt[0], exempt[1], "is not"):
+            raise RuntimeError(
+                f"parameter {name!r} {theirs} on rank {rank}, {ours} on rank 0; call exempt_modules on all ranks alike"
             )
         if other["discards"] != first["discards"]:
             calls, calls_not = (rank, 0) if other["discards"] else (0, rank)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
@@ -130,9 +131,24 @@ class Session:
             names.move(named, self.prefix, prefix)
             self.compressor.rename_states({self.prefix + name: prefix + name for name in named})
             self.prefix = prefix
+        self._report_exempt(named, engine.rank)
         self.compressor.join_group(engine)
         self.engine, self._compares = engine, self.compressor.announcement is not None
         return [of_rank["buckets"] for of_rank in of_ranks]
+
+    def _report_exempt(self, named: Mapping[str, Tensor], rank: int) -> None:
+        """Log which share of a model is exempt. Raises ValueError if no parameter has the names of those that are."""
+        exempted, known = self.compressor.exempted, self.compressor.memory.names.names() | self._named | set(named)
+        if exempted and exempted.isdisjoint(known):
+            raise ValueError(
+                f"{self.what}: got the exempt parameter {min(exempted)!r}, expected names such as {min(known)!r}: give "
+                "exempt_modules the model whose gradients are averaged"
+            )
+        if exempted and rank == 0:
+            own = [parameter.numel() for name, parameter in named.items() if name in exempted]
+            share = sum(own) / max(1, sum(parameter.numel() for parameter in named.values()))
+            text = f"{len(own)} of {len(named)} parameters, {share:.1%} of the elements, are exempt"
+            logging.getLogger("gradzip").info("%s: %s", self.what, text)
 
     def _claim_loaded(self, named: Mapping[str, Tensor]) -> None:
         """Give loaded states the names of this model's, if they differ by a prefix: as of a model within another."""

@@ -69,9 +69,9 @@ class BlockFloat(ErrorFeedback):
         bits: size of an integer, 8, 4 or 2. 2 needs rounding = "nearest".
         block: a multiple of 32 up to 4096. Smaller blocks have smaller steps, and more steps are sent.
         rounding: "stochastic" or "nearest".
-        error_feedback: add both errors to the next gradient; "owner": that of the average alone, which takes 4 / p bytes
-            of memory an element in place of 4 + 4 / p. The ranks' own errors are lost then. "stochastic" makes them
-            unbiased and independent, so that most of them cancel in the average.
+        error_feedback: add both errors to the next gradient; "owner": that of the average alone, which takes 4 / p
+            bytes of memory an element in place of 4 + 4 / p. The ranks' own errors are lost then. "stochastic" makes
+            them unbiased and independent, so that most of them cancel in the average.
         seed: of the random numbers u.
 
     Payload: for each block, its step (float32) and its integers: 4 + block bits / 8 bytes, a ratio of 3.94 to float32
@@ -97,6 +97,7 @@ class BlockFloat(ErrorFeedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.keeps_residual = self.error_feedback is True
         ops.check_block_float(self.bits, self.block, "BlockFloat")
         self.check("error_feedback", self.error_feedback in (True, False, "owner"), "True, False or 'owner'")
         self.check("rounding", self.rounding in ("stochastic", "nearest"), "'stochastic' or 'nearest'")
@@ -106,10 +107,6 @@ class BlockFloat(ErrorFeedback):
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
         return self.rounding == "stochastic" and not self.keeps_residual
-
-    @property
-    def keeps_residual(self) -> bool:
-        return self.error_feedback is True
 
     def groups_by(self, shape: torch.Size) -> tuple[int, ...]:
         return self.joined_shape(shape)

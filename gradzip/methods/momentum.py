@@ -148,6 +148,7 @@ class Momentum(Compressor):
             setattr(self, name, getattr(inner, name))
         self.exchange = getattr(inner, "exchange", None)  # which ranks compare
         super().__post_init__()
+        self.keeps_residual = inner.keeps_residual
         for name in ("beta", "beta2"):
             self.check(name, is_number(getattr(self, name)) and 0 <= getattr(self, name) < 1, "a number in [0, 1)")
         self._is_auto = self.warmup_steps == "auto"
@@ -161,10 +162,6 @@ class Momentum(Compressor):
     def loss_scaled(self) -> Mapping[str, int]:  # type: ignore[override]
         own = {"momentum": 1, "momentum_bound": 1, "square": 2, "former_square": 2}
         return {**self.inner.loss_scaled, **own}
-
-    @property
-    def keeps_residual(self) -> bool:
-        return self.inner.keeps_residual
 
     @property
     def digest(self) -> int:

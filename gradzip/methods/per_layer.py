@@ -62,7 +62,7 @@ class PerLayer(Composite):
 
     @property
     def selects_by_name(self) -> bool:
-        return any(isinstance(test, re.Pattern) for test in self._tests)
+        return super().selects_by_name or any(isinstance(test, re.Pattern) for test in self._tests)
 
     def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor:
         chosen = self._chosen.get((name, shape))

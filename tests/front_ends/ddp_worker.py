@@ -5,6 +5,7 @@ import copy
 import functools
 import gc
 import itertools
+import logging
 import os
 import pickle
 import signal
@@ -685,6 +686,34 @@ def announcements(rank, size):
     model, compressor = one.model, one.state.compressor
     one = None  # DDP has to be made again
     return found, Job(compressor, model).step(rank, 1)
+
+
+@scenario
+def exempted(rank, size):
+    """This rank's gradients and the averages, by name, with an exempt last layer; errors; what is logged."""
+    logged = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("gradzip").addHandler(handler)
+    logging.getLogger("gradzip").setLevel(logging.INFO)
+
+    def step(exempt):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 32)))
+        compressor = gradzip.TopK(theta=0.9)
+        gradzip.ddp.register(model, exempt(compressor, model))
+        loss = model(torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))).square().sum()
+        own = torch.autograd.grad(loss, [*model.module.parameters()], retain_graph=True)
+        error = message(loss.backward)
+        averages = {name: p.grad for name, p in model.module.named_parameters()}
+        return dict(zip(averages, own)), averages, error, sorted(compressor.memory.by_parameter())
+
+    *result, error, kept = step(lambda compressor, model: compressor.exempt_modules(model, "head"))
+    lines = list(logged)
+    logging.getLogger("gradzip").removeHandler(handler)
+    alone = step(lambda c, model: c.exempt_modules(model, "head") if rank == 0 else c)
+    other = step(lambda c, _: c.exempt_modules(Layers([torch.zeros(2, 2), torch.zeros(3)]), "1d"))
+    return result, error, kept, lines, alone[2], other[2]
 
 
 # Compression, and how a step is taken. Parameters have weight decays of their own.

@@ -356,6 +356,23 @@ def test_an_overflow_that_a_scaler_does_not_see_is_a_warning(world):
         assert of_rank[0] == []
 
 
+def test_exempt_modules_are_averaged_uncompressed(world):
+    size, results = world
+    for rank, ((_, averages), error, kept, lines, alone, other) in enumerate(results["exempted"]):
+        assert error == "" and kept == ["0.weight"]
+        for name, average in averages.items():
+            mean = sum(gradients[name] for (gradients, _), *_ in results["exempted"]) / size
+            (torch.testing.assert_close if name != "0.weight" else assert_differs)(average, mean)
+        logged = ["HookState: 2 of 4 parameters, 33.4% of the elements, are exempt"]
+        assert lines == (logged if rank == 0 else [])
+        assert "parameter '1.bias' is not on rank 1, is exempt on rank 0; call exempt_modules on all ranks" in alone
+        assert "HookState: got the exempt parameter 'layers.1', expected names such as '0.bias': give" in other
+
+
+def assert_differs(a, b):
+    assert (a == 0).sum() > 0.5 * a.numel() and not torch.allclose(a, b)
+
+
 def test_announcements_that_are_wrong_are_errors_on_all_ranks(world):
     """And none of them changes a state."""
     size, results = world

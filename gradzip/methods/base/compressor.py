@@ -26,6 +26,7 @@ from ...memory.state import State, Workspace
 from ...memory.state_dict import all_or_nothing, fields_from, state_dict_of
 from ...memory.streams import HomeStreams
 from ...ops import tensors as ops
+from .exempt import Kind, exempt_names
 
 if TYPE_CHECKING:
     from .group import Group
@@ -153,6 +154,9 @@ class Compressor(ABC):
         self.streams = HomeStreams()
         self.monitor: StepMonitor | None = None
         self.announcement: Announcement | None = None  # once `discarding` was called
+        # Whether a rank keeps what it did not send. The owner of a partition may keep a residual without that.
+        self.keeps_residual = bool(self.error_feedback)
+        self.exempted: frozenset[str] = frozenset()  # names of parameters that are averaged uncompressed
         self.last_step_skipped = False  # whether an average of the last step was not finite; equal on all ranks
         self.bucket_cap_mb: float | None = None  # MiB of a bucket; None: front ends choose
         # Front ends plan again when it changes: parameters may have other methods, whose residuals they take over.
@@ -277,11 +281,6 @@ class Compressor(ABC):
 
     # --- error feedback
 
-    @property
-    def keeps_residual(self) -> bool:
-        """Whether a rank keeps what it did not send. The owner of a partition may keep a residual without it."""
-        return bool(self.error_feedback)
-
     def store_residuals(self, groups: Sequence[Group]) -> None:
         """Make what `reduce` has compressed the residuals: copies, if its memory is going to be overwritten."""
         copies: list[tuple[Tensor, Tensor]] = []
@@ -368,8 +367,8 @@ class Compressor(ABC):
 
     @property
     def selects_by_name(self) -> bool:
-        """Whether `method_for` depends on the parameter's name."""
-        return False
+        """Whether the parameter's name decides how it is averaged."""
+        return bool(self.exempted)
 
     def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor:
         """The compressor of a parameter. prefix: of its model; the state's name is prefix + name."""
@@ -395,9 +394,9 @@ class Compressor(ABC):
     # --- configuration
 
     def clone(self) -> Compressor:
-        """A compressor with the same hyper-parameters, loss scale, buckets and `skip_nonfinite`, and no state."""
+        """A compressor with the same hyper-parameters and settings, and no state."""
         clone = replace(self, **{f.name: cloned(getattr(self, f.name)) for f in fields(self) if f.init})
-        clone.bucket_cap_mb = self.bucket_cap_mb
+        clone.bucket_cap_mb, clone.exempted = self.bucket_cap_mb, self.exempted
         clone._share(LossScale(self.memory.loss_scale.scaler))
         return clone.skip_nonfinite(self.memory.skips_nonfinite)
 
@@ -460,6 +459,35 @@ class Compressor(ABC):
         """
         for compressor in (self, *self.parts):
             compressor.memory.skips_nonfinite = enabled
+        return self
+
+    def exempt_modules(self, model: torch.nn.Module, *kinds: Kind) -> Compressor:
+        """Average some parameters uncompressed, whatever the method: those of modules of these kinds.
+
+        "embedding": of `Embedding` and `EmbeddingBag`. "head": of the output layer, which is
+        ``model.get_output_embeddings()`` or the last linear layer or convolution. "1d": biases and norms, which methods
+        leave uncompressed anyway. Or a class of modules, whose own parameters are meant. A parameter that several
+        modules share is exempt if one of them is. Rank 0's logger "gradzip" says (INFO) which share of the elements
+        it is.
+
+        Args:
+            model: the one that the front end averages, before or after it is wrapped. Call it before the first step, on
+                all ranks alike; again for another model, or to add kinds.
+
+        Returns the compressor itself.
+
+        Raises:
+            TypeError: model is no module.
+            ValueError: an unknown kind, or all parameters are exempt.
+
+        >>> import gradzip, torch
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(100, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 100))
+        >>> compressor = gradzip.TopK(theta=0.99).exempt_modules(model, "embedding", "head")
+        >>> sorted(compressor.exempted)
+        ['0.weight', '2.bias', '2.weight']
+        """
+        self.exempted |= exempt_names(model, kinds)
+        self.choice_number += 1
         return self
 
     def discarding(self) -> Announcement:

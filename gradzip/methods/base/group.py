@@ -324,10 +324,11 @@ def plan_groups(
         method = compressor.method_for(name, like.shape, prefix)
         compressor.register_parameter(name, like.shape, prefix + name)
         methods.append(method)
-        following = () if frozen else compressor.later_methods(name, prefix)
-        later.append([other for other in following if not (like.is_complex() or other.bypasses(like))])
-        compressed = not (frozen or like.is_complex() or (compressor.node_chunks or method).bypasses(like))
-        if not (compressed or frozen) and like.numel() > method.max_numel:
+        exempt = frozen or like.is_complex() or name in compressor.exempted
+        following = () if exempt else compressor.later_methods(name, prefix)
+        later.append([other for other in following if not other.bypasses(like)])
+        compressed = not (exempt or (compressor.node_chunks or method).bypasses(like))
+        if not (compressed or exempt) and like.numel() > method.max_numel:
             warnings.warn(
                 f"parameter {name!r} is averaged uncompressed: got {like.numel()} elements, {type(method).__name__} "
                 f"takes at most {method.max_numel}",

@@ -1,0 +1,61 @@
+"""Parameters that a compressor leaves uncompressed, by the modules that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from ...memory.names import original
+
+Kind = str | type[nn.Module]
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
+KINDS = ("1d", "embedding", "head")
+
+
+def exempt_names(model: nn.Module, kinds: Sequence[Kind]) -> frozenset[str]:
+    """The names of the parameters of some kinds (`Compressor.exempt_modules`).
+
+    Raises:
+        TypeError: model is no module.
+        ValueError: an unknown kind, or all parameters are of these kinds.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"exempt_modules: got {type(model).__name__}, expected the model")
+    for kind in kinds:
+        if not (kind in KINDS or (isinstance(kind, type) and issubclass(kind, nn.Module))):
+            raise ValueError(
+                f"exempt_modules: got {kind!r}, expected {', '.join(map(repr, KINDS))} or classes of modules"
+            )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    found = {id(parameter) for kind in kinds for parameter in _of_kind(model, kind)}
+    trained = {original(name): p for name, p in model.named_parameters() if p.requires_grad}
+    names = frozenset(name for name, p in trained.items() if id(p) in found)
+    if trained and len(names) == len(trained):
+        raise ValueError(
+            f"exempt_modules: got {kinds}, of which all {len(trained)} parameters are, expected some that are "
+            "compressed; use NoCompression() to compress none"
+        )
+    return names
+
+
+def _of_kind(model: nn.Module, kind: Kind) -> Iterator[Tensor]:
+    if kind == "1d":
+        yield from (parameter for parameter in model.parameters() if parameter.dim() < 2)
+    elif kind == "head":
+        yield from () if (head := _head(model)) is None else head.parameters()
+    else:
+        classes = _EMBEDDINGS if isinstance(kind, str) else kind
+        for module in model.modules():
+            if isinstance(module, classes):
+                yield from module.parameters(recurse=False)
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    """The output layer: that of a language model of Transformers, or else the last linear layer or convolution."""
+    if (layer := getattr(model, "get_output_embeddings", lambda: None)()) is not None:
+        return layer
+    return next((module for module in reversed([*model.modules()]) if isinstance(module, _LAYERS)), None)
