@@ -20,6 +20,7 @@ from .base.composite import Composite
 from .base.compressor import Compressor, add_all, is_number
 from .base.group import Group
 from .base.registry import register
+from .none import NoCompression
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -133,6 +134,11 @@ class Momentum(Compressor):
         if not isinstance(inner, Compressor) or isinstance(inner, (Composite, Momentum)):
             got = type(inner).__name__ if isinstance(inner, Compressor) else repr(inner)
             raise ValueError(f"Momentum: got {got}, expected a method that is not made of others, such as TopK()")
+        if isinstance(inner, NoCompression):
+            raise ValueError(
+                f"Momentum: got {inner!r}, which compresses nothing, expected a method that does; to average gradients "
+                "uncompressed, use NoCompression() alone"
+            )
         if inner.optimizer_momentum:
             raise ValueError(
                 f"Momentum: got {inner!r}, which has momentum of its own, expected a method without; use TopK in place "

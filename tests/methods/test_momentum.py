@@ -69,7 +69,7 @@ def alone(compressor):
 
 WITH_FEEDBACK = kinds.examples(lambda c: alone(c) and c.keeps_residual and not c.optimizer_momentum)
 LOSSLESS = [spec for spec in WITH_FEEDBACK if gradzip.parse(spec).residual_decay == 1]
-UNBIASED = kinds.examples(lambda c: alone(c) and c.unbiased)
+UNBIASED = kinds.examples(lambda c: alone(c) and c.unbiased and not isinstance(c, gradzip.NoCompression))
 
 
 def group_of(inner, size, beta=0.9, warmup=2):
@@ -364,6 +364,7 @@ def test_between_nodes_and_in_a_layer():
         (lambda: Momentum(Momentum(TopK())), "got Momentum, expected a method that is not made of others"),
         (lambda: Momentum(gradzip.Hierarchical(TopK())), "got Hierarchical, expected a method"),
         (lambda: Momentum(gradzip.Auto()), "got Auto, expected a method"),
+        (lambda: Momentum(gradzip.NoCompression()), r"got NoCompression\(.*\), which compresses nothing"),
         (lambda: Momentum(gradzip.DGC()), r"got DGC\(.*\), which has momentum of its own, expected a method without"),
         (lambda: Momentum(SignSGD(error_feedback=False)), r"got SignSGD\(.*\), which is biased and has no error feedb"),
         (lambda: Momentum(gradzip.FFTRange(error_feedback=False)), "got FFTRange.*biased and has no error feedback"),
