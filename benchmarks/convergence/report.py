@@ -29,7 +29,9 @@ START = "<!-- table of {}: python -m benchmarks.convergence.report --write -->\n
 ALL = RESULTS / "convergence.md"  # all tables of all studies
 NONE = "none"  # the method that others are compared with
 NEAREST = "block-float(bits=4,rounding=nearest)"
-PHASES = f"phases:0=qsgd,160={NEAREST},200=momentum(inner=signsgd(majority=False))"
+EXEMPT = ",exempt=^characters,exempt=^positions"
+RECIPE = f"phases:0=qsgd,156={NEAREST},196=momentum(inner=signsgd(majority=False))" + EXEMPT
+FROZEN = "phases:0=none,196=momentum(inner=topk(theta=0,bits=32))" + EXEMPT
 LOCAL = "local(every={}):phases:0=qsgd,20%=" + NEAREST
 MEAN = "local(every={},lr=1,momentum=0):phases:0=" + NEAREST + ",20%={}"
 IMAGES = ("resnet20", "images")
@@ -69,7 +71,7 @@ CHOSEN = {
     (README, "recommendations"): [
         Line("AdamW | `BlockFloat()`", "block_float", "text", "block-float"),
         Line('AdamW | `BlockFloat(bits=4, rounding="nearest")`', "text", "text", "block-float:bits=4,rounding=nearest"),
-        Line("AdamW | compressed momenta, after a compressed warm-up", "momentum", "text", PHASES),
+        Line("AdamW | `gradzip.recipes.adamw`", "recipe", "text", RECIPE, ("momentum", "text")),
         Line("AdamW | not recommended: `ACPSGD(rank=4)`", "text", "text", "acpsgd:rank=4"),
         Line(
             'Muon | `BlockFloat(bits=4, rounding="nearest")`', "muon_more", "text-muon",
@@ -83,6 +85,10 @@ CHOSEN = {
             "Muon | `LocalSteps`, every 30 steps, 2 bits, `outer=None`", "muon_outer_more", "text-muon-outer",
             MEAN.format(30, "block-float(bits=2,rounding=nearest)"),
         ),
+    ],
+    (PAGE, "the recipe"): [
+        Line("`gradzip.recipes.adamw`", "recipe", "text", RECIPE, ("momentum", "text")),
+        Line("its second moment, nothing compressed", "recipe", "text", FROZEN, ("momentum", "text")),
     ],
     (PAGE, "other local steps"): [
         Line("one worker, uncompressed | 30", "outer_k1", "text-outer", "local(every=30):phases:0=none,20%=none"),
@@ -107,7 +113,12 @@ CHOSEN = {
         ),
     ],
 }  # fmt: skip
-COLUMNS = {README: "optimizer | method", PAGE: "what | `every`", OUTER: "optimizer | `every`"}
+COLUMNS = {
+    (README, "recommendations"): "optimizer | method",
+    (PAGE, "the recipe"): "what",
+    (PAGE, "other local steps"): "what | `every`",
+    (OUTER, "local steps"): "optimizer | `every`",
+}
 
 
 def study(path: Path) -> str:
@@ -308,8 +319,8 @@ def of_single_runs(columns: str, lines: list[Line]) -> Iterator[str]:
             *line.title.split(" | "), figure(table.fewer(row)), table.shown(row.score) + unit,
             table.shown(without) + unit, difference(row.score, without, table.settings) + change, str(len(seeds)),
         ])  # fmt: skip
-    header = [*columns.split(" | "), "times fewer bytes", "score", "without", "difference", "seeds"]
-    yield from markdown(header, cells, left=2)
+    titles = columns.split(" | ")
+    yield from markdown([*titles, "times fewer bytes", "score", "without", "difference", "seeds"], cells, len(titles))
 
 
 def page_of_all() -> str:
@@ -328,7 +339,7 @@ def blocks() -> Blocks:
         texts = ["\n".join(in_short(*of)) + "\n" for of in tables]
         found[PAGE, START.format(name)] = "\n".join(texts)
     for (page, name), lines in CHOSEN.items():
-        found[page, START.format(name)] = "\n".join(of_single_runs(COLUMNS[page], lines)) + "\n"
+        found[page, START.format(name)] = "\n".join(of_single_runs(COLUMNS[page, name], lines)) + "\n"
     return found
 
 
