@@ -13,6 +13,7 @@ import collections
 import contextlib
 import copy
 import faulthandler
+import functools
 import gc
 import json
 import os
@@ -373,11 +374,17 @@ class UnderDDP(Training):
         return [*super().in_progress(), self.state._joined]
 
 
+@functools.cache
+def mesh_of_all():
+    """One for all cases: the groups of a mesh keep their threads."""
+    return init_device_mesh("cpu", (job.size, 1), mesh_dim_names=("replicate", "shard"))
+
+
 class UnderFSDP(Training):
     passes_per_step = 0
 
     def connect(self):
-        mesh = init_device_mesh("cpu", (job.size, 1), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh_of_all()
         for module in (self.model.first, self.model.second, self.model):
             fully_shard(module, mesh=mesh["shard"])
         self.model.set_reduce_scatter_unused_params(True)
