@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from .memory.names import original
+from .memory.names import innermost, original
+from .methods.base.exempt import EMBEDDINGS
 from .methods.block_float import BlockFloat
 from .methods.momentum import Momentum
 from .methods.phases import Phases
 from .methods.quantize import QSGD
 from .methods.signs import SignSGD
 from .optim.adamw import AdamW
-
-_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 def adamw(
@@ -70,10 +69,9 @@ def adamw(
 
 def _embeddings(model: torch.nn.Module) -> list[str]:
     """The names, as front ends have them, of embeddings that no output layer shares: it has gradients for all rows."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        model = model.module
+    model = innermost(model)
     weights: dict[bool, set[int]] = {True: set(), False: set()}
     for module in model.modules():
-        weights[isinstance(module, _EMBEDDINGS)].update(map(id, module.parameters(recurse=False)))
+        weights[isinstance(module, EMBEDDINGS)].update(map(id, module.parameters(recurse=False)))
     late = weights[True] - weights[False]
     return [original(name) for name, parameter in model.named_parameters() if id(parameter) in late]

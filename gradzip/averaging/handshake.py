@@ -64,6 +64,7 @@ def describe(
         "scaled": compressor.memory.loss_scale.scaler is not None,
         "skips": compressor.memory.skips_nonfinite,
         "exempt": sorted(compressor.exempted),
+        "stray": _stray(compressor, set(shapes), prefix),
         "discards": compressor.announcement is not None,
         "choice": getattr(compressor, "choice", {}),  # of a method that chooses while training runs
         "steps": steps,
@@ -143,6 +144,13 @@ def _foreign(compressor: Compressor, names: set[str], prefix: str) -> str | None
     loaded = compressor.loaded_names
     known = {prefix + name for name in names} | compressor.memory.names.names()
     return min(loaded) if loaded and loaded.isdisjoint(known) else None
+
+
+def _stray(compressor: Compressor, names: set[str], prefix: str) -> str | None:
+    """The name of an exempt parameter, if no parameter has any of those. Some may be frozen, or on other ranks."""
+    exempt = compressor.exempted
+    known = names | {name.removeprefix(prefix) for name in compressor.memory.names.names()} if exempt else names
+    return min(exempt) if exempt and exempt.isdisjoint(known) else None
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any], default: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -131,20 +131,21 @@ class Session:
             names.move(named, self.prefix, prefix)
             self.compressor.rename_states({self.prefix + name: prefix + name for name in named})
             self.prefix = prefix
-        self._report_exempt(named, engine.rank)
+        stray = next((of_rank["stray"] for of_rank in of_ranks if of_rank["stray"] is not None), None)
+        self._report_exempt(named, engine.rank, stray)
         self.compressor.join_group(engine)
         self.engine, self._compares = engine, self.compressor.announcement is not None
         return [of_rank["buckets"] for of_rank in of_ranks]
 
-    def _report_exempt(self, named: Mapping[str, Tensor], rank: int) -> None:
-        """Log which share of a model is exempt. Raises ValueError if no parameter has the names of those that are."""
-        exempted, known = self.compressor.exempted, self.compressor.memory.names.names() | self._named | set(named)
-        if exempted and exempted.isdisjoint(known):
+    def _report_exempt(self, named: Mapping[str, Tensor], rank: int, stray: str | None) -> None:
+        """Log which share of a model is exempt. Raises ValueError if a rank has no parameter of those that are."""
+        if stray is not None:
+            own_name = min(named, default="")
             raise ValueError(
-                f"{self.what}: got the exempt parameter {min(exempted)!r}, expected names such as {min(known)!r}: give "
+                f"{self.what}: got the exempt parameter {stray!r}, expected names such as {own_name!r}: give "
                 "exempt_modules the model whose gradients are averaged"
             )
-        if exempted and rank == 0:
+        if rank == 0 and (exempted := self.compressor.exempted):
             own = [parameter.numel() for name, parameter in named.items() if name in exempted]
             share = sum(own) / max(1, sum(parameter.numel() for parameter in named.values()))
             text = f"{len(own)} of {len(named)} parameters, {share:.1%} of the elements, are exempt"

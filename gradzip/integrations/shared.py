@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import ddp
 from ..memory import checkpoint
+from ..memory.names import bare, innermost
 from ..methods.base.compressor import Compressor
 from ..outer import LocalSteps
 
@@ -98,18 +99,6 @@ def check_compressor(compressor: Any, what: str) -> None:
     """Raise TypeError for what is no compressor. what: the name of the user's function or class."""
     if not isinstance(compressor, Compressor):
         raise TypeError(f"{what}: got {compressor!r}, expected a compressor, as gradzip.TopK()")
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """The model that `torch.compile` has compiled, or the model itself."""
-    original: nn.Module = getattr(model, "_orig_mod", model)
-    return original
-
-
-def innermost(model: nn.Module) -> nn.Module:
-    """The model that DDP and `torch.compile` have wrapped, or the model itself."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else bare(model)
-    return model if inner is model else innermost(inner)
 
 
 def place() -> tuple[int, int]:

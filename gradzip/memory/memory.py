@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .names import StateNames
+from .names import StateNames, moved
 from .state import Fields, FieldShapes, State, group_name
 from .state_dict import check_fields
 
@@ -161,7 +161,7 @@ class Memory:
         self.split(names)
         found = {name: self.parked.pop(name) for name in names if name in self.parked}
         self.parked |= {to: found[name] for name, to in names.items() if to is not None and name in found}
-        self.loaded = {to for name in self.loaded if (to := names.get(name, name)) is not None}
+        self.loaded = moved(self.loaded, names)
 
     def _take(self, name: str) -> Fields | None:
         self.split([name])

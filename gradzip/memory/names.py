@@ -7,6 +7,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from typing import Any
 from weakref import ref
 
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
 
 class StateNames:
     """The parameters that a compressor serves, by the prefix and the name under which their states are kept.
@@ -87,6 +90,23 @@ def prefixes(word: str, group: str = "") -> Iterator[str]:
 def original(name: str) -> str:
     """The name of a parameter in the model that `torch.compile` has compiled."""
     return name.replace("_orig_mod.", "")
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model that `torch.compile` has compiled, or the model itself."""
+    original: nn.Module = getattr(model, "_orig_mod", model)
+    return original
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """The model that DDP and `torch.compile` have wrapped, or the model itself."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else bare(model)
+    return model if inner is model else innermost(inner)
+
+
+def moved(known: Iterable[str], names: Mapping[str, str | None]) -> set[str]:
+    """Known names, of which some become others, by name; None: they are known no longer."""
+    return {to for name in known if (to := names.get(name, name)) is not None}
 
 
 def renamed(loaded: Collection[str], names: Set[str]) -> dict[str, str]:

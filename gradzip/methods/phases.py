@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..memory.names import original
+from ..memory.names import moved, original
 from ..memory.state_dict import in_line, is_count
 from .base.composite import Composite
 from .base.compressor import Compressor
@@ -115,9 +115,7 @@ class Phases(Composite):
         super().rename_states(names)
         found = {name: self._steps.pop(name) for name in names if name in self._steps}
         self._steps |= {to: found[name] for name, to in names.items() if to is not None and name in found}
-        self._exempted, self._loaded = (
-            {to for name in own if (to := names.get(name, name)) is not None} for own in (self._exempted, self._loaded)
-        )
+        self._exempted, self._loaded = moved(self._exempted, names), moved(self._loaded, names)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"steps": dict(self._steps)}

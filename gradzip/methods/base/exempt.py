@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from ...memory.names import original
+from ...memory.names import innermost, original
 
 Kind = str | type[nn.Module]
 
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 KINDS = ("1d", "embedding", "head")
 
@@ -29,8 +29,7 @@ def exempt_names(model: nn.Module, kinds: Sequence[Kind]) -> frozenset[str]:
             raise ValueError(
                 f"exempt_modules: got {kind!r}, expected {', '.join(map(repr, KINDS))} or classes of modules"
             )
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
+    model = innermost(model)
     found = {id(parameter) for kind in kinds for parameter in _of_kind(model, kind)}
     trained = {original(name): p for name, p in model.named_parameters() if p.requires_grad}
     names = frozenset(name for name, p in trained.items() if id(p) in found)
@@ -48,7 +47,7 @@ def _of_kind(model: nn.Module, kind: Kind) -> Iterator[Tensor]:
     elif kind == "head":
         yield from () if (head := _head(model)) is None else head.parameters()
     else:
-        classes = _EMBEDDINGS if isinstance(kind, str) else kind
+        classes = EMBEDDINGS if isinstance(kind, str) else kind
         for module in model.modules():
             if isinstance(module, classes):
                 yield from module.parameters(recurse=False)
