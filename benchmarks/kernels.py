@@ -66,6 +66,16 @@ def cases(n: int, device: str) -> Iterator[Case]:
         "abs_max", lambda: ops.abs_max(x), lambda: x.abs().max(), "x.abs().max()",
         lambda: float(ops.abs_max(x)) == float(x.abs().max()), 4 * n, 1.0, 2.0,
     )  # fmt: skip
+    infinite, before = torch.full((1,), torch.inf, device=device), torch.zeros_like(x)
+
+    def restored(target: Tensor) -> Tensor:
+        ops.restore_unless_finite(infinite, [ops.Restoration(target, x)])
+        return target
+
+    yield Case(
+        "restore", lambda: restored(before), lambda: torch.where(infinite.isfinite(), before, x), "torch.where",
+        lambda: torch.equal(restored(torch.zeros_like(x)), x), 8 * n,
+    )  # fmt: skip
     for share in (0.01, 0.15):
         yield from selection_cases(x, max(1, int(share * n)), f" {share:.0%}")
     number = ops.RangeFloat.fit(x, 10)

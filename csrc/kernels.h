@@ -23,6 +23,7 @@
 #include "common/payload.h"
 #include "common/quantize.h"
 #include "common/range_float.h"
+#include "common/restore.h"
 #include "common/selection.h"
 #include "common/signs.h"
 #include "common/ternary.h"
@@ -36,6 +37,12 @@
 KERNEL(abs_max, const float* x, int64_t n, float* most);
 // The same for each column of each matrix: most has room for the columns of all, one matrix after the other.
 KERNEL(abs_max_columns, const Matrix* matrices, int64_t count, float* most);
+
+// --- restore
+// Unless *number is finite, overwrites each target by its source or pattern. The table is in host memory on every
+// device. Targets overlap neither each other, nor sources, nor `number`.
+// On CUDA: A launch takes kRestoreBatch entries.
+KERNEL(restore, const float* number, const Restoration* table, int64_t count);
 
 // --- select
 // The k largest |x|, 1 <= k <= n; of equal magnitudes, those with the lowest index. Expected cost: one read of x.

@@ -102,6 +102,8 @@ from .random_indices import random_indices as random_indices
 from .range_float import RangeFloat as RangeFloat
 from .range_float import check_format as check_format
 from .range_float import words_of_wire as words_of_wire
+from .restore import Restoration as Restoration
+from .restore import restore_unless_finite as restore_unless_finite
 from .select import select as select
 from .select import select_threshold as select_threshold
 from .select_sampled import select_sampled as select_sampled

@@ -6,6 +6,7 @@ tests/simt), so that everything except the device is tested on every machine.
 
 import contextlib
 import importlib.util
+import itertools
 import math
 import shutil
 import types
@@ -711,6 +712,27 @@ def test_chunk_topk(on_device, n, k, chunk):
             on_device.same(ops.chunk_topk_values, records, n, k, chunk)
         records.view(torch.int16)[0] = 0x7FC0  # a level that is not finite
         assert on_device(ops.chunk_topk_values, records, n, k, chunk)[:k].isnan().all()
+
+
+@pytest.mark.parametrize("number", [math.nan, -math.inf, 2.0])
+@pytest.mark.parametrize("n", SIZES)
+def test_restore(on_device, n, number):
+    def restored(number, sources):
+        targets = [source * 2 + 1 for source in sources]
+        targets += [torch.ones_like(source) for source in sources]
+        listed = [ops.Restoration(target, source) for target, source in zip(targets, sources)]
+        fills = itertools.cycle((0.0, math.nan, 1.5))
+        listed += [ops.Restoration(target, None, fill) for target, fill in zip(targets[len(sources) :], fills)]
+        ops.restore_unless_finite(number, listed)
+        return tuple(targets)
+
+    sources = [x.to(dtype) for x in inputs(n) for dtype in (torch.float32, torch.float16, torch.float64)]
+    sources += [torch.randn(n + offset, device=sources[0].device)[offset:] for offset in range(100)]
+    sources.append(torch.randn(2, n + 1, 3)[:, :n].contiguous().transpose(0, 2))
+    expected = restored(torch.tensor([number]), sources)
+    with on_device.context():
+        got = restored(on_device.move(torch.tensor([number])), [on_device.move(source) for source in sources])
+        assert bits_equal(on_device.back(got), expected)
 
 
 @pytest.mark.parametrize("n", [*SIZES, 320, 1601])

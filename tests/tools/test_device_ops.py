@@ -303,6 +303,12 @@ def test_what_does_not_wait():
             assert counts.read == 72 + 48 and counts.written == 92 + 4
             torch.cat([x, x], out=torch.empty(24, device=x.device))
             assert counts.read == 120 + 96 and counts.written == 96 + 96
+            old = [torch.full((4,), float(i), device=x.device) for i in range(200)]
+            new = [torch.empty(4, device=x.device) for _ in old]
+            before = counts.ops
+            ops.restore_unless_finite(x[:1] * torch.nan, [ops.Restoration(y, z) for y, z in zip(new, old)])
+            assert counts.ops == before + 1 + 3, "a launch takes 96"
+            assert all(torch.equal(y.host, z.host) for y, z in zip(new, old))
         assert counts.syncs == 0
 
 
