@@ -319,6 +319,10 @@ KERNEL_WITH_WORKSPACE(payload_seal, const PayloadSeal* table, int64_t count);
 // listed in host memory on every device. In each buffer, stops at the first header with an invalid size; later entries,
 // and its checksum, are 0.
 KERNEL(payload_inspect, const PayloadBuffer* buffers, int64_t count, int64_t each, PayloadInspection* table);
+// The same of one payload in each buffer; numbers: 0 for each, or NaN unless it is as expected and of a finite gradient.
+// `expected` is in host memory on every device.
+// On CUDA: A launch takes kVerifyBatch payloads.
+KERNEL(payload_verify, const PayloadExpectation* expected, int64_t count, PayloadInspection* table, float* numbers);
 
 #undef KERNEL
 #undef KERNEL_WITH_WORKSPACE

@@ -58,7 +58,7 @@ READERS = {
 # Structs of tables in host memory of which kernels read all arrays.
 READ_WHOLE = r"TransformPart|\w+Term|Matrix"
 # Kernels whose results the host looks at: headers, checksums, and formats of numbers in headers.
-READ_BY_HOST = {"payload_seal", "payload_inspect", "range_float_fit"}
+READ_BY_HOST = {"payload_seal", "payload_inspect", "payload_verify", "range_float_fit"}
 SMALL = 1 << 20  # bytes: larger tensors are not computed without `compute`
 # In-place operations that do not read what they overwrite.
 FILLS = {"copy_", "fill_", "zero_", "_foreach_copy_"}

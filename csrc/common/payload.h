@@ -39,6 +39,7 @@ GZ_HD uint64_t checksum_term(uint64_t word, uint64_t position) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
   return x ^ (x >> 29);
 }
+constexpr int kNbytesAt = 16;  // offset of `nbytes` in the header
 constexpr int kChecksumAt = 24;  // offset of the checksum in the header
 constexpr int kChecksumWord = kChecksumAt / 8;  // whose lower half, the checksum itself, counts as 0
 GZ_HD uint32_t checksum_fold(uint64_t sum) { return uint32_t(sum ^ (sum >> 32)); }
@@ -92,5 +93,38 @@ struct PayloadInspection {
   uint64_t sum;  // of the checksum's terms, for checksum_fold
 };
 static_assert(sizeof(PayloadInspection) == 64, "gradzip/ops/payload.py reads it");
+
+// Whether `left` bytes may begin with a payload that claims so many.
+GZ_HD bool payload_fits(uint64_t claimed, uint64_t left) {
+  return claimed >= sizeof(PayloadHeader) && claimed % kPayloadAlign == 0 && claimed <= left;
+}
+
+// A payload to verify, and what its header is to say.
+struct PayloadExpectation {
+  const uint8_t* payload;
+  int64_t nbytes;  // of the memory that holds it
+  uint64_t numel;
+  uint64_t
+      codec;  // the digest (4 bytes), the method (1), 0 (1), and which bytes of the fields are known: bit i for byte i
+  uint64_t first_fields, last_fields;  // little-endian
+};
+static_assert(sizeof(PayloadExpectation) == 48, "gradzip/ops/payload.py writes it");
+
+// What verification says of an inspected payload: 0, or NaN unless it is as expected and of a finite gradient. The rules
+// are those of open_payloads in gradzip/ops/payload.py.
+GZ_HD float payload_verdict(const PayloadInspection& row, const PayloadExpectation& expected) {
+  const PayloadHeader& header = row.header;
+  const uint64_t nbytes = uint64_t(expected.nbytes), slack = kPayloadAlign * (header.flags >> kSlackBit);
+  bool valid = header.magic[0] == 'g' && header.magic[1] == 'z' && header.version == kPayloadVersion &&
+               header.method == uint8_t(expected.codec >> 32) && header.digest == uint32_t(expected.codec) &&
+               header.numel == expected.numel && header.nbytes == nbytes && payload_fits(header.nbytes, nbytes) &&
+               header.checksum == checksum_fold(row.sum) && sizeof(PayloadHeader) + slack <= nbytes &&
+               !(header.flags & kNonFinite);
+  for (int i = 0; i < int(sizeof header.fields); ++i) {
+    const uint64_t word = i < 8 ? expected.first_fields : expected.last_fields;
+    valid &= !(expected.codec >> (48 + i) & 1) || header.fields[i] == uint8_t(word >> (8 * (i % 8)));
+  }
+  return valid ? 0.0f : bits_float(0x7fc00000u);
+}
 
 }  // namespace gradzip

@@ -10,6 +10,7 @@
 namespace gradzip::cpu {
 namespace {
 
+static_assert(offsetof(PayloadHeader, nbytes) == kNbytesAt, "the wire format");
 static_assert(offsetof(PayloadHeader, checksum) == kChecksumAt, "the wire format");
 
 GZ_INLINE uint64_t checksum_body(const uint8_t* bytes, int64_t first, int64_t last) {
@@ -63,11 +64,21 @@ void payload_inspect(const PayloadBuffer* buffers, int64_t count, int64_t each, 
       std::memcpy(&rows[r].header, bytes + begin, sizeof(PayloadHeader));
       rows[r].begin = uint64_t(begin);
       const uint64_t claimed = rows[r].header.nbytes;
-      if (claimed < sizeof(PayloadHeader) || claimed % kPayloadAlign || claimed > uint64_t(nbytes - begin)) break;
+      if (!payload_fits(claimed, uint64_t(nbytes - begin))) break;
       rows[r].sum = checksum_sum(bytes + begin, int64_t(claimed), threads);
       begin += int64_t(claimed);
     }
   }
+}
+
+void payload_verify(const PayloadExpectation* expected, int64_t count, PayloadInspection* table, float* numbers,
+                    int threads) {
+  const auto nbytes_of = [&](int64_t i) { return expected[i].nbytes; };
+  parallel_pieces(count, threads, nbytes_of, [&](int64_t i, int threads_of_one) {
+    const PayloadBuffer buffer{expected[i].payload, expected[i].nbytes};
+    payload_inspect(&buffer, 1, 1, table + i, threads_of_one);
+    numbers[i] = payload_verdict(table[i], expected[i]);
+  });
 }
 
 }  // namespace gradzip::cpu

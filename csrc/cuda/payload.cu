@@ -43,4 +43,23 @@ void payload_inspect(const PayloadBuffer* buffers, int64_t count, int64_t each, 
   }
 }
 
+void payload_verify(const PayloadExpectation* expected, int64_t count, PayloadInspection* table, float* numbers,
+                    cudaStream_t stream) {
+  if (count == 0) return;
+  clear(table, count * int64_t(sizeof *table), stream);
+  for (int64_t at = 0; at < count; at += kVerifyBatch) {
+    VerifyTable batch{};
+    batch.count = int32_t(std::min<int64_t>(count - at, kVerifyBatch));
+    int64_t pieces = 0, blocks = 0;
+    for (int i = 0; i < batch.count; ++i) pieces += ceil_div(expected[at + i].nbytes, kChecksumTile);
+    const int64_t most = grid_for(pieces);  // shared out by size
+    for (int i = 0; i < batch.count; ++i) {
+      const int64_t own = ceil_div(expected[at + i].nbytes, kChecksumTile) * most / std::max<int64_t>(pieces, 1);
+      batch.entries[i] = {expected[at + i], uint32_t(blocks), uint32_t(std::max<int64_t>(own, 1))};
+      blocks += batch.entries[i].blocks;
+    }
+    launch(stream, grid_of(unsigned(blocks)), kBlock, kernel<verify_kernel>, batch, table + at, numbers + at);
+  }
+}
+
 }  // namespace gradzip::cuda

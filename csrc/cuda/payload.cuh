@@ -70,6 +70,12 @@ struct PayloadBatch {
   PayloadBuffer of[kPayloadBatch];
 };
 
+GZ_DEVICE void load_header(const uint8_t* payload, PayloadHeader* header) {
+  uint64_t words[sizeof(PayloadHeader) / 8];
+  for (int i = 0; i < int(sizeof words / 8); ++i) words[i] = load_bytes<uint64_t>(payload + 8 * i);
+  memcpy(header, words, sizeof words);
+}
+
 // Finds the beginning of each of `each` payloads in each buffer, by the sizes that headers claim. The table is zero at
 // launch.
 __global__ void walk_kernel(PayloadBatch buffers, int64_t each, PayloadInspection* table) {
@@ -78,13 +84,11 @@ __global__ void walk_kernel(PayloadBatch buffers, int64_t each, PayloadInspectio
     PayloadInspection* rows = table + b * each;
     int64_t begin = 0;
     for (int64_t r = 0; r < each && buffer.nbytes - begin >= int64_t(sizeof(PayloadHeader)); ++r) {
-      uint64_t words[sizeof(PayloadHeader) / 8];
-      for (int i = 0; i < int(sizeof words / 8); ++i) words[i] = load_bytes<uint64_t>(buffer.bytes + begin + 8 * i);
-      memcpy(&rows[r].header, words, sizeof words);
+      load_header(buffer.bytes + begin, &rows[r].header);
       rows[r].begin = uint64_t(begin);
       const uint64_t claimed = rows[r].header.nbytes;
       const uint64_t left = uint64_t(buffer.nbytes - begin);
-      if (claimed < sizeof(PayloadHeader) || claimed % kPayloadAlign || claimed > left) break;
+      if (!payload_fits(claimed, left)) break;
       begin += int64_t(claimed);
     }
   }
@@ -95,10 +99,41 @@ __global__ void __launch_bounds__(kBlock) sums_kernel(PayloadBatch buffers, int6
   for (int64_t r = blockIdx.y; r < buffers.count * each; r += gridDim.y) {
     const PayloadBuffer buffer = buffers.of[r / each];
     const uint64_t claimed = table[r].header.nbytes, left = uint64_t(buffer.nbytes) - table[r].begin;
-    if (claimed < sizeof(PayloadHeader) || claimed % kPayloadAlign || claimed > left) continue;
+    if (!payload_fits(claimed, left)) continue;
     const uint64_t part = checksum_part(buffer.bytes + table[r].begin, int64_t(claimed), grid_thread(), grid_threads());
     if (threadIdx.x == 0) atomic_add(&table[r].sum, part);
   }
+}
+
+// The payloads of one launch. `blocks` blocks work on each.
+constexpr int kVerifyBatch = 70;
+struct VerifyEntry {
+  PayloadExpectation expected;
+  uint32_t first_block, blocks;
+};
+struct VerifyTable {
+  int32_t count;
+  VerifyEntry entries[kVerifyBatch];
+};
+static_assert(sizeof(VerifyTable) < 4000, "it fits the 4 KB that a kernel may have");
+
+// The table is zero at launch. The last block of a payload judges it; until then, `begin` is the ticket.
+__global__ void __launch_bounds__(kBlock)
+    verify_kernel(VerifyTable payloads, PayloadInspection* table, float* numbers) {
+  const int index = entry_of_block(payloads);
+  const auto& [expected, first_block, blocks] = payloads.entries[index];
+  PayloadInspection* row = table + index;
+  const bool whole = expected.nbytes >= int64_t(sizeof(PayloadHeader));
+  const uint64_t claimed = whole ? load_bytes<uint64_t>(expected.payload + kNbytesAt) : 0;
+  if (payload_fits(claimed, uint64_t(expected.nbytes))) {
+    const int64_t thread = int64_t(blockIdx.x - first_block) * kBlock + threadIdx.x;
+    const uint64_t part = checksum_part(expected.payload, int64_t(claimed), thread, int64_t(blocks) * kBlock);
+    if (threadIdx.x == 0) atomic_add(&row->sum, part);
+  }
+  if (!last_block(reinterpret_cast<uint32_t*>(&row->begin), blocks) || threadIdx.x > 0) return;
+  row->begin = 0;
+  if (whole) load_header(expected.payload, &row->header);
+  numbers[index] = payload_verdict(*row, expected);
 }
 
 }  // namespace gradzip::cuda

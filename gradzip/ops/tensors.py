@@ -76,6 +76,7 @@ from .pack_bits import unpack_bits as unpack_bits
 from .payload import HEADER_NBYTES as HEADER_NBYTES
 from .payload import NON_FINITE as NON_FINITE
 from .payload import PAYLOAD_ALIGN as PAYLOAD_ALIGN
+from .payload import ExpectedPayloads as ExpectedPayloads
 from .payload import Payload as Payload
 from .payload import Seal as Seal
 from .payload import Stream as Stream
@@ -90,6 +91,7 @@ from .payload import open_payloads as open_payloads
 from .payload import seal_payloads as seal_payloads
 from .payload import split_all_payloads as split_all_payloads
 from .payload import split_payloads as split_payloads
+from .payload import verify_payloads as verify_payloads
 from .quantize import BAD_NORM as BAD_NORM
 from .quantize import check_quantizer as check_quantizer
 from .quantize import dequantize as dequantize

@@ -480,6 +480,28 @@ def test_ternary_scales_that_are_not_finite(on_device):
         assert all(compressor.states["w"].step == 0 for compressor in group.compressors)
 
 
+def test_verified_payloads(on_device):
+    def verify(payloads):
+        fields = [bytes(16)] * len(payloads)
+        expected = [
+            ops.ExpectedPayloads(payloads, [p.numel() for p in payloads], 7, 5, fields, known) for known in (0, 1)
+        ]
+        return tuple(part for pair in ops.verify_payloads(expected) for part in pair)
+
+    payloads = []
+    for i, nbytes in enumerate([0, 16, 1000, 100003, 16384, *range(0, 1500, 16)]):
+        payload = ops.new_payload(nbytes)
+        payload[48 : 48 + nbytes] = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+        sealed, *_ = ops.seal_payloads([ops.Seal(payload, payload.numel())], method=7, digest=5)
+        if i % 7 == 1:
+            sealed[i % sealed.numel()] ^= 1
+        payloads.append(sealed[: sealed.numel() - 16 * (i % 11 == 2)])
+    expected = verify(payloads)
+    with on_device.context():
+        assert bits_equal(on_device.back(verify(list(map(on_device.move, payloads)))), expected)
+    assert expected[1].isnan().any() and not expected[1].isnan().all()
+
+
 def gathered_payloads(on_device):
     """Return three consecutive payloads in one buffer, each payload alone, and their method."""
     method = gradzip.FFTRange()

@@ -383,3 +383,115 @@ def test_several_payloads_are_sealed_as_each_alone():
     assert ops.seal_payloads([], **own) == []
     with pytest.raises(ValueError, match="got a tensor on meta"):
         ops.seal_payloads([*seals(alone)[:1], seals(alone)[1]._replace(payload=alone[1].to("meta"))], **own)
+
+
+# --- verified on the device
+
+
+def opened(payload, table=None):
+    """The opened payload, or the message of the error."""
+    try:
+        return ops.open_payloads([payload], [77], table, method=3, digest=0xDEADBEEF)[0]
+    except PayloadError as error:
+        return str(error)
+
+
+def is_expected(payload, fields=None, known=0xFFFF):
+    """What `verify_payloads` is to say of a payload."""
+    found = opened(payload)
+    if isinstance(found, str) or found.flags & ops.NON_FINITE:
+        return False
+    return fields is None or all(a == b for i, (a, b) in enumerate(zip(found.fields, fields)) if known >> i & 1)
+
+
+def check_verified(payloads, fields=None, known=0xFFFF):
+    """Compare the numbers and tables with what `open_payloads` says of each payload. Return the numbers."""
+    of_all = None if fields is None else [fields] * len(payloads)
+    group = ops.ExpectedPayloads(payloads, [77] * len(payloads), 3, 0xDEADBEEF, of_all, known)
+    ((table, numbers),) = ops.verify_payloads([group])
+    assert numbers.dtype == torch.float32
+    assert [str(number) for number in numbers.tolist()] == [
+        "0.0" if is_expected(payload, fields, known) else "nan" for payload in payloads
+    ]
+    assert torch.equal(table, ops.payload._table(payloads, 1))
+    for payload, row in zip(payloads, table.split_with_sizes([64] * len(payloads))):
+        expected, got = opened(payload), opened(payload, row)
+        assert got == expected if isinstance(expected, str) else got[:2] == expected[:2]
+    return numbers
+
+
+def test_every_bit_of_a_payload_is_verified():
+    payload = sealed(bytes(range(40)))
+    changed = []
+    for at, bit in itertools.product(range(payload.numel()), range(8)):
+        data = payload.clone()
+        data[at] ^= 1 << bit
+        changed.append(data)
+    assert not check_verified([payload]).any()
+    assert check_verified(changed).isnan().all()
+
+
+@pytest.mark.parametrize("at", range(48))
+def test_headers_that_lie_with_the_right_checksum(at):
+    payload = sealed(bytes(range(240)))
+    changed = []
+    for bit in range(8):
+        data = bytearray(payload.numpy().tobytes())
+        data[at] ^= 1 << bit
+        whole = int.from_bytes(data[16:24], "little") == len(data)
+        changed.append(as_tensor(resealed(bytes(data)) if whole else bytes(data)))
+    numbers = check_verified(changed)
+    if at < 28 and at not in range(24, 28):
+        assert numbers.isnan().all()
+    check_verified(changed, fields=bytes(range(16)))
+    check_verified(changed, fields=bytes(range(16)), known=0xAAAA)
+    check_verified(changed, fields=bytes(range(16)), known=0)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 16, 47, 48, 63, 64, 79, 96, 97, 112, 1000])
+def test_payloads_of_other_lengths_are_not_verified(nbytes):
+    payload = sealed(bytes(range(40)))
+    cut = torch.cat([payload, torch.zeros(1000, dtype=torch.uint8)])[:nbytes]
+    for offset in range(3):
+        check_verified([torch.cat([torch.ones(offset, dtype=torch.uint8), cut])[offset:]])
+
+
+@pytest.mark.parametrize("slack", [0, 1, 5, 6, 15, 16, 17, 2**24 - 1])
+def test_slack_is_verified(slack):
+    data = bytearray(sealed(bytes(range(240))).numpy().tobytes())
+    data[29:32] = slack.to_bytes(3, "little")
+    numbers = check_verified([as_tensor(resealed(bytes(data)))])
+    assert bool(numbers.isnan()) == (48 + 16 * slack > len(data))
+
+
+def test_verified_payloads_of_finite_gradients():
+    finite, infinite, nan = (
+        seal(ops.new_payload(64), magnitudes=torch.tensor([1.0, number])) for number in (2.0, math.inf, math.nan)
+    )
+    numbers = check_verified([finite, infinite, finite, nan, seal(ops.new_payload(5), flags=6)])
+    assert numbers.isnan().tolist() == [False, True, False, True, False]
+
+
+def test_several_lists_are_verified_as_each_alone():
+    rng = np.random.default_rng(0)
+    listed = []
+    for method, count in enumerate((3, 0, 100, 1, 70)):
+        numels = rng.integers(0, 2**40, count).tolist()
+        payloads = [
+            seal(ops.new_payload(int(n)), method, numel) for n, numel in zip(rng.integers(0, 3000, count), numels)
+        ]
+        for payload in payloads[::3]:
+            payload[int(rng.integers(payload.numel()))] ^= 4
+        fields = [bytes(range(16))] * count if method % 2 else None
+        listed.append(ops.ExpectedPayloads(payloads, numels, method, 0xDEADBEEF, fields, 0x00FF))
+    together = same_everywhere(lambda: [part for pair in ops.verify_payloads(listed) for part in pair])
+    alone = [part for group in listed for part in ops.verify_payloads([group])[0]]
+    for got, expected in zip(together, alone, strict=True):
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    for group, table, numbers in zip(listed, together[::2], together[1::2]):
+        assert numbers.isnan().tolist() == [i % 3 == 0 for i in range(len(group.payloads))]
+        if group.payloads:
+            with pytest.raises(PayloadError) as caught:
+                ops.open_payloads(group.payloads, group.numels, table, method=group.method, digest=group.digest)
+            assert caught.value.index == 0
+    assert ops.verify_payloads([]) == []

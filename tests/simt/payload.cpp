@@ -1,4 +1,4 @@
-// payload_seal and payload_inspect.
+// payload_seal, payload_inspect and payload_verify.
 #include "check.h"
 
 #include "cpu/ops.h"
@@ -153,7 +153,98 @@ static void test_inspect(const std::vector<std::vector<int64_t>>& lengths) {
   compare(buffers, 1);
 }
 
+// Payloads of these lengths, of which change(bytes, i) changes payload i and returns whether it is still as expected.
+template <class Change>
+static void test_verify(const std::vector<int64_t>& lengths, Change change) {
+  std::vector<simt::Buffer<uint8_t>> payloads;
+  std::vector<PayloadExpectation> expected;
+  std::vector<PayloadBuffer> list;
+  std::vector<float> wanted;
+  const int64_t count = int64_t(lengths.size());
+  int64_t all = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const PayloadHeader header = header_of(lengths[size_t(i)]);
+    Bytes bytes = sealed(body_of(lengths[size_t(i)]), seal_of(header));
+    const bool valid = change(bytes, i);
+    payloads.emplace_back(bytes, i % 5);
+    list.push_back({payloads.back(), payloads.back().size()});
+    PayloadExpectation of{payloads.back(), payloads.back().size(), header.numel, header.digest, 0, 0};
+    of.codec |= uint64_t(header.method) << 32 | uint64_t(i % 2 ? 0xfffeu : 0u) << 48;  // the first byte may be any
+    std::memcpy(&of.first_fields, header.fields, 8);
+    std::memcpy(&of.last_fields, header.fields + 8, 8);
+    of.first_fields ^= 0x80;
+    expected.push_back(of);
+    wanted.push_back(valid ? 0.0f : bits_float(0x7fc00000u));
+    all += lengths[size_t(i)];
+  }
+  const simt::Buffer<PayloadInspection> inspected(count);
+  cpu::payload_inspect(list.data(), count, 1, inspected, 1);
+  const auto compare = [&](auto verify, const std::string& what) {
+    const simt::Buffer<PayloadInspection> table(count);
+    const simt::Buffer<float> numbers(count);
+    verify(expected.data(), count, table, numbers);
+    simt::expect_equal(table.get(), inspected.get(), count, what + ": the table");
+    simt::expect_equal(numbers.get(), wanted.data(), count, what + ": the numbers");
+  };
+  const auto on_cpu = [](const PayloadExpectation* expected, int64_t n, PayloadInspection* table, float* numbers) {
+    cpu::payload_verify(expected, n, table, numbers, 2);
+  };
+  compare(on_cpu, "payload_verify on the CPU");
+  simt::in_any_order(all, [&] {
+    const auto verify = [](const PayloadExpectation* expected, int64_t n, PayloadInspection* table, float* numbers) {
+      cuda::payload_verify(expected, n, table, numbers, nullptr);
+    };
+    compare(verify, "payload_verify");
+  });
+}
+
+static void test_verify_all() {
+  const auto untouched = [](Bytes&, int64_t) { return true; };
+  const auto reseal = [](Bytes& bytes) {
+    PayloadHeader header;
+    std::memcpy(&header, bytes.data(), sizeof header);
+    bytes = sealed(bytes, seal_of(header));
+  };
+  test_verify({}, untouched);
+  test_verify({48, 64, 100000, 4096 + 16, 16384, 16384 + 48}, untouched);
+  test_verify(std::vector<int64_t>(150, 64), untouched);  // more than one launch takes
+  std::mt19937 random(5);
+  std::vector<int64_t> lengths;
+  for (int i = 0; i < (simt::kRaces ? 8 : 40); ++i)
+    for (int64_t n : {48, 64, 1024, 70000 - 70000 % 16}) lengths.push_back(n);
+  test_verify(lengths, [&](Bytes& bytes, int64_t) {
+    if (random() % 2) return true;
+    bytes[random() % bytes.size()] ^= uint8_t(1u << random() % 8);
+    return false;
+  });
+  test_verify(lengths, [&](Bytes& bytes, int64_t) {  // not a payload, or one with other bytes behind it
+    bytes.resize(random() % 3 ? random() % bytes.size() : bytes.size() + 1 + random() % 64);
+    return false;
+  });
+  test_verify(lengths, [&](Bytes& bytes, int64_t i) {  // headers that lie, with the right checksum
+    const size_t at = random() % sizeof(PayloadHeader);
+    const bool of_size = at / 8 == kNbytesAt / 8, of_checksum = at / 4 == kChecksumAt / 4;
+    if (of_size) {  // sealed as if it were true
+      const uint64_t claims[] = {0, 16, 47, 32, ~uint64_t(15), bytes.size() + 16, bytes.size() - 8};
+      std::memcpy(&bytes[kNbytesAt], &claims[random() % std::size(claims)], 8);
+      return false;
+    }
+    bytes[at] ^= 0x84;  // no flag that is known
+    if (!of_checksum) reseal(bytes);
+    const bool free_field = at >= 32 && (i % 2 == 0 || at == 32);
+    const uint64_t slack = at == 29 ? 0x84 : at == 30 ? 0x8400 : 0x840000;
+    const bool flags = at == 28 || (at > 28 && at < 32 && 48 + 16 * slack <= bytes.size());
+    return !of_checksum && (free_field || flags);
+  });
+  test_verify(lengths, [&](Bytes& bytes, int64_t) {
+    bytes[28] |= uint8_t(kNonFinite);
+    reseal(bytes);
+    return false;
+  });
+}
+
 int main() {
+  test_verify_all();
   RangeFloat number;
   cpu::range_float_fit(&number, nullptr, 0, 10, 4, -1.0f, 3.0f, 1);
   const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN(), scale = 0.3f;

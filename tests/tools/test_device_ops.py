@@ -309,6 +309,16 @@ def test_what_does_not_wait():
             ops.restore_unless_finite(x[:1] * torch.nan, [ops.Restoration(y, z) for y, z in zip(new, old)])
             assert counts.ops == before + 1 + 3, "a launch takes 96"
             assert all(torch.equal(y.host, z.host) for y, z in zip(new, old))
+            payloads = [ops.new_payload(100, x.device) for _ in range(100)]
+            ops.seal_payloads([ops.Seal(payload, 12) for payload in payloads], method=7, digest=5)
+            expected = [
+                ops.ExpectedPayloads(payloads, [12] * 100, 7, 5),
+                ops.ExpectedPayloads(payloads[:50], [13] * 50, 7, 5),
+            ]
+            before = counts.ops
+            (_, right), (_, wrong) = ops.verify_payloads(expected)
+            assert counts.ops == before + 1 + 3, "a launch takes 70"
+            assert not right.host.any() and wrong.host.isnan().all()
         assert counts.syncs == 0
 
 
