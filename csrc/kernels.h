@@ -72,12 +72,13 @@ KERNEL_WITH_WORKSPACE(bitmap_indices, const uint8_t* bitmap, int64_t n, const fl
 // ceil(n / 8) bytes and 2 per segment. *nbytes is the size of the stream.
 // On CUDA: `out` has room for the stream: no more is written.
 KERNEL_WITH_WORKSPACE(bitmap_code_encode, const uint8_t* bitmap, int64_t n, int segment, uint8_t* out, int64_t* nbytes);
-// Decodes streams of bitmaps of n bits each. The table is in host memory on every device. *failed: 1 + the index of the
-// first stream that is not that of a bitmap with as many bits set; bitmaps may be written on failure.
+// Decodes streams of bitmaps of n bits each. The table is in host memory on every device. exact: nothing follows a
+// stream in its bytes. *failed: 1 + the index of the first stream that is not that of a bitmap with as many bits set;
+// bitmaps may be written on failure.
 // On CUDA, *failed is 1 + the index of any corrupt stream. The bitmaps of all of these have another number of bits set
 // than in the table, if n > 0.
 KERNEL_WITH_WORKSPACE(bitmap_code_decode, const BitmapStream* streams, int64_t count, int64_t n, int segment,
-                      int32_t* failed);
+                      bool exact, int32_t* failed);
 
 // --- compact
 // The values whose bit is set, in order (prefix-sum packing; HPDC'20, section 3.2). Items have 4 or 8 bytes. *found is
@@ -100,8 +101,8 @@ KERNEL(random_indices, int64_t n, int64_t k, uint64_t key, int32_t* indices);
 // capacity of 0 computes the size only.
 KERNEL_WITH_WORKSPACE(index_code_encode, const int32_t* indices, int64_t count, int64_t numel, uint8_t* out,
                       int64_t capacity, int64_t* nbytes);
-// *failed: the stream is not `count` strictly ascending indices below numel. It may hold any bytes. `indices` may be
-// partly written on failure.
+// *failed: the bytes do not begin with a stream of `count` strictly ascending indices below numel. They may be any; what
+// follows the stream is not read. `indices` may be partly written on failure.
 KERNEL_WITH_WORKSPACE(index_code_decode, const uint8_t* bytes, int64_t nbytes, int64_t numel, int64_t count,
                       int32_t* indices, int32_t* failed);
 // Adds weight * value to the element of each index, for the terms of each sum in order. *failed: 1 + the index of the
@@ -135,6 +136,11 @@ KERNEL(range_float_encode_packed, const RangeFloat* format, const float* x, int6
 // `format` is in host memory on every device. *failed: a code is above P + Q. x is written nevertheless.
 // On CUDA: A code above P + Q becomes NaN.
 KERNEL(range_float_decode, const RangeFloat* format, const int32_t* codes, int64_t n, float* x, int32_t* failed);
+// The same by the 8 bytes of range_wire. *failed also if they are not those of a format of `bits` bits: x is then not
+// written.
+// On CUDA: x is then NaN.
+KERNEL(range_float_decode_wire, const uint8_t* wire, int bits, const int32_t* codes, int64_t n, float* x,
+       int32_t* failed);
 
 // --- low_rank
 // For each entry of the table: m and e are rows x columns, factor is columns x rank (rows x rank if `transpose`), out
@@ -305,7 +311,8 @@ KERNEL(transform_inverse, const float* coefficients, int64_t n, uint32_t code, f
 KERNEL_WITH_WORKSPACE(transform_select, const float* x, int64_t n, uint32_t code, int64_t k, float* scratch,
                       int64_t scratch_numel, uint8_t* bitmap, float* values);
 // out = weight * the inverse transform of the sum of the parts, or out += that. `parts` is in host memory on every
-// device. *failed: 1 + the index of the first part whose bitmap does not have `count` bits set.
+// device. *failed: 1 + the index of the first part whose bitmap does not have `count` bits set, or whose format is not
+// valid.
 // On CUDA: At most kMostParts parts. The table is read before the call returns. `out` is NaN on failure.
 KERNEL_WITH_WORKSPACE(transform_decode, const TransformPart* parts, int64_t count, uint32_t code, float weight,
                       bool add, float* out, int64_t n, int32_t* failed);

@@ -20,12 +20,9 @@ struct IndexHeader {
 };
 static_assert(sizeof(IndexHeader) == 12, "the wire format");
 
-// A reader may not know where in its last 16 bytes a stream of so many bytes ends.
-constexpr int64_t kMostIndexPadding = 15;
-
-// Whether a stream that claims so many bytes may be what `nbytes` bytes hold.
+// Whether `nbytes` bytes may begin with a stream that claims so many. A reader may know only what room a stream has.
 GZ_HD bool index_stream_fits(uint32_t claimed, int64_t nbytes) {
-  return claimed >= sizeof(IndexHeader) && claimed <= nbytes && nbytes - claimed <= kMostIndexPadding;
+  return claimed >= sizeof(IndexHeader) && claimed <= nbytes;
 }
 
 struct IndexBlock {

@@ -119,4 +119,23 @@ GZ_HD uint64_t range_wire(const RangeFloat& r) {
          uint64_t(uint8_t(r.bits)) << 56;
 }
 
+// The inverse. Returns whether it is a format of `bits` bits of which every code decodes to a finite number; if not, it
+// is not written.
+GZ_HD bool range_of_wire(uint64_t wire, int bits, RangeFloat* r) {
+  const int64_t pbase = int64_t(wire & 0xffffffffu), positive = int64_t(wire >> 32 & 0xffffu);
+  const int mantissa = int(wire >> 48 & 0xffu);
+  if (int(wire >> 56) != bits || bits < 2 || bits > 16 || mantissa < 1 || mantissa > bits || pbase < 1) return false;
+  const int64_t codes = (int64_t(1) << bits) - 1;
+  const int64_t room = int64_t(kMaxFiniteBits >> (23 - mantissa)) - pbase + 1;  // numbers from eps to the largest float
+  if (positive > codes || positive > room) return false;
+  r->pbase = uint32_t(pbase);
+  r->positive = uint32_t(positive);
+  const int64_t negative = codes - positive < room ? codes - positive : room;
+  r->negative = uint32_t(negative > 0 ? negative : 0);
+  r->mantissa = mantissa;
+  r->bits = bits;
+  r->vmin = r->vmax = bits_float(0x7fc00000u);
+  return true;
+}
+
 }  // namespace gradzip

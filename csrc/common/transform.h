@@ -90,9 +90,11 @@ struct TransformPart {
   const uint8_t* packed;
   int64_t packed_nbytes;
   int64_t count;  // of groups
+  const uint8_t*
+      wire;  // of the format: 8 bytes, at any address; `format` has the expected bits only. Null: `format` is it
   RangeFloat format;
 };
-static_assert(sizeof(TransformPart) == 64, "gradzip/ops/transform.py writes it");
+static_assert(sizeof(TransformPart) == 72, "gradzip/ops/groups.py writes it");
 constexpr int kMostParts = 16;  // of one call
 
 // The power of two that scales amax into [1, 2): energies do not overflow, and those of values above 1e-19 amax do not

@@ -343,7 +343,7 @@ void bitmap_code_encode(const uint8_t* bitmap, int64_t n, int segment, uint8_t* 
 }
 
 // Returns false if the stream is corrupt.
-static bool decode_stream(const BitmapStream& stream, int64_t n, int segment, int threads) {
+static bool decode_stream(const BitmapStream& stream, int64_t n, int segment, bool exact, int threads) {
   const uint8_t* bytes = stream.bytes;
   const int64_t nbytes = stream.nbytes, segments = ceil_div(n, segment);
   if (nbytes < 2 * segments) return false;
@@ -362,7 +362,7 @@ static bool decode_stream(const BitmapStream& stream, int64_t n, int segment, in
     end += unpack_segment(entry_of(s)).nbytes;
   }
   std::atomic<int64_t> set{0};
-  std::atomic<bool> within{valid && end == nbytes};
+  std::atomic<bool> within{valid && (exact ? end == nbytes : end <= nbytes)};
   if (within)
     parallel_chunks(segments, kGroup, threads, [&](int64_t group, int64_t first, int64_t last) {
       uint64_t words[2][kReadWords];
@@ -391,10 +391,10 @@ static bool decode_stream(const BitmapStream& stream, int64_t n, int segment, in
   return within && set == stream.set;
 }
 
-void bitmap_code_decode(const BitmapStream* streams, int64_t count, int64_t n, int segment, int32_t* failed,
+void bitmap_code_decode(const BitmapStream* streams, int64_t count, int64_t n, int segment, bool exact, int32_t* failed,
                         int threads) {
   for (int64_t i = 0; i < count && !*failed; ++i)
-    if (!decode_stream(streams[i], n, segment, threads)) *failed = int32_t(1 + i);
+    if (!decode_stream(streams[i], n, segment, exact, threads)) *failed = int32_t(1 + i);
 }
 
 }  // namespace gradzip::cpu

@@ -168,4 +168,15 @@ void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t 
   if (std::any_of(bad.begin(), bad.end(), [](char b) { return b != 0; })) *failed = 1;
 }
 
+void range_float_decode_wire(const uint8_t* wire, int bits, const int32_t* codes, int64_t n, float* x, int32_t* failed,
+                             int threads) {
+  uint64_t word;
+  std::memcpy(&word, wire, sizeof word);
+  RangeFloat format;
+  if (range_of_wire(word, bits, &format))
+    range_float_decode(&format, codes, n, x, failed, threads);
+  else
+    *failed = 1;
+}
+
 }  // namespace gradzip::cpu

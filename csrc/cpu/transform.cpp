@@ -113,9 +113,15 @@ void transform_decode(const TransformPart* parts, int64_t count, uint32_t code, 
       *failed = int32_t(c) + 1;
       return;
     }
-    codes[c].values.resize(size_t(1) << part.format.bits);
-    for (size_t v = 0; v < codes[c].values.size(); ++v)
-      codes[c].values[v] = weight * range_decode(part.format, uint32_t(v));
+    RangeFloat format = part.format;
+    uint64_t wire;
+    if (part.wire) std::memcpy(&wire, part.wire, sizeof wire);
+    if (part.wire && !range_of_wire(wire, format.bits, &format)) {
+      *failed = int32_t(c) + 1;
+      return;
+    }
+    codes[c].values.resize(size_t(1) << format.bits);
+    for (size_t v = 0; v < codes[c].values.size(); ++v) codes[c].values[v] = weight * range_decode(format, uint32_t(v));
   }
   for_each_tile(t, threads, [&](int64_t i) {
     const int64_t elements = t.count(i), groups = t.groups_of(elements);

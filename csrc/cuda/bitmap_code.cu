@@ -42,7 +42,7 @@ int64_t bitmap_code_encode(void* workspace, const uint8_t* bitmap, int64_t n, in
 }
 
 int64_t bitmap_code_decode(void* workspace, const BitmapStream* streams, int64_t count, int64_t n, int segment,
-                           int32_t* failed, cudaStream_t stream) {
+                           bool exact, int32_t* failed, cudaStream_t stream) {
   const int64_t segments = ceil_div(n, segment), most = count < kMostStreams ? count : kMostStreams;
   Arena arena(workspace);
   auto* sizes = arena.take<uint32_t>(most * segments);
@@ -57,7 +57,8 @@ int64_t bitmap_code_decode(void* workspace, const BitmapStream* streams, int64_t
     clear(checks, some * int64_t(sizeof *checks), stream);
     launch(stream, grid(segments), kBlock, kernel<bitmap_sizes_kernel>, table, n, segment, segments, sizes, checks);
     launch(stream, grid_of(unsigned(some)), kScanBlock, kernel<bitmap_scan_kernel>, sizes, segments, offsets);
-    launch(stream, grid(segments), kBlock, kernel<bitmap_read_kernel>, table, n, segment, segments, offsets, checks);
+    launch(stream, grid(segments), kBlock, kernel<bitmap_read_kernel>, table, n, segment, segments, exact, offsets,
+           checks);
     launch(stream, grid(ceil_div(n, 32)), kBlock, kernel<bitmap_check_kernel>, table, checks, n, int32_t(first),
            failed);
   }

@@ -133,16 +133,17 @@ __global__ void __launch_bounds__(kScanBlock)
   scan_counts(sizes + blockIdx.x * segments, segments, offsets + blockIdx.x * (segments + 1));
 }
 
-// Reads the segments if their sizes add up to that of the stream.
+// Reads the segments if their sizes add up to that of the stream, or, unless `exact`, to less.
 __global__ void __launch_bounds__(kBlock)
-    bitmap_read_kernel(BitmapStreams streams, int64_t n, int size, int64_t segments, const int64_t* offsets,
+    bitmap_read_kernel(BitmapStreams streams, int64_t n, int size, int64_t segments, bool exact, const int64_t* offsets,
                        BitmapCheck* checks) {
   const uint8_t* stream = streams.of[blockIdx.y].bytes;
   const int64_t nbytes = streams.of[blockIdx.y].nbytes;
   uint8_t* bitmap = streams.of[blockIdx.y].bitmap;
   BitmapCheck* check = checks + blockIdx.y;
   offsets += blockIdx.y * (segments + 1);
-  if (2 * segments + offsets[segments] != nbytes) {
+  const int64_t end = 2 * segments + offsets[segments];
+  if (end > nbytes || (exact && end < nbytes)) {
     report(&check->corrupt);
     return;
   }

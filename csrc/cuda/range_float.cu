@@ -39,4 +39,10 @@ void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t 
   launch(stream, grid_of(grid_for(ceil_div(n, kBlock))), kBlock, kernel<decode_kernel>, *format, codes, n, x, failed);
 }
 
+void range_float_decode_wire(const uint8_t* wire, int bits, const int32_t* codes, int64_t n, float* x, int32_t* failed,
+                             cudaStream_t stream) {
+  launch(stream, grid_of(grid_for(ceil_div(n, kBlock))), kBlock, kernel<decode_wire_kernel>, wire, bits, codes, n, x,
+         failed);
+}
+
 }  // namespace gradzip::cuda

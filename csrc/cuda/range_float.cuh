@@ -4,6 +4,7 @@
 #include "common/philox.h"
 #include "common/range_float_fit.h"
 #include "cuda/block/bit_stream.cuh"
+#include "cuda/block/bytes.cuh"
 
 namespace gradzip::cuda {
 
@@ -144,17 +145,29 @@ __global__ void __launch_bounds__(kBlock)
   add_outside(out, outside);
 }
 
-// A code that there is not becomes NaN, since nobody may be reading the flag.
-__global__ void __launch_bounds__(kBlock)
-    decode_kernel(RangeFloat format, const int32_t* codes, int64_t n, float* x, int32_t* failed) {
-  bool bad = false;
+// A code that there is not becomes NaN, since nobody may be reading the flag; so does every one if the format is invalid.
+GZ_DEVICE void decode_all(const RangeFloat& format, bool valid, const int32_t* codes, int64_t n, float* x,
+                          int32_t* failed) {
+  bool bad = !valid;
   for (int64_t i = grid_thread(); i < n; i += grid_threads()) {
     const uint32_t code = uint32_t(__ldg(codes + i));
-    const bool exists = code <= format.positive + format.negative;
+    const bool exists = valid && code <= format.positive + format.negative;
     bad |= !exists;
     x[i] = exists ? range_decode(format, code) : bits_float(0x7fc00000u);
   }
   if (bad) report(failed);
+}
+
+__global__ void __launch_bounds__(kBlock)
+    decode_kernel(RangeFloat format, const int32_t* codes, int64_t n, float* x, int32_t* failed) {
+  decode_all(format, true, codes, n, x, failed);
+}
+
+__global__ void __launch_bounds__(kBlock)
+    decode_wire_kernel(const uint8_t* wire, int bits, const int32_t* codes, int64_t n, float* x, int32_t* failed) {
+  RangeFloat format{};
+  const bool valid = range_of_wire(load_bytes<uint64_t>(wire), bits, &format);
+  decode_all(format, valid, codes, n, x, failed);
 }
 
 }  // namespace gradzip::cuda

@@ -8,6 +8,7 @@
 #include "common/transform.h"
 #include "cuda/block/bit_stream.cuh"
 #include "cuda/block/bitmap_tiles.cuh"
+#include "cuda/block/bytes.cuh"
 #include "cuda/block/quads.cuh"
 #include "cuda/select.cuh"
 
@@ -524,6 +525,12 @@ struct TransformParts {
   int count;
 };
 
+// The format of a part. Returns whether it is valid.
+GZ_DEVICE bool format_of(const TransformPart& part, RangeFloat* format) {
+  *format = part.format;
+  return !part.wire || range_of_wire(load_bytes<uint64_t>(part.wire), part.format.bits, format);
+}
+
 // counts[part * tiles + tile] = the number of bits set. One warp per part and tile.
 __global__ void __launch_bounds__(kBlock)
     transform_parts_count_kernel(TransformLayout t, TransformParts parts, uint32_t* counts) {
@@ -548,7 +555,9 @@ __global__ void __launch_bounds__(kScanBlock)
   if (threadIdx.x != 0) return;
   const int64_t groups = t.groups();
   const bool beyond = groups % 8 && parts.of[part].bitmap[groups / 8] >> (groups % 8);
-  if (set != parts.of[part].count || beyond) atomicMax(invalid, kMostParts - part);
+  RangeFloat format;
+  const bool known = format_of(parts.of[part], &format);
+  if (set != parts.of[part].count || beyond || !known) atomicMax(invalid, kMostParts - part);
 }
 
 __global__ void __launch_bounds__(kTransformBlock, kTransformBlocks)
@@ -560,6 +569,8 @@ __global__ void __launch_bounds__(kTransformBlock, kTransformBlocks)
     return;
   }
   __shared__ uint32_t words[kTileWords], ranks[kTileWords];
+  __shared__ RangeFloat formats[kMostParts];  // before they are read, there is a barrier
+  if (int(threadIdx.x) < parts.count) format_of(parts.of[threadIdx.x], &formats[threadIdx.x]);
   const uint32_t below = (1u << lane()) - 1;
   Tile tile(t);
   for (int64_t i = blockIdx.x; i < t.tiles; i += gridDim.x) {
@@ -567,11 +578,11 @@ __global__ void __launch_bounds__(kTransformBlock, kTransformBlocks)
     for (int j = int(threadIdx.x); j < tile.length * tile.pitch; j += kTransformBlock) tile.z[j] = 0.0f;
     for (int c = 0; c < parts.count; ++c) {
       const TransformPart& part = parts.of[c];
-      const RangeFloat format = part.format;
       const int64_t first = t.group * offsets[c * (t.tiles + 1) + i];
       const uint32_t many =
           rank_words(load_word(part.bitmap + i * t.tile_groups() / 8, threadIdx.x, tile.groups), words, ranks);
       __syncthreads();
+      const RangeFloat format = formats[c];
       const auto value = [&](int64_t j) {
         const uint32_t code = read_bits(part.packed, part.packed_nbytes, (first + j) * format.bits, format.bits);
         return weight * range_decode(format, code);

@@ -103,8 +103,9 @@ def bitmap_code_decode(
     """Return the bitmap that `bitmap_code_encode` encoded: uint8 of ceil(numel / 8), in `out` if given.
 
     stream: uint8, any bytes; count: the number of bits set; segment: that of the encoder. Raises PayloadError unless it
-    is a stream of `numel` elements with `count` bits set. On CUDA, which does not wait for the device, the result of a
-    corrupt stream has another number of bits set instead, so that those who take `count` values by it notice.
+    is a stream of `numel` elements with `count` bits set. On CUDA, which does not wait for the device, any bytes may
+    follow the stream, and the result of a corrupt one has another number of bits set instead, so that those who take
+    `count` values by it notice.
     """
     [out], corrupt = bitmap_code_decode_all([stream], numel, [count], segment, None if out is None else [out])
     if corrupt is not None:
@@ -135,8 +136,10 @@ def bitmap_code_decode_all(
         bitmaps.append(_native.output(given, nbytes, torch.uint8, stream.device, "bitmap_code_decode: out"))
         table.add(stream, stream.numel(), count, bitmaps[i])
     if numel == 0:  # there is nothing by which CUDA could show that a stream is corrupt
-        return bitmaps, next((i for i, (s, count) in enumerate(zip(streams, counts)) if s.numel() or count), None)
-    failed = table.run_failed("bitmap_code_decode", numel, segment)
+        return bitmaps, next(
+            (i for i, (s, count) in enumerate(zip(streams, counts)) if count or (s.numel() and not s.is_cuda)), None
+        )
+    failed = table.run_failed("bitmap_code_decode", numel, segment, not bitmaps[0].is_cuda) if bitmaps else 0
     return bitmaps, failed - 1 if failed else None
 
 

@@ -247,7 +247,15 @@ def topk_abs(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 # --- selected coefficients of a transform (`ops.transform_*`), whose bitmaps and values are coded
 
 _PART = np.dtype(  # struct TransformPart of csrc/common/transform.h
-    [("bitmap", "<u8"), ("packed", "<u8"), ("nbytes", "<i8"), ("k", "<i8"), ("format", WORDS), ("padding", "V4")]
+    [
+        ("bitmap", "<u8"),
+        ("packed", "<u8"),
+        ("nbytes", "<i8"),
+        ("k", "<i8"),
+        ("wire", "<u8"),
+        ("format", WORDS),
+        ("padding", "V4"),
+    ]
 )
 _MOST_PARTS = 16  # that are added up before they are transformed back
 _ALIGN = 64  # of bitmaps, in bytes
@@ -280,7 +288,7 @@ def bitmap_code_write(bitmap: Tensor, numel: int, segment: int, out: Tensor) -> 
 def bitmap_code_decode(
     streams: np.ndarray, nbytes: np.ndarray, counts: np.ndarray, numel: int, segment: int, where: Tensor
 ) -> tuple[Tensor, int]:
-    """`ops.bitmap_code_decode_all` of streams at these addresses.
+    """`ops.bitmap_code_decode_all` of streams at these addresses. nbytes: of each; on CUDA, the room for it suffices.
 
     Returns the bitmaps, of which each begins a row; and 1 plus the number of the stream that is corrupt, or 0.
     """
@@ -289,21 +297,32 @@ def bitmap_code_decode(
     table = np.empty((len(streams), 4), np.int64)  # struct BitmapStream of csrc/common/bitmap_code.h
     table[:, 0], table[:, 1], table[:, 2] = streams, nbytes, counts
     table[:, 3] = bitmaps.data_ptr() + row * np.arange(len(streams))
-    arguments = (table.ctypes.data, len(table), numel, segment)
+    arguments = (table.ctypes.data, len(table), numel, segment, not where.is_cuda)
     return bitmaps, _native.run_failed("bitmap_code_decode", where, *arguments)
 
 
 def transform_parts(
-    bitmaps: np.ndarray, packed: np.ndarray, nbytes: np.ndarray, k: Sequence[int] | np.ndarray, formats: np.ndarray
-) -> np.ndarray:
-    """A table of struct TransformPart: addresses of bitmaps and of codes, bytes and number of these, their formats."""
-    table = np.zeros(len(formats), _PART)
-    table["bitmap"], table["packed"], table["nbytes"], table["k"], table["format"] = bitmaps, packed, nbytes, k, formats
+    bitmaps: np.ndarray, packed: np.ndarray, nbytes: np.ndarray, k: Sequence[int] | np.ndarray,
+    formats: np.ndarray | int, wires: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
+    """A table of struct TransformPart: addresses of bitmaps and of codes, bytes and number of these, their formats.
+
+    Args:
+        formats: of dtype `WORDS`, or with `wires` their number of bits.
+        wires: addresses of the 8 bytes that `RangeFloat.to_wire` writes, on the device. Decoding fails unless they are
+            a format of so many bits.
+    """
+    table = np.zeros(len(bitmaps), _PART)
+    table["bitmap"], table["packed"], table["nbytes"], table["k"] = bitmaps, packed, nbytes, k
+    if wires is None:
+        table["format"] = formats
+    else:
+        table["wire"], table["format"]["bits"] = wires, formats
     return table
 
 
 def transform_decode(parts: np.ndarray, code: int, out: Tensor, weight: float, add: bool) -> int | None:
-    """`ops.transform_decode` of a table of `transform_parts`."""
+    """`ops.transform_decode` of a table of `transform_parts`. Also fails by a part with an invalid format."""
     for first in range(0, len(parts), _MOST_PARTS):
         some = parts[first : first + _MOST_PARTS]
         arguments = (some.ctypes.data, len(some), code, weight, add or first > 0, out.data_ptr(), out.numel())

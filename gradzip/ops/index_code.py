@@ -110,8 +110,8 @@ def index_code_decode(stream: Tensor, numel: int, count: int | None = None) -> T
 
     stream: uint8, exactly what `index_code_encode` wrote (`index_code_open` finds it in a longer buffer). count: the
     number of indices, if it is known. Raises PayloadError if the stream is corrupt; any bytes are safe. Waits for the
-    device if the stream is on CUDA and `count` is not given. With `count`, up to 15 bytes of padding may follow the
-    stream there, and what cannot be decoded becomes 0.
+    device if the stream is on CUDA and `count` is not given. With `count`, any bytes may follow the stream there, and
+    what cannot be decoded becomes 0.
     """
     stream = _native.check(stream, torch.uint8, "index_code_decode: stream")
     waits = False
@@ -133,8 +133,8 @@ def index_code_decode_add(stream: Tensor, values: Tensor, out: Tensor, weight: f
 
     stream: uint8, as for `index_code_decode`; values: float32, one per index; out: float32, any shape, contiguous, in
     place. Raises PayloadError if the stream is corrupt or has another number of indices; out then holds part of the
-    sum, and nothing outside it is written. On CUDA, which does not wait for the device, up to 15 bytes of padding may
-    follow the stream, and out becomes NaN if it is corrupt, so that all ranks skip the step.
+    sum, and nothing outside it is written. On CUDA, which does not wait for the device, any bytes may follow the
+    stream, and out becomes NaN if it is corrupt, so that all ranks skip the step.
     """
     index_code_decode_add_all([WeightedSum(out, [((stream, values), weight)])])
 

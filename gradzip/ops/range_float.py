@@ -152,6 +152,29 @@ class RangeFloat:
             raise ValueError(f"RangeFloat.decode: got a code above {self.positive + self.negative}, the last there is")
         return x
 
+    @staticmethod
+    @takes_arrays
+    def decode_by_wire(wire: Tensor, bits: int, codes: Tensor) -> Tensor:
+        """Return the values of codes of the format that `to_wire` wrote, without waiting to know it.
+
+        wire: uint8 of 8, on the device of the codes. bits: those of the format. codes: any shape, int32. Returns
+        float32 of the same shape, with the bits of `decode`. Deterministic. Raises PayloadError unless `from_wire`
+        accepts the format, it has `bits` bits, and it has all codes. On CUDA, which does not wait for the device,
+        values are NaN instead: all of them, or those without a code.
+
+        >>> number, codes = RangeFloat(8, 3, -1.0, 1.0), torch.tensor([0, 5], dtype=torch.int32)
+        >>> wire = torch.frombuffer(bytearray(number.to_wire()), dtype=torch.uint8)
+        >>> bool((RangeFloat.decode_by_wire(wire, 8, codes) == number.decode(codes)).all())
+        True
+        """
+        codes = _native.check(codes, torch.int32, "RangeFloat.decode_by_wire: codes")
+        wire = _native.check(wire, torch.uint8, "RangeFloat.decode_by_wire: wire", _WIRE.itemsize, codes.device)
+        x = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        arguments = (wire.data_ptr(), bits, codes.data_ptr(), codes.numel(), x.data_ptr())
+        if _native.run_failed("range_float_decode_wire", codes, *arguments):
+            raise PayloadError(f"corrupt range float: got another format than one of {bits} bits with these codes")
+        return x
+
     def to_wire(self) -> bytes:
         """Return the 8 bytes from which a peer decodes. Waits for the device if the format was fitted on CUDA."""
         return np.array([(self.pbase, self.positive, self.mantissa, self.bits)], _WIRE).tobytes()

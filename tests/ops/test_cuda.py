@@ -147,6 +147,10 @@ def test_range_float_and_bit_streams(on_device, n, bits):
             number = ops.RangeFloat.fit(x, bits, mantissa, limits)
             fitted = on_device(lambda *arguments: ops.RangeFloat.fit(*arguments)._words, x, bits, mantissa, limits)
             assert bits_equal(fitted, number._words)
+            wire = torch.frombuffer(bytearray(number.to_wire()), dtype=torch.uint8)
+            decode = ops.RangeFloat.decode_by_wire
+            assert bits_equal(on_device.same(decode, wire, bits, number.encode(x)), number.decode(number.encode(x)))
+            assert on_device(decode, wire, bits + 1, number.encode(x)).isnan().all()
             for key in (None, 12345):
                 codes = on_device.same(number.encode, x, key)
                 packed = ops.pack_bits(codes, bits)
@@ -230,7 +234,7 @@ def test_sparse_indices(on_device, n):
 
             written, nbytes = on_device(write, indices, torch.empty_like(stream))
             assert bits_equal(written, stream) and nbytes == stream.numel()
-            padded = torch.cat([stream, torch.zeros(15, dtype=torch.uint8)])
+            padded = torch.cat([stream, torch.full((100,), 77, dtype=torch.uint8)])
             assert bits_equal(on_device(lambda s, k=k: ops.index_code_decode(s, n, k), padded), indices)
 
             decode_add, out = added(ops.index_code_decode_add, 0.3), torch.randn(n)
@@ -255,6 +259,10 @@ def test_bitmap_code(on_device, n):
             count = ops.bitmap_count(bits, n)
             stream = on_device.same(ops.bitmap_code_encode, bits, n)
             assert bits_equal(on_device(ops.bitmap_code_decode, stream, n, count), bits)
+            with_room = torch.cat([stream, torch.full((100,), 255, dtype=torch.uint8)])
+            assert bits_equal(on_device(ops.bitmap_code_decode, with_room, n, count), bits)
+            with pytest.raises(gradzip.PayloadError):
+                ops.bitmap_code_decode(with_room, n, count)
             if n:
                 for damaged, claimed in ((stream[:-1], count), (stream, count + 1), (stream, max(0, count - 1))):
                     if (len(damaged), claimed) != (len(stream), count):

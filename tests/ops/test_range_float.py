@@ -405,10 +405,20 @@ def test_wire_round_trip():
     )
 )
 def test_a_wire_form_decodes_to_finite_numbers_or_is_refused(wire):
+    on_device, bits = torch.frombuffer(bytearray(b"1" + wire), dtype=torch.uint8)[1:], wire[7]
     try:
         number = RangeFloat.from_wire(wire)
     except PayloadError:
+        with pytest.raises(PayloadError, match=f"expected|got another format than one of {bits} bits"):
+            RangeFloat.decode_by_wire(on_device, bits, torch.zeros(1, dtype=torch.int32))
         return
+    codes = torch.arange(1 + number.positive + number.negative, dtype=torch.int32)
+    assert torch.equal(RangeFloat.decode_by_wire(on_device, bits, codes), number.decode(codes))
+    with pytest.raises(PayloadError, match="corrupt range float"):
+        RangeFloat.decode_by_wire(on_device, bits, codes + 1)
+    for others in (bits - 1, bits + 1):
+        with pytest.raises(PayloadError, match=f"got another format than one of {others} bits"):
+            RangeFloat.decode_by_wire(on_device, others, codes)
     assert number.positive + number.negative < 2**number.bits
     values = number.decode(torch.arange(1 + number.positive + number.negative, dtype=torch.int32))
     assert values.isfinite().all()

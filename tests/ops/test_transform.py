@@ -12,6 +12,7 @@ from reference import (
     RangeFormat,
     U,
     arrays,
+    as_tensor,
     bitmap,
     dct_matrix,
     pack_bits,
@@ -498,6 +499,25 @@ def sum_of(coded: list[Coded], reference: BlockTransform, n: int, weight: float)
     return total
 
 
+def check_wires(parts, transform, before, weight, add):
+    """Parts whose formats are read from the wire, as a peer reads them."""
+    wires = [as_tensor(b"1" * (i % 8) + part.number.to_wire())[i % 8 :] for i, part in enumerate(parts)]
+    parts = [part._replace(number=ops.RangeFloat.from_wire(part.number.to_wire())) for part in parts]
+    expected, out = before.clone(), before.clone()
+    ops.transform_decode(parts, transform, expected, weight, add)
+    bitmaps, packed = [part.bitmap for part in parts], [part.packed for part in parts]
+    where = ops.groups.addresses(bitmaps), ops.groups.addresses(packed), ops.groups.numels(packed)
+    k, bits = [part.k for part in parts], np.array([part.number.bits for part in parts])
+    table = ops.groups.transform_parts(*where, k, bits, ops.groups.addresses(wires))
+    assert ops.groups.transform_decode(table, transform.code, out, weight, add) is None
+    assert torch.equal(out, expected)
+    # Formats of other bits fail.
+    last = min(len(parts), 16) - 1
+    table["format"]["bits"][last] += 1
+    assert ops.groups.transform_decode(table[: last + 1], transform.code, out, weight, add) == last
+    assert torch.equal(out, expected)
+
+
 def check_decode(kind: str, coded: list[Coded], n: int, weight: float, add: bool, everywhere: bool = True) -> None:
     transform, reference = KINDS[kind]
     before = heavy_tailed(n, seed=3)
@@ -511,6 +531,7 @@ def check_decode(kind: str, coded: list[Coded], n: int, weight: float, add: bool
         return fenced.out
 
     got = same_everywhere(decode) if everywhere else decode()
+    check_wires(parts, transform, torch.from_numpy(before), weight, add)
     sums = [sum_of(coded[i : i + 16], reference, n, weight) for i in range(0, len(coded), 16)]
     # Bit by bit: each sum is transformed back and added.
     expected = torch.from_numpy(before).clone() if add else torch.zeros(n)

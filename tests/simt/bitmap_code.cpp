@@ -44,7 +44,7 @@ static void test(int64_t n, unsigned seed) {
     const simt::Buffer<uint8_t> back(int64_t(bits.size()), n % 5);
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
     const BitmapStream listed{stream, nbytes, count_of(bits), back};
-    simt::call(cuda::bitmap_code_decode, &listed, 1, n, segment, failed);
+    simt::call(cuda::bitmap_code_decode, &listed, 1, n, segment, true, failed);
     simt::expect_equal(*failed.get(), 0, "bitmap_code_decode: failed");
     simt::expect_equal(back.get(), bitmap.get(), bitmap.size(), "bitmap_code_decode");
   });
@@ -62,7 +62,7 @@ static void test_hostile(int64_t n, unsigned seed) {
   bytes.resize(size_t(nbytes));
   const unsigned what = seed % 6;
   if (what == 0) bytes.resize(random() % (bytes.size() + 1));
-  if (what == 1) bytes.push_back(uint8_t(random()));
+  if (what == 1) bytes.resize(bytes.size() + 1 + random() % 200, uint8_t(random()));
   if (what == 2) count += random() % 2 ? 1 : -1;
   if (what == 3)  // other bytes in segments of the same sizes
     for (size_t i = size_t((n + segment - 1) / segment * 2); i < bytes.size(); ++i) bytes[i] = uint8_t(random());
@@ -70,16 +70,19 @@ static void test_hostile(int64_t n, unsigned seed) {
     for (unsigned i = 0; i < 1 + random() % 3; ++i)
       bytes[random() % std::min<size_t>(bytes.size(), what == 4 ? bytes.size() : 8)] ^= uint8_t(1u << random() % 8);
   const simt::Buffer<uint8_t> stream(bytes, seed % 3), expected(int64_t(bits.size())), back(int64_t(bits.size()));
-  // What the stream does decode to, if anything but the number of bits is right.
-  for (int64_t claimed = count, round = 0; round < 2; ++round) {
+  // What the stream does decode to, if anything but the number of bits is right; then with room behind it.
+  for (int64_t claimed = count, round = 0; round < 4; ++round) {
+    const bool exact = round < 2;
+    if (round == 2) claimed = count;
     int32_t refused = 0;
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
     const BitmapStream on_cpu{stream, stream.size(), claimed, expected}, listed{stream, stream.size(), claimed, back};
-    cpu::bitmap_code_decode(&on_cpu, 1, n, segment, &refused, 1);
+    cpu::bitmap_code_decode(&on_cpu, 1, n, segment, exact, &refused, 1);
     simt::options.seed = seed;
-    simt::call(cuda::bitmap_code_decode, &listed, 1, n, segment, failed);
+    simt::call(cuda::bitmap_code_decode, &listed, 1, n, segment, exact, failed);
     simt::expect_equal(*failed.get(), refused,
                        "bitmap_code_decode of other bytes: failed, seed " + std::to_string(seed));
+    if (what == 1) simt::expect_equal(refused, int32_t(exact), "bitmap_code_decode of a byte more");
     const std::vector<uint8_t> got(back.get(), back.get() + back.size());
     if (refused)
       simt::expect_equal(count_of(got) != claimed, true, "bitmap_code_decode of other bytes: another count");
@@ -108,10 +111,10 @@ static void test_several(int64_t n, int count, const std::vector<int>& corrupt) 
     listed.push_back({streams.back(), streams.back().size(), count_of(bits), back.back()});
   }
   int32_t refused = 0;
-  cpu::bitmap_code_decode(on_cpu.data(), count, n, kMostSegment, &refused, 2);
+  cpu::bitmap_code_decode(on_cpu.data(), count, n, kMostSegment, true, &refused, 2);
   simt::expect_equal(refused, corrupt.empty() ? 0 : 1 + corrupt[0], "bitmap_code_decode of several: failed on the CPU");
   const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
-  simt::call(cuda::bitmap_code_decode, listed.data(), count, n, kMostSegment, failed);
+  simt::call(cuda::bitmap_code_decode, listed.data(), count, n, kMostSegment, true, failed);
   const int32_t reported = *failed.get();
   simt::expect_equal(reported > 0, refused > 0, "bitmap_code_decode of several: failed");
   simt::expect_equal(!refused || std::count(corrupt.begin(), corrupt.end(), reported - 1) > 0, true,

@@ -1,4 +1,4 @@
-// range_float_fit, range_float_encode, range_float_encode_packed and range_float_decode.
+// range_float_fit, range_float_encode, range_float_encode_packed, range_float_decode and range_float_decode_wire.
 #include "check.h"
 
 #include "cpu/ops.h"
@@ -47,6 +47,18 @@ static void test_encode(const simt::Buffer<float>& x, int64_t n, int bits, bool 
     cuda::range_float_decode(&number, codes, n, values, failed, nullptr);
     simt::expect_equal(values.get(), expected_values.get(), n, "range_float_decode");
     simt::expect_equal(*failed.get(), 0, "range_float_decode: failed");
+    const simt::Buffer<uint8_t> wire(8, n % 8);
+    const uint64_t word = range_wire(number);
+    std::memcpy(wire.get(), &word, 8);
+    for (const bool valid : {true, false}) {
+      *failed.get() = 0;
+      cuda::range_float_decode_wire(wire, valid ? bits : bits + 1, codes, n, values, failed, nullptr);
+      simt::expect_equal(*failed.get(), int32_t(!valid), "range_float_decode_wire: failed");
+      if (valid) simt::expect_equal(values.get(), expected_values.get(), n, "range_float_decode_wire");
+      for (int64_t i = 0; !valid && i < n; ++i)
+        if (!std::isnan(values[i])) std::fprintf(stderr, "an invalid format gives a number\n"), std::exit(1);
+    }
+    *failed.get() = 0;
     if (n == 0) return;
     codes[n - 1] = int32_t(number.positive + number.negative + 1);
     cuda::range_float_decode(&number, codes, n, values, failed, nullptr);

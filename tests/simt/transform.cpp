@@ -102,17 +102,22 @@ static void test_select(uint32_t code, int64_t n) {
 }
 
 struct Part {
-  simt::Buffer<uint8_t> bitmap, packed;
+  simt::Buffer<uint8_t> bitmap, packed, wire;
   int64_t count;
   RangeFloat format;
 
   Part(int64_t groups, int group, int bits, unsigned one_in, unsigned seed, int64_t skip)
       : Part(groups, group, bits, one_in, std::mt19937(seed), skip) {}
-  TransformPart get() const { return {bitmap, packed, packed.size(), count, format}; }
+  TransformPart get() const { return {bitmap, packed, packed.size(), count, nullptr, format}; }
+  TransformPart get_by_wire() const {
+    RangeFloat bits_only{};
+    bits_only.bits = format.bits;
+    return {bitmap, packed, packed.size(), count, wire, bits_only};
+  }
 
  private:
   Part(int64_t groups, int group, int bits, unsigned one_in, std::mt19937 random, int64_t skip)
-      : bitmap((groups + 7) / 8, skip), packed(0), count(0) {
+      : bitmap((groups + 7) / 8, skip), packed(0), wire(8, skip), count(0) {
     for (int64_t i = 0; i < bitmap.size(); ++i) bitmap[i] = 0;
     for (int64_t i = 0; i < groups; ++i) {
       if (random() % one_in) continue;
@@ -122,6 +127,10 @@ struct Part {
     packed = simt::Buffer<uint8_t>((group * count * bits + 7) / 8, 1 - skip % 2);
     for (int64_t i = 0; i < packed.size(); ++i) packed[i] = uint8_t(random());
     cpu::range_float_fit(&format, nullptr, 0, bits, bits / 2, -2.0f, 1.0f, 1);
+    const uint64_t word = range_wire(format);
+    std::memcpy(wire.get(), &word, 8);
+    // As a peer reads it: codes above P + Q, which random codes may be, are negative numbers then.
+    if (!range_of_wire(word, bits, &format)) std::fprintf(stderr, "a format is refused\n"), std::exit(1);
   }
 };
 
@@ -131,20 +140,26 @@ static void test_decode(uint32_t code, int64_t n, int count) {
   for (int c = 0; c < count; ++c)
     parts.emplace_back(t.groups(), t.group, 2 + 7 * c % 15, c % 3 == 2 ? 1000u : unsigned(1 + 6 * (c % 3)), unsigned(c),
                        c % 4);
-  std::vector<TransformPart> table;
-  for (const Part& part : parts) table.push_back(part.get());
+  std::vector<TransformPart> table, by_wire;
+  for (const Part& part : parts) table.push_back(part.get()), by_wire.push_back(part.get_by_wire());
   const auto start = simt::data(simt::Kind::normal, n);
   for (bool add : {false, true}) {
     const simt::Buffer<float> expected(start);
     int32_t refused = 0;
     cpu::transform_decode(table.data(), count, code, 0.3f, add, expected, n, &refused, 1);
     simt::expect_equal(refused, 0, "transform_decode on the CPU: failed");
+    const simt::Buffer<float> same(start);
+    cpu::transform_decode(by_wire.data(), count, code, 0.3f, add, same, n, &refused, 1);
+    simt::expect_equal(refused, 0, "transform_decode by the wire on the CPU: failed");
+    simt::expect_equal(same.get(), expected.get(), n, "transform_decode by the wire on the CPU");
     in_some_order([&] {
-      const simt::Buffer<float> out(start, n % 4);
-      const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
-      simt::call(cuda::transform_decode, table.data(), int64_t(count), code, 0.3f, add, out, n, failed);
-      simt::expect_equal(*failed.get(), 0, "transform_decode: failed");
-      expect_close(out, expected, n, name("transform_decode", code, n) + ", parts: " + std::to_string(count));
+      for (const auto& listed : {table, by_wire}) {
+        const simt::Buffer<float> out(start, n % 4);
+        const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
+        simt::call(cuda::transform_decode, listed.data(), int64_t(count), code, 0.3f, add, out, n, failed);
+        simt::expect_equal(*failed.get(), 0, "transform_decode: failed");
+        expect_close(out, expected, n, name("transform_decode", code, n) + ", parts: " + std::to_string(count));
+      }
     });
   }
   const auto expect_invalid = [&](const std::vector<TransformPart>& wrong, int32_t index, bool add, bool flag) {
@@ -161,6 +176,21 @@ static void test_decode(uint32_t code, int64_t n, int count) {
     auto wrong = table;
     for (int c = bad; c < count; c += 2) wrong[size_t(c)].count += c % 4 ? -1 : 1;
     expect_invalid(wrong, bad, bad % 2, bad > 0);
+  }
+  // So does a format of other bits than expected, or one that is invalid: no mantissa, and a number that is infinite.
+  for (int spoilt = 0; count > 0 && spoilt < 3; ++spoilt) {
+    const int bad = (spoilt + int(n)) % count;
+    auto wrong = by_wire;
+    const simt::Buffer<uint8_t> wire(8, spoilt);
+    std::memcpy(wire.get(), parts[size_t(bad)].wire, 8);
+    wire[spoilt == 0 ? 7 : spoilt == 1 ? 6 : 3] = uint8_t(spoilt == 0 ? wire[7] % 16 + 1 : spoilt == 1 ? 0 : 0xff);
+    wrong[size_t(bad)].wire = wire;
+    expect_invalid(wrong, bad, false, true);
+    int32_t refused = 0;
+    const simt::Buffer<float> out(start);
+    cpu::transform_decode(wrong.data(), count, code, 0.3f, false, out, n, &refused, 1);
+    simt::expect_equal(refused, bad + 1, "transform_decode of an invalid format on the CPU: failed");
+    simt::expect_equal(out.get(), start.data(), n, "transform_decode of an invalid format on the CPU");
   }
   if (count == 0 || t.groups() % 8 == 0) return;
   parts.back().bitmap[t.groups() / 8] |= 0x80;
