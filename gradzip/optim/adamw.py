@@ -13,7 +13,9 @@ from torch.optim.adamw import adamw
 
 from ..averaging import optimizer_hooks
 from ..memory.state import Workspace
+from . import on_device
 from .base import Optimizer
+from .on_device import local
 
 # Options of torch.optim.AdamW that `AdamW` does not have.
 _OTHER_OPTIONS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
@@ -23,8 +25,9 @@ class AdamW(Optimizer):
     """torch.optim.AdamW, whose second moment stands still while `Momentum` compresses.
 
     In the warm-up of `Momentum`, and for parameters that it does not compress, a step is that of torch.optim.AdamW,
-    with the same bits. Without `Momentum`, all steps are. When momenta are compressed, averages have the mean of
-    gradients but not their squares. The second moment v then keeps its value of the T-th step, the last of the warm-up:
+    with the same bits; on a CUDA device, of torch.optim.AdamW(fused=True). Without `Momentum`, all steps are. When
+    momenta are compressed, averages have the mean of gradients but not their squares. The second moment v then keeps
+    its value of the T-th step, the last of the warm-up:
 
         m = beta1 m + (1 - beta1) g
         p = (1 - lr weight_decay) p
@@ -47,6 +50,9 @@ class AdamW(Optimizer):
     Args:
         params, lr, betas, eps, weight_decay: as of torch.optim.AdamW, with the same defaults. beta1 must be the `beta`
             of `Momentum`.
+
+    With `found_inf`, a step is skipped as that of torch's fused AdamW: on a CUDA device, without a wait of the host.
+    Steps are counted on the host: `rollback_counts` corrects the counters.
 
     State dicts are those of torch.optim.AdamW, and each loads those of the other (docs/usage.md has how, from files of
     torch.distributed.checkpoint). They also have "exp_avg_sq_step", the number of steps that the second moment was
@@ -85,14 +91,18 @@ class AdamW(Optimizer):
         """
         for group in state_dict["param_groups"]:
             _check_options(group, "a state dict")
-        super().load_state_dict(state_dict)
+        # torch would move this counter to the device of the parameter, in its dtype; numbers stay as they are.
+        count = "exp_avg_sq_step"
+        states = {i: {k: float(x) if k == count else x for k, x in s.items()} for i, s in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": states})
         # Horovod broadcasts states and options one by one, so all ranks have the same ones, whoever has loaded.
         for group in self.param_groups:
             for option in _OTHER_OPTIONS:
                 group.pop(option, None)
         for state in self.state.values():
-            if "exp_avg_sq" in state:
-                state.setdefault("exp_avg_sq_step", state["step"].clone())
+            if "exp_avg_sq" in state:  # a fused AdamW has counted on the device, for which the host would wait
+                state["step"] = torch.tensor(float(state["step"]))
+                state[count] = torch.tensor(state.get(count, float(state["step"])))
 
     def _check(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         for parameter in gradients:
@@ -106,16 +116,35 @@ class AdamW(Optimizer):
                 what_to_do = "give Momentum more warmup_steps, or this parameter another method with PerLayer"
                 raise ValueError(f"AdamW: {got}, of which to learn the second moment: {what_to_do}")
 
+    def _new_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+        """The state of a parameter, under the names of torch's AdamW, and one more."""
+        return {
+            "step": torch.tensor(0.0),
+            "exp_avg_sq_step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
+
     def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
-        held = {p: gradient for p, gradient in gradients.items() if _compressed_momentum(p) is not None}
-        exact = {p: gradient for p, gradient in gradients.items() if p not in held}
+        held, exact = _held(gradients)
         if exact:
             self._step_as_torch(group, exact)
         if held:
             self._step_held(group, held)
 
+    def _update_on_device(
+        self, group: dict[str, Any], gradients: dict[Tensor, Tensor], found_inf: Tensor | None
+    ) -> list[Tensor]:
+        held, exact = _held(gradients)
+        counters: list[Tensor] = []
+        if exact:
+            counters += self._step_fused(group, exact, found_inf)
+        if held:
+            counters += self._step_held_on_device(group, held, found_inf)
+        return counters
+
     def _step_as_torch(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
-        states = [self._state(parameter) for parameter in gradients]
+        states = [self.state[parameter] for parameter in gradients]
         torch._foreach_add_([state["exp_avg_sq_step"] for state in states], 1)
         beta1, beta2 = group["betas"]
         adamw(
@@ -125,17 +154,28 @@ class AdamW(Optimizer):
             maximize=False,
         )  # fmt: skip
 
-    def _step_held(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
-        (beta1, beta2), lr = group["betas"], float(group["lr"])
+    def _step_fused(
+        self, group: dict[str, Any], gradients: dict[Tensor, Tensor], found_inf: Tensor | None
+    ) -> list[Tensor]:
+        """A step of torch's fused AdamW. Returns the counters to increase."""
         states = [self.state[parameter] for parameter in gradients]
-        for parameter, state in zip(gradients, states):
-            if state["exp_avg_sq_step"] == state["step"]:
-                _warn_of_zeros(parameter, state["exp_avg_sq"])
-        torch._foreach_add_([state["step"] for state in states], 1)
+        counts = [float(state["step"]) for state in states]
+        beta1, beta2 = group["betas"]
         moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        learnt = [math.sqrt(1 - beta2 ** float(state["exp_avg_sq_step"])) for state in states]
-        unbiased = [1 / (1 - beta1 ** float(state["step"])) for state in states]
-        rows = [*zip(*map(_local, (gradients, gradients.values(), *moments)), learnt, unbiased)]
+        rows = [row for row in zip(*map(local, (gradients, gradients.values(), *moments)), counts) if row[0].numel()]
+        if rows:
+            parameters, averages, first, second, counts = map(list, zip(*rows))
+            adamw(
+                parameters, averages, first, second, [], on_device.fill(counts, parameters), fused=True,
+                found_inf=found_inf, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
+                weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            )  # fmt: skip
+        return [state[name] for state in states for name in ("step", "exp_avg_sq_step")]
+
+    def _step_held(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
+        beta1, lr = group["betas"][0], float(group["lr"])
+        rows = self._held_rows(group, gradients)
+        torch._foreach_add_([self.state[parameter]["step"] for parameter in gradients], 1)
         # On a device together, which takes fewer launches. On a CPU one by one, in memory that stays in its caches.
         on_cpu, workspace = rows[0][0].device.type == "cpu", Workspace()
 
@@ -144,32 +184,74 @@ class AdamW(Optimizer):
 
         for some in [[row] for row in rows] if on_cpu else [rows]:
             parameters, averages, first, second, learnt, unbiased = map(list, zip(*some))
-            divisors, limits = scratch("divisors", second), scratch("limits", second)
+            divisors, signs = scratch("divisors", second), scratch("signs", second)
             torch._foreach_lerp_(first, averages, 1 - beta1)
-            torch._foreach_copy_(divisors, second)
-            torch._foreach_sqrt_(divisors)
-            torch._foreach_div_(divisors, learnt)
-            torch._foreach_add_(divisors, group["eps"])
-            torch._foreach_copy_(limits, first)
-            torch._foreach_abs_(limits)
-            torch._foreach_mul_(limits, [factor / _largest_update(beta1, beta2) for factor in unbiased])
-            torch._foreach_maximum_(divisors, limits)
-            torch._foreach_copy_(limits, second)
-            torch._foreach_sign_(limits)
-            torch._foreach_div_(divisors, limits)  # infinite where v is 0
+            _set_divisors(group, first, second, learnt, unbiased, divisors, signs)
+            torch._foreach_div_(divisors, signs)  # infinite where v is 0
             torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
             torch._foreach_addcdiv_(parameters, first, divisors, [-lr * factor for factor in unbiased])
             # There is no scale for it: once v is learnt again, a step would divide it by eps.
-            torch._foreach_mul_(first, limits)
+            torch._foreach_mul_(first, signs)
 
-    def _state(self, parameter: Tensor) -> dict[str, Any]:
-        """The state of a parameter, under the names of torch's AdamW, and one more."""
-        state = self.state[parameter]
-        if not state:
-            state["step"], state["exp_avg_sq_step"] = torch.tensor(0.0), torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return state
+    def _step_held_on_device(
+        self, group: dict[str, Any], gradients: dict[Tensor, Tensor], found_inf: Tensor | None
+    ) -> list[Tensor]:
+        """`_step_held` in other order: what may be skipped is written last. Returns the counters to increase."""
+        rows = self._held_rows(group, gradients)
+        parameters, averages, first, second, learnt, unbiased = map(list, zip(*rows))
+        divisors, updates = ([torch.empty_like(x) for x in second] for _ in range(2))
+        on_device.lerp(first, averages, 1 - group["betas"][0], found_inf=found_inf)
+        _set_divisors(group, first, second, learnt, unbiased, divisors, updates)
+        torch._foreach_mul_(updates, first)
+        on_device.lerp(first, updates, 1.0, found_inf=found_inf)
+        torch._foreach_div_(updates, divisors)
+        torch._foreach_mul_(updates, unbiased)
+        on_device.subtract(parameters, updates, float(group["lr"]), group["weight_decay"], found_inf=found_inf)
+        return [self.state[parameter]["step"] for parameter in gradients]
+
+    def _held_rows(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> list[tuple[Any, ...]]:
+        """For each parameter: its shard here, average, moments, and what its moments were biased by or are."""
+        beta1, beta2 = group["betas"]
+        states = [self.state[parameter] for parameter in gradients]
+        for parameter, state in zip(gradients, states):
+            if state["exp_avg_sq_step"] == state["step"]:
+                _warn_of_zeros(parameter, state["exp_avg_sq"])
+        moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        learnt = [math.sqrt(1 - beta2 ** float(state["exp_avg_sq_step"])) for state in states]
+        unbiased = [1 / (1 - beta1 ** (1 + float(state["step"]))) for state in states]
+        return [*zip(*map(local, (gradients, gradients.values(), *moments)), learnt, unbiased)]
+
+
+def _set_divisors(
+    group: dict[str, Any],
+    first: list[Tensor],
+    second: list[Tensor],
+    learnt: list[float],
+    unbiased: list[float],
+    divisors: list[Tensor],
+    signs: list[Tensor],
+) -> None:
+    """Set the divisors of the first moments, large enough for the limit of updates, and the signs of the second ones.
+
+    learnt, unbiased: sqrt(1 - beta2^T) and 1 / (1 - beta1^t), for each parameter.
+    """
+    largest = _largest_update(*group["betas"])
+    torch._foreach_copy_(divisors, second)
+    torch._foreach_sqrt_(divisors)
+    torch._foreach_div_(divisors, learnt)
+    torch._foreach_add_(divisors, group["eps"])
+    torch._foreach_copy_(signs, first)
+    torch._foreach_abs_(signs)
+    torch._foreach_mul_(signs, [factor / largest for factor in unbiased])
+    torch._foreach_maximum_(divisors, signs)
+    torch._foreach_copy_(signs, second)
+    torch._foreach_sign_(signs)
+
+
+def _held(gradients: dict[Tensor, Tensor]) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
+    """The gradients that are of compressed momenta, and the others."""
+    held = {p: gradient for p, gradient in gradients.items() if _compressed_momentum(p) is not None}
+    return held, {p: gradient for p, gradient in gradients.items() if p not in held}
 
 
 def _compressed_momentum(parameter: Tensor) -> optimizer_hooks.Averaged | None:
@@ -180,7 +262,7 @@ def _compressed_momentum(parameter: Tensor) -> optimizer_hooks.Averaged | None:
 
 def _warn_of_zeros(parameter: Tensor, second: Tensor) -> None:
     """Warn of elements that are not going to train: their second moment is 0 when it begins to stand still."""
-    (second,), found = _local([second]), optimizer_hooks.averaged(parameter)
+    (second,), found = local([second]), optimizer_hooks.averaged(parameter)
     if found is not None and (zeros := second.numel() - int(second.count_nonzero())):
         warnings.warn(
             f"AdamW: got {zeros} elements without a gradient in the warm-up, of {found.name!r} in shape "
@@ -205,8 +287,3 @@ def _largest_update(beta1: float, beta2: float) -> float:
     if beta1**2 >= beta2:
         return math.inf
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
-
-
-def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The shards of DTensors, and all other tensors as they are."""
-    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import on_device
 from .base import Optimizer
 
 
@@ -22,6 +23,8 @@ class DGCSGD(Optimizer):
     If g is u = momentum u + gradient, this is torch.optim.SGD(momentum=..., weight_decay=...): the sum of u and d is
     its buffer. torch.optim.SGD(weight_decay=...) would decay parameters 1 / (1 - momentum) times too slowly. Elements
     of the decay are neither dropped nor masked.
+
+    With `found_inf`, a step is skipped as that of torch's fused SGD: on a CUDA device, without a wait of the host.
 
     Args:
         params, lr, weight_decay: as of torch.optim.SGD.
@@ -50,9 +53,11 @@ class DGCSGD(Optimizer):
     ) -> None:
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, maximize=maximize)
 
+    def _new_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+        return {"decay_momentum_buffer": torch.zeros_like(parameter)} if group["weight_decay"] else {}
+
     def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
-        lr, decay = group["lr"], group["weight_decay"]
-        buffers = {p: self._buffer(p) for p in gradients if decay or p in self.state}
+        lr, decay, buffers = group["lr"], group["weight_decay"], self._buffers(gradients)
         if buffers:
             decays = list(buffers.values())
             torch._foreach_mul_(decays, group["momentum"])
@@ -61,8 +66,20 @@ class DGCSGD(Optimizer):
         if buffers:
             torch._foreach_add_(list(buffers), decays, alpha=-lr)
 
-    def _buffer(self, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
-        if not state:
-            state["decay_momentum_buffer"] = torch.zeros_like(parameter)
-        return state["decay_momentum_buffer"]
+    def _update_on_device(
+        self, group: dict[str, Any], gradients: dict[Tensor, Tensor], found_inf: Tensor | None
+    ) -> list[Tensor]:
+        lr, decay, momentum = float(group["lr"]), group["weight_decay"], group["momentum"]
+        buffers = self._buffers(gradients)
+        parameters, decays = on_device.local(buffers), on_device.local(buffers.values())
+        if decay:
+            on_device.subtract(decays, parameters, -decay, (momentum - 1) / decay, found_inf=found_inf)
+        else:
+            on_device.subtract(decays, decays, 1 - momentum, found_inf=found_inf)
+        rows = on_device.local(gradients), on_device.local(gradients.values())
+        on_device.subtract(*rows, -lr if group["maximize"] else lr, found_inf=found_inf)
+        on_device.subtract(parameters, decays, lr, found_inf=found_inf)
+        return []
+
+    def _buffers(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        return {p: self.state[p]["decay_momentum_buffer"] for p in gradients if self.state.get(p)}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import on_device
 from .adamw import AdamW
 from .base import Optimizer
 
@@ -54,8 +55,11 @@ class Muon(AdamW):
         betas, eps: of AdamW.
         weight_decay: of both, decoupled.
 
-    Updates have the bits of ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` and of torch.optim.AdamW. The product
-    of matrices is computed in bfloat16.
+    Updates have the bits of ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` and of torch.optim.AdamW on a CPU. On
+    a CUDA device, those of matrices differ by rounding, and others are those of torch.optim.AdamW(fused=True). The
+    product of matrices is computed in bfloat16.
+
+    With `found_inf`, a step is skipped as that of `AdamW` is.
 
     Raises ValueError: a parameter of Muon is no matrix, or is a shard (DTensor).
 
@@ -111,19 +115,41 @@ class Muon(AdamW):
         if group["adamw"]:
             super()._check(group, gradients)
 
+    def _new_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+        if group["adamw"]:
+            return super()._new_state(group, parameter)
+        return {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
+
     def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         if group["adamw"]:
             super()._update(group, gradients)
             return
         lr, momentum = float(group["lr"]), group["momentum"]
         for parameter, gradient in gradients.items():
-            state = self.state[parameter]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+            buffer = self.state[parameter]["momentum_buffer"].lerp_(gradient, 1 - momentum)
             update = _orthogonal(gradient.lerp(buffer, momentum) if group["nesterov"] else buffer)
             parameter.mul_(1 - lr * group["weight_decay"])
-            parameter.add_(update, alpha=-lr * 0.2 * math.sqrt(max(parameter.shape)))
+            parameter.add_(update, alpha=-lr * _factor(parameter))
+
+    def _update_on_device(
+        self, group: dict[str, Any], gradients: dict[Tensor, Tensor], found_inf: Tensor | None
+    ) -> list[Tensor]:
+        if group["adamw"]:
+            return super()._update_on_device(group, gradients, found_inf)
+        lr, momentum, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in gradients]
+        on_device.lerp(buffers, list(gradients.values()), 1 - momentum, found_inf=found_inf)
+        for (parameter, gradient), buffer in zip(gradients.items(), buffers):
+            if factor := _factor(parameter):
+                update = _orthogonal(gradient.lerp(buffer, momentum) if group["nesterov"] else buffer)
+                update = torch.empty_like(parameter).copy_(update)
+                on_device.subtract([parameter], [update], lr * factor, decay / factor, found_inf=found_inf)
+        return []
+
+
+def _factor(parameter: Tensor) -> float:
+    """The root mean square of an update of AdamW, in units of the learning rate, to that of an orthogonal matrix."""
+    return 0.2 * math.sqrt(max(parameter.shape))
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:

@@ -370,6 +370,21 @@ def test_a_parameter_that_is_used_late_has_a_warm_up_of_its_own(warmup):
     assert parameter.detach().abs().median() > 0.1 and (parameter != 0).all()
 
 
+def test_counters_are_loaded_as_they_are():
+    """torch moves states to the dtype of parameters. bfloat16 has no 257, so that the count stopped at 256."""
+    ours, other = (Job(momentum(warmup=999), dtype=torch.bfloat16) for _ in range(2))
+    ours.train(1)
+    for state in ours.states.values():
+        state["step"].fill_(256.0), state["exp_avg_sq_step"].fill_(255.0)
+    saved = ours.optimizer.state_dict()
+    other.optimizer.load_state_dict(saved)
+    for state in other.states.values():
+        for name, count in (("step", 256.0), ("exp_avg_sq_step", 255.0)):
+            assert state[name].dtype == torch.float32 and state[name] == count
+            state[name] += 1  # that of the saved one stays
+    assert all(state["step"] == 256 for state in ours.states.values())
+
+
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])
 def test_states_that_it_cannot_continue_are_refused(option):
     theirs = torch.optim.AdamW(parameters().values(), **{option: True})
