@@ -177,11 +177,13 @@ class HorovodOptimizer:
         return self._compression.compress(p.grad)
 
 
-def horovod_steps(compressor: gradzip.Compressor, shapes: Shapes, size: int, device: StandIn) -> Step:
+def horovod_steps(
+    compressor: gradzip.Compressor, shapes: Shapes, size: int, device: StandIn, dtype: torch.dtype = torch.float32
+) -> Step:
     import horovod.torch as hvd
 
     engine = Loopback(size, compressor.traffic, device.uncounted)
-    named = {name: device.tensor(torch.empty(shape)).requires_grad_() for name, shape in shapes.items()}
+    named = {name: device.tensor(torch.empty(shape, dtype=dtype)).requires_grad_() for name, shape in shapes.items()}
     optimizer = HorovodOptimizer(named, compressor)
     optimizer.op = hvd.Average
 
@@ -233,8 +235,10 @@ def fake_group(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def ddp_steps(compressor: gradzip.Compressor, shapes: Shapes, size: int, device: StandIn) -> Step:
-    named = {name: Parameter(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
+def ddp_steps(
+    compressor: gradzip.Compressor, shapes: Shapes, size: int, device: StandIn, dtype: torch.dtype = torch.float32
+) -> Step:
+    named = {name: Parameter(torch.empty(shape, dtype=dtype, device="meta")) for name, shape in shapes.items()}
     buckets = [{name: named[name] for name in bucket} for bucket in buckets_of(shapes)]
     state = gradzip.ddp.HookState(compressor, dist.group.WORLD, named.items(), find_unused_parameters=False)
 
@@ -252,7 +256,7 @@ def ddp_steps(compressor: gradzip.Compressor, shapes: Shapes, size: int, device:
 
 # --- counting
 
-WARM_UP, COUNTED = 1, 2  # steps: ACPSGD does other work in even and odd ones
+WARM_UP, COUNTED = 2, 2  # steps: ACPSGD does other work in even and odd ones, for the first time in the first two
 
 
 def count(

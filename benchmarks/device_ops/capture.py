@@ -44,14 +44,10 @@ WARM_UP, COMPARED = 4, 4
 
 # What a ToHost reads, by the module and the function that asks for it.
 READ = {
-    "fusion._check": "whether uncompressed averages are finite",
     "gather.opened": "headers of payloads",
-    "gather.combine": "magnitudes of averages",
     "compressor.with_max_abs": "magnitudes of averages",
-    "low_rank.following": "magnitudes of factors",
-    "block_float.reduce": "largest steps of blocks",
-    "signs.decode_all": "counts of votes",
 }
+FINITE = "whether averages are finite"  # of `Verdict`
 BETWEEN = "values that decide what follows"  # without a ToHost
 KEYS = "random keys"
 MOVES = "states that move"
@@ -84,7 +80,10 @@ class _Part:
     def obstacles(self, copies: int, moves: bool) -> tuple[str, ...]:
         """copies: for ToHosts. moves: whether states do, which the hooks read and the end of a step writes."""
         found = dict.fromkeys(READ[source] for source in READ if self.asked[source])
-        if sum(counts.syncs for counts in self.counts) > copies:
+        verdicts = sum(counts.waits["copy_later"] for counts in self.counts)
+        if verdicts:
+            found[FINITE] = None
+        if sum(counts.syncs for counts in self.counts) > copies + verdicts:
             found[BETWEEN] = None
         if self.keys:
             found[KEYS] = None

@@ -166,6 +166,18 @@ class _Mode(TorchDispatchMode):
     def wrap(self, host: Tensor) -> StandInTensor:
         return StandInTensor(host, self.addresses)
 
+    def copy_later(self, x: Tensor) -> Callable[[], Tensor]:
+        """`ops.copy_later`. Reading waits for the device, unless it is done in a later step, of other counts."""
+        host, counts = _host(x).clone(), self.counts
+        counts.add_op("copy_later", 1, host.nbytes, host.nbytes)
+
+        def read() -> Tensor:
+            if self.counts is counts:
+                counts.add_sync("copy_later")
+            return host
+
+        return read
+
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -207,6 +219,8 @@ class _Mode(TorchDispatchMode):
             skipped = changed[0] if func._schema.returns else None
             return skipped if self._is_large(changed[0]) else func(*args, **kwargs)
         made = func(*tree_map(_without_data, args), **tree_map(_without_data, kwargs))
+        if name == "_foreach_norm":  # 1, as other small tensors
+            return [torch.ones(x.shape, dtype=x.dtype) for x in made]
         if not all(self._is_large(x) for x in tree_leaves(made)):
             return func(*args, **kwargs)
         return tree_map(lambda x: zeros(x.shape, x.dtype), made)
@@ -397,6 +411,7 @@ def stand_in(compute: bool = True, small: int = SMALL) -> Iterator[StandIn]:
         stack.callback(simt.count_only, 0)
         for target, name, value in (
             (native, "_C", kernels),
+            (ops.tensors, "copy_later", mode.copy_later),
             (torch.cuda, "_lazy_init", lambda: None),
             (torch.cuda, "device", contextlib.nullcontext),
             (torch.cuda, "is_current_stream_capturing", lambda: False),

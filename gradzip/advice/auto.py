@@ -119,6 +119,7 @@ class Auto(Composite):
     optimizer: str | None = None
 
     observes = True
+    undone_on_device = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives import AllFinite, AllToAll, Collective, Gather, Mean, RingSum, ToHost
+from ..collectives import AllToAll, Collective, Gather, Mean, RingSum, ToHost
 from ..collectives.engine import Engine
 from ..collectives.routines import Done, advance
 from ..collectives.traffic import sent_nbytes
@@ -114,7 +114,7 @@ def _step(group: Sequence[Compressor], grad: Tensor, name: str, ranks: int, cloc
             others = [advance(routine, result) for routine, result in zip(routines[1:], results[1:])]
             if isinstance(first, Done):
                 return Compressed(tuple(rounds), seconds[0], sum(seconds[1:])), grads[0]
-            if not isinstance(first, (AllFinite, ToHost)):
+            if not isinstance(first, ToHost):
                 rounds.append(_round(first, rounds, ranks))
             start = clock(grad.device)
             results = local.run([first, *others] if len(group) == ranks else [first] * ranks)

@@ -118,7 +118,7 @@ class Bucket:
         """If ranks exchange partitions of equal lengths, wait for them, and start to gather what becomes of them."""
         if self.of_partitions:
             send_overflows(self.pending)
-            following = self._current.following()
+            following = Round(self._current.traffic)
             following.advance(self.routines, self.results(following))
             self._launch(following)
 

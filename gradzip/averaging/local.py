@@ -60,7 +60,7 @@ class LocalGroup:
         self._node_size = workers[0].local_size
         self._parameters: dict[int, dict[str, Tensor]] = {}  # by part and name: tensors of their shapes and types
         self._plans: dict[tuple[int, int], list[Plan]] = {}  # of the buckets, by rank and part
-        self._sessions = [Session(compressor, "LocalGroup") for compressor in self.compressors]
+        self._sessions = [Session(compressor, "LocalGroup", waits=True) for compressor in self.compressors]
         self._groups: list[Group] = []  # of rank 0 in the last step
 
     @property

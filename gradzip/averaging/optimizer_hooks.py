@@ -6,6 +6,7 @@ DDP and FSDP do not know the optimizer of a parameter. A front end names paramet
     register    A method has applied momentum to a gradient, or averages momenta in place of gradients: refuse
                 optimizers whose update does not fit.
     skip        An average is not finite: hide the gradients of optimizers that hold the parameters, in their next step.
+    skip_if     The same, if a device finds that. Optimizers that can skip there do so. For others, the host waits.
 
 An optimizer changes neither a parameter without a gradient nor the state of one.
 """
@@ -13,10 +14,11 @@ An optimizer changes neither a parameter without a gradient nor the state of one
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +27,10 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..memory.verdict import Verdict
 from ..methods.base.compressor import Compressor
 from ..methods.base.group import Group
+from . import found_inf
 
 
 def _optimizers(*names: str) -> tuple[type, ...]:
@@ -64,13 +68,27 @@ class Averaged:
 
 
 @dataclass(eq=False)
-class _Skip:
-    """A step to skip."""
+class Skip:
+    """A step to skip, or that a device has to tell of.
 
-    names: Sequence[str]  # of the averages that are not finite
-    warns: bool
-    taken: set[int] = field(default_factory=set)  # parameters, by `id`, that a later step has averaged
-    later: list[_Skip] = field(default_factory=list)  # that skip the next step of some of its parameters, too
+    Attributes:
+        names: of the averages that are not finite. There may be none: they may be those of other ranks.
+        warns: whether the optimizer warns.
+        verdict: of a device, if the host has not known in the step; read: refers to what to call when it knows.
+        parameters: of that step, by `id`.
+        taken: parameters, by `id`, that a later step has averaged.
+        later: those that skip the next step of some of its parameters, too.
+        taking_back: of the optimizers that have skipped the step on the device: corrects what they have counted.
+    """
+
+    names: Sequence[str] = ()
+    warns: bool = False
+    verdict: Verdict | None = None
+    read: Callable[[], Callable[[], None] | None] | None = None
+    parameters: Mapping[int, Callable[[], Tensor | None]] = field(default_factory=dict)
+    taken: set[int] = field(default_factory=set)
+    later: list[Skip] = field(default_factory=list)
+    taking_back: list[Callable[[], None]] = field(default_factory=list)
 
     def is_over(self, parameters: set[int]) -> bool:
         """Whether a later step has averaged some of these parameters, by `id`: GradScaler may have skipped this one."""
@@ -88,16 +106,27 @@ class _Skip:
             )
         self.warns = False
 
+    def found_out(self) -> None:
+        """Warn, and correct what optimizers have counted: the host knows now that the step was skipped."""
+        self.warn()
+        for take_back in self.taking_back:
+            take_back()
+        self.taking_back.clear()
 
-_Hidden = list[tuple[_Skip, Tensor, Tensor]]  # for what step to skip, of which parameter, which gradient
+
+_Hidden = list[tuple[Skip, Tensor, Tensor]]  # for what step to skip, of which parameter, which gradient
 
 # How the gradients of parameters were averaged since the last step, by the number (`id`) of the parameter.
 _averaged: dict[int, Averaged] = {}
 # Steps that the optimizers of parameters have to skip, by parameter.
 _skips: Any = WeakIdKeyDictionary()
+# Steps of which a device has to tell, by the number (`id`) of the parameter.
+_verdicts: dict[int, Skip] = {}
 # What is hidden from an optimizer, by optimizer: a list for each of its steps in progress. The step of one class may
 # call that of another, as that of Horovod's optimizer does.
 _hidden: weakref.WeakKeyDictionary[Any, list[_Hidden]] = weakref.WeakKeyDictionary()
+# The verdicts that optimizers have been given for their step in progress.
+_handed: weakref.WeakKeyDictionary[Any, list[Skip]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -140,11 +169,31 @@ def skip(parameters: Iterable[Tensor], names: Sequence[str], warns: bool) -> Non
         names: of the averages that are not finite. There may be none: they may be those of other ranks.
         warns: whether the optimizer warns.
     """
-    one = _Skip(names, warns)
+    _skip(Skip(names, warns), parameters)
+
+
+def _skip(one: Skip, parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
-        if (former := _skips.get(parameter)) is not None and one not in former.later:
+        _verdicts.pop(id(parameter), None)
+        if (former := _skips.get(parameter)) is not None and former is not one and one not in former.later:
             former.later.append(one)
         _skips[parameter] = one
+
+
+def skip_if(told: Sequence[tuple[Group, Sequence[Tensor]]], verdict: Verdict, read: Callable[[], None]) -> Skip:
+    """Have the optimizers that hold any of these parameters skip their next step, if a verdict says so. Returns that.
+
+    Args:
+        told: groups with their parameters.
+        read: a method to call when the host knows that they do.
+    """
+    take(told)  # what becomes of an earlier step no longer counts
+    parameters = list(itertools.chain.from_iterable(parameters for _, parameters in told))
+    numbers = list(map(id, parameters))
+    refs = dict(zip(numbers, map(weakref.ref, parameters)))
+    one = Skip(verdict=verdict, read=weakref.WeakMethod(read), parameters=refs)
+    _verdicts.update(dict.fromkeys(numbers, one))
+    return one
 
 
 def take(told: Iterable[tuple[Group, Sequence[Tensor]]]) -> None:
@@ -152,11 +201,13 @@ def take(told: Iterable[tuple[Group, Sequence[Tensor]]]) -> None:
 
     told: groups with their parameters.
     """
-    if _skips:
+    if _skips or _verdicts:
         for _, parameters in told:
-            for parameter in parameters:
+            for parameter in parameters if _skips else ():
                 if one := _skips.pop(parameter, None):
                     one.taken.add(id(parameter))
+            for number in map(id, parameters) if _verdicts else ():
+                _verdicts.pop(number, None)
 
 
 def _before(optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -203,10 +254,16 @@ def _after(optimizer: Any, *_: Any) -> None:
     _give_back(steps.pop() if steps else [])
     if not steps:
         _hidden.pop(optimizer, None)
-        if _skips or _averaged:
-            for parameter in _parameters(optimizer):
-                _skips.pop(parameter, None)
-                _averaged.pop(id(parameter), None)
+        if handed := _handed.pop(optimizer, None):
+            found_inf.take_away(optimizer)
+            if (take_back := getattr(optimizer, "rollback_counts", None)) is not None:
+                for one in handed:
+                    one.taking_back.append(take_back)
+        for number in map(id, _parameters(optimizer)) if _averaged or _verdicts else ():
+            _averaged.pop(number, None)
+            _verdicts.pop(number, None)
+        for parameter in _parameters(optimizer) if _skips else ():
+            _skips.pop(parameter, None)
 
 
 def _give_back(hidden: _Hidden) -> None:
@@ -229,13 +286,16 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 
 def _hide(optimizer: Any, hidden: _Hidden) -> None:
-    """Hide the gradients of all parameters of an optimizer that has to skip its step."""
-    if not _skips:
+    """Hide the gradients of all parameters of an optimizer that has to skip its step, or have the device skip it."""
+    if not (_skips or _verdicts):
         return
     parameters = _parameters(optimizer)
+    _hand_over(optimizer, parameters)
+    if not _skips:
+        return
     numbers = set(map(id, parameters))
     pending = (_skips[p] for p in parameters if p in _skips)
-    found: _Skip | None = next((one for one in pending if not one.is_over(numbers)), None)
+    found: Skip | None = next((one for one in pending if not one.is_over(numbers)), None)
     if found is None:
         return
     found.warn()
@@ -243,6 +303,23 @@ def _hide(optimizer: Any, hidden: _Hidden) -> None:
         if parameter.grad is not None:
             hidden.append((found, parameter, parameter.grad))
             parameter.grad = None
+
+
+def _hand_over(optimizer: Any, parameters: Sequence[Tensor]) -> None:
+    """Give the verdicts on the gradients of an optimizer to it, if it can skip a step on the device; else wait."""
+    found = {one: None for p in parameters if (one := _verdicts.get(id(p))) and one.parameters[id(p)]() is p}
+    if not found:
+        return
+    verdicts = [one.verdict.found for one in found if one.verdict is not None]
+    if found_inf.prepare(optimizer):
+        found_inf.hand_over(optimizer, torch.stack(verdicts).amax(0) if len(verdicts) > 1 else verdicts[0])
+        _handed[optimizer] = list(found)
+        return
+    for one in found:
+        if one.verdict:
+            _skip(one, [p for p in parameters if _verdicts.get(id(p)) is one])
+            if one.read is not None and (read := one.read()) is not None:
+                read()
 
 
 def _check(optimizer: Any) -> None:

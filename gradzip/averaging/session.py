@@ -15,8 +15,10 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
@@ -26,20 +28,59 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import engines
-from ..collectives import AllFinite, Mean, ToHost
+from ..collectives import Mean, ToHost
 from ..collectives.engine import Engine, send_overflows
 from ..collectives.fusion import Round
 from ..collectives.ranges import Range
 from ..collectives.routines import Routine
 from ..memory.names import prefixes, renamed
+from ..memory.verdict import Verdict, read_later
 from ..methods.base.compressor import Compressor
-from ..methods.base.group import Group
+from ..methods.base.group import Group, Inspected
+from ..ops import groups as kernels
 from ..ops import tensors as ops
 from . import handshake, optimizer_hooks
 from .buckets import Bucket, Plan
 
 # By part of a compressor, the sessions that have it.
 _sessions: Any = WeakIdKeyDictionary()
+
+
+@dataclass
+class _Late:
+    """What a device tells of a step.
+
+    Attributes:
+        names: of the averages that each magnitude of the verdict is of.
+        tells: called with the largest of some magnitudes, by their range.
+        inspected: payloads that the device has checked, with their groups.
+        skip: of the optimizers.
+        scale: the loss scale of the step.
+    """
+
+    verdict: Verdict | None = None
+    names: list[Sequence[str]] = field(default_factory=list)
+    tells: list[tuple[Callable[[float], None], int, int]] = field(default_factory=list)
+    inspected: list[tuple[Group, Inspected]] = field(default_factory=list)
+    skip: optimizer_hooks.Skip | None = None
+    scale: float = 1.0
+
+    @property
+    def magnitudes(self) -> list[float]:
+        assert self.verdict is not None
+        return self.verdict.magnitudes
+
+    @property
+    def culprits(self) -> list[str]:
+        """The names of the averages that are not finite."""
+        found = [names for names, most in zip(self.names, self.magnitudes) if not math.isfinite(most)]
+        exact = [names for names in found if len(names) == 1]
+        return list(dict.fromkeys(itertools.chain.from_iterable(exact or found)))
+
+    def raise_fault(self) -> None:
+        """Raise PayloadError if a payload is corrupt."""
+        for group, one in self.inspected:
+            one.method.check_inspected(group, one)
 
 
 class Session:
@@ -49,12 +90,14 @@ class Session:
         compressor: several sessions may share it, unless one is in the background.
         what: the function of the user's, for errors.
         in_background: whether its steps run in a thread of their own.
+        waits: whether its steps wait for a device to know if they are skipped.
     """
 
-    def __init__(self, compressor: Compressor, what: str, in_background: bool = False) -> None:
+    def __init__(self, compressor: Compressor, what: str, in_background: bool = False, waits: bool = False) -> None:
         check_compressor(compressor, what)
         optimizer_hooks.install()
         self.compressor, self.what, self.in_background = compressor, what, in_background
+        self._waits = waits
         self.prefix = ""  # of the names of the states
         self._prefixes = "model", ""  # of which it is one: arguments of `prefixes`
         self._named: set[str] = set()  # the names in `name_states`, with those of parameters that are not trained
@@ -62,11 +105,12 @@ class Session:
         self._compares = False  # whether ranks compare in each step if averages are going to be thrown away
         self._seen: Any = None  # the number of the compressor's choice in the last step: loading changes it
         self._skipped_at: float | None = None  # the loss scale of the last step, if that was skipped
+        self._late: _Late | None = None  # what a device has to tell of the last step, until it is read
         # Of the current step:
         self.buckets: dict[Any, Bucket] = {}  # in progress, in the order in which they were started
         self.groups: dict[Group, None] = {}  # started so far
         self._told: list[tuple[Group, list[Tensor]]] = []  # groups, and the parameters whose optimizers are told
-        self._checks: dict[Any, AllFinite] = {}  # of its rounds
+        self._telling: _Late | None = None  # what a device has to tell of it
         self.discards = False  # whether its averages are going to be thrown away
         self._announced = 0.0  # the share of the ranks that have announced it
         self._in_step = False
@@ -198,6 +242,7 @@ class Session:
     def begin(self) -> None:
         """Begin a step, unless it has begun. Until its end, the loss scale stands still."""
         if not self._in_step:
+            self.read_late()
             announcement = self.compressor.announcement
             self.discards = announcement is not None and announcement.depth > 0
             if self.discards:
@@ -232,7 +277,7 @@ class Session:
     def launch(self, key: Any, routines: dict[Any, Routine], slot: str) -> None:
         """The same for routines, by keys of their own."""
         previous = list(self.buckets.values())
-        self.buckets[key] = Bucket(routines, Round(self.compressor.traffic, self._checks), self.engine, slot)
+        self.buckets[key] = Bucket(routines, Round(self.compressor.traffic), self.engine, slot)
         if previous and self.engine.in_order and previous[-1].of_partitions:
             previous[-1].gather_partitions()
 
@@ -247,7 +292,7 @@ class Session:
         try:
             if buckets and self.engine.in_order:
                 buckets[-1].gather_partitions()
-            following = Round(self.compressor.traffic, self._checks)
+            following = Round(self.compressor.traffic)
             routines: dict[Any, Routine] = {}
             on_device: dict[Any, Any] = {}  # results of routines that do their local work in one call
             overflowed: set[Bucket] = set()
@@ -301,24 +346,75 @@ class Session:
         """Whether a step is skipped if an average is not finite."""
         return self.compressor.memory.checks
 
-    def is_skipped(self, others: Sequence[Tensor] = ()) -> bool:
-        """Whether the step is skipped, because an average is not finite.
+    def is_skipped(
+        self, others: Sequence[Tensor] = (), agree: Callable[[Tensor], Tensor] | None = None
+    ) -> Verdict | bool:
+        """Whether the step is skipped, because an average is not finite. If so, all averages on a device become NaN.
 
-        others: averages of no group, and gradients that are not what a group has left. Waits for the device if
-        there are any.
+        A device tells it in a `Verdict`, for which the host does not wait, unless the method needs to know.
+
+        Args:
+            others: averages of no group, and gradients that are not what a group has left.
+            agree: from this rank's number, as of a `Verdict`, to that of all ranks that skip together.
+
+        Raises:
+            PayloadError: if the host waits: a payload is corrupt. Otherwise the next step raises it.
         """
-        if not self.compressor.memory.checks:
+        checks, groups = self.compressor.memory.checks, list(self.groups)
+        skipped = checks and not all(map(attrgetter("finite"), groups))
+        if checks and not skipped:
+            skipped = not ops.all_finite([x for x in others if not x.is_cuda])
+        late, averages = self._watch(groups if checks else (), others if checks else ())
+        numbers = _largest(averages)
+        for group in groups:
+            numbers += group.numbers
+            late.names += [group.names] * sum(map(len, group.numbers))
+            late.inspected += [(group, one) for one in group.inspected]
+        if not numbers and (agree is None or not checks):
+            return skipped
+        magnitudes, number = _joined(numbers or [torch.zeros(1, device=self.engine.device)], skipped)
+        if agree is not None and checks:
+            number = agree(number)
+            magnitudes = torch.cat([magnitudes, number])
+        if not number.is_cuda:
+            return not math.isfinite(number)
+        _restore(number, averages if checks else [g for group in groups if group.numbers for g in group.gradients])
+        if not checks and ops.is_capturing(number):
+            return False  # what a graph finds out later, nobody reads
+        late.verdict = verdict = Verdict(number, magnitudes)
+        self._telling = late
+        if not checks:
             return False
-        return not (all(map(attrgetter("finite"), self.groups)) and (not others or ops.all_finite(others)))
+        if self.compressor.undone_on_device and not (self._waits or ops.is_capturing(number)):
+            return verdict
+        if bool(verdict):
+            late.raise_fault()
+        return bool(verdict)
 
-    def end(self, skipped: bool) -> None:
+    def _watch(self, groups: Sequence[Group], others: Sequence[Tensor]) -> tuple[_Late, list[Tensor]]:
+        """What a device is going to tell of the averages of groups, and the averages and others that it has."""
+        late = _Late()
+        averages: list[Tensor] = []
+        for group in groups:
+            if group.gradients and group.gradients[0].is_cuda:
+                first = len(averages)
+                named = [pair for pair in zip(group.names, group.gradients) if pair[1].numel()]
+                late.names += [(name,) for name, _ in named]
+                averages += [gradient for _, gradient in named]
+                if group.told_later is not None:
+                    late.tells.append((group.told_later, first, len(averages)))
+        averages += [x for x in others if x.is_cuda and x.numel()]
+        late.names += [()] * (len(averages) - len(late.names))
+        return late, averages
+
+    def end(self, skipped: Verdict | bool) -> None:
         """Let the method run collectives of its own. skipped: the same on all ranks."""
-        if skipped or self.discards:
+        if self.discards or skipped is True:
             self.compressor.skip_step()
         else:
             self.compressor.end_step(self.engine, self._names())
 
-    def complete(self, skipped: bool, discarded: Collection[int] = ()) -> None:
+    def complete(self, skipped: Verdict | bool, discarded: Collection[int] = ()) -> None:
         """Complete the step, which can be dropped until then: no collectives follow.
 
         skipped: as in `end`. If so, all states are rolled back, and optimizers do not step.
@@ -332,27 +428,71 @@ class Session:
                 kept[group] = {name: p.grad for name, p in zip(group.names, parameters) if id(p) in discarded}
                 if len(kept[group]) == len(group.names):  # it has had no step
                     names = [name for name in names if name not in kept[group]]
+            self._late = self._telling
             self._reset()
-            self.compressor.last_step_skipped = skipped
+            self.compressor.last_verdict = skipped
             optimizer_hooks.register(told)
-            if skipped:
+            verdict = skipped if isinstance(skipped, Verdict) else None
+            rolls_back = discards or skipped is True
+            if not rolls_back:
+                for group in groups:
+                    group.keep(kept.get(group, {}))
+            restores = verdict is not None and not rolls_back and self._restore(groups, verdict)
+            scale = self.compressor.memory.loss_scale
+            if verdict is not None:
+                assert self._late is not None
+                self._late.skip = optimizer_hooks.skip_if(told, verdict, self.read_late)
+                self._late.scale = scale.value
+            elif skipped:
                 culprits = [name for group in groups if not group.finite for name in group.culprits]
-                # A GradScaler skips steps as a matter of course, and lowers its scale. It does not see parameters that
-                # are in none of its optimizers.
-                scale = self.compressor.memory.loss_scale
-                warns = scale.scaler is None or scale.value == self._skipped_at
-                self._skipped_at = scale.value
-                optimizer_hooks.skip(itertools.chain.from_iterable(of for _, of in told), culprits, warns)
+                held = itertools.chain.from_iterable(parameters for _, parameters in told)
+                optimizer_hooks.skip(held, culprits, self._warns(scale.value))
+            if self._late is not None:
+                read_later(self)
             for group in groups:
-                if group.before is not None:
-                    group.end_step(skipped or discards, kept.get(group, {}))
-            if not (skipped or discards):
-                self._skipped_at = None
-                optimizer_hooks.take(told)
+                group.end_step(rolls_back or restores, counts=restores)
+            if not rolls_back:
+                if verdict is None:
+                    self._skipped_at = None
+                    optimizer_hooks.take(told)
                 self.compressor.complete_step(names)
                 if self._seen != self.compressor.choice_number:
                     self._seen = self.compressor.choice_number
                     self._warn_of_other_names()
+
+    def _restore(self, groups: Sequence[Group], verdict: Verdict) -> bool:
+        """Undo the step on the device, if it is skipped. Returns whether the host has to do it instead.
+
+        In its first steps, a method may add tensors to its states, without which they are others: the host waits then.
+        """
+        changes = [group.changed() for group in groups]
+        if None in changes:
+            return bool(verdict)
+        pairs = [pair for of_group in changes for pair in of_group or ()]
+        _restore(verdict.number, [now for now, _ in pairs], [former for _, former in pairs])
+        return False
+
+    def _warns(self, scale: float) -> bool:
+        """Whether to warn of a step that is skipped. scale: the loss scale of the step."""
+        # A GradScaler skips steps as a matter of course, and lowers its scale. It does not see parameters that are in
+        # none of its optimizers.
+        former, self._skipped_at = self._skipped_at, scale
+        return self.compressor.memory.loss_scale.scaler is None or scale == former
+
+    def read_late(self) -> None:
+        """Learn what the device has found out about the last step, warn, and raise its PayloadError."""
+        late, self._late = self._late, None
+        if late is None:
+            return
+        for tell, first, end in late.tells:
+            tell(max(late.magnitudes[first:end], default=0.0))
+        if not late.verdict:
+            self._skipped_at = None
+            return
+        if late.skip is not None:
+            late.skip.names, late.skip.warns = late.culprits, self._warns(late.scale)
+            late.skip.found_out()
+        late.raise_fault()
 
     def _warn_of_other_names(self) -> None:
         """Warn of loaded states that no parameter has."""
@@ -383,8 +523,43 @@ class Session:
         self._reset()
 
     def _reset(self) -> None:
-        self.buckets, self.groups, self._told, self._checks = {}, {}, [], {}
+        self.buckets, self.groups, self._told, self._telling = {}, {}, [], None
         self._in_step = self.discards = False
+
+
+def _largest(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The largest magnitudes of tensors, in vectors of those that follow each other on a device."""
+    runs = itertools.groupby(tensors, Tensor.get_device)
+    return [ops.largest_magnitudes(list(of_device)) for _, of_device in runs]
+
+
+def _joined(numbers: Sequence[Tensor], skipped: bool) -> tuple[Tensor, Tensor]:
+    """Numbers as one vector, on the device of the first; and a float32 number that is finite if all are.
+
+    skipped: whether that is to be NaN anyway.
+    """
+    device = numbers[0].device
+    on_one = [x if x.device == device else x.to(device, non_blocking=True) for x in numbers]
+    magnitudes = torch.cat(on_one) if len(on_one) > 1 else on_one[0]
+    if skipped:
+        magnitudes = torch.cat([magnitudes, magnitudes.new_full((1,), math.nan)])
+    largest = magnitudes.amax().view(1)
+    return magnitudes, largest if largest.dtype == torch.float32 else largest.mul(0).float()
+
+
+def _restore(number: Tensor, targets: Sequence[Tensor], formers: Sequence[Tensor | None] | None = None) -> None:
+    """Overwrite tensors by others, None by zeros, unless a number is finite. Without others, by NaN."""
+    by_kind: dict[Any, tuple[list[Tensor], list[Tensor | None]]] = {}
+    for target, former in zip(targets, itertools.repeat(None) if formers is None else formers):
+        if formers is None and not target.is_contiguous():
+            target.copy_(torch.where(number.to(target.device).isfinite(), target, math.nan))
+            continue
+        of_kind = by_kind.setdefault((target.get_device(), formers is None and target.dtype), ([], []))
+        of_kind[0].append(target)
+        of_kind[1].append(former)
+    for some, their_formers in by_kind.values():
+        there = number if some[0].device == number.device else number.to(some[0].device, non_blocking=True)
+        kernels.restore_unless_finite(there, some, their_formers, math.nan if formers is None else 0.0)
 
 
 def check_compressor(compressor: Compressor, what: str) -> None:

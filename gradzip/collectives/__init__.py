@@ -1,7 +1,6 @@
 """What methods ask for, and what advances them: collectives, routines, fusion, the abstract engine."""
 
 from .requests import (
-    AllFinite,
     AllToAll,
     Broadcast,
     Collective,
@@ -16,6 +15,6 @@ from .requests import (
 )
 
 __all__ = [
-    "AllFinite", "AllToAll", "Broadcast", "Collective", "Gather", "Mean", "RingSum", "Scope", "ToHost", "among",
+    "AllToAll", "Broadcast", "Collective", "Gather", "Mean", "RingSum", "Scope", "ToHost", "among",
     "ring_segments", "split_equally",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..ops import tensors as ops
 from .ranges import Range
-from .requests import AllFinite, AllToAll, Broadcast, Collective, Gather, Mean, RingSum, ToHost
+from .requests import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, ToHost
 from .routines import Local, Routine
 from .traffic import Traffic
 
@@ -39,17 +39,11 @@ class Round:
 
     Args:
         traffic: counts the time that routines take.
-        checks: the AllFinite that routines have asked for so far, by key. All rounds of a step share them.
     """
 
-    def __init__(self, traffic: Traffic, checks: dict[Any, AllFinite] | None = None) -> None:
+    def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
-        self.checks = {} if checks is None else checks
         self._groups: dict[Any, dict[Any, Any]] = {}  # kind -> key -> collective
-
-    def following(self) -> Round:
-        """A round that comes later in the same step."""
-        return Round(self.traffic, self.checks)
 
     def advance(self, routines: Mapping[Any, Routine], results: Mapping[Any, Any] | None = None) -> dict[Any, Any]:
         """Send routines the results of their last collectives, and add their next ones to this round.
@@ -89,13 +83,10 @@ class Round:
         self.add(yielded)
         return returned
 
-    def add(self, requests: Mapping[Any, Collective | AllFinite]) -> None:
+    def add(self, requests: Mapping[Any, Collective]) -> None:
         """Add collectives of routines, by key."""
         for key, request in requests.items():
             kind: tuple[Any, ...]  # what collectives that are joined have in common
-            if isinstance(request, AllFinite):
-                self.checks[key] = request
-                continue
             if isinstance(request, RingSum):
                 kind = (RingSum, request.scope, request.dtype, request.device)
             elif isinstance(request, ToHost):
@@ -132,27 +123,14 @@ class Round:
         """
         returned: dict[Any, Any] = {}
         current = self
-        while current._groups or current.checks:
-            current._check()
+        while current._groups:
             results = current.split((yield current.collectives()))
-            current = current.following()
+            current = Round(self.traffic)
             returned |= current.advance(routines, results)
         return returned
 
-    def _check(self) -> None:
-        """Find out what was asked for with AllFinite, if the host waits in this round anyway, or at the end."""
-        if not self.checks or (self._groups and ToHost not in map(_KIND, self._groups)):
-            return
-        by_device: dict[torch.device, dict[Any, Tensor]] = {}
-        for key, check in self.checks.items():
-            by_device.setdefault(check.tensor.device, {})[key] = check.tensor
-        self.checks.clear()
-        for tensors in by_device.values():
-            self.add(dict(zip(tensors, map(ToHost, ops.finite_if_all(list(tensors.values()))))))
-
 
 _ARGUMENT = attrgetter("argument")
-_KIND = itemgetter(0)
 _SHAPE = attrgetter("shape")
 
 

@@ -137,19 +137,6 @@ class ToHost:
 
 
 @dataclass(frozen=True)
-class AllFinite:
-    """Whether all elements of a tensor of this rank are finite. Nothing is sent.
-
-    It is found out for all routines together, when the host waits for the device anyway. Result: a number on the CPU
-    that is finite if all elements are.
-    """
-
-    scope: ClassVar[Scope] = "all"  # for uniformity with collectives
-
-    tensor: Tensor
-
-
-@dataclass(frozen=True)
 class RingSum:
     """Sum over the ranks of segments that are compressed and decompressed while other segments are on the wire.
 
@@ -177,9 +164,9 @@ class RingSum:
 Collective = Mean | Gather | AllToAll | Broadcast | ToHost | RingSum
 
 
-def among(scope: Scope, collective: Collective | AllFinite) -> Any:
+def among(scope: Scope, collective: Collective) -> Any:
     """The same collective, among other ranks. What sends nothing stays as it is."""
-    return collective if isinstance(collective, (AllFinite, ToHost)) else replace(collective, scope=scope)
+    return collective if isinstance(collective, ToHost) else replace(collective, scope=scope)
 
 
 # Segment size, large enough to amortise per-message latency.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .requests import AllFinite, Collective, ToHost
+from .requests import Collective, ToHost
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Local:
 
 
 # Yields collectives and local work, is sent their results, and returns the average.
-Routine = Generator[Collective | AllFinite | Local, Any, Any]
+Routine = Generator[Collective | Local, Any, Any]
 
 
 def jointly(function: Callable[[list[Any]], Sequence[Any]], device: torch.device, argument: Any) -> Routine:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .requests import AllFinite, Collective, RingSum, Scope, ToHost
+from .requests import Collective, RingSum, Scope, ToHost
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Traffic:
         return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
 
 
-def sent_nbytes(collective: Collective | AllFinite) -> int:
+def sent_nbytes(collective: Collective) -> int:
     """Bytes that one rank hands to a collective. An all-reduce counts once, whatever its algorithm sends."""
-    if isinstance(collective, (AllFinite, ToHost)):
+    if isinstance(collective, ToHost):
         return 0
     if isinstance(collective, RingSum):
         return sum(collective.numels) * collective.dtype.itemsize

@@ -41,6 +41,7 @@ from ..collectives import Mean, ToHost
 from ..collectives.fusion import pieces
 from ..collectives.routines import Routine
 from ..collectives.traffic import Traffic, nbytes_of
+from ..memory.verdict import Verdict
 from ..methods.base.compressor import Compressor
 from ..ops import tensors as ops
 
@@ -292,11 +293,11 @@ class HookState:
             if self._finds_unused:
                 self._session.launch("used", {("used", 0): self._exchange_used(device)}, "used")
             self._session.finish("round")
+            sparse = [buffer._values() for _, buffer in futures if buffer.is_sparse]
+            self._session.end(skipped := self._session.is_skipped(sparse))
             for number, view, former in [of for joined in self._joined for of in joined.former]:
                 if number in self._discarded:
                     view.copy_(former)
-            sparse = [buffer._values() for _, buffer in futures if buffer.is_sparse]
-            self._session.end(skipped := self._session.is_skipped(sparse))
         # A future records an event of the current stream, which now waits for the home stream. DDP waits for the event.
         for future, buffer in futures:
             future.set_result(buffer)
@@ -307,7 +308,7 @@ class HookState:
         else:
             queue_callback(lambda: queue_callback(lambda: self._complete(skipped)))
 
-    def _complete(self, skipped: bool) -> None:
+    def _complete(self, skipped: Verdict | bool) -> None:
         """Complete the step: DDP has written the averages to the gradients."""
         of_step, self._joined, self._futures = self._joined, [], []
         with self.compressor.streams.on_all(of_step[0].buffers[0].device):

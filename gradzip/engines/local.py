@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..collectives import AllFinite, AllToAll, Collective, Gather, Mean, RingSum, ToHost, among
+from ..collectives import AllToAll, Collective, Gather, Mean, RingSum, ToHost, among
 from ..collectives.fusion import FusedRoutine
 from ..collectives.routines import Done, Routine, advance
 from ..collectives.traffic import Traffic, sent_nbytes
-from ..ops import tensors as ops
 
 
-def run(collectives: Sequence[Collective | AllFinite], node_size: int = 1) -> list:
+def run(collectives: Sequence[Collective], node_size: int = 1) -> list:
     """Run one collective of every rank, in rank order; return the ranks' results. node_size: ranks of a node."""
     kinds, scopes, size = {type(c) for c in collectives}, {c.scope for c in collectives}, len(collectives)
     if len(kinds) != 1 or len(scopes) != 1:
@@ -39,8 +38,6 @@ def run(collectives: Sequence[Collective | AllFinite], node_size: int = 1) -> li
     if kinds == {Mean}:
         return _mean(alike)
     tensors = [c.tensor for c in alike]
-    if kinds == {AllFinite}:
-        return [number.cpu() for number in ops.finite_if_all(tensors)]
     if kinds == {ToHost}:
         return [tensor.cpu() for tensor in tensors]
     if kinds == {Gather}:

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import io
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ from ..collectives.traffic import Traffic
 from ..memory.names import original
 from ..memory.state_dict import in_line
 from ..memory.streams import use_on_current_stream
+from ..memory.verdict import Verdict
 from ..methods.base.compressor import Compressor
 from .shards import Shards
 
@@ -229,19 +231,20 @@ class ReplicaAverages:
             shards.drop()
         self._session.drop()
 
-    def _is_skipped(self) -> bool:
+    def _is_skipped(self) -> Verdict | bool:
         """Whether the step is skipped, because an average is not finite on any rank of the mesh."""
         copied, self._copied = sorted(self._copied), set()
         sums, self._sums = self._sums, []
         if not self._session.checks:
-            return False
+            return self._session.is_skipped()
         of_copied = [gradient for i in copied for gradient in self._modules[i].averages()]
-        skipped = self._session.is_skipped([*of_copied, *sums])
-        if self._mesh.size() == 1:
-            return skipped
-        of_mesh = torch.tensor([float(skipped)], device=self._session.engine.device)
-        dist.all_reduce(of_mesh, dist.ReduceOp.MAX, self._mesh.get_group())  # replicas have the same averages
-        return bool(of_mesh)
+        return self._session.is_skipped([*of_copied, *sums], self._agree if self._mesh.size() > 1 else None)
+
+    def _agree(self, number: Tensor) -> Tensor:
+        """NaN if it is not finite on any rank of the mesh, otherwise 0. Replicas have the same averages."""
+        skips = 1 - number.isfinite().float()
+        dist.all_reduce(skips, dist.ReduceOp.MAX, self._mesh.get_group())
+        return torch.where(skips > 0, math.nan, 0.0)
 
     def _connect(self, device: torch.device) -> None:
         shards = self._mesh.get_group() if self._mesh.size() > 1 else None

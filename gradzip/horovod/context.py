@@ -24,6 +24,7 @@ from ..averaging.buckets import Plan, bucket_nbytes, cut
 from ..averaging.session import Session
 from ..collectives.fusion import as_real
 from ..memory.names import original
+from ..memory.verdict import Verdict
 from ..methods.base.group import plan_groups
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -115,6 +116,7 @@ class OptimizerContext:
         """Plan the buckets of a step: since the last one, parameters may be frozen, and methods may have changed."""
         if self.session.groups:
             self.session.drop()  # Horovod's `synchronize` has failed
+        self.session.read_late()
         self.step = InFlightStep(self)
         self.waiting = {}
         for i, bucket in enumerate(self._buckets):
@@ -222,7 +224,7 @@ class InFlightStep:
 
     def __init__(self, context: OptimizerContext) -> None:
         self.is_over = False
-        self.skipped = False
+        self.skipped: Verdict | bool = False
         self.sums: list[Tensor] = []  # its gradients, with op=Sum
         self.gradients: dict[int, Tensor] = {}  # by the parameter's id
         # Those among them that are none of this step, their former values, and what Horovod all-reduces.

@@ -11,6 +11,7 @@ from torch import Tensor
 from .names import StateNames, moved
 from .state import Fields, FieldShapes, State, group_name
 from .state_dict import check_fields
+from .verdict import read_all
 
 
 class LossScale:
@@ -139,6 +140,7 @@ class Memory:
 
     def by_parameter(self) -> dict[str, Fields]:
         """The fields to save, by parameter."""
+        read_all()
         saved = dict(self.parked)
         for state in self.states.values():
             saved |= state.by_parameter()

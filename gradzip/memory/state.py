@@ -121,6 +121,42 @@ class State:
             if isinstance(former, Tensor) and former.is_cpu and former is not getattr(self, name, None):
                 self._spares[name] = former
 
+    def changed(self, before: Mapping[str, Any]) -> list[tuple[Tensor, Tensor | None]] | None:
+        """The tensors that the step in progress has changed: each now, and as before; None stands for zeros.
+
+        None: fields have come or gone without which a state is another one, so that their elements do not suffice to
+        undo the step.
+        """
+        if before is not self.before:
+            return []
+        found: list[tuple[Tensor, Tensor | None]] = []
+        fields = vars(self)
+        for field in fields.keys() | before.keys():
+            now, former = fields.get(field), before.get(field)
+            if now is former or field in self.TRANSIENT or not (isinstance(now, Tensor) or isinstance(former, Tensor)):
+                continue
+            if now is None or (former is None and not self._is_zero_without(field)):
+                return None
+            found.append((now, former))
+        moves = "owner_residual" in before and before.get("owner_ranges") != fields.get("owner_ranges")
+        return None if moves else found
+
+    def _is_zero_without(self, field: str) -> bool:
+        """Whether a state without a field is as one whose elements of it are all 0."""
+        shapes = self.field_shapes
+        return field == "owner_residual" or all(of.get(field) == tuple(self.shapes[n]) for n, of in shapes.items())
+
+    def restore(self, before: Mapping[str, Any]) -> None:
+        """Undo what the step in progress has changed of tensors. Numbers, such as the step count, stay."""
+        fields = vars(self)
+        for field in fields.keys() | before.keys():
+            values = fields.get(field), before.get(field)
+            if field == "owner_ranges" or any(isinstance(value, Tensor) for value in values):
+                if field in before:
+                    fields[field] = before[field]
+                else:
+                    del fields[field]
+
     def abandon(self, before: Mapping[str, Any] | None = None) -> bool:
         """Restore the fields before a step that has begun and is not complete. Returns whether there was one.
 

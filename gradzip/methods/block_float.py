@@ -94,6 +94,7 @@ class BlockFloat(ErrorFeedback):
 
     rounds = 2
     asymmetric = True
+    undone_on_device = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -144,7 +145,7 @@ class BlockFloat(ErrorFeedback):
                 state.owner_residual, state.owner_ranges = partition, [(start, stop)]
         payloads = yield Gather(payload, same_length=True)
         self._check(payloads, blocks)
-        if not self.looks(vector):
+        if not self.looks(group):
             return _Average(payloads, 0.0)
         step = ops.block_float_max_step(payloads, self.bits, self.block)
         if step.is_cuda:

@@ -25,6 +25,8 @@ class Cast(Compressor):
             Horovod cannot average it, so it is sent as float32 there, which saves nothing.
     """
 
+    undone_on_device = True
+
     dtype: torch.dtype = torch.float16
 
     def __post_init__(self) -> None:

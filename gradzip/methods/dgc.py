@@ -144,8 +144,11 @@ class DGC(SparseCodec):
             group.parts = [state.next_residual]
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
-        k = num_kept(self.theta_at(key.step), grad.numel())
+        k = self.num_kept(grad.numel(), key.step)
         return self.pack(*groups.topk_abs(grad.reshape(-1), k), grad.numel())
+
+    def num_kept(self, numel: int, step: int) -> int:
+        return num_kept(self.theta_at(step), numel)
 
     def store_residuals(self, of: Sequence[Group]) -> None:
         for group in of:

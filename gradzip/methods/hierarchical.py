@@ -50,6 +50,8 @@ class Hierarchical(Composite):
     (256, 81924)
     """
 
+    undone_on_device = False
+
     inner: Compressor
     local_size: int | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ class LowRank(ErrorFeedback):
     """
 
     vectors = False
+    undone_on_device = True
 
     rank: int = 4
     error_feedback: bool = True
@@ -58,6 +59,8 @@ class LowRank(ErrorFeedback):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("rank", isinstance(self.rank, int) and self.rank >= 1, "an integer >= 1")
+        # By `transpose`, for which groups of the last step, and what `_given_of` returned.
+        self._given: dict[bool, tuple[Any, Tensor, Tensor]] = {}
 
     def groups_by(self, shape: torch.Size) -> tuple[()]:
         return ()
@@ -133,7 +136,7 @@ class LowRank(ErrorFeedback):
         """
         matrices = group.planned(self.matrices)
         columns = yield Local(groups.abs_max_columns, group.device, groups.Factor(matrices, transpose, factor))
-        if not self.looks(factor):
+        if not self.looks(group):
             return (yield Local(self._follow_all, group.device, (group, factor, columns, transpose, scaled))), 0.0
         on_host = (yield ToHost(columns)) if factor.is_cuda else columns
         most = on_host.view(-1, self.rank).numpy()
@@ -146,30 +149,28 @@ class LowRank(ErrorFeedback):
 
     def _follow_all(self, of: list[tuple[Group, Tensor, Tensor, bool, bool]]) -> list[Tensor]:
         """`following` for several groups, from the largest magnitudes of columns. Does not wait for a device."""
-        scaled = of[0][4]
-        given = [group.planned(self._given_p if transpose else self._given_q) for group, *_, transpose, _ in of]
-        numbers, random = zip(*given)
-        starts = np.cumsum([0, *(len(columns) for _, _, columns, _, _ in of)])
+        scaled, transpose = of[0][4], of[0][3]
+        of_groups = [group for group, *_ in of]
+        key = of_groups[0].device, [(group.names, group.shapes_of_parts) for group in of_groups]
+        if self._given.get(transpose, (None,))[0] != key:
+            self._given[transpose] = key, *self._given_of(of_groups, transpose)
+        _, matrix_of, random = self._given[transpose]
         largest = torch.cat([columns for _, _, columns, _, _ in of])
-        matrix_of = torch.cat([n + int(start) for n, start in zip(numbers, starts)]) if len(of) > 1 else numbers[0]
         result = torch.cat([factor for _, factor, *_ in of]).view(-1, self.rank)
         if scaled:
             scale = largest.amax(1, keepdim=True)
             result /= scale.where(scale > 0, 1.0)[matrix_of]
         zero = (largest == 0)[matrix_of]
-        followed = torch.cat(random).view(-1, self.rank).where(zero, result)
+        followed = random.where(zero, result)
         return list(followed.view(-1).split_with_sizes([factor.numel() for _, factor, *_ in of]))
 
-    def _given_p(self, group: Group) -> tuple[Tensor, Tensor]:
-        return self._given(group, group.planned(self.matrices).rows, True)
-
-    def _given_q(self, group: Group) -> tuple[Tensor, Tensor]:
-        return self._given(group, group.planned(self.matrices).columns, False)
-
-    def _given(self, group: Group, rows: np.ndarray, transpose: bool) -> tuple[Tensor, Tensor]:
-        """For each row of the factors, the number of its matrix; and the factors of step 0."""
-        numbers = torch.from_numpy(np.repeat(np.arange(len(rows)), rows)).to(group.device)
-        return numbers, self.random_factor(group, transpose, step=0)
+    def _given_of(self, of: Sequence[Group], transpose: bool) -> tuple[Tensor, Tensor]:
+        """For each row of the factors of groups, the number of its matrix among all; and the factors of step 0."""
+        matrices = [group.planned(self.matrices) for group in of]
+        rows = np.concatenate([one.rows if transpose else one.columns for one in matrices])
+        numbers = torch.from_numpy(np.repeat(np.arange(len(rows)), rows)).to(of[0].device)
+        random = torch.cat([self.random_factor(group, transpose, step=0) for group in of])
+        return numbers, random.view(-1, self.rank)
 
 
 def _quotients(of: list[tuple[Tensor, np.ndarray, np.ndarray]]) -> list[Tensor]:
@@ -271,8 +272,10 @@ class ACPSGD(LowRank):
             if ops.is_capturing(own):  # a graph of two steps needs the memory of both factors again
                 following = state.renewed(computed, following).copy_(following)
             else:
-                following = yield Local(_copies, own.device, following)
-                setattr(state, given, None)
+                if not group.on_device:
+                    following = yield Local(_copies, own.device, following)
+                    # On a device, a step that is skipped counts: the next one takes the former factor.
+                    setattr(state, given, None)
             yield self.orthogonalized(group, following, not transpose)
             setattr(state, computed, following)
         matrices = group.planned(self.matrices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -107,8 +108,8 @@ class Momentum(Compressor):
 
     Memory: one more float32 tensor for each parameter, saved in state dicts. During a step, two.
 
-    Deterministic if `inner` is. Waits for a CUDA device when `inner` does, and once in each step of the warm-up. With
-    ``warmup_steps="auto"``, the ranks of a model that is sharded exchange two numbers in each step.
+    Deterministic if `inner` is. Waits for a CUDA device when `inner` does, and with ``warmup_steps="auto"``, with which
+    the ranks of a model that is sharded also exchange two numbers in each step.
 
     >>> import gradzip
     >>> compressor = gradzip.Momentum(gradzip.SignSGD(majority=False), beta=0.9, warmup_steps=2)
@@ -165,6 +166,10 @@ class Momentum(Compressor):
     # --- what `inner` decides, too
 
     @property
+    def undone_on_device(self) -> bool:  # type: ignore[override]
+        return self.inner.undone_on_device and not self._is_auto
+
+    @property
     def loss_scaled(self) -> Mapping[str, int]:  # type: ignore[override]
         own = {"momentum": 1, "momentum_bound": 1, "square": 2, "former_square": 2}
         return {**self.inner.loss_scaled, **own}
@@ -192,7 +197,8 @@ class Momentum(Compressor):
         super().keep(state, gradients)
         if (momentum := getattr(state, "momentum", None)) is None:
             return
-        state.momentum_bound = max(state.momentum_bound, bound)
+        if hasattr(state, "momentum_bound"):
+            state.momentum_bound = max(state.momentum_bound, bound)
         for name, gradient in gradients.items():
             if gradient is not None and not gradient.count_nonzero():
                 state.piece(name, momentum).mul_(self.beta)
@@ -235,7 +241,9 @@ class Momentum(Compressor):
 
     def reduce(self, group: Group) -> Routine:
         state = group.state
-        previous, bound = getattr(state, "momentum", None), getattr(state, "momentum_bound", 0.0)
+        previous, bound = getattr(state, "momentum", None), 0.0
+        if previous is not None and self.looks(group):
+            bound = state.momentum_bound if hasattr(state, "momentum_bound") else ops.abs_max(previous)
         if self.compresses_momentum(state):
             return _Average((yield from self.inner.reduce(group)), previous, bound, compressed=True)
         parts = group.parts
@@ -248,8 +256,9 @@ class Momentum(Compressor):
         average = yield from self.with_max_abs(group, mean, largest)
         return _Average(average, previous, bound, compressed=False, square=square)
 
-    def looks(self, x: Tensor) -> bool:
-        return True  # steps whose average is 0 do not count for the warm-up, and the next bound follows from this one
+    def looks(self, group: Group) -> bool:
+        # Steps whose average is 0 do not count for the warm-up, and the next bound follows from this one.
+        return not group.on_device
 
     def max_abs_bound(self, average: _Average, limit: float) -> float:
         """As of `Compressor`, but not exact: |m'| + beta |m| may be above the limit where |m' - beta m| is not."""
@@ -282,11 +291,22 @@ class Momentum(Compressor):
             if previous is not None:
                 momentum.add_(previous, alpha=self.beta)
             state.residual = None  # it was sent
-            if average.is_zero and not self.averages_pieces:  # decided alike by all ranks, as optimizers are told it
-                state.unused = getattr(state, "unused", 0) + 1
-            elif self._is_auto:
+            if self._is_auto and (self.averages_pieces or not average.is_zero):
                 self._learn(state, average.square)
-        state.momentum, state.momentum_bound = momentum, average.bound
+            if group.on_device:
+                group.told_later = functools.partial(self._count_unused, state)
+                group.numbers.append(ops.largest_magnitudes([momentum]))  # it may overflow where its gradient does not
+            else:
+                self._count_unused(state, 0.0 if average.is_zero else 1.0)
+        state.momentum = momentum
+        vars(state).pop("momentum_bound", None)
+        if not group.on_device:
+            state.momentum_bound = average.bound
+
+    def _count_unused(self, state: State, largest: float) -> None:
+        """Count a step of the warm-up if its average is 0. largest: its largest magnitude."""
+        if largest == 0 and not self.averages_pieces:  # decided alike by all ranks, as optimizers are told it
+            state.unused = getattr(state, "unused", 0) + 1
 
     # --- the end of the warm-up
 

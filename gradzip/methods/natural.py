@@ -42,6 +42,7 @@ class Natural(GatherCompressor):
 
     fixed_nbytes = True
     unbiased = True
+    undone_on_device = True
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         numel = grad.numel()

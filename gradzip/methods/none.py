@@ -19,6 +19,7 @@ class NoCompression(Compressor):
     """Averages gradients uncompressed, by an all-reduce."""
 
     unbiased = True
+    undone_on_device = True
 
     def bypasses(self, grad: Tensor) -> bool:
         return True

@@ -64,6 +64,7 @@ class QSGD(GatherCompressor):
     seed: int = 0
 
     unbiased = True
+    undone_on_device = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,6 +98,9 @@ class QSGD(GatherCompressor):
             body[norms_end : norms_end + nbytes] = stream
         fields = _STREAM.pack(nbytes, stream is not None)
         return self.seal(ops.Seal(payload, numel, fields, magnitudes=magnitude))
+
+    def fields_of(self, shapes: Sequence[torch.Size], key: Key) -> bytes:
+        return _STREAM.pack(self._ends(sum(map(math.prod, shapes)))[1], False)
 
     def _ends(self, numel: int) -> tuple[int, int]:
         """Bytes of the norms of `numel` elements, and of their packed levels."""

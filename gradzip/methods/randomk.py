@@ -48,6 +48,7 @@ class RandomK(ErrorFeedback):
     """
 
     max_numel = INDEXED_NUMEL
+    undone_on_device = True
 
     theta: Theta = 0.99
     error_feedback: bool = True

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..collectives import ToHost
 from ..collectives.routines import Routine, jointly
 from ..memory.state import Key, State
 from ..ops import groups
@@ -84,6 +83,9 @@ class SignSGD(ErrorFeedback, ListCodec):
         magnitudes = statistics if is_scaled else largest.contiguous()
         return self.seal(ops.Seal(payload, int(layout.numels.sum()), fields, magnitudes=magnitudes))
 
+    def fields_of(self, shapes: Sequence[torch.Size], key: Key) -> bytes:
+        return _COINS.pack(key._replace(rank="shared").bits)
+
     # --- the vote
 
     def decode_all(
@@ -93,15 +95,13 @@ class SignSGD(ErrorFeedback, ListCodec):
         # residual holds its error.
         if not self.majority or len(payloads) == 1 or (self.error_feedback and state is None):
             return (yield from super().decode_all(payloads, flat, outs))
-        winners, numbers = yield from jointly(self._count_all, flat.device, CodedSum(outs, payloads, 1.0))
-        scales = np.ones(len(outs))
-        if self.error_feedback:
-            scales = _scales((yield ToHost(numbers)) if numbers.is_cuda else numbers, outs)
-        vote = _Vote(payloads, winners, scales)
+        vote = yield from jointly(self._count_all, flat.device, CodedSum(outs, payloads, 1.0))
         if self.error_feedback and state is not None:
             state.vote = vote  # until `subtract_transmitted`
         yield from jointly(self._write_all, flat.device, (outs, vote))
-        return np.abs(scales.astype(np.float32)).max()
+        if vote.scales is None or vote.scales.is_cuda:
+            return 1.0 if vote.scales is None else None
+        return vote.scales.abs().max().item()
 
     def subtract_transmitted(self, of: Sequence[Group]) -> None:
         votes = [(group, vars(group.state).pop("vote", None)) for group in of]
@@ -114,40 +114,45 @@ class SignSGD(ErrorFeedback, ListCodec):
             packed, numbers = self.columns(self.layout([residuals for residuals, _ in voted]), sums)
             weights = np.full(packed.shape, 1.0 / packed.shape[1])
             weights[:, of[0].rank] -= 1.0
-            winners, scales = self._winners(voted)
-            columns = np.column_stack([packed, winners]), np.column_stack([numbers, np.zeros_like(winners)])
-            self.decode_sums(outs, True, columns, np.column_stack([weights, -scales]))
+            columns = map(np.column_stack, zip((packed, numbers), self._winners(voted)))
+            self.decode_sums(outs, True, list(columns), np.column_stack([weights, np.full(len(outs), -1.0)]))
 
-    def _count_all(self, of: list[CodedSum]) -> list[tuple[Tensor, Tensor]]:
-        """The votes of several groups: the signs of the majority, and, as bytes, for each part and rank the number of
-        signs that differ from it (int64), and for each rank and part its scale (float32)."""
-        layout, counts = self.layout([coded.outs for coded in of]), self.error_feedback
+    def _count_all(self, of: list[CodedSum]) -> list[_Vote]:
+        """The votes of several groups."""
+        layout, counted = self.layout([coded.outs for coded in of]), self.error_feedback
         ballots = self.bodies(layout, [coded.payloads for coded in of])[layout.body] + layout.codes[:, None]
         # All ranks use rank 0's coins, in case ranks have counted steps differently.
         keys = [groups.keys_of(_COINS.unpack(coded.payloads[0].fields)[0], len(coded.outs)) for coded in of]
         # The winners are where they would be in payloads of theirs.
         starts = layout.codes + np.cumsum([0, *layout.nbytes[:-1]], dtype=np.uint64)[layout.body]
         winners, against = groups.majority(
-            ballots, layout.numels, np.concatenate(keys), starts, sum(layout.nbytes), of[0].payloads[0].body, counts
+            ballots, layout.numels, np.concatenate(keys), starts, sum(layout.nbytes), of[0].payloads[0].body, counted
         )
-        counted = [8 * len(coded.outs) * ballots.shape[1] * counts for coded in of]
-        numbers = []
-        for coded, own, head in zip(of, against.view(-1).view(torch.uint8).split(counted), layout.heads):
-            numbers.append([own, *[payload.body[: head * counts] for payload in coded.payloads]])
-        flat = torch.cat([part for own in numbers for part in own])  # one operation on a device
-        return list(zip(winners.split(layout.nbytes), flat.split([sum(map(Tensor.numel, own)) for own in numbers])))
+        ballots_of, winners_of = [coded.payloads for coded in of], winners.split(layout.nbytes)
+        if not counted:
+            return [_Vote(*vote, None) for vote in zip(ballots_of, winners_of)]
+        heads = [payload.body[:head] for coded, head in zip(of, layout.heads) for payload in coded.payloads]
+        of_ranks = torch.cat(heads).view(torch.float32)  # one operation on a device
+        own_of = of_ranks.split([len(coded.outs) * len(coded.payloads) for coded in of])
+        against_of = against.split([len(coded.outs) for coded in of])
+        scales = [_scales(counts, own, coded.outs) for counts, own, coded in zip(against_of, own_of, of)]
+        return [_Vote(*vote) for vote in zip(ballots_of, winners_of, scales)]
 
     def _write_all(self, of: list[tuple[Sequence[Tensor], _Vote]]) -> list[None]:
         """Write the majority's signs, times their scales."""
-        winners, scales = self._winners(of)
-        self.decode_sums([out for outs, _ in of for out in outs], False, (winners[:, None], 0), scales[:, None])
+        columns = [column[:, None] for column in self._winners(of)]
+        self.decode_sums([out for outs, _ in of for out in outs], False, columns, 1.0)
         return [None] * len(of)
 
     def _winners(self, of: Sequence[tuple[Sequence[Tensor], _Vote]]) -> tuple[np.ndarray, np.ndarray]:
-        """The addresses of the majority's signs of each part, and their scales."""
+        """The addresses of the majority's signs of each part, and of their scales; 0 stands for a scale of 1."""
         layout = self.layout([outs for outs, _ in of])
         begin = groups.addresses([vote.winners for _, vote in of])
-        return begin[layout.body] + layout.codes, np.concatenate([vote.scales for _, vote in of])
+        scales = [np.zeros(len(outs), np.uint64) for outs, _ in of]
+        for own, (outs, vote) in zip(scales, of):
+            if vote.scales is not None:
+                own[:] = np.uint64(vote.scales.data_ptr()) + 4 * np.arange(len(outs), dtype=np.uint64)
+        return begin[layout.body] + layout.codes, np.concatenate(scales)
 
 
 class _Vote(NamedTuple):
@@ -155,18 +160,22 @@ class _Vote(NamedTuple):
 
     ballots: Sequence[ops.Payload]  # of each rank
     winners: Tensor  # the signs of the majority, packed
-    scales: np.ndarray  # S of each part, float64
+    scales: Tensor | None  # S of each part, float32; None: all are 1
 
 
-def _scales(numbers: Tensor, outs: Sequence[Tensor]) -> np.ndarray:
-    """S of each part, from what `SignSGD._count_all` has counted."""
-    on_host = numbers.numpy().tobytes()
-    parts = len(outs)
-    ranks = len(on_host) // (12 * parts)
-    against = np.frombuffer(on_host, np.int64, parts * ranks).reshape(parts, ranks)
-    scales = np.frombuffer(on_host, np.float32, offset=8 * parts * ranks).reshape(ranks, parts).T
-    agreements = 1 - 2 * against / groups.numels(outs)[:, None]
-    return np.array([math.fsum(row) / ranks for row in scales.astype(np.float64) * agreements])
+def _scales(against: Tensor, own: Tensor, outs: Sequence[Tensor]) -> Tensor:
+    """S of each part.
+
+    Args:
+        against: for each part and rank, the number of signs that differ from the majority's.
+        own: for each rank and part, its scale.
+    """
+    ranks, numels = against.shape[1], list(map(Tensor.numel, outs))
+    shares = torch.stack(torch._foreach_div(list(against.double().unbind()), numels))
+    weighted = own.view(ranks, -1).T.double() * (1 - 2 * shares)
+    if weighted.is_cuda:
+        return (weighted.sum(1) / ranks).float()
+    return torch.tensor([math.fsum(row) / ranks for row in weighted.tolist()], dtype=torch.float32)
 
 
 @register("onebit", number=19)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
 
     bits = 32
     max_numel = INDEXED_NUMEL
+    undone_on_device = True
 
     def pack(self, indices: Tensor, values: Tensor, numel: int) -> Tensor:
         """Make the sealed payload of k elements. indices: int32, ascending; values: float32."""
@@ -61,10 +63,19 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
         body = payload[ops.HEADER_NBYTES :]
         return payload, body[:nbytes], body[nbytes:end]
 
+    known_fields = 0x00FF  # the range float depends on the data
+
+    def fields_of(self, shapes: Sequence[torch.Size], key: Key) -> bytes:
+        return _COUNT.pack(self.num_kept(sum(map(math.prod, shapes)), key.step)) + bytes(8)
+
+    def num_kept(self, numel: int, step: int) -> int:
+        """k of a payload of so many elements, on a device."""
+        raise TypeError(f"{type(self).__name__}: got no `num_kept`, expected it where lengths are fixed")
+
     def parse(self, payload: ops.Payload, numel: int) -> tuple[Tensor, Tensor]:
         """Parse the payload of a gradient of `numel` elements: coded indices and values (float32).
 
-        Does not wait for the device: up to 15 bytes of padding follow the indices there. Raises PayloadError.
+        Does not wait for the device: unused bytes may follow the indices there. Raises PayloadError.
         """
         (k,) = _COUNT.unpack(payload.fields[:8])
         values_end = self.values_nbytes(k, numel)
@@ -78,7 +89,7 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
             stream, _ = ops.index_code_open(stream)
             if payload.body.numel() - values_end - stream.numel() >= ops.PAYLOAD_ALIGN:
                 raise ops.PayloadError(f"corrupt payload: its {k} values and indices do not fill it")
-        return stream, self.values(payload.body[:values_end], k, numel, payload.fields[8:])
+        return stream, self.values(payload, k, numel, payload.body[:values_end])
 
     def values_nbytes(self, k: int, numel: int) -> int:
         """The bytes of the values of a payload that claims k. Raises PayloadError if no payload has so many."""
@@ -86,11 +97,13 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
             raise ops.PayloadError(f"corrupt payload: it claims {k} values of {numel} elements")
         return ops.packed_nbytes(k, self.bits)
 
-    def values(self, packed: Tensor, k: int, numel: int, number_on_wire: bytes) -> Tensor:
+    def values(self, payload: ops.Payload, k: int, numel: int, packed: Tensor) -> Tensor:
         """Decode the values (float32). Raises PayloadError."""
         if self.bits == 32:
             return packed.view(torch.float32)
-        number = ops.RangeFloat.from_wire(number_on_wire)
+        if packed.is_cuda:  # where the host has not read the fields
+            return ops.RangeFloat.decode_by_wire(payload.wire, self.bits, ops.unpack_bits(packed, self.bits, k))
+        number = ops.RangeFloat.from_wire(payload.fields[8:])
         if number.bits != self.bits:
             raise ops.PayloadError(f"corrupt payload: it claims {number.bits} bits, expected {self.bits}")
         try:
@@ -196,11 +209,14 @@ class TopK(SparseCodec):
     def fixed_nbytes(self) -> bool:  # type: ignore[override]
         return self.select == "exact"
 
+    def num_kept(self, numel: int, step: int) -> int:
+        return num_kept(theta_at(self.theta, step), numel if self.chunk is None else self.chunk)
+
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         flat = grad.reshape(-1)
+        k = self.num_kept(flat.numel(), key.step)
         if self.chunk is not None:
-            return self._encode_chunks(flat, num_kept(theta_at(self.theta, key.step), self.chunk), self.chunk)
-        k = num_kept(theta_at(self.theta, key.step), flat.numel())
+            return self._encode_chunks(flat, k, self.chunk)
         if self.select == "sampled":
             selection, k = ops.select_sampled(flat, k, key.bits)
             marks = ops.bitmap(flat, selection)
@@ -227,7 +243,7 @@ class TopK(SparseCodec):
             raise ops.PayloadError(f"corrupt payload: it claims {k} values of each {self.chunk} elements")
         return ops.chunk_topk_nbytes(numel, k, self.chunk)
 
-    def values(self, packed: Tensor, k: int, numel: int, number_on_wire: bytes) -> Tensor:
+    def values(self, payload: ops.Payload, k: int, numel: int, packed: Tensor) -> Tensor:
         if self.chunk is None:
-            return super().values(packed, k, numel, number_on_wire)
+            return super().values(payload, k, numel, packed)
         return ops.chunk_topk_values(packed, numel, k, self.chunk)

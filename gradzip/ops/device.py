@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -27,18 +28,38 @@ def known_non_finite(magnitudes: Tensor) -> bool:
     return not magnitudes.is_cuda and not all(map(math.isfinite, magnitudes.tolist()))
 
 
-def finite_if_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return a number for each tensor, on its device, that is finite if all its elements are. Does not wait.
+def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
+    """Return max |x| of each of several tensors on one device, as one vector, NaN or inf where an element is.
 
-    tensors: dense, any floating-point or complex types, not empty, all on one device. Results: 1 element. On CUDA in
-        one call.
+    tensors: dense, any floating-point or complex types, not empty. On CUDA in one call for each run of equal dtypes,
+        which does not wait for the device.
 
-    >>> finite_if_all([torch.tensor([1.0, torch.nan]), torch.tensor([1.0, -3.0])])
-    [tensor([nan]), tensor([3.])]
+    >>> largest_magnitudes([torch.tensor([1.0, torch.nan]), torch.tensor([1.0, -3.0])])
+    tensor([nan, 3.])
     """
-    if on_device(tensors[0]):
-        return [norm.view(1) for norm in torch._foreach_norm(list(tensors), math.inf)]
-    return [abs_max_tensor(x) if x.dtype == torch.float32 else x.abs().max().view(1) for x in tensors]
+    if not on_device(tensors[0]):
+        return torch.cat([abs_max_tensor(x) if x.dtype == torch.float32 else x.abs().max().view(1) for x in tensors])
+    found: list[Tensor] = []
+    for _, of_type in itertools.groupby(tensors, attrgetter("dtype")):
+        found.append(torch.stack(torch._foreach_norm(list(of_type), math.inf)))
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def copy_later(x: Tensor) -> Callable[[], Tensor]:
+    """Start to copy x to the host. Returns what waits for the copy, and returns it.
+
+    If the host calls that once the device has done the work queued so far, it does not wait.
+    """
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(x.device))
+
+    def read() -> Tensor:
+        done.synchronize()
+        return host
+
+    return read
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
@@ -50,5 +71,5 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     for tensor in tensors:
         if tensor.numel():
             by_device.setdefault(tensor.device, []).append(tensor)
-    numbers = [torch.cat(finite_if_all(of_device)).tolist() for of_device in by_device.values()]
+    numbers = [largest_magnitudes(of_device).tolist() for of_device in by_device.values()]
     return all(map(math.isfinite, itertools.chain(*numbers)))

@@ -5,8 +5,9 @@ All tensors of a call are on one device; nothing waits for it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import NamedTuple
 
 import numpy as np
@@ -133,6 +134,30 @@ def abs_max_columns(factors: Sequence[Factor]) -> list[Tensor]:
 def _run_table(name: str, where: Tensor, tables: Sequence[np.ndarray], *arguments: int) -> None:
     table = np.concatenate(tables) if len(tables) > 1 else tables[0]
     _native.run(name, where, table.ctypes.data, len(table), *arguments)
+
+
+# --- tensors that get their old values back
+
+
+def restore_unless_finite(
+    number: Tensor, targets: Sequence[Tensor], sources: Sequence[Tensor | None], fill: float = 0.0
+) -> None:
+    """`ops.restore_unless_finite` of contiguous tensors. Those without a source are of one type, if `fill` is not 0."""
+    if targets:
+        table = np.empty((len(targets), 4), np.uint64)  # struct Restoration of csrc/common/restore.h
+        table[:, 0], table[:, 2] = addresses(targets), list(map(attrgetter("nbytes"), targets))
+        table[:, 1] = [0 if source is None else source.data_ptr() for source in sources]
+        table[:, 3] = _pattern(fill, targets[0].dtype)
+        _native.run("restore", number, number.data_ptr(), table.ctypes.data, len(table))
+
+
+@functools.lru_cache
+def _pattern(fill: float, dtype: torch.dtype) -> int:
+    """8 bytes of elements of a type that are all `fill`."""
+    if fill == 0:
+        return 0
+    whole = np.array([fill] * (8 // dtype.itemsize), "<f8")
+    return int.from_bytes(bytes(torch.from_numpy(whole).to(dtype).view(torch.uint8).tolist()), "little")
 
 
 # --- lists of tensors, encoded one after the other in the body of one payload

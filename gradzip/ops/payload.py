@@ -10,6 +10,7 @@ nothing waits for the device.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from array import array
 from collections.abc import Sequence
@@ -47,6 +48,11 @@ class Payload(NamedTuple):
     flags: int
     fields: bytes  # 16 bytes of the method
     body: Tensor  # uint8: what follows the header, padding included
+
+    @property
+    def wire(self) -> Tensor:
+        """The last 8 bytes of the fields, where the payload is: they precede the body."""
+        return self.body.as_strided((8,), (1,), self.body.storage_offset() - 8)
 
     def sections(self, *nbytes: int) -> list[Tensor]:
         """Cut the body into sections of the given sizes.
@@ -305,6 +311,12 @@ def open_payloads(
     flags = (rows["flags"] & ((1 << _SLACK_BIT) - 1)).tolist()
     # Without the constructor of NamedTuple, which is a function of Python.
     return [tuple.__new__(Payload, one) for one in zip(flags, rows["fields"].tolist(), bodies)]
+
+
+def unread_payloads(payloads: Sequence[Tensor], fields: Sequence[bytes]) -> list[Payload]:
+    """Payloads whose headers the host does not read, with the fields that are expected of them."""
+    bodies = [payload[HEADER_NBYTES:] for payload in payloads]
+    return [tuple.__new__(Payload, one) for one in zip(itertools.repeat(0), fields, bodies)]
 
 
 def _inspected(payloads: Sequence[Tensor]) -> np.ndarray:

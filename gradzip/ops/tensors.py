@@ -38,9 +38,10 @@ from .compact import compact as compact
 from .compact import compact_values as compact_values
 from .compact import expand as expand
 from .device import all_finite as all_finite
-from .device import finite_if_all as finite_if_all
+from .device import copy_later as copy_later
 from .device import is_capturing as is_capturing
 from .device import known_non_finite as known_non_finite
+from .device import largest_magnitudes as largest_magnitudes
 from .device import on_device as on_device
 from .elias import elias_capacity as elias_capacity
 from .elias import elias_decode as elias_decode
@@ -91,6 +92,7 @@ from .payload import open_payloads as open_payloads
 from .payload import seal_payloads as seal_payloads
 from .payload import split_all_payloads as split_all_payloads
 from .payload import split_payloads as split_payloads
+from .payload import unread_payloads as unread_payloads
 from .payload import verify_payloads as verify_payloads
 from .quantize import BAD_NORM as BAD_NORM
 from .quantize import check_quantizer as check_quantizer

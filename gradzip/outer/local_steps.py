@@ -150,7 +150,7 @@ class LocalSteps(OuterLoop):
         group: Any = None,
     ) -> None:
         self.compressor = NoCompression() if compressor is None else compressor
-        self._session = Session(self.compressor, "LocalSteps", in_background=delay > 0)
+        self._session = Session(self.compressor, "LocalSteps", in_background=delay > 0, waits=True)
         if self.compressor.memory.loss_scale.scaler is not None:
             raise ValueError("LocalSteps: got a compressor that follows a GradScaler, expected one that does not")
         replica = model if start is not None and isinstance(model, DistributedDataParallel) else None
@@ -474,7 +474,7 @@ class LocalSteps(OuterLoop):
             for i, plan in enumerate(self._planned(fragment)):
                 session.start(i, plan.groups, plan.parameters, [own[name] for name in plan.names], f"{slot}{i}")
             session.finish(f"{slot}round")
-            skipped = session.is_skipped()
+            skipped = bool(session.is_skipped())
             flags = session.engine.sum_over_shards([skipped, diverged])  # a site skips, and restarts, as one
             skipped, diverged = (bool(flag) for flag in flags)
             session.end(skipped)

@@ -99,8 +99,8 @@ def elastic_horovodrun(script, folder, plan, hosts, timeout):
     """Run `SCRIPT PLAN FOLDER` on the hosts listed in folder/hosts, at most three at a time.
 
     A worker of Horovod may hang when another dies. Its background thread holds the lock of its queue while it frees
-    tensors, for which it needs Python's lock with torch 2.10 and newer; a thread that has that one may want the queue's,
-    to launch an operation. Such a job is run a second time.
+    tensors. With torch 2.10 and newer, it needs Python's lock for that. A thread that has Python's lock may want the
+    queue's, to launch an operation. Such a job is run a second time.
 
     Args:
         hosts: names of this machine, listed at the start.
@@ -119,7 +119,7 @@ def elastic_horovodrun(script, folder, plan, hosts, timeout):
 
 
 def _hangs_in_horovod(output):
-    """Whether a stack of a worker that hangs ends where Horovod launches an operation, and its background loop failed."""
+    """Whether a worker hangs where Horovod launches an operation, and its background loop has failed."""
     lines = re.sub(r"^\[\d+\]<\w+>:", "", output, flags=re.MULTILINE)
     stacks = re.findall(r"most recent call first\):\n +File \"([^\"]*)\", line \d+ in (\w+)", lines)
     launches = any(path.endswith("horovod/torch/mpi_ops.py") and "_async" in name for path, name in stacks)

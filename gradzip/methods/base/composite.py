@@ -46,6 +46,10 @@ class Composite(Compressor):
     def parts(self) -> list[Compressor]:
         return self._parts
 
+    @property
+    def undone_on_device(self) -> bool:  # type: ignore[override]
+        return all(part.undone_on_device for part in self._parts)
+
     @abstractmethod
     def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor: ...
 

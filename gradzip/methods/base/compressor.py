@@ -25,6 +25,7 @@ from ...memory.names import original
 from ...memory.state import State, Workspace
 from ...memory.state_dict import all_or_nothing, fields_from, state_dict_of
 from ...memory.streams import HomeStreams
+from ...memory.verdict import Verdict
 from ...ops import tensors as ops
 from .exempt import Kind, exempt_names
 
@@ -124,6 +125,10 @@ class Compressor(ABC):
     # Whether a step may need an AllToAll or a RingSum, in which ranks do different work.
     asymmetric = False
 
+    # Whether a step can be undone by restoring the elements of the state's tensors. If so, the host does not wait for a
+    # device to know whether averages are finite.
+    undone_on_device = False
+
     # Whether the number of collectives depends on the gradients' values, besides their shape and the step.
     adapts = False
 
@@ -157,7 +162,7 @@ class Compressor(ABC):
         # Whether a rank keeps what it did not send. The owner of a partition may keep a residual without that.
         self.keeps_residual = bool(self.error_feedback)
         self.exempted: frozenset[str] = frozenset()  # names of parameters that are averaged uncompressed
-        self.last_step_skipped = False  # whether an average of the last step was not finite; equal on all ranks
+        self.last_verdict: Verdict | bool = False  # whether the last step was skipped
         self.bucket_cap_mb: float | None = None  # MiB of a bucket; None: front ends choose
         # Front ends plan again when it changes: parameters may have other methods, whose residuals they take over.
         self.choice_number = 0
@@ -165,6 +170,11 @@ class Compressor(ABC):
         self.averages_pieces = False
         # If set, a gradient is averaged by node, and `method_for` averages one chunk of it on each rank.
         self.node_chunks: NodeChunks | None = None
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether an average of the last step was not finite; equal on all ranks. Waits for a device to know."""
+        return bool(self.last_verdict)
 
     def check(self, name: str, valid: object, expected: str) -> None:
         """Raise ValueError, which names a hyper-parameter, its value and what was expected, unless it is valid."""
@@ -217,7 +227,8 @@ class Compressor(ABC):
     def max_abs_bound(self, average: Any, limit: float) -> float:
         """An upper bound of the average's magnitudes: exact if above `limit`, not finite if any element is not finite.
 
-        The same on all ranks. Waits for the device, unless `reduce` ended with `with_max_abs`. 0 if nobody looks.
+        The same on all ranks. Not called if the group is `on_device`. Otherwise, waits for the device, unless `reduce`
+        ended with `with_max_abs`. 0 if nobody looks.
         """
         if average.max_abs is None:
             average.max_abs = _most(average.parts)
@@ -250,9 +261,9 @@ class Compressor(ABC):
 
     # --- for `reduce` to call
 
-    def looks(self, x: Tensor) -> bool:
-        """Whether the host looks at averages. On a device it has to wait for it: only if a step may be skipped."""
-        return self.memory.checks or not x.is_cuda
+    def looks(self, group: Group) -> bool:
+        """Whether the host looks at averages. On a device it has to wait for it: only if nothing else would do."""
+        return not group.on_device and (self.memory.checks or group.device.type == "cpu")
 
     def with_max_abs(self, group: Group, flat: Tensor, max_abs: float | None = None) -> Routine:
         """Coroutine: the `Average` of a group, with its largest magnitude if it is on a device.
@@ -264,7 +275,7 @@ class Compressor(ABC):
                 applied.
             max_abs: the largest magnitude, if it is known.
         """
-        if not self.looks(flat):
+        if not self.looks(group):
             max_abs = 0.0 if max_abs is None else max_abs
         elif max_abs is None and flat.is_cuda:
             max_abs = float((yield ToHost((yield Local(ops.abs_max_all, flat.device, flat)))))

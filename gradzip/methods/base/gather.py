@@ -20,7 +20,7 @@ from ...collectives.routines import Local, Routine, at_once, jointly
 from ...memory.state import Key, State
 from ...ops import tensors as ops
 from .compressor import Average, Compressor
-from .group import Group
+from .group import Group, Inspected
 
 # The network that exchange="auto" assumes: 1 Gb/s, a latency of 50 us, and half a millisecond to start one more
 # collective and wait for it after the backward pass. It is not measured, because all ranks must decide alike.
@@ -36,6 +36,17 @@ class CodedSum(NamedTuple):
     payloads: Sequence[ops.Payload]
     weight: float
     add: bool = False  # to `outs`, rather than overwrite them
+
+
+class Content(NamedTuple):
+    """What a payload is of: the shapes of the parts, and the key of the random draws."""
+
+    shapes: Sequence[torch.Size]
+    key: Key
+
+    @property
+    def numel(self) -> int:
+        return sum(map(math.prod, self.shapes))
 
 
 class Piece(NamedTuple):
@@ -130,15 +141,14 @@ class GatherCompressor(Compressor):
     def decode_all(
         self, payloads: Sequence[ops.Payload], flat: Tensor, outs: Sequence[Tensor], state: State | None = None
     ) -> Routine:
-        """Coroutine: write the average of payloads, in order. Returns its largest magnitude, a number or a tensor.
+        """Coroutine: write the average of payloads, in order. Returns a bound of its magnitudes if it is known.
 
         Args:
             payloads: of finite gradients.
             flat, outs: the memory, and its pieces, of the shapes of the parts.
             state: of the group, which may change. None for the owner of a partition, who encodes the average again.
         """
-        coded = CodedSum(outs, payloads, 1.0 / len(payloads))
-        return jointly(self._average_all, flat.device, (flat, coded))
+        yield from jointly(self._sum_each, flat.device, CodedSum(outs, payloads, 1.0 / len(payloads)))
 
     def decode(self, payloads: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Average payloads, in order. On a CPU, the next call reuses the memory of the result.
@@ -146,7 +156,7 @@ class GatherCompressor(Compressor):
         shapes: of the parts that were encoded. Waits for the device once.
         """
         numels = [sum(map(math.prod, shapes))] * len(payloads)
-        return self._decoded(at_once(self.opened(payloads, numels, len(payloads))), shapes)
+        return self._decoded(self.open_all(payloads, numels, len(payloads)), shapes)
 
     def _decoded(self, payloads: Sequence[ops.Payload], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         flat = self.new_average(sum(map(math.prod, shapes)), payloads[0].body.device)
@@ -164,14 +174,12 @@ class GatherCompressor(Compressor):
         if not all_finite(payloads):
             flat.fill_(math.nan)
             return Average(outs, math.nan)
-        largest = yield from self.decode_all(payloads, flat, outs, group.state)
-        if isinstance(largest, Tensor) and largest.is_cuda:
-            largest = yield ToHost(largest)
-        return Average(outs, float(largest))
+        bound = yield from self.decode_all(payloads, flat, outs, group.state)
+        return (yield from self.with_max_abs(group, flat, bound))
 
-    def _average_all(self, of: list[tuple[Tensor, CodedSum]]) -> list[Tensor]:
-        self._sum_all([coded for _, coded in of])
-        return ops.abs_max_all([flat for flat, _ in of])
+    def _sum_each(self, sums: list[CodedSum]) -> list[None]:
+        self._sum_all(sums)
+        return [None] * len(sums)
 
     def _sum_all(self, sums: Sequence[CodedSum]) -> None:
         """`sum_all`. A PayloadError names the rank."""
@@ -182,16 +190,43 @@ class GatherCompressor(Compressor):
 
     # --- payload headers
 
-    def opened(self, payloads: Sequence[Tensor], numels: Sequence[int], ranks: int) -> Routine:
-        """Coroutine: check the headers of payloads. Returns an `ops.Payload` for each.
+    # Of the 16 bytes of `fields_of`, those that do not depend on the data: bit i for byte i.
+    known_fields = 0xFFFF
+
+    def fields_of(self, shapes: Sequence[torch.Size], key: Key) -> bytes:
+        """The fields of the header of a payload whose length is fixed.
 
         Args:
-            numels: elements of each.
-            ranks: payload i is from rank i % ranks.
+            shapes: of the parts that were encoded.
+            key: of random draws, of any rank.
+        """
+        return bytes(16)
+
+    def opened(self, payloads: Sequence[Tensor], contents: Sequence[Content], group: Group) -> Routine:
+        """Coroutine: check the headers of payloads. Returns an `ops.Payload` for each.
+
+        On a device, the host does not wait for what they say, if it follows from what was encoded. A payload that is
+        not as expected makes the step one to be skipped then.
+
+        Args:
+            contents: of each.
+            group: payload i is from rank i % group.size.
 
         Raises:
             PayloadError: names the rank whose payload is truncated, corrupt or made with another configuration.
         """
+        different = {id(content): content for content in contents}.values()
+        numel_of, ranks = {id(content): content.numel for content in different}, group.size
+        numels = [numel_of[id(content)] for content in contents]
+        if group.on_device and self.fixed_nbytes:
+            fields_of = {id(content): self.fields_of(content.shapes, content.key) for content in different}
+            fields, known = [fields_of[id(content)] for content in contents], self.known_fields
+            expected = ops.ExpectedPayloads(payloads, numels, self.number, self.digest, fields, known)
+            table, numbers = yield Local(ops.verify_payloads, group.device, expected)
+            group.numbers.append(numbers)
+            nbytes = list(map(Tensor.numel, payloads))
+            group.inspected.append(Inspected(self, table, nbytes, numels, fields, ranks))
+            return ops.unread_payloads(payloads, fields)
         table = None
         if payloads[0].is_cuda:
             table = yield Local(ops.inspect_payloads, payloads[0].device, payloads)
@@ -208,6 +243,22 @@ class GatherCompressor(Compressor):
         except ops.PayloadError as error:
             raise from_rank(error, ranks) from None
 
+    def check_inspected(self, group: Group, one: Inspected) -> None:
+        """Raise PayloadError if one of the payloads is not as expected. Waits for the device."""
+        payloads = [torch.empty(nbytes, dtype=torch.uint8, device="meta") for nbytes in one.nbytes]
+        try:
+            opened = self.open_all(payloads, one.numels, one.ranks, one.table.cpu())
+            known = [i for i in range(16) if self.known_fields >> i & 1]
+            for index, (payload, fields) in enumerate(zip(opened, one.fields)):
+                if any(payload.fields[i] != fields[i] for i in known) and not payload.flags & ops.NON_FINITE:
+                    text = f"foreign payload: got the fields {payload.fields.hex()}, expected {fields.hex()}"
+                    raise from_rank(ops.PayloadError(f"{text}: ranks count steps differently", index), one.ranks)
+        except ops.PayloadError as error:
+            raise self._of(group, error) from None
+
+    def _of(self, group: Group, error: ops.PayloadError) -> ops.PayloadError:
+        return ops.PayloadError(f"{type(self).__name__}, parameter {group.name!r}: {error}")
+
     def seal(self, seal: ops.Seal) -> Tensor:
         """Write the header of a payload whose body is complete. Returns the payload."""
         return ops.seal_payloads([seal], method=self.number, digest=self.digest)[0]
@@ -218,8 +269,9 @@ class GatherCompressor(Compressor):
 
     # --- the exchange
 
-    def looks(self, x: Tensor) -> bool:
-        return True  # the host waits for headers anyway, and a gradient that is not finite has no payload to subtract
+    def looks(self, group: Group) -> bool:
+        # If the host waits for headers anyway: a gradient that is not finite has no payload to subtract.
+        return not group.on_device
 
     def gather(self, payload: Tensor, numel: int, alike: bool = True) -> Gather:
         """The all-gather of a payload of this method.
@@ -237,15 +289,17 @@ class GatherCompressor(Compressor):
                 return (yield from self._scatter_reduce(group))
             payload, earlier = yield from self.encoded(group)
             payloads = yield self.gather(payload, group.numel)
-            numels = [group.numel] * (len(earlier) + group.size)
-            opened = (yield from self.opened([*earlier, *payloads], numels, group.size))[len(earlier) :]
+            contents = [Content(list(map(attrgetter("shape"), group.parts)), state.key(self.seed))] * (
+                len(earlier) + group.size
+            )
+            opened = (yield from self.opened([*earlier, *payloads], contents, group))[len(earlier) :]
             # What this rank has sent, each payload with the pieces of the group that it has; None for all.
             state.payload = [(opened[group.rank], None)]
             # All ranks see the same lengths, so they choose the same exchange.
             state.payload_nbytes = sum(map(Tensor.numel, payloads)) // len(payloads)
             return (yield from self.combine(opened, group))
         except ops.PayloadError as error:
-            raise ops.PayloadError(f"{type(self).__name__}, parameter {group.name!r}: {error}") from None
+            raise self._of(group, error) from None
 
     def encoded(self, group: Group) -> Routine:
         """Coroutine: encode the parts of a group. Methods that run a collective for that override it.
@@ -293,25 +347,27 @@ class GatherCompressor(Compressor):
 
     def _scatter_reduce(self, group: Group) -> Routine:
         state, key, partitions = group.state, group.state.key(self.seed), self.partitions(group)
-        payloads = [
-            self.encode_all([piece.view for piece in partition], key._replace(name=f"{key.name}[{i}]"))
+        contents = [
+            Content([piece.view.shape for piece in partition], key._replace(name=f"{key.name}[{i}]"))
             for i, partition in enumerate(partitions)
         ]
-        numels = [sum(piece.view.numel() for piece in partition) for partition in partitions]
+        payloads = [self.encode_all([p.view for p in of], content.key) for of, content in zip(partitions, contents)]
+        numels = [content.numel for content in contents]
         received = yield AllToAll(
             ops.join_payloads(payloads), tuple(map(Tensor.numel, payloads)), limit=most_nbytes(max(numels))
         )
-        all_numels = [numels[group.rank]] * group.size + numels
-        opened = yield from self.opened([*received, *payloads], all_numels, group.size)
+        of_all = [contents[group.rank]] * group.size + contents
+        opened = yield from self.opened([*received, *payloads], of_all, group)
         from_ranks, state.payload = opened[: group.size], list(zip(opened[group.size :], partitions))
         mine = partitions[group.rank]
         shapes = [piece.view.shape for piece in mine]
         average = torch.cat([part.reshape(-1) for part in self._decoded(from_ranks, shapes)])
         if (residual := getattr(state, "owner_residual", None)) is not None:
             average.add_(residual)
-        payload = self.encode_average(pieces(average, shapes), key._replace(name=f"{key.name}[owner]"))
+        owner = key._replace(name=f"{key.name}[owner]")
+        payload = self.encode_average(pieces(average, shapes), owner)
         payloads = yield self.gather(payload, max(numels), alike=len(set(numels)) == 1)
-        opened = yield from self.opened(payloads, numels, group.size)
+        opened = yield from self.opened(payloads, [content._replace(key=owner) for content in contents], group)
         flat = torch.empty(group.numel, dtype=torch.float32, device=group.device)
         if not all_finite(opened):
             return Average(group.pieces(flat.fill_(math.nan)), math.nan)

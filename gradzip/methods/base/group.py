@@ -6,12 +6,12 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ...collectives import AllFinite, Mean
+from ...collectives import Mean
 from ...collectives.fusion import adjacent, as_real, flattened, pieces
 from ...collectives.node_chunks import NodeChunks, among_peers
 from ...collectives.routines import Routine
@@ -20,6 +20,17 @@ from ...ops import tensors as ops
 from .compressor import INDEXED_NUMEL, Compressor, copy_all
 
 Planned = TypeVar("Planned")
+
+
+class Inspected(NamedTuple):
+    """Payloads that the device has checked, for the text of an error."""
+
+    method: Any  # a GatherCompressor, which needs this module
+    table: Tensor  # of `ops.verify_payloads`
+    nbytes: Sequence[int]  # of each
+    numels: Sequence[int]
+    fields: Sequence[bytes]
+    ranks: int  # payload i is from rank i % ranks
 
 
 class Group:
@@ -47,8 +58,13 @@ class Group:
         before: the fields of the state before the step; None if the step does not change it.
         rank, size: of this rank among those that the method averages over.
 
+        on_device: whether the host does not wait in the step to know if the averages are finite (`Verdict`).
+        numbers: on a device, vectors of numbers that are not finite if the step is to be skipped, besides the averages.
+        inspected: the payloads that the device has checked.
+        told_later: called in the next step with the largest magnitude in the averages.
+
     After a step:
-        finite: whether the averages were, if the compressor checks that.
+        finite: whether the averages were, if the compressor checks that; True where the device has to tell.
         culprits: names of the gradients whose averages were not.
         compressed_momentum: whether the averages are of compressed momenta.
     """
@@ -81,6 +97,10 @@ class Group:
         self.node_chunks: NodeChunks | None = compressor.node_chunks
         self.rank, self.size = 0, 1
         self.discards = False
+        self.on_device = False
+        self.numbers: list[Tensor] = []
+        self.inspected: list[Inspected] = []
+        self.told_later: Callable[[float], None] | None = None
         self.finite = True
         self.culprits: list[str] = []
         self.compressed_momentum = False
@@ -170,6 +190,9 @@ class Group:
         compressor, monitor = self._compressor, self._compressor.monitor
         self.gradients, self.rank, self.size, self.discards = gradients, rank, size, discards
         self.device = gradients[0].device
+        self.on_device = ops.on_device(gradients[0]) and self.node_chunks is None and self.method.undone_on_device
+        self.numbers, self.inspected, self.told_later = [], [], None
+        self.finite, self.culprits = True, []
         if self.node_chunks is not None:
             self.rank, self.size = self.node_chunks.node, self.node_chunks.nodes
         if compressor.observes and not (self.frozen or discards):
@@ -180,10 +203,26 @@ class Group:
             return self._uncompressed()
         return self._compressed() if report is None else report(self._compressed())
 
-    def end_step(self, skipped: bool, discarded: Mapping[str, Tensor | None] | None = None) -> None:
-        """End a step: complete it, or undo what it has changed.
+    def keep(self, discarded: Mapping[str, Tensor | None]) -> None:
+        """Undo the step for some parameters.
 
         discarded: names whose averages nobody gets, and the gradients that optimizers find in their place.
+        """
+        state = self.method.memory.states.get(self.name)
+        if discarded and self.before is not None and state is not None:
+            self.method.keep(state, discarded)
+            if len(discarded) == len(self.names):
+                self.method.clean(state)
+
+    def changed(self) -> list[tuple[Tensor, Tensor | None]] | None:
+        """What the step has changed in the state, as of `State.changed`."""
+        state = self.method.memory.states.get(self.name)
+        return [] if self.before is None or state is None else state.changed(self.before)
+
+    def end_step(self, skipped: bool, counts: bool = False) -> None:
+        """End a step: complete it, or undo what it has changed.
+
+        counts: whether a step that is skipped counts: tensors are restored, and numbers stay.
         """
         before, self.before = self.before, None
         self.gradients, self.parts = [], []
@@ -193,17 +232,15 @@ class Group:
         state = memory.states.get(self.name)
         if state is None:
             return
-        if skipped:
+        if skipped and counts:
+            state.restore(before)
+        elif skipped:
             if state.abandon(before):
                 self.method.clean(state)
                 if self._left:  # still to be sent, whatever the next buckets are
                     del memory.states[self.name]
                     memory.parked |= self._left
             return
-        if discarded:
-            self.method.keep(state, discarded)
-            if len(discarded) == len(self.names):
-                self.method.clean(state)
         state.complete(before)
         if not (self.compressed or self._changes) and state.residual is None:
             del memory.states[self.name]  # it had a residual, which is sent
@@ -232,7 +269,7 @@ class Group:
             # All ranks see the same average, so all commit or all undo. Limit of the gradient's own type: a finite
             # float32 number may overflow in float16.
             limit = torch.finfo(gradients[0].dtype).max
-            finite = method.max_abs_bound(average, limit) <= limit
+            finite = self.on_device or method.max_abs_bound(average, limit) <= limit
             if finite:
                 state.step += 1
                 yield from method.commit(self, average)
@@ -281,18 +318,14 @@ class Group:
             if state.residual is not None:
                 torch._foreach_add_(gradients, pieces(state.residual.to(gradients[0].dtype), self.shapes_of_parts))
         average = yield Mean(gradients[0], tensors=gradients)
-        if state is not None and state.residual is not None and bool(average.isfinite().all()):
+        if state is not None and (ops.on_device(average) or bool(average.isfinite().all())):
             state.residual = None
         if self._changes:
             yield from method.apply_uncompressed(self)
             average = flattened(gradients)
-        if memory.checks:
-            if average.is_cuda and average.numel():
-                self.finite = math.isfinite((yield AllFinite(average)))
-            else:
-                self.finite = ops.all_finite([average])
+        if memory.checks and not ops.on_device(average):
+            self.finite = ops.all_finite([average])
             self.culprits = [] if self.finite else [n for n, g in zip(self.names, gradients) if not ops.all_finite([g])]
-        self.gradients = []
 
 
 def plan_groups(
@@ -369,5 +402,6 @@ def averaged(compressor: Compressor, grad: Tensor, name: str, rank: int = 0, siz
     """Coroutine: one step of one gradient, which it replaces by its average. Skipped if that is not finite."""
     (group,) = plan_groups(compressor, [grad], [name])
     yield from group.average([grad], rank, size)
-    group.end_step(skipped=group.method.memory.checks and not group.finite)
+    finite = group.finite and not (grad.is_cuda and not ops.all_finite([grad]))
+    group.end_step(skipped=group.method.memory.checks and not finite)
     return grad

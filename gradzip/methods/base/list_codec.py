@@ -46,6 +46,7 @@ class ListCodec(GatherCompressor):
 
     vectors = False
     fixed_nbytes = True
+    undone_on_device = True
 
     kernel: ClassVar[str]  # the decoder: its terms are the addresses of the code and of the numbers, and a weight
     problem: ClassVar[str | None] = None  # what the kernel fails with, if it can

@@ -49,7 +49,7 @@ class CodedParts(NamedTuple):
     k: np.ndarray  # of each payload, int64
     codes_end: np.ndarray  # bytes of the coefficients' codes, which begin the body
     stream_nbytes: np.ndarray  # bytes of the bitmap's stream, which follows
-    formats: np.ndarray  # of the codes: struct RangeFloat
+    formats: np.ndarray | None  # of the codes: struct RangeFloat; None: they are to be read on the device
 
 
 @dataclass
@@ -69,6 +69,7 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
     value_range: float | tuple[float, float] | None = None
 
     fixed_nbytes = True
+    undone_on_device = True
     rounding = "nearest"  # methods declare it as a hyper-parameter
 
     def __post_init__(self) -> None:
@@ -109,11 +110,20 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
 
     # --- encoding
 
+    def _plan_and_k(self, shape: torch.Size, key: Key) -> tuple[_Plan, int]:
+        """The plan of a gradient of this shape, and how many of its coefficients are sent."""
+        plan = self._plans.get(shape) or self._plan(shape, self.transform_for(shape), shape.numel())
+        return plan, num_kept(theta_at(self.theta, key.step), plan.groups)
+
+    known_fields = 0x007F  # the padding and the range float depend on the data
+
+    def fields_of(self, shapes: Sequence[torch.Size], key: Key) -> bytes:
+        plan, k = self._plan_and_k(shapes[0], key)
+        return _FIELDS.pack(k, plan.axes, 0) + bytes(8)
+
     def encode(self, grad: Tensor, key: Key) -> Tensor:
-        shape = grad.shape
-        plan = self._plans.get(shape) or self._plan(shape, self.transform_for(shape), grad.numel())
+        plan, k = self._plan_and_k(grad.shape, key)
         transform, count = plan.transform, plan.groups
-        k = num_kept(theta_at(self.theta, key.step), count)
         if k >= 1 << 32:
             raise ValueError(
                 f"{type(self).__name__}: got {k} coefficients to send, expected less than 2^32: give a larger theta"
@@ -174,19 +184,22 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
                 plan = self._plan(of_first, transform, of_first[1])
             plans.append(plan)
         bodies = list(map(attrgetter("body"), payloads))
-        nbytes, formats = groups.numels(bodies), ops.words_of_wire(rows["number"].tobytes())
+        nbytes = groups.numels(bodies)
+        on_device = bodies[0].is_cuda  # where the host has not read all fields: streams may be shorter than their room
+        formats = None if on_device else ops.words_of_wire(rows["number"].tobytes())
         k, padding = rows["k"].astype(np.int64), rows["padding"].astype(np.int64)
         of_all = np.array(list(map(attrgetter("groups"), plans))).repeat(each)
         codes_end = -(-k * (plans[0].transform.group * self.bits) // 8)
         stream_nbytes = nbytes - codes_end - padding
-        valid = (formats["bits"] == self.bits) & (axes == axes[::each].repeat(each)) & (k >= 1) & (k <= of_all)
+        bits = np.full(len(rows), self.bits) if formats is None else formats["bits"]
+        valid = (bits == self.bits) & (axes == axes[::each].repeat(each)) & (k >= 1) & (k <= of_all)
         valid &= (padding < ops.PAYLOAD_ALIGN) & (stream_nbytes >= 0)
         if not valid.all():
             i = int(valid.argmin())
             lengths, first = _lengths(axes[i]), _lengths(axes[i - i % each])
             got = f"its {nbytes[i]} bytes do not hold {k[i]} coefficients"
-            if formats["bits"][i] != self.bits:
-                got = f"it claims {formats['bits'][i]} bits, expected {self.bits}"
+            if bits[i] != self.bits:
+                got = f"it claims {bits[i]} bits, expected {self.bits}"
             elif axes[i] != axes[i - i % each]:
                 known = self.transform_with_lengths(lengths) is not None
                 got = f"those before it of {first}" if known else "which no transform is for"
@@ -210,7 +223,11 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
                 got = f"{nbytes[corrupt - 1]} bytes that are not a bitmap of {plan.groups} elements"
                 raise ops.PayloadError(f"corrupt bitmap: got {got} with {k[corrupt - 1]} set", corrupt - 1)
             begins = bitmaps.data_ptr() + bitmaps.shape[1] * np.arange(each)
-            table = groups.transform_parts(begins, packed[of], parts.codes_end[of], k, parts.formats[of])
+            codes = begins, packed[of], parts.codes_end[of], k
+            if parts.formats is not None:
+                table = groups.transform_parts(*codes, parts.formats[of])
+            else:  # in the header, which ends where the codes begin
+                table = groups.transform_parts(*codes, self.bits, packed[of] - np.uint64(8))
             self.inverse(table, plan.transform, out.view(-1), weight, add)
 
     def inverse(

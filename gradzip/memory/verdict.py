@@ -1,0 +1,72 @@
+"""Whether a step is skipped, where a device has to tell: the host reads it later, when it need not wait."""
+
+from __future__ import annotations
+
+import atexit
+import math
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from torch import Tensor
+
+from ..ops import tensors as ops
+
+
+class Verdict:
+    """Whether a step is skipped, because an average is not finite. As a truth value, it waits for the device.
+
+    Args:
+        number: float32 of 1 element on the device, which is finite unless the step is skipped.
+        magnitudes: of what decides, in any order: all are finite unless the step is skipped. Of one dimension.
+    """
+
+    def __init__(self, number: Tensor, magnitudes: Tensor) -> None:
+        self.number = number
+        self._read = ops.copy_later(magnitudes)
+        self._magnitudes: list[float] | None = None  # once the host has read them
+        self._found: Tensor | None = None
+
+    def __bool__(self) -> bool:
+        return not all(map(math.isfinite, self.magnitudes))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bool, (bool(self),)
+
+    @property
+    def magnitudes(self) -> list[float]:
+        """The magnitudes. Waits for the device, once."""
+        if self._magnitudes is None:
+            self._magnitudes = self._read().tolist()
+        return self._magnitudes
+
+    @property
+    def found(self) -> Tensor:
+        """1 if the step is skipped, otherwise 0, in the form of `found_inf` of optimizers."""
+        if self._found is None:
+            self._found = 1 - self.number.isfinite().float()
+        return self._found
+
+
+class Reader(Protocol):
+    """What has something to read of its last step."""
+
+    def read_late(self) -> None:
+        """Read it, warn and raise errors. Nothing happens if it was read before."""
+
+
+_readers: WeakSet[Any] = WeakSet()
+
+
+def read_later(reader: Reader) -> None:
+    """Have a reader read before states are saved, or when the process ends, if it does not before."""
+    _readers.add(reader)
+
+
+def read_all() -> None:
+    """Have all readers read."""
+    for reader in list(_readers):
+        _readers.discard(reader)
+        reader.read_late()
+
+
+atexit.register(read_all)

@@ -1,0 +1,300 @@
+"""Steps that a device skips: the host learns it in the next one. On the stand-in for a device."""
+
+import contextlib
+import math
+import shutil
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+
+import gradzip
+import gradzip.ddp
+import kinds
+from benchmarks.device_ops import __main__ as device_ops
+from benchmarks.device_ops.__main__ import FRONT_ENDS, SMALLEST, fake_group, noise, shapes_of
+from benchmarks.device_ops.stand_in import StandInTensor, stand_in
+from gradzip.memory.verdict import read_all
+from gradzip.methods.base.gather import GatherCompressor
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
+
+SHAPES = shapes_of(SMALLEST)
+RANKS = 3
+SETTLED = 3  # steps until no state gets tensors that it has not had
+
+
+def is_undone_on_device(compressor):
+    return compressor.undone_on_device
+
+
+def never_waits(compressor):
+    """Whether what is sent, and what is drawn on the host, is known before a step."""
+    if (inner := getattr(compressor, "inner", None)) is not None:
+        return never_waits(inner)
+    fixed = getattr(compressor, "fixed_nbytes", True) and getattr(compressor, "exchange", "gather") == "gather"
+    keeps = getattr(compressor, "warm_start", True) and getattr(compressor, "reuse", True)
+    return fixed and keeps and all(never_waits(part) for part in compressor.parts if part is not compressor)
+
+
+def is_verified_on_device(compressor):
+    return isinstance(compressor, GatherCompressor) and compressor.undone_on_device and never_waits(compressor)
+
+
+SPECS = kinds.examples(is_undone_on_device)
+
+
+class Job:
+    """Steps of one rank, whose gradients all ranks have."""
+
+    def __init__(self, compressor, front_end, device, dtype=torch.float32):
+        steps = device_ops.horovod_steps if front_end == "horovod" else device_ops.ddp_steps
+        self.compressor, self.device, self.dtype = compressor, device, dtype
+        self._run = steps(compressor, SHAPES, RANKS, device, dtype)
+
+    def step(self, number, broken=None, value=math.nan):
+        """Run a step. broken: the name of a gradient that has `value`. Returns the averages and the counts."""
+        gradients = {name: noise(s.numel(), number).view(s).to(self.dtype).clone() for name, s in SHAPES.items()}
+        if broken is not None:
+            gradients[broken].view(-1)[7] = value
+        gradients = {name: self.device.tensor(gradient) for name, gradient in gradients.items()}
+        with self.device.counting() as counts:
+            self._run(gradients, counts)
+        return {name: gradient.host for name, gradient in gradients.items()}, counts
+
+    def states(self):
+        """Copies of all tensors of the states, and their step counts."""
+        tensors, steps = {}, {}
+        for part in self.compressor.parts:
+            for name, state in part.states.items():
+                steps[name] = state.step
+                tensors[name] = {k: v.host.clone() for k, v in vars(state).items() if isinstance(v, StandInTensor)}
+        return tensors, steps
+
+
+@contextlib.contextmanager
+def on_stand_in():
+    with fake_group(RANKS), mock.patch("gradzip.ddp.Future", device_ops.future), stand_in() as device:
+        yield device
+        with warnings.catch_warnings(), contextlib.suppress(gradzip.PayloadError):
+            warnings.simplefilter("ignore")
+            read_all()
+
+
+@contextlib.contextmanager
+def job(spec, front_end, dtype=torch.float32):
+    with on_stand_in() as device:
+        yield Job(gradzip.parse(spec), front_end, device, dtype)
+
+
+def equal(states, others):
+    return states.keys() == others.keys() and all(
+        of.keys() == others[name].keys() and all(torch.equal(of[k], others[name][k]) for k in of)
+        for name, of in states.items()
+    )
+
+
+@pytest.mark.parametrize("broken", SHAPES)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("spec", kinds.params(SPECS, kinds.FIRST))
+def test_a_skipped_step_changes_no_state_and_is_counted(spec, front_end, value, broken):
+    with job(spec, front_end) as trained:
+        if trained.compressor.asymmetric and broken == "b.weight":
+            pytest.skip("the stand-in's ranks have the first partition alone")
+        for number in range(SETTLED):
+            trained.step(number)
+        before, steps = trained.states()
+        _, counts = trained.step(SETTLED, broken, value)
+        assert counts.syncs == 0 or not never_waits(trained.compressor), counts.waits
+        after, counted = trained.states()
+        assert equal(before, after)
+        assert counted == {name: step + (step > 0) for name, step in steps.items()}  # 0: what is not compressed
+        with pytest.warns(UserWarning, match="not finite.*the step is skipped"):
+            trained.step(SETTLED + 1)
+        assert not trained.compressor.last_step_skipped
+        assert all(torch.isfinite(x).all() for of in trained.states()[0].values() for x in of.values())
+
+
+@pytest.mark.parametrize("spec", kinds.params(SPECS, kinds.FIRST))
+def test_the_first_step_may_be_skipped(spec):
+    """A state of which some methods cannot tell what it was: the host waits, and undoes it."""
+    with job(spec, "horovod") as trained, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trained.step(0, "a.weight")
+        assert trained.compressor.last_step_skipped
+        for x in (x for of in trained.states()[0].values() for x in of.values()):
+            assert not x.any()
+        averages, _ = trained.step(1)
+        assert all(average.isfinite().all() for average in averages.values())
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("spec", ["none", "fp16", "topk", "acpsgd"])
+def test_averages_that_overflow_in_float16(spec, front_end):
+    """All averages of the step become NaN, so that a GradScaler skips the steps of all optimizers."""
+    with job(spec, front_end, torch.float16) as trained:
+        for number in range(SETTLED):
+            trained.step(number)
+        before, _ = trained.states()
+        averages, counts = trained.step(SETTLED, "b.bias", math.inf)
+        assert counts.syncs == 0 and equal(before, trained.states()[0])
+        if front_end == "horovod":  # averages are in the gradients
+            assert all(average.isnan().all() and average.dtype == torch.float16 for average in averages.values())
+        assert trained.compressor.last_step_skipped
+
+
+def test_a_verdict_can_be_asked_for_before_the_next_step():
+    with job("topk", "ddp") as trained:
+        for number in range(SETTLED):
+            trained.step(number)
+        trained.step(SETTLED, "a.weight")
+        with pytest.warns(UserWarning, match="average gradient of 'a.weight' that is not finite, expected"):
+            trained.compressor.state_dict()
+        assert trained.compressor.last_step_skipped
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it warns once
+            trained.step(SETTLED + 1)
+        assert not trained.compressor.last_step_skipped
+
+
+def corrupted(launch, change):
+    """`_Looped.result`, of which a payload is changed: of a rank, a byte of it."""
+
+    def result(pending):
+        received = launch(pending)
+        if isinstance(received, list) and received[0].numel() > 100:
+            received = [payload.clone() if rank == 1 else payload for rank, payload in enumerate(received)]
+            change(received[1].host)
+        return received
+
+    return result
+
+
+CHANGES = {
+    "body": lambda payload: payload[70:71].bitwise_xor_(4),
+    "digest": lambda payload: payload[5:6].bitwise_xor_(1),
+    "fields": lambda payload: payload[32:33].bitwise_xor_(1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("spec", kinds.params(kinds.examples(is_verified_on_device), kinds.FIRST))
+def test_a_corrupt_payload_changes_nothing_and_is_an_error_in_the_next_step(spec, change):
+    with job(spec, "horovod") as trained:
+        for number in range(SETTLED):
+            trained.step(number)
+        before, _ = trained.states()
+        looped = device_ops._Looped
+        with mock.patch.object(looped, "result", corrupted(looped.result, CHANGES[change])):
+            averages, counts = trained.step(SETTLED)
+        assert counts.syncs == 0
+        assert all(average.isnan().all() for average in averages.values())
+        assert equal(before, trained.states()[0])
+        with (
+            pytest.warns(UserWarning, match="not finite"),
+            pytest.raises(gradzip.PayloadError, match=f"from rank 1 of {RANKS}"),
+        ):
+            trained.step(SETTLED + 1)
+        trained.step(SETTLED + 2)
+        assert not trained.compressor.last_step_skipped
+
+
+# --- optimizers
+
+
+class Model:
+    """Parameters on the device, averaged by DDP's hook, and an optimizer of them."""
+
+    def __init__(self, compressor, device, make):
+        self.device, self.counts = device, None
+        named = {name: noise(s.numel(), len(name)).view(s).clone() for name, s in SHAPES.items()}
+        self.named = {name: torch.nn.Parameter(device.tensor(value)) for name, value in named.items()}
+        self.hook = gradzip.ddp.HookState(compressor, named_parameters=self.named.items(), find_unused_parameters=False)
+        self.optimizer = make(list(self.named.values()))
+
+    def step(self, number, broken=False, scaler=None):
+        """A backward pass and a step of the optimizer. Returns the waits of both."""
+        parameters = list(self.named.values())
+        with self.device.counting():
+            gradients = [noise(p.numel(), number).clone() for p in parameters]
+            gradients[0][3] = math.nan if broken else gradients[0][3]
+            buffer = self.device.tensor(torch.cat(gradients))
+        with self.device.counting() as counts:
+            bucket = device_ops.grad_bucket(0, parameters, buffer, True)
+            gradzip.ddp.hook(self.hook, bucket)
+            for parameter, gradient in zip(parameters, bucket.gradients()):
+                parameter.grad = gradient
+            backward = counts.syncs
+            step = self.optimizer.step if scaler is None else lambda: scaler.step(self.optimizer)
+            step()
+        return backward, counts.syncs - backward
+
+    def tensors(self):
+        """Copies of parameters and of the optimizer's tensors on the device, and its counters."""
+        found = [p.data.host.clone() for p in self.named.values()]
+        for state in self.optimizer.state.values():
+            found += [(getattr(x, "host", x)).clone() for x in state.values() if isinstance(x, torch.Tensor)]
+        return found
+
+
+@contextlib.contextmanager
+def model(spec, make):
+    with on_stand_in() as device:
+        yield Model(gradzip.parse(spec), device, make)
+
+
+def muon(parameters):
+    groups = [{"params": [p for p in parameters if p.ndim == 2]}]
+    return gradzip.optim.Muon([*groups, {"params": [p for p in parameters if p.ndim != 2], "adamw": True}], lr=0.01)
+
+
+SKIP_ON_DEVICE = {
+    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+    "gradzip's AdamW": lambda parameters: gradzip.optim.AdamW(parameters),
+    "gradzip's Muon": muon,
+}
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("make", SKIP_ON_DEVICE)
+def test_optimizers_skip_on_the_device(make, first):
+    """The host does not wait. Later steps are those of training without the one that is skipped."""
+    found = []
+    for skips in (True, False):
+        with model("none", SKIP_ON_DEVICE[make]) as trained, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for number in range(6):
+                if number == first and skips:
+                    before = trained.tensors()
+                    assert trained.step(100, broken=True)[1] == 0
+                    assert not hasattr(trained.optimizer, "found_inf")
+                    assert all(map(torch.equal, before[: len(SHAPES)], trained.tensors()[: len(SHAPES)]))
+                waits = trained.step(number)
+                assert waits == (0, 0) or number == 0  # which plans and connects
+            found.append(trained.tensors())
+    assert all(map(torch.equal, *found)) and len(found[0]) == len(found[1]) > 2 * len(SHAPES) - 1
+
+
+def test_for_other_optimizers_the_host_waits_in_their_step():
+    with model("none", lambda parameters: torch.optim.AdamW(parameters, foreach=True)) as trained:
+        assert trained.step(0)[1] == 1
+        before = trained.tensors()
+        with pytest.warns(UserWarning, match="average gradient of 'a.weight'"):
+            assert trained.step(1, broken=True) == (0, 1)
+        assert all(map(torch.equal, before, trained.tensors()))
+        assert all(p.grad is not None for p in trained.named.values())
+        assert trained.step(2) == (0, 1)
+        assert not all(map(torch.equal, before, trained.tensors()))
+
+
+def test_a_grad_scaler_sees_a_step_that_the_device_skips():
+    with model("topk", lambda parameters: torch.optim.AdamW(parameters, fused=True)) as trained:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        found = []
+        scaler.step = lambda optimizer: found.append(optimizer)  # it does not step
+        trained.hook.compressor.follow(scaler)
+        trained.step(0, broken=True, scaler=scaler)
+        assert found and all(p.grad.host.isnan().all() for p in trained.named.values())
