@@ -62,6 +62,7 @@ int64_t transform_decode(void* workspace, const TransformPart* parts, int64_t co
   Arena arena(workspace);
   auto* counts = arena.take<uint32_t>(count * t.tiles);
   auto* offsets = arena.take<int64_t>(count * (t.tiles + 1));
+  auto* formats = arena.take<RangeFloat>(count);
   auto* invalid = arena.take<int32_t>(1);
   if (!workspace) return arena.nbytes();
   TransformParts table{};
@@ -71,10 +72,10 @@ int64_t transform_decode(void* workspace, const TransformPart* parts, int64_t co
   if (count > 0) {
     launch(stream, warp_grid(count * t.tiles, kBlock), kBlock, kernel<transform_parts_count_kernel>, t, table, counts);
     launch(stream, grid_of(unsigned(count)), kScanBlock, kernel<transform_parts_scan_kernel>, t, table, counts, offsets,
-           invalid);
+           formats, invalid);
   }
-  launch(stream, tile_grid(t), kTransformBlock, kernel<transform_decode_kernel>, t, table, offsets, invalid, weight,
-         add, out, failed);
+  launch(stream, tile_grid(t), kTransformBlock, kernel<transform_decode_kernel>, t, table, offsets, formats, invalid,
+         weight, add, out, failed);
   return 0;
 }
 

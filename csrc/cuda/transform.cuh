@@ -525,12 +525,6 @@ struct TransformParts {
   int count;
 };
 
-// The format of a part. Returns whether it is valid.
-GZ_DEVICE bool format_of(const TransformPart& part, RangeFloat* format) {
-  *format = part.format;
-  return !part.wire || range_of_wire(load_bytes<uint64_t>(part.wire), part.format.bits, format);
-}
-
 // counts[part * tiles + tile] = the number of bits set. One warp per part and tile.
 __global__ void __launch_bounds__(kBlock)
     transform_parts_count_kernel(TransformLayout t, TransformParts parts, uint32_t* counts) {
@@ -546,31 +540,32 @@ __global__ void __launch_bounds__(kBlock)
 }
 
 // offsets[part * (tiles + 1) + tile] = the number of bits set before the tile. *invalid, 0 at launch, is kMostParts less
-// the index of the first part that is invalid. One block per part.
+// the index of the first part that is invalid. formats: of the parts, read from the wire where they are to be. One block
+// per part.
 __global__ void __launch_bounds__(kScanBlock)
     transform_parts_scan_kernel(TransformLayout t, TransformParts parts, const uint32_t* counts, int64_t* offsets,
-                                int32_t* invalid) {
+                                RangeFloat* formats, int32_t* invalid) {
   const int part = int(blockIdx.x);
   const int64_t set = scan_counts(counts + part * t.tiles, t.tiles, offsets + part * (t.tiles + 1));
   if (threadIdx.x != 0) return;
   const int64_t groups = t.groups();
   const bool beyond = groups % 8 && parts.of[part].bitmap[groups / 8] >> (groups % 8);
-  RangeFloat format;
-  const bool known = format_of(parts.of[part], &format);
+  const uint8_t* wire = parts.of[part].wire;
+  RangeFloat format = parts.of[part].format;
+  const bool known = !wire || range_of_wire(load_bytes<uint64_t>(wire), format.bits, &format);
+  formats[part] = format;
   if (set != parts.of[part].count || beyond || !known) atomicMax(invalid, kMostParts - part);
 }
 
 __global__ void __launch_bounds__(kTransformBlock, kTransformBlocks)
-    transform_decode_kernel(TransformLayout t, TransformParts parts, const int64_t* offsets, const int32_t* invalid,
-                            float weight, bool add, float* out, int32_t* failed) {
+    transform_decode_kernel(TransformLayout t, TransformParts parts, const int64_t* offsets, const RangeFloat* formats,
+                            const int32_t* invalid, float weight, bool add, float* out, int32_t* failed) {
   if (*invalid) {
     for (int64_t i = grid_thread(); i < t.n; i += grid_threads()) out[i] = undecodable();
     if (failed && grid_thread() == 0) *failed = 1 + kMostParts - *invalid;
     return;
   }
   __shared__ uint32_t words[kTileWords], ranks[kTileWords];
-  __shared__ RangeFloat formats[kMostParts];  // before they are read, there is a barrier
-  if (int(threadIdx.x) < parts.count) format_of(parts.of[threadIdx.x], &formats[threadIdx.x]);
   const uint32_t below = (1u << lane()) - 1;
   Tile tile(t);
   for (int64_t i = blockIdx.x; i < t.tiles; i += gridDim.x) {

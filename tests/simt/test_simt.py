@@ -64,7 +64,7 @@ BROKEN = {
     "a bit past the segment": ("bitmap_code", "bitmap_code.cuh", "if (at >= bits) {", "if (at > bits) {",
         "bitmap_code_decode of other bytes: failed"),
     "segments that trust the table": ("bitmap_code", "bitmap_code.cuh",
-        "if (end > nbytes || (exact && end < nbytes)) {", "if (nbytes < 0) {",
+        "if (end > nbytes ||", "if ((end > nbytes && nbytes < 0) ||",
         "heap-buffer-overflow|bitmap_code_decode of other bytes: failed"),
     "indices beyond the end": ("index_code", "index_code.cuh", "return *last + 1 == end;", "return true;",
         "heap-buffer-overflow|failed: item 0"),
