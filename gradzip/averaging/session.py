@@ -71,6 +71,11 @@ class _Late:
         return self.verdict.magnitudes
 
     @property
+    def is_unreadable(self) -> bool:
+        """Whether the host cannot wait, because a CUDA graph is captured."""
+        return self.verdict is not None and ops.is_capturing(self.verdict.number)
+
+    @property
     def culprits(self) -> list[str]:
         """The names of the averages that are not finite."""
         found = [names for names, most in zip(self.names, self.magnitudes) if not math.isfinite(most)]
@@ -242,7 +247,8 @@ class Session:
     def begin(self) -> None:
         """Begin a step, unless it has begun. Until its end, the loss scale stands still."""
         if not self._in_step:
-            self.read_late()
+            if self._late is not None and not self._late.is_unreadable:
+                self.read_late()
             announcement = self.compressor.announcement
             self.discards = announcement is not None and announcement.depth > 0
             if self.discards:
