@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import sys
 import warnings
 import weakref
@@ -116,6 +117,8 @@ class Skip:
 
 _Hidden = list[tuple[Skip, Tensor, Tensor]]  # for what step to skip, of which parameter, which gradient
 
+_PARAMETERS = operator.itemgetter(1)
+
 # How the gradients of parameters were averaged since the last step, by the number (`id`) of the parameter.
 _averaged: dict[int, Averaged] = {}
 # Steps that the optimizers of parameters have to skip, by parameter.
@@ -188,7 +191,7 @@ def skip_if(told: Sequence[tuple[Group, Sequence[Tensor]]], verdict: Verdict, re
         read: a method to call when the host knows that they do.
     """
     take(told)  # what becomes of an earlier step no longer counts
-    parameters = list(itertools.chain.from_iterable(parameters for _, parameters in told))
+    parameters = list(itertools.chain.from_iterable(map(_PARAMETERS, told)))
     numbers = list(map(id, parameters))
     refs = dict(zip(numbers, map(weakref.ref, parameters)))
     one = Skip(verdict=verdict, read=weakref.WeakMethod(read), parameters=refs)

@@ -53,7 +53,7 @@ class _Late:
     Attributes:
         names: of the averages that each magnitude of the verdict is of.
         tells: called with the largest of some magnitudes, by their range.
-        inspected: payloads that the device has checked, with their groups.
+        inspected: payloads that the device has checked.
         skip: of the optimizers.
         scale: the loss scale of the step.
     """
@@ -61,7 +61,7 @@ class _Late:
     verdict: Verdict | None = None
     names: list[Sequence[str]] = field(default_factory=list)
     tells: list[tuple[Callable[[float], None], int, int]] = field(default_factory=list)
-    inspected: list[tuple[Group, Inspected]] = field(default_factory=list)
+    inspected: list[Inspected] = field(default_factory=list)
     skip: optimizer_hooks.Skip | None = None
     scale: float = 1.0
 
@@ -84,8 +84,8 @@ class _Late:
 
     def raise_fault(self) -> None:
         """Raise PayloadError if a payload is corrupt."""
-        for group, one in self.inspected:
-            one.method.check_inspected(group, one)
+        for one in self.inspected:
+            one.method.check_inspected(one)
 
 
 class Session:
@@ -375,7 +375,7 @@ class Session:
         for group in groups:
             numbers += group.numbers
             late.names += [group.names] * sum(map(len, group.numbers))
-            late.inspected += [(group, one) for one in group.inspected]
+            late.inspected += group.inspected
         if not numbers and (agree is None or not checks):
             return skipped
         magnitudes, number = _joined(numbers or [torch.zeros(1, device=self.engine.device)], skipped)
@@ -404,12 +404,11 @@ class Session:
         for group in groups:
             if group.gradients and group.gradients[0].is_cuda:
                 first = len(averages)
-                named = [pair for pair in zip(group.names, group.gradients) if pair[1].numel()]
-                late.names += [(name,) for name, _ in named]
-                averages += [gradient for _, gradient in named]
+                late.names += zip(group.names)
+                averages += group.gradients
                 if group.told_later is not None:
                     late.tells.append((group.told_later, first, len(averages)))
-        averages += [x for x in others if x.is_cuda and x.numel()]
+        averages += [x for x in others if x.is_cuda]
         late.names += [()] * (len(averages) - len(late.names))
         return late, averages
 
@@ -440,9 +439,8 @@ class Session:
             optimizer_hooks.register(told)
             verdict = skipped if isinstance(skipped, Verdict) else None
             rolls_back = discards or skipped is True
-            if not rolls_back:
-                for group in groups:
-                    group.keep(kept.get(group, {}))
+            for group, parameters_kept in kept.items() if not rolls_back else ():
+                group.keep(parameters_kept)
             restores = verdict is not None and not rolls_back and self._restore(groups, verdict)
             scale = self.compressor.memory.loss_scale
             if verdict is not None:
@@ -471,10 +469,13 @@ class Session:
 
         In its first steps, a method may add tensors to its states, without which they are others: the host waits then.
         """
-        changes = [group.changed() for group in groups]
-        if None in changes:
-            return bool(verdict)
-        pairs = [pair for of_group in changes for pair in of_group or ()]
+        pairs: list[tuple[Tensor, Tensor | None]] = []
+        for group in groups:
+            if group.before is not None:
+                changed = group.changed()
+                if changed is None:
+                    return bool(verdict)
+                pairs += changed
         _restore(verdict.number, [now for now, _ in pairs], [former for _, former in pairs])
         return False
 

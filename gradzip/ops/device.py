@@ -31,12 +31,14 @@ def known_non_finite(magnitudes: Tensor) -> bool:
 def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
     """Return max |x| of each of several tensors on one device, as one vector, NaN or inf where an element is.
 
-    tensors: dense, any floating-point or complex types, not empty. On CUDA in one call for each run of equal dtypes,
-        which does not wait for the device.
+    tensors: dense, any floating-point or complex types; 0 for an empty one. On CUDA in one call for each run of equal
+        dtypes, which does not wait for the device.
 
     >>> largest_magnitudes([torch.tensor([1.0, torch.nan]), torch.tensor([1.0, -3.0])])
     tensor([nan, 3.])
     """
+    if not all(map(Tensor.numel, tensors)):
+        tensors = [x if x.numel() else x.new_zeros(1) for x in tensors]
     if not on_device(tensors[0]):
         return torch.cat([abs_max_tensor(x) if x.dtype == torch.float32 else x.abs().max().view(1) for x in tensors])
     found: list[Tensor] = []

@@ -225,7 +225,7 @@ class GatherCompressor(Compressor):
             table, numbers = yield Local(ops.verify_payloads, group.device, expected)
             group.numbers.append(numbers)
             nbytes = list(map(Tensor.numel, payloads))
-            group.inspected.append(Inspected(self, table, nbytes, numels, fields, ranks))
+            group.inspected.append(Inspected(self, group.name, table, nbytes, numels, fields, ranks))
             return ops.unread_payloads(payloads, fields)
         table = None
         if payloads[0].is_cuda:
@@ -243,7 +243,7 @@ class GatherCompressor(Compressor):
         except ops.PayloadError as error:
             raise from_rank(error, ranks) from None
 
-    def check_inspected(self, group: Group, one: Inspected) -> None:
+    def check_inspected(self, one: Inspected) -> None:
         """Raise PayloadError if one of the payloads is not as expected. Waits for the device."""
         payloads = [torch.empty(nbytes, dtype=torch.uint8, device="meta") for nbytes in one.nbytes]
         try:
@@ -254,10 +254,10 @@ class GatherCompressor(Compressor):
                     text = f"foreign payload: got the fields {payload.fields.hex()}, expected {fields.hex()}"
                     raise from_rank(ops.PayloadError(f"{text}: ranks count steps differently", index), one.ranks)
         except ops.PayloadError as error:
-            raise self._of(group, error) from None
+            raise self._of(one.name, error) from None
 
-    def _of(self, group: Group, error: ops.PayloadError) -> ops.PayloadError:
-        return ops.PayloadError(f"{type(self).__name__}, parameter {group.name!r}: {error}")
+    def _of(self, name: str, error: ops.PayloadError) -> ops.PayloadError:
+        return ops.PayloadError(f"{type(self).__name__}, parameter {name!r}: {error}")
 
     def seal(self, seal: ops.Seal) -> Tensor:
         """Write the header of a payload whose body is complete. Returns the payload."""
@@ -299,7 +299,7 @@ class GatherCompressor(Compressor):
             state.payload_nbytes = sum(map(Tensor.numel, payloads)) // len(payloads)
             return (yield from self.combine(opened, group))
         except ops.PayloadError as error:
-            raise self._of(group, error) from None
+            raise self._of(group.name, error) from None
 
     def encoded(self, group: Group) -> Routine:
         """Coroutine: encode the parts of a group. Methods that run a collective for that override it.

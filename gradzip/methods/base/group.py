@@ -26,6 +26,7 @@ class Inspected(NamedTuple):
     """Payloads that the device has checked, for the text of an error."""
 
     method: Any  # a GatherCompressor, which needs this module
+    name: str  # of the group
     table: Tensor  # of `ops.verify_payloads`
     nbytes: Sequence[int]  # of each
     numels: Sequence[int]
@@ -190,7 +191,7 @@ class Group:
         compressor, monitor = self._compressor, self._compressor.monitor
         self.gradients, self.rank, self.size, self.discards = gradients, rank, size, discards
         self.device = gradients[0].device
-        self.on_device = ops.on_device(gradients[0]) and self.node_chunks is None and self.method.undone_on_device
+        self.on_device = gradients[0].is_cuda and self.node_chunks is None and self.method.undone_on_device
         self.numbers, self.inspected, self.told_later = [], [], None
         self.finite, self.culprits = True, []
         if self.node_chunks is not None:
@@ -318,12 +319,12 @@ class Group:
             if state.residual is not None:
                 torch._foreach_add_(gradients, pieces(state.residual.to(gradients[0].dtype), self.shapes_of_parts))
         average = yield Mean(gradients[0], tensors=gradients)
-        if state is not None and (ops.on_device(average) or bool(average.isfinite().all())):
+        if state is not None and (average.is_cuda or bool(average.isfinite().all())):
             state.residual = None
         if self._changes:
             yield from method.apply_uncompressed(self)
             average = flattened(gradients)
-        if memory.checks and not ops.on_device(average):
+        if memory.checks and not average.is_cuda:
             self.finite = ops.all_finite([average])
             self.culprits = [] if self.finite else [n for n, g in zip(self.names, gradients) if not ops.all_finite([g])]
 
