@@ -78,8 +78,7 @@ class BlockFloat(ErrorFeedback):
     with bits = 8, 7.76 with 4 and 15.06 with 2. No header: lengths follow from the shape. A rank sends 2 (p - 1) / p
     payloads, as in an all-reduce. If an element is not finite, the step of its block is NaN, also in the average.
 
-    Deterministic for a seed. On a device, waits once, for a bound of the average's magnitudes; nothing else depends on
-    the host.
+    Deterministic for a seed.
 
     Source of the exchange: Wang, Qin, Jacobs, Wu, Holmes, Yao, Rajbhandari, Ruwase, Yan, Yang, He, ZeRO++: Extremely
     Efficient Collective Communication for Giant Model Training, 2023, section 3.3 (qgZ). Stochastic rounding: Alistarh,

@@ -55,7 +55,7 @@ class SignSGD(ErrorFeedback, ListCodec):
     Payload: header; s_i of each gradient of the group, float32; one bit for each element of each gradient. Scales and
     the bits of a gradient are padded to 16 bytes. For one gradient: 64 + ceil(n / 8) bytes, padded to 16.
 
-    Deterministic for a seed. A vote with error feedback waits for a CUDA device, to read a_i.
+    Deterministic for a seed.
 
     Source: Bernstein, Wang, Azizzadenesheli, Anandkumar, signSGD: Compressed Optimisation for Non-Convex Problems, ICML
     2018, Algorithm 2 (majority vote); Karimireddy, Rebjock, Stich, Jaggi, Error Feedback Fixes SignSGD and other

@@ -12,7 +12,7 @@ import kinds
 from benchmarks.common.results import END
 from benchmarks.device_ops import capture
 from benchmarks.device_ops.__main__ import horovod_steps, noise
-from benchmarks.device_ops.capture import BETWEEN, KEYS, MOVES, OTHER_WORK, READ, TWO_STEPS, obstacles
+from benchmarks.device_ops.capture import BETWEEN, FINITE, KEYS, MOVES, OTHER_WORK, TWO_STEPS, obstacles
 from benchmarks.device_ops.stand_in import stand_in
 from paths import ROOT
 
@@ -65,7 +65,7 @@ def test_obstacles_are_found_in_their_part(wait, found, part):
 
     arguments = {"rounding": "nearest", "error_feedback": False}
     without, mutant = (obstacles(m(**arguments)) for m in (gradzip.BlockFloat, Mutant))
-    assert without == capture.Obstacles((), (READ["block_float.reduce"],))
+    assert without == capture.Obstacles((), (FINITE,))
     assert set(getattr(mutant, part)) == {*getattr(without, part), found}
     other = "end" if part == "hooks" else "hooks"
     assert getattr(mutant, other) == getattr(without, other)
@@ -78,7 +78,7 @@ def test_states_that_move_are_found():
                 group.state.residual = group.vector.clone()
 
     found = obstacles(Mutant(rounding="nearest"))
-    assert found == capture.Obstacles((MOVES,), (READ["block_float.reduce"], MOVES))
+    assert found == capture.Obstacles((MOVES,), (FINITE, MOVES))
 
 
 @pytest.mark.parametrize("name", kinds.params(METHODS, SAMPLE))
