@@ -28,6 +28,7 @@ import math
 import re
 import sys
 import types
+import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -105,6 +106,35 @@ class Counts:
         self.waits[name] += 1
 
 
+class Allocated:
+    """Bytes of the device's memory that tensors hold: now, and at most since the last `start`."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._holders: Counter[int] = Counter()  # of each storage, by its number
+
+    def start(self) -> int:
+        """Forget the peak. Returns the bytes that are held now."""
+        self.peak = self.now
+        return self.now
+
+    def hold(self, tensor: StandInTensor) -> None:
+        """Count the memory of a tensor as long as it lives."""
+        storage = tensor.host.untyped_storage()
+        number, nbytes = storage._cdata, storage.nbytes()
+        self._holders[number] += 1
+        if self._holders[number] == 1:
+            self.now += nbytes
+            self.peak = max(self.peak, self.now)
+        weakref.finalize(tensor, self._release, number, nbytes, storage)
+
+    def _release(self, number: int, nbytes: int, storage: Any) -> None:
+        self._holders[number] -= 1
+        if not self._holders[number]:
+            del self._holders[number]
+            self.now -= nbytes
+
+
 class StandInTensor(Tensor):
     """A tensor on the stand-in device. host: its data, on the CPU."""
 
@@ -143,6 +173,9 @@ class StandInTensor(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def record_stream(self, stream: Any) -> None:
+        pass  # there is one
+
     def untyped_storage(self) -> Any:
         return self.host.untyped_storage()
 
@@ -161,22 +194,26 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self.counts = counts
         self.small = small
+        self.allocated: Allocated | None = None  # if memory is counted
         self.addresses: dict[int, int] = {}
 
     def wrap(self, host: Tensor) -> StandInTensor:
-        return StandInTensor(host, self.addresses)
+        made = StandInTensor(host, self.addresses)
+        if self.allocated is not None:
+            self.allocated.hold(made)
+        return made
 
-    def copy_later(self, x: Tensor) -> Callable[[], Tensor]:
-        """`ops.copy_later`. Reading waits for the device, unless it is done in a later step, of other counts."""
+    def copy_later(self, x: Tensor) -> Any:
+        """`ops.copy_later`. Its result is waited for, unless it is asked for in a later step, of other counts."""
         host, counts = _host(x).clone(), self.counts
         counts.add_op("copy_later", 1, host.nbytes, host.nbytes)
 
-        def read() -> Tensor:
+        def result() -> Tensor:
             if self.counts is counts:
                 counts.add_sync("copy_later")
             return host
 
-        return read
+        return types.SimpleNamespace(result=result, is_done=lambda: True)
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -387,6 +424,11 @@ class StandIn:
             yield self._mode.counts
         finally:
             self._mode.counts = before
+
+    def allocated(self) -> Allocated:
+        """Count the memory of all tensors that are made from here on."""
+        self._mode.allocated = self._mode.allocated or Allocated()
+        return self._mode.allocated
 
     def capturing(self) -> contextlib.AbstractContextManager[Any]:
         """What is queued from here to the end of the block is captured as a CUDA graph, as far as gradzip knows."""

@@ -78,6 +78,7 @@ class Skip:
         verdict: of a device, if the host has not known in the step; read: refers to what to call when it knows.
         parameters: of that step, by `id`.
         taken: parameters, by `id`, that a later step has averaged.
+        is_read: whether the host has read the verdict; is_found: and found that the step was skipped.
         later: those that skip the next step of some of its parameters, too.
         taking_back: of the optimizers that have skipped the step on the device: corrects what they have counted.
     """
@@ -88,6 +89,8 @@ class Skip:
     read: Callable[[], Callable[[], None] | None] | None = None
     parameters: Mapping[int, Callable[[], Tensor | None]] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
+    is_read: bool = False
+    is_found: bool = False
     later: list[Skip] = field(default_factory=list)
     taking_back: list[Callable[[], None]] = field(default_factory=list)
 
@@ -108,11 +111,17 @@ class Skip:
         self.warns = False
 
     def found_out(self) -> None:
-        """Warn, and correct what optimizers have counted: the host knows now that the step was skipped."""
-        self.warn()
+        """Correct what optimizers have counted, and warn: the host knows now that the step was skipped."""
+        self.is_found = True
         for take_back in self.taking_back:
             take_back()
         self.taking_back.clear()
+        self.warn()
+
+    def read_now(self) -> None:
+        """Have the host learn whether the step was skipped, unless it has."""
+        if not self.is_read and self.read is not None and (read := self.read()) is not None:
+            read()
 
 
 _Hidden = list[tuple[Skip, Tensor, Tensor]]  # for what step to skip, of which parameter, which gradient
@@ -128,6 +137,8 @@ _verdicts: dict[int, Skip] = {}
 # What is hidden from an optimizer, by optimizer: a list for each of its steps in progress. The step of one class may
 # call that of another, as that of Horovod's optimizer does.
 _hidden: weakref.WeakKeyDictionary[Any, list[_Hidden]] = weakref.WeakKeyDictionary()
+# The verdicts that optimizers have been given for their last step, and that correct what they have counted.
+_unread: weakref.WeakKeyDictionary[Any, list[Skip]] = weakref.WeakKeyDictionary()
 # The verdicts that optimizers have been given for their step in progress.
 _handed: weakref.WeakKeyDictionary[Any, list[Skip]] = weakref.WeakKeyDictionary()
 
@@ -195,6 +206,8 @@ def skip_if(told: Sequence[tuple[Group, Sequence[Tensor]]], verdict: Verdict, re
     numbers = list(map(id, parameters))
     refs = dict(zip(numbers, map(weakref.ref, parameters)))
     one = Skip(verdict=verdict, read=weakref.WeakMethod(read), parameters=refs)
+    for number in [n for n, other in _verdicts.items() if other.parameters[n]() is None]:
+        del _verdicts[number]
     _verdicts.update(dict.fromkeys(numbers, one))
     return one
 
@@ -210,7 +223,8 @@ def take(told: Iterable[tuple[Group, Sequence[Tensor]]]) -> None:
                 if one := _skips.pop(parameter, None):
                     one.taken.add(id(parameter))
             for number in map(id, parameters) if _verdicts else ():
-                _verdicts.pop(number, None)
+                if late := _verdicts.pop(number, None):
+                    late.taken.add(number)
 
 
 def _before(optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -222,6 +236,10 @@ def _before(optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any])
         for failed in steps[going_on:]:
             _give_back([of for of in failed if not of[0].is_over({id(parameter) for _, parameter, _ in failed})])
         del steps[going_on:]
+    for one in _unread.pop(optimizer, ()):
+        one.read_now()  # what the last step has counted is corrected before this one
+    if _handed.pop(optimizer, None):
+        found_inf.take_away(optimizer)  # a step has failed
     _check(optimizer)
     _hidden.setdefault(optimizer, []).append(hidden)
     # Horovod's optimizer may be about to average the gradients again, before it calls the step of the user's class.
@@ -260,8 +278,12 @@ def _after(optimizer: Any, *_: Any) -> None:
         if handed := _handed.pop(optimizer, None):
             found_inf.take_away(optimizer)
             if (take_back := getattr(optimizer, "rollback_counts", None)) is not None:
-                for one in handed:
-                    one.taking_back.append(take_back)
+                if any(one.is_found for one in handed):
+                    take_back()
+                else:
+                    for one in handed:
+                        one.taking_back.append(take_back)
+                    _unread[optimizer] = handed
         for number in map(id, _parameters(optimizer)) if _averaged or _verdicts else ():
             _averaged.pop(number, None)
             _verdicts.pop(number, None)
@@ -311,6 +333,8 @@ def _hide(optimizer: Any, hidden: _Hidden) -> None:
 def _hand_over(optimizer: Any, parameters: Sequence[Tensor]) -> None:
     """Give the verdicts on the gradients of an optimizer to it, if it can skip a step on the device; else wait."""
     found = {one: None for p in parameters if (one := _verdicts.get(id(p))) and one.parameters[id(p)]() is p}
+    numbers = set(map(id, parameters))
+    found = {one: None for one in found if not one.is_over(numbers)}
     if not found:
         return
     verdicts = [one.verdict.found for one in found if one.verdict is not None]
@@ -321,8 +345,7 @@ def _hand_over(optimizer: Any, parameters: Sequence[Tensor]) -> None:
     for one in found:
         if one.verdict:
             _skip(one, [p for p in parameters if _verdicts.get(id(p)) is one])
-            if one.read is not None and (read := one.read()) is not None:
-                read()
+            one.read_now()
 
 
 def _check(optimizer: Any) -> None:

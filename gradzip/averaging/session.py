@@ -52,28 +52,28 @@ class _Late:
 
     Attributes:
         names: of the averages that each magnitude of the verdict is of.
-        tells: called with the largest of some magnitudes, by their range.
+        tells: groups that are told the largest of some magnitudes, by their range.
         inspected: payloads that the device has checked.
         skip: of the optimizers.
-        scale: the loss scale of the step.
+        scale: returns the loss scale of the step.
     """
 
     verdict: Verdict | None = None
     names: list[Sequence[str]] = field(default_factory=list)
-    tells: list[tuple[Callable[[float], None], int, int]] = field(default_factory=list)
+    tells: list[tuple[Group, Callable[[float], None], int, int]] = field(default_factory=list)
     inspected: list[Inspected] = field(default_factory=list)
     skip: optimizer_hooks.Skip | None = None
-    scale: float = 1.0
+    scale: Callable[[], float] = float
+
+    @property
+    def number(self) -> Tensor:
+        assert self.verdict is not None
+        return self.verdict.number
 
     @property
     def magnitudes(self) -> list[float]:
         assert self.verdict is not None
         return self.verdict.magnitudes
-
-    @property
-    def is_unreadable(self) -> bool:
-        """Whether the host cannot wait, because a CUDA graph is captured."""
-        return self.verdict is not None and ops.is_capturing(self.verdict.number)
 
     @property
     def culprits(self) -> list[str]:
@@ -247,8 +247,7 @@ class Session:
     def begin(self) -> None:
         """Begin a step, unless it has begun. Until its end, the loss scale stands still."""
         if not self._in_step:
-            if self._late is not None and not self._late.is_unreadable:
-                self.read_late()
+            self.read_late()
             announcement = self.compressor.announcement
             self.discards = announcement is not None and announcement.depth > 0
             if self.discards:
@@ -353,7 +352,7 @@ class Session:
         return self.compressor.memory.checks
 
     def is_skipped(
-        self, others: Sequence[Tensor] = (), agree: Callable[[Tensor], Tensor] | None = None
+        self, others: Sequence[Tensor] = (), agree: Callable[[Tensor], Tensor] | None = None, fills: bool = True
     ) -> Verdict | bool:
         """Whether the step is skipped, because an average is not finite. If so, all averages on a device become NaN.
 
@@ -362,6 +361,7 @@ class Session:
         Args:
             others: averages of no group, and gradients that are not what a group has left.
             agree: from this rank's number, as of a `Verdict`, to that of all ranks that skip together.
+            fills: whether others become NaN, too: optimizers of theirs are told.
 
         Raises:
             PayloadError: if the host waits: a payload is corrupt. Otherwise the next step raises it.
@@ -370,32 +370,47 @@ class Session:
         skipped = checks and not all(map(attrgetter("finite"), groups))
         if checks and not skipped:
             skipped = not ops.all_finite([x for x in others if not x.is_cuda])
-        late, averages = self._watch(groups if checks else (), others if checks else ())
+        if not checks:
+            self._mark_corrupt(groups)
+            return False
+        late, averages = self._watch(groups, others)
         numbers = _largest(averages)
         for group in groups:
             numbers += group.numbers
             late.names += [group.names] * sum(map(len, group.numbers))
             late.inspected += group.inspected
-        if not numbers and (agree is None or not checks):
+        if not numbers and agree is None:
             return skipped
         magnitudes, number = _joined(numbers or [torch.zeros(1, device=self.engine.device)], skipped)
-        if agree is not None and checks:
+        if agree is not None:
             number = agree(number)
             magnitudes = torch.cat([magnitudes, number])
         if not number.is_cuda:
             return not math.isfinite(number)
-        _restore(number, averages if checks else [g for group in groups if group.numbers for g in group.gradients])
-        if not checks and ops.is_capturing(number):
-            return False  # what a graph finds out later, nobody reads
+        _restore(number, averages if fills else averages[: len(averages) - len(others)])
         late.verdict = verdict = Verdict(number, magnitudes)
         self._telling = late
-        if not checks:
-            return False
         if self.compressor.undone_on_device and not (self._waits or ops.is_capturing(number)):
             return verdict
         if bool(verdict):
             late.raise_fault()
         return bool(verdict)
+
+    def _mark_corrupt(self, groups: Sequence[Group]) -> None:
+        """Where no step is skipped: make averages NaN of whose group a payload is not sound, and restore its state."""
+        late = _Late()
+        numbers: list[Tensor] = []
+        for group in groups:
+            if group.numbers:
+                _, number = _joined(group.numbers, False)
+                _restore(number, group.gradients)
+                pairs = group.changed() or []
+                _restore(number, [now for now, _ in pairs], [former for _, former in pairs])
+                numbers.append(number)
+                late.inspected += group.inspected
+        if numbers and not ops.is_capturing(numbers[0]):  # what a graph finds out later, nobody reads
+            magnitudes, number = _joined(numbers, False)
+            late.verdict, self._telling = Verdict(number, magnitudes), late
 
     def _watch(self, groups: Sequence[Group], others: Sequence[Tensor]) -> tuple[_Late, list[Tensor]]:
         """What a device is going to tell of the averages of groups, and the averages and others that it has."""
@@ -407,7 +422,7 @@ class Session:
                 late.names += zip(group.names)
                 averages += group.gradients
                 if group.told_later is not None:
-                    late.tells.append((group.told_later, first, len(averages)))
+                    late.tells.append((group, group.told_later, first, len(averages)))
         averages += [x for x in others if x.is_cuda]
         late.names += [()] * (len(averages) - len(late.names))
         return late, averages
@@ -422,7 +437,8 @@ class Session:
     def complete(self, skipped: Verdict | bool, discarded: Collection[int] = ()) -> None:
         """Complete the step, which can be dropped until then: no collectives follow.
 
-        skipped: as in `end`. If so, all states are rolled back, and optimizers do not step.
+        skipped: as in `end`. If so, states are restored, and optimizers do not step. A step of which a device tells
+            counts.
         discarded: parameters, by `id`, whose averages nobody gets: their gradients and states stay as they were. The
             same on all ranks.
         """
@@ -433,7 +449,7 @@ class Session:
                 kept[group] = {name: p.grad for name, p in zip(group.names, parameters) if id(p) in discarded}
                 if len(kept[group]) == len(group.names):  # it has had no step
                     names = [name for name in names if name not in kept[group]]
-            self._late = self._telling
+            self._late = self._telling or self._late  # which is unread if a CUDA graph is captured
             self._reset()
             self.compressor.last_verdict = skipped
             optimizer_hooks.register(told)
@@ -443,12 +459,16 @@ class Session:
                 group.keep(parameters_kept)
             restores = verdict is not None and not rolls_back and self._restore(groups, verdict)
             scale = self.compressor.memory.loss_scale
+            if self._late is not None:
+                not_counted = groups if rolls_back else [g for g, names in kept.items() if len(names) == len(g.names)]
+                self._late.tells = [tell for tell in self._late.tells if tell[0] not in not_counted]
             if verdict is not None:
                 assert self._late is not None
                 self._late.skip = optimizer_hooks.skip_if(told, verdict, self.read_late)
-                self._late.scale = scale.value
+                self._late.scale = scale.later()
             elif skipped:
                 culprits = [name for group in groups if not group.finite for name in group.culprits]
+                culprits = culprits or (self._late.culprits if self._late is not None else [])
                 held = itertools.chain.from_iterable(parameters for _, parameters in told)
                 optimizer_hooks.skip(held, culprits, self._warns(scale.value))
             if self._late is not None:
@@ -486,18 +506,25 @@ class Session:
         former, self._skipped_at = self._skipped_at, scale
         return self.compressor.memory.loss_scale.scaler is None or scale == former
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether `read_late` does not wait for the device."""
+        return self._late is None or self._late.verdict is None or self._late.verdict.is_known
+
     def read_late(self) -> None:
         """Learn what the device has found out about the last step, warn, and raise its PayloadError."""
-        late, self._late = self._late, None
-        if late is None:
+        if self._late is None or ops.is_capturing(self._late.number):
             return
-        for tell, first, end in late.tells:
+        late, self._late = self._late, None
+        if late.skip is not None:
+            late.skip.is_read = True
+        for _, tell, first, end in late.tells:
             tell(max(late.magnitudes[first:end], default=0.0))
         if not late.verdict:
             self._skipped_at = None
             return
         if late.skip is not None:
-            late.skip.names, late.skip.warns = late.culprits, self._warns(late.scale)
+            late.skip.names, late.skip.warns = late.culprits, self._warns(late.scale())
             late.skip.found_out()
         late.raise_fault()
 

@@ -294,7 +294,7 @@ class HookState:
                 self._session.launch("used", {("used", 0): self._exchange_used(device)}, "used")
             self._session.finish("round")
             sparse = [buffer._values() for _, buffer in futures if buffer.is_sparse]
-            self._session.end(skipped := self._session.is_skipped(sparse))
+            self._session.end(skipped := self._session.is_skipped(sparse, fills=False))
             for number, view, former in [of for joined in self._joined for of in joined.former]:
                 if number in self._discarded:
                     view.copy_(former)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..ops import tensors as ops
 from .names import StateNames, moved
 from .state import Fields, FieldShapes, State, group_name
 from .state_dict import check_fields
@@ -27,6 +29,16 @@ class LossScale:
     def begin_step(self) -> None:
         """Read the scale again when it is needed next."""
         self._value = None
+
+    def later(self) -> Callable[[], float]:
+        """What returns the scale of now, later. The host does not wait for the device."""
+        if self.scaler is None or self._value is not None:
+            return functools.partial(float, self.value)
+        scale = getattr(self.scaler, "_scale", None)  # GradScaler's own tensor: `get_scale` waits
+        if isinstance(scale, Tensor) and scale.is_cuda:
+            copy = ops.copy_later(scale)
+            return lambda: copy.result().item()
+        return functools.partial(float, self.value)
 
     @property
     def value(self) -> float:
@@ -231,9 +243,12 @@ class Memory:
 
     def change_group(self, rank: int, size: int) -> None:
         """Continue as another rank, or in a group of another size. Residuals are kept."""
+        for state in self.states.values():
+            state.abandon()
+            state.fold_owner_residual()  # none is lost
         self.split([name for state in self.states.values() for name in state.shapes])
         for fields in self.parked.values():
-            _fold_owner_residual(fields)  # none is lost
+            _fold_owner_residual(fields)
             fields["rank"], fields["size"] = rank, size
 
     # --- a change of the method
@@ -245,6 +260,9 @@ class Memory:
         rank's.
         """
         was_parked = name in self.parked
+        if (state := self.find(name)) is not None:
+            state.abandon()
+            state.fold_owner_residual()
         fields = self._take(name)
         if fields is None:
             return
@@ -256,8 +274,8 @@ class Memory:
 
 
 def _fold_owner_residual(fields: Fields) -> None:
-    """Add the owner's residual to the residual of a parameter (`State.fold_owner_residual`)."""
+    """Add the owner's residual to the residual of a parameter (`State.fold_owner_residual`), if it has one."""
     owner, start = (fields.pop(name, None) for name in ("owner_residual", "owner_start"))
-    if owner is not None:
+    if owner is not None and fields.get("residual") is not None:
         fields["residual"] = fields["residual"].clone()
         fields["residual"].view(-1)[start : start + owner.numel()].add_(owner, alpha=fields["size"])

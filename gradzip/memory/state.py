@@ -352,7 +352,12 @@ class Workspace:
         return Workspace, ()  # a copy has no buffers yet
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialized tensor in the buffer `name`. The next call with that name reuses its memory."""
+        """An uninitialized tensor in the buffer `name`. The next call with that name reuses its memory.
+
+        On a device, it is a new one: the allocator reuses memory there without page faults.
+        """
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
         numel = math.prod(shape)
         buffer = self._buffers.get((name, device))
         if buffer is None or buffer.numel() < numel:

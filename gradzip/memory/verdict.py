@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import time
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -22,7 +23,7 @@ class Verdict:
 
     def __init__(self, number: Tensor, magnitudes: Tensor) -> None:
         self.number = number
-        self._read = ops.copy_later(magnitudes)
+        self._copy = ops.copy_later(magnitudes)
         self._magnitudes: list[float] | None = None  # once the host has read them
         self._found: Tensor | None = None
 
@@ -36,8 +37,13 @@ class Verdict:
     def magnitudes(self) -> list[float]:
         """The magnitudes. Waits for the device, once."""
         if self._magnitudes is None:
-            self._magnitudes = self._read().tolist()
+            self._magnitudes = self._copy.result().tolist()
         return self._magnitudes
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host need not wait for the device to know it."""
+        return self._magnitudes is not None or self._copy.is_done()
 
     @property
     def found(self) -> Tensor:
@@ -49,6 +55,10 @@ class Verdict:
 
 class Reader(Protocol):
     """What has something to read of its last step."""
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the host need not wait for a device to read it."""
 
     def read_late(self) -> None:
         """Read it, warn and raise errors. Nothing happens if it was read before."""
@@ -63,10 +73,28 @@ def read_later(reader: Reader) -> None:
 
 
 def read_all() -> None:
-    """Have all readers read."""
+    """Have all readers read. Raises the first error, once all have."""
+    errors: list[Exception] = []
     for reader in list(_readers):
         _readers.discard(reader)
-        reader.read_late()
+        try:
+            reader.read_late()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
-atexit.register(read_all)
+def _read_at_exit() -> None:
+    """Have those read that need not wait long: a device may wait for a peer that is gone."""
+    end = time.monotonic() + _LONGEST_WAIT
+    for reader in list(_readers):
+        while not reader.is_readable and time.monotonic() < end:
+            time.sleep(0.01)
+        if not reader.is_readable:
+            _readers.discard(reader)
+    read_all()
+
+
+_LONGEST_WAIT = 5.0  # seconds, when the process ends
+atexit.register(_read_at_exit)

@@ -124,20 +124,24 @@ class BlockFloat(ErrorFeedback):
         error = None
         if self.keeps_residual:
             error = vector if vector.is_cuda else state.renewed("residual", vector)
-            state.next_residual = None if error is vector else error
+            if error is not vector:
+                state.next_residual = error
         residual = state.residual if self.keeps_residual else None
         payload = self._encode(vector, key, blocks * group.size, error, residual)
+        like = torch.empty(0, dtype=torch.float32, device=group.device)
+        group.release_parts()
+        del vector, error, residual
         if group.size > 1:
             nbytes = payload.numel() // group.size
             received = yield AllToAll(payload, (nbytes,) * group.size, same_length=True)
-            own = vector[start:stop]
             if self.error_feedback:
-                partition, residual = state.renewed("owner_residual", own), getattr(state, "owner_residual", None)
+                partition = state.renewed("owner_residual", like, stop - start)
+                former = getattr(state, "owner_residual", None)
             else:
-                partition, residual = torch.empty_like(own), None
+                partition, former = like.new_empty(stop - start), None
             self._check(received, blocks)
             weight = 1.0 / group.size
-            groups.block_float_decode(received, group.size, partition, self.bits, self.block, weight, residual)
+            groups.block_float_decode(received, group.size, partition, self.bits, self.block, weight, former)
             error = partition if self.error_feedback else None
             payload = self._encode(partition, key._replace(name=f"{key.name}[owner]"), blocks, error)
             if self.error_feedback:

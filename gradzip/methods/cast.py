@@ -8,7 +8,7 @@ import torch
 
 from ..collectives import Mean
 from ..collectives.routines import Routine
-from .base.compressor import Compressor
+from .base.compressor import Average, Compressor
 from .base.group import Group
 from .base.registry import register
 
@@ -39,5 +39,9 @@ class Cast(Compressor):
         return self.joined_shape(shape)
 
     def reduce(self, group: Group) -> Routine:
-        average = yield Mean(group.vector.to(self.dtype))
+        cast = group.vector.to(self.dtype)
+        group.release_parts()
+        average = yield Mean(cast)
+        if group.on_device:  # cast back where it is written
+            return Average([average])
         return (yield from self.with_max_abs(group, average.float()))

@@ -125,6 +125,10 @@ class DGC(SparseCodec):
     def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys(("residual", "velocity", "average_velocity"), tuple(shape))
 
+    def memory_for(self, group: Group) -> Tensor:
+        # It becomes the velocity.
+        return torch.empty(group.numel, dtype=torch.float32, device=group.device)
+
     def add_residual(self, group: Group) -> Routine:
         """Coroutine: the velocity u, and the residual v with it."""
         yield from ()

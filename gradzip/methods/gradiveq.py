@@ -16,7 +16,7 @@ from ..collectives.routines import Routine
 from ..memory.state import State
 from ..ops import tensors as ops
 from .base.compressor import Average, Compressor, is_number
-from .base.gather import from_rank
+from .base.gather import GatherCompressor, from_rank
 from .base.group import Group
 from .base.registry import register
 from .pca import max_dimension, principal_weights
@@ -138,7 +138,10 @@ class GradiVeQ(Compressor):
         valid = method is None or (
             isinstance(method, Compressor)
             and not method.error_feedback
-            and all(getattr(type(method), own) is getattr(Compressor, own) for own in _EXTENSION_POINTS)
+            and all(
+                getattr(type(method), own) in (getattr(Compressor, own), getattr(GatherCompressor, own))
+                for own in _EXTENSION_POINTS
+            )
         )
         expected = "None or a method that keeps nothing between steps, such as QSGD(bits=4); on a command line, "
         self.check("sampling", valid, expected + "sampling=qsgd(bits=4)")

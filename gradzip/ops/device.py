@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 import torch
@@ -47,21 +47,28 @@ def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(found) if len(found) > 1 else found[0]
 
 
-def copy_later(x: Tensor) -> Callable[[], Tensor]:
-    """Start to copy x to the host. Returns what waits for the copy, and returns it.
+class CopyLater:
+    """A copy of a tensor to the host, in progress. `copy_later` starts it."""
 
-    If the host calls that once the device has done the work queued so far, it does not wait.
-    """
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    host.copy_(x, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record(torch.cuda.current_stream(x.device))
+    def __init__(self, x: Tensor) -> None:
+        self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        self._host.copy_(x, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record(torch.cuda.current_stream(x.device))
 
-    def read() -> Tensor:
-        done.synchronize()
-        return host
+    def is_done(self) -> bool:
+        """Whether the copy is there: the host need not wait for it."""
+        return self._done.query()
 
-    return read
+    def result(self) -> Tensor:
+        """Wait for the copy, and return it."""
+        self._done.synchronize()
+        return self._host
+
+
+def copy_later(x: Tensor) -> CopyLater:
+    """Start to copy a tensor of a device to the host, behind the work queued so far. Does not wait."""
+    return CopyLater(x)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

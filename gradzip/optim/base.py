@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..memory.verdict import read_all
 from . import on_device
 
 
@@ -31,6 +32,16 @@ class Optimizer(torch.optim.Optimizer):
     # What the last step has changed on the host, if the device may have skipped it.
     _counted: tuple[Tensor, ...] = ()
     _made: tuple[Tensor, ...] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dict, once the host knows whether the device has skipped the last step."""
+        read_all()
+        return super().state_dict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        read_all()
+        state: dict[str, Any] = super().__getstate__()
+        return state
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         name = type(self).__name__

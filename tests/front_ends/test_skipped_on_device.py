@@ -1,6 +1,7 @@
 """Steps that a device skips: the host learns it in the next one. On the stand-in for a device."""
 
 import contextlib
+import dataclasses
 import math
 import shutil
 import warnings
@@ -298,3 +299,178 @@ def test_a_grad_scaler_sees_a_step_that_the_device_skips():
         trained.hook.compressor.follow(scaler)
         trained.step(0, broken=True, scaler=scaler)
         assert found and all(p.grad.host.isnan().all() for p in trained.named.values())
+
+
+def adamw(parameters):
+    return gradzip.optim.AdamW(parameters)
+
+
+def counts_of(optimizer):
+    return [float(state["step"]) for state in optimizer.state.values()]
+
+
+def gentle(parameters):
+    """Two optimizers: of the first, the host waits to know if a step is skipped."""
+    return torch.optim.SGD(parameters[:1], lr=0.1, foreach=True), gradzip.optim.AdamW(parameters[1:])
+
+
+@pytest.mark.parametrize("asked", ["by another optimizer", "by state_dict", "by the optimizer's state_dict", "not yet"])
+def test_counters_of_optimizers_do_not_count_a_skipped_step(asked):
+    with model("none", adamw) as trained, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first, trained.optimizer = gentle(list(trained.named.values()))
+        plain = trained.optimizer.step
+
+        def step():
+            if asked == "by another optimizer":
+                first.step()
+            if asked == "by state_dict":
+                trained.hook.state_dict()
+            plain()
+
+        trained.optimizer.step = step
+        for number in range(3):
+            trained.step(number)
+        trained.step(3, broken=True)
+        if asked == "by the optimizer's state_dict":
+            saved = trained.optimizer.state_dict()["state"].values()
+            assert [float(state["step"]) for state in saved] == [3.0, 3.0]
+        trained.step(4)
+        assert counts_of(trained.optimizer) == [4.0, 4.0]
+
+
+def test_warnings_as_errors_leave_counters_right():
+    with model("none", adamw) as trained:
+        for number in range(3):
+            trained.step(number)
+        trained.step(3, broken=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match="not finite"):
+                trained.step(4)
+        assert counts_of(trained.optimizer) == [3.0] * 3
+
+
+def test_a_verdict_of_another_model_does_not_undo_a_later_step():
+    """One optimizer has the parameters of two models. One of them is not used in the step after a skipped one."""
+    with model("none", adamw) as one, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = Model(gradzip.parse("none"), one.device, adamw)
+        both = gradzip.optim.AdamW([*one.named.values(), *other.named.values()])
+        one.optimizer, other.optimizer = both, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        other.step(0, broken=True)
+        one.step(0)  # skipped, too
+        both.zero_grad()
+        for number in (1, 2):
+            one.step(number)
+        assert counts_of(both) == [2.0] * 3
+        other.step(3)
+        assert counts_of(both) == [2.0] * 3
+
+
+def test_a_step_that_nobody_took_is_forgotten():
+    """As one that a GradScaler has skipped: later steps of its parameters count, one of which is frozen by then."""
+    with model("none", lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True)) as trained:
+        taken, trained.optimizer.step = trained.optimizer.step, lambda: None
+        trained.step(0, broken=True)
+        names = list(trained.named)
+        frozen = trained.named.pop(names[0]).requires_grad_(False)
+        frozen.grad = None
+        trained.hook = gradzip.ddp.HookState(
+            gradzip.parse("none"), named_parameters=trained.named.items(), find_unused_parameters=False
+        )
+        trained.optimizer.step = taken
+        before = trained.tensors()
+        trained.step(1)
+        assert not any(map(torch.equal, before, trained.tensors()))
+
+
+@pytest.mark.parametrize("discards", [False, True])
+def test_zeros_of_passes_that_do_not_count_do_not_prolong_a_warm_up(discards):
+    compressor = gradzip.Momentum(gradzip.SignSGD(majority=False), warmup_steps=3)
+    discarding = compressor.discarding()
+    with on_stand_in() as device:
+        run = device_ops.horovod_steps(compressor, SHAPES, RANKS, device)
+        sent = []
+        for number in range(8):
+            zeros = {name: device.tensor(torch.zeros(shape)) for name, shape in SHAPES.items()}
+            gradients = {name: device.tensor(noise(s.numel(), number).view(s).clone()) for name, s in SHAPES.items()}
+            with device.counting() as counts, discarding if discards else contextlib.nullcontext():
+                run(zeros, counts)
+            before = compressor.traffic.bytes_sent
+            with device.counting() as counts:
+                run(gradients, counts)
+            sent.append(compressor.traffic.bytes_sent - before)
+        read_all()
+        (state,) = (state for state in compressor.states.values() if state.step)
+        assert getattr(state, "unused", 0) == (0 if discards else 3)
+        assert sent[-1] < sent[0] / 10
+
+
+def test_others_that_no_optimizer_is_told_of_stay_as_they_are():
+    with model("none", adamw) as trained:
+        trained.step(0)
+        session = trained.hook._session
+        other, bad = trained.device.tensor(torch.ones(3)), trained.device.tensor(torch.full((3,), math.nan))
+        for fills in (False, True):
+            with trained.device.counting():
+                verdict = session.is_skipped([other, bad], fills=fills)
+            assert bool(verdict) and bool(other.host.isnan().all()) == fills
+            session.drop()
+
+
+# --- several ranks
+
+
+def with_other_exchanges(specs):
+    """The examples of methods, and those that gather payloads with the other exchange, too."""
+    for spec in specs:
+        yield spec
+        compressor = gradzip.parse(spec)
+        gathers = isinstance(compressor, GatherCompressor) and compressor.exchange == "gather"
+        if gathers and not getattr(compressor, "shared_scale", False):
+            yield gradzip.methods.spec.unparse(dataclasses.replace(compressor, exchange="scatter_reduce"))
+
+
+def compares(compressor):
+    return compressor.undone_on_device and compressor.parts == [compressor] and not compressor.adapts
+
+
+MATRICES = {"a": (40, 30), "b": (64, 20, 3, 3), "d": (17, 101), "c": (64,)}
+ALL = list(dict.fromkeys(with_other_exchanges(kinds.examples(compares))))
+
+
+@pytest.mark.parametrize("spec", kinds.params(ALL, ["natural:exchange=scatter_reduce", "block-float", "topk"]))
+def test_all_ranks_skip_together(spec):
+    """Whatever rank has it, in whatever gradient: all skip, and no state changes."""
+    with stand_in() as device, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        group = gradzip.LocalGroup(gradzip.parse(spec), size=RANKS)
+
+        def step(number, broken=None, value=math.nan):
+            gradients = []
+            for rank in range(RANKS):
+                own = {n: noise(math.prod(s), 10 * number + rank).view(s).clone() for n, s in MATRICES.items()}
+                if broken is not None and broken[0] == rank:
+                    own[broken[1]].view(-1)[-1] = value
+                gradients.append({name: device.tensor(gradient) for name, gradient in own.items()})
+            return group.step(gradients)
+
+        def tensors():
+            return [
+                {(n, k): v.host.clone() for n, s in c.states.items() for k, v in vars(s).items() if hasattr(v, "host")}
+                for c in group.compressors
+            ]
+
+        for number in range(SETTLED):
+            step(number)
+        for rank in range(RANKS):
+            for name, value in zip(MATRICES, (math.nan, -math.inf, math.nan, math.inf)):
+                before = tensors()
+                averages = step(4, (rank, name), value)
+                assert all(compressor.last_step_skipped for compressor in group.compressors), (rank, name)
+                assert all(average.host.isnan().all() for of_rank in averages for average in of_rank.values())
+                assert [of.keys() for of in before] == [of.keys() for of in tensors()]
+                assert all(torch.equal(of[k], now[k]) for of, now in zip(before, tensors()) for k in of), (rank, name)
+        step(5)
+        assert not any(compressor.last_step_skipped for compressor in group.compressors)

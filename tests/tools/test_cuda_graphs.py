@@ -57,10 +57,10 @@ def test_obstacles_are_found_in_their_part(wait, found, part):
     class Mutant(gradzip.BlockFloat):
         def reduce(self, group):
             if part == "hooks":
-                wait(group.vector, group.state)
+                wait(group.gradients[0], group.state)
             average = yield from super().reduce(group)
             if part == "end":
-                wait(group.vector, group.state)
+                wait(group.gradients[0], group.state)
             return average
 
     arguments = {"rounding": "nearest", "error_feedback": False}

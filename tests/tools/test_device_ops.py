@@ -13,6 +13,7 @@ import gradzip.ddp
 import gradzip.horovod
 import kinds
 from benchmarks.device_ops import __main__ as device_ops
+from benchmarks.device_ops import memory
 from benchmarks.device_ops.__main__ import COUNTED as STEPS
 from benchmarks.device_ops.__main__ import (
     FRONT_ENDS,
@@ -439,3 +440,40 @@ def test_to_know_whether_averages_are_finite_takes_few_operations(spec):
         assert checked.syncs == 0
         # The numbers; to join them, twice; their maximum, the verdict and its copy; NaN, and former states.
         assert checked.ops - unchecked.ops <= 8 * STEPS, checked.names - unchecked.names
+
+
+# --- memory
+
+FACTORS = 0.13  # bytes an element: those of step 0, which replace columns of zeros, and the numbers of their matrices
+
+
+@pytest.mark.parametrize("spec", kinds.params(memory.specs(), ["block-float", "topk", "acpsgd"]))
+def test_a_method_keeps_its_states_alone(spec):
+    """No copy of gradients, no scratch memory. With error feedback, a residual of 4 bytes; no method more than 8."""
+    found = memory.count(gradzip.parse(spec))
+    compressor = gradzip.parse(spec)
+    factors = FACTORS if hasattr(codec(compressor), "rank") else 0.0
+    assert found.of_states <= found.kept <= found.of_states + factors + 4e-3
+    least = 4 * codec(compressor).keeps_residual + 4 * (compressor.averaged_momentum is not None)
+    assert least <= found.of_states <= max(8.0, least) + 0.6
+    assert (spec == "none") <= found.in_step / 4 <= 3
+
+
+def test_memory_that_is_kept_is_noticed(monkeypatch):
+    class Hoarder(gradzip.TopK):
+        def reduce(self, group):
+            vars(self).setdefault("hoard", {})[group.name] = group.vector.half()
+            return super().reduce(group)
+
+    found = memory.count(Hoarder())
+    assert found.kept >= found.of_states + 1.9
+
+
+def test_a_peak_is_noticed():
+    class Copying(gradzip.TopK):
+        def reduce(self, group):
+            copy = group.vector.clone()
+            average = yield from super().reduce(group)
+            return average if copy.numel() else None
+
+    assert memory.count(Copying()).in_step > memory.count(gradzip.TopK()).in_step + 3

@@ -199,6 +199,16 @@ class Compressor(ABC):
         """The shapes of a parameter's parts of the state's tensors, by field, for a gradient of this shape."""
         return {"residual": tuple(shape)}
 
+    def memory_for(self, group: Group) -> Tensor:
+        """Uninitialized memory for the gradients of a group as one vector (float32), on a device, if they are not one.
+
+        With error feedback, it is that of the next residual: what is compressed becomes that without a copy.
+        """
+        memory = torch.empty(group.numel, dtype=torch.float32, device=group.device)
+        if self.keeps_residual and not ops.is_capturing(memory):  # during capture, states stay where they are
+            group.state.next_residual = memory
+        return memory
+
     def add_residual(self, group: Group) -> Routine:
         """Coroutine: add the residual to `group.parts`, for `reduce`.
 
@@ -433,7 +443,7 @@ class Compressor(ABC):
         """Rescale states when the loss scale changes, for training in mixed precision.
 
         Gradients come multiplied by ``scaler.get_scale()``. If an average is not finite, GradScaler skips the
-        optimizer's step for all parameters, and all states are rolled back.
+        optimizer's step for all parameters, and all states are restored.
 
         Args:
             scaler: a torch.amp.GradScaler.
@@ -455,13 +465,14 @@ class Compressor(ABC):
     def skip_nonfinite(self, enabled: bool = True) -> Compressor:
         """Set whether a step is skipped on all ranks if an average is not finite. It is, by default.
 
-        All states of this compressor are rolled back then, as if the step had not been. The optimizers of
-        `torch.optim` that hold its parameters see no gradients in their next step, so that it changes neither
-        parameters nor optimizer state, and warn. Other optimizers can ask `last_step_skipped`.
+        All states of this compressor are restored then, as if the step had not been; on a device, where the host does
+        not wait to know, it is counted. The optimizers of `torch.optim` that hold its parameters skip their next step,
+        which changes neither parameters nor optimizer state, and a warning is given. Other optimizers can ask
+        `last_step_skipped`.
 
         Disabled, a NaN or inf reaches the parameters of its bucket on all ranks, unless GradScaler skips the step
         (`follow`). On a device, it reaches the states of a method whose payloads have no headers, too, as `BlockFloat`
-        or `ACPSGD`: the host does not wait to know. Call it before the first step, on all ranks alike.
+        or `ACPSGD`. Call it before the first step, on all ranks alike.
 
         Returns the compressor itself.
 

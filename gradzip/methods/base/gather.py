@@ -18,6 +18,7 @@ from ...collectives.fusion import pieces
 from ...collectives.requests import most_nbytes
 from ...collectives.routines import Local, Routine, at_once, jointly
 from ...memory.state import Key, State
+from ...ops import groups as kernels
 from ...ops import tensors as ops
 from .compressor import Average, Compressor
 from .group import Group, Inspected
@@ -36,6 +37,12 @@ class CodedSum(NamedTuple):
     payloads: Sequence[ops.Payload]
     weight: float
     add: bool = False  # to `outs`, rather than overwrite them
+
+
+class Undecoded(NamedTuple):
+    """An average that is decoded where it is written: a device tells later if it is finite."""
+
+    payloads: Sequence[ops.Payload]
 
 
 class Content(NamedTuple):
@@ -168,14 +175,42 @@ class GatherCompressor(Compressor):
         return outs
 
     def combine(self, payloads: Sequence[ops.Payload], group: Group) -> Routine:
-        """Coroutine: the `Average` of the payloads of all ranks, for `reduce` to return."""
+        """Coroutine: the average of the payloads of all ranks, for `reduce` to return."""
+        if group.on_device and all_finite(payloads):
+            return Undecoded(payloads)
         flat = self.new_average(group.numel, group.device)
-        outs = group.pieces(flat)
+        outs = pieces(flat, group.shapes_of_outs)
         if not all_finite(payloads):
             flat.fill_(math.nan)
             return Average(outs, math.nan)
         bound = yield from self.decode_all(payloads, flat, outs, group.state)
         return (yield from self.with_max_abs(group, flat, bound))
+
+    def commit(self, group: Group, average: Average | Undecoded) -> Routine:
+        if not isinstance(average, Undecoded):
+            yield from super().commit(group, average)
+            return
+        if self.error_feedback:
+            yield Local(self._store_each, group.device, group)
+        outs = group.outs
+        if outs is not None:
+            yield from self.decode_all(average.payloads, outs[0], outs, group.state)
+        else:  # not for all groups together: each has memory of its own for the average
+            flat = self.new_average(group.numel, group.device)
+            outs = pieces(flat, group.shapes_of_outs)
+            at_once(self.decode_all(average.payloads, flat, outs, group.state))
+            group.write(outs)
+            del flat, outs  # before others go on
+        if self.error_feedback:
+            yield Local(self._subtract_each, group.device, group)
+
+    def _store_each(self, groups: list[Group]) -> list[None]:
+        self.store_residuals(groups)
+        return [None] * len(groups)
+
+    def _subtract_each(self, groups: list[Group]) -> list[None]:
+        self.subtract_transmitted(groups)
+        return [None] * len(groups)
 
     def _sum_each(self, sums: list[CodedSum]) -> list[None]:
         self._sum_all(sums)
@@ -287,11 +322,11 @@ class GatherCompressor(Compressor):
         try:
             if state.scattered:
                 return (yield from self._scatter_reduce(group))
+            content = Content(list(map(attrgetter("shape"), group.parts)), state.key(self.seed))
             payload, earlier = yield from self.encoded(group)
+            group.release_parts()
             payloads = yield self.gather(payload, group.numel)
-            contents = [Content(list(map(attrgetter("shape"), group.parts)), state.key(self.seed))] * (
-                len(earlier) + group.size
-            )
+            contents = [content] * (len(earlier) + group.size)
             opened = (yield from self.opened([*earlier, *payloads], contents, group))[len(earlier) :]
             # What this rank has sent, each payload with the pieces of the group that it has; None for all.
             state.payload = [(opened[group.rank], None)]
@@ -362,6 +397,9 @@ class GatherCompressor(Compressor):
         mine = partitions[group.rank]
         shapes = [piece.view.shape for piece in mine]
         average = torch.cat([part.reshape(-1) for part in self._decoded(from_ranks, shapes)])
+        if group.on_device and self.fixed_nbytes:  # all ranks see in the average if a payload was not sound
+            sound = group.numbers[-1][: group.size].amax().view(1)
+            kernels.restore_unless_finite(sound, [average], [None], math.nan)
         if (residual := getattr(state, "owner_residual", None)) is not None:
             average.add_(residual)
         owner = key._replace(name=f"{key.name}[owner]")

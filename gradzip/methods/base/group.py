@@ -144,6 +144,22 @@ class Group:
         """The gradients as one flat float32 vector, to write their averages to; None if they are not one in memory."""
         return self._target if self._target is not None and self._target.dtype == torch.float32 else None
 
+    @property
+    def shapes_of_outs(self) -> list[torch.Size]:
+        """The shapes of `outs`: of the parts, which may be released."""
+        if not self.method.vectors:
+            return self.shapes_of_parts
+        others = math.prod(length for length in self._joined_shape if length != -1)
+        return [torch.Size([self.numel // others if n == -1 else n for n in self._joined_shape])]
+
+    @property
+    def outs(self) -> list[Tensor] | None:
+        """The gradients in the shapes of the parts, to write averages to; None if their memory is another."""
+        if self.method.vectors:
+            return None if self.target is None else pieces(self.target, self.shapes_of_outs)
+        plain = all(g.dtype == torch.float32 and g.is_contiguous() for g in self.gradients)
+        return self.gradients if plain else None
+
     def copies(self, averages: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """What to copy, (target, source), to write averages, one for each part, to the gradients."""
         if not self.method.vectors:
@@ -226,7 +242,7 @@ class Group:
         counts: whether a step that is skipped counts: tensors are restored, and numbers stay.
         """
         before, self.before = self.before, None
-        self.gradients, self.parts = [], []
+        self.gradients, self.parts, self._target = [], [], None
         if before is None:
             return
         memory = self.method.memory
@@ -270,7 +286,7 @@ class Group:
             # All ranks see the same average, so all commit or all undo. Limit of the gradient's own type: a finite
             # float32 number may overflow in float16.
             limit = torch.finfo(gradients[0].dtype).max
-            finite = self.on_device or method.max_abs_bound(average, limit) <= limit
+            finite = self._leaves_to_device(average) or method.max_abs_bound(average, limit) <= limit
             if finite:
                 state.step += 1
                 yield from method.commit(self, average)
@@ -287,25 +303,40 @@ class Group:
         self.gradients, self.parts = gradients, []
         if not finite:
             state.replace_fields(fields)
+            state.step += self.on_device  # where a step that is skipped counts
             method.clean(state)  # another chunk of the node may be the one that is not finite
             for gradient in gradients:
                 gradient.fill_(math.nan)
         self.finite = finite
         self.culprits = [] if finite else self.names
 
+    def _leaves_to_device(self, average: Any) -> bool:
+        """Whether a device has to tell if an average is finite: the host does not know that it is not."""
+        largest = getattr(getattr(average, "average", average), "max_abs", None)
+        return self.on_device and not (isinstance(largest, float) and math.isnan(largest))
+
     def _parts(self, own: list[Tensor]) -> list[Tensor]:
         """What the method compresses, before the residual is added: float32 and contiguous."""
         if not self.method.vectors:
             return [gradient.float().contiguous() for gradient in own]
         self._target = adjacent(own)
-        if self._target is not None:
+        if self._target is not None and (self.target is not None or not self.on_device):
             return [self._target.float().view(self._joined_shape)]
+        if self.on_device:
+            memory = self.method.memory_for(self)
+            torch._foreach_copy_(pieces(memory, self.shapes_of_parts), own)  # one operation
+            return [memory.view(self._joined_shape)]
         if self._memory is None or self._memory[0].device != self.device:
             memory = torch.empty(self.numel, dtype=torch.float32, device=self.device)
             self._memory = memory, pieces(memory, self.shapes_of_parts)
         memory, views = self._memory
-        torch._foreach_copy_(views, own)  # one operation on a device
+        torch._foreach_copy_(views, own)
         return [memory.view(self._joined_shape)]
+
+    def release_parts(self) -> None:
+        """Free what the method has compressed, unless it is the gradients: it does not need that any more."""
+        if self.on_device and not self.method.keeps_residual:
+            self.parts = []
 
     def _uncompressed(self) -> Routine:
         method, memory, gradients = self.method, self.method.memory, self.gradients
