@@ -387,7 +387,8 @@ class Session:
             magnitudes = torch.cat([magnitudes, number])
         if not number.is_cuda:
             return not math.isfinite(number)
-        _restore(number, averages if fills else averages[: len(averages) - len(others)])
+        filled = len(averages) if fills else len(averages) - sum(x.is_cuda for x in others)
+        _restore(number, averages[:filled])
         late.verdict = verdict = Verdict(number, magnitudes)
         self._telling = late
         if self.compressor.undone_on_device and not (self._waits or ops.is_capturing(number)):

@@ -129,7 +129,8 @@ class BlockFloat(ErrorFeedback):
         residual = state.residual if self.keeps_residual else None
         payload = self._encode(vector, key, blocks * group.size, error, residual)
         like = torch.empty(0, dtype=torch.float32, device=group.device)
-        group.release_parts()
+        if not self.keeps_residual:
+            group.release_parts()
         del vector, error, residual
         if group.size > 1:
             nbytes = payload.numel() // group.size

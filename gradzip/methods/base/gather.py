@@ -27,6 +27,10 @@ from .group import Group, Inspected
 # collective and wait for it after the backward pass. It is not measured, because all ranks must decide alike.
 NOMINAL_BANDWIDTH, NOMINAL_LATENCY, NOMINAL_OPERATION = 1.25e8, 5e-5, 5e-4
 
+# Averages that are not decoded where gradients are: groups of so many bytes decode theirs in one call; larger ones one
+# after the other, so that they share memory. A model has eight groups or so.
+TOGETHER_NBYTES = 1 << 25
+
 Decoded = TypeVar("Decoded")
 
 
@@ -39,10 +43,8 @@ class CodedSum(NamedTuple):
     add: bool = False  # to `outs`, rather than overwrite them
 
 
-class Undecoded(NamedTuple):
-    """An average that is decoded where it is written: a device tells later if it is finite."""
-
-    payloads: Sequence[ops.Payload]
+class Undecoded(list[ops.Payload]):
+    """The payloads of an average that is decoded where it is written: a device tells later if it is finite."""
 
 
 class Content(NamedTuple):
@@ -179,7 +181,7 @@ class GatherCompressor(Compressor):
         if group.on_device and all_finite(payloads):
             return Undecoded(payloads)
         flat = self.new_average(group.numel, group.device)
-        outs = pieces(flat, group.shapes_of_outs)
+        outs = group.pieces(flat)
         if not all_finite(payloads):
             flat.fill_(math.nan)
             return Average(outs, math.nan)
@@ -192,15 +194,18 @@ class GatherCompressor(Compressor):
             return
         if self.error_feedback:
             yield Local(self._store_each, group.device, group)
-        outs = group.outs
-        if outs is not None:
-            yield from self.decode_all(average.payloads, outs[0], outs, group.state)
-        else:  # not for all groups together: each has memory of its own for the average
+        outs, flat = group.outs, None
+        if outs is None:
             flat = self.new_average(group.numel, group.device)
-            outs = pieces(flat, group.shapes_of_outs)
-            at_once(self.decode_all(average.payloads, flat, outs, group.state))
+            outs = group.pieces(flat)
+        decoding = self.decode_all(average, outs[0], outs, group.state)
+        if flat is None or flat.nbytes <= TOGETHER_NBYTES:
+            yield from decoding
+        else:
+            at_once(decoding)
+        if flat is not None:
             group.write(outs)
-            del flat, outs  # before others go on
+        del outs, flat  # the next group needs its own memory
         if self.error_feedback:
             yield Local(self._subtract_each, group.device, group)
 
@@ -324,7 +329,8 @@ class GatherCompressor(Compressor):
                 return (yield from self._scatter_reduce(group))
             content = Content(list(map(attrgetter("shape"), group.parts)), state.key(self.seed))
             payload, earlier = yield from self.encoded(group)
-            group.release_parts()
+            if not self.keeps_residual:
+                group.release_parts()
             payloads = yield self.gather(payload, group.numel)
             contents = [content] * (len(earlier) + group.size)
             opened = (yield from self.opened([*earlier, *payloads], contents, group))[len(earlier) :]

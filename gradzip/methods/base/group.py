@@ -137,7 +137,7 @@ class Group:
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
         """Views of each part's elements in a flat tensor that has them one after the other, in the parts' shapes."""
-        return [flat.view_as(self.parts[0])] if len(self.parts) == 1 else pieces(flat, [p.shape for p in self.parts])
+        return [flat.view(self._joined_shape)] if self.method.vectors else pieces(flat, self.shapes_of_parts)
 
     @property
     def target(self) -> Tensor | None:
@@ -145,18 +145,11 @@ class Group:
         return self._target if self._target is not None and self._target.dtype == torch.float32 else None
 
     @property
-    def shapes_of_outs(self) -> list[torch.Size]:
-        """The shapes of `outs`: of the parts, which may be released."""
-        if not self.method.vectors:
-            return self.shapes_of_parts
-        others = math.prod(length for length in self._joined_shape if length != -1)
-        return [torch.Size([self.numel // others if n == -1 else n for n in self._joined_shape])]
-
-    @property
     def outs(self) -> list[Tensor] | None:
         """The gradients in the shapes of the parts, to write averages to; None if their memory is another."""
         if self.method.vectors:
-            return None if self.target is None else pieces(self.target, self.shapes_of_outs)
+            target = self._target
+            return None if target is None or target.dtype != torch.float32 else [target.view(self._joined_shape)]
         plain = all(g.dtype == torch.float32 and g.is_contiguous() for g in self.gradients)
         return self.gradients if plain else None
 
@@ -334,8 +327,8 @@ class Group:
         return [memory.view(self._joined_shape)]
 
     def release_parts(self) -> None:
-        """Free what the method has compressed, unless it is the gradients: it does not need that any more."""
-        if self.on_device and not self.method.keeps_residual:
+        """Free what a method without error feedback has compressed, unless it is the gradients' memory."""
+        if self.on_device:
             self.parts = []
 
     def _uncompressed(self) -> Routine:
