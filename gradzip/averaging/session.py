@@ -472,7 +472,7 @@ class Session:
                 culprits = culprits or (self._late.culprits if self._late is not None else [])
                 held = itertools.chain.from_iterable(parameters for _, parameters in told)
                 optimizer_hooks.skip(held, culprits, self._warns(scale.value))
-            if self._late is not None:
+            if self._late is not None and not self.in_background:  # another thread's step may be in progress
                 read_later(self)
             for group in groups:
                 group.end_step(rolls_back or restores, counts=restores)
