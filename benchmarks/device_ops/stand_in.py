@@ -120,13 +120,18 @@ class Allocated:
 
     def hold(self, tensor: StandInTensor) -> None:
         """Count the memory of a tensor as long as it lives."""
+        if tensor.release is not None:  # it had other memory
+            tensor.release()
+        tensor.allocated, tensor.release = self, None
+        if tensor.is_away:
+            return
         storage = tensor.host.untyped_storage()
         number, nbytes = storage._cdata, storage.nbytes()
         self._holders[number] += 1
         if self._holders[number] == 1:
             self.now += nbytes
             self.peak = max(self.peak, self.now)
-        weakref.finalize(tensor, self._release, number, nbytes, storage)
+        tensor.release = weakref.finalize(tensor, self._release, number, nbytes, storage)
 
     def _release(self, number: int, nbytes: int, storage: Any) -> None:
         self._holders[number] -= 1
@@ -140,6 +145,9 @@ class StandInTensor(Tensor):
 
     host: Tensor
     addresses: dict[int, int]  # of the mode: bytes by the addresses that were asked for since the last kernel
+    allocated: Allocated | None = None  # that counts its memory
+    release: Callable[[], Any] | None = None  # has that count it no more
+    is_away: bool = False  # whether `data` was set to a tensor in host memory
 
     @staticmethod
     def __new__(cls, host: Tensor, addresses: dict[int, int]) -> StandInTensor:
@@ -159,11 +167,24 @@ class StandInTensor(Tensor):
 
     @property
     def device(self) -> torch.device:
-        return DEVICE
+        return torch.device("cpu") if self.is_away else DEVICE
 
     @property
     def is_cuda(self) -> bool:
-        return True
+        return not self.is_away
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        self.is_away = not isinstance(other, StandInTensor)
+        made = StandInTensor(_host(other).detach(), self.addresses)
+        Tensor.data.__set__(self, made)  # type: ignore[attr-defined]
+        self.host = made.host
+        if self.allocated is not None:
+            self.allocated.hold(self)
 
     def data_ptr(self) -> int:
         address = self.host.data_ptr()
@@ -228,7 +249,8 @@ class _Mode(TorchDispatchMode):
             return args[0]
         if target is not None:
             kwargs["device"] = torch.device("cpu")
-        to_host = name == "_to_copy" and target is not None and not to_device
+        stays = target is not None and not to_device  # on the host
+        to_host = name == "_to_copy" and stays
         others = [x for x in given if not isinstance(x, StandInTensor) and x.dim() > 0]
         crosses = to_host or (name == "_to_copy" and not mine) or (name == "copy_" and bool(others))
         if others and not crosses and func.namespace == "aten":
@@ -237,7 +259,7 @@ class _Mode(TorchDispatchMode):
         result = func(*args, **kwargs) if crosses else self._result(func, name, args, kwargs)
         if func.namespace == "aten":
             self._count(func, name, args, kwargs, result, crosses)
-        if to_host or name == "_local_scalar_dense" or (name == "copy_" and id(args[0]) not in mine):
+        if stays or name == "_local_scalar_dense" or (name == "copy_" and id(args[0]) not in mine):
             return result
         return tree_map(lambda x: self._wrapped(x, mine), result)
 

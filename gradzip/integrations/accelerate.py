@@ -136,7 +136,8 @@ def local_steps(
     Args:
         model, optimizer: what `prepare` returned.
         compressor: the method; default: none.
-        options: of `gradzip.outer.LocalSteps`: every, outer, fragments, delay, blend, start, group.
+        options: of `gradzip.outer.LocalSteps`: every, outer, fragments, delay, blend, start, offload,
+            group.
 
     Returns:
         An object with `synchronize()` and `outer`, the `gradzip.outer.LocalSteps`. On one process, `outer` is None, and

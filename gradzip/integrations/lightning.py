@@ -136,7 +136,8 @@ class LocalSteps(_Callback):
 
     Args:
         compressor: the method; default `NoCompression()`.
-        options: the other arguments of `gradzip.outer.LocalSteps`: every, outer, fragments, delay, blend, start.
+        options: the other arguments of `gradzip.outer.LocalSteps`: every, outer, fragments, delay, blend, start,
+            offload.
 
     Attributes:
         outer: the `gradzip.outer.LocalSteps` of the current fit, or of the last one.

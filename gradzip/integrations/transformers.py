@@ -102,7 +102,8 @@ class LocalSteps(_Callback):
 
     Args:
         compressor: the method; default: none.
-        options: of `gradzip.outer.LocalSteps`: every, outer, fragments, delay, blend, start, group.
+        options: of `gradzip.outer.LocalSteps`: every, outer, fragments, delay, blend, start, offload,
+            group.
 
     Attributes:
         outer: while training, the `gradzip.outer.LocalSteps`; None on one process, where nothing is exchanged.

@@ -164,7 +164,12 @@ class OuterLoop(ABC):
     """
 
     def __init__(
-        self, workers: Sequence[Worker], schedule: Schedule, outer: MakeOptimizer | None, compressor: Compressor
+        self,
+        workers: Sequence[Worker],
+        schedule: Schedule,
+        outer: MakeOptimizer | None,
+        compressor: Compressor,
+        offload: bool,
     ) -> None:
         self.schedule = schedule
         self.exchanges = 0
@@ -174,7 +179,7 @@ class OuterLoop(ABC):
             [name for name in names if name in local]
             for names in cut(workers[0].trained, schedule.fragments, schedule.what)
         ]
-        self._global = GlobalCopy(local, outer, compressor, schedule.what)
+        self._global = GlobalCopy(local, outer, compressor, schedule.what, offload)
         self._next = 0  # the fragment whose turn is next
         self._pending: Pending | None = None
         self._rank = 0  # of the first worker here
@@ -329,7 +334,7 @@ class LocalWorkers(OuterLoop):
 
     Args:
         models, optimizers: one of each worker, in rank order. All models get the parameters of the first one.
-        compressor, outer: as of `LocalSteps`.
+        compressor, outer, offload: as of `LocalSteps`.
         schedule: every, fragments, delay and blend, as of `LocalSteps`.
 
     The example of `LocalSteps` shows it.
@@ -342,6 +347,7 @@ class LocalWorkers(OuterLoop):
         compressor: Compressor | None = None,
         *,
         outer: MakeOptimizer | None = nesterov,
+        offload: bool = False,
         **schedule: Any,
     ) -> None:
         if len(models) != len(optimizers) or not models:
@@ -352,7 +358,7 @@ class LocalWorkers(OuterLoop):
             raise ValueError("LocalWorkers: got sharded parameters, expected whole ones: use LocalSteps in a job")
         compressor = NoCompression() if compressor is None else compressor
         self._group = LocalGroup(compressor, len(models))
-        super().__init__(pairs, Schedule(**schedule, what="LocalWorkers"), outer, compressor)
+        super().__init__(pairs, Schedule(**schedule, what="LocalWorkers"), outer, compressor, offload)
         self._begin()
 
     @property
@@ -372,5 +378,5 @@ class LocalWorkers(OuterLoop):
 
     def _step(self, averages: dict[str, Tensor], skipped: bool) -> None:
         if not skipped:
-            self._group.tell_optimizers(self._global.tensors)
+            self._group.tell_optimizers(self._global.stepped)
             self._global.step(averages)

@@ -99,6 +99,9 @@ class LocalSteps(OuterLoop):
         start: steps of a data-parallel start, in which the DDP model averages gradients, with its hook if it has one.
             After them, it averages nothing, and the first round of local steps begins; 0: at once. None: a DDP model
             goes on averaging, over its site.
+        offload: whether the global copy and the state of the outer optimizer are kept in host memory, pinned if a
+            parameter is on a CUDA device, instead of on the device. The host waits for each copy between the two.
+            Results have the same bits, also on a CPU, where nothing moves: ranks may differ, and are not compared.
         group: the ranks: a torch process group, a DeviceMesh of one dimension, a Horovod process set, or "horovod" for
             all ranks of Horovod; default: the default group of torch. Or a torchft Manager: replicas come and go
             (docs/outer.md).
@@ -115,7 +118,8 @@ class LocalSteps(OuterLoop):
     is, whatever an exchange takes.
 
     Memory: one float32 copy of the parameters, the state of the outer optimizer (one more for its momentum), the
-    residuals of the method, and in an exchange the differences.
+    residuals of the method, and in an exchange the differences. With `offload`, the device has the first two of a
+    fragment while the outer optimizer takes a step with it, and otherwise copies of at most two parameters.
 
     Raises ValueError, and in all ranks alike RuntimeError if ranks have other arguments.
 
@@ -147,6 +151,7 @@ class LocalSteps(OuterLoop):
         delay: int = 0,
         blend: float = 0.0,
         start: int | None = None,
+        offload: bool = False,
         group: Any = None,
     ) -> None:
         self.compressor = NoCompression() if compressor is None else compressor
@@ -156,7 +161,7 @@ class LocalSteps(OuterLoop):
         replica = model if start is not None and isinstance(model, DistributedDataParallel) else None
         self._replica = weakref.ref(replica) if replica is not None else lambda: None  # a library may free it
         worker = Worker(model if replica is None else replica.module, optimizer, "LocalSteps")
-        super().__init__([worker], Schedule(every, fragments, delay, blend), outer, self.compressor)
+        super().__init__([worker], Schedule(every, fragments, delay, blend), outer, self.compressor, offload)
         self._shards = worker.shards
         self._shard = "" if self._shards is None else f"shard{self._shards.rank()}of{self._shards.size()}"
         self._session.name_states(worker.parameters, "model", self._shard and f"{self._shard}.")
@@ -382,8 +387,10 @@ class LocalSteps(OuterLoop):
         if self.schedule.delay:  # in the background, no operation of others may come between
             engine.separate()
         counted, engine.traffic = engine.traffic, Traffic()  # the first values do not count, as with DDP and Horovod
-        for name, tensor in self._global.tensors.items():
-            as_real(tensor.data).copy_(engine.run(Broadcast(as_real(tensor.detach())), f"{self._slot}start.{name}"))
+        for part in self._global.parts(self._global.tensors):
+            for name, value in part.items():
+                first = engine.run(Broadcast(as_real(value)), f"{self._slot}start.{name}")
+                as_real(self._global.tensors[name].data).copy_(first)
         engine.traffic = counted
 
     def _connect_again(self) -> None:
@@ -454,7 +461,7 @@ class LocalSteps(OuterLoop):
         turn = {
             "fragment": fragment,
             "exchange": self.exchanges,
-            "global": digest(self._global.tensors[name] for name in own),
+            "global": digest(value for part in self._global.parts(own) for value in part.values()),
         }
         line = json.dumps({"changed": changed, "stays": stays, **turn})
         lines = session.engine.allgather_bytes(f"{line}\n".encode(), f"{self._slot}steps")
@@ -503,7 +510,7 @@ class LocalSteps(OuterLoop):
 
     def _planned(self, fragment: int) -> list[Plan]:
         """The plans of all buckets of a fragment; new ones if methods have changed."""
-        copies = {self._global.tensors[name]: name for name in self._fragments[fragment]}
+        copies = {self._global.stepped[name]: name for name in self._fragments[fragment]}
         buckets = cut(copies, bucket_nbytes(self.compressor.bucket_cap_mb, copies))
         plans = self._plans.get(fragment)
         if not (plans and all(plan.fits(self.compressor, bucket) for plan, bucket in zip(plans, buckets))):

@@ -67,7 +67,7 @@ PLANS = {
     ),
     # Exchanges in the background. A worker joins and another is killed during one.
     "streamed": Plan(
-        models=[("topk:theta=0.9", torch.optim.AdamW, {"fragments": 2, "delay": 2, "blend": 0.5})],
+        models=[("topk:theta=0.9", torch.optim.AdamW, {"fragments": 2, "delay": 2, "blend": 0.5, "offload": True})],
         sizes=[2, 3, 2],
         hosts={(0, 4): HOSTS[:3]},
         killed={1: (1, 9, "after an exchange has begun")},
@@ -82,7 +82,7 @@ PLANS = {
     ),
     # A commit fails on one worker, which returns to the one before, while rank 0 has completed an exchange since.
     "behind": Plan(
-        models=[("topk:theta=0.9", torch.optim.AdamW, {})],
+        models=[("topk:theta=0.9", torch.optim.AdamW, {"offload": True})],
         sizes=[2, 2],
         fails={0: (1, 8)},
         batches=14,

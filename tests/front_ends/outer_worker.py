@@ -78,16 +78,18 @@ def of_spec(spec):
 
 @scenario
 def streamed():
-    """`run`, of each method and schedule."""
-    return [[run(spec, STREAMED_STEPS, **options) for options in STREAMED] for spec in STREAMED_SPECS]
+    """`run`, of each method and schedule. Rank 1 has the global copy in host memory."""
+    offload = job.rank == 1
+    return [[run(spec, STREAMED_STEPS, offload=offload, **options) for options in STREAMED] for spec in STREAMED_SPECS]
 
 
 @scenario
 def resumed():
     """The parameters at the end, of runs and of some that were saved and loaded in the middle, between two exchanges,
-    or, in the second pair, between the start of an exchange and its end."""
+    or, in the second pair, between the start of an exchange and its end. In the third pair, it is saved with the global
+    copy on the device, and loaded to host memory or the other way round."""
 
-    def run(stop, compressor, **options):
+    def run(stop, compressor, offload=None, **options):
         def local_steps():
             model, optimizer = make(job.rank + 10)
             return (
@@ -96,9 +98,11 @@ def resumed():
                 gradzip.outer.LocalSteps(model, optimizer, copy.deepcopy(compressor), group=GROUP, **options),
             )
 
+        options |= {} if offload is None else {"offload": offload}
         model, optimizer, outer = local_steps()
         for step in range(EVERY * EXCHANGES):
             if step == stop:
+                options |= {} if offload is None else {"offload": not offload}
                 saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), outer.state_dict()])
                 outer.remove()
                 model, optimizer, outer = local_steps()
@@ -109,9 +113,11 @@ def resumed():
         return parameters(model), outer.exchanges
 
     method, streaming = gradzip.TopK(theta=0.9), {"every": 4, "fragments": 2, "delay": 1, "blend": 0.25}
+    adam = streaming | {"outer": lambda params: torch.optim.Adam(params, lr=0.1)}
     return (
         (run(None, method, every=EVERY), run(EVERY * 2 + 1, method, every=EVERY)),
         (run(None, method, **streaming), run(6, method, **streaming)),
+        (run(None, method, **adam), run(6, method, offload=job.rank == 1, **adam)),
     )
 
 
@@ -314,8 +320,11 @@ def monitored():
 
 @on_request
 def sharded():
-    """What ranks of a mesh (replicate, shard) hold after each step, with FSDP2; see `run_sharded`."""
-    return [run_sharded({"every": EVERY}), run_sharded({"every": 6, "fragments": 3, "delay": 1, "blend": 0.5})]
+    """What ranks of a mesh (replicate, shard) hold after each step, with FSDP2; see `run_sharded`. In the second run,
+    the first replica has the global copy in host memory."""
+    streaming = {"every": 6, "fragments": 3, "delay": 1, "blend": 0.5}
+    offload = mesh()["replicate"].get_local_rank() == 0
+    return [run_sharded({"every": EVERY}), run_sharded(streaming | {"offload": offload})]
 
 
 @on_request

@@ -293,6 +293,7 @@ def linear():
         ({"outer": lambda params: torch.optim.SGD(linear().parameters(), lr=1.0)}, "an optimizer of other parameters"),
         ({"outer": lambda params: torch.optim.SGD(params[:1], lr=1.0)}, "an optimizer of other parameters"),
         ({"outer": lambda params: params}, "outer returned list, expected an optimizer"),
+        ({"offload": "cpu"}, "got offload = 'cpu', expected True or False"),
         (
             {"compressor": gradzip.DGC()},
             "got DGC, which applies momentum 0.9, and an outer optimizer with",
@@ -579,7 +580,7 @@ def test_streaming_ranks_have_the_bits_of_workers_in_one_process(results, spec, 
     compare_with_workers(ranks, spec, STREAMED_STEPS, **STREAMED[i])
 
 
-@pytest.mark.parametrize("case", [0, 1])
+@pytest.mark.parametrize("case", [0, 1, 2])
 def test_a_run_goes_on_with_the_same_bits(results, case):
     for whole, resumed in (of_rank[case] for of_rank in results["resumed"]):
         assert whole[1] == resumed[1] >= EXCHANGES
