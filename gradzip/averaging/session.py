@@ -450,7 +450,8 @@ class Session:
                 kept[group] = {name: p.grad for name, p in zip(group.names, parameters) if id(p) in discarded}
                 if len(kept[group]) == len(group.names):  # it has had no step
                     names = [name for name in names if name not in kept[group]]
-            self._late = self._telling or self._late  # which is unread if a CUDA graph is captured
+            telling = self._telling
+            self._late = telling or self._late  # which is unread if a CUDA graph is captured
             self._reset()
             self.compressor.last_verdict = skipped
             optimizer_hooks.register(told)
@@ -460,7 +461,7 @@ class Session:
                 group.keep(parameters_kept)
             restores = verdict is not None and not rolls_back and self._restore(groups, verdict)
             scale = self.compressor.memory.loss_scale
-            if self._late is not None:
+            if self._late is not None and self._late is telling:
                 not_counted = groups if rolls_back else [g for g, names in kept.items() if len(names) == len(g.names)]
                 self._late.tells = [tell for tell in self._late.tells if tell[0] not in not_counted]
             if verdict is not None:

@@ -149,7 +149,10 @@ class LowRank(ErrorFeedback):
 
     def _follow_all(self, of: list[tuple[Group, Tensor, Tensor, bool, bool]]) -> list[Tensor]:
         """`following` for several groups, from the largest magnitudes of columns. Does not wait for a device."""
-        scaled, transpose = of[0][4], of[0][3]
+        *_, transpose, scaled = of[0]
+        if any(one[3] != transpose for one in of):  # groups that have had other numbers of steps
+            by_kind = {kind: iter(self._follow_all([one for one in of if one[3] == kind])) for kind in (False, True)}
+            return [next(by_kind[one[3]]) for one in of]
         of_groups = [group for group, *_ in of]
         key = of_groups[0].device, [(group.names, group.shapes_of_parts) for group in of_groups]
         if self._given.get(transpose, (None,))[0] != key:

@@ -273,7 +273,8 @@ class Momentum(Compressor):
 
     def commit(self, group: Group, average: _Average) -> Routine:
         state, previous = group.state, average.previous
-        momentum = state.renewed("momentum", group.parts[0], group.numel)
+        like = torch.empty(0, dtype=torch.float32, device=group.device)  # `inner` may have released the parts
+        momentum = state.renewed("momentum", like, group.numel)
         if momentum is previous:  # a CUDA graph is captured
             previous = momentum.clone()
         if average.compressed:

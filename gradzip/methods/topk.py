@@ -7,6 +7,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -202,7 +203,7 @@ class TopK(SparseCodec):
                     "bits = 2 and select = 'exact'"
                 )
         self.check("select", self.select in ("exact", "sampled"), "'exact' or 'sampled'")
-        self._last_k = (-1, -1, 0)  # what `num_kept` was asked for last, and its result
+        self._last_k: tuple[Any, int] = None, 0  # what `num_kept` was asked for last, and its result
         valid = isinstance(self.bits, int) and (self.bits == 32 or 2 <= self.bits <= 16)
         self.check("bits", valid, "32 (float32), or 2 to 16 (range floats)")
 
@@ -211,9 +212,10 @@ class TopK(SparseCodec):
         return self.select == "exact"
 
     def num_kept(self, numel: int, step: int) -> int:
-        if self._last_k[:2] != (numel, step):
-            self._last_k = numel, step, num_kept(theta_at(self.theta, step), self.chunk or numel)
-        return self._last_k[2]
+        asked = numel, step, self.theta, self.chunk
+        if self._last_k[0] != asked:
+            self._last_k = asked, num_kept(theta_at(self.theta, step), self.chunk or numel)
+        return self._last_k[1]
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         flat = grad.reshape(-1)

@@ -436,6 +436,38 @@ def compares(compressor):
     return compressor.undone_on_device and compressor.parts == [compressor] and not compressor.adapts
 
 
+INNER = ["qsgd", "natural", "block-float(error_feedback=owner)", "topk(theta=0.9)"]
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_methods_within_momentum_free_what_they_have_encoded(inner):
+    """Averages are the CPU's, in the warm-up and after it."""
+    with stand_in() as device:
+        groups = [gradzip.LocalGroup(gradzip.parse(f"momentum:inner={inner},warmup_steps=2"), RANKS) for _ in range(2)]
+        for number in range(5):
+            gradients = [
+                {n: noise(math.prod(s), 10 * number + rank).view(s).clone() for n, s in MATRICES.items()}
+                for rank in range(RANKS)
+            ]
+            on_device = groups[0].step([{n: device.tensor(g.clone()) for n, g in of.items()} for of in gradients])
+            for got, expected in zip(on_device, groups[1].step(gradients)):
+                for name in MATRICES:
+                    assert torch.allclose(got[name].host, expected[name], rtol=1e-5, atol=1e-6), (number, name)
+
+
+def test_low_rank_groups_of_several_turns_in_a_step():
+    """ACPSGD computes P in some and Q in others, where parameters are absent in some steps."""
+    shapes = {"a": (48, 64), "b": (80, 30)}
+    with stand_in() as device:
+        groups = [gradzip.LocalGroup(gradzip.parse("acpsgd:rank=2"), 1) for _ in range(2)]
+        for number in range(7):
+            names = list(shapes) if number % 3 != 1 else ["a"]
+            gradients = {n: noise(math.prod(shapes[n]), number).view(shapes[n]).clone() for n in names}
+            got = groups[0].step([{n: device.tensor(g.clone()) for n, g in gradients.items()}])[0]
+            expected = groups[1].step([gradients])[0]
+            assert all(torch.allclose(got[n].host, expected[n], rtol=1e-5, atol=1e-6) for n in names), number
+
+
 MATRICES = {"a": (40, 30), "b": (64, 20, 3, 3), "d": (17, 101), "c": (64,)}
 ALL = list(dict.fromkeys(with_other_exchanges(kinds.examples(compares))))
 
