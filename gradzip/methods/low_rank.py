@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ from .base.registry import register
 
 # An upper bound of the magnitudes in a factor that is orthonormal up to rounding errors.
 _ORTHONORMAL = 1.001
+
+_TURN = itemgetter(3)  # `transpose`, of what `LowRank.following` asks for
 
 
 class Factors(NamedTuple):
@@ -150,7 +153,7 @@ class LowRank(ErrorFeedback):
     def _follow_all(self, of: list[tuple[Group, Tensor, Tensor, bool, bool]]) -> list[Tensor]:
         """`following` for several groups, from the largest magnitudes of columns. Does not wait for a device."""
         *_, transpose, scaled = of[0]
-        if any(one[3] != transpose for one in of):  # groups that have had other numbers of steps
+        if len(set(map(_TURN, of))) > 1:  # of groups that have had other numbers of steps
             by_kind = {kind: iter(self._follow_all([one for one in of if one[3] == kind])) for kind in (False, True)}
             return [next(by_kind[one[3]]) for one in of]
         of_groups = [group for group, *_ in of]
