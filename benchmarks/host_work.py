@@ -257,7 +257,7 @@ def stand_in(opcodes: bool = False) -> Iterator[Host]:
             (torch.autograd.Variable, "_execution_engine", _Callbacks(host, torch.autograd.Variable._execution_engine)),
             (torch.futures.Future, "__init__", lambda future, *, devices=None: make_future(future)),
             (Tensor, "record_stream", lambda tensor, stream: None),
-            (ops.tensors, "copy_later", lambda x: SimpleNamespace(result=x.clone, is_done=lambda: True)),
+            (ops.tensors, "CopyLater", lambda x: SimpleNamespace(result=x.clone, is_done=lambda: True)),
             (torch.cuda, "_lazy_init", lambda: None),
             (torch.cuda, "_exchange_device", lambda device: device),
             (torch.cuda, "_maybe_exchange_device", lambda device: device),

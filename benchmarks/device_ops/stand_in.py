@@ -225,7 +225,7 @@ class _Mode(TorchDispatchMode):
         return made
 
     def copy_later(self, x: Tensor) -> Any:
-        """`ops.copy_later`. Its result is waited for, unless it is asked for in a later step, of other counts."""
+        """`ops.CopyLater`. Its result is waited for, unless it is asked for in a later step, of other counts."""
         host, counts = _host(x).clone(), self.counts
         counts.add_op("copy_later", 1, host.nbytes, host.nbytes)
 
@@ -475,7 +475,7 @@ def stand_in(compute: bool = True, small: int = SMALL) -> Iterator[StandIn]:
         stack.callback(simt.count_only, 0)
         for target, name, value in (
             (native, "_C", kernels),
-            (ops.tensors, "copy_later", mode.copy_later),
+            (ops.tensors, "CopyLater", mode.copy_later),
             (torch.cuda, "_lazy_init", lambda: None),
             (torch.cuda, "device", contextlib.nullcontext),
             (torch.cuda, "is_current_stream_capturing", lambda: False),

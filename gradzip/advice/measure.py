@@ -223,7 +223,8 @@ def _gradient(shape: tuple[int, ...], device: torch.device, more: int = 0) -> Te
     """Random numbers. Rows and columns are halved down to `LARGEST` elements, and then `more` times; kernels stay."""
     halvings = max(0, math.ceil(math.log2(math.prod(shape) / LARGEST) / 2)) + more
     rows, columns = (max(1, n >> halvings) for n in shape[:2])
-    return torch.randn((rows, columns, *shape[2:]), generator=torch.Generator().manual_seed(0)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn((rows, columns, *shape[2:]), generator=generator, device="cpu").to(device)
 
 
 # --- the link

@@ -78,7 +78,7 @@ class Skip:
         verdict: of a device, if the host has not known in the step; read: refers to what to call when it knows.
         parameters: of that step, by `id`.
         taken: parameters, by `id`, that a later step has averaged.
-        is_read: whether the host has read the verdict; is_found: and found that the step was skipped.
+        is_read: whether the session has read the verdict.
         later: those that skip the next step of some of its parameters, too.
         taking_back: of the optimizers that have skipped the step on the device: corrects what they have counted.
     """
@@ -90,7 +90,6 @@ class Skip:
     parameters: Mapping[int, Callable[[], Tensor | None]] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
     is_read: bool = False
-    is_found: bool = False
     later: list[Skip] = field(default_factory=list)
     taking_back: list[Callable[[], None]] = field(default_factory=list)
 
@@ -112,7 +111,6 @@ class Skip:
 
     def found_out(self) -> None:
         """Correct what optimizers have counted, and warn: the host knows now that the step was skipped."""
-        self.is_found = True
         for take_back in self.taking_back:
             take_back()
         self.taking_back.clear()
@@ -278,7 +276,7 @@ def _after(optimizer: Any, *_: Any) -> None:
         if handed := _handed.pop(optimizer, None):
             found_inf.take_away(optimizer)
             if (take_back := getattr(optimizer, "rollback_counts", None)) is not None:
-                if any(one.is_found for one in handed):
+                if any(one.is_read and one.verdict for one in handed):
                     take_back()
                 else:
                     for one in handed:

@@ -366,13 +366,13 @@ class Session:
         Raises:
             PayloadError: if the host waits: a payload is corrupt. Otherwise the next step raises it.
         """
-        checks, groups = self.compressor.memory.checks, list(self.groups)
-        skipped = checks and not all(map(attrgetter("finite"), groups))
-        if checks and not skipped:
-            skipped = not ops.all_finite([x for x in others if not x.is_cuda])
-        if not checks:
+        groups = list(self.groups)
+        if not self.compressor.memory.checks:
             self._mark_corrupt(groups)
             return False
+        skipped = not all(map(attrgetter("finite"), groups))
+        if not skipped:
+            skipped = not ops.all_finite([x for x in others if not x.is_cuda])
         late, averages = self._watch(groups, others)
         numbers = _largest(averages)
         for group in groups:

@@ -32,7 +32,7 @@ def conditions(device: torch.device) -> tuple[str, list[str]]:
 
 def _contention(repeats: int = 9) -> float:
     """Time of an addition with all threads of torch, divided by its time with one thread. Medians."""
-    x = torch.zeros(1 << 18)
+    x = torch.zeros(1 << 18, device="cpu")
     timers = [Timer("x.add_(1.0)", globals={"x": x}, num_threads=n) for n in (torch.get_num_threads(), 1)]
     many, one = (statistics.median(timer.timeit(1).mean for _ in range(repeats)) for timer in timers)
     return many / one

@@ -43,7 +43,7 @@ class PlannedBucket:
         self.ids = list(map(id, plan.parameters))
         # What Horovod all-reduces in place of the gradients: a number of their type each, as its groups hold one type.
         # It is 1, or 0 for a gradient that is none of this step (`OptimizerContext.former`).
-        like = as_real(plan.parameters[0].detach()) if self.ids else torch.empty(0)
+        like = as_real(plan.parameters[0].detach()) if self.ids else torch.empty(0, device="cpu")
         self.ones = engine.accepted(like.new_ones(len(self.ids)))
         self.all_wires = list(self.ones.split(1)) if self.ids else []
         # In a step, by the parameter's id:

@@ -36,7 +36,7 @@ class LossScale:
             return functools.partial(float, self.value)
         scale = getattr(self.scaler, "_scale", None)  # GradScaler's own tensor: `get_scale` waits
         if isinstance(scale, Tensor) and scale.is_cuda:
-            copy = ops.copy_later(scale)
+            copy = ops.CopyLater(scale)
             return lambda: copy.result().item()
         return functools.partial(float, self.value)
 

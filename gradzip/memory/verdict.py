@@ -23,7 +23,7 @@ class Verdict:
 
     def __init__(self, number: Tensor, magnitudes: Tensor) -> None:
         self.number = number
-        self._copy = ops.copy_later(magnitudes)
+        self._copy = ops.CopyLater(magnitudes)
         self._magnitudes: list[float] | None = None  # once the host has read them
         self._found: Tensor | None = None
 

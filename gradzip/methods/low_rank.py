@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +23,6 @@ from .base.registry import register
 
 # An upper bound of the magnitudes in a factor that is orthonormal up to rounding errors.
 _ORTHONORMAL = 1.001
-
-_TURN = itemgetter(3)  # `transpose`, of what `LowRank.following` asks for
 
 
 class Factors(NamedTuple):
@@ -62,6 +60,8 @@ class LowRank(ErrorFeedback):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("rank", isinstance(self.rank, int) and self.rank >= 1, "an integer >= 1")
+        # Local work for all Q, and for all P: they are not joined.
+        self._follow = partial(self._follow_all, False), partial(self._follow_all, True)
         # By `transpose`, for which groups of the last step, and what `_given_of` returned.
         self._given: dict[bool, tuple[Any, Tensor, Tensor]] = {}
 
@@ -140,28 +140,25 @@ class LowRank(ErrorFeedback):
         matrices = group.planned(self.matrices)
         columns = yield Local(groups.abs_max_columns, group.device, groups.Factor(matrices, transpose, factor))
         if not self.looks(group):
-            return (yield Local(self._follow_all, group.device, (group, factor, columns, transpose, scaled))), 0.0
+            return (yield Local(self._follow[transpose], group.device, (group, factor, columns, scaled))), 0.0
         on_host = (yield ToHost(columns)) if factor.is_cuda else columns
         most = on_host.view(-1, self.rank).numpy()
         if not most.all():
-            factor = yield Local(self._follow_all, group.device, (group, factor, columns, transpose, scaled))
+            factor = yield Local(self._follow[transpose], group.device, (group, factor, columns, scaled))
         elif scaled:
             numels = self.rank * (matrices.rows if transpose else matrices.columns)
             factor = yield Local(_quotients, group.device, (factor, numels, most.max(1)))
         return factor, float(most.max())
 
-    def _follow_all(self, of: list[tuple[Group, Tensor, Tensor, bool, bool]]) -> list[Tensor]:
+    def _follow_all(self, transpose: bool, of: list[tuple[Group, Tensor, Tensor, bool]]) -> list[Tensor]:
         """`following` for several groups, from the largest magnitudes of columns. Does not wait for a device."""
-        *_, transpose, scaled = of[0]
-        if len(set(map(_TURN, of))) > 1:  # of groups that have had other numbers of steps
-            by_kind = {kind: iter(self._follow_all([one for one in of if one[3] == kind])) for kind in (False, True)}
-            return [next(by_kind[one[3]]) for one in of]
+        scaled = of[0][3]
         of_groups = [group for group, *_ in of]
         key = of_groups[0].device, [(group.names, group.shapes_of_parts) for group in of_groups]
         if self._given.get(transpose, (None,))[0] != key:
             self._given[transpose] = key, *self._given_of(of_groups, transpose)
         _, matrix_of, random = self._given[transpose]
-        largest = torch.cat([columns for _, _, columns, _, _ in of])
+        largest = torch.cat([columns for _, _, columns, _ in of])
         result = torch.cat([factor for _, factor, *_ in of]).view(-1, self.rank)
         if scaled:
             scale = largest.amax(1, keepdim=True)

@@ -89,16 +89,16 @@ class SignSGD(ErrorFeedback, ListCodec):
     # --- the vote
 
     def decode_all(
-        self, payloads: Sequence[ops.Payload], flat: Tensor, outs: Sequence[Tensor], state: State | None = None
+        self, payloads: Sequence[ops.Payload], outs: Sequence[Tensor], state: State | None = None
     ) -> Routine:
         # The owner of a partition has no state. With error feedback, encoding the mean is the vote, and the owner's
         # residual holds its error.
         if not self.majority or len(payloads) == 1 or (self.error_feedback and state is None):
-            return (yield from super().decode_all(payloads, flat, outs))
-        vote = yield from jointly(self._count_all, flat.device, CodedSum(outs, payloads, 1.0))
+            return (yield from super().decode_all(payloads, outs))
+        vote = yield from jointly(self._count_all, outs[0].device, CodedSum(outs, payloads, 1.0))
         if self.error_feedback and state is not None:
             state.vote = vote  # until `subtract_transmitted`
-        yield from jointly(self._write_all, flat.device, (outs, vote))
+        yield from jointly(self._write_all, outs[0].device, (outs, vote))
         if vote.scales is None or vote.scales.is_cuda:
             return 1.0 if vote.scales is None else None
         return vote.scales.abs().max().item()
@@ -175,7 +175,8 @@ def _scales(against: Tensor, own: Tensor, outs: Sequence[Tensor]) -> Tensor:
     weighted = own.view(ranks, -1).T.double() * (1 - 2 * shares)
     if weighted.is_cuda:
         return (weighted.sum(1) / ranks).float()
-    return torch.tensor([math.fsum(row) / ranks for row in weighted.tolist()], dtype=torch.float32)
+    means = [math.fsum(row) / ranks for row in weighted.tolist()]
+    return torch.tensor(means, dtype=torch.float32, device=weighted.device)
 
 
 @register("onebit", number=19)

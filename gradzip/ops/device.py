@@ -48,10 +48,10 @@ def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class CopyLater:
-    """A copy of a tensor to the host, in progress. `copy_later` starts it."""
+    """A copy of a tensor of a device to the host, behind the work queued so far. The host does not wait to start it."""
 
     def __init__(self, x: Tensor) -> None:
-        self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        self._host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
         self._host.copy_(x, non_blocking=True)
         self._done = torch.cuda.Event()
         self._done.record(torch.cuda.current_stream(x.device))
@@ -64,11 +64,6 @@ class CopyLater:
         """Wait for the copy, and return it."""
         self._done.synchronize()
         return self._host
-
-
-def copy_later(x: Tensor) -> CopyLater:
-    """Start to copy a tensor of a device to the host, behind the work queued so far. Does not wait."""
-    return CopyLater(x)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

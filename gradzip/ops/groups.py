@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import _native
 from .range_float import WORDS, RangeFloat
+from .restore import pattern_of
 
 # --- matrices, whose factors are one flat tensor for each group
 
@@ -138,6 +139,8 @@ def _run_table(name: str, where: Tensor, tables: Sequence[np.ndarray], *argument
 
 # --- tensors that get their old values back
 
+_pattern_of = functools.lru_cache(pattern_of)  # not of 0: -0 would be the same key
+
 
 def restore_unless_finite(
     number: Tensor, targets: Sequence[Tensor], sources: Sequence[Tensor | None], fill: float = 0.0
@@ -147,17 +150,8 @@ def restore_unless_finite(
         table = np.empty((len(targets), 4), np.uint64)  # struct Restoration of csrc/common/restore.h
         table[:, 0], table[:, 2] = addresses(targets), list(map(attrgetter("nbytes"), targets))
         table[:, 1] = [0 if source is None else source.data_ptr() for source in sources]
-        table[:, 3] = _pattern(fill, targets[0].dtype)
+        table[:, 3] = _pattern_of(fill, targets[0].dtype) if fill else 0
         _native.run("restore", number, number.data_ptr(), table.ctypes.data, len(table))
-
-
-@functools.lru_cache
-def _pattern(fill: float, dtype: torch.dtype) -> int:
-    """8 bytes of elements of a type that are all `fill`."""
-    if fill == 0:
-        return 0
-    whole = np.array([fill] * (8 // dtype.itemsize), "<f8")
-    return int.from_bytes(bytes(torch.from_numpy(whole).to(dtype).view(torch.uint8).tolist()), "little")
 
 
 # --- lists of tensors, encoded one after the other in the body of one payload

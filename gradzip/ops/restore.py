@@ -46,7 +46,7 @@ def restore_unless_finite(number: Tensor, restorations: Sequence[Restoration]) -
         _check_target(target, device)
         if source is not None:
             _check_source(source, target)
-        pattern = 0 if source is not None else _pattern(fill, target.dtype)
+        pattern = 0 if source is not None else pattern_of(fill, target.dtype)
         nbytes = target.numel() * target.element_size()
         table.extend((target.data_ptr(), _native.address(source), nbytes, pattern))
     if restorations:
@@ -95,7 +95,7 @@ def _is_dense(x: Tensor) -> bool:
     return True
 
 
-def _pattern(fill: float, dtype: torch.dtype) -> int:
+def pattern_of(fill: float, dtype: torch.dtype) -> int:
     """8 bytes of elements of a dtype that are all `fill`."""
     if not fill and str(fill) != "-0.0":
         return 0

@@ -37,8 +37,8 @@ from .chunk_topk import chunk_topk_values as chunk_topk_values
 from .compact import compact as compact
 from .compact import compact_values as compact_values
 from .compact import expand as expand
+from .device import CopyLater as CopyLater
 from .device import all_finite as all_finite
-from .device import copy_later as copy_later
 from .device import is_capturing as is_capturing
 from .device import known_non_finite as known_non_finite
 from .device import largest_magnitudes as largest_magnitudes

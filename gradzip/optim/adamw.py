@@ -101,8 +101,8 @@ class AdamW(Optimizer):
                 group.pop(option, None)
         for state in self.state.values():
             if "exp_avg_sq" in state:  # a fused AdamW has counted on the device, for which the host would wait
-                state["step"] = torch.tensor(float(state["step"]))
-                state[count] = torch.tensor(state.get(count, float(state["step"])))
+                state["step"] = _count(float(state["step"]))
+                state[count] = _count(state.get(count, float(state["step"])))
 
     def _check(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         for parameter in gradients:
@@ -119,8 +119,8 @@ class AdamW(Optimizer):
     def _new_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         """The state of a parameter, under the names of torch's AdamW, and one more."""
         return {
-            "step": torch.tensor(0.0),
-            "exp_avg_sq_step": torch.tensor(0.0),
+            "step": _count(0.0),
+            "exp_avg_sq_step": _count(0.0),
             "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
         }
@@ -220,6 +220,11 @@ class AdamW(Optimizer):
         learnt = [math.sqrt(1 - beta2 ** float(state["exp_avg_sq_step"])) for state in states]
         unbiased = [1 / (1 - beta1 ** (1 + float(state["step"]))) for state in states]
         return [*zip(*map(local, (gradients, gradients.values(), *moments)), learnt, unbiased)]
+
+
+def _count(steps: float) -> Tensor:
+    """A number of steps, on the host as in torch's optimizers, wherever torch makes tensors by default."""
+    return torch.tensor(steps, device="cpu")
 
 
 def _set_divisors(

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from gradzip.optim import DGCSGD, AdamW
+from gradzip.optim import DGCSGD, AdamW, Muon
 
 SHAPES = [(3, 5), (7,), (), (0, 4)]
 
@@ -37,6 +37,26 @@ def test_a_state_dict_continues_bit_for_bit(dtype):
     train(other, 3, seed=2)
     assert all(torch.equal(a, b) for a, b in zip(params, copies))
     assert all(p.dtype == dtype and p.isfinite().all() for p in params)
+
+
+@pytest.mark.parametrize("kind", [AdamW, DGCSGD, Muon])
+def test_torch_default_device_does_not_matter(kind):
+    """Counts are on the host, also after they were loaded."""
+    start, gradients = torch.randn(4, 3), torch.randn(4, 4, 3)
+
+    def trained():
+        parameter = start.clone().requires_grad_()
+        optimizer = kind([parameter], lr=0.1)
+        for step, parameter.grad in enumerate(gradients.clone()):
+            if step == 2:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.step()
+        return parameter
+
+    expected = trained()
+    with torch.device("meta"):
+        got = trained()
+    assert torch.equal(got, expected)
 
 
 def test_groups_have_their_own_options_and_parameters_without_gradient_stay():

@@ -81,7 +81,7 @@ def on_device(request, monkeypatch):
             patch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
             patch.setattr(torch.cuda, "current_device", lambda: None)  # as the index of a tensor on the CPU
-            patch.setattr(ops.tensors, "copy_later", lambda x: types.SimpleNamespace(result=x.clone))
+            patch.setattr(ops.tensors, "CopyLater", lambda x: types.SimpleNamespace(result=x.clone))
             yield
 
     return OnDevice("cpu", simulated_device)

@@ -44,7 +44,10 @@ class CodedSum(NamedTuple):
 
 
 class Undecoded(list[ops.Payload]):
-    """The payloads of an average that is decoded where it is written: a device tells later if it is finite."""
+    """The payloads of an average that is decoded where it is written: a device tells later if it is finite.
+
+    There are none if it is known not to be.
+    """
 
 
 class Content(NamedTuple):
@@ -148,16 +151,16 @@ class GatherCompressor(Compressor):
         raise TypeError(f"{type(self).__name__}: got no `decode_add`, expected it, or `sum_all`")
 
     def decode_all(
-        self, payloads: Sequence[ops.Payload], flat: Tensor, outs: Sequence[Tensor], state: State | None = None
+        self, payloads: Sequence[ops.Payload], outs: Sequence[Tensor], state: State | None = None
     ) -> Routine:
         """Coroutine: write the average of payloads, in order. Returns a bound of its magnitudes if it is known.
 
         Args:
             payloads: of finite gradients.
-            flat, outs: the memory, and its pieces, of the shapes of the parts.
+            outs: float32, contiguous: of the shapes of the parts.
             state: of the group, which may change. None for the owner of a partition, who encodes the average again.
         """
-        yield from jointly(self._sum_each, flat.device, CodedSum(outs, payloads, 1.0 / len(payloads)))
+        yield from jointly(self._sum_each, outs[0].device, CodedSum(outs, payloads, 1.0 / len(payloads)))
 
     def decode(self, payloads: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Average payloads, in order. On a CPU, the next call reuses the memory of the result.
@@ -171,26 +174,31 @@ class GatherCompressor(Compressor):
         flat = self.new_average(sum(map(math.prod, shapes)), payloads[0].body.device)
         outs = pieces(flat, list(map(torch.Size, shapes)))
         if all_finite(payloads):
-            at_once(self.decode_all(payloads, flat, outs))
+            at_once(self.decode_all(payloads, outs))
         else:
             flat.fill_(math.nan)
         return outs
 
     def combine(self, payloads: Sequence[ops.Payload], group: Group) -> Routine:
         """Coroutine: the average of the payloads of all ranks, for `reduce` to return."""
-        if group.on_device and all_finite(payloads):
-            return Undecoded(payloads)
+        if group.on_device:
+            if all_finite(payloads):
+                return Undecoded(payloads)
+            group.numbers.append(torch.full((1,), math.nan, device=group.device))  # the host has read that
+            return Undecoded()
         flat = self.new_average(group.numel, group.device)
         outs = group.pieces(flat)
         if not all_finite(payloads):
             flat.fill_(math.nan)
             return Average(outs, math.nan)
-        bound = yield from self.decode_all(payloads, flat, outs, group.state)
+        bound = yield from self.decode_all(payloads, outs, group.state)
         return (yield from self.with_max_abs(group, flat, bound))
 
     def commit(self, group: Group, average: Average | Undecoded) -> Routine:
         if not isinstance(average, Undecoded):
             yield from super().commit(group, average)
+            return
+        if not average:
             return
         if self.error_feedback:
             yield Local(self._store_each, group.device, group)
@@ -198,7 +206,7 @@ class GatherCompressor(Compressor):
         if outs is None:
             flat = self.new_average(group.numel, group.device)
             outs = group.pieces(flat)
-        decoding = self.decode_all(average, outs[0], outs, group.state)
+        decoding = self.decode_all(average, outs, group.state)
         if flat is None or flat.nbytes <= TOGETHER_NBYTES:
             yield from decoding
         else:

@@ -279,7 +279,7 @@ class Group:
             # All ranks see the same average, so all commit or all undo. Limit of the gradient's own type: a finite
             # float32 number may overflow in float16.
             limit = torch.finfo(gradients[0].dtype).max
-            finite = self._leaves_to_device(average) or method.max_abs_bound(average, limit) <= limit
+            finite = self.on_device or method.max_abs_bound(average, limit) <= limit
             if finite:
                 state.step += 1
                 yield from method.commit(self, average)
@@ -296,17 +296,11 @@ class Group:
         self.gradients, self.parts = gradients, []
         if not finite:
             state.replace_fields(fields)
-            state.step += self.on_device  # where a step that is skipped counts
             method.clean(state)  # another chunk of the node may be the one that is not finite
             for gradient in gradients:
                 gradient.fill_(math.nan)
         self.finite = finite
         self.culprits = [] if finite else self.names
-
-    def _leaves_to_device(self, average: Any) -> bool:
-        """Whether a device has to tell if an average is finite: the host does not know that it is not."""
-        largest = getattr(getattr(average, "average", average), "max_abs", None)
-        return self.on_device and not (isinstance(largest, float) and math.isnan(largest))
 
     def _parts(self, own: list[Tensor]) -> list[Tensor]:
         """What the method compresses, before the residual is added: float32 and contiguous."""
