@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Sequence
@@ -178,7 +179,7 @@ class TernGrad(ListCodec):
         parts, key = group.parts, group.state.key(self.seed)
         largest = self._largest(parts)
         if not self.shared_scale:
-            return self._pack([(parts, key)], largest, largest)[0], []
+            return self._pack([parts], [key], largest, largest)[0], []
         headers = yield self.gather(self._header(largest, group.numel), group.numel)
         # On a device, headers are opened with the payloads: the host need not wait for the scales.
         later = largest.is_cuda
@@ -195,14 +196,14 @@ class TernGrad(ListCodec):
         payload = yield Local(self._pack_shared, group.device, (parts, key, largest, headers))
         return payload, headers if later else []
 
-    def encode_all(self, parts: Sequence[Tensor], key: Key) -> Tensor:
-        largest = self._largest(parts)
-        return self._pack([(parts, key)], largest, largest)[0]
+    def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
+        largest = self._largest(list(itertools.chain(*lists)))
+        return self._pack(lists, keys, largest, largest)
 
     def encode_average(self, parts: Sequence[Tensor], key: Key) -> Tensor:
         # Ranks have clipped before. Clipping again would take a third of a sparse gradient, whose sigma is small.
         largest = torch.cat(ops.abs_max_all(parts))
-        return self._pack([(parts, key)], largest, largest)[0]
+        return self._pack([parts], [key], largest, largest)[0]
 
     def _largest(self, parts: Sequence[Tensor]) -> Tensor:
         """max |c_i| of each clipped part, float32. Not finite if the part is not, or its norm overflows."""
@@ -228,23 +229,20 @@ class TernGrad(ListCodec):
         numbers = [head[ops.HEADER_NBYTES :][: own.nbytes] for of_rank in heads for head, own in zip(of_rank, largest)]
         own = torch.cat(largest)
         scales = torch.cat(numbers).view(torch.float32).view(-1, own.numel()).amax(0)
-        return self._pack(list(zip(parts, keys)), own, scales)
+        return self._pack(parts, keys, own, scales)
 
-    def _pack(self, of: list[tuple[Sequence[Tensor], Key]], largest: Tensor, scales: Tensor) -> list[Tensor]:
-        """The payloads of several groups' parts, given the largest magnitudes of all clipped ones, and the scales."""
-        layout = self.layout([parts for parts, _ in of])
-        payloads = ops.new_payloads(layout.nbytes, largest.device)
-        own = scales.split([len(parts) for parts, _ in of])
-        contents = [payload[ops.HEADER_NBYTES :] for payload in payloads]
-        heads = [body[:nbytes].view(torch.float32) for body, nbytes in zip(contents, layout.heads)]
-        torch._foreach_copy_(heads, list(own))
+    def _pack(
+        self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key], largest: Tensor, scales: Tensor
+    ) -> list[Tensor]:
+        """The payloads of lists of parts, given the largest magnitudes of all clipped ones, and the scales."""
+        layout = self.layout(lists)
+        payloads, begin = self.new_payloads(layout, largest.device)
+        self.write_numbers(layout, payloads, scales)
         clips = torch.where(largest > 0, largest, math.inf)  # all is 0: nothing to clip
-        outs = groups.addresses(contents)[layout.body] + layout.codes
-        keys = np.concatenate([groups.keys_of(key.bits, len(parts)) for parts, key in of])
-        groups.ternary_packed([part for parts, _ in of for part in parts], scales, clips, keys, outs)
-        numels = np.bincount(layout.body, layout.numels).astype(int).tolist()
-        seals = [ops.Seal(payload, n, magnitudes=most) for payload, n, most in zip(payloads, numels, own)]
-        return ops.seal_payloads(seals, method=self.number, digest=self.digest)
+        every = list(itertools.chain(*lists))
+        groups.ternary_packed(every, scales, clips, self.keys_of(lists, keys), begin + layout.codes)
+        own = scales.split_with_sizes(list(map(len, lists)))
+        return self.seal_all(layout, payloads, itertools.repeat(bytes(16)), own)
 
 
 def _norms(parts: Sequence[Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Sequence
@@ -70,18 +71,17 @@ class SignSGD(ErrorFeedback, ListCodec):
     kernel = "signs_decode_add"
     code_nbytes = staticmethod(ops.bitmap_nbytes)
 
-    def encode_all(self, parts: Sequence[Tensor], key: Key) -> Tensor:
-        layout = self.layout([parts])
-        (payload,) = ops.new_payloads(layout.nbytes, parts[0].device)
-        body = payload[ops.HEADER_NBYTES :]
-        outs = np.uint64(body.data_ptr()) + layout.codes
-        statistics = groups.pack_signs(parts, groups.keys_of(key.bits, len(parts)), outs)
+    def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
+        layout, parts, counts = self.layout(lists), list(itertools.chain(*lists)), list(map(len, lists))
+        payloads, begin = self.new_payloads(layout, parts[0].device)
+        statistics = groups.pack_signs(parts, self.keys_of(lists, keys), begin + layout.codes)
         largest, scales = statistics.unbind(1)
         is_scaled = self.error_feedback or not self.majority
-        body[: layout.heads[0]].view(torch.float32).copy_(scales if is_scaled else torch.ones_like(scales))
-        fields = _COINS.pack(key._replace(rank="shared").bits)
-        magnitudes = statistics if is_scaled else largest.contiguous()
-        return self.seal(ops.Seal(payload, int(layout.numels.sum()), fields, magnitudes=magnitudes))
+        self.write_numbers(layout, payloads, scales if is_scaled else torch.ones_like(scales))
+        fields = [self.fields_of((), key) for key in keys]
+        return self.seal_all(
+            layout, payloads, fields, (statistics if is_scaled else largest.contiguous()).split_with_sizes(counts)
+        )
 
     def fields_of(self, shapes: Sequence[torch.Size], key: Key) -> bytes:
         return _COINS.pack(key._replace(rank="shared").bits)
@@ -216,14 +216,12 @@ class OneBitSGD(ErrorFeedback, ListCodec):
     def count_numbers(shape: torch.Size) -> int:
         return 2 * (shape[0] if len(shape) > 1 else 1)  # a 1-D part is of a partition: a piece of the flat gradient
 
-    def encode_all(self, parts: Sequence[Tensor], key: Key) -> Tensor:
-        layout = self.layout([parts])
-        (payload,) = ops.new_payloads(layout.nbytes, parts[0].device)
-        begin = np.uint64(payload.data_ptr() + ops.HEADER_NBYTES)
-        keys = groups.keys_of(key.bits, len(parts))
+    def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
+        layout, parts, counts = self.layout(lists), list(itertools.chain(*lists)), list(map(len, lists))
+        payloads, begin = self.new_payloads(layout, parts[0].device)
         outs = begin + layout.codes, begin + layout.numbers
-        largest = groups.one_bit_packed(parts, layout.counts // 2, keys, *outs)
-        return self.seal(ops.Seal(payload, int(layout.numels.sum()), magnitudes=largest))
+        largest = groups.one_bit_packed(parts, layout.counts // 2, self.keys_of(lists, keys), *outs)
+        return self.seal_all(layout, payloads, itertools.repeat(bytes(16)), largest.split_with_sizes(counts))
 
     def columns(self, layout: Layout, sums: Sequence[CodedSum]) -> tuple[np.ndarray, ...]:
         return *super().columns(layout, sums), (layout.numels // (layout.counts // 2))[:, None]

@@ -1,7 +1,6 @@
 """Steps that a device skips: the host learns it in the next one. On the stand-in for a device."""
 
 import contextlib
-import dataclasses
 import math
 import shutil
 import warnings
@@ -422,16 +421,6 @@ def test_others_that_no_optimizer_is_told_of_stay_as_they_are():
 # --- several ranks
 
 
-def with_other_exchanges(specs):
-    """The examples of methods, and those that gather payloads with the other exchange, too."""
-    for spec in specs:
-        yield spec
-        compressor = gradzip.parse(spec)
-        gathers = isinstance(compressor, GatherCompressor) and compressor.exchange == "gather"
-        if gathers and not getattr(compressor, "shared_scale", False):
-            yield gradzip.methods.spec.unparse(dataclasses.replace(compressor, exchange="scatter_reduce"))
-
-
 def compares(compressor):
     return compressor.undone_on_device and compressor.parts == [compressor] and not compressor.adapts
 
@@ -469,7 +458,7 @@ def test_low_rank_groups_of_several_turns_in_a_step():
 
 
 MATRICES = {"a": (40, 30), "b": (64, 20, 3, 3), "d": (17, 101), "c": (64,)}
-ALL = list(dict.fromkeys(with_other_exchanges(kinds.examples(compares))))
+ALL = list(dict.fromkeys(kinds.with_other_exchanges(kinds.examples(compares))))
 
 
 @pytest.mark.parametrize("spec", kinds.params(ALL, ["natural:exchange=scatter_reduce", "block-float", "topk"]))

@@ -4,6 +4,7 @@ A method joins its kind when it is registered. Suites that need other samples ch
 """
 
 import contextlib
+import dataclasses
 import functools
 
 import pytest
@@ -80,6 +81,16 @@ def jobs(specs, sizes=(3, 2)):
     cases = [*((sizes[0], spec) for spec in specs), *((size, spec) for size in sizes[1:] for spec in SAMPLE)]
     short = {(sizes[0], spec) for spec in SAMPLE}
     return [pytest.param(*c, marks=[pytest.mark.long] * (c not in short), id=f"{c[0]}-{c[1]}") for c in cases]
+
+
+def with_other_exchanges(specs):
+    """The examples of methods, and those that gather payloads with the other exchange, too."""
+    for spec in specs:
+        yield spec
+        compressor = gradzip.parse(spec)
+        gathers = isinstance(compressor, GatherCompressor) and compressor.exchange == "gather"
+        if gathers and not getattr(compressor, "shared_scale", False):
+            yield gradzip.methods.spec.unparse(dataclasses.replace(compressor, exchange="scatter_reduce"))
 
 
 def params(specs=ALL, default=SAMPLE):

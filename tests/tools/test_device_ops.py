@@ -45,12 +45,12 @@ def codec(compressor):
 def counts_alike(compressor):
     """Whether a method queues as much for all gradients, and never random numbers of the host."""
     own = codec(compressor)
-    gathers = not isinstance(own, GatherCompressor) or (own.fixed_nbytes and own.exchange == "gather")
+    gathers = not isinstance(own, GatherCompressor) or own.fixed_nbytes
     keeps_factors = getattr(own, "warm_start", True) and getattr(own, "reuse", True)
     return compressor.parts == [compressor] and not compressor.adapts and gathers and keeps_factors
 
 
-SPECS = kinds.examples(counts_alike)
+SPECS = list(dict.fromkeys(kinds.with_other_exchanges(kinds.examples(counts_alike))))
 
 
 def most_syncs(spec):
@@ -83,7 +83,7 @@ def check_syncs(counts, most):
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
-@pytest.mark.parametrize("spec", kinds.params(SPECS, kinds.FIRST))
+@pytest.mark.parametrize("spec", kinds.params(SPECS, [*kinds.FIRST, "onebit:exchange=scatter_reduce"]))
 def test_a_step_does_not_wait_for_the_device_unless_the_host_has_to_undo_it(spec, front_end):
     counts = count(gradzip.parse(spec), SHAPES, 8, front_end)
     check_syncs(counts, most_syncs(spec))

@@ -123,6 +123,10 @@ class GatherCompressor(Compressor):
         """`encode_all` for a vector."""
         raise TypeError(f"{type(self).__name__}: got no `encode`, expected one of a codec of vectors")
 
+    def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
+        """`encode_all` for several lists of parts: the partitions of a group."""
+        return [self.encode_all(parts, key) for parts, key in zip(lists, keys)]
+
     def encode_average(self, parts: Sequence[Tensor], key: Key) -> Tensor:
         """`encode_all` for the owner of a partition, who sends its average to all ranks."""
         return self.encode_all(parts, key)
@@ -321,13 +325,17 @@ class GatherCompressor(Compressor):
         # If the host waits for headers anyway: a gradient that is not finite has no payload to subtract.
         return not group.on_device
 
-    def gather(self, payload: Tensor, numel: int, alike: bool = True) -> Gather:
+    def gather(self, payload: Tensor, numel: int) -> Gather:
         """The all-gather of a payload of this method.
 
-        numel: elements that a rank encodes, at most. alike: whether all ranks encode equally many.
+        numel: elements that a rank encodes, at most. If it follows from shapes how long payloads are, all ranks have
+            encoded the same shapes.
         """
-        same = alike and self.fixed_nbytes and payload.is_cuda
-        return Gather(payload, same_length=same, limit=most_nbytes(numel))
+        return Gather(payload, same_length=self._knows_lengths(payload), limit=most_nbytes(numel))
+
+    def _knows_lengths(self, payload: Tensor) -> bool:
+        """Whether it follows from shapes how long payloads are: no rank has to be told."""
+        return self.fixed_nbytes and payload.is_cuda
 
     def reduce(self, group: Group) -> Routine:
         state = group.state
@@ -400,11 +408,16 @@ class GatherCompressor(Compressor):
             Content([piece.view.shape for piece in partition], key._replace(name=f"{key.name}[{i}]"))
             for i, partition in enumerate(partitions)
         ]
-        payloads = [self.encode_all([p.view for p in of], content.key) for of, content in zip(partitions, contents)]
-        numels = [content.numel for content in contents]
-        received = yield AllToAll(
-            ops.join_payloads(payloads), tuple(map(Tensor.numel, payloads)), limit=most_nbytes(max(numels))
-        )
+        lists = [[piece.view for piece in partition] for partition in partitions]
+        payloads = self.encode_lists(lists, [content.key for content in contents])
+        nbytes, limit = list(map(Tensor.numel, payloads)), most_nbytes(max(content.numel for content in contents))
+        known = self._knows_lengths(payloads[0])
+        if known:  # partitions differ by a row at most: they are sent as if they were equally long
+            longest = max(nbytes)
+            received = yield AllToAll(_filled_up(payloads, longest), (longest,) * group.size, True, limit=limit)
+            received = [payload[: nbytes[group.rank]] for payload in received]
+        else:
+            received = yield AllToAll(ops.join_payloads(payloads), tuple(nbytes), limit=limit)
         of_all = [contents[group.rank]] * group.size + contents
         opened = yield from self.opened([*received, *payloads], of_all, group)
         from_ranks, state.payload = opened[: group.size], list(zip(opened[group.size :], partitions))
@@ -418,7 +431,11 @@ class GatherCompressor(Compressor):
             average.add_(residual)
         owner = key._replace(name=f"{key.name}[owner]")
         payload = self.encode_average(pieces(average, shapes), owner)
-        payloads = yield self.gather(payload, max(numels), alike=len(set(numels)) == 1)
+        if known:
+            payloads = yield Gather(_filled_up([payload], longest), same_length=True, limit=limit)
+            payloads = [payload[:n] for payload, n in zip(payloads, nbytes)]
+        else:
+            payloads = yield Gather(payload, limit=limit)
         opened = yield from self.opened(payloads, [content._replace(key=owner) for content in contents], group)
         flat = torch.empty(group.numel, dtype=torch.float32, device=group.device)
         if not all_finite(opened):
@@ -446,6 +463,15 @@ class GatherCompressor(Compressor):
 def _views(flat: Tensor, partition: Sequence[Piece]) -> list[Tensor]:
     """The pieces of a partition in a flat tensor of all elements of a group."""
     return [flat[start:stop].view(view.shape) for start, stop, view in partition]
+
+
+def _filled_up(payloads: Sequence[Tensor], nbytes: int) -> Tensor:
+    """Payloads of at most `nbytes` as one buffer, with so many bytes for each."""
+    if set(map(Tensor.numel, payloads)) == {nbytes}:
+        return ops.join_payloads(payloads) if len(payloads) > 1 else payloads[0]
+    buffer = payloads[0].new_zeros(len(payloads), nbytes)
+    torch._foreach_copy_([row[: payload.numel()] for row, payload in zip(buffer, payloads)], list(payloads))
+    return buffer.view(-1)
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...memory.state import Key
 from ...ops import groups
 from ...ops import tensors as ops
 from .gather import CodedSum, GatherCompressor
@@ -41,7 +42,7 @@ class Layout(NamedTuple):
 class ListCodec(GatherCompressor):
     """A codec of lists of tensors: a few numbers (float32) and packed elements for each.
 
-    Subclasses define `encode_all`, and the attributes and functions below.
+    Subclasses define `encode_lists`, and the attributes and functions below.
     """
 
     vectors = False
@@ -61,6 +62,32 @@ class ListCodec(GatherCompressor):
     def count_numbers(shape: torch.Size) -> int:
         """How many numbers a tensor of this shape has."""
         return 1
+
+    def encode_all(self, parts: Sequence[Tensor], key: Key) -> Tensor:
+        return self.encode_lists([parts], [key])[0]
+
+    def keys_of(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> np.ndarray:
+        """A key of the random generator for each tensor of several lists, from one for each list."""
+        return np.concatenate([groups.keys_of(key.bits, len(parts)) for parts, key in zip(lists, keys)])
+
+    def new_payloads(self, layout: Layout, device: torch.device) -> tuple[list[Tensor], np.ndarray]:
+        """Payloads to be completed, and the address of each tensor's body (uint64)."""
+        payloads = ops.new_payloads(layout.nbytes, device)
+        return payloads, groups.addresses(payloads)[layout.body] + np.uint64(ops.HEADER_NBYTES)
+
+    def write_numbers(self, layout: Layout, payloads: Sequence[Tensor], numbers: Tensor) -> None:
+        """Write the numbers of all tensors (float32) to their payloads."""
+        begin = ops.HEADER_NBYTES
+        heads = [x[begin : begin + nbytes].view(torch.float32) for x, nbytes in zip(payloads, layout.heads)]
+        torch._foreach_copy_(heads, list(numbers.split_with_sizes([nbytes // 4 for nbytes in layout.heads])))
+
+    def seal_all(
+        self, layout: Layout, payloads: Sequence[Tensor], fields: Iterable[bytes], magnitudes: Iterable[Tensor]
+    ) -> list[Tensor]:
+        """Write the headers of payloads whose bodies are complete. Returns the payloads."""
+        numels = np.bincount(layout.body, layout.numels).astype(int).tolist()
+        seals = list(map(ops.Seal, payloads, numels, fields, itertools.repeat(0), magnitudes))
+        return ops.seal_payloads(seals, method=self.number, digest=self.digest)
 
     def layout(self, lists: Iterable[Sequence[Tensor]]) -> Layout:
         """The layout of the bodies for lists of tensors."""
