@@ -443,7 +443,8 @@ class GatherCompressor(Compressor):
         self._sum_all([CodedSum(_views(flat, of), [payload], 1.0) for payload, of in zip(opened, partitions)])
         if self.error_feedback:
             decoded = torch.cat([part.view(-1) for part in _views(flat, mine)])
-            state.owner_residual, state.owner_ranges = average.sub_(decoded), [piece[:2] for piece in mine]
+            residual = torch.sub(average, decoded, out=state.renewed("owner_residual", average))
+            state.owner_residual, state.owner_ranges = residual, [piece[:2] for piece in mine]
         return (yield from self.with_max_abs(group, flat))
 
     # --- error feedback
