@@ -272,13 +272,11 @@ class ACPSGD(LowRank):
         following, largest = yield from self.following(group, mean, not transpose, scaled=False)
         bound = self.rank * _ORTHONORMAL * largest
         if self.reuse:  # orthogonalized here, where all matrices of a step take one call
+            # The given factor stays: on a device, a step that is skipped counts, and the next one takes it again.
             if ops.is_capturing(own):  # a graph of two steps needs the memory of both factors again
                 following = state.renewed(computed, following).copy_(following)
-            else:
-                if not group.on_device:
-                    following = yield Local(_copies, own.device, following)
-                    # On a device, a step that is skipped counts: the next one takes the former factor.
-                    setattr(state, given, None)
+            elif not group.on_device:
+                following = yield Local(_copies, own.device, following)
             yield self.orthogonalized(group, following, not transpose)
             setattr(state, computed, following)
         matrices = group.planned(self.matrices)
