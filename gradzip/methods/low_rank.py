@@ -232,6 +232,10 @@ class PowerSGD(LowRank):
     def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
         return super().state_shapes(shape) | {"q": (_matrix_shape(shape)[1], self.rank)}
 
+    @property
+    def kept_fields(self) -> tuple[str, ...]:
+        return (*super().kept_fields, "q")
+
 
 @register("acpsgd", examples=["", "rank=2,error_feedback=False"])
 @dataclass
@@ -287,3 +291,7 @@ class ACPSGD(LowRank):
     def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
         rows, columns = _matrix_shape(shape)
         return super().state_shapes(shape) | {"next_p": (rows, self.rank), "next_q": (columns, self.rank)}
+
+    @property
+    def kept_fields(self) -> tuple[str, ...]:
+        return (*super().kept_fields, *(("next_p", "next_q") if self.reuse else ()))
