@@ -12,6 +12,7 @@ from . import horovod, methods, ops, optim, recipes
 from ._version import __version__ as __version__
 from .advice.auto import Auto
 from .averaging.local import LocalGroup, roundtrip, simulate
+from .averaging.memory_bytes import memory_bytes
 from .collectives import AllToAll, Broadcast, Gather, Mean, RingSum
 from .collectives.fusion import fused
 from .collectives.traffic import Traffic
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AllToAll", "Auto", "Broadcast", "Compressor", "DiminishingTheta", "Gather", "GatherCompressor", "LocalGroup",
     "Mean", "Monitor", "PayloadError", "ReplicaMonitor", "RingSum", "State", "StepSchedule", "Traffic", "capture",
-    "checkpoint", "ddp", "fsdp", "fused", "horovod", "ops", "optim", "outer", "parse", "recipes", "register",
-    "roundtrip", "simulate",
+    "checkpoint", "ddp", "fsdp", "fused", "horovod", "memory_bytes", "ops", "optim", "outer", "parse", "recipes",
+    "register", "roundtrip", "simulate",
 ]  # fmt: skip
 __all__ += methods.__all__
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 import gradzip
 from benchmarks.common.arguments import Parser, method
@@ -36,6 +35,8 @@ def specs() -> list[str]:
 
 RANKS, STEPS = 8, 4
 SIDE, MATRICES = 384, 16
+SHAPES = {f"{i}.weight": torch.Size((SIDE, SIDE)) for i in range(MATRICES)}
+NUMEL = SIDE * SIDE * MATRICES
 
 
 class Memory(NamedTuple):
@@ -48,32 +49,24 @@ class Memory(NamedTuple):
 
 def count(compressor: gradzip.Compressor) -> Memory:
     """Count the memory of a method, beyond parameters, gradients and DDP's buckets."""
-    shapes = {f"{i}.weight": torch.Size((SIDE, SIDE)) for i in range(MATRICES)}
-    numel, bucket = SIDE * SIDE * MATRICES, 4 * SIDE * SIDE
     with (
         fake_group(RANKS),
         mock.patch("gradzip.ddp.Future", future),
-        mock.patch.object(device_ops, "BUCKET", bucket),
+        mock.patch.object(device_ops, "BUCKET", 4 * SIDE * SIDE),
         mock.patch.object(gather, "TOGETHER_NBYTES", 0),  # as for large models
         stand_in(compute=False, small=1 << 16) as device,
     ):
         allocated = device.allocated()
-        run = ddp_steps(compressor, shapes, RANKS, device)
+        run = ddp_steps(compressor, SHAPES, RANKS, device)
         for _ in range(STEPS):  # buckets and gradients are those of the model in each step
-            gradients = {n: device.tensor(zeros(s)) for n, s in shapes.items()}
+            gradients = {n: device.tensor(zeros(s)) for n, s in SHAPES.items()}
             before = allocated.start()
             with device.counting() as counts:
                 run(gradients, counts)
-            most = allocated.peak - before - 4 * numel  # without buckets
+            most = allocated.peak - before - 4 * NUMEL  # without buckets
             del gradients
-        of_states = sum(
-            x.numel() * x.element_size()
-            for part in compressor.parts
-            for state in part.states.values()
-            for x in vars(state).values()
-            if isinstance(x, Tensor)
-        )
-        return Memory((allocated.now - 4 * numel) / numel, most / numel, of_states / numel)  # without parameters
+        of_states = sum(part.memory.nbytes for part in compressor.parts)
+        return Memory((allocated.now - 4 * NUMEL) / NUMEL, most / NUMEL, of_states / NUMEL)  # without parameters
 
 
 def rows(specs: Iterable[str]) -> Iterator[list[str]]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any
 
+from ..averaging.memory_bytes import memory_bytes
 from ..methods.base.compressor import Compressor
 from . import cost
 from .cost import Compressed, Link, Prediction, Step
@@ -78,6 +79,7 @@ class Row(Prediction):
     """A method's prediction, in comparison.
 
     nbytes: bytes that one rank hands to collectives in a step. ratio: bytes in float32 / nbytes.
+    memory_bytes: that a rank keeps between steps.
     """
 
     method: str
@@ -85,6 +87,7 @@ class Row(Prediction):
     times_fp32: float
     times_fp16: float
     share_of_ideal: float
+    memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -114,12 +117,14 @@ class Advice:
         for method, layers in self.costs.items():
             joined = cost.joined(self.front_end, stock=method in (FP32, FP16))
             found[method] = cost.predict(self.step, layers, self.link, **joined)
+        shapes = {layer.name: layer.shape for layer in reversed(self.step.layers)}
         rows = []
         for method, step in found.items():
             nbytes = sum(layer.nbytes for layer in self.costs[method])
             fp32, fp16 = (found[stock].seconds / step.seconds for stock in (FP32, FP16))
             parts = step.seconds, step.compute, step.compression, step.exposed
-            rows.append(Row(*parts, nbytes, method, dense / nbytes, fp32, fp16, step.compute / step.seconds))
+            kept = memory_bytes(self.methods[method], shapes, self.link.ranks)
+            rows.append(Row(*parts, nbytes, method, dense / nbytes, fp32, fp16, step.compute / step.seconds, kept))
         return sorted(rows, key=attrgetter("seconds"))
 
     @property
@@ -151,14 +156,14 @@ class Advice:
         """Header and rows of the predictions."""
         table = [[
             "method", "ms/step", "× fp32", "× fp16", "of ideal", "compression", "exposed", "MB/step", "ratio",
-            *(f"with {OPTIMIZERS[optimizer]}" for optimizer in self.optimizers),
+            "MB kept", *(f"with {OPTIMIZERS[optimizer]}" for optimizer in self.optimizers),
         ]]  # fmt: skip
         for row in self.rows:
             studies = [study_of(self.methods[row.method], optimizer) for optimizer in self.optimizers]
             table.append([
                 named(row.method), f"{1e3 * row.seconds:.1f}", f"{row.times_fp32:.2f}", f"{row.times_fp16:.2f}",
                 f"{row.share_of_ideal:.0%}", f"{1e3 * row.compression:.1f}", f"{1e3 * row.exposed:.1f}",
-                f"{row.nbytes / 1e6:.2f}", f"{row.ratio:.1f}",
+                f"{row.nbytes / 1e6:.2f}", f"{row.ratio:.1f}", f"{row.memory_bytes / 1e6:.2f}",
                 *("-" if row.method == FP32 else study.difference if study else "not measured" for study in studies),
             ])  # fmt: skip
         return table

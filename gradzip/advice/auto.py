@@ -179,6 +179,12 @@ class Auto(Composite):
     def method_for(self, name: str, shape: torch.Size | tuple[int, ...], prefix: str = "") -> Compressor:
         return self.parts[self.current]
 
+    def stages(self, names: Sequence[str]) -> list[list[Compressor]]:
+        clones: list[Any] = [self.clone() for _ in self.parts]
+        for index, clone in enumerate(clones):
+            clone.use(index)
+        return [clones]  # while methods are compared
+
     @property
     def configuration(self) -> tuple[float | None, ...]:
         return self.max_error, self.every, self.steps

@@ -34,6 +34,18 @@ class Worker:
         self.local_size = node_size
 
 
+def workers_of(size: int | tuple[int, int], what: str) -> list[Worker]:
+    """The workers of a group. size: as of `LocalGroup`. what: the function of the user's, for errors.
+
+    Raises:
+        ValueError: the size is neither a number nor a pair of numbers.
+    """
+    shape = size if isinstance(size, tuple) else (size, 1)
+    if len(shape) != 2 or not all(isinstance(n, int) and n >= 1 for n in shape):
+        raise ValueError(f"{what}: got size = {size!r}, expected an integer >= 1, or a pair (nodes, workers)")
+    return [Worker(rank, math.prod(shape), shape[1]) for rank in range(math.prod(shape))]
+
+
 class LocalGroup:
     """A group of `size` workers in one process, each with its own clone of the compressor and its state.
 
@@ -50,11 +62,8 @@ class LocalGroup:
 
     def __init__(self, compressor: Compressor, size: int | tuple[int, int]) -> None:
         check_compressor(compressor, "LocalGroup")
-        shape = size if isinstance(size, tuple) else (size, 1)
-        if len(shape) != 2 or not all(isinstance(n, int) and n >= 1 for n in shape):
-            raise ValueError(f"LocalGroup: got size = {size!r}, expected an integer >= 1, or a pair (nodes, workers)")
-        self.compressors = [compressor.clone() for _ in range(math.prod(shape))]
-        workers = [Worker(rank, math.prod(shape), shape[1]) for rank in range(math.prod(shape))]
+        workers = workers_of(size, "LocalGroup")
+        self.compressors = [compressor.clone() for _ in workers]
         for own, worker in zip(self.compressors, workers):
             own.join_group(worker)
         self._node_size = workers[0].local_size

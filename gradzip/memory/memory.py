@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..ops import tensors as ops
 from .names import StateNames, moved
-from .state import Fields, FieldShapes, State, group_name
+from .state import Fields, FieldShapes, State, group_name, nbytes_of
 from .state_dict import check_fields
 from .verdict import read_all
 
@@ -135,6 +135,11 @@ class Memory:
         state.rank, state.size = rank, size
         self.states[state.name] = state
         return state
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors of all states."""
+        return sum(map(nbytes_of, [*(state.kept for state in self.states.values()), *self.parked.values()]))
 
     # --- by parameter
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,12 @@ Fields = dict[str, Any]
 
 # Fields that are sums over elements. They are saved with the first parameter of a group.
 _SUMS = ("payload_nbytes", "square", "former_square")
+
+
+def nbytes_of(fields: Mapping[str, Any]) -> int:
+    """Bytes of the tensors among fields, also in lists."""
+    values = [value if isinstance(value, list) else [value] for value in fields.values()]
+    return sum(value.nbytes for value in itertools.chain(*values) if isinstance(value, Tensor))
 
 
 class Key(NamedTuple):

@@ -162,6 +162,9 @@ class BlockFloat(ErrorFeedback):
         each = blocks * self.block
         return blocks, min(group.numel, group.rank * each), min(group.numel, (group.rank + 1) * each)
 
+    def own_ranges(self, group: Group) -> list[tuple[int, int]]:
+        return [self._partition(group)[1:]] if self.error_feedback and group.size > 1 else []
+
     def _encode(self, x: Tensor, key: Key, blocks: int, error: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """The payload of x + residual. error: memory for its error, which may be x."""
         bits = key.bits if self.rounding == "stochastic" else None

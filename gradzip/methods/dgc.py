@@ -125,6 +125,15 @@ class DGC(SparseCodec):
     def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys(("residual", "velocity", "average_velocity"), tuple(shape))
 
+    @property
+    def kept_fields(self) -> tuple[str, ...]:
+        return (*super().kept_fields, *(("velocity",) if self.momentum else ()))
+
+    def kept_nbytes(self, group: Group) -> int:
+        if not group.compressed:
+            return group.nbytes if self.changes_uncompressed else 0  # velocities of the averages
+        return super().kept_nbytes(group)
+
     def memory_for(self, group: Group) -> Tensor:
         # It becomes the velocity.
         return torch.empty(group.numel, dtype=torch.float32, device=group.device)

@@ -167,6 +167,17 @@ class GradiVeQ(Compressor):
         slices = self._slices_shape(shape)
         return super().state_shapes(shape) | {"mean": slices, "offset": slices}
 
+    def kept_nbytes(self, group: Group) -> int:
+        """At the end of the sampling: the samples, the mean of all slices, and on rank 0 its message with the bases."""
+        if not group.compressed:
+            return 0
+        (shape,) = group.shapes_of_parts
+        slices, size = self._slices_shape(shape)
+        bases = -(-slices // (self.reuse or slices))
+        samples = _MAX_SAMPLES if isinstance(self.sample_steps, str) else self.sample_steps
+        message = 1 + bases * max_dimension(samples, size) * samples if group.rank == 0 else 0
+        return 4 * (bases * samples * size + slices * size + message)
+
     def phase(self, state: State) -> str:
         """The phase of a parameter's next step: "warm-up", "sampling" or "compressing"."""
         if state.step < self.warmup_steps:

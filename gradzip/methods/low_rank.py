@@ -232,6 +232,10 @@ class PowerSGD(LowRank):
     def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
         return super().state_shapes(shape) | {"q": (_matrix_shape(shape)[1], self.rank)}
 
+    @property
+    def kept_fields(self) -> tuple[str, ...]:
+        return (*super().kept_fields, "q")
+
 
 @register("acpsgd", examples=["", "rank=2,error_feedback=False"])
 @dataclass
@@ -272,13 +276,11 @@ class ACPSGD(LowRank):
         following, largest = yield from self.following(group, mean, not transpose, scaled=False)
         bound = self.rank * _ORTHONORMAL * largest
         if self.reuse:  # orthogonalized here, where all matrices of a step take one call
+            # The given factor stays: on a device, a step that is skipped counts, and the next one takes it again.
             if ops.is_capturing(own):  # a graph of two steps needs the memory of both factors again
                 following = state.renewed(computed, following).copy_(following)
-            else:
-                if not group.on_device:
-                    following = yield Local(_copies, own.device, following)
-                    # On a device, a step that is skipped counts: the next one takes the former factor.
-                    setattr(state, given, None)
+            elif not group.on_device:
+                following = yield Local(_copies, own.device, following)
             yield self.orthogonalized(group, following, not transpose)
             setattr(state, computed, following)
         matrices = group.planned(self.matrices)
@@ -289,3 +291,7 @@ class ACPSGD(LowRank):
     def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
         rows, columns = _matrix_shape(shape)
         return super().state_shapes(shape) | {"next_p": (rows, self.rank), "next_q": (columns, self.rank)}
+
+    @property
+    def kept_fields(self) -> tuple[str, ...]:
+        return (*super().kept_fields, *(("next_p", "next_q") if self.reuse else ()))

@@ -28,7 +28,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 # What a momentum has of the method for it.
 _OF_INNER = (
     "rounds", "max_numel", "vectors", "asymmetric", "error_feedback", "unbiased", "residual_decay", "rank_local",
-    "partition_local", "bypasses", "groups_by", "joined_shape", "complete_step", "skip_step", "clean",
+    "partition_local", "bypasses", "groups_by", "joined_shape", "own_ranges", "complete_step", "skip_step", "clean",
 )  # fmt: skip
 
 # "auto" ends the warm-up when the second moment has changed by less than this factor.
@@ -181,6 +181,10 @@ class Momentum(Compressor):
 
     def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
         return self.inner.state_shapes(shape) | {"momentum": tuple(shape)}
+
+    @property
+    def kept_fields(self) -> tuple[str, ...]:
+        return (*self.inner.kept_fields, "momentum")
 
     def join_group(self, engine: Any) -> None:
         self.inner.join_group(engine)

@@ -85,6 +85,14 @@ class Phases(Composite):
         step = self._steps.get(prefix + name, 0)
         return [self.phases[start] for start in self._starts(prefix + name) if start > step]
 
+    def stages(self, names: Sequence[str]) -> list[list[Compressor]]:
+        stages: list[list[Compressor]] = []
+        for step in self.phases:
+            clone: Any = self.clone()
+            clone._steps = dict.fromkeys(names, step)
+            stages.append([clone])
+        return stages
+
     def _starts(self, state_name: str) -> list[int]:
         """The first steps of a parameter's phases."""
         return list(self.phases)[: -1 if state_name in self._exempted else None]

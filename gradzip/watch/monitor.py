@@ -47,7 +47,8 @@ class Monitor:
 
     The tags are ``gradzip.error/NAME`` and so on. Values that are not finite are left out. When the next step begins,
     totals of the step follow: ``gradzip/error`` over the compressed parameters, ``gradzip/ratio`` over all,
-    ``gradzip/bytes_sent``, and ``gradzip/compression_seconds``, the time in the methods' own code.
+    ``gradzip/bytes_sent``, ``gradzip/compression_seconds``, the time in the methods' own code, and
+    ``gradzip/memory_bytes``, what states keep on this rank (`gradzip.memory_bytes` knows that before training).
 
     In other steps the monitor only notes names. Reporting steps compress twice, take memory for some copies of the
     largest gradient and its state, and synchronise a device.
@@ -176,7 +177,11 @@ class Monitor:
             step = Traffic(
                 now.bytes_sent - before.bytes_sent, now.bytes_dense - before.bytes_dense, now.seconds - before.seconds
             )
-            totals = {"/ratio": step.ratio, "/bytes_sent": step.bytes_sent, "/compression_seconds": step.seconds}
+            kept = sum(memory.nbytes for memory in {part.memory for part in self._compressor.parts})
+            totals = {
+                "/ratio": step.ratio, "/bytes_sent": step.bytes_sent, "/compression_seconds": step.seconds,
+                "/memory_bytes": kept,
+            }  # fmt: skip
             if self._energies[1]:
                 totals["/error"] = relative_error(*self._energies)
             self._write(totals, self.steps)

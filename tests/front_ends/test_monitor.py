@@ -82,6 +82,14 @@ def test_totals_are_those_of_the_traffic():
     assert not any("/b" in tag for tag in record.values if tag != "gradzip/bytes_sent")
 
 
+@pytest.mark.parametrize("spec", ["momentum:inner=acpsgd", "per-layer:w=topk,v=dgc", "qsgd"])
+def test_memory_is_what_was_known_before(spec):
+    group, _, record = watched(spec, every=3)
+    train(group, 5)
+    expected = gradzip.memory_bytes(gradzip.parse(spec), SHAPES, 2)
+    assert record.values["gradzip/memory_bytes"][3] == expected and (spec == "qsgd") == (expected == 0)
+
+
 @pytest.mark.parametrize("spec", params())
 def test_averages_and_states_are_those_of_a_run_that_is_not_watched(spec):
     group, _, record = watched(spec, every=2)

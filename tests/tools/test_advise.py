@@ -90,6 +90,10 @@ def test_json(capsys, shapes):
     by_name = {m["method"]: m for m in out["methods"]}
     assert by_name["none"]["nbytes"] == 4 * out["parameters"] and by_name["none"]["times_fp32"] == 1
     assert 1.9 < by_name["fp16"]["ratio"] < 2
+    kept = {name: m["memory_bytes"] for name, m in by_name.items()}
+    shapes = {name: tuple(shape) for name, shape in SHAPES.items()}
+    assert kept == {name: gradzip.memory_bytes(gradzip.parse(name), shapes, 4) for name in by_name}
+    assert kept["none"] == kept["fp16"] == 0 < kept["topk"] == 4 * (64 * 32 * 9 + 102400) < kept["acpsgd"]
     # The same as a prediction by hand, of work that is estimated by elements.
     parameters = [Parameter(name, tuple(shape), math.prod(shape)) for name, shape in SHAPES.items()]
     step = step_of(parameters, 0.01)

@@ -454,6 +454,7 @@ def test_a_method_keeps_its_states_alone(spec):
     compressor = gradzip.parse(spec)
     factors = FACTORS if hasattr(codec(compressor), "rank") else 0.0
     assert found.of_states <= found.kept <= found.of_states + factors + 4e-3
+    assert found.of_states == gradzip.memory_bytes(compressor, memory.SHAPES, memory.RANKS) / memory.NUMEL
     least = 4 * codec(compressor).keeps_residual + 4 * (compressor.averaged_momentum is not None)
     assert least <= found.of_states <= max(8.0, least) + 0.6
     assert (spec == "none") <= found.in_step / 4 <= 3

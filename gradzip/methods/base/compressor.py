@@ -199,6 +199,23 @@ class Compressor(ABC):
         """The shapes of a parameter's parts of the state's tensors, by field, for a gradient of this shape."""
         return {"residual": tuple(shape)}
 
+    @property
+    def kept_fields(self) -> tuple[str, ...]:
+        """The fields of `state_shapes` that the state of a compressed parameter has between steps (float32)."""
+        return ("residual",) if self.keeps_residual else ()
+
+    def own_ranges(self, group: Group) -> list[tuple[int, int]]:
+        """The ranges of a group's elements of which this rank keeps the owner's residual, if it may keep one."""
+        return []
+
+    def kept_nbytes(self, group: Group) -> int:
+        """Bytes of the tensors that the state of a group has between steps, at most. `group.parts` have no data."""
+        if not group.compressed:
+            return 0
+        of_parameters = map(self.state_shapes, group.shapes_of_parts)
+        numel = sum(math.prod(shapes[field]) for shapes in of_parameters for field in self.kept_fields)
+        return 4 * (numel + sum(stop - start for start, stop in self.own_ranges(group)))
+
     def memory_for(self, group: Group) -> Tensor:
         """Uninitialized memory for the gradients of a group as one vector (float32), on a device, if they are not one.
 
@@ -394,6 +411,13 @@ class Compressor(ABC):
     def method_for(self, name: str, shape: torch.Size, prefix: str = "") -> Compressor:
         """The compressor of a parameter. prefix: of its model; the state's name is prefix + name."""
         return self
+
+    def stages(self, names: Sequence[str]) -> list[list[Compressor]]:
+        """For each stage of a training with these parameters: clones whose states are all kept then.
+
+        Each has one method in charge of a parameter.
+        """
+        return [[self.clone()]]
 
     def later_methods(self, name: str, prefix: str = "") -> Sequence[Compressor]:
         """The methods that `method_for` is known to return for a parameter in later steps."""

@@ -366,8 +366,12 @@ class GatherCompressor(Compressor):
         yield from ()
         return self.encode_all(group.parts, group.state.key(self.seed)), []
 
+    def _may_scatter(self, group: Group) -> bool:
+        """Whether some step may exchange partitions: "auto" never does with two ranks."""
+        return (2 if self.exchange == "scatter_reduce" else 3) <= group.size <= group.numel
+
     def _scatters(self, group: Group) -> bool:
-        if self.exchange == "gather" or not 1 < group.size <= group.numel:
+        if self.exchange == "gather" or not self._may_scatter(group):
             return False
         if self.exchange == "scatter_reduce" or getattr(group.state, "scattered", False):
             return True
@@ -393,6 +397,11 @@ class GatherCompressor(Compressor):
     def add_residual(self, group: Group) -> Routine:
         self.keep_owner_residual(group)
         return super().add_residual(group)
+
+    def own_ranges(self, group: Group) -> list[tuple[int, int]]:
+        if self.exchange == "gather" or not (self.error_feedback and self._may_scatter(group)):
+            return []
+        return [piece[:2] for piece in self.partitions(group)[group.rank]]
 
     def keep_owner_residual(self, group: Group) -> None:
         """Add the owner's residual to the residual if this rank owns other elements now."""

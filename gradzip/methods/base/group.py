@@ -48,6 +48,7 @@ class Group:
         compressed: whether the gradients are compressed, rather than averaged as they are.
         shapes_of_parts: the shapes of the gradients, or of this rank's chunk of a gradient of its node.
         numel: elements of all parts.
+        nbytes: of the gradients, in their own type.
 
     In a step:
         gradients: what the averages are written to.
@@ -107,7 +108,7 @@ class Group:
         self.compressed_momentum = False
         self.before: dict[str, Any] | None = None
         self._compressor = compressor
-        self._nbytes = sum(like.nbytes for like in likes)
+        self.nbytes = sum(like.nbytes for like in likes)
         self._changes = method.changes_uncompressed and not (frozen or compressed)
         # The parameters of the state: with chunks of nodes, that of the chunk.
         self._state_shapes = self.shapes
@@ -208,10 +209,21 @@ class Group:
         if compressor.observes and not (self.frozen or discards):
             compressor.observe(self)
         report = None if monitor is None else monitor.begin(self)
-        compressor.traffic.bytes_dense += self._nbytes
+        compressor.traffic.bytes_dense += self.nbytes
         if not self.compressed:
             return self._uncompressed()
         return self._compressed() if report is None else report(self._compressed())
+
+    def kept_nbytes(self, rank: int, size: int) -> int:
+        """Bytes of the tensors that the state has between steps, at most. For a group that is in no step.
+
+        rank, size: this rank's number and the world size.
+        """
+        chunks = self.node_chunks
+        self.rank, self.size = (rank, size) if chunks is None else (chunks.node, chunks.nodes)
+        if self.compressed:
+            self.parts = self.pieces(torch.empty(self.numel, device="meta"))
+        return self.method.kept_nbytes(self)
 
     def keep(self, discarded: Mapping[str, Tensor | None]) -> None:
         """Undo the step for some parameters.
