@@ -5,8 +5,8 @@ A captured step is replayed without Python: the same launches with the same argu
   what the host reads   It waits for the device, which capture forbids. What the host has not read, no argument of a
                         launch and no choice between launches depends on.
   random keys           Arguments of launches: a replay draws the numbers of the captured step again.
-  states that move      A step reads a residual or factor, and writes the new one to other memory. A replay would read
-                        the old one again. (`State.renewed` has other memory only outside of a capture.)
+  states that move      A step reads a residual or factor, and leaves the new one in other memory. A replay would read
+                        the old one again. (A step that is captured copies them to where they were.)
   two steps in turns    Every second step queues the same operations: a graph of two steps has both.
   other work            Steps that queue other operations than the step before, or write more or less.
 
@@ -17,6 +17,7 @@ follows these collectives.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -37,6 +38,7 @@ from benchmarks.device_ops.stand_in import Counts, StandIn, stand_in
 from gradzip.collectives import ToHost
 from gradzip.collectives.engine import PendingCopy
 from gradzip.memory.state import Key
+from gradzip.memory.verdict import Verdict
 from gradzip.methods.base.registry import registered
 
 # Steps before those that are compared: the first one has no residuals, and methods with phases compress then.
@@ -76,14 +78,14 @@ class _Part:
         self.counts: list[Counts] = []  # of each step
         self.asked: Counter[str] = Counter()  # what is read by a ToHost
         self.keys = 0
+        self.verdicts = 0  # that the host reads
 
     def obstacles(self, copies: int, moves: bool) -> tuple[str, ...]:
         """copies: for ToHosts. moves: whether states do, which the hooks read and the end of a step writes."""
         found = dict.fromkeys(READ[source] for source in READ if self.asked[source])
-        verdicts = sum(counts.waits["copy_later"] for counts in self.counts)
-        if verdicts:
+        if self.verdicts:
             found[FINITE] = None
-        if sum(counts.syncs for counts in self.counts) > copies + verdicts:
+        if sum(counts.syncs for counts in self.counts) > copies:
             found[BETWEEN] = None
         if self.keys:
             found[KEYS] = None
@@ -138,6 +140,10 @@ class _Recorder:
             self._copies += 1
             return copied(pending)
 
+        def note_verdict(verdict: Verdict) -> bool:
+            self._part.verdicts += 1
+            return not math.isfinite(verdict.number.host)
+
         def note_key(key: Key) -> int:
             self._part.keys += 1
             return bits(key)
@@ -145,6 +151,7 @@ class _Recorder:
         with (
             mock.patch.object(ToHost, "__init__", note_read),
             mock.patch.object(PendingCopy, "result", note_copy),
+            mock.patch.object(Verdict, "__bool__", note_verdict),
             mock.patch.object(Key, "bits", property(note_key)),
         ):
             yield

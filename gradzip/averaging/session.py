@@ -389,9 +389,10 @@ class Session:
             return not math.isfinite(number)
         filled = len(averages) if fills else len(averages) - sum(x.is_cuda for x in others)
         _restore(number, averages[:filled])
-        late.verdict = verdict = Verdict(number, magnitudes)
-        self._telling = late
-        if self.compressor.undone_on_device and not (self._waits or ops.is_capturing(number)):
+        verdict = Verdict(number, magnitudes)
+        if not verdict.is_captured:  # what a replay finds out, nobody reads
+            late.verdict, self._telling = verdict, late
+        if self.compressor.undone_on_device and not self._waits:
             return verdict
         if bool(verdict):
             late.raise_fault()
@@ -409,7 +410,7 @@ class Session:
                 _restore(number, [now for now, _ in pairs], [former for _, former in pairs])
                 numbers.append(number)
                 late.inspected += group.inspected
-        if numbers and not ops.is_capturing(numbers[0]):  # what a graph finds out later, nobody reads
+        if numbers and not ops.is_capturing(numbers[0]):
             magnitudes, number = _joined(numbers, False)
             late.verdict, self._telling = Verdict(number, magnitudes), late
 
@@ -460,14 +461,17 @@ class Session:
             for group, parameters_kept in kept.items() if not rolls_back else ():
                 group.keep(parameters_kept)
             restores = verdict is not None and not rolls_back and self._restore(groups, verdict)
+            if not rolls_back and _is_captured(groups):
+                _stay(groups)
+                restores = True  # the former tensors have the new values
             scale = self.compressor.memory.loss_scale
             if self._late is not None and self._late is telling:
                 not_counted = groups if rolls_back else [g for g, names in kept.items() if len(names) == len(g.names)]
                 self._late.tells = [tell for tell in self._late.tells if tell[0] not in not_counted]
             if verdict is not None:
-                assert self._late is not None
-                self._late.skip = optimizer_hooks.skip_if(told, verdict, self.read_late)
-                self._late.scale = scale.later()
+                skip = optimizer_hooks.skip_if(told, verdict, self.read_late)
+                if telling is not None:
+                    telling.skip, telling.scale = skip, scale.later()
             elif skipped:
                 culprits = [name for group in groups if not group.finite for name in group.culprits]
                 culprits = culprits or (self._late.culprits if self._late is not None else [])
@@ -581,6 +585,27 @@ def _joined(numbers: Sequence[Tensor], skipped: bool) -> tuple[Tensor, Tensor]:
         magnitudes = torch.cat([magnitudes, magnitudes.new_full((1,), math.nan)])
     largest = magnitudes.amax().view(1)
     return magnitudes, largest if largest.dtype == torch.float32 else largest.mul(0).float()
+
+
+def _is_captured(groups: Sequence[Group]) -> bool:
+    """Whether the step in progress is captured as a CUDA graph."""
+    first = next((group.gradients[0] for group in groups if group.gradients), None)
+    return first is not None and ops.is_capturing(first)
+
+
+def _stay(groups: Sequence[Group]) -> None:
+    """Copy what the step has changed in states to where it was, for replays to find it there."""
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for group in groups:
+        for now, former in group.changed() or ():
+            if former is None:
+                got = f"got a step to capture in which the state of {group.name!r} is new"
+                raise RuntimeError(f"{got}, expected one that has it: run steps of the method before")
+            targets.append(former)
+            sources.append(now)
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _restore(number: Tensor, targets: Sequence[Tensor], formers: Sequence[Tensor | None] | None = None) -> None:

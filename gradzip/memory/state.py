@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops import tensors as ops
-
 # From the shape of a parameter to the shapes of its parts of a state's tensors, by field.
 FieldShapes = Callable[[torch.Size], Mapping[str, tuple[int, ...]]]
 
@@ -210,16 +208,13 @@ class State:
     def renewed(self, field: str, like: Tensor, numel: int | None = None) -> Tensor:
         """Uninitialized flat memory for the new value of a field, with the dtype and on the device of `like`.
 
-        It is not that of the current value, unless a CUDA graph is captured: replays find the value of the last one
-        there. Assign it to the field in the same step.
+        It is not that of the current value. Assign it to the field in the same step.
 
         numel: number of elements; default: those of `like`.
         """
         numel = like.numel() if numel is None else numel
         spare = self._spares.get(field)
         self._spares[field] = None
-        if ops.is_capturing(like):
-            spare = getattr(self, field, None)
         if spare is not None and spare.numel() == numel and spare.dtype == like.dtype and spare.device == like.device:
             return spare
         return torch.empty(numel, dtype=like.dtype, device=like.device)

@@ -16,6 +16,8 @@ from ..ops import tensors as ops
 class Verdict:
     """Whether a step is skipped, because an average is not finite. As a truth value, it waits for the device.
 
+    That of a step which is captured as a CUDA graph is of the last replay.
+
     Args:
         number: float32 of 1 element on the device, which is finite unless the step is skipped.
         magnitudes: of what decides, in any order: all are finite unless the step is skipped. Of one dimension.
@@ -23,11 +25,19 @@ class Verdict:
 
     def __init__(self, number: Tensor, magnitudes: Tensor) -> None:
         self.number = number
-        self._copy = ops.CopyLater(magnitudes)
+        # Of a step that is captured: nothing is copied, and the number is that of the last replay.
+        self._copy = None if ops.is_capturing(number) else ops.CopyLater(magnitudes)
         self._magnitudes: list[float] | None = None  # once the host has read them
         self._found: Tensor | None = None
 
     def __bool__(self) -> bool:
+        if self._copy is None:
+            if ops.is_capturing(self.number):
+                raise RuntimeError(
+                    "got a step to capture of which the host has to know if it is skipped, expected a method and "
+                    "optimizers that a device can undo (docs/gpu.md), or compressor.skip_nonfinite(False)"
+                )
+            return not math.isfinite(self.number)
         return not all(map(math.isfinite, self.magnitudes))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -37,13 +47,19 @@ class Verdict:
     def magnitudes(self) -> list[float]:
         """The magnitudes. Waits for the device, once."""
         if self._magnitudes is None:
+            assert self._copy is not None, "nobody reads those of a step that is captured"
             self._magnitudes = self._copy.result().tolist()
         return self._magnitudes
 
     @property
+    def is_captured(self) -> bool:
+        """Whether it is of a step that is captured as a CUDA graph."""
+        return self._copy is None
+
+    @property
     def is_known(self) -> bool:
         """Whether the host need not wait for the device to know it."""
-        return self._magnitudes is not None or self._copy.is_done()
+        return self._magnitudes is not None or (self._copy is not None and self._copy.is_done())
 
     @property
     def found(self) -> Tensor:

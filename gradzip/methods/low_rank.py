@@ -225,8 +225,7 @@ class PowerSGD(LowRank):
         yield self.orthogonalized(group, p, transpose=True)  # replaces columns that are not finite; Q shows them
         q = yield Mean((yield self.project(group, p, transpose=True)))
         # Only the span of Q matters. Scaling keeps the magnitude of the next P that of the gradient, not its square.
-        following, largest = yield from self.following(group, q, transpose=False, scaled=True)
-        state.q = state.renewed("q", q).copy_(following) if ops.is_capturing(q) else following
+        state.q, largest = yield from self.following(group, q, transpose=False, scaled=True)
         return Factors(p, q, p, q, self.rank * _ORTHONORMAL * largest, group.planned(self.matrices))
 
     def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
@@ -277,9 +276,7 @@ class ACPSGD(LowRank):
         bound = self.rank * _ORTHONORMAL * largest
         if self.reuse:  # orthogonalized here, where all matrices of a step take one call
             # The given factor stays: on a device, a step that is skipped counts, and the next one takes it again.
-            if ops.is_capturing(own):  # a graph of two steps needs the memory of both factors again
-                following = state.renewed(computed, following).copy_(following)
-            elif not group.on_device:
+            if not group.on_device:
                 following = yield Local(_copies, own.device, following)
             yield self.orthogonalized(group, following, not transpose)
             setattr(state, computed, following)

@@ -222,7 +222,7 @@ class Compressor(ABC):
         With error feedback, it is that of the next residual: what is compressed becomes that without a copy.
         """
         memory = torch.empty(group.numel, dtype=torch.float32, device=group.device)
-        if self.keeps_residual and not ops.is_capturing(memory):  # during capture, states stay where they are
+        if self.keeps_residual:
             group.state.next_residual = memory
         return memory
 
