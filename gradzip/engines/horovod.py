@@ -26,6 +26,8 @@ from .ring import Ring, RingError
 # Types that Horovod's collectives support: of numbers, and of bytes.
 _DTYPES = (torch.float16, torch.float32, torch.float64, torch.uint8)
 
+_MOST_COUNT = 2**31 - 1  # Horovod counts in 32 bits, and wraps around if there are more
+
 _SECONDS_TO_POLL = 2e-5
 _SECONDS_TO_CHECK = 1.0  # whether Horovod has shut down
 
@@ -90,6 +92,12 @@ class HorovodEngine(Engine):
         return engines
 
     def launch(self, collective: Collective, slot: str) -> Pending:
+        """`Engine.launch`.
+
+        Raises:
+            ValueError: elements, or bytes of payloads, are more than Horovod can count. No rank has started it, unless
+                payloads of different lengths are close to that.
+        """
         if collective.scope != "all":
             return self.launch_scoped(collective, slot)
         if isinstance(collective, ToHost):
@@ -106,6 +114,22 @@ class HorovodEngine(Engine):
         else:
             sent = collective.tensor
         tensor = sent if sent.dtype in _DTYPES and sent.is_contiguous() else self.accepted(sent)
+        # What Horovod counts: bytes of all ranks in a gather, of one if NCCL gathers equal lengths; bytes of a part in
+        # an all-to-all; elements in a reduction on a CPU.
+        count = tensor.numel()
+        if isinstance(collective, Gather):
+            count *= 1 if tensor.is_cuda and collective.same_length else self.size
+        elif isinstance(collective, AllToAll):
+            count = max(collective.nbytes)
+        elif tensor.is_cuda:
+            count = 0
+        if count > _MOST_COUNT:
+            unit = "bytes" if isinstance(collective, (Gather, AllToAll)) else "elements"
+            raise ValueError(
+                f"HorovodEngine: got {count} {unit} in one {type(collective).__name__} of {self.size} ranks, expected "
+                f"at most {_MOST_COUNT}, which is as far as Horovod counts: make buckets smaller "
+                "(gradzip.horovod.bucketed), compress more, or use DDP, which has no such limit"
+            )
         self.traffic.count(tensor.nbytes, self.scope)
         if isinstance(collective, Gather):
             handle = hvd.allgather_async(tensor, name=slot, process_set=self.process_set)

@@ -4,15 +4,19 @@ Buckets are small, so that there are several. Hooks are called in a different or
 """
 
 import weakref
+from unittest import mock
 
 import horovod.torch as hvd
 import torch
 
 import gradzip
 from contract import gradient
+from gradzip.collectives import AllToAll, Gather, Mean
+from gradzip.engines import horovod as horovod_engine
 from gradzip.engines.horovod import HorovodEngine
 from gradzip.horovod import front_end
-from harness import backward, main, on_request, parameters, residuals, scenario
+from gradzip.methods.base import group
+from harness import backward, main, message, on_request, parameters, residuals, scenario
 
 SHAPES = {"a": (40, 60), "b": (48,), "c": (30, 40), "d": (12, 10, 3, 3), "e": (64, 32), "f": (50, 50), "g": (30, 50)}
 CAP_MB = 0.015
@@ -27,6 +31,7 @@ SPECS = [
 MORE_SPECS = ["qsgd", "dgc:theta=0.9", "acpsgd:rank=2", "none", "block-float:bits=4,block=32"]
 OPTIONS = [{"backward_passes_per_step": 2}, {"groups": 2}, {"op": "Sum"}, {"gradient_predivide_factor": 4.0}]
 OPTIONS_SPECS = ["topk:theta=0.9", "acpsgd:rank=2"]
+DIVIDED = "topk:theta=0.9", 4500  # a method, and how many elements a group may have
 
 
 def optimizer(named, compressor, reverse=False, **arguments):
@@ -84,6 +89,36 @@ def trained(rank):
 @on_request
 def trained_more(rank):
     return train(rank, MORE_SPECS)
+
+
+@scenario
+def divided(rank):
+    """All gradients in one bucket, and groups that are smaller. Averages, and the names of the states."""
+    spec, limit = DIVIDED
+    named, compressor, steps = parameters(SHAPES), gradzip.horovod.bucketed(gradzip.parse(spec), float("inf")), []
+    opt = optimizer(named, compressor)
+    with mock.patch.object(group, "MOST_NUMEL", limit):
+        for step in range(3):
+            opt.zero_grad()
+            backward(named, rank, step)
+            opt.synchronize()
+            steps.append({name: p.grad.clone() for name, p in named.items()})
+    return steps, sorted(compressor.states)
+
+
+@scenario
+def refused(rank, size):
+    """What engines say of collectives that are larger than Horovod can count, and the result of one that is not."""
+    engine = HorovodEngine(hvd.global_process_set, gradzip.Traffic())
+    payload = torch.zeros(1000, dtype=torch.uint8)
+    with mock.patch.object(horovod_engine, "_MOST_COUNT", 1500):
+        collectives = (
+            Gather(payload),
+            AllToAll(torch.zeros(1601, dtype=torch.uint8), (1600, 1)),
+            Mean(torch.zeros(1501)),
+        )
+        errors = [message(engine.launch, collective, "refused") for collective in collectives]
+        return errors, engine.traffic.bytes_sent, engine.run(AllToAll(payload, (500, 500), same_length=True), "counted")
 
 
 @scenario

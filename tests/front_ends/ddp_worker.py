@@ -12,6 +12,7 @@ import signal
 import time
 import warnings
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,13 @@ import harness
 import kinds
 from contract import kept_residual
 from gradzip.engines.torch import TorchEngine
+from gradzip.methods.base import group as groups_of_buckets
 from gradzip.methods.base.group import averaged
 from harness import main, message, on_request, residuals, scenario
 
 SHAPES = [(64, 64), (300,), (40, 3, 3, 3), (33, 129), (7,), (50, 40), (48, 48), (3, 500)]
 STEPS = 4
+DIVIDED = "topk:theta=0.9", 4500  # a method, and how many elements a group may have
 CAP_MB = 0.012  # one bucket in the first step, three after DDP has rebuilt its buckets
 
 
@@ -104,6 +107,14 @@ class Job:
 @scenario
 def methods(rank, size):
     return {spec: Job(gradzip.parse(spec)).run(rank) for spec in kinds.SAMPLE}
+
+
+@scenario
+def divided(rank, size):
+    """Groups that are smaller than the bucket of the first step, and than some of the later ones."""
+    spec, limit = DIVIDED
+    with mock.patch.object(groups_of_buckets, "MOST_NUMEL", limit):
+        return Job(gradzip.parse(spec)).run(rank)
 
 
 @scenario

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import gradzip
 from contract import gradient
 from gradzip.fsdp import shards as private
+from gradzip.methods.base import group as groups_of_buckets
 from gradzip.methods.base.registry import registered
 from harness import main, message, scenario
 
@@ -32,6 +34,7 @@ BASE = "acpsgd:rank=4,min_numel=256"
 EXAMPLES = [method.examples[0] for name, method in registered().items() if name != "auto"]
 ROUNDS = "powersgd:rank=4,min_numel=256"  # which needs a second all-reduce
 METHODS = [BASE, "topk:theta=0.9,min_numel=256", "block-float:min_numel=256", "acpsgd:rank=24"]
+DIVIDED = "topk:theta=0.9,min_numel=256", 2500  # a method, and how many elements a group may have
 INNER = "topk:theta=0.9,min_numel=128"
 UNCOMPRESSED = "acpsgd:min_numel=1000000"
 AMP = [("", None), ("overflow", 1), ("after", None)]  # names of steps, and the rank whose gradient is not finite
@@ -124,6 +127,14 @@ class Job:
 @scenario
 def methods():
     return {spec: Job(spec).run() for spec in [*METHODS, UNCOMPRESSED]}
+
+
+@scenario
+def divided():
+    """Groups that are smaller than the gradients of a module."""
+    spec, limit = DIVIDED
+    with mock.patch.object(groups_of_buckets, "MOST_NUMEL", limit):
+        return Job(spec).run()["averages"]
 
 
 @scenario

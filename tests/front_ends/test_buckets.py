@@ -3,12 +3,14 @@
 import contextlib
 import copy
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 
 import gradzip
-from contract import Expected, each, gradient
+import kinds
+from contract import Expected, each, gradient, through_file
 from gradzip import LocalGroup
 from gradzip.advice.cost import SMALL_BUCKET_NBYTES
 from gradzip.averaging.buckets import Plan, cut
@@ -142,25 +144,53 @@ def test_gradients_with_the_same_kernels_are_joined():
         assert torch.equal(torch.cat([averages[name].view(-1) for name in names]), wanted)
 
 
-def test_vectors_have_fewer_than_2_to_the_31_elements():
+def test_groups_have_at_most_2_to_the_30_elements():
     """DDP's first bucket is the whole model, and indices have 32 bits."""
     parameters = [torch.zeros(1).expand(2**14, 2**15) for _ in range(8)]
     parameters[1:1] = [torch.zeros(1).expand(2**30, 1), torch.zeros(5)]
     plan = Plan(gradzip.TopK(), parameters, [str(i) for i in range(10)], "")
-    assert [group.indices for group in plan.groups] == [[0, 1], [3, 4, 5], [6, 7, 8], [9], [2]]
+    assert [group.indices for group in plan.groups] == [[0], [1], [3, 4], [5, 6], [7, 8], [9], [2]]
 
 
-def test_vectors_of_split_buckets_are_what_the_method_sees(monkeypatch):
-    numels = [torch.Size(STATE_SHAPES[name]).numel() for name in "uvwx"]
-    monkeypatch.setattr(groups_of_buckets, "INDEXED_NUMEL", sum(numels[:2]))
-    compressor = gradzip.TopK(theta=0.9)
-    split = plan_of(compressor, "u", "v", "w", "x")
-    assert len(split.groups) > 1 and split.groups[0].indices == [0, 1]
-    averages, alone = average([split], 0), compressor.clone()
-    for group in split.groups:
-        names = [split.names[i] for i in group.indices]
-        wanted = average([plan_of(alone, *names)], 0)
-        assert all(torch.equal(averages[name], wanted[name]) for name in names)
+# Without Auto, whose choices depend on the time that methods take.
+DIVIDED = [spec for spec in kinds.ALL if not spec.startswith("auto")]
+LIMITS = [4160, 2100]  # of u and v, or w and x, together; and less than v
+DRAW_BY_GROUP = ("signsgd", "terngrad")  # the keys of their draws have the name of the group
+ONE_BY_ONE = [spec for spec in DIVIDED if not (gradzip.parse(spec).vectors or spec.startswith(DRAW_BY_GROUP))]
+
+
+def divided(monkeypatch, spec, limit):
+    """Two ranks that average a bucket in four steps, and continue from state dicts after two. The averages of each."""
+    monkeypatch.setattr(groups_of_buckets, "MOST_NUMEL", limit)
+    compressors, history = [gradzip.parse(spec) for _ in range(2)], []
+    for step in range(4):
+        if step == 2:
+            compressors = resumed(compressors)
+        groups = plan_of(compressors[0], *STATE_SHAPES).groups
+        assert all(group.numel <= limit or len(group.names) == 1 for group in groups)
+        history.append(average_in_group(compressors, list(STATE_SHAPES), step))
+    return history
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("spec", kinds.params(DIVIDED, kinds.SAMPLE))
+def test_a_bucket_of_several_groups_is_as_several_buckets(monkeypatch, spec, limit):
+    """Saved and loaded states included. A parameter that is larger than a group may be is a group of its own."""
+    compressors = [gradzip.parse(spec) for _ in range(2)]
+    for step, averages in enumerate(divided(monkeypatch, spec, limit)):
+        groups = plan_of(compressors[0], *STATE_SHAPES).groups
+        assert len(groups) > 2
+        with monkeypatch.context() as undivided:
+            undivided.setattr(groups_of_buckets, "MOST_NUMEL", math.inf)
+            for group in groups:
+                wanted = average_in_group(compressors, group.names, step)
+                assert all(torch.equal(averages[name], wanted[name]) for name in group.names)
+
+
+@pytest.mark.parametrize("spec", kinds.params(ONE_BY_ONE, kinds.SAMPLE))
+def test_methods_that_compress_parameters_one_by_one_see_no_limit(monkeypatch, spec):
+    for one, other in pairwise(divided(monkeypatch, spec, limit) for limit in (math.inf, *LIMITS)):
+        assert all(torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in STATE_SHAPES)
 
 
 INDEXED = ["topk", "dgc", "randomk", "atomo:atoms=entry"]
@@ -171,7 +201,7 @@ def test_a_parameter_of_2_to_the_31_elements(spec):
     """Methods that number elements do not compress it, and say so. All ranks see the same shape."""
     like = torch.zeros(1).expand(2**16, 2**15)
     compressor = gradzip.parse(spec)
-    message = "'w' is averaged uncompressed: got 2147483648 elements, .* takes at most 2147483647"
+    message = "'w' is averaged uncompressed: got 2147483648 elements, .* takes at most 2147483392; shard it"
     with pytest.warns(UserWarning, match=message) if spec != "powersgd" else contextlib.nullcontext():
         (group,) = Plan(compressor, [like], ["w"], "").groups
     (smaller,) = Plan(compressor, [like[1:]], ["w"], "").groups
@@ -215,7 +245,7 @@ def resumed(compressors):
     """Compressors that continue from the state dicts of these."""
     others = [compressor.clone() for compressor in compressors]
     for other, compressor in zip(others, compressors):
-        other.load_state_dict(compressor.state_dict())
+        other.load_state_dict(through_file(compressor.state_dict()))
     return others
 
 
@@ -381,6 +411,34 @@ def test_several_buckets(results, specs, index):
     for averages, _, _ in per_rank:
         for got, first, want in zip(averages, per_rank[0][0], wanted, strict=True):
             assert_equal(got, first, want, lambda name: not is_sum(name))
+
+
+def test_collectives_that_horovod_cannot_count_are_refused(results):
+    for errors, sent, parts in results["refused"]:
+        assert [error.split(" ranks")[0] for error in errors] == [
+            "ValueError: HorovodEngine: got 2000 bytes in one Gather of 2",
+            "ValueError: HorovodEngine: got 1600 bytes in one AllToAll of 2",
+            "ValueError: HorovodEngine: got 1501 elements in one Mean of 2",
+        ]
+        assert all("expected at most 1500, which is as far as Horovod counts: make" in error for error in errors)
+        assert sent == 0 and [part.numel() for part in parts] == [500, 500]
+
+
+def test_groups_are_divided_as_in_a_local_group(results, monkeypatch):
+    """Of one bucket that is larger than a group may be."""
+    w = worker()
+    spec, limit = w.DIVIDED
+    monkeypatch.setattr(groups_of_buckets, "MOST_NUMEL", limit)
+    group = LocalGroup(bucketed(gradzip.parse(spec), math.inf), SIZE)
+    steps = each(range(3), lambda n, r, s: gradient(n, r, s, w.SHAPES[n]), w.SHAPES)
+    wanted = Expected(spec, size=SIZE, most_numel=limit).averages(steps)
+    for step, grads in enumerate(steps):
+        averages = group.step([{name: of[rank] for name, of in grads.items()} for rank in range(SIZE)])
+        for name in w.SHAPES:
+            assert torch.equal(averages[0][name], wanted[step][name])
+            for of_rank, names in results["divided"]:
+                assert torch.equal(of_rank[step][name], averages[0][name])
+                assert names == sorted(group.compressors[0].states) and len(names) > 2
 
 
 @every_spec()

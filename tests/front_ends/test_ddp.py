@@ -24,6 +24,7 @@ from ddp_worker import (
     DECAY_STEPS,
     DECAYED,
     DECAYS,
+    DIVIDED,
     DTYPES,
     OPTIONS,
     OVERFLOWS,
@@ -64,8 +65,8 @@ def gradients(ranks, step, index, dtype=torch.float32):
 class InGroups:
     """Reference: LocalGroups, one for each parameter, or for those of a bucket that the method joins."""
 
-    def __init__(self, compressor, size, prefix="layers."):
-        self.groups = Expected(compressor, prefix, size)
+    def __init__(self, compressor, size, prefix="layers.", **arguments):
+        self.groups = Expected(compressor, prefix, size, **arguments)
 
     def average(self, grads, buckets):
         """grads: {index: list of all ranks' gradients}."""
@@ -164,6 +165,15 @@ def test_methods(jobs, size, spec):
     for step, want in enumerate(wanted):
         of_ranks = [{f"layers.{i}": average for i, average in enumerate(run[step])} for run in averages]
         assert_averages(gradzip.parse(spec), of_ranks, {f"layers.{i}": average for i, average in want.items()})
+
+
+def test_groups_are_smaller_than_buckets(world):
+    size, results = world
+    averages, buckets = runs(results["divided"])
+    spec, limit = DIVIDED
+    reference = InGroups(gradzip.parse(spec), size, most_numel=limit)
+    assert_equal(averages, expected([(COMPRESSED, reference)], range(size), buckets))
+    assert len(reference.groups.groups) > 3 == len(buckets[-1])
 
 
 def test_shards_are_gathered_while_the_next_ones_are_exchanged(world):

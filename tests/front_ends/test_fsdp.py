@@ -17,13 +17,13 @@ from reference import MomentumSGD
 if not dist.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 pytest.importorskip("torch.distributed.fsdp._fully_shard", reason="torch without FSDP2")
-from fsdp_worker import AMP, BASE, CODECS, DRAWS, EXAMPLES, INNER, METHODS, ROUNDS, SHAPES, STEPS, UNCOMPRESSED
+from fsdp_worker import AMP, BASE, CODECS, DIVIDED, DRAWS, EXAMPLES, INNER, METHODS, ROUNDS, SHAPES, STEPS, UNCOMPRESSED
 
 RANKS = 4
 ALL = {name: shape for shapes in SHAPES.values() for name, shape in shapes.items()}
 FULL = {name: f"{module}.{name}".lstrip(".") for module, shapes in SHAPES.items() for name in shapes}
-DEFAULT = ["methods", "nodes", "options", "roots", "one_rank", "interrupted", "checkpointing", "overlap", "loss_scale",
-           "distributed_checkpoint", "errors", "quantized"]  # fmt: skip
+DEFAULT = ["methods", "divided", "nodes", "options", "roots", "one_rank", "interrupted", "checkpointing", "overlap",
+           "loss_scale", "distributed_checkpoint", "errors", "quantized"]  # fmt: skip
 LONG = ["more_options", "all_methods", "replicas_only", "shards_only", "native", "clipping", "shared_compressor",
         "momentum", "quantized_training", "auto"]  # fmt: skip
 
@@ -53,10 +53,12 @@ def shard_mean(name, step, replica, shard, shards=2, cast=None):
 class Reference:
     """The averages of one shard: those of LocalGroups of its replicas, with the modules as buckets."""
 
-    def __init__(self, spec, shard, shards=2, prefix="", cast=None):
+    def __init__(self, spec, shard, shards=2, prefix="", cast=None, **arguments):
         self.place = shard, shards, cast
         self.replicas = RANKS // shards
-        self.groups = Expected(spec, (f"shard{shard}of{shards}." if shards > 1 else "") + prefix, self.replicas)
+        self.groups = Expected(
+            spec, (f"shard{shard}of{shards}." if shards > 1 else "") + prefix, self.replicas, **arguments
+        )
 
     def step(self, step, without=(), zero=(), scale=1.0):
         shard, shards, cast = self.place
@@ -96,6 +98,15 @@ def test_averages_are_those_of_local_groups(job, spec):
         reference = Reference(spec, rank % 2)
         for step, averages in enumerate(results[spec]["averages"]):
             assert_equal(averages, reference.step(step))
+
+
+def test_groups_are_smaller_than_modules(job):
+    spec, limit = DIVIDED
+    for rank, results in enumerate(job["divided"]):
+        reference = Reference(spec, rank % 2, most_numel=limit)
+        for step, averages in enumerate(results):
+            assert_equal(averages, reference.step(step))
+        assert max(map(len, reference.groups.groups)) > 1 and len(reference.groups.groups) > len(SHAPES)
 
 
 def test_replicas_are_identical(job):

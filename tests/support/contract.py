@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import math
 import zlib
 
 import torch
@@ -91,11 +92,12 @@ class Expected:
 
     Args:
         method: a spec or a compressor.
+        most_numel: elements of a unit, at most, unless it is one parameter.
     """
 
-    def __init__(self, method, prefix="", size=2):
+    def __init__(self, method, prefix="", size=2, most_numel=math.inf):
         self.compressor = gradzip.parse(method) if isinstance(method, str) else method
-        self.prefix, self.size = prefix, size
+        self.prefix, self.size, self.most_numel = prefix, size, most_numel
         self.groups = {}  # by unit
         self.shapes = {}  # by name
         self.kept = [{} for _ in range(size)]  # by name, of parameters without a group: tensors by field
@@ -157,7 +159,16 @@ class Expected:
             bypasses = method.bypasses(torch.empty(self.shapes[name], device="meta"))
             common = None if bypasses else method.groups_by(self.shapes[name])
             units.setdefault(name if common is None else (id(method), common, self.step(name)), []).append(name)
-        return [tuple(names) for names in units.values()]
+        return [tuple(names) for whole in units.values() for names in self.divided(whole)]
+
+    def divided(self, names):
+        """Divide names into runs of at most `most_numel` elements."""
+        runs = [[]]
+        for name in names:
+            if runs[-1] and sum(self.shapes[other].numel() for other in [*runs[-1], name]) > self.most_numel:
+                runs.append([])
+            runs[-1].append(name)
+        return runs
 
     def step(self, name):
         """Return how often a parameter was averaged. One that joins late is not compressed with others."""

@@ -32,7 +32,8 @@ from .exempt import Kind, exempt_names
 if TYPE_CHECKING:
     from .group import Group
 
-INDEXED_NUMEL = 2**31 - 1  # elements that kernels can number: indices have 32 bits
+# Elements that kernels can number: indices have 32 bits, and a device has room for 2^28 bytes of them, with a header.
+INDEXED_NUMEL = 2**31 - 2**8
 _DIGEST = "_digest"  # attribute of a compressor: its hyper-parameters, and their digest
 
 

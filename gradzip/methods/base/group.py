@@ -17,7 +17,12 @@ from ...collectives.node_chunks import NodeChunks, among_peers
 from ...collectives.routines import Routine
 from ...memory.state import Fields, State, group_name
 from ...ops import tensors as ops
-from .compressor import INDEXED_NUMEL, Compressor, copy_all
+from .compressor import Compressor, copy_all
+
+# Elements of a group, at most, unless it is of one parameter: the numbers of a payload then have 32 bits. Its indices
+# do; so do its bytes, with up to 15 bits for each element, which Horovod counts; and those of a coded bitmap, at most
+# 10 for each 64 elements, fit the slack of a payload on a device (2^28 bytes).
+MOST_NUMEL = 1 << 30
 
 Planned = TypeVar("Planned")
 
@@ -367,7 +372,7 @@ def plan_groups(
     *,
     frozen: bool = False,
 ) -> list[Group]:
-    """Divide the parameters of a bucket into groups.
+    """Divide the parameters of a bucket into groups, each of `MOST_NUMEL` elements at most, or of one parameter.
 
     Args:
         compressor: the compressor of the whole model.
@@ -395,7 +400,7 @@ def plan_groups(
         if not (compressed or exempt) and like.numel() > method.max_numel:
             warnings.warn(
                 f"parameter {name!r} is averaged uncompressed: got {like.numel()} elements, {type(method).__name__} "
-                f"takes at most {method.max_numel}",
+                f"takes at most {method.max_numel}; shard it (FSDP2), or give it a low-rank method by PerLayer",
                 stacklevel=2,
             )
         kind = method.groups_by(like.shape) if compressed else None
@@ -418,11 +423,11 @@ def plan_groups(
 
 
 def _split(indices: list[int], parameters: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Split parameters, by their numbers, where together they would have more elements than `INDEXED_NUMEL`."""
+    """Split parameters, by their numbers, where together they would have more elements than `MOST_NUMEL`."""
     run, length = [indices[0]], parameters[indices[0]].numel()
     for i in indices[1:]:
         length += parameters[i].numel()
-        if length > INDEXED_NUMEL:
+        if length > MOST_NUMEL:
             yield run
             run, length = [], parameters[i].numel()
         run.append(i)
