@@ -315,6 +315,12 @@ class Sharded(Block):
             x = block(x, gradients)
         return x
 
+    def reduce_with(self, reduce_scatter: Any) -> None:
+        """Have FSDP2 reduce gradients with an object as of `gradzip.fsdp.reduce_scatter`."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(reduce_scatter)
+
     def backward(self, gradients: dict[str, Tensor], adds: bool = False) -> None:
         """Run a forward and a backward pass with these gradients. adds: to those of earlier passes."""
         for parameter in self.named.values() if not adds else ():
@@ -362,9 +368,7 @@ def reduce_scatter_steps(
                 super().__call__(*arguments, **options)
 
     quantized = Counted(compressor)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(quantized)
+    model.reduce_with(quantized)
     return _steps(model, quantized, device)
 
 

@@ -242,6 +242,7 @@ OPTIONS = {
     "as they are": {},
     "reduced in bfloat16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
     "computed in bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "reduced in 8 bits": {},
 }
 
 
@@ -253,6 +254,8 @@ def test_nothing_of_a_pass_of_fsdp_waits(spec, options, adds):
     with fake_group(2 * SHARDS), stand_in() as device:
         mesh = init_device_mesh("cuda", (2, SHARDS), mesh_dim_names=("replicate", "shard"))
         model = Sharded(LAYERS, mesh["shard"], device, **OPTIONS[options])
+        if options == "reduced in 8 bits":
+            model.reduce_with(gradzip.fsdp.reduce_scatter(gradzip.BlockFloat(bits=8)))
         compressor = gradzip.parse(spec)
         gradzip.fsdp.compress(model, compressor, mesh["replicate"].get_group())
         for step in range(4):
