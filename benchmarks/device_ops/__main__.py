@@ -1,16 +1,20 @@
 """Count what one training step with each method queues on a device, and how often the host waits. Needs no GPU.
 
 A stand-in for the device counts operations, syncs and bytes (stand_in.py) while one rank runs its part of a step. All
-other ranks send what it sends. Front ends (both have buckets of 25 MiB):
+other ranks send what it sends. Front ends:
 
-  horovod  gradzip's hook, beside Horovod's own all-reduces, which are not counted.
-  ddp      gradzip's hook of DistributedDataParallel.
+  horovod  gradzip's hook, beside Horovod's own all-reduces, which are not counted. Buckets have 25 MiB.
+  ddp      gradzip's hook of DistributedDataParallel, which a loop calls with buckets of 25 MiB.
+  fsdp     gradzip.fsdp.compress between replicas of two shards each. torch's own FSDP2 shards each block of layers,
+           runs forward and backward passes, and calls the hooks. What these do is counted, and the end of the step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
@@ -19,11 +23,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import Parameter
 
 import gradzip
 import gradzip.ddp
+import gradzip.fsdp
 import gradzip.horovod
 from benchmarks.common.arguments import Parser, at_least, method, output_file
 from benchmarks.common.results import RESULTS, ROOT, Blocks, provenance, replace_blocks, write_json
@@ -34,6 +41,7 @@ from gradzip.cli import models
 from gradzip.collectives import AllToAll, Collective, Gather, RingSum, ToHost
 from gradzip.collectives.engine import Engine, Pending, PendingCopy
 from gradzip.collectives.traffic import Traffic
+from gradzip.memory.verdict import read_all
 from gradzip.methods.base.registry import registered
 
 STORED = RESULTS / "device_ops.json"
@@ -42,8 +50,9 @@ START = "<!-- table: python -m benchmarks.device_ops --write -->\n\n"
 
 SMALLEST = "three"  # two matrices and a bias
 MODELS = ("resnet50", "bert-large", "charlm")
-FRONT_ENDS = ("horovod", "ddp")
+FRONT_ENDS = ("horovod", "ddp", "fsdp")
 SIZES = (2, 8)
+SHARDS = 2  # of FSDP's: ranks of a replica
 BUCKET = 25 << 20  # bytes, as DDP's default
 
 EXAMPLES = """\
@@ -254,7 +263,136 @@ def ddp_steps(
     return run
 
 
+# --- FSDP2
+
+
+def blocks_of(shapes: Shapes) -> list[Shapes]:
+    """The parameters that are in no numbered block of layers; then, those of each block."""
+    found: dict[str, Shapes] = {"": {}}
+    for name, shape in shapes.items():
+        block = re.match(r"(\w+\.)*?\d+\.", name)
+        found.setdefault(block[0] if block else "", {})[name] = shape
+    return list(found.values())
+
+
+class Block(nn.Module):
+    """Parameters whose gradients are arguments of the forward pass."""
+
+    def __init__(self, shapes: Shapes, device: StandIn, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.names = list(shapes)
+        for name, shape in shapes.items():
+            self.register_parameter(name.replace(".", "_"), Parameter(device.tensor(zeros(shape, dtype))))
+
+    def forward(self, x: Tensor, gradients: dict[str, Tensor]) -> Tensor:
+        for name, parameter in zip(self.names, self.parameters(recurse=False)):
+            x = x + (parameter * gradients[name]).sum()
+        return x
+
+
+class Sharded(Block):
+    """A model whose blocks are modules of FSDP2. named: this rank's shards, by the names of the shapes.
+
+    options: of `fully_shard`.
+    """
+
+    def __init__(
+        self, shapes: Shapes, mesh: DeviceMesh, device: StandIn, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> None:
+        own, *others = blocks_of(shapes)
+        super().__init__(own, device, dtype)
+        self.blocks = nn.ModuleList(Block(of_block, device, dtype) for of_block in others)
+        self.start = device.tensor(torch.zeros((), dtype=dtype))
+        for module in (*self.blocks, self):
+            fully_shard(module, mesh=mesh, reshard_after_forward=False, **options)
+        self.set_reshard_after_backward(False)  # values of parameters do not matter: they are gathered once
+        of_blocks = [zip(block.names, block.parameters(recurse=False)) for block in (self, *self.blocks)]
+        self.named: dict[str, Parameter] = dict(itertools.chain(*of_blocks))
+
+    def forward(self, x: Tensor, gradients: dict[str, Tensor]) -> Tensor:
+        x = super().forward(x, gradients)
+        for block in self.blocks:
+            x = block(x, gradients)
+        return x
+
+    def reduce_with(self, reduce_scatter: Any) -> None:
+        """Have FSDP2 reduce gradients with an object as of `gradzip.fsdp.reduce_scatter`."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(reduce_scatter)
+
+    def backward(self, gradients: dict[str, Tensor], adds: bool = False) -> None:
+        """Run a forward and a backward pass with these gradients. adds: to those of earlier passes."""
+        for parameter in self.named.values() if not adds else ():
+            parameter.grad = None
+        with torch.enable_grad():
+            self(self.start, gradients).backward()
+
+    def averages(self) -> dict[str, Tensor]:
+        """The averages of this rank's shards."""
+        return {name: parameter.grad.to_local() for name, parameter in self.named.items()}
+
+
+def fsdp_steps(
+    compressor: gradzip.Compressor, shapes: Shapes, size: int, device: StandIn, dtype: torch.dtype = torch.float32
+) -> Step:
+    """As the others, in a process group of `size * SHARDS` ranks. Averages take the places of gradients."""
+    mesh = init_device_mesh("cuda", (size, SHARDS), mesh_dim_names=("replicate", "shard"))
+    model = Sharded(shapes, mesh["shard"], device, dtype)
+
+    class Counted(gradzip.fsdp.ReplicaAverages):
+        counts: Counts
+
+        def _average(self, index: int, reduced: Tensor) -> None:
+            with device.counting(self.counts), self.counts.hook():
+                super()._average(index, reduced)
+
+        def _finish(self) -> None:
+            with device.counting(self.counts):
+                super()._finish()
+
+    return _steps(model, Counted(model, compressor, mesh["replicate"].get_group()), device)
+
+
+def reduce_scatter_steps(
+    compressor: gradzip.Compressor, shapes: Shapes, size: int, device: StandIn, dtype: torch.dtype = torch.float32
+) -> Step:
+    """Steps with `gradzip.fsdp.reduce_scatter` between `size` shards, whose calls are counted."""
+    model = Sharded(shapes, init_device_mesh("cuda", (size,)), device, dtype)
+
+    class Counted(gradzip.fsdp.ReduceScatter):
+        counts: Counts
+
+        def __call__(self, *arguments: Any, **options: Any) -> None:
+            with device.counting(self.counts), self.counts.hook():
+                super().__call__(*arguments, **options)
+
+    quantized = Counted(compressor)
+    model.reduce_with(quantized)
+    return _steps(model, quantized, device)
+
+
+def _steps(model: Sharded, counted: Any, device: StandIn) -> Step:
+    """Steps of a model. counted: counts its own part of them."""
+
+    def run(gradients: dict[str, Tensor], counts: Counts) -> None:
+        counted.counts = counts
+        with device.uncounted():
+            model.backward(gradients)
+        gradients |= model.averages()
+
+    return run
+
+
 # --- counting
+
+STEPS = {"horovod": horovod_steps, "ddp": ddp_steps, "fsdp": fsdp_steps, "reduce-scatter": reduce_scatter_steps}
+
+
+def world_size(front_end: str, size: int) -> int:
+    """The ranks of a job that averages over `size` ranks."""
+    return size * SHARDS if front_end == "fsdp" else size
+
 
 WARM_UP, COUNTED = 2, 2  # steps: ACPSGD does other work in even and odd ones, for the first time in the first two
 
@@ -262,11 +400,17 @@ WARM_UP, COUNTED = 2, 2  # steps: ACPSGD does other work in even and odd ones, f
 def count(
     compressor: gradzip.Compressor, shapes: Shapes, size: int, front_end: str, compute: bool = True, small: int = SMALL
 ) -> Counts:
-    """Count two steps, with residuals, of the first of `size` ranks. compute, small: of `stand_in`."""
+    """Count two steps, with residuals, of the first of `size` ranks. compute, small: of `stand_in`.
+
+    front_end: of `STEPS`.
+    """
     total = Counts()
-    with fake_group(size), mock.patch("gradzip.ddp.Future", future), stand_in(compute, small) as device:
-        steps = horovod_steps if front_end == "horovod" else ddp_steps
-        run = steps(compressor, shapes, size, device)
+    with (
+        fake_group(world_size(front_end, size)),
+        mock.patch("gradzip.ddp.Future", future),
+        stand_in(compute, small) as device,
+    ):
+        run = STEPS[front_end](compressor, shapes, size, device)
         for step in range(WARM_UP + COUNTED):
             if step == WARM_UP:
                 compressor.traffic.bytes_sent = 0
@@ -275,6 +419,7 @@ def count(
                 run(gradients, counts)
             if step >= WARM_UP:
                 total.add(counts)
+        read_all()  # while the device is there
     return total
 
 
@@ -302,8 +447,9 @@ def cell(spec: str, model: str, size: int, front_end: str) -> Cell:
 
 def table(cells: list[Cell], size: int) -> Iterator[str]:
     """Markdown: a row for each method, columns for the networks of the goals and the front ends."""
-    columns = [(model, front_end) for model in MODELS[:2] for front_end in FRONT_ENDS]
     found = {(c.method, c.model, c.front_end): f"{c.ops} / {c.syncs}" for c in cells if c.ranks == size}
+    counted = {(c.model, c.front_end) for c in cells if c.ranks == size}
+    columns = [column for column in itertools.product(MODELS[:2], FRONT_ENDS) if column in counted]
     methods = sorted({c.method for c in cells})
     rows = ([f"`{method}`", *(found.get((method, *column), "") for column in columns)] for method in methods)
     return markdown(["method", *(f"{model}, {front_end}" for model, front_end in columns)], rows)
@@ -323,6 +469,7 @@ def main() -> None:
         "--model", action="append", choices=(SMALLEST, *MODELS), help="repeat for several (default: all)"
     )
     parser.add_argument("--ranks", action="append", type=at_least(1), help="repeat for several (default: 2 and 8)")
+    parser.add_argument("--front-end", action="append", choices=FRONT_ENDS, help="repeat for several (default: all)")
     parser.add_argument("--waits", action="store_true", help="show which operations wait for the device")
     parser.add_argument(
         "--json", metavar="PATH", type=output_file, help="add the counts to this file, with their provenance"
@@ -338,7 +485,7 @@ def main() -> None:
     cells = {tuple(row[key] for key in ("model", "method", "front_end", "ranks")): row for row in document["cells"]}
     for model in args.model or (SMALLEST, *MODELS):
         for spec in args.methods or default_specs():
-            for front_end in FRONT_ENDS:
+            for front_end in args.front_end or FRONT_ENDS:
                 for size in args.ranks or SIZES:
                     c = cell(spec, model, size, front_end)
                     cells[model, spec, front_end, size] = asdict(c)

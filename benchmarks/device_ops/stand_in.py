@@ -3,6 +3,7 @@
 Tensors "on" it (`StandInTensor`) keep their data in host memory, and say that their device is CUDA. Operations of torch
 on them are computed by the CPU and counted by a dispatch mode. A kernel of gradzip is counted by its CUDA launcher,
 compiled for the host (tests/simt), which queues what it would queue on a device; the CPU's kernel computes the result.
+A DTensor is on the device of its local tensor.
 
 What is counted (`Counts`):
 
@@ -42,6 +43,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -149,6 +151,7 @@ class StandInTensor(Tensor):
     allocated: Allocated | None = None  # that counts its memory
     release: Callable[[], Any] | None = None  # has that count it no more
     is_away: bool = False  # whether `data` was set to a tensor in host memory
+    is_meta = False
 
     @staticmethod
     def __new__(cls, host: Tensor, addresses: dict[int, int]) -> StandInTensor:
@@ -239,7 +242,11 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs)  # for the shape of a DTensor
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(isinstance(x, DTensor) for x in given):
+            return NotImplemented  # it comes back with local tensors
         mine = {id(x.host): x for x in given if isinstance(x, StandInTensor)}
         target = kwargs.get("device")
         to_device = target is not None and torch.device(target).type in (DEVICE.type, "meta")  # C++ asks for the latter
@@ -337,6 +344,25 @@ def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             changed += tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
     return [x for x in changed if isinstance(x, Tensor)]
+
+
+class _Stream:
+    """The stream of the device, which does all work at once. Also its events."""
+
+    cuda_stream = 0
+
+    def __init__(self, mode: _Mode) -> None:
+        self._mode = mode
+
+    def synchronize(self) -> None:
+        self._mode.counts.add_sync("synchronize")
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return self
+
+    def record(self, stream: Any = None) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
 
 
 class _Kernels:
@@ -443,9 +469,9 @@ class StandIn:
         return self._mode.wrap(host)
 
     @contextlib.contextmanager
-    def counting(self) -> Iterator[Counts]:
-        """Count from here to the end of the block; otherwise nothing is kept."""
-        before, self._mode.counts = self._mode.counts, Counts()
+    def counting(self, counts: Counts | None = None) -> Iterator[Counts]:
+        """Count from here to the end of the block, in addition to `counts`; otherwise nothing is kept."""
+        before, self._mode.counts = self._mode.counts, Counts() if counts is None else counts
         try:
             yield self._mode.counts
         finally:
@@ -473,6 +499,7 @@ def stand_in(compute: bool = True, small: int = SMALL) -> Iterator[StandIn]:
     """
     simt = simt_module()
     mode = _Mode(Counts(), math.inf if compute else small)
+    stream = _Stream(mode)
     kernels = types.SimpleNamespace(**vars(_C) | {"cuda": _Kernels(mode, simt), "cuda_built": True})
     with contextlib.ExitStack() as stack:
         simt.count_only(MULTIPROCESSORS)
@@ -485,7 +512,12 @@ def stand_in(compute: bool = True, small: int = SMALL) -> Iterator[StandIn]:
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "synchronize", lambda device=None: mode.counts.add_sync("synchronize")),
-            (torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0)),
+            (torch.cuda, "current_stream", lambda device=None: stream),
+            (torch.cuda, "Stream", lambda **options: stream),
+            (torch.cuda, "Event", lambda **options: stream),
+            (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+            (DTensor, "device", property(lambda x: x._local_tensor.device)),
+            (DTensor, "is_cuda", property(lambda x: x._local_tensor.is_cuda)),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         stack.enter_context(torch.no_grad())

@@ -62,8 +62,9 @@ class LowRank(ErrorFeedback):
         self.check("rank", isinstance(self.rank, int) and self.rank >= 1, "an integer >= 1")
         # Local work for all Q, and for all P: they are not joined.
         self._follow = partial(self._follow_all, False), partial(self._follow_all, True)
-        # By `transpose`, for which groups of the last step, and what `_given_of` returned.
-        self._given: dict[bool, tuple[Any, Tensor, Tensor]] = {}
+        # By `transpose` and the first name: of which groups, and what `_given_of` returned. FSDP2's modules may end
+        # one after the other.
+        self._given: dict[tuple[bool, str], tuple[Any, Tensor, Tensor]] = {}
 
     def groups_by(self, shape: torch.Size) -> tuple[()]:
         return ()
@@ -155,9 +156,10 @@ class LowRank(ErrorFeedback):
         scaled = of[0][3]
         of_groups = [group for group, *_ in of]
         key = of_groups[0].device, [(group.names, group.shapes_of_parts) for group in of_groups]
-        if self._given.get(transpose, (None,))[0] != key:
-            self._given[transpose] = key, *self._given_of(of_groups, transpose)
-        _, matrix_of, random = self._given[transpose]
+        first = transpose, of_groups[0].names[0]
+        if self._given.get(first, (None,))[0] != key:
+            self._given[first] = key, *self._given_of(of_groups, transpose)
+        _, matrix_of, random = self._given[first]
         largest = torch.cat([columns for _, _, columns, _ in of])
         result = torch.cat([factor for _, factor, *_ in of]).view(-1, self.rank)
         if scaled:

@@ -8,12 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import gradzip
 import gradzip.ddp
+import gradzip.fsdp
 import kinds
 from benchmarks.device_ops import __main__ as device_ops
-from benchmarks.device_ops.__main__ import FRONT_ENDS, SMALLEST, fake_group, noise, shapes_of
+from benchmarks.device_ops.__main__ import FRONT_ENDS, SHARDS, SMALLEST, STEPS, fake_group, noise, shapes_of, world_size
 from benchmarks.device_ops.stand_in import StandInTensor, stand_in
 from gradzip.memory.verdict import read_all
 from gradzip.methods.base.gather import GatherCompressor
@@ -49,9 +51,8 @@ class Job:
     """Steps of one rank, whose gradients all ranks have."""
 
     def __init__(self, compressor, front_end, device, dtype=torch.float32):
-        steps = device_ops.horovod_steps if front_end == "horovod" else device_ops.ddp_steps
         self.compressor, self.device, self.dtype = compressor, device, dtype
-        self._run = steps(compressor, SHAPES, RANKS, device, dtype)
+        self._run = STEPS[front_end](compressor, SHAPES, RANKS, device, dtype)
 
     def step(self, number, broken=None, value=math.nan):
         """Run a step. broken: the name of a gradient that has `value`. Returns the averages and the counts."""
@@ -74,8 +75,12 @@ class Job:
 
 
 @contextlib.contextmanager
-def on_stand_in():
-    with fake_group(RANKS), mock.patch("gradzip.ddp.Future", device_ops.future), stand_in() as device:
+def on_stand_in(front_end="ddp"):
+    with (
+        fake_group(world_size(front_end, RANKS)),
+        mock.patch("gradzip.ddp.Future", device_ops.future),
+        stand_in() as device,
+    ):
         yield device
         with warnings.catch_warnings(), contextlib.suppress(gradzip.PayloadError):
             warnings.simplefilter("ignore")
@@ -84,7 +89,7 @@ def on_stand_in():
 
 @contextlib.contextmanager
 def job(spec, front_end, dtype=torch.float32):
-    with on_stand_in() as device:
+    with on_stand_in(front_end) as device:
         yield Job(gradzip.parse(spec), front_end, device, dtype)
 
 
@@ -140,9 +145,26 @@ def test_averages_that_overflow_in_float16(spec, front_end):
         before, _ = trained.states()
         averages, counts = trained.step(SETTLED, "b.bias", math.inf)
         assert counts.syncs == 0 and equal(before, trained.states()[0])
-        if front_end == "horovod":  # averages are in the gradients
+        if front_end != "ddp":  # which has them in its buckets
             assert all(average.isnan().all() and average.dtype == torch.float16 for average in averages.values())
         assert trained.compressor.last_step_skipped
+
+
+@pytest.mark.parametrize("spec", kinds.params(SPECS, ["none", "acpsgd", "topk"]))
+def test_a_shard_of_another_rank_is_not_finite(spec):
+    """It is known from the exchange between the shards of a model."""
+    with job(spec, "fsdp") as trained:
+        for number in range(SETTLED):
+            trained.step(number)
+        before, _ = trained.states()
+        with mock.patch.object(torch.distributed, "all_reduce", lambda number, group: number.fill_(math.nan)):
+            averages, counts = trained.step(SETTLED)
+        assert counts.syncs == 0 or not never_waits(trained.compressor), counts.waits
+        assert all(average.isnan().all() for average in averages.values())
+        assert equal(before, trained.states()[0])
+        with pytest.warns(UserWarning, match="average gradient on another rank"):
+            trained.step(SETTLED + 1)
+        assert not trained.compressor.last_step_skipped
 
 
 def test_a_verdict_can_be_asked_for_before_the_next_step():
@@ -216,33 +238,57 @@ class Model:
 
     def step(self, number, broken=False, scaler=None):
         """A backward pass and a step of the optimizer. Returns the waits of both."""
-        parameters = list(self.named.values())
-        with self.device.counting():
-            gradients = [noise(p.numel(), number).clone() for p in parameters]
-            gradients[0][3] = math.nan if broken else gradients[0][3]
-            buffer = self.device.tensor(torch.cat(gradients))
+        gradients = [noise(p.numel(), number).clone() for p in self.named.values()]
+        gradients[0][3] = math.nan if broken else gradients[0][3]
         with self.device.counting() as counts:
-            bucket = device_ops.grad_bucket(0, parameters, buffer, True)
-            gradzip.ddp.hook(self.hook, bucket)
-            for parameter, gradient in zip(parameters, bucket.gradients()):
-                parameter.grad = gradient
+            self.backward(gradients)
             backward = counts.syncs
             step = self.optimizer.step if scaler is None else lambda: scaler.step(self.optimizer)
             step()
         return backward, counts.syncs - backward
 
+    def backward(self, gradients):
+        """The part of gradzip in a backward pass."""
+        parameters = list(self.named.values())
+        bucket = device_ops.grad_bucket(0, parameters, self.device.tensor(torch.cat(gradients)), True)
+        gradzip.ddp.hook(self.hook, bucket)
+        for parameter, gradient in zip(parameters, bucket.gradients()):
+            parameter.grad = gradient
+
     def tensors(self):
         """Copies of parameters and of the optimizer's tensors on the device, and its counters."""
-        found = [p.data.host.clone() for p in self.named.values()]
+        found = [on_host(p) for p in self.named.values()]
         for state in self.optimizer.state.values():
-            found += [(getattr(x, "host", x)).clone() for x in state.values() if isinstance(x, torch.Tensor)]
+            found += [on_host(x) for x in state.values() if isinstance(x, torch.Tensor)]
         return found
 
 
+class ShardedModel(Model):
+    """The same with FSDP2, whose forward and backward passes are real, and counted too."""
+
+    def __init__(self, compressor, device, make):
+        self.device = device
+        mesh = init_device_mesh("cuda", (RANKS, SHARDS), mesh_dim_names=("replicate", "shard"))
+        self.model = device_ops.Sharded(SHAPES, mesh["shard"], device)
+        self.named = self.model.named
+        gradzip.fsdp.compress(self.model, compressor, mesh["replicate"].get_group())
+        self.optimizer = make(list(self.named.values()))
+
+    def backward(self, gradients):
+        named = zip(self.named.items(), gradients)
+        self.model.backward({name: self.device.tensor(gradient.view(p.shape)) for (name, p), gradient in named})
+
+
+def on_host(x):
+    """A copy of a tensor, or of this rank's shard of it."""
+    x = x.to_local() if hasattr(x, "to_local") else x
+    return getattr(x, "host", x).detach().clone()
+
+
 @contextlib.contextmanager
-def model(spec, make):
-    with on_stand_in() as device:
-        yield Model(gradzip.parse(spec), device, make)
+def model(spec, make, front_end="ddp"):
+    with on_stand_in(front_end) as device:
+        yield (ShardedModel if front_end == "fsdp" else Model)(gradzip.parse(spec), device, make)
 
 
 def muon(parameters):
@@ -257,14 +303,16 @@ SKIP_ON_DEVICE = {
     "gradzip's Muon": muon,
 }
 
+OF_SHARDS = [("fsdp", "fused AdamW"), ("fsdp", "gradzip's AdamW")]  # others do not take shards
+
 
 @pytest.mark.parametrize("first", [0, 3])
-@pytest.mark.parametrize("make", SKIP_ON_DEVICE)
-def test_optimizers_skip_on_the_device(make, first):
+@pytest.mark.parametrize(("front_end", "make"), [*(("ddp", make) for make in SKIP_ON_DEVICE), *OF_SHARDS])
+def test_optimizers_skip_on_the_device(front_end, make, first):
     """The host does not wait. Later steps are those of training without the one that is skipped."""
     found = []
     for skips in (True, False):
-        with model("none", SKIP_ON_DEVICE[make]) as trained, warnings.catch_warnings():
+        with model("none", SKIP_ON_DEVICE[make], front_end) as trained, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for number in range(6):
                 if number == first and skips:
@@ -278,11 +326,12 @@ def test_optimizers_skip_on_the_device(make, first):
     assert all(map(torch.equal, *found)) and len(found[0]) == len(found[1]) > 2 * len(SHAPES) - 1
 
 
-def test_for_other_optimizers_the_host_waits_in_their_step():
-    with model("none", lambda parameters: torch.optim.AdamW(parameters, foreach=True)) as trained:
+@pytest.mark.parametrize("front_end", ["ddp", "fsdp"])
+def test_for_other_optimizers_the_host_waits_in_their_step(front_end):
+    with model("none", lambda parameters: torch.optim.AdamW(parameters, foreach=True), front_end) as trained:
         assert trained.step(0)[1] == 1
         before = trained.tensors()
-        with pytest.warns(UserWarning, match="average gradient of 'a.weight'"):
+        with pytest.warns(UserWarning, match="average gradient of '(shard0of2.)?a[._]weight'"):
             assert trained.step(1, broken=True) == (0, 1)
         assert all(map(torch.equal, before, trained.tensors()))
         assert all(p.grad is not None for p in trained.named.values())

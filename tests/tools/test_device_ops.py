@@ -1,15 +1,20 @@
 """What methods queue on a device, and how often the host waits for it, counted on a stand-in device."""
 
 import contextlib
+import dataclasses
 import functools
 import shutil
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import gradzip
 import gradzip.ddp
+import gradzip.fsdp
 import gradzip.horovod
 import kinds
 from benchmarks.device_ops import __main__ as device_ops
@@ -17,10 +22,13 @@ from benchmarks.device_ops import memory
 from benchmarks.device_ops.__main__ import COUNTED as STEPS
 from benchmarks.device_ops.__main__ import (
     FRONT_ENDS,
+    SHARDS,
     SMALLEST,
+    Sharded,
     compresses,
     count,
     fake_group,
+    fsdp_steps,
     horovod_steps,
     shapes_of,
     stored,
@@ -28,7 +36,9 @@ from benchmarks.device_ops.__main__ import (
 from benchmarks.device_ops.stand_in import DEVICE, stand_in
 from gradzip import ops
 from gradzip.memory.state import Key
+from gradzip.memory.verdict import read_all
 from gradzip.methods.base.gather import GatherCompressor
+from gradzip.methods.spec import unparse
 from gradzip.ops import groups, tensors
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
@@ -178,6 +188,114 @@ def test_the_stand_in_computes_what_the_cpu_does():
         theirs = group.compressors[0].states["w"].residual if "w" in group.compressors[0].states else None
         if theirs is not None:
             assert torch.equal(compressor.states["w"].residual.host, theirs), spec
+
+
+# --- FSDP2
+
+LAYERS = {f"{i}.{name}": shape for i in range(3) for name, shape in SHAPES.items()}  # three modules
+
+
+def with_each_error_feedback(specs):
+    """The variants of methods that undo steps on the device and have error feedback to choose."""
+    for spec in specs:
+        compressor = gradzip.parse(spec)
+        choices = {True, False, "owner"} if "error_feedback" in {f.name for f in dataclasses.fields(compressor)} else ()
+        for choice in sorted(choices, key=str):
+            with contextlib.suppress(ValueError):
+                variant = dataclasses.replace(compressor, error_feedback=choice)
+                if variant.undone_on_device and counts_alike(variant):
+                    yield unparse(variant)
+
+
+VARIANTS = list(dict.fromkeys(with_each_error_feedback(kinds.FIRST)))
+
+
+@pytest.mark.parametrize("spec", kinds.params(VARIANTS, [v for v in VARIANTS if v.startswith(("block-float", "topk"))]))
+def test_no_error_feedback_of_shards_waits(spec):
+    check_syncs(count(gradzip.parse(spec), LAYERS, 3, "fsdp"), 0)
+
+
+@pytest.mark.parametrize("in_hook", [True, False])
+def test_a_hidden_sync_with_shards_is_noticed(in_hook):
+    counts = count(with_hidden_sync(gradzip.TopK, HIDDEN["item"], in_hook), LAYERS, 2, "fsdp")
+    with pytest.raises(AssertionError):
+        check_syncs(counts, 0)
+
+
+def test_shards_on_the_stand_in_have_the_averages_of_the_cpu():
+    shape = torch.Size((60, 50))
+    for spec in SPECS:
+        compressor, group = gradzip.parse(spec), gradzip.LocalGroup(gradzip.parse(spec), 1)
+        with fake_group(SHARDS), stand_in() as device:
+            run = fsdp_steps(compressor, {"w": shape}, 1, device)
+            for step in range(4):
+                gradient = (step != 1) * device_ops.noise(shape.numel(), step).view(shape)
+                gradients = {"w": device.tensor(gradient.clone())}
+                with device.counting() as counts:
+                    run(gradients, counts)
+                shard = gradient[:30].clone()
+                assert torch.equal(gradients["w"].host, group.average([shard], f"shard0of{SHARDS}.w")[0]), spec
+            read_all()
+
+
+OPTIONS = {
+    "as they are": {},
+    "reduced in bfloat16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+    "computed in bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "reduced in 8 bits": {},
+}
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("spec", ["none", "acpsgd", "topk"])
+def test_nothing_of_a_pass_of_fsdp_waits(spec, options, adds):
+    """Neither what FSDP itself does, nor where it copies the averages, or where they are added to others."""
+    with fake_group(2 * SHARDS), stand_in() as device:
+        mesh = init_device_mesh("cuda", (2, SHARDS), mesh_dim_names=("replicate", "shard"))
+        model = Sharded(LAYERS, mesh["shard"], device, **OPTIONS[options])
+        if options == "reduced in 8 bits":
+            model.reduce_with(gradzip.fsdp.reduce_scatter(gradzip.BlockFloat(bits=8)))
+        compressor = gradzip.parse(spec)
+        gradzip.fsdp.compress(model, compressor, mesh["replicate"].get_group())
+        for step in range(4):
+            noise = {name: device_ops.noise(shape.numel(), step).view(shape) for name, shape in LAYERS.items()}
+            gradients = {name: device.tensor(gradient) for name, gradient in noise.items()}
+            with device.counting() as counts:
+                model.backward(gradients, adds)
+            assert step < 2 or counts.syncs == 0, counts.waits
+        assert all(average.host.any() for average in model.averages().values())
+        assert not compressor.last_step_skipped
+        read_all()
+
+
+REDUCED = [
+    "block-float", "block-float:bits=4,rounding=nearest", "block-float:bits=2,rounding=nearest", "qsgd:coding=packed",
+    "qsgd:coding=packed,bits=8,norm=max",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", REDUCED)
+def test_a_quantized_reduce_scatter_does_not_wait(spec):
+    counts = count(gradzip.parse(spec), LAYERS, 8, "reduce-scatter")
+    check_syncs(counts, 0)
+    assert 0 < counts.ops <= STEPS * 3 * 8  # for each module
+
+
+@pytest.mark.parametrize("spec", REDUCED)
+def test_a_quantized_reduce_scatter_has_the_sums_of_the_cpu(spec):
+    numel = 3000
+    with fake_group(4), stand_in() as device:
+        on_device, on_cpu = (gradzip.fsdp.reduce_scatter(gradzip.parse(spec)) for _ in range(2))
+        for step in range(3):
+            gradient, total = device_ops.noise(4 * numel, step), torch.empty(numel)
+            of_device = device.tensor(torch.empty(numel))
+            on_device(of_device, device.tensor(gradient), dist.group.WORLD, dist.ReduceOp.AVG)
+            on_cpu(total, gradient, dist.group.WORLD, dist.ReduceOp.AVG)
+            assert total.any() and torch.equal(of_device.host, total)
+
+
+# --- groups
 
 
 @pytest.mark.parametrize("spec", ["signsgd", "signsgd:majority=False", "onebit", "terngrad"])
