@@ -250,6 +250,11 @@ class _Mode(TorchDispatchMode):
         mine = {id(x.host): x for x in given if isinstance(x, StandInTensor)}
         target = kwargs.get("device")
         to_device = target is not None and torch.device(target).type in (DEVICE.type, "meta")  # C++ asks for the latter
+        if func is torch.ops.c10d.alltoall_base_.default:  # a fake group's: rank 0 gets the first part of each rank
+            result, size = func(*map(_host, args), **kwargs), dist.ProcessGroup.unbox(args[2]).size()
+            received, sent = (_host(x).view(size, -1) for x in args[:2])
+            received.copy_(sent[:1].expand_as(received))
+            return result
         if not mine and not to_device:
             return func(*args, **kwargs)
         name = func.__name__.partition(".")[0]
@@ -265,9 +270,6 @@ class _Mode(TorchDispatchMode):
             raise RuntimeError(f"{func}: got tensors on {DEVICE} and on the CPU, expected all on one device")
         args, kwargs = tree_map(_host, (args, kwargs))
         result = func(*args, **kwargs) if crosses else self._result(func, name, args, kwargs)
-        if name == "alltoall_base_":  # a fake group leaves a rank with its own parts; rank 0 gets the first of each
-            received, sent = (x.view(dist.get_world_size(), -1) for x in args[:2])
-            received.copy_(sent[:1].expand_as(received))
         if func.namespace == "aten":
             self._count(func, name, args, kwargs, result, crosses)
         if stays or name == "_local_scalar_dense" or (name == "copy_" and id(args[0]) not in mine):
