@@ -235,14 +235,13 @@ class TernGrad(ListCodec):
         self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key], largest: Tensor, scales: Tensor
     ) -> list[Tensor]:
         """The payloads of lists of parts, given the largest magnitudes of all clipped ones, and the scales."""
-        layout = self.layout(lists)
+        layout, parts, counts = self.layout(lists), list(itertools.chain(*lists)), list(map(len, lists))
         payloads, begin = self.new_payloads(layout, largest.device)
         self.write_numbers(layout, payloads, scales)
         clips = torch.where(largest > 0, largest, math.inf)  # all is 0: nothing to clip
-        every = list(itertools.chain(*lists))
-        groups.ternary_packed(every, scales, clips, self.keys_of(lists, keys), begin + layout.codes)
-        own = scales.split_with_sizes(list(map(len, lists)))
-        return self.seal_all(layout, payloads, itertools.repeat(bytes(16)), own)
+        own_keys = groups.keys_of([key.bits for key in keys], counts)
+        groups.ternary_packed(parts, scales, clips, own_keys, begin + layout.codes)
+        return self.seal_all(layout, payloads, itertools.repeat(bytes(16)), scales.split_with_sizes(counts))
 
 
 def _norms(parts: Sequence[Tensor]) -> Tensor:

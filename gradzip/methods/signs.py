@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import struct
@@ -74,14 +75,13 @@ class SignSGD(ErrorFeedback, ListCodec):
     def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
         layout, parts, counts = self.layout(lists), list(itertools.chain(*lists)), list(map(len, lists))
         payloads, begin = self.new_payloads(layout, parts[0].device)
-        statistics = groups.pack_signs(parts, self.keys_of(lists, keys), begin + layout.codes)
+        statistics = groups.pack_signs(parts, groups.keys_of([key.bits for key in keys], counts), begin + layout.codes)
         largest, scales = statistics.unbind(1)
         is_scaled = self.error_feedback or not self.majority
         self.write_numbers(layout, payloads, scales if is_scaled else torch.ones_like(scales))
-        fields = [self.fields_of((), key) for key in keys]
-        return self.seal_all(
-            layout, payloads, fields, (statistics if is_scaled else largest.contiguous()).split_with_sizes(counts)
-        )
+        fields = map(functools.partial(self.fields_of, ()), keys)
+        magnitudes = statistics if is_scaled else largest.contiguous()
+        return self.seal_all(layout, payloads, fields, magnitudes.split_with_sizes(counts))
 
     def fields_of(self, shapes: Sequence[torch.Size], key: Key) -> bytes:
         return _COINS.pack(key._replace(rank="shared").bits)
@@ -122,11 +122,12 @@ class SignSGD(ErrorFeedback, ListCodec):
         layout, counted = self.layout([coded.outs for coded in of]), self.error_feedback
         ballots = self.bodies(layout, [coded.payloads for coded in of])[layout.body] + layout.codes[:, None]
         # All ranks use rank 0's coins, in case ranks have counted steps differently.
-        keys = [groups.keys_of(_COINS.unpack(coded.payloads[0].fields)[0], len(coded.outs)) for coded in of]
+        (coins,) = zip(*[_COINS.unpack(coded.payloads[0].fields) for coded in of])
+        keys = groups.keys_of(coins, [len(coded.outs) for coded in of])
         # The winners are where they would be in payloads of theirs.
         starts = layout.codes + np.cumsum([0, *layout.nbytes[:-1]], dtype=np.uint64)[layout.body]
         winners, against = groups.majority(
-            ballots, layout.numels, np.concatenate(keys), starts, sum(layout.nbytes), of[0].payloads[0].body, counted
+            ballots, layout.numels, keys, starts, sum(layout.nbytes), of[0].payloads[0].body, counted
         )
         ballots_of, winners_of = [coded.payloads for coded in of], winners.split(layout.nbytes)
         if not counted:
@@ -220,7 +221,9 @@ class OneBitSGD(ErrorFeedback, ListCodec):
         layout, parts, counts = self.layout(lists), list(itertools.chain(*lists)), list(map(len, lists))
         payloads, begin = self.new_payloads(layout, parts[0].device)
         outs = begin + layout.codes, begin + layout.numbers
-        largest = groups.one_bit_packed(parts, layout.counts // 2, self.keys_of(lists, keys), *outs)
+        largest = groups.one_bit_packed(
+            parts, layout.counts // 2, groups.keys_of([key.bits for key in keys], counts), *outs
+        )
         return self.seal_all(layout, payloads, itertools.repeat(bytes(16)), largest.split_with_sizes(counts))
 
     def columns(self, layout: Layout, sums: Sequence[CodedSum]) -> tuple[np.ndarray, ...]:

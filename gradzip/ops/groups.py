@@ -165,9 +165,13 @@ def numels(tensors: Sequence[Tensor]) -> np.ndarray:
     return np.fromiter(map(methodcaller("numel"), tensors), np.int64, len(tensors))
 
 
-def keys_of(key: int, count: int) -> np.ndarray:
-    """A key of the random generator for each tensor of a list, from one for all of them."""
-    return np.uint64(key) + np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+def keys_of(keys: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    """A key of the random generator for each tensor of several lists, from one for each list.
+
+    counts: of their tensors.
+    """
+    number = np.concatenate([*map(np.arange, counts)], dtype=np.uint64, casting="unsafe")
+    return np.array(keys, np.uint64).repeat(counts) + number * np.uint64(0x9E3779B97F4A7C15)
 
 
 def pack_signs(parts: Sequence[Tensor], keys: np.ndarray, outs: np.ndarray) -> Tensor:

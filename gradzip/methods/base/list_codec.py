@@ -66,10 +66,6 @@ class ListCodec(GatherCompressor):
     def encode_all(self, parts: Sequence[Tensor], key: Key) -> Tensor:
         return self.encode_lists([parts], [key])[0]
 
-    def keys_of(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> np.ndarray:
-        """A key of the random generator for each tensor of several lists, from one for each list."""
-        return np.concatenate([groups.keys_of(key.bits, len(parts)) for parts, key in zip(lists, keys)])
-
     def new_payloads(self, layout: Layout, device: torch.device) -> tuple[list[Tensor], np.ndarray]:
         """Payloads to be completed, and the address of each tensor's body (uint64)."""
         payloads = ops.new_payloads(layout.nbytes, device)
@@ -79,7 +75,7 @@ class ListCodec(GatherCompressor):
         """Write the numbers of all tensors (float32) to their payloads."""
         begin = ops.HEADER_NBYTES
         heads = [x[begin : begin + nbytes].view(torch.float32) for x, nbytes in zip(payloads, layout.heads)]
-        torch._foreach_copy_(heads, list(numbers.split_with_sizes([nbytes // 4 for nbytes in layout.heads])))
+        torch._foreach_copy_(heads, list(numbers.split_with_sizes(list(map(Tensor.numel, heads)))))
 
     def seal_all(
         self, layout: Layout, payloads: Sequence[Tensor], fields: Iterable[bytes], magnitudes: Iterable[Tensor]
