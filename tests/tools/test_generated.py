@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from benchmarks import gpu
 from benchmarks.common.results import END, RESULTS
 from benchmarks.convergence import report as convergence
 from benchmarks.training import report as training
@@ -42,6 +43,12 @@ def test_pages_of_results_are_what_their_command_writes():
     assert set(pages) == set(RESULTS.glob("*.md"))
     for path, page in pages.items():
         assert path.read_text() == page, f"{path.name}: run --write of benchmarks.training or benchmarks.convergence"
+
+
+def test_readme_says_how_the_last_gpu_tests_ended():
+    (last, *_) = (run["checks"]["tests_nvcc"]["tests"] for run in gpu.runs() if "tests_nvcc" in run["checks"])
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"In the last run on one GPU, {last['passed']} of {sum(last.values())} GPU tests passed" in text
 
 
 def commits(value):
