@@ -191,8 +191,9 @@ class Table:
         self.baseline = next((row.score for row in self.rows if row.method == NONE), None)
         margin = settings["margin"] if settings["lower_is_better"] else -settings["margin"]
         self.goal = None if self.baseline is None else self.baseline + margin  # the score that counts as reached
-        own = MODELS[settings["network"]].optimizer == settings["optimizer"]
-        self.step_times = step_times(settings["network"], settings["workers"]) if own else {}
+        times = step_times(settings["network"], settings["workers"])
+        own = bool(times) and MODELS[settings["network"]].optimizer == settings["optimizer"]
+        self.step_times = times if own else {}
 
     def lines(self) -> Iterator[str]:
         settings, millions = self.settings, self.rows[0].records[0].parameters / 1e6
