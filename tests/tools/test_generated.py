@@ -51,6 +51,21 @@ def test_readme_says_how_the_last_gpu_tests_ended():
     assert f"In the last run on one GPU, {last['passed']} of {sum(last.values())} GPU tests passed" in text
 
 
+def test_the_page_says_where_the_best_rates_of_the_transformer_are():
+    text = " ".join(gpu.PAGE.read_text().split())
+    assert "no method ends below no compression, each at the best of its rates." in text
+    rates = "of 4 bits and of `PowerSGD(rank=32)` is the lowest one tried, that of the recipe the highest"
+    assert f"The best rate {rates}" in text
+    losses = {}
+    for row in json.loads((RESULTS / "gpu_training.json").read_text())["rows"]:
+        losses.setdefault(row["variant"], {})[row["lr"]] = row["validation_loss"]
+    best = {variant: min(of, key=of.get) for variant, of in losses.items()}
+    none = losses["none"][best["none"]]
+    assert all(losses[variant][rate] >= none for variant, rate in best.items())
+    assert all(best[variant] == min(losses[variant]) for variant in ("4 bits", "PowerSGD(32)"))
+    assert best["recipe for AdamW"] == max(losses["recipe for AdamW"])
+
+
 def commits(value):
     """All commits that a file of results names."""
     if isinstance(value, dict):
