@@ -11,11 +11,12 @@ from typing import Any
 
 from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks, stored
-from benchmarks.common.tables import markdown
+from benchmarks.common.tables import goal, markdown
 from benchmarks.step import CAPTURED, UNCHECKED
 
 PAGE = ROOT / "docs" / "gpu.md"
 START = "<!-- table: python -m benchmarks.gpu --write -->\n\n"
+CHECKS = "<!-- table of checks: python -m benchmarks.gpu --write -->\n\n"
 TRANSFORMER = "<!-- table of a transformer: python -m benchmarks.gpu --write -->\n\n"
 TASKS = {
     "training": "ResNet-50 with {batch_size} images of {image_size} x {image_size}, in float32",
@@ -30,16 +31,59 @@ examples:
 """
 
 
+def runs() -> Iterator[dict[str, Any]]:
+    """What scripts/gpu_check.sh has stored, the last run first, with the `name` of the file."""
+    found = []
+    for path in RESULTS.glob("gpu_check*.json"):
+        with stored(path) as results:
+            found.append({"name": path.name, **results})
+    yield from sorted(found, key=lambda run: str(run["about"]["started"]), reverse=True)
+
+
 def measured(part: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The last measurement of "training", "gpt2" or "kernels": about the machine, and the measurement."""
+    for run in runs():
+        if run.get(part) is not None:
+            return run["about"], run[part]
+    raise ResultsError(f"{RESULTS}/gpu_check*.json: got no run with {part}, expected one of scripts/gpu_check.sh")
+
+
+def checks() -> Iterator[str]:
+    """The table of what each run has checked."""
+    yield from markdown(["run", "GPU, commit", "passed", "failed or stopped"], map(check_cells, runs()), left=4)
+
+
+def check_cells(run: dict[str, Any]) -> list[str]:
+    """A run, with the numbers of its tests."""
+
+    def cell(check: str, of: dict[str, Any]) -> str:
+        counts = of["tests"] or {}
+        stopped = [of["outcome"]] * (of["outcome"] == "stopped")
+        notes = stopped or [f"{count} {outcome}" for outcome, count in sorted(counts.items(), reverse=True)]
+        return f"`{check}`" + (f": {', '.join(notes)}" if notes else "")
+
+    def cells(passed: bool) -> str:
+        return "; ".join(cell(*of) for of in run["checks"].items() if (of[1]["outcome"] == "passed") == passed)
+
+    about = run["about"]
+    return [f"`{run['name']}`", f"{about['device']}, {about['commit']}", cells(True), cells(False)]
+
+
+def goals() -> str:
+    """How many kernels miss a goal, on each device."""
     found = []
-    for path in sorted(RESULTS.glob("gpu_check*.json")):
-        with stored(path) as results:
-            if results.get(part) is not None:
-                found.append((results["about"]["started"], results["about"], results[part]))
-    if not found:
-        raise ResultsError(f"{RESULTS}/gpu_check*.json: got no run with {part}, expected one of scripts/gpu_check.sh")
-    return max(found, key=lambda run: run[0])[1:]
+    for run in runs():
+        if run.get("kernels") is None:
+            continue
+        rows = run["kernels"]["rows"]
+        met = [
+            (goal(row["copies"], row["most_copies"], most=True), goal(row["speedup"], row["least_speedup"]))
+            for row in rows
+        ]
+        missed = sum(any(one.startswith("MISSED") for one in both) for both in met)
+        with_goal = sum(any(both) for both in met)
+        found.append(f"{missed} of {len(rows)} ({with_goal} have one) on the {run['about']['device']}")
+    return f"Kernels that miss a goal: {', '.join(found)}."
 
 
 def lines() -> Iterator[str]:
@@ -67,6 +111,8 @@ def lines() -> Iterator[str]:
     yield ""
     slow = [row for row in kernels["rows"] if row["copies"] > SLOW or row["speedup"] < 1]
     yield from markdown(["kernel", "ms", "copies", "speed-up", "over"], map(kernel_cells, slow))
+    yield ""
+    yield goals()
 
 
 def transformer() -> Iterator[str]:
@@ -122,7 +168,9 @@ def kernel_cells(row: dict[str, Any]) -> list[str]:
 
 def blocks() -> Blocks:
     """The blocks of docs/gpu.md."""
-    return {(PAGE, START): "\n".join(lines()) + "\n", (PAGE, TRANSFORMER): "\n".join(transformer())}
+    tables = {CHECKS: checks(), START: lines()}
+    found = {(PAGE, mark): "\n".join(of) + "\n" for mark, of in tables.items()}
+    return found | {(PAGE, TRANSFORMER): "\n".join(transformer())}
 
 
 def main() -> int:

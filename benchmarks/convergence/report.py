@@ -21,8 +21,10 @@ from benchmarks.common.tables import markdown
 from benchmarks.convergence import chart
 from benchmarks.convergence.results import Results, Row, rows
 from benchmarks.training.variants import bandwidth, compression
+from models import MODELS
 
-STEPS = RESULTS / "training_studies.json"  # times of steps of the networks of studies
+STEPS = RESULTS / "training_studies.json"  # times of steps of the networks of studies, with their own optimizers
+WHOLE = RESULTS / "whole_runs.json"  # runs with real ranks
 RATE = "1gbit"  # of the network that they were measured on
 README, PAGE, OUTER = ROOT / "README.md", ROOT / "docs" / "accuracy.md", ROOT / "docs" / "outer.md"
 START = "<!-- table of {}: python -m benchmarks.convergence.report --write -->\n\n"
@@ -53,6 +55,16 @@ class Line:
     without: tuple[str, str] | None = None
 
 
+@dataclass(frozen=True)
+class RealLine:
+    """The run of a study with real ranks, beside such a run with torch's fp16 hook."""
+
+    title: str
+    study: str
+    recipe: str
+    method: str
+
+
 # Tables of whole studies, by the name in their mark: study and recipe of each.
 SHOWN = {
     "AdamW": [("text", "text"), ("text_more", "text"), ("betas", "text-betas")],
@@ -67,10 +79,14 @@ SHOWN = {
     "local steps with Muon": [("muon_outer", "text-muon-outer"), ("muon_outer_more", "text-muon-outer")],
 }
 # Tables of single runs, by page and name.
-CHOSEN = {
+CHOSEN: dict[tuple[Path, str], list[Line | RealLine]] = {
     (README, "recommendations"): [
         Line("AdamW | `BlockFloat()`", "block_float", "text", "block-float"),
         Line('AdamW | `BlockFloat(bits=4, rounding="nearest")`', "text", "text", "block-float:bits=4,rounding=nearest"),
+        RealLine(
+            "AdamW | the same, four real ranks, beside the fp16 hook", "text", "text",
+            "block-float:bits=4,rounding=nearest",
+        ),
         Line("AdamW | `gradzip.recipes.adamw`", "recipe", "text", RECIPE, ("momentum", "text")),
         Line("AdamW | not recommended: `ACPSGD(rank=4)`", "text", "text", "acpsgd:rank=4"),
         Line(
@@ -78,12 +94,19 @@ CHOSEN = {
             "block-float:bits=4,rounding=nearest",
         ),
         Line("SGD, ResNet-20 | `FFTRange()`", *IMAGES, "fft-range"),
+        Line("SGD, ResNet-8 | `BlockFloat()`", "block_float", "images", "block-float"),
         Line("SGD, ResNet-8 | `PowerSGD()`", "long", "images", "powersgd"),
         Line("AdamW | `LocalSteps`, every 10 steps, 4 bits", "outer_more", "text-outer", LOCAL.format(10)),
         Line("AdamW | `LocalSteps`, every 30 steps, 4 bits", "outer_more", "text-outer", LOCAL.format(30)),
         Line(
             "Muon | `LocalSteps`, every 30 steps, 2 bits, `outer=None`", "muon_outer_more", "text-muon-outer",
             MEAN.format(30, "block-float(bits=2,rounding=nearest)"),
+        ),
+        Line("AdamW, eight workers | `LocalSteps`, every 30 steps, 4 bits", "outer_k8", "text-outer", LOCAL.format(30)),
+        Line("AdamW, charlm | `LocalSteps`, every 10 steps, 4 bits", "charlm_outer", "text-outer", LOCAL.format(10)),
+        Line(
+            "SGD, ResNet-20 | `LocalSteps`, every 10 steps, 4 bits, `outer=None`", "images_outer", "images-outer",
+            LOCAL.format(10).replace("every=10", "every=10,lr=1,momentum=0"), IMAGES,
         ),
     ],
     (PAGE, "the recipe"): [
@@ -168,7 +191,9 @@ class Table:
         self.baseline = next((row.score for row in self.rows if row.method == NONE), None)
         margin = settings["margin"] if settings["lower_is_better"] else -settings["margin"]
         self.goal = None if self.baseline is None else self.baseline + margin  # the score that counts as reached
-        self.step_times = step_times(settings["network"], settings["workers"])
+        times = step_times(settings["network"], settings["workers"])
+        own = bool(times) and MODELS[settings["network"]].optimizer == settings["optimizer"]
+        self.step_times = times if own else {}
 
     def lines(self) -> Iterator[str]:
         settings, millions = self.settings, self.rows[0].records[0].parameters / 1e6
@@ -298,29 +323,43 @@ def in_short(name: str, recipe: str) -> Iterator[str]:
         line += [table.final(row)]
         if table.baseline is not None:
             line += ["" if row.method == NONE else difference(row.score, table.baseline, settings)]
-        lines.append((row.method != NONE, first * row.score, line + [f"{row.lr:g}"] * (len(lrs) > 1)))
+        line += [f"{row.lr:g}, {place(row.lr, lrs)}"] * (len(lrs) > 1)
+        lines.append((row.method != NONE, first * row.score, line))
     yield from markdown(header, (line for *_, line in sorted(lines)))
 
 
-def of_single_runs(columns: str, lines: list[Line]) -> Iterator[str]:
+def place(lr: float, lrs: list[float]) -> str:
+    """Where the best of several rates is among them. Beyond the highest and the lowest, better ones may lie."""
+    return {max(lrs): "highest", min(lrs): "lowest"}.get(lr, "middle")
+
+
+def of_single_runs(columns: str, lines: list[Line | RealLine]) -> Iterator[str]:
     """The lines of a table of chosen runs, each beside training without compression with the same seeds."""
     cells = []
     for line in lines:
         table = Table(stored(line.study), line.recipe)
         (row,) = (row for row in table.rows if row.method == line.method)
-        assert row.score is not None
+        score, tried = row.score, len(table.lrs)
+        assert score is not None
         seeds = list(table.results.finished(line.recipe)[line.method][row.lr])
-        study, recipe = line.without or (line.study, line.recipe)
-        plain = next(row for row in rows(stored(study), recipe) if row.method == NONE)
-        of_seeds = stored(study).finished(recipe)[NONE][plain.lr]
-        without = fmean(of_seeds[seed].scores[-1] for seed in seeds)
+        if isinstance(line, RealLine):
+            real = {run["method"]: run for run in json.loads(WHOLE.read_text())["rows"] if run["study"] == line.study}
+            score, without = (real[method]["scores"][-1] for method in (line.method, "ddp-fp16"))
+            seeds = [0]
+        else:
+            study, recipe = line.without or (line.study, line.recipe)
+            plain = next(row for row in rows(stored(study), recipe) if row.method == NONE)
+            of_seeds = stored(study).finished(recipe)[NONE][plain.lr]
+            without = fmean(of_seeds[seed].scores[-1] for seed in seeds)
         unit, change = ("", " %") if table.settings["lower_is_better"] else (" %", " points")
         cells.append([
-            *line.title.split(" | "), figure(table.fewer(row)), table.shown(row.score) + unit,
-            table.shown(without) + unit, difference(row.score, without, table.settings) + change, str(len(seeds)),
+            *line.title.split(" | "), figure(table.fewer(row)), table.shown(score) + unit, table.shown(without) + unit,
+            difference(score, without, table.settings) + change, str(len(seeds)),
+            f"{place(row.lr, table.lrs)} of {tried}" if tried > 1 else "only one",
         ])  # fmt: skip
     titles = columns.split(" | ")
-    yield from markdown([*titles, "times fewer bytes", "score", "without", "difference", "seeds"], cells, len(titles))
+    header = [*titles, "times fewer bytes", "score", "without", "difference", "seeds", "best rate"]
+    yield from markdown(header, cells, len(titles))
 
 
 def page_of_all() -> str:

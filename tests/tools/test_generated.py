@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from benchmarks import gpu
 from benchmarks.common.results import END, RESULTS
 from benchmarks.convergence import report as convergence
 from benchmarks.training import report as training
@@ -42,6 +43,27 @@ def test_pages_of_results_are_what_their_command_writes():
     assert set(pages) == set(RESULTS.glob("*.md"))
     for path, page in pages.items():
         assert path.read_text() == page, f"{path.name}: run --write of benchmarks.training or benchmarks.convergence"
+
+
+def test_readme_says_how_the_last_gpu_tests_ended():
+    (last, *_) = (run["checks"]["tests_nvcc"]["tests"] for run in gpu.runs() if "tests_nvcc" in run["checks"])
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"In the last run on one GPU, {last['passed']} of {sum(last.values())} GPU tests passed" in text
+
+
+def test_the_page_says_where_the_best_rates_of_the_transformer_are():
+    text = " ".join(gpu.PAGE.read_text().split())
+    assert "no method ends below no compression, each at the best of its rates." in text
+    rates = "of 4 bits and of `PowerSGD(rank=32)` is the lowest one tried, that of the recipe the highest"
+    assert f"The best rate {rates}" in text
+    losses = {}
+    for row in json.loads((RESULTS / "gpu_training.json").read_text())["rows"]:
+        losses.setdefault(row["variant"], {})[row["lr"]] = row["validation_loss"]
+    best = {variant: min(of, key=of.get) for variant, of in losses.items()}
+    none = losses["none"][best["none"]]
+    assert all(losses[variant][rate] >= none for variant, rate in best.items())
+    assert all(best[variant] == min(losses[variant]) for variant in ("4 bits", "PowerSGD(32)"))
+    assert best["recipe for AdamW"] == max(losses["recipe for AdamW"])
 
 
 def commits(value):

@@ -38,6 +38,20 @@ def test_steps_between_tests():
     assert epochs_to(2.0, [3.0, 2.1], lower_is_better=True) is None
 
 
+def test_the_page_says_how_many_rates_and_seeds_studies_have():
+    text = " ".join(time_to_loss.PAGE.read_text().split())
+    assert (
+        "In the studies of 735 and 980 steps, each method has the best of three learning rates; the others have" in text
+    )
+    assert "The studies of 735 and 2940 steps have one seed, the others two." in text
+    found = {}
+    for study in time_to_loss.STUDIES:
+        table = study.table()
+        steps = table.settings["epochs"] * table.settings["steps"]
+        found[steps] = (len(table.lrs), {len(row.records) for row in table.rows})
+    assert found == {735: (3, {1}), 980: (3, {2}), 2940: (1, {1}), 3120: (1, {2})}
+
+
 def test_tables_of_a_study(monkeypatch, tmp_path):
     """`none` reaches 2.05 after 1.95 epochs, QSGD after the first one, and signs do not."""
     run = {"recipe": "text", "lr": 0.1, "seed": 0, "parameters": 10, "test_losses": [1, 1], "train_losses": [[1], [1]]}
