@@ -75,6 +75,7 @@ SHOWN = {
     "ResNet-20": [IMAGES],
     "all methods": [("default", "images")],
     "block-scaled integers": [("block_float", "text"), ("block_float", "images")],
+    "exchanges": [("exchange", "text"), ("exchange", "images")],
     "local steps": [("outer", "text-outer"), ("outer_more", "text-outer")],
     "local steps with Muon": [("muon_outer", "text-muon-outer"), ("muon_outer_more", "text-muon-outer")],
 }

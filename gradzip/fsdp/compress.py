@@ -1,9 +1,9 @@
 """Gradient shards averaged over their replicas, in FSDP2's all-reduce hook.
 
 FSDP calls the hook with a module's reduced gradients when the last of them is computed, in the same order on all ranks.
-As in `gradzip.ddp`, the hook starts the first collectives, and the rest happens at the end of the backward pass, which
-writes the averages to the gradients. Where FSDP copies what the hook leaves behind (mixed precision with another
-`reduce_dtype`, CPU offload), the hook waits for the averages instead.
+As in `gradzip.ddp`, the hook starts the first collectives, on a device for several small modules together. The rest
+happens at the end of the backward pass, which writes the averages to the gradients. Where FSDP copies what the hook
+leaves behind (mixed precision with another `reduce_dtype`, CPU offload), the hook waits for the averages instead.
 
 FSDP's options, which ranks share, decide on that: all ranks run the same collectives in the same order. What one rank
 alone may have waits for the averages at the end of the backward pass: gradients to add to, and hooks that read them.
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..averaging.buckets import Plan
+from ..averaging.buckets import Plan, bucket_nbytes
 from ..averaging.handshake import differences
 from ..averaging.session import Session, queue_callback
 from ..collectives.traffic import Traffic
@@ -91,7 +91,11 @@ class ReplicaAverages:
         sharded = dict(members)
         self._unsharded = {name: parameter for name, parameter in named.items() if name not in sharded}
         self._check_unsharded()
-        self._plans: dict[int, Plan] = {}  # by the module's index
+        self._plans: dict[tuple[int, ...], Plan] = {}  # by the indices of the modules
+        self._least_nbytes = 0.0  # of gradients that are averaged together, once the ranks have met
+        # In a backward pass: the gradients of modules that wait for others, and modules whose averages are in progress.
+        self._waiting: dict[int, dict[str, Tensor]] = {}
+        self._pending: set[int] = set()
         self._backward: int | None = None  # torch's number of the current backward pass
         self._copied: set[int] = set()  # modules whose gradients FSDP makes of the averages, by copying
         self._sums: list[Tensor] = []  # of averages and earlier gradients, which may not have been finite
@@ -147,11 +151,17 @@ class ReplicaAverages:
         use_on_current_stream(reduced)  # FSDP frees it on the stream of its reduce-scatter
         with self._or_drop(), self.compressor.streams.on(reduced):
             self._begin()
-            if index in self._session.buckets:
+            if index in self._pending:
                 self._run()  # a module that the model has run several times
-            self._start(index, reduced)
-            if self._modules[index].writable(reduced):
-                self._modules[index].set_aside()
+            shards = self._modules[index]
+            self._pending.add(index)
+            self._waiting[index] = shards.gradients(reduced)
+            if self._session.engine is None:
+                self._connect(reduced.device)
+            if sum(x.nbytes for of_module in self._waiting.values() for x in of_module.values()) >= self._least_nbytes:
+                self._start()
+            if shards.writable(reduced):
+                shards.set_aside()
             else:
                 self._copied.add(index)
                 self._run()
@@ -175,21 +185,25 @@ class ReplicaAverages:
                 got = f"got parameter {name!r}, which is trained and in no module of fully_shard"
                 raise ValueError(f"compress: {got}; call fully_shard on a module that has it, or freeze it")
 
-    def _start(self, index: int, reduced: Tensor) -> None:
-        session, shards = self._session, self._modules[index]
-        gradients = shards.gradients(reduced)
-        if session.engine is None:
-            self._connect(reduced.device)
-        plan, names = self._plans.get(index), list(gradients)
+    def _start(self) -> None:
+        """Start to average the gradients of the modules that wait."""
+        waiting, self._waiting, session = self._waiting, {}, self._session
+        indices = tuple(waiting)
+        gradients = {name: gradient for of_module in waiting.values() for name, gradient in of_module.items()}
+        parameters = [parameter for index in indices for parameter in self._modules[index].parameters()]
+        plan, names = self._plans.get(indices), list(gradients)
         # A new plan if other parameters are trained, or other methods are in charge.
         if plan is None or plan.names != names or not plan.fits(self.compressor, plan.parameters):
             # One element stands for each gradient: the plan outlives them.
             shapes = [gradient.new_empty(1).expand(gradient.shape) for gradient in gradients.values()]
-            plan = self._plans[index] = session.plan(shapes, names)
-        session.start(index, plan.groups, shards.parameters(), list(gradients.values()), ",".join(names))
+            plan = self._plans[indices] = session.plan(shapes, names)
+        session.start(indices, plan.groups, parameters, list(gradients.values()), ",".join(names))
 
     def _run(self) -> None:
         """Run the routines in progress to their ends."""
+        if self._waiting:
+            self._start()
+        self._pending = set()
         self._session.finish("round")
         for shards in self._modules:
             self._sums += shards.add_averages()
@@ -206,7 +220,7 @@ class ReplicaAverages:
     def _finish(self) -> None:
         """End the step. Called at the end of a backward pass, after FSDP has called all hooks."""
         with self._or_drop(), self.compressor.streams.on_all(self._session.engine.device):
-            if self._session.buckets:
+            if self._pending:
                 self._run()
             self._session.end(skipped := self._is_skipped())
             self._session.complete(skipped)
@@ -225,7 +239,7 @@ class ReplicaAverages:
 
     def _drop(self) -> None:
         """Drop the step in progress, if there is one: its backward pass has failed."""
-        self._copied, self._sums = set(), []
+        self._copied, self._sums, self._waiting, self._pending = set(), [], {}, set()
         for shards in self._modules:
             shards.drop()
         self._session.drop()
@@ -259,4 +273,7 @@ class ReplicaAverages:
                 got = f"module {name!r}: rank {rank} of the group has {theirs}, rank 0 {ours}"
                 raise RuntimeError(f"{got}; call fully_shard alike on all ranks")
         named = dict(pair for shards in self._modules for pair in shards.named_parameters())
-        self._session.connect(engine, named, "handshake")
+        cap_mb, *_ = self._session.connect(engine, named, "handshake", self.compressor.bucket_cap_mb)
+        if device.type == "cuda":
+            self._least_nbytes = bucket_nbytes(cap_mb, named.values(), 0.0)
+            engine.bucket_nbytes = max(type(engine).bucket_nbytes or 0.0, self._least_nbytes)

@@ -35,6 +35,7 @@ from benchmarks.device_ops.__main__ import (
 )
 from benchmarks.device_ops.stand_in import DEVICE, stand_in
 from gradzip import ops
+from gradzip.averaging.session import Session
 from gradzip.memory.state import Key
 from gradzip.memory.verdict import read_all
 from gradzip.methods.base.gather import GatherCompressor
@@ -214,6 +215,33 @@ VARIANTS = list(dict.fromkeys(with_each_error_feedback(kinds.FIRST)))
 @pytest.mark.parametrize("spec", kinds.params(VARIANTS, [v for v in VARIANTS if v.startswith(("block-float", "topk"))]))
 def test_no_error_feedback_of_shards_waits(spec):
     check_syncs(count(gradzip.parse(spec), LAYERS, 3, "fsdp"), 0)
+
+
+@pytest.mark.parametrize("spec", ["none", "acpsgd", "topk"])
+def test_small_modules_are_averaged_together(spec):
+    """At most eight and the last one start a step; methods of matrices have the same bits."""
+    layers = {f"{i}.{name}": shape for i in range(20) for name, shape in SHAPES.items()}
+    noise = {name: device_ops.noise(shape.numel(), i).view(shape) for i, (name, shape) in enumerate(layers.items())}
+    runs = []
+    for least in (None, 0.0):
+        compressor = gradzip.parse(spec)
+        if least is not None:
+            compressor.bucket_cap_mb = least
+        with (
+            fake_group(2 * SHARDS),
+            stand_in() as device,
+            mock.patch.object(Session, "start", autospec=True, side_effect=Session.start) as start,
+        ):
+            run = fsdp_steps(compressor, layers, 2, device)
+            for _ in range(3):
+                gradients = {name: device.tensor(gradient.clone()) for name, gradient in noise.items()}
+                with device.counting() as counts:
+                    run(gradients, counts)
+            runs.append((start.call_count / 3, [gradient.host.clone() for gradient in gradients.values()]))
+            read_all()
+    (together, averages), (alone, others) = runs
+    assert together <= 9 and alone == 20, (together, alone)
+    assert spec == "topk" or all(map(torch.equal, averages, others))
 
 
 @pytest.mark.parametrize("in_hook", [True, False])
