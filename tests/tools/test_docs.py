@@ -34,6 +34,34 @@ def test_named_tests_exist():
         assert f"def {test}(" in source if test else "def test_" in source, f"{path}::{test}"
 
 
+# Run in a fresh process, with stand-ins for other libraries: each name is looked up in a copy of the process that has
+# imported gradzip alone.
+LOOK_UP = """
+import os, sys, types
+class StandIn(types.ModuleType):
+    __file__ = "stand-in"
+    def __getattr__(self, name):
+        return type(name, (), {})
+for library in ("accelerate", "lightning", "lightning.pytorch", "transformers", "transformers.trainer_utils"):
+    sys.modules[library] = StandIn(library)
+import gradzip
+for name in sys.argv[1:]:
+    if not os.fork():
+        eval(name)
+        os._exit(0)
+    assert os.wait()[1] == 0, name
+"""
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/integrations.md"])
+def test_named_functions_are_found_after_import_gradzip(page):
+    """What stands in a table or a sentence of a page works as it is written there."""
+    named = sorted(set(re.findall(r"(?<![\w./-])gradzip(?:\.[A-Za-z]\w*)+", (ROOT / page).read_text())))
+    assert "gradzip.integrations.accelerate.compress" in named and len(named) > 5
+    done = subprocess.run([sys.executable, "-c", LOOK_UP, *named], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_have_a_target(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
