@@ -18,14 +18,15 @@ from typing import Any
 import torch
 
 import gradzip
+from gradzip.ops._native import remedy
 
 # Facts about one part of the installation; `{"error": reason}` if it is missing or broken.
 Facts = dict[str, Any]
 
 # What to do if a part is missing or broken.
-REMEDIES = {
-    "extension": "no method that compresses works without it; in gradzip's source tree, pip install . builds it (g++)",
-    "horovod": "needed only for training with Horovod; gradzip's source tree builds it: scripts/bootstrap.sh",
+REMEDIES: dict[str, Callable[[], str]] = {
+    "extension": lambda: f"no method that compresses works without the kernels; {remedy()}",
+    "horovod": lambda: "needed only for training with Horovod; gradzip's source tree builds it: scripts/bootstrap.sh",
 }
 
 
@@ -114,7 +115,7 @@ def _lines(report: dict[str, Facts]) -> Iterator[str]:
             if name != "version":
                 yield f"  {name:<14} {_text(value)}"
         if "error" in facts and part in REMEDIES:
-            yield f"  {REMEDIES[part]}"
+            yield f"  {REMEDIES[part]()}"
 
 
 def _text(value: Any) -> str:

@@ -41,7 +41,7 @@ def test_missing_extension(capsys, monkeypatch):
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out
     assert "extension\n  error          ModuleNotFoundError: " in out
-    assert "pip install ." in out
+    assert "pip install -e ." in out
     assert "torch 2." in out
 
 
