@@ -82,6 +82,16 @@ def test_blocks_in_lists_are_indented_by_four_spaces(page):
     assert not re.findall(r"(?<=\n\n) {1,3}\S.*|^ {1,3}(?:```|[*-] |\d+\. ).*", text, re.MULTILINE)
 
 
+def test_the_hosted_workflow_runs_the_two_commands():
+    workflow = ROOT / ".github" / "workflows" / "test.yml"
+    if not workflow.exists():
+        pytest.skip("not a clone")
+    block = (ROOT / "README.md").read_text().partition("## Two commands")[2].partition("```sh\n")[2].partition("```")[0]
+    commands = [line.partition("#")[0].strip() for line in block.splitlines()]
+    assert commands == ["make train", "make test"]
+    assert re.findall(r"^ +- run: (.*)$", workflow.read_text(), re.MULTILINE) == commands
+
+
 @pytest.mark.parametrize("script", ["gpu_check.sh", "shaped_net.sh"])
 def test_scripts_have_help(script):
     path = ROOT / "scripts" / script
