@@ -10,7 +10,8 @@ gradzip/ops/nvrtc compiles these where there is a GPU.
 
 Environment: ``GRADZIP_CUDA``        auto (default: nvcc if it is found, else nvrtc), 1 (fail without nvcc), nvrtc (even
                                  if there is an nvcc) or 0 (no CUDA kernels)
-             ``GRADZIP_CUDA_ARCHS``  compute capabilities to compile for, as in "80,90" (default: CUDA_ARCHS)
+             ``GRADZIP_CUDA_ARCHS``  compute capabilities to compile for, as in "80,90", or "all" of CUDA_ARCHS
+                                 (default: those of the GPUs that nvidia-smi finds; all, if it finds none)
              ``GRADZIP_SANITIZE``    as in "address,undefined": a debug build with these sanitizers
              ``CUDA_HOME`` ``CXX`` ``CXXFLAGS`` ``LDFLAGS``  as usual
              ``MAX_JOBS``            sources to compile at a time (default: one per core)
@@ -19,6 +20,7 @@ Environment: ``GRADZIP_CUDA``        auto (default: nvcc if it is found, else nv
 from __future__ import annotations
 
 import filecmp
+import math
 import os
 import re
 import shlex
@@ -26,6 +28,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -33,6 +36,7 @@ from setuptools.command.build_ext import build_ext
 
 # Turing to Hopper. Later devices compile the PTX of the newest one when they first load it.
 CUDA_ARCHS = ("75", "80", "86", "89", "90")
+NVCC_SECONDS = 5  # that a core takes for the host's part of a file, and for each compute capability
 
 # No -march=native: a wheel also runs on other machines, so the kernels choose AVX2 or AVX-512 at run time.
 # No contraction to fused multiply-add (nvcc: -fmad=false): CPU and CUDA codecs must agree to the bit.
@@ -95,11 +99,23 @@ def find_nvcc() -> str | None:
     return found
 
 
+def gpus() -> set[str]:
+    """Return the compute capabilities of this machine's GPUs. Empty if nvidia-smi is not there, or too old to know."""
+    smi = shutil.which("nvidia-smi")
+    query = ["--query-gpu=compute_cap", "--format=csv,noheader"]
+    listed = subprocess.run([smi, *query], capture_output=True, text=True).stdout if smi else ""
+    return {major + minor for major, minor in re.findall(r"^(\d+)\.(\d)$", listed, re.MULTILINE)}
+
+
 def cuda_archs(nvcc: str) -> list[str]:
     """Return the compute capabilities to compile for, in ascending order, without those this nvcc does not know."""
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
     known = re.findall(r"compute_(\d+)$", listed, re.MULTILINE)
-    wanted = re.findall(r"\d+", os.environ.get("GRADZIP_CUDA_ARCHS", "").replace(".", "")) or CUDA_ARCHS
+    setting = os.environ.get("GRADZIP_CUDA_ARCHS", "")
+    wanted: Iterable[str] = re.findall(r"\d+", setting.replace(".", "")) or CUDA_ARCHS
+    if not setting:
+        # GPUs that are newer than this nvcc compile the PTX, older ones than CUDA_ARCHS have no use for it.
+        wanted = {arch for arch in gpus() if arch in known and int(arch) >= int(CUDA_ARCHS[0])} or CUDA_ARCHS
     archs = sorted({arch for arch in wanted if arch in known}, key=int)
     if not archs:
         raise fail(
@@ -107,6 +123,17 @@ def cuda_archs(nvcc: str) -> list[str]:
             "install a newer CUDA toolkit or set GRADZIP_CUDA_ARCHS"
         )
     return archs
+
+
+def announcement(sources: list[str], archs: list[str], jobs: str) -> str:
+    """Return a line about what nvcc is going to do: it takes most of the time of a build."""
+    count = sum(source.endswith(".cu") for source in sources)
+    seconds = NVCC_SECONDS * count * (1 + len(archs)) / int(jobs)
+    return (
+        f"gradzip build: nvcc compiles {count} files for {', '.join(f'sm_{arch}' for arch in archs)}, in about "
+        f"{math.ceil(seconds / 60)} min if {jobs} cores are idle; GRADZIP_CUDA_ARCHS=80,90 (or all) chooses others, "
+        "GRADZIP_CUDA=nvrtc compiles at run time, GRADZIP_CUDA=0 is for CPUs alone"
+    )
 
 
 def find_ninja() -> str:
@@ -227,6 +254,8 @@ class BuildExtension(build_ext):
         kind = "cuda" if nvcc else "nvrtc" if nvrtc else "cpu"
         folder = Path("build") / "-".join([sys.implementation.cache_tag, kind, *filter(None, sanitize.split(","))])
         folder.mkdir(parents=True, exist_ok=True)
+        if nvcc and not (folder / "_C.so").exists():
+            print(announcement(ext.sources, cuda_archs(nvcc), jobs), flush=True)
         (folder / "build.ninja").write_text(ninja_file(folder, ext.sources, nvcc, sanitize, nvrtc))
         if nvrtc:
             write_changed(folder / "sources.cpp", kernel_sources(Path("csrc")))

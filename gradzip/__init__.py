@@ -30,21 +30,21 @@ from .watch.monitor import Monitor
 from .watch.replicas import ReplicaMonitor
 
 if TYPE_CHECKING:
-    from . import ddp, fsdp, outer
+    from . import ddp, fsdp, integrations, outer
 
 __all__ = [
     "AllToAll", "Auto", "Broadcast", "Compressor", "DiminishingTheta", "Gather", "GatherCompressor", "LocalGroup",
     "Mean", "Monitor", "PayloadError", "ReplicaMonitor", "RingSum", "State", "StepSchedule", "Traffic", "capture",
-    "checkpoint", "ddp", "fsdp", "fused", "horovod", "memory_bytes", "ops", "optim", "outer", "parse", "recipes",
-    "register", "roundtrip", "simulate",
+    "checkpoint", "ddp", "fsdp", "fused", "horovod", "integrations", "memory_bytes", "ops", "optim", "outer", "parse",
+    "recipes", "register", "roundtrip", "simulate",
 ]  # fmt: skip
 __all__ += methods.__all__
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("ddp", "fsdp", "outer"):
+    if name not in ("ddp", "fsdp", "integrations", "outer"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    # It needs a torch with torch.distributed, which the rest does not.
+    # They need a torch with torch.distributed, or other libraries, which the rest does not.
     return importlib.import_module(f".{name}", __name__)

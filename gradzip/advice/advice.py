@@ -197,7 +197,7 @@ class Advice:
                 trained = f" In the study with AdamW, {study.method} averaged the whole training." if study else ""
                 yield (
                     f"{method}: the step is one after the warm-up.{trained} The optimizer must have the momentum "
-                    f"{beta}, and AdamW must be gradzip.optim.AdamW."
+                    f"{beta}, and AdamW must be gradzip.optim.AdamW: gradzip.recipes.adamw makes both."
                 )
 
     def _recommendation(self, decision: Decision) -> str:

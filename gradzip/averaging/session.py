@@ -36,11 +36,14 @@ from ..collectives.routines import Routine
 from ..memory.names import prefixes, renamed
 from ..memory.verdict import Verdict, read_later
 from ..methods.base.compressor import Compressor
-from ..methods.base.group import Group, Inspected
+from ..methods.base.group import Group, Inspected, is_compressed
+from ..methods.spec import unparse
 from ..ops import groups as kernels
 from ..ops import tensors as ops
 from . import handshake, optimizer_hooks
 from .buckets import Bucket, Plan
+
+_log = logging.getLogger("gradzip")
 
 # By part of a compressor, the sessions that have it.
 _sessions: Any = WeakIdKeyDictionary()
@@ -181,24 +184,27 @@ class Session:
             self.compressor.rename_states({self.prefix + name: prefix + name for name in named})
             self.prefix = prefix
         stray = next((of_rank["stray"] for of_rank in of_ranks if of_rank["stray"] is not None), None)
-        self._report_exempt(named, engine.rank, stray)
+        if stray is not None:
+            raise ValueError(
+                f"{self.what}: got the exempt parameter {stray!r}, expected names such as {min(named, default='')!r}: "
+                "give exempt_modules the model whose gradients are averaged"
+            )
         self.compressor.join_group(engine)
         self.engine, self._compares = engine, self.compressor.announcement is not None
+        self._log_method(named)
         return [of_rank["buckets"] for of_rank in of_ranks]
 
-    def _report_exempt(self, named: Mapping[str, Tensor], rank: int, stray: str | None) -> None:
-        """Log which share of a model is exempt. Raises ValueError if a rank has no parameter of those that are."""
-        if stray is not None:
-            own_name = min(named, default="")
-            raise ValueError(
-                f"{self.what}: got the exempt parameter {stray!r}, expected names such as {own_name!r}: give "
-                "exempt_modules the model whose gradients are averaged"
-            )
-        if rank == 0 and (exempted := self.compressor.exempted):
-            own = [parameter.numel() for name, parameter in named.items() if name in exempted]
-            share = sum(own) / max(1, sum(parameter.numel() for parameter in named.values()))
-            text = f"{len(own)} of {len(named)} parameters, {share:.1%} of the elements, are exempt"
-            logging.getLogger("gradzip").info("%s: %s", self.what, text)
+    def _log_method(self, named: Mapping[str, Tensor]) -> None:
+        """Log, on rank 0, which share of a model is compressed; of a sharded one, of its own shards."""
+        rank, shards = self.engine.rank, self.engine.shards
+        if rank or (shards and shards.rank()) or not (named and _log.isEnabledFor(logging.INFO)):
+            return
+        # Local shards do not say whether they are trained.
+        trained = {name: p for name, p in named.items() if p.requires_grad} or named
+        compressed = [p.numel() for name, p in trained.items() if is_compressed(self.compressor, name, p, self.prefix)]
+        share = sum(compressed) / max(1, sum(p.numel() for p in trained.values()))
+        parameters = f"{len(compressed)} of {len(trained)} parameters, {100 * share:.1f} % of the elements"
+        _log.info("%s, by %s", parameters, unparse(self.compressor))
 
     def _claim_loaded(self, named: Mapping[str, Tensor]) -> None:
         """Give loaded states the names of this model's, if they differ by a prefix: as of a model within another."""

@@ -12,20 +12,25 @@ import importlib.util
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import gradzip
+from gradzip.ops._native import remedy
 
 # Facts about one part of the installation; `{"error": reason}` if it is missing or broken.
 Facts = dict[str, Any]
 
+# That gradzip has adapters for, or takes arrays of.
+LIBRARIES = ("accelerate", "transformers", "lightning", "pytorch_lightning", "torchft", "cupy")
+
 # What to do if a part is missing or broken.
-REMEDIES = {
-    "extension": "no method that compresses works without it; in gradzip's source tree, pip install . builds it (g++)",
-    "horovod": "needed only for training with Horovod; gradzip's source tree builds it: scripts/bootstrap.sh",
+REMEDIES: dict[str, Callable[[], str]] = {
+    "extension": lambda: f"no method that compresses works without the kernels; {remedy()}",
+    "horovod": lambda: "needed only for training with Horovod; gradzip's source tree builds it: scripts/bootstrap.sh",
 }
 
 
@@ -41,6 +46,7 @@ def run(options: argparse.Namespace) -> None:
         "cuda": _cuda,
         "torch": lambda: {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads()},
         "horovod": _horovod,
+        "libraries": _libraries,
     }
     # Warnings of torch and Horovod, such as an old driver, are in the facts.
     with warnings.catch_warnings():
@@ -106,15 +112,21 @@ def _horovod() -> Facts:
     }
 
 
+def _libraries() -> Facts:
+    """The versions of those among LIBRARIES that are installed, without importing them."""
+    packages = metadata.packages_distributions()  # CuPy has a package for each version of CUDA
+    return {name: metadata.version(packages[name][0]) for name in LIBRARIES if name in packages}
+
+
 def _lines(report: dict[str, Facts]) -> Iterator[str]:
     """The report as text: a title for each part, and below it aligned names and values."""
     for part, facts in report.items():
-        yield f"{part} {facts.get('version', '')}".rstrip()
+        yield f"{part} {facts.get('version', '') if facts else 'none'}".rstrip()
         for name, value in facts.items():
             if name != "version":
                 yield f"  {name:<14} {_text(value)}"
         if "error" in facts and part in REMEDIES:
-            yield f"  {REMEDIES[part]}"
+            yield f"  {REMEDIES[part]()}"
 
 
 def _text(value: Any) -> str:

@@ -38,7 +38,7 @@ from gradzip.methods.spec import parse
 from . import figure
 from .command import CommandError, check_least, table
 
-DEFAULTS = ("fp16", "fft-range", "dct-range", "topk", "qsgd", "terngrad", "signsgd", "acpsgd")
+DEFAULTS = ("fp16", "block-float", "fft-range", "dct-range", "topk", "qsgd", "terngrad", "signsgd", "acpsgd")
 
 WARM = 10  # steps on the same gradient before the measured one, for methods that use factors again
 MOST_DRAWN = 20  # layers in a picture

@@ -69,6 +69,9 @@ class Engine(ABC):
     scope: Scope = "all"  # "node" or "peers" for an engine that `split` has made
     scopes: Mapping[Scope, Engine] = {}  # the engines of "node" and "peers", after `set_nodes`
 
+    # The process group of the ranks that hold the shards of a model; None: each rank has all of it.
+    shards: Any = None
+
     # Whether ranks match operations by their order alone, and not by their slots.
     in_order = False
 

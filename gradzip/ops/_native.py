@@ -5,10 +5,14 @@ A kernel has the same name and parameters on both devices (csrc/kernels.h); `run
 
 from __future__ import annotations
 
+import os
 import struct
+import sys
 from array import array
 from collections.abc import Sequence
 from ctypes import addressof, c_char, c_int32, c_int64
+from importlib.machinery import PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -31,11 +35,22 @@ READ_ONLY = "_gradzip_read_only"  # attribute of tensors that share the memory o
 def kernels() -> ModuleType:
     """Return the compiled module. Raises RuntimeError, with what to do, if it was not built."""
     if _missing is not None:
-        raise RuntimeError(
-            f"gradzip's compiled kernels cannot be loaded ({_missing}); build them with `pip install .` "
-            "in the gradzip source tree (needs g++)"
-        ) from _missing
+        raise RuntimeError(f"gradzip's compiled kernels cannot be loaded ({_missing}); {remedy()}") from _missing
     return _C
+
+
+def remedy() -> str:
+    """Return what to do without the compiled module."""
+    own = Path(__file__).resolve().parents[1]
+    # As Python looks for it in each folder of its path. A source tree comes first if Python was started in it.
+    spec = PathFinder.find_spec("gradzip._C", [os.path.join(folder, "gradzip") for folder in sys.path])
+    installed = Path(spec.origin).resolve().parent if spec and spec.origin else own
+    if installed == own:
+        return "build them with `pip install -e .` in the gradzip source tree (needs g++)"
+    return (
+        f"the sources in {own.parent} hide the gradzip that is installed in {installed.parent}: start Python in "
+        "another folder, or install the sources with `pip install -e .`"
+    )
 
 
 def run(name: str, where: Tensor, *arguments: float) -> None:

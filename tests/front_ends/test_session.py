@@ -77,6 +77,33 @@ def test_a_failed_step_is_dropped(group):
     assert {state.step for state in compressor.states.values()} == {1}
 
 
+@pytest.mark.parametrize(
+    ("spec", "compressed"),
+    [
+        ("block-float:bits=4", {"large", "wide"}),
+        ("acpsgd:rank=8", {"large"}),  # its factors of `wide` are no smaller
+        ("per-layer:wide=none,default=topk", {"large"}),
+        ("phases:0=none,2=topk", {"large", "wide"}),
+        ("phases:0=topk,2=acpsgd(rank=8),exempt=large", {"large", "wide"}),
+        ("none", set()),
+    ],
+)
+def test_what_is_compressed_is_logged_once(group, caplog, spec, compressed):
+    """The parameters of the groups that are compressed, now or in a later phase, without frozen ones."""
+    shapes = {"large": (100, 48), "wide": (8, 150), "bias": (100,), "exempt": (50, 50), "frozen": (90, 90)}
+    named = {name: torch.nn.Parameter(torch.zeros(shape), name != "frozen") for name, shape in shapes.items()}
+    compressor = gradzip.parse(spec)
+    compressor.exempted = frozenset({"exempt"})
+    with caplog.at_level("INFO", "gradzip"):
+        session = connected(compressor, group, named)
+        train(session, named)
+    share = 100 * sum(named[name].numel() for name in compressed) / (4800 + 1200 + 100 + 2500)
+    assert caplog.messages == [f"{len(compressed)} of 4 parameters, {share:.1f} % of the elements, by {spec}"]
+    if "none" not in spec:
+        groups = session.plan(list(named.values()), list(named)).groups
+        assert {name for own in groups if own.compressed for name in own.names} == compressed | {"frozen"}
+
+
 @pytest.mark.parametrize("spec", ["topk", "phases:0=topk,2=acpsgd", "dgc:momentum=0.9"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_step_that_is_dropped_after_its_averages_changes_no_state(group, spec, times):

@@ -139,7 +139,7 @@ def record() -> None:
     kernels = built()
     missing = (archs(load()[1]) if RECORDED.exists() else set()) - archs(kernels)
     if missing:
-        raise RuntimeError(f"the build lacks {', '.join(sorted(missing))}, recorded before: unset GRADZIP_CUDA_ARCHS")
+        raise RuntimeError(f"the build lacks {', '.join(sorted(missing))}, recorded before: set GRADZIP_CUDA_ARCHS=all")
     rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(rows)}" for name, rows in kernels.items())
     head = f'  "nvcc": "{nvcc_release()}",\n  "columns": {json.dumps(Resources._fields)},\n'
     RECORDED.write_text(f'{{\n{head}  "kernels": {{\n{rows}\n  }}\n}}\n')

@@ -360,7 +360,8 @@ def test_compressed_momenta_are_advised_for_adamw(optimizer, chosen):
     assert note == (
         "momentum:inner=signsgd(majority=False): the step is one after the warm-up. In the study with AdamW, "
         "phases:0=qsgd,160=block-float(bits=4,rounding=nearest),200=momentum(inner=signsgd(majority=False)) averaged "
-        "the whole training. The optimizer must have the momentum 0.9, and AdamW must be gradzip.optim.AdamW."
+        "the whole training. The optimizer must have the momentum 0.9, and AdamW must be gradzip.optim.AdamW: "
+        "gradzip.recipes.adamw makes both."
     )
 
 

@@ -3,9 +3,12 @@
 import ast
 import functools
 import graphlib
+import os
 import re
+import shutil
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 
 import pytest
 
@@ -127,15 +130,36 @@ def test_import_has_no_side_effects():
     assert process.returncode == 0, process.stderr
 
 
+WITHOUT_EXTENSION = """
+import sys
+sys.modules["gradzip._C"] = None
+import gradzip, torch
+try: gradzip.roundtrip(gradzip.FFTRange(), torch.ones(64, 64))
+except RuntimeError as error: print(error)
+"""
+
+
+def error_without_extension(**options):
+    command = [sys.executable, "-c", WITHOUT_EXTENSION]
+    process = subprocess.run(command, capture_output=True, text=True, **options)
+    assert "compiled kernels cannot be loaded" in process.stdout, process.stderr
+    return process.stdout
+
+
 def test_missing_extension_is_reported_on_first_use():
-    code = (
-        "import sys; sys.modules['gradzip._C'] = None\n"
-        "import gradzip, torch\n"
-        "try: gradzip.roundtrip(gradzip.FFTRange(), torch.ones(64, 64))\n"
-        "except RuntimeError as error: print(error)\n"
-    )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert "compiled kernels cannot be loaded" in process.stdout and "pip install ." in process.stdout, process.stderr
+    assert "build them with `pip install -e .`" in error_without_extension(cwd=ROOT)
+
+
+def test_sources_that_hide_the_installed_package_are_reported(tmp_path):
+    """After `pip install .`, Python started in the clone finds the sources, without the extension."""
+    clone, site = tmp_path / "clone", tmp_path / "site"
+    shutil.copytree(PACKAGE, clone / "gradzip", ignore=shutil.ignore_patterns("_C*.so", "__pycache__"))
+    options = {"cwd": clone, "env": {**os.environ, "PYTHONPATH": str(site)}}
+    assert "build them with `pip install -e .`" in error_without_extension(**options)
+    (site / "gradzip").mkdir(parents=True)
+    (site / "gradzip" / f"_C{EXTENSION_SUFFIXES[0]}").touch()
+    hidden = f"the sources in {clone} hide the gradzip that is installed in {site}: start Python in another folder"
+    assert hidden in error_without_extension(**options)
 
 
 # Files that choose methods on purpose: studies that compare these, small networks that learn with them, and random

@@ -158,6 +158,9 @@ def test_cuda_compiler_and_architectures(setup, monkeypatch, tmp_path):
     text = "#!/bin/sh\nprintf 'compute_70\\ncompute_75\\ncompute_80\\ncompute_100\\n'\n"
     nvcc = commands.executable(tmp_path / "bin" / "nvcc", text)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'no_gpu'}:{os.environ['PATH']}")
+    (tmp_path / "no_gpu").mkdir()
+    commands.executable(tmp_path / "no_gpu" / "nvidia-smi", "#!/bin/sh\necho No devices were found\nexit 6\n")
     assert setup["find_nvcc"]() == str(nvcc)
     assert setup["cuda_archs"](str(nvcc)) == ["75", "80"]
     monkeypatch.setenv("GRADZIP_CUDA_ARCHS", "10.0, 7.0")
@@ -167,6 +170,46 @@ def test_cuda_compiler_and_architectures(setup, monkeypatch, tmp_path):
         setup["cuda_archs"](str(nvcc))
     monkeypatch.setenv("GRADZIP_CUDA", "0")
     assert setup["find_nvcc"]() is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "archs"),
+    [
+        ("9.0 9.0", ["90"]),
+        ("8.6 7.5", ["75", "86"]),
+        ("8.6 12.0", ["86"]),  # nvcc does not know the newer one, which compiles PTX
+        ("12.0", ["75", "80", "86", "90"]),
+        ("7.0", ["75", "80", "86", "90"]),
+        ("", ["75", "80", "86", "90"]),
+    ],
+)
+def test_architectures_are_those_of_the_gpus_here(setup, monkeypatch, tmp_path, gpus, archs):
+    known = "\n".join(f"compute_{arch}" for arch in (70, 75, 80, 86, 90))
+    nvcc = commands.executable(tmp_path / "nvcc", f"#!/bin/sh\necho '{known}'\n")
+    commands.executable(tmp_path / "nvidia-smi", f"#!/bin/sh\nprintf '%s\n' {gpus}\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert setup["cuda_archs"](str(nvcc)) == archs
+    monkeypatch.setenv("GRADZIP_CUDA_ARCHS", "all")
+    assert setup["cuda_archs"](str(nvcc)) == ["75", "80", "86", "90"]
+
+
+def test_builds_by_nvcc_are_announced(tree):
+    """One line says for what it compiles, how long that takes, and how to choose, if there is no library yet."""
+    toolkit = tree / "toolkit" / "bin"
+    toolkit.mkdir(parents=True)
+    text = 'case "$*" in *--list-gpu-arch*) echo compute_80; echo compute_90; exit;; esac\nexit 1\n'
+    commands.executable(toolkit / "nvcc", f"#!/bin/sh\n{text}")
+    (tree / "csrc" / "cuda").mkdir()
+    for number in range(24):
+        (tree / "csrc" / "cuda" / f"{number}.cu").touch()
+    settings = {"GRADZIP_CUDA": "1", "CUDA_HOME": str(toolkit.parent), "GRADZIP_CUDA_ARCHS": "80,90", "MAX_JOBS": "2"}
+    done = build(tree, **settings)
+    assert done.returncode == 1  # it compiles nothing
+    assert done.stdout.startswith("gradzip build: nvcc compiles 24 files for sm_80, sm_90, in about 3 min if 2 cores ")
+    assert "GRADZIP_CUDA_ARCHS=80,90 (or all) chooses others" in done.stdout.splitlines()[0]
+    for library in tree.glob("build/*"):
+        (library / "_C.so").touch()
+    assert "nvcc compiles" not in build(tree, **settings).stdout
 
 
 def test_commands(setup, monkeypatch):

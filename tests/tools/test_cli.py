@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def test_missing_extension(capsys, monkeypatch):
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out
     assert "extension\n  error          ModuleNotFoundError: " in out
-    assert "pip install ." in out
+    assert "pip install -e ." in out
     assert "torch 2." in out
 
 
@@ -59,6 +60,16 @@ def test_broken_horovod(capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert cli.main(["info"]) == 0
     assert "horovod\n  error          ModuleNotFoundError: " in capsys.readouterr().out
+
+
+def test_versions_of_libraries(capsys, monkeypatch):
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: {"cupy": ["cupy-cuda13x"], "torch": ["torch"]})
+    monkeypatch.setattr(metadata, "version", {"cupy-cuda13x": "14.0.1"}.__getitem__)
+    assert cli.main(["info"]) == 0
+    assert capsys.readouterr().out.endswith("libraries\n  cupy           14.0.1\n")
+    monkeypatch.setattr(metadata, "packages_distributions", dict)
+    assert cli.main(["info"]) == 0
+    assert capsys.readouterr().out.endswith("libraries none\n")
 
 
 def test_cuda_facts_as_text():

@@ -34,6 +34,34 @@ def test_named_tests_exist():
         assert f"def {test}(" in source if test else "def test_" in source, f"{path}::{test}"
 
 
+# Run in a fresh process, with stand-ins for other libraries: each name is looked up in a copy of the process that has
+# imported gradzip alone.
+LOOK_UP = """
+import os, sys, types
+class StandIn(types.ModuleType):
+    __file__ = "stand-in"
+    def __getattr__(self, name):
+        return type(name, (), {})
+for library in ("accelerate", "lightning", "lightning.pytorch", "transformers", "transformers.trainer_utils"):
+    sys.modules[library] = StandIn(library)
+import gradzip
+for name in sys.argv[1:]:
+    if not os.fork():
+        eval(name)
+        os._exit(0)
+    assert os.wait()[1] == 0, name
+"""
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/integrations.md"])
+def test_named_functions_are_found_after_import_gradzip(page):
+    """What stands in a table or a sentence of a page works as it is written there."""
+    named = sorted(set(re.findall(r"(?<![\w./-])gradzip(?:\.[A-Za-z]\w*)+", (ROOT / page).read_text())))
+    assert "gradzip.integrations.accelerate.compress" in named and len(named) > 5
+    done = subprocess.run([sys.executable, "-c", LOOK_UP, *named], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_have_a_target(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
@@ -52,6 +80,16 @@ def test_blocks_in_lists_are_indented_by_four_spaces(page):
     """With fewer, GitHub shows them within the item, and the website outside."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert not re.findall(r"(?<=\n\n) {1,3}\S.*|^ {1,3}(?:```|[*-] |\d+\. ).*", text, re.MULTILINE)
+
+
+def test_the_hosted_workflow_runs_the_two_commands():
+    workflow = ROOT / ".github" / "workflows" / "test.yml"
+    if not workflow.exists():
+        pytest.skip("not a clone")
+    block = (ROOT / "README.md").read_text().partition("## Two commands")[2].partition("```sh\n")[2].partition("```")[0]
+    commands = [line.partition("#")[0].strip() for line in block.splitlines()]
+    assert commands == ["make train", "make test"]
+    assert re.findall(r"^ +- run: (.*)$", workflow.read_text(), re.MULTILINE) == commands
 
 
 @pytest.mark.parametrize("script", ["gpu_check.sh", "shaped_net.sh"])

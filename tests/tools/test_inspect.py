@@ -253,12 +253,12 @@ def test_table(capsys, file):
     assert (status, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == "whole model  6 layers, 25,290 elements"
-    assert [line.split()[0] for line in lines[2:10]] == list(cli.inspect.DEFAULTS)
-    assert lines[11] == "5.weight  10×2048, 20,480 elements"
+    assert [line.split()[0] for line in lines[2:11]] == list(cli.inspect.DEFAULTS)
+    assert lines[12] == "5.weight  10×2048, 20,480 elements"
     assert "1 smaller layers not shown (--top, --layer)." in out
     assert re.search(r"uncompressed by all methods: 4 layers of 202 elements in all\s+\(0.weight,\s+2.bias, ", out)
     assert max(map(len, lines)) <= 100
-    for rows in (lines[1:10], lines[12:21]):
+    for rows in (lines[1:11], lines[13:23]):
         assert len({len(line) for line in rows}) == 1  # aligned
 
 

@@ -514,8 +514,7 @@ class Compressor(ABC):
         "embedding": of `Embedding` and `EmbeddingBag`. "head": of the output layer, which is
         ``model.get_output_embeddings()`` or the last linear layer or convolution. "1d": biases and norms, which methods
         leave uncompressed anyway. Or a class of modules, whose own parameters are meant. A parameter that several
-        modules share is exempt if one of them is. Rank 0's logger "gradzip" says (INFO) which share of the elements
-        it is.
+        modules share is exempt if one of them is.
 
         Args:
             model: the one that the front end averages, before or after it is wrapped. Call it before the first step, on

@@ -393,7 +393,7 @@ def plan_groups(
         method = compressor.method_for(name, like.shape, prefix)
         compressor.register_parameter(name, like.shape, prefix + name)
         methods.append(method)
-        exempt = frozen or like.is_complex() or name in compressor.exempted
+        exempt = frozen or _is_exempt(compressor, name, like)
         following = () if exempt else compressor.later_methods(name, prefix)
         later.append([other for other in following if not other.bypasses(like)])
         compressed = not (exempt or (compressor.node_chunks or method).bypasses(like))
@@ -420,6 +420,18 @@ def plan_groups(
             )  # fmt: skip
             groups.append(group)
     return groups
+
+
+def is_compressed(compressor: Compressor, name: str, like: Tensor, prefix: str = "") -> bool:
+    """Whether a parameter of this shape is compressed, now or in a later phase. Arguments: as in `plan_groups`."""
+    if _is_exempt(compressor, name, like):
+        return False
+    now = compressor.node_chunks or compressor.method_for(name, like.shape, prefix)
+    return not all(method.bypasses(like) for method in (now, *compressor.later_methods(name, prefix)))
+
+
+def _is_exempt(compressor: Compressor, name: str, like: Tensor) -> bool:
+    return like.is_complex() or name in compressor.exempted
 
 
 def _split(indices: list[int], parameters: Sequence[Tensor]) -> Iterator[list[int]]:
