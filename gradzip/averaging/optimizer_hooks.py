@@ -192,18 +192,18 @@ def _skip(one: Skip, parameters: Iterable[Tensor]) -> None:
         _skips[parameter] = one
 
 
-def skip_if(told: Sequence[tuple[Group, Sequence[Tensor]]], verdict: Verdict, read: Callable[[], None]) -> Skip:
+def skip_if(told: Sequence[tuple[Group, Sequence[Tensor]]], verdict: Verdict, read: Callable[[], None] | None) -> Skip:
     """Have the optimizers that hold any of these parameters skip their next step, if a verdict says so. Returns that.
 
     Args:
         told: groups with their parameters.
-        read: a method to call when the host knows that they do.
+        read: a method to call when the host knows that they do; None: it never does.
     """
     take(told)  # what becomes of an earlier step no longer counts
     parameters = list(itertools.chain.from_iterable(map(_PARAMETERS, told)))
     numbers = list(map(id, parameters))
     refs = dict(zip(numbers, map(weakref.ref, parameters)))
-    one = Skip(verdict=verdict, read=weakref.WeakMethod(read), parameters=refs)
+    one = Skip(verdict=verdict, read=read and weakref.WeakMethod(read), parameters=refs)
     for number in [n for n, other in _verdicts.items() if other.parameters[n]() is None]:
         del _verdicts[number]
     _verdicts.update(dict.fromkeys(numbers, one))

@@ -119,6 +119,7 @@ class Session:
         self.groups: dict[Group, None] = {}  # started so far
         self._told: list[tuple[Group, list[Tensor]]] = []  # groups, and the parameters whose optimizers are told
         self._telling: _Late | None = None  # what a device has to tell of it
+        self._is_captured = False  # whether it is captured as a CUDA graph
         self.discards = False  # whether its averages are going to be thrown away
         self._announced = 0.0  # the share of the ranks that have announced it
         self._in_step = False
@@ -396,13 +397,18 @@ class Session:
         filled = len(averages) if fills else len(averages) - sum(x.is_cuda for x in others)
         _restore(number, averages[:filled])
         verdict = Verdict(number, magnitudes)
+        self._is_captured = verdict.is_captured
         if not verdict.is_captured:  # what a replay finds out, nobody reads
             late.verdict, self._telling = verdict, late
         if self.compressor.undone_on_device and not self._waits:
             return verdict
-        if bool(verdict):
-            late.raise_fault()
-        return bool(verdict)
+        if skipped := bool(verdict):
+            try:
+                late.raise_fault()
+            except BaseException:
+                self.drop()
+                raise
+        return skipped
 
     def _mark_corrupt(self, groups: Sequence[Group]) -> None:
         """Where no step is skipped: make averages NaN of whose group a payload is not sound, and restore its state."""
@@ -416,7 +422,8 @@ class Session:
                 _restore(number, [now for now, _ in pairs], [former for _, former in pairs])
                 numbers.append(number)
                 late.inspected += group.inspected
-        if numbers and not ops.is_capturing(numbers[0]):
+        self._is_captured = any(ops.is_capturing(group.gradients[0]) for group in groups if group.gradients)
+        if numbers and not self._is_captured:
             magnitudes, number = _joined(numbers, False)
             late.verdict, self._telling = Verdict(number, magnitudes), late
 
@@ -457,25 +464,27 @@ class Session:
                 kept[group] = {name: p.grad for name, p in zip(group.names, parameters) if id(p) in discarded}
                 if len(kept[group]) == len(group.names):  # it has had no step
                     names = [name for name in names if name not in kept[group]]
+            rolls_back = discards or skipped is True
+            if is_captured := self._is_captured and not rolls_back:
+                self._check_stays(groups)
             telling = self._telling
             self._late = telling or self._late  # which is unread if a CUDA graph is captured
             self._reset()
             self.compressor.last_verdict = skipped
             optimizer_hooks.register(told)
             verdict = skipped if isinstance(skipped, Verdict) else None
-            rolls_back = discards or skipped is True
             for group, parameters_kept in kept.items() if not rolls_back else ():
                 group.keep(parameters_kept)
             restores = verdict is not None and not rolls_back and self._restore(groups, verdict)
-            if not rolls_back and _is_captured(groups):
-                _stay(groups)
+            if is_captured:
+                _copy_back(groups)
                 restores = True  # the former tensors have the new values
             scale = self.compressor.memory.loss_scale
             if self._late is not None and self._late is telling:
                 not_counted = groups if rolls_back else [g for g, names in kept.items() if len(names) == len(g.names)]
                 self._late.tells = [tell for tell in self._late.tells if tell[0] not in not_counted]
             if verdict is not None:
-                skip = optimizer_hooks.skip_if(told, verdict, self.read_late)
+                skip = optimizer_hooks.skip_if(told, verdict, None if is_captured else self.read_late)
                 if telling is not None:
                     telling.skip, telling.scale = skip, scale.later()
             elif skipped:
@@ -495,6 +504,17 @@ class Session:
                 if self._seen != self.compressor.choice_number:
                     self._seen = self.compressor.choice_number
                     self._warn_of_other_names()
+
+    def _check_stays(self, groups: Sequence[Group]) -> None:
+        """Drop the step and raise RuntimeError if what it has changed in a state cannot be copied to where it was."""
+        for group in groups:
+            changed = group.changed()
+            if changed is None or any(former is None for _, former in changed):
+                self.drop()
+                got = f"got a step to capture in which the state of {group.name!r} gets or loses tensors"
+                raise RuntimeError(
+                    f"{self.what}: {got}, expected one that changes their elements: run steps of the method before"
+                )
 
     def _restore(self, groups: Sequence[Group], verdict: Verdict) -> bool:
         """Undo the step on the device, if it is skipped. Returns whether the host has to do it instead.
@@ -569,7 +589,7 @@ class Session:
         self._reset()
 
     def _reset(self) -> None:
-        self.buckets, self.groups, self._told, self._telling = {}, {}, [], None
+        self.buckets, self.groups, self._told, self._telling, self._is_captured = {}, {}, [], None, False
         self._in_step = self.discards = False
 
 
@@ -593,25 +613,12 @@ def _joined(numbers: Sequence[Tensor], skipped: bool) -> tuple[Tensor, Tensor]:
     return magnitudes, largest if largest.dtype == torch.float32 else largest.mul(0).float()
 
 
-def _is_captured(groups: Sequence[Group]) -> bool:
-    """Whether the step in progress is captured as a CUDA graph."""
-    first = next((group.gradients[0] for group in groups if group.gradients), None)
-    return first is not None and ops.is_capturing(first)
-
-
-def _stay(groups: Sequence[Group]) -> None:
-    """Copy what the step has changed in states to where it was, for replays to find it there."""
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
-    for group in groups:
-        for now, former in group.changed() or ():
-            if former is None:
-                got = f"got a step to capture in which the state of {group.name!r} is new"
-                raise RuntimeError(f"{got}, expected one that has it: run steps of the method before")
-            targets.append(former)
-            sources.append(now)
-    if targets:
-        torch._foreach_copy_(targets, sources)
+def _copy_back(groups: Sequence[Group]) -> None:
+    """Copy what a captured step has changed in states to where it was, for replays to find it there."""
+    pairs: list[tuple[Any, Any]] = [pair for group in groups for pair in group.changed() or ()]
+    if pairs:
+        changed, former = map(list, zip(*pairs))
+        torch._foreach_copy_(former, changed)
 
 
 def _restore(number: Tensor, targets: Sequence[Tensor], formers: Sequence[Tensor | None] | None = None) -> None:

@@ -25,8 +25,8 @@ class Verdict:
 
     def __init__(self, number: Tensor, magnitudes: Tensor) -> None:
         self.number = number
-        # Of a step that is captured: nothing is copied, and the number is that of the last replay.
-        self._copy = None if ops.is_capturing(number) else ops.CopyLater(magnitudes)
+        self.is_captured = ops.is_capturing(number)  # nothing is copied then
+        self._copy = None if self.is_captured else ops.CopyLater(magnitudes)
         self._magnitudes: list[float] | None = None  # once the host has read them
         self._found: Tensor | None = None
 
@@ -35,7 +35,7 @@ class Verdict:
             if ops.is_capturing(self.number):
                 raise RuntimeError(
                     "got a step to capture of which the host has to know if it is skipped, expected a method and "
-                    "optimizers that a device can undo (docs/gpu.md), or compressor.skip_nonfinite(False)"
+                    "optimizers that do not need it (docs/gpu.md), or compressor.skip_nonfinite(False)"
                 )
             return not math.isfinite(self.number)
         return not all(map(math.isfinite, self.magnitudes))
@@ -50,11 +50,6 @@ class Verdict:
             assert self._copy is not None, "nobody reads those of a step that is captured"
             self._magnitudes = self._copy.result().tolist()
         return self._magnitudes
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether it is of a step that is captured as a CUDA graph."""
-        return self._copy is None
 
     @property
     def is_known(self) -> bool:

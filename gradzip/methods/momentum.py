@@ -279,8 +279,6 @@ class Momentum(Compressor):
         state, previous = group.state, average.previous
         like = torch.empty(0, dtype=torch.float32, device=group.device)  # `inner` may have released the parts
         momentum = state.renewed("momentum", like, group.numel)
-        if momentum is previous:  # a CUDA graph is captured
-            previous = momentum.clone()
         if average.compressed:
             with group.writing_to(momentum):
                 yield from self.inner.commit(group, average.average)

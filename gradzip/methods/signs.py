@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import struct
@@ -79,7 +78,7 @@ class SignSGD(ErrorFeedback, ListCodec):
         largest, scales = statistics.unbind(1)
         is_scaled = self.error_feedback or not self.majority
         self.write_numbers(layout, payloads, scales if is_scaled else torch.ones_like(scales))
-        fields = map(functools.partial(self.fields_of, ()), keys)
+        fields = [self.fields_of((), key) for key in keys]
         magnitudes = statistics if is_scaled else largest.contiguous()
         return self.seal_all(layout, payloads, fields, magnitudes.split_with_sizes(counts))
 

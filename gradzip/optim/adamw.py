@@ -135,6 +135,9 @@ class AdamW(Optimizer):
     def _update_on_device(
         self, group: dict[str, Any], gradients: dict[Tensor, Tensor], found_inf: Tensor | None
     ) -> list[Tensor]:
+        if torch.cuda.is_current_stream_capturing():
+            got = f"{type(self).__name__}: got a step to capture as a CUDA graph, whose replays do not count steps"
+            raise RuntimeError(f"{got}, expected one outside of it, or one of torch.optim.AdamW(fused=True)")
         held, exact = _held(gradients)
         counters: list[Tensor] = []
         if exact:

@@ -326,6 +326,22 @@ def test_optimizers_skip_on_the_device(front_end, make, first):
     assert all(map(torch.equal, *found)) and len(found[0]) == len(found[1]) > 2 * len(SHAPES) - 1
 
 
+@pytest.mark.filterwarnings("ignore:got an average gradient")  # in steps that are not captured
+@pytest.mark.parametrize("broken", [None, 2, 3, 4])
+@pytest.mark.parametrize("make", [SKIP_ON_DEVICE["fused AdamW"], lambda params: gradzip.optim.DGCSGD(params, lr=0.1)])
+def test_optimizers_before_in_and_after_a_captured_step(make, broken):
+    """They do not wait for it, have the same bits, and skip the step that they skip otherwise."""
+    found = []
+    for captured in (None, 3):
+        with model("topk:theta=0.5", make) as trained:
+            for number in range(6):
+                with trained.device.capturing() if number == captured else contextlib.nullcontext():
+                    _, waits = trained.step(number, broken=number == broken)
+                assert waits == 0
+            found.append(trained.tensors())
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("front_end", ["ddp", "fsdp"])
 def test_for_other_optimizers_the_host_waits_in_their_step(front_end):
     with model("none", lambda parameters: torch.optim.AdamW(parameters, foreach=True), front_end) as trained:

@@ -14,7 +14,7 @@ import kinds
 from benchmarks.common.results import END
 from benchmarks.device_ops import capture
 from benchmarks.device_ops.__main__ import horovod_steps, noise
-from benchmarks.device_ops.capture import BETWEEN, KEYS, MOVES, OTHER_WORK, TWO_STEPS, obstacles
+from benchmarks.device_ops.capture import BETWEEN, KEYS, OTHER_WORK, TWO_STEPS, obstacles
 from benchmarks.device_ops.stand_in import stand_in
 from paths import ROOT
 
@@ -74,14 +74,58 @@ def test_obstacles_are_found_in_their_part(wait, found, part):
 
 
 def test_states_that_move_are_found():
-    class Mutant(gradzip.BlockFloat):
-        def store_residuals(self, groups):
-            for group in groups:
-                group.state.residual = group.vector.clone()
+    never = property(lambda session: False, lambda session, value: None)
+    found = pytest.raises(AssertionError, match="a replay reads states where they were")
+    with mock.patch("gradzip.averaging.session.Session._is_captured", never, create=True), found:
+        obstacles(gradzip.BlockFloat(rounding="nearest"))
 
-    with mock.patch("gradzip.averaging.session._is_captured", lambda groups: False):
-        found = obstacles(Mutant(rounding="nearest"))
-    assert found == capture.Obstacles((MOVES,), (MOVES,))
+
+def gradients_on(device, number):
+    return {n: device.tensor(noise(s.numel(), number).view(s).clone()) for n, s in capture.SHAPES.items()}
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("spec", ["topk", "powersgd", "block-float:rounding=nearest", "momentum:inner=powersgd"])
+def test_a_first_step_is_not_captured(spec, checks):
+    """It adds tensors to states. It is dropped: later steps are as if it had not been."""
+    runs = []
+    for tries in (False, True):
+        compressor = gradzip.parse(spec).skip_nonfinite(checks)
+        with stand_in() as device:
+            run = horovod_steps(compressor, capture.SHAPES, 2, device)
+            if tries:
+                refused = pytest.raises(RuntimeError, match="gets or loses tensors.*run steps of the method before")
+                with device.capturing(), device.counting() as counts, refused:
+                    run(gradients_on(device, 0), counts)
+            averages = []
+            for number in range(2):
+                gradients = gradients_on(device, number)
+                with device.counting() as counts:
+                    run(gradients, counts)
+                averages += [gradient.host for gradient in gradients.values()]
+        runs.append(averages + [tensor.host for tensor in capture.tensors_of(compressor).values()])
+    assert all(map(same_bits, *runs))
+
+
+@pytest.mark.parametrize("spec", ["fft-range:theta=0.5,value_range=1.0", "dct-range:theta=0.5,value_range=1.0"])
+def test_clamped_values_are_counted_where_they_were(spec):
+    """In memory that a replay adds to."""
+    compressor = gradzip.parse(spec)
+    with stand_in() as device:
+        run, found = horovod_steps(compressor, capture.SHAPES, 2, device), []
+        for number in range(3):
+            with device.capturing() if number == 2 else contextlib.nullcontext(), device.counting() as counts:
+                run(gradients_on(device, number), counts)
+            found.append(next(iter(compressor._clamped.values())))
+    assert found[0].host.item() > 0 and found[0] is found[1] is found[2]
+
+
+def test_adamw_counts_steps_outside_of_graphs():
+    with stand_in() as device:
+        parameter = device.tensor(torch.zeros(64, 64)).requires_grad_()
+        parameter.grad = device.tensor(torch.ones(64, 64))
+        with device.capturing(), pytest.raises(RuntimeError, match="AdamW: got a step to capture.*torch.optim.AdamW"):
+            gradzip.optim.AdamW([parameter]).step()
 
 
 def same_bits(x, y):

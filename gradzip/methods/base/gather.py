@@ -380,8 +380,8 @@ class GatherCompressor(Compressor):
     def partitions(self, group: Group) -> list[list[Piece]]:
         """For each rank, the piece of each part that it owns.
 
-        Partitions have whole rows of a part, unless it has fewer rows than there are ranks. They differ by one row at
-        most: the longer ones come first.
+        Partitions have whole rows of a part, unless it has fewer rows than there are ranks. They differ by one row of
+        each part at most: the longer ones come first.
         """
         found: list[list[Piece]] = [[] for _ in range(group.size)]
         start = 0
@@ -421,7 +421,7 @@ class GatherCompressor(Compressor):
         payloads = self.encode_lists(lists, [content.key for content in contents])
         nbytes, limit = list(map(Tensor.numel, payloads)), most_nbytes(max(content.numel for content in contents))
         known = self._knows_lengths(payloads[0])
-        if known:  # partitions differ by a row at most: they are sent as if they were equally long
+        if known:  # partitions differ by a row of each part at most: all are sent with the longest one's bytes
             longest = max(nbytes)
             received = yield AllToAll(_filled_up(payloads, longest), (longest,) * group.size, True, limit=limit)
             received = [payload[: nbytes[group.rank]] for payload in received]

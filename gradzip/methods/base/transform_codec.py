@@ -143,7 +143,8 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         number = groups.range_float_fit(values, self.bits, self.mantissa, self._range)
         noise = key.bits if self.rounding == "stochastic" else None
         clamped = groups.range_float_encode(values, number, self.bits, noise, body[:codes_end])
-        self._clamped[x.device] = self._clamped.get(x.device, 0) + clamped
+        self._clamped.setdefault(x.device, 0)
+        self._clamped[x.device] += clamped  # on CUDA in place, as replays of a captured step do
         stream = ops.Stream(codes_end, nbytes, padding_at=_FIELDS.size - 1)
         # Check the kept coefficients, which include those that are not finite: a transform may overflow even if the
         # gradient is finite.
