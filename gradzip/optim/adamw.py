@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 
 from ..averaging import optimizer_hooks
 from ..memory.state import Workspace
+from ..ops.device import is_capturing
 from . import on_device
 from .base import Optimizer
 from .on_device import local
@@ -135,7 +136,7 @@ class AdamW(Optimizer):
     def _update_on_device(
         self, group: dict[str, Any], gradients: dict[Tensor, Tensor], found_inf: Tensor | None
     ) -> list[Tensor]:
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing(next(iter(gradients))):
             got = f"{type(self).__name__}: got a step to capture as a CUDA graph, whose replays do not count steps"
             raise RuntimeError(f"{got}, expected one outside of it, or one of torch.optim.AdamW(fused=True)")
         held, exact = _held(gradients)

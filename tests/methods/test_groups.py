@@ -83,7 +83,7 @@ def test_payloads_of_a_group_decode_as_those_of_each_gradient_with_its_key(spec)
     grads["e"][3:20] = 0
     together = codec.decode([codec.encode_all([*grads.values()], key)], [*SHAPES.values()])
     together = dict(zip(SHAPES, (average.clone() for average in together)))
-    keys = dict(zip(SHAPES, map(int, keys_of(key.bits, len(SHAPES)))))
+    keys = dict(zip(SHAPES, map(int, keys_of([key.bits], [len(SHAPES)]))))
     assert keys["a"] == key.bits and len(set(keys.values())) == len(SHAPES)
     for name, grad in grads.items():
         payload = encode(codec, grad, GivenBits(keys[name]))

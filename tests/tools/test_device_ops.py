@@ -337,8 +337,8 @@ def test_gradients_that_are_joined_do_not_mix(spec, monkeypatch):
     together, alone = gradzip.parse(spec), gradzip.parse(spec).skip_nonfinite(False)
     keys_of, drawn = groups.keys_of, []
 
-    def recorded(key, count):
-        drawn.append(keys_of(key, count))
+    def recorded(keys, counts):
+        drawn.append(keys_of(keys, counts))
         return drawn[-1]
 
     def residuals():
