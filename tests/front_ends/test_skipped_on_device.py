@@ -106,7 +106,8 @@ def equal(states, others):
 @pytest.mark.parametrize("spec", kinds.params(SPECS, kinds.FIRST))
 def test_a_skipped_step_changes_no_state_and_is_counted(spec, front_end, value, broken):
     with job(spec, front_end) as trained:
-        if trained.compressor.asymmetric and broken == "b.weight":
+        last = "a.weight" if front_end == "ddp" else "b.weight"  # buckets of DDP have the last parameters first
+        if trained.compressor.asymmetric and broken == last:
             pytest.skip("the stand-in's ranks have the first partition alone")
         for number in range(SETTLED):
             trained.step(number)
