@@ -114,16 +114,7 @@ class HorovodEngine(Engine):
         else:
             sent = collective.tensor
         tensor = sent if sent.dtype in _DTYPES and sent.is_contiguous() else self.accepted(sent)
-        # What Horovod counts: bytes of all ranks in a gather, of one if NCCL gathers equal lengths; bytes of a part in
-        # an all-to-all; elements in a reduction on a CPU.
-        count = tensor.numel()
-        if isinstance(collective, Gather):
-            count *= 1 if tensor.is_cuda and collective.same_length else self.size
-        elif isinstance(collective, AllToAll):
-            count = max(collective.nbytes)
-        elif tensor.is_cuda:
-            count = 0
-        if count > _MOST_COUNT:
+        if (count := _counted(collective, tensor, self.size)) > _MOST_COUNT:
             unit = "bytes" if isinstance(collective, (Gather, AllToAll)) else "elements"
             raise ValueError(
                 f"HorovodEngine: got {count} {unit} in one {type(collective).__name__} of {self.size} ranks, expected "
@@ -175,6 +166,19 @@ def _process_sets(groups: list[list[int]], add: bool) -> list[Any]:
             "hvd.init(process_sets=...)"
         ) from None
     return sets
+
+
+def _counted(collective: Collective, tensor: Tensor, size: int) -> int:
+    """What Horovod counts of a collective of so many ranks that sends this tensor.
+
+    Bytes of all ranks in a gather, of one if NCCL gathers equal lengths; bytes of a part in an all-to-all; elements in
+    a reduction on a CPU.
+    """
+    if isinstance(collective, Gather):
+        return tensor.numel() * (1 if tensor.is_cuda and collective.same_length else size)
+    if isinstance(collective, AllToAll):
+        return max(collective.nbytes)
+    return 0 if tensor.is_cuda else tensor.numel()
 
 
 def _wait(handle: int) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -93,9 +94,7 @@ class ReplicaAverages:
         self._check_unsharded()
         self._plans: dict[tuple[int, ...], Plan] = {}  # by the indices of the modules
         self._least_nbytes = 0.0  # of gradients that are averaged together, once the ranks have met
-        # In a backward pass: the gradients of modules that wait for others, and modules whose averages are in progress.
-        self._waiting: dict[int, dict[str, Tensor]] = {}
-        self._pending: set[int] = set()
+        self._waiting: dict[int, dict[str, Tensor]] = {}  # in a backward pass: gradients of modules
         self._backward: int | None = None  # torch's number of the current backward pass
         self._copied: set[int] = set()  # modules whose gradients FSDP makes of the averages, by copying
         self._sums: list[Tensor] = []  # of averages and earlier gradients, which may not have been finite
@@ -151,10 +150,9 @@ class ReplicaAverages:
         use_on_current_stream(reduced)  # FSDP frees it on the stream of its reduce-scatter
         with self._or_drop(), self.compressor.streams.on(reduced):
             self._begin()
-            if index in self._pending:
+            if index in itertools.chain(self._waiting, *self._session.buckets):
                 self._run()  # a module that the model has run several times
             shards = self._modules[index]
-            self._pending.add(index)
             self._waiting[index] = shards.gradients(reduced)
             if self._session.engine is None:
                 self._connect(reduced.device)
@@ -203,7 +201,6 @@ class ReplicaAverages:
         """Run the routines in progress to their ends."""
         if self._waiting:
             self._start()
-        self._pending = set()
         self._session.finish("round")
         for shards in self._modules:
             self._sums += shards.add_averages()
@@ -220,7 +217,7 @@ class ReplicaAverages:
     def _finish(self) -> None:
         """End the step. Called at the end of a backward pass, after FSDP has called all hooks."""
         with self._or_drop(), self.compressor.streams.on_all(self._session.engine.device):
-            if self._pending:
+            if self._waiting or self._session.buckets:
                 self._run()
             self._session.end(skipped := self._is_skipped())
             self._session.complete(skipped)
@@ -239,7 +236,7 @@ class ReplicaAverages:
 
     def _drop(self) -> None:
         """Drop the step in progress, if there is one: its backward pass has failed."""
-        self._copied, self._sums, self._waiting, self._pending = set(), [], {}, set()
+        self._copied, self._sums, self._waiting = set(), [], {}
         for shards in self._modules:
             shards.drop()
         self._session.drop()

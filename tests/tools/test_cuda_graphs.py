@@ -147,7 +147,7 @@ def test_captured_steps_have_the_same_bits(name, broken):
                 run = horovod_steps(compressor, capture.SHAPES, 2, device)
                 averages = []
                 for number in range(6):
-                    gradients = {n: device.tensor(noise(s.numel(), number).view(s)) for n, s in capture.SHAPES.items()}
+                    gradients = gradients_on(device, number)
                     if number == broken:
                         gradients["a.weight"].host[3, 5] = math.nan
                     within = device.capturing() if captured and number > 2 else contextlib.nullcontext()

@@ -328,8 +328,8 @@ class GatherCompressor(Compressor):
     def gather(self, payload: Tensor, numel: int) -> Gather:
         """The all-gather of a payload of this method.
 
-        numel: elements that a rank encodes, at most. If it follows from shapes how long payloads are, all ranks have
-            encoded the same shapes.
+        payload: as long as those of all ranks, if it follows from shapes how long they are.
+        numel: elements that a rank encodes, at most.
         """
         return Gather(payload, same_length=self._knows_lengths(payload), limit=most_nbytes(numel))
 
@@ -419,10 +419,9 @@ class GatherCompressor(Compressor):
         ]
         lists = [[piece.view for piece in partition] for partition in partitions]
         payloads = self.encode_lists(lists, [content.key for content in contents])
-        nbytes, limit = list(map(Tensor.numel, payloads)), most_nbytes(max(content.numel for content in contents))
-        known = self._knows_lengths(payloads[0])
+        nbytes, most = list(map(Tensor.numel, payloads)), max(content.numel for content in contents)
+        known, longest, limit = self._knows_lengths(payloads[0]), max(nbytes), most_nbytes(most)
         if known:  # partitions differ by a row of each part at most: all are sent with the longest one's bytes
-            longest = max(nbytes)
             received = yield AllToAll(_filled_up(payloads, longest), (longest,) * group.size, True, limit=limit)
             received = [payload[: nbytes[group.rank]] for payload in received]
         else:
@@ -440,11 +439,9 @@ class GatherCompressor(Compressor):
             average.add_(residual)
         owner = key._replace(name=f"{key.name}[owner]")
         payload = self.encode_average(pieces(average, shapes), owner)
+        payloads = yield self.gather(_filled_up([payload], longest) if known else payload, most)
         if known:
-            payloads = yield Gather(_filled_up([payload], longest), same_length=True, limit=limit)
             payloads = [payload[:n] for payload, n in zip(payloads, nbytes)]
-        else:
-            payloads = yield Gather(payload, limit=limit)
         opened = yield from self.opened(payloads, [content._replace(key=owner) for content in contents], group)
         flat = torch.empty(group.numel, dtype=torch.float32, device=group.device)
         if not all_finite(opened):
