@@ -177,10 +177,10 @@ def ninja_file(folder: Path, sources: list[str], nvcc: str | None, sanitize: str
     host = [*HOST_FLAGS]
     link = ["-pthread", *shlex.split(os.environ.get("LDFLAGS", ""))]
     if sanitize:
-        host += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g"]
+        host += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g1"]
         link.append(f"-fsanitize={sanitize}")
     defined = ["-DGRADZIP_CUDA"] * bool(nvcc or nvrtc) + ["-DGRADZIP_NVRTC"] * nvrtc
-    common = ["-std=c++17", "-O1" if sanitize else "-O3", "-Icsrc", *defined]
+    common = ["-std=c++17", "-O0" if sanitize else "-O3", "-Icsrc", *defined]
     # As system headers they raise no warnings of ours.
     includes = ["-isystem", sysconfig.get_path("include"), "-isystem", pybind11.get_include()]
     commands = {"cpp": [*cxx, *common, *host, *includes, *shlex.split(os.environ.get("CXXFLAGS", ""))]}

@@ -1,5 +1,6 @@
 import collections
 import functools
+import itertools
 import os
 
 import pytest
@@ -31,8 +32,9 @@ def pytest_configure(config):
         os.environ.setdefault("MAX_JOBS", str(share))  # compilers that a test runs at a time (setup.py)
     else:
         given = config.args_source != pytest.Config.ArgsSource.TESTPATHS
-        samples = not (given or config.getoption("--long"))
-        config.facts = records.load() | {"samples": samples, "as_committed": records.as_committed()}
+        # Of the parameters of a test, so many together have each of their combinations in some case; 0: all cases run.
+        together = 0 if given else 2 if config.getoption("--long") else 1
+        config.facts = records.load() | {"together": together, "as_committed": records.as_committed(), "given": given}
         config.pluginmanager.register(Recorder(config.facts))
 
 
@@ -65,12 +67,12 @@ class Recorder:
 
 def why_not(config, nodeid, digest):
     """Return why a test of tooling need not run, or None. digest: of the test and what it covers."""
-    passed = config.facts["passed"].get(nodeid)
-    if config.getoption("--long"):
-        return None
-    if passed is None:
-        return "as committed, and new on this machine: --long runs it" if config.facts["as_committed"] else None
-    return "unchanged since it passed: --long runs it" if passed == digest else None
+    passed, is_long = config.facts["passed"].get(nodeid), config.getoption("--long")
+    if passed is None and config.facts["as_committed"] and not is_long:
+        return "as committed, and new on this machine: --long runs it"
+    if passed == digest and not (is_long and config.facts["given"]):
+        return "unchanged since it passed on this machine: --long and its path run it"
+    return None
 
 
 @pytest.hookimpl(trylast=True)  # after pytest has put tests with the same fixtures side by side
@@ -82,12 +84,11 @@ def pytest_collection_modifyitems(config, items):
             item.user_properties.append(("covers", digest))
             if reason := why_not(config, item.nodeid, digest):
                 item.add_marker(pytest.mark.skip(reason=reason))
-    if not config.getoption("--long"):  # not skipped: there are thousands
-        chosen = [item for item in items if not item.get_closest_marker("long")]
-        if config.facts["samples"]:
-            chosen = sampled(chosen)
-        config.hook.pytest_deselected(items=[*set(items).difference(chosen)])
-        items[:] = chosen
+    chosen = [item for item in items if config.getoption("--long") or not item.get_closest_marker("long")]
+    if config.facts["together"]:
+        chosen = sampled(chosen, config.facts["together"])
+    config.hook.pytest_deselected(items=[*set(items).difference(chosen)])  # not skipped: there are thousands
+    items[:] = chosen
     if is_worker(config):
         seconds = collections.Counter()
         for item in items:
@@ -96,8 +97,11 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: -int(seconds[unit(item.nodeid)]))  # stable: the tests of a file stay together
 
 
-def sampled(items):
-    """Return the items without some cases of tests with many: those left have each value of each parameter."""
+def sampled(items, together):
+    """Return the items without some cases of tests with many.
+
+    Those left have each combination of values of so many parameters of a test.
+    """
     tests = collections.defaultdict(list)
     for item in items:
         tests[item.path, getattr(item, "originalname", item.name)].append(item)
@@ -106,13 +110,19 @@ def sampled(items):
         if len(cases) <= FEW_CASES:
             chosen.update(cases)
             continue
-        values = {item: {(name, repr(value)) for name, value in item.callspec.params.items()} for item in cases}
+        values = {item: combinations(item.callspec.params, together) for item in cases}
         missing = set().union(*values.values())
         while missing:
             item = max(cases, key=lambda item: len(values[item] & missing))  # the first one, of several
             chosen.add(item)
             missing -= values[item]
     return [item for item in items if item in chosen]
+
+
+def combinations(params, together):
+    """Return the values of all sets of so many parameters."""
+    named = sorted((name, repr(value)) for name, value in params.items())
+    return set(itertools.combinations(named, min(together, len(named))))
 
 
 @pytest.fixture

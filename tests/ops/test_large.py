@@ -11,6 +11,8 @@ from gradzip import ops
 
 pytestmark = pytest.mark.long
 
+COVERS = ["csrc/*", "csrc/common/*", "csrc/cpu/*", "gradzip/ops/*.py"]
+
 CHUNK = 1 << 24  # elements that share memory
 NBYTES = 4 * CHUNK
 READ_WRITE, MAP_FIXED = mmap.PROT_READ | mmap.PROT_WRITE, 0x10

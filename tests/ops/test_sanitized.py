@@ -14,6 +14,8 @@ import sanitized
 from fuzz import Case
 from sanitized import ROOT
 
+COVERS = ["csrc/**/*", "setup.py", "gradzip/**/*.py", "tests/ops/*.py", "tests/methods/*.py", "tests/support/*.py"]
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.long,

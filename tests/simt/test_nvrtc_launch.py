@@ -17,6 +17,8 @@ import simt_build
 from gradzip.ops import nvrtc
 from gradzip.ops.nvrtc import __main__ as main
 
+COVERS = ["csrc/**/*", "setup.py", "gradzip/ops/nvrtc/*.py", "tests/simt/**/*", "tests/support/simt_build.py"]
+
 # The module takes a minute to compile on a slow machine.
 pytestmark = [pytest.mark.long, pytest.mark.skipif(not shutil.which("g++"), reason="no g++")]
 

@@ -54,8 +54,9 @@ def races(name, *arguments, edits=MappingProxyType({})):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_kernels_have_no_races(name):
+def test_kernels_have_no_races(name, unless_passed):
     """On fewer sizes than in test_simt.py; the largest has more tiles than the grid has blocks."""
+    unless_passed(simt_build.program_parts(name, flags=simt_build.RACES))
     found = races(name)
     assert not found, found
 
@@ -97,7 +98,8 @@ BROKEN = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", BROKEN)
-def test_races_of_broken_kernels_are_reported(case):
+def test_races_of_broken_kernels_are_reported(case, unless_passed):
     name, edits = BROKEN[case]
+    unless_passed(simt_build.program_parts(name, edits, simt_build.RACES))
     found = races(name, edits=edits)
     assert "cuda/" in found, found or "no race"
