@@ -8,7 +8,8 @@
     fully_shard(model, mesh=mesh["shard"])
     gradzip.fsdp.compress(model, gradzip.ACPSGD(rank=4), mesh["replicate"].get_group())
 
-`reduce_scatter` quantizes the reduce-scatter itself, for jobs without replicas.
+`quantize` rounds what FSDP itself sends, for jobs without replicas: weights that ranks gather (`all_gather`), and
+gradients that they reduce (`reduce_scatter`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ except ImportError:
         f"gradzip.fsdp: got torch {torch.__version__}, expected one with torch.distributed.fsdp.fully_shard"
     ) from None
 
+from .all_gather import AllGather, all_gather
 from .compress import ReplicaAverages, compress
+from .quantize import Quantized, quantize
 from .reduce_scatter import ReduceScatter, reduce_scatter
 
-__all__ = ["ReduceScatter", "ReplicaAverages", "compress", "reduce_scatter"]
+__all__ = [
+    "AllGather", "Quantized", "ReduceScatter", "ReplicaAverages", "all_gather", "compress", "quantize", "reduce_scatter"
+]  # fmt: skip

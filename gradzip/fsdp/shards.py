@@ -12,8 +12,32 @@ from torch.distributed.tensor import DTensor
 
 # Of a parameter, of a group of them, and of modules.
 _FIELDS = ("sharded_param", "sharded_size", "contiguous_sharded_stride", "padded_sharded_param_size")
-_GROUP_FIELDS = ("mp_policy", "offload_policy")
+_GROUP_FIELDS = ("mp_policy", "offload_policy", "_training_state", "_reshard_after_forward", "_use_post_forward_mesh")
 _MODULE_FIELDS = ("_get_fsdp_state", "set_all_reduce_hook")
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    """FSDP's groups of the parameters of a module: one, but none without parameters, and several for several meshes.
+
+    Raises:
+        RuntimeError: this torch has another FSDP2.
+    """
+    try:
+        operator.attrgetter(*_MODULE_FIELDS)(FSDPModule)
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        groups = [state._fsdp_param_group] if groups is None else groups
+        found = [group for group in groups if group is not None]
+        for group in found:
+            operator.attrgetter("fsdp_params", "mesh_info.replicate_mesh_dim", *_GROUP_FIELDS)(group)
+        for parameter in (parameter for group in found for parameter in group.fsdp_params):
+            operator.attrgetter(*_FIELDS)(parameter)
+    except AttributeError as error:
+        raise RuntimeError(
+            f"gradzip.fsdp: torch {torch.__version__} has another FSDP2 (no {error.name}), expected one as of "
+            "torch 2.13: install that, or average with gradzip.ddp"
+        ) from None
+    return found
 
 
 class Shards:
@@ -34,24 +58,9 @@ class Shards:
     def __init__(self, module: FSDPModule, name: str, names: dict[Tensor, str]) -> None:
         self.module = module
         self.name = name
-        try:
-            operator.attrgetter(*_MODULE_FIELDS)(FSDPModule)
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)
-            groups = [state._fsdp_param_group] if groups is None else groups
-            self._groups: list[Any] = [group for group in groups if group is not None]
-            members = [parameter for group in self._groups for parameter in group.fsdp_params]
-            replicated = any(group.mesh_info.replicate_mesh_dim is not None for group in self._groups)
-            for group in self._groups:
-                operator.attrgetter(*_GROUP_FIELDS)(group)
-            for parameter in members:
-                operator.attrgetter(*_FIELDS)(parameter)
-        except AttributeError as error:
-            raise RuntimeError(
-                f"gradzip.fsdp: torch {torch.__version__} has another FSDP2 (no {error.name}), expected one as of "
-                "torch 2.13: install that, or average with gradzip.ddp"
-            ) from None
-        if replicated:
+        self._groups = _groups_of(module)
+        members = [parameter for group in self._groups for parameter in group.fsdp_params]
+        if any(group.mesh_info.replicate_mesh_dim is not None for group in self._groups):
             got = f"got module {name!r} on a mesh with a dimension of replicas, which FSDP averages itself"
             raise ValueError(f'compress: {got}; expected fully_shard(module, mesh=mesh["shard"])')
         if len(self._groups) > 1:
@@ -161,3 +170,48 @@ class Shards:
     def _held(self) -> list[tuple[str, Any]]:
         """Those of `_trained` that are not empty on this rank."""
         return [(name, p) for name, p in self._trained() if p.sharded_size.numel()]
+
+
+class Gathered:
+    """What FSDP gathers before the passes of one module: each rank's shards of its parameters, as one flat tensor.
+
+    Args:
+        module: after `fully_shard`.
+        names: of all parameters of the model.
+
+    Attributes:
+        numels: elements of a rank's shard, padding included, by the parameter's name, in the order of the tensor.
+
+    Raises:
+        RuntimeError: this torch has another FSDP2.
+        ValueError: the parameters are on several meshes, of several dtypes, or of one that is not floating point; or
+            only some ranks keep the parameters from the forward pass to the backward pass.
+    """
+
+    def __init__(self, module: FSDPModule, name: str, names: dict[Tensor, str]) -> None:
+        groups = _groups_of(module)
+        self._group = groups[0] if groups else None
+        members = groups[0].fsdp_params if groups else []
+        self.name = name
+        self.numels = {names[p.sharded_param]: p.padded_sharded_param_size.numel() for p in members}
+        if len(groups) > 1:
+            raise ValueError(f"quantize: got module {name!r} with parameters on several meshes, expected one mesh")
+        if any(hasattr(p.sharded_param.to_local(), "fsdp_pre_all_gather") for p in members):
+            raise ValueError(f"quantize: got module {name!r} whose parameters encode themselves, expected plain ones")
+        dtypes = {groups[0].mp_policy.param_dtype or p.sharded_param.dtype for p in members}
+        if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+            got = f"got module {name!r} with parameters of {sorted(map(str, dtypes))}"
+            raise ValueError(f"quantize: {got}, expected float32, bfloat16 or float16; shard others apart")
+        if groups and groups[0]._use_post_forward_mesh:
+            got = f"got module {name!r} with reshard_after_forward as a number of ranks"
+            raise ValueError(f"quantize: {got}, expected True or False: that gathers weights that are rounded already")
+
+    @property
+    def is_again(self) -> bool:
+        """Whether a backward pass gathers what its forward pass has gathered before."""
+        return self._group is not None and self._group._training_state.name == "PRE_BACKWARD"
+
+    @property
+    def is_gathered_twice(self) -> bool:
+        """Whether FSDP frees the parameters after a forward pass, and gathers them again in the backward pass."""
+        return self._group is not None and self._group._reshard_after_forward

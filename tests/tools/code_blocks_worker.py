@@ -6,6 +6,7 @@ gradient. A training step of that model follows. Rank 0 writes the blocks that r
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def namespace(block):
         names["SummaryWriter"] = SummaryWriter
     if "loss(" in block.text:
         names["loss"] = mean_square
-    if ("fsdp.compress" in block.text or "FSDPModule" in block.text) and "fully_shard(" not in block.text:
+    if re.search("fsdp.compress|fsdp.quantize|FSDPModule", block.text) and "fully_shard(" not in block.text:
         shape = (2, 1) if "replicate" in block.text else (1, 2)  # in a job without replicas: two shards
         names["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=names["mesh"]["shard"])

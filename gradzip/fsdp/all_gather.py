@@ -1,0 +1,187 @@
+"""A quantized all-gather for FSDP2: ranks gather encoded shards, and all compute with the decoded weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..averaging.session import Session
+from ..collectives import Gather
+from ..collectives.engine import Engine
+from ..collectives.traffic import Traffic
+from ..memory.streams import no_autocast, use_on_current_stream
+from ..methods.base.compressor import Compressor
+from ..methods.block_float import BlockFloat
+from ..ops import tensors as ops
+from .shards import Gathered
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def all_gather(compressor: Compressor) -> AllGather:
+    """An all-gather that sends quantized weights, for FSDP2's `set_custom_all_gather`.
+
+        quantized = gradzip.fsdp.all_gather(gradzip.BlockFloat(bits=8, rounding="nearest"))
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(quantized)
+
+    Each rank encodes its shard, and gathers the payloads of all. All ranks, the owner of a shard too, compute with the
+    decoded weights: those are the same bits on all ranks. The sharded parameters, which the optimizer updates, stay as
+    they are. A weight is off by half a step of its block at most: 1/254 of the block's largest magnitude with 8 bits,
+    1/14 with 4. The error does not add up over steps.
+
+    All parameters are rounded, in blocks that know no boundaries. `quantize` leaves some exact.
+
+    Args:
+        compressor: `BlockFloat(rounding="nearest")`: the backward pass needs the weights of the forward pass.
+
+    Raises:
+        ValueError: another method, or one that exempts parameters.
+    """
+    if getattr(compressor, "exempted", None):
+        expected = "expected none: gradzip.fsdp.quantize knows which they are"
+        raise ValueError(f"all_gather: got a method with exempt parameters, {expected}")
+    return AllGather(compressor)
+
+
+class Shared:
+    """What the gathers of a model share: the groups of ranks, each of which compares its ranks' methods once.
+
+    Args:
+        named: the parameters by name.
+
+    Attributes:
+        trains: whether a backward pass follows the forward pass in progress. FSDP gathers without autograd.
+    """
+
+    def __init__(self, compressor: Compressor, named: Mapping[str, Tensor]) -> None:
+        self._compressor, self._named = compressor, named
+        self._sessions: dict[dist.ProcessGroup, Session] = {}
+        self.trains = False
+
+    def begin_forward(self, *_: object) -> None:
+        """A hook of a module's forward pass, before FSDP's."""
+        self.trains = torch.is_grad_enabled()
+
+    def engine(self, group: dist.ProcessGroup, device: torch.device) -> Engine:
+        if group not in self._sessions:
+            session = Session(self._compressor, "all_gather")
+            session.connect(session.torch_engine(group, device), self._named, "handshake")
+            self._sessions[group] = session
+        return self._sessions[group].engine
+
+
+class AllGather:
+    """What `all_gather` returns: an object as of torch's protocol of that name. Any number of modules may share it.
+
+    Payload: the blocks of `BlockFloat`, then the elements of the exact parameters as they are. No header: lengths
+    follow from the shape. If a weight is not finite, nor is its block. On a device, the host does not wait.
+    Deterministic.
+
+    Args:
+        compressor: as of `all_gather`.
+        gathered: of the only module that uses the object.
+        exact: the names of its parameters that are not rounded.
+        keep: keep payloads from the forward pass to the backward pass, which then gathers nothing.
+        shared: by the modules of a model.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        gathered: Gathered | None = None,
+        exact: frozenset[str] = frozenset(),
+        keep: bool = False,
+        shared: Shared | None = None,
+    ) -> None:
+        if not isinstance(compressor, BlockFloat) or compressor.rounding != "nearest":
+            expected = "expected gradzip.BlockFloat(rounding='nearest'): both passes need the same weights"
+            raise ValueError(f"all_gather: got {compressor!r}, {expected}")
+        self.compressor = compressor
+        self._gathered, self._exact, self._keep = gathered, exact, keep
+        self._kept: list[Tensor] | None = None
+        self._shared = shared or Shared(compressor, {})
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that this rank has sent, those to itself included, and bytes of its weights."""
+        return self.compressor.traffic
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialized memory for what FSDP passes to the call."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Gather the shards of all ranks.
+
+        Args:
+            output_tensor: all shards, in rank order.
+            input_tensor: this rank's shard, flat; may be its part of `output_tensor`.
+            async_op: FSDP waits for nothing but the stream either way: on a device the call only queues its work.
+
+        Raises:
+            TypeError: weights that are not float32, bfloat16 or float16.
+            RuntimeError: the ranks of the group use different methods; in the first call.
+        """
+        if input_tensor.dtype not in FLOATING:
+            got = f"got weights of {input_tensor.dtype} (uint8: of several dtypes)"
+            raise TypeError(f"all_gather: {got}, expected float32, bfloat16 or float16; shard others apart")
+        with no_autocast(input_tensor.device):
+            payloads = self._kept if self._gathered and self._gathered.is_again else None
+            self._kept = None
+            if payloads is None:
+                engine = self._shared.engine(group, input_tensor.device)
+                payloads = engine.run(Gather(self._encoded(input_tensor), same_length=True), "all_gather")
+                if self._keep and self._shared.trains and self._gathered and self._gathered.is_gathered_twice:
+                    self._kept = None if self._gathered.is_again else payloads
+            else:
+                for payload in payloads:
+                    use_on_current_stream(payload)
+            for payload, weights in zip(payloads, output_tensor.view(len(payloads), -1)):
+                self._decode(payload, weights)
+        self.traffic.bytes_dense += input_tensor.nbytes
+
+    def _encoded(self, weights: Tensor) -> Tensor:
+        """The payload of a rank's weights."""
+        rounded, exact = self._split(weights)
+        vector = torch.cat([piece.float() for piece in rounded]) if rounded else weights.new_empty(0).float()
+        method = self.compressor
+        parts = [ops.block_float_encode(vector, method.bits, method.block)] if vector.numel() else []
+        return torch.cat([*parts, *(piece.contiguous().view(torch.uint8) for piece in exact)])
+
+    def _decode(self, payload: Tensor, weights: Tensor) -> None:
+        """Write a rank's weights."""
+        rounded, exact = self._split(weights)
+        numels, method = list(map(Tensor.numel, rounded)), self.compressor
+        end = ops.block_float_nbytes(-(-sum(numels) // method.block), method.bits, method.block)
+        if numels:
+            alone = len(rounded) == 1 and weights.dtype == torch.float32
+            vector = rounded[0] if alone else torch.empty(sum(numels), device=weights.device)
+            ops.block_float_decode([payload[:end]], vector, method.bits, method.block)
+            if not alone:
+                torch._foreach_copy_(rounded, list(vector.split_with_sizes(numels)))
+        for piece in exact:
+            start, end = end, end + piece.nbytes
+            piece.view(torch.uint8).copy_(payload[start:end])
+
+    def _split(self, weights: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of a rank's weights: those that are rounded, and those that are exempt."""
+        found: tuple[list[Tensor], list[Tensor]] = [], []
+        if self._gathered is None:
+            found[0].append(weights)
+            return found
+        numels = self._gathered.numels
+        if sum(numels.values()) != weights.numel():
+            got = f"got {weights.numel()} elements of module {self._gathered.name!r}"
+            raise RuntimeError(f"all_gather: {got}, expected {sum(numels.values())}: call quantize after fully_shard")
+        named = zip(numels, weights.split_with_sizes(list(numels.values())))
+        for is_exact, pieces in itertools.groupby(named, lambda item: item[0] in self._exact):
+            found[is_exact].extend(piece for _, piece in pieces if piece.numel())
+        return found

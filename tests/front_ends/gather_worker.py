@@ -1,0 +1,192 @@
+"""Scenarios for tests/front_ends/test_fsdp_gather.py, run by torchrun: FSDP2 that gathers rounded weights."""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import gradzip
+from harness import main, message, scenario
+
+SPECS = ["block-float:rounding=nearest", "block-float:rounding=nearest,bits=4,block=64"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NUMEL = 1000
+STEPS, RATE = 3, 0.1
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.up, self.down = torch.nn.Linear(width, 3 * width), torch.nn.Linear(3 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(torch.nn.Module):
+    """33 rows do not divide among the ranks."""
+
+    def __init__(self, checkpoints=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(33, 40)
+        self.blocks = torch.nn.ModuleList(Block(40) for _ in range(2))
+        self.head = torch.nn.Linear(40, 33)
+        self.checkpoints = checkpoints
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return self.head(x)
+
+
+def batch(rank, step):
+    return torch.randint(33, (2, 16), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model, rank, step):
+    tokens = batch(rank, step)
+    return torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def mesh(shards=None):
+    size = dist.get_world_size()
+    shards = shards or size
+    return init_device_mesh("cpu", (size // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(mesh, checkpoints=False, **options):
+    model = Net(checkpoints)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **{name: value for name, value in options.items() if name == "mp_policy"})
+
+
+@scenario
+def calls():
+    """The gather alone, called as FSDP does: the input is a part of the output."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    results = {}
+    for spec in SPECS:
+        for dtype in DTYPES:
+            gather = gradzip.fsdp.all_gather(gradzip.parse(spec))
+            out = gather.allocate((size * NUMEL,), dtype=dtype, device=torch.device("cpu"))
+            mine = out[rank * NUMEL : (rank + 1) * NUMEL]
+            mine.copy_(torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)))
+            if dtype == torch.float16 and rank == 1:
+                mine[700] = torch.inf
+            given = mine.clone()
+            gather(output_tensor=torch.empty_like(out), input_tensor=given, group=dist.group.WORLD)  # ranks meet
+            traffic = gather.traffic
+            sent, dense = traffic.bytes_sent, traffic.bytes_dense
+            assert gather(output_tensor=out, input_tensor=mine, group=dist.group.WORLD) is None
+            results[spec, str(dtype)] = given, out, traffic.bytes_sent - sent, traffic.bytes_dense - dense
+    return results
+
+
+def watch(model):
+    """Return a list that gets the weights of each linear layer, in forward and backward passes."""
+    seen = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+
+            def forward(module, _, name=name):
+                seen.append(("forward", name, module.weight.detach().clone()))
+
+            def backward(module, _, name=name):
+                seen.append(("backward", name, module.weight.detach().clone()))
+
+            module.register_forward_pre_hook(forward)
+            module.register_full_backward_pre_hook(backward)
+    return seen
+
+
+def trained(spec, exempt=(), keep=False, mesh=None, **options):
+    """Train for some steps. Returns weights that were seen in the last one, parameters after each, and bytes sent."""
+    model = sharded(mesh, **options)
+    method = gradzip.parse(spec)
+    if exempt:
+        method.exempt_modules(model, *exempt)
+    set_up = gradzip.fsdp.quantize(model, gather=method, keep=keep)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    seen = watch(model)
+    parameters, sent = [], [0]
+    for step in range(STEPS):
+        seen.clear()
+        optimizer.zero_grad()
+        loss_of(model, dist.get_rank(), step).backward()
+        optimizer.step()
+        parameters.append({name: p.full_tensor().detach().clone() for name, p in model.named_parameters()})
+        sent.append(method.traffic.bytes_sent)
+    with torch.no_grad():
+        model(batch(0, 0)[:, :-1])
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    gathers = [module._get_fsdp_state()._fsdp_param_group._all_gather_comm for module in modules]
+    return {
+        "modules": set_up.modules, "rounded": set_up.rounded, "exact": set_up.exact, "seen": list(seen),
+        "parameters": parameters, "sent": [after - before for before, after in itertools.pairwise(sent)],
+        "kept": [gather._kept is not None for gather in gathers],
+        "numels": {gather._gathered.name: gather._gathered.numels for gather in gathers},
+    }  # fmt: skip
+
+
+@scenario
+def training():
+    whole = mesh()["shard"]
+    cast = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return {
+        **{spec: trained(spec, mesh=whole) for spec in SPECS},
+        "exempt": trained(SPECS[0], ("embedding", "head"), mesh=whole),
+        "keep": trained(SPECS[0], keep=True, mesh=whole),
+        "checkpoints": trained(SPECS[0], checkpoints=True, mesh=whole),
+        "keep and checkpoints": trained(SPECS[0], keep=True, checkpoints=True, mesh=whole),
+        "keep and no reshard": trained(SPECS[0], keep=True, mesh=whole, reshard_after_forward=False),
+        "bf16": trained(SPECS[0], mesh=whole, mp_policy=cast),
+        "one shard": trained(SPECS[0], mesh=mesh(1)["shard"]),
+    }
+
+
+@scenario
+def both_directions():
+    """Gradients are rounded, too: at most by a step of 8 bits."""
+    model = sharded(mesh()["shard"])
+    gather, reduce = gradzip.parse(SPECS[0]), gradzip.BlockFloat(bits=8)
+    set_up = gradzip.fsdp.quantize(model, gather=gather, reduce=reduce)
+    loss_of(model, dist.get_rank(), 0).backward()
+    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    alone = sharded(mesh()["shard"])
+    gradzip.fsdp.quantize(alone, reduce=gradzip.BlockFloat(bits=8))
+    return [set_up.modules], grads, gather.traffic.bytes_sent, reduce.traffic.bytes_sent
+
+
+@scenario
+def errors():
+    whole, rank = mesh()["shard"], dist.get_rank()
+    nearest = gradzip.parse(SPECS[0])
+    gather, flat = gradzip.fsdp.all_gather(nearest), torch.zeros(8, dtype=torch.int32)
+    mixed = Net()
+    mixed.head.bfloat16()
+    fully_shard(mixed, mesh=whole)
+    different = sharded(whole)
+    gradzip.fsdp.quantize(different, gather=gradzip.BlockFloat(rounding="nearest", bits=4 + 4 * (rank % 2)))
+    return {
+        "stochastic": message(lambda: gradzip.fsdp.all_gather(gradzip.BlockFloat())),
+        "topk": message(lambda: gradzip.fsdp.quantize(sharded(whole), gather=gradzip.TopK())),
+        "exempt": message(lambda: gradzip.fsdp.all_gather(gradzip.parse(SPECS[0]).exempt_modules(Net(), "embedding"))),
+        "integers": message(lambda: gather(flat.repeat(dist.get_world_size()), flat, dist.group.WORLD)),
+        "mixed": message(lambda: gradzip.fsdp.quantize(mixed, gather=nearest)),
+        "number": message(lambda: gradzip.fsdp.quantize(sharded(whole, reshard_after_forward=2), gather=nearest)),
+        "unsharded": message(lambda: gradzip.fsdp.quantize(Net(), gather=nearest)),
+        "nothing": message(lambda: gradzip.fsdp.quantize(sharded(whole))),
+        "keep": message(lambda: gradzip.fsdp.quantize(sharded(whole), reduce=gradzip.BlockFloat(), keep=True)),
+        "different": message(lambda: loss_of(different, rank, 0)),
+    }
+
+
+if __name__ == "__main__":
+    main()
