@@ -134,42 +134,48 @@ class AllGather:
             got = f"got weights of {input_tensor.dtype} (uint8: of several dtypes)"
             raise TypeError(f"all_gather: {got}, expected float32, bfloat16 or float16; shard others apart")
         with no_autocast(input_tensor.device):
-            payloads = self._kept if self._gathered and self._gathered.is_again else None
-            self._kept = None
-            if payloads is None:
-                engine = self._shared.engine(group, input_tensor.device)
-                payloads = engine.run(Gather(self._encoded(input_tensor), same_length=True), "all_gather")
-                if self._keep and self._shared.trains and self._gathered and self._gathered.is_gathered_twice:
-                    self._kept = None if self._gathered.is_again else payloads
-            else:
-                for payload in payloads:
-                    use_on_current_stream(payload)
-            for payload, weights in zip(payloads, output_tensor.view(len(payloads), -1)):
-                self._decode(payload, weights)
+            self._gather(output_tensor, input_tensor, group)
         self.traffic.bytes_dense += input_tensor.nbytes
 
-    def _encoded(self, weights: Tensor) -> Tensor:
-        """The payload of a rank's weights."""
-        rounded, exact = self._split(weights)
-        vector = torch.cat([piece.float() for piece in rounded]) if rounded else weights.new_empty(0).float()
-        method = self.compressor
-        parts = [ops.block_float_encode(vector, method.bits, method.block)] if vector.numel() else []
-        return torch.cat([*parts, *(piece.contiguous().view(torch.uint8) for piece in exact)])
+    def _gather(self, output: Tensor, weights: Tensor, group: dist.ProcessGroup) -> None:
+        """Write the decoded weights of all ranks to `output`."""
+        payloads = self._kept if self._gathered and self._gathered.is_again else None
+        self._kept = None
+        if payloads is None:
+            payloads = self._sent(self._encoded(*self._split(weights)), group)
+            if self._keep and self._shared.trains and self._gathered and self._gathered.is_gathered_twice:
+                self._kept = None if self._gathered.is_again else payloads
+        else:
+            for payload in payloads:
+                use_on_current_stream(payload)
+        for payload, of_rank in zip(payloads, output.view(len(payloads), -1)):
+            rounded, exact = self._split(of_rank)
+            if values := self._decoded(payload, rounded, exact):
+                torch._foreach_copy_(rounded, values)
 
-    def _decode(self, payload: Tensor, weights: Tensor) -> None:
-        """Write a rank's weights."""
-        rounded, exact = self._split(weights)
+    def _sent(self, payload: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+        """The payloads of all ranks, of one length."""
+        return self._shared.engine(group, payload.device).run(Gather(payload, same_length=True), "all_gather")
+
+    def _encoded(self, rounded: Sequence[Tensor], exact: Sequence[Tensor]) -> Tensor:
+        """The payload of a rank's weights: of those to round, and of exact ones."""
+        parts, method = [piece.contiguous().view(torch.uint8) for piece in exact], self.compressor
+        if rounded:
+            vector = torch.cat([piece.float() for piece in rounded])
+            parts.insert(0, ops.block_float_encode(vector, method.bits, method.block))
+        return torch.cat(parts)
+
+    def _decoded(self, payload: Tensor, rounded: Sequence[Tensor], exact: Sequence[Tensor]) -> list[Tensor]:
+        """The values (float32) of what a payload has of rounded weights. Writes the exact ones."""
         numels, method = list(map(Tensor.numel, rounded)), self.compressor
-        end = ops.block_float_nbytes(-(-sum(numels) // method.block), method.bits, method.block)
+        end = ops.block_float_nbytes(-(-sum(numels) // method.block), method.bits, method.block) if numels else 0
+        vector = torch.empty(sum(numels), device=payload.device)
         if numels:
-            alone = len(rounded) == 1 and weights.dtype == torch.float32
-            vector = rounded[0] if alone else torch.empty(sum(numels), device=weights.device)
             ops.block_float_decode([payload[:end]], vector, method.bits, method.block)
-            if not alone:
-                torch._foreach_copy_(rounded, list(vector.split_with_sizes(numels)))
         for piece in exact:
             start, end = end, end + piece.nbytes
             piece.view(torch.uint8).copy_(payload[start:end])
+        return list(vector.split_with_sizes(numels)) if numels else []
 
     def _split(self, weights: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views of a rank's weights: those that are rounded, and those that are exempt."""
@@ -185,3 +191,58 @@ class AllGather:
         for is_exact, pieces in itertools.groupby(named, lambda item: item[0] in self._exact):
             found[is_exact].extend(piece for _, piece in pieces if piece.numel())
         return found
+
+
+class DeltaGather(AllGather):
+    """An all-gather that sends differences to the weights that all ranks have: the reference, which each keeps whole.
+
+    The first gather is exact. Each later one encodes what a rank's weights are away from its part of the reference, and
+    all ranks add what they decode. What rounding loses is a part of the next difference. Ranks gather once after each
+    change of the parameters: other passes, such as the backward pass, take the reference.
+
+    Memory: the gathered weights of the module, on each rank.
+    """
+
+    def __init__(self, compressor: Compressor, gathered: Gathered, exact: frozenset[str], shared: Shared) -> None:
+        super().__init__(compressor, gathered, exact, shared=shared)
+        self._known = gathered
+        self._reference: Tensor | None = None
+        self._own: Tensor | None = None  # this rank's part of the reference, as loaded
+        self._version: tuple[int, ...] = ()  # of the parameters that are in the reference
+
+    def _gather(self, output: Tensor, weights: Tensor, group: dist.ProcessGroup) -> None:
+        version = self._known.version
+        if self._reference is None:
+            first = weights if self._own is None else self._own.to(weights)
+            payloads = self._sent(first.contiguous().view(torch.uint8), group)
+            self._reference = torch.cat(payloads).view(weights.dtype)
+            self._version = () if self._own is not None else version
+            self._own = None
+        if version != self._version and not self._known.is_again:
+            rows = self._reference.view(-1, weights.numel())
+            mine, exact = self._split(weights)
+            rounded, _ = self._split(rows[group.rank()])
+            payloads = self._sent(self._encoded([a.float() - b for a, b in zip(mine, rounded)], exact), group)
+            for payload, row in zip(payloads, rows):
+                rounded, exact = self._split(row)
+                if changes := self._decoded(payload, rounded, exact):
+                    torch._foreach_add_(rounded, changes)
+            self._version = version
+        output.copy_(use_on_current_stream(self._reference))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of this rank's shard, and how many there are."""
+        return self._known.place
+
+    @property
+    def own(self) -> Tensor | None:
+        """A copy of this rank's part of the reference, on the CPU. None before the first gather."""
+        if self._reference is None:
+            return self._own
+        rank, size = self.place
+        return self._reference.view(size, -1)[rank].cpu().clone()
+
+    def load(self, own: Tensor) -> None:
+        """Load this rank's part of the reference. Ranks gather it, exactly, before the next difference."""
+        self._reference, self._own = None, own

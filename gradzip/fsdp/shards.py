@@ -207,6 +207,18 @@ class Gathered:
             raise ValueError(f"quantize: {got}, expected True or False: that gathers weights that are rounded already")
 
     @property
+    def place(self) -> tuple[int, int]:
+        """The number of this rank's shard, and how many there are."""
+        info: Any = self._group and self._group.mesh_info
+        return (getattr(info, "shard_mesh_rank", 0), getattr(info, "shard_mesh_size", 1)) if info else (0, 1)
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """What changes if a parameter is written in place, whether as FSDP's or as this rank's shard."""
+        parameters = [p.sharded_param for p in self._group.fsdp_params] if self._group else []
+        return tuple(version for p in parameters for version in (p._version, p.to_local()._version))
+
+    @property
     def is_again(self) -> bool:
         """Whether a backward pass gathers what its forward pass has gathered before."""
         return self._group is not None and self._group._training_state.name == "PRE_BACKWARD"

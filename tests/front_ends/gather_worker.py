@@ -106,23 +106,36 @@ def watch(model):
     return seen
 
 
-def trained(spec, exempt=(), keep=False, mesh=None, **options):
-    """Train for some steps. Returns weights that were seen in the last one, parameters after each, and bytes sent."""
+def trained(spec, exempt=(), keep=False, reference=None, mesh=None, evaluates=False, resumes=False, **options):
+    """Train for some steps. Returns weights that were seen in the last one, parameters after each, and bytes sent.
+
+    evaluates: after each step. resumes: before the last step, in another model.
+    """
     model = sharded(mesh, **options)
     method = gradzip.parse(spec)
     if exempt:
         method.exempt_modules(model, *exempt)
-    set_up = gradzip.fsdp.quantize(model, gather=method, keep=keep)
+    set_up = gradzip.fsdp.quantize(model, gather=method, keep=keep, reference=reference)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     seen = watch(model)
     parameters, sent = [], [0]
     for step in range(STEPS):
+        if resumes and step == STEPS - 1:
+            saved = set_up.state_dict(), {name: p.detach().clone() for name, p in model.state_dict().items()}
+            model = sharded(mesh, **options)
+            set_up = gradzip.fsdp.quantize(model, gather=method, reference=reference)
+            set_up.load_state_dict(saved[0])
+            model.load_state_dict(saved[1])
+            optimizer, seen = torch.optim.SGD(model.parameters(), lr=RATE), watch(model)
         seen.clear()
         optimizer.zero_grad()
         loss_of(model, dist.get_rank(), step).backward()
         optimizer.step()
         parameters.append({name: p.full_tensor().detach().clone() for name, p in model.named_parameters()})
         sent.append(method.traffic.bytes_sent)
+        if evaluates:
+            with torch.no_grad():
+                model(batch(0, 0)[:, :-1])
     with torch.no_grad():
         model(batch(0, 0)[:, :-1])
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -146,6 +159,10 @@ def training():
         "checkpoints": trained(SPECS[0], checkpoints=True, mesh=whole),
         "keep and checkpoints": trained(SPECS[0], keep=True, checkpoints=True, mesh=whole),
         "keep and no reshard": trained(SPECS[0], keep=True, mesh=whole, reshard_after_forward=False),
+        "delta": trained(SPECS[1], reference="delta", mesh=whole),
+        "delta, evaluated": trained(SPECS[1], reference="delta", mesh=whole, evaluates=True),
+        "delta, resumed": trained(SPECS[1], reference="delta", mesh=whole, resumes=True),
+        "delta, bf16": trained(SPECS[1], reference="delta", mesh=whole, mp_policy=cast),
         "bf16": trained(SPECS[0], mesh=whole, mp_policy=cast),
         "one shard": trained(SPECS[0], mesh=mesh(1)["shard"]),
     }
@@ -184,6 +201,13 @@ def errors():
         "unsharded": message(lambda: gradzip.fsdp.quantize(Net(), gather=nearest)),
         "nothing": message(lambda: gradzip.fsdp.quantize(sharded(whole))),
         "keep": message(lambda: gradzip.fsdp.quantize(sharded(whole), reduce=gradzip.BlockFloat(), keep=True)),
+        "reference": message(lambda: gradzip.fsdp.quantize(sharded(whole), gather=nearest, reference="sum")),
+        "delta and keep": message(
+            lambda: gradzip.fsdp.quantize(sharded(whole), gather=nearest, reference="delta", keep=True)
+        ),
+        "foreign": message(
+            lambda: gradzip.fsdp.quantize(sharded(whole), gather=nearest, reference="delta").load_state_dict({"x": b""})
+        ),
         "different": message(lambda: loss_of(different, rank, 0)),
     }
 

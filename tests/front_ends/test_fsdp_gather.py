@@ -72,8 +72,12 @@ def of_ranks(full, numel):
     return [torch.cat([shard, shard.new_zeros(numel - len(shard))]) for shard in shards]
 
 
-def weights(parameters, spec, exact):
-    """The weights that all ranks compute with: blocks of what a rank has of a module's parameters."""
+def weights(parameters, spec, exact, reference=None):
+    """The weights that all ranks compute with: from blocks of what a rank has of a module, or of differences."""
+    if reference is not None:
+        differences = {name: p - reference[name] for name, p in parameters.items()}
+        rounded_ones = weights(differences, spec, exact)
+        return {name: p if name in exact else reference[name] + rounded_ones[name] for name, p in parameters.items()}
     found = {}
     for names in MODULES.values():
         names = [name for name in names if name not in exact]
@@ -94,12 +98,15 @@ def start():
     return {name: p.detach().clone() for name, p in Net().named_parameters()}
 
 
-def steps(spec, exact=()):
+def steps(spec, exact=(), delta=False):
     """Train in one process: the gradients at the rounded weights, and the update of the others."""
     model, parameters = Net(), start()
+    reference = parameters if delta else None
     for step in range(STEPS):
+        used = weights(parameters, spec, exact, reference)
+        reference = used if delta else None
         with torch.no_grad():
-            for name, weight in weights(parameters, spec, exact).items():
+            for name, weight in used.items():
                 model.get_parameter(name).copy_(weight)
         model.zero_grad()
         sum(loss_of(model, rank, step) / RANKS for rank in range(RANKS)).backward()
@@ -112,13 +119,14 @@ RUNS = {spec: (spec, EXACT) for spec in SPECS} | {
     "exempt": (SPECS[0], sorted({*EXACT, *MODULES[""]})),
     "keep": (SPECS[0], EXACT),
     "keep and checkpoints": (SPECS[0], EXACT),
+    "delta": (SPECS[1], EXACT),
 }
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_training_is_that_with_rounded_weights(job, run):
     spec, exact = RUNS[run]
-    expected = list(steps(spec, exact))
+    expected = list(steps(spec, exact, delta=run == "delta"))
     for results in job["training"]:
         got = results[run]
         assert sorted(got["exact"]) == sorted(exact) and got["numels"].keys() == MODULES.keys() == {*got["modules"]}
@@ -129,7 +137,7 @@ def test_training_is_that_with_rounded_weights(job, run):
                 torch.testing.assert_close(parameter, reference[name], rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("run", [*RUNS, "checkpoints", "bf16"])
+@pytest.mark.parametrize("run", [*RUNS, "checkpoints", "bf16", "delta, bf16"])
 def test_both_passes_have_the_same_weights_on_all_ranks(job, run):
     first = job["training"][0][run]["seen"]
     assert {(kind, name) for kind, name, _ in first} >= {
@@ -137,7 +145,7 @@ def test_both_passes_have_the_same_weights_on_all_ranks(job, run):
     }
     *_, parameters = [start(), *job["training"][0][run]["parameters"]][:STEPS]  # before the last step
     spec, exact = RUNS.get(run, (SPECS[0], EXACT))
-    expected = weights(parameters, spec, exact)
+    expected = weights(parameters, spec, exact) if run != "delta" else {}
     for results in job["training"]:
         seen = results[run]["seen"]
         assert len(seen) == len(first)
@@ -145,19 +153,20 @@ def test_both_passes_have_the_same_weights_on_all_ranks(job, run):
         for kind, name, weight in in_step:
             same = next(w for k, n, w in first if (k, n) == ("forward", name))
             assert torch.equal(weight, same), (kind, name)
-            if run != "bf16":
+            assert weight.dtype == (torch.bfloat16 if "bf16" in run else torch.float32)
+            if expected and "bf16" not in run:
                 torch.testing.assert_close(weight, expected[f"{name}.weight"], rtol=1e-6, atol=1e-7)
-            elif weight.dtype != torch.bfloat16:
-                pytest.fail(f"{name}: {weight.dtype}")
 
 
-def nbytes(results, modules):
+def nbytes(results, modules, spec=SPECS[0]):
     """What a gather of modules sends: blocks, and exact elements."""
-    total = 0
+    total, method = 0, gradzip.parse(spec)
     for module in modules:
         numels = results["numels"][module]
-        blocks = -(-sum(n for name, n in numels.items() if name not in results["exact"]) // 256)
-        total += blocks * (4 + 256) + 4 * sum(n for name, n in numels.items() if name in results["exact"])
+        blocks = -(-sum(n for name, n in numels.items() if name not in results["exact"]) // method.block)
+        total += blocks * (4 + method.block * method.bits // 8) + 4 * sum(
+            n for name, n in numels.items() if name in results["exact"]
+        )
     return total
 
 
@@ -174,6 +183,24 @@ def test_kept_weights_are_gathered_once(job):
                 assert all(torch.equal(got[name], expected[name]) for name in expected)
         assert not any(kept["kept"]), "after an evaluation"
         assert results["keep and no reshard"]["sent"] == kept["sent"]
+
+
+@pytest.mark.parametrize("run", ["delta, evaluated", "delta, resumed"])
+def test_a_reference_changes_with_the_parameters_alone_and_is_saved(job, run):
+    for results in job["training"]:
+        assert results[run]["parameters"][0].keys() == start().keys()
+        for got, expected in zip(results[run]["parameters"], results["delta"]["parameters"]):
+            assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_differences_are_sent_once_a_step(job):
+    blocks = ["blocks.0", "blocks.1"]
+    for results in job["training"]:
+        delta = results["delta"]
+        exact = sum(sum(numels.values()) for numels in delta["numels"].values())
+        # In the first step, ranks meet, and gather all weights. In the second, they have changed.
+        assert delta["sent"][1:] == [nbytes(delta, ["", *blocks], SPECS[1])] * (STEPS - 1)
+        assert 0 < delta["sent"][0] - 4 * exact < 4000
 
 
 def test_one_shard_sends_nothing(job):
@@ -205,6 +232,9 @@ ERRORS = {
     "unsharded": r"ValueError: quantize: got a model without sharded modules, expected one after fully_shard",
     "nothing": r"ValueError: quantize: got no method for the all-gathers, expected one",
     "keep": r"ValueError: quantize: got no method for the all-gathers, expected one",
+    "reference": r"ValueError: quantize: got reference='sum' with gather=.*, expected None, or 'delta'",
+    "delta and keep": r"ValueError: quantize: got reference='delta' with .* and keep=True, expected None, or 'delta'",
+    "foreign": r"ValueError: Quantized.load_state_dict: got the references of \['x'\], expected those of 'shard\dof4'",
     "different": r"RuntimeError: .*bits=[48].*bits=[48]",
 }
 
