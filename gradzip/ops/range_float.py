@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, replays
 from .arrays import takes_arrays
 from .errors import PayloadError
 from .pack_bits import packed_nbytes
@@ -133,7 +133,7 @@ class RangeFloat:
         nbytes = packed_nbytes(x.numel(), self.bits)
         out = _native.output(out, nbytes, torch.uint8, x.device, "RangeFloat.encode_packed: out")
         words = self._words_on(x.device)
-        source = (words.data_ptr(), x.data_ptr(), x.numel(), self._bits, key is not None, key or 0)
+        source = (words.data_ptr(), x.data_ptr(), x.numel(), self._bits, key is not None, key or 0, replays.address(x))
         return _native.run_count("range_float_encode_packed", x, *source, out.data_ptr())
 
     @takes_arrays
