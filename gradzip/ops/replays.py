@@ -1,7 +1,8 @@
 """How random draws of captured steps differ between replays: kernels read a number on the device when they run.
 
-A CUDA graph repeats launches with the same arguments, so also with the same keys. As torch's own generators do, kernels
-that draw therefore take the address of a number, which makes another key of each (`replay_key` in csrc/common/philox.h).
+A CUDA graph repeats launches with the same arguments, so also with the same keys. Kernels that draw therefore take the
+address of a number, which makes another key of each (`replay_key` in csrc/common/philox.h). torch's own generators do
+so, too.
 """
 
 from __future__ import annotations

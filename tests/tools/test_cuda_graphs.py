@@ -168,55 +168,58 @@ def test_captured_steps_have_the_same_bits(name, broken):
         assert all(map(same_bits, [*outside, *states.values()], [*inside, *kept])), spec
 
 
-# Each draw that a step which can be captured has, without error feedback where there is a choice.
-DRAWN = [
-    "natural", "qsgd", "terngrad", "terngrad:shared_scale=False,exchange=scatter_reduce", "onebit",
-    "block-float:error_feedback=False", "randomk:theta=0.9,error_feedback=False",
-    "signsgd:majority=False,error_feedback=False", "signsgd", "fft-range:rounding=stochastic,error_feedback=False",
-]  # fmt: skip
-
-
-def averages(spec, how, rank=0):
+def averages(spec, how, step=3, rank=0):
     """The averages of steps that begin as replays do: with the same gradients, and the keys of one step.
 
-    how: for each step, None for a captured one, otherwise what to run it in.
+    how: for each step, a function of the device that returns what to run it in.
     """
     compressor, found = gradzip.parse(spec), []
     on_rank = mock.patch.object(Loopback, "rank", property(lambda engine: rank, lambda engine, _: None), create=True)
-    of_one_step = mock.patch.object(State, "key", lambda state, seed: Key(seed, 3, state.name, state.rank))
+    of_one_step = mock.patch.object(State, "key", lambda state, seed: Key(seed, step, state.name, state.rank))
     with stand_in() as device, on_rank:
         run = horovod_steps(compressor, capture.SHAPES, 2, device)
-        for number in range(3 + len(how)):
+        for number, within in enumerate([by_keys] * 3 + how):
             gradients = gradients_on(device, min(number, 3))
             for gradient in gradients.values():
                 gradient.host.clamp_(min=0.0)  # signs of zeros are drawn
-            own = contextlib.nullcontext()
-            if number >= 3:
-                own = device.capturing() if how[number - 3] is None else how[number - 3](device)
-            with own, of_one_step if number >= 3 else contextlib.nullcontext(), device.counting() as counts:
+            keys = of_one_step if number >= 3 else contextlib.nullcontext()
+            with within(device), keys, device.counting() as counts:
                 run(gradients, counts)
             found.append(torch.cat([gradient.host.clone().view(-1) for gradient in gradients.values()]))
     return found[3:]
+
+
+def captured(device):
+    return device.capturing()
+
+
+def by_keys(device):
+    return contextlib.nullcontext()
 
 
 def by_number(number):
     return lambda device: replays.counted_by({DEVICE: device.tensor(torch.tensor([number]))})
 
 
-@pytest.mark.parametrize("spec", DRAWN)
-def test_replays_draw_other_numbers(spec):
+@pytest.mark.parametrize("name", kinds.params(METHODS, ["natural", "topk"]))
+def test_replays_draw_other_numbers(name):
     """Those of the keys and of the number of the replay, and other ones than those of the keys alone."""
-    replayed = averages(spec, [None] * 3)
-    expected = averages(spec, list(map(by_number, range(3))))
-    by_keys = averages(spec, [lambda device: contextlib.nullcontext()] * 3)
-    assert all(map(same_bits, replayed, expected))
-    assert not any(map(same_bits, replayed, by_keys))
-    assert not same_bits(replayed[0], replayed[1]) and not same_bits(replayed[1], replayed[2])
+    for spec in METHODS[name]:
+        found = obstacles(gradzip.parse(spec))
+        if KEYS in (*found.hooks, *found.end):
+            continue
+        first, other = (averages(spec, [by_keys], step)[0] for step in (3, 4))
+        draws, replayed = not same_bits(first, other), averages(spec, [captured] * 3)
+        assert same_bits(replayed[0], first) == (not draws), spec
+        if draws:
+            assert not same_bits(replayed[0], replayed[1]), spec
+            assert all(map(same_bits, replayed, averages(spec, list(map(by_number, range(3)))))), spec
+        assert draws or name != "natural"
 
 
 def test_ranks_replay_the_same_shared_draws():
     for spec, agree in (("randomk:theta=0.9,error_feedback=False", True), ("natural", False)):
-        first, second = (averages(spec, [None] * 3, rank) for rank in (0, 1))
+        first, second = (averages(spec, [captured] * 3, rank=rank) for rank in (0, 1))
         assert all(torch.equal(*pair) for pair in zip(first, second)) == agree
 
 
