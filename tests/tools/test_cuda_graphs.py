@@ -224,7 +224,7 @@ def test_ranks_replay_the_same_shared_draws():
 
 
 def test_ranks_that_connect_count_alike():
-    """A rank that joins has counted no replays."""
+    """A rank that joins has counted no replays. Captured steps count as steps, so that each has keys of its own."""
     sessions, connect = [], Session.connect
     noted = mock.patch.object(Session, "connect", lambda own, *of: sessions.append(own) or connect(own, *of))
     with stand_in() as device, noted:
@@ -235,7 +235,7 @@ def test_ranks_that_connect_count_alike():
                 run(gradients_on(device, number), counts)
         (session,) = sessions
         (count,) = session._replays.values()
-        assert count.host.item() == 2
+        assert count.host.item() == 2 and {state.step for state in compressor.states.values()} == {4}
         session.connect(Loopback(2, compressor.traffic, device.uncounted), {}, "handshake")
         assert session._replays == {DEVICE: count} and count.host.item() == 0
 
