@@ -414,10 +414,14 @@ class _Kernels:
             read += sum(addresses.values())  # what a table in host memory lists
         addresses.clear()
         self._mode.counts.add_op(name, ops, read, written)
-        replays = "const int64_t* replays"
-        self._mode.counts.repeated += (
-            not arguments[parameters.index(replays)] if replays in parameters else "uint64_t key" in parameters
-        )
+        self._mode.counts.repeated += _draws_by_keys_alone(dict(zip(parameters, arguments)))
+
+
+def _draws_by_keys_alone(arguments: dict[str, Any]) -> bool:
+    """Whether a kernel draws random numbers that depend on arguments of its launch alone. arguments: by parameter."""
+    if not (arguments.get("bool stochastic", True) and arguments.get("const uint64_t* keys", True)):
+        return False
+    return not arguments.get("const int64_t* replays", "uint64_t key" not in arguments)
 
 
 def compute(name: str, parameters: list[str], arguments: list[Any]) -> None:

@@ -12,7 +12,6 @@ optimizer), and reaches engines through it alone:
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import logging
@@ -296,20 +295,18 @@ class Session:
     def launch(self, key: Any, routines: dict[Any, Routine], slot: str) -> None:
         """The same for routines, by keys of their own."""
         previous = list(self.buckets.values())
-        with self._draws():
+        replays.current.numbers = self._replays
+        try:
             self.buckets[key] = Bucket(routines, Round(self.compressor.traffic), self.engine, slot)
             if previous and self.engine.in_order and previous[-1].of_partitions:
                 previous[-1].gather_partitions()
+        finally:
+            replays.current.numbers = None
 
     def _count_replays(self, group: Group) -> None:
         """Count the replays of captured steps on the device of a group from now on."""
         if not ops.is_capturing(group.gradients[0]):  # in the memory of the graph, a number would begin anew in each
             self._replays[group.device] = torch.zeros(1, dtype=torch.int64, device=group.device)
-
-    def _draws(self) -> contextlib.AbstractContextManager[None]:
-        """What draws random numbers: others in each replay of a step that is captured."""
-        is_captured = any(map(ops.is_capturing, self._replays.values()))
-        return replays.counted_by(self._replays) if is_captured else contextlib.nullcontext()
 
     def finish(self, slot: str) -> None:
         """Run the routines of all buckets to their ends. Later rounds run for all together. slot: prefix of theirs.
@@ -319,33 +316,35 @@ class Session:
         if self._compares and self.groups:
             self.launch("discards", {("discards", 0): self._compare_discards()}, f"{slot}.discards")
         buckets, self.buckets = list(self.buckets.values()), {}
+        replays.current.numbers = self._replays
         try:
-            with self._draws():
-                if buckets and self.engine.in_order:
-                    buckets[-1].gather_partitions()
-                following = Round(self.compressor.traffic)
-                routines: dict[Any, Routine] = {}
-                on_device: dict[Any, Any] = {}  # results of routines that do their local work in one call
-                overflowed: set[Bucket] = set()
-                for bucket in buckets:
-                    # Buckets with overflow come last: their second transfers run meanwhile.
-                    if bucket not in overflowed and send_overflows(bucket.pending):
-                        overflowed.add(bucket)
-                        buckets.append(bucket)
-                        continue
-                    routines |= bucket.routines
-                    results = bucket.results(following)
-                    if bucket.on_device:
-                        on_device |= results
-                    else:  # while later ones are in transfer
-                        following.advance(bucket.routines, results)
-                if on_device:
-                    following.advance(routines, on_device)
-                self.engine.finish(routines, following, slot)
+            if buckets and self.engine.in_order:
+                buckets[-1].gather_partitions()
+            following = Round(self.compressor.traffic)
+            routines: dict[Any, Routine] = {}
+            on_device: dict[Any, Any] = {}  # results of routines that do their local work in one call
+            overflowed: set[Bucket] = set()
+            for bucket in buckets:
+                # Buckets with overflow come last: their second transfers run meanwhile.
+                if bucket not in overflowed and send_overflows(bucket.pending):
+                    overflowed.add(bucket)
+                    buckets.append(bucket)
+                    continue
+                routines |= bucket.routines
+                results = bucket.results(following)
+                if bucket.on_device:
+                    on_device |= results
+                else:  # while later ones are in transfer
+                    following.advance(bucket.routines, results)
+            if on_device:
+                following.advance(routines, on_device)
+            self.engine.finish(routines, following, slot)
             self._check_discards()
         except BaseException:
             self.drop()
             raise
+        finally:
+            replays.current.numbers = None
 
     def _check_announcement(self) -> None:
         """Raise RuntimeError if averages may not be thrown away. The same on all ranks, but for which passes it is."""

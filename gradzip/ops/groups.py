@@ -299,8 +299,9 @@ def range_float_fit(x: Tensor, bits: int, mantissa: int | None, limits: tuple[fl
 def range_float_encode(x: Tensor, number: RangeFloat, bits: int, key: int | None, out: Tensor) -> int | Tensor:
     """`RangeFloat.encode_packed`."""
     words = number._words_on(x.device)
-    source = (words.data_ptr(), x.data_ptr(), x.numel(), bits, key is not None, key or 0, replays.address(x))
-    return _native.run_count("range_float_encode_packed", x, *source, out.data_ptr())
+    source = (words.data_ptr(), x.data_ptr(), x.numel(), bits, key is not None, key or 0)
+    replayed = replays.address(x, key is not None)
+    return _native.run_count("range_float_encode_packed", x, *source, replayed, out.data_ptr())
 
 
 def bitmap_code_write(bitmap: Tensor, numel: int, segment: int, out: Tensor) -> int | Tensor:
@@ -384,7 +385,7 @@ def block_float_encode(
     keys = np.array([] if key is None else [key], np.uint64)
     _native.run(
         "block_float_encode", x, x.data_ptr(), 0 if residual is None else residual.data_ptr(), 1, x.numel(), blocks,
-        bits, block, 0 if key is None else keys.ctypes.data, replays.address(x),
+        bits, block, 0 if key is None else keys.ctypes.data, replays.address(x, key is not None),
         0 if error is None else error.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out

@@ -133,8 +133,9 @@ class RangeFloat:
         nbytes = packed_nbytes(x.numel(), self.bits)
         out = _native.output(out, nbytes, torch.uint8, x.device, "RangeFloat.encode_packed: out")
         words = self._words_on(x.device)
-        source = (words.data_ptr(), x.data_ptr(), x.numel(), self._bits, key is not None, key or 0, replays.address(x))
-        return _native.run_count("range_float_encode_packed", x, *source, out.data_ptr())
+        source = (words.data_ptr(), x.data_ptr(), x.numel(), self._bits, key is not None, key or 0)
+        replayed = replays.address(x, key is not None)
+        return _native.run_count("range_float_encode_packed", x, *source, replayed, out.data_ptr())
 
     @takes_arrays
     def decode(self, codes: Tensor, wait: bool = True) -> Tensor:

@@ -7,41 +7,34 @@ so, too.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 
 class _OfThread(threading.local):
+    """What draws of this thread depend on if they are captured.
+
+    Attributes:
+        numbers: by device, int64 of 1 element, of which each value gives other draws. None: draws depend on their keys
+            alone.
+    """
+
     numbers: Mapping[torch.device, Tensor] | None = None
 
 
-_current = _OfThread()
+current = _OfThread()
 
 
-@contextlib.contextmanager
-def counted_by(numbers: Mapping[torch.device, Tensor]) -> Iterator[None]:
-    """Have what this thread draws on a device within the block depend on a number there: each value gives other draws.
-
-    numbers: by device, int64 of 1 element. They are read when the kernels run.
-    """
-    before, _current.numbers = _current.numbers, numbers
-    try:
-        yield
-    finally:
-        _current.numbers = before
-
-
-def address(where: Tensor) -> int:
+def address(where: Tensor, draws: bool = True) -> int:
     """The address of the number that draws on the device of `where` depend on; 0 if they depend on their keys alone.
 
-    Raises RuntimeError for a device without one.
+    draws: whether there are any. Raises RuntimeError if a step is captured on a device without a number.
     """
-    numbers = _current.numbers
-    if numbers is None or not where.is_cuda:
+    numbers = current.numbers
+    if numbers is None or not (draws and where.is_cuda and torch.cuda.is_current_stream_capturing()):
         return 0
     if where.device not in numbers:
         got = f"got a step to capture that draws random numbers on {where.device}"

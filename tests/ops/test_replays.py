@@ -1,6 +1,8 @@
 """Draws of captured steps: on a device, a number makes another key of each, here on a stand-in for one."""
 
+import contextlib
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -86,6 +88,12 @@ DRAWS = {
 }
 
 
+@contextlib.contextmanager
+def capturing(device, numbers):
+    with device.capturing(), mock.patch.object(replays.current, "numbers", numbers):
+        yield
+
+
 def key_in_replay(replay):
     """The key of a draw in a replay: two draws by its own key."""
     return lambda key: int(philox.words(int(key), 2, first=4 * replay).astype("<u4").view("<u8")[0])
@@ -100,12 +108,13 @@ def test_replays_draw_other_numbers(name):
     with stand_in() as device:
         x, number = device.tensor(X.clone()), device.tensor(torch.tensor([0]))
         assert torch.equal(draw(x, int).host, own), "without a number"
-        with replays.counted_by({DEVICE: number}):
+        with capturing(device, {DEVICE: number}):
             got = [draw(x, int).host]
             number.fill_(3)
             got.append(draw(x, int).host)
             assert torch.equal(draw(X, int), own), "on the CPU"
-        assert torch.equal(draw(x, int).host, own), "after the block"
+        with mock.patch.object(replays.current, "numbers", {DEVICE: number}):
+            assert torch.equal(draw(x, int).host, own), "not captured"
     assert all(map(torch.equal, got, expected))
     assert not any(torch.equal(*pair) for pair in [(own, got[0]), (own, got[1]), (got[0], got[1])])
 
@@ -113,11 +122,11 @@ def test_replays_draw_other_numbers(name):
 def test_nearest_rounding_draws_nothing():
     with stand_in() as device:
         x, number = device.tensor(X.clone()), device.tensor(torch.tensor([1]))
-        with replays.counted_by({DEVICE: number}):
+        with capturing(device, {DEVICE: number}):
             assert torch.equal(ops.block_float_encode(x, 4).host, ops.block_float_encode(X, 4))
 
 
 def test_a_device_without_a_number():
     refused = pytest.raises(RuntimeError, match="step to capture that draws.*expected a step before it")
-    with stand_in() as device, replays.counted_by({}), refused:
+    with stand_in() as device, capturing(device, {}), refused:
         ops.natural_encode(device.tensor(X.clone()), 1)
