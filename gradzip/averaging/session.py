@@ -193,7 +193,9 @@ class Session:
                 "give exempt_modules the model whose gradients are averaged"
             )
         self.compressor.join_group(engine)
-        for number in self._replays.values():  # other ranks may have counted fewer
+        # Other ranks may have counted fewer replays. No draws repeat, nor do they in a resumed job: the step number in
+        # their keys counts captured steps.
+        for number in self._replays.values():
             number.zero_()
         self.engine, self._compares = engine, self.compressor.announcement is not None
         self._log_method(named)
