@@ -12,6 +12,10 @@
 // Results other than arrays are written through the last pointer:
 //   int32_t* failed    set to 1 if the input is invalid or corrupt, unchanged otherwise. On CUDA it may be null
 //   int64_t* count, found, nbytes, outside    as documented with each kernel
+//
+// const int64_t* replays: unless it is null, a number that makes other keys of all random keys of a call (replay_key in
+// common/philox.h). Kernels without it are not used in steps that are captured as CUDA graphs.
+//
 // Unless documented otherwise, no array is written when *failed is set. On CUDA nobody may be reading it, so decoders
 // also write NaN: a non-finite average makes every rank skip the step.
 
@@ -93,7 +97,7 @@ KERNEL_WITH_WORKSPACE(compact_expand, const void* values, int64_t count, int ite
 // --- random_indices
 // k of the n indices, ascending, 0 <= k <= n < 2^31. Draw i of the key picks one index of [i n / k, (i + 1) n / k);
 // draw k picks a shift that is added to all of them, modulo n. Every index has the same probability.
-KERNEL(random_indices, int64_t n, int64_t k, uint64_t key, int32_t* indices);
+KERNEL(random_indices, int64_t n, int64_t k, uint64_t key, const int64_t* replays, int32_t* indices);
 
 // --- index_code
 // Encodes indices in the smaller of the two forms of common/index_code.h. *nbytes is the size of the stream; -1 if the
@@ -132,7 +136,7 @@ KERNEL(range_float_encode, const RangeFloat* format, const float* x, int64_t n, 
        int32_t* codes, int64_t* outside);
 // The same codes as a bit stream of ceil(n * bits / 8) bytes. `bits` is that of the format.
 KERNEL(range_float_encode_packed, const RangeFloat* format, const float* x, int64_t n, int bits, bool stochastic,
-       uint64_t key, uint8_t* packed, int64_t* outside);
+       uint64_t key, const int64_t* replays, uint8_t* packed, int64_t* outside);
 // `format` is in host memory on every device. *failed: a code is above P + Q. x is written nevertheless.
 // On CUDA: A code above P + Q becomes NaN.
 KERNEL(range_float_decode, const RangeFloat* format, const int32_t* codes, int64_t n, float* x, int32_t* failed);
@@ -178,7 +182,7 @@ KERNEL_WITH_WORKSPACE(quantize, const float* x, int64_t n, int bits, int64_t buc
 // the next row are `stride` bytes further on, a multiple of 4, in both arrays.
 // On CUDA: A launch takes kKeysBatch rows. Norms of buckets that are longer than a tile take launches of their own.
 KERNEL_WITH_WORKSPACE(quantize_packed, const float* x, int64_t rows, int64_t n, int bits, int64_t bucket, int norm,
-                      const uint64_t* keys, int64_t stride, uint8_t* packed, float* norms);
+                      const uint64_t* keys, const int64_t* replays, int64_t stride, uint8_t* packed, float* norms);
 // x[i] = level / s * norm. *failed: a level is beyond s. x is written nevertheless.
 KERNEL(quantize_decode, const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,
        int32_t* failed);
@@ -195,7 +199,7 @@ KERNEL(quantize_decode_sum, const QuantizedTerm* terms, int64_t count, int64_t n
 // the next exponent, as a bit stream of ceil(9 n / 8) bytes. Unless it is null, *most = max |x|, as by abs_max. One
 // read of x.
 // On CUDA: *failed is 1 on failure. A launch takes kNaturalBatch payloads.
-KERNEL(natural_encode, const float* x, int64_t n, uint64_t key, uint8_t* packed, float* most);
+KERNEL(natural_encode, const float* x, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed, float* most);
 // out = the sum of weight * the powers of two of the payloads, in order, with a rounding after each; or out += each, if
 // `add`. The table is in host memory on every device. *failed: 1 + the index of the first payload with an exponent of
 // infinity, whose elements become infinite or NaN.
@@ -209,7 +213,7 @@ KERNEL(natural_decode_sum, const uint8_t* const* payloads, int64_t count, int64_
 // shorter) take w = ceil(320 / 5) bytes, byte j being the sum of 3^k t over the trits t of elements k w + j; t is 0 for
 // zero, 1 for plus, 2 for minus.
 // On CUDA: Tables are read before the call returns.
-KERNEL_WITH_WORKSPACE(ternary_packed, const TernarySource* table, int64_t count);
+KERNEL_WITH_WORKSPACE(ternary_packed, const TernarySource* table, int64_t count, const int64_t* replays);
 // Adds the terms of each sum in order, with a rounding after each. *failed: 1 + the index of the first term of which
 // *scale is negative or not finite, or a byte is above 242, the largest that five trits make.
 // On CUDA: *failed is 1 on failure, and the elements of the invalid bytes, or all if a scale is invalid, become NaN.
@@ -225,7 +229,7 @@ KERNEL_WITH_WORKSPACE(ternary_decode_add, const WeightedSum* table, int64_t coun
 // block with an element that is not finite gets a step and an `error` of NaN.
 // On CUDA: A launch takes kKeysBatch rows.
 KERNEL(block_float_encode, const float* x, const float* residual, int64_t rows, int64_t n, int64_t blocks, int bits,
-       int64_t block, const uint64_t* keys, float* error, uint8_t* payloads);
+       int64_t block, const uint64_t* keys, const int64_t* replays, float* error, uint8_t* payloads);
 // out = start + weight * the sum of the `each` payloads of each shard, in order. Shards are blocks * block consecutive
 // elements of the n in `out`, the last ones maybe fewer. `payloads` lists all those of shard 0, then those of shard 1,
 // and is in host memory on every device. start: null for zeros; may be out. Any bytes are payloads.
@@ -237,12 +241,12 @@ KERNEL(block_float_decode, const uint8_t* const* payloads, int64_t shards, int64
 // null, `statistics` gets two numbers for each tensor: max |x| as by abs_max, and mean |x|, summed as by bucket_norms:
 // infinite if the sum exceeds the largest float, 0 if n is 0.
 // On CUDA: Tables are read before the call returns.
-KERNEL_WITH_WORKSPACE(signs_pack, const SignsSource* table, int64_t count, float* statistics);
+KERNEL_WITH_WORKSPACE(signs_pack, const SignsSource* table, int64_t count, const int64_t* replays, float* statistics);
 // The majority of 1 to 65535 votes on each entry, bit by bit; on a tie, coin i of the entry's key decides. Bits past n
 // are ignored in the votes and 0 in the result. `votes` lists those on the first entry, then those on the next.
 // `against`, unless it is null, gets the number of bits that differ from the majority, for each vote in that order.
 KERNEL_WITH_WORKSPACE(signs_majority, const SignsVote* table, int64_t count, const uint8_t* const* votes, int voters,
-                      int64_t* against);
+                      const int64_t* replays, int64_t* against);
 // Adds the terms of each sum in order, with a rounding after each.
 KERNEL_WITH_WORKSPACE(signs_decode_add, const WeightedSum* table, int64_t count, const SignsTerm* terms);
 
@@ -251,7 +255,7 @@ KERNEL_WITH_WORKSPACE(signs_decode_add, const WeightedSum* table, int64_t count,
 // of the values whose bit is clear and of those whose bit is set (0 if there are none), summed in double in a fixed
 // order. Unless it is null, `most` gets max |x| of each x, as by abs_max. One read of x unless rows are very long.
 // On CUDA: Tables are read before the call returns.
-KERNEL_WITH_WORKSPACE(one_bit_packed, const OneBitSource* table, int64_t count, float* most);
+KERNEL_WITH_WORKSPACE(one_bit_packed, const OneBitSource* table, int64_t count, const int64_t* replays, float* most);
 // Adds the terms of each sum in order, with a rounding after each. *failed: 1 + the index of the first term with a mean
 // that is not finite.
 // On CUDA: *failed is 1 on failure, and the elements of the invalid rows become NaN.

@@ -4,7 +4,8 @@ A captured step is replayed without Python: the same launches with the same argu
 
   what the host reads   It waits for the device, which capture forbids. What the host has not read, no argument of a
                         launch and no choice between launches depends on.
-  random keys           Arguments of launches: a replay draws the numbers of the captured step again.
+  random keys           Arguments of launches. Unless a kernel also reads how many replays there were, a replay draws
+                        the numbers of the captured step again.
   two steps in turns    Every second step queues the same operations: a graph of two steps has both.
   other work            Steps that queue other operations than the step before, or write more or less.
 
@@ -35,7 +36,6 @@ from benchmarks.device_ops.__main__ import PAGE, SMALLEST, ddp_steps, fake_group
 from benchmarks.device_ops.stand_in import Counts, StandIn, stand_in
 from gradzip.collectives import ToHost
 from gradzip.collectives.engine import PendingCopy
-from gradzip.memory.state import Key
 from gradzip.memory.verdict import Verdict
 from gradzip.methods.base.registry import registered
 
@@ -74,7 +74,6 @@ class _Part:
     def __init__(self) -> None:
         self.counts: list[Counts] = []  # of each step
         self.asked: Counter[str] = Counter()  # what is read by a ToHost
-        self.keys = 0
         self.verdicts = 0  # that the host reads
 
     def obstacles(self, copies: int) -> tuple[str, ...]:
@@ -84,7 +83,7 @@ class _Part:
             found[FINITE] = None
         if sum(counts.syncs for counts in self.counts) > copies:
             found[BETWEEN] = None
-        if self.keys:
+        if any(counts.repeated for counts in self.counts):
             found[KEYS] = None
         work = [(counts.names, counts.written) for counts in self.counts]  # what is read of a payload depends on values
         if work != work[:1] * COMPARED:
@@ -120,8 +119,7 @@ class _Recorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        made, copied, bits = ToHost.__init__, PendingCopy.result, Key.bits.fget
-        assert bits is not None
+        made, copied = ToHost.__init__, PendingCopy.result
 
         def note_read(request: ToHost, *arguments: Any, **named: Any) -> None:
             source = sys._getframe(1).f_code
@@ -139,15 +137,10 @@ class _Recorder:
             self._part.verdicts += 1
             return not math.isfinite(verdict.number.host)
 
-        def note_key(key: Key) -> int:
-            self._part.keys += 1
-            return bits(key)
-
         with (
             mock.patch.object(ToHost, "__init__", note_read),
             mock.patch.object(PendingCopy, "result", note_copy),
             mock.patch.object(Verdict, "__bool__", note_verdict),
-            mock.patch.object(Key, "bits", property(note_key)),
         ):
             yield
 

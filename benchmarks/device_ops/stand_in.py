@@ -13,6 +13,7 @@ What is counted (`Counts`):
             memory, or asks for a result whose shape depends on values.
     read, written   Bytes of the arrays that operations take, and of those that they fill or change, each once per
             operation. A kernel that reads an array several times counts as one that reads it once.
+    repeated  Kernels that draw random numbers by their keys alone: a replay of a CUDA graph draws them again.
     in_hook Syncs within `Counts.hook`: in a backward pass, they stall its own kernels.
 
 Not counted: allocations, views, and what a process group does.
@@ -77,6 +78,7 @@ class Counts:
     read: int = 0
     written: int = 0
     in_hook: int = 0
+    repeated: int = 0
     names: Counter[str] = field(default_factory=Counter)  # operations by name
     waits: Counter[str] = field(default_factory=Counter)  # syncs by operation
     _depth: int = 0  # of `hook`
@@ -92,7 +94,7 @@ class Counts:
 
     def add(self, other: Counts) -> None:
         """Add the counts of another part of the work."""
-        for name in ("ops", "syncs", "read", "written", "in_hook"):
+        for name in ("ops", "syncs", "read", "written", "in_hook", "repeated"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.names.update(other.names)
         self.waits.update(other.waits)
@@ -412,6 +414,14 @@ class _Kernels:
             read += sum(addresses.values())  # what a table in host memory lists
         addresses.clear()
         self._mode.counts.add_op(name, ops, read, written)
+        self._mode.counts.repeated += _draws_by_keys_alone(dict(zip(parameters, arguments)))
+
+
+def _draws_by_keys_alone(arguments: dict[str, Any]) -> bool:
+    """Whether a kernel draws random numbers that depend on arguments of its launch alone. arguments: by parameter."""
+    if not (arguments.get("bool stochastic", True) and arguments.get("const uint64_t* keys", True)):
+        return False
+    return not arguments.get("const int64_t* replays", "uint64_t key" not in arguments)
 
 
 def compute(name: str, parameters: list[str], arguments: list[Any]) -> None:

@@ -27,6 +27,14 @@ GZ_HD Philox4 philox(uint64_t key, uint64_t counter) {
   return {{c0, c1, c2, c3}};
 }
 
+// The key of a draw. All replays of a CUDA graph launch a kernel with the same key: *replays, which differs between them,
+// makes another key of it, two draws by the first. If replays is null, the key is as it is.
+GZ_HD uint64_t replay_key(uint64_t key, const int64_t* replays) {
+  if (!replays) return key;
+  const Philox4 draw = philox(key, uint64_t(*replays));
+  return draw.v[0] | uint64_t(draw.v[1]) << 32;
+}
+
 // Uniform in (0, 1], 24 bits.
 GZ_HD float unit_interval(uint32_t word) { return float((word >> 8) + 1u) * 0x1p-24f; }
 

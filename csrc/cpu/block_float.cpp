@@ -131,7 +131,8 @@ GZ_SIMD_DISPATCH(void, values, (const int8_t* codes, int n, float offset, float 
 }  // namespace
 
 void block_float_encode(const float* x, const float* residual, int64_t rows, int64_t n, int64_t blocks, int bits,
-                        int64_t block, const uint64_t* keys, float* error, uint8_t* payloads, int threads) {
+                        int64_t block, const uint64_t* keys, const int64_t* replays, float* error, uint8_t* payloads,
+                        int threads) {
   const int64_t together = std::max<int64_t>(1, kDrawn / block), record = block_float_nbytes(bits, block);
   const int64_t chunk = std::max<int64_t>(1, kChunk / (together * block)) * together;
   const auto chunks = [&](int64_t) { return ceil_div(blocks, chunk); };
@@ -139,6 +140,7 @@ void block_float_encode(const float* x, const float* residual, int64_t rows, int
     const int64_t begin = task * chunk, end = std::min(blocks, begin + chunk);
     const float* const own = x + row * n;
     const float* const own_residual = residual ? residual + row * n : nullptr;
+    const uint64_t key = keys ? replay_key(keys[row], replays) : 0;
     uint32_t words[std::max(kLargestBlock, kDrawn) / 2];
     int8_t narrow[kLargestBlock];
     for (int64_t b = begin; b < end; ++b) {
@@ -148,7 +150,7 @@ void block_float_encode(const float* x, const float* residual, int64_t rows, int
         const int64_t ahead = std::min(n, first + kAhead), stop = std::min(n, ahead + together * block);
         fetch(own, ahead, stop);
         if (residual) fetch(own_residual, ahead, stop);
-        if (keys) philox_words(keys[row], uint64_t(first) / 2, int(std::min(together, end - b) * block / 2), words);
+        if (keys) philox_words(key, uint64_t(first) / 2, int(std::min(together, end - b) * block / 2), words);
       }
       const float* from = own + first;
       float* left = error ? error + row * n + first : nullptr;

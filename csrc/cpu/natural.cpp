@@ -60,7 +60,9 @@ void lower(std::atomic<int64_t>* number, int64_t to) {
 
 }  // namespace
 
-void natural_encode(const float* x, int64_t n, uint64_t key, uint8_t* packed, float* most, int threads) {
+void natural_encode(const float* x, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed, float* most,
+                    int threads) {
+  key = replay_key(key, replays);
   std::vector<uint32_t> largest(size_t(ceil_div(n, kChunk)), 0);
   parallel_chunks(n, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
     if (most) largest[size_t(chunk)] = abs_max_here(x + begin, end - begin);

@@ -8,6 +8,7 @@
 #include "cpu/bitmap.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
+#include "cpu/philox.h"
 #include "cpu/sign_bits.h"
 #include "cpu/simd.h"
 #include "cpu/weighted_sum.h"
@@ -129,7 +130,7 @@ uint32_t pack(const OneBitSource& source, int threads) {
   std::vector<uint32_t> most;
   if (columns > kChunk || together > 4 * kChunk) {
     const SignsSource signs{x, n, key, packed};
-    signs_pack(&signs, 1, nullptr, threads);
+    signs_pack(&signs, 1, nullptr, nullptr, threads);
     const int64_t segments = ceil_div(columns, kSumSegment);
     std::vector<Sides> parts(size_t(rows * segments));
     most.resize(parts.size());
@@ -156,10 +157,12 @@ uint32_t pack(const OneBitSource& source, int threads) {
 
 }  // namespace
 
-void one_bit_packed(const OneBitSource* table, int64_t count, float* most, int threads) {
+void one_bit_packed(const OneBitSource* table, int64_t count, const int64_t* replays, float* most, int threads) {
   const auto size = [&](int64_t i) { return table[i].rows * table[i].columns; };
   parallel_pieces(count, threads, size, [&](int64_t i, int threads_of_one) {
-    const uint32_t bits = pack(table[i], threads_of_one);
+    OneBitSource source = table[i];
+    source.key = replay_key(source.key, replays);
+    const uint32_t bits = pack(source, threads_of_one);
     if (most) most[i] = bits_float(bits);
   });
 }

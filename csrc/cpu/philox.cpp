@@ -1,6 +1,5 @@
 #include "cpu/philox.h"
 
-#include "common/philox.h"
 #include "cpu/simd.h"
 
 namespace gradzip::cpu {

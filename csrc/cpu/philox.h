@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "common/philox.h"
+
 namespace gradzip::cpu {
 
 // words[j] = draw number first + j of the key, for j < count: word i % 4 of philox(key, i / 4) is draw number i.

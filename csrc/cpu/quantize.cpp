@@ -169,11 +169,11 @@ void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uin
 }
 
 void quantize_packed(const float* x, int64_t rows, int64_t n, int bits, int64_t bucket, int norm, const uint64_t* keys,
-                     int64_t stride, uint8_t* packed, float* norms, int threads) {
+                     const int64_t* replays, int64_t stride, uint8_t* packed, float* norms, int threads) {
   const auto size = [n](int64_t) { return n; };
   parallel_pieces(rows, threads, size, [&](int64_t row, int threads_of_row) {
     float* own_norms = norms + row * stride / 4;
-    const Quantizer quantizer{x + row * n, n, own_norms, bucket, bits, keys[row]};
+    const Quantizer quantizer{x + row * n, n, own_norms, bucket, bits, replay_key(keys[row], replays)};
     with_norms(quantizer.x, n, bucket, Norm(norm), own_norms, threads_of_row,
                [&](int64_t begin, int64_t end) { packed_levels(quantizer, begin, end, packed + row * stride); });
   });

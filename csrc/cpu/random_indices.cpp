@@ -6,8 +6,9 @@
 
 namespace gradzip::cpu {
 
-void random_indices(int64_t n, int64_t k, uint64_t key, int32_t* indices, int threads) {
+void random_indices(int64_t n, int64_t k, uint64_t key, const int64_t* replays, int32_t* indices, int threads) {
   if (k == 0) return;
+  key = replay_key(key, replays);
   const Shift shift(n, k, key);
   const int64_t quotient = n / k, remainder = n % k;
   parallel_chunks(k, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {

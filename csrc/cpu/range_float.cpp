@@ -150,8 +150,8 @@ void range_float_encode(const RangeFloat* format, const float* x, int64_t n, boo
 }
 
 void range_float_encode_packed(const RangeFloat* format, const float* x, int64_t n, int, bool stochastic, uint64_t key,
-                               uint8_t* packed, int64_t* outside, int threads) {
-  encode(*format, x, n, stochastic, key, nullptr, packed, outside, threads);
+                               const int64_t* replays, uint8_t* packed, int64_t* outside, int threads) {
+  encode(*format, x, n, stochastic, replay_key(key, replays), nullptr, packed, outside, threads);
 }
 
 void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t n, float* x, int32_t* failed,

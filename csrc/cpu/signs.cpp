@@ -157,8 +157,8 @@ GZ_SIMD_DISPATCH(int64_t, count_differences, (const uint64_t* a, const uint64_t*
 constexpr int64_t kVoteBlock = 64 * kVoteWords;
 
 // Bits [begin, begin + count) of the vote, count <= kVoteBlock. Adds the votes against it to `against`, unless it is null.
-void vote_block(const uint8_t* const* votes, int voters, const SignsVote& vote, int64_t begin, int64_t count,
-                int64_t* against) {
+void vote_block(const uint8_t* const* votes, int voters, const SignsVote& vote, uint64_t key, int64_t begin,
+                int64_t count, int64_t* against) {
   const size_t bytes = size_t(ceil_div(count, 8));
   const int64_t words = ceil_div(count, 64);
   const uint64_t last = count % 64 ? (uint64_t(1) << (count % 64)) - 1 : ~uint64_t(0);  // of its bits, those below n
@@ -172,7 +172,7 @@ void vote_block(const uint8_t* const* votes, int voters, const SignsVote& vote, 
     if (v + 1 < voters) std::memcpy(b, votes[v + 1] + begin / 8, bytes);
     count_votes(a, b, used, &counters);
   }
-  if (voters % 2 == 0) std::memcpy(tie, Coins(vote.key, begin, count).words, bytes);
+  if (voters % 2 == 0) std::memcpy(tie, Coins(key, begin, count).words, bytes);
   compare_votes(counters, used, voters / 2, tie, won);
   won[words - 1] &= last;
   std::memcpy(vote.packed + begin / 8, won, bytes);
@@ -205,17 +205,18 @@ void add_by_sign(const uint8_t* packed, int64_t begin, int64_t end, float positi
   add_pair(packed, begin, end, positive, negative, out);
 }
 
-void signs_pack(const SignsSource* table, int64_t count, float* statistics, int threads) {
+void signs_pack(const SignsSource* table, int64_t count, const int64_t* replays, float* statistics, int threads) {
   std::vector<int64_t> first(size_t(count) + 1, 0);  // segment of each tensor
   for (int64_t i = 0; i < count; ++i) first[size_t(i) + 1] = first[size_t(i)] + ceil_div(table[i].n, kSumSegment);
   std::vector<SignsPart> parts(statistics ? size_t(first.back()) : 0);
   const auto chunks = [&](int64_t i) { return ceil_div(table[i].n, kChunk); };
   parallel_table(count, threads, chunks, [&](int64_t i, int64_t chunk) {
     const auto [x, n, key, packed] = table[i];
+    const uint64_t own_key = replay_key(key, replays);
     const int64_t end = std::min(n, (chunk + 1) * kChunk);
     for (int64_t begin = chunk * kChunk; begin < end; begin += kSumSegment) {
       const int64_t stop = std::min(end, begin + kSumSegment);
-      write_signs(x, begin, stop, key, packed);
+      write_signs(x, begin, stop, own_key, packed);
       if (!statistics) continue;
       const double total = norm_part(x + begin, stop - begin, Norm::l1);
       parts[size_t(first[size_t(i)] + begin / kSumSegment)] = {total, abs_max_here(x + begin, stop - begin)};
@@ -231,17 +232,18 @@ void signs_pack(const SignsSource* table, int64_t count, float* statistics, int 
   }
 }
 
-void signs_majority(const SignsVote* table, int64_t count, const uint8_t* const* votes, int voters, int64_t* against,
-                    int threads) {
+void signs_majority(const SignsVote* table, int64_t count, const uint8_t* const* votes, int voters,
+                    const int64_t* replays, int64_t* against, int threads) {
   constexpr int64_t kVoteChunk = 8 * kChunk;
   if (against) std::fill_n(against, count * voters, int64_t(0));
   std::mutex adding;
   const auto chunks = [&](int64_t i) { return ceil_div(table[i].n, kVoteChunk); };
   parallel_table(count, threads, chunks, [&](int64_t i, int64_t chunk) {
     const int64_t end = std::min(table[i].n, (chunk + 1) * kVoteChunk);
+    const uint64_t key = replay_key(table[i].key, replays);
     std::vector<int64_t> own(against ? size_t(voters) : 0, 0);
     for (int64_t begin = chunk * kVoteChunk; begin < end; begin += kVoteBlock)
-      vote_block(votes + i * voters, voters, table[i], begin, std::min(end - begin, kVoteBlock),
+      vote_block(votes + i * voters, voters, table[i], key, begin, std::min(end - begin, kVoteBlock),
                  against ? own.data() : nullptr);
     const std::lock_guard<std::mutex> lock(adding);
     for (int v = 0; v < int(own.size()); ++v) against[i * voters + v] += own[size_t(v)];

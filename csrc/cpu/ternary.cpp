@@ -61,18 +61,19 @@ GZ_SIMD_DISPATCH(uint8_t, largest_byte, (const uint8_t* bytes, int64_t n), (byte
 
 }  // namespace
 
-void ternary_packed(const TernarySource* table, int64_t count, int threads) {
+void ternary_packed(const TernarySource* table, int64_t count, const int64_t* replays, int threads) {
   const auto chunks = [&](int64_t i) { return ceil_div(table[i].n, kTritChunk); };
   parallel_table(count, threads, chunks, [&](int64_t t, int64_t chunk) {
     const TernarySource& source = table[t];
     const LevelScale level = level_scale(*source.scale, 1);
     const float most = source.clip ? *source.clip : std::numeric_limits<float>::infinity();
+    const uint64_t key = replay_key(source.key, replays);
     const int64_t end = std::min(source.n, (chunk + 1) * kTritChunk);
     for (int64_t i = chunk * kTritChunk; i < end; i += kTritBlock) {
       const int n = int(std::min<int64_t>(end - i, kTritBlock)), width = width_of(n);
       uint32_t random[kTritBlock];
       uint8_t trits[kTritBlock];
-      philox_words(source.key, uint64_t(i), n, random);
+      philox_words(key, uint64_t(i), n, random);
       draw_trits(source.x + i, random, n, level, most, trits);
       std::fill(trits + n, trits + kDigits * width, uint8_t(0));
       join_trits(trits, width, source.packed + i / kDigits);

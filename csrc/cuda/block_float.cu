@@ -7,12 +7,13 @@
 namespace gradzip::cuda {
 
 void block_float_encode(const float* x, const float* residual, int64_t rows, int64_t n, int64_t blocks, int bits,
-                        int64_t block, const uint64_t* keys, float* error, uint8_t* payloads, cudaStream_t stream) {
+                        int64_t block, const uint64_t* keys, const int64_t* replays, float* error, uint8_t* payloads,
+                        cudaStream_t stream) {
   const auto encode =
       block <= kEight * kLanes ? kernel<block_float_encode_kernel<true>> : kernel<block_float_encode_kernel<false>>;
   for_rows(rows, keys, [&](int64_t row, unsigned count, const Keys& batch) {
     launch(stream, grid_of(grid_for(ceil_div(blocks, kBlock / kLanes)), count), kBlock, encode, x + row * n,
-           residual ? residual + row * n : nullptr, n, blocks, bits, block, keys != nullptr, batch,
+           residual ? residual + row * n : nullptr, n, blocks, bits, block, keys != nullptr, batch, replays,
            error ? error + row * n : nullptr,
            reinterpret_cast<uint32_t*>(payloads + row * blocks * block_float_nbytes(bits, block)));
   });

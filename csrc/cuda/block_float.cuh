@@ -36,9 +36,9 @@ GZ_DEVICE void store_eight(float* out, int64_t first, int64_t n, const float* va
 template <bool kOnce>
 __global__ void __launch_bounds__(kBlock)
     block_float_encode_kernel(const float* x, const float* residual, int64_t n, int64_t blocks, int bits, int block,
-                              bool stochastic, Keys keys, float* error, uint32_t* payloads) {
+                              bool stochastic, Keys keys, const int64_t* replays, float* error, uint32_t* payloads) {
   const int64_t record = block_float_nbytes(bits, block) / 4, row = blockIdx.y;
-  const uint64_t key = keys.of[row];
+  const uint64_t key = stochastic ? replay_key(keys.of[row], replays) : 0;
   x += row * n;
   if (residual) residual += row * n;
   if (error) error += row * n;

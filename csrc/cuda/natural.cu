@@ -7,10 +7,11 @@
 
 namespace gradzip::cuda {
 
-void natural_encode(const float* x, int64_t n, uint64_t key, uint8_t* packed, float* most, cudaStream_t stream) {
+void natural_encode(const float* x, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed, float* most,
+                    cudaStream_t stream) {
   if (most) clear(most, sizeof *most, stream);
-  launch(stream, grid_of(grid_for(ceil_div(n, kNaturalTile))), kBlock, kernel<natural_encode_kernel>, x, n, key, packed,
-         reinterpret_cast<uint32_t*>(most));
+  launch(stream, grid_of(grid_for(ceil_div(n, kNaturalTile))), kBlock, kernel<natural_encode_kernel>, x, n, key,
+         replays, packed, reinterpret_cast<uint32_t*>(most));
 }
 
 void natural_decode_sum(const uint8_t* const* payloads, int64_t count, int64_t n, float weight, bool add, float* out,

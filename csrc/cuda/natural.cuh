@@ -13,11 +13,13 @@ constexpr int kNaturalTile = 16 * kBlock;  // elements that a block packs at a t
 // Codes go to shared memory two to a word, and from there to the stream. Unless it is null, *most, 0 at launch, becomes
 // the bits of max |x|, which order as magnitudes do, with every NaN above infinity.
 __global__ void __launch_bounds__(kBlock)
-    natural_encode_kernel(const float* x, int64_t n, uint64_t key, uint8_t* packed, uint32_t* most) {
+    natural_encode_kernel(const float* x, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed,
+                          uint32_t* most) {
   constexpr int kQuads = kNaturalTile / (4 * kBlock);
   __shared__ uint32_t words[kNaturalTile / 2];
   const CodeWidth width(2 * kNaturalBits);
   const int mine = 4 * int(threadIdx.x);
+  key = replay_key(key, replays);
   uint32_t largest = 0;
   for (int64_t first = int64_t(blockIdx.x) * kNaturalTile; first < n; first += int64_t(gridDim.x) * kNaturalTile) {
     const int count = int(n - first < kNaturalTile ? n - first : kNaturalTile);

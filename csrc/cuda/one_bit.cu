@@ -6,7 +6,8 @@
 
 namespace gradzip::cuda {
 
-int64_t one_bit_packed(void* workspace, const OneBitSource* table, int64_t count, float* most, cudaStream_t stream) {
+int64_t one_bit_packed(void* workspace, const OneBitSource* table, int64_t count, const int64_t* replays, float* most,
+                       cudaStream_t stream) {
   std::vector<SignsSource> signs;
   std::vector<SidesEntry> entries;
   std::vector<RowsEntry> long_rows;
@@ -27,9 +28,9 @@ int64_t one_bit_packed(void* workspace, const OneBitSource* table, int64_t count
   const auto* on_device = upload(arena, entries, stream);
   const auto* rows_on_device = upload(arena, long_rows, stream);
   auto* sums = arena.take<Sides>(parts);
-  auto* for_signs = arena.take<char>(signs_pack(nullptr, signs.data(), count, nullptr, stream));
+  auto* for_signs = arena.take<char>(signs_pack(nullptr, signs.data(), count, replays, nullptr, stream));
   if (!workspace) return arena.nbytes();
-  signs_pack(for_signs, signs.data(), count, nullptr, stream);
+  signs_pack(for_signs, signs.data(), count, replays, nullptr, stream);
   if (most && count > 0) clear(most, count * int64_t(sizeof *most), stream);
   if (blocks > 0)
     launch(stream, grid_of(unsigned(blocks)), kBlock, kernel<side_sums_kernel>, on_device, count, sums,

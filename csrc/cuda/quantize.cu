@@ -34,7 +34,8 @@ int64_t quantize(void* workspace, const float* x, int64_t n, int bits, int64_t b
 }
 
 int64_t quantize_packed(void* workspace, const float* x, int64_t rows, int64_t n, int bits, int64_t bucket, int norm,
-                        const uint64_t* keys, int64_t stride, uint8_t* packed, float* norms, cudaStream_t stream) {
+                        const uint64_t* keys, const int64_t* replays, int64_t stride, uint8_t* packed, float* norms,
+                        cudaStream_t stream) {
   const int whole = tile_of_buckets(bucket), tile = whole ? whole : kMostTile;
   for (int64_t row = 0; !whole && row < rows; ++row) {
     const int64_t nbytes = bucket_norms(workspace, x + row * n, n, bucket, norm, norms + row * stride / 4, stream);
@@ -43,8 +44,8 @@ int64_t quantize_packed(void* workspace, const float* x, int64_t rows, int64_t n
   for_rows(rows, keys, [&](int64_t row, unsigned count, const Keys& batch) {
     const Quantizer q{x + row * n, n, bucket, bits, Norm(norm), 0, norms + row * stride / 4};
     launch(stream, grid_of(grid_for(ceil_div(n, tile)), count), kBlock,
-           whole ? kernel<quantize_packed_kernel<true>> : kernel<quantize_packed_kernel<false>>, q, batch, stride, tile,
-           packed + row * stride);
+           whole ? kernel<quantize_packed_kernel<true>> : kernel<quantize_packed_kernel<false>>, q, batch, replays,
+           stride, tile, packed + row * stride);
   });
   return 0;
 }

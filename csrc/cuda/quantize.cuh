@@ -24,10 +24,10 @@ __global__ void __launch_bounds__(kBlock, 4) quantize_kernel(Quantizer q, int ti
 
 // Codes go to shared memory four (bits <= 8) or two to a word, and from there to the stream. `q` has the first row.
 template <bool kNorms>
-__global__ void __launch_bounds__(kBlock, 4)
-    quantize_packed_kernel(Quantizer q, Keys keys, int64_t stride, int tile_size, uint8_t* packed) {
+__global__ void __launch_bounds__(kBlock, 4) quantize_packed_kernel(Quantizer q, Keys keys, const int64_t* replays,
+                                                                    int64_t stride, int tile_size, uint8_t* packed) {
   q.x += blockIdx.y * q.n;
-  q.key = keys.of[blockIdx.y];
+  q.key = replay_key(keys.of[blockIdx.y], replays);
   q.norms += blockIdx.y * stride / 4;
   packed += blockIdx.y * stride;
   alignas(16) __shared__ float tile[kMostTile];

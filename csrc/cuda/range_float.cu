@@ -27,11 +27,12 @@ void range_float_encode(const RangeFloat* format, const float* x, int64_t n, boo
 }
 
 void range_float_encode_packed(const RangeFloat* format, const float* x, int64_t n, int bits, bool stochastic,
-                               uint64_t key, uint8_t* packed, int64_t* outside, cudaStream_t stream) {
+                               uint64_t key, const int64_t* replays, uint8_t* packed, int64_t* outside,
+                               cudaStream_t stream) {
   clear(outside, sizeof *outside, stream);
   launch(stream, grid_of(grid_for(ceil_div(n, kPackTile))), kBlock,
          stochastic ? kernel<encode_packed_kernel<true>> : kernel<encode_packed_kernel<false>>, format, x, n, bits, key,
-         packed, outside);
+         replays, packed, outside);
 }
 
 void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t n, float* x, int32_t* failed,

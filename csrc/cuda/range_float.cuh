@@ -128,12 +128,13 @@ __global__ void __launch_bounds__(kBlock)
 // The same, packed. `bits` is that of the format, which the host knows.
 template <bool kStochastic>
 __global__ void __launch_bounds__(kBlock)
-    encode_packed_kernel(const RangeFloat* words, const float* x, int64_t n, int bits, uint64_t key, uint8_t* packed,
-                         int64_t* outside) {
+    encode_packed_kernel(const RangeFloat* words, const float* x, int64_t n, int bits, uint64_t key,
+                         const int64_t* replays, uint8_t* packed, int64_t* outside) {
   __shared__ uint32_t tile[kPackTile];
   const RangeFloat format = *words;
   const Rounding rounding = range_rounding(format, kStochastic);
   const CodeWidth width(bits);
+  if (kStochastic) key = replay_key(key, replays);
   int out = 0;
   for (int64_t first = int64_t(blockIdx.x) * kPackTile; first < n; first += int64_t(gridDim.x) * kPackTile) {
     const int64_t mine = first + 4 * int64_t(threadIdx.x);

@@ -6,7 +6,8 @@
 
 namespace gradzip::cuda {
 
-int64_t signs_pack(void* workspace, const SignsSource* table, int64_t count, float* statistics, cudaStream_t stream) {
+int64_t signs_pack(void* workspace, const SignsSource* table, int64_t count, const int64_t* replays, float* statistics,
+                   cudaStream_t stream) {
   std::vector<SignsPackEntry> entries;
   int64_t blocks = 0, segments = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -18,7 +19,8 @@ int64_t signs_pack(void* workspace, const SignsSource* table, int64_t count, flo
   const auto* on_device = upload(arena, entries, stream);
   auto* parts = statistics ? arena.take<SignsPart>(segments) : nullptr;
   if (!workspace) return arena.nbytes();
-  if (blocks > 0) launch(stream, grid_of(unsigned(blocks)), kBlock, kernel<signs_pack_kernel>, on_device, count, parts);
+  if (blocks > 0)
+    launch(stream, grid_of(unsigned(blocks)), kBlock, kernel<signs_pack_kernel>, on_device, count, replays, parts);
   if (statistics && count > 0)
     launch(stream, grid_of(grid_for(ceil_div(count, kBlock / kLanes))), kBlock, kernel<signs_statistics_kernel>,
            on_device, count, parts, statistics);
@@ -26,7 +28,7 @@ int64_t signs_pack(void* workspace, const SignsSource* table, int64_t count, flo
 }
 
 int64_t signs_majority(void* workspace, const SignsVote* table, int64_t count, const uint8_t* const* votes, int voters,
-                       int64_t* against, cudaStream_t stream) {
+                       const int64_t* replays, int64_t* against, cudaStream_t stream) {
   std::vector<SignsVoteEntry> entries;
   int64_t blocks = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -41,7 +43,8 @@ int64_t signs_majority(void* workspace, const SignsVote* table, int64_t count, c
   const auto vote = voters < 1 << 4   ? kernel<signs_majority_kernel<4>>
                     : voters < 1 << 8 ? kernel<signs_majority_kernel<8>>
                                       : kernel<signs_majority_kernel<16>>;
-  if (blocks > 0) launch(stream, grid_of(unsigned(blocks)), kBlock, vote, on_device, count, addresses, voters, against);
+  if (blocks > 0)
+    launch(stream, grid_of(unsigned(blocks)), kBlock, vote, on_device, count, addresses, voters, replays, against);
   return 0;
 }
 

@@ -26,7 +26,7 @@ struct SignsPackEntry {
 
 // Packs the signs. Unless `parts` is null, writes the part of each segment, summed in the order of common/sums.h.
 __global__ void __launch_bounds__(kBlock)
-    signs_pack_kernel(const SignsPackEntry* entries, int64_t count, SignsPart* parts) {
+    signs_pack_kernel(const SignsPackEntry* entries, int64_t count, const int64_t* replays, SignsPart* parts) {
   const SignsPackEntry entry = entries[entry_of_block(entries, count)];
   const auto [x, n, key, packed] = entry.source;
   const int64_t segment = (blockIdx.x - entry.first_block) * (kBlock / kLanes) + warp();
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kBlock)
     }
     const int64_t word = first / 32 + lane(), left = n - 32 * word;
     if (left < 32) unsigned_ &= left > 0 ? (1u << left) - 1 : 0u;
-    if (unsigned_) negative = (negative & ~unsigned_) | (coins(key, word) & unsigned_);
+    if (unsigned_) negative = (negative & ~unsigned_) | (coins(replay_key(key, replays), word) & unsigned_);
     store_word(packed, word, n, negative);
   }
   if (!parts) return;
@@ -127,10 +127,11 @@ GZ_DEVICE uint32_t majority_of(const uint8_t* const* votes, int voters, int64_t 
 template <int kPlanes>
 __global__ void __launch_bounds__(kBlock)
     signs_majority_kernel(const SignsVoteEntry* entries, int64_t count, const uint8_t* const* votes, int voters,
-                          int64_t* against) {
+                          const int64_t* replays, int64_t* against) {
   const int64_t e = entry_of_block(entries, count);
   const SignsVoteEntry entry = entries[e];
-  const auto [n, key, packed] = entry.vote;
+  const auto [n, own_key, packed] = entry.vote;
+  const uint64_t key = replay_key(own_key, replays);
   votes += e * voters;
   const int64_t first = (blockIdx.x - entry.first_block) * (kVoteTile / 32) + threadIdx.x;
   uint32_t won[kVoteWords];

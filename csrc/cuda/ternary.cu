@@ -6,7 +6,8 @@
 
 namespace gradzip::cuda {
 
-int64_t ternary_packed(void* workspace, const TernarySource* table, int64_t count, cudaStream_t stream) {
+int64_t ternary_packed(void* workspace, const TernarySource* table, int64_t count, const int64_t* replays,
+                       cudaStream_t stream) {
   std::vector<TernaryEntry> entries;
   int64_t blocks = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -16,7 +17,8 @@ int64_t ternary_packed(void* workspace, const TernarySource* table, int64_t coun
   Arena arena(workspace);
   const auto* on_device = upload(arena, entries, stream);
   if (!workspace) return arena.nbytes();
-  if (blocks > 0) launch(stream, grid_of(unsigned(blocks)), kBlock, kernel<ternary_packed_kernel>, on_device, count);
+  if (blocks > 0)
+    launch(stream, grid_of(unsigned(blocks)), kBlock, kernel<ternary_packed_kernel>, on_device, count, replays);
   return 0;
 }
 

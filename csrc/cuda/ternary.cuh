@@ -34,9 +34,11 @@ struct TernaryEntry {
   int64_t first_block;
 };
 
-__global__ void __launch_bounds__(kBlock) ternary_packed_kernel(const TernaryEntry* entries, int64_t count) {
+__global__ void __launch_bounds__(kBlock)
+    ternary_packed_kernel(const TernaryEntry* entries, int64_t count, const int64_t* replays) {
   const TernaryEntry entry = entries[entry_of_block(entries, count)];
-  const auto [x, n, scale, clip, key, packed] = entry.source;
+  const auto [x, n, scale, clip, own_key, packed] = entry.source;
+  const uint64_t key = replay_key(own_key, replays);
   const int64_t tile = blockIdx.x - entry.first_block, task = tile * kBlock + threadIdx.x;
   const LevelScale level = level_scale(*scale, 1);
   const float most = clip ? *clip : bits_float(kInfBits);
@@ -61,7 +63,7 @@ __global__ void __launch_bounds__(kBlock) ternary_packed_kernel(const TernaryEnt
       for (int j = 0; j < 4; ++j) packed[quad.at + j] = uint8_t(bytes >> (8 * j));
     }
   }
-  for_last_bytes(tile, n, [&, x = x, key = key, packed = packed](int64_t at, int64_t element, int width, int digits) {
+  for_last_bytes(tile, n, [&, x = x, packed = packed](int64_t at, int64_t element, int width, int digits) {
     uint32_t byte = 0;
     for (int k = digits - 1; k >= 0; --k) {
       const int64_t i = element + k * width;

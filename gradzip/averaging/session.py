@@ -39,6 +39,7 @@ from ..methods.base.compressor import Compressor
 from ..methods.base.group import Group, Inspected, is_compressed
 from ..methods.spec import unparse
 from ..ops import groups as kernels
+from ..ops import replays
 from ..ops import tensors as ops
 from . import handshake, optimizer_hooks
 from .buckets import Bucket, Plan
@@ -114,6 +115,7 @@ class Session:
         self._seen: Any = None  # the number of the compressor's choice in the last step: loading changes it
         self._skipped_at: float | None = None  # the loss scale of the last step, if that was skipped
         self._late: _Late | None = None  # what a device has to tell of the last step, until it is read
+        self._replays: dict[torch.device, Tensor] = {}  # by device: how many captured steps it has replayed
         # Of the current step:
         self.buckets: dict[Any, Bucket] = {}  # in progress, in the order in which they were started
         self.groups: dict[Group, None] = {}  # started so far
@@ -191,6 +193,10 @@ class Session:
                 "give exempt_modules the model whose gradients are averaged"
             )
         self.compressor.join_group(engine)
+        # Other ranks may have counted fewer replays. No draws repeat, nor do they in a resumed job: the step number in
+        # their keys counts captured steps.
+        for number in self._replays.values():
+            number.zero_()
         self.engine, self._compares = engine, self.compressor.announcement is not None
         self._log_method(named)
         return [of_rank["buckets"] for of_rank in of_ranks]
@@ -284,14 +290,25 @@ class Session:
             self._told.append((group, list(map(parameters.__getitem__, group.indices))))
             self.groups[group] = None
             routines[key, i] = group.average(list(map(gradients.__getitem__, group.indices)), rank, size, self.discards)
+            if group.device not in self._replays and group.gradients[0].is_cuda:
+                self._count_replays(group)
         self.launch(key, routines, slot)
 
     def launch(self, key: Any, routines: dict[Any, Routine], slot: str) -> None:
         """The same for routines, by keys of their own."""
         previous = list(self.buckets.values())
-        self.buckets[key] = Bucket(routines, Round(self.compressor.traffic), self.engine, slot)
-        if previous and self.engine.in_order and previous[-1].of_partitions:
-            previous[-1].gather_partitions()
+        replays.current.numbers = self._replays
+        try:
+            self.buckets[key] = Bucket(routines, Round(self.compressor.traffic), self.engine, slot)
+            if previous and self.engine.in_order and previous[-1].of_partitions:
+                previous[-1].gather_partitions()
+        finally:
+            replays.current.numbers = None
+
+    def _count_replays(self, group: Group) -> None:
+        """Count the replays of captured steps on the device of a group from now on."""
+        if not ops.is_capturing(group.gradients[0]):  # in the memory of the graph, a number would begin anew in each
+            self._replays[group.device] = torch.zeros(1, dtype=torch.int64, device=group.device)
 
     def finish(self, slot: str) -> None:
         """Run the routines of all buckets to their ends. Later rounds run for all together. slot: prefix of theirs.
@@ -301,6 +318,7 @@ class Session:
         if self._compares and self.groups:
             self.launch("discards", {("discards", 0): self._compare_discards()}, f"{slot}.discards")
         buckets, self.buckets = list(self.buckets.values()), {}
+        replays.current.numbers = self._replays
         try:
             if buckets and self.engine.in_order:
                 buckets[-1].gather_partitions()
@@ -327,6 +345,8 @@ class Session:
         except BaseException:
             self.drop()
             raise
+        finally:
+            replays.current.numbers = None
 
     def _check_announcement(self) -> None:
         """Raise RuntimeError if averages may not be thrown away. The same on all ranks, but for which passes it is."""
@@ -478,6 +498,8 @@ class Session:
             restores = verdict is not None and not rolls_back and self._restore(groups, verdict)
             if is_captured:
                 _copy_back(groups)
+                for number in self._replays.values():
+                    number.add_(1)
                 restores = True  # the former tensors have the new values
             scale = self.compressor.memory.loss_scale
             if self._late is not None and self._late is telling:

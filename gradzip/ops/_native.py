@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import replays
 from .errors import PayloadError
 
 try:
@@ -199,6 +200,10 @@ class Table:
     @property
     def address(self) -> int:
         return addressof(c_char.from_buffer(self._rows)) if self._rows else 0
+
+    @property
+    def replays(self) -> int:
+        return replays.address(self._kept[0]) if self._rows else 0
 
     def run(self, name: str, *arguments: float) -> None:
         """Run a kernel on the rows, unless there are none: their address, their number, and more arguments."""

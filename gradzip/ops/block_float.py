@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _native, groups
+from . import _native, groups, replays
 from .errors import PayloadError
 
 _LARGEST_BLOCK = 4096
@@ -80,7 +80,9 @@ def block_float_encode(
         error = _native.in_place(error, torch.float32, f"{what}: error", n, x.device)
     out = _native.output(out, block_float_nbytes(blocks, bits, block), torch.uint8, x.device, f"{what}: out")
     arguments = (x.data_ptr(), _native.address(residual), 1, n, blocks, bits, block, keys.buffer_info()[0])
-    _native.run("block_float_encode", x, *arguments, _native.address(error), out.data_ptr())
+    _native.run(
+        "block_float_encode", x, *arguments, replays.address(x, key is not None), _native.address(error), out.data_ptr()
+    )
     return out
 
 
@@ -108,7 +110,7 @@ def block_float_encode_all(
     nbytes = block_float_nbytes(blocks, bits, block)
     out = _native.output(out, rows * nbytes, torch.uint8, x.device, f"{what}: out").view(rows, nbytes)
     arguments = (x.data_ptr(), 0, rows, n, blocks, bits, block, row_keys.buffer_info()[0])
-    _native.run("block_float_encode", x, *arguments, 0, out.data_ptr())
+    _native.run("block_float_encode", x, *arguments, replays.address(x, keys is not None), 0, out.data_ptr())
     return out
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, replays
 from .range_float import WORDS, RangeFloat
 from .restore import pattern_of
 
@@ -179,7 +179,7 @@ def pack_signs(parts: Sequence[Tensor], keys: np.ndarray, outs: np.ndarray) -> T
     table = np.empty((len(parts), 4), np.uint64)  # struct SignsSource of csrc/common/signs.h
     table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(parts), numels(parts), keys, outs
     statistics = torch.empty(2 * len(parts), dtype=torch.float32, device=parts[0].device)
-    _run_table("signs_pack", statistics, [table], statistics.data_ptr())
+    _run_table("signs_pack", statistics, [table], replays.address(statistics), statistics.data_ptr())
     return statistics.view(-1, 2)
 
 
@@ -200,8 +200,8 @@ def majority(ballots: np.ndarray, numels: np.ndarray, keys: np.ndarray, starts: 
     table = np.empty((len(ballots), 3), np.uint64)  # struct SignsVote of csrc/common/signs.h
     table[:, 0], table[:, 1], table[:, 2] = numels, keys, np.uint64(winners.data_ptr()) + starts.astype(np.uint64)
     ballots = np.ascontiguousarray(ballots)
-    counts = against.data_ptr() if count else 0
-    _run_table("signs_majority", where, [table], ballots.ctypes.data, ballots.shape[1], counts)
+    results = replays.address(where), against.data_ptr() if count else 0
+    _run_table("signs_majority", where, [table], ballots.ctypes.data, ballots.shape[1], *results)
     return winners, against.view(len(ballots), -1)
 
 
@@ -213,7 +213,7 @@ def one_bit_packed(
     table[:, 0], table[:, 1], table[:, 2] = addresses(parts), rows, numels(parts) // rows
     table[:, 3], table[:, 4], table[:, 5] = keys, outs, means
     most = torch.empty(len(parts), dtype=torch.float32, device=parts[0].device)
-    _run_table("one_bit_packed", most, [table], most.data_ptr())
+    _run_table("one_bit_packed", most, [table], replays.address(most), most.data_ptr())
     return most
 
 
@@ -224,7 +224,7 @@ def ternary_packed(parts: Sequence[Tensor], scales: Tensor, clips: Tensor, keys:
     table[:, 0], table[:, 1] = addresses(parts), numels(parts)
     table[:, 2], table[:, 3] = np.uint64(scales.data_ptr()) + each, np.uint64(clips.data_ptr()) + each
     table[:, 4], table[:, 5] = keys, outs
-    _run_table("ternary_packed", parts[0], [table])
+    _run_table("ternary_packed", parts[0], [table], replays.address(parts[0]))
 
 
 def decode_sums(
@@ -300,7 +300,8 @@ def range_float_encode(x: Tensor, number: RangeFloat, bits: int, key: int | None
     """`RangeFloat.encode_packed`."""
     words = number._words_on(x.device)
     source = (words.data_ptr(), x.data_ptr(), x.numel(), bits, key is not None, key or 0)
-    return _native.run_count("range_float_encode_packed", x, *source, out.data_ptr())
+    replayed = replays.address(x, key is not None)
+    return _native.run_count("range_float_encode_packed", x, *source, replayed, out.data_ptr())
 
 
 def bitmap_code_write(bitmap: Tensor, numel: int, segment: int, out: Tensor) -> int | Tensor:
@@ -384,7 +385,8 @@ def block_float_encode(
     keys = np.array([] if key is None else [key], np.uint64)
     _native.run(
         "block_float_encode", x, x.data_ptr(), 0 if residual is None else residual.data_ptr(), 1, x.numel(), blocks,
-        bits, block, 0 if key is None else keys.ctypes.data, 0 if error is None else error.data_ptr(), out.data_ptr(),
+        bits, block, 0 if key is None else keys.ctypes.data, replays.address(x, key is not None),
+        0 if error is None else error.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
 

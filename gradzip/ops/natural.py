@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _native, groups
+from . import _native, groups, replays
 from .errors import PayloadError
 from .pack_bits import packed_nbytes
 
@@ -41,7 +41,7 @@ def natural_encode(x: Tensor, key: int = 0, out: Tensor | None = None) -> tuple[
     x = _native.check(x, torch.float32, "natural_encode: x")
     out = _native.output(out, natural_nbytes(x.numel()), torch.uint8, x.device, "natural_encode: out")
     most = torch.empty(1, dtype=torch.float32, device=x.device)
-    _native.run("natural_encode", x, x.data_ptr(), x.numel(), key, out.data_ptr(), most.data_ptr())
+    _native.run("natural_encode", x, x.data_ptr(), x.numel(), key, replays.address(x), out.data_ptr(), most.data_ptr())
     return out, most
 
 

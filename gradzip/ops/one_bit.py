@@ -64,7 +64,7 @@ def one_bit_packed_all(sources: Sequence[tuple[Tensor, int, Tensor, Tensor]]) ->
         _native.in_place(means, torch.float32, "one_bit_packed: means", 2 * rows, x.device)
         table.add(x, rows, columns, _native.check_key(key, "one_bit_packed"), out, means)
     most = torch.empty(len(sources), dtype=torch.float32, device=table.device)
-    table.run("one_bit_packed", most.data_ptr())
+    table.run("one_bit_packed", table.replays, most.data_ptr())
     return list(most.split(1)) if sources else []
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _native, groups
+from . import _native, groups, replays
 from .bucket_norms import NORMS, num_buckets
 from .errors import PayloadError
 from .pack_bits import packed_nbytes
@@ -107,7 +107,7 @@ def quantize_packed(
     x, norms, (address, n, *arguments, key) = quantizer_arguments(x, bits, bucket, norm, key, norms, "quantize_packed")
     out = _native.output(out, packed_nbytes(n, bits), torch.uint8, x.device, "quantize_packed: out")
     keys = array("Q", [key])
-    results = (0, out.data_ptr(), norms.data_ptr())
+    results = (replays.address(x), 0, out.data_ptr(), norms.data_ptr())
     _native.run("quantize_packed", x, address, 1, n, *arguments, keys.buffer_info()[0], *results)
     return out, norms
 
@@ -143,7 +143,7 @@ def quantize_packed_all(
     _native.in_place(payloads, torch.uint8, f"{what}: payloads", device=x.device)
     arguments = (x.data_ptr(), rows, n, bits, min(bucket, max(1, n)), NORMS[norm], row_keys.buffer_info()[0])
     address = payloads.data_ptr()
-    _native.run("quantize_packed", x, *arguments, size, address + norms_end, address)
+    _native.run("quantize_packed", x, *arguments, replays.address(x), size, address + norms_end, address)
     words = payloads.view(-1).view(torch.float32).view(rows, size // 4)
     return payloads[:, norms_end:end], words[:, : norms_end // 4]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, replays
 
 
 def random_indices(numel: int, k: int, key: int, device: torch.device | str = "cpu") -> Tensor:
@@ -26,5 +26,5 @@ def random_indices(numel: int, k: int, key: int, device: torch.device | str = "c
         raise ValueError(f"random_indices: got {numel} elements, expected fewer than 2^31")
     indices = torch.empty(k, dtype=torch.int32, device=device)
     indices = _native.check(indices, torch.int32, "random_indices: device")
-    _native.run("random_indices", indices, numel, k, key, indices.data_ptr())
+    _native.run("random_indices", indices, numel, k, key, replays.address(indices), indices.data_ptr())
     return indices

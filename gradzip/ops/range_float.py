@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, replays
 from .arrays import takes_arrays
 from .errors import PayloadError
 from .pack_bits import packed_nbytes
@@ -134,7 +134,8 @@ class RangeFloat:
         out = _native.output(out, nbytes, torch.uint8, x.device, "RangeFloat.encode_packed: out")
         words = self._words_on(x.device)
         source = (words.data_ptr(), x.data_ptr(), x.numel(), self._bits, key is not None, key or 0)
-        return _native.run_count("range_float_encode_packed", x, *source, out.data_ptr())
+        replayed = replays.address(x, key is not None)
+        return _native.run_count("range_float_encode_packed", x, *source, replayed, out.data_ptr())
 
     @takes_arrays
     def decode(self, codes: Tensor, wait: bool = True) -> Tensor:

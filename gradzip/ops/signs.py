@@ -60,7 +60,7 @@ def _pack(sources: Sequence[tuple[Tensor, int, Tensor]], statistics: Tensor | No
         x = _native.check(x, torch.float32, "pack_signs: x", device=table.device)
         _native.in_place(out, torch.uint8, "pack_signs: out", bitmap_nbytes(x.numel()), x.device)
         table.add(x, x.numel(), _native.check_key(key, "pack_signs"), out)
-    table.run("signs_pack", _native.address(statistics))
+    table.run("signs_pack", table.replays, _native.address(statistics))
 
 
 def majority(packed: Sequence[Tensor], numel: int, key: int = 0, out: Tensor | None = None) -> Tensor:
@@ -117,7 +117,7 @@ def majority_all(votes: Sequence[tuple[Sequence[Tensor], int, int]], count: bool
         winners.append(room[: bitmap_nbytes(numel)])
         table.add(numel, _native.check_key(key, "majority"), winners[-1])
     against = torch.empty(len(votes) * voters if count else 0, dtype=torch.int64, device=ballots.device)
-    table.run("signs_majority", ballots.address, voters, against.data_ptr() if count else 0)
+    table.run("signs_majority", ballots.address, voters, table.replays, against.data_ptr() if count else 0)
     return list(zip(winners, against.split(voters) if count else [against] * len(winners)))
 
 

@@ -67,7 +67,7 @@ def ternary_packed_all(
         scale = _native.scalar(scale, x, "ternary_packed: scale")
         clip = None if clip is None else _native.scalar(clip, x, "ternary_packed: clip")
         table.add(x, x.numel(), scale, clip, _native.check_key(key, "ternary_packed"), out)
-    table.run("ternary_packed")
+    table.run("ternary_packed", table.replays)
 
 
 def ternary_decode_add(packed: Tensor, scale: float | Tensor, out: Tensor, weight: float = 1.0) -> None:

@@ -1,5 +1,7 @@
 """Front ends on a real GPU, as one rank with NCCL: averages are those on the CPU, and captured steps replay them."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,12 +16,15 @@ from ddp_worker import CAP_MB, SHAPES, Layers, gradient
 from gradzip.memory.streams import HomeStreams
 from gradzip.methods.base.transform_codec import TransformCodec
 from gradzip.methods.low_rank import LowRank
+from gradzip.ops import replays
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 STEPS = 4
 # Uncompressed, payloads of a fixed length, low rank, and two steps in turns.
 CAPTURABLE = ("none", "block-float:rounding=nearest", "powersgd:min_numel=256", "acpsgd:min_numel=256")
+# Random draws decide about what is sent: by kernels that take a key, a list of keys, and a table with keys.
+DRAWN = ("natural", "terngrad", "block-float:error_feedback=False", "randomk:theta=0.9,error_feedback=False")
 WARM_UP = 11  # steps that torch asks for before DDP is captured
 
 
@@ -95,16 +100,7 @@ def test_one_rank_compresses():
 def test_captured_steps_under_ddp(spec, checks):
     """A graph of two steps, replayed with new gradients, has the bits of steps that are not captured."""
     expected = Job(gradzip.parse(spec).skip_nonfinite(checks), "cuda").steps(WARM_UP + 4)[WARM_UP:]
-    compressor = gradzip.parse(spec).skip_nonfinite(checks)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        job = Job(compressor, "cuda")
-        job.steps(WARM_UP)
-        inputs = [gradients(0, "cuda") for _ in range(2)]
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        outputs = [job.step(grads) for grads in inputs]
+    _, graph, inputs, outputs = captured(gradzip.parse(spec).skip_nonfinite(checks), 2)
     got = []
     for first in (WARM_UP, WARM_UP + 2):
         for step, grads in enumerate(inputs, first):
@@ -112,6 +108,37 @@ def test_captured_steps_under_ddp(spec, checks):
         graph.replay()
         got += [[average.clone() for average in averages] for averages in outputs]
     assert all(map(same, got, expected))
+
+
+def captured(compressor, steps):
+    """A job under DDP, and a graph of steps after its first ones; their gradients and averages."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        job = Job(compressor, "cuda")
+        job.steps(WARM_UP)
+        inputs = [gradients(0, "cuda") for _ in range(steps)]
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs = [job.step(grads) for grads in inputs]
+    return job, graph, inputs, outputs
+
+
+@pytest.mark.parametrize("spec", DRAWN)
+def test_replays_draw_other_numbers(spec):
+    """Those of the keys of the step, and of the number of the replay."""
+    _, graph, _, [averages] = captured(gradzip.parse(spec), 1)
+    got, expected = [], []
+    for number in range(3):
+        graph.replay()
+        got.append([average.clone() for average in averages])
+        job = Job(gradzip.parse(spec), "cuda")
+        job.steps(WARM_UP)
+        on_device = torch.tensor([number], device="cuda")
+        with mock.patch.object(replays, "address", lambda where, draws=True, number=on_device: number.data_ptr()):
+            expected.append(job.step(gradients(0, "cuda")))
+    assert all(map(same, got, expected))
+    assert not same(got[0], got[1]) and not same(got[1], got[2])
 
 
 def shard_steps(spec, device):

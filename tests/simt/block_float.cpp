@@ -19,12 +19,14 @@ static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t bloc
   const int64_t of_shard = (n + block * shards - 1) / (block * shards), blocks = of_shard * shards;
   const int64_t nbytes = blocks * block_float_nbytes(bits, block);
   const uint64_t keys[] = {5, 6};
+  const int64_t* const replays = simt::replays_for(n);
   const simt::Buffer<float> residual(simt::data(simt::Kind::normal, n), 1);
   const simt::Buffer<float> expected_error(n), expected_alone(n), expected_values(n), expected_sum(n);
   const simt::Buffer<uint8_t> expected(nbytes), alone(nbytes);
-  cpu::block_float_encode(x, residual, 1, n, blocks, bits, block, stochastic ? &keys[0] : nullptr, expected_error,
-                          expected, 1);
-  cpu::block_float_encode(x, nullptr, 1, n, blocks, bits, block, stochastic ? &keys[1] : nullptr, nullptr, alone, 1);
+  cpu::block_float_encode(x, residual, 1, n, blocks, bits, block, stochastic ? &keys[0] : nullptr, replays,
+                          expected_error, expected, 1);
+  cpu::block_float_encode(x, nullptr, 1, n, blocks, bits, block, stochastic ? &keys[1] : nullptr, replays, nullptr,
+                          alone, 1);
   std::vector<const uint8_t*> parts, pairs;
   for (int64_t k = 0; k < shards; ++k) {
     parts.push_back(expected + k * nbytes / shards);
@@ -37,17 +39,17 @@ static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t bloc
     const simt::Buffer<uint32_t> payload(nbytes / 4, n % 4);
     auto* const bytes = reinterpret_cast<uint8_t*>(payload.get());
     const simt::Buffer<float> error(n, n % 3), in_place(std::vector<float>(x.get(), x.get() + n), n % 2);
-    cuda::block_float_encode(x, residual, 1, n, blocks, bits, block, stochastic ? &keys[0] : nullptr, error, bytes,
-                             nullptr);
+    cuda::block_float_encode(x, residual, 1, n, blocks, bits, block, stochastic ? &keys[0] : nullptr, replays, error,
+                             bytes, nullptr);
     simt::expect_equal(bytes, expected.get(), nbytes, "block_float_encode, " + what);
     simt::expect_equal(error.get(), expected_error.get(), n, "block_float_encode: error, " + what);
-    cuda::block_float_encode(in_place, residual, 1, n, blocks, bits, block, stochastic ? &keys[0] : nullptr, in_place,
-                             bytes, nullptr);
+    cuda::block_float_encode(in_place, residual, 1, n, blocks, bits, block, stochastic ? &keys[0] : nullptr, replays,
+                             in_place, bytes, nullptr);
     simt::expect_equal(bytes, expected.get(), nbytes, "block_float_encode in place, " + what);
     simt::expect_equal(in_place.get(), expected_error.get(), n, "block_float_encode in place: error, " + what);
     const simt::Buffer<uint32_t> other(nbytes / 4);
     auto* const other_bytes = reinterpret_cast<uint8_t*>(other.get());
-    cuda::block_float_encode(x, nullptr, 1, n, blocks, bits, block, stochastic ? &keys[1] : nullptr, nullptr,
+    cuda::block_float_encode(x, nullptr, 1, n, blocks, bits, block, stochastic ? &keys[1] : nullptr, replays, nullptr,
                              other_bytes, nullptr);
     simt::expect_equal(other_bytes, alone.get(), nbytes, "block_float_encode without a residual, " + what);
     std::vector<const uint8_t*> of_parts, of_pairs;
@@ -70,20 +72,21 @@ static void test_rows(int64_t rows, int64_t n, int bits, int64_t block) {
       residual(simt::data(simt::Kind::ties, rows * n)), expected_error(rows * n), error(rows * n);
   const simt::Buffer<uint32_t> expected(rows * words), alone(rows * words), got(rows * words);
   const auto bytes = [](uint32_t* from) { return reinterpret_cast<uint8_t*>(from); };
+  const int64_t* const replays = simt::replays_for(n);
   std::vector<uint64_t> keys;
   for (int64_t row = 0; row < rows; ++row) {
     keys.push_back(uint64_t(row) << 40 | 5u);
     const uint64_t* const key = bits == 2 ? nullptr : &keys.back();
-    cpu::block_float_encode(x + row * n, residual + row * n, 1, n, blocks, bits, block, key, expected_error + row * n,
-                            bytes(expected + row * words), 1);
-    cpu::block_float_encode(x + row * n, nullptr, 1, n, blocks, bits, block, key, nullptr, bytes(alone + row * words),
-                            1);
+    cpu::block_float_encode(x + row * n, residual + row * n, 1, n, blocks, bits, block, key, replays,
+                            expected_error + row * n, bytes(expected + row * words), 1);
+    cpu::block_float_encode(x + row * n, nullptr, 1, n, blocks, bits, block, key, replays, nullptr,
+                            bytes(alone + row * words), 1);
   }
   const uint64_t* const table = bits == 2 ? nullptr : keys.data();
-  cuda::block_float_encode(x, residual, rows, n, blocks, bits, block, table, error, bytes(got), nullptr);
+  cuda::block_float_encode(x, residual, rows, n, blocks, bits, block, table, replays, error, bytes(got), nullptr);
   simt::expect_equal(got.get(), expected.get(), rows * words, "block_float_encode of rows");
   simt::expect_equal(error.get(), expected_error.get(), rows * n, "block_float_encode of rows: error");
-  cuda::block_float_encode(x, nullptr, rows, n, blocks, bits, block, table, nullptr, bytes(got), nullptr);
+  cuda::block_float_encode(x, nullptr, rows, n, blocks, bits, block, table, replays, nullptr, bytes(got), nullptr);
   simt::expect_equal(got.get(), alone.get(), rows * words, "block_float_encode of rows without a residual");
 }
 
@@ -94,7 +97,7 @@ static void test_many(int64_t count) {
   const simt::Buffer<uint32_t> payload(9 * count);
   auto* const bytes = reinterpret_cast<uint8_t*>(payload.get());
   const uint64_t key = 5;
-  cpu::block_float_encode(x, nullptr, 1, n, count, 8, 32, &key, nullptr, bytes, 1);
+  cpu::block_float_encode(x, nullptr, 1, n, count, 8, 32, &key, nullptr, nullptr, bytes, 1);
   std::vector<const uint8_t*> parts;
   for (int64_t i = 0; i < count; ++i) parts.push_back(bytes + 36 * i);
   const simt::Buffer<float> expected(n), expected_sum(32), got(n), sum(32);

@@ -11,10 +11,11 @@ static void test(const simt::Buffer<float>& x, int64_t n) {
   const simt::Buffer<uint8_t> expected(nbytes), other(nbytes);
   const simt::Buffer<float> start(simt::data(simt::Kind::normal, n)), expected_sum(n),
       expected_added(simt::data(simt::Kind::normal, n));
+  const int64_t* const replays = simt::replays_for(n);
   float expected_most = 1.0f;
   int32_t refused = 0;
-  cpu::natural_encode(x, n, 7, expected, &expected_most, 1);
-  cpu::natural_encode(start, n, 8, other, nullptr, 1);
+  cpu::natural_encode(x, n, 7, replays, expected, &expected_most, 1);
+  cpu::natural_encode(start, n, 8, replays, other, nullptr, 1);
   const uint8_t* const payloads[] = {expected, other, expected};
   cpu::natural_decode_sum(payloads, 3, n, 0.3f, false, expected_sum, &refused, 1);
   cpu::natural_decode_sum(payloads, 2, n, 0.3f, true, expected_added, &refused, 1);
@@ -22,10 +23,10 @@ static void test(const simt::Buffer<float>& x, int64_t n) {
     const simt::Buffer<uint8_t> packed(nbytes, n % 4), too(nbytes, 1);
     const simt::Buffer<float> most(1), sum(n, n % 3), added(simt::data(simt::Kind::normal, n), n % 2);
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
-    cuda::natural_encode(x, n, 7, packed, most, nullptr);
+    cuda::natural_encode(x, n, 7, replays, packed, most, nullptr);
     simt::expect_equal(packed.get(), expected.get(), nbytes, "natural_encode");
     simt::expect_equal(*most.get(), expected_most, "natural_encode: most");
-    cuda::natural_encode(start, n, 8, too, nullptr, nullptr);
+    cuda::natural_encode(start, n, 8, replays, too, nullptr, nullptr);
     simt::expect_equal(too.get(), other.get(), nbytes, "natural_encode without most");
     const uint8_t* const coded[] = {packed, too, packed};
     cuda::natural_decode_sum(coded, 3, n, 0.3f, false, sum, failed, nullptr);
@@ -47,7 +48,7 @@ static void test_many(int64_t count) {
   const int64_t n = 100;
   const simt::Buffer<float> x(simt::data(simt::Kind::normal, n)), expected(n), got(n);
   const simt::Buffer<uint8_t> packed((n * kNaturalBits + 7) / 8);
-  cpu::natural_encode(x, n, 7, packed, nullptr, 1);
+  cpu::natural_encode(x, n, 7, nullptr, packed, nullptr, 1);
   const std::vector<const uint8_t*> payloads(size_t(count), packed.get());
   int32_t failed = 0;
   cpu::natural_decode_sum(payloads.data(), count, n, 0.1f, false, expected, &failed, 1);

@@ -52,8 +52,9 @@ static void test(const std::vector<Floats>& tensors, const std::vector<Shape>& s
     other_means.emplace_back(simt::data(simt::Kind::normal, 4 * rows));
     all += rows * columns;
   }
+  const int64_t* const replays = simt::replays_for(all);
   const Floats expected_most(count);
-  cpu::one_bit_packed(sources(expected, expected_means, 0).data(), count, expected_most, 1);
+  cpu::one_bit_packed(sources(expected, expected_means, 0).data(), count, replays, expected_most, 1);
   int32_t refused = 0;
   cpu::one_bit_decode_add(sums_of(expected_sums, 0).data(), count, terms_of(expected, expected_means).data(), &refused,
                           1);
@@ -64,7 +65,7 @@ static void test(const std::vector<Floats>& tensors, const std::vector<Shape>& s
     const auto table = sources(packed, means, 1);
     const Floats most(count);
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
-    simt::call(cuda::one_bit_packed, table.data(), count, most);
+    simt::call(cuda::one_bit_packed, table.data(), count, replays, most);
     simt::expect_equal(most.get(), expected_most.get(), count, "one_bit_packed: most");
     const auto totals = sums_of(sums, 1);
     simt::call(cuda::one_bit_decode_add, totals.data(), count, terms_of(packed, means).data(), failed);
@@ -86,7 +87,7 @@ static void test(const std::vector<Floats>& tensors, const std::vector<Shape>& s
         simt::expect_equal(std::isnan(sums[i][j]), true, "one_bit_decode_add of a mean there is not");
     }
     std::vector<Floats> again;
-    simt::call(cuda::one_bit_packed, sources(packed, again, 1).data(), count, nullptr);
+    simt::call(cuda::one_bit_packed, sources(packed, again, 1).data(), count, replays, nullptr);
   });
 }
 

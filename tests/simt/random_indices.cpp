@@ -8,10 +8,10 @@ using namespace gradzip;
 
 static void test(int64_t n, int64_t k, uint64_t key) {
   const simt::Buffer<int32_t> expected(k);
-  cpu::random_indices(n, k, key, expected, 1);
+  cpu::random_indices(n, k, key, simt::replays_for(n + k), expected, 1);
   simt::in_any_order(k, [&] {
     const simt::Buffer<int32_t> indices(k, k % 4);
-    cuda::random_indices(n, k, key, indices, nullptr);
+    cuda::random_indices(n, k, key, simt::replays_for(n + k), indices, nullptr);
     simt::expect_equal(indices.get(), expected.get(), k, "random_indices of " + std::to_string(n));
   });
 }

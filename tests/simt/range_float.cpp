@@ -26,10 +26,11 @@ static void test_encode(const simt::Buffer<float>& x, int64_t n, int bits, bool 
   const simt::Buffer<int32_t> expected(n);
   const simt::Buffer<uint8_t> expected_packed(nbytes);
   const simt::Buffer<float> expected_values(n);
+  const int64_t* const replays = simt::replays_for(n);
   int64_t out = 0, out_packed = 0;
   int32_t refused = 0;
   cpu::range_float_encode(&number, x, n, stochastic, 42, expected, &out, 1);
-  cpu::range_float_encode_packed(&number, x, n, bits, stochastic, 42, expected_packed, &out_packed, 1);
+  cpu::range_float_encode_packed(&number, x, n, bits, stochastic, 42, replays, expected_packed, &out_packed, 1);
   cpu::range_float_decode(&number, expected, n, expected_values, &refused, 1);
   simt::expect_equal(out_packed, out, "range_float_encode_packed on the CPU: outside");
   simt::expect_equal(refused, 0, "range_float_decode on the CPU: failed");
@@ -40,7 +41,7 @@ static void test_encode(const simt::Buffer<float>& x, int64_t n, int bits, bool 
     simt::expect_equal(codes.get(), expected.get(), n, "range_float_encode");
     simt::expect_equal(*outside.get(), out, "range_float_encode: outside");
     const simt::Buffer<uint8_t> packed(nbytes, n % 4);
-    cuda::range_float_encode_packed(format, x, n, bits, stochastic, 42, packed, outside, nullptr);
+    cuda::range_float_encode_packed(format, x, n, bits, stochastic, 42, replays, packed, outside, nullptr);
     simt::expect_equal(packed.get(), expected_packed.get(), nbytes, "range_float_encode_packed");
     simt::expect_equal(*outside.get(), out, "range_float_encode_packed: outside");
     const simt::Buffer<float> values(n);

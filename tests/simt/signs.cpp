@@ -14,6 +14,8 @@ static int64_t nbytes_of(int64_t n) { return (n + 7) / 8; }
 static void test_pack(const std::vector<Floats>& tensors) {
   const int64_t count = int64_t(tensors.size());
   int64_t all = 0;
+  for (const Floats& x : tensors) all += x.size();
+  const int64_t* const replays = simt::replays_for(all);
   // Of each tensor, and with the statistics of all.
   const auto pack_with = [&](auto kernel, const std::vector<Bits>* expected) {
     std::vector<Bits> packed;
@@ -28,14 +30,15 @@ static void test_pack(const std::vector<Floats>& tensors) {
     return packed;
   };
   const Floats expected_statistics(2 * count);
-  const std::vector<Bits> expected =
-      pack_with([&](const SignsSource* table) { cpu::signs_pack(table, count, expected_statistics, 1); }, nullptr);
-  for (const Floats& x : tensors) all += x.size();
+  const std::vector<Bits> expected = pack_with(
+      [&](const SignsSource* table) { cpu::signs_pack(table, count, replays, expected_statistics, 1); }, nullptr);
   simt::in_any_order(all, [&] {
     const Floats statistics(2 * count);
-    pack_with([&](const SignsSource* table) { simt::call(cuda::signs_pack, table, count, statistics); }, &expected);
+    pack_with([&](const SignsSource* table) { simt::call(cuda::signs_pack, table, count, replays, statistics); },
+              &expected);
     simt::expect_equal(statistics.get(), expected_statistics.get(), 2 * count, "signs_pack: statistics");
-    pack_with([&](const SignsSource* table) { simt::call(cuda::signs_pack, table, count, nullptr); }, &expected);
+    pack_with([&](const SignsSource* table) { simt::call(cuda::signs_pack, table, count, replays, nullptr); },
+              &expected);
   });
 }
 
@@ -69,8 +72,9 @@ static void test_decode_add(const std::vector<int64_t>& sizes, int64_t terms_of_
   const std::vector<Floats> expected = sum_with(
       [&](const WeightedSum* table, const SignsTerm* of) { cpu::signs_decode_add(table, count, of, 1); }, nullptr);
   simt::in_any_order(all, [&] {
-    sum_with([&](const WeightedSum* table, const SignsTerm* of) { simt::call(cuda::signs_decode_add, table, count, of); },
-             &expected);
+    sum_with(
+        [&](const WeightedSum* table, const SignsTerm* of) { simt::call(cuda::signs_decode_add, table, count, of); },
+        &expected);
   });
 }
 
@@ -95,8 +99,9 @@ static void test_majority(const std::vector<int64_t>& sizes, int voters) {
     all += n;
   }
   const int64_t count = int64_t(sizes.size());
+  const int64_t* const replays = simt::replays_for(all);
   const simt::Buffer<int64_t> expected_against(count * voters);
-  cpu::signs_majority(table.data(), count, votes.data(), voters, expected_against, 1);
+  cpu::signs_majority(table.data(), count, votes.data(), voters, replays, expected_against, 1);
   simt::in_any_order(all, [&] {
     std::vector<Bits> packed;
     for (int64_t i = 0; i < count; ++i) {
@@ -109,10 +114,10 @@ static void test_majority(const std::vector<int64_t>& sizes, int voters) {
         simt::expect_equal(packed[i].get(), expected[i].get(), packed[i].size(),
                            "signs_majority of " + std::to_string(voters));
     };
-    simt::call(cuda::signs_majority, table.data(), count, votes.data(), voters, against);
+    simt::call(cuda::signs_majority, table.data(), count, votes.data(), voters, replays, against);
     compare();
     simt::expect_equal(against.get(), expected_against.get(), against.size(), "signs_majority: against");
-    simt::call(cuda::signs_majority, table.data(), count, votes.data(), voters, nullptr);
+    simt::call(cuda::signs_majority, table.data(), count, votes.data(), voters, replays, nullptr);
     compare();
   });
 }

@@ -17,7 +17,7 @@ static void test(const Floats& x, int64_t n, float scale, float clip) {
   const Floats expected_sum(simt::data(simt::Kind::normal, n));
   int32_t refused = 0;
   const TernarySource on_cpu{x, n, &scale, std::isinf(clip) ? nullptr : &clip, 3, expected};
-  cpu::ternary_packed(&on_cpu, 1, 1);
+  cpu::ternary_packed(&on_cpu, 1, simt::replays_for(n), 1);
   const WeightedSum sum_on_cpu{expected_sum, n, 1, 1};
   const TernaryTerm term_on_cpu{expected, &scale, weight};
   cpu::ternary_decode_add(&sum_on_cpu, 1, &term_on_cpu, &refused, 1);
@@ -33,7 +33,7 @@ static void test(const Floats& x, int64_t n, float scale, float clip) {
     const Floats sum(simt::data(simt::Kind::normal, n), n % 3);
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
     const TernarySource source{x, n, scales, std::isinf(clip) ? nullptr : clips.get(), 3, packed};
-    simt::call(cuda::ternary_packed, &source, 1);
+    simt::call(cuda::ternary_packed, &source, 1, simt::replays_for(n));
     simt::expect_equal(packed.get(), expected.get(), nbytes, "ternary_packed, " + what);
     decode_add(packed, scales, weight, sum, failed);
     simt::expect_equal(sum.get(), expected_sum.get(), n, "ternary_decode_add, " + what);
@@ -98,7 +98,7 @@ static void test_table(const std::vector<int64_t>& sizes) {
       for (double weight : {0.3, -0.7, 1.0 / 3.0}) table.push_back({of, weight < 0 ? nullptr : numbers.get(), weight});
     return table;
   };
-  cpu::ternary_packed(sources(expected, 0).data(), count, 1);
+  cpu::ternary_packed(sources(expected, 0).data(), count, simt::replays_for(count), 1);
   int32_t refused = 0;
   cpu::ternary_decode_add(sums(expected_sums, 0).data(), count, terms(expected).data(), &refused, 1);
   simt::in_any_order(all, [&] {
@@ -106,7 +106,7 @@ static void test_table(const std::vector<int64_t>& sizes) {
     std::vector<Floats> outs;
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
     const auto table = sources(packed, 1);
-    simt::call(cuda::ternary_packed, table.data(), count);
+    simt::call(cuda::ternary_packed, table.data(), count, simt::replays_for(count));
     const auto totals = sums(outs, 1);
     simt::call(cuda::ternary_decode_add, totals.data(), count, terms(packed).data(), failed);
     simt::expect_equal(*failed.get(), 0, "ternary_decode_add of a table: failed");

@@ -13,9 +13,12 @@ import gradzip
 import kinds
 from benchmarks.common.results import END
 from benchmarks.device_ops import capture
-from benchmarks.device_ops.__main__ import horovod_steps, noise
+from benchmarks.device_ops.__main__ import Loopback, horovod_steps, noise
 from benchmarks.device_ops.capture import BETWEEN, KEYS, OTHER_WORK, TWO_STEPS, obstacles
-from benchmarks.device_ops.stand_in import stand_in
+from benchmarks.device_ops.stand_in import DEVICE, stand_in
+from gradzip.averaging.session import Session
+from gradzip.memory.state import Key, State
+from gradzip.ops import replays
 from paths import ROOT
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
@@ -49,7 +52,7 @@ def test_the_table_is_what_is_found(name):
     ("wait", "found"),
     [
         (lambda grad, state: grad.sum().item(), BETWEEN),
-        (lambda grad, state: state.key(0).bits, KEYS),
+        (lambda grad, state: gradzip.ops.bernoulli(grad, state.key(0).bits), KEYS),
         (lambda grad, state: grad[: 8 + state.step].neg(), OTHER_WORK),
         (lambda grad, state: grad[: 8 + state.step % 2].neg(), TWO_STEPS),
     ],
@@ -136,14 +139,17 @@ def same_bits(x, y):
 @pytest.mark.parametrize("broken", [None, 4])
 @pytest.mark.parametrize("name", kinds.params(METHODS, SAMPLE))
 def test_captured_steps_have_the_same_bits(name, broken):
-    """They leave a state where the last one did, so that replays find it. A step with a NaN changes none."""
+    """They leave a state where the last one did, so that replays find it. A step with a NaN changes none.
+
+    Random numbers are those of the keys, to compare.
+    """
     for spec in METHODS[name]:
         undone_on_device, runs = gradzip.parse(spec).undone_on_device, []
         if broken is not None and not undone_on_device:
             continue
         for captured in (False, True):
             compressor = gradzip.parse(spec).skip_nonfinite(undone_on_device)
-            with stand_in() as device:
+            with stand_in() as device, mock.patch.object(replays, "address", lambda where, draws=True: 0):
                 run = horovod_steps(compressor, capture.SHAPES, 2, device)
                 averages = []
                 for number in range(6):
@@ -159,6 +165,79 @@ def test_captured_steps_have_the_same_bits(name, broken):
         assert states.keys() <= in_place.keys(), spec
         kept = [in_place[key] for key in states]
         assert all(map(same_bits, [*outside, *states.values()], [*inside, *kept])), spec
+
+
+def averages(spec, how, step=3, rank=0):
+    """The averages of steps that begin as replays do: with the same gradients, and the keys of one step.
+
+    how: for each step, a function of the device that returns what to run it in.
+    """
+    compressor, found = gradzip.parse(spec), []
+    on_rank = mock.patch.object(Loopback, "rank", property(lambda engine: rank, lambda engine, _: None), create=True)
+    of_one_step = mock.patch.object(State, "key", lambda state, seed: Key(seed, step, state.name, state.rank))
+    with stand_in() as device, on_rank:
+        run = horovod_steps(compressor, capture.SHAPES, 2, device)
+        for number, within in enumerate([by_keys] * 3 + how):
+            gradients = gradients_on(device, min(number, 3))
+            for gradient in gradients.values():
+                gradient.host.clamp_(min=0.0)  # signs of zeros are drawn
+            keys = of_one_step if number >= 3 else contextlib.nullcontext()
+            with within(device), keys, device.counting() as counts:
+                run(gradients, counts)
+            found.append(torch.cat([gradient.host.clone().view(-1) for gradient in gradients.values()]))
+    return found[3:]
+
+
+def captured(device):
+    return device.capturing()
+
+
+def by_keys(device):
+    return contextlib.nullcontext()
+
+
+def by_number(number):
+    on_device = torch.tensor([number])
+    return lambda device: mock.patch.object(replays, "address", lambda where, draws=True: on_device.data_ptr())
+
+
+@pytest.mark.parametrize("name", kinds.params(METHODS, ["natural", "topk"]))
+def test_replays_draw_other_numbers(name):
+    """Those of the keys and of the number of the replay, and other ones than those of the keys alone."""
+    for spec in METHODS[name]:
+        found = obstacles(gradzip.parse(spec))
+        if KEYS in (*found.hooks, *found.end):
+            continue
+        first, other = (averages(spec, [by_keys], step)[0] for step in (3, 4))
+        draws, replayed = not same_bits(first, other), averages(spec, [captured] * 3)
+        assert same_bits(replayed[0], first) == (not draws), spec
+        if draws:
+            assert not same_bits(replayed[0], replayed[1]), spec
+            assert all(map(same_bits, replayed, averages(spec, list(map(by_number, range(3)))))), spec
+        assert draws or name != "natural"
+
+
+def test_ranks_replay_the_same_shared_draws():
+    for spec, agree in (("randomk:theta=0.9,error_feedback=False", True), ("natural", False)):
+        first, second = (averages(spec, [captured] * 3, rank=rank) for rank in (0, 1))
+        assert all(torch.equal(*pair) for pair in zip(first, second)) == agree
+
+
+def test_ranks_that_connect_count_alike():
+    """A rank that joins has counted no replays. Captured steps count as steps, so that each has keys of its own."""
+    sessions, connect = [], Session.connect
+    noted = mock.patch.object(Session, "connect", lambda own, *of: sessions.append(own) or connect(own, *of))
+    with stand_in() as device, noted:
+        compressor = gradzip.Natural()
+        run = horovod_steps(compressor, capture.SHAPES, 2, device)
+        for number in range(4):
+            with device.capturing() if number % 2 else contextlib.nullcontext(), device.counting() as counts:
+                run(gradients_on(device, number), counts)
+        (session,) = sessions
+        (count,) = session._replays.values()
+        assert count.host.item() == 2 and {state.step for state in compressor.states.values()} == {4}
+        session.connect(Loopback(2, compressor.traffic, device.uncounted), {}, "handshake")
+        assert session._replays == {DEVICE: count} and count.host.item() == 0
 
 
 def test_launchers_call_nothing_that_capture_forbids():
