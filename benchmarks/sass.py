@@ -60,6 +60,13 @@ class Work(NamedTuple):
 
 # By source, as kernels of other sources need not be compiled.
 WORK: Mapping[str, Mapping[str, Work]] = {
+    # A bitmap with 15 % of the bits set, as that of FFTRange: two low bits. Of the words of a segment, the one with most has 10
+    # set bits, that of its stream 10 codes (means of random ones). Two rounds find where codes begin.
+    "bitmap_code": {
+        "bitmap_plan_kernel": Work(32, "bit", {2: 2, 3: 2, 4: 3}),
+        "bitmap_write_kernel": Work(32, "bit", {2: 2, 3: 3, 4: 10}),
+        "bitmap_read_kernel": Work(32, "bit", {2: 2, 3: 10, 5: 10}),
+    },
     "chunk_topk": {
         "chunk_topk_kernel": Work(16, "element", {2: 31}),  # a threshold of 31 bits, bit by bit
     },
