@@ -31,6 +31,7 @@ from unittest import mock
 import kernel_resources
 import simt_build
 from benchmarks.common.arguments import Parser
+from benchmarks.common.results import Blocks, replace_blocks
 from benchmarks.common.tables import markdown
 from paths import ROOT
 
@@ -40,10 +41,12 @@ examples:
   python -m benchmarks.sass select compact                      all kernels of csrc/cuda/select.cu and compact.cu
   python -m benchmarks.sass chunk_topk --only topk_k --loops    each loop: trips, instructions, the most frequent ones
   python -m benchmarks.sass -I DIR DIR/prototype.cu             kernels that are not gradzip's
-  python -m benchmarks.sass --write                             record the counts in tests/simt/kernel_resources.json
+  python -m benchmarks.sass --write                             record the counts, and write the table of docs/gpu.md
 """
 INSTALL = "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm, or put those of a CUDA toolkit on PATH"
 ARCH = "sm_90"
+PAGE = ROOT / "docs" / "gpu.md"
+START = "<!-- table of instructions: python -m benchmarks.sass --write -->\n\n"
 
 
 class Work(NamedTuple):
@@ -286,6 +289,18 @@ def count(stem: str) -> dict[str, tuple[int, float]]:
     return {name: (len(kernels[name]), per_item(kernels[name], work)) for name, work in WORK[stem].items()}
 
 
+def blocks() -> Blocks:
+    """Return the block of docs/gpu.md."""
+    recorded = kernel_resources.load_instructions()
+    table = [
+        [f"`{name}`", str(recorded[name].kernel), f"{recorded[name].item:.1f}", work.what]
+        for kernels in WORK.values()
+        for name, work in kernels.items()
+    ]
+    header = ["kernel", "instructions", "for each", "item"]
+    return {(PAGE, START): "".join(f"{line}\n" for line in markdown(header, table))}
+
+
 def rows(kernels: Kernels, work: Mapping[str, Work]) -> Iterator[list[str]]:
     for name, code in kernels.items():
         known = work.get(name)
@@ -315,11 +330,14 @@ def main() -> None:
     parser.add_argument("--only", metavar="REGEX", type=re.compile, default="", help="kernels whose names have this")
     parser.add_argument("--loops", action="store_true", help="print the loops of each kernel")
     parser.add_argument("-I", metavar="DIR", dest="include", action="append", default=[], help="find headers there")
-    parser.add_argument("--write", action="store_true", help="record the counts in tests/simt/kernel_resources.json")
+    parser.add_argument(
+        "--write", action="store_true", help="record the counts in kernel_resources.json, and in docs/gpu.md"
+    )
     args = parser.parse_args()
     try:
         if args.write:
             kernel_resources.store(instructions={name: row for stem in WORK for name, row in count(stem).items()})
+            replace_blocks(blocks())
             return
         table: list[list[str]] = []
         for text in args.sources or WORK:
