@@ -142,6 +142,7 @@ int main() {
     for (unsigned seed = 0; seed < (n < 5000 ? 7 : 1); ++seed) test(random_bitmap(n, seed), n, segment_of(seed));
   for (const int64_t n : {63, 64, 65, 2047, 2048, 2049})
     test(random_bitmap(n, unsigned(n)), n, segment_of(unsigned(n)));
+  if (!simt::kRaces) test(random_bitmap(64 * 4100, 0), 64 * 4100, 64);  // more segments than are summed up at a time
   for (int period = 2; period < (simt::kRaces ? 6 : 48); ++period)
     test(periodic_bitmap(2000, period, period / 2), 2000, kMostSegment);
   for (const int at : {0, 31, 32, 1023, 1024, 1500}) test(periodic_bitmap(1501, 2000, at), 1501, kMostSegment);
