@@ -146,5 +146,5 @@ int main() {
   for (int period = 2; period < (simt::kRaces ? 6 : 48); ++period)
     test(periodic_bitmap(2000, period, period / 2), 2000, kMostSegment);
   for (const int at : {0, 31, 32, 1023, 1024, 1500}) test(periodic_bitmap(1501, 2000, at), 1501, kMostSegment);
-  for (unsigned seed = 0; seed < (simt::kRaces ? 12 : 300); ++seed) test_hostile(1 + seed * 37 % 4500, seed);
+  for (unsigned seed = 0; seed < (simt::kRaces ? 12 : 180); ++seed) test_hostile(1 + seed * 37 % 2700, seed);
 }
