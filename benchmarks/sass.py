@@ -259,9 +259,13 @@ def parts(source: Path, include: list[str]) -> simt_build.Parts:
 
 
 def object_of(source: Path, include: list[str]) -> Path:
-    """Return a source's object: of the CUDA build if it is up to date, or compiled now. Raises SassError."""
-    built = kernel_resources.FOLDER / f"csrc/cuda/{source.name}.o"
-    if source.parent == simt_build.CSRC / "cuda" and kernel_resources.is_built(built):
+    """Return a source's object: of the CUDA build, if it is up to date and for sm_90, or compiled now.
+
+    Raises SassError.
+    """
+    built, ninja_file = kernel_resources.FOLDER / f"csrc/cuda/{source.name}.o", kernel_resources.FOLDER / "build.ninja"
+    ours = source.parent == simt_build.CSRC / "cuda" and kernel_resources.is_built(built)
+    if ours and f"arch={ARCH.replace('sm', 'compute')}," in ninja_file.read_text():
         return built
     setup, nvcc = simt_build.setup_py(), find_nvcc()
     flags = " ".join(f"-I{Path(folder).resolve()}" for folder in include)
