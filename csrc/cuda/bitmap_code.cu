@@ -18,7 +18,7 @@ struct BitmapSegments {
         offsets(arena.take<int64_t>(count + 1)),
         total(arena.take<int64_t>(1)) {}
 
-  dim3 grid() const { return grid_of(grid_for(ceil_div(count, kBlock))); }
+  dim3 grid() const { return grid_of(grid_for(ceil_div(count * kLanes, kBlock))); }  // a warp for each
 
   void scan(cudaStream_t stream) const {
     launch(stream, grid_of(1), kScanBlock, kernel<scan_counts_kernel>, sizes, count, offsets, total);
@@ -57,8 +57,8 @@ int64_t bitmap_code_decode(void* workspace, const BitmapStream* streams, int64_t
     clear(checks, some * int64_t(sizeof *checks), stream);
     launch(stream, grid(segments), kBlock, kernel<bitmap_sizes_kernel>, table, n, segment, segments, sizes, checks);
     launch(stream, grid_of(unsigned(some)), kScanBlock, kernel<bitmap_scan_kernel>, sizes, segments, offsets);
-    launch(stream, grid(segments), kBlock, kernel<bitmap_read_kernel>, table, n, segment, segments, exact, offsets,
-           checks);
+    launch(stream, grid(segments * kLanes), kBlock, kernel<bitmap_read_kernel>, table, n, segment, segments, exact,
+           offsets, checks);
     launch(stream, grid(ceil_div(n, 32)), kBlock, kernel<bitmap_check_kernel>, table, checks, n, int32_t(first),
            failed);
   }

@@ -1,74 +1,155 @@
-// Entropy-coded status bitmaps (common/bitmap_code.h). A thread writes or reads a segment, code by code.
+// Entropy-coded status bitmaps (common/bitmap_code.h). A warp writes or reads a segment; a lane has a word of its
+// bits or stream.
 #pragma once
 
 #include "common/bitmap_code.h"
-#include "cuda/block/bit_stream.cuh"
 #include "cuda/block/bitmap_tiles.cuh"
 #include "cuda/block/bytes.cuh"
 
 namespace gradzip::cuda {
 
-// The bits of a segment, inverted or not.
-struct SegmentBits {
-  const uint8_t* bitmap;
-  int64_t n, segment;
-  int size;  // of segments, but for the last one
-  bool inverted;
+static_assert(kMostSegment == kLanes * 32, "a word for each lane");
 
-  GZ_DEVICE int bits() const {
-    const int64_t left = n - segment * size;
-    return int(left < size ? left : size);
+GZ_DEVICE int64_t grid_warp() { return grid_thread() / kLanes; }
+GZ_DEVICE int64_t grid_warps() { return grid_threads() / kLanes; }
+
+// Bits of a segment of a bitmap of n bits. size: of segments, but for the last one.
+GZ_DEVICE int segment_bits(int64_t n, int size, int64_t segment) {
+  const int64_t left = n - segment * size;
+  return int(left < size ? left : size);
+}
+
+// Which bits this lane has of a segment of `bits` bits.
+GZ_DEVICE uint32_t lane_mask(int bits) {
+  const int left = bits - 32 * lane();
+  return left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0u;
+}
+
+// Calls word(at) for this lane's word of a segment, or byte(at, shift) for each byte of one that is cut off or not
+// aligned.
+template <class Word, class Byte>
+GZ_DEVICE void at_lane(const uint8_t* segment, int bits, Word word, Byte byte) {
+  const int left = bits - 32 * lane();
+  if (left >= 32 && reinterpret_cast<uintptr_t>(segment) % 4 == 0) return word(4 * lane());
+#pragma unroll
+  for (int b = 0; b < 4; ++b)
+    if (8 * b < left) byte(4 * lane() + b, 8 * b);
+}
+
+GZ_DEVICE uint32_t load_bits(const uint8_t* segment, int bits) {
+  uint32_t found = 0;
+  at_lane(
+      segment, bits, [&](int at) { found = __ldg(reinterpret_cast<const uint32_t*>(segment + at)); },
+      [&](int at, int shift) { found |= uint32_t(segment[at]) << shift; });
+  return found & lane_mask(bits);
+}
+
+GZ_DEVICE void store_bits(uint8_t* segment, int bits, uint32_t word) {
+  at_lane(
+      segment, bits, [&](int at) { *reinterpret_cast<uint32_t*>(segment + at) = word; },
+      [&](int at, int shift) { segment[at] = uint8_t(word >> shift); });
+}
+
+// f(b) for each byte b of a segment's stream, which begins at any address. Lanes take neighbouring bytes.
+template <class F>
+GZ_DEVICE void for_each_byte(int nbytes, F f) {
+#pragma unroll
+  for (int first = 0; first < kMostSegment / 8; first += kLanes)
+    if (first + lane() < nbytes) f(first + lane());
+}
+
+GZ_DEVICE int highest(uint32_t word) { return 31 - __clz(int(word)); }  // bit that is set; -1 if none is
+
+// This lane's part of a segment's codes, with k > 0 low bits. A zero belongs to the lane in which its 2^k clear bits
+// end, which may be one before the lane of the code's set bit.
+struct LaneCodes {
+  uint32_t word;
+  int k, clear;  // clear: bits between the last set one before the word and the word
+
+  // set: the lanes whose words are not 0.
+  GZ_DEVICE LaneCodes(uint32_t word, uint32_t set, int k) : word(word), k(k) {
+    const int from = highest(set & ((1u << lane()) - 1));
+    const int bit = __shfl_sync(kAllLanes, highest(word), from < 0 ? 0 : from);
+    clear = from < 0 ? 32 * lane() : 32 * (lane() - from) - 1 - bit;
   }
-  GZ_DEVICE uint32_t word(int w) const {
-    const uint32_t word = load_word(bitmap, segment * (size / 32) + w, n);
-    if (!inverted) return word;
-    const int left = bits() - 32 * w;
-    return left >= 32 ? ~word : left > 0 ? ~word & ((1u << left) - 1) : 0u;
+
+  // The bits of the word at which 2^k clear ones end, each a zero of a code. All periods of a gap are found at once.
+  GZ_DEVICE uint32_t zeros() const {
+    const int period = 1 << k, first = period - 1 - (clear & (period - 1));
+    uint32_t run = ~word;  // whether `length` bits up to this one are clear, as far as they are in the word
+    int length = 1;
+    for (; length < period && length < 32; length *= 2) run &= run << length | ((1u << length) - 1);
+    uint32_t found = first < 32 ? 1u << first : 0u;
+    if (k < 5) found |= word << period;
+    found &= run;
+    for (; length < 32; length *= 2) {
+      found |= found << length & run;
+      run &= run << length;
+    }
+    return found;
   }
-  // f(g) for each set bit, after g clear ones.
-  template <class F>
-  GZ_DEVICE void for_each_gap(F f) const {
-    int next = 0;
-    for (int w = 0; w < size / 32; ++w)
-      for (uint32_t left = word(w); left; left &= left - 1) {
-        const int at = 32 * w + __ffs(int(left)) - 1;
-        f(at - next);
-        next = at + 1;
-      }
+
+  // Length in bits of this lane's part: up to its highest set bit `last`, or all of it (32).
+  GZ_DEVICE int length(uint32_t zeros, int last) const {
+    return __popc(last < 32 ? zeros & ((1u << last) - 1) : zeros) + (1 + k) * __popc(word);
   }
-  // The bytes of the stream for a k, without the zero bytes at its end.
-  GZ_DEVICE int nbytes(int k) const {
-    int bit = 0, used = 0;
-    for_each_gap([&](int gap) {
-      const uint32_t low = uint32_t(gap) & ((1u << k) - 1);
+
+  // The low bits of the code of the highest set bit.
+  GZ_DEVICE uint32_t last_low() const {
+    const int last = highest(word), before = highest(word & ((1u << last) - 1));
+    const int gap = before < 0 ? last + clear : last - before - 1;
+    return uint32_t(gap) & ((1u << k) - 1);
+  }
+
+  // Sets the bits of the codes in a stream of zeros. bit: where this lane's part begins.
+  GZ_DEVICE void write(uint32_t bit, uint32_t* stream) const {
+    int next = -clear;
+    bit -= uint32_t(clear >> k);  // zeros of the first code that are parts of lanes before
+    for (uint32_t left = word; left; left &= left - 1) {
+      const int at = __ffs(int(left)) - 1;
+      const uint32_t gap = uint32_t(at - next);
+      next = at + 1;
       bit += gap >> k;
-      used = bit + 1 + (low ? 32 - __clz(int(low)) : 0);
-      bit += 1 + k;
-    });
-    return (used + 7) / 8;
+      const uint64_t code = uint64_t(1u | (gap & ((1u << k) - 1)) << 1) << (bit % 32);
+      atomicOr(stream + bit / 32, uint32_t(code));
+      if (code >> 32) atomicOr(stream + bit / 32 + 1, uint32_t(code >> 32));
+      bit += uint32_t(1 + k);
+    }
   }
 };
 
 // Plans each segment. sizes[s] = its bytes.
 __global__ void __launch_bounds__(kBlock) bitmap_plan_kernel(const uint8_t* bitmap, int64_t n, int size,
                                                              int64_t segments, uint16_t* entries, uint32_t* sizes) {
-  for (int64_t s = grid_thread(); s < segments; s += grid_threads()) {
-    SegmentBits segment{bitmap, n, s, size, false};
-    const int bits = segment.bits();
-    int count = 0;
-    for (int w = 0; w < size / 32; ++w) count += __popc(segment.word(w));
-    segment.inverted = 2 * count > bits;
-    if (segment.inverted) count = bits - count;
-    int k = count ? bitmap_low_bits(count, bits) : 0, nbytes = segment.nbytes(0);
+  for (int64_t s = grid_warp(); s < segments; s += grid_warps()) {
+    const int bits = segment_bits(n, size, s);
+    uint32_t word = load_bits(bitmap + s * (size / 8), bits);
+    int count = warp_sum(__popc(word));
+    const bool inverted = 2 * count > bits;
+    if (inverted) word ^= lane_mask(bits), count = bits - count;
+    const uint32_t set = __ballot_sync(kAllLanes, word != 0);
+    const int end = highest(set);  // the last lane with a set bit
+    int nbytes = 0, k = 0;
+    if (set) {
+      nbytes = 4 * end + __shfl_sync(kAllLanes, highest(word), end) / 8 + 1;
+      k = bitmap_low_bits(count, bits);
+    }
     if (k > 0) {
-      const int coded = segment.nbytes(k);
+      const LaneCodes codes(word, set, k);
+      const int last = lane() == end ? highest(word) : 32;
+      int used = warp_sum(lane() <= end ? codes.length(codes.zeros(), last) : 0);
+      const uint32_t low = __shfl_sync(kAllLanes, lane() == end ? codes.last_low() : 0u, end);
+      used += highest(low) + 1 - k;  // trailing zeros are not stored
+      const int coded = (used + 7) / 8;
       if (coded < nbytes)
         nbytes = coded;
       else
         k = 0;
     }
-    entries[s] = pack_segment({nbytes, k, segment.inverted});
-    sizes[s] = uint32_t(nbytes);
+    if (lane() == 0) {
+      entries[s] = pack_segment({nbytes, k, inverted});
+      sizes[s] = uint32_t(nbytes);
+    }
   }
 }
 
@@ -76,25 +157,27 @@ __global__ void __launch_bounds__(kBlock) bitmap_plan_kernel(const uint8_t* bitm
 __global__ void __launch_bounds__(kBlock)
     bitmap_write_kernel(const uint8_t* bitmap, int64_t n, int size, int64_t segments, const uint16_t* entries,
                         const int64_t* offsets, uint8_t* out, int64_t* nbytes) {
+  __shared__ uint32_t rooms[kBlock / kLanes][kLanes];
+  uint32_t* stream = rooms[warp()];
   if (grid_thread() == 0) *nbytes = 2 * segments + offsets[segments];
-  for (int64_t s = grid_thread(); s < segments; s += grid_threads()) {
-    const BitmapSegment plan = unpack_segment(entries[s]);
-    out[2 * s] = uint8_t(entries[s]);
-    out[2 * s + 1] = uint8_t(entries[s] >> 8);
-    uint8_t *at = out + 2 * segments + offsets[s], *end = at + plan.nbytes;
-    uint32_t pending = 0;
-    int filled = 0;
-    const auto put = [&](uint32_t bits, int length) {  // length <= 16
-      pending |= bits << filled;
-      for (filled += length; filled >= 8; filled -= 8, pending >>= 8)
-        if (at < end) *at++ = uint8_t(pending);
-    };
-    SegmentBits{bitmap, n, s, size, plan.inverted}.for_each_gap([&](int gap) {
-      int zeros = gap >> plan.k;
-      for (; zeros > 0; zeros -= 16) put(0, zeros < 16 ? zeros : 16);
-      put(1u | (uint32_t(gap) & ((1u << plan.k) - 1)) << 1, 1 + plan.k);
-    });
-    if (at < end) *at = uint8_t(pending);
+  for (int64_t s = grid_warp(); s < segments; s += grid_warps()) {
+    const uint16_t entry = entries[s];
+    const BitmapSegment plan = unpack_segment(entry);
+    if (lane() < 2) out[2 * s + lane()] = uint8_t(entry >> (8 * lane()));
+    const int bits = segment_bits(n, size, s);
+    uint32_t word = load_bits(bitmap + s * (size / 8), bits);
+    if (plan.inverted) word ^= lane_mask(bits);
+    stream[lane()] = plan.k > 0 ? 0u : word;
+    __syncwarp();
+    if (plan.k > 0) {
+      const LaneCodes codes(word, __ballot_sync(kAllLanes, word != 0), plan.k);
+      const int length = codes.length(codes.zeros(), 32);
+      codes.write(uint32_t(warp_scan(length) - length), stream);
+      __syncwarp();
+    }
+    uint8_t* to = out + 2 * segments + offsets[s];
+    for_each_byte(plan.nbytes, [&](int b) { to[b] = reinterpret_cast<const uint8_t*>(stream)[b]; });
+    __syncwarp();  // `stream` is used again
   }
 }
 
@@ -123,7 +206,7 @@ __global__ void __launch_bounds__(kBlock) bitmap_sizes_kernel(BitmapStreams stre
   for (int64_t s = grid_thread(); s < segments; s += grid_threads()) {
     const uint16_t entry = 2 * s + 2 <= nbytes ? load_entry(stream, s) : uint16_t(0);
     sizes[s] = uint32_t(unpack_segment(entry).nbytes);
-    if (!valid_segment(entry, SegmentBits{nullptr, n, s, size, false}.bits())) report(&checks[blockIdx.y].corrupt);
+    if (!valid_segment(entry, segment_bits(n, size, s))) report(&checks[blockIdx.y].corrupt);
   }
 }
 
@@ -133,10 +216,65 @@ __global__ void __launch_bounds__(kScanBlock)
   scan_counts(sizes + blockIdx.x * segments, segments, offsets + blockIdx.x * (segments + 1));
 }
 
+// How many bits of the next word belong to the last code of this word, for each number `skip` of bits of this word that
+// belong to a code before: in bits [4 * skip, 4 * skip + 4). Here, a code begins with its one.
+GZ_DEVICE uint64_t overhangs(uint32_t word, int k) {
+  uint32_t low = 0x76543210u, high = 0xfedcba98u;  // of reading that begins at bit 32, 33, ...
+#pragma unroll
+  for (int bit = 31; bit >= 0; --bit) {
+    const uint32_t behind = uint32_t((uint64_t(high) << 32 | low) >> (4 * k));
+    const uint32_t here = word & 1u << bit ? behind : low;
+    high = high << 4 | low >> 28;
+    low = low << 4 | (here & 15u);
+  }
+  return uint64_t(high) << 32 | low;
+}
+
+// Sets the bits of a segment in a bitmap of zeros. word: of the stream, whose codes have k > 0 low bits. Returns false
+// if a bit would be past the longest segment.
+GZ_DEVICE bool read_codes(uint32_t word, int k, uint32_t* bitmap) {
+  // Each lane assumes that a code begins with its word, then that it begins where the lane before says, until no lane
+  // changes its mind. That takes few rounds: wherever reading begins, it soon meets the codes' true beginnings.
+  const uint64_t over = overhangs(word, k);
+  int skip = 0, past = 0;
+  for (bool changed = true; __any_sync(kAllLanes, changed);) {
+    past = int(over >> (4 * skip) & 15u);
+    const int before = __shfl_up_sync(kAllLanes, past, 1), now = lane() ? before : 0;
+    changed = now != skip;
+    skip = now;
+  }
+  uint32_t ones = 0;  // that begin codes
+  for (uint32_t left = word >> skip << skip; left;) {
+    const uint32_t one = left & (0u - left);
+    ones |= one;
+    left &= 0u - (one << (1 + k));
+  }
+  const uint32_t next = __shfl_down_sync(kAllLanes, word, 1), mask = (1u << k) - 1;
+  const uint64_t both = uint64_t(lane() < kLanes - 1 ? next : 0u) << 32 | word;
+  // How many bits of the segment this word stands for: a code for a set bit and as many clear ones as its low bits say,
+  // a zero for 2^k clear ones.
+  const int codes = __popc(ones), zeros = 32 - skip - (1 + k) * codes + past;
+  int upto = (zeros << k) + codes;
+  for (int b = 0; b < k; ++b) upto += __popc(ones & uint32_t(both >> (1 + b))) << b;
+  uint32_t place = uint32_t(warp_scan(upto) - upto);
+  int at = skip;
+  for (uint32_t left = ones; left; left &= left - 1) {
+    const int one = __ffs(int(left)) - 1;
+    place += (uint32_t(one - at) << k) + (uint32_t(both >> (one + 1)) & mask);
+    at = one + 1 + k;
+    if (place >= uint32_t(kMostSegment)) return false;
+    atomicOr(bitmap + place / 32, 1u << (place % 32));
+    ++place;
+  }
+  return true;
+}
+
 // Reads the segments if their sizes add up to that of the stream, or, unless `exact`, to less.
 __global__ void __launch_bounds__(kBlock)
     bitmap_read_kernel(BitmapStreams streams, int64_t n, int size, int64_t segments, bool exact, const int64_t* offsets,
                        BitmapCheck* checks) {
+  __shared__ uint32_t rooms[kBlock / kLanes][2][kLanes];
+  uint32_t *coded = rooms[warp()][0], *read = rooms[warp()][1];
   const uint8_t* stream = streams.of[blockIdx.y].bytes;
   const int64_t nbytes = streams.of[blockIdx.y].nbytes;
   uint8_t* bitmap = streams.of[blockIdx.y].bitmap;
@@ -147,41 +285,32 @@ __global__ void __launch_bounds__(kBlock)
     report(&check->corrupt);
     return;
   }
-  for (int64_t s = grid_thread(); s < segments; s += grid_threads()) {
+  bool valid = true;
+  int set = 0;
+  for (int64_t s = grid_warp(); s < segments; s += grid_warps()) {
     const BitmapSegment entry = unpack_segment(load_entry(stream, s));
-    const SegmentBits segment{bitmap, n, s, size, entry.inverted};
     const uint8_t* bytes = stream + 2 * segments + offsets[s];
-    const int bits = segment.bits();
-    int at = 0, bit = 0, words = 0, set = 0;  // words: those stored
-    uint32_t word = 0;
-    const auto store_upto = [&](int end) {
-      for (; words < end; ++words, word = 0) {
-        const int left = bits - 32 * words;
-        if (entry.inverted) word ^= left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0u;
-        set += __popc(word);
-        store_word(bitmap, s * (size / 32) + words, n, word);
-      }
-    };
-    while (bit < 8 * entry.nbytes) {
-      constexpr int kZeros = 16;  // after fewer, the rest of the code is within 32 bits
-      const uint32_t next = read_bits(bytes, entry.nbytes, bit, 32);
-      const int zeros = next << (32 - kZeros) ? __ffs(int(next)) - 1 : kZeros;
-      at += zeros << entry.k;
-      bit += zeros;
-      if (zeros == kZeros) continue;
-      at += int(next >> (zeros + 1) & ((1u << entry.k) - 1));
-      bit += 1 + entry.k;
-      if (at >= bits) {
-        report(&check->corrupt);
-        break;
-      }
-      store_upto(at / 32);
-      word |= 1u << (at % 32);
-      ++at;
+    coded[lane()] = read[lane()] = 0;
+    __syncwarp();
+    for_each_byte(entry.nbytes, [&](int b) { reinterpret_cast<uint8_t*>(coded)[b] = __ldg(bytes + b); });
+    __syncwarp();
+    uint32_t word = coded[lane()];
+    if (entry.k > 0) {
+      valid &= read_codes(word, entry.k, read);
+      __syncwarp();
+      word = read[lane()];
     }
-    store_upto(size / 32);
-    atomic_add(&check->set, int64_t(set));
+    const int bits = segment_bits(n, size, s);
+    const uint32_t mask = lane_mask(bits);
+    valid &= !(word & ~mask);
+    if (entry.inverted) word ^= mask;
+    set += __popc(word);
+    store_bits(bitmap + s * (size / 8), bits, word);
+    __syncwarp();  // the rooms are used again
   }
+  if (!valid) report(&check->corrupt);
+  set = warp_sum(set);
+  if (lane() == 0) atomic_add(&check->set, int64_t(set));
 }
 
 // A corrupt stream gets a bitmap that certainly has another number of bits set. first: the index of the first stream.

@@ -38,6 +38,7 @@ float4 make_float4(float, float, float, float);
 int4 make_int4(int, int, int, int);
 
 void __syncthreads();
+int __syncthreads_count(int);
 void __syncwarp(unsigned mask = ~0u);
 void __threadfence();
 void __threadfence_block();

@@ -28,9 +28,7 @@ static int64_t count_of(const std::vector<uint8_t>& bitmap) {
   return count;
 }
 
-static void test(int64_t n, unsigned seed) {
-  const std::vector<uint8_t> bits = random_bitmap(n, seed);
-  const int segment = segment_of(seed);
+static void test(const std::vector<uint8_t>& bits, int64_t n, int segment) {
   const simt::Buffer<uint8_t> bitmap(bits, n % 3), expected(capacity_of(n, segment));
   int64_t nbytes;
   cpu::bitmap_code_encode(bitmap, n, segment, expected, &nbytes, 1);
@@ -48,6 +46,14 @@ static void test(int64_t n, unsigned seed) {
     simt::expect_equal(*failed.get(), 0, "bitmap_code_decode: failed");
     simt::expect_equal(back.get(), bitmap.get(), bitmap.size(), "bitmap_code_decode");
   });
+}
+
+// A bit of each `period`: a lane that does not know where codes begin may read other codes up to
+// the end of its word, over and over.
+static std::vector<uint8_t> periodic_bitmap(int64_t n, int period, int from) {
+  std::vector<uint8_t> bitmap(size_t(n + 7) / 8);
+  for (int64_t i = from; i < n; i += period) bitmap[size_t(i / 8)] |= uint8_t(1u << (i % 8));
+  return bitmap;
 }
 
 // Streams with changed, missing or additional bytes: CPU and CUDA agree on which are valid, and the sanitizer checks
@@ -133,7 +139,12 @@ int main() {
   test_several(5000, 8, {2, 5});
   test_several(3001, 33, {16, 31, 32});  // more than one launch takes
   for (const int64_t n : simt::kSizes)
-    for (unsigned seed = 0; seed < (n < 5000 ? 7 : 1); ++seed) test(n, seed);
-  for (const int64_t n : {63, 64, 65, 2047, 2048, 2049}) test(n, unsigned(n));
-  for (unsigned seed = 0; seed < (simt::kRaces ? 12 : 300); ++seed) test_hostile(1 + seed * 37 % 4500, seed);
+    for (unsigned seed = 0; seed < (n < 5000 ? 7 : 1); ++seed) test(random_bitmap(n, seed), n, segment_of(seed));
+  for (const int64_t n : {63, 64, 65, 2047, 2048, 2049})
+    test(random_bitmap(n, unsigned(n)), n, segment_of(unsigned(n)));
+  if (!simt::kRaces) test(random_bitmap(64 * 4100, 0), 64 * 4100, 64);  // more segments than are summed up at a time
+  for (int period = 2; period < (simt::kRaces ? 6 : 48); ++period)
+    test(periodic_bitmap(2000, period, period / 2), 2000, kMostSegment);
+  for (const int at : {0, 31, 32, 1023, 1024, 1500}) test(periodic_bitmap(1501, 2000, at), 1501, kMostSegment);
+  for (unsigned seed = 0; seed < (simt::kRaces ? 12 : 180); ++seed) test_hostile(1 + seed * 37 % 2700, seed);
 }

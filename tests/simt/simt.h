@@ -120,6 +120,7 @@ struct Warp {
 
 inline std::vector<std::unique_ptr<Fiber>> fiber_sets[races::kFiberSets];  // kept from block to block
 inline unsigned blocks_started = 0, barriers_passed = 0;
+inline int barrier_counts[2];  // of successive barriers; 0 but for the one that threads are at
 inline Warp warps[kMostThreads / kLanes];
 inline races::Object barrier_order[2];  // of successive barriers
 inline std::function<void()> body;
@@ -222,6 +223,7 @@ inline void release_barrier(unsigned threads) {
   }
   current = nullptr;
   ++barriers_passed;
+  barrier_counts[barriers_passed % 2] = 0;
 }
 
 inline void run_block(unsigned threads, std::mt19937& random) {
@@ -244,7 +246,8 @@ inline void run_block(unsigned threads, std::mt19937& random) {
 
 template <class F>
 void launch(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
-  if (grid.x < 1 || grid.y < 1 || grid.y > 65535 || block.x < 1 || block.x > kMostThreads || block.x % kLanes || block.y != 1)
+  if (grid.x < 1 || grid.y < 1 || grid.y > 65535 || block.x < 1 || block.x > kMostThreads || block.x % kLanes ||
+      block.y != 1)
     fail("cannot launch %u x %u blocks of %u x %u threads", grid.x, grid.y, block.x, block.y);
   if (races::kDetected && shared_bytes) fail("has dynamic shared memory, in which races are not detected");
   scheduler_racer = races::this_thread();
@@ -322,6 +325,12 @@ SIMT_UNCHECKED inline void __syncthreads(int line = __builtin_LINE()) {
   simt::races::release(order);
   simt::suspend(simt::State::barrier, line);
   simt::races::acquire(order);
+}
+SIMT_UNCHECKED inline int __syncthreads_count(int predicate, int line = __builtin_LINE()) {
+  int& count = simt::barrier_counts[simt::barriers_passed % 2];
+  count += predicate != 0;
+  __syncthreads(line);
+  return count;
 }
 SIMT_UNCHECKED inline void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()) {
   simt::Warp& warp = simt::warps[threadIdx.x / simt::kLanes];

@@ -1,7 +1,7 @@
 """Registers, shared memory and spills of each CUDA kernel, and those recorded in tests/simt/kernel_resources.json.
 
 The build keeps what ptxas printed about each source (setup.py), so that nothing is compiled here. Record anew after a
-change of kernels or of nvcc: build with CUDA, then run this file.
+change of kernels or of nvcc: build with CUDA, then run this file. benchmarks/sass.py records instructions there.
 """
 
 import json
@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 from paths import ROOT
@@ -32,6 +33,13 @@ class Resources(NamedTuple):
     registers: int
     shared: int
     spills: int
+
+
+class Instructions(NamedTuple):
+    """Instructions of a kernel for sm_90, and those that a thread executes for each item (benchmarks/sass.py)."""
+
+    kernel: int
+    item: float
 
 
 Kernels = dict[str, dict[str, Resources]]  # by name, then by architecture
@@ -78,16 +86,20 @@ def without_parameters(function: str) -> str:
     return function
 
 
-def printed() -> str:
-    """Return what nvcc printed in the CUDA build. Raises RuntimeError if there is none or it is stale."""
+def is_built(*targets: Path) -> bool:
+    """Whether the CUDA build has these files, made from the sources as they are."""
     ninja = shutil.which("ninja")
     if not (FOLDER / "build.ninja").exists() or not ninja:
-        raise RuntimeError(f"no CUDA build in {FOLDER.relative_to(ROOT)}, or no ninja: {BUILD}")
+        return False
+    command = [ninja, "-n", "-f", str(FOLDER / "build.ninja"), *(str(target.relative_to(ROOT)) for target in targets)]
+    return "no work to do" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+
+
+def printed() -> str:
+    """Return what nvcc printed in the CUDA build. Raises RuntimeError if there is none or it is stale."""
     logs = [FOLDER / f"csrc/cuda/{source.name}.o.ptxas" for source in sorted((ROOT / "csrc" / "cuda").glob("*.cu"))]
-    command = [ninja, "-n", "-f", FOLDER / "build.ninja", *(log.relative_to(ROOT) for log in logs)]
-    dry = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if "no work to do" not in dry.stdout:
-        raise RuntimeError(f"the CUDA build in {FOLDER.relative_to(ROOT)} is out of date: {BUILD}")
+    if not is_built(*logs):
+        raise RuntimeError(f"no CUDA build in {FOLDER.relative_to(ROOT)} that is up to date, or no ninja: {BUILD}")
     return "".join(log.read_text() for log in logs)
 
 
@@ -99,7 +111,11 @@ def built() -> Kernels:
 
 def nvcc_release() -> str:
     """Return the version of nvcc in the CUDA build, as in `13.0`."""
-    found = re.search(r"release ([\d.]+), V", (FOLDER / "build.ninja").read_text())
+    return release_of((FOLDER / "build.ninja").read_text())
+
+
+def release_of(version: str) -> str:
+    found = re.search(r"release ([\d.]+), V", version)
     return found[1] if found else "unknown"
 
 
@@ -109,6 +125,11 @@ def load() -> tuple[str, Kernels]:
         name: {arch: Resources(*row) for arch, row in rows.items()} for name, rows in recorded["kernels"].items()
     }
     return recorded["nvcc"], kernels
+
+
+def load_instructions() -> dict[str, Instructions]:
+    rows = json.loads(RECORDED.read_text())["instructions"]
+    return {name: Instructions(*row) for name, row in rows.items()}
 
 
 def compare(got: Kernels, recorded: Kernels) -> list[str]:
@@ -137,13 +158,26 @@ def archs(kernels: Kernels) -> set[str]:
 
 def record() -> None:
     kernels = built()
-    missing = (archs(load()[1]) if RECORDED.exists() else set()) - archs(kernels)
+    missing = archs(load()[1]) - archs(kernels)
     if missing:
         raise RuntimeError(f"the build lacks {', '.join(sorted(missing))}, recorded before: set GRADZIP_CUDA_ARCHS=all")
-    rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(rows)}" for name, rows in kernels.items())
-    head = f'  "nvcc": "{nvcc_release()}",\n  "columns": {json.dumps(Resources._fields)},\n'
-    RECORDED.write_text(f'{{\n{head}  "kernels": {{\n{rows}\n  }}\n}}\n')
+    store(nvcc=nvcc_release(), kernels=kernels)
     print(f"{RECORDED.relative_to(ROOT)}: {len(kernels)} kernels")
+
+
+def store(**fields: object) -> None:
+    """Write fields of the file; others stay."""
+    columns = {"columns": Resources._fields, "columns of instructions": Instructions._fields}
+    recorded = json.loads(RECORDED.read_text()) | columns | fields
+    lines = []
+    for key in ("nvcc", "columns", "kernels", "columns of instructions", "instructions"):
+        value = recorded[key]
+        if isinstance(value, dict):
+            rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in value.items())
+            lines.append(f"  {json.dumps(key)}: {{\n{rows}\n  }}")
+        else:
+            lines.append(f"  {json.dumps(key)}: {json.dumps(value)}")
+    RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -105,7 +105,8 @@ def test_scripts_have_help(script):
 
 
 @pytest.mark.parametrize(
-    "name", ["kernels", "ring.__main__", "scale.__main__", "scale.report", "training.__main__", "training.report"]
+    "name",
+    ["kernels", "sass", "ring.__main__", "scale.__main__", "scale.report", "training.__main__", "training.report"],
 )
 def test_benchmarks_have_help(monkeypatch, capsys, name):
     monkeypatch.setattr(sys, "argv", ["benchmark", "--help"])

@@ -79,17 +79,24 @@ GZ_DEVICE void for_each_bit(const uint8_t* bitmap, int64_t n, const int64_t* off
   }
 }
 
-// offsets[t] = counts[0] + ... + counts[t - 1] for t <= tiles; returns the total. One block: tiles are large, so there
-// are few.
+// offsets[t] = counts[0] + ... + counts[t - 1] for t <= tiles; returns the total. counts[t] < 2^20. One block: tiles are
+// large, so there are few.
 constexpr int kScanBlock = 1024;
 GZ_DEVICE int64_t scan_counts(const uint32_t* counts, int64_t tiles, int64_t* offsets) {
-  __shared__ int64_t partial[kLanes];
+  constexpr int kEach = 4;  // counts of a thread: most of the time goes to the sums over threads
+  __shared__ uint32_t partial[kLanes];
   int64_t carry = 0;
-  for (int64_t first = 0; first < tiles; first += kScanBlock) {
-    const int64_t tile = first + threadIdx.x;
-    int64_t sum;
-    const int64_t before = block_scan(tile < tiles ? int64_t(counts[tile]) : int64_t(0), partial, &sum);
-    if (tile < tiles) offsets[tile] = carry + before;
+  for (int64_t first = 0; first < tiles; first += kEach * kScanBlock) {
+    const int64_t tile = first + kEach * int(threadIdx.x);
+    uint32_t count[kEach], own = 0, sum;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) own += count[j] = tile + j < tiles ? counts[tile + j] : 0u;
+    int64_t before = carry + block_scan(own, partial, &sum);
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      if (tile + j < tiles) offsets[tile + j] = before;
+      before += count[j];
+    }
     carry += sum;
   }
   if (threadIdx.x == 0) offsets[tiles] = carry;
