@@ -7,9 +7,11 @@
 // forward(), inverse()    from elements to coefficients, and back
 // clear()                 all coefficients are zero
 // store(to, add)          the elements of the tile, or adds them
-// for_each_group(f)       f(i, real part, imaginary part) for the groups of this thread; parts by reference
-// mark(words, f)          sets the bits of the groups for which f(real part, imaginary part); has barriers. Bits past the
-//                         last group are undefined.
+// vote(votes, f)          votes[v] has f(real part, imaginary part) for 32 groups, neighbours in the bitmap
+// for_each_group(f)       f(v, real part, imaginary part) for the groups of this thread: its lane's bit of vote v. Parts are
+//                         passed by reference.
+// bitmap_word(votes, w)   word w of the bitmap of votes
+// vote_of(bitmap, v)      the bits of vote v in a bitmap in memory
 // window()                shared memory for kWindow floats, between `clear` and `inverse`
 //
 // Selection reads x twice. The first pass finds the leading bits of the k-th largest magnitude (cuda/select.cuh). The
@@ -37,7 +39,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     tile.load(x + t.begin(i));
     tile.forward();
     float* to = coefficients + t.begin(i);
-    tile.for_each_group([&](int g, float re, float im) {
+    tile.for_each_group([&](int v, float re, float im) {
+      const int g = kLanes * v + lane();
       to[g] = re;
       if (t.group == 2) to[tile.groups + g] = im;
     });
@@ -51,7 +54,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   for (int64_t i = blockIdx.x; i < t.tiles; i += gridDim.x) {
     tile.open(i);
     const float* from = coefficients + t.begin(i);
-    tile.for_each_group([&](int g, float& re, float& im) {
+    tile.for_each_group([&](int v, float& re, float& im) {
+      const int g = kLanes * v + lane();
       re = __ldg(from + g);
       if (t.group == 2) im = __ldg(from + tile.groups + g);
     });
@@ -150,7 +154,7 @@ template <class T>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks) transform_collect_kernel(TransformSelect s, const float* x) {
   using Digit = SelectDigit<1>;
   __shared__ uint32_t counts[Digit::kBins + kLanes];
-  __shared__ RankedWord words[T::kWords];
+  __shared__ RankedWord votes[T::kVotes];
   clear_counts<T::kThreads>(counts);
   const float scale = s.scale();
   const bool done = s.state->select.done;
@@ -162,22 +166,19 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) transform_collect_ker
     tile.open(i);
     tile.load(x + s.t.begin(i));
     tile.forward();
-    tile.mark(words, [&](float re, float im) {
+    tile.vote(votes, [&](float re, float im) {
       const uint32_t m = transform_rank(tile.group(), re, im, scale), bin = (m - first) >> Digit::kShift;
       atomicAdd(&counts[bin < past ? bin : past], 1u);
       return m >= low;
     });
-    uint32_t* marks = s.marks + i * (tile.tile_groups() / 32);
-    const uint32_t total = rank_words<T::kWords, T::kThreads>(words, [&](int w) {
-      if (32 * w >= tile.groups) return 0u;
-      marks[w] = words[w].word;
-      return words[w].word;
-    });
+    const uint32_t total = rank_words<T::kVotes, T::kThreads>(votes, [&](int v) { return votes[v].word; });
     if (threadIdx.x == 0) s.tiles[i].candidates = total;
     __syncthreads();
+    uint32_t* marks = s.marks + i * (tile.tile_groups() / 32);
+    for (int w = int(threadIdx.x); 32 * w < tile.groups; w += T::kThreads) marks[w] = tile.bitmap_word(votes, w);
     float* list = s.list(i);
-    tile.for_each_group([&](int g, float re, float im) {
-      const RankedBit bit = ranked_bit(words, uint32_t(g));
+    tile.for_each_group([&](int v, float re, float im) {
+      const RankedBit bit = ranked_bit(votes[v], lane());
       if (!bit.set) return;
       list[bit.rank] = re;
       if (tile.group() == 2) list[tile.tile_groups() + bit.rank] = im;
@@ -303,7 +304,7 @@ __global__ void __launch_bounds__(kEmitBlock) transform_emit_kernel(TransformSel
     __syncthreads();
     float* to = values + t.group * tile.offset;
     for (uint32_t c = threadIdx.x; c < tile.candidates; c += kEmitBlock) {
-      const RankedBit bit = ranked_bit(kept, c);
+      const RankedBit bit = ranked_bit(kept[c / 32], lane());
       if (!bit.set) continue;
       to[bit.rank] = list[c];
       if (t.group == 2) to[count + bit.rank] = list[tile_groups + c];
@@ -365,7 +366,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     if (failed && grid_thread() == 0) *failed = 1 + kMostParts - *invalid;
     return;
   }
-  __shared__ RankedWord words[T::kWords];
+  __shared__ RankedWord votes[T::kVotes];
   T tile(t);
   for (int64_t i = blockIdx.x; i < t.tiles; i += gridDim.x) {
     tile.open(i);
@@ -373,8 +374,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     for (int c = 0; c < parts.count; ++c) {
       const TransformPart& part = parts.of[c];
       const uint8_t* bitmap = part.bitmap + i * (tile.tile_groups() / 8);
-      const uint32_t many =
-          rank_words<T::kWords, T::kThreads>(words, [&](int w) { return load_word(bitmap, w, tile.groups); });
+      const uint32_t many = rank_words<T::kVotes, T::kThreads>(votes, [&](int v) { return tile.vote_of(bitmap, v); });
       const RangeFloat format = formats[c];
       const CodeStream codes(part.packed, part.packed_nbytes, format.bits,
                              tile.group() * offsets[c * (t.tiles + 1) + i]);
@@ -396,8 +396,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
             values[j] = weight * range_decode(format, codes.read(code_of(j)));
         }
         __syncthreads();
-        tile.for_each_group([&](int g, float& re, float& im) {
-          const RankedBit bit = ranked_bit(words, uint32_t(g));
+        tile.for_each_group([&](int v, float& re, float& im) {
+          const RankedBit bit = ranked_bit(votes[v], lane());
           const uint32_t at = bit.rank - first;
           if (!bit.set || at >= here) return;
           re += values[at];

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/transform.h"
+#include "cuda/block/code_stream.cuh"
 #include "cuda/block/quads.cuh"
 #include "cuda/block/ranked_words.cuh"
 
@@ -98,7 +99,11 @@ template <class Row>
 struct RowTile {
   static constexpr int kThreads = Row::kLength == 1 ? 256 : 128, kBlocks = 512 / kThreads, kCopies = 2;
   static constexpr int kLength = Row::kLength, kGroup = Row::kGroup, kGroups = kLength / kGroup;  // of a row
-  static constexpr int kRows = tile_rows(kLength), kHeld = kRows / kThreads, kWords = kRows * kGroups / 32;
+  static constexpr int kRows = tile_rows(kLength), kHeld = kRows / kThreads;
+
+  // Vote p kParts + i is about coefficient p of the rows [32 i, 32 i + 32). The last ones are about `rest`.
+  static constexpr int kParts = kRows / kLanes, kRest = (kLength / kGroup + kLanes - 1) / kLanes * (kLength > 1);
+  static constexpr int kRowVotes = kGroups * kParts, kVotes = kRowVotes + kRest;
 
   // Threads read their rows by way of shared memory, kChunk elements of 32 rows at a time. The pitch of rows spreads
   // neighbouring lanes over the banks.
@@ -139,6 +144,8 @@ struct RowTile {
   // The first element of chunk u of the block; this warp's is 32 rows on for each warp before it.
   GZ_DEVICE static constexpr int chunk_begin(int u) { return u / kChunks * kThreads * kLength + u % kChunks * kChunk; }
   GZ_DEVICE static int warp_begin() { return warp() * kLanes * kLength; }
+  // The vote about the rows r of this warp, among those about the same coefficient.
+  GZ_DEVICE static int part(int r) { return r * (kThreads / kLanes) + warp(); }
   GZ_DEVICE bool is_wide(const float* x) const { return count == kRows * kLength && aligned4(x); }
   GZ_DEVICE bool has_rest() const { return count > whole * kLength; }
   GZ_DEVICE bool has_rest_group() const { return whole * kGroups + int(threadIdx.x) < groups; }
@@ -272,43 +279,61 @@ struct RowTile {
   template <class F>
   GZ_DEVICE void for_each_group(F f) {
 #pragma unroll
-    for (int r = 0; r < kHeld; ++r) {
-      const int row = r * kThreads + int(threadIdx.x);
-      if (row >= whole) continue;
+    for (int r = 0; r < kHeld; ++r)
 #pragma unroll
-      for (int p = 0; p < kGroups; ++p) f(p * whole + row, rows[r].re(p), rows[r].im(p));
-    }
-    if (has_rest_group()) f(whole * kGroups + int(threadIdx.x), rest[0], rest[1]);
+      for (int p = 0; p < kGroups; ++p) f(p * kParts + part(r), rows[r].re(p), rows[r].im(p));
+    if (has_rest_group()) f(kRowVotes + warp(), rest[0], rest[1]);
   }
 
   template <class F>
-  GZ_DEVICE void mark(RankedWord* words, F f) {
-    constexpr int kVotes = kHeld * kGroups;
-    __syncthreads();
-    for (int w = int(threadIdx.x); w < kWords; w += kThreads) words[w].word = 0;
-    __syncthreads();
-    uint32_t votes[(kVotes + kLanes - 1) / kLanes] = {};  // a lane keeps vote 32 j + lane
+  GZ_DEVICE void vote(RankedWord* votes, F f) {
+    constexpr int kMine = kHeld * kGroups;
+    uint32_t mine[(kMine + kLanes - 1) / kLanes] = {};  // a lane keeps one in 32
 #pragma unroll
     for (int r = 0; r < kHeld; ++r) {
       const bool inside = r * kThreads + int(threadIdx.x) < whole;
 #pragma unroll
       for (int p = 0; p < kGroups; ++p) {
-        const int vote = r * kGroups + p;
         const bool set = f(rows[r].re(p), rows[r].im(p));
         const unsigned word = __ballot_sync(kAllLanes, inside && set);
-        if (lane() == vote % kLanes) votes[vote / kLanes] = word;
+        const int i = r * kGroups + p;
+        if (lane() == i % kLanes) mine[i / kLanes] = word;
       }
     }
+    __syncthreads();  // nobody reads the votes of the last tile
 #pragma unroll
-    for (int first = 0; first < kVotes; first += kLanes) {
-      const int vote = first + lane(), r = vote / kGroups, p = vote % kGroups;
-      if (vote < kVotes) set_bits(words, uint32_t(p * whole + r * kThreads + warp() * kLanes), votes[first / kLanes]);
+    for (int first = 0; first < kMine; first += kLanes) {
+      const int i = first + lane();
+      if (i < kMine) votes[i % kGroups * kParts + part(i / kGroups)].word = mine[first / kLanes];
     }
-    if (has_rest()) {
+    if (warp() < kRest) {
       const unsigned word = __ballot_sync(kAllLanes, has_rest_group() && f(rest[0], rest[1]));
-      if (lane() == 0) set_bits(words, uint32_t(whole * kGroups + warp() * kLanes), word);
+      if (lane() == 0) votes[kRowVotes + warp()].word = word;
     }
     __syncthreads();
+  }
+
+  GZ_DEVICE uint32_t bitmap_word(const RankedWord* votes, int w) const {
+    if (whole == kRows) return votes[w].word;
+    uint32_t word = 0;
+    for (int bit = 0; bit < 32 && 32 * w + bit < groups;) {
+      const int g = 32 * w + bit, after = g - whole * kGroups;  // of the groups in rows
+      const int row = after < 0 ? g % whole : after, v = (after < 0 ? g / whole * kParts : kRowVotes) + row / 32;
+      const int left = after < 0 && whole - row / 32 * 32 < 32 ? whole % 32 : 32;
+      word |= votes[v].word >> row % 32 << bit;
+      bit += left - row % 32;
+    }
+    return word;
+  }
+
+  GZ_DEVICE uint32_t vote_of(const uint8_t* bitmap, int v) const {
+    const bool in_rows = v < kRowVotes;
+    if (whole == kRows && in_rows && reinterpret_cast<uintptr_t>(bitmap) % 4 == 0)
+      return __ldg(reinterpret_cast<const uint32_t*>(bitmap) + v);
+    const int row = 32 * (in_rows ? v % kParts : v - kRowVotes), end = in_rows ? whole : groups - whole * kGroups;
+    if (row >= end) return 0;
+    const int first = (in_rows ? v / kParts : kGroups) * whole + row;
+    return read_bits_bytewise(bitmap, (groups + 7) / 8, first, end - row < 32 ? end - row : 32);
   }
 };
 

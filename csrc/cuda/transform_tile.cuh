@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/transform.h"
+#include "cuda/block/bitmap_tiles.cuh"
 #include "cuda/block/ranked_words.cuh"
 
 namespace gradzip::cuda {
@@ -30,7 +31,7 @@ __constant__ const ReversedTwiddles kTwiddles;
 constexpr int kTileRoom = int(kTransformTile) + kMostFourier;  // for the pitch: at most 62 floats or one per plane
 
 struct Tile {
-  static constexpr int kThreads = kTransformBlock, kBlocks = 2, kWords = int(kTransformTile) / 32;
+  static constexpr int kThreads = kTransformBlock, kBlocks = 2, kVotes = int(kTransformTile) / 32;
   static constexpr int kCopies = 1, kWindow = 1536;  // what fits 48 KiB
 
   const TransformLayout& t;
@@ -109,18 +110,22 @@ struct Tile {
   template <class F>
   GZ_DEVICE void for_each_group(F f) const {
     for_each_place([&](int i, int re, int im) {
-      if (i < groups) f(i, z[re], z[im]);
+      if (i < groups) f(i / 32, z[re], z[im]);
     });
   }
 
+  // The votes are the words of the bitmap.
   template <class F>
-  GZ_DEVICE void mark(RankedWord* words, F f) const {
+  GZ_DEVICE void vote(RankedWord* votes, F f) const {
     for_each_place([&](int i, int re, int im) {
       const unsigned word = __ballot_sync(kAllLanes, i < groups && f(z[re], z[im]));
-      if (lane() == 0) words[i / 32].word = word;
+      if (lane() == 0) votes[i / 32].word = word;
     });
+    for (int v = (groups + 31) / 32 + int(threadIdx.x); v < kVotes; v += kThreads) votes[v].word = 0;
     __syncthreads();
   }
+  GZ_DEVICE uint32_t bitmap_word(const RankedWord* votes, int w) const { return votes[w].word; }
+  GZ_DEVICE uint32_t vote_of(const uint8_t* bitmap, int v) const { return load_word(bitmap, v, groups); }
 
   GZ_DEVICE void load(const float* x) const {
     float value[kElementsPerThread];  // all loads in flight

@@ -1,9 +1,17 @@
 // Codes of a little-endian bit stream that threads read in any order.
 #pragma once
 
-#include "cuda/block/bit_stream.cuh"
+#include "cuda/block/block.cuh"
 
 namespace gradzip::cuda {
+
+// `bits` <= 32 bits from position `bit` of a stream of nbytes bytes: few instructions, for what is rare.
+GZ_DEVICE uint32_t read_bits_bytewise(const uint8_t* stream, int64_t nbytes, int64_t bit, int bits) {
+  uint64_t word = 0;
+#pragma unroll 1
+  for (int b = 0; b < 5 && bit / 8 + b < nbytes; ++b) word |= uint64_t(stream[bit / 8 + b]) << (8 * b);
+  return uint32_t(word >> bit % 8) & (bits == 32 ? ~0u : (1u << bits) - 1);
+}
 
 // Codes of a stream of nbytes bytes, from code `begin` on.
 struct CodeStream {
@@ -30,7 +38,7 @@ struct CodeStream {
     const uint64_t word = __ldg(words + bit / 32) | uint64_t(__ldg(words + bit / 32 + 1)) << 32;
     return uint32_t(word >> bit % 32) & ((1u << bits) - 1);
   }
-  GZ_DEVICE uint32_t read(uint32_t j) const { return read_bits(stream, nbytes, (begin + j) * bits, bits); }
+  GZ_DEVICE uint32_t read(uint32_t j) const { return read_bits_bytewise(stream, nbytes, (begin + j) * bits, bits); }
 };
 
 }  // namespace gradzip::cuda

@@ -1,4 +1,4 @@
-// A status bitmap of a tile in shared memory, with the ranks of its bits.
+// Bits of a tile in words of shared memory, with their ranks.
 #pragma once
 
 #include "cuda/block/block.cuh"
@@ -37,17 +37,9 @@ struct RankedBit {
   uint32_t rank;  // if it is set
 };
 
-GZ_DEVICE RankedBit ranked_bit(const RankedWord* words, uint32_t i) {
-  const RankedWord from = words[i / 32];
-  const uint32_t upto = from.word << (31 - i % 32);
+GZ_DEVICE RankedBit ranked_bit(const RankedWord& from, int bit) {
+  const uint32_t upto = from.word << (31 - bit);
   return {int32_t(upto) < 0, from.before + uint32_t(__popc(upto)) - 1};
-}
-
-// Sets the bits [first, first + 32) that are set in `bits`. Other threads may set others at the same time.
-GZ_DEVICE void set_bits(RankedWord* words, uint32_t first, uint32_t bits) {
-  const uint32_t skip = first % 32, low = bits << skip, high = skip ? bits >> (32 - skip) : 0;
-  if (low) atomicOr(&words[first / 32].word, low);
-  if (high) atomicOr(&words[first / 32 + 1].word, high);
 }
 
 }  // namespace gradzip::cuda
