@@ -10,18 +10,14 @@
 
 namespace gradzip::cuda {
 
-// --- a row
+// --- a row: its elements, then its coefficients
 
-constexpr uint32_t log2_of(int power) { return power > 1 ? 1 + log2_of(power / 2) : 0; }
+GZ_HD constexpr uint32_t log2_of(int power) { return power > 1 ? 1 + log2_of(power / 2) : 0; }
 
 template <int L>
 struct FourierRow {
   static constexpr int kLength = L, kGroup = 2, kNumbers = L / 2;
-  static constexpr uint32_t kCode = uint32_t(TransformKind::fourier) | (L == 8    ? 3
-                                                                        : L == 16 ? 4
-                                                                        : L == 32 ? 5
-                                                                                  : 6)
-                                                                           << 8;
+  static constexpr uint32_t kCode = uint32_t(TransformKind::fourier) | log2_of(L) << 8;
   float v[kNumbers][2];
 
   GZ_DEVICE float& element(int e) { return v[bit_reversed(e / 2, kNumbers)][e % 2]; }
@@ -95,6 +91,7 @@ struct DctRow {
 
 // --- a tile
 
+// See cuda/transform.cuh.
 template <class Row>
 struct RowTile {
   static constexpr int kThreads = Row::kLength == 1 ? 256 : 128, kBlocks = 512 / kThreads, kCopies = 2;
