@@ -44,7 +44,7 @@ struct SelectDigit {
 };
 
 // The bin, counted from the top, in which the k-th largest lies, by all kThreads threads of a block.
-template <int kBins, int kThreads>
+template <int kBins, int kThreads = kSelectBlock>
 GZ_DEVICE void select_find(int64_t k, int shift, bool last_pass, uint64_t* histogram, SelectState* state,
                            Selection* selection) {
   __shared__ uint64_t partial[kLanes];
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kSelectBlock) select_kernel(const float* x, in
     if (count) atomic_add(&histogram[bin], count);
   }
   if (!last_block(&state->ticket[kPass])) return;
-  select_find<kBins, kSelectBlock>(k, Digit::kShift, kPass == kSelectPasses - 1, histogram, state, selection);
+  select_find<kBins>(k, Digit::kShift, kPass == kSelectPasses - 1, histogram, state, selection);
 }
 
 }  // namespace gradzip::cuda
