@@ -124,9 +124,10 @@ Entry* add(const char* source, const char* signature, std::initializer_list<size
   name.remove_prefix(name.rfind(" = ") + 3);
   name.remove_suffix(1);                           // ]
   if (name.front() == '&') name.remove_prefix(1);  // of clang
-  const size_t unit = std::min(name.find("<gradzip::"), name.size());
-  all().push_back(std::make_unique<Entry>(
-      Entry{std::string(module), std::string(name), std::string(name.substr(unit)), sizes, {}}));
+  // Types of gradzip are in CamelCase; built-in ones and numbers have no capital letters.
+  std::string_view unit = name.substr(std::min(name.find('<'), name.size()));
+  if (std::none_of(unit.begin(), unit.end(), [](char c) { return c >= 'A' && c <= 'Z'; })) unit = {};
+  all().push_back(std::make_unique<Entry>(Entry{std::string(module), std::string(name), std::string(unit), sizes, {}}));
   return all().back().get();
 }
 

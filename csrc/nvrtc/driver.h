@@ -16,7 +16,7 @@ namespace gradzip::driver {
 struct Entry {
   std::string module;         // csrc/cuda/MODULE.cuh has it, itself or by what it includes
   std::string name;           // an expression of C++: "gradzip::cuda::select_kernel<0>"
-  std::string unit;           // "<gradzip::cuda::Tile>", or ""
+  std::string unit;           // "<Tile>", or ""
   std::vector<size_t> sizes;  // of its parameters, in bytes
   std::map<void*, void*> functions;  // of the driver, by context
 };

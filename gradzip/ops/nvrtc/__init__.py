@@ -79,8 +79,8 @@ def compile_module(
 
 
 def program(module: str) -> str:
-    """Return the program that has the kernels of a module."""
-    return f'#include "cuda/{module}.cuh"\n'
+    """Return the program that has the kernels of a module. Names of kernels may leave out their types' namespace."""
+    return f'#include "cuda/{module}.cuh"\nusing namespace gradzip::cuda;\n'
 
 
 def _dotted(capability: int) -> str:
