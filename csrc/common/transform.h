@@ -33,20 +33,28 @@ constexpr int64_t kTransformTile = 8192;  // elements, at most: 32 KiB
 struct TransformLayout {
   TransformKind kind;
   int axes[3];
-  int length, group;
+  int length, group;  // group: 1 or 2
   int64_t n, tile, tiles;
 
   GZ_HD int64_t begin(int64_t t) const { return t * tile; }
   GZ_HD int64_t count(int64_t t) const { return n - t * tile < tile ? n - t * tile : tile; }  // elements of tile t
-  GZ_HD int64_t groups_of(int64_t elements) const { return (elements + group - 1) / group; }
+  GZ_HD int64_t groups_of(int64_t elements) const { return (elements + group - 1) >> (group - 1); }
   GZ_HD int64_t groups() const { return groups_of(n); }
-  GZ_HD int64_t tile_groups() const { return tile / group; }  // of all tiles but the last; a multiple of 64
+  GZ_HD int64_t tile_groups() const { return tile >> (group - 1); }  // of all tiles but the last; a multiple of 64
   // Whether the transform is a DCT by way of the Fourier transform.
   GZ_HD bool long_dct() const { return kind == TransformKind::dct && axes[0] > kMostAxis; }
   GZ_HD bool uses_fourier() const { return kind == TransformKind::fourier || long_dct(); }
 };
 
 GZ_HD bool is_power_of_two(int v) { return v > 0 && (v & (v - 1)) == 0; }
+
+// The rows of a tile, a power of two. If the length is none, there are at least 64, so that a tile has whole words of a
+// status bitmap.
+GZ_HD constexpr int tile_rows(int length) {
+  int rows = 1;
+  while (2 * rows * length <= kTransformTile) rows *= 2;
+  return rows;
+}
 
 // A transform as one number, little-endian bytes: the kind; three lengths less one for `dct`, log2 of the length for
 // `fourier`. Returns false for a code that stands for no transform.
@@ -75,11 +83,7 @@ GZ_HD bool make_layout(uint32_t code, int64_t n, TransformLayout* layout) {
   } else {
     return false;
   }
-  // The number of rows is a power of two. If the length is not, there are at least 64 rows, so that a tile has whole words
-  // of a status bitmap.
-  int64_t rows = 1;
-  while (2 * rows * layout->length <= kTransformTile) rows *= 2;
-  layout->tile = rows * layout->length;
+  layout->tile = tile_rows(layout->length) * layout->length;
   layout->tiles = (n + layout->tile - 1) / layout->tile;
   return true;
 }
@@ -268,6 +272,26 @@ GZ_HD void inverse_butterfly(V* a, V* b, const float* w) {
   a[1] = a[1] + b[1];
   b[0] = re * w[0] + im * w[1];
   b[1] = im * w[0] - re * w[1];
+}
+
+// The same for w = 1 and for w = -i, which need no multiplication (and give the same bits, but for the sign of zero).
+template <class V>
+GZ_HD void unit_butterfly(V* a, V* b) {
+  const V re = b[0], im = b[1];
+  b[0] = a[0] - re, b[1] = a[1] - im;
+  a[0] = a[0] + re, a[1] = a[1] + im;
+}
+template <class V>
+GZ_HD void quarter_butterfly(V* a, V* b) {
+  const V re = b[1], im = -b[0];
+  b[0] = a[0] - re, b[1] = a[1] - im;
+  a[0] = a[0] + re, a[1] = a[1] + im;
+}
+template <class V>
+GZ_HD void inverse_quarter_butterfly(V* a, V* b) {
+  const V re = a[0] - b[0], im = a[1] - b[1];
+  a[0] = a[0] + b[0], a[1] = a[1] + b[1];
+  b[0] = -im, b[1] = re;
 }
 
 // The twiddle factor of butterfly j of 0 <= j < half.

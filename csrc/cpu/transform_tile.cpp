@@ -190,23 +190,6 @@ GZ_SIMD_SELECT(void, store_rows, (const Floats* slots, const Rows& rows, float* 
 
 // --- the transforms of 16 rows, in place
 
-// Multiplication by 1 and by -i needs none (which gives the same bits, but for the sign of zero).
-GZ_INLINE void unit_butterfly(Floats* a, Floats* b) {
-  const Floats re = b[0], im = b[1];
-  b[0] = a[0] - re, b[1] = a[1] - im;
-  a[0] = a[0] + re, a[1] = a[1] + im;
-}
-GZ_INLINE void quarter_butterfly(Floats* a, Floats* b) {
-  const Floats re = b[1], im = -b[0];
-  b[0] = a[0] - re, b[1] = a[1] - im;
-  a[0] = a[0] + re, a[1] = a[1] + im;
-}
-GZ_INLINE void inverse_quarter_butterfly(Floats* a, Floats* b) {
-  const Floats re = a[0] - b[0], im = a[1] - b[1];
-  a[0] = a[0] + b[0], a[1] = a[1] + b[1];
-  b[0] = -im, b[1] = re;
-}
-
 // 2^kStages elements at a time, so that they stay in registers for the stages half, 2 half, ..., 2^(kStages - 1) half.
 template <int kStages, bool kInverse, bool kFirst>
 GZ_INLINE void fourier_group(Floats* z, int half, int j) {

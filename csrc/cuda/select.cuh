@@ -43,12 +43,12 @@ struct SelectDigit {
   static GZ_DEVICE bool counts(uint32_t m, uint32_t prefix) { return m != 0 && (m & kKnown) == prefix; }
 };
 
-// The bin, counted from the top, in which the k-th largest lies.
-template <int kBins>
+// The bin, counted from the top, in which the k-th largest lies, by all kThreads threads of a block.
+template <int kBins, int kThreads = kSelectBlock>
 GZ_DEVICE void select_find(int64_t k, int shift, bool last_pass, uint64_t* histogram, SelectState* state,
                            Selection* selection) {
   __shared__ uint64_t partial[kLanes];
-  constexpr int kPer = kBins / kSelectBlock;
+  constexpr int kPer = kBins / kThreads;
   const uint64_t rank = uint64_t(k) - state->above;  // among the values counted in this pass, from 1
   const int top = kBins - 1 - int(threadIdx.x) * kPer;
   uint64_t mine = 0, total;

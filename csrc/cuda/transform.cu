@@ -12,19 +12,44 @@ TransformLayout layout_of(uint32_t code, int64_t n) {
   return t;
 }
 
-dim3 tile_grid(const TransformLayout& t) { return grid_of(grid_for(t.tiles, kTransformBlocks)); }
+template <class T>
+struct Kind {
+  using Tile = T;
+};
+
+// f(Kind<T>()) for the kind of tile T that kernels use for a transform: of the first row with this code, if there is one.
+template <class Row, class... Rows, class F>
+void with_tile_of(uint32_t code, F f) {
+  if (code == Row::kCode)
+    f(Kind<RowTile<Row>>());
+  else if constexpr (sizeof...(Rows) > 0)
+    with_tile_of<Rows...>(code, f);
+  else
+    f(Kind<Tile>());
+}
+// The blocks of FFTRange, 64 unless told otherwise; for DCTRange, no transform (matrices, 1x1 kernels) and common kernels.
+template <class F>
+void with_tile(uint32_t code, F f) {
+  with_tile_of<FourierRow<8>, FourierRow<16>, FourierRow<32>, FourierRow<64>, DctRow<1, 1>, DctRow<3, 3>, DctRow<5, 5>,
+               DctRow<7, 7>>(code, f);
+}
+
+template <class T = Tile>
+dim3 tile_grid(const TransformLayout& t) {
+  return grid_of(grid_for(t.tiles, T::kBlocks));
+}
 dim3 warp_grid(int64_t tiles, int block) { return grid_of(grid_for(ceil_div(tiles, block / kLanes), 2048 / block)); }
 
 }  // namespace
 
 void transform(const float* x, int64_t n, uint32_t code, float* coefficients, cudaStream_t stream) {
   const TransformLayout t = layout_of(code, n);
-  launch(stream, tile_grid(t), kTransformBlock, kernel<transform_kernel>, t, x, coefficients);
+  launch(stream, tile_grid(t), Tile::kThreads, kernel<transform_kernel<Tile>>, t, x, coefficients);
 }
 
 void transform_inverse(const float* coefficients, int64_t n, uint32_t code, float* x, cudaStream_t stream) {
   const TransformLayout t = layout_of(code, n);
-  launch(stream, tile_grid(t), kTransformBlock, kernel<transform_inverse_kernel>, t, coefficients, x);
+  launch(stream, tile_grid(t), Tile::kThreads, kernel<transform_inverse_kernel<Tile>>, t, coefficients, x);
 }
 
 int64_t transform_select(void* workspace, const float* x, int64_t n, uint32_t code, int64_t k, float* scratch,
@@ -44,14 +69,16 @@ int64_t transform_select(void* workspace, const float* x, int64_t n, uint32_t co
   if (!workspace) return arena.nbytes();
   clear(s.state, sizeof *s.state, stream);
   if (s.t.group == 2) abs_max(x, n, amax, stream);
-  const dim3 by_tile = tile_grid(s.t), by_warp = warp_grid(s.t.tiles, kTransformBlock);
-  launch(stream, by_tile, kTransformBlock, kernel<transform_rank_kernel>, s, x);
-  launch(stream, by_tile, kTransformBlock, kernel<transform_collect_kernel>, s, x);
+  with_tile(code, [&](auto kind) {
+    using T = typename decltype(kind)::Tile;
+    launch(stream, tile_grid<T>(s.t), T::kThreads, kernel<transform_rank_kernel<T>>, s, x);
+    launch(stream, tile_grid<T>(s.t), T::kThreads, kernel<transform_collect_kernel<T>>, s, x);
+  });
+  const dim3 by_warp = warp_grid(s.t.tiles, kTransformBlock);
   launch(stream, by_warp, kTransformBlock, kernel<transform_refine_kernel>, s);
   launch(stream, by_warp, kTransformBlock, kernel<transform_count_kernel>, s);
-  // Without a tile in shared memory, twice as many blocks fit a multiprocessor.
-  const dim3 emitting = grid_of(grid_for(s.t.tiles, 2 * kTransformBlocks));
-  launch(stream, emitting, kTransformBlock, kernel<transform_emit_kernel>, s, bitmap, values);
+  const dim3 emitting = grid_of(grid_for(s.t.tiles, 2048 / kEmitBlock));
+  launch(stream, emitting, kEmitBlock, kernel<transform_emit_kernel>, s, bitmap, values);
   return 0;
 }
 
@@ -74,8 +101,11 @@ int64_t transform_decode(void* workspace, const TransformPart* parts, int64_t co
     launch(stream, grid_of(unsigned(count)), kScanBlock, kernel<transform_parts_scan_kernel>, t, table, counts, offsets,
            formats, invalid);
   }
-  launch(stream, tile_grid(t), kTransformBlock, kernel<transform_decode_kernel>, t, table, offsets, formats, invalid,
-         weight, add, out, failed);
+  with_tile(code, [&](auto kind) {
+    using T = typename decltype(kind)::Tile;
+    launch(stream, tile_grid<T>(t), T::kThreads, kernel<transform_decode_kernel<T>>, t, table, offsets, formats,
+           invalid, weight, add, out, failed);
+  });
   return 0;
 }
 

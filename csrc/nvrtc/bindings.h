@@ -22,10 +22,11 @@ inline py::dict sources_by_path() {
 inline void bind(py::module_& m) {
   // The sources of the kernels, by the path that others include.
   m.def("sources", sources_by_path);
-  // (module, name, sizes of the parameters) of each kernel that launchers ask for.
+  // (module, name, sizes of the parameters, unit) of each kernel that launchers ask for.
   m.def("kernels", [] {
     py::list found;
-    for (const auto& entry : entries()) found.append(py::make_tuple(entry->module, entry->name, entry->sizes));
+    for (const auto& entry : entries())
+      found.append(py::make_tuple(entry->module, entry->name, entry->sizes, entry->unit));
     return found;
   });
   set_compiler([](const std::string& module, const std::vector<std::string>& names, int capability, int driver) {

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
@@ -88,21 +89,24 @@ cudaError_t current(Context* context) {
   return call(&Driver::cuCtxSetCurrent, *context);
 }
 
-// Compiles and loads all kernels of the module for the device of the current context.
-void load(const std::string& module, Context context) {
+// Compiles and loads all kernels of the unit for the device of the current context.
+void load(const std::string& module, const std::string& unit, Context context) {
   int device = 0, major = 0, minor = 0, version = 0;
   check(call(&Driver::cuCtxGetDevice, &device), "cuCtxGetDevice");
   check(call(&Driver::cuDeviceGetAttribute, &major, kMajor, device), "cuDeviceGetAttribute");
   check(call(&Driver::cuDeviceGetAttribute, &minor, kMinor, device), "cuDeviceGetAttribute");
   check(call(&Driver::cuDriverGetVersion, &version), "cuDriverGetVersion");
+  std::vector<Entry*> together;
   std::vector<std::string> names;
-  for (const auto& entry : all())
-    if (entry->module == module) names.push_back(entry->name);
+  for (const auto& entry : all()) {
+    if (entry->module != module || entry->unit != unit) continue;
+    together.push_back(entry.get());
+    names.push_back(entry->name);
+  }
   const Module compiled = compiler(module, names, 10 * major + minor, version);
   void* loaded = nullptr;
   check(call(&Driver::cuModuleLoadData, &loaded, compiled.image.data()), "loading kernels of " + module);
-  for (const auto& entry : all()) {
-    if (entry->module != module) continue;
+  for (Entry* entry : together) {
     void* function = nullptr;
     check(call(&Driver::cuModuleGetFunction, &function, loaded, compiled.symbols.at(entry->name).c_str()), entry->name);
     entry->functions[context] = function;
@@ -120,7 +124,10 @@ Entry* add(const char* source, const char* signature, std::initializer_list<size
   name.remove_prefix(name.rfind(" = ") + 3);
   name.remove_suffix(1);                           // ]
   if (name.front() == '&') name.remove_prefix(1);  // of clang
-  all().push_back(std::make_unique<Entry>(Entry{std::string(module), std::string(name), sizes, {}}));
+  // Types of gradzip are in CamelCase; built-in ones and numbers have no capital letters.
+  std::string_view unit = name.substr(std::min(name.find('<'), name.size()));
+  if (std::none_of(unit.begin(), unit.end(), [](char c) { return c >= 'A' && c <= 'Z'; })) unit = {};
+  all().push_back(std::make_unique<Entry>(Entry{std::string(module), std::string(name), std::string(unit), sizes, {}}));
   return all().back().get();
 }
 
@@ -173,7 +180,7 @@ cudaError_t cudaLaunch(const cudaLaunchConfig_t& config, Entry& entry, void** ar
   void* function = nullptr;
   {
     const std::lock_guard<std::mutex> lock(loading);
-    if (!entry.functions.count(context)) load(entry.module, context);
+    if (!entry.functions.count(context)) load(entry.module, entry.unit, context);
     function = entry.functions.at(context);
   }
   const dim3 &grid = config.gridDim, &block = config.blockDim;

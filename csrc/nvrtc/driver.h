@@ -11,9 +11,12 @@
 
 namespace gradzip::driver {
 
+// Kernels of a module with the same unit are compiled together, when one of them is first launched: the same type of
+// gradzip as a template argument, which a job asks for or not, or none.
 struct Entry {
   std::string module;         // csrc/cuda/MODULE.cuh has it, itself or by what it includes
   std::string name;           // an expression of C++: "gradzip::cuda::select_kernel<0>"
+  std::string unit;           // "<Tile>", or ""
   std::vector<size_t> sizes;  // of its parameters, in bytes
   std::map<void*, void*> functions;  // of the driver, by context
 };

@@ -198,8 +198,9 @@ static void test_decode(uint32_t code, int64_t n, int count) {
 }
 
 int main() {
-  const uint32_t codes[] = {dct(1),  dct(3, 3), dct(5, 5),  dct(7, 7),  dct(3, 3, 3), dct(8),      dct(16),
-                            dct(64), dct(256),  fourier(3), fourier(6), fourier(8),   fourier(10), kPairs};
+  const uint32_t codes[] = {dct(1),     dct(3, 3),  dct(5, 5),   dct(7, 7), dct(3, 3, 3), dct(8),
+                            dct(16),    fourier(4), fourier(5),  dct(64),   dct(256),     fourier(3),
+                            fourier(6), fourier(8), fourier(10), kPairs};
   for (uint32_t code : codes) {
     if (simt::kRaces && code != dct(3, 3) && code != fourier(6)) continue;
     const TransformLayout t = layout_of(code, 0);

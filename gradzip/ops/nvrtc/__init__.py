@@ -1,7 +1,8 @@
 """Compile gradzip's CUDA kernels at run time with NVRTC, for a build without nvcc.
 
-A launcher of `gradzip._C` asks for the kernels of its module, a file of csrc/cuda, when it first launches one
-(csrc/nvrtc/driver.cpp). `gradzip._C` also has the sources of the kernels, as they were when it was built.
+A launcher of `gradzip._C` asks for the kernels of its module, a file of csrc/cuda, when it first launches one, without
+those for other transforms (csrc/nvrtc/driver.cpp). `gradzip._C` also has the sources of the kernels, as they were when
+it was built.
 
     python -m gradzip.ops.nvrtc 80 90    # compile all kernels for these compute capabilities, without a GPU
 """
@@ -78,8 +79,8 @@ def compile_module(
 
 
 def program(module: str) -> str:
-    """Return the program that has the kernels of a module."""
-    return f'#include "cuda/{module}.cuh"\n'
+    """Return the program that has the kernels of a module. Names of kernels may leave out their types' namespace."""
+    return f'#include "cuda/{module}.cuh"\nusing namespace gradzip::cuda;\n'
 
 
 def _dotted(capability: int) -> str:

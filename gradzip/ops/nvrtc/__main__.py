@@ -9,11 +9,11 @@ from gradzip import _C
 from . import compile_module
 
 
-def modules() -> dict[str, list[str]]:
-    """Return the kernels that the launchers ask for, by module."""
-    found: dict[str, list[str]] = {}
-    for module, name, _ in _C.cuda.kernels():
-        found.setdefault(module, []).append(name)
+def units() -> dict[tuple[str, str], list[str]]:
+    """Return the kernels that the launchers ask for, by module and unit: those that are compiled together."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for module, name, _, unit in _C.cuda.kernels():
+        found.setdefault((module, unit), []).append(name)
     return dict(sorted(found.items()))
 
 
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
     if not capabilities:
         sys.exit("usage: python -m gradzip.ops.nvrtc CAPABILITY...    for example 80 90")
     for capability in capabilities:
-        for module, names in modules().items():
+        for (module, _), names in units().items():
             compile_module(_C.cuda.sources(), module, names, capability)
 
 
