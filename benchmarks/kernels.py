@@ -441,7 +441,14 @@ def sampling_cases(x: Tensor, k: int) -> Iterator[Case]:
 
 
 def low_rank_cases(device: str) -> Iterator[Case]:
-    n, r = 4096, 4
+    for rank, most_copies, least_speedup in ((4, 4.0, 6.0), (32, None, 1.3)):
+        yield low_rank_case(4096, rank, most_copies, least_speedup, device)
+    for name, model, rank in (("ResNet-50 r=4", "resnet50", 4), ("BERT-base r=32", "bert-base", 32)):
+        matrices = [torch.randn(rows, rank, device=device) for rows, _ in matrix_shapes(model)]
+        yield orthogonalize_case(name, matrices)
+
+
+def low_rank_case(n: int, r: int, most_copies: float | None, least_speedup: float, device: str) -> Case:
     m, q = torch.randn(n, n, device=device), torch.randn(n, r, device=device)
     ops.orthogonalize_(q)  # so that steps only move the gradient between m and e
     e, p = torch.zeros_like(m), torch.empty(n, r, device=device)
@@ -467,10 +474,8 @@ def low_rank_cases(device: str) -> Iterator[Case]:
         pairs = ((m, wanted), (e, corrected - wanted))
         return all(torch.allclose(x.double(), y, rtol=1e-4, atol=1e-3) for x, y in pairs)
 
-    yield Case("low-rank step 4096^2 r=4", step, plain, "torch ops", valid, 24 * n * n, 4.0, 6.0, m)
-    for name, model, rank in (("ResNet-50 r=4", "resnet50", 4), ("BERT-base r=32", "bert-base", 32)):
-        matrices = [torch.randn(rows, rank, device=device) for rows, _ in matrix_shapes(model)]
-        yield orthogonalize_case(name, matrices)
+    name = f"low-rank step {n}^2 r={r}"
+    return Case(name, step, plain, "torch ops", valid, 24 * n * n, most_copies, least_speedup, m)
 
 
 def matrix_shapes(model: str) -> list[tuple[int, int]]:

@@ -148,7 +148,8 @@ KERNEL(range_float_decode_wire, const uint8_t* wire, int bits, const int32_t* co
 
 // --- low_rank
 // For each entry of the table: m and e are rows x columns, factor is columns x rank (rows x rank if `transpose`), out
-// is rows x rank (columns x rank); all row-major, rank >= 1. One pass over m and e. Entries share no output.
+// is rows x rank (columns x rank); all row-major, rank >= 1. One pass over m and e. Entries share no output. An element
+// of p q^T is fused multiply-adds, fma(q[j, k], p[i, k], sum) over k in order from 0, everywhere.
 // On CUDA: Any rank. The sums of low_rank_project run in another order than the CPU's, so their bits differ from the
 // CPU's; the order depends on the sizes only, so the bits are the same on every device. Tables are in host memory.
 KERNEL_WITH_WORKSPACE(low_rank_project, const Projection* table, int64_t count);

@@ -1,6 +1,7 @@
 // Vectors with the same number of lanes for every instruction set: 16 floats or 8 doubles are one register of AVX-512,
 // two of AVX2 or four of SSE2. Sums kept in lanes therefore have the same bits at every SIMD level. For the same reason
-// they are written as a product and a sum, never as a fused multiply-add.
+// they are written as a product and a sum, never as a fused multiply-add that only some levels have (cpu/vectors.h has one
+// for all).
 #pragma once
 
 #include <cstdint>

@@ -4,11 +4,12 @@
 // CholeskyQR2, ScalA'14). Dependent columns, which Cholesky cannot tell from noise, are replaced by Gram-Schmidt. Work
 // is cut by rows into blocks, and the sums of blocks are added in order.
 #include <cmath>
+#include <utility>
 #include <vector>
 
-#include "cpu/lanes.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
+#include "cpu/vectors.h"
 
 namespace gradzip::cpu {
 namespace {
@@ -24,43 +25,42 @@ double* scratch(int64_t columns) {
   return buffer.data();
 }
 
-// --- 1, 2 or 4 columns: 8, 4 or 2 rows make a vector. With each row rotated by d, the
+// --- 1, 2 or 4 columns: 8, 4 or 2 rows make a vector of 8 lanes, in one register or two. With each row rotated by d, the
 // products are those of columns d apart, so no work is wasted on padding.
-template <int R>
-GZ_INLINE Doubles rotated(const Doubles& v, int d) {
-  typedef int64_t Lanes __attribute__((vector_size(64)));
-  Lanes from;
-#pragma GCC unroll 8
-  for (int i = 0; i < kDoubles; ++i) from[i] = i / R * R + (i + d) % R;
-  return __builtin_shuffle(v, from);
+template <int kBytes, int R, int D, size_t... kLane>
+GZ_INLINE Vector<double, kBytes> rotated(const Vector<double, kBytes>& v, std::index_sequence<kLane...>) {
+  return __builtin_shuffle(v, Vector<int64_t, kBytes>{int64_t(kLane / R * R + (kLane + D) % R)...});
+}
+template <int kBytes, int R, int D>
+GZ_INLINE Vector<double, kBytes> rotated(const Vector<double, kBytes>& v) {
+  return rotated<kBytes, R, D>(v, std::make_index_sequence<kBytes / sizeof(double)>());
 }
 
-GZ_INLINE Doubles widen(const float* x) {
-  typedef float Half __attribute__((vector_size(32)));
-  Half v;
-  std::memcpy(&v, x, sizeof v);
-  return __builtin_convertvector(v, Doubles);
-}
-
-template <int R>
+template <int kBytes, int R>
 GZ_INLINE void gram_narrow(const float* x, int64_t rows, double* gram) {
-  constexpr int kApart = R / 2 + 1;
+  constexpr int kWide = kBytes > 32 ? kBytes : 32;  // a row of four
+  constexpr int kApart = R / 2 + 1, kLanes = kWide / int(sizeof(double)), kRegisters = kDoubles / kLanes;
   const int64_t width = padded(R), n = rows * R;
-  Doubles acc[2][kApart] = {};
-  for (int64_t i = 0; i < n; i += 2 * kDoubles) {
-    float tail[2 * kDoubles] = {};
-    if (n - i < 2 * kDoubles) std::memcpy(tail, x + i, size_t(n - i) * sizeof(float));
-    const float* from = n - i < 2 * kDoubles ? tail : x + i;
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; ++j) {
-      const Doubles v = widen(from + j * kDoubles);
-#pragma GCC unroll 3
-      for (int d = 0; d < kApart; ++d) acc[j][d] += v * rotated<R>(v, d);
+  Vector<double, kWide> acc[2 * kRegisters][kApart] = {};
+  float tail[2 * kDoubles] = {};
+  for (int64_t i = 0; i < n; i += 2 * kDoubles, x += 2 * kDoubles) {
+    if (n - i < 2 * kDoubles) {
+      std::memcpy(tail, x, size_t(n - i) * sizeof(float));
+      x = tail;
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 2 * kRegisters; ++j) {
+      const auto v = widened<kBytes, kWide>(x + j * kLanes);
+      acc[j][0] += v * v;
+      if constexpr (kApart > 1) acc[j][1] += v * rotated<kWide, R, 1>(v);
+      if constexpr (kApart > 2) acc[j][2] += v * rotated<kWide, R, 2>(v);
     }
   }
 #pragma GCC unroll 3
   for (int d = 0; d < kApart; ++d) {
-    const Doubles both = acc[0][d] + acc[1][d];
+    double both[kDoubles];
+#pragma GCC unroll 2
+    for (int j = 0; j < kRegisters; ++j) store<kWide>(both + j * kLanes, acc[j][d] + acc[kRegisters + j][d]);
     for (int a = 0; a < R; ++a) {
       double total = 0.0;
       for (int i = a; i < kDoubles; i += R) total += both[i];
@@ -70,130 +70,169 @@ GZ_INLINE void gram_narrow(const float* x, int64_t rows, double* gram) {
   }
 }
 
-template <int R>
+template <int kBytes, int R>
 GZ_INLINE void transform_narrow(float* x, int64_t rows, const double* w) {
+  constexpr int kWide = kBytes > 32 ? kBytes : 32;
+  constexpr int64_t kLanes = VectorOf<double, kWide>::lanes;
   const int64_t width = padded(R), n = rows * R;
-  Doubles factor[R];
+  double lanes[R][kLanes];
   for (int d = 0; d < R; ++d)
-    for (int i = 0; i < kDoubles; ++i) factor[d][i] = w[(i + d) % R * width + i % R];
-  for (int64_t i = 0; i < n; i += kDoubles) {
-    float stage[kDoubles] = {};
-    const int64_t count = n - i < kDoubles ? n - i : kDoubles;
-    if (count < kDoubles) std::memcpy(stage, x + i, size_t(count) * sizeof(float));
-    const Doubles v = widen(count < kDoubles ? stage : x + i);
-    Doubles y = v * factor[0];
-#pragma GCC unroll 3
-    for (int d = 1; d < R; ++d) y += rotated<R>(v, d) * factor[d];
-    typedef float Half __attribute__((vector_size(32)));
-    const Half narrow = __builtin_convertvector(y, Half);
-    if (count == kDoubles) {
-      std::memcpy(x + i, &narrow, sizeof narrow);
+    for (int i = 0; i < kLanes; ++i) lanes[d][i] = w[(i + d) % R * width + i % R];
+  Vector<double, kWide> factor[R];
+#pragma GCC unroll 4
+  for (int d = 0; d < R; ++d) factor[d] = load<kWide>(lanes[d]);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    float tail[kLanes] = {};
+    const bool whole = i + kLanes <= n;
+    if (!whole) std::memcpy(tail, x + i, size_t(n - i) * sizeof(float));
+    const auto v = whole ? widened<kBytes, kWide>(x + i) : widened<kBytes, kWide>(tail);
+    auto y = v * factor[0];
+    if constexpr (R > 1) y += rotated<kWide, R, 1>(v) * factor[1];
+    if constexpr (R > 2) y += rotated<kWide, R, 2>(v) * factor[2];
+    if constexpr (R > 2) y += rotated<kWide, R, 3>(v) * factor[3];
+    const auto narrow = narrowed<kBytes, kWide>(y);
+    if (whole) {
+      store<kWide / 2>(x + i, narrow);
     } else {
-      std::memcpy(stage, &narrow, sizeof narrow);
-      std::memcpy(x + i, stage, size_t(count) * sizeof(float));
+      store<kWide / 2>(tail, narrow);
+      std::memcpy(x + i, tail, size_t(n - i) * sizeof(float));
     }
   }
 }
 
 // --- any number of columns
 
-// Converts rows of floats to rows of `width` doubles; spare ones are 0.
-GZ_INLINE void widen(const float* x, int64_t rows, int64_t columns, int64_t width, double* s) {
-  for (int64_t i = 0; i < rows; ++i, s += width) {
-    for (int64_t c = 0; c < columns; ++c) s[c] = x[i * columns + c];
-    for (int64_t c = columns; c < width; ++c) s[c] = 0.0;
+// Converts rows of floats to rows of `width` doubles; spare ones of a register are 0. All but the last rows are read as whole
+// registers, past their end.
+template <int kBytes>
+GZ_INLINE void widen_body(const float* x, int64_t rows, int64_t columns, int64_t width, double* s) {
+  constexpr int64_t kLanes = VectorOf<double, kBytes>::lanes;
+  const int64_t last = width - kDoubles, rest = columns - last, n = rows * columns;
+  int64_t mask[kDoubles], i = 0;
+  for (int64_t c = 0; c < kDoubles; ++c) mask[c] = c < rest ? -1 : 0;
+  for (; i + width <= n; i += columns, s += width) {
+    for (int64_t c = 0; c < last; c += kLanes) store<kBytes>(s + c, widened<kBytes>(x + i + c));
+#pragma GCC unroll 4
+    for (int64_t c = 0; c < kDoubles && c < rest; c += kLanes) {
+      const auto bits = Vector<int64_t, kBytes>(widened<kBytes>(x + i + last + c)) & load<kBytes>(mask + c);
+      store<kBytes>(s + last + c, Vector<double, kBytes>(bits));
+    }
   }
+  for (; i < n; i += columns, s += width)
+    for (int64_t c = 0; c < width; ++c) s[c] = c < columns ? x[i + c] : 0.0;
 }
 
+GZ_SIMD_DISPATCH_BYTES(void, widen, (const float* x, int64_t rows, int64_t columns, int64_t width, double* s),
+                       (x, rows, columns, width, s))
+
+// Converts them back. All but the last rows are written as whole registers; the next row overwrites what is past theirs.
+template <int kBytes>
+GZ_INLINE void narrow_body(const double* s, int64_t rows, int64_t columns, int64_t width, float* x) {
+  constexpr int64_t kLanes = VectorOf<double, kBytes>::lanes;
+  int64_t i = 0;
+  for (; i + width <= rows * columns; i += columns, s += width)
+    for (int64_t c = 0; c < width; c += kLanes) store<kBytes / 2>(x + i + c, narrowed<kBytes>(load<kBytes>(s + c)));
+  for (; i < rows * columns; i += columns, s += width)
+    for (int64_t c = 0; c < columns; ++c) x[i + c] = float(s[c]);
+}
+
+GZ_SIMD_DISPATCH_BYTES(void, narrow, (const double* s, int64_t rows, int64_t columns, int64_t width, float* x),
+                       (s, rows, columns, width, x))
+
 // gram[a..a+3, b..] += the rows' products, over V vectors of columns.
-template <int V>
+template <int kBytes, int V>
 GZ_INLINE void gram_tile(const double* s, int64_t rows, int64_t width, int64_t a, int64_t b, double* gram) {
-  Doubles acc[4][V];
+  constexpr int64_t kLanes = VectorOf<double, kBytes>::lanes;
+  Vector<double, kBytes> acc[4][V];
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j)
 #pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) acc[j][v] = load(gram + (a + j) * width + b + v * kDoubles);
+    for (int v = 0; v < V; ++v) acc[j][v] = load<kBytes>(gram + (a + j) * width + b + v * kLanes);
   for (int64_t i = 0; i < rows; ++i, s += width) {
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v) {
-      const Doubles right = load(s + b + v * kDoubles);
+      const auto right = load<kBytes>(s + b + v * kLanes);
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) acc[j][v] += right * s[a + j];
+      for (int j = 0; j < 4; ++j) acc[j][v] += right * all_lanes<kBytes>(s + a + j);
     }
   }
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j)
 #pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) store(gram + (a + j) * width + b + v * kDoubles, acc[j][v]);
+    for (int v = 0; v < V; ++v) store<kBytes>(gram + (a + j) * width + b + v * kLanes, acc[j][v]);
 }
 
 // gram[a, b] = column a . column b, for a <= b at least; zero-initialised.
+template <int kBytes>
 GZ_INLINE void gram_block_body(const float* x, int64_t rows, int64_t columns, double* s, double* gram) {
-  if (columns == 1) return gram_narrow<1>(x, rows, gram);
-  if (columns == 2) return gram_narrow<2>(x, rows, gram);
-  if (columns == 4) return gram_narrow<4>(x, rows, gram);
+  if (columns == 1) return gram_narrow<kBytes, 1>(x, rows, gram);
+  if (columns == 2) return gram_narrow<kBytes, 2>(x, rows, gram);
+  if (columns == 4) return gram_narrow<kBytes, 4>(x, rows, gram);
+  constexpr int64_t kLanes = VectorOf<double, kBytes>::lanes;
   const int64_t width = padded(columns);
   for (int64_t i = 0; i < rows; i += kPanel) {
     const int64_t n = rows - i < kPanel ? rows - i : kPanel;
     widen(x + i * columns, n, columns, width, s);
-    for (int64_t b = 0; b < width; b += 2 * kDoubles) {
-      const bool wide = b + kDoubles < width;
-      const int64_t last = b + (wide ? 2 : 1) * kDoubles;
+    for (int64_t b = 0; b < columns; b += 2 * kLanes) {
+      const bool wide = b + kLanes < columns;
+      const int64_t last = b + (wide ? 2 : 1) * kLanes;
       for (int64_t a = 0; a < last && a < columns; a += 4) {
         if (wide)
-          gram_tile<2>(s, n, width, a, b, gram);
+          gram_tile<kBytes, 2>(s, n, width, a, b, gram);
         else
-          gram_tile<1>(s, n, width, a, b, gram);
+          gram_tile<kBytes, 1>(s, n, width, a, b, gram);
       }
     }
   }
 }
-GZ_SIMD_DISPATCH(void, gram_block, (const float* x, int64_t rows, int64_t columns, double* s, double* gram),
-                 (x, rows, columns, s, gram))
+GZ_SIMD_DISPATCH_BYTES(void, gram_block, (const float* x, int64_t rows, int64_t columns, double* s, double* gram),
+                       (x, rows, columns, s, gram))
 
 // Rows s[0..3] times columns b.. of w, whose entries are 0 from row `depth` on.
-template <int V>
+template <int kBytes, int V>
 GZ_INLINE void product_tile(const double* s, int64_t width, const double* w, int64_t depth, double* out) {
-  Doubles acc[4][V] = {};
+  constexpr int64_t kLanes = VectorOf<double, kBytes>::lanes;
+  Vector<double, kBytes> acc[4][V] = {};
   for (int64_t k = 0; k < depth; ++k) {
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v) {
-      const Doubles right = load(w + k * width + v * kDoubles);
+      const auto right = load<kBytes>(w + k * width + v * kLanes);
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) acc[i][v] += right * s[i * width + k];
+      for (int i = 0; i < 4; ++i) acc[i][v] += right * all_lanes<kBytes>(s + i * width + k);
     }
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i)
 #pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) store(out + i * width + v * kDoubles, acc[i][v]);
+    for (int v = 0; v < V; ++v) store<kBytes>(out + i * width + v * kLanes, acc[i][v]);
 }
 
 // x = x w, w upper triangular. The last columns first: each needs only those up to itself.
+template <int kBytes>
 GZ_INLINE void transform_block_body(float* x, int64_t rows, int64_t columns, const double* w, double* s) {
-  if (columns == 1) return transform_narrow<1>(x, rows, w);
-  if (columns == 2) return transform_narrow<2>(x, rows, w);
-  if (columns == 4) return transform_narrow<4>(x, rows, w);
+  if (columns == 1) return transform_narrow<kBytes, 1>(x, rows, w);
+  if (columns == 2) return transform_narrow<kBytes, 2>(x, rows, w);
+  if (columns == 4) return transform_narrow<kBytes, 4>(x, rows, w);
+  constexpr int64_t kLanes = VectorOf<double, kBytes>::lanes;
   const int64_t width = padded(columns);
   for (int64_t first = 0; first < rows; first += kPanel, x += kPanel * columns) {
     const int64_t n = rows - first < kPanel ? rows - first : kPanel;
     widen(x, n, columns, width, s);
     for (int64_t i = 0; i < n; i += 4) {  // the panel has room for whole fours
       double* row = s + i * width;
-      int64_t b = width;
-      if (width % (2 * kDoubles)) {
-        b -= kDoubles;
-        product_tile<1>(row, width, w + b, columns, row + b);
+      int64_t b = ceil_div(columns, kLanes) * kLanes;
+      if (b % (2 * kLanes)) {
+        b -= kLanes;
+        product_tile<kBytes, 1>(row, width, w + b, columns, row + b);
       }
-      for (; b > 0; b -= 2 * kDoubles)
-        product_tile<2>(row, width, w + b - 2 * kDoubles, b < columns ? b : columns, row + b - 2 * kDoubles);
+      for (; b > 0; b -= 2 * kLanes)
+        product_tile<kBytes, 2>(row, width, w + b - 2 * kLanes, b < columns ? b : columns, row + b - 2 * kLanes);
     }
-    for (int64_t i = 0; i < n; ++i)
-      for (int64_t c = 0; c < columns; ++c) x[i * columns + c] = float(s[i * width + c]);
+    narrow(s, n, columns, width, x);
   }
 }
-GZ_SIMD_DISPATCH(void, transform_block, (float* x, int64_t rows, int64_t columns, const double* w, double* s),
-                 (x, rows, columns, w, s))
+GZ_SIMD_DISPATCH_BYTES(void, transform_block, (float* x, int64_t rows, int64_t columns, const double* w, double* s),
+                       (x, rows, columns, w, s))
 
 // Replaces the Gram matrix of x by the w for which x w is orthonormal. On `dependent` there is none.
 Verdict factor(double* g, int64_t columns) {

@@ -12,7 +12,7 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
 #define GZ_INLINE inline __attribute__((always_inline))
-#define GZ_AVX2 __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt")))
+#define GZ_AVX2 __attribute__((target("avx2,fma,bmi,bmi2,lzcnt,popcnt")))
 #define GZ_AVX512 \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,lzcnt,popcnt,prefer-vector-width=512")))
 
@@ -45,4 +45,11 @@ void set_simd(Simd level); // tests run all three; throws std::invalid_argument 
   static RESULT NAME##_scalar PARAMETERS { return NAME##_body ARGUMENTS; }           \
   GZ_AVX2 static RESULT NAME##_avx2 PARAMETERS { return NAME##_body ARGUMENTS; }     \
   GZ_AVX512 static RESULT NAME##_avx512 PARAMETERS { return NAME##_body ARGUMENTS; } \
+  GZ_SIMD_SELECT(RESULT, NAME, PARAMETERS, ARGUMENTS)
+
+// The same, of one `template <int kBytes> GZ_INLINE RESULT sum_body(...)`, where kBytes is the size of a register.
+#define GZ_SIMD_DISPATCH_BYTES(RESULT, NAME, PARAMETERS, ARGUMENTS)                      \
+  static RESULT NAME##_scalar PARAMETERS { return NAME##_body<16> ARGUMENTS; }           \
+  GZ_AVX2 static RESULT NAME##_avx2 PARAMETERS { return NAME##_body<32> ARGUMENTS; }     \
+  GZ_AVX512 static RESULT NAME##_avx512 PARAMETERS { return NAME##_body<64> ARGUMENTS; } \
   GZ_SIMD_SELECT(RESULT, NAME, PARAMETERS, ARGUMENTS)

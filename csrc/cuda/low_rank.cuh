@@ -198,7 +198,8 @@ __global__ void __launch_bounds__(kBlock, R < 64 ? 4 : 3) project_kernel(Project
   }
 }
 
-// Products p q^T; a block takes one tile. The sum of an element runs over the rank in order, with the bits of the CPU.
+// Products p q^T; a block takes one tile. An element is fused multiply-adds over the rank in order, with the bits of the
+// CPU.
 constexpr int kExpandRanks = 32;  // at a time
 
 struct Product {
@@ -259,10 +260,10 @@ struct ExpandTile {
         const float4 v = stage.right[k * kLowRankStride + x];
 #pragma unroll
         for (int u = 0; u < 4; ++u) {
-          acc[u].x += v.x * f[u];
-          acc[u].y += v.y * f[u];
-          acc[u].z += v.z * f[u];
-          acc[u].w += v.w * f[u];
+          acc[u].x = fmaf(v.x, f[u], acc[u].x);
+          acc[u].y = fmaf(v.y, f[u], acc[u].y);
+          acc[u].z = fmaf(v.z, f[u], acc[u].z);
+          acc[u].w = fmaf(v.w, f[u], acc[u].w);
         }
       }
       __syncthreads();

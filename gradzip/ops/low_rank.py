@@ -1,10 +1,10 @@
 """The passes of low-rank compression over a gradient, fused with error feedback.
 
 M is n x m, its factors P n x r and Q m x r. Vogels et al., PowerSGD, NeurIPS 2019, Algorithms 1 and 2; Zhang et al.,
-ACP-SGD, ICDCS 2023, Algorithm 2. Each sum runs in one fixed order, so results have the same bits for any number of
-threads, SIMD level or device: ranks that expand the same factors get the same gradient. The one exception is
-`low_rank_project`, whose sums run in another order on CUDA. All tensors are float32 and on one device; nothing waits
-for it.
+ACP-SGD, ICDCS 2023, Algorithm 2. Each sum runs in one fixed order, of fused multiply-adds, so results have the same
+bits for any number of threads, SIMD level or device: ranks that expand the same factors get the same gradient. The one
+exception is `low_rank_project`, whose sums run in another order on CUDA. All tensors are float32 and on one device;
+nothing waits for it.
 """
 
 from __future__ import annotations
@@ -130,7 +130,10 @@ def low_rank_subtract(e: Tensor, p: Tensor, q: Tensor) -> None:
 
 
 def low_rank_expand(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return p @ qᵀ: (n, m), in `out` if given. p: (n, r); q: (m, r)."""
+    """Return p @ qᵀ: (n, m), in `out` if given. p: (n, r); q: (m, r).
+
+    An element is fused multiply-adds over the columns in order, from 0.
+    """
     p = _matrix(p, "low_rank_expand: p")
     q = _matrix(q, "low_rank_expand: q", columns=p.shape[1], device=p.device)
     out = _output(out, "low_rank_expand: out", p.shape[0], q.shape[0], p.device)

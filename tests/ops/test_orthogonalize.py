@@ -108,6 +108,17 @@ def test_non_finite_columns_are_replaced(value):
     assert outside(a[:, [0, 1, 3]], q[:, [0, 1, 3]]) <= 1e-6
 
 
+@pytest.mark.parametrize("r", [1, 2, 3, 4, 5, 9, 17])
+def test_rows_beside_a_matrix_are_neither_read_nor_written(r):
+    """Registers that are wider than a row reach into the next one, but not past the last."""
+    n = 1030  # more than a block
+    whole = torch.full((n + 40, r), float("nan"))
+    whole[20:-20] = a = torch.randn(n, r)
+    ops.orthogonalize_(whole[20:-20])
+    assert whole[:20].isnan().all() and whole[-20:].isnan().all()
+    assert torch.equal(whole[20:-20], orthogonalized(a)[0])
+
+
 @pytest.mark.parametrize("n, r", [(1, 2), (3, 7), (8, 64)])
 def test_more_columns_than_rows(n, r):
     a = torch.randn(n, r)
