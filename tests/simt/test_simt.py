@@ -85,7 +85,7 @@ BROKEN = {
     "barrier before a tile": ("transform", "transform_tile.cuh",
         "groups = int(t.groups_of(count));\n    __syncthreads();", None, "transform of"),
     "rows past the last": ("transform", "transform_rows.cuh", "__ballot_sync(kAllLanes, inside && set)",
-        "__ballot_sync(kAllLanes, (inside || true) && set)", "transform_select: "),
+        "__ballot_sync(kAllLanes, (inside || true) && set)", "transform_select: |heap-buffer-overflow"),
     "too few codes for a bitmap": ("transform", "transform.cuh", "set != parts.of[part].count ||",
         "set < parts.of[part].count ||", "transform_decode of an invalid part"),
     "barrier between rounds": ("atom_probabilities", "atom_probabilities.cuh",
