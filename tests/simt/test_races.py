@@ -81,6 +81,10 @@ BROKEN = {
         "bitmap",
         {"cuda/block/block.cuh": ("value = warp_sum(value);\n  __syncthreads();", "value = warp_sum(value);")},
     ),
+    "barrier before the votes of a tile": (
+        "transform",
+        {"cuda/transform_rows.cuh": ("__syncthreads();  // nobody reads the votes of the last tile\n", "\n")},
+    ),
     "fences of the last block": (
         "select",
         {

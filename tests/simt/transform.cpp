@@ -204,8 +204,8 @@ int main() {
   for (uint32_t code : codes) {
     if (simt::kRaces && code != dct(3, 3) && code != fourier(6)) continue;
     const TransformLayout t = layout_of(code, 0);
-    // None, one, a row and its neighbours, a tile and its neighbours, several tiles and a tail.
-    const int64_t rows = 5 * t.length + t.length / 2, tiles = 3 * t.tile + 2 * t.length + 3;
+    // None, one, a row and its neighbours, a tile and its neighbours, several tiles and a tail: more than four blocks.
+    const int64_t rows = 5 * t.length + t.length / 2, tiles = 5 * t.tile + 2 * t.length + 3;
     for (int64_t n : {int64_t(0), int64_t(1), t.length - int64_t(1), int64_t(t.length), rows, t.tile - 1, t.tile,
                       t.tile + 1, tiles}) {
       if (simt::kRaces && n != rows && n != tiles) continue;
@@ -221,6 +221,8 @@ int main() {
       if ((a < 8 || code != dct(3, 2, a)) && (!simt::kRaces || a == 8)) test_transform(code, 9001, simt::Kind::normal);
   for (uint32_t code : {dct(32), dct(128), fourier(4), fourier(5), fourier(7), fourier(9)})
     test_transform(code, 9000, simt::Kind::normal);
+  // More tiles than a multiprocessor has blocks.
+  test_select(dct(3, 3), simt::data(simt::Kind::ties, 80000), 30000, "ties of many tiles", true);
   test_decode(dct(3, 3), 10000, kMostParts);
   test_decode(fourier(6), 10000, 0);
 }
