@@ -75,6 +75,22 @@ WORK: Mapping[str, Mapping[str, Work]] = {
     "chunk_topk": {
         "chunk_topk_kernel": Work(16, "element", {2: 2, 3: 0, 4: 4, 5: 2, 7: 2, 8: 2, 9: 0}),
     },
+    # A thread has a row of 64 elements in each trip. 15 % of the coefficients are sent: a word of codes in 2.4 trips; 20 %
+    # are candidates. Not counted: loops of partial tiles, and of streams that end within a word.
+    "transform": {
+        "transform_rank_kernel<RowTile<FourierRow<64> > >": Work(
+            64, "element", dict.fromkeys([1, 2, 4, 5, 6, 7, 8], 0)
+        ),
+        "transform_collect_kernel<RowTile<FourierRow<64> > >": Work(
+            64, "element", dict.fromkeys([1, 2, 4, 5, 7, 8, 9, 10], 0)
+        ),
+        "transform_decode_kernel<RowTile<FourierRow<64> > >": Work(
+            64, "element", dict.fromkeys([1, 2, 5, 6, 9, 10, 11, 12, 13, 14], 0) | {8: 2.4}
+        ),
+        "transform_emit_kernel": Work(
+            64, "element", dict.fromkeys([2, 3, 5, 6, 7, 11, 12], 0) | {4: 6.4, 8: 6.4, 10: 12}
+        ),
+    },
 }
 
 
