@@ -75,8 +75,8 @@ WORK: Mapping[str, Mapping[str, Work]] = {
     "chunk_topk": {
         "chunk_topk_kernel": Work(16, "element", {2: 2, 3: 0, 4: 4, 5: 2, 7: 2, 8: 2, 9: 0}),
     },
-    # A thread has a row of 64 elements in each trip. 15 % of the coefficients are sent: a word of codes in 2.4 trips; 20 %
-    # are candidates. Not counted: loops of partial tiles, and of streams that end within a word.
+    # A thread has a row of 64 elements in each trip. 15 % of the coefficients are sent: a word of codes in 2.4 trips;
+    # 20 % are candidates. Not counted: loops of partial tiles, and of streams that end within a word.
     "transform": {
         "transform_rank_kernel<RowTile<FourierRow<64> > >": Work(
             64, "element", dict.fromkeys([1, 2, 4, 5, 6, 7, 8], 0)
