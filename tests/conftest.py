@@ -182,6 +182,19 @@ def pytest_xdist_make_scheduler(config, log):
             if all(self.assigned_work[node][finished].values()):
                 del self.assigned_work[node][finished]
 
+        def remove_node(self, node):
+            """Of a worker that has died, the base class would hand out the test again in which it did."""
+            units = self.assigned_work[node]
+            died_in = next((test for tests in units.values() for test, ended in tests.items() if not ended), None)
+            if died_in is None:
+                return super().remove_node(node)
+            units[unit(died_in)][died_in] = True
+            del self.assigned_work[node]
+            self.workqueue.update({name: tests for name, tests in units.items() if not all(tests.values())})
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return died_in
+
     config.option.loadscopereorder = False
     return Scheduler(config, log)
 
