@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..averaging.session import Session
 from ..collectives import Gather
-from ..collectives.engine import Engine
 from ..collectives.traffic import Traffic
 from ..memory.streams import no_autocast, use_on_current_stream
 from ..methods.base.compressor import Compressor
 from ..methods.block_float import BlockFloat
 from ..ops import tensors as ops
-from .shards import Gathered
-
-FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+from .connections import Connections
+from .shards import FLOATING, Gathered
 
 
 def all_gather(compressor: Compressor) -> AllGather:
@@ -49,31 +45,18 @@ def all_gather(compressor: Compressor) -> AllGather:
     return AllGather(compressor)
 
 
-class Shared:
-    """What the gathers of a model share: the groups of ranks, each of which compares its ranks' methods once.
-
-    Args:
-        named: the parameters by name.
+class Passes:
+    """Which forward pass of a model is in progress.
 
     Attributes:
-        trains: whether a backward pass follows the forward pass in progress. FSDP gathers without autograd.
+        trains: whether a backward pass follows it. FSDP gathers without autograd.
     """
 
-    def __init__(self, compressor: Compressor, named: Mapping[str, Tensor]) -> None:
-        self._compressor, self._named = compressor, named
-        self._sessions: dict[dist.ProcessGroup, Session] = {}
-        self.trains = False
+    trains = False
 
     def begin_forward(self, *_: object) -> None:
         """A hook of a module's forward pass, before FSDP's."""
         self.trains = torch.is_grad_enabled()
-
-    def engine(self, group: dist.ProcessGroup, device: torch.device) -> Engine:
-        if group not in self._sessions:
-            session = Session(self._compressor, "all_gather")
-            session.connect(session.torch_engine(group, device), self._named, "handshake")
-            self._sessions[group] = session
-        return self._sessions[group].engine
 
 
 class AllGather:
@@ -87,8 +70,8 @@ class AllGather:
         compressor: as of `all_gather`.
         gathered: of the only module that uses the object.
         exact: the names of its parameters that are not rounded.
-        keep: keep payloads from the forward pass to the backward pass, which then gathers nothing.
-        shared: by the modules of a model.
+        connections: of all modules of a model.
+        keep: keep payloads from the forward pass to the backward pass, which then gathers nothing: if these passes do.
     """
 
     def __init__(
@@ -96,8 +79,8 @@ class AllGather:
         compressor: Compressor,
         gathered: Gathered | None = None,
         exact: frozenset[str] = frozenset(),
-        keep: bool = False,
-        shared: Shared | None = None,
+        connections: Connections | None = None,
+        keep: Passes | None = None,
     ) -> None:
         if not isinstance(compressor, BlockFloat) or compressor.rounding != "nearest":
             expected = "expected gradzip.BlockFloat(rounding='nearest'): both passes need the same weights"
@@ -105,7 +88,7 @@ class AllGather:
         self.compressor = compressor
         self._gathered, self._exact, self._keep = gathered, exact, keep
         self._kept: list[Tensor] | None = None
-        self._shared = shared or Shared(compressor, {})
+        self._connections = connections or Connections(compressor, "all_gather")
 
     @property
     def traffic(self) -> Traffic:
@@ -139,15 +122,15 @@ class AllGather:
 
     def _gather(self, output: Tensor, weights: Tensor, group: dist.ProcessGroup) -> None:
         """Write the decoded weights of all ranks to `output`."""
-        payloads = self._kept if self._gathered and self._gathered.is_again else None
+        gathered, kept = self._gathered, self._kept
+        is_again = gathered is not None and gathered.is_again
         self._kept = None
-        if payloads is None:
-            payloads = self._sent(self._encoded(*self._split(weights)), group)
-            if self._keep and self._shared.trains and self._gathered and self._gathered.is_gathered_twice:
-                self._kept = None if self._gathered.is_again else payloads
+        if is_again and kept:
+            payloads = list(map(use_on_current_stream, kept))
         else:
-            for payload in payloads:
-                use_on_current_stream(payload)
+            payloads = self._sent(self._encoded(*self._split(weights)), group)
+            if self._keep and self._keep.trains and gathered and gathered.is_gathered_twice and not is_again:
+                self._kept = payloads
         for payload, of_rank in zip(payloads, output.view(len(payloads), -1)):
             rounded, exact = self._split(of_rank)
             if values := self._decoded(payload, rounded, exact):
@@ -155,7 +138,7 @@ class AllGather:
 
     def _sent(self, payload: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
         """The payloads of all ranks, of one length."""
-        return self._shared.engine(group, payload.device).run(Gather(payload, same_length=True), "all_gather")
+        return self._connections.engine(group, payload.device).run(Gather(payload, same_length=True), "all_gather")
 
     def _encoded(self, rounded: Sequence[Tensor], exact: Sequence[Tensor]) -> Tensor:
         """The payload of a rank's weights: of those to round, and of exact ones."""
@@ -187,9 +170,9 @@ class AllGather:
         if sum(numels.values()) != weights.numel():
             got = f"got {weights.numel()} elements of module {self._gathered.name!r}"
             raise RuntimeError(f"all_gather: {got}, expected {sum(numels.values())}: call quantize after fully_shard")
-        named = zip(numels, weights.split_with_sizes(list(numels.values())))
-        for is_exact, pieces in itertools.groupby(named, lambda item: item[0] in self._exact):
-            found[is_exact].extend(piece for _, piece in pieces if piece.numel())
+        for name, piece in zip(numels, weights.split_with_sizes(list(numels.values()))):
+            if piece.numel():
+                found[name in self._exact].append(piece)
         return found
 
 
@@ -203,22 +186,25 @@ class DeltaGather(AllGather):
     Memory: the gathered weights of the module, on each rank.
     """
 
-    def __init__(self, compressor: Compressor, gathered: Gathered, exact: frozenset[str], shared: Shared) -> None:
-        super().__init__(compressor, gathered, exact, shared=shared)
-        self._known = gathered
+    _gathered: Gathered
+
+    def __init__(
+        self, compressor: Compressor, gathered: Gathered, exact: frozenset[str], connections: Connections
+    ) -> None:
+        super().__init__(compressor, gathered, exact, connections)
         self._reference: Tensor | None = None
         self._own: Tensor | None = None  # this rank's part of the reference, as loaded
         self._version: tuple[int, ...] = ()  # of the parameters that are in the reference
 
     def _gather(self, output: Tensor, weights: Tensor, group: dist.ProcessGroup) -> None:
-        version = self._known.version
+        version = self._gathered.version
         if self._reference is None:
             first = weights if self._own is None else self._own.to(weights)
             payloads = self._sent(first.contiguous().view(torch.uint8), group)
             self._reference = torch.cat(payloads).view(weights.dtype)
             self._version = () if self._own is not None else version
             self._own = None
-        if version != self._version and not self._known.is_again:
+        if version != self._version and not self._gathered.is_again:
             rows = self._reference.view(-1, weights.numel())
             mine, exact = self._split(weights)
             rounded, _ = self._split(rows[group.rank()])
@@ -231,16 +217,11 @@ class DeltaGather(AllGather):
         output.copy_(use_on_current_stream(self._reference))
 
     @property
-    def place(self) -> tuple[int, int]:
-        """The number of this rank's shard, and how many there are."""
-        return self._known.place
-
-    @property
     def own(self) -> Tensor | None:
         """A copy of this rank's part of the reference, on the CPU. None before the first gather."""
         if self._reference is None:
             return self._own
-        rank, size = self.place
+        rank, size = self._gathered.place
         return self._reference.view(size, -1)[rank].cpu().clone()
 
     def load(self, own: Tensor) -> None:

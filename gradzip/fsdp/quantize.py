@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from ..memory.names import original
 from ..methods.base.compressor import Compressor
 from ..methods.base.group import is_compressed
-from .all_gather import AllGather, DeltaGather, Shared
+from .all_gather import AllGather, DeltaGather, Passes
+from .connections import Connections
 from .reduce_scatter import reduce_scatter
 from .shards import Gathered
 
@@ -63,7 +64,7 @@ class Quantized:
 
     @property
     def _key(self) -> str:
-        rank, size = next(iter(self._deltas.values())).place
+        rank, size = next(iter(self._deltas.values()))._gathered.place
         return f"shard{rank}of{size}"
 
 
@@ -119,21 +120,21 @@ def quantize(
     exact: list[str] = []
     scatters = None if reduce is None else reduce_scatter(reduce)
     if gather is not None:
-        shared = Shared(gather, named)
+        connections, passes = Connections(gather, "all_gather", named), Passes()
         exempt = frozenset(name for name, p in named.items() if not is_compressed(gather, name, p, ""))
         for name, module in modules:
             gathered = Gathered(module, name, names)
             if reference:
-                gathers[name] = DeltaGather(gather, gathered, exempt, shared)
+                gathers[name] = DeltaGather(gather, gathered, exempt, connections)
             else:
-                gathers[name] = AllGather(gather, gathered, exempt, keep, shared)
+                gathers[name] = AllGather(gather, gathered, exempt, connections, passes if keep else None)
             exact += [parameter for parameter in gathered.numels if parameter in exempt]
             rounded += [parameter for parameter in gathered.numels if parameter not in exempt]
     for name, module in modules:
         if gather is not None:
             module.set_custom_all_gather(gathers[name])
             if keep:
-                module.register_forward_pre_hook(shared.begin_forward, prepend=True)
+                module.register_forward_pre_hook(passes.begin_forward, prepend=True)
         if scatters is not None:
             module.set_custom_reduce_scatter(scatters)
     return Quantized(gathers, [name for name, _ in modules], rounded, exact)

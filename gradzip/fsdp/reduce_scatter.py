@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..averaging.session import Session
 from ..collectives import AllToAll
 from ..collectives.traffic import Traffic
 from ..memory.state import Key
@@ -19,6 +18,7 @@ from ..methods.base.compressor import Compressor
 from ..methods.block_float import BlockFloat
 from ..methods.quantize import QSGD
 from ..ops import tensors as ops
+from .connections import Connections
 
 
 def reduce_scatter(compressor: Compressor) -> ReduceScatter:
@@ -59,7 +59,7 @@ class ReduceScatter:
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
         self._codec = _codec_of(compressor)
-        self._sessions: dict[dist.ProcessGroup, Session] = {}
+        self._connections = Connections(compressor, "reduce_scatter")
         self._calls = 0
 
     @property
@@ -96,7 +96,7 @@ class ReduceScatter:
             got = "got a scaled or an asynchronous operation"
             raise ValueError(f"reduce_scatter: {got}, expected AVG or SUM: {divides}")
         with no_autocast(input_tensor.device):
-            engine = (self._sessions.get(group) or self._connect(group, input_tensor.device)).engine
+            engine = self._connections.engine(group, input_tensor.device)
             shards = input_tensor.view(engine.size, -1).float()
             nbytes = self._codec.nbytes(shards.shape[1])
             payloads = torch.empty((engine.size, nbytes), dtype=torch.uint8, device=shards.device)
@@ -111,11 +111,6 @@ class ReduceScatter:
             if total is not output_tensor:
                 output_tensor.copy_(total)
         self.traffic.bytes_dense += input_tensor.nbytes
-
-    def _connect(self, group: dist.ProcessGroup, device: torch.device) -> Session:
-        session = self._sessions[group] = Session(self.compressor, "reduce_scatter")
-        session.connect(session.torch_engine(group, device), {}, "handshake")
-        return session
 
 
 class _Codec(ABC):

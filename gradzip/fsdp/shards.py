@@ -15,6 +15,8 @@ _FIELDS = ("sharded_param", "sharded_size", "contiguous_sharded_stride", "padded
 _GROUP_FIELDS = ("mp_policy", "offload_policy", "_training_state", "_reshard_after_forward", "_use_post_forward_mesh")
 _MODULE_FIELDS = ("_get_fsdp_state", "set_all_reduce_hook")
 
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)  # dtypes in which weights can be gathered, rounded
+
 
 def _groups_of(module: FSDPModule) -> list[Any]:
     """FSDP's groups of the parameters of a module: one, but none without parameters, and several for several meshes.
@@ -184,8 +186,8 @@ class Gathered:
 
     Raises:
         RuntimeError: this torch has another FSDP2.
-        ValueError: the parameters are on several meshes, of several dtypes, or of one that is not floating point; or
-            only some ranks keep the parameters from the forward pass to the backward pass.
+        ValueError: the parameters are on several meshes, of several dtypes, of one that is not in FLOATING, encode
+            themselves, or are sharded anew after the forward pass, over fewer ranks.
     """
 
     def __init__(self, module: FSDPModule, name: str, names: dict[Tensor, str]) -> None:
@@ -199,7 +201,7 @@ class Gathered:
         if any(hasattr(p.sharded_param.to_local(), "fsdp_pre_all_gather") for p in members):
             raise ValueError(f"quantize: got module {name!r} whose parameters encode themselves, expected plain ones")
         dtypes = {groups[0].mp_policy.param_dtype or p.sharded_param.dtype for p in members}
-        if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+        if len(dtypes) > 1 or not dtypes.issubset(FLOATING):
             got = f"got module {name!r} with parameters of {sorted(map(str, dtypes))}"
             raise ValueError(f"quantize: {got}, expected float32, bfloat16 or float16; shard others apart")
         if groups and groups[0]._use_post_forward_mesh:

@@ -1,0 +1,38 @@
+"""The groups of ranks that a custom collective of FSDP2 runs in, connected when it first does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..averaging.session import Session
+from ..collectives.engine import Engine
+from ..methods.base.compressor import Compressor
+
+
+class Connections:
+    """The engines of groups. Each compares its ranks' methods once.
+
+    Args:
+        what: the collective, in errors.
+        named: parameters by name, if ranks are to compare them.
+    """
+
+    def __init__(self, compressor: Compressor, what: str, named: Mapping[str, Tensor] | None = None) -> None:
+        self._compressor, self._what, self._named = compressor, what, named or {}
+        self._sessions: dict[dist.ProcessGroup, Session] = {}
+
+    def engine(self, group: dist.ProcessGroup, device: torch.device) -> Engine:
+        """The engine of a group.
+
+        Raises:
+            RuntimeError: its ranks use different methods; in the first call.
+        """
+        if group not in self._sessions:
+            session = Session(self._compressor, self._what)
+            session.connect(session.torch_engine(group, device), self._named, "handshake")
+            self._sessions[group] = session
+        return self._sessions[group].engine
