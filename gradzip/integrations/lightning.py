@@ -19,7 +19,7 @@ from torch import nn
 
 from .. import outer
 from ..methods.base.compressor import Compressor
-from .shared import LocalTraining, average, check_compressor, ddp_model, merge, place, shard
+from .shared import LocalTraining, average, check_compressor, ddp_model, merge, of_traffic, place, shard
 
 try:
     from lightning.pytorch import Callback, callbacks
@@ -76,6 +76,9 @@ class Compression(_Callback):
 
     The compressor follows the `GradScaler` of precision "16-mixed". Gradient accumulation needs nothing.
 
+    A Trainer's loggers get ``gradzip/ratio``, uncompressed bytes for each byte that this rank has sent so far, and
+    ``gradzip/mb``, how many megabytes (10^6 bytes) these are.
+
     The states of all ranks are in the Trainer's checkpoints, and come back with `ckpt_path`. With a Fabric, save the
     callback beside the model: ``fabric.save(path, {"model": model, "compression": compression})``. A Fabric does not
     call it in `setup_module`: call ``fabric.call("on_after_setup", fabric=fabric, module=model)`` then.
@@ -97,6 +100,12 @@ class Compression(_Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Called by a Trainer when the strategy has wrapped the model."""
         self._start(trainer.strategy, trainer.strategy.model, pl_module, trainer.precision_plugin)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Called by a Trainer after each batch: log what was sent, when loggers are told of numbers."""
+        every = trainer.log_every_n_steps
+        if every and trainer.global_step % every == 0 and self._part is not self.compressor:
+            pl_module.log_dict(of_traffic(self.compressor.traffic))
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Called by a Fabric at the end of `setup`."""

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import ddp
+from ..collectives.traffic import Traffic
 from ..memory import checkpoint
 from ..memory.names import bare, innermost
 from ..methods.base.compressor import Compressor
@@ -99,6 +100,11 @@ def check_compressor(compressor: Any, what: str) -> None:
     """Raise TypeError for what is no compressor. what: the name of the user's function or class."""
     if not isinstance(compressor, Compressor):
         raise TypeError(f"{what}: got {compressor!r}, expected a compressor, as gradzip.TopK()")
+
+
+def of_traffic(traffic: Traffic) -> dict[str, float]:
+    """What adapters add to a library's logs, by tag."""
+    return {"gradzip/ratio": traffic.ratio, "gradzip/mb": traffic.bytes_sent / 1e6}
 
 
 def place() -> tuple[int, int]:

@@ -22,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..methods.base.compressor import Compressor
 from .accelerate import average, train_alone
-from .shared import RankFiles, check_compressor
+from .shared import RankFiles, check_compressor, of_traffic
 
 
 class _Callback(TrainerCallback):
@@ -58,6 +58,9 @@ class Compression(_Callback):
     training resumes with all residuals. On another number, DDP drops residuals with a warning, and FSDP2 refuses the
     checkpoint. Trials of a hyperparameter search save none.
 
+    The Trainer's logs of the loss also have ``gradzip/ratio``, uncompressed bytes for each byte that this rank has sent
+    so far, and ``gradzip/mb``, how many megabytes (10^6 bytes) these are.
+
     Args:
         compressor: the method.
         group: for FSDP2, the ranks that hold the same shard; by default all of them, with
@@ -83,6 +86,15 @@ class Compression(_Callback):
             self._part = average(trainer.accelerator, trainer.model_wrapped, self.compressor, self._group)
             self.state = None if self._part is self.compressor else self._part
             self._model = trainer.model_wrapped
+            handler = trainer.callback_handler  # what is logged is changed before others, as TensorBoard's, read it
+            handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        """Called with what the Trainer logs, which its history has already."""
+        if self.state is not None and "loss" in logs:
+            numbers = of_traffic(self.compressor.traffic)
+            logs.update(numbers)
+            state.log_history[-1].update(numbers)
 
 
 class LocalSteps(_Callback):

@@ -9,6 +9,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
@@ -82,11 +83,11 @@ def batches(epoch):
 
 
 def trainer(callback, epochs=1, **options):
-    options = {"strategy": "ddp", "enable_checkpointing": False} | options
+    options = {"strategy": "ddp", "enable_checkpointing": False, "logger": False} | options
     if callable(strategy := options["strategy"]):
         options["strategy"] = strategy()  # a strategy is for one Trainer
     return Trainer(
-        accelerator="cpu", devices=SIZE, max_epochs=epochs, callbacks=callback, logger=False,
+        accelerator="cpu", devices=SIZE, max_epochs=epochs, callbacks=callback,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=job.folder, **options,
     )  # fmt: skip
 
@@ -157,6 +158,28 @@ def plain():
     for spec in SPECS:
         compressor = gradzip.parse(spec)
         found[spec] = (fit(Compression(compressor), 2), compressor.traffic.bytes_sent), train_ddp(spec, epochs=2)
+    return found
+
+
+class Kept(DummyLogger):
+    """A logger that keeps what it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.metrics = []
+
+    def log_metrics(self, metrics, step=None):
+        self.metrics.append((step, dict(metrics)))
+
+
+@scenario
+def logged():
+    """What a logger is told every third of five steps, and every step; and what was sent."""
+    found = []
+    for every in (3, 1, 0):
+        logger, compression = Kept(), Compression(gradzip.parse(SPECS[0]))
+        fit(compression, logger=logger, log_every_n_steps=every)
+        found.append((logger.metrics, compression.compressor.traffic.ratio, compression.compressor.traffic.bytes_sent))
     return found
 
 

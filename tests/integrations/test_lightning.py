@@ -42,6 +42,15 @@ def test_gradients_are_accumulated(two):
     assert not equal(two["accumulated"][0][0], two["plain"][0]["acpsgd:rank=2"][0][0])
 
 
+def test_loggers_are_told_what_was_sent(two):
+    sparse, dense, none = two["logged"][0]
+    assert [step for step, _ in sparse[0]] == [2] and [step for step, _ in dense[0]] == list(range(5))
+    assert none[0] == []
+    last = dense[0][-1][1]
+    assert (last["gradzip/ratio"], last["gradzip/mb"]) == pytest.approx((dense[1], dense[2] / 1e6))
+    assert sparse[0][0][1]["gradzip/mb"] == dense[0][2][1]["gradzip/mb"]
+
+
 def test_compressor_follows_the_scaler_of_mixed_precision(two):
     for ours, theirs, follows, scale in two["scaled"]:
         assert follows and equal(ours, theirs)

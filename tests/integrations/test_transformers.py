@@ -56,6 +56,15 @@ def test_gradient_accumulation(results):
         assert not same(found["compression"][0], results["by_hand"][0]["compression"][0])
 
 
+def test_logs_say_what_was_sent(results):
+    for logs, ratio, nbytes in results["logs"]:
+        *steps, end = logs
+        assert len(steps) == STEPS and not any(tag.startswith("gradzip/") for tag in end)
+        sent = [log["gradzip/mb"] for log in steps]
+        assert sent == sorted(sent) and sent[0] > 0 and sent[-1] == nbytes / 1e6
+        assert steps[-1]["gradzip/ratio"] == ratio > 1
+
+
 def test_resumes_from_a_checkpoint_of_the_trainer(folder, results):
     for uninterrupted, resumed in zip(results["uninterrupted"], run(folder, 2, "resumed")["resumed"]):
         for kind, (steps, end, losses) in uninterrupted.items():

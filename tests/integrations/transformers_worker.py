@@ -38,6 +38,16 @@ class Record(TrainerCallback):
         self.after.append(values(model))
 
 
+class Report(TrainerCallback):
+    """Keeps what is logged, as a callback before Compression that sends it elsewhere."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        self.logs.append(dict(logs))
+
+
 def values(model):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -122,6 +132,15 @@ def accumulated(folder):
 
 def checkpoint(folder, kind):
     return str(folder / kind / f"checkpoint-{SAVED}")
+
+
+@scenario
+def logs(folder):
+    """What a reporter is told and what the Trainer keeps, with the callback; and bytes that its method has sent."""
+    report, compression = Report(), KINDS["compression"]()
+    train(folder / "logs", report, compression)
+    traffic = compression.compressor.traffic
+    return report.logs, traffic.ratio, traffic.bytes_sent
 
 
 @on_request
