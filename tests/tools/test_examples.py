@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -362,6 +363,17 @@ def test_muon_trains_in_jobs(text, tmp_path, launch):
     (run,) = runs_of(tmp_path, ["block-float:bits=4"], "--optimizer", "muon", *arguments, launch=launch)
     assert run["test_loss"] < math.log(256) - 1
     assert run["ratio"] > 5
+
+
+@pytest.mark.long
+def test_script_of_ddp_alone_learns_digits():
+    """Both matrices are compressed, in two collectives."""
+    job = torchrun(2, EXAMPLES / "train_ddp.py")
+    assert job.returncode == 0, job.stderr
+    lines = job.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"epoch {i}" for i in range(1, 6)]
+    accuracy, ratio = re.search(r"accuracy ([0-9.]+)%, ([0-9.]+) times", lines[-1]).groups()
+    assert float(accuracy) > 80 and 2 < float(ratio) < 4
 
 
 @pytest.mark.long
