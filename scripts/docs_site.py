@@ -17,7 +17,7 @@ PAGES = ["*.md", "docs/*.md", "docker/*.md", "recipes/**/*.md", "benchmarks/resu
 LINK = re.compile(r"\]\(([^)\s#]+)")
 CELL_BAR = re.compile(r"`[^`\n]*\\\|[^`\n]*`")
 EXAMPLE = re.compile(r"^( *)>>> .*(?:\n *\S.*)*", re.MULTILINE)
-STYLE = "docs/site.css"
+ADDED = ["docs/site.css", "docs/iframe-worker.js"]  # of mkdocs.yml
 # Options of mkdocstrings for one object: without its members, and without its name.
 ALONE = "\n    options: { members: false }"
 TEXT = "\n    options: { members: false, show_root_heading: false, show_root_toc_entry: false }"
@@ -46,7 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
     linked = {(page.parent / target).resolve() for page in pages for target in LINK.findall(page.read_text())}
     others = {path for path in linked if path.is_file() and path.is_relative_to(ROOT)} - set(pages)
-    for path in [*pages, *sorted(others), ROOT / STYLE]:
+    for path in [*pages, *sorted(others), *(ROOT / name for name in ADDED)]:
         source = path.relative_to(ROOT).as_posix()
         files.append(File(source, str(ROOT), config.site_dir, config.use_directory_urls))
     for name, text in reference().items():

@@ -61,6 +61,54 @@ def test_lists_code_and_tables_are_read_as_on_github(site):
     assert '<h2 id="nan-and-inf">' in usage, "anchors are those of GitHub"
 
 
+CHROMIUM = shutil.which("chromium")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: the Debian package of that name has it")
+# Chromium's own background requests are off; of those that remain, none is a page's.
+QUIET = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--virtual-time-budget=20000",
+]  # fmt: skip
+
+
+def read_by_chromium(page, folder, *options):
+    """A page as a browser shows it from its file, without a network: the HTML in the end, and the servers asked."""
+    log = folder / "requests.json"
+    offline = [f"--user-data-dir={folder / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND", f"--log-net-log={log}"]
+    done = commands.run(CHROMIUM, *QUIET, *offline, *options, "--dump-dom", page, timeout=120)
+    assert done.returncode == 0, done.stderr
+    requests = set(re.findall(r'"url":"(https?://[^"/]+)', log.read_text()))
+    return done.stdout, {host for host in requests if not re.search(r"(google|googleapis)\.com$", host)}
+
+
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True])
+def test_search_needs_no_server(site, tmp_path, dark):
+    """From files, with nothing from elsewhere: the search finds pages, in the colours of the system."""
+    page = f"{(site / 'index.html').as_uri()}?q=Hierarchical"
+    html, asked = read_by_chromium(page, tmp_path, f"--blink-settings=preferredColorScheme={int(not dark)}")
+    assert asked == set()
+    assert int(re.search(r'md-search-result__meta">(\d+) matching documents<', html)[1]) > 3
+    assert "<h1>Methods</h1>" in html and f'data-md-color-scheme="{"slate" if dark else "default"}"' in html
+
+
+@needs_chromium
+def test_pages_fit_a_phone(site, tmp_path):
+    """Tables and code scroll by themselves: no page is wider than 390 pixels."""
+    names = ["index", "docs/methods", "docs/benchmarks", "docs/accuracy", "docs/gpu", "api/ops"]
+    tell = (
+        "<script>addEventListener('load', () => parent.postMessage(document.documentElement.scrollWidth, '*'))</script>"
+    )
+    for name in names:
+        page = site / f"{name}.html"
+        page.with_suffix(".phone.html").write_text(page.read_text().replace("</body>", f"{tell}</body>"))
+    show = "addEventListener('message', ({data}) => document.body.append(` ${data}`))"
+    frames = "".join(f'<iframe width="390" height="844" src="{name}.phone.html"></iframe>' for name in names)
+    (site / "phones.html").write_text(f"<body><script>{show}</script>{frames}</body>")
+    html, _ = read_by_chromium((site / "phones.html").as_uri(), tmp_path)
+    widths = re.sub("<.*?>", "", html, flags=re.DOTALL).split()[-len(names) :]
+    assert len(widths) == len(names) and all(int(width) <= 390 for width in widths), widths
+
+
 def test_a_broken_link_is_an_error(site, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "golden", "*.so"))
