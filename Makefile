@@ -19,7 +19,7 @@ LAUNCH_fsdp := $(LAUNCH_ddp)
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=/path/to/python3]'
 	@echo
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-21s%s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z%-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-21s%s\n", $$1, $$2 }'
 
 .PHONY: bootstrap
 bootstrap: ## make .venv with PyTorch, Horovod, tools and gradzip (minutes, then a second)
@@ -60,29 +60,11 @@ stateful: bootstrap ## drive each front end by random actions for SECONDS (60); 
 load: bootstrap ## run 2000 steps of 200 parameters with each engine, check for leaks; ARGS go to pytest
 	@$(ENV) pytest tests/front_ends/test_load.py --long --load-steps 2000 --timeout 1800 $(ARGS)
 
-.PHONY: bench-kernels
-bench-kernels: bootstrap ## time the primitives, a copy and torch; ARGS go to benchmarks/kernels.py
-	@$(ENV) python -m benchmarks.kernels $(ARGS)
-
-.PHONY: bench-training
-bench-training: bootstrap ## time training steps on slow networks; ARGS go to benchmarks/training (--quick: 10 minutes)
-	@$(ENV) python -m benchmarks.training $(ARGS)
-
-.PHONY: bench-convergence
-bench-convergence: bootstrap ## train to the end with each method; ARGS go to benchmarks/convergence (--quick: 5 minutes)
-	@$(ENV) python -m benchmarks.convergence $(ARGS)
-
-.PHONY: bench-ring
-bench-ring: bootstrap ## time three compressed ring all-reduces; ARGS go to benchmarks/ring.py
-	@$(ENV) python -m benchmarks.ring $(ARGS)
-
-.PHONY: bench-papers
-bench-papers: bootstrap ## replay what the papers claim; ARGS go to benchmarks/papers (--data DIR: CIFAR-10)
-	@$(ENV) python -m benchmarks.papers $(ARGS)
+bench-%: bootstrap ## run a benchmark, as bench-kernels or bench-time-to-loss (docs/benchmarks.md); ARGS go to it: --help
+	@$(ENV) python -m benchmarks.$(subst -,_,$*) $(ARGS)
 
 .PHONY: bench-device
-bench-device: bootstrap ## count what methods queue on a GPU, without one; ARGS go to benchmarks/device_ops
-	@$(ENV) python -m benchmarks.device_ops $(ARGS)
+bench-device: bench-device-ops
 
 .PHONY: lint
 lint: bootstrap ## check style, types and formatting of Python, C++ and CUDA
