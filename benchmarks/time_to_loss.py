@@ -1,8 +1,8 @@
-"""Time to the target loss: the steps after which a study has reached it, times the measured time of a step.
+"""Time to a loss: the steps of a study, times the measured time of a step.
 
-Steps are those of benchmarks/convergence, where each method has its best learning rate. Times of a step are those of
-benchmarks/training, of as many ranks with the same batches. The target is what training without compression ends with,
-and the margin of the study. Scores are those of tests at the ends of epochs, and linear between them.
+Scores are those of benchmarks/convergence at the ends of epochs, where each method has its best learning rate. Times of a
+step are those of benchmarks/training, of as many ranks with the same batches. The target is what training without
+compression ends with, the mean of its seeds.
 """
 
 from __future__ import annotations
@@ -10,35 +10,34 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import gradzip
 from benchmarks.common.arguments import Parser
-from benchmarks.common.charts import MOST_SERIES, open_frame, pyplot, save
+from benchmarks.common.charts import OTHER_COLORS, open_frame, pyplot, save
 from benchmarks.common.local_steps import local_steps
-from benchmarks.common.palette import method_color
+from benchmarks.common.palette import METHOD_COLORS
 from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks
 from benchmarks.common.tables import markdown
 from benchmarks.convergence.recipes import compressor
 from benchmarks.convergence.report import NONE, Table
 from benchmarks.convergence.results import Results, Row
-from benchmarks.training.variants import bandwidth, compression, label
+from benchmarks.training.variants import bandwidth, label
 from gradzip.methods.spec import unparse
 
-PAGE, PICTURE = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "images" / "time-to-loss.png"
+PAGE, IMAGES = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "images"
 START = "<!-- tables of time to loss: python -m benchmarks.time_to_loss --write -->\n\n"
 RATES = ("50mbit", "100mbit", "1gbit", "none")
-STOCK = {  # the method of a study: variants of others that train alike
-    NONE: ("ddp", "ddp-fp16"),
-    "powersgd:rank=4": ("ddp-powersgd",),
-}
+STOCK = ("ddp", "ddp-fp16")  # variants that train as no compression does
+FOUR_BITS = "20%=block-float(bits=4,rounding=nearest)"
+UNCOMPRESSED = tuple(f"local(every={every}):phases:0=qsgd,20%=none" for every in (10, 30))
 
 EXAMPLES = f"""\
 examples:
   python -m benchmarks.time_to_loss              the tables
-  python -m benchmarks.time_to_loss --write      the tables and the picture of docs/benchmarks.md
+  python -m benchmarks.time_to_loss --write      the tables and the pictures of docs/benchmarks.md
   python -m benchmarks.time_to_loss --commands   what measures the steps:
 
     sudo python -m benchmarks.training VARIANT... --model MODEL --ranks 4 --batch-size N \\
@@ -48,24 +47,94 @@ examples:
 
 @dataclass(frozen=True)
 class Study:
-    """A recipe in a file of results of benchmarks/convergence."""
+    """A recipe in a file of results of benchmarks/convergence.
+
+    Args:
+        others: methods that another file has, of the same recipe.
+    """
 
     file: str
     recipe: str
     title: str
+    others: tuple[str, ...] = ()
+    file_of_others: str = ""
 
     def table(self) -> Table:
-        results = Results({}, RESULTS / self.file)
-        results.resume()
-        return Table(results, self.recipe)
+        return _table(self.file, self.recipe)
+
+    def rows(self) -> list[Row]:
+        """The methods, also those of the other file."""
+        others = _table(self.file_of_others, self.recipe).rows if self.others else []
+        return [*self.table().rows, *(row for row in others if row.method in self.others)]
+
+
+def _table(file: str, recipe: str) -> Table:
+    results = Results({}, RESULTS / file)
+    results.resume()
+    return Table(results, recipe)
 
 
 STUDIES = (
     Study("convergence_text.json", "text", "charlm-small, AdamW, 735 steps"),
-    Study("convergence_outer.json", "text-outer", "charlm-small, AdamW, 2940 steps"),
+    Study(
+        "convergence_outer_more.json", "text-outer", "charlm-small, AdamW, 2940 steps",
+        (*UNCOMPRESSED, "local(every=10):phases:0=qsgd,5%=block-float(bits=4,rounding=nearest)"),
+        "convergence_outer.json",
+    ),
     Study("convergence_charlm.json", "text", "charlm, AdamW, 980 steps"),
     Study("convergence_resnet20.json", "images", "ResNet-20, SGD, 3120 steps"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """How a picture shows a contender."""
+
+    spec: str
+    label: str
+    color: str
+    marker: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The scores of a study by time, on a network.
+
+    Args:
+        scores: the range that is shown.
+    """
+
+    study: str
+    rate: str
+    scores: tuple[float, float]
+    lines: tuple[Line, ...]
+
+
+DDP = (
+    Line("ddp", "every step: fp32", METHOD_COLORS["none"], "o"),
+    Line("ddp-fp16", "every step: torch's fp16 hook", METHOD_COLORS["fp16"], "s"),
 )
+PICTURES = {
+    "time-to-loss.png": Picture(
+        "convergence_outer_more.json", "50mbit", (2.19, 2.6),
+        (
+            *DDP,
+            Line(UNCOMPRESSED[0], "every 10 steps: fp32", OTHER_COLORS[1], "v"),
+            Line(f"local(every=10):phases:0=qsgd,{FOUR_BITS}", "every 10 steps: 4 bits", OTHER_COLORS[2], "^"),
+            Line(f"local(every=30):phases:0=qsgd,{FOUR_BITS}", "every 30 steps: 4 bits", METHOD_COLORS["acpsgd"], "D"),
+        ),
+    ),
+    "time-to-loss-charlm.png": Picture(
+        "convergence_charlm.json", "100mbit", (2.2, 3.0),
+        (
+            *DDP,
+            Line(
+                "phases:0=qsgd,160=block-float(bits=4,rounding=nearest),200=momentum(inner=signsgd(majority=False))",
+                "every step: compressed momenta", METHOD_COLORS["momentum"], "D",
+            ),
+        ),
+    ),
+}  # fmt: skip
 
 
 @dataclass
@@ -75,28 +144,28 @@ class Contender:
     Args:
         spec: a method of the study, or a stock variant that trains alike.
         parts: the variants of benchmarks/training that it consists of, each with its number of steps.
-        score: at the end.
+        row: its scores.
         steps: until the target is reached; None: it is not.
     """
 
     spec: str
     parts: list[tuple[str, int]]
-    score: float | None
+    row: Row = field(repr=False)
     steps: int | None
 
     @property
     def name(self) -> str:
         """For people."""
-        return label(self.spec) if any(self.spec in variants for variants in STOCK.values()) else f"`{self.spec}`"
+        return label(self.spec) if self.spec in STOCK else f"`{self.spec}`"
 
-    def seconds(self, ms: dict[str, float]) -> float | None:
-        """Until the target is reached, with these times of a step by variant; None if one is unknown."""
-        if self.steps is None or any(variant not in ms for variant, _ in self.parts):
+    def seconds(self, ms: dict[str, float], steps: float) -> float | None:
+        """Of the first steps, with these times of a step by variant; None if one is unknown."""
+        if any(variant not in ms for variant, _ in self.parts):
             return None
-        total, left = 0.0, self.steps
+        total = 0.0
         for variant, count in self.parts:
-            total += ms[variant] * min(count, left) / 1e3
-            left -= min(count, left)
+            total += ms[variant] * min(count, steps) / 1e3
+            steps -= min(count, steps)
         return total
 
 
@@ -120,22 +189,19 @@ def parts(method: str, steps: int) -> list[tuple[str, int]]:
     return found
 
 
-def contenders(table: Table) -> Iterator[Contender]:
+def contenders(study: Study) -> Iterator[Contender]:
     """All methods of a study, and stock ones that train alike."""
-    settings = table.settings
+    table = study.table()
+    settings, goal = table.settings, table.baseline
     total = settings["epochs"] * settings["steps"]
-
-    assert table.goal is not None  # there is a run without compression
-
-    def made(row: Row, spec: str, of: list[tuple[str, int]]) -> Contender:
-        epochs = None if row.score is None else epochs_to(table.goal, row.curve, settings["lower_is_better"])
-        return Contender(spec, of, row.score, None if epochs is None else round(epochs * settings["steps"]))
-
-    for row in table.rows:
-        for variant in STOCK.get(row.method, ()):
-            yield made(row, variant, [(variant, total)])
-        if row.method != NONE:
-            yield made(row, row.method, parts(row.method, total))
+    assert goal is not None  # there is a run without compression
+    for row in study.rows():
+        epochs = None if row.score is None else epochs_to(goal, row.curve, settings["lower_is_better"])
+        steps = None if epochs is None else round(epochs * settings["steps"])
+        if row.method == NONE:
+            yield from (Contender(variant, [(variant, total)], row, steps) for variant in STOCK)
+        else:
+            yield Contender(row.method, parts(row.method, total), row, steps)
 
 
 def epochs_to(goal: float, curve: list[float], lower_is_better: bool) -> float | None:
@@ -148,13 +214,25 @@ def epochs_to(goal: float, curve: list[float], lower_is_better: bool) -> float |
 
 
 def step_times(network: str, workers: int) -> dict[str, dict[str, float]]:
-    """Measured milliseconds of a step by rate and variant, of as many ranks. Empty without measurements."""
+    """Milliseconds of a step by rate and variant, of as many ranks. Empty without measurements.
+
+    Those of uncompressed local steps that were not measured are computed: the step without communication, and of each
+    `every` steps once what averages of the gradients add to it.
+    """
     path = RESULTS / f"training_time_{network}.json"
     found: dict[str, dict[str, float]] = {rate: {} for rate in RATES}
     for row in json.loads(path.read_text())["rows"] if path.exists() else []:
         if row["ranks"] == workers and "ms" in row:
             found[row["rate"]][row["variant"]] = row["ms"]
+    for ms in found.values():
+        for every in (10, 30) if {"compute", "ddp"} <= ms.keys() else ():
+            ms.setdefault(f"local(every={every}):{NONE}", uncompressed(ms, every))
     return found
+
+
+def uncompressed(ms: dict[str, float], every: int) -> float:
+    """Milliseconds of a local step, with an uncompressed exchange after each `every` steps."""
+    return ms["compute"] + (ms["ddp"] - ms["compute"]) / every
 
 
 def tables() -> Iterator[str]:
@@ -162,31 +240,25 @@ def tables() -> Iterator[str]:
     for study in measured():
         table = study.table()
         settings = table.settings
+        total = settings["epochs"] * settings["steps"]
         times = step_times(settings["network"], settings["workers"])
-        yield (
-            f"**{study.title}**: seconds to {table.shown(table.goal)} {settings['measure']} "
-            f"({settings['workers']} ranks; times as fast as with the fp16 hook)"
-        )
+        everyone = list(contenders(study))
+        fp16 = next(one for one in everyone if one.spec == "ddp-fp16")
+        yield f"**{study.title}**: seconds of the whole run (times as fast as with the fp16 hook), {settings['workers']} ranks"
         yield ""
-        everyone = list(contenders(table))
-        fp16 = next(one for one in everyone if one.parts[0][0] == "ddp-fp16")
-
-        header = ["", settings["measure"], "steps", *map(bandwidth, RATES)]
+        header = ["", settings["measure"], "seeds", f"steps to {table.shown(table.baseline)}", *map(bandwidth, RATES)]
         shown = [
-            [one.name, table.shown(one.score), f"{one.steps}", *cells]
+            [one.name, table.final(one.row), f"{len(one.row.records)}", f"{one.steps or 'never'}", *cells]
             for one in everyone
-            if any(cells := [cell(one, fp16, times[rate]) for rate in RATES])
+            if any(cells := [cell(one, fp16, times[rate], total) for rate in RATES])
         ]
         yield from markdown(header, shown)
         yield ""
-        if never := [one.name for one in everyone if one.steps is None]:
-            yield f"Not reached: {', '.join(never)}."
-            yield ""
 
 
-def cell(one: Contender, fp16: Contender, times: dict[str, float]) -> str:
-    """Seconds to the target, and how many times as fast that is as the fp16 hook; empty if unknown or not reached."""
-    mine, base = one.seconds(times), fp16.seconds(times)
+def cell(one: Contender, fp16: Contender, times: dict[str, float], steps: int) -> str:
+    """Seconds of so many steps, and how many times as fast that is as the fp16 hook; empty if unknown."""
+    mine, base = one.seconds(times, steps), fp16.seconds(times, steps)
     return "" if mine is None or base is None else f"{mine:.0f} ({base / mine:.2f})"
 
 
@@ -202,51 +274,35 @@ def measured() -> list[Study]:
     return [study for study in STUDIES if has_times(study)]
 
 
-def draw(path: Path) -> None:
-    """Draw the time to the target against the bandwidth: stock DDP, and those that are fastest at 100 Mb/s.
-
-    Studies in which no other method reaches the target are left out.
-    """
-    studies = [
-        study
-        for study in measured()
-        if any(one.steps for one in contenders(study.table()) if one.parts[0][0] not in STOCK[NONE])
-    ]
-    if not studies:
-        return
+def draw(picture: Picture, path: Path) -> None:
+    """Draw scores by time, a line for each contender, with a band of its seeds. Made to be read on a phone."""
+    study = next(study for study in STUDIES if study.file == picture.study)
+    table, everyone = study.table(), {one.spec: one for one in contenders(study)}
+    settings, ms = table.settings, step_times(table.settings["network"], table.settings["workers"])[picture.rate]
     plt = pyplot()
-    figure, axes = plt.subplots(1, len(studies), figsize=(5 * len(studies), 4.6), squeeze=False, layout="constrained")
-    for axis, study in zip(axes[0], studies):
-        table = study.table()
-        times = step_times(table.settings["network"], table.settings["workers"])
-        reach = [one for one in contenders(table) if one.seconds(times["100mbit"]) is not None]
-        reach.sort(key=lambda one: one.seconds(times["100mbit"]) or 0)
-        stock = [one for one in reach if one.parts[0][0] in STOCK[NONE]]
-        for one in [*stock, *[one for one in reach if one not in stock][: MOST_SERIES - len(stock)]]:
-            seconds = [one.seconds(times[rate]) for rate in RATES]
-            last, _ = one.parts[-1]
-            line = "s--" if last.startswith("local") else "o-"
-            color = method_color(compression(last) or local_steps(last)[1])
-            axis.plot(range(len(RATES)), seconds, line, color=color, label=short(one))
-        axis.set(title=study.title, xlabel="network of each rank", ylim=(0, None))
-        axis.set_ylabel(f"seconds to {table.shown(table.goal)} {table.settings['measure']}")
-        axis.set_xticks(range(len(RATES)), [bandwidth(rate).replace("unshaped loopback", "unshaped") for rate in RATES])
-        axis.legend(fontsize=8, loc="upper right")
+    with plt.rc_context({"font.size": 13}):
+        figure, axis = plt.subplots(figsize=(5.4, 5.6), layout="constrained")
+        for line in picture.lines:
+            one = everyone[line.spec]
+            seconds = [one.seconds(ms, settings["steps"] * (epoch + 1)) for epoch in range(len(one.row.curve))]
+            of_seeds = list(zip(*(record.scores for record in one.row.records)))
+            axis.fill_between(
+                seconds, list(map(min, of_seeds)), list(map(max, of_seeds)), color=line.color, alpha=0.25, linewidth=0
+            )
+            axis.plot(seconds, one.row.curve, color=line.color, marker=line.marker, markersize=6, label=line.label)
+        finals = [record.scores[-1] for record in everyone["ddp"].row.records]
+        axis.axhspan(min(finals), max(finals), color="0.6", alpha=0.4, linewidth=0)
+        axis.axhline(
+            table.baseline, color="0.3", linestyle="--", linewidth=1, label=f"end of fp32: {table.shown(table.baseline)}"
+        )
+        axis.set(xlim=(0, None), ylim=picture.scores, ylabel=settings["measure"])
+        axis.set_xlabel(f"seconds, {settings['workers']} ranks at {bandwidth(picture.rate)} each")
+        axis.set_title(study.title, fontsize=13)
+        axis.legend(fontsize=11.5, loc="upper right")
         axis.grid(alpha=0.3)
         open_frame(axis)
-    figure.suptitle("Time to the same loss: compression pays where the network is slow (4 ranks on two cores)")
-    save(figure, path)
-    plt.close(figure)
-
-
-def short(one: Contender) -> str:
-    """Name a contender in the picture: the methods of its parts."""
-    variants = [variant for variant, _ in one.parts]
-    if len(variants) == 1 and variants[0] in STOCK[NONE]:
-        return label(variants[0]).replace("`", "")
-    methods = [(compression(variant) or local_steps(variant)[1]).partition(":")[0] for variant in variants]
-    local, _ = local_steps(variants[-1])
-    return ", then ".join(methods) + (f" every {local.every} steps" if local else "")
+        save(figure, path, dpi=144)
+        plt.close(figure)
 
 
 def commands() -> Iterator[str]:
@@ -256,7 +312,7 @@ def commands() -> Iterator[str]:
         if (RESULTS / study.file).exists():
             table = study.table()
             _, variants = of_network.setdefault(table.settings["network"], (table.settings, {}))
-            variants.update(dict.fromkeys(variant for one in contenders(table) for variant, _ in one.parts))
+            variants.update(dict.fromkeys(variant for one in contenders(study) for variant, _ in one.parts))
     rates = " ".join(f"--rate {rate}" for rate in RATES)
     for network, (settings, variants) in of_network.items():
         quoted = " ".join(f"'{variant}'" for variant in ["compute", *variants])
@@ -273,7 +329,7 @@ def blocks() -> Blocks:
 
 def main() -> None:
     parser = Parser("time_to_loss", __doc__, EXAMPLES)
-    parser.add_argument("--write", action="store_true", help="write the tables and the picture of docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="write the tables and the pictures of docs/benchmarks.md")
     parser.add_argument("--commands", action="store_true", help="print the commands that measure the steps")
     args = parser.parse_args()
     if args.commands:
@@ -285,7 +341,8 @@ def main() -> None:
             replace_blocks(blocks())
         except ResultsError as error:
             parser.error(str(error))
-        draw(PICTURE)
+        for name, picture in PICTURES.items():
+            draw(picture, IMAGES / name)
 
 
 if __name__ == "__main__":

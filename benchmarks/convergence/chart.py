@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.common.charts import MOST_SERIES, open_frame, pyplot, save
 from benchmarks.common.palette import method_color
+from benchmarks.convergence import wire
 from benchmarks.convergence.results import Results, Row, rows
 
 STYLES = (("-", "o"), ("--", "s"), (":", "^"))  # of the variants of a method
@@ -110,31 +111,42 @@ def draw(results: Results, path: Path, picture: Picture | None = None) -> bool:
     for (curves, ends), (name, found) in zip(axes, of_recipe.items()):
         by_method = {row.method: row for row in found}
         shown = [by_method[method] for method in picture.methods[name] if method in by_method]
-        _draw_recipe(curves, ends, results.recipes[name], shown)
+        _draw_recipe(curves, ends, results.recipes[name], shown, sent_bytes(results, name, shown))
         curves.set_title(f"{name}: {results.recipes[name]['network']} on {results.recipes[name]['data']}", fontsize=10)
     save(figure, path)
     plt.close(figure)
     return True
 
 
-def _draw_recipe(curves: Any, ends: Any, settings: Mapping[str, Any], shown: Sequence[Row]) -> None:
+def sent_bytes(results: Results, recipe: str, shown: Sequence[Row]) -> tuple[str, list[float]]:
+    """What is sent in a run, with a title: on the wire where that was counted, else what is handed to collectives."""
+    ranks = wire.RANKS[0]
+    known = [wire.stored().get((results.path.name, recipe, row.method)) for row in shown]
+    if all(known):
+        return f"sent by each of {ranks} ranks in a step, kB", [of["wire_bytes"][str(ranks)] for of in known if of]
+    return "handed to collectives by a rank in a step, kB", [row.payload_bytes[-1] for row in shown]
+
+
+def _draw_recipe(
+    curves: Any, ends: Any, settings: Mapping[str, Any], shown: Sequence[Row], sent: tuple[str, list[float]]
+) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     styles: dict[str, itertools.cycle[tuple[str, str]]] = {}  # by color: a variant takes the next one
-    for row in shown:
+    for row, nbytes in zip(shown, sent[1]):
         color = method_color(row.method)
         line, marker = next(styles.setdefault(color, itertools.cycle(STYLES)))
         label = _lines(row.method if row.score is not None else f"{row.method} (diverged)")
         epochs = range(1, len(row.curve) + 1)
         curves.plot(epochs, row.curve, line, color=color, marker=marker, markersize=4, linewidth=1.3, label=label)
         if row.score is not None:
-            kilobytes = row.payload_bytes[-1] / (len(row.curve) * settings["steps"]) / 1e3
+            kilobytes = nbytes / (len(row.curve) * settings["steps"]) / 1e3
             finals = [record.scores[-1] for record in row.records]
             ends.plot([kilobytes] * len(finals), finals, color=color, linewidth=1)
             ends.plot(kilobytes, row.score, marker, color=color)
     curves.set(xlabel="epoch", ylabel=settings["measure"])
     curves.xaxis.get_major_locator().set_params(integer=True)
-    ends.set(xlabel="payload of a rank and step, kB", ylabel=settings["measure"], xscale="log")
+    ends.set(xlabel=sent[0], ylabel=settings["measure"], xscale="log")
     ends.set_title("at the end, against what is sent", fontsize=10)
     ends.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ends.xaxis.set_major_formatter("{x:g}")

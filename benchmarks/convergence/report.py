@@ -18,9 +18,10 @@ from typing import Any
 from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks, write_whole
 from benchmarks.common.tables import markdown
-from benchmarks.convergence import chart
+from benchmarks.convergence import chart, wire
 from benchmarks.convergence.results import Results, Row, rows
 from benchmarks.training.variants import bandwidth, compression
+from gradzip.collectives.cost import sent_share
 from models import MODELS
 
 STEPS = RESULTS / "training_studies.json"  # times of steps of the networks of studies, with their own optimizers
@@ -137,6 +138,7 @@ CHOSEN: dict[tuple[Path, str], list[Line | RealLine]] = {
         ),
     ],
 }  # fmt: skip
+FEWER = [f"times fewer bytes, {ranks} ranks" for ranks in wire.RANKS]  # on the wire
 COLUMNS = {
     (README, "recommendations"): "optimizer | method",
     (PAGE, "the recipe"): "what",
@@ -223,10 +225,30 @@ class Table:
         spread = row.score is not None and len(finals) > 1
         return self.shown(row.score) + (f" ({self.shown(finals[0])}–{self.shown(finals[-1])})" if spread else "")
 
-    def fewer(self, row: Row, since: int = 0) -> float:
-        """Bytes of float32 gradients for each byte of payload, in the epochs since one."""
-        sent, epochs = [0.0, *row.payload_bytes], len(row.payload_bytes)
-        return 4 * row.records[0].parameters * self.settings["steps"] * (epochs - since) / (sent[-1] - sent[since])
+    def dense(self, row: Row) -> int:
+        """Bytes of the float32 gradients of all steps."""
+        return 4 * row.records[0].parameters * self.settings["steps"] * len(row.payload_bytes)
+
+    def fewer(self, row: Row) -> float:
+        """Bytes of float32 gradients for each byte handed to collectives."""
+        return self.dense(row) / row.payload_bytes[-1]
+
+    def fewer_on_the_wire(self, row: Row) -> list[str]:
+        """Bytes that all-reduces of float32 gradients send for each byte sent, by number of ranks. Empty for one worker.
+
+        QSGD sends more on a GPU.
+        """
+        found = wire.stored().get((self.results.path.name, self.recipe, row.method))
+        if found is None:
+            return [""] * len(wire.RANKS)
+
+        def times(ranks: int, key: str) -> str:
+            return figure(sent_share("all_reduce", ranks) * self.dense(row) / found[key][str(ranks)])
+
+        return [
+            times(ranks, "wire_bytes") + (f"; GPU {times(ranks, 'on_a_gpu')}" if found["on_a_gpu"] else "")
+            for ranks in wire.RANKS
+        ]
 
     def cells(self, row: Row) -> Iterator[str]:
         yield f"`{row.method}`"
@@ -312,16 +334,13 @@ def in_short(name: str, recipe: str) -> Iterator[str]:
         + f" (`{table.results.path.name}`):"
     )
     yield ""
-    ends = any(row.method.startswith(("momentum", "phases", "local")) for row in table.rows)
     rest = [settings["measure"]]
     rest += [f"− `{NONE}`, {'%' if settings['lower_is_better'] else 'points'}"] * (table.baseline is not None)
-    header = ["method", "times fewer bytes", *["last epoch"] * ends, *rest, *["rate"] * (len(lrs) > 1)]
+    header = ["method", *FEWER, *rest, *["rate"] * (len(lrs) > 1)]
     lines = []
     for row in table.rows:
         assert row.score is not None
-        line = [f"`{row.method}`", figure(table.fewer(row))]
-        line += [figure(table.fewer(row, len(row.payload_bytes) - 1))] * ends
-        line += [table.final(row)]
+        line = [f"`{row.method}`", *table.fewer_on_the_wire(row), table.final(row)]
         if table.baseline is not None:
             line += ["" if row.method == NONE else difference(row.score, table.baseline, settings)]
         line += [f"{row.lr:g}, {place(row.lr, lrs)}"] * (len(lrs) > 1)
@@ -354,12 +373,12 @@ def of_single_runs(columns: str, lines: list[Line | RealLine]) -> Iterator[str]:
             without = fmean(of_seeds[seed].scores[-1] for seed in seeds)
         unit, change = ("", " %") if table.settings["lower_is_better"] else (" %", " points")
         cells.append([
-            *line.title.split(" | "), figure(table.fewer(row)), table.shown(score) + unit, table.shown(without) + unit,
-            difference(score, without, table.settings) + change, str(len(seeds)),
+            *line.title.split(" | "), *table.fewer_on_the_wire(row), table.shown(score) + unit,
+            table.shown(without) + unit, difference(score, without, table.settings) + change, str(len(seeds)),
             f"{place(row.lr, table.lrs)} of {tried}" if tried > 1 else "only one",
         ])  # fmt: skip
     titles = columns.split(" | ")
-    header = [*titles, "times fewer bytes", "score", "without", "difference", "seeds", "best rate"]
+    header = [*titles, *FEWER, "score", "without", "difference", "seeds", "best rate"]
     yield from markdown(header, cells, len(titles))
 
 

@@ -6,6 +6,7 @@ ICDCS 2023.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 import gradzip
-from benchmarks.papers.accuracy import CONDITIONS, behind, points
+from benchmarks.common.results import RESULTS
+from benchmarks.papers.accuracy import CONDITIONS, LONG, LONGER, behind, points
 from benchmarks.papers.capture import STAGES, Captured
 from benchmarks.papers.fft import vector_of
 from benchmarks.papers.results import Row, Study, percent
@@ -28,7 +30,8 @@ MIB = 1 << 20
 BUFFER = 25 * MIB  # of PyTorch DDP
 APPROXIMATED = STAGES[1:]  # larger ranks do not compress the first stage
 RANK, RANKS = 4, (1, 2, 4, 8, 16)
-STEPS = 100
+SERIES = 100  # steps
+STEPS = RESULTS / "training_cpu.json"
 
 
 class Network(NamedTuple):
@@ -51,13 +54,14 @@ TABLE_1 = {
 def study(captured: Mapping[str, Captured]) -> Study:
     picture: dict[str, Any] = {}
     snapshots = captured["resnet20"].snapshots
-    series = {name: captured["resnet20"].series[name][:STEPS] for name in APPROXIMATED}
+    series = {name: captured["resnet20"].series[name][:SERIES] for name in APPROXIMATED}
     rows = [
         *table_1(),
         *other_ratios(vector_of(snapshots[max(snapshots)])),
         *buffers(),
         *small_tensors(picture),
         *approximation(series, picture),
+        *training(),
     ]
     return Study(rows, picture)
 
@@ -117,12 +121,11 @@ def table_1() -> Iterator[Row]:
         yield Row(
             f"{network.title}: parameters, and ratio of Power-SGD with rank {network.rank}", "table I",
             f"{network.parameters} M, {network.ratio:g} ×", f"{parameters:.1f} M, {ratio:.1f} ×",
-            abs(parameters - network.parameters) < 0.1 and abs(ratio / network.ratio - 1) < 0.05,
-            "computed from the shapes; hit if the ratio agrees to 5 %",
+            None, "computed from the shapes",
         )  # fmt: skip
     ratio = acpsgd_ratio(shapes_of("bert-large"), 256)
     yield Row(
-        "BERT-Large: ratio of ACP-SGD with rank 256", "§V-E", "5.4 ×", f"{ratio:.1f} ×", abs(ratio / 5.4 - 1) < 0.05,
+        "BERT-Large: ratio of ACP-SGD with rank 256", "§V-E", "5.4 ×", f"{ratio:.1f} ×", None,
         "twice Power-SGD's, because a step sends one factor",
     )  # fmt: skip
 
@@ -135,7 +138,7 @@ def other_ratios(vector: Tensor) -> Iterator[Row]:
         ratio = 4 * vector.numel() / gradzip.roundtrip(method, vector)[1]
         of = f"payload of {vector.numel() / 1e6:.2f} M gradients, with header"
         remark = f"{of}; {remark}" if remark else of
-        yield Row(f"Ratio of {name}", "table I", f"{paper} ×", f"{ratio:.1f} ×", ratio >= 0.99 * paper, remark)
+        yield Row(f"Ratio of {name}", "table I", f"{paper} ×", f"{ratio:.1f} ×", None, remark)
 
 
 def buffers() -> Iterator[Row]:
@@ -146,13 +149,12 @@ def buffers() -> Iterator[Row]:
     yield Row(
         "ResNet-50, rank 4: size and compression rate of P and of Q", "§IV-B", "0.63 MB, 0.64 %; 1.04 MB, 1.07 %",
         "; ".join(f"{sum(of) / MIB:.2f} MB, {percent(rate, 2)}" for of, rate in zip((p, q), rates)),
-        all(abs(sum(of) / MIB / paper - 1) < 0.01 for of, paper in ((p, 0.63), (q, 1.04))),
-        "biases and norms included; MB of 2^20 bytes",
+        None, "biases and norms included; MB of 2^20 bytes",
     )  # fmt: skip
     numbers = [num_buffers(of, BUFFER * rate) for of, rate in zip((whole, p, q), (1.0, *rates))]
     yield Row(
         "ResNet-50: scaled by these rates, 25 MB make as many buffers of P and Q as of gradients", "§IV-B", "4, 4, 4",
-        ", ".join(map(str, numbers)), numbers == [4, 4, 4], "gradients, P, Q; filled as DDP fills them",
+        ", ".join(map(str, numbers)), None, "gradients, P, Q; filled as DDP fills them",
     )  # fmt: skip
 
 
@@ -165,11 +167,10 @@ def small_tensors(picture: dict[str, Any]) -> Iterator[Row]:
         numels |= {name: sent(shapes, network.rank, factor) for factor, name in enumerate("PQ")}
         picture["tensors"][network.title] = {name: sorted(of) for name, of in numels.items()}
         small = {name: sum(n < limit for n in of) / len(of) for name, of in numels.items()}
-        gains = [small[name] - small["M"] for name in "PQ"]
         yield Row(
             f"{network.title}: more tensors have less than {limit:.0e} elements".replace("e+0", "e"), "fig. 5",
             "30 % more", ", ".join(f"{percent(small[name])} of {name}" for name in numels),
-            all(0.2 <= gain <= 0.4 for gain in gains), "hit if 20 to 40 points more",
+            None, "computed from the shapes",
         )  # fmt: skip
 
 
@@ -214,6 +215,27 @@ def best_error(series: Mapping[str, Tensor], rank: int) -> float:
         energies = torch.linalg.svdvals(gradients[len(gradients) // 2 :].flatten(2).double()).square()
         lost, whole = lost + energies[:, rank:].sum().item(), whole + energies.sum().item()
     return math.sqrt(lost / whole)
+
+
+def training() -> Iterator[Row]:
+    """Figure 6 and table III, of ends of training and times of steps that other benchmarks have measured."""
+    yield Row(
+        "It ends as accurate as S-SGD and Power-SGD", "fig. 6", "very close: 94.1 %, 94.6 %",
+        f"{points('acpsgd', LONG)} points; Power-SGD {points('powersgd', LONG)}", behind("acpsgd", LONG) <= 0.5,
+        f"{LONGER}; VGG-16 and ResNet-18 after 300 epochs in the paper; hit if within half a point",
+    )  # fmt: skip
+    ms: dict[str, dict[str, float]] = {}
+    for row in json.loads(STEPS.read_text())["rows"]:
+        if (row["rate"], row["ranks"]) == ("1gbit", 2) and "ms" in row:
+            ms.setdefault(row["model"], {})[row["variant"]] = row["ms"]
+    times = [(of["ddp:acpsgd"], of["ddp"], of["ddp-powersgd"]) for of in ms.values()]
+    yield Row(
+        "Its steps are faster than those of S-SGD and of torch's Power-SGD", "table III",
+        "4.06 × and 1.51 ×", "; ".join(f"{sgd / acp:.2f} × and {power / acp:.2f} ×" for acp, sgd, power in times),
+        all(1.1 * acp < min(sgd, power) for acp, sgd, power in times),
+        f"{', '.join(ms)}: two CPU ranks at 1 Gb/s, one round (`{STEPS.name}`); the paper's are 32 GPUs at 10 Gb/s; hit if "
+        "all by a tenth",
+    )  # fmt: skip
 
 
 def approximation(series: Mapping[str, Tensor], picture: dict[str, Any]) -> Iterator[Row]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import gradzip
 from benchmarks.common.gradients import counts
+from benchmarks.papers.accuracy import CONDITIONS, behind, fewer, points
 from benchmarks.papers.capture import Captured
 from benchmarks.papers.fft import LAYER, energy
 from benchmarks.papers.results import Row, Study, percent
@@ -50,8 +51,21 @@ def study(captured: Mapping[str, Captured]) -> Study:
     last = snapshots[max(snapshots)]
     layers = {title: last[name] for name, title in LAYERS.items()}
     picture: dict[str, Any] = {}
-    rows = [*spectra(snapshots, picture), *theorem_6(snapshots), *theorem_5(layers), *variances(layers, picture)]
+    rows = [*spectra(snapshots, picture), *theorem_6(snapshots), *theorem_5(layers), *variances(layers, picture), ends()]
     return Study(rows, picture)
+
+
+def ends() -> Row:
+    """Tables 3 and 4, of accuracies at the end of training."""
+    methods = {"ATOMO": "atomo", "QSGD": "qsgd", "TernGrad": "terngrad"}
+    return Row(
+        "It reaches an accuracy sooner than QSGD and TernGrad", "tables 3, 4", "up to 2 × and 3 ×",
+        "; ".join(f"{name} {points(method)} points, {fewer(method):.3g} × fewer bytes" for name, method in methods.items()),
+        all(
+            behind("atomo") < behind(method) or fewer("atomo") > fewer(method) for method in ("qsgd", "terngrad")
+        ),
+        f"{CONDITIONS}, budget 3, 4 bits; the paper tunes each step size, on 16 nodes; hit if it ends higher or sends less",
+    )  # fmt: skip
 
 
 def singular_values(x: Tensor) -> Tensor:
@@ -117,8 +131,8 @@ def theorem_5(layers: Mapping[str, Tensor]) -> Iterator[Row]:
         worst = max(abs(quotient - 1) / deviation for quotient, deviation in zip(quotients, deviations))
         yield Row(
             f"Theorem 5: the energy of {name}'s gradients is ‖g‖₁ ‖g‖_q", "§4, thm. 5", "1 ×",
-            " ".join(f"{quotient:.3f}" for quotient in quotients) + " ×", worst <= 3,
-            f"mean of {DRAWS} draws, three layers; at most {worst:.1f} standard errors from 1, hit if 3",
+            " ".join(f"{quotient:.3f}" for quotient in quotients) + " ×", None,
+            f"a theorem; mean of {DRAWS} draws, three layers; at most {worst:.1f} standard errors from 1",
         )  # fmt: skip
 
 

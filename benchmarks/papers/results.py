@@ -23,7 +23,7 @@ class Row:
         source: the section or figure with the claim.
         paper: its figure there.
         ours: the same here.
-        hit: whether ours bears the claim out; None if the paper makes none, or if ours could not be otherwise.
+        hit: whether ours bears the claim out. None for a fact: arithmetic, what could not be otherwise, or no claim.
     """
 
     claim: str
@@ -106,9 +106,7 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def verdict(row: Row) -> str:
-    if row.hit is None:
-        return "not tested" if row.paper else ""
-    return "hit" if row.hit else "**miss**"
+    return "fact" if row.hit is None else "hit" if row.hit else "**miss**"
 
 
 def table(rows: Iterable[Row]) -> Iterator[str]:
@@ -121,10 +119,7 @@ def table(rows: Iterable[Row]) -> Iterator[str]:
 def block(rows: list[Row]) -> str:
     """The text between the marks of a paper on the page."""
     judged = [row.hit for row in rows if row.hit is not None]
-    shown = [row for row in rows if verdict(row) != "not tested"]
-    untested = len(rows) - len(shown)
-    more = f" {untested} could not be otherwise, and are in the file alone." if untested else ""
-    return "\n".join([*table(shown), "", f"{sum(judged)} of {len(judged)} claims hold here.{more}"]) + "\n"
+    return "\n".join([*table(rows), "", f"{sum(judged)} of {len(judged)} claims hold here."]) + "\n"
 
 
 def blocks_of(page: Path, results: Results) -> Blocks:

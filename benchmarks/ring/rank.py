@@ -170,9 +170,9 @@ class Bench:
         sent = {}
         for name, ring in self.rings.items():
             self.x.copy_(self.original)
-            before = self.traffic.bytes_sent
+            before = self.traffic.bytes_wire
             self.run(ring)
-            sent[name] = self.traffic.bytes_sent - before
+            sent[name] = self.traffic.bytes_wire - before
             wanted, bound = {
                 "uncompressed": (total, rounding), "QSGD": (total, level), "subspace": (projected, products)
             }[name.partition(",")[0]]  # fmt: skip

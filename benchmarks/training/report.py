@@ -93,7 +93,7 @@ def table_of_main_rows(training: dict) -> Iterator[str]:
             megabytes = row["payload_bytes"] / 1e6
             sent = f"{megabytes:.{1 if megabytes >= 10 else 2}f}" if megabytes else "0"
             lines.append([labels(rows)(row["variant"]), *speedups, f"{row['ms']:.0f}", sent])
-    return markdown(["", "× fp32", "× fp16", "ms per step", "MB sent"], lines)
+    return markdown(["", "× fp32", "× fp16", "ms per step", "MB handed"], lines)
 
 
 def caption(training: dict) -> Iterator[str]:

@@ -15,8 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.common import jobs
 from benchmarks.common.arguments import Parser, at_least, data_path, output_file
 from benchmarks.common.progress import Progress
@@ -25,7 +23,7 @@ from benchmarks.common.tables import markdown
 from benchmarks.convergence.recipes import Run, compressor
 from benchmarks.convergence.report import Table
 from benchmarks.convergence.results import Row
-from benchmarks.time_to_loss import PAGE, STOCK, STUDIES, Contender, Study, contenders, epochs_to
+from benchmarks.time_to_loss import PAGE, STOCK, STUDIES, Contender, Study, contenders
 from benchmarks.training import jobs as training_jobs
 from benchmarks.training.variants import bandwidth
 from benchmarks.whole_runs.rank import Job
@@ -46,7 +44,7 @@ FILE = RESULTS / "whole_runs.json"
 
 
 def name_of(study: Study) -> str:
-    return study.file.removeprefix("convergence_").removesuffix(".json")
+    return (study.file_of_others or study.file).removeprefix("convergence_").removesuffix(".json")
 
 
 def study_named(name: str) -> Study:
@@ -54,20 +52,9 @@ def study_named(name: str) -> Study:
     return next(study for study in STUDIES if name_of(study) == name)
 
 
-def contender_of(row: dict[str, Any], table: Table) -> Contender:
-    """What a row of a file is a whole run of."""
-    return next(one for one in contenders(table) if one.spec == row["method"])
-
-
-def row_of(table: Table, spec: str) -> Row:
-    """The row of a study that trains as a contender does."""
-    method = next((method for method, variants in STOCK.items() if spec in variants), spec)
-    return next(row for row in table.rows if row.method == method)
-
-
-def run_of(study: Study, table: Table, spec: str, epochs: int | None) -> Run:
+def run_of(study: Study, table: Table, row: Row, epochs: int | None) -> Run:
     """The study's run of a method, at its best learning rate and with the first seed."""
-    settings, row = table.settings, row_of(table, spec)
+    settings = table.settings
     return Run(
         study.recipe, row.method, row.lr, 0, settings["network"], epochs or settings["epochs"], settings["workers"],
         settings["batch_size"], 1.0, settings["optimizer"], tuple(settings["betas"]),
@@ -105,31 +92,19 @@ def train(run: Run, parts: list[tuple[str, int]], rate: str, data: str | None) -
     return jobs.run(command, threads=1, timeout=1800)
 
 
-def taken(row: dict[str, Any], study: Study) -> tuple[int, float] | None:
-    """Steps and seconds until the run has reached the target; None: it has not."""
-    table = study.table()
-    assert table.goal is not None
-    epochs = epochs_to(table.goal, row["scores"], table.settings["lower_is_better"])
-    if epochs is None:
-        return None
-    ends = np.arange(len(row["seconds"]) + 1)
-    return round(epochs * table.settings["steps"]), float(np.interp(epochs, ends, [0.0, *row["seconds"]]))
-
-
 def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     """The table: what is predicted, and what whole runs took."""
-    header = ["study", "method", "network", "steps: study, run", "seconds: predicted, run", "", "score: study, run"]
+    header = ["study", "method", "network", "seconds: predicted, run", "", "score of the first seed: study, run"]
     cells = []
     for row in rows:
         study = study_named(row["study"])
         table = study.table()
-        one = contender_of(row, table)
-        ours, ran = one.seconds(row["ms"]), taken(row, study)
-        steps = f"{one.steps or '–'}, {ran[0] if ran else '–'}"
-        seconds = f"{ours:.0f}, {ran[1]:.0f}" if ours and ran else "not reached"
-        share = f"{100 * (ran[1] / ours - 1):+.0f} %".replace("-", "−") if ours and ran else ""
-        scores = f"{table.shown(one.score)}, {table.shown(row['scores'][-1])}"
-        cells.append([study.title, one.name, bandwidth(row["rate"]), steps, seconds, share, scores])
+        one = next(one for one in contenders(study) if one.spec == row["method"])
+        ours, ran = one.seconds(row["ms"], len(row["seconds"]) * table.settings["steps"]), row["seconds"][-1]
+        assert ours is not None
+        share = f"{100 * (ran / ours - 1):+.0f} %".replace("-", "−")
+        scores = f"{table.shown(one.row.records[0].scores[-1])}, {table.shown(row['scores'][-1])}"
+        cells.append([study.title, one.name, bandwidth(row["rate"]), f"{ours:.0f}, {ran:.0f}", share, scores])
     yield from markdown(header, cells, left=3)
 
 
@@ -173,7 +148,7 @@ def measure(parser: Parser, args: Any, rows: list[dict[str, Any]]) -> None:
     """Measure the runs that are asked for, and add them to the rows and the file."""
     study = study_named(args.study)
     table = study.table()
-    known = {one.spec: one for one in contenders(table)}
+    known = {one.spec: one for one in contenders(study)}
     methods, rates = args.method or [], args.rate or ["none"]
     if unknown := [spec for spec in methods if spec not in known]:
         parser.error(f"--method: got {unknown[0]}, expected one of {', '.join(known)}")
@@ -186,7 +161,7 @@ def measure(parser: Parser, args: Any, rows: list[dict[str, Any]]) -> None:
         parser.error(f"--data: got {found} examples, expected the {examples} of {table.settings['data']}")
     with Progress(len(methods) * len(rates)) as progress:
         for rate, spec in itertools.product(rates, methods):
-            one, run = known[spec], run_of(study, table, spec, args.epochs)
+            one, run = known[spec], run_of(study, table, known[spec].row, args.epochs)
             progress.now(f"{spec}, {rate}")
             ms = step_times(run, one, rate, data, args.seconds)
             row = {

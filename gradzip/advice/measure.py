@@ -21,7 +21,7 @@ from torch import Tensor
 from ..collectives import AllToAll, Collective, Gather, Mean, RingSum, ToHost
 from ..collectives.engine import Engine
 from ..collectives.routines import Done, advance
-from ..collectives.traffic import sent_nbytes
+from ..collectives.traffic import Traffic, sent_nbytes
 from ..engines import local
 from ..memory.streams import no_autocast
 from ..methods.base.compressor import Compressor
@@ -261,7 +261,7 @@ def measure_link(engine: Engine, sizes: Sequence[int] = SIZES) -> Link:
     """
     if engine.size == 1:
         return Link(1, math.inf, 0.0)
-    traffic = engine.traffic.bytes_sent
+    counted, engine.traffic = engine.traffic, Traffic()
     probe = _Probe(engine, getattr(engine, "device", torch.device("cpu")))
     background = probe.idle_share()
     start = time.perf_counter()
@@ -286,7 +286,7 @@ def measure_link(engine: Engine, sizes: Sequence[int] = SIZES) -> Link:
     latency, per_byte, operation, core_per_byte, half, background = engine.max_over_ranks(
         [latency, max(per_byte, 1e-15), operation, core_per_byte, half, background], SLOT
     )
-    engine.traffic.bytes_sent = traffic
+    engine.traffic = counted
     return Link(engine.size, 1 / per_byte, latency, operation, core_per_byte, min(background, 0.95), half)
 
 

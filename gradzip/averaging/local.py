@@ -74,8 +74,13 @@ class LocalGroup:
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes per rank so far, of the rank that sent most, without those within nodes."""
+        """Bytes that a rank has handed to collectives so far, of the rank with most, without those within nodes."""
         return max(c.traffic.bytes_sent for c in self.compressors)
+
+    @property
+    def bytes_wire(self) -> float:
+        """Bytes that a rank has sent to others so far (`Traffic.bytes_wire`), of the rank that sent most."""
+        return max(c.traffic.bytes_wire for c in self.compressors)
 
     def average(self, grads: Sequence[Tensor], name: str) -> list[Tensor]:
         """Average the ranks' gradients in one step of the parameter `name`, which counts if the average is finite.

@@ -92,7 +92,12 @@ class Link:
 
     def sent_nbytes(self, kind: str, nbytes: float) -> float:
         """Bytes that one rank sends in a collective (ICDCS 2023, Table II). Arguments: as for `seconds`."""
-        return _COLLECTIVES[kind](self.ranks)[1] * nbytes if self.ranks > 1 else 0.0
+        return sent_share(kind, self.ranks) * nbytes
+
+
+def sent_share(kind: str, ranks: int) -> float:
+    """Bytes that a rank sends in a collective for each of its bytes. kind: as for `Link.seconds`."""
+    return _COLLECTIVES[kind](ranks)[1] if ranks > 1 else 0.0
 
 
 # How much front ends join by default: arguments of `gradzip.advice.cost.predict`.

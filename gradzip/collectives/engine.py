@@ -6,6 +6,7 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from operator import methodcaller
 from typing import Any
 
@@ -15,7 +16,7 @@ from .fusion import Round
 from .ranges import Range
 from .requests import Collective, Scope, ToHost, among
 from .routines import Routine
-from .traffic import Traffic
+from .traffic import Traffic, wire_shares
 
 
 class Pending:
@@ -58,7 +59,7 @@ class PendingCopy(Pending):
 
 
 class Engine(ABC):
-    """Runs collectives over a group of ranks, and counts the bytes that this rank sends.
+    """Runs collectives over a group of ranks, and counts what this rank hands to them and sends.
 
     All ranks must start the same collectives, with the same slots, in the same order.
     """
@@ -84,6 +85,11 @@ class Engine(ABC):
     def members(self) -> tuple[int, ...]:
         """The group's ranks, as numbered in the whole job."""
         return tuple(range(self.size))
+
+    @cached_property
+    def wire_shares(self) -> Mapping[type[Collective], float]:
+        """Bytes that this rank sends for each byte that it hands to a collective, by its kind."""
+        return wire_shares(self.size)
 
     @abstractmethod
     def launch(self, collective: Collective, slot: str) -> Pending:

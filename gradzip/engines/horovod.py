@@ -122,7 +122,7 @@ class HorovodEngine(Engine):
                 f"at most {_MOST_COUNT}, which is as far as Horovod counts: make buckets smaller "
                 "(gradzip.horovod.bucketed), compress more, or use DDP, which has no such limit"
             )
-        self.traffic.count(tensor.nbytes, self.scope)
+        self.traffic.count(tensor.nbytes, self.wire_shares[type(collective)], self.scope)
         if isinstance(collective, Gather):
             handle = hvd.allgather_async(tensor, name=slot, process_set=self.process_set)
         elif isinstance(collective, AllToAll):

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..collectives import AllToAll, Collective, Gather, Mean, RingSum, ToHost, among
 from ..collectives.fusion import FusedRoutine
 from ..collectives.routines import Done, Routine, advance
-from ..collectives.traffic import Traffic, sent_nbytes
+from ..collectives.traffic import Traffic, sent_nbytes, wire_shares
 
 
 def run(collectives: Sequence[Collective], node_size: int = 1) -> list:
@@ -74,9 +74,11 @@ def drive(
 ) -> list:
     """Run one routine (or fused routine) per rank to its end, in lock-step; return the ranks' results.
 
-    traffics: count the bytes that the ranks send. node_size: ranks of a node, for scopes.
+    traffics: count what the ranks hand to collectives and send. node_size: ranks of a node, for scopes.
     """
     results: list = [None] * len(routines)
+    sizes = {"all": len(routines), "node": node_size, "peers": len(routines) // node_size}
+    shares = {scope: wire_shares(size) for scope, size in sizes.items()}
     while True:
         collectives = [advance(routine, result) for routine, result in zip(routines, results)]
         done = [c.result for c in collectives if isinstance(c, Done)]
@@ -86,7 +88,8 @@ def drive(
             raise RuntimeError(f"{len(done)} of {len(routines)} ranks are done while others wait for a collective")
         for traffic, of_rank in zip(traffics or (), collectives):
             for collective in of_rank if isinstance(of_rank, list) else [of_rank]:
-                traffic.count(sent_nbytes(collective), collective.scope)
+                share = shares[collective.scope][type(collective)]
+                traffic.count(sent_nbytes(collective), share, collective.scope)
         if isinstance(collectives[0], list):
             results = [list(of_rank) for of_rank in zip(*[run(of_ranks, node_size) for of_ranks in zip(*collectives)])]
         else:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives import RingSum
-from ..collectives.traffic import Traffic
+from ..collectives.traffic import Traffic, sent_nbytes
 from ..memory.state import Workspace
 
 
@@ -36,7 +36,7 @@ class Ring:
         timeout: seconds to wait for one segment before `RingError`. Half an hour by default, as process groups have
             it: a rank may save a checkpoint first. On a device the group's own timeout counts, because the host does
             not wait.
-        traffic: counts the bytes that this rank sends.
+        traffic: counts what this rank hands to sums and sends.
         lockstep: whether each receive is posted together with a send, as one operation. NCCL needs that, and it is
             the default on a device. Otherwise all receives are posted at the beginning, so that no send has to wait
             for a request behind other data on a slow link.
@@ -68,6 +68,7 @@ class Ring:
         lockstep = ring.device.type != "cpu" if self.lockstep is None else self.lockstep
         wire = (_LockstepWire if lockstep else _Wire)(self, ring)
         try:
+            self.traffic.bytes_sent += sent_nbytes(ring)
             self._run(ring, wire)
             wire.finish()
         except BaseException:
@@ -156,7 +157,7 @@ class _Wire:
     def exchange(self, step: int, leaving: int, data: Tensor, arriving: int) -> None:
         """Send `data`, which is segment `leaving`; segment `arriving` is received in the same step."""
         self.sent.append(data)
-        self.ring.traffic.bytes_sent += data.numel() * data.element_size()
+        self.ring.traffic.bytes_wire += data.nbytes
         self.launch((step, leaving), data, (step, arriving))
 
     def launch(self, leaving: tuple[int, int], data: Tensor, arriving: tuple[int, int]) -> None:

@@ -186,7 +186,7 @@ class _PendingSingle(Pending):
 
     def __init__(self, engine: TorchEngine, collective: Mean | Gather | AllToAll | Broadcast) -> None:
         self._collective = collective
-        engine.traffic.count(nbytes_of(collective.tensor), engine.scope)
+        engine.traffic.count(nbytes_of(collective.tensor), 0.0, engine.scope)
 
     def result(self) -> Any:
         tensor = self._collective.tensor
@@ -204,7 +204,10 @@ class _PendingReduction(Pending):
         self._size = engine.size
         tensor = collective.addend(engine.size) if isinstance(collective, Mean) else collective.tensor
         self._tensor = tensor if tensor.is_sparse else tensor.contiguous()
-        engine.traffic.count(nbytes_of(tensor) if tensor.is_sparse else tensor.nbytes, engine.scope)
+        if tensor.is_sparse:  # indices and values are gathered
+            engine.traffic.count(nbytes_of(tensor), engine.wire_shares[Gather], engine.scope)
+        else:
+            engine.traffic.count(tensor.nbytes, engine.wire_shares[type(collective)], engine.scope)
         if isinstance(collective, Mean):
             self._work = engine.group.allreduce([self._tensor])
         else:
@@ -227,7 +230,7 @@ class _PendingEqual(Pending):
         scatters = isinstance(collective, AllToAll)
         each = self._sent.numel() // engine.size if scatters else self._sent.numel()
         self._received = self._sent.new_empty((engine.size, each))
-        engine.traffic.count(self._sent.numel(), engine.scope)
+        engine.traffic.count(self._sent.numel(), engine.wire_shares[type(collective)], engine.scope)
         self._work = _exchange(engine.group, self._received, self._sent, scatters)
 
     def send_overflow(self) -> bool:
@@ -269,7 +272,7 @@ class _PendingParts(Pending):
         engine = self._engine
         received = message.new_empty((engine.size, message.shape[1]))
         self._sent = message  # kept until the transfer ends: it has no other owner
-        engine.traffic.count(message.numel(), engine.scope)
+        engine.traffic.count(message.numel(), engine.wire_shares[self._key[1]], engine.scope)
         return received, _exchange(engine.group, received, message, self._scatters)
 
     def send_overflow(self) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..averaging.buckets import Plan, bucket_nbytes, cut
 from ..averaging.session import Session
+from ..collectives import Mean
 from ..collectives.fusion import as_real
 from ..memory.names import original
 from ..memory.verdict import Verdict
@@ -156,7 +157,7 @@ class OptimizerContext:
             groups = plan_groups(self.session.compressor, [grad], [name], self.session.prefix, frozen=frozen)
             self.session.start(name, groups, [parameter], [grad], f"{name}.gradzip")
             wire: Tensor = self.engine.accepted(as_real(grad).new_ones(1))
-            self.engine.traffic.count(wire.nbytes)
+            self.engine.traffic.count(wire.nbytes, self.engine.wire_shares[Mean])
             return wire
 
     def start(self, bucket: PlannedBucket) -> None:
@@ -167,7 +168,7 @@ class OptimizerContext:
             planned = self._plan([p for p in bucket.plan.parameters if id(p) in gradients])
         if gradients:
             plan, in_order = planned.plan, list(map(gradients.__getitem__, planned.ids))
-            self.engine.traffic.count(planned.ones.nbytes)
+            self.engine.traffic.count(planned.ones.nbytes, self.engine.wire_shares[Mean])
             with self.session.compressor.streams.on(in_order[-1]):
                 self.session.start(plan.names[0], plan.groups, plan.parameters, in_order, f"{plan.names[0]}.gradzip")
         for number in bucket.ids:

@@ -76,8 +76,8 @@ class Compression(_Callback):
 
     The compressor follows the `GradScaler` of precision "16-mixed". Gradient accumulation needs nothing.
 
-    A Trainer's loggers get ``gradzip/ratio``, uncompressed bytes for each byte that this rank has sent so far, and
-    ``gradzip/mb``, how many megabytes (10^6 bytes) these are.
+    A Trainer's loggers get ``gradzip/ratio``, uncompressed bytes for each byte that this rank has handed to collectives
+    so far, and ``gradzip/mb``, the megabytes (10^6 bytes) that it has sent to others.
 
     The states of all ranks are in the Trainer's checkpoints, and come back with `ckpt_path`. With a Fabric, save the
     callback beside the model: ``fabric.save(path, {"model": model, "compression": compression})``. A Fabric does not

@@ -104,7 +104,7 @@ def check_compressor(compressor: Any, what: str) -> None:
 
 def of_traffic(traffic: Traffic) -> dict[str, float]:
     """What adapters add to a library's logs, by tag."""
-    return {"gradzip/ratio": traffic.ratio, "gradzip/mb": traffic.bytes_sent / 1e6}
+    return {"gradzip/ratio": traffic.ratio, "gradzip/mb": traffic.bytes_wire / 1e6}
 
 
 def place() -> tuple[int, int]:

@@ -58,8 +58,8 @@ class Compression(_Callback):
     training resumes with all residuals. On another number, DDP drops residuals with a warning, and FSDP2 refuses the
     checkpoint. Trials of a hyperparameter search save none.
 
-    The Trainer's logs of the loss also have ``gradzip/ratio``, uncompressed bytes for each byte that this rank has sent
-    so far, and ``gradzip/mb``, how many megabytes (10^6 bytes) these are.
+    The Trainer's logs of the loss also have ``gradzip/ratio``, uncompressed bytes for each byte that this rank has
+    handed to collectives so far, and ``gradzip/mb``, the megabytes (10^6 bytes) that it has sent to others.
 
     Args:
         compressor: the method.

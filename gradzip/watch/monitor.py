@@ -47,7 +47,7 @@ class Monitor:
 
     The tags are ``gradzip.error/NAME`` and so on. Values that are not finite are left out. When the next step begins,
     totals of the step follow: ``gradzip/error`` over the compressed parameters, ``gradzip/ratio`` over all,
-    ``gradzip/bytes_sent``, ``gradzip/compression_seconds``, the time in the methods' own code, and
+    ``gradzip/bytes_sent``, ``gradzip/bytes_wire`` (`Traffic`), ``gradzip/compression_seconds``, and
     ``gradzip/memory_bytes``, what states keep on this rank (`gradzip.memory_bytes` knows that before training).
 
     In other steps the monitor only notes names. Reporting steps compress twice, take memory for some copies of the
@@ -150,9 +150,9 @@ class Monitor:
 
     def _reported(self, routine: Routine, group: Group, nbytes: int, values: dict[str, float]) -> Routine:
         """The same routine, and at its end a report."""
-        step, sent, memory = self.steps, Traffic(), group.method.memory
-        average = yield from recorded(routine, lambda collective: sent.count(sent_nbytes(collective)))
-        values["ratio"] = nbytes / sent.bytes_sent if sent.bytes_sent else math.nan
+        step, sent, memory = self.steps, list[int](), group.method.memory
+        average = yield from recorded(routine, lambda collective: sent.append(sent_nbytes(collective)))
+        values["ratio"] = nbytes / sum(sent) if sum(sent) else math.nan
         state = memory.states.get(group.name)
         if state is not None and state.residual is not None:
             values["residual_norm"] = linalg.vector_norm(state.residual).item() / memory.loss_scale.value
@@ -175,12 +175,13 @@ class Monitor:
         now, before = self._compressor.traffic, self._before
         if self.steps % self.every == 0:
             step = Traffic(
-                now.bytes_sent - before.bytes_sent, now.bytes_dense - before.bytes_dense, now.seconds - before.seconds
-            )
+                now.bytes_sent - before.bytes_sent, now.bytes_dense - before.bytes_dense, now.seconds - before.seconds,
+                bytes_wire=now.bytes_wire - before.bytes_wire,
+            )  # fmt: skip
             kept = sum(memory.nbytes for memory in {part.memory for part in self._compressor.parts})
             totals = {
-                "/ratio": step.ratio, "/bytes_sent": step.bytes_sent, "/compression_seconds": step.seconds,
-                "/memory_bytes": kept,
+                "/ratio": step.ratio, "/bytes_sent": step.bytes_sent, "/bytes_wire": step.bytes_wire,
+                "/compression_seconds": step.seconds, "/memory_bytes": kept,
             }  # fmt: skip
             if self._energies[1]:
                 totals["/error"] = relative_error(*self._energies)

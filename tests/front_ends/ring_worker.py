@@ -90,9 +90,9 @@ def sums(ring):
 @scenario
 def large(ring):
     x = random_vector(ring.rank, 300_001)
-    before = ring.traffic.bytes_sent
+    before = replace(ring.traffic)
     ring.run(plain_sum(x, ring_segments(300_001, ring.size, 4.0)))
-    return [x, ring.traffic.bytes_sent - before]
+    return [x, ring.traffic.bytes_sent - before.bytes_sent, ring.traffic.bytes_wire - before.bytes_wire]
 
 
 @scenario

@@ -111,9 +111,10 @@ def test_sums(world):
 
 def test_many_segments_and_bytes_sent(world):
     size, results = world
-    assert_is_sum(assert_identical([x for x, _ in results["large"]]), size, 300_001)
+    assert_is_sum(assert_identical([x for x, *_ in results["large"]]), size, 300_001)
     numels = [s.stop - s.start for s in ring_segments(300_001, size, 4.0)]
-    for rank, (_, nbytes) in enumerate(results["large"]):
+    for rank, (_, handed, nbytes) in enumerate(results["large"]):
+        assert handed == 4 * 300_001
         # A rank sends all segments except one as partial sums, and all except one as complete sums.
         kept = sum(numels[(rank + 1) % size :: size]) + sum(numels[(rank + 2) % size :: size])
         assert nbytes == (4 * (2 * 300_001 - kept) if size > 1 else 0)
@@ -219,7 +220,7 @@ def test_beside_horovod(tmp_path):
     size = 3
     names = ["large", "beside_horovod", "horovod_engine", "as_one_allreduce", "closed_neighbour"]
     results = scenarios(size, "ring_worker.py", tmp_path, *names)
-    assert_is_sum(assert_identical([x for x, _ in results["large"]]), size, 300_001)
+    assert_is_sum(assert_identical([x for x, *_ in results["large"]]), size, 300_001)
     for rank, (ring_sums, averages) in enumerate(results["beside_horovod"]):
         for step in range(3):
             if rank < 2:

@@ -179,7 +179,7 @@ def logged():
     for every in (3, 1, 0):
         logger, compression = Kept(), Compression(gradzip.parse(SPECS[0]))
         fit(compression, logger=logger, log_every_n_steps=every)
-        found.append((logger.metrics, compression.compressor.traffic.ratio, compression.compressor.traffic.bytes_sent))
+        found.append((logger.metrics, compression.compressor.traffic.ratio, compression.compressor.traffic.bytes_wire))
     return found
 
 

@@ -140,7 +140,7 @@ def logs(folder):
     report, compression = Report(), KINDS["compression"]()
     train(folder / "logs", report, compression)
     traffic = compression.compressor.traffic
-    return report.logs, traffic.ratio, traffic.bytes_sent
+    return report.logs, traffic.ratio, traffic.bytes_wire
 
 
 @on_request

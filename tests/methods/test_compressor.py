@@ -133,7 +133,34 @@ def test_traffic_counts_compressed_and_dense_bytes():
     assert traffic.bytes_dense == 4 * (512 * 512 + 512)
     assert traffic.bytes_sent == group.bytes_sent == gradzip.roundtrip(gradzip.FFTRange(), x)[1] + 4 * 512
     assert traffic.ratio == traffic.bytes_dense / traffic.bytes_sent
-    assert gradzip.Traffic().ratio == 1.0
+    assert gradzip.Traffic().ratio == gradzip.Traffic().wire_ratio(2) == 1.0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 16])
+def test_bytes_on_the_wire_are_what_other_ranks_get(size):
+    """A gathered payload goes to all others; an average takes as many bytes as its parts to and from their owners."""
+    x = torch.randn(64, 64)
+
+    def on_the_wire(method):
+        group = gradzip.LocalGroup(method, size)
+        group.average([x] * size, "w")
+        return group.bytes_wire, group
+
+    reduced = 2 * (size - 1) / size
+    dense, group = on_the_wire(gradzip.NoCompression())
+    assert dense == reduced * x.nbytes and group.compressors[0].traffic.wire_ratio(size) == 1
+    assert on_the_wire(gradzip.ACPSGD(rank=2))[0] == reduced * 4 * 2 * 64
+    payload = gradzip.roundtrip(gradzip.SignSGD(), x)[1]
+    assert on_the_wire(gradzip.SignSGD())[0] == (size - 1) * payload
+    partition = -(-4096 // 32 // size) * (32 + 4)  # blocks of 32 integers and a step; a rank gets and sends its own
+    assert on_the_wire(gradzip.BlockFloat(bits=8, block=32))[0] == pytest.approx(2 * (size - 1) * partition)
+
+
+def test_bytes_on_the_wire_between_nodes():
+    """Two nodes of three ranks: a rank sends its chunk to one peer, and the rest within the node."""
+    group = gradzip.LocalGroup(gradzip.Hierarchical(gradzip.SignSGD()), (2, 3))
+    group.average([torch.randn(96, 64)] * 6, "w")
+    assert group.bytes_wire == group.bytes_sent > 96 * 64 / 3 / 8
 
 
 def test_random_keys_are_unique_and_reproducible():

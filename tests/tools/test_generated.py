@@ -66,6 +66,30 @@ def test_the_page_says_where_the_best_rates_of_the_transformer_are():
     assert best["recipe for AdamW"] == max(losses["recipe for AdamW"])
 
 
+def test_the_page_of_evidence_names_the_largest_of_what_was_measured():
+    text = " ".join((ROOT / "docs" / "evidence.md").read_text().split())
+    runs = [(path, run) for path in RESULTS.glob("convergence_*.json") for run in json.loads(path.read_text())["runs"]]
+    largest = max(run["parameters"] for _, run in runs)
+    on_gpus = [json.loads(path.read_text()) for path in RESULTS.glob("gpu_training*.json")]
+    (parameters,), (steps,) = ({of["provenance"][key] for of in on_gpus} for key in ("parameters", "steps"))
+    assert (
+        f"transformers above {largest / 1e6:.1f} M parameters with more than 1 seed or {steps} steps; any network above "
+        f"{parameters / 1e6:.0f} M" in text
+    )
+    assert {of["provenance"]["seed"] for of in on_gpus} == {0}
+    rates = {}
+    for path, run in runs:
+        if run["done"]:
+            rates.setdefault((path, run["recipe"], run["method"]), set()).add(run["lr"])
+    assert f"more than {max(map(len, rates.values()))} learning rates" in text
+    ranks = {
+        name: max(row["ranks"] for path in RESULTS.glob(name) for row in json.loads(path.read_text())["rows"])
+        for name in ("training_*_cpu.json", "training_time_*.json", "whole_runs.json", "scale_cpu.json")
+    }
+    training, averaging = max(list(ranks.values())[:3]), ranks["scale_cpu.json"]
+    assert f"more than {training} ranks that train, more than {averaging} that average" in text
+
+
 def commits(value):
     """All commits that a file of results names."""
     if isinstance(value, dict):

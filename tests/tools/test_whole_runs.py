@@ -41,20 +41,20 @@ def test_a_whole_run(monkeypatch, tmp_path, one_thread):
 
 def test_local_steps_follow_earlier_phases():
     parts = [("ddp:qsgd", 5), (f"local(every=10):{FOUR}", 95)]
-    assert whole_runs.parts_of(whole_runs.Contender(LOCAL, parts, 2.0, 90), 100) == parts
+    assert whole_runs.parts_of(whole_runs.Contender(LOCAL, parts, None, 90), 100) == parts
     phases = "phases:0=qsgd,10%=fp16"
-    one = whole_runs.Contender(phases, [("ddp:qsgd", 10), ("ddp:fp16", 90)], 2.0, 90)
+    one = whole_runs.Contender(phases, [("ddp:qsgd", 10), ("ddp:fp16", 90)], None, 90)
     assert whole_runs.parts_of(one, 100) == [("ddp:phases:0=qsgd,10=fp16", 100)]
-    stock = whole_runs.Contender("ddp-fp16", [("ddp-fp16", 100)], 2.0, 90)
+    stock = whole_runs.Contender("ddp-fp16", [("ddp-fp16", 100)], None, 90)
     assert whole_runs.parts_of(stock, 100) == [("ddp-fp16", 100)]
 
 
-def test_seconds_to_the_target_of_a_run():
+def test_a_run_is_compared_with_as_many_steps():
     study = next(study for study in whole_runs.STUDIES if whole_runs.name_of(study) == "text")
-    goal, steps = study.table().goal, study.table().settings["steps"]
-    row = {"scores": [goal + 0.5, goal + 0.1, goal - 0.1], "seconds": [10.0, 20.0, 40.0]}
-    assert whole_runs.taken(row, study) == (round(2.5 * steps), pytest.approx(30.0))
-    assert whole_runs.taken(row | {"scores": [goal + 0.5]}, study) is None
+    row = {"study": "text", "method": "ddp", "rate": "50mbit", "ms": {"ddp": 100.0}, "scores": [2.5, 2.4]}
+    steps = study.table().settings["steps"]
+    (*_, line) = whole_runs.lines([row | {"seconds": [20.0, 0.22 * steps]}])
+    assert f"| {0.2 * steps:.0f}, {0.22 * steps:.0f} | +10 % |" in line and line.endswith(", 2.400 |")
 
 
 @pytest.mark.parametrize(

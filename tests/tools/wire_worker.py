@@ -1,0 +1,106 @@
+"""Scenario for test_wire.py: bytes on the wire of the methods that README recommends, with real ranks under DDP."""
+
+import functools
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import gradzip
+from benchmarks.convergence import wire
+from benchmarks.convergence.report import CHOSEN, README, Table, stored
+from harness import main, scenario
+
+BEFORE = 2  # steps of each phase before those that are counted, in which ranks agree, and DDP cuts its buckets anew
+
+
+class Given(torch.nn.Module):
+    """A network whose loss has given gradients."""
+
+    def __init__(self, gradients):
+        super().__init__()
+        self.names = {name.replace(".", "/"): gradient for name, gradient in gradients.items()}
+        for name, gradient in self.names.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros_like(gradient)))
+
+    def forward(self, scale):
+        return sum((scale * gradient * getattr(self, name)).sum() for name, gradient in self.names.items())
+
+
+def loopback():
+    """Bytes that the loopback has sent so far, of one rank."""
+    (line,) = (line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8]) / dist.get_world_size()
+
+
+def counted(step, traffic):
+    """Run the steps of a phase. Returns what a step sends: by the count of the compressor, and of the loopback."""
+    for _ in range(BEFORE):
+        step()
+    dist.barrier()
+    before = traffic.bytes_wire, loopback()
+    dist.barrier()
+    for _ in range(wire.STEPS):
+        step()
+    dist.barrier()
+    return [(after - now) / wire.STEPS for now, after in zip(before, (traffic.bytes_wire, loopback()))]
+
+
+def recommended():
+    """The rows of README's table, by title: the table of the study, and the row there."""
+    for line in CHOSEN[README, "recommendations"]:
+        table = Table(stored(line.study), line.recipe)
+        yield line.title, table, next(row for row in table.rows if row.method == line.method)
+
+
+@scenario
+def rows():
+    """By title, the counts of a row's phases: of those that average gradients, then of the exchange of local steps."""
+    found = {}
+    for title, table, row in recommended():
+        settings = table.settings
+        phases = wire.phases(row.method, settings["steps"], settings["epochs"])
+        specs = (tuple(wire.text(phase.method) for phase in of_kind) for of_kind in phases)
+        found[title] = of_row(settings["network"], row.records[0].parameters, *specs, wire.exempt_of(row.method))
+    return found
+
+
+@functools.cache
+def of_row(network, number, methods, differences, exempt):
+    torch.manual_seed(0)
+    gradients = wire.parameters(network, number)
+    found = []
+    if methods:
+        made = gradzip.parse(methods[0])
+        if len(methods) > 1:
+            begins = range(0, len(methods) * (BEFORE + wire.STEPS), BEFORE + wire.STEPS)
+            phases = dict(zip(begins, map(gradzip.parse, methods)))
+            made = gradzip.Phases(phases, exempt=exempt)
+        model = Given(gradients)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        module = torch.nn.parallel.DistributedDataParallel(model)
+        gradzip.ddp.register(module, made)
+
+        def step():
+            module(1.0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        found += [counted(step, made.traffic) for _ in methods]
+    for method in differences:
+        model = Given(gradients)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.parse(method), every=1)
+
+        def step():
+            model(1.0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        found.append(counted(step, outer.compressor.traffic))
+        outer.remove()
+    return found
+
+
+if __name__ == "__main__":
+    main()
