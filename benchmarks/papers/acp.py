@@ -233,8 +233,8 @@ def training() -> Iterator[Row]:
         "Its steps are faster than those of S-SGD and of torch's Power-SGD", "table III",
         "4.06 × and 1.51 ×", "; ".join(f"{sgd / acp:.2f} × and {power / acp:.2f} ×" for acp, sgd, power in times),
         all(1.1 * acp < min(sgd, power) for acp, sgd, power in times),
-        f"{', '.join(ms)}: two CPU ranks at 1 Gb/s, one round (`{STEPS.name}`); the paper's are 32 GPUs at 10 Gb/s; hit if "
-        "all by a tenth",
+        f"{', '.join(ms)}: two CPU ranks at 1 Gb/s, one round (`{STEPS.name}`); the paper's are 32 GPUs at 10 Gb/s; "
+        "hit if all by a tenth",
     )  # fmt: skip
 
 

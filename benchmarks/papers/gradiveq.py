@@ -238,6 +238,6 @@ def whole_runs() -> Row:
         "It converges in as many iterations", "§4.1", "45 000; top-1 0.676, with GradiVeQ 0.666",
         f"loss {mine['train_loss']:.3f} against {plain:.3f} after {stored['configuration']['steps']}",
         mine["train_loss"] <= 1.01 * plain,
-        f"ResNet-20, one seed (`{RUNS.name}`), QSGD in the sampling, {mine['ratio']:.3g} times fewer bytes; QSGD alone: loss "
-        f"{other['train_loss']:.3f}, {other['ratio']:.3g} times; ResNet-32 in the paper; hit if within 1 %",
+        f"ResNet-20, one seed (`{RUNS.name}`), QSGD in the sampling, {mine['ratio']:.3g} times fewer bytes; QSGD "
+        f"alone: loss {other['train_loss']:.3f}, {other['ratio']:.3g} times; ResNet-32 in the paper; hit if within 1 %",
     )  # fmt: skip

@@ -19,9 +19,11 @@ HEADERS = 16_000  # bytes of a step, of TCP and gloo, for these small messages i
 def counts(tmp_path_factory):
     """By title of a row, bytes of a step for each phase: counted by the compressor, and by the loopback."""
     folder = tmp_path_factory.mktemp("wire")
-    torchrun = [*python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "--no-python"]
-    command = [*jobs.network("none", RANKS), *torchrun, *python(), str(worker_path("wire_worker.py")), str(folder)]
-    done = subprocess.run(command, env=environment(GLOO_SOCKET_IFNAME="lo"), capture_output=True, text=True, timeout=280)
+    launcher = [*python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    ranks = ["--no-python", *python(), str(worker_path("wire_worker.py")), str(folder)]
+    command = [*jobs.network("none", RANKS), *launcher, *ranks]
+    env = environment(GLOO_SOCKET_IFNAME="lo")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "0.pt")["rows"]
 
