@@ -284,7 +284,7 @@ def draw(picture: Picture, path: Path) -> None:
     settings, ms = table.settings, step_times(table.settings["network"], table.settings["workers"])[picture.rate]
     plt = pyplot()
     with plt.rc_context({"font.size": 13}):
-        figure, axis = plt.subplots(figsize=(5.4, 5.6), layout="constrained")
+        figure, axis = plt.subplots(figsize=(5.4, 4.5), layout="constrained")
         for line in picture.lines:
             one = everyone[line.spec]
             seconds = [one.seconds(ms, settings["steps"] * (epoch + 1)) for epoch in range(len(one.row.curve))]
@@ -300,7 +300,7 @@ def draw(picture: Picture, path: Path) -> None:
         axis.set(xlim=(0, None), ylim=picture.scores, ylabel=settings["measure"])
         axis.set_xlabel(f"seconds, {settings['workers']} ranks at {bandwidth(picture.rate)} each")
         axis.set_title(study.title, fontsize=13)
-        axis.legend(fontsize=11.5, loc="upper right")
+        axis.legend(fontsize=11, loc="upper right", labelspacing=0.3, framealpha=1)
         axis.grid(alpha=0.3)
         open_frame(axis)
         save(figure, path, dpi=144)
