@@ -12,7 +12,7 @@ from launch import environment, python, worker_path
 from wire_worker import recommended
 
 RANKS = 4
-HEADERS = 16_000  # bytes of a step, of TCP and gloo, for these small messages in one or two buckets, and barriers
+HEADERS = 16_000  # bytes of a step, of TCP and gloo, for small messages and barriers; more on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_readme_says_what_real_ranks_send(counts, title):
     sent = sum(phase.times * counted for phase, (counted, _) in zip(phases, counts[title], strict=True))
     assert 0.9 * stated < dense / sent < 1.03 * stated
     for counted, by_loopback in counts[title] if jobs.has_own_net() else ():
-        assert counted < by_loopback < 1.02 * counted + HEADERS
+        assert counted < by_loopback < 1.1 * counted + HEADERS
 
 
 @pytest.mark.parametrize("title", list(ROWS)[::4])
