@@ -7,6 +7,7 @@ python -m benchmarks.evidence --write    write them
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def timed() -> Iterator[list[str]]:
         of_file = content(path)
         about, checks = of_file["about"], of_file["checks"]
         what = [name for name in ("kernels", "training", "gpt2") if of_file.get(name)]
-        nccl = sorted(int(name.split("_")[1]) for name in checks if name.startswith("nccl_") and name.endswith("_ranks"))
+        nccl = [int(found[1]) for name in checks if (found := re.fullmatch(r"nccl_(\d+)_ranks", name))]
         what = [{"training": "steps of ResNet-50", "gpt2": "steps of GPT-2"}.get(name, name) for name in what]
         what += [f"tests of NCCL, {span(nccl)} ranks on one GPU"] if nccl else []
         where = f"one {about['device']}, {about['started'][:10]}"

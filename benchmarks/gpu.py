@@ -98,7 +98,7 @@ def lines() -> Iterator[str]:
         )
         yield ""
         header = ["variant", "ms a step", "20 % to 80 %", "ms more than without a hook", "unchecked: ms more", "host"]
-        yield from markdown([*header, "MB sent", "peak of memory, MB more"], step_rows(steps["rows"]))
+        yield from markdown([*header, "MB handed", "peak of memory, MB more"], step_rows(steps["rows"]))
         yield ""
     about, kernels = measured("kernels")
     numel = kernels["provenance"]["numel"]

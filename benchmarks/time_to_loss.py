@@ -1,7 +1,7 @@
 """Time to a loss: the steps of a study, times the measured time of a step.
 
-Scores are those of benchmarks/convergence at the ends of epochs, where each method has its best learning rate. Times of a
-step are those of benchmarks/training, of as many ranks with the same batches. The target is what training without
+Scores are those of benchmarks/convergence at the ends of epochs, where each method has its best learning rate. Times of
+a step are those of benchmarks/training, of as many ranks with the same batches. The target is what training without
 compression ends with, the mean of its seeds.
 """
 
@@ -244,7 +244,10 @@ def tables() -> Iterator[str]:
         times = step_times(settings["network"], settings["workers"])
         everyone = list(contenders(study))
         fp16 = next(one for one in everyone if one.spec == "ddp-fp16")
-        yield f"**{study.title}**: seconds of the whole run (times as fast as with the fp16 hook), {settings['workers']} ranks"
+        yield (
+            f"**{study.title}**: seconds of the whole run (times as fast as with the fp16 hook), "
+            f"{settings['workers']} ranks"
+        )
         yield ""
         header = ["", settings["measure"], "seeds", f"steps to {table.shown(table.baseline)}", *map(bandwidth, RATES)]
         shown = [
@@ -281,7 +284,7 @@ def draw(picture: Picture, path: Path) -> None:
     settings, ms = table.settings, step_times(table.settings["network"], table.settings["workers"])[picture.rate]
     plt = pyplot()
     with plt.rc_context({"font.size": 13}):
-        figure, axis = plt.subplots(figsize=(5.4, 5.6), layout="constrained")
+        figure, axis = plt.subplots(figsize=(5.4, 4.5), layout="constrained")
         for line in picture.lines:
             one = everyone[line.spec]
             seconds = [one.seconds(ms, settings["steps"] * (epoch + 1)) for epoch in range(len(one.row.curve))]
@@ -292,13 +295,12 @@ def draw(picture: Picture, path: Path) -> None:
             axis.plot(seconds, one.row.curve, color=line.color, marker=line.marker, markersize=6, label=line.label)
         finals = [record.scores[-1] for record in everyone["ddp"].row.records]
         axis.axhspan(min(finals), max(finals), color="0.6", alpha=0.4, linewidth=0)
-        axis.axhline(
-            table.baseline, color="0.3", linestyle="--", linewidth=1, label=f"end of fp32: {table.shown(table.baseline)}"
-        )
+        end = f"end of fp32: {table.shown(table.baseline)}"
+        axis.axhline(table.baseline, color="0.3", linestyle="--", linewidth=1, label=end)
         axis.set(xlim=(0, None), ylim=picture.scores, ylabel=settings["measure"])
         axis.set_xlabel(f"seconds, {settings['workers']} ranks at {bandwidth(picture.rate)} each")
         axis.set_title(study.title, fontsize=13)
-        axis.legend(fontsize=11.5, loc="upper right")
+        axis.legend(fontsize=11, loc="upper right", labelspacing=0.3, framealpha=1)
         axis.grid(alpha=0.3)
         open_frame(axis)
         save(figure, path, dpi=144)

@@ -77,8 +77,8 @@ SHOWN = {
     "all methods": [("default", "images")],
     "block-scaled integers": [("block_float", "text"), ("block_float", "images")],
     "exchanges": [("exchange", "text"), ("exchange", "images")],
-    "local steps": [("outer", "text-outer"), ("outer_more", "text-outer")],
-    "local steps with Muon": [("muon_outer", "text-muon-outer"), ("muon_outer_more", "text-muon-outer")],
+    "local steps": [("outer_more", "text-outer")],
+    "local steps with Muon": [("muon_outer_more", "text-muon-outer")],
 }
 # Tables of single runs, by page and name.
 CHOSEN: dict[tuple[Path, str], list[Line | RealLine]] = {
@@ -234,9 +234,9 @@ class Table:
         return self.dense(row) / row.payload_bytes[-1]
 
     def fewer_on_the_wire(self, row: Row) -> list[str]:
-        """Bytes that all-reduces of float32 gradients send for each byte sent, by number of ranks. Empty for one worker.
+        """Bytes that all-reduces of float32 gradients send for each byte sent, by number of ranks.
 
-        QSGD sends more on a GPU.
+        Empty for one worker. QSGD sends more on a GPU.
         """
         found = wire.stored().get((self.results.path.name, self.recipe, row.method))
         if found is None:

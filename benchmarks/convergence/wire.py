@@ -123,8 +123,8 @@ def counted(network: str, number: int, methods: tuple[str, ...], exempt: tuple[s
         made = gradzip.Phases(of_step, exempt=exempt)
     group, found = gradzip.LocalGroup(made, ranks), []
     for _ in methods:
-        for compressor in group.compressors:
-            compressor.traffic = Counts()
+        for clone in group.compressors:
+            clone.traffic = Counts()
         for _ in range(STEPS):
             group.step([gradients] * ranks)
         handed = group.compressors[0].traffic.handed

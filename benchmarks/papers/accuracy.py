@@ -1,7 +1,7 @@
 """Accuracies at the end of training, which the papers' claims of accuracy are compared with.
 
-They are of two studies of benchmarks/convergence: ResNet-8, CIFAR-10, four workers; four epochs and all methods with one
-seed, or twelve epochs and some methods with two.
+They are of two studies of benchmarks/convergence: ResNet-8, CIFAR-10, four workers; four epochs, all methods and one
+seed, or twelve epochs, some methods and two seeds.
 """
 
 from __future__ import annotations

@@ -203,23 +203,16 @@ def reconstruction(layers: Sequence[Tensor], picture: dict[str, Any]) -> Iterato
     }  # fmt: skip
     wanted = torch.cat([x.reshape(-1) for x in layers])
     picture["histograms"] = {}
-    values: dict[str, int] = {}
     errors: dict[str, float] = {}
     quantiles: dict[str, list[float]] = {}
     for name, method in methods.items():
-        parts = [gradzip.roundtrip(method, x)[0].reshape(-1) for x in layers]
-        sent = torch.cat(parts)
-        values[name] = max(len(part.unique()) for part in parts)
+        sent = torch.cat([gradzip.roundtrip(method, x)[0].reshape(-1) for x in layers])
         errors[name] = error_of(wanted, sent)
         histogram = Histogram.of(wanted, sent, BINS)
         quantiles[name] = histogram.errors
         picture["histograms"][name] = vars(histogram)
     others = zip(*(quantiles[name] for name in methods if name != "FFT"))
     share = statistics.fmean(float(mine < min(theirs)) for mine, theirs in zip(quantiles["FFT"], others))
-    yield Row(
-        "QSGD with 8 bins makes 7 clusters of a layer, TernGrad 3", "fig. 15", "7 and 3",
-        f"{values['QSGD']} and {values['TernGrad']}", None, "they have as many levels",
-    )  # fmt: skip
     yield Row(
         "The quantiles of FFT's errors are smaller than those of Top-k, QSGD and TernGrad", "fig. 15e", "99.7 %",
         percent(share, 1), share >= 0.997,
@@ -289,7 +282,7 @@ def scaled_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def ratios(vector: Tensor, picture: dict[str, Any]) -> Iterator[Row]:
-    """Section 4.2, and figure 6: bytes of float32 for each byte of a payload."""
+    """Section 4.2: bytes of float32 for each byte of a payload."""
 
     def ratio(method: gradzip.Compressor) -> float:
         return 4 * vector.numel() / gradzip.roundtrip(method, vector)[1]
@@ -301,12 +294,6 @@ def ratios(vector: Tensor, picture: dict[str, Any]) -> Iterator[Row]:
         ("TernGrad", gradzip.TernGrad(clip=None, shared_scale=False), 16.0, "1.6 bits for each element, not 2"),
     ):
         yield Row(f"Compression ratio of {name}", "§4.2", f"{paper:g}", f"{ratio(method):.1f}", None, remark)
-    with_bitmap = bitmap_ratio(0.95)
-    yield Row(
-        "Above 20 ×, the status bitmap takes much of what is saved", "fig. 6", "picture",
-        f"{with_bitmap:.1f} × for 20 ×", None,
-        f"arithmetic; coded indices instead of a bitmap: {ratio(topk(0.95)):.1f} ×",
-    )  # fmt: skip
 
 
 def final_accuracy(picture: dict[str, Any]) -> Iterator[Row]:
@@ -328,8 +315,3 @@ def final_accuracy(picture: dict[str, Any]) -> Iterator[Row]:
         f"{points(falling)} points; θ = 0.9 throughout {points(fixed)}", behind(falling) <= 0.5,
         f"{CONDITIONS}; hit if within half a point; two epochs at θ = 0, in the paper tens",
     )  # fmt: skip
-
-
-def bitmap_ratio(theta: float) -> float:
-    """The ratio of a sparse vector of float32 values with a bitmap of one bit for each element."""
-    return 32 / (32 * (1 - theta) + 1)

@@ -64,9 +64,9 @@ def measured_tables(results: Results) -> str:
 
 
 def cells(results: Results) -> Iterator[tuple[str, Mapping[int, Any]]]:
-    """The projection by model and link: its name, and the cells by number of ranks."""
+    """The projection by model and link, of those up to 100 Gb/s: its name, and the cells by number of ranks."""
     rows: dict[tuple[str, int], dict[int, Any]] = {}
-    for cell in results["projection"]:
+    for cell in (cell for cell in results["projection"] if cell["gbit"] <= 100):
         rows.setdefault((cell["model"], cell["gbit"]), {})[cell["ranks"]] = cell
     for (model, gbit), of_ranks in rows.items():
         yield f"{MODELS.get(model, model)}, {gbit} Gb/s", of_ranks
@@ -109,7 +109,6 @@ def rates(values: Iterable[float | None]) -> str:
 
 TABLES: dict[str, Callable[[Results], Iterator[str]]] = {
     "bytes": lambda results: measured_table(results, "wire_bytes", auto=False),
-    "CPU time": lambda results: measured_table(results, "cpu_seconds", auto=False),
     "communication": communication_table,
     "steps": step_table,
 }

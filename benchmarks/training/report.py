@@ -21,7 +21,6 @@ from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks, write_whole
 from benchmarks.common.tables import markdown
 from benchmarks.training import chart
-from benchmarks.training.floor import floor_table
 from benchmarks.training.results import cells, table
 from benchmarks.training.variants import (
     COMPUTE,
@@ -35,19 +34,16 @@ from benchmarks.training.variants import (
 PAGE = ROOT / "docs" / "benchmarks.md"
 TRAINING = RESULTS / "training_cpu.json"
 MAIN = RESULTS / "training_main_cpu.json"  # the main rows: fewer variants, and more rounds
-HOSTS, SAFE_HOSTS = RESULTS / "training_hosts_cpu.json", RESULTS / "training_hosts_safe_cpu.json"
+HOSTS = RESULTS / "training_hosts_cpu.json"
 START = "<!-- table: python -m benchmarks.training.report --write -->\n\n"
 MAIN_START = "<!-- table of main rows: python -m benchmarks.training.report --write -->\n\n"
 FLOOR = RESULTS / "floor_cpu.json"
-FLOOR_START = "<!-- table of the floor: python -m benchmarks.training.report --write -->\n\n"
 HOSTS_START = "<!-- table of hosts: python -m benchmarks.training.report --write -->\n\n"
-SAFE_HOSTS_START = "<!-- table of hosts, AdamW: python -m benchmarks.training.report --write -->\n\n"
 
 NO_BOUND = "no communication (no bound here: noise, another row is faster)"
 AUTO = ("fp16", "qsgd:coding=packed", "acpsgd")  # what it chose from as measured: once the default
 
-# Columns of the tables of two hosts: low rank, and what a transformer that AdamW trains can use.
-LOW_RANK_ON_HOSTS = {
+ON_HOSTS = {  # rows of the table of two hosts
     "compute": "no communication",
     "ddp-fp16": "DDP, torch's fp16 hook",
     "ddp:acpsgd": "DDP, `ACPSGD()`",
@@ -55,18 +51,6 @@ LOW_RANK_ON_HOSTS = {
     "fsdp-noop": "FSDP2, shards alone",
     "fsdp": "FSDP2's own averages",
     "fsdp:acpsgd": "FSDP2, `ACPSGD()`",
-}
-SAFE_ON_HOSTS = {
-    "compute": "no communication",
-    "ddp-fp16": "DDP, torch's fp16 hook",
-    "ddp:block-float": "DDP, `BlockFloat()`",
-    "ddp:hierarchical:inner=block-float": "DDP, `Hierarchical(BlockFloat())`",
-    "ddp:powersgd:rank=32": "DDP, `PowerSGD(rank=32)`",
-    "ddp:hierarchical:inner=powersgd(rank=32)": "DDP, `Hierarchical(PowerSGD(rank=32))`",
-    "fsdp-noop": "FSDP2, shards alone",
-    "fsdp": "FSDP2's own averages",
-    "fsdp:block-float": "FSDP2, `BlockFloat()`",
-    "fsdp:powersgd:rank=32": "FSDP2, `PowerSGD(rank=32)`",
 }
 
 
@@ -138,10 +122,10 @@ def summary(training: dict) -> str:
     return "\n".join(markdown(["model", "network", *SUMMARY], lines, left=2)) + "\n"
 
 
-def hosts_table(training: dict, columns: dict[str, str]) -> str:
+def hosts_table(training: dict) -> str:
     """The text between the marks of two hosts in docs/benchmarks.md: ms per step and × fp16 of each variant.
 
-    columns: variant -> header. A cell is a column here, and a variant a row.
+    A cell is a column here, and a variant a row.
     """
     header, of_cells = [""], []
     for (model, rate, _), rows in cells(training["rows"]):
@@ -149,7 +133,7 @@ def hosts_table(training: dict, columns: dict[str, str]) -> str:
         of_cells.append({row["variant"]: row for row in rows})
     lines = [
         [name, *(text for cell in of_cells for text in (f"{cell[v]['ms']:.0f}", f"{cell[v]['times_fp16']:.2f}"))]
-        for v, name in columns.items()
+        for v, name in ON_HOSTS.items()
     ]
     return "\n".join(markdown(header, lines)) + "\n"
 
@@ -215,9 +199,7 @@ def blocks() -> Blocks:
     return {
         (PAGE, MAIN_START): block(json.loads(MAIN.read_text())),
         (PAGE, START): summary(json.loads(TRAINING.read_text())),
-        (PAGE, FLOOR_START): floor_table(json.loads(FLOOR.read_text())["rows"], MODELS),
-        (PAGE, HOSTS_START): hosts_table(json.loads(HOSTS.read_text()), LOW_RANK_ON_HOSTS),
-        (PAGE, SAFE_HOSTS_START): hosts_table(json.loads(SAFE_HOSTS.read_text()), SAFE_ON_HOSTS),
+        (PAGE, HOSTS_START): hosts_table(json.loads(HOSTS.read_text())),
     }
 
 

@@ -23,7 +23,7 @@ from benchmarks.common.tables import markdown
 from benchmarks.convergence.recipes import Run, compressor
 from benchmarks.convergence.report import Table
 from benchmarks.convergence.results import Row
-from benchmarks.time_to_loss import PAGE, STOCK, STUDIES, Contender, Study, contenders
+from benchmarks.time_to_loss import PAGE, STUDIES, Contender, Study, contenders
 from benchmarks.training import jobs as training_jobs
 from benchmarks.training.variants import bandwidth
 from benchmarks.whole_runs.rank import Job

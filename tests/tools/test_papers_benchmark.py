@@ -126,8 +126,6 @@ def test_number_formats():
     tiny = torch.tensor([1.0, -0.5, 0.25, 0.125]) * 2**-30
     assert torch.equal(fft.scaled_cast(tiny, torch.float8_e4m3fn), tiny)
     assert fft.cast(tiny, torch.float8_e4m3fn).abs().max() == 0
-    assert fft.bitmap_ratio(0.0) == 32 / 33
-    assert fft.bitmap_ratio(0.95) == pytest.approx(32 / 2.6)
 
 
 @pytest.mark.parametrize(("draw", "hit"), [(torch.randn, True), (torch.rand, False)])
@@ -173,8 +171,8 @@ def correlated_series(steps):
 def test_slices_at_multiples_of_the_unit_lose_nothing(monkeypatch):
     monkeypatch.setattr(gradiveq, "SIZES", range(32, 257, 32))
     picture = {}
-    drops, ratios = gradiveq.slice_sizes(correlated_series(40), 40, picture)
-    assert drops.hit and ratios.hit is None
+    (drops,) = gradiveq.slice_sizes(correlated_series(40), 40, picture)
+    assert drops.hit
     losses = dict(zip(picture["slices"]["sizes"], picture["slices"]["loss"]))
     assert losses[64] < 0.02 and losses[192] < 0.02  # lambda, and the noise of few samples
     assert losses[96] > 0.3

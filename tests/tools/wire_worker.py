@@ -65,6 +65,18 @@ def rows():
     return found
 
 
+def steps(model, module, lr=0.0):
+    """Return what runs a step of plain SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+
+    def step():
+        module(1.0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, optimizer
+
+
 @functools.cache
 def of_row(network, number, methods, differences, exempt):
     torch.manual_seed(0)
@@ -74,29 +86,16 @@ def of_row(network, number, methods, differences, exempt):
         made = gradzip.parse(methods[0])
         if len(methods) > 1:
             begins = range(0, len(methods) * (BEFORE + wire.STEPS), BEFORE + wire.STEPS)
-            phases = dict(zip(begins, map(gradzip.parse, methods)))
-            made = gradzip.Phases(phases, exempt=exempt)
+            made = gradzip.Phases(dict(zip(begins, map(gradzip.parse, methods))), exempt=exempt)
         model = Given(gradients)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         module = torch.nn.parallel.DistributedDataParallel(model)
         gradzip.ddp.register(module, made)
-
-        def step():
-            module(1.0).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
+        step, _ = steps(model, module)
         found += [counted(step, made.traffic) for _ in methods]
     for method in differences:
         model = Given(gradients)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        step, optimizer = steps(model, model, lr=1.0)
         outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.parse(method), every=1)
-
-        def step():
-            model(1.0).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
         found.append(counted(step, outer.compressor.traffic))
         outer.remove()
     return found
