@@ -77,6 +77,11 @@ class Compressed:
             if not kind.startswith("node ")
         )
 
+    @property
+    def exchanges_partitions(self) -> bool:
+        """Whether the first of several rounds is an all-to-all."""
+        return len(self.rounds) > 1 and self.rounds[0][0].endswith("all_to_all")
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -143,8 +148,8 @@ def predict(
             0: one collective for each layer.
         fusion_nbytes: the engine joins collectives of the same kind that wait for the link, up to that many bytes, as
             Horovod does. 0: the engine joins none.
-        follows: whether the gather of a bucket that exchanges partitions starts with the next bucket, as with DDP. The
-            thread waits for the partitions first.
+        follows: whether the second round of a bucket that exchanges partitions starts with the next bucket, as with
+            DDP. The thread waits for the partitions first.
 
     Buckets are those of `cut`. Without fusion they start at the first gradient, as DDP's; with fusion at the last one,
     as Horovod's.
@@ -163,17 +168,18 @@ def predict(
         )
     simulation = _Simulation(link, fusion_nbytes)
     started: list[tuple[list[_Transfer], list[Compressed]]] = []  # transfers, and what is decoded after them
-    later: list[Compressed] = []  # whose later rounds run for all together
+    later: list[tuple[Compressed, int]] = []  # and the number of its first round that runs for all together
     ready = 0.0
     last_bucket: tuple[list[_Transfer], list[Compressed]] = ([], [])
 
     def end_bucket(transfers: list[_Transfer], members: list[Compressed]) -> None:
-        """Start the gather of a bucket's partitions."""
-        partitions = [m for m in members if follows and tuple(kind for kind, _ in m.rounds) == _HALF_ALL_REDUCES]
-        later.extend(m for m in members if m not in partitions)
-        if partitions:
+        """Start the second rounds of a bucket, if they follow."""
+        following = [m for m in members if follows and m.exchanges_partitions]
+        if following:
             simulation.wait(transfers)
-            started.append((simulation.start(m.rounds[1] for m in partitions), partitions))
+            second = simulation.start(m.rounds[1] for m in following)
+            started.append((second, [m for m in following if len(m.rounds) == 2]))
+        later.extend((m, 2 if follows and m.exchanges_partitions else 1) for m in members)
 
     for bucket in _buckets(pairs, bucket_nbytes, fusion_nbytes):
         for layer, compressed in bucket:
@@ -188,8 +194,8 @@ def predict(
     for transfers, members in started:
         simulation.wait(transfers)
         simulation.work(sum(m.decode for m in members))
-    for number in range(1, max((len(m.rounds) for m in later), default=0)):
-        members = [m for m in later if len(m.rounds) > number]
+    for number in range(1, max((len(m.rounds) for m in layers), default=0)):
+        members = [m for m, first in later if first <= number < len(m.rounds)]
         simulation.wait(simulation.start(m.rounds[number] for m in members))
         simulation.work(sum(m.decode for m in members if len(m.rounds) == number + 1))
     simulation.work(step.seconds - last)

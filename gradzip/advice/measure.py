@@ -39,6 +39,27 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+Moment = float | torch.cuda.Event
+
+
+def moment(device: torch.device) -> Moment:
+    """Mark a point in the work of a device: what the current stream has to do now, without waiting for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(start: Moment, end: Moment) -> float:
+    """Seconds between two moments of a device. Waits until it has reached the second one."""
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 # --- methods
 
 

@@ -15,12 +15,11 @@ STOCK = {"none": Sharded(4.0, 4.0, 4.0), "bf16": Sharded(2.0, 2.0, 2.0)}  # by n
 _NAMES = {"none": "FSDP2 in float32", "bf16": "FSDP2 in bfloat16"}
 _CODES = {EIGHT_BITS: "BlockFloat(rounding='nearest')", FOUR_BITS: "BlockFloat(bits=4, rounding='nearest')"}
 
-# Candidates of `gradzip.fsdp.quantize`: methods of the gather and of the reduce-scatter, and whether it keeps.
+# Candidates of `gradzip.fsdp.quantize`: methods of the all-gathers and of the reduce-scatter, and another argument.
+KEEP, DELTA = "keep=True", "reference='delta'"
 QUANTIZED = [
-    (gather, scatter, keep)
-    for gather, scatter in [(None, EIGHT_BITS), (EIGHT_BITS, EIGHT_BITS), (EIGHT_BITS, FOUR_BITS), (FOUR_BITS, FOUR_BITS)]
-    for keep in (False, True)
-    if gather or not keep
+    (None, EIGHT_BITS, None), (EIGHT_BITS, EIGHT_BITS, None), (EIGHT_BITS, EIGHT_BITS, KEEP),
+    (EIGHT_BITS, FOUR_BITS, KEEP), (FOUR_BITS, FOUR_BITS, DELTA),
 ]  # fmt: skip
 
 
@@ -42,12 +41,12 @@ class ShardedAdvice:
         nbytes = {method: sum(c.nbytes for c in self.costs[method]) / parameters for method in _CODES}
         codec = {method: sum(c.encode + c.decode for c in self.costs[method]) / parameters for method in _CODES}
         found = dict(STOCK)
-        for gather, scatter, keep in QUANTIZED:
+        for gather, scatter, how in QUANTIZED:
             given = [f"gather={_CODES[gather]}"] if gather else []
-            given += [f"reduce={_CODES[scatter]}", *["keep=True"] * keep]
+            given += [f"reduce={_CODES[scatter]}", *[how] * bool(how)]
             gathered = nbytes[gather] if gather else 4.0
             seconds = codec[scatter] + (codec[gather] if gather else 0.0)
-            sent = Sharded(gathered, 0.0 if keep else gathered, nbytes[scatter], True, seconds)
+            sent = Sharded(gathered, 0.0 if how else gathered, nbytes[scatter], True, seconds)
             found[f"gradzip.fsdp.quantize(model, {', '.join(given)})"] = sent
         return found
 
@@ -58,8 +57,8 @@ class ShardedAdvice:
         return sorted(found.items(), key=lambda item: item[1].seconds)
 
     def kept_nbytes(self, name: str) -> int:
-        """Bytes that a rank keeps from the forward to the backward pass."""
-        kept = self.candidates[name].gather if name.endswith("keep=True)") else 0.0
+        """Bytes that a rank keeps: weights as they were gathered, until the backward pass, or decoded, always."""
+        kept = self.candidates[name].gather if KEEP in name else 4.0 if DELTA in name else 0.0
         return round(kept * sum(layer.numel for layer in self.step.layers))
 
     def table(self) -> list[list[str]]:
@@ -67,10 +66,8 @@ class ShardedAdvice:
         bfloat16 = dict(self.rows)["bf16"].seconds
         table = [["", "ms/step", "× bf16", "codec", "exposed", "MB sent", "MB kept"]]
         for name, row in self.rows:
-            short = name.removeprefix("gradzip.fsdp.quantize(model, ").replace("BlockFloat", "").removesuffix(")")
-            short = short.replace("(bits=4, rounding='nearest')", "4 bits").replace("(rounding='nearest')", "8 bits")
             table.append([
-                _NAMES.get(name, short), f"{1e3 * row.seconds:.1f}", f"{bfloat16 / row.seconds:.2f}",
+                _NAMES.get(name, _short(name)), f"{1e3 * row.seconds:.1f}", f"{bfloat16 / row.seconds:.2f}",
                 f"{1e3 * row.compression:.1f}", f"{1e3 * row.exposed:.1f}", f"{row.nbytes / 1e6:.0f}",
                 f"{self.kept_nbytes(name) / 1e6:.0f}",
             ])  # fmt: skip
@@ -82,18 +79,17 @@ class ShardedAdvice:
         decision = decide({name: row.seconds for name, row in self.rows})
         stock, chosen = by_name[decision.stock], by_name[decision.chosen]
         if decision.compresses:
-            yield f"Try {decision.chosen}:"
+            times = f"{stock.seconds / chosen.seconds:.1f} times as fast as {_NAMES[decision.stock]}, predicted"
+            yield f"Try fsdp.quantize, {_short(decision.chosen)}: {times}."
             yield (
-                f"{stock.seconds / chosen.seconds:.1f} times as fast as {_NAMES[decision.stock]}, predicted: "
-                f"{1e3 * chosen.seconds:.0f} ms a step, not {1e3 * stock.seconds:.0f}. No study has measured what rounded "
-                "weights cost in accuracy: train with and without."
+                f"{decision.chosen} takes {1e3 * chosen.seconds:.0f} ms a step, {_NAMES[decision.stock]} "
+                f"{1e3 * stock.seconds:.0f} ms."
             )
+            yield "No study has measured what rounded weights cost in accuracy: train with and without."
         else:
             ideal = chosen.compute / chosen.seconds
-            yield (
-                f"Do not compress: {_NAMES[decision.stock]} takes {1e3 * chosen.seconds:.0f} ms a step, {ideal:.0%} of "
-                "the ideal, predicted."
-            )
+            takes = f"takes {1e3 * chosen.seconds:.0f} ms a step, {ideal:.0%} of the ideal, predicted"
+            yield f"Do not compress: {_NAMES[decision.stock]} {takes}."
             yield f"The fastest of gradzip.fsdp.quantize saves {max(0.0, decision.gain):.0%}, of a margin of {MARGIN:.0%}."
         if self.link.nodes > 1 and self.link.per_node > 1:
             yield (
@@ -116,3 +112,11 @@ class ShardedAdvice:
 
     def notes(self) -> Iterator[str]:
         yield "Steps of FSDP2 are predicted from formulas that were compared with no measured step."
+
+
+def _short(name: str) -> str:
+    """The arguments of `quantize`, in short."""
+    arguments = name.removeprefix("gradzip.fsdp.quantize(model, ").removesuffix(")")
+    for method, code in _CODES.items():
+        arguments = arguments.replace(code, "8 bits" if method == EIGHT_BITS else "4 bits")
+    return arguments
