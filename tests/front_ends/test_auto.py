@@ -567,14 +567,14 @@ def train(compressor, *engines, steps=1, names=SHAPES):
             compressor.end_step(engine, names)
 
 
-def test_steps_end_when_the_gradients_device_has_done_its_work(monkeypatch):
-    waited = []
-    monkeypatch.setattr(search, "now", lambda device: waited.append(device) or 0.0)
+def test_steps_are_timed_on_the_gradients_device(monkeypatch):
+    marked = []
+    monkeypatch.setattr(search, "moment", lambda device: marked.append(device) or 0.0)
     compressor, grad = auto(), torch.zeros(64, 48, device="meta")
     (group,) = plan_groups(compressor, [grad], ["w"])
     group.average([grad])
     compressor.end_step(Mirror(0, 1), ["w"])
-    assert waited == [grad.device]
+    assert marked == [grad.device] * 2  # the end of a step, and the start of the next one
 
 
 def test_one_optimizer_decides_until_it_is_gone():
