@@ -200,7 +200,7 @@ class Advice:
             return "-"
         if self.optimizer is not None:
             study = self.study_of(method, self.optimizer)
-            return study.difference if study else "no study"
+            return study.signed if study else "no study"
         studies = {name: self.study_of(method, name) for name in OPTIMIZERS}
         return ", ".join(OPTIMIZERS[name] for name, study in studies.items() if study and study.holds) or "none"
 

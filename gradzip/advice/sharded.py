@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .advice import FOUR_BITS, MARGIN, decide
+from .advice import FOUR_BITS, MARGIN, decide, named
 from .cost import Compressed, Link, Prediction, Sharded, Step, predict_sharded
 
 EIGHT_BITS = "block-float"
@@ -79,11 +79,11 @@ class ShardedAdvice:
         decision = decide({name: row.seconds for name, row in self.rows})
         stock, chosen = by_name[decision.stock], by_name[decision.chosen]
         if decision.compresses:
-            times = f"{stock.seconds / chosen.seconds:.1f} times as fast as {_NAMES[decision.stock]}, predicted"
-            yield f"Try fsdp.quantize, {_short(decision.chosen)}: {times}."
+            times = f"{stock.seconds / chosen.seconds:.1f} times as fast as {named(decision.stock)}"
+            yield f"Try fsdp.quantize({_short(decision.chosen)}): {times}."
             yield (
-                f"{decision.chosen} takes {1e3 * chosen.seconds:.0f} ms a step, {_NAMES[decision.stock]} "
-                f"{1e3 * stock.seconds:.0f} ms."
+                f"{decision.chosen} takes {1e3 * chosen.seconds:.0f} ms a step, predicted; {_NAMES[decision.stock]} "
+                f"takes {1e3 * stock.seconds:.0f} ms."
             )
             yield "No study has measured what rounded weights cost in accuracy: train with and without."
         else:

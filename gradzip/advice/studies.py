@@ -72,9 +72,16 @@ class Study:
     @property
     def difference(self) -> str:
         """The difference in a few words: "as fp32", "0.9 points worse", "0.75 bits worse"."""
+        if self.signed == "as fp32":
+            return self.signed
+        return f"{self.signed[1:]} {'worse' if self.worse_by > 0 else 'better'}"
+
+    @property
+    def signed(self) -> str:
+        """How much worse, in short: "as fp32", "+0.9 points", "-0.04 bits"."""
         unit, digits = self.measure.partition(" ")[0], 1 if self.measure.startswith("points") else 2
-        size = f"{abs(self.worse_by):.{digits}f}"
-        return "as fp32" if float(size) == 0 else f"{size} {unit} {'worse' if self.worse_by > 0 else 'better'}"
+        size = f"{self.worse_by:+.{digits}f}"
+        return "as fp32" if float(size) == 0 else f"{size} {unit}"
 
     @property
     def conditions(self) -> str:
