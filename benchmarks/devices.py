@@ -1,14 +1,14 @@
 """Write what `gradzip advise` knows of GPUs: what methods take on those that were measured, and data sheets of others.
 
-  python -m benchmarks.devices --write    gradzip/advice/devices.json, from benchmarks/results/gpu_check*.json
+  python -m benchmarks.devices --write    gradzip/cli/devices.json, from benchmarks/results/gpu_check*.json
 
 For each method:
 
     element     seconds for each element of a gradient: of its kernels, on 2^27 numbers (KERNELS, and `rank` for the
                 payload of each rank of a gather), on each GPU. Of methods whose kernels have no rows, the growth from
                 ResNet-50 to GPT-2 of what they add to a step.
-    gradient    seconds for each gradient, of host time: what is left of what they add to a step of ResNet-50, in the run
-                without checks of finite averages. Of a host that is as busy as its device: others may hide it.
+    gradient    seconds for each gradient, of host time: what is left of what they add to a step of ResNet-50, without
+                checks of finite averages. Of a host that is as busy as its device: others may hide it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, write_json
-from gradzip.advice.devices import FILE
+from gradzip.cli.devices import FILE
 from gradzip.cli.models import MODELS
 
 # The runs with kernels, by GPU, and the run with steps.
@@ -104,7 +104,10 @@ def content() -> dict[str, Any]:
     def rounded(value: Any) -> Any:
         return {name: rounded(of) for name, of in value.items()} if isinstance(value, dict) else float(f"{value:.3g}")
 
-    source = {"kernels": {d: f"benchmarks/results/{file}" for d, file in RUNS.items()}, "bandwidth": "NVIDIA data sheets"}
+    source = {
+        "kernels": {d: f"benchmarks/results/{file}" for d, file in RUNS.items()},
+        "bandwidth": "NVIDIA data sheets",
+    }
     steps = f"benchmarks/results/{STEPS}: {about['device']}, commit {about['commit']}"
     return {"source": source | {"steps": steps}, "gpus": DATA_SHEETS, "methods": rounded(methods())}
 

@@ -3,8 +3,8 @@
   python -m benchmarks.training.public            print the table
   python -m benchmarks.training.public --write    also write it to docs/advise.md
 
-In each case, the bandwidth of one link is fitted to one measurement, and the others are predicted. Others' figures are as
-their sources print them. What a method takes on one GPU is known from its kernels and from ResNet-50
+In each case, the bandwidth of one link is fitted to one measurement, and the others are predicted. Figures of others
+are as their sources print them. What a method takes on one GPU is known from its kernels and from ResNet-50
 (benchmarks/devices.py); GPT-2 is predicted.
 """
 
@@ -20,8 +20,8 @@ from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks
 from benchmarks.common.tables import markdown
 from benchmarks.devices import KERNELS, STEPS, UNCHECKED
-from gradzip.advice import devices
 from gradzip.advice.cost import Compressed, Layer, Link, Step, joined, predict
+from gradzip.cli import devices
 from gradzip.cli.models import MODELS, Parameter, step_of
 
 PAGE = ROOT / "docs" / "advise.md"
@@ -89,9 +89,7 @@ def _a40() -> Case:
     step = step_of(blocks, 1.4)
 
     def seconds(method: str) -> Seconds:
-        return lambda within: step_seconds(
-            step, Link(8, math.inf, LATENCY, per_node=8, within=within), "a40", method
-        )
+        return lambda within: step_seconds(step, Link(8, math.inf, LATENCY, per_node=8, within=within), "a40", method)
 
     return Case(
         "8 x A40, no NVLink", "GaTech-RL2/EgoVerse#667", ("step of 1.2 B parameters, fp32", 6.4, seconds("none")),
@@ -181,7 +179,9 @@ def table() -> Iterator[str]:
 def blocks() -> Blocks:
     """The block of docs/advise.md."""
     errors = [abs(found.error) for found in predictions()]
-    text = f"Of {len(errors)} errors, the median is {statistics.median(errors):.0%} and the largest {max(errors):.0%}.\n"
+    text = (
+        f"Of {len(errors)} errors, the median is {statistics.median(errors):.0%} and the largest {max(errors):.0%}.\n"
+    )
     return {(PAGE, START): "\n".join(table()) + "\n\n" + text}
 
 

@@ -240,8 +240,8 @@ class Advice:
         takes = f"{_ms(row.seconds)} a step, {row.share_of_ideal:.0%} of the ideal"
         if decision.compresses:
             stock = by_name[decision.stock]
-            times = stock.seconds / row.seconds
-            yield f"Use {called(self.methods[row.method])}: {times:.1f} times as fast as {named(stock.method)}, predicted."
+            times = f"{stock.seconds / row.seconds:.1f} times as fast as {named(stock.method)}"
+            yield f"Use {called(self.methods[row.method])}: {times}, predicted."
             yield (
                 f"{takes}; {named(stock.method)} takes {_ms(stock.seconds)}. It saves {decision.gain:.0%}; the margin "
                 f"of error is {decision.margin:.0%}."
@@ -261,12 +261,12 @@ class Advice:
         reached = every * found.step_seconds / (every * found.step_seconds + found.seconds)
         ended = EVERY.get(self.optimizer or "adamw", EVERY["adamw"])
         studied = ", ".join(f"every={steps} {percent} %" for steps, percent in ended.items())
+        more = f", and {ENOUGH:.0%} takes every={needed}" if needed > every else ""
         yield (
             f"No method that may be advised reaches {ENOUGH:.0%} of the ideal when every step averages. "
-            f"gradzip.outer.LocalSteps(..., every={every}) with {named(method)} reaches {reached:.0%}: an exchange sends "
-            f"{found.nbytes / 1e6:.1f} MB in {_ms(found.seconds)}"
-            + (f", and {ENOUGH:.0%} takes every={needed}. " if needed > every else ". ")
-            + f"Studies of it ended above the baseline by: {studied}."
+            f"gradzip.outer.LocalSteps(..., every={every}) with {named(method)} reaches {reached:.0%}: an exchange "
+            f"sends {found.nbytes / 1e6:.1f} MB in {_ms(found.seconds)}{more}. Studies of it ended above the baseline "
+            f"by: {studied}."
         )
 
     def _accuracy(self, method: str) -> Iterator[str]:

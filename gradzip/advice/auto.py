@@ -99,8 +99,8 @@ class Auto(Composite):
 
     On rank 0, the logger "gradzip.auto" gets a line for each decision: a warning for the first one and for changes, so
     that it is seen without any configuration of logging. The choice is a part of the state dict. If that
-    is loaded in a group of another size, the choice is made again. On a device, steps are timed by its events: Auto waits
-    once for all steps of a turn, and for no gradient.
+    is loaded in a group of another size, the choice is made again. On a device, steps are timed by its events: Auto
+    waits once for all steps of a turn.
 
     `fp16` overflows if a gradient or an average exceeds 65504. Such a step is skipped on all ranks. If many steps
     may overflow, use a GradScaler, which lowers the scale, or leave `fp16` out of `allow`.

@@ -5,11 +5,12 @@ cost no accuracy to speak of in studies with your optimizer. What methods take i
 some seconds with --device here or cpu; docs/advise.md explains the model.
 
 examples:
-  gradzip advise --model resnet50 --optimizer sgd --device h100 --bandwidth 10gbit --ranks 16 --step-ms 180
-  gradzip advise --model gpt2-xl --optimizer adamw --device a40 --nodes 1 --gpus-per-node 8 --within pcie-shm --step-ms 1400
-  gradzip advise --model gpt2-xl --optimizer adamw --device a100 --nodes 2 --gpus-per-node 8 --between 25gbit --step-ms 600
-  gradzip advise --model llama-7b --front-end fsdp --device h100 --nodes 4 --gpus-per-node 8 --between 100gbit --step-ms 900
-  gradzip advise --model train.py:build --device here --bandwidth 1gbit --ranks 4 --step-ms 250 --methods acpsgd qsgd:bits=2
+  gradzip advise --model resnet50 --optimizer sgd --bandwidth 10gbit --ranks 16 --step-ms 180
+  gradzip advise --model gpt2 --device a40 --gpus-per-node 8 --within pcie-shm --step-ms 150
+  gradzip advise --model gpt2-xl --nodes 2 --gpus-per-node 8 --between 25gbit --step-ms 600
+  gradzip advise --model train.py --front-end fsdp --ranks 4 --bandwidth 100gbit --step-ms 900
+  gradzip advise --model train.py:build --device here --bandwidth 1gbit --ranks 4 --step-ms 250
+  gradzip advise --model gpt2 --methods topk qsgd:bits=2 --bandwidth 1gbit --ranks 4 --step-ms 250
   horovodrun -np 4 gradzip advise --measure --model train.py:build --step-ms 250
   torchrun --nproc-per-node 4 --no-python gradzip advise --measure --model resnet50 --step-ms 180
 """
@@ -32,12 +33,9 @@ from torch import nn
 
 import gradzip
 
-from ..advice import devices
 from ..advice.advice import BETWEEN, BF16, FOUR_BITS, FP16, FP32, SIGNS, Advice
-from ..advice.cost import JOINED, Compressed, Layer, Link, Step, between_nodes
-from ..advice.links import LINKS
+from ..advice.cost import Compressed, Layer, Link, Step, between_nodes
 from ..advice.measure import LayerCost, measure_layers, measure_link
-from ..advice.sharded import EIGHT_BITS, ShardedAdvice
 from ..advice.studies import OPTIMIZERS
 from ..collectives.engine import Engine
 from ..collectives.node_chunks import NodeChunks
@@ -46,9 +44,12 @@ from ..methods.base.compressor import Compressor
 from ..methods.hierarchical import Hierarchical
 from ..methods.spec import unparse
 from ..watch.replicas import engine_of_all
+from . import devices
 from .command import CommandError, check_least, table
 from .conditions import conditions
+from .links import LINKS
 from .models import MODELS, Parameter, step_of
+from .sharded import EIGHT_BITS, ShardedAdvice
 
 LATENCY_US = 50.0  # of a message, by default
 WIDTH = 100  # of lines
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", choices=list(OPTIMIZERS), help="of the training: what compression costs depends on it")
     add("--step-ms", type=float, metavar="MS", help="a training step on one rank, without communication")
     add("--device", metavar="DEVICE", help=f"what trains: {', '.join(devices.names())}; or here, or cpu, to measure it")
-    add("--nodes", type=int, help="machines, with --gpus-per-node")
+    add("--nodes", type=int, help="machines, with --gpus-per-node (default: 1)")
     add("--gpus-per-node", type=int, metavar="N", help="ranks on each machine, which share its connection")
     add("--between", metavar="RATE", help="of one machine's connection: a number and kbit, mbit or gbit")
     add("--within", metavar="LINK", help=f"between GPUs of a machine: {', '.join(LINKS)}, or a rate (default: nvlink)")
@@ -144,7 +145,7 @@ def _check(options: argparse.Namespace) -> None:
         raise CommandError(f"got {flat[0]} with {machines[0]}, expected --ranks and --bandwidth, or --nodes and others")
     needed = ["step_ms"]
     if not options.measure:
-        needed += ["nodes", "gpus_per_node"] if machines else ["ranks", "bandwidth"]
+        needed += ["gpus_per_node"] if machines else ["ranks", "bandwidth"]
         if machines and (options.nodes or 1) > 1:
             needed.append("between")
     for name in needed:
@@ -174,7 +175,7 @@ def _link(options: argparse.Namespace) -> Link:
         raise CommandError(f"got --within {name!r}, expected {', '.join(LINKS)}, or a rate such as 200gbit")
     within = kind.bandwidth if kind else bandwidth_of(name, "--within")
     between = bandwidth_of(options.between, "--between") if options.between else math.inf
-    ranks = options.nodes * options.gpus_per_node
+    ranks = (options.nodes or 1) * options.gpus_per_node
     tree = kind is not None and kind.tree
     return Link(ranks, between, latency, per_node=options.gpus_per_node, within=within, tree=tree)
 
@@ -227,13 +228,18 @@ def _device(options: argparse.Namespace) -> tuple[devices.Device | torch.device,
         name = "cpu"
     if name is None and not cuda:
         known = devices.device(devices.ASSUMED)
-        return known, f"No --device, and no GPU here: assumed is --device {devices.ASSUMED}; --device cpu measures here."
+        return (
+            known,
+            f"No --device, and no GPU here: assumed is --device {devices.ASSUMED}; --device cpu measures here.",
+        )
     if name in devices.names():
         return devices.device(name), ""
     if name not in (None, "here", "cpu", "cuda"):
         raise CommandError(f"got --device {name!r}, expected here, cpu, or one of: {', '.join(devices.names())}")
     if name == "cuda" and not cuda:
-        raise CommandError(f"got --device cuda, and torch finds no GPU here; expected one of: {', '.join(devices.names())}")
+        raise CommandError(
+            f"got --device cuda, and torch finds no GPU here; expected one of: {', '.join(devices.names())}"
+        )
     return torch.device("cuda" if cuda and name != "cpu" else "cpu"), ""
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .cost import Layer
-from .measure import LayerCost
+from ..advice.cost import Layer
+from ..advice.measure import LayerCost
 
 FILE = Path(__file__).with_name("devices.json")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .advice import FOUR_BITS, MARGIN, decide, named
-from .cost import Compressed, Link, Prediction, Sharded, Step, predict_sharded
+from ..advice.advice import FOUR_BITS, MARGIN, decide, named
+from ..advice.cost import Compressed, Link, Prediction, Sharded, Step, predict_sharded
 
 EIGHT_BITS = "block-float"
 STOCK = {"none": Sharded(4.0, 4.0, 4.0), "bf16": Sharded(2.0, 2.0, 2.0)}  # by name in `advice.STOCK`
@@ -43,7 +43,7 @@ class ShardedAdvice:
         found = dict(STOCK)
         for gather, scatter, how in QUANTIZED:
             given = [f"gather={_CODES[gather]}"] if gather else []
-            given += [f"reduce={_CODES[scatter]}", *[how] * bool(how)]
+            given += [f"reduce={_CODES[scatter]}", *([how] if how else [])]
             gathered = nbytes[gather] if gather else 4.0
             seconds = codec[scatter] + (codec[gather] if gather else 0.0)
             sent = Sharded(gathered, 0.0 if how else gathered, nbytes[scatter], True, seconds)
@@ -90,7 +90,8 @@ class ShardedAdvice:
             ideal = chosen.compute / chosen.seconds
             takes = f"takes {1e3 * chosen.seconds:.0f} ms a step, {ideal:.0%} of the ideal, predicted"
             yield f"Do not compress: {_NAMES[decision.stock]} {takes}."
-            yield f"The fastest of gradzip.fsdp.quantize saves {max(0.0, decision.gain):.0%}, of a margin of {MARGIN:.0%}."
+            gain = max(0.0, decision.gain)
+            yield f"The fastest of gradzip.fsdp.quantize saves {gain:.0%}; the margin of error is {MARGIN:.0%}."
         if self.link.nodes > 1 and self.link.per_node > 1:
             yield (
                 "If the model fits on the GPUs of one node, shard within nodes: no parameter crosses the network then, "
@@ -100,9 +101,7 @@ class ShardedAdvice:
     def json(self) -> dict[str, Any]:
         """All results in JSON types."""
         decision = decide({name: row.seconds for name, row in self.rows})
-        methods = [
-            {"method": name, **asdict(row), "memory_bytes": self.kept_nbytes(name)} for name, row in self.rows
-        ]
+        methods = [{"method": name, **asdict(row), "memory_bytes": self.kept_nbytes(name)} for name, row in self.rows]
         finite = {name: min(getattr(self.link, name), 1e300) for name in ("bandwidth", "within")}
         return {
             "front_end": "fsdp", "link": asdict(self.link) | finite, "step_seconds": self.step.seconds,

@@ -21,6 +21,8 @@ LINKS = {
     "nvlink": Within(300e9, True, "data sheet of the NVIDIA A100, one direction"),
     "pcie4": Within(16e9, False, "assumed: half of 16 lanes of PCIe 4.0, where GPUs reach each other's memory"),
     "pcie-shm": Within(
-        1.4e9, False, "8 x A40 over host memory and two sockets, fitted to a step (python -m benchmarks.training.public)"
+        1.4e9,
+        False,
+        "8 x A40 over host memory and two sockets, fitted to a step (python -m benchmarks.training.public)",
     ),
 }
