@@ -48,7 +48,10 @@ from gradzip.advice.cost import Compressed, Link, Step
 from gradzip.cli.advise import LATENCY_US, bandwidth_of
 
 CALIBRATION = ("training_cpu.json",)
-HELD_OUT = ("training_block_float_cpu.json", "training_studies.json")
+HELD_OUT = (
+    "training_block_float_cpu.json", "training_studies.json", "training_time_charlm.json",
+    "training_time_charlm-small.json", "training_time_resnet20.json",
+)  # fmt: skip
 FILE, PAGE = RESULTS / "decisions.json", ROOT / "docs" / "advise.md"
 START = "<!-- table: python -m benchmarks.training.decisions --write -->\n\n"
 

@@ -4,36 +4,45 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
 from typing import Any
 
 from ..averaging.memory_bytes import memory_bytes
 from ..methods.base.compressor import Compressor
+from ..methods.hierarchical import Hierarchical
 from . import cost
 from .cost import Compressed, Link, Prediction, Step
-from .studies import OPTIMIZERS, SAFE, is_safe, study_of
+from .studies import EVERY, MOST_STEPS, OPTIMIZERS, SAFE, Study, is_safe, study_of
 
-FP32, FP16 = "none", "fp16"
+FP32, FP16, BF16 = STOCK = "none", "fp16", "bf16"  # without compression; torch's hooks send 16 bits
+
+# README's method for AdamW and Muon, and that of its recipe for AdamW in the steps after the warm-up.
+FOUR_BITS = "block-float:bits=4,rounding=nearest"
+SIGNS = "momentum:inner=signsgd(majority=False)"
+BETWEEN = "hierarchical:inner="  # how specs of methods between nodes begin
 
 # Margin of error: in the measured training steps that the margin is taken from, 19 of 20 methods that are predicted to
 # gain lose less than this against their predicted gain. `python -m benchmarks.training.decisions` computes it.
 MARGIN = 0.21
 
-# Use fp16 in place of fp32 only if it is faster by this share: it costs next to nothing, but it can overflow.
+# Use fp16 in place of fp32 only if it is faster by this share: it costs next to nothing, but it can overflow. Of other
+# sizes of buckets than DDP's, name those that are.
 FP16_PAYS = 0.02
 
 # Share of the ideal; where averages of every step do not reach it, local steps are recommended.
 ENOUGH = 0.9
+
+BUCKETS_MB = (1, 4)  # sizes of buckets to try in place of DDP's
 
 
 @dataclass(frozen=True)
 class Decision:
     """What to use.
 
-    stock: fp32 or fp16: the faster one, or fp32 if fp16 is hardly faster.
+    stock: fp32, fp16 or bf16: the fastest one, or fp32 if it is hardly slower.
     fastest: the fastest of the methods that may be used; None if there are none.
-    gain: the share of the faster of fp32's and fp16's step that `fastest` saves. 0 without one; negative if slower.
+    gain: the share of the fastest stock step that `fastest` saves. 0 without one; negative if slower.
     margin: the gain must exceed it.
     """
 
@@ -55,8 +64,8 @@ def decide(seconds: Mapping[str, float], allowed: Iterable[str] | None = None, m
     """Choose among methods by their predicted steps.
 
     Args:
-        seconds: of a step, by method. `FP32` or `FP16` is among them.
-        allowed: the methods that may be used beside those two. None: all.
+        seconds: of a step, by method. One of `STOCK` is among them.
+        allowed: the methods that may be used beside those. None: all.
         margin: of error, as a share of a step.
 
     >>> decide({"none": 0.5, "fp16": 0.4, "acpsgd": 0.2, "topk": 0.3}).chosen
@@ -64,11 +73,11 @@ def decide(seconds: Mapping[str, float], allowed: Iterable[str] | None = None, m
     >>> decide({"none": 0.5, "fp16": 0.4, "acpsgd": 0.2, "topk": 0.36}, allowed=["topk"]).chosen
     'fp16'
     """
-    stock = min((name for name in (FP32, FP16) if name in seconds), key=seconds.__getitem__)
+    stock = min((name for name in STOCK if name in seconds), key=seconds.__getitem__)
     least = seconds[stock]
     if FP32 in seconds and (1 - FP16_PAYS) * seconds[FP32] <= least:
         stock = FP32
-    methods = [name for name in (seconds if allowed is None else allowed) if name not in (FP32, FP16)]
+    methods = [name for name in (seconds if allowed is None else allowed) if name not in STOCK]
     fastest = min(methods, key=seconds.__getitem__, default=None)
     gain = 0.0 if fastest is None else 1 - seconds[fastest] / least
     return Decision(stock, fastest, gain, margin)
@@ -78,7 +87,7 @@ def decide(seconds: Mapping[str, float], allowed: Iterable[str] | None = None, m
 class Row(Prediction):
     """A method's prediction, in comparison.
 
-    nbytes: bytes that one rank hands to collectives in a step. ratio: bytes in float32 / nbytes.
+    nbytes: bytes that one rank hands to collectives in a step, but within nodes. ratio: bytes in float32 / nbytes.
     memory_bytes: that a rank keeps between steps.
     """
 
@@ -109,21 +118,23 @@ class Advice:
     named: bool = False
     optimizer: str | None = None
 
+    def _predict(self, method: str, **buckets: float) -> Prediction:
+        joined = cost.joined(self.front_end, stock=method in STOCK) | buckets
+        return cost.predict(self.step, self.costs[method], self.link, **joined)
+
     @functools.cached_property
     def rows(self) -> list[Row]:
         """The predictions of all methods, the fastest first."""
         dense = sum(4 * layer.numel for layer in self.step.layers)
-        found = {}
-        for method, layers in self.costs.items():
-            joined = cost.joined(self.front_end, stock=method in (FP32, FP16))
-            found[method] = cost.predict(self.step, layers, self.link, **joined)
+        found = {method: self._predict(method) for method in self.costs}
         shapes = {layer.name: layer.shape for layer in reversed(self.step.layers)}
         rows = []
         for method, step in found.items():
             nbytes = sum(layer.nbytes for layer in self.costs[method])
             fp32, fp16 = (found[stock].seconds / step.seconds for stock in (FP32, FP16))
             parts = step.seconds, step.compute, step.compression, step.exposed
-            kept = memory_bytes(self.methods[method], shapes, self.link.ranks)
+            size = (self.link.nodes, self.link.per_node) if method.startswith(BETWEEN) else self.link.ranks
+            kept = memory_bytes(self.methods[method], shapes, size)
             rows.append(Row(*parts, nbytes, method, dense / nbytes, fp32, fp16, step.compute / step.seconds, kept))
         return sorted(rows, key=attrgetter("seconds"))
 
@@ -134,54 +145,75 @@ class Advice:
 
     def allowed(self, optimizer: str | None) -> list[str]:
         """The methods that may be advised: those that the user has named, or those that are safe with the optimizer."""
-        return [name for name, method in self.methods.items() if self.named or is_safe(method, optimizer)]
+        return [name for name, method in self.methods.items() if self.named or is_safe(studied_as(method), optimizer)]
 
     def decide(self, optimizer: str | None) -> Decision:
         """What to use with an optimizer; None: with one that is not known."""
         return decide({row.method: row.seconds for row in self.rows}, self.allowed(optimizer))
 
+    def study_of(self, method: str, optimizer: str) -> Study | None:
+        """The study of a method with an optimizer, if there is one."""
+        return study_of(studied_as(self.methods[method]), optimizer)
+
     def local_steps(self) -> tuple[str, cost.Exchange] | None:
         """The method whose exchange of local steps is fastest, if averages of every step do not reach `ENOUGH`."""
-        usable = {FP32, FP16, *self.allowed(self.optimizer)}
+        usable = {*STOCK, *self.allowed(self.optimizer)}
         if max(row.share_of_ideal for row in self.rows if row.method in usable) >= ENOUGH:
             return None
-        # Studies of an optimizer are of gradients: for differences, only methods that every optimizer goes with.
-        safe = [name for name in self.allowed(None) if self.methods[name].averaged_momentum is None]
+        # Studies of an optimizer are of gradients: for differences, only methods that every optimizer goes with, and
+        # integers of 4 bits, which the studies of local steps had.
+        safe = [
+            name
+            for name in {*self.allowed(None), FOUR_BITS} & self.methods.keys()
+            if self.methods[name].averaged_momentum is None and not name.startswith(BETWEEN)
+        ]
         found = {method: cost.exchange(self.step, self.costs[method], self.link) for method in {FP32, FP16, *safe}}
         return min(found.items(), key=lambda item: item[1].seconds)
+
+    def bucket_mb(self) -> tuple[int, float] | None:
+        """The `bucket_cap_mb` of DDP, and the step, if another size of buckets than its own is clearly faster."""
+        if self.front_end != "ddp" or self.link.ranks == 1:
+            return None
+        chosen = self.decide(self.optimizer).chosen
+        own = next(row.seconds for row in self.rows if row.method == chosen)
+        found = {mb: self._predict(chosen, bucket_nbytes=float(mb << 20)).seconds for mb in BUCKETS_MB}
+        best = min(found, key=found.__getitem__)
+        return (best, found[best]) if found[best] < (1 - FP16_PAYS) * own else None
 
     # --- in words
 
     def table(self) -> list[list[str]]:
         """Header and rows of the predictions."""
-        table = [[
-            "method", "ms/step", "× fp32", "× fp16", "of ideal", "compression", "exposed", "MB/step", "ratio",
-            "MB kept", *(f"with {OPTIMIZERS[optimizer]}" for optimizer in self.optimizers),
-        ]]  # fmt: skip
+        accuracy = f"with {OPTIMIZERS[self.optimizer]}" if self.optimizer else "holds with"
+        table = [["method", "ms/step", "× fp16", "codec", "exposed", "MB", "MB kept", accuracy]]
         for row in self.rows:
-            studies = [study_of(self.methods[row.method], optimizer) for optimizer in self.optimizers]
             table.append([
-                named(row.method), f"{1e3 * row.seconds:.1f}", f"{row.times_fp32:.2f}", f"{row.times_fp16:.2f}",
-                f"{row.share_of_ideal:.0%}", f"{1e3 * row.compression:.1f}", f"{1e3 * row.exposed:.1f}",
-                f"{row.nbytes / 1e6:.2f}", f"{row.ratio:.1f}", f"{row.memory_bytes / 1e6:.2f}",
-                *("-" if row.method == FP32 else study.difference if study else "not measured" for study in studies),
+                named(row.method), f"{1e3 * row.seconds:.1f}", f"{row.times_fp16:.2f}",
+                f"{1e3 * row.compression:.1f}", f"{1e3 * row.exposed:.1f}",
+                f"{row.nbytes / 1e6:.1f}", f"{row.memory_bytes / 1e6:.0f}", self._evidence(row.method),
             ])  # fmt: skip
         return table
 
+    def _evidence(self, method: str) -> str:
+        """What studies say of a method: the difference with the user's optimizer, or the optimizers that it suits."""
+        if method == FP32:
+            return "-"
+        if self.optimizer is not None:
+            study = self.study_of(method, self.optimizer)
+            return study.signed if study else "no study"
+        studies = {name: self.study_of(method, name) for name in OPTIMIZERS}
+        return ", ".join(OPTIMIZERS[name] for name, study in studies.items() if study and study.holds) or "none"
+
     def sentences(self) -> Iterator[str]:
-        """What to use, why, what it costs in accuracy, and what the advice would be with other optimizers."""
+        """What to use; then why, what it costs in accuracy, and what the advice would be with other optimizers."""
         decision = self.decide(self.optimizer)
-        yield self._recommendation(decision)
+        yield from self._recommendation(decision)
         if decision.compresses:
             yield from self._accuracy(decision.chosen)
+        if found := self.bucket_mb():
+            yield f"With bucket_cap_mb={found[0]} in DistributedDataParallel, a step takes {_ms(found[1])}."
         if local := self.local_steps():
-            method, found = local
-            yield (
-                f"No method that may be advised reaches {ENOUGH:.0%} of the ideal when every step averages. With local "
-                f"steps, gradzip.outer.LocalSteps(..., every={found.every(ENOUGH)}) and {named(method)} do: an "
-                f"exchange sends {found.nbytes / 1e6:.2f} MB in {_ms(found.seconds)}, and {found.hidden_by} or more "
-                "steps could hide it. Local steps change what is learned: train with and without, and compare."
-            )
+            yield from self._local_steps(*local)
         if self.optimizer is None and not self.named:
             chosen = ", ".join(f"{name} {named(self.decide(name).chosen)}" for name in OPTIMIZERS)
             yield (
@@ -190,74 +222,124 @@ class Advice:
             )
 
     def notes(self) -> Iterator[str]:
-        """What compressed momenta need."""
+        """What compressed momenta and methods between nodes need."""
+        chosen = self.decide(self.optimizer).chosen
         for method, compressor in self.methods.items():
-            if (beta := compressor.averaged_momentum) is not None:
-                study = study_of(compressor, "adamw")
+            if (beta := compressor.averaged_momentum) is not None and (self.named or method == chosen):
+                study = self.study_of(method, "adamw")
                 trained = f" In the study with AdamW, {study.method} averaged the whole training." if study else ""
                 yield (
-                    f"{method}: the step is one after the warm-up.{trained} The optimizer must have the momentum "
-                    f"{beta}, and AdamW must be gradzip.optim.AdamW: gradzip.recipes.adamw makes both."
+                    f"{named(method)}: the step is one after the warm-up.{trained} The optimizer must have the "
+                    f"momentum {beta}, and AdamW must be gradzip.optim.AdamW: gradzip.recipes.adamw makes both."
                 )
 
-    def _recommendation(self, decision: Decision) -> str:
-        """What to use, and why, in one sentence."""
+    def _recommendation(self, decision: Decision) -> Iterator[str]:
+        """What to use, in one sentence, and why, in another."""
         by_name = {row.method: row for row in self.rows}
         row, fastest = by_name[decision.chosen], decision.fastest
-        ideal = f"{row.share_of_ideal:.0%} of the ideal"
+        takes = f"{_ms(row.seconds)} a step, {row.share_of_ideal:.0%} of the ideal"
         if decision.compresses:
-            return (
-                f"Use {row.method}: {_ms(row.seconds)} a step, {row.times_fp32:.2f} times as fast as fp32 and "
-                f"{row.times_fp16:.2f} times as fast as fp16, at {ideal}. It saves {decision.gain:.0%} of the faster "
-                f"one's step; the margin of error is {decision.margin:.0%}."
+            stock = by_name[decision.stock]
+            times = f"{stock.seconds / row.seconds:.1f} times as fast as {named(stock.method)}"
+            yield f"Use {called(self.methods[row.method])}: {times}, predicted."
+            yield (
+                f"{takes}; {named(stock.method)} takes {_ms(stock.seconds)}. It saves {decision.gain:.0%}; the margin "
+                f"of error is {decision.margin:.0%}."
             )
-        start, reason = "Do not compress: use", ""
-        if decision.gain > 0:
-            start = "Within the noise: do not compress, use"
-            reason = (
-                f"; {fastest} saves {decision.gain:.1%} of the step, less than the margin of error of "
-                f"{decision.margin:.0%}"
-            )
-        elif fastest is not None:
-            seconds = by_name[fastest].seconds
-            reason = f"; {fastest}, the fastest that may be advised, takes {_ms(seconds)}"
-        return f"{start} {named(row.method)}. It takes {_ms(row.seconds)} a step, {ideal}{reason}."
+            return
+        yield f"Do not compress: {named(row.method)} takes {takes}, predicted."
+        if fastest is not None:
+            then = _ms(by_name[fastest].seconds)
+            within = f": within the margin of error of {decision.margin:.0%}" if decision.gain > 0 else ""
+            yield f"{named(fastest)}, the fastest that may be advised, takes {then}{within}."
+        if row.method == FP16 and BF16 in by_name:
+            yield "With torch's bf16 hook, it is the same: no overflow, and fewer digits. No study has measured it."
+
+    def _local_steps(self, method: str, found: cost.Exchange) -> Iterator[str]:
+        needed = found.every(ENOUGH)
+        every = min((steps for steps in (10, 20) if steps >= needed), default=MOST_STEPS)
+        reached = every * found.step_seconds / (every * found.step_seconds + found.seconds)
+        ended = EVERY.get(self.optimizer or "adamw", EVERY["adamw"])
+        studied = ", ".join(f"every={steps} {percent} %" for steps, percent in ended.items())
+        more = f", and {ENOUGH:.0%} takes every={needed}" if needed > every else ""
+        yield (
+            f"No method that may be advised reaches {ENOUGH:.0%} of the ideal when every step averages. "
+            f"gradzip.outer.LocalSteps(..., every={every}) with {named(method)} reaches {reached:.0%}: an exchange "
+            f"sends {found.nbytes / 1e6:.1f} MB in {_ms(found.seconds)}{more}. Studies of it ended above the baseline "
+            f"by: {studied}."
+        )
 
     def _accuracy(self, method: str) -> Iterator[str]:
         """What a method costs in accuracy, with each of the optimizers."""
         for optimizer in self.optimizers:
-            study, name = study_of(self.methods[method], optimizer), OPTIMIZERS[optimizer]
+            study, name = self.study_of(method, optimizer), OPTIMIZERS[optimizer]
             if study is not None:
                 ends = study.difference if study.difference.startswith("as") else f"{study.difference} than fp32"
                 advised = "" if study.holds else ". It is not advised with this optimizer"
-                yield f"With {name}, {method} ends {ends} ({study.conditions}){advised}."
+                yield f"With {name}, {named(method)} ends {ends} ({study.conditions}){advised}."
             elif self.optimizer is not None:
-                yield f"With {name}, no study has measured what {method} costs in accuracy."
+                yield f"With {name}, no study has measured what {named(method)} costs in accuracy."
         yield "A study is no proof: train your network with and without, and compare."
 
     def json(self) -> dict[str, Any]:
         """All results in JSON types. A method without a study has None."""
-        decision, local = self.decide(self.optimizer), self.local_steps()
+        decision, local, bucket = self.decide(self.optimizer), self.local_steps(), self.bucket_mb()
         methods = []
         for row in self.rows:
-            studies = {name: study_of(self.methods[row.method], name) for name in self.optimizers}
+            studies = {name: self.study_of(row.method, name) for name in self.optimizers}
             methods.append(
                 asdict(row) | {"studies": {name: study and asdict(study) for name, study in studies.items()}}
             )
+        finite = {name: min(getattr(self.link, name), 1e300) for name in ("bandwidth", "within")}
         return {
-            "front_end": self.front_end, "link": asdict(self.link) | {"bandwidth": min(self.link.bandwidth, 1e300)},
+            "front_end": self.front_end, "link": asdict(self.link) | finite,
             "step_seconds": self.step.seconds, "parameters": sum(layer.numel for layer in self.step.layers),
             "layers": len(self.step.layers), "optimizer": self.optimizer, "methods": methods,
             "advised": decision.chosen, "gain": decision.gain, "margin": decision.margin,
+            "bucket_cap_mb": bucket and bucket[0],
             "local_steps": local and asdict(local[1]) | {
                 "method": local[0], "every": local[1].every(ENOUGH), "hidden_by": local[1].hidden_by,
             },
         }  # fmt: skip
 
 
+_NAMES = {FP32: "fp32", FOUR_BITS: "block-float, 4 bits", SIGNS: "recipes.adamw"}
+
+
 def named(method: str) -> str:
     """The name to show."""
-    return "fp32" if method == FP32 else method
+    if method.startswith(BETWEEN):
+        inner = method.removeprefix(BETWEEN).replace("(", ":", 1).removesuffix(")")
+        return f"{named(inner)} between nodes"
+    return _NAMES.get(method, method)
+
+
+def called(method: Any) -> str:
+    """How to make a method in Python, for reading.
+
+    >>> import gradzip
+    >>> called(gradzip.BlockFloat(bits=4, rounding="nearest"))
+    "BlockFloat(bits=4, rounding='nearest')"
+    >>> called(gradzip.Hierarchical(gradzip.BlockFloat()))
+    'Hierarchical(BlockFloat())'
+    """
+    if not isinstance(method, Compressor):
+        return repr(method)
+    if method.averaged_momentum is not None:
+        return "gradzip.recipes.adamw"
+    given = []
+    for field in fields(method):
+        value = getattr(method, field.name)
+        if isinstance(value, Compressor):
+            given.append(called(value))
+        elif value != field.default:
+            given.append(f"{field.name}={value!r}")
+    return f"{type(method).__name__}({', '.join(given)})"
+
+
+def studied_as(method: Compressor) -> Compressor:
+    """The method that studies are about: between nodes, the one that a chunk has."""
+    return method.inner if isinstance(method, Hierarchical) else method
 
 
 def _ms(seconds: float) -> str:

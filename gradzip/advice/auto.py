@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import time
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from ..methods.cast import Cast
 from ..methods.none import NoCompression
 from ..methods.spec import parse, unparse
 from .advice import named
-from .measure import measure_method, now
+from .measure import Moment, measure_gradients, moment, seconds_between
 from .studies import OPTIMIZERS, SAFE, is_safe
 
 logger = logging.getLogger("gradzip.auto")
@@ -54,9 +53,10 @@ DEVIATIONS = 3.0  # standard deviations in the margin: it holds for the best of 
 SHARE = 0.02  # share of the training time that trying other methods may cost
 
 
-# The search gets the engine of each step, and the seconds of the step; None if they are not known.
+# The search gets the engine of each step, and the moments at its start and end; None if they are not known.
 Result = TypeVar("Result")
-Steps = Generator[None, tuple[Engine, float | None], Result]
+Span = tuple[Moment, Moment]
+Steps = Generator[None, tuple[Engine, Span | None], Result]
 Times = dict[int, list[float]]  # of the turns of each method
 
 
@@ -99,8 +99,8 @@ class Auto(Composite):
 
     On rank 0, the logger "gradzip.auto" gets a line for each decision: a warning for the first one and for changes, so
     that it is seen without any configuration of logging. The choice is a part of the state dict. If that
-    is loaded in a group of another size, the choice is made again. On a device, Auto waits for the end of each step
-    while methods are compared.
+    is loaded in a group of another size, the choice is made again. On a device, steps are timed by its events: Auto
+    waits once for all steps of a turn.
 
     `fp16` overflows if a gradient or an average exceeds 65504. Such a step is skipped on all ranks. If many steps
     may overflow, use a GradScaler, which lowers the scale, or leave `fp16` out of `allow`.
@@ -160,7 +160,7 @@ class Auto(Composite):
         """Stop the search. The next step starts a new one, or waits for the next comparison if the choice is made."""
         self._set_current(self.chosen, trial=False)
         self._search: Steps[None] | None = None
-        self._step_start: float | None = None
+        self._step_start: Moment | None = None
         # Copies of this step's gradients, by the name of the state, if they are to be kept.
         self.gradients: dict[str, Tensor] | None = None
 
@@ -222,21 +222,21 @@ class Auto(Composite):
         super().end_step(engine, names)
         if engine is None or not self._is_measured(engine):
             return
-        seconds = None if self._step_start is None else self._now() - self._step_start
+        start, end = self._step_start, self._moment()
+        span = None if start is None or end is None or type(start) is not type(end) else (start, end)
         if self._search is None:
             self._search = run(self)
             next(self._search)
         try:
-            self._search.send((engine, seconds))
+            self._search.send((engine, span))
         except BaseException:  # for example because a rank died
             self._restart_search()
             raise
-        self._step_start = self._now()
+        self._step_start = self._moment()
 
-    def _now(self) -> float:
-        """The time. While methods are compared, wait for the device first."""
-        comparing = not self.decided or self.steps_since >= self.every > 0
-        return now(self._device) if comparing else time.perf_counter()
+    def _moment(self) -> Moment | None:
+        """This moment, while methods are compared."""
+        return moment(self._device) if not self.decided or self.steps_since >= self.every > 0 else None
 
     def _is_measured(self, engine: Engine) -> bool:
         """Whether the steps of this engine's optimizer are measured, rather than those of another optimizer."""
@@ -408,10 +408,11 @@ def _error(auto: Auto, index: int, gradients: Mapping[str, Tensor]) -> float:
         if part.bypasses(gradient):
             continue
         try:
-            error = measure_method(part, gradient, name, ranks=1, repeats=2).error
+            found = measure_gradients(part, {name: gradient}, ranks=1, repeats=2, clock=lambda device: 0.0)
         except Exception as failure:  # out of memory, for example: other ranks wait for this one's measurements
             logger.warning("%s on %s was not measured, and is not chosen: %r", auto.specs[index], name, failure)
             return math.inf
+        error = found[name].error
         largest = max(largest, error if math.isfinite(error) else math.inf)
     return largest
 
@@ -429,12 +430,12 @@ def time_methods(auto: Auto, methods: Sequence[int], turns: int) -> Steps[tuple[
             auto.use(index)
             for _ in range(WARM_UP):
                 yield
-            of_turn: list[float] = []
+            of_turn: list[Span] = []
             while len(of_turn) < TIMED:
-                engine, seconds = yield
-                if seconds is not None:
-                    of_turn.append(seconds)
-            medians.append(statistics.median(of_turn))
+                engine, span = yield
+                if span is not None:
+                    of_turn.append(span)
+            medians.append(statistics.median(seconds_between(*span) for span in of_turn))
         for index, slowest in zip(left, engine.max_over_ranks(medians, "gradzip.auto")):
             times[index].append(slowest)
         limit, seconds_of = MUCH_SLOWER if turn == 0 else max(CLOSE, 1 + 2 * noise_of(times)), means(times)

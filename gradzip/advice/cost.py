@@ -16,12 +16,13 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..collectives.cost import JOINED, SMALL_BUCKET_NBYTES, Link, cut
 
 __all__ = [
-    "JOINED", "SMALL_BUCKET_NBYTES", "Compressed", "Exchange", "Layer", "Link", "Prediction", "Step",
-    "compression_cost", "cut", "exchange", "minimal_ratio", "predict",
+    "JOINED", "SMALL_BUCKET_NBYTES", "Compressed", "Exchange", "Layer", "Link", "Prediction", "Sharded", "Step",
+    "between_nodes", "compression_cost", "cut", "exchange", "minimal_ratio", "predict", "predict_sharded",
 ]  # fmt: skip
 
 
@@ -69,8 +70,17 @@ class Compressed:
 
     @property
     def nbytes(self) -> float:
-        """Bytes of all rounds, comparable with those of an all-reduce."""
-        return sum(nbytes / 2 if kind in _HALF_ALL_REDUCES else nbytes for kind, nbytes in self.rounds)
+        """Bytes of all rounds, comparable with those of an all-reduce. Those within nodes do not count."""
+        return sum(
+            nbytes / 2 if kind.endswith(_HALF_ALL_REDUCES) else nbytes
+            for kind, nbytes in self.rounds
+            if not kind.startswith("node ")
+        )
+
+    @property
+    def exchanges_partitions(self) -> bool:
+        """Whether the first of several rounds is an all-to-all."""
+        return len(self.rounds) > 1 and self.rounds[0][0].endswith("all_to_all")
 
 
 @dataclass(frozen=True)
@@ -88,19 +98,41 @@ class Prediction:
     nbytes: float
 
 
+def between_nodes(chunk: Compressed, numel: int, per_node: int) -> Compressed:
+    """The cost of `Hierarchical` on a layer.
+
+    The ranks of a node exchange chunks of the gradient, and gather their averages, in float32. Peers average one chunk.
+
+    Args:
+        chunk: the cost of its method on one of the `per_node` chunks, among the nodes.
+        numel: elements of the layer.
+    """
+    between = tuple((f"peers {kind}", nbytes) for kind, nbytes in chunk.rounds)
+    rounds = (("node all_to_all", 4.0 * numel), *between, ("node all_gather_partitions", 4.0 * numel))
+    return Compressed(rounds, chunk.encode, chunk.decode)
+
+
 # --- a step, by simulation of one rank's training thread and link
 
 
-def joined(front_end: str, stock: bool) -> dict[str, float]:
-    """What a front end joins by default: arguments of `predict`.
+def joined(front_end: str, stock: bool) -> dict[str, Any]:
+    """What a front end joins by default, and whether its gathers follow: arguments of `predict`.
 
     front_end: "horovod" or "ddp". stock: whether it runs without gradzip. Horovod has no buckets then.
     """
-    return JOINED[front_end] | ({"bucket_nbytes": 0.0} if stock and front_end == "horovod" else {})
+    if front_end == "ddp":
+        return JOINED[front_end] | {"follows": True}
+    return JOINED[front_end] | ({"bucket_nbytes": 0.0} if stock else {})
 
 
 def predict(
-    step: Step, layers: Sequence[Compressed], link: Link, *, bucket_nbytes: float = 0.0, fusion_nbytes: float = 0.0
+    step: Step,
+    layers: Sequence[Compressed],
+    link: Link,
+    *,
+    bucket_nbytes: float = 0.0,
+    fusion_nbytes: float = 0.0,
+    follows: bool = False,
 ) -> Prediction:
     """Predict a training step by simulation.
 
@@ -110,14 +142,14 @@ def predict(
     waits for the results and decodes them, in the same order. Later rounds run for all layers together. The optimizer
     runs last: it is what the step does after its last gradient.
 
-    Not modelled: DDP starts the second round of `BlockFloat` during the backward pass.
-
     Args:
         layers: the cost of each of the step's layers.
         bucket_nbytes: join the collectives of consecutive layers until their float32 gradients have that many bytes.
             0: one collective for each layer.
         fusion_nbytes: the engine joins collectives of the same kind that wait for the link, up to that many bytes, as
             Horovod does. 0: the engine joins none.
+        follows: whether the second round of a bucket that exchanges partitions starts with the next bucket, as with
+            DDP. The thread waits for the partitions first.
 
     Buckets are those of `cut`. Without fusion they start at the first gradient, as DDP's; with fusion at the last one,
     as Horovod's.
@@ -135,19 +167,35 @@ def predict(
             f"{step.seconds} s"
         )
     simulation = _Simulation(link, fusion_nbytes)
-    started: list[tuple[list[_Transfer], list[Compressed]]] = []
+    started: list[tuple[list[_Transfer], list[Compressed]]] = []  # transfers, and what is decoded after them
+    later: list[tuple[Compressed, int]] = []  # and the number of its first round that runs for all together
     ready = 0.0
+    last_bucket: tuple[list[_Transfer], list[Compressed]] = ([], [])
+
+    def end_bucket(transfers: list[_Transfer], members: list[Compressed]) -> None:
+        """Start the second rounds of a bucket, if they follow."""
+        following = [m for m in members if follows and m.exchanges_partitions]
+        if following:
+            simulation.wait(transfers)
+            second = simulation.start(m.rounds[1] for m in following)
+            started.append((second, [m for m in following if len(m.rounds) == 2]))
+        later.extend((m, 2 if follows and m.exchanges_partitions else 1) for m in members)
+
     for bucket in _buckets(pairs, bucket_nbytes, fusion_nbytes):
         for layer, compressed in bucket:
             simulation.work(layer.ready - ready + compressed.encode)
             ready = layer.ready
         members = [compressed for _, compressed in bucket]
-        started.append((simulation.start(m.rounds[0] for m in members if m.rounds), members))
+        transfers = simulation.start(m.rounds[0] for m in members if m.rounds)
+        started.append((transfers, [m for m in members if len(m.rounds) <= 1]))
+        end_bucket(*last_bucket)
+        last_bucket = transfers, members
+    end_bucket(*last_bucket)
     for transfers, members in started:
         simulation.wait(transfers)
-        simulation.work(sum(m.decode for m in members if len(m.rounds) <= 1))
+        simulation.work(sum(m.decode for m in members))
     for number in range(1, max((len(m.rounds) for m in layers), default=0)):
-        members = [m for m in layers if len(m.rounds) > number]
+        members = [m for m, first in later if first <= number < len(m.rounds)]
         simulation.wait(simulation.start(m.rounds[number] for m in members))
         simulation.work(sum(m.decode for m in members if len(m.rounds) == number + 1))
     simulation.work(step.seconds - last)
@@ -242,6 +290,59 @@ class _Simulation:
         seconds = max(self._link.seconds(first.kind, nbytes), core)
         self._taken = core / seconds if seconds else 0.0
         self._end = self.now + seconds
+
+
+# --- a step of FSDP2
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What FSDP2 sends in a step, for each parameter, and what encoding and decoding take.
+
+    gather: bytes that an all-gather has of the parameter in the forward pass. regather: in the backward pass; 0 if the
+        forward pass's is kept. scatter: bytes of its gradient.
+    integers: whether gradients are sent in an all-to-all, encoded. FSDP's own reduce-scatter adds on the way.
+    seconds: to encode and decode, for each parameter.
+    """
+
+    gather: float
+    regather: float
+    scatter: float
+    integers: bool = False
+    seconds: float = 0.0
+
+    @property
+    def nbytes(self) -> float:
+        return self.gather + self.regather + self.scatter
+
+
+def predict_sharded(step: Step, sharded: Sharded, link: Link, modules: int = 24) -> Prediction:
+    """Predict a step of FSDP2 over all ranks of a link, whose modules are alike.
+
+    While a module computes, the next one's parameters are gathered, and the last one's gradients reduced. So each pass
+    takes as long as the slower one of computation and communication, and one module's share of the other. The forward
+    pass is a third of the step. No measured step is compared with this.
+
+    Args:
+        modules: that are sharded on their own, as the blocks of a transformer.
+    """
+    parameters = sum(layer.numel for layer in step.layers)
+
+    def seconds(kind: str, nbytes: float) -> float:
+        at_once = link.seconds(kind, nbytes * parameters / modules)
+        return modules * (at_once + link.operation) if nbytes else 0.0
+
+    gather, regather = (seconds("all_gather_partitions", n) for n in (sharded.gather, sharded.regather))
+    scatter = seconds("all_to_all" if sharded.integers else "reduce_scatter", sharded.scatter)
+    codec = sharded.seconds * parameters
+    forward, backward = step.seconds / 3, 2 * step.seconds / 3
+
+    def slower(computation: float, communication: float) -> float:
+        return max(computation, communication) + min(computation, communication) / modules
+
+    whole = slower(forward, gather) + slower(backward, regather + scatter)
+    sent = link.sent_nbytes("all_to_all", sharded.nbytes * parameters)
+    return Prediction(whole + codec, step.seconds, codec, whole - step.seconds, sent)
 
 
 # --- local steps: ranks train alone for some steps between two exchanges, as with `gradzip.outer.LocalSteps`

@@ -39,6 +39,27 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+Moment = float | torch.cuda.Event
+
+
+def moment(device: torch.device) -> Moment:
+    """Mark a point in the work of a device: what the current stream has to do now, without waiting for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(start: Moment, end: Moment) -> float:
+    """Seconds between two moments of a device. Waits until it has reached the second one."""
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 # --- methods
 
 
@@ -157,8 +178,9 @@ def _mean_of(steps: Sequence[Compressed]) -> tuple[tuple[tuple[str, float], ...]
 
 # --- the layers of a model
 
-# Larger layers are measured at a smaller size.
+# Larger layers are measured at a smaller size, and at a smaller one yet if only their bytes count.
 LARGEST = 1 << 21
+LARGEST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -173,13 +195,16 @@ class LayerCost(Compressed):
 
 
 def measure_layers(
-    compressor: Compressor, layers: Sequence[Layer], device: torch.device, clock: Clock = now
+    compressor: Compressor, layers: Sequence[Layer], device: torch.device, clock: Clock | None = now
 ) -> list[LayerCost]:
     """Measure a method on gradients of normally distributed numbers, one for each shape among the layers.
 
     A layer of more than `LARGEST` elements is measured at two smaller sizes. Times are extrapolated in proportion to
-    the number of elements, and bytes by their growth between the two sizes. clock: as for `measure_gradients`.
+    the number of elements, and bytes by their growth between the two sizes. clock: as for `measure_gradients`; None:
+    bytes alone, without times.
     """
+    timed, largest = clock is not None, LARGEST_BYTES if clock is None else LARGEST
+    clock = clock or (lambda device: 0.0)
     names: dict[tuple[Any, ...], str] = {}  # of a layer of each kind
     keys = []
     for layer in layers:
@@ -187,11 +212,11 @@ def measure_layers(
         keys.append((method.bypasses(torch.empty(layer.shape, device="meta")), id(method), layer.shape))
         names.setdefault(keys[-1], layer.name)
     shapes = {name: key[-1] for key, name in names.items() if not key[0]}
-    large = {name: _gradient(shape, device) for name, shape in shapes.items()}
-    two = measure_gradients(compressor, large, 2, 4, clock)
+    large = {name: _gradient(shape, device, largest) for name, shape in shapes.items()}
+    two = measure_gradients(compressor, large, 2, 4 if timed else 2, clock)
     gathered = {name: g for name, g in large.items() if any(kind == "all_gather" for kind, _ in two[name].rounds)}
-    four = measure_gradients(compressor, gathered, 4, 2, clock)
-    shrunk = {name: _gradient(s, device, 1) for name, s in shapes.items() if math.prod(s) > LARGEST}
+    four = measure_gradients(compressor, gathered, 4, 2, clock) if timed else {}
+    shrunk = {name: _gradient(s, device, largest, 1) for name, s in shapes.items() if math.prod(s) > largest}
     small = measure_gradients(compressor, shrunk, 2, 2, clock)
     found: dict[str, LayerCost] = {}
     for (bypassed, _, shape), name in names.items():
@@ -219,9 +244,9 @@ def _extrapolated(numels: tuple[int, int, int], small: float, large: float) -> f
     return large + (large - small) * (z - y) / (y - x)
 
 
-def _gradient(shape: tuple[int, ...], device: torch.device, more: int = 0) -> Tensor:
-    """Random numbers. Rows and columns are halved down to `LARGEST` elements, and then `more` times; kernels stay."""
-    halvings = max(0, math.ceil(math.log2(math.prod(shape) / LARGEST) / 2)) + more
+def _gradient(shape: tuple[int, ...], device: torch.device, largest: int, more: int = 0) -> Tensor:
+    """Random numbers. Rows and columns are halved down to `largest` elements, and then `more` times; kernels stay."""
+    halvings = max(0, math.ceil(math.log2(math.prod(shape) / largest) / 2)) + more
     rows, columns = (max(1, n >> halvings) for n in shape[:2])
     generator = torch.Generator().manual_seed(0)
     return torch.randn((rows, columns, *shape[2:]), generator=generator, device="cpu").to(device)

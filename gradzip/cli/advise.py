@@ -1,13 +1,16 @@
-"""`gradzip advise`: does compression pay for this model on this network, and which method?
+"""`gradzip advise`: does compression pay for this model on these machines, and which method?
 
 Predict a training step with each method, and say which one to use, or not to compress. Only methods are advised that
-cost no accuracy to speak of in studies with your optimizer. What the methods take is measured on this machine in some
-seconds; docs/advise.md explains the model.
+cost no accuracy to speak of in studies with your optimizer. What methods take is known of some GPUs, and measured in
+some seconds with --device here or cpu; docs/advise.md explains the model.
 
 examples:
   gradzip advise --model resnet50 --optimizer sgd --bandwidth 10gbit --ranks 16 --step-ms 180
-  gradzip advise --model train.py:build --bandwidth 1gbit --ranks 4 --step-ms 250 --methods acpsgd qsgd:bits=2
-  gradzip advise --model bert-large --optimizer adamw --bandwidth 25gbit --ranks 1024 --step-ms 400
+  gradzip advise --model gpt2 --device a40 --gpus-per-node 8 --within pcie-shm --step-ms 150
+  gradzip advise --model gpt2-xl --nodes 2 --gpus-per-node 8 --between 25gbit --step-ms 600
+  gradzip advise --model train.py --front-end fsdp --ranks 4 --bandwidth 100gbit --step-ms 900
+  gradzip advise --model train.py:build --device here --bandwidth 1gbit --ranks 4 --step-ms 250
+  gradzip advise --model gpt2 --methods topk qsgd:bits=2 --bandwidth 1gbit --ranks 4 --step-ms 250
   horovodrun -np 4 gradzip advise --measure --model train.py:build --step-ms 250
   torchrun --nproc-per-node 4 --no-python gradzip advise --measure --model resnet50 --step-ms 180
 """
@@ -17,8 +20,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,70 +32,101 @@ import torch
 from torch import nn
 
 import gradzip
-from gradzip.methods.base.registry import registered
 
-from ..advice.advice import FP16, FP32, Advice
-from ..advice.cost import JOINED, Link, Step
+from ..advice.advice import BETWEEN, BF16, FOUR_BITS, FP16, FP32, SIGNS, Advice
+from ..advice.cost import Compressed, Layer, Link, Step, between_nodes
 from ..advice.measure import LayerCost, measure_layers, measure_link
 from ..advice.studies import OPTIMIZERS
 from ..collectives.engine import Engine
+from ..collectives.node_chunks import NodeChunks
 from ..inspection import script
-from ..methods.base.composite import Composite
 from ..methods.base.compressor import Compressor
+from ..methods.hierarchical import Hierarchical
+from ..methods.spec import unparse
 from ..watch.replicas import engine_of_all
+from . import devices
 from .command import CommandError, check_least, table
 from .conditions import conditions
+from .links import LINKS
 from .models import MODELS, Parameter, step_of
+from .sharded import EIGHT_BITS, ShardedAdvice
 
 LATENCY_US = 50.0  # of a message, by default
+WIDTH = 100  # of lines
 
-# Methods that are not compared by default, beside those made of methods. ATOMO takes long to measure: it decomposes
-# each layer. GradiVeQ compresses after hundreds of steps. The first two, and Momentum, are compared anyway.
-LEFT_OUT = (FP32, FP16, "atomo", "gradiveq", "momentum")
+# The methods that are compared by default, beside fp32 and fp16: those that README recommends, and others that ended as
+# without compression in a study with some optimizer.
+CANDIDATES = (
+    "block-float", FOUR_BITS, SIGNS, "fft-range", "dct-range:theta=0.95", "qsgd", "powersgd", "acpsgd",
+)  # fmt: skip
+POWERSGD_HOOK = "PowerSGD hook"  # torch's, which is slower than `powersgd`; its times are known of a GPU
+HIERARCHICAL = (EIGHT_BITS, FOUR_BITS)  # also compared between nodes alone, where nodes have several ranks
 
-# Momentum with the method of its study.
-MOMENTUM = "momentum:inner=signsgd(majority=False)"
+FRONT_ENDS = {"horovod": "Horovod", "ddp": "DDP", "fsdp": "FSDP2"}
 
-FRONT_ENDS = {"horovod": "Horovod", "ddp": "DDP"}
+# Methods whose cost no single step shows: they change during training.
+CHANGING = (gradzip.Auto, gradzip.Phases)
 
-# Methods whose cost no single step shows: they change during training, or have two kinds of links.
-CHANGING = (gradzip.Auto, gradzip.Phases, gradzip.Hierarchical)
+Costs = dict[str, list[LayerCost]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, help=f"file.py:build, or a name: {', '.join(MODELS)}")
     add("--optimizer", choices=list(OPTIMIZERS), help="of the training: what compression costs depends on it")
-    add("--bandwidth", metavar="RATE", help="of one rank's link: a number and kbit, mbit or gbit")
-    add("--ranks", type=int, help="world size")
     add("--step-ms", type=float, metavar="MS", help="a training step on one rank, without communication")
+    add("--device", metavar="DEVICE", help=f"what trains: {', '.join(devices.names())}; or here, or cpu, to measure it")
+    add("--nodes", type=int, help="machines, with --gpus-per-node (default: 1)")
+    add("--gpus-per-node", type=int, metavar="N", help="ranks on each machine, which share its connection")
+    add("--between", metavar="RATE", help="of one machine's connection: a number and kbit, mbit or gbit")
+    add("--within", metavar="LINK", help=f"between GPUs of a machine: {', '.join(LINKS)}, or a rate (default: nvlink)")
+    add("--ranks", type=int, help="world size, in place of --nodes: each rank on a machine of its own")
+    add("--bandwidth", metavar="RATE", help="of one rank's link, in place of --between")
     add("--latency-us", type=float, metavar="US", default=LATENCY_US, help="of one message (default: %(default)g)")
     add("--methods", nargs="+", metavar="SPEC", help="compare these, and advise one whatever it costs in accuracy")
-    add("--front-end", choices=sorted(JOINED), help="default: ddp")
-    add("--device", default="cpu", help="where to measure the methods: cpu (the default) or cuda")
+    add("--front-end", choices=sorted(FRONT_ENDS), help="default: ddp")
     add("--measure", action="store_true", help="measure the link of the job that horovodrun or torchrun started")
 
 
 def run(options: argparse.Namespace) -> None:
     _check(options)
-    methods, device = _methods(options.methods), _device(options.device)
+    device, assumed = _device(options)
     step = step_of(parameters_of(options.model), options.step_ms / 1e3)
-
-    def report(link: Link, front_end: str, costs: Mapping[str, Sequence[LayerCost]]) -> None:
-        among = {method: [layer.among(link.ranks) for layer in layers] for method, layers in costs.items()}
-        _report(Advice(step, link, front_end, among, methods, bool(options.methods), options.optimizer), options)
-
-    if not options.measure:
-        link = Link(options.ranks, bandwidth_of(options.bandwidth), options.latency_us / 1e6)
-        report(link, options.front_end or "ddp", _costs(methods, step, device))
+    if options.measure:
+        with _job() as (engine, front_end):
+            methods = _methods(options.methods, None, front_end, 1)
+            link, costs = measure_link(engine), _slowest(_costs(methods, step.layers, device), engine)
+            try:
+                if engine.rank == 0:
+                    _report(_advice(step, link, front_end, costs, methods, options), options, device, assumed)
+            finally:  # the others wait, so that no rank ends the job before the report is written
+                engine.allgather_bytes(b"done\n", "gradzip.advise.end")
         return
-    with _job() as (engine, front_end):
-        link, costs = measure_link(engine), _slowest(_costs(methods, step, device), engine)
-        try:
-            if engine.rank == 0:
-                report(link, front_end, costs)
-        finally:  # the others wait, so that no rank ends the job before the report is written
-            engine.allgather_bytes(b"done\n", "gradzip.advise.end")
+    link, front_end = _link(options), options.front_end or "ddp"
+    if front_end == "fsdp":
+        methods = {spec: gradzip.parse(spec) for spec in (EIGHT_BITS, FOUR_BITS)}
+    else:
+        methods = _methods(options.methods, device, front_end, link.per_node if link.nodes > 1 else 1)
+    costs = _costs(methods, step.layers, device, link.per_node)
+    _report(_advice(step, link, front_end, costs, methods, options), options, device, assumed)
+
+
+def _advice(
+    step: Step, link: Link, front_end: str, costs: Costs, methods: Mapping[str, Compressor], options: argparse.Namespace
+) -> Advice | ShardedAdvice:
+    """What is advised. Chunks of methods between nodes are averaged by as many ranks as there are nodes."""
+    among: dict[str, list[Compressed]] = {}
+    for method, layers in costs.items():
+        if method.startswith(BETWEEN):
+            chunks = [layer.among(link.nodes) for layer in layers]
+            among[method] = [
+                between_nodes(chunk, layer.numel, link.per_node) for chunk, layer in zip(chunks, step.layers)
+            ]
+        else:
+            among[method] = [layer.among(link.ranks) for layer in layers]
+    if front_end == "fsdp":
+        return ShardedAdvice(step, link, among)
+    return Advice(step, link, front_end, among, methods, bool(options.methods), options.optimizer)
 
 
 # --- options
@@ -98,52 +134,120 @@ def run(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise CommandError for options that are missing, out of range, or do not go together."""
-    given = [name for name in ("bandwidth", "ranks", "front_end") if getattr(options, name) is not None]
-    if options.measure and given:
-        raise CommandError(f"got --{given[0].replace('_', '-')} with --measure, expected one of both")
-    for name in ("step_ms",) if options.measure else ("step_ms", "bandwidth", "ranks"):
+
+    def given(*names: str) -> list[str]:
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+
+    flat, machines = given("ranks", "bandwidth"), given("nodes", "gpus_per_node", "between", "within")
+    if options.measure and (wrong := given("front_end") + flat + machines):
+        raise CommandError(f"got {wrong[0]} with --measure, which measures the job; expected one of both")
+    if flat and machines:
+        raise CommandError(f"got {flat[0]} with {machines[0]}, expected --ranks and --bandwidth, or --nodes and others")
+    needed = ["step_ms"]
+    if not options.measure:
+        needed += ["gpus_per_node"] if machines else ["ranks", "bandwidth"]
+        if machines and (options.nodes or 1) > 1:
+            needed.append("between")
+    for name in needed:
         if getattr(options, name) is None:
             raise CommandError(
-                f"got no --{name.replace('_', '-')}, expected for example --bandwidth 10gbit --ranks 16 --step-ms 180, "
-                "or --measure --step-ms 180 in a job"
+                f"got no --{name.replace('_', '-')}, expected --step-ms 180 and --bandwidth 10gbit --ranks 16, or "
+                "--nodes 2 --gpus-per-node 8 --between 25gbit, or --measure in a job"
             )
-    if options.measure and options.device != "cpu":
+    if options.measure and options.device not in (None, "cpu"):
         raise CommandError(f"got --device {options.device} with --measure, which measures on the CPU; expected cpu")
-    check_least(options, ranks=1, step_ms=1e-6, latency_us=0)
+    if options.front_end == "fsdp" and (options.methods or options.optimizer):
+        raise CommandError(
+            "got --methods or --optimizer with --front-end fsdp, which compares FSDP2 with gradzip.fsdp.quantize; "
+            "leave them out"
+        )
+    check_least(options, ranks=1, nodes=1, gpus_per_node=1, step_ms=1e-6, latency_us=0)
 
 
-def _methods(specs: Sequence[str] | None) -> dict[str, Compressor]:
-    """The methods to compare, by spec; fp32 and fp16 are among them."""
-    if specs is None:
-        plain = [name for name, method in registered().items() if not issubclass(method, Composite)]
-        specs = [name for name in plain if name not in LEFT_OUT] + [MOMENTUM]
+def _link(options: argparse.Namespace) -> Link:
+    """The link of the machines that the options describe."""
+    latency = options.latency_us / 1e6
+    if options.ranks is not None:
+        return Link(options.ranks, bandwidth_of(options.bandwidth, "--bandwidth"), latency)
+    name = options.within or "nvlink"
+    kind = LINKS.get(name)
+    if kind is None and not name[0].isdigit():
+        raise CommandError(f"got --within {name!r}, expected {', '.join(LINKS)}, or a rate such as 200gbit")
+    within = kind.bandwidth if kind else bandwidth_of(name, "--within")
+    between = bandwidth_of(options.between, "--between") if options.between else math.inf
+    ranks = (options.nodes or 1) * options.gpus_per_node
+    tree = kind is not None and kind.tree
+    return Link(ranks, between, latency, per_node=options.gpus_per_node, within=within, tree=tree)
+
+
+def _methods(
+    specs: Sequence[str] | None, device: devices.Device | torch.device | None, front_end: str, per_node: int
+) -> dict[str, Compressor]:
+    """The methods to compare, by name; fp32 and fp16 are among them."""
+    named = specs is not None
     try:
-        methods = {spec: gradzip.parse(spec) for spec in (FP32, FP16, *specs)}
+        methods = {spec: gradzip.parse(spec) for spec in (FP32, FP16, *(specs or CANDIDATES))}
     except (TypeError, ValueError) as error:
         raise CommandError(f"--methods: {error}") from None
     for spec, method in methods.items():
-        if isinstance(method, CHANGING):
+        if isinstance(method, CHANGING) or (isinstance(method, Hierarchical) and not spec.startswith(BETWEEN)):
             raise CommandError(f"got --methods {spec}, whose steps differ; expected the methods that it is made of")
         if any(getattr(part, "exchange", "gather") == "auto" for part in method.parts):
             raise CommandError(
                 f"got --methods {spec}, whose rounds change during training; expected exchange=gather or scatter_reduce"
             )
+        if isinstance(method, Hierarchical) and per_node == 1:
+            raise CommandError(f"got --methods {spec} with one rank on each node, expected --nodes and --gpus-per-node")
+        if isinstance(device, devices.Device) and device.costs(_plain(spec, method)[0]) is None:
+            raise CommandError(
+                f"got --methods {spec}, which was measured on no GPU; expected --device here, or one of: "
+                f"{', '.join(CANDIDATES)}, topk"
+            )
+    if named:
+        return methods
+    if front_end == "ddp":
+        methods[BF16] = gradzip.Cast(torch.bfloat16)
+        if isinstance(device, devices.Device):
+            methods[POWERSGD_HOOK] = gradzip.PowerSGD()
+    if per_node > 1:
+        methods |= {f"{BETWEEN}{spec}": Hierarchical(gradzip.parse(spec)) for spec in HIERARCHICAL}
     return methods
 
 
-def _device(name: str) -> torch.device:
-    try:
-        return torch.empty(1, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CommandError(f"got --device {name!r}, expected cpu or a device that torch can use ({reason})") from None
+def _plain(spec: str, method: Compressor) -> tuple[str, Compressor]:
+    """The method of a chunk, for one between nodes; else the method. By its name."""
+    if not isinstance(method, Hierarchical):
+        return spec, method
+    return unparse(method.inner), method.inner
 
 
-def bandwidth_of(text: str) -> float:
+def _device(options: argparse.Namespace) -> tuple[devices.Device | torch.device, str]:
+    """Where the methods run: a GPU that is known, or a device to measure them on; and what is assumed, in words."""
+    name, cuda = options.device, torch.cuda.is_available()
+    if name is None and options.measure:
+        name = "cpu"
+    if name is None and not cuda:
+        known = devices.device(devices.ASSUMED)
+        return (
+            known,
+            f"No --device, and no GPU here: assumed is --device {devices.ASSUMED}; --device cpu measures here.",
+        )
+    if name in devices.names():
+        return devices.device(name), ""
+    if name not in (None, "here", "cpu", "cuda"):
+        raise CommandError(f"got --device {name!r}, expected here, cpu, or one of: {', '.join(devices.names())}")
+    if name == "cuda" and not cuda:
+        raise CommandError(
+            f"got --device cuda, and torch finds no GPU here; expected one of: {', '.join(devices.names())}"
+        )
+    return torch.device("cuda" if cuda and name != "cpu" else "cpu"), ""
+
+
+def bandwidth_of(text: str, option: str = "--bandwidth") -> float:
     """Bytes per second of a rate such as 10gbit. Raises CommandError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text)
     if match is None or float(match[1]) <= 0:
-        raise CommandError(f"got --bandwidth {text!r}, expected a number > 0 and kbit, mbit or gbit, such as 10gbit")
+        raise CommandError(f"got {option} {text!r}, expected a number > 0 and kbit, mbit or gbit, such as 10gbit")
     return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] / 8
 
 
@@ -202,16 +306,35 @@ def _job() -> Iterator[tuple[Engine, str]]:
         leave()
 
 
-def _costs(methods: Mapping[str, Compressor], step: Step, device: torch.device) -> dict[str, list[LayerCost]]:
-    """The costs of each layer. Of momenta, the steps after the warm-up count."""
+def _costs(
+    methods: Mapping[str, Compressor],
+    layers: Sequence[Layer],
+    device: devices.Device | torch.device,
+    per_node: int = 1,
+) -> Costs:
+    """The costs of each layer; between nodes, of its chunk. Of momenta, the steps after the warm-up count."""
     costs = {}
-    for spec, method in methods.items():
-        measured = replace(method, warmup_steps=0) if isinstance(method, gradzip.Momentum) else method
-        costs[spec] = measure_layers(measured, step.layers, device)
+    for name, method in methods.items():
+        spec, plain = _plain(name, method)
+        of = [_chunk(layer, plain, per_node) for layer in layers] if isinstance(method, Hierarchical) else layers
+        if isinstance(plain, gradzip.Momentum):
+            plain = replace(plain, warmup_steps=0)
+        if isinstance(device, torch.device):
+            costs[name] = measure_layers(plain, of, device)
+            continue
+        if isinstance(plain, gradzip.QSGD) and plain.coding == "elias":
+            plain = replace(plain, coding="packed")  # as on a GPU
+        costs[name] = device.layers(spec, of, measure_layers(plain, of, torch.device("cpu"), clock=None))
     return costs
 
 
-def _slowest(costs: Mapping[str, Sequence[LayerCost]], engine: Engine) -> dict[str, list[LayerCost]]:
+def _chunk(layer: Layer, method: Compressor, per_node: int) -> Layer:
+    """The chunk of a layer that a rank averages with its peers on other nodes."""
+    shape = NodeChunks(0, 2, 0, per_node, method).shape(torch.Size(layer.shape))
+    return Layer(layer.name, shape, layer.ready)
+
+
+def _slowest(costs: Mapping[str, Sequence[LayerCost]], engine: Engine) -> Costs:
     """The costs with the slowest rank's times."""
     found = {}
     for method, layers in costs.items():
@@ -221,19 +344,46 @@ def _slowest(costs: Mapping[str, Sequence[LayerCost]], engine: Engine) -> dict[s
     return found
 
 
-def _report(advice: Advice, options: argparse.Namespace) -> None:
-    measured, warnings = conditions(torch.device(options.device))
+def _report(
+    advice: Advice | ShardedAdvice, options: argparse.Namespace, device: devices.Device | torch.device, assumed: str
+) -> None:
+    measured, warnings = (device.words, []) if isinstance(device, devices.Device) else conditions(device)
     said, notes = list(advice.sentences()), [*warnings, *advice.notes()]
     if options.json:
-        content = {"model": options.model, **advice.json(), "conditions": measured, "advice": said, "notes": notes}
+        content = {
+            "model": options.model, **advice.json(), "conditions": measured, "assumed": assumed, "advice": said,
+            "notes": notes,
+        }  # fmt: skip
         print(json.dumps(content, indent=2))
         return
     link, step = advice.link, advice.step
+    answer, *more = said
+    print(*_wrapped(answer, *([assumed] if assumed else []), *more), "", sep="\n")
+    print(*table(advice.table()), "", sep="\n")
     elements = sum(layer.numel for layer in step.layers)
-    bandwidth = f"{8e-9 * link.bandwidth:.3g} Gb/s" if link.bandwidth < 1e15 else "no network"
-    print(f"{options.model}: {elements / 1e6:.1f} M elements in {len(step.layers)} parameters")
-    print(
-        f"{link.ranks} ranks with {FRONT_ENDS[advice.front_end]}, {bandwidth}, {1e6 * link.latency:.0f} us a message; "
-        f"{1e3 * step.seconds:.1f} ms a step without communication"
-    )
-    print(measured, "", *table(advice.table()), "", *said, *notes, sep="\n")
+    front_end = FRONT_ENDS["fsdp" if isinstance(advice, ShardedAdvice) else advice.front_end]
+    print(*_wrapped(
+        f"{options.model}: {elements / 1e6:.1f} M elements in {len(step.layers)} parameters; "
+        f"{1e3 * step.seconds:.1f} ms a step without communication",
+        f"{_machines(link)} with {front_end}; {1e6 * link.latency:.0f} us a message",
+        measured, *notes,
+    ), sep="\n")  # fmt: skip
+
+
+def _wrapped(*sentences: str) -> list[str]:
+    """The sentences, as lines of at most `WIDTH` characters."""
+    return [line for text in sentences for line in textwrap.wrap(text, WIDTH, break_on_hyphens=False)]
+
+
+def _machines(link: Link) -> str:
+    """The ranks and their links, in words."""
+
+    def rate(bandwidth: float) -> str:
+        return f"{8e-9 * bandwidth:.3g} Gb/s" if bandwidth < 1e15 else "no network"
+
+    if link.per_node == 1:
+        return f"{link.ranks} ranks, {rate(link.bandwidth)}"
+    within = f"{1e-9 * link.within:.3g} GB/s within"
+    if link.nodes == 1:
+        return f"{link.ranks} ranks on one node, {within}"
+    return f"{link.nodes} nodes of {link.per_node} ranks, {rate(link.bandwidth)} between, {within}"

@@ -116,6 +116,17 @@ def _gpt2(layers: int, width: int) -> Parameters:
     yield from _layers({"ln_f": norm})
 
 
+def _lora(layers: int, width: int, rank: int) -> Parameters:
+    """LoRA (Hu et al., ICLR 2022) of the queries and values of a Llama, as PEFT names it. The rest is frozen.
+
+    Gradients of all blocks pass through the same frozen weights.
+    """
+    for i in range(layers):
+        for name in ("q_proj", "v_proj"):
+            adapters = {"lora_A.default": (rank, width), "lora_B.default": (width, rank)}
+            yield from _layers(adapters, f"layers.{i}.self_attn.{name}.", bias=None)
+
+
 def _llama(layers: int, width: int, hidden: int) -> Parameters:
     square, norm = (width, width), (width,)
     block = {
@@ -142,4 +153,5 @@ MODELS: dict[str, Callable[[], Parameters]] = {
     "gpt2-medium": lambda: _gpt2(24, 1024),
     "gpt2-xl": lambda: _gpt2(48, 1600),
     "llama-7b": lambda: _llama(32, 4096, 11008),
+    "llama-7b-lora": lambda: _lora(32, 4096, 8),
 }

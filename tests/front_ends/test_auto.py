@@ -15,6 +15,7 @@ import torch.distributed as dist
 import gradzip
 from contract import each, gradient, through_file
 from gradzip.advice import auto as search
+from gradzip.advice import measure
 from gradzip.averaging.handshake import compare, describe
 from gradzip.collectives.engine import Engine
 from gradzip.methods.base.group import plan_groups
@@ -372,7 +373,8 @@ def drive(steps, engine, seconds, limit=1000):
     next(steps)
     for count in range(1, limit):
         try:
-            steps.send((engine, seconds()))
+            end = seconds()
+            steps.send((engine, None if end is None else (0.0, end)))
         except StopIteration as stop:
             return stop.value, count
     raise AssertionError(f"not done after {limit} steps")
@@ -393,6 +395,41 @@ def test_methods_are_timed_in_turns(engine):
     assert search.means(found) == dict(enumerate(times))
     assert seen == [0] * (turn + 1) + [1] * turn + [2] * turn + [0] * turn + [1] * turn  # 2 is too slow for more
     assert count == len(seen)
+
+
+def test_a_device_is_waited_for_once_in_a_turn(engine, monkeypatch):
+    """Steps are timed by events of the device: the host waits for them when all steps of the turn have been queued."""
+    queued, waited = [], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            assert stream == "current"
+            queued.append(self)
+            self.at = 2000.0 * len(queued)  # milliseconds
+
+        def synchronize(self):
+            waited.append(len(queued))
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
+    compressor = auto()
+    steps, device = search.time_methods(compressor, [0, 1], 1), torch.device("cuda", 0)
+    next(steps)
+    turn = search.WARM_UP + search.TIMED
+    start = measure.moment(device)
+    with pytest.raises(StopIteration) as stop:
+        for _ in range(2 * turn):
+            end = measure.moment(device)
+            steps.send((engine, (start, end)))
+            start = end
+    assert stop.value.value[1] == {0: [2.0], 1: [2.0]}
+    assert waited == [1 + turn] * search.TIMED + [1 + 2 * turn] * search.TIMED
 
 
 @pytest.mark.parametrize(
@@ -479,7 +516,7 @@ def test_look_follows_after_every_steps(engine):
     next(steps)
     for _ in range(100):
         seen.append(compressor.current)
-        steps.send((engine, 1.0))
+        steps.send((engine, (0.0, 1.0)))
     turns = ([1] * 6 + [0] * 6) * search.TURNS_AGAIN
     assert seen == (([1] * 10 + turns) * 3)[:100]
 
@@ -530,14 +567,14 @@ def train(compressor, *engines, steps=1, names=SHAPES):
             compressor.end_step(engine, names)
 
 
-def test_steps_end_when_the_gradients_device_has_done_its_work(monkeypatch):
-    waited = []
-    monkeypatch.setattr(search, "now", lambda device: waited.append(device) or 0.0)
+def test_steps_are_timed_on_the_gradients_device(monkeypatch):
+    marked = []
+    monkeypatch.setattr(search, "moment", lambda device: marked.append(device) or 0.0)
     compressor, grad = auto(), torch.zeros(64, 48, device="meta")
     (group,) = plan_groups(compressor, [grad], ["w"])
     group.average([grad])
     compressor.end_step(Mirror(0, 1), ["w"])
-    assert waited == [grad.device]
+    assert marked == [grad.device] * 2  # the end of a step, and the start of the next one
 
 
 def test_one_optimizer_decides_until_it_is_gone():
@@ -599,7 +636,7 @@ def allowed(compressor, engine, *gradients):
     for i, grad in enumerate(gradients):
         observe(compressor, str(i), grad)
     with pytest.raises(StopIteration) as stop:
-        steps.send((engine, 1.0))
+        steps.send((engine, (0.0, 1.0)))
     return stop.value.value
 
 
@@ -629,7 +666,7 @@ def test_a_chosen_method_whose_error_grows_gives_way(engine):
     observe(compressor, "w", gradient("w", 0, 0, (64, 48)))
     with pytest.raises(StopIteration):
         while True:
-            steps.send((engine, [1.0, 0.9, 0.5, 0.4][compressor.current]))
+            steps.send((engine, (0.0, [1.0, 0.9, 0.5, 0.4][compressor.current])))
     assert compressor.chosen == 1
 
 

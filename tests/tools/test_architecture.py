@@ -168,6 +168,7 @@ CHOSEN = {
     "benchmarks/common/palette.py",
     "benchmarks/convergence/chart.py",
     "benchmarks/convergence/recipes.py",
+    "benchmarks/devices.py",
     "benchmarks/papers/pictures.py",
     "benchmarks/step.py",
     "benchmarks/training/chart.py",

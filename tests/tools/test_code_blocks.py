@@ -30,7 +30,7 @@ OTHERS = {
 }  # fmt: skip
 OWN_FILES = re.compile(r"(?:scripts|docker|examples|recipes|benchmarks)/[\w/]+\.\w+")
 # What `text` blocks have, where it is not a method's spec: another test reads it, or it is a file of the reader.
-TEXTS = {"docs/design.md": "order of imports", "docker/README.md": "/etc/hosts"}
+TEXTS = {"docs/design.md": "order of imports", "docker/README.md": "/etc/hosts", "docs/advise.md": "an answer"}
 
 PLACES = {"NODE": "0"}  # what a reader fills in
 

@@ -1,0 +1,121 @@
+"""What `gradzip advise` says of FSDP2: its own collectives in float32 and bfloat16, and both directions quantized."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..advice.advice import FOUR_BITS, MARGIN, decide, named
+from ..advice.cost import Compressed, Link, Prediction, Sharded, Step, predict_sharded
+
+EIGHT_BITS = "block-float"
+STOCK = {"none": Sharded(4.0, 4.0, 4.0), "bf16": Sharded(2.0, 2.0, 2.0)}  # by name in `advice.STOCK`
+_NAMES = {"none": "FSDP2 in float32", "bf16": "FSDP2 in bfloat16"}
+_CODES = {EIGHT_BITS: "BlockFloat(rounding='nearest')", FOUR_BITS: "BlockFloat(bits=4, rounding='nearest')"}
+
+# Candidates of `gradzip.fsdp.quantize`: methods of the all-gathers and of the reduce-scatter, and another argument.
+KEEP, DELTA = "keep=True", "reference='delta'"
+QUANTIZED = [
+    (None, EIGHT_BITS, None), (EIGHT_BITS, EIGHT_BITS, None), (EIGHT_BITS, EIGHT_BITS, KEEP),
+    (EIGHT_BITS, FOUR_BITS, KEEP), (FOUR_BITS, FOUR_BITS, DELTA),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ShardedAdvice:
+    """Predictions of FSDP2's steps over all ranks of a link.
+
+    costs: of integers of 8 and 4 bits, by layer, as `Advice` has them: of one encoding and two decodings.
+    """
+
+    step: Step
+    link: Link
+    costs: Mapping[str, Sequence[Compressed]]
+
+    @functools.cached_property
+    def candidates(self) -> dict[str, Sharded]:
+        """What each way to train sends, by its call."""
+        parameters = sum(layer.numel for layer in self.step.layers)
+        nbytes = {method: sum(c.nbytes for c in self.costs[method]) / parameters for method in _CODES}
+        codec = {method: sum(c.encode + c.decode for c in self.costs[method]) / parameters for method in _CODES}
+        found = dict(STOCK)
+        for gather, scatter, how in QUANTIZED:
+            given = [f"gather={_CODES[gather]}"] if gather else []
+            given += [f"reduce={_CODES[scatter]}", *([how] if how else [])]
+            gathered = nbytes[gather] if gather else 4.0
+            seconds = codec[scatter] + (codec[gather] if gather else 0.0)
+            sent = Sharded(gathered, 0.0 if how else gathered, nbytes[scatter], True, seconds)
+            found[f"gradzip.fsdp.quantize(model, {', '.join(given)})"] = sent
+        return found
+
+    @functools.cached_property
+    def rows(self) -> list[tuple[str, Prediction]]:
+        """The predictions by name, the fastest first."""
+        found = {name: predict_sharded(self.step, sent, self.link) for name, sent in self.candidates.items()}
+        return sorted(found.items(), key=lambda item: item[1].seconds)
+
+    def kept_nbytes(self, name: str) -> int:
+        """Bytes that a rank keeps: weights as they were gathered, until the backward pass, or decoded, always."""
+        kept = self.candidates[name].gather if KEEP in name else 4.0 if DELTA in name else 0.0
+        return round(kept * sum(layer.numel for layer in self.step.layers))
+
+    def table(self) -> list[list[str]]:
+        """Header and rows of the predictions."""
+        bfloat16 = dict(self.rows)["bf16"].seconds
+        table = [["", "ms/step", "× bf16", "codec", "exposed", "MB sent", "MB kept"]]
+        for name, row in self.rows:
+            table.append([
+                _NAMES.get(name, _short(name)), f"{1e3 * row.seconds:.1f}", f"{bfloat16 / row.seconds:.2f}",
+                f"{1e3 * row.compression:.1f}", f"{1e3 * row.exposed:.1f}", f"{row.nbytes / 1e6:.0f}",
+                f"{self.kept_nbytes(name) / 1e6:.0f}",
+            ])  # fmt: skip
+        return table
+
+    def sentences(self) -> Iterator[str]:
+        """What to use, why, and what is not known."""
+        by_name = dict(self.rows)
+        decision = decide({name: row.seconds for name, row in self.rows})
+        stock, chosen = by_name[decision.stock], by_name[decision.chosen]
+        if decision.compresses:
+            times = f"{stock.seconds / chosen.seconds:.1f} times as fast as {named(decision.stock)}"
+            yield f"Try fsdp.quantize({_short(decision.chosen)}): {times}."
+            yield (
+                f"{decision.chosen} takes {1e3 * chosen.seconds:.0f} ms a step, predicted; {_NAMES[decision.stock]} "
+                f"takes {1e3 * stock.seconds:.0f} ms."
+            )
+            yield "No study has measured what rounded weights cost in accuracy: train with and without."
+        else:
+            ideal = chosen.compute / chosen.seconds
+            takes = f"takes {1e3 * chosen.seconds:.0f} ms a step, {ideal:.0%} of the ideal, predicted"
+            yield f"Do not compress: {_NAMES[decision.stock]} {takes}."
+            gain = max(0.0, decision.gain)
+            yield f"The fastest of gradzip.fsdp.quantize saves {gain:.0%}; the margin of error is {MARGIN:.0%}."
+        if self.link.nodes > 1 and self.link.per_node > 1:
+            yield (
+                "If the model fits on the GPUs of one node, shard within nodes: no parameter crosses the network then, "
+                "and gradzip.fsdp.compress averages the shards between nodes."
+            )
+
+    def json(self) -> dict[str, Any]:
+        """All results in JSON types."""
+        decision = decide({name: row.seconds for name, row in self.rows})
+        methods = [{"method": name, **asdict(row), "memory_bytes": self.kept_nbytes(name)} for name, row in self.rows]
+        finite = {name: min(getattr(self.link, name), 1e300) for name in ("bandwidth", "within")}
+        return {
+            "front_end": "fsdp", "link": asdict(self.link) | finite, "step_seconds": self.step.seconds,
+            "parameters": sum(layer.numel for layer in self.step.layers), "layers": len(self.step.layers),
+            "methods": methods, "advised": decision.chosen, "gain": decision.gain, "margin": decision.margin,
+        }  # fmt: skip
+
+    def notes(self) -> Iterator[str]:
+        yield "Steps of FSDP2 are predicted from formulas that were compared with no measured step."
+
+
+def _short(name: str) -> str:
+    """The arguments of `quantize`, in short."""
+    arguments = name.removeprefix("gradzip.fsdp.quantize(model, ").removesuffix(")")
+    for method, code in _CODES.items():
+        arguments = arguments.replace(code, "8 bits" if method == EIGHT_BITS else "4 bits")
+    return arguments
