@@ -162,10 +162,70 @@ def training():
         "delta": trained(SPECS[1], reference="delta", mesh=whole),
         "delta, evaluated": trained(SPECS[1], reference="delta", mesh=whole, evaluates=True),
         "delta, resumed": trained(SPECS[1], reference="delta", mesh=whole, resumes=True),
+        "delta, evaluated and resumed": trained(SPECS[1], reference="delta", mesh=whole, evaluates=True, resumes=True),
         "delta, bf16": trained(SPECS[1], reference="delta", mesh=whole, mp_policy=cast),
         "bf16": trained(SPECS[0], mesh=whole, mp_policy=cast),
         "one shard": trained(SPECS[0], mesh=mesh(1)["shard"]),
     }
+
+
+@scenario
+def agreement():
+    """Forward passes of all kinds with differences: weights that they use, parameters, and bytes that they send.
+
+    evaluates: without a backward pass, which otherwise follows.
+    """
+    rank, model = dist.get_rank(), sharded(mesh()["shard"])
+    method = gradzip.parse(SPECS[1])
+    gradzip.fsdp.quantize(model, gather=method, reference="delta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    seen, results = watch(model), {}
+
+    def forward(name, evaluates=False):
+        seen.clear()
+        model.reshard()  # FSDP leaves the root's parameters whole after a forward pass
+        parameters, sent = {}, method.traffic.bytes_sent
+        for parameter, p in model.named_parameters():
+            parameters[parameter] = p.full_tensor().detach().clone()
+        with torch.set_grad_enabled(not evaluates):
+            loss = loss_of(model, rank, 0)
+        weights = {layer: weight for _, layer, weight in seen}
+        results[name] = {"sent": method.traffic.bytes_sent - sent, "seen": weights, "parameters": parameters}
+        if evaluates:
+            model.reshard()
+        return loss
+
+    @torch.no_grad()
+    def scale(factor, parameters):
+        for p in parameters:
+            p.to_local().mul_(factor)
+
+    block = model.blocks[0].up.weight, model.blocks[0].norm.bias
+    forward("first").backward()
+    optimizer.step()
+    forward("step").backward()
+    optimizer.step()
+    forward("evaluation", evaluates=True)
+    forward("evaluation again", evaluates=True)
+    scale(1.1 if rank == 2 else 1.0, block if rank == 2 else ())
+    forward("one rank alone", evaluates=True)
+    scale(0.5, model.parameters())
+    forward("swapped", evaluates=True)
+    scale(2.0, model.parameters())
+    forward("swapped back", evaluates=True)
+    model.set_requires_gradient_sync(False)
+    forward("accumulates").backward()
+    forward("accumulates again").backward()
+    model.set_requires_gradient_sync(True)
+    forward("accumulates to the end").backward()
+    (forward("one of two") + forward("two of two")).backward()
+    optimizer.step()
+    model.blocks[1].requires_grad_(False)
+    forward("frozen").backward()
+    forward("frozen again").backward()
+    scale(1.1 if rank == 0 else 1.0, model.blocks[1].parameters() if rank == 0 else ())
+    forward("frozen, written by one rank").backward()
+    return results
 
 
 @scenario

@@ -185,7 +185,7 @@ def test_kept_weights_are_gathered_once(job):
         assert results["keep and no reshard"]["sent"] == kept["sent"]
 
 
-@pytest.mark.parametrize("run", ["delta, evaluated", "delta, resumed"])
+@pytest.mark.parametrize("run", ["delta, evaluated", "delta, resumed", "delta, evaluated and resumed"])
 def test_a_reference_changes_with_the_parameters_alone_and_is_saved(job, run):
     for results in job["training"]:
         assert results[run]["parameters"][0].keys() == start().keys()
@@ -201,6 +201,44 @@ def test_differences_are_sent_once_a_step(job):
         # In the first step, ranks meet, and gather all weights. In the second, they have changed.
         assert delta["sent"][1:] == [nbytes(delta, ["", *blocks], SPECS[1])] * (STEPS - 1)
         assert 0 < delta["sent"][0] - 4 * exact < 4000
+
+
+# By forward pass: the modules about which ranks ask each other, and those that gather.
+EVERY, UNFROZEN = tuple(MODULES), ("", "blocks.0")
+PASSES = {
+    "step": ((), EVERY),
+    "evaluation": ((), EVERY),  # after a step
+    "evaluation again": (EVERY, ()),
+    "one rank alone": (EVERY, ("blocks.0",)),
+    "swapped": (EVERY, EVERY),
+    "swapped back": (EVERY, EVERY),
+    "accumulates": (EVERY, ()),
+    "accumulates again": (EVERY, ()),
+    "accumulates to the end": (EVERY, ()),
+    "one of two": ((), EVERY),
+    "two of two": (EVERY, ()),
+    "frozen": ((), EVERY),
+    "frozen again": (("blocks.1",), UNFROZEN),
+    "frozen, written by one rank": (("blocks.1",), EVERY),
+}
+
+
+def test_ranks_agree_on_when_to_gather_differences(job):
+    first = job["agreement"][0]
+    reference = first["first"]["parameters"]
+    of_modules = {**job["training"][0]["delta"], "exact": EXACT}
+    for name, (asked, gathered) in PASSES.items():
+        used = weights(first[name]["parameters"], SPECS[1], EXACT, reference)
+        names = {parameter for module in gathered for parameter in MODULES[module]}
+        reference = {parameter: (used if parameter in names else reference)[parameter] for parameter in reference}
+        for results in job["agreement"]:
+            got = results[name]
+            assert got["sent"] == len(asked) + nbytes(of_modules, gathered, SPECS[1]), name
+            for layer, weight in got["seen"].items():
+                assert torch.equal(weight, first[name]["seen"][layer])
+                torch.testing.assert_close(weight, reference[f"{layer}.weight"], rtol=1e-5, atol=1e-5)
+    before, after = (first[name]["parameters"]["blocks.0.up.weight"] for name in ("evaluation again", "one rank alone"))
+    assert (before != after).any() and (before == after).any()
 
 
 def test_one_shard_sends_nothing(job):
@@ -234,7 +272,7 @@ ERRORS = {
     "keep": r"ValueError: quantize: got no method for the all-gathers, expected one",
     "reference": r"ValueError: quantize: got reference='sum' with gather=.*, expected None, or 'delta'",
     "delta and keep": r"ValueError: quantize: got reference='delta' with .* and keep=True, expected None, or 'delta'",
-    "foreign": r"ValueError: Quantized.load_state_dict: got the references of \['x'\], expected those of 'shard\dof4'",
+    "foreign": r"ValueError: Quantized.load_state_dict: got the states of \['x'\], expected those of 'rank\dof4'",
     "different": r"RuntimeError: .*bits=[48].*bits=[48]",
 }
 
