@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class Passes:
             return
         self._asked.add(engine)
         asking = [delta for delta in self.deltas if delta.engine is engine and not delta.is_reduced]
-        flags = torch.tensor([delta.is_written for delta in asking], dtype=torch.uint8, device=device)
+        flags = torch.tensor([delta.is_written for delta in asking], dtype=torch.uint8).to(device)
         of_ranks = engine.run(Gather(flags, same_length=True), "changed")
         for delta, has_changed in zip(asking, torch.stack(of_ranks).amax(0).tolist()):
             delta.has_changed = bool(has_changed)
@@ -150,10 +151,7 @@ class AllGather:
             payloads = self._sent(self._encoded(*self._split(weights)), group)
             if self._keep and self._keep.trains and gathered and gathered.is_gathered_twice and not is_again:
                 self._kept = payloads
-        for payload, of_rank in zip(payloads, output.view(len(payloads), -1)):
-            rounded, exact = self._split(of_rank)
-            if values := self._decoded(payload, rounded, exact):
-                torch._foreach_copy_(rounded, values)
+        self._decode(payloads, output.view(len(payloads), -1), torch._foreach_copy_)
 
     def _sent(self, payload: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
         """The payloads of all ranks, of one length."""
@@ -169,17 +167,30 @@ class AllGather:
             parts.insert(0, ops.block_float_encode(vector, method.bits, method.block))
         return torch.cat(parts)
 
-    def _decoded(self, payload: Tensor, rounded: Sequence[Tensor], exact: Sequence[Tensor]) -> list[Tensor]:
-        """The values (float32) of what a payload has of rounded weights. Writes the exact ones."""
-        numels, method = list(map(Tensor.numel, rounded)), self.compressor
-        end = ops.block_float_nbytes(-(-sum(numels) // method.block), method.bits, method.block) if numels else 0
-        vector = torch.empty(sum(numels), device=payload.device)
+    def _decode(
+        self, payloads: Sequence[Tensor], rows: Tensor, write: Callable[[list[Tensor], list[Tensor]], object]
+    ) -> None:
+        """Decode the payloads of all ranks in one call.
+
+        rows: of the weights, one for each rank. write: called with the views of rounded weights, and decoded values
+            (float32). Exact weights are copied.
+        """
+        splits, method = list(map(self._split, rows)), self.compressor
+        numels = list(map(Tensor.numel, splits[0][0]))
+        blocks = -(-sum(numels) // method.block)
+        end = ops.block_float_nbytes(blocks, method.bits, method.block)
         if numels:
-            ops.block_float_decode([payload[:end]], vector, method.bits, method.block)
-        for piece in exact:
-            start, end = end, end + piece.nbytes
-            piece.view(torch.uint8).copy_(payload[start:end])
-        return list(vector.split_with_sizes(numels)) if numels else []
+            values = torch.empty((len(rows), blocks * method.block), device=rows.device)
+            ops.block_float_decode([payload[:end] for payload in payloads], values, method.bits, method.block)
+            of_ranks = (row[: sum(numels)].split_with_sizes(numels) for row in values)
+            write([piece for rounded, _ in splits for piece in rounded], list(itertools.chain.from_iterable(of_ranks)))
+        exact = [[piece.view(torch.uint8) for piece in of_rank] for _, of_rank in splits]
+        if exact[0]:
+            nbytes = list(map(Tensor.numel, exact[0]))
+            copies = (payload[end:].split_with_sizes(nbytes) for payload in payloads)
+            torch._foreach_copy_(
+                list(itertools.chain.from_iterable(exact)), list(itertools.chain.from_iterable(copies))
+            )
 
     def _split(self, weights: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views of a rank's weights: those that are rounded, and those that are exempt."""
@@ -257,10 +268,7 @@ class DeltaGather(AllGather):
             mine, exact = self._split(weights)
             rounded, _ = self._split(rows[group.rank()])
             payloads = self._sent(self._encoded([a.float() - b for a, b in zip(mine, rounded)], exact), group)
-            for payload, row in zip(payloads, rows):
-                rounded, exact = self._split(row)
-                if changes := self._decoded(payload, rounded, exact):
-                    torch._foreach_add_(rounded, changes)
+            self._decode(payloads, rows, torch._foreach_add_)
             self._version = self._gathered.version
             self.has_changed = self.is_reduced = False
         output.copy_(use_on_current_stream(self._reference))
