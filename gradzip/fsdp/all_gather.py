@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives import Gather
+from ..collectives.engine import Engine
 from ..collectives.traffic import Traffic
 from ..memory.streams import no_autocast, use_on_current_stream
 from ..methods.base.compressor import Compressor
 from ..methods.block_float import BlockFloat
 from ..ops import tensors as ops
 from .connections import Connections
-from .shards import FLOATING, Gathered
+from .shards import FLOATING, Gathered, begins_pass
 
 
 def all_gather(compressor: Compressor) -> AllGather:
@@ -46,17 +49,34 @@ def all_gather(compressor: Compressor) -> AllGather:
 
 
 class Passes:
-    """Which forward pass of a model is in progress.
+    """The forward passes of a model.
 
     Attributes:
-        trains: whether a backward pass follows it. FSDP gathers without autograd.
+        trains: whether a backward pass follows the one in progress. FSDP gathers without autograd.
+        deltas: the gathers of the model that send differences.
     """
 
-    trains = False
+    def __init__(self) -> None:
+        self.trains = False
+        self.deltas: list[DeltaGather] = []
+        self._asked: set[Engine] = set()  # groups that have agreed on what has changed, in the pass in progress
 
-    def begin_forward(self, *_: object) -> None:
-        """A hook of a module's forward pass, before FSDP's."""
+    def begin_forward(self, module: Any, *_: object) -> None:
+        """A hook of each module's forward pass, before FSDP's."""
         self.trains = torch.is_grad_enabled()
+        if begins_pass(module):
+            self._asked.clear()
+
+    def agree(self, engine: Engine, device: torch.device) -> None:
+        """Have the ranks of a group agree on which modules have changed, once in a pass for all. The host waits."""
+        if engine in self._asked:
+            return
+        self._asked.add(engine)
+        asking = [delta for delta in self.deltas if delta.engine is engine and not delta.is_reduced]
+        flags = torch.tensor([delta.is_written for delta in asking], dtype=torch.uint8).to(device)
+        of_ranks = engine.run(Gather(flags, same_length=True), "changed")
+        for delta, has_changed in zip(asking, torch.stack(of_ranks).amax(0).tolist()):
+            delta.has_changed = bool(has_changed)
 
 
 class AllGather:
@@ -131,14 +151,13 @@ class AllGather:
             payloads = self._sent(self._encoded(*self._split(weights)), group)
             if self._keep and self._keep.trains and gathered and gathered.is_gathered_twice and not is_again:
                 self._kept = payloads
-        for payload, of_rank in zip(payloads, output.view(len(payloads), -1)):
-            rounded, exact = self._split(of_rank)
-            if values := self._decoded(payload, rounded, exact):
-                torch._foreach_copy_(rounded, values)
+        self._decode(payloads, output.view(len(payloads), -1), torch._foreach_copy_)
 
     def _sent(self, payload: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
         """The payloads of all ranks, of one length."""
-        return self._connections.engine(group, payload.device).run(Gather(payload, same_length=True), "all_gather")
+        engine = self._connections.engine(group, payload.device)
+        payloads: list[Tensor] = engine.run(Gather(payload, same_length=True), "all_gather")
+        return payloads
 
     def _encoded(self, rounded: Sequence[Tensor], exact: Sequence[Tensor]) -> Tensor:
         """The payload of a rank's weights: of those to round, and of exact ones."""
@@ -148,17 +167,30 @@ class AllGather:
             parts.insert(0, ops.block_float_encode(vector, method.bits, method.block))
         return torch.cat(parts)
 
-    def _decoded(self, payload: Tensor, rounded: Sequence[Tensor], exact: Sequence[Tensor]) -> list[Tensor]:
-        """The values (float32) of what a payload has of rounded weights. Writes the exact ones."""
-        numels, method = list(map(Tensor.numel, rounded)), self.compressor
-        end = ops.block_float_nbytes(-(-sum(numels) // method.block), method.bits, method.block) if numels else 0
-        vector = torch.empty(sum(numels), device=payload.device)
+    def _decode(
+        self, payloads: Sequence[Tensor], rows: Tensor, write: Callable[[list[Tensor], list[Tensor]], object]
+    ) -> None:
+        """Decode the payloads of all ranks in one call.
+
+        rows: of the weights, one for each rank. write: called with the views of rounded weights, and decoded values
+            (float32). Exact weights are copied.
+        """
+        splits, method = list(map(self._split, rows)), self.compressor
+        numels = list(map(Tensor.numel, splits[0][0]))
+        blocks = -(-sum(numels) // method.block)
+        end = ops.block_float_nbytes(blocks, method.bits, method.block)
         if numels:
-            ops.block_float_decode([payload[:end]], vector, method.bits, method.block)
-        for piece in exact:
-            start, end = end, end + piece.nbytes
-            piece.view(torch.uint8).copy_(payload[start:end])
-        return list(vector.split_with_sizes(numels)) if numels else []
+            values = torch.empty((len(rows), blocks * method.block), device=rows.device)
+            ops.block_float_decode([payload[:end] for payload in payloads], values, method.bits, method.block)
+            of_ranks = (row[: sum(numels)].split_with_sizes(numels) for row in values)
+            write([piece for rounded, _ in splits for piece in rounded], list(itertools.chain.from_iterable(of_ranks)))
+        exact = [[piece.view(torch.uint8) for piece in of_rank] for _, of_rank in splits]
+        if exact[0]:
+            nbytes = list(map(Tensor.numel, exact[0]))
+            copies = (payload[end:].split_with_sizes(nbytes) for payload in payloads)
+            torch._foreach_copy_(
+                list(itertools.chain.from_iterable(exact)), list(itertools.chain.from_iterable(copies))
+            )
 
     def _split(self, weights: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views of a rank's weights: those that are rounded, and those that are exempt."""
@@ -180,50 +212,97 @@ class DeltaGather(AllGather):
     """An all-gather that sends differences to the weights that all ranks have: the reference, which each keeps whole.
 
     The first gather is exact. Each later one encodes what a rank's weights are away from its part of the reference, and
-    all ranks add what they decode. What rounding loses is a part of the next difference. Ranks gather once after each
-    change of the parameters: other passes, such as the backward pass, take the reference.
+    all ranks add what they decode. What rounding loses is a part of the next difference. Where nothing has changed,
+    ranks take the reference.
+
+    All ranks must decide alike whether to gather. FSDP runs the same passes of a module on all of them, so they need
+    not ask:
+
+    * In a backward pass, a module has the weights of its forward pass.
+    * Once its gradients have been reduced, a module gathers in its next forward pass. That is each step of a training.
+
+    Any other forward pass may find new weights, or not: in an evaluation, between backward passes that accumulate
+    gradients without reducing them, of a frozen module. An optimizer's step, an EMA swap or a loaded checkpoint writes
+    parameters of this rank, maybe of no other. There, ranks tell each other whether torch has counted a write: in the
+    first such module of a pass for all, one byte each, for which the host waits.
 
     Memory: the gathered weights of the module, on each rank.
+
+    Attributes:
+        engine: of the group, once it has gathered.
+        is_reduced: whether gradients of the module have been reduced since the last gather.
+        has_changed: whether its weights have been written on any rank, as the ranks have agreed.
     """
 
     _gathered: Gathered
 
     def __init__(
-        self, compressor: Compressor, gathered: Gathered, exact: frozenset[str], connections: Connections
+        self,
+        compressor: Compressor,
+        gathered: Gathered,
+        exact: frozenset[str],
+        connections: Connections,
+        passes: Passes,
     ) -> None:
         super().__init__(compressor, gathered, exact, connections)
+        self._passes = passes
+        passes.deltas.append(self)
+        self.engine: Engine | None = None
+        self.is_reduced = self.has_changed = False
         self._reference: Tensor | None = None
-        self._own: Tensor | None = None  # this rank's part of the reference, as loaded
+        self._loaded: Mapping[str, Any] | None = None  # of this rank, until the ranks have gathered it
         self._version: tuple[int, ...] = ()  # of the parameters that are in the reference
 
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's parameters have been written since the last gather."""
+        return self._gathered.version != self._version
+
     def _gather(self, output: Tensor, weights: Tensor, group: dist.ProcessGroup) -> None:
-        version = self._gathered.version
         if self._reference is None:
-            first = weights if self._own is None else self._own.to(weights)
-            payloads = self._sent(first.contiguous().view(torch.uint8), group)
-            self._reference = torch.cat(payloads).view(weights.dtype)
-            self._version = () if self._own is not None else version
-            self._own = None
-        if version != self._version and not self._gathered.is_again:
+            self._reference = self._exact_reference(weights, group)
+        elif not (self._gathered.is_again or self.is_reduced):
+            self._passes.agree(self._connections.engine(group, weights.device), weights.device)
+        if (self.has_changed or self.is_reduced) and not self._gathered.is_again:
             rows = self._reference.view(-1, weights.numel())
             mine, exact = self._split(weights)
             rounded, _ = self._split(rows[group.rank()])
             payloads = self._sent(self._encoded([a.float() - b for a, b in zip(mine, rounded)], exact), group)
-            for payload, row in zip(payloads, rows):
-                rounded, exact = self._split(row)
-                if changes := self._decoded(payload, rounded, exact):
-                    torch._foreach_add_(rounded, changes)
-            self._version = version
+            self._decode(payloads, rows, torch._foreach_add_)
+            self._version = self._gathered.version
+            self.has_changed = self.is_reduced = False
         output.copy_(use_on_current_stream(self._reference))
 
-    @property
-    def own(self) -> Tensor | None:
-        """A copy of this rank's part of the reference, on the CPU. None before the first gather."""
-        if self._reference is None:
-            return self._own
-        rank, size = self._gathered.place
-        return self._reference.view(size, -1)[rank].cpu().clone()
+    def _exact_reference(self, weights: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """The parts of all ranks: as loaded, where they are, and otherwise the weights. The host waits."""
+        loaded, self._loaded = self._loaded or {"part": weights, "is_due": False}, None
+        is_due = weights.new_full((1,), float(loaded["is_due"]))
+        sent = torch.cat([loaded["part"].to(weights), is_due]).view(torch.uint8)
+        of_ranks = torch.stack(self._sent(sent, group)).view(weights.dtype)
+        self.engine = self._connections.engine(group, weights.device)
+        self._version = self._gathered.version
+        self.is_reduced, self.has_changed = False, bool(of_ranks[:, -1].any())
+        return of_ranks[:, :-1].reshape(-1)
 
-    def load(self, own: Tensor) -> None:
-        """Load this rank's part of the reference. Ranks gather it, exactly, before the next difference."""
-        self._reference, self._own = None, own
+    def reduced(self) -> None:
+        """Called when gradients of the module are reduced."""
+        self.is_reduced = True
+
+    def state(self) -> Mapping[str, Any] | None:
+        """This rank's part of the reference, and whether the next forward pass gathers. None before the first."""
+        if self._reference is None or self.engine is None:
+            return self._loaded
+        part = self._reference.view(self.engine.size, -1)[self.engine.rank].cpu().clone()
+        return {"part": part, "is_due": self.is_reduced or self.has_changed or self.is_written}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load what `state` has returned. Ranks gather it, exactly, before the next difference.
+
+        Raises:
+            ValueError: it has another number of elements.
+        """
+        got, expected = state["part"].numel(), sum(self._gathered.numels.values())
+        if got != expected:
+            what = f"got {got} elements of module {self._gathered.name!r}, expected {expected}"
+            raise ValueError(f"Quantized.load_state_dict: {what}: load the state of this model, with the same mesh")
+        self._reference, self._loaded = None, state

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import itertools
 import json
 from collections.abc import Iterator, Mapping
@@ -29,13 +28,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..averaging.buckets import Plan, bucket_nbytes
 from ..averaging.handshake import differences
-from ..averaging.session import Session, queue_callback
+from ..averaging.session import Session
 from ..collectives.traffic import Traffic
 from ..memory.names import original
-from ..memory.state_dict import in_line
 from ..memory.streams import use_on_current_stream
 from ..memory.verdict import Verdict
 from ..methods.base.compressor import Compressor
+from . import rank_state
+from .backward_pass import BackwardPass
 from .shards import Shards
 
 
@@ -95,7 +95,7 @@ class ReplicaAverages:
         self._plans: dict[tuple[int, ...], Plan] = {}  # by the indices of the modules
         self._least_nbytes = 0.0  # of gradients that are averaged together, once the ranks have met
         self._waiting: dict[int, dict[str, Tensor]] = {}  # in a backward pass: gradients of modules
-        self._backward: int | None = None  # torch's number of the current backward pass
+        self._pass = BackwardPass("compress", self._finish, self._drop)
         self._copied: set[int] = set()  # modules whose gradients FSDP makes of the averages, by copying
         self._sums: list[Tensor] = []  # of averages and earlier gradients, which may not have been finite
         for i, shards in enumerate(self._modules):
@@ -118,9 +118,7 @@ class ReplicaAverages:
 
         `compressor.state_dict()` has the same as plain tensors.
         """
-        buffer = io.BytesIO()
-        torch.save(self.compressor.state_dict(), buffer)
-        return {self._key: buffer.getvalue()}
+        return rank_state.saved(self._key, self.compressor.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's states.
@@ -128,16 +126,7 @@ class ReplicaAverages:
         Raises:
             ValueError: the state dict is that of another method, or has no states of this rank.
         """
-        if not (isinstance(state_dict, Mapping) and self._key in state_dict):
-            got = f"the states of {sorted(state_dict)}" if isinstance(state_dict, Mapping) else in_line(state_dict)
-            expected = f"expected those of {self._key!r}: load them on as many ranks, with the same mesh"
-            raise ValueError(f"ReplicaAverages.load_state_dict: got {got}, {expected}")
-        try:
-            loaded = torch.load(io.BytesIO(state_dict[self._key]), map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises those of pickle, zipfile and its own
-            got = f"{self._key!r} as what torch.load cannot read ({in_line(error)})"
-            raise ValueError(f"ReplicaAverages.load_state_dict: got {got}, expected bytes of state_dict()") from None
-        self.compressor.load_state_dict(loaded)
+        self.compressor.load_state_dict(rank_state.loaded(self._key, state_dict, "ReplicaAverages"))
 
     @property
     def _key(self) -> str:
@@ -149,7 +138,8 @@ class ReplicaAverages:
         """FSDP's all-reduce hook: average the gradients of a module, now or at the end of the backward pass."""
         use_on_current_stream(reduced)  # FSDP frees it on the stream of its reduce-scatter
         with self._or_drop(), self.compressor.streams.on(reduced):
-            self._begin()
+            if self._pass.begin():
+                self._check_unsharded()
             if index in itertools.chain(self._waiting, *self._session.buckets):
                 self._run()  # a module that the model has run several times
             shards = self._modules[index]
@@ -163,18 +153,6 @@ class ReplicaAverages:
             else:
                 self._copied.add(index)
                 self._run()
-
-    def _begin(self) -> None:
-        """Begin a step, once in a backward pass."""
-        number = torch._C._current_graph_task_id()
-        if number == self._backward:
-            return
-        self._drop()  # what a backward pass that failed has left
-        self._check_unsharded()
-        if number == -1:  # as from torch's pipeline schedules; the end of the step is that of the backward pass
-            raise RuntimeError("compress: got gradients outside of a backward pass, expected them within backward()")
-        queue_callback(self._end_pass)
-        self._backward = number
 
     def _check_unsharded(self) -> None:
         """Refuse parameters that FSDP does not reduce. Frozen ones may be trained later."""
@@ -204,15 +182,6 @@ class ReplicaAverages:
         self._session.finish("round")
         for shards in self._modules:
             self._sums += shards.add_averages()
-
-    def _end_pass(self) -> None:
-        """Called when a backward pass has computed all gradients: let FSDP's callbacks run before `_finish`."""
-        if torch._C._current_autograd_node() is not None:
-            self._drop()
-            what = "a module whose backward pass runs within another one, as by checkpoint(use_reentrant=True)"
-            raise RuntimeError(f"compress: got {what}, where a step has no single end; expected use_reentrant=False")
-        # A callback that is queued by a callback comes behind all that were queued while gradients were computed.
-        queue_callback(self._finish)
 
     def _finish(self) -> None:
         """End the step. Called at the end of a backward pass, after FSDP has called all hooks."""

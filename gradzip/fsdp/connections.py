@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..averaging.session import Session
 from ..collectives.engine import Engine
+from ..collectives.node_chunks import NodeChunks
 from ..methods.base.compressor import Compressor
 
 
@@ -24,6 +25,7 @@ class Connections:
     def __init__(self, compressor: Compressor, what: str, named: Mapping[str, Tensor] | None = None) -> None:
         self._compressor, self._what, self._named = compressor, what, named or {}
         self._sessions: dict[dist.ProcessGroup, Session] = {}
+        self._node_chunks: dict[dist.ProcessGroup, NodeChunks | None] = {}
 
     def engine(self, group: dist.ProcessGroup, device: torch.device) -> Engine:
         """The engine of a group.
@@ -34,5 +36,10 @@ class Connections:
         if group not in self._sessions:
             session = Session(self._compressor, self._what)
             session.connect(session.torch_engine(group, device), self._named, "handshake")
-            self._sessions[group] = session
-        return self._sessions[group].engine
+            self._sessions[group], self._node_chunks[group] = session, self._compressor.node_chunks
+        engine: Engine = self._sessions[group].engine
+        return engine
+
+    def node_chunks(self, group: dist.ProcessGroup) -> NodeChunks | None:
+        """How the ranks of a group that is connected are divided into nodes, for a method that does."""
+        return self._node_chunks[group]

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..memory.names import original
 from ..methods.base.compressor import Compressor
 from ..methods.base.group import is_compressed
+from . import rank_state
 from .all_gather import AllGather, DeltaGather, Passes
 from .connections import Connections
-from .reduce_scatter import reduce_scatter
-from .shards import Gathered
+from .reduce_scatter import Feedback, ReduceScatter
+from .shards import Gathered, replicas_of, sharded_modules
 
 
 class Quantized:
-    """What `quantize` has set. With `reference="delta"`, a `torch.distributed.checkpoint.stateful.Stateful`.
+    """What `quantize` has set.
+
+    It is a `torch.distributed.checkpoint.stateful.Stateful`: `dcp.save({"quantized": set_up, ...})` works. A job that
+    does not load it gathers its weights exactly at first, draws other random numbers, and begins with residuals of 0.
 
     Attributes:
         modules: names of the modules; "" is the model itself.
@@ -28,44 +30,50 @@ class Quantized:
         exact: names of those that are gathered as they are.
     """
 
-    def __init__(self, gathers: dict[str, AllGather], modules: list[str], rounded: list[str], exact: list[str]) -> None:
+    def __init__(
+        self, gathers: Mapping[str, AllGather], scatters: Mapping[str, ReduceScatter], modules: list[str],
+        rounded: list[str], exact: list[str],
+    ) -> None:  # fmt: skip
         self.modules, self.rounded, self.exact = modules, rounded, exact
-        self._deltas = {name: gather for name, gather in gathers.items() if isinstance(gather, DeltaGather)}
+        deltas = {name: gather for name, gather in gathers.items() if isinstance(gather, DeltaGather)}
+        self._parts: dict[str, Mapping[str, Any]] = {"references": deltas, "reductions": scatters}
 
     def state_dict(self) -> dict[str, bytes]:
-        """This rank's parts of the references, as bytes under a key of its own, as distributed checkpoints need them.
-
-        Empty without references. A job that does not load it gathers the weights exactly in its first step.
-        """
-        if not self._deltas:
-            return {}
-        buffer = io.BytesIO()
-        torch.save({name: gather.own for name, gather in self._deltas.items()}, buffer)
-        return {self._key: buffer.getvalue()}
+        """This rank's parts of references, numbers of random draws and residuals, as bytes under a key of its own."""
+        state = {part: {name: one.state() for name, one in of.items()} for part, of in self._parts.items()}
+        return rank_state.saved(self._key, state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's parts of the references, after or before the parameters: a resumed job has the same bits.
+        """Load this rank's state, of the same checkpoint as the parameters: a resumed job has the same bits.
 
         Raises:
-            ValueError: the state dict has none of this rank, or not those of these modules.
+            ValueError: the state dict has none of this rank, or not that of these modules.
         """
-        if not self._deltas:
-            return
-        if self._key not in state_dict:
-            got = f"the references of {sorted(state_dict)}, expected those of {self._key!r}"
-            raise ValueError(f"Quantized.load_state_dict: got {got}: load them on as many ranks, or not at all")
-        loaded = torch.load(io.BytesIO(state_dict[self._key]), map_location="cpu", weights_only=True)
-        if loaded.keys() != self._deltas.keys():
-            got = f"the modules {sorted(loaded)}, expected {sorted(self._deltas)}"
-            raise ValueError(f"Quantized.load_state_dict: got {got}")
-        for name, own in loaded.items():
-            if own is not None:
-                self._deltas[name].load(own)
+        state = rank_state.loaded(self._key, state_dict, "Quantized")
+        for part, of in self._parts.items():
+            if state[part].keys() != of.keys():
+                got = f"got {part} of the modules {sorted(state[part])}, expected {sorted(of)}"
+                raise ValueError(f"Quantized.load_state_dict: {got}: set up the model as in the job that saved it")
+        for part, of in self._parts.items():
+            for name, one in of.items():
+                if state[part][name] is not None:
+                    one.load(state[part][name])
 
     @property
     def _key(self) -> str:
-        rank, size = next(iter(self._deltas.values()))._gathered.place
-        return f"shard{rank}of{size}"
+        return f"rank{dist.get_rank()}of{dist.get_world_size()}"
+
+
+class _Told:
+    """A reduce-scatter that tells when it is called."""
+
+    def __init__(self, reduce_scatter: Any, tell: Callable[[], None]) -> None:
+        self._reduce_scatter, self._tell = reduce_scatter, tell
+        self.allocate = reduce_scatter.allocate
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self._tell()
+        return self._reduce_scatter(*arguments, **options)
 
 
 def quantize(
@@ -75,6 +83,7 @@ def quantize(
     *,
     keep: bool = False,
     reference: str | None = None,
+    error_feedback: bool = False,
 ) -> Quantized:
     """Quantize what FSDP2 sends: weights that ranks gather, and gradients that they reduce.
 
@@ -94,6 +103,8 @@ def quantize(
         reference: "delta" gathers differences to the weights of the last gather, which each rank keeps whole, in the
             dtype in which they are gathered (`DeltaGather`): errors become smaller than steps of the optimizer, and the
             backward pass gathers nothing. For models that fit on each rank, sharded for their optimizer's state.
+        error_feedback: of the reduce-scatters (`reduce_scatter`): 4 bytes for each parameter of the model on each rank,
+            and as much again within a backward pass.
 
     Raises:
         ValueError: no sharded module, nothing to set, another method or reference, or a module whose parameters have
@@ -101,9 +112,7 @@ def quantize(
             (`reshard_after_forward` as a number). No module is changed then.
         RuntimeError: this torch has another FSDP2.
     """
-    modules: list[tuple[str, Any]] = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
-    ]
+    modules = sharded_modules(model)
     if not modules:
         raise ValueError("quantize: got a model without sharded modules, expected one after fully_shard")
     if gather is None and (reduce is None or keep):
@@ -113,19 +122,32 @@ def quantize(
         raise ValueError(
             f"quantize: {got}, expected None, or 'delta' with a method for the all-gathers and without keep"
         )
+    if error_feedback and reduce is None:
+        raise ValueError("quantize: got error_feedback=True without a method for the reduce-scatters, expected one")
     named = {original(name): parameter for name, parameter in model.named_parameters()}
     names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
     gathers: dict[str, AllGather] = {}
+    scatters: dict[str, ReduceScatter] = {}
+    in_use: dict[str, Any] = {}  # of what reduces gradients
     rounded: list[str] = []
     exact: list[str] = []
-    scatters = None if reduce is None else reduce_scatter(reduce)
+    passes = Passes()
+    if reduce is not None:
+        connections = Connections(reduce, "reduce_scatter")
+        replicas = next(filter(None, (replicas_of(module) for _, module in modules)), None)
+        feedback = Feedback(reduce, replicas) if error_feedback else None
+        for name, _ in modules:
+            scatters[name] = ReduceScatter(reduce, f"reduce_scatter of {name!r}", connections, feedback)
+        in_use |= scatters
     if gather is not None:
-        connections, passes = Connections(gather, "all_gather", named), Passes()
+        connections = Connections(gather, "all_gather", named)
         exempt = frozenset(name for name, p in named.items() if not is_compressed(gather, name, p, ""))
         for name, module in modules:
             gathered = Gathered(module, name, names)
             if reference:
-                gathers[name] = DeltaGather(gather, gathered, exempt, connections)
+                gathers[name] = delta = DeltaGather(gather, gathered, exempt, connections, passes)
+                if gathered.reduce_scatter is not None:  # there are parameters
+                    in_use[name] = _Told(in_use.get(name, gathered.reduce_scatter), delta.reduced)
             else:
                 gathers[name] = AllGather(gather, gathered, exempt, connections, passes if keep else None)
             exact += [parameter for parameter in gathered.numels if parameter in exempt]
@@ -133,8 +155,8 @@ def quantize(
     for name, module in modules:
         if gather is not None:
             module.set_custom_all_gather(gathers[name])
-            if keep:
-                module.register_forward_pre_hook(passes.begin_forward, prepend=True)
-        if scatters is not None:
-            module.set_custom_reduce_scatter(scatters)
-    return Quantized(gathers, [name for name, _ in modules], rounded, exact)
+        if name in in_use:
+            module.set_custom_reduce_scatter(in_use[name])
+        if keep or reference:
+            module.register_forward_pre_hook(passes.begin_forward, prepend=True)
+    return Quantized(gathers, scatters, [name for name, _ in modules], rounded, exact)

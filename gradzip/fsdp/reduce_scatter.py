@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,17 +11,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives import AllToAll
+from ..collectives.engine import Engine
+from ..collectives.node_chunks import NodeChunks
+from ..collectives.requests import Scope
+from ..collectives.routines import Done, step
 from ..collectives.traffic import Traffic
 from ..memory.state import Key
-from ..memory.streams import no_autocast
 from ..methods.base.compressor import Compressor
 from ..methods.block_float import BlockFloat
+from ..methods.hierarchical import Hierarchical
 from ..methods.quantize import QSGD
 from ..ops import tensors as ops
+from .backward_pass import BackwardPass
 from .connections import Connections
 
 
-def reduce_scatter(compressor: Compressor) -> ReduceScatter:
+def reduce_scatter(compressor: Compressor, error_feedback: bool = False) -> ReduceScatter:
     """A reduce-scatter that sends quantized gradients, for FSDP2's `set_custom_reduce_scatter`.
 
         quantized = gradzip.fsdp.reduce_scatter(gradzip.BlockFloat(bits=8))
@@ -33,33 +38,116 @@ def reduce_scatter(compressor: Compressor) -> ReduceScatter:
     float32. An element is rounded once on each rank, and the sum not at all: the error of the mean is at most the mean
     of the ranks' errors, and its expectation is 0 (but for `BlockFloat(rounding="nearest")`, which is biased).
 
-    There is no error feedback, whatever the compressor's `error_feedback` is: a residual would have the size of the
-    whole gradient on each rank, which FSDP avoids.
+    With `Hierarchical(BlockFloat(...))`, the ranks of a node add their gradients in float32 first. Each sends its part
+    of their mean to the ranks with its place on other nodes: with n ranks on each node, 1/n of the bytes between nodes.
+    With one node, gradients are reduced uncompressed.
 
     Args:
-        compressor: `BlockFloat`, or `QSGD` with coding="packed". Others have no payloads of a fixed length.
+        compressor: `BlockFloat`, or `QSGD` with coding="packed": others have no payloads of a fixed length. Or
+            `Hierarchical` with one of these. Its own `error_feedback` has no effect.
+        error_feedback: each rank adds what rounding has lost of its gradients to the next ones. For `BlockFloat`. Give
+            each module an object of its own then, as `quantize` does. Memory on each rank: 4 bytes for each parameter
+            of the whole model, not of its shards, and as much again within a backward pass; with `Hierarchical`, 1/n
+            of that.
+
+    Raises:
+        ValueError: another method; or error feedback with one that is not `BlockFloat`.
+    """
+    return ReduceScatter(compressor, feedback=Feedback(compressor) if error_feedback else None)
+
+
+class Feedback:
+    """The steps of the residuals of a model. A step is a backward pass.
+
+    If a reduced gradient is not finite on any rank, no residual of any rank changes; nor if the backward pass fails. On
+    a device, the host does not wait to know it.
+
+    Args:
+        compressor: `BlockFloat`.
+        replicas: the ranks that hold the same shards, if FSDP averages over them.
 
     Raises:
         ValueError: another method.
     """
-    return ReduceScatter(compressor)
+
+    def __init__(self, compressor: Compressor, replicas: dist.ProcessGroup | None = None) -> None:
+        if not isinstance(_codec_of(compressor), _BlockFloat):
+            got = f"got error feedback with {compressor!r}"
+            raise ValueError(f"reduce_scatter: {got}, expected gradzip.BlockFloat(), whose errors stay bounded")
+        self._compressor, self._replicas = compressor, replicas
+        self._pass = BackwardPass("reduce_scatter", self._finish, self._drop)
+        # Of the step in progress: residuals before it, and magnitudes of reduced gradients, by group.
+        self.former: dict[ReduceScatter, Tensor | None] = {}
+        self._magnitudes: dict[dist.ProcessGroup, list[Tensor]] = {}
+
+    def begin(self, module: ReduceScatter) -> None:
+        """Called before the gradients of a module are encoded."""
+        loss_scale = self._compressor.memory.loss_scale
+        if self._pass.begin():
+            loss_scale.begin_step()
+        module.rescale(loss_scale.value)
+        self.former.setdefault(module, module.residual)
+
+    def reduced(self, gradients: Tensor, group: dist.ProcessGroup) -> None:
+        """Called with the reduced gradients of this rank."""
+        self._magnitudes.setdefault(group, []).append(ops.largest_magnitudes([gradients]))
+
+    def _finish(self) -> None:
+        """End the step."""
+        former, magnitudes, self.former, self._magnitudes = self.former, self._magnitudes, {}, {}
+        pairs = [(module.residual, before) for module, before in former.items()]
+        restorations = [ops.Restoration(now, before) for now, before in pairs if now is not None]
+        device = restorations[0].target.device
+        with self._compressor.streams.on_all(device):
+            number = torch.zeros(1, device=device)
+            for group, of_group in magnitudes.items():
+                number += torch.cat(of_group).amax().float() * 0  # NaN if one is not finite
+                dist.all_reduce(number, group=group)
+            if self._replicas is not None:
+                dist.all_reduce(number, group=self._replicas)
+            ops.restore_unless_finite(number, restorations)
+
+    def _drop(self) -> None:
+        """Undo the step in progress, if there is one: its backward pass has failed."""
+        for module, before in self.former.items():
+            module.residual = before
+        self.former, self._magnitudes = {}, {}
 
 
 class ReduceScatter:
-    """What `reduce_scatter` returns: an object as of torch's protocol of that name. Any number of modules may share it.
+    """What `reduce_scatter` returns: an object as of torch's protocol of that name. Any number of modules may share it,
+    unless it has error feedback.
 
     If a gradient is not finite on any rank, neither is the mean of its block. On a device, the host does not wait.
 
     Payload: for each rank, the blocks of `BlockFloat`, or the norms (float32) and packed levels of `QSGD`, padded to 4
     bytes. No header: lengths follow from the shape.
 
-    Deterministic for the compressor's seed, and the number of calls so far.
+    Deterministic for the compressor's seed, the name, and the number of calls so far.
+
+    Args:
+        compressor: as of `reduce_scatter`.
+        name: of the random draws.
+        connections: of all modules of a model.
+        feedback: of all modules of a model. None: no error feedback.
+
+    Attributes:
+        residual: what rounding has lost of this rank's gradients: a row for each rank that it sends to, float32.
     """
 
-    def __init__(self, compressor: Compressor) -> None:
+    def __init__(
+        self,
+        compressor: Compressor,
+        name: str = "reduce_scatter",
+        connections: Connections | None = None,
+        feedback: Feedback | None = None,
+    ) -> None:
         self.compressor = compressor
+        self.residual: Tensor | None = None
+        self._scale = 1.0  # of the residual: the loss scale
         self._codec = _codec_of(compressor)
-        self._connections = Connections(compressor, "reduce_scatter")
+        self._name, self._feedback = name, feedback
+        self._connections = connections or Connections(compressor, "reduce_scatter")
         self._calls = 0
 
     @property
@@ -89,28 +177,92 @@ class ReduceScatter:
 
         Raises:
             ValueError: another operation.
-            RuntimeError: the ranks of the group use different methods; in the first call.
+            RuntimeError: the ranks of the group use different methods; in the first call. With error feedback: a
+                gradient of another size than before, or none of a backward pass.
         """
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM) or async_op:
             divides = "with set_gradient_divide_factor, also call set_force_sum_reduction_for_comms(True)"
             got = "got a scaled or an asynchronous operation"
             raise ValueError(f"reduce_scatter: {got}, expected AVG or SUM: {divides}")
-        with no_autocast(input_tensor.device):
+        with self.compressor.streams.on(input_tensor):
             engine = self._connections.engine(group, input_tensor.device)
-            shards = input_tensor.view(engine.size, -1).float()
-            nbytes = self._codec.nbytes(shards.shape[1])
-            payloads = torch.empty((engine.size, nbytes), dtype=torch.uint8, device=shards.device)
-            names = (f"reduce_scatter[{i}]" for i in range(engine.size))
-            keys = [Key(self._codec.method.seed, self._calls, name, engine.rank) for name in names]
-            self._codec.encode_all(shards, keys, payloads)
-            self._calls += 1
-            sent = AllToAll(payloads.view(-1), (nbytes,) * engine.size, same_length=True)
-            received = engine.run(sent, "reduce_scatter")
-            total = output_tensor if output_tensor.dtype == torch.float32 else output_tensor.float()
-            self._codec.decode_sum(received, total, 1.0 if op == dist.ReduceOp.SUM else 1.0 / engine.size)
-            if total is not output_tensor:
-                output_tensor.copy_(total)
+            chunks = self._connections.node_chunks(group)
+            if chunks is not None and chunks.nodes == 1:
+                self.traffic.count(input_tensor.nbytes, "node")
+                dist.reduce_scatter_single(output_tensor, input_tensor, op, group)
+            else:
+                shards, summands = input_tensor.view(engine.size, -1).float(), 1
+                if chunks is not None:
+                    shards, summands = _mean_of_node(shards, chunks, engine), chunks.places
+                weight = float(summands) if op == dist.ReduceOp.SUM else 1.0 / len(shards)
+                self._reduce(output_tensor, shards, weight, engine, "all" if chunks is None else "peers")
+                if self._feedback is not None:
+                    self._feedback.reduced(output_tensor, group)
         self.traffic.bytes_dense += input_tensor.nbytes
+
+    def _reduce(self, out: Tensor, shards: Tensor, weight: float, engine: Engine, scope: Scope) -> None:
+        """Write the weighted sum of this rank's shard over the ranks of a scope to `out`.
+
+        shards: of each of these ranks, as rows, float32.
+        """
+        ranks = len(shards)
+        payloads = torch.empty((ranks, self._codec.nbytes(shards.shape[1])), dtype=torch.uint8, device=shards.device)
+        names = (f"{self._name}[{i}]" for i in range(ranks))
+        keys = [Key(self._codec.method.seed, self._calls, name, engine.rank) for name in names]
+        self._calls += 1
+        if self._feedback is None:
+            self._codec.encode_all(shards, keys, payloads)
+        else:
+            self._feedback.begin(self)
+            self._encode_with_residual(shards, keys, payloads)
+        lengths = (payloads.shape[1],) * ranks
+        received = engine.run(AllToAll(payloads.view(-1), lengths, same_length=True, scope=scope), "reduce_scatter")
+        total = out if out.dtype == torch.float32 else out.float()
+        self._codec.decode_sum(received, total, weight)
+        if total is not out:
+            out.copy_(total)
+
+    def _encode_with_residual(self, shards: Tensor, keys: list[Key], payloads: Tensor) -> None:
+        residual = self.residual
+        if residual is not None and residual.shape != shards.shape:
+            got = f"got gradients of shape {tuple(shards.shape)}, expected {tuple(residual.shape)} as before"
+            raise RuntimeError(f"{self._name}: {got}; with error feedback, each module needs an object of its own")
+        if residual is not None:
+            residual = residual.to(shards.device)
+        self.residual = torch.empty_like(shards)
+        self._codec.encode_all(shards, keys, payloads, residual=residual, error=self.residual)
+
+    # --- state
+
+    def rescale(self, scale: float) -> None:
+        """Multiply the residual if the loss scale has changed."""
+        if self.residual is not None and scale != self._scale:
+            self.residual = self.residual * (scale / self._scale)
+        self._scale = scale
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed job needs for the same bits: the number of calls, and the residual before a step that has not
+        ended."""
+        former = {} if self._feedback is None else self._feedback.former
+        return {"calls": self._calls, "scale": self._scale, "residual": former.get(self, self.residual)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load what `state` has returned. Without error feedback, the residual is dropped."""
+        self._calls, self._scale = state["calls"], state["scale"]
+        self.residual = state["residual"] if self._feedback is not None else None
+
+
+def _mean_of_node(shards: Tensor, chunks: NodeChunks, engine: Engine) -> Tensor:
+    """The mean over the ranks of this node of the shards of its place on each node.
+
+    shards: of all ranks, as rows, float32. Returns those of the ranks with this place, as rows.
+    """
+    of_places = shards.view(chunks.nodes, chunks.places, -1).transpose(0, 1)
+    routine, result = chunks.scatter(of_places.reshape(-1)), None
+    while not isinstance(item := step(routine, result), Done):
+        result = engine.run(item, "reduce_scatter.node")
+    mean: Tensor = item.result
+    return mean.view(chunks.nodes, -1)
 
 
 class _Codec(ABC):
@@ -127,8 +279,11 @@ class _Codec(ABC):
         """Bytes of the payload of `numel` elements: a multiple of 4."""
 
     @abstractmethod
-    def encode_all(self, shards: Tensor, keys: list[Key], payloads: Tensor) -> None:
-        """Encode the rows of `shards` (float32), each with its key, to those of `payloads` (uint8)."""
+    def encode_all(self, shards: Tensor, keys: list[Key], payloads: Tensor, **feedback: Tensor | None) -> None:
+        """Encode the rows of `shards` (float32), each with its key, to those of `payloads` (uint8).
+
+        feedback: `residual` and `error` as of `ops.block_float_encode_all`, for `BlockFloat`.
+        """
 
     @abstractmethod
     def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
@@ -145,9 +300,9 @@ class _BlockFloat(_Codec):
         bits, block = self.method.bits, self.method.block
         return ops.block_float_nbytes(-(-numel // block), bits, block)
 
-    def encode_all(self, shards: Tensor, keys: list[Key], payloads: Tensor) -> None:
-        bits = [key.bits for key in keys] if self.method.rounding == "stochastic" else None
-        ops.block_float_encode_all(shards, self.method.bits, self.method.block, bits, payloads)
+    def encode_all(self, shards: Tensor, keys: list[Key], payloads: Tensor, **feedback: Tensor | None) -> None:
+        method, bits = self.method, [key.bits for key in keys] if self.method.rounding == "stochastic" else None
+        ops.block_float_encode_all(shards, method.bits, method.block, bits, payloads, **feedback)
 
     def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
         ops.block_float_decode_sum(payloads, out, self.method.bits, self.method.block, weight)
@@ -159,7 +314,7 @@ class _QSGD(_Codec):
     def nbytes(self, numel: int) -> int:
         return -(-self._ends(numel)[1] // 4) * 4
 
-    def encode_all(self, shards: Tensor, keys: list[Key], payloads: Tensor) -> None:
+    def encode_all(self, shards: Tensor, keys: list[Key], payloads: Tensor, **feedback: Tensor | None) -> None:
         method, bits = self.method, [key.bits for key in keys]
         _, norms = ops.quantize_packed_all(shards, method.bits, method.bucket, method.norm, bits, payloads)
         payloads[:, self._ends(shards.shape[1])[1] :].zero_()
@@ -182,6 +337,8 @@ class _QSGD(_Codec):
 
 
 def _codec_of(compressor: Compressor) -> _Codec:
+    if isinstance(compressor, Hierarchical):
+        return _codec_of(compressor.inner)
     if isinstance(compressor, BlockFloat):
         return _BlockFloat(compressor)
     if isinstance(compressor, QSGD) and compressor.coding == "packed":

@@ -6,14 +6,19 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 # Of a parameter, of a group of them, and of modules.
 _FIELDS = ("sharded_param", "sharded_size", "contiguous_sharded_stride", "padded_sharded_param_size")
-_GROUP_FIELDS = ("mp_policy", "offload_policy", "_training_state", "_reshard_after_forward", "_use_post_forward_mesh")
+_GROUP_FIELDS = (
+    "mp_policy", "offload_policy", "_training_state", "_reshard_after_forward", "_use_post_forward_mesh",
+    "_reduce_scatter_comm",
+)  # fmt: skip
 _MODULE_FIELDS = ("_get_fsdp_state", "set_all_reduce_hook")
+_STATE_FIELDS = ("_state_ctx.iter_forward_root",)
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)  # dtypes in which weights can be gathered, rounded
 
@@ -29,6 +34,7 @@ def _groups_of(module: FSDPModule) -> list[Any]:
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
         groups = [state._fsdp_param_group] if groups is None else groups
+        operator.attrgetter(*_STATE_FIELDS)(state)
         found = [group for group in groups if group is not None]
         for group in found:
             operator.attrgetter("fsdp_params", "mesh_info.replicate_mesh_dim", *_GROUP_FIELDS)(group)
@@ -40,6 +46,28 @@ def _groups_of(module: FSDPModule) -> list[Any]:
             "torch 2.13: install that, or average with gradzip.ddp"
         ) from None
     return found
+
+
+def sharded_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    """The modules of `fully_shard`, with their names: of those that are sharded together, the first."""
+    found = {
+        module._get_fsdp_state(): (name, module)
+        for name, module in reversed(list(model.named_modules()))
+        if isinstance(module, FSDPModule)
+    }
+    return list(reversed(found.values()))
+
+
+def begins_pass(module: Any) -> bool:
+    """Whether a module that is about to run is the outermost one of a forward pass."""
+    return module._get_fsdp_state()._state_ctx.iter_forward_root is None
+
+
+def replicas_of(module: FSDPModule) -> dist.ProcessGroup | None:
+    """The ranks that hold the same shards of a module, if FSDP averages over them itself."""
+    for group in _groups_of(module):
+        return getattr(group.mesh_info, "replicate_process_group", None)
+    return None
 
 
 class Shards:
@@ -209,12 +237,6 @@ class Gathered:
             raise ValueError(f"quantize: {got}, expected True or False: that gathers weights that are rounded already")
 
     @property
-    def place(self) -> tuple[int, int]:
-        """The number of this rank's shard, and how many there are."""
-        info: Any = self._group and self._group.mesh_info
-        return (getattr(info, "shard_mesh_rank", 0), getattr(info, "shard_mesh_size", 1)) if info else (0, 1)
-
-    @property
     def version(self) -> tuple[int, ...]:
         """What changes if a parameter is written in place, whether as FSDP's or as this rank's shard."""
         parameters = [p.sharded_param for p in self._group.fsdp_params] if self._group else []
@@ -229,3 +251,8 @@ class Gathered:
     def is_gathered_twice(self) -> bool:
         """Whether FSDP frees the parameters after a forward pass, and gathers them again in the backward pass."""
         return self._group is not None and self._group._reshard_after_forward
+
+    @property
+    def reduce_scatter(self) -> Any:
+        """What reduces the gradients now."""
+        return self._group and self._group._reduce_scatter_comm

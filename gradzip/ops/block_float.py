@@ -72,12 +72,7 @@ def block_float_encode(
     blocks = least if blocks is None else blocks
     if blocks < least:
         raise ValueError(f"{what}: got blocks = {blocks}, expected at least {least} for {n} elements")
-    if residual is not None:
-        residual = _native.check(residual, torch.float32, f"{what}: residual", n, x.device)
-        if error is None:
-            raise ValueError(f"{what}: got a residual and no tensor for the error, expected both; error may be x")
-    if error is not None:
-        error = _native.in_place(error, torch.float32, f"{what}: error", n, x.device)
+    residual, error = _check_feedback(residual, error, x, what)
     out = _native.output(out, block_float_nbytes(blocks, bits, block), torch.uint8, x.device, f"{what}: out")
     arguments = (x.data_ptr(), _native.address(residual), 1, n, blocks, bits, block, keys.buffer_info()[0])
     _native.run(
@@ -86,14 +81,33 @@ def block_float_encode(
     return out
 
 
+def _check_feedback(
+    residual: Tensor | None, error: Tensor | None, x: Tensor, what: str
+) -> tuple[Tensor | None, Tensor | None]:
+    if residual is not None:
+        residual = _native.check(residual, torch.float32, f"{what}: residual", x.numel(), x.device)
+        if error is None:
+            raise ValueError(f"{what}: got a residual and no tensor for the error, expected both; error may be x")
+    if error is not None:
+        error = _native.in_place(error, torch.float32, f"{what}: error", x.numel(), x.device)
+    return residual, error
+
+
 def block_float_encode_all(
-    x: Tensor, bits: int, block: int = 256, keys: Sequence[int] | None = None, out: Tensor | None = None
+    x: Tensor,
+    bits: int,
+    block: int = 256,
+    keys: Sequence[int] | None = None,
+    out: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    error: Tensor | None = None,
 ) -> Tensor:
     """`block_float_encode` for each row of a matrix, in one call.
 
-    x: (rows, n), float32; keys: of each row, with 4 or 8 bits; None rounds to nearest. Returns the payload of each row,
-    (rows, block_float_nbytes(ceil(n / block), bits, block)), uint8, in `out` if given. Deterministic. Does not wait for
-    the device.
+    x: (rows, n), float32, and so are residual and error; keys: of each row, with 4 or 8 bits; None rounds to nearest.
+    Returns the payload of each row, (rows, block_float_nbytes(ceil(n / block), bits, block)), uint8, in `out` if given.
+    Deterministic. Does not wait for the device.
 
     >>> payloads = block_float_encode_all(torch.tensor([[7.0, -3.0], [14.0, 0.0]]), bits=4, block=32)
     >>> payloads.shape, [hex(payload[4]) for payload in payloads]
@@ -108,9 +122,11 @@ def block_float_encode_all(
     rows, n = x.shape
     blocks = -(-n // block)
     nbytes = block_float_nbytes(blocks, bits, block)
+    residual, error = _check_feedback(residual, error, x, what)
     out = _native.output(out, rows * nbytes, torch.uint8, x.device, f"{what}: out").view(rows, nbytes)
-    arguments = (x.data_ptr(), 0, rows, n, blocks, bits, block, row_keys.buffer_info()[0])
-    _native.run("block_float_encode", x, *arguments, replays.address(x, keys is not None), 0, out.data_ptr())
+    arguments = (x.data_ptr(), _native.address(residual), rows, n, blocks, bits, block, row_keys.buffer_info()[0])
+    replay = replays.address(x, keys is not None)
+    _native.run("block_float_encode", x, *arguments, replay, _native.address(error), out.data_ptr())
     return out
 
 

@@ -5,6 +5,7 @@ Ranks are numbered as in the mesh: rank = replica * shards + shard.
 
 import contextlib
 import functools
+import io
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -37,6 +38,7 @@ METHODS = [BASE, "topk:theta=0.9,min_numel=256", "block-float:min_numel=256", "a
 DIVIDED = "topk:theta=0.9,min_numel=256", 2500  # a method, and how many elements a group may have
 INNER = "topk:theta=0.9,min_numel=128"
 UNCOMPRESSED = "acpsgd:min_numel=1000000"
+NEAREST = "block-float:rounding=nearest"
 AMP = [("", None), ("overflow", 1), ("after", None)]  # names of steps, and the rank whose gradient is not finite
 
 
@@ -281,6 +283,16 @@ def one_rank():
     return results
 
 
+def failing(x):
+    """Let the backward pass fail when it gets here."""
+
+    def fail(grad):
+        raise ArithmeticError("between the blocks")
+
+    x.register_hook(fail)
+    return x
+
+
 @scenario
 def interrupted():
     """A backward pass that fails between the blocks, with averages in progress, gradients to add to, and a hook."""
@@ -289,14 +301,7 @@ def interrupted():
     job.model.second.d.register_post_accumulate_grad_hook(lambda p: calls.append("d"))
     results = {"averages": [job.step(0)]}
 
-    def fail(grad):
-        raise ArithmeticError("between the blocks")
-
-    def between(x):
-        x.register_hook(fail)
-        return x
-
-    job.model.between = between
+    job.model.between = failing
     results["error"] = message(functools.partial(job.backward, 1, skip=SHAPES[""]))
     job.model.between = lambda x: x
     job.model.reset_iter_state()
@@ -366,14 +371,15 @@ class Scaler:
         return self.scale
 
 
+def overflow(grads):
+    grads["d"][0, 0] = torch.inf
+
+
 @scenario
 def loss_scale():
     """One element of one rank's gradient overflows in the second step, and the loss scale is halved."""
     scaler, results = Scaler(), {}
     job = Job(gradzip.parse(BASE).follow(scaler))
-
-    def overflow(grads):
-        grads["d"][0, 0] = torch.inf
 
     for step, (name, rank) in enumerate(AMP):
         averages = job.step(step, scale=scaler.scale, change=overflow if rank == dist.get_rank() else None)
@@ -495,6 +501,21 @@ def errors():
     model.set_gradient_divide_factor(3.0)
     job.model = model
     results["factor"] = message(job.step)
+    exact = gradzip.fsdp.reduce_scatter(gradzip.BlockFloat(), error_feedback=True)
+    flat = torch.ones(8)
+    results["outside"] = message(lambda: exact(flat[:2].clone(), flat, dist.group.WORLD, dist.ReduceOp.AVG))
+    model = fully_shard(Model(), mesh=sharded)
+    results["no contraction"] = message(
+        lambda: gradzip.fsdp.quantize(model, reduce=gradzip.QSGD(coding="packed"), error_feedback=True)
+    )
+    results["nothing to feed back"] = message(
+        lambda: gradzip.fsdp.quantize(model, gather=gradzip.parse(NEAREST), error_feedback=True)
+    )
+    job = QuantizedJob()
+    for module in job.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(exact)
+    results["shared"] = message(job.step)
     return results
 
 
@@ -539,6 +560,83 @@ def quantized():
             "bad": call(reduce_scatter, bad),
             "after_bad": call(reduce_scatter, x),
         }
+    return results
+
+
+FEEDBACK = "block-float:bits=4,rounding=nearest"
+
+
+class QuantizedJob(Job):
+    """A model whose reduce-scatters are quantized, with error feedback."""
+
+    def __init__(self, method=FEEDBACK, replicas=1, error_feedback=True):
+        super().__init__(None, shards=dist.get_world_size())
+        if replicas > 1:  # over which FSDP averages
+            self.model = Model()
+            for module in (self.model.first, self.model.second, self.model):
+                fully_shard(module, mesh=mesh(dist.get_world_size() // replicas))
+        self.method = gradzip.parse(method) if isinstance(method, str) else method
+        self.set_up = gradzip.fsdp.quantize(self.model, reduce=self.method, error_feedback=error_feedback)
+
+    def residuals(self):
+        (saved,) = self.set_up.state_dict().values()
+        state = torch.load(io.BytesIO(saved), weights_only=True)
+        return {name: of_module["residual"] for name, of_module in state["reductions"].items()}
+
+
+@scenario
+def feedback(folder):
+    """Averages and residuals, in steps that succeed, overflow on a rank or fail."""
+    rank, job = dist.get_rank(), QuantizedJob()
+    results = {"averages": [job.step(step) for step in range(STEPS)], "residuals": job.residuals()}
+    job.step(9, change=overflow if rank == 1 else None)
+    results["overflow"] = job.residuals()
+    job.model.between = failing
+    results["error"] = message(functools.partial(job.backward, 9, skip=SHAPES[""]))
+    job.model.between = lambda x: x
+    job.model.reset_iter_state()
+    results["failure"] = job.residuals()
+    stochastic = QuantizedJob("block-float:bits=4")
+    results["stochastic"] = [stochastic.step(step) for step in range(STEPS)]
+    results["stochastic residuals"] = stochastic.residuals()
+    path = str(Path(folder, "feedback"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"quantized": stochastic.set_up}, checkpoint_id=path)
+        resumed = QuantizedJob("block-float:bits=4")
+        dcp.load({"quantized": resumed.set_up}, checkpoint_id=path)
+    results["resumed"] = [one.step(STEPS) for one in (stochastic, resumed)]
+    scaler = Scaler()
+    scaled = QuantizedJob(gradzip.parse(FEEDBACK).follow(scaler))
+    results["scaled"] = []
+    for step in range(STEPS):
+        results["scaled"].append({n: g / scaler.scale for n, g in scaled.step(step, scale=scaler.scale).items()})
+        scaler.scale /= 2
+    job = QuantizedJob(replicas=2)
+    job.step(0)
+    results["replicas"] = job.residuals()
+    job.step(1, change=overflow if rank == 3 else None)  # another replica than that of rank 0
+    results["replicas, overflow"] = job.residuals()
+    twice = QuantizedJob()
+    twice.model.runs = 2
+    results["twice"], results["twice residuals"] = [twice.step(0)], twice.residuals()
+    return results
+
+
+@scenario
+def nodes_of_shards():
+    """Quantized reduce-scatters between nodes: averages, and what a later step sends between nodes and within one."""
+    results = {}
+    for local_size in (2, 4):
+        for error_feedback in (False, True):
+            method = gradzip.Hierarchical(gradzip.parse(FEEDBACK), local_size=local_size)
+            job = QuantizedJob(method, error_feedback=error_feedback)
+            averages = [job.step(step) for step in range(STEPS)]
+            traffic = method.traffic
+            sent, in_node = traffic.bytes_sent, traffic.bytes_in_node
+            job.step(STEPS)
+            sent = traffic.bytes_sent - sent, traffic.bytes_in_node - in_node
+            results[local_size, error_feedback] = averages, sent
     return results
 
 

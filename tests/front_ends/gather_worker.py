@@ -5,11 +5,12 @@ import itertools
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import gradzip
-from harness import main, message, scenario
+from harness import main, message, on_request, scenario
 
 SPECS = ["block-float:rounding=nearest", "block-float:rounding=nearest,bits=4,block=64"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -30,12 +31,14 @@ class Block(torch.nn.Module):
 class Net(torch.nn.Module):
     """33 rows do not divide among the ranks."""
 
-    def __init__(self, checkpoints=False):
+    def __init__(self, checkpoints=False, ties=False):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = torch.nn.Embedding(33, 40)
         self.blocks = torch.nn.ModuleList(Block(40) for _ in range(2))
         self.head = torch.nn.Linear(40, 33)
+        if ties:
+            self.head.weight = self.embedding.weight
         self.checkpoints = checkpoints
 
     def forward(self, tokens):
@@ -60,11 +63,28 @@ def mesh(shards=None):
     return init_device_mesh("cpu", (size // shards, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def sharded(mesh, checkpoints=False, **options):
-    model = Net(checkpoints)
+def sharded(mesh, checkpoints=False, ties=False, **options):
+    model = Net(checkpoints, ties)
+    of_root = {name: value for name, value in options.items() if name != "reshard_after_forward"}
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **{name: value for name, value in options.items() if name == "mp_policy"})
+    if ties:
+        fully_shard([model.embedding, model.head], mesh=mesh, **of_root)
+    return fully_shard(model, mesh=mesh, **of_root)
+
+
+def prefetch(model):
+    first, second = model.blocks
+    first.set_modules_to_forward_prefetch([second])
+    second.set_modules_to_backward_prefetch([first])
+
+
+def freeze(model):
+    model.blocks[0].requires_grad_(False)
+
+
+def compile_all(model):
+    model.compile(backend="aot_eager")
 
 
 @scenario
@@ -99,19 +119,24 @@ def watch(model):
                 seen.append(("forward", name, module.weight.detach().clone()))
 
             def backward(module, _, name=name):
-                seen.append(("backward", name, module.weight.detach().clone()))
+                if not isinstance(module.weight, DTensor):  # FSDP has not gathered what its own module has
+                    seen.append(("backward", name, module.weight.detach().clone()))
 
             module.register_forward_pre_hook(forward)
             module.register_full_backward_pre_hook(backward)
     return seen
 
 
-def trained(spec, exempt=(), keep=False, reference=None, mesh=None, evaluates=False, resumes=False, **options):
+def trained(
+    spec, exempt=(), keep=False, reference=None, mesh=None, evaluates=False, resumes=False, prepare=None, **options
+):
     """Train for some steps. Returns weights that were seen in the last one, parameters after each, and bytes sent.
 
-    evaluates: after each step. resumes: before the last step, in another model.
+    evaluates: after each step. resumes: before the last step, in another model. prepare: is called with the model.
     """
     model = sharded(mesh, **options)
+    if prepare:
+        prepare(model)
     method = gradzip.parse(spec)
     if exempt:
         method.exempt_modules(model, *exempt)
@@ -138,8 +163,8 @@ def trained(spec, exempt=(), keep=False, reference=None, mesh=None, evaluates=Fa
                 model(batch(0, 0)[:, :-1])
     with torch.no_grad():
         model(batch(0, 0)[:, :-1])
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    gathers = [module._get_fsdp_state()._fsdp_param_group._all_gather_comm for module in modules]
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    gathers = [state._fsdp_param_group._all_gather_comm for state in states if state._fsdp_param_group]
     return {
         "modules": set_up.modules, "rounded": set_up.rounded, "exact": set_up.exact, "seen": list(seen),
         "parameters": parameters, "sent": [after - before for before, after in itertools.pairwise(sent)],
@@ -152,6 +177,7 @@ def trained(spec, exempt=(), keep=False, reference=None, mesh=None, evaluates=Fa
 def training():
     whole = mesh()["shard"]
     cast = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=False)
     return {
         **{spec: trained(spec, mesh=whole) for spec in SPECS},
         "exempt": trained(SPECS[0], ("embedding", "head"), mesh=whole),
@@ -162,10 +188,90 @@ def training():
         "delta": trained(SPECS[1], reference="delta", mesh=whole),
         "delta, evaluated": trained(SPECS[1], reference="delta", mesh=whole, evaluates=True),
         "delta, resumed": trained(SPECS[1], reference="delta", mesh=whole, resumes=True),
+        "delta, evaluated and resumed": trained(SPECS[1], reference="delta", mesh=whole, evaluates=True, resumes=True),
         "delta, bf16": trained(SPECS[1], reference="delta", mesh=whole, mp_policy=cast),
         "bf16": trained(SPECS[0], mesh=whole, mp_policy=cast),
+        "tied": trained(SPECS[0], mesh=whole, ties=True),
+        "delta, tied": trained(SPECS[1], reference="delta", mesh=whole, ties=True),
+        "frozen": trained(SPECS[0], mesh=whole, prepare=freeze),
+        "keep, frozen": trained(SPECS[0], keep=True, mesh=whole, prepare=freeze),
+        "replicas": trained(SPECS[0], mesh=mesh(2)),
+        "offload": trained(SPECS[0], mesh=whole, offload_policy=offload),
+        "delta, offload": trained(SPECS[1], reference="delta", mesh=whole, offload_policy=offload),
+        "prefetch": trained(SPECS[0], mesh=whole, prepare=prefetch),
+        "keep, prefetch": trained(SPECS[0], keep=True, mesh=whole, prepare=prefetch),
+        "delta, prefetch": trained(SPECS[1], reference="delta", mesh=whole, prepare=prefetch),
         "one shard": trained(SPECS[0], mesh=mesh(1)["shard"]),
     }
+
+
+@on_request
+def compiled():
+    whole = mesh()["shard"]
+    return {
+        "": trained(SPECS[0], mesh=whole, prepare=compile_all),
+        "keep": trained(SPECS[0], keep=True, mesh=whole, prepare=compile_all),
+        "delta": trained(SPECS[1], reference="delta", mesh=whole, evaluates=True, prepare=compile_all),
+    }
+
+
+@scenario
+def agreement():
+    """Forward passes of all kinds with differences: weights that they use, parameters, and bytes that they send.
+
+    evaluates: without a backward pass, which otherwise follows.
+    """
+    rank, model = dist.get_rank(), sharded(mesh()["shard"])
+    method = gradzip.parse(SPECS[1])
+    gradzip.fsdp.quantize(model, gather=method, reference="delta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    seen, results = watch(model), {}
+
+    def forward(name, evaluates=False):
+        seen.clear()
+        model.reshard()  # FSDP leaves the root's parameters whole after a forward pass
+        parameters, sent = {}, method.traffic.bytes_sent
+        for parameter, p in model.named_parameters():
+            parameters[parameter] = p.full_tensor().detach().clone()
+        with torch.set_grad_enabled(not evaluates):
+            loss = loss_of(model, rank, 0)
+        weights = {layer: weight for _, layer, weight in seen}
+        results[name] = {"sent": method.traffic.bytes_sent - sent, "seen": weights, "parameters": parameters}
+        if evaluates:
+            model.reshard()
+        return loss
+
+    @torch.no_grad()
+    def scale(factor, parameters):
+        for p in parameters:
+            p.to_local().mul_(factor)
+
+    block = model.blocks[0].up.weight, model.blocks[0].norm.bias
+    forward("first").backward()
+    optimizer.step()
+    forward("step").backward()
+    optimizer.step()
+    forward("evaluation", evaluates=True)
+    forward("evaluation again", evaluates=True)
+    scale(1.1 if rank == 2 else 1.0, block if rank == 2 else ())
+    forward("one rank alone", evaluates=True)
+    scale(0.5, model.parameters())
+    forward("swapped", evaluates=True)
+    scale(2.0, model.parameters())
+    forward("swapped back", evaluates=True)
+    model.set_requires_gradient_sync(False)
+    forward("accumulates").backward()
+    forward("accumulates again").backward()
+    model.set_requires_gradient_sync(True)
+    forward("accumulates to the end").backward()
+    (forward("one of two") + forward("two of two")).backward()
+    optimizer.step()
+    model.blocks[1].requires_grad_(False)
+    forward("frozen").backward()
+    forward("frozen again").backward()
+    scale(1.1 if rank == 0 else 1.0, model.blocks[1].parameters() if rank == 0 else ())
+    forward("frozen, written by one rank").backward()
+    return results
 
 
 @scenario

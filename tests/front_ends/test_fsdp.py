@@ -23,7 +23,7 @@ RANKS = 4
 ALL = {name: shape for shapes in SHAPES.values() for name, shape in shapes.items()}
 FULL = {name: f"{module}.{name}".lstrip(".") for module, shapes in SHAPES.items() for name in shapes}
 DEFAULT = ["methods", "divided", "nodes", "options", "roots", "one_rank", "interrupted", "checkpointing", "overlap",
-           "loss_scale", "distributed_checkpoint", "errors", "quantized"]  # fmt: skip
+           "loss_scale", "distributed_checkpoint", "errors", "quantized", "feedback", "nodes_of_shards"]  # fmt: skip
 LONG = ["more_options", "all_methods", "replicas_only", "shards_only", "native", "clipping", "shared_compressor",
         "momentum", "quantized_training", "auto"]  # fmt: skip
 
@@ -288,6 +288,10 @@ MESSAGES = {
     "wrong_group": "RuntimeError: rank 1 of the group holds shard1of2, rank 0 shard0of2",
     "codecs": "RuntimeError: rank 1 compresses with BlockFloat(",
     "factor": "ValueError: reduce_scatter: got a scaled or an asynchronous operation",
+    "outside": "RuntimeError: reduce_scatter: got gradients outside of a backward pass, expected them within backward",
+    "no contraction": "ValueError: reduce_scatter: got error feedback with QSGD(",
+    "nothing to feed back": "ValueError: quantize: got error_feedback=True without a method for the reduce-scatters",
+    "shared": "RuntimeError: reduce_scatter: got gradients of shape (4, ",
 }
 
 
@@ -375,6 +379,130 @@ def test_quantized_reduce_scatter_of_gradients_that_are_not_finite(job, spec):
             if spec.startswith("block-float"):  # only the block
                 assert finite.sum() == NUMEL - (64 if "block=64" in spec else 256)
         assert results[spec]["after_bad"].isfinite().all()
+
+
+# --- its error feedback, and nodes
+
+
+def rows_of(module, gradients):
+    """The gradients of a module as FSDP reduces them: a row for each rank, with the padding of each parameter."""
+    rows = [[] for _ in range(RANKS)]
+    for name, shape in SHAPES[module].items():
+        chunks = [chunk.reshape(-1) for chunk in gradients[name].chunk(RANKS)]
+        numel = -(-shape[0] // RANKS) * math.prod(shape[1:])
+        for i, row in enumerate(rows):
+            own = chunks[i] if i < len(chunks) else torch.zeros(0)
+            row += [own, torch.zeros(numel - own.numel())]
+    return torch.stack([torch.cat(row) for row in rows]).numpy()
+
+
+def of_parameters(module, row, rank):
+    """A rank's row as gradients by name, without padding."""
+    found, start = {}, 0
+    for name, shape in SHAPES[module].items():
+        chunks = torch.empty(shape).chunk(RANKS)
+        if rank < len(chunks):
+            found[name] = torch.from_numpy(row[start : start + chunks[rank].numel()]).view(chunks[rank].shape)
+        start += -(-shape[0] // RANKS) * math.prod(shape[1:])
+    return found
+
+
+def nearest(x, bits=4, size=256):
+    """The elements of a row as decoded blocks, float32."""
+    out, levels = np.empty_like(x), np.float32(2 ** (bits - 1) - 1)
+    for start in range(0, len(x), size):
+        block = x[start : start + size]
+        top = np.abs(block).max()
+        out[start : start + size] = np.rint(block * (levels / top)) * (top / levels) if top else 0
+    return out
+
+
+def senders_steps(steps, senders=RANKS, with_feedback=True):
+    """The averages of each rank, by step, where each sender rounds what it has with what it lost before; the residuals.
+
+    senders: ranks, or nodes that send the mean of their ranks.
+    """
+    residuals = {module: np.zeros((senders, *rows_of(module, zeros()).shape), np.float32) for module in SHAPES}
+    averages = []
+    for step in steps:
+        of_step = [{} for _ in range(RANKS)]
+        for module, residual in residuals.items():
+            grads = [rows_of(module, {n: gradient(n, r, step, s) for n, s in ALL.items()}) for r in range(RANKS)]
+            means = np.stack(grads).reshape(senders, RANKS // senders, *grads[0].shape).mean(1, dtype=np.float32)
+            corrected = means + residual
+            sent = np.stack([[nearest(row) for row in of_sender] for of_sender in corrected])
+            if with_feedback:
+                residual[:] = corrected - sent
+            for rank in range(RANKS):
+                of_step[rank] |= of_parameters(module, sent.mean(0, dtype=np.float32)[rank], rank)
+        averages.append(of_step)
+    return averages, residuals
+
+
+def zeros():
+    return {name: torch.zeros(shape) for name, shape in ALL.items()}
+
+
+def test_senders_add_what_rounding_has_lost(job):
+    averages, residuals = senders_steps(range(STEPS))
+    for rank, results in enumerate(job["feedback"]):
+        for got, expected in zip(results["averages"], averages, strict=True):
+            assert_equal(got, expected[rank], exact=False, rtol=1e-5, atol=1e-6)
+        for module, residual in results["residuals"].items():
+            np.testing.assert_allclose(residual, residuals[module][rank], rtol=1e-4, atol=1e-5)
+            assert residual.any()
+
+
+@pytest.mark.parametrize("run, gradients", [("stochastic", range(STEPS)), ("twice", [0])])
+def test_nothing_is_lost(job, run, gradients):
+    """The sum of averages and the mean residual is that of mean gradients."""
+    for rank, results in enumerate(job["feedback"]):
+        for module in SHAPES:
+            times = 2 if run == "twice" and module == "second" else 1
+            total = sum(
+                rows_of(module, {n: times * gradient(n, r, step, s) for n, s in ALL.items()})[rank] / RANKS
+                for r in range(RANKS)
+                for step in gradients
+            )
+            kept = sum(of_rank[f"{run} residuals"][module][rank] for of_rank in job["feedback"]) / RANKS
+            expected = of_parameters(module, total - kept.numpy(), rank)
+            got = {name: sum(averages[name] for averages in results[run]) for name in expected}
+            assert_equal(got, expected, exact=False, rtol=1e-4, atol=1e-5)
+
+
+def test_steps_that_fail_or_overflow_on_a_rank_change_no_residual(job):
+    for results in job["feedback"]:
+        assert "between the blocks" in results["error"]
+        for before, after in [
+            ("residuals", "overflow"), ("residuals", "failure"), ("replicas", "replicas, overflow"),
+        ]:  # fmt: skip
+            assert results[before].keys() == SHAPES.keys()
+            for module, residual in results[before].items():
+                assert residual.any() and torch.equal(residual, results[after][module])
+
+
+def test_residuals_are_saved_and_follow_the_loss_scale(job):
+    for results in job["feedback"]:
+        assert_equal(*results["resumed"])
+        for averages, expected in zip(results["scaled"], results["averages"], strict=True):
+            assert_equal(averages, expected)
+
+
+@pytest.mark.parametrize("with_feedback", [False, True])
+def test_nodes_send_the_means_of_their_ranks(job, with_feedback):
+    averages, _ = senders_steps(range(STEPS), 2, with_feedback)
+    numel = sum(rows_of(module, zeros()).size for module in SHAPES)
+    blocks = sum(-(-rows_of(module, zeros()).shape[1] // 256) for module in SHAPES)
+    for rank, results in enumerate(job["nodes_of_shards"]):
+        got, (sent, in_node) = results[2, with_feedback]
+        for of_step, expected in zip(got, averages, strict=True):
+            assert_equal(of_step, expected[rank], exact=False, rtol=1e-5, atol=1e-6)
+        assert (sent, in_node) == (2 * blocks * (4 + 128), 4 * numel)
+        exact, (sent, in_node) = results[4, with_feedback]  # one node
+        for step, of_step in enumerate(exact):
+            for name, average in of_step.items():
+                torch.testing.assert_close(average.double(), mean_shard(name, step, rank, 4), rtol=1e-5, atol=1e-6)
+        assert (sent, in_node) == (0, 4 * numel)
 
 
 # --- longer tests

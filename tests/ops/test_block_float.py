@@ -221,6 +221,13 @@ def test_rows(bits, block):
             assert out.intact() and torch.equal(payloads, block_float_encode_all(x, bits, block, keys))
             for row, payload in enumerate(payloads):
                 assert torch.equal(payload, block_float_encode(x[row], bits, block, keys and keys[row]))
+            residual, errors = torch.randn(rows, n), torch.empty(rows, n)
+            payloads = block_float_encode_all(x, bits, block, keys, residual=residual, error=errors)
+            for row, payload in enumerate(payloads):
+                error = torch.empty(n)
+                options = {"residual": residual[row], "error": error}
+                assert torch.equal(payload, block_float_encode(x[row], bits, block, keys and keys[row], **options))
+                assert torch.equal(errors[row], error)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -350,6 +357,8 @@ def test_errors():
     ]:
         with pytest.raises(ValueError, match=message):
             block_float_encode_all(*arguments)
+    with pytest.raises(ValueError, match="block_float_encode_all: got a residual and no tensor for the error"):
+        block_float_encode_all(x.view(4, 25), 8, 32, residual=x)
     payload = block_float_encode(x, 8, 32)
     for payloads in ([payload[:-1]], [payload, payload[:36]], [payload[:108]], []):
         with pytest.raises(PayloadError, match="expected equally long ones of blocks of 36 bytes, for 100 elements"):

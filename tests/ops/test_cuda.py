@@ -714,6 +714,12 @@ def test_block_float(on_device, n, bits, block):
             rows = torch.stack([x, residual, x - residual])
             on_device.same(lambda rows, keys=keys: ops.block_float_encode_all(rows, bits, block, keys), rows)
 
+            def encode_all(rows, residual, keys=keys):
+                error = torch.empty_like(rows)
+                return ops.block_float_encode_all(rows, bits, block, keys, residual=residual, error=error), error
+
+            on_device.same(encode_all, rows, rows.flip(0))
+
 
 @pytest.mark.parametrize("n", [*SIZES, 40000])
 def test_natural(on_device, n):

@@ -325,6 +325,90 @@ def test_a_quantized_reduce_scatter_has_the_sums_of_the_cpu(spec):
             assert total.any() and torch.equal(of_device.host, total)
 
 
+NEAREST = "block-float:rounding=nearest"
+# Of `gradzip.fsdp.quantize`: options, and the operations of a module in a step, and of a step.
+QUANTIZED = {
+    "gather": ({"gather": NEAREST}, 2 * 6, 0),  # join, encode, join with exact ones, decode, copy those and others
+    "keep": ({"gather": NEAREST, "keep": True}, 6 + 3, 0),
+    "delta": ({"gather": NEAREST, "reference": "delta"}, 10, 0),
+    "reduce": ({"reduce": "block-float"}, 2, 0),
+    "feedback": ({"reduce": "block-float", "error_feedback": True}, 4, 7),  # is a step finite on all ranks? undo it
+    "all": ({"gather": NEAREST, "reference": "delta", "reduce": "block-float", "error_feedback": True}, 14, 7),
+}
+
+
+def quantized_model(device, **options):
+    """A model of three modules on the stand-in that gathers its weights in each pass."""
+    model = Sharded(LAYERS, init_device_mesh("cuda", (4,)), device)
+    model.set_reshard_after_forward(True)
+    model.set_reshard_after_backward(True)
+    specs = {name: gradzip.parse(value) if name in ("gather", "reduce") else value for name, value in options.items()}
+    return model, gradzip.fsdp.quantize(model, **specs) if options else None
+
+
+def quantized_step(model, device, step, bad=None):
+    """A step whose gradients are noise; one element of the parameter `bad` is infinite. Returns the counts."""
+    noise = {name: device_ops.noise(shape.numel(), step).view(shape).clone() for name, shape in LAYERS.items()}
+    if bad is not None:
+        noise[bad].view(-1)[7] = torch.inf
+    gradients = {name: device.tensor(gradient) for name, gradient in noise.items()}
+    with device.counting() as counts:
+        model.backward(gradients)
+    with torch.no_grad():
+        for parameter in model.named.values():
+            parameter.to_local().mul_(0.9)
+    return counts
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_a_step_of_quantized_shards_does_not_wait(case):
+    options, of_module, of_step = QUANTIZED[case]
+    with fake_group(4), stand_in() as device:
+        alone, (model, _) = quantized_model(device)[0], quantized_model(device, **options)
+        for step in range(3):
+            plain, counts = quantized_step(alone, device, step), quantized_step(model, device, step)
+            assert step == 0 or counts.syncs == 0, counts.waits  # ranks meet in the first one
+        assert counts.ops - plain.ops <= 3 * of_module + of_step, counts.names - plain.names
+
+
+def test_passes_that_may_find_nothing_new_wait_once():
+    with fake_group(4), stand_in() as device:
+        model, _ = quantized_model(device, gather=NEAREST, reference="delta")
+        quantized_step(model, device, 0)
+        gradients = {name: device.tensor(torch.ones(shape)) for name, shape in LAYERS.items()}
+        waits = []
+        for _ in range(3):
+            with device.counting() as counts, torch.no_grad():
+                model(model.start, gradients)
+            waits.append(counts.syncs)
+        assert waits[0] == 0 and waits[1:] == [waits[1]] * 2 and 0 < waits[1] <= 2  # flags to the device, and back
+
+
+def test_residuals_of_a_step_that_is_not_finite_are_restored_on_the_device():
+    name, *_ = LAYERS
+    with fake_group(4), stand_in() as device:
+        model, set_up = quantized_model(device, reduce="block-float", error_feedback=True)
+        saved = []
+        for step, bad in enumerate((None, name, None)):
+            counts = quantized_step(model, device, step, bad)
+            assert step == 0 or counts.syncs == 0, counts.waits
+            saved.append([one.residual.host.clone() for one in set_up._parts["reductions"].values() if one._calls])
+        before, skipped, after = saved
+        assert len(before) == 3 and all(residual.any() for residual in before)
+        assert all(map(torch.equal, before, skipped)) and not any(map(torch.equal, before, after))
+
+
+def test_quantized_weights_of_a_device_are_those_of_the_cpu():
+    numel = 3000
+    with fake_group(4), stand_in() as device:
+        on_device, on_cpu = (gradzip.fsdp.all_gather(gradzip.parse(NEAREST)) for _ in range(2))
+        weights, gathered = device_ops.noise(numel, 0), torch.empty(4 * numel)
+        of_device = device.tensor(torch.empty(4 * numel))
+        on_device(of_device, device.tensor(weights.clone()), dist.group.WORLD)
+        on_cpu(gathered, weights, dist.group.WORLD)
+        assert gathered.any() and torch.equal(of_device.host, gathered)
+
+
 # --- groups
 
 
