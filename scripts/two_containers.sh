@@ -15,23 +15,22 @@ die() { # die WHAT REMEDY
 
 # Runs on each host: be a node, as the user of the image, until the job has ended. The first one starts it.
 node() { # node IMAGE ARGS...
-  local name container sshd
-  if ((HOST == 0)); then name=a; else name=b; fi
+  local names=(a b)
   container=$(buildah from --pull-never "$1")
   trap 'kill "$sshd"; wait "$sshd" || true; buildah rm "$container" >/dev/null' EXIT
-  enter() { # enter COMMAND...
-    buildah run --isolation chroot --network host --hostname "$name" --volume "$work/keys:/keys" \
+  enter() { # enter COMMAND...: replaces this shell, so that a signal to it reaches the container
+    exec buildah run --isolation chroot --network host --hostname "${names[HOST]}" --volume "$work/keys:/keys" \
       --volume "$work/hosts:/etc/hosts:ro" "$container" -- "$@"
   }
   enter gradzip-entrypoint sshd &
   sshd=$!
   if ((HOST == 0)); then
-    until (: <>/dev/tcp/10.77.0.2/2222) 2>/dev/null; do kill -0 "$sshd" && sleep 0.2; done
+    until (: <>/dev/tcp/10.77.0.1/2222 <>/dev/tcp/10.77.0.2/2222) 2>/dev/null; do kill -0 "$sshd"; sleep 0.2; done
     # Not through the entrypoint: the node's has made what ssh needs.
-    enter horovodrun -np 2 -H a:1,b:1 --network-interfaces inter python examples/train.py --threads 1 "${@:2}"
+    (enter horovodrun -np 2 -H a:1,b:1 --network-interfaces inter python examples/train.py --threads 1 "${@:2}")
     touch "$work/done"
   else
-    until [[ -e $work/done ]]; do kill -0 "$sshd" && sleep 0.2; done
+    until [[ -e $work/done ]]; do kill -0 "$sshd"; sleep 0.2; done
   fi
 }
 
