@@ -57,7 +57,8 @@ if [[ -z ${BASE-} ]]; then
   BASE=localhost/gradzip-base
   buildah inspect --type image $BASE >/dev/null 2>&1 || make_base $BASE
 fi
-options=(--isolation chroot --network host --build-arg "BASE=$BASE" --build-arg "UID=${GRADZIP_UID:-1000}")
+# Docker's format keeps SHELL.
+options=(--format docker --isolation chroot --network host --build-arg "BASE=$BASE" --build-arg "UID=${GRADZIP_UID:-1000}")
 
 # Mounted where pip looks, so that nothing of it stays in the image. Certificates are copied there: a mount at their own
 # place would be in the way of Debian's package of certificates.
