@@ -167,6 +167,40 @@ def test_node_serves_who_has_the_key(home, tmp_path):
         node.communicate(timeout=10)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root")
+def test_packages_of_an_image_come_from_where_pip_has_them(tmp_path):
+    """A build gets pip's configuration with its certificates and folders, and the torch of its kind."""
+    commands.executable(
+        tmp_path / "buildah",
+        "#!/usr/bin/env bash\n"
+        'for word; do [[ $word != *:/etc/xdg/pip:ro ]] || tail -n +1 "${word%%:*}"/*; done\n'
+        '[[ $1 != bud ]] || printf "%s\\n" "$@"\n',
+    )
+    wheels, packages, certificates = (tmp_path / name for name in ("wheels", "packages", "certificates"))
+    wheels.mkdir()
+    (packages / "simple").mkdir(parents=True)
+    certificates.write_text("A CERTIFICATE\n")
+    own = {
+        "PATH": os.pathsep.join([str(tmp_path), PATH]), "TMPDIR": str(tmp_path), "PIP_FIND_LINKS": str(wheels),
+        "PIP_EXTRA_INDEX_URL": f"file://{packages}/simple", "PIP_CERT": str(certificates), "BASE": "a-base",
+    }  # fmt: skip
+
+    def build(kind):
+        done = commands.run(ROOT / "scripts" / "build_image.sh", kind, env=own)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    plain = build("gpu")
+    assert {"BASE=a-base", "gradzip:gpu", f"{packages}:{packages}:ro", f"{wheels}:{wheels}:ro"} <= {*plain}
+    settings = {"cert = /etc/xdg/pip/cert.pem", "A CERTIFICATE", f"extra-index-url = file://{packages}/simple"}
+    assert settings <= {*plain} and not any("TORCH_INDEX" in line for line in plain)
+    (wheels / "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl").touch()
+    cpu, gpu = build("cpu"), build("gpu")
+    assert {f"find-links = {wheels}", f"{wheels}:{wheels}:ro", "TORCH_INDEX=https://pypi.org/simple"} <= {*cpu}
+    assert f"find-links = {wheels}" not in gpu and settings <= {*gpu}
+    assert [path.name for path in tmp_path.glob("gradzip-image.*")] == []
+
+
 @pytest.mark.long
 def test_installed_package_is_whole(tmp_path):
     """`pip install .` installs every file of the package, and gradzip-test tests those, not the sources."""
