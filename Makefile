@@ -7,6 +7,7 @@
 NP ?= 2
 ENGINE ?= horovod
 SECONDS ?= 60
+KIND ?= cpu
 COMPRESSION ?= --compression none --compression fft-range:theta=0.85,bits=10
 # horovodrun starts `python` in new shells, where .venv must come first on PATH too.
 # Packages are installed without bytecode: what is imported writes it, or each process would compile torch again.
@@ -42,6 +43,11 @@ test: bootstrap ## lint, check types and run the tests; ARGS go to pytest (--lon
 .PHONY: wheel
 wheel: bootstrap ## build the sdist and a wheel for this Python, tagged with the oldest glibc it runs on, in dist/
 	@$(ENV) PYTHON=python scripts/build_wheel.sh
+
+.PHONY: image
+image: ## build an image (KIND=cpu or gpu) with buildah, as root, and train on two containers of it
+	@scripts/build_image.sh $(KIND)
+	@scripts/two_containers.sh localhost/gradzip:$(KIND) $(COMPRESSION) $(ARGS)
 
 .PHONY: docs
 docs: bootstrap ## build the documentation as a website in build/site, with a reference; a broken link is an error

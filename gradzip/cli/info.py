@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import socket
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -109,7 +110,17 @@ def _horovod() -> Facts:
         "version": horovod.__version__,
         "path": str(Path(horovod.__file__).parent),
         "backends": {"gloo": hvd.gloo_built(), "nccl": bool(hvd.nccl_built()), "mpi": hvd.mpi_built()},
+        "address": _address(),
     }
+
+
+def _address() -> str:
+    """Where the ranks of this host listen: at the address of its name, whatever interface is set."""
+    name = socket.gethostname()
+    try:
+        return f"{socket.getaddrinfo(name.encode(), None)[0][4][0]} of {name}"
+    except OSError:
+        return f"none: ranks crash in hvd.init() until the name of this host, {name}, has one (/etc/hosts, say)"
 
 
 def _libraries() -> Facts:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import socket
 import subprocess
 import sys
 from importlib import metadata
@@ -60,6 +61,16 @@ def test_broken_horovod(capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert cli.main(["info"]) == 0
     assert "horovod\n  error          ModuleNotFoundError: " in capsys.readouterr().out
+
+
+def test_host_without_an_address(capsys, monkeypatch):
+    pytest.importorskip("horovod")
+    monkeypatch.setattr(socket, "gethostname", lambda: "x" * 64)  # longer than a name may be
+    assert cli.main(["info"]) == 0
+    assert "  address        none: ranks crash in hvd.init() until the name of this host, x" in capsys.readouterr().out
+    monkeypatch.setattr(socket, "gethostname", lambda: "192.0.2.1")
+    assert cli.main(["info"]) == 0
+    assert "  address        192.0.2.1 of 192.0.2.1\n" in capsys.readouterr().out
 
 
 def test_versions_of_libraries(capsys, monkeypatch):

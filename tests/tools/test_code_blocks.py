@@ -25,8 +25,8 @@ COVERS = [
 SHELL = "sh", "console"
 # Programs of others: their words are not checked, but for files of the repository.
 OTHERS = {
-    "accelerate", "torchft_lighthouse", "pip", "docker", "mkdir", "ssh-keygen", "ruff", "mypy", "pytest",
-    "clang-format", "echo", "sed", "python",
+    "accelerate", "torchft_lighthouse", "pip", "docker", "apt", "buildah", "mkdir", "ssh-keygen", "ruff", "mypy",
+    "pytest", "clang-format", "echo", "sed", "python",
 }  # fmt: skip
 OWN_FILES = re.compile(r"(?:scripts|docker|examples|recipes|benchmarks)/[\w/]+\.\w+")
 # What `text` blocks have, where it is not a method's spec: another test reads it, or it is a file of the reader.

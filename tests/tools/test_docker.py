@@ -12,7 +12,7 @@ import pytest
 import commands
 from paths import ROOT
 
-COVERS = ["docker/*", ".dockerignore", "scripts/*.sh", "recipes/**/*", ".ci/run"]
+COVERS = ["docker/**/*", ".dockerignore", "scripts/*.sh", "recipes/**/*", ".ci/run"]
 DOCKER = ROOT / "docker"
 DOCKERFILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.cpu"]
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -127,6 +127,14 @@ def test_name_that_others_cannot_reach_is_a_warning(home, name, warning):
     assert done.returncode == 0 and warning in done.stderr and bool(warning) == bool(done.stderr)
 
 
+def test_horovodrun_refuses_a_host_without_an_address(tmp_path):
+    """Horovod's ranks would end in a segmentation fault."""
+    commands.executable(tmp_path / "uname", "#!/usr/bin/env bash\necho " + "x" * 64)  # longer than a name may be
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    done = commands.run(DOCKER / "bin" / "horovodrun", "-np", "1", "true", env={"PATH": path})
+    commands.check_refusal(done, 1, f"this host's name, {'x' * 64}, has no address")
+
+
 @pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="no sshd here")
 def test_node_serves_who_has_the_key(home, tmp_path):
     home |= {"GRADZIP_SSH_PORT": str(commands.free_port())}
@@ -134,11 +142,11 @@ def test_node_serves_who_has_the_key(home, tmp_path):
     # A session has the node's PATH. The user's shell may put something before it, or take something out.
     own = {**home, "PATH": os.pathsep.join([PATH, str(tmp_path)])}
     node = subprocess.Popen([DOCKER / "entrypoint.sh", "sshd"], env=own, stderr=subprocess.PIPE, text=True)
+    assert any("listening" in line for line in node.stderr)
 
     def ssh(environment, command):
-        # It takes the home from the password file, so it is told where its files are. One attempt a second.
-        config = f"{environment['HOME']}/.ssh/config"
-        return commands.run("ssh", "-F", config, "-o", "ConnectionAttempts=20", "127.0.0.1", command, env=environment)
+        # It takes the home from the password file, so it is told where its files are.
+        return commands.run("ssh", "-F", f"{environment['HOME']}/.ssh/config", "127.0.0.1", command, env=environment)
 
     try:
         answer = ssh(home, "printenv PATH")
@@ -157,6 +165,40 @@ def test_node_serves_who_has_the_key(home, tmp_path):
     finally:
         node.terminate()
         node.communicate(timeout=10)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root")
+def test_packages_of_an_image_come_from_where_pip_has_them(tmp_path):
+    """A build gets pip's configuration with its certificates and folders, and the torch of its kind."""
+    commands.executable(
+        tmp_path / "buildah",
+        "#!/usr/bin/env bash\n"
+        'for word; do [[ $word != *:/etc/xdg/pip:ro ]] || tail -n +1 "${word%%:*}"/*; done\n'
+        '[[ $1 != bud ]] || printf "%s\\n" "$@"\n',
+    )
+    wheels, packages, certificates = (tmp_path / name for name in ("wheels", "packages", "certificates"))
+    wheels.mkdir()
+    (packages / "simple").mkdir(parents=True)
+    certificates.write_text("A CERTIFICATE\n")
+    own = {
+        "PATH": os.pathsep.join([str(tmp_path), PATH]), "TMPDIR": str(tmp_path), "PIP_FIND_LINKS": str(wheels),
+        "PIP_EXTRA_INDEX_URL": f"file://{packages}/simple", "PIP_CERT": str(certificates), "BASE": "a-base",
+    }  # fmt: skip
+
+    def build(kind):
+        done = commands.run(ROOT / "scripts" / "build_image.sh", kind, env=own)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    plain = build("gpu")
+    assert {"BASE=a-base", "gradzip:gpu", f"{packages}:{packages}:ro", f"{wheels}:{wheels}:ro"} <= {*plain}
+    settings = {"cert = /etc/xdg/pip/cert.pem", "A CERTIFICATE", f"extra-index-url = file://{packages}/simple"}
+    assert settings <= {*plain} and not any("TORCH_INDEX" in line for line in plain)
+    (wheels / "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl").touch()
+    cpu, gpu = build("cpu"), build("gpu")
+    assert {f"find-links = {wheels}", f"{wheels}:{wheels}:ro", "TORCH_INDEX=https://pypi.org/simple"} <= {*cpu}
+    assert f"find-links = {wheels}" not in gpu and settings <= {*gpu}
+    assert [path.name for path in tmp_path.glob("gradzip-image.*")] == []
 
 
 @pytest.mark.long

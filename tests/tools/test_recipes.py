@@ -130,6 +130,7 @@ def test_manifest_agrees_with_the_image_and_itself():
     launcher, worker = (replicas[kind]["template"]["spec"]["containers"][0] for kind in ("Launcher", "Worker"))
     for container in (launcher, worker):
         (script,) = container["args"]
+        assert container["image"] == launcher["image"] and "." in container["image"].partition("/")[0], "a registry"
         assert container["command"] == ["bash", "-ec"] and run(None, "bash", "-n", "-c", script).returncode == 0
         assert f"{spec['sshAuthMountPath']}/id_rsa" in script
         (keys,) = (v["value"] for v in container["env"] if v["name"] == "GRADZIP_KEYS")
